@@ -1,0 +1,263 @@
+"""Defaults, then a YAML file, then key=value words: one RunConfig, or every problem at once.
+
+The only file that speaks omegaconf. Each leaf is assigned on its own, so that a wrong one does not hide the next.
+"""
+
+import os
+import re
+import tempfile
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+
+from hpclm.config.schema import RunConfig
+from hpclm.errors import ConfigError, readable
+from hpclm.registry import hint
+
+Assignment = tuple[str, Any, str]  # dotted key, value, where it was written
+
+
+def from_cli(words: list[str]) -> RunConfig:
+    """``[FILE] key=value ...``: the settings they describe, or ConfigError."""
+    overrides = [word for word in words if is_override(word)]
+    files = [word for word in words if not is_override(word)]
+    if len(files) > 1:
+        raise ConfigError(f"give one settings file, not {len(files)}: {', '.join(files)}")
+    return load(files[0] if files else None, overrides)
+
+
+def load(path: str | Path | None = None, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
+    """The settings of the file at ``path`` with ``overrides`` ("key=value") on top, or ConfigError."""
+    problems: list[str] = []
+    assignments: list[Assignment] = []
+    if path is not None:
+        assignments += _from_file(readable(_existing(path), "settings file"), problems)
+    for word in overrides:
+        key, sign, text = word.partition("=")
+        if sign:
+            assignments += _flat(key.strip(), _parse(key.strip(), text, problems), "command line")
+        else:
+            problems.append(f"{word!r} is not key=value")
+    return _build(assignments, problems)
+
+
+def dump(config: RunConfig, path: Path) -> None:
+    """Write the whole of ``config`` to ``path`` as YAML that ``load`` reads back; never half a file."""
+    text = OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".config-", delete=False, encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(file.name, path)
+
+
+def is_override(word: str) -> bool:
+    """Whether a command-line word is key=value rather than a file name."""
+    return re.match(r"[A-Za-z_][\w.]*\s*=", word) is not None
+
+
+def _existing(path: str | Path) -> str | Path:
+    """``path``, or the shipped settings file of that name when there is none here."""
+    shipped = Path(__file__).parents[2] / "configs"
+    if Path(path).exists() or not shipped.is_dir():
+        return path
+    for candidate in (shipped / Path(path).name, shipped / f"{path}.yaml"):
+        if Path(path).name == str(path) and candidate.is_file():
+            return candidate
+    names = sorted(p.name for p in shipped.glob("*.yaml"))
+    raise ConfigError(
+        f"settings file {path} does not exist; configs/ has {', '.join(names)}.{hint(Path(path).name, names)}"
+    )
+
+
+def _from_file(path: Path, problems: list[str]) -> list[Assignment]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"settings file {path} is not YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        return []
+    if not isinstance(content, dict):
+        raise ConfigError(f"settings file {path} must be a mapping of sections, not a {type(content).__name__}")
+    return [entry for key, value in content.items() for entry in _flat(str(key), value, str(path))]
+
+
+def _flat(key: str, value: Any, origin: str) -> Iterator[Assignment]:
+    """Leaves of a nested mapping; a mapping that belongs to one field stays whole."""
+    if isinstance(value, dict) and (value or is_dataclass(_type(key))) and not _is_leaf(key):
+        for name, inner in value.items():
+            yield from _flat(f"{key}.{name}", inner, origin)
+    else:
+        yield key, value, origin
+
+
+def _parse(key: str, text: str, problems: list[str]) -> Any:
+    """The value a person typed: as it stands for a field of text, as YAML for any other."""
+    wanted = _type(key)
+    if wanted is str or (_optional(wanted) is str and text not in ("null", "")):
+        return text
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        problems.append(f"{key}={text!r} (command line) is not a YAML value")
+        return None
+    return [str(v) for v in value] if wanted == list[str] and isinstance(value, list) else value
+
+
+def _build(assignments: list[Assignment], problems: list[str]) -> RunConfig:
+    tree = OmegaConf.structured(RunConfig)
+    OmegaConf.set_readonly(tree, False)
+    broken = []
+    for key, value, origin in assignments:
+        wrong = _assign(tree, key, value)
+        if wrong:
+            broken += [key] if _type(key) else []
+            problems.append(f"{wrong} ({origin})")
+    sections: dict[str, Any] = {}
+    for field in fields(RunConfig):
+        try:
+            sections[field.name] = _value(field.type, tree[field.name])
+        except ConfigError as error:
+            problems += error.problems
+        except OmegaConfBaseException as error:
+            problems.append(f"{field.name}: {str(error).splitlines()[0]}")
+    if not problems:
+        return RunConfig(**sections)
+    try:
+        RunConfig(**sections)
+    except ConfigError as error:  # what only follows from a key reported above would mislead
+        problems += [p for p in error.problems if p not in problems and not any(key in p for key in broken)]
+    raise ConfigError(problems)
+
+
+def _assign(tree: Any, key: str, value: Any) -> str | None:
+    """Set one leaf; what is wrong with it, or None."""
+    wanted = _type(key)
+    if wanted is None:
+        return f"unknown setting {key}{hint_for(key)}"
+    if is_dataclass(wanted):
+        return f"{key} is a section; set its fields, such as {key}.{fields(wanted)[0].name}=…"
+    if value is None and _optional(wanted) is wanted:
+        return f"{key} must be {type_words(wanted)}, not empty"
+    if wanted in (int, float, str) and isinstance(value, (list, dict)):
+        return f"{key}={value!r} must be {type_words(wanted)}"
+    if _optional(wanted) is int and isinstance(value, (float, str)):
+        value = _whole(value)  # 1e6 and 1_000_000 are numbers to a person
+    if _optional(wanted) in (int, float) and isinstance(value, bool):
+        return f"{key}={value!r} must be {type_words(wanted)}"
+    section, _, _ = key.rpartition(".")
+    OmegaConf.set_readonly(OmegaConf.select(tree, section) if section else tree, False)
+    before = OmegaConf.select(tree, key)
+    try:
+        OmegaConf.update(tree, key, value, merge=False)
+        _plain(wanted, OmegaConf.select(tree, key))
+    except InterpolationResolutionError as error:
+        OmegaConf.update(tree, key, before, merge=False)
+        return f"{key}={value!r}: {str(error).splitlines()[0]}"
+    except (OmegaConfBaseException, ValueError):
+        OmegaConf.update(tree, key, before, merge=False)
+        near = hint(str(value), [str(choice) for choice in typing.get_args(wanted)])
+        return f"{key}={value!r} must be {type_words(wanted)}{'.' * bool(near)}{near}"
+    return None
+
+
+def _whole(value: float | str) -> Any:
+    try:
+        number = float(value)
+    except ValueError:
+        return value
+    return int(number) if number.is_integer() else value
+
+
+def _value(wanted: Any, node: Any) -> Any:
+    """What a node of the tree holds, as the schema's own type; runs the section's checks."""
+    if is_dataclass(wanted):
+        return typing.cast(Any, wanted)(**{f.name: _plain(f.type, node[f.name]) for f in fields(wanted)})
+    return _plain(wanted, node)
+
+
+def _plain(wanted: Any, value: Any) -> Any:
+    if OmegaConf.is_config(value):
+        value = OmegaConf.to_container(value, resolve=True)
+    inner = _optional(wanted)
+    if typing.get_origin(inner) is tuple and value is not None:
+        kinds = typing.get_args(inner)
+        if len(value) != len(kinds):
+            raise ValueError(f"wants {len(kinds)} values")
+        return tuple(kind(v) for kind, v in zip(kinds, value, strict=True))
+    return value
+
+
+def _type(key: str) -> Any:
+    """Declared type of a dotted key; None when the schema has no such key."""
+    kind: Any = RunConfig
+    for part in key.split("."):
+        if not is_dataclass(kind):
+            return None
+        found = {f.name: f.type for f in fields(kind)}
+        if part not in found:
+            return None
+        kind = found[part]
+    return kind
+
+
+def _is_leaf(key: str) -> bool:
+    wanted = _type(key)
+    return wanted is not None and not is_dataclass(wanted)
+
+
+def _optional(wanted: Any) -> Any:
+    """``X`` of ``X | None``; any other type as it is."""
+    if isinstance(wanted, types.UnionType):
+        return next(kind for kind in typing.get_args(wanted) if kind is not types.NoneType)
+    return wanted
+
+
+def type_words(wanted: Any) -> str:
+    """A type in a person's words."""
+    inner = _optional(wanted)
+    optional = " or null" if inner is not wanted else ""
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    if typing.get_origin(inner) is typing.Literal:
+        return f"one of {', '.join(map(str, typing.get_args(inner)))}{optional}"
+    if typing.get_origin(inner) is tuple:
+        kinds = typing.get_args(inner)
+        return f"a list of {len(kinds)} numbers{optional}"
+    if typing.get_origin(inner) is list:
+        return f"a list of text{optional}"
+    return names.get(inner, str(inner)) + optional
+
+
+def keys() -> list[str]:
+    """Every setting's dotted key, in the order of the schema."""
+    found = []
+    for field in fields(RunConfig):
+        kind: Any = field.type
+        found += [f"{field.name}.{f.name}" for f in fields(kind)] if is_dataclass(kind) else [field.name]
+    return found
+
+
+def hint_for(key: str) -> str:
+    """The way out of an unknown key."""
+    known = keys()
+    suggestion = hint(key, known)
+    if not suggestion:
+        last = key.split(".")[-1]
+        same = [k for k in known if k.split(".")[-1] == last]
+        suggestion = f" Did you mean {same[0]!r}?" if same else hint(last, [k.split(".")[-1] for k in known])
+    return f".{suggestion or ' See hpclm config --reference for all of them.'}"
+
+
+def as_yaml(value: Any) -> str:
+    """One value as it would stand in a settings file."""
+    plain = list(value) if isinstance(value, tuple) else value
+    return (
+        yaml.safe_dump(plain, default_flow_style=True, allow_unicode=True, width=10**6).removesuffix("\n...\n").strip()
+    )

@@ -1,0 +1,72 @@
+"""How a step's samples divide over processes and micro-batches: pure arithmetic."""
+
+from dataclasses import dataclass
+
+from hpclm.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Rampup:
+    """Batch-size ramp of Megatron-LM's --rampup-batch-size."""
+
+    start: int
+    increment: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What follows from a run's settings once the number of processes is known."""
+
+    data: int
+    global_size: int
+    micro_size: int
+    rampup: Rampup | None = None
+
+    @classmethod
+    def divide(cls, processes: int, global_size: int, micro_size: int, rampup: Rampup | None = None) -> "Plan":
+        """A plan, or a ConfigError that names the numbers that do not fit."""
+        unit = micro_size * processes
+        sizes = {"batch.global_size": global_size}
+        if rampup:
+            sizes |= {"batch.rampup's start": rampup.start, "batch.rampup's increment": rampup.increment}
+        wrong = [
+            f"{name}={size} must be a multiple of batch.micro_size={micro_size} x {processes} data-parallel "
+            f"replica{'s' * (processes != 1)} = {unit}"
+            for name, size in sizes.items()
+            if unit < 1 or size % unit
+        ]
+        if wrong:
+            raise ConfigError(wrong)
+        return cls(processes, global_size, micro_size, rampup)
+
+    def batch_size(self, samples: int) -> int:
+        """Samples in the step that begins when ``samples`` have been consumed."""
+        ramp = self.rampup
+        if ramp is None or samples > ramp.samples or ramp.start == self.global_size:
+            return self.global_size
+        increments = (self.global_size - ramp.start) // ramp.increment
+        rung = int(samples / (ramp.samples / increments))
+        return min(self.global_size, ramp.start + rung * ramp.increment)
+
+    def accumulation(self, samples: int) -> int:
+        """Micro-batches per replica in that step."""
+        return self.batch_size(samples) // (self.micro_size * self.data)
+
+    def samples_after(self, steps: int) -> int:
+        """Samples consumed by the first ``steps`` steps."""
+        done = samples = 0
+        while done < steps and self.batch_size(samples) < self.global_size:
+            samples += self.batch_size(samples)
+            done += 1
+        return samples + (steps - done) * self.global_size
+
+    def steps_within(self, samples: int) -> int:
+        """Whole steps that ``samples`` samples are enough for."""
+        steps = used = 0
+        while self.batch_size(used) < self.global_size and used + self.batch_size(used) <= samples:
+            used += self.batch_size(used)
+            steps += 1
+        if self.batch_size(used) < self.global_size:
+            return steps
+        return steps + (samples - used) // self.global_size

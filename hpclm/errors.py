@@ -1,0 +1,80 @@
+"""What can go wrong in words a person can act on, and the exit code each one ends the process with.
+
+HpclmError
+├── ConfigError         64  settings, arguments or input files that cannot work as given
+├── NoCheckpointError   66  the run has history, but no good checkpoint to go on from
+├── LockedError         75  another job holds the run directory
+└── DivergedError       93  the run must not be restarted as it is
+
+85 is not an error: the run was told to leave, saved, and asks to be started again.
+"""
+
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+REQUEUE = 85
+
+
+class HpclmError(Exception):
+    """An error whose message is all a person needs; command-line verbs print it without a traceback."""
+
+    exit_code = 1
+
+
+class ConfigError(HpclmError, ValueError):
+    """Something a person set cannot work; holds every problem found, not only the first."""
+
+    exit_code = 64
+
+    def __init__(self, problems: str | Iterable[str]):
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class NoCheckpointError(HpclmError):
+    """A checkpoint was expected and none can be trusted."""
+
+    exit_code = 66
+
+
+class LockedError(HpclmError):
+    """Another process is using the run directory."""
+
+    exit_code = 75
+
+
+class DivergedError(HpclmError):
+    """Training cannot go on, and starting it again would end the same way."""
+
+    exit_code = 93
+
+
+def readable(path: str | Path, what: str) -> Path:
+    """``path`` if it is a file that can be opened; ``what`` names it in the error."""
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ConfigError(f"{what} {path} is not a regular file")
+    except FileNotFoundError:
+        raise ConfigError(f"{what} {path} does not exist; looked in {path.absolute().parent}") from None
+    except OSError as error:
+        raise ConfigError(f"{what} {path} cannot be read: {error.strerror}") from None
+    return path
+
+
+def writable_folder(path: str | Path, what: str) -> Path:
+    """``path`` as a folder that files can be made in, created if need be; ``what`` names it in the error."""
+    path = Path(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"{what} {path} cannot be written: {error.strerror} (errno {error.errno}); choose another place or free this one"
+        ) from None
+    return path

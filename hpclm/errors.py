@@ -9,10 +9,7 @@ HpclmError
 85 is not an error: the run was told to leave, saved, and asks to be started again.
 """
 
-import os
-import stat
 from collections.abc import Iterable
-from pathlib import Path
 
 REQUEUE = 85
 
@@ -49,32 +46,3 @@ class DivergedError(HpclmError):
     """Training cannot go on, and starting it again would end the same way."""
 
     exit_code = 93
-
-
-def readable(path: str | Path, what: str) -> Path:
-    """``path`` if it is a file that can be opened; ``what`` names it in the error."""
-    path = Path(path)
-    try:
-        with path.open("rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ConfigError(f"{what} {path} is not a regular file")
-    except FileNotFoundError:
-        raise ConfigError(f"{what} {path} does not exist; looked in {path.absolute().parent}") from None
-    except OSError as error:
-        raise ConfigError(f"{what} {path} cannot be read: {error.strerror}") from None
-    return path
-
-
-def writable_folder(path: str | Path, what: str) -> Path:
-    """``path`` as a folder that files can be made in, created if need be; ``what`` names it in the error."""
-    path = Path(path)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        probe = path / f".writable-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(
-            f"{what} {path} cannot be written: {error.strerror} (errno {error.errno}); choose another place or free this one"
-        ) from None
-    return path

@@ -2,6 +2,8 @@
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 FORMAT = "%(asctime)s %(levelname).1s %(message)s"
@@ -13,9 +15,14 @@ def setup(level: int = logging.INFO) -> None:
     logging.captureWarnings(True)
 
 
-def also_to(path: Path) -> logging.Handler:
-    """Append the log to ``path`` too; the caller removes the handler when the run is over."""
+@contextmanager
+def also_to(path: Path) -> Iterator[None]:
+    """Append the log to ``path`` too while the block runs."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter(FORMAT))
     logging.getLogger().addHandler(handler)
-    return handler
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()

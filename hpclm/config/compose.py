@@ -3,9 +3,7 @@
 The only file that speaks omegaconf. Each leaf is assigned on its own, so that a wrong one does not hide the next.
 """
 
-import os
 import re
-import tempfile
 import types
 import typing
 from collections.abc import Iterator
@@ -17,8 +15,9 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
+from hpclm import files
 from hpclm.config.schema import RunConfig
-from hpclm.errors import ConfigError, readable
+from hpclm.errors import ConfigError
 from hpclm.registry import hint
 
 Assignment = tuple[str, Any, str]  # dotted key, value, where it was written
@@ -27,10 +26,10 @@ Assignment = tuple[str, Any, str]  # dotted key, value, where it was written
 def from_cli(words: list[str]) -> RunConfig:
     """``[FILE] key=value ...``: the settings they describe, or ConfigError."""
     overrides = [word for word in words if is_override(word)]
-    files = [word for word in words if not is_override(word)]
-    if len(files) > 1:
-        raise ConfigError(f"give one settings file, not {len(files)}: {', '.join(files)}")
-    return load(files[0] if files else None, overrides)
+    paths = [word for word in words if not is_override(word)]
+    if len(paths) > 1:
+        raise ConfigError(f"give one settings file, not {len(paths)}: {', '.join(paths)}")
+    return load(paths[0] if paths else None, overrides)
 
 
 def load(path: str | Path | None = None, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
@@ -38,7 +37,7 @@ def load(path: str | Path | None = None, overrides: list[str] | tuple[str, ...] 
     problems: list[str] = []
     assignments: list[Assignment] = []
     if path is not None:
-        assignments += _from_file(readable(_existing(path), "settings file"), problems)
+        assignments += _from_file(files.readable(_existing(path), "settings file"), problems)
     for word in overrides:
         key, sign, text = word.partition("=")
         if sign:
@@ -50,12 +49,7 @@ def load(path: str | Path | None = None, overrides: list[str] | tuple[str, ...] 
 
 def dump(config: RunConfig, path: Path) -> None:
     """Write the whole of ``config`` to ``path`` as YAML that ``load`` reads back; never half a file."""
-    text = OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".config-", delete=False, encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(file.name, path)
+    files.write_text(path, OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
 
 
 def is_override(word: str) -> bool:

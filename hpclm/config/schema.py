@@ -28,10 +28,19 @@ BLOCKS = {"gpt": "hpclm.model.gpt:Block"}
 ENGINES = {"native": "hpclm.engine.native:NativeEngine"}
 SCHEDULES = {
     name: f"hpclm.optim.schedules:{name}"
-    for name in (
-        "constant linear cosine inverse_sqrt wsd megatron1_linear megatron1_cosine megatron1_exponential "
-        "fairseq_polynomial fairseq_cosine fairseq_inverse_sqrt"
-    ).split()
+    for name in [
+        "constant",
+        "linear",
+        "cosine",
+        "inverse_sqrt",
+        "wsd",
+        "megatron1_linear",
+        "megatron1_cosine",
+        "megatron1_exponential",
+        "fairseq_polynomial",
+        "fairseq_cosine",
+        "fairseq_inverse_sqrt",
+    ]
 }
 
 
@@ -289,7 +298,7 @@ class OptimConfig(Checked):
     a function (position, length, optim) -> learning rate after the warm-up."""
     unit: Literal["steps", "samples"] = "steps"
     """What warmup, schedule_length, period and wsd_decay count."""
-    warmup: int = 0
+    warmup: float = 0
     """Units over which the learning rate rises linearly to lr."""
     warmup_fraction: float | None = None
     """The warm-up as a part of the schedule's length (Megatron's --warmup); instead of warmup."""
@@ -319,8 +328,7 @@ class OptimConfig(Checked):
     def problems(self) -> Iterator[str]:
         """What cannot work in the optimizer's settings."""
         amounts = dict(lr=self.lr, min_lr=self.min_lr, eps=self.eps, weight_decay=self.weight_decay, clip=self.clip)
-        amounts |= dict(warmup=self.warmup, warmup_start=self.warmup_start)
-        yield from at_least(0, "optim", **amounts)
+        yield from at_least(0, "optim", **amounts, warmup=self.warmup, warmup_start=self.warmup_start)
         lengths = dict(
             schedule_length=self.schedule_length,
             period=self.period,

@@ -1,0 +1,66 @@
+"""What a checkpoint's folder must hold for it to count: MANIFEST.json, and files of the sizes and hashes it names."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+NAME = "MANIFEST.json"
+SCHEMA = 1
+
+
+class BadCheckpoint(Exception):
+    """A folder that does not hold what its manifest says; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The description of one checkpoint."""
+
+    progress: dict[str, Any]
+    scalars: dict[str, Any]  # the engine's state that is no tensor
+    identity: dict[str, Any]  # what a run that goes on must find unchanged
+    tensors: dict[str, dict[str, Any]]  # name -> shape of the whole, and parts: file and start of each
+    files: dict[str, dict[str, Any]]  # name -> size in bytes, blake2b
+
+    def write(self, folder: Path) -> Path:
+        """Write the manifest into ``folder``."""
+        path = folder / NAME
+        path.write_text(json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1), encoding="utf-8")
+        return path
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest in ``folder``, not yet held against the files; BadCheckpoint when it is no manifest."""
+    try:
+        content = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        schema = content.pop("schema")
+        if schema != SCHEMA:
+            raise BadCheckpoint(f"{NAME} has schema {schema}; this hpclm reads {SCHEMA}")
+        return Manifest(**content)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise BadCheckpoint(f"{NAME} cannot be read: {error}") from None
+
+
+def verify(folder: Path, manifest: Manifest) -> None:
+    """Hold every file against its size and hash; BadCheckpoint names the first that differs."""
+    for name, wanted in manifest.files.items():
+        path = folder / Path(name).name
+        try:
+            size = path.stat().st_size
+            if size != wanted["size"]:
+                raise BadCheckpoint(f"{name} has {size} bytes, not the {wanted['size']} that were saved")
+            if fingerprint(path) != wanted["blake2b"]:
+                raise BadCheckpoint(f"{name} differs from what was saved (its hash is wrong)")
+        except OSError as error:
+            raise BadCheckpoint(f"{name} cannot be read: {error.strerror}") from None
+
+
+def fingerprint(path: Path) -> str:
+    """blake2b of a file, in hex."""
+    digest = hashlib.blake2b()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()

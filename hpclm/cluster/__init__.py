@@ -1,0 +1,1 @@
+"""How processes start, what they run on, and how they leave."""

@@ -1,0 +1,108 @@
+"""What this process computes on: device, precision, how matrix products run, and how fast the device could be."""
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+
+from hpclm.config import EngineConfig
+from hpclm.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Dense peak of 16-bit matrix products in FLOP/s, from the vendors' data sheets (not the sparse figure, which is double).
+PEAKS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "H800": 989e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10": 125e12,
+    "V100": 125e12,
+}
+
+
+def device(config: EngineConfig, local_rank: int) -> torch.device:
+    """The device of this process; ConfigError when the settings want one that is not there."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.device == "cuda" and not gpus:
+        raise ConfigError("engine.device=cuda, but PyTorch sees no GPU here; use engine.device=cpu or auto")
+    if config.device == "cpu" or not gpus:
+        return torch.device("cpu")
+    chosen = torch.device("cuda", local_rank % gpus)
+    torch.cuda.set_device(chosen)
+    return chosen
+
+
+def compute_type(config: EngineConfig, device: torch.device) -> torch.dtype:
+    """Type of activations and matrix products."""
+    if config.precision != "auto":
+        return TYPES[config.precision]
+    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.bfloat16
+    return torch.float32
+
+
+def set_matmul(config: EngineConfig, device: torch.device) -> str:
+    """Choose how fp32 products run in this process; says what was chosen and why."""
+    torch.set_float32_matmul_precision("highest")
+    if config.matmul == "exact":
+        return "exact, as set"
+    if config.matmul == "fast":
+        torch.set_float32_matmul_precision("high" if device.type == "cuda" else "medium")
+        return "fast, as set"
+    if device.type == "cuda":
+        return "exact: TF32 would round fp32 products"
+    exact = _product_error()
+    torch.set_float32_matmul_precision("medium")
+    fast = _product_error()
+    if fast > 2 * exact + 1e-7:
+        torch.set_float32_matmul_precision("highest")
+        return f"exact: oneDNN would round fp32 products here (relative error {fast:.0e})"
+    return f"fast: oneDNN, with fp32's precision here (relative error {fast:.0e})"
+
+
+def _product_error(size: int = 256) -> float:
+    """Relative error of one fp32 product against fp64."""
+    draw = torch.Generator().manual_seed(0)
+    a, b = torch.randn(size, size, generator=draw), torch.randn(size, size, generator=draw)
+    truth = a.double() @ b.double()
+    return float(((a @ b).double() - truth).norm() / truth.norm())
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Dense peak of 16-bit products on this device in FLOP/s; None where it is not known."""
+    if device.type != "cuda" or dtype == torch.float32:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((PEAKS[key] for key in sorted(PEAKS, key=len, reverse=True) if key in name), None)
+
+
+def describe(device: torch.device) -> str:
+    """The device in words."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)} ({device})"
+    return f"CPU, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() != 1)}"
+
+
+def synchronizer(device: torch.device) -> Callable[[], None]:
+    """A function that waits for the device."""
+    return torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes this process has held: on the GPU, or resident on a CPU machine."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with suppress(OSError, ValueError, IndexError), open("/proc/self/status", encoding="ascii") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+    return 0

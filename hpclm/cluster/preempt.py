@@ -1,0 +1,34 @@
+"""Hear the warning signal, and let the loop finish its step before it saves and leaves.
+
+Which signal warns depends on the cluster: TERM on plain preemption, USR1 or USR2 where the job asked for it. Ctrl-C is
+one more; a second Ctrl-C ends the process at once.
+"""
+
+import signal
+from types import FrameType
+from typing import Any
+
+WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+
+
+class Preemption:
+    """Remembers a warning signal until the loop is ready for it."""
+
+    def __init__(self) -> None:
+        self.signal: str | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Preemption":
+        self._before = {number: signal.signal(number, self._note) for number in WARNINGS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal == "SIGINT" and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(
+            number
+        ).name  # only a flag: signals come in bursts, and a log line is not reentrant

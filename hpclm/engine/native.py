@@ -1,0 +1,104 @@
+"""Plain PyTorch, one process: fp32 weights and optimizer, activations in the compute type."""
+
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpclm.config import RunConfig
+from hpclm.data.batches import Batch
+from hpclm.engine import Shard, StepResult
+from hpclm.engine.step import accumulate, seed_step, token_weights
+from hpclm.errors import ConfigError
+from hpclm.model import gpt
+from hpclm.model.loss import TokenLoss
+from hpclm.optim.adamw import adamw, clip_gradients, gradient_norm
+from hpclm.optim.scaler import LossScale
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class NativeEngine:
+    """One model, one optimizer, one device."""
+
+    def __init__(self, config: RunConfig, device: torch.device, dtype: torch.dtype):
+        self.config, self.device = config, device
+        specs = gpt.layers(config.model, config.engine, dtype, config.seed)
+        self.model = gpt.Stack(config.model, specs, config.engine.recompute_every).to(device)
+        self.loss = TokenLoss(config.engine.loss_chunk, compile=config.engine.compile)
+        self.optimizer = adamw(self.model, config.optim)
+        self.scale = LossScale.first(config.scaler) if dtype == torch.float16 else None
+        if config.engine.compile:
+            self._compile()
+
+    def _compile(self) -> None:
+        if not any(map(shutil.which, ("g++", "c++", "clang++", "gcc", "cc"))):
+            raise ConfigError(
+                "engine.compile=true needs a C++ compiler, and none is on the PATH; install one, or leave it off"
+            )
+        for name, layer in self.model.layers.items():
+            if name.startswith("block"):
+                layer.compile(dynamic=False)
+
+    def train_step(self, batches: Sequence[Batch], lr: float, step: int) -> StepResult:
+        """Forward and backward over the micro-batches, clip, update; leaves the weights alone when it is not finite."""
+        scale = self.scale.value if self.scale else 1.0
+        seed_step(self.config.seed, step)
+        self.model.train()
+        weights = token_weights(batches, self.config.batch.loss_norm)
+        loss = accumulate(self.model, self.loss, batches, weights, torch.Tensor.backward, scale).item()
+        norm = gradient_norm(self.model.parameters()).item()
+        overflow = not math.isfinite(norm)
+        if self.scale:
+            self.scale = self.scale.after(overflow, self.config.scaler)
+        skipped = overflow or not math.isfinite(loss)
+        if not skipped:
+            clip_gradients(self.model.parameters(), norm, self.config.optim.clip, scale)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return StepResult(loss, norm / scale, scale, skipped)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> float:
+        """Mean loss per token."""
+        self.model.eval()
+        return accumulate(self.model, self.loss, batches, token_weights(batches, "token"), None).item()
+
+    def tensors(self) -> dict[str, Shard]:
+        """Weights, and Adam's moments once there are any."""
+        found = {f"model.{name}": Shard.whole(p.detach()) for name, p in self._named()}
+        for name, p in self._named():
+            for moment in MOMENTS:
+                if moment in self.optimizer.state[p]:
+                    found[f"optim.{moment}.{name}"] = Shard.whole(self.optimizer.state[p][moment])
+        return found
+
+    def scalars(self) -> dict[str, Any]:
+        """Adam's step count, and the loss scale."""
+        steps = [state["step"].item() for state in self.optimizer.state.values() if "step" in state]
+        scale = self.scale and {
+            "value": self.scale.value,
+            "hysteresis": self.scale.hysteresis,
+            "good_steps": self.scale.good_steps,
+        }
+        return {"optimizer_steps": int(steps[0]) if steps else 0, "loss_scale": scale}
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
+        """Take over a saved state."""
+        steps = scalars["optimizer_steps"]
+        for name, p in self._named():
+            p.copy_(tensors[f"model.{name}"])
+            if steps:
+                moments = {m: torch.empty_like(p).copy_(tensors[f"optim.{m}.{name}"]) for m in MOMENTS}
+                self.optimizer.state[p] = {"step": torch.tensor(float(steps), device=self.device), **moments}
+        if self.scale and scalars["loss_scale"]:
+            self.scale = LossScale(**scalars["loss_scale"])
+
+    def _named(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return [(name.removeprefix("layers."), p) for name, p in self.model.named_parameters()]

@@ -1,0 +1,62 @@
+"""Files a person names: checked before they are used, written whole or not at all."""
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from hpclm.errors import ConfigError
+
+
+def readable(path: str | Path, what: str) -> Path:
+    """``path`` if it is a file that can be opened; ``what`` names it in the error."""
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ConfigError(f"{what} {path} is not a regular file")
+    except FileNotFoundError:
+        raise ConfigError(f"{what} {path} does not exist; looked in {path.absolute().parent}") from None
+    except OSError as error:
+        raise ConfigError(f"{what} {path} cannot be read: {error.strerror}") from None
+    return path
+
+
+def writable_folder(path: str | Path, what: str) -> Path:
+    """``path`` as a folder that files can be made in, created if need be; ``what`` names it in the error."""
+    path = Path(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"{what} {path} cannot be written: {error.strerror} (errno {error.errno}); choose another place or free this one"
+        ) from None
+    return path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Put ``text`` at ``path`` in one step: a reader, or a crash, sees the old file or the new one."""
+    with tempfile.NamedTemporaryFile(
+        "w", dir=path.parent, prefix=f".{path.name}-", delete=False, encoding="utf-8"
+    ) as file:
+        try:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            Path(file.name).replace(path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames inside the folder ``path`` survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

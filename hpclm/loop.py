@@ -1,0 +1,185 @@
+"""A training run, the whole story. Nothing in it knows an engine, a launcher or a data format."""
+
+import logging
+import time
+from pathlib import Path
+
+import torch
+
+from hpclm import engine as engines
+from hpclm import files, log, record
+from hpclm.checkpoint import CheckpointStore, Progress
+from hpclm.cluster import bootstrap, hardware
+from hpclm.cluster.lease import Lease
+from hpclm.cluster.preempt import Preemption
+from hpclm.config import Plan, RunConfig, budget
+from hpclm.config.budget import Length
+from hpclm.data import sources
+from hpclm.data.batches import Batches
+from hpclm.data.sources import Source
+from hpclm.errors import REQUEUE, ConfigError, HpclmError
+from hpclm.meter import Meter, Speed
+from hpclm.model import count
+from hpclm.optim.guard import Guard
+from hpclm.optim.schedules import learning_rate
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: RunConfig) -> int:
+    """Train until the budget is used up, ``stop_at`` is reached or a signal warns; gives the exit code."""
+    world = bootstrap.detect()
+    if world.size > 1:
+        raise ConfigError(f"{world.launcher} started {world.size} processes, but a run has one process in this version")
+    plan = config.plan(world.size)
+    out = files.writable_folder(config.out, "run directory out=")
+
+    with Lease(out), log.also_to(out / "log.txt"), Preemption() as preemption:
+        device = hardware.device(config.engine, world.local_rank)
+        dtype = hardware.compute_type(config.engine, device)
+        products = hardware.set_matmul(config.engine, device)
+        logger.info("%s, %s; fp32 products %s", hardware.describe(device), str(dtype).removeprefix("torch."), products)
+
+        source = sources.build(config)
+        length = budget.length(config, plan, source.per_epoch("train"))
+        train = batches_of("train", length.samples, source, config, plan, device)
+        held_out = held_out_batches(source, config, plan, device)
+        tell(config, plan, length, len(train.samples))
+
+        engine = engines.build(config, device, dtype)
+        store = CheckpointStore(out / "checkpoints", config.checkpoint.keep, identity(config, source))
+        progress = store.resume(engine, config.checkpoint.resume)
+        record.start(out, config, progress.step)
+        logger.info("run directory %s, %s", out, f"goes on from step {progress.step}" if progress.step else "a new run")
+
+        guard = Guard(config.optim, progress.skipped)
+        with Meter(out, config.log, progress.step, length.steps, speed(config, device, dtype)) as meter:
+            while not finished(config, length, progress):
+                began = time.perf_counter()
+                size = plan.batch_size(progress.samples)
+                lr = rate(config, length, progress, size)
+                batches = train.step(progress.samples)
+                loaded = time.perf_counter()
+                result = engine.train_step(batches, lr, progress.step)
+                seconds = time.perf_counter() - began
+                progress = progress.after(size, seconds, result.skipped)
+                meter.step(
+                    progress.step,
+                    progress.samples,
+                    seconds=seconds,
+                    batch_size=size,
+                    loss=result.loss,
+                    lr=lr,
+                    grad_norm=result.grad_norm,
+                    loss_scale=result.loss_scale,
+                    skipped=progress.skipped,
+                    data_seconds=loaded - began,
+                    memory=hardware.peak_memory(device),
+                )
+                guard.check(progress.step, result.loss, result.grad_norm, result.skipped, scaled=dtype == torch.float16)
+
+                leaving = preemption.signal
+                last = bool(leaving) or finished(config, length, progress)
+                if held_out and not leaving and due(config.evaluate.every, progress, last):
+                    meter.evaluated(
+                        progress.step, progress.samples, engine.evaluate(held_out.take(0, len(held_out.samples)))
+                    )
+                if last or due(config.checkpoint.every, progress, last):
+                    save(store, engine, progress, must=last)
+                if leaving:
+                    logger.warning(
+                        "%s: saved at step %d and leaving; the same command goes on from here", leaving, progress.step
+                    )
+                    return REQUEUE
+    logger.info(ending(config, length, progress))
+    return 0
+
+
+def batches_of(
+    part: str, wanted: int | None, source: Source, config: RunConfig, plan: Plan, device: torch.device
+) -> Batches:
+    """Batches of a part of the data."""
+    return Batches(source.samples(part, wanted), plan, config.data, config.model.vocab_size, source.eod, device)
+
+
+def held_out_batches(source: Source, config: RunConfig, plan: Plan, device: torch.device) -> Batches | None:
+    """What evaluations read: ``evaluate.batches`` global batches, or all there is; None when there is no evaluation."""
+    if not config.evaluate.every or not source.weight("valid"):
+        return None
+    available = source.per_epoch("valid")
+    wanted = min(config.evaluate.batches * config.batch.global_size, available)
+    return batches_of("valid", wanted or None, source, config, plan, device)
+
+
+def rate(config: RunConfig, length: Length, progress: Progress, size: int) -> float:
+    """Learning rate of the next step."""
+    position, amount = (progress.step, 1) if config.optim.unit == "steps" else (progress.samples, size)
+    return learning_rate(position, amount, length.in_unit(config.optim.unit), config.optim)
+
+
+def speed(config: RunConfig, device: torch.device, dtype: torch.dtype) -> Speed:
+    """What turns samples and seconds into tokens a second and MFU."""
+    return Speed(config.model.context, count.flops_per_token(config.model), hardware.peak_flops(device, dtype))
+
+
+def due(every: int, progress: Progress, last: bool) -> bool:
+    """Whether something that happens ``every`` steps, and after the last one, happens now; 0 is never."""
+    return bool(every) and (last or progress.step % every == 0)
+
+
+def finished(config: RunConfig, length: Length, progress: Progress) -> bool:
+    """Whether the run has reached its end, or ``stop_at``."""
+    ends = [end for end in (length.steps, config.stop_at) if end is not None]
+    out_of_time = config.budget.hours is not None and progress.seconds >= config.budget.hours * 3600
+    return out_of_time or any(progress.step >= end for end in ends)
+
+
+def save(store: CheckpointStore, engine: engines.Engine, progress: Progress, must: bool) -> None:
+    """Save; a failure ends the run only when there will be no other chance (``must``)."""
+    began = time.perf_counter()
+    try:
+        store.save(engine, progress)
+    except HpclmError as error:
+        if must:
+            raise
+        logger.error("%s; training goes on, the checkpoints before it are untouched", error)
+    else:
+        logger.info("saved step %d in %.2f s", progress.step, time.perf_counter() - began)
+
+
+def identity(config: RunConfig, source: Source) -> dict[str, object]:
+    """What a run that goes on from a checkpoint must find unchanged: the network, the data and their order."""
+    shape = {key: value for key, value in vars(config.model).items() if "dropout" not in key and key != "init_std"}
+    return {"model": shape, "data": source.identity, "seed": config.seed}
+
+
+def tell(config: RunConfig, plan: Plan, length: Length, samples: int) -> None:
+    """Log what is about to happen, and warn of what is probably not meant."""
+    steps = "until the time is up" if length.steps is None else f"{length.steps} steps"
+    logger.info(
+        "%s parameters; %s of %d samples x %d tokens, %s samples of training data",
+        f"{count.parameters(config.model):,}",
+        steps,
+        plan.global_size,
+        config.model.context,
+        f"{samples:,}",
+    )
+    end, limit = length.in_unit(config.optim.unit), config.optim.schedule_length
+    warmup = config.optim.warmup or (config.optim.warmup_fraction or 0) * (limit or end or 0)
+    if end is not None and warmup >= end:
+        logger.warning(
+            "the run ends after %d %s, inside its warm-up of %d: optim.lr is never reached",
+            end,
+            config.optim.unit,
+            warmup,
+        )
+
+
+def ending(config: RunConfig, length: Length, progress: Progress) -> str:
+    """The last words: where the run is, and what to type next."""
+    if config.stop_at == progress.step and progress.step != length.steps:
+        return f"stopped at step {progress.step} as stop_at says; the same command without stop_at goes on"
+    follow = (
+        f"hpclm generate {Path(config.out)} --prompt ..." if config.data.source == "indexed" else f"ls {config.out}"
+    )
+    return f"done at step {progress.step}, {progress.samples:,} samples; next: {follow}"

@@ -1,0 +1,167 @@
+"""What a run tells while it trains: metrics.jsonl, TensorBoard, log lines, and a live line on a terminal."""
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from hpclm import files
+from hpclm.config import LogConfig
+
+log = logging.getLogger(__name__)
+
+# BigScience's names for the same scalars, so that their dashboards go on working.
+TAGS = {
+    "loss": ("lm-loss-training/lm loss", "lm-loss-training/lm loss vs samples"),
+    "lr": ("learning-rate/learning-rate", "learning-rate/learning-rate vs samples"),
+    "batch_size": ("batch-size/batch-size", "batch-size/batch-size vs samples"),
+    "grad_norm": ("grad-norm/grad-norm", "grad-norm/grad-norm vs samples"),
+    "loss_scale": ("loss-scale/loss-scale", "loss-scale/loss-scale vs samples"),
+    "step_seconds": ("iteration-time/iteration-time", "iteration-time/iteration-time vs samples"),
+    "tokens_per_second": ("iteration-time/tokens per second", None),
+    "mfu": ("iteration-time/mfu", None),
+    "validation_loss": ("lm-loss-validation/lm loss validation", "lm-loss-validation/lm loss validation vs samples"),
+    "validation_perplexity": (
+        "lm-loss-validation/lm loss validation ppl",
+        "lm-loss-validation/lm loss validation ppl vs samples",
+    ),
+}
+
+
+class Meter:
+    """Writes what each step measured; use it as a context manager."""
+
+    def __init__(self, out: Path, config: LogConfig, start: int, total: int | None, speed: "Speed"):
+        """``start``: the step the run goes on from. ``total``: its last step, where that is known."""
+        self.every, self.start, self.total, self.speed = config.every, start, total, speed
+        self.path = out / "metrics.jsonl"
+        self.folder = out / "tensorboard" if config.tensorboard else None
+        self._open = ExitStack()
+        self._told = time.perf_counter()
+        self._since: list[dict[str, Any]] = []
+
+    def __enter__(self) -> "Meter":
+        forget_after(self.path, self.start)
+        self._file = self._open.enter_context(self.path.open("a", buffering=1, encoding="utf-8"))
+        self._board = board(self.folder, self.start, self._open) if self.folder else None
+        self._bar = self._open.enter_context(
+            tqdm(total=self.total, initial=self.start, unit="step", dynamic_ncols=True, disable=None, file=sys.stderr)
+        )
+        if not self._bar.disable:
+            self._open.enter_context(logging_redirect_tqdm())
+        self._told = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def step(self, step: int, samples: int, seconds: float, batch_size: int, **values: float | None) -> None:
+        """One step: ``seconds`` it took, the samples in it and consumed so far, and what else was measured."""
+        row = {"step": step, "samples": samples, **values, "batch_size": batch_size, "step_seconds": seconds}
+        row |= self.speed(batch_size, seconds)
+        self._write(row)
+        self._since.append(row)
+        self._bar.update()
+        if not self._bar.disable:
+            self._bar.set_postfix_str(_words(row), refresh=False)
+        if step % self.every == 0 or step == self.total or step == self.start + 1:
+            self._tell(step)
+
+    def evaluated(self, step: int, samples: int, loss: float) -> None:
+        """A loss on held-out data; perplexity is exp(loss), cut at exp(20) as the peers do."""
+        perplexity = math.exp(min(20.0, loss))
+        self._write({"step": step, "samples": samples, "validation_loss": loss, "validation_perplexity": perplexity})
+        log.info("step %d  validation loss %.4f  perplexity %.2f", step, loss, perplexity)
+
+    def _tell(self, step: int) -> None:
+        """The log line: means over the steps since the last one."""
+        rows, self._since = self._since, []
+        seconds = sum(row["step_seconds"] for row in rows)
+        row = rows[-1] | self.speed(sum(r["batch_size"] for r in rows), seconds)
+        losses = [r["loss"] for r in rows if r["loss"] is not None]
+        row["loss"] = sum(losses) / len(losses) if losses else math.nan
+        left = ""
+        if (self.total and len(rows) > 1) or (self._bar.disable and self.total):
+            left = f"  {_clock((self.total - step) * seconds / len(rows))} left"
+        of = f"/{self.total}" if self.total else ""
+        level = logging.INFO if self._bar.disable else logging.DEBUG  # on a terminal the live line says it
+        log.log(level, "step %d%s  %s  %.3f s/step%s", step, of, _words(row), seconds / len(rows), left)
+
+    def _write(self, row: dict[str, Any]) -> None:
+        clean = {k: v for k, v in row.items() if v is not None}
+        finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in clean.items()}
+        self._file.write(json.dumps(finite) + "\n")
+        if self._board:
+            for key, value in finite.items():
+                by_step, by_samples = TAGS.get(key, (None, None))
+                if by_step and value is not None:
+                    self._board(by_step, value, row["step"])
+                if by_samples and value is not None:
+                    self._board(by_samples, value, row["samples"])
+
+
+class Speed:
+    """Tokens a second, and the part of the device's peak that the model's own arithmetic uses."""
+
+    def __init__(self, context: int, flops_per_token: float, peak_flops: float | None):
+        self.context, self.flops, self.peak = context, flops_per_token, peak_flops
+
+    def __call__(self, samples: int, seconds: float) -> dict[str, float]:
+        """Figures of ``samples`` samples in ``seconds``."""
+        rate = samples * self.context / seconds
+        return {"tokens_per_second": rate, **({"mfu": rate * self.flops / self.peak} if self.peak else {})}
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Drop the lines of steps past ``step``, which will be done again, and a last line that a kill cut short."""
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("}\n") and json.loads(line)["step"] <= step]
+    if len(kept) != len(lines):
+        log.info(
+            "%s: %d lines past step %d are dropped; those steps come again", path.name, len(lines) - len(kept), step
+        )
+        files.write_text(path, "".join(kept))
+
+
+def board(folder: Path, start: int, opened: ExitStack) -> Callable[[str, float, int], None]:
+    """A function that adds a scalar to the TensorBoard files in ``folder``; what was written past ``start`` is hidden."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    writer = EventFileWriter(str(folder))
+    opened.callback(writer.close)
+    if start:
+        writer.add_event(Event(wall_time=time.time(), step=start + 1, session_log=SessionLog(status=SessionLog.START)))
+
+    def add(tag: str, value: float, step: int) -> None:
+        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
+        writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+
+    return add
+
+
+def _words(row: dict[str, Any]) -> str:
+    parts = [f"loss {row['loss']:.4f}" if row["loss"] is not None else "loss -", f"lr {row['lr']:.3g}"]
+    parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
+    if "mfu" in row:
+        parts.append(f"MFU {row['mfu']:.1%}")
+    return "  ".join(parts)
+
+
+def _clock(seconds: float) -> str:
+    minutes, second = divmod(int(seconds), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"

@@ -1,0 +1,62 @@
+"""Causal self-attention with grouped queries.
+
+T tokens, B sequences, C hidden width, H query heads, G key/value heads, D width of one head.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hpclm.config import ModelConfig
+from hpclm.model.layers import Linear, Norm
+from hpclm.model.position import Layout, rotate
+
+
+class Attention(nn.Module):
+    """[T, B, C] -> [T, B, C].
+
+    The fused projection keeps, for each key/value head, its query heads, its key and its value together (Megatron's
+    order), so that a slice of it along dimension 0 is a whole attention over fewer heads.
+    """
+
+    def __init__(self, config: ModelConfig, recompute_core: bool, generator: torch.Generator):
+        super().__init__()
+        self.groups, self.per_group, self.width = config.groups, config.heads // config.groups, config.head_width
+        self.dropout, self.recompute_core = config.attention_dropout, recompute_core
+        fused = (config.heads + 2 * config.groups) * config.head_width
+        self.qkv = Linear(config.hidden, fused, config.bias, config.init_std, generator)
+        self.out = Linear(
+            config.hidden, config.hidden, config.bias, config.init_std / (2 * config.layers) ** 0.5, generator
+        )
+        self.q_norm = Norm(config, config.head_width) if config.qk_norm else None
+        self.k_norm = Norm(config, config.head_width) if config.qk_norm else None
+
+    def forward(self, x: Tensor, layout: Layout) -> Tensor:
+        """[T, B, C] -> [T, B, C]."""
+        heads = self.qkv(x).unflatten(-1, (self.groups, self.per_group + 2, self.width))  # [T, B, G, H/G + 2, D]
+        q, k, v = heads.split([self.per_group, 1, 1], 3)
+        q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)  # [T, B, H or G, D]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if layout.cos is not None and layout.sin is not None:
+            q, k = rotate(q, layout.cos, layout.sin), rotate(k, layout.cos, layout.sin)
+        if self.recompute_core and self.training:
+            y = checkpoint(self._core, q, k, v, layout.mask, use_reentrant=False)
+        else:
+            y = self._core(q, k, v, layout.mask)
+        return self.out(y)
+
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """[T, B, H or G, D] -> [T, B, C]: scores, softmax, and the mean of the values."""
+        q, k, v = (z.permute(1, 2, 0, 3) for z in (q, k, v))
+        y = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            dropout_p=self.dropout if self.training else 0.0,
+            enable_gqa=self.per_group > 1,
+        )
+        return y.permute(2, 0, 1, 3).flatten(2)

@@ -1,0 +1,86 @@
+"""Next-token loss without ever holding all logits.
+
+Rows of logits are made in chunks; each chunk's gradient is formed while its logits are there, so nothing is computed
+twice and memory is chunk x V instead of T x B x V (as in Hsu et al. 2024, Liger Kernel, and others before).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hpclm.model.gpt import Head
+
+ChunkMath = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def nll_and_gradient(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """[n, V] logits, [n] labels and weights -> weighted losses [n] in fp32, and their gradient [n, V] in the logits' type."""
+    log_p = F.log_softmax(logits, -1, dtype=torch.float32)
+    losses = -log_p.gather(-1, labels[:, None])[:, 0] * weights
+    gradient = log_p.exp() * weights[:, None]
+    gradient.scatter_add_(-1, labels[:, None], -weights[:, None])
+    return losses, gradient.to(logits.dtype)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        weights: Tensor,
+        vocab: int,
+        chunk: int,
+        math: ChunkMath,
+    ) -> Tensor:
+        """[n, C] hidden, [V, C] weight, [n] labels, [n] weights -> the weighted sum of losses."""
+        rows = weight.to(hidden.dtype)
+        d_hidden, d_weight = torch.empty_like(hidden), None
+        total = hidden.new_zeros((), dtype=torch.float32)
+        for begin in range(0, len(hidden), chunk):
+            part = slice(begin, begin + chunk)
+            logits = F.linear(hidden[part], rows)
+            if vocab < len(weight):
+                logits[:, vocab:] = -torch.inf  # padding never gets probability
+            losses, gradient = math(logits, labels[part], weights[part])
+            total += losses.sum()
+            torch.mm(gradient, rows, out=d_hidden[part])
+            piece = gradient.t() @ hidden[part]
+            d_weight = piece.float() if d_weight is None else d_weight.add_(piece)
+        ctx.save_for_backward(d_hidden, d_weight)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> Any:
+        """Scale the gradients formed in the forward pass."""
+        d_hidden, d_weight = ctx.saved_tensors
+        return d_hidden * outer[0].to(d_hidden.dtype), d_weight * outer[0], None, None, None, None, None
+
+
+class TokenLoss:
+    """Sum over tokens of weight x cross entropy; padding entries of the vocabulary get no probability."""
+
+    def __init__(self, chunk: int = 4096, compile: bool = False):
+        self.chunk = chunk
+        self.math: ChunkMath = torch.compile(nll_and_gradient, dynamic=False) if compile else nll_and_gradient
+
+    def __call__(self, head: Head, labels: Tensor, weights: Tensor) -> Tensor:
+        """``labels`` and ``weights`` [B, T] -> a scalar in fp32, differentiable once.
+
+        The weights carry every factor of the loss (mask, 1 / tokens, loss scale): gradients are formed in the compute
+        type with those factors in, so that fp16 does not lose them.
+        """
+        hidden, labels, weights = head.hidden.flatten(0, 1), labels.t().reshape(-1), weights.t().reshape(-1)
+        if torch.is_grad_enabled():
+            return _ChunkedLoss.apply(hidden, head.weight, labels, weights, head.vocab_size, self.chunk, self.math)
+        rows = head.weight[: head.vocab_size].to(hidden.dtype)
+        total = hidden.new_zeros((), dtype=torch.float32)
+        for begin in range(0, len(hidden), self.chunk):
+            part = slice(begin, begin + self.chunk)
+            losses = F.cross_entropy(F.linear(hidden[part], rows).float(), labels[part], reduction="none")
+            total += (losses * weights[part]).sum()
+        return total

@@ -1,0 +1,38 @@
+"""The block's MLP, plain or gated (Shazeer 2020)."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hpclm.config import ModelConfig
+from hpclm.model.layers import Linear
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+}
+
+
+class MLP(nn.Module):
+    """[T, B, C] -> [T, B, C]. Gated: ``up`` holds the gate's rows, then the other branch's."""
+
+    def __init__(self, config: ModelConfig, generator: torch.Generator):
+        super().__init__()
+        self.activation, self.gated = ACTIVATIONS[config.activation], config.gated
+        inner = config.ffn_width
+        self.up = Linear(config.hidden, inner * (1 + self.gated), config.bias, config.init_std, generator)
+        self.down = Linear(inner, config.hidden, config.bias, config.init_std / (2 * config.layers) ** 0.5, generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, B, C] -> [T, B, C]."""
+        x = self.up(x)
+        if self.gated:
+            gate, x = x.chunk(2, -1)
+            return self.down(self.activation(gate) * x)
+        return self.down(self.activation(x))

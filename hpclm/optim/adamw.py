@@ -1,0 +1,46 @@
+"""AdamW (Loshchilov and Hutter 2019) with the decay policy of the settings, and clipping on the true global norm."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpclm.config import OptimConfig
+
+
+def groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
+    """Parameter groups: what decays, and what does not."""
+    everything = [p for p in model.parameters() if p.requires_grad]
+    decays = [optim.decayed == "all" or p.ndim >= 2 for p in everything]
+    return [
+        dict(params=[p for p, yes in zip(everything, decays, strict=True) if yes], weight_decay=optim.weight_decay),
+        dict(params=[p for p, yes in zip(everything, decays, strict=True) if not yes], weight_decay=0.0),
+    ]
+
+
+def adamw(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
+    """The optimizer over ``model``; the learning rate is set before each step."""
+    return torch.optim.AdamW(
+        [group for group in groups(model, optim) if group["params"]],
+        lr=optim.lr,
+        betas=optim.betas,
+        eps=optim.eps,
+        fused=True,  # one kernel a device, CPU and CUDA
+    )
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """L2 norm over all gradients as one vector, in fp32."""
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, limit: float, scale: float = 1.0) -> None:
+    """Take the loss ``scale`` out of gradients whose scaled global norm is ``norm``, and scale them down to ``limit``.
+
+    A limit of 0 leaves their length alone (Pascanu et al. 2013; the coefficient is Megatron's).
+    """
+    coefficient = limit / (norm / scale + 1e-6) if limit else 1.0
+    factor = min(coefficient, 1.0) / scale
+    if factor != 1.0:
+        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)

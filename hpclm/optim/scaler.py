@@ -1,0 +1,39 @@
+"""Dynamic loss scale for fp16: an immutable value and how it moves (Micikevicius et al. 2018).
+
+With hysteresis it is DeepSpeed's and Megatron's; with hysteresis 1 and at_minimum=stop it is fairseq's.
+"""
+
+from dataclasses import dataclass, replace
+
+from hpclm.config import ScalerConfig
+from hpclm.errors import DivergedError
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """The scale of the next step, and what the next change depends on."""
+
+    value: float
+    hysteresis: int
+    good_steps: int = 0
+
+    @classmethod
+    def first(cls, config: ScalerConfig) -> "LossScale":
+        """The scale that a run starts with."""
+        return cls(config.initial, config.hysteresis)
+
+    def after(self, overflow: bool, config: ScalerConfig) -> "LossScale":
+        """The scale after a step; DivergedError where the settings say to stop at the minimum."""
+        if overflow:
+            if self.hysteresis > 1:
+                return replace(self, hysteresis=self.hysteresis - 1, good_steps=0)
+            if self.value / 2 <= config.minimum and config.at_minimum == "stop":
+                raise DivergedError(
+                    f"the fp16 loss scale fell to scaler.minimum={config.minimum}: the loss is probably diverging; "
+                    f"lower optim.lr, clip more, or use engine.precision=bf16"
+                )
+            return LossScale(max(self.value / 2, config.minimum), self.hysteresis)
+        good = self.good_steps + 1
+        if good == config.window:
+            return LossScale(self.value * 2, config.hysteresis)
+        return replace(self, good_steps=good, hysteresis=config.hysteresis if config.consecutive else self.hysteresis)

@@ -1,0 +1,59 @@
+"""What was run: the settings, and for every attempt its command, versions and git revision."""
+
+import json
+import os
+import platform
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+from hpclm import __version__, config
+
+LIBRARIES = ("torch", "numpy", "deepspeed", "fairscale", "safetensors", "tokenizers", "sentencepiece", "omegaconf")
+
+
+def start(out: Path, run: config.RunConfig, step: int) -> None:
+    """Write config.yaml and add a line to attempts.jsonl: an attempt begins after ``step``."""
+    config.dump(run, out / "config.yaml")
+    line = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "from_step": step,
+        "command": shlex.join([sys.executable, *sys.orig_argv[1:]]),
+        "folder": str(Path.cwd()),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "hpclm": __version__,
+        "git": git_revision(),
+        "python": platform.python_version(),
+        "versions": versions(),
+    }
+    with (out / "attempts.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the libraries that decide a run's numbers."""
+    found: dict[str, str] = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_revision() -> str | None:
+    """Commit of the source tree hpclm runs from, with "-dirty" when files differ; None outside a checkout."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -100,6 +100,17 @@ class CheckpointStore:
             )
         return Progress()
 
+    def newest(self) -> tuple[Path, Manifest]:
+        """The newest good checkpoint, nothing moved or loaded; NoCheckpointError when there is none."""
+        for folder in reversed(self.steps()):
+            try:
+                manifest = manifests.read(folder)
+                manifests.verify(folder, manifest)
+                return folder, manifest
+            except BadCheckpoint as reason:
+                log.warning("checkpoint %s is bad: %s", folder, reason)
+        raise NoCheckpointError(f"no good checkpoint in {self.folder}; train first, with hpclm train")
+
     def _sweep(self) -> None:
         """Remove what an earlier attempt left half done."""
         for old in (*self.folder.glob(".tmp-*"), *self.folder.glob(".trash-*")):

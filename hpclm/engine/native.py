@@ -71,8 +71,8 @@ class NativeEngine:
 
     def tensors(self) -> dict[str, Shard]:
         """Weights, and Adam's moments once there are any."""
-        found = {f"model.{name}": Shard.whole(p.detach()) for name, p in self._named()}
-        for name, p in self._named():
+        found = {f"model.{name}": Shard.whole(p.detach()) for name, p in self.model.weights()}
+        for name, p in self.model.weights():
             for moment in MOMENTS:
                 if moment in self.optimizer.state[p]:
                     found[f"optim.{moment}.{name}"] = Shard.whole(self.optimizer.state[p][moment])
@@ -92,13 +92,10 @@ class NativeEngine:
     def load(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         """Take over a saved state."""
         steps = scalars["optimizer_steps"]
-        for name, p in self._named():
+        for name, p in self.model.weights():
             p.copy_(tensors[f"model.{name}"])
             if steps:
                 moments = {m: torch.empty_like(p).copy_(tensors[f"optim.{m}.{name}"]) for m in MOMENTS}
                 self.optimizer.state[p] = {"step": torch.tensor(float(steps), device=self.device), **moments}
         if self.scale and scalars["loss_scale"]:
             self.scale = LossScale(**scalars["loss_scale"])
-
-    def _named(self) -> list[tuple[str, torch.nn.Parameter]]:
-        return [(name.removeprefix("layers."), p) for name, p in self.model.named_parameters()]

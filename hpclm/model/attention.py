@@ -4,11 +4,11 @@ T tokens, B sequences, C hidden width, H query heads, G key/value heads, D width
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hpclm.config import ModelConfig
+from hpclm.model.kernels import attention
 from hpclm.model.layers import Linear, Norm
 from hpclm.model.position import Layout, rotate
 
@@ -50,13 +50,5 @@ class Attention(nn.Module):
     def _core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """[T, B, H or G, D] -> [T, B, C]: scores, softmax, and the mean of the values."""
         q, k, v = (z.permute(1, 2, 0, 3) for z in (q, k, v))
-        y = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None,
-            dropout_p=self.dropout if self.training else 0.0,
-            enable_gqa=self.per_group > 1,
-        )
+        y = attention(q, k, v, mask, self.dropout if self.training else 0.0)
         return y.permute(2, 0, 1, 3).flatten(2)

@@ -92,11 +92,10 @@ class Entry(nn.Module):
     def __init__(self, config: ModelConfig, generator: torch.Generator):
         super().__init__()
         self.dropout = config.dropout
-        self.table: Tensor | None = None
-        if config.positions == "learned":
-            self.table = normal((config.context, config.hidden), config.init_std, generator)
-        elif config.positions == "sinusoidal":
-            self.register_buffer("table", sinusoids(config.context, config.hidden), persistent=False)
+        learned = config.positions == "learned"
+        self.table = normal((config.context, config.hidden), config.init_std, generator) if learned else None
+        fixed = sinusoids(config.context, config.hidden) if config.positions == "sinusoidal" else None
+        self.register_buffer("fixed", fixed, persistent=False)
         self.norm = Norm(config, config.hidden) if config.embed_norm else None
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
@@ -153,6 +152,10 @@ class Stack(nn.Module):
             else:
                 x = self._run(together, x, where)
         return x
+
+    def weights(self) -> list[tuple[str, nn.Parameter]]:
+        """Every parameter under its logical name, such as block0.attention.qkv.weight; a shared one once."""
+        return [(name.removeprefix("layers."), p) for name, p in self.named_parameters()]
 
     def _run(self, specs: list[LayerSpec], x: Any, where: Layout) -> Any:
         for spec in specs:

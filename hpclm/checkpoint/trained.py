@@ -1,0 +1,34 @@
+"""A run's model, taken from its newest good checkpoint: to measure it, or to let it write."""
+
+from pathlib import Path
+
+import torch
+
+from hpclm import config as configs
+from hpclm.checkpoint.progress import Progress
+from hpclm.checkpoint.store import CheckpointStore, read_tensors
+from hpclm.config import RunConfig
+from hpclm.errors import ConfigError
+from hpclm.model import gpt
+
+
+def settings(run: Path) -> RunConfig:
+    """The settings that the run in folder ``run`` was started with."""
+    path = run / "config.yaml"
+    if not path.is_file():
+        raise ConfigError(f"{run} is not a run directory: it has no config.yaml")
+    return configs.load(path)
+
+
+def model(run: Path, config: RunConfig, device: torch.device, dtype: torch.dtype) -> tuple[gpt.Stack, Progress]:
+    """The trained model in evaluation mode, and how far it was trained; NoCheckpointError when nothing good is saved."""
+    folder = run / "checkpoints"
+    if not folder.is_dir():
+        raise ConfigError(f"{run} has no checkpoints; train first, with hpclm train")
+    found, manifest = CheckpointStore(folder, config.checkpoint.keep, {}).newest()
+    stack = gpt.Stack(config.model, gpt.layers(config.model, config.engine, dtype, config.seed))
+    tensors = read_tensors(found, manifest)
+    with torch.no_grad():
+        for name, parameter in stack.weights():
+            parameter.copy_(tensors[f"model.{name}"])
+    return stack.to(device).eval(), Progress(**manifest.progress)

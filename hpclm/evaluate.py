@@ -1,0 +1,77 @@
+"""The verb ``hpclm evaluate``: the loss of a run's model on held-out data."""
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+from hpclm import cli
+
+
+def main(argv: list[str]) -> int:
+    """``hpclm evaluate``."""
+    parser = argparse.ArgumentParser(
+        prog="hpclm evaluate", description="Measure a run's newest checkpoint on held-out data."
+    )
+    parser.add_argument("run", type=Path, help="run directory")
+    parser.add_argument(
+        "--part", choices=("valid", "test", "train"), default="valid", help="part of the run's data (default: valid)"
+    )
+    parser.add_argument("--samples", type=int, help="read this many samples (default: one pass over the part)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args(argv)
+    if args.samples is not None and args.samples < 1:
+        parser.error("--samples must be at least 1")
+    result = measure(args.run, args.part, args.samples)
+    if args.json:
+        print(json.dumps(result))
+    else:
+        print(
+            "  ".join(
+                f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}" for key, value in result.items()
+            )
+        )
+    return 0
+
+
+def measure(run: Path, part: str, wanted: int | None) -> dict[str, float | int | str]:
+    """Mean loss per token in nats, perplexity, and what they were measured on."""
+    import torch
+    from tqdm import tqdm
+
+    from hpclm.checkpoint import trained
+    from hpclm.cluster import hardware
+    from hpclm.data import sources
+    from hpclm.data.batches import Batches
+    from hpclm.model.loss import TokenLoss
+
+    config = trained.settings(run)
+    device = hardware.device(config.engine, 0)
+    dtype = hardware.compute_type(config.engine, device)
+    hardware.set_matmul(config.engine, device)
+    model, progress = trained.model(run, config, device, dtype)
+    source = sources.build(config)
+    samples = source.samples(part, wanted)
+    count = len(samples) if wanted is None else wanted
+    batches = Batches(samples, config.plan(), config.data, config.model.vocab_size, source.eod, device)
+    loss = TokenLoss(config.engine.loss_chunk)
+    total = tokens = 0.0
+    with torch.no_grad(), tqdm(total=count, unit="sample", disable=None) as bar:
+        for start in range(0, count, config.batch.micro_size):
+            [batch] = batches.take(start, min(config.batch.micro_size, count - start))
+            mask = torch.ones_like(batch.labels) if batch.loss_mask is None else batch.loss_mask
+            total += loss(model(batch.tokens, batch.positions, batch.documents), batch.labels, mask.float()).item()
+            tokens += mask.sum().item()
+            bar.update(len(batch.tokens))
+    mean = total / max(tokens, 1)
+    return {
+        "loss": mean,
+        "perplexity": math.exp(min(20.0, mean)),
+        "step": progress.step,
+        "part": part,
+        "samples": count,
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(cli.run(main))

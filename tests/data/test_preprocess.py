@@ -1,0 +1,253 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpclm import cli
+from hpclm.data.indexed import IndexedDataset, sidecar
+from hpclm.data.preprocess import CHUNK, chunks
+
+ROOT = Path(__file__).parents[2]
+REFERENCE = ROOT.parent / "shared" / "reference"
+INPUTS = REFERENCE / "inputs"
+GPT2 = [INPUTS / "gpt2-tiny-vocab.json", INPUTS / "gpt2-tiny-merges.txt"]
+needs_reference = pytest.mark.skipif(not REFERENCE.is_dir(), reason="the peers' files are not here")
+
+
+def preprocess(*words):
+    return cli.main(["preprocess", *map(str, words)])
+
+
+def documents(prefix):
+    dataset = IndexedDataset(prefix)
+    return [bytes(dataset.tokens(i).tolist()).decode() for i in range(len(dataset))]
+
+
+def same(prefix, original):
+    return all(Path(f"{prefix}.{end}").read_bytes() == Path(f"{original}.{end}").read_bytes() for end in ("bin", "idx"))
+
+
+@needs_reference
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bigsciences_command_writes_bigsciences_bytes(workers, tmp_path):
+    command = [sys.executable, ROOT / "tools/preprocess_data.py", "--input", INPUTS / "docs.jsonl"]
+    command += ["--output-prefix", tmp_path / "docs", "--dataset-impl", "mmap", "--tokenizer-type", "GPT2BPETokenizer"]
+    command += ["--vocab", GPT2[0], "--merge-file", GPT2[1], "--append-eod", "--workers", str(workers)]
+    subprocess.run(command, check=True)
+    assert same(tmp_path / "docs_text_document", REFERENCE / "bigscience_docs/docs_text_document")
+
+
+@needs_reference
+def test_whitespace_words_are_the_seed_scripts_bytes(tmp_path):
+    words = ["--input", INPUTS / "lines.txt", "--output-prefix", tmp_path / "lines"]
+    assert preprocess(*words, "--tokenizer", "whitespace", "--tokenizer-files", INPUTS / "vocab.json") == 0
+    assert same(tmp_path / "lines_text_document", REFERENCE / "seed2_lines/lines_text_sentence")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Preprocess files {name: content} with the bytes tokenizer to x_text_document, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(inputs, *words):
+        for name, content in inputs.items():
+            Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        return preprocess("--input", *inputs, "--output-prefix", "x", "--tokenizer", "bytes", *words)
+
+    return run
+
+
+def jsonl(*texts, key="text"):
+    return "".join(json.dumps({"id": i, key: text}) + "\n" for i, text in enumerate(texts))
+
+
+FORMATS = {
+    "lines": ({"a.txt": "one\n\ntwo \r\nthrée"}, [], ["one", "two ", "thrée"], 1),
+    "jsonl": ({"a.jsonl": jsonl("one\nmore", "", "天😀") + "\n"}, [], ["one\nmore", "天😀"], 1),
+    "json ending": ({"a.json": jsonl("one")}, [], ["one"], 0),
+    "files": (
+        {"a.txt": "one\ntwo\n", "b.txt": "three", "c.txt": ""},
+        ["--format", "files"],
+        ["one\ntwo\n", "three"],
+        1,
+    ),
+    "a mark at the start": ({"a.txt": b"\xef\xbb\xbfone\ntwo"}, [], ["one", "two"], 0),
+    "kinds mixed, in order": ({"b.txt": "one", "a.jsonl": jsonl("two")}, [], ["one", "two"], 0),
+    "JSONL under another name": ({"a.txt": jsonl("one")}, ["--format", "jsonl"], ["one"], 0),
+}
+
+
+@pytest.mark.parametrize("inputs, words, expected, skipped", FORMATS.values(), ids=FORMATS.keys())
+def test_a_document_is_a_line_an_object_or_a_file_and_empty_ones_are_counted(
+    inputs, words, expected, skipped, run, capsys
+):
+    assert run(inputs, *words) == 0
+    assert documents("x_text_document") == expected
+    note = sidecar("x_text_document")
+    assert (note["documents"], note["skipped"]) == (len(expected), skipped)
+    assert note["tokens"] == sum(len(text.encode()) for text in expected)
+    told = capsys.readouterr().out
+    assert f"{len(expected)} documents, {note['tokens']} tokens; {skipped} empty documents skipped" in told
+    assert "data.prefix=x_text_document model.vocab_size=257" in told
+
+
+def test_another_key_names_the_dataset_too(run):
+    assert run({"a.jsonl": jsonl("one", key="body")}, "--json-key", "body") == 0
+    assert documents("x_body_document") == ["one"]
+
+
+def test_every_document_ends_with_the_token_when_asked(run):
+    assert run({"a.txt": "ab\n\nc"}, "--append-eod") == 0
+    assert IndexedDataset("x_text_document").flat.tolist() == [97, 98, 256, 99, 256]
+
+
+def test_the_note_says_which_tokenizer_and_where_its_files_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("x y")
+    Path("v.json").write_text('{"<unk>": 0, "<|endoftext|>": 1, "x": 2}')
+    words = ["--input", "a.txt", "--output-prefix", "x", "--tokenizer", "whitespace", "--tokenizer-files", "v.json"]
+    assert preprocess(*words) == 0
+    note = sidecar("x_text_document")
+    assert (note["tokenizer"]["kind"], note["tokenizer"]["size"], note["tokenizer"]["eod"]) == ("whitespace", 3, 1)
+    assert note["tokenizer_files"] == [str(tmp_path / "v.json")]
+    assert IndexedDataset("x_text_document").flat.tolist() == [2, 0, 1]
+
+
+def test_the_dataset_does_not_depend_on_the_number_of_workers(run):
+    inputs = {"a.txt": "".join(f"line {i} {'x' * (i % 90)}\n" for i in range(40_000)), "b.jsonl": jsonl(*"abc")}
+    assert run(inputs) == 0
+    assert len(list(chunks([("a.txt", "lines")]))) == -(-len(inputs["a.txt"]) // CHUNK) > 3
+    alone = [Path(f"x_text_document.{end}").read_bytes() for end in ("bin", "idx", "json")]
+    assert run(inputs, "--workers", "3", "--overwrite") == 0
+    assert [Path(f"x_text_document.{end}").read_bytes() for end in ("bin", "idx", "json")] == alone
+
+
+BROKEN = {
+    "not JSON": (jsonl("one") + "{oops\n", "a.jsonl:2 is not JSON"),
+    "not an object": ("[1]\n", "a.jsonl:1 holds a JSON list"),
+    "another key": ('{"body": "x", "id": 1}\n', "a.jsonl:1 has no key 'text'; it has ['body', 'id']"),
+    "not text": ('{"text": 5}\n', "a.jsonl:1: 'text' holds a int"),
+    "half a character": ('{"text": "\\ud83d"}\n', "a.jsonl:1: 'text' holds half a character"),
+    "not UTF-8": (jsonl("one").encode() + b'{"text": "\xe9"}\n', "a.jsonl:2 is not UTF-8: byte 0xe9 at 10"),
+}
+
+
+@pytest.mark.parametrize("content, message", BROKEN.values(), ids=BROKEN.keys())
+def test_a_bad_line_is_named_and_nothing_is_left_behind(content, message, run, tmp_path, capsys):
+    assert run({"a.jsonl": content}) == 64
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_a_bad_line_that_a_worker_finds_is_named_too(run, tmp_path, capsys):
+    content, message = BROKEN["not JSON"]
+    assert run({"a.jsonl": content}, "--workers", 2) == 64
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+@pytest.mark.parametrize("inputs", [{"a.txt": ""}, {"a.txt": "\n\n"}, {"a.jsonl": jsonl("", "")}])
+def test_an_input_without_documents_is_refused(inputs, run, tmp_path, capsys):
+    assert run(inputs) == 64
+    assert "no documents in a." in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == list(inputs)
+
+
+def test_a_dataset_is_replaced_only_when_told(run, capsys):
+    assert run({"a.txt": "one"}) == 0
+    assert run({"a.txt": "two"}) == 64
+    assert "x_text_document.idx exists; give --overwrite" in capsys.readouterr().err
+    assert documents("x_text_document") == ["one"]
+    assert run({"a.txt": "two"}, "--overwrite") == 0
+    assert documents("x_text_document") == ["two"]
+
+
+def test_a_failed_run_leaves_the_dataset_that_was_there(run):
+    assert run({"a.jsonl": jsonl("one")}) == 0
+    assert run({"a.jsonl": jsonl("two") + "oops"}, "--overwrite") == 64
+    assert documents("x_text_document") == ["one"]
+
+
+def test_a_full_disk_is_an_error_in_words_that_leaves_nothing(tmp_path):
+    (tmp_path / "a.txt").write_text("word\n" * 100_000)
+    command = [sys.executable, "-m", "hpclm.preprocess", "--input", "a.txt", "--output-prefix", "x"]
+    limited = ["bash", "-c", 'ulimit -f 100; exec "$@"', "bash", *command, "--tokenizer", "bytes"]
+    done = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 64
+    assert done.stderr == "error: x_text_document: File too large; no dataset was written\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_a_missing_input_and_a_tokenizer_that_ends_documents_itself_are_refused(run, tmp_path, capsys):
+    assert preprocess("--input", "nowhere.txt", "--output-prefix", "x", "--tokenizer", "bytes") == 64
+    assert "nowhere.txt does not exist" in capsys.readouterr().err
+    Path("v.json").write_text('{"<unk>": 0, "<|endoftext|>": 1}')
+    Path("a.txt").write_text("one")
+    words = ["--input", "a.txt", "--output-prefix", "x", "--tokenizer", "whitespace", "--tokenizer-files", "v.json"]
+    assert preprocess(*words, "--append-eod") == 64
+    assert "leave out --append-eod" in capsys.readouterr().err
+    assert run({"a.txt": "one"}, "--json-key", "text") == 64
+    assert "--json-key text has no effect" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--dataset-impl", "lazy", "--tokenizer", "bytes"],
+        ["--tokenizer-type", "BertWordPieceCase"],
+        ["--tokenizer-type", "GPT2BPETokenizer", "--tokenizer", "gpt2"],
+        ["--tokenizer", "bytes", "--vocab-file", "v.json"],
+        ["--tokenizer", "bytes", "--workers", "0"],
+        [],
+    ],
+)
+def test_arguments_that_cannot_be_honoured_are_wrong_arguments(words, capsys):
+    with pytest.raises(SystemExit) as left:
+        preprocess("--input", "a.txt", "--output-prefix", "x", *words)
+    assert left.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+def test_a_stopped_run_leaves_no_dataset_and_no_workers(sent, tmp_path):
+    with (tmp_path / "a.txt").open("w") as file:
+        file.writelines("word " * 20 + "\n" for _ in range(400_000))
+    command = [sys.executable, "-m", "hpclm.preprocess", "--input", "a.txt", "--output-prefix", "x"]
+    command += ["--tokenizer", "bytes", "--workers", "2"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, start_new_session=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+    )
+    patience = time.monotonic() + 30
+    while not any(path.stat().st_size > 8 * CHUNK for path in tmp_path.glob("x_text_document.bin.tmp-*")):
+        assert process.poll() is None and time.monotonic() < patience
+        time.sleep(0.01)
+    if sent == signal.SIGINT:  # a terminal's Ctrl-C reaches the workers too
+        os.killpg(process.pid, sent)
+        assert process.communicate(timeout=30)[1] == b"interrupted\n"
+    else:
+        os.kill(process.pid, sent)
+    assert process.wait(30) == (130 if sent == signal.SIGINT else -sent)
+    process.stderr.close()
+    left = {path.name for path in tmp_path.iterdir()}
+    assert not left & {"x_text_document.bin", "x_text_document.idx"}
+    assert sent == signal.SIGKILL or left == {"a.txt"}
+    while _alive(process.pid) and time.monotonic() < patience:
+        time.sleep(0.05)
+    assert not _alive(process.pid)
+
+
+def _alive(group):
+    """Whether the process group has a member that is not a zombie."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, member = status.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue
+        if int(member) == group and state != "Z":
+            return True
+    return False

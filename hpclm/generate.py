@@ -56,7 +56,7 @@ def continued(run: Path, prompt: str, tokens: int, temperature: float, top: int,
     hardware.set_matmul(config.engine, device)
     model, _ = trained.model(run, config, device, dtype)
     draw = torch.Generator().manual_seed(seed)
-    new = []
+    new: list[int] = []
     for token in sample(model, ids, config.model.context, temperature, top, draw):
         if token == tokenizer.eod or len(new) == tokens:
             break

@@ -43,7 +43,7 @@ def run(config: RunConfig) -> int:
         source = sources.build(config)
         length = budget.length(config, plan, source.per_epoch("train"))
         train = batches_of("train", length.samples, source, config, plan, device)
-        held_out = held_out_batches(source, config, plan, device)
+        held_out, held_out_size = held_out_batches(source, config, plan, device)
         tell(config, plan, length, len(train.samples))
 
         engine = engines.build(config, device, dtype)
@@ -81,9 +81,7 @@ def run(config: RunConfig) -> int:
                 leaving = preemption.signal
                 last = bool(leaving) or finished(config, length, progress)
                 if held_out and not leaving and due(config.evaluate.every, progress, last):
-                    meter.evaluated(
-                        progress.step, progress.samples, engine.evaluate(held_out.take(0, len(held_out.samples)))
-                    )
+                    meter.evaluated(progress.step, progress.samples, engine.evaluate(held_out.take(0, held_out_size)))
                 if last or due(config.checkpoint.every, progress, last):
                     save(store, engine, progress, must=last)
                 if leaving:
@@ -102,13 +100,12 @@ def batches_of(
     return Batches(source.samples(part, wanted), plan, config.data, config.model.vocab_size, source.eod, device)
 
 
-def held_out_batches(source: Source, config: RunConfig, plan: Plan, device: torch.device) -> Batches | None:
-    """What evaluations read: ``evaluate.batches`` global batches, or all there is; None when there is no evaluation."""
+def held_out_batches(source: Source, config: RunConfig, plan: Plan, device: torch.device) -> tuple[Batches | None, int]:
+    """What evaluations read, and how many samples of it: ``evaluate.batches`` global batches, or all there is."""
     if not config.evaluate.every or not source.weight("valid"):
-        return None
-    available = source.per_epoch("valid")
-    wanted = min(config.evaluate.batches * config.batch.global_size, available)
-    return batches_of("valid", wanted or None, source, config, plan, device)
+        return None, 0
+    size = min(config.evaluate.batches * config.batch.global_size, source.per_epoch("valid"))
+    return batches_of("valid", size or None, source, config, plan, device), size
 
 
 def rate(config: RunConfig, length: Length, progress: Progress, size: int) -> float:

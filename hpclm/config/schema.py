@@ -412,8 +412,8 @@ class EngineConfig(Checked):
     """Forget activations and compute them again in the backward pass: none, whole blocks, or the attention core only."""
     recompute_every: int = 1
     """With recompute=full, blocks that are forgotten and computed again together."""
-    loss_chunk: int = 4096
-    """Rows (tokens) of the logits that exist at a time while the loss is computed."""
+    loss_chunk: int | None = None
+    """Rows (tokens) of the logits that exist at a time while the loss is computed; null: 4096 on a GPU, 512 on a CPU."""
 
     def problems(self) -> Iterator[str]:
         """What cannot work in the engine's settings."""

@@ -64,7 +64,7 @@ class _ChunkedLoss(torch.autograd.Function):
 class TokenLoss:
     """Sum over tokens of weight x cross entropy; padding entries of the vocabulary get no probability."""
 
-    def __init__(self, chunk: int = 4096, compile: bool = False):
+    def __init__(self, chunk: int | None = None, compile: bool = False):
         self.chunk = chunk
         self.math: ChunkMath = torch.compile(nll_and_gradient, dynamic=False) if compile else nll_and_gradient
 
@@ -74,13 +74,14 @@ class TokenLoss:
         The weights carry every factor of the loss (mask, 1 / tokens, loss scale): gradients are formed in the compute
         type with those factors in, so that fp16 does not lose them.
         """
+        chunk = self.chunk or (4096 if labels.is_cuda else 512)  # large products on GPUs, caches on CPUs
         hidden, labels, weights = head.hidden.flatten(0, 1), labels.t().reshape(-1), weights.t().reshape(-1)
         if torch.is_grad_enabled():
-            return _ChunkedLoss.apply(hidden, head.weight, labels, weights, head.vocab_size, self.chunk, self.math)
+            return _ChunkedLoss.apply(hidden, head.weight, labels, weights, head.vocab_size, chunk, self.math)
         rows = head.weight[: head.vocab_size].to(hidden.dtype)
         total = hidden.new_zeros((), dtype=torch.float32)
-        for begin in range(0, len(hidden), self.chunk):
-            part = slice(begin, begin + self.chunk)
+        for begin in range(0, len(hidden), chunk):
+            part = slice(begin, begin + chunk)
             losses = F.cross_entropy(F.linear(hidden[part], rows).float(), labels[part], reduction="none")
             total += (losses * weights[part]).sum()
         return total

@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# Set up .venv in this clone: the right build of PyTorch for the machine, then hpclm with what it needs.
+#   tools/setup.sh          for use
+#   tools/setup.sh --dev    for the tests too
+# Run again at any time: it does only what is missing. PYTHON names another interpreter than python3.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+extra=""
+case "${1-}" in
+  "") ;;
+  --dev) extra="[dev]" ;;
+  *) sed -n '2,5s/^# \{0,1\}//p' "$0"; exit 2 ;;
+esac
+say() { printf '\n== %s\n' "$*"; }
+quiet=(-qq --disable-pip-version-check)
+
+python=${PYTHON:-python3}
+usable() { "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
+if ! usable && [ -z "${PYTHON-}" ] && command -v apt-get >/dev/null; then
+  say "installing python3 and python3-venv with apt-get"
+  admin=(); [ "$(id -u)" = 0 ] || admin=(sudo)
+  "${admin[@]}" apt-get update -qq
+  "${admin[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends python3 python3-venv >/dev/null
+fi
+if ! usable; then
+  echo "error: $python must be Python 3.10 or newer with its venv module (Debian: apt-get install python3-venv)" >&2
+  echo "       PYTHON=/path/to/python3.12 $0 uses another one" >&2
+  exit 1
+fi
+
+exec 9>.venv.lock # two set-ups at once would spoil each other
+command -v flock >/dev/null && flock 9
+
+wanted=$(cat setup.cfg pyproject.toml tools/setup.sh | cksum | cut -d' ' -f1)
+ready() { [ -x .venv/bin/hpclm ] && [ "$(cat ".venv/$1" 2>/dev/null)" = "$wanted" ]; }
+if ready ready-dev || { [ -z "$extra" ] && ready ready; }; then
+  say "environment: .venv is ready"
+  exit 0
+fi
+
+if [ ! -x .venv/bin/python ] || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+  say "environment: making .venv with $("$python" --version)"
+  rm -rf .venv
+  "$python" -m venv .venv
+fi
+pip=(.venv/bin/python -m pip install "${quiet[@]}")
+
+if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
+  if nvidia-smi -L >/dev/null 2>&1 || [ -e /dev/nvidia0 ]; then
+    say "PyTorch: the CUDA build, since this machine has an NVIDIA GPU (some GB; takes minutes)"
+    "${pip[@]}" 'torch>=2.11'
+  elif [ "$(uname -sm)" != "Linux x86_64" ]; then
+    say "PyTorch: the build for $(uname -sm)"
+    "${pip[@]}" 'torch>=2.11'
+  else
+    say "PyTorch: the CPU build, since this machine has no NVIDIA GPU (about 200 MB)"
+    # uv knows where PyTorch keeps its CPU builds; pip finds one only where it has been told to look
+    "${pip[@]}" 'torch==2.13.0+cpu' 2>/dev/null || {
+      "${pip[@]}" uv && .venv/bin/uv pip install --quiet --python .venv/bin/python --torch-backend cpu 'torch>=2.11'
+    } || {
+      say "PyTorch: no CPU build can be reached; taking the default one (some GB)"
+      "${pip[@]}" 'torch>=2.11'
+    }
+  fi
+fi
+
+say "hpclm and what it needs${extra:+, and what its tests need}"
+"${pip[@]}" --editable ".$extra"
+.venv/bin/python -m compileall -q hpclm
+printf '%s' "$wanted" > ".venv/ready${extra:+-dev}"
+say "environment: .venv is ready, $(.venv/bin/hpclm --version)"

@@ -53,7 +53,9 @@ def run(config: RunConfig) -> int:
         logger.info("run directory %s, %s", out, f"goes on from step {progress.step}" if progress.step else "a new run")
 
         guard = Guard(config.optim, progress.skipped)
-        with Meter(out, config.log, progress.step, length.steps, speed(config, device, dtype)) as meter:
+        with Meter(
+            out, config.log, (progress.step, progress.samples), length.steps, speed(config, device, dtype)
+        ) as meter:
             while not finished(config, length, progress):
                 began = time.perf_counter()
                 size = plan.batch_size(progress.samples)
@@ -105,7 +107,10 @@ def held_out_batches(source: Source, config: RunConfig, plan: Plan, device: torc
     if not config.evaluate.every or not source.weight("valid"):
         return None, 0
     size = min(config.evaluate.batches * config.batch.global_size, source.per_epoch("valid"))
-    return batches_of("valid", size or None, source, config, plan, device), size
+    try:
+        return batches_of("valid", size or None, source, config, plan, device), size
+    except ConfigError as error:
+        raise ConfigError(f"{error}; or evaluate.every=0, to train without evaluations") from None
 
 
 def rate(config: RunConfig, length: Length, progress: Progress, size: int) -> float:

@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -21,28 +20,25 @@ log = logging.getLogger(__name__)
 
 # BigScience's names for the same scalars, so that their dashboards go on working.
 TAGS = {
-    "loss": ("lm-loss-training/lm loss", "lm-loss-training/lm loss vs samples"),
-    "lr": ("learning-rate/learning-rate", "learning-rate/learning-rate vs samples"),
-    "batch_size": ("batch-size/batch-size", "batch-size/batch-size vs samples"),
-    "grad_norm": ("grad-norm/grad-norm", "grad-norm/grad-norm vs samples"),
-    "loss_scale": ("loss-scale/loss-scale", "loss-scale/loss-scale vs samples"),
-    "step_seconds": ("iteration-time/iteration-time", "iteration-time/iteration-time vs samples"),
-    "tokens_per_second": ("iteration-time/tokens per second", None),
-    "mfu": ("iteration-time/mfu", None),
-    "validation_loss": ("lm-loss-validation/lm loss validation", "lm-loss-validation/lm loss validation vs samples"),
-    "validation_perplexity": (
-        "lm-loss-validation/lm loss validation ppl",
-        "lm-loss-validation/lm loss validation ppl vs samples",
-    ),
+    "loss": "lm-loss-training/lm loss",
+    "lr": "learning-rate/learning-rate",
+    "batch_size": "batch-size/batch-size",
+    "grad_norm": "grad-norm/grad-norm",
+    "loss_scale": "loss-scale/loss-scale",
+    "step_seconds": "iteration-time/iteration-time",
+    "tokens_per_second": "iteration-time/tokens per second",
+    "mfu": "iteration-time/mfu",
+    "validation_loss": "lm-loss-validation/lm loss validation",
+    "validation_perplexity": "lm-loss-validation/lm loss validation ppl",
 }
 
 
 class Meter:
     """Writes what each step measured; use it as a context manager."""
 
-    def __init__(self, out: Path, config: LogConfig, start: int, total: int | None, speed: "Speed"):
-        """``start``: the step the run goes on from. ``total``: its last step, where that is known."""
-        self.every, self.start, self.total, self.speed = config.every, start, total, speed
+    def __init__(self, out: Path, config: LogConfig, start: tuple[int, int], total: int | None, speed: "Speed"):
+        """``start``: the step and samples the run goes on from. ``total``: its last step, where that is known."""
+        self.every, (self.start, self.samples), self.total, self.speed = config.every, start, total, speed
         self.path = out / "metrics.jsonl"
         self.folder = out / "tensorboard" if config.tensorboard else None
         self._open = ExitStack()
@@ -52,7 +48,11 @@ class Meter:
     def __enter__(self) -> "Meter":
         forget_after(self.path, self.start)
         self._file = self._open.enter_context(self.path.open("a", buffering=1, encoding="utf-8"))
-        self._board = board(self.folder, self.start, self._open) if self.folder else None
+        self._boards = self.folder and (
+            board(self.folder, self.start, self._open),
+            # a folder of its own, since TensorBoard hides what lies past a step whatever the tag counts
+            board(self.folder / "samples", self.samples, self._open),
+        )
         self._bar = self._open.enter_context(
             tqdm(total=self.total, initial=self.start, unit="step", dynamic_ncols=True, disable=None, file=sys.stderr)
         )
@@ -100,13 +100,11 @@ class Meter:
         clean = {k: v for k, v in row.items() if v is not None}
         finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in clean.items()}
         self._file.write(json.dumps(finite) + "\n")
-        if self._board:
-            for key, value in finite.items():
-                by_step, by_samples = TAGS.get(key, (None, None))
-                if by_step and value is not None:
-                    self._board(by_step, value, row["step"])
-                if by_samples and value is not None:
-                    self._board(by_samples, value, row["samples"])
+        for key, tag in TAGS.items():
+            if self._boards and finite.get(key) is not None:
+                by_step, by_samples = self._boards
+                by_step(tag, finite[key], row["step"])
+                by_samples(f"{tag} vs samples", finite[key], row["samples"])
 
 
 class Speed:
@@ -136,7 +134,6 @@ def forget_after(path: Path, step: int) -> None:
 
 def board(folder: Path, start: int, opened: ExitStack) -> Callable[[str, float, int], None]:
     """A function that adds a scalar to the TensorBoard files in ``folder``; what was written past ``start`` is hidden."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter

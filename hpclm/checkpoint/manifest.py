@@ -27,7 +27,8 @@ class Manifest:
     def write(self, folder: Path) -> Path:
         """Write the manifest into ``folder``."""
         path = folder / NAME
-        path.write_text(json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1), encoding="utf-8")
+        content = {"schema": SCHEMA, **asdict(self)}
+        path.write_text(json.dumps({**content, "blake2b": digest_of(content)}, indent=1), encoding="utf-8")
         return path
 
 
@@ -35,12 +36,19 @@ def read(folder: Path) -> Manifest:
     """The manifest in ``folder``, not yet held against the files; BadCheckpoint when it is no manifest."""
     try:
         content = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        if content.pop("blake2b") != digest_of(content):
+            raise BadCheckpoint(f"{NAME} differs from what was saved (its hash is wrong)")
         schema = content.pop("schema")
         if schema != SCHEMA:
             raise BadCheckpoint(f"{NAME} has schema {schema}; this hpclm reads {SCHEMA}")
         return Manifest(**content)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise BadCheckpoint(f"{NAME} cannot be read: {error}") from None
+
+
+def digest_of(content: dict[str, Any]) -> str:
+    """blake2b over the values of a manifest, whatever the white space around them."""
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def verify(folder: Path, manifest: Manifest) -> None:

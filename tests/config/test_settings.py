@@ -1,0 +1,189 @@
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+
+from hpclm import config
+from hpclm.config import ModelConfig, RunConfig, show
+from hpclm.config.budget import Length, length
+from hpclm.config.compose import keys
+from hpclm.errors import ConfigError
+from tests.runs import ROOT, hpclm
+
+DEBUG = ROOT / "configs/debug.yaml"
+
+
+def problems(*words):
+    with pytest.raises(ConfigError) as caught:
+        config.load(DEBUG, list(words))
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
+def test_every_shipped_settings_file_loads_and_plans(path):
+    needs_data = "prefix:" not in path.read_text() and "synthetic" not in path.read_text()
+    run = config.load(path, ["data.prefix=x"] if needs_data else [])
+    assert run.plan(1).global_size == run.batch.global_size
+    found = length(run, run.plan(1), 100_000)
+    assert found.steps > 0
+    assert run.name == path.stem
+    assert run.optim.warmup < found.steps
+
+
+def test_settings_files_hold_only_what_differs_from_the_defaults():
+    import yaml
+
+    for path in (ROOT / "configs").glob("*.yaml"):
+        tree = yaml.safe_load(path.read_text())
+        for field in fields(RunConfig):
+            if is_dataclass(field.type) and field.name in tree:
+                for name, value in tree[field.name].items():
+                    default = {f.name: f.default for f in fields(field.type)}[name]
+                    plain = tuple(value) if isinstance(value, list) else value
+                    assert plain != default, f"{path.name}: {field.name}.{name}={value} is the default"
+
+
+@pytest.mark.parametrize(
+    "word, answer",
+    {
+        "modle.layers=3": "unknown setting modle.layers. Did you mean 'model.layers'?",
+        "model.layer=3": "Did you mean 'model.layers'?",
+        "layers=3": "Did you mean 'model.layers'?",
+        "optim.lr=abc": "optim.lr='abc' must be a number",
+        "budget.steps=1.5": "must be a whole number",
+        "budget.steps=true": "must be a whole number",
+        "model.positions=ropee": "must be one of learned, sinusoidal, rope, alibi, none. Did you mean 'rope'?",
+        "model.norm=null": "model.norm must be one of layernorm, rmsnorm, not empty",
+        "log.tensorboard=maybe": "must be true or false",
+        "batch.rampup=[1,2]": "must be a list of 3 numbers",
+        "engine=native": "engine is a section; set its fields, such as engine.name=",
+        "model.heads=7": "model.hidden=64 must be a multiple of model.heads=7",
+        "model.kv_heads=3": "model.heads=4 must be a multiple of model.kv_heads=3",
+        "model.dropout=1": "must be at least 0 and less than 1",
+        "model.dropout=nan": "must be at least 0 and less than 1",
+        "batch.micro_size=3": "batch.global_size=16 must be a multiple of batch.micro_size=3 x 1 data-parallel replica = 3",
+        "batch.rampup=[8,3,100]": "does not arrive",
+        "batch.rampup=[4,4,100]": "batch.rampup's start=4 must be a multiple of batch.micro_size=8",
+        "budget.steps=null": "no budget",
+        "budget.steps=0": "must be at least 1",
+        "optim.min_lr=1": "must not be more than optim.lr",
+        "optim.power=2": "has no effect with optim.schedule=cosine; it is for fairseq_polynomial",
+        "optim.schedule=cosin": "Did you mean 'cosine'?",
+        "optim.warmup_fraction=0.1": "exclude each other",
+        "optim.betas=[0.9,1.0]": "less than 1",
+        "engine.name=deepspeeed": "choose one of ['native'] or 'package.module:Name'",
+        "engine.recompute_every=2": "has no effect with engine.recompute=none",
+        "checkpoint.keep=1": "must be at least 2",
+        "data.source=indexed": "data.prefix is not set",
+        "data.split=a,b": "data.split='a,b' must be up to three non-negative numbers",
+        "data.split=0,0,0": "must be up to three non-negative numbers",
+        "data.tokenizer_files=[a]": "data.tokenizer is not; say which kind",
+        "seed=-1": "seed=-1 must be at least 0",
+        "out=${nope}": "Interpolation key 'nope' not found",
+        "out=": "out is empty",
+        "x=[": "not a YAML value",
+    }.items(),
+)
+def test_a_wrong_setting_is_answered_with_the_way_out(word, answer):
+    assert any(answer in problem for problem in problems(word)), problems(word)
+
+
+def test_all_problems_are_reported_together():
+    found = problems("modle.layers=3", "optim.lr=abc", "model.heads=7", "optim.min_lr=1", "batch.micro_size=3")
+    assert len(found) == 5
+
+
+def test_a_number_may_be_written_as_people_write_it():
+    run = config.load(
+        DEBUG, ["budget.tokens=1e9", "optim.lr=1e-2", "name=007", "data.split=900,50,50", "budget.steps=1_000"]
+    )
+    assert run.budget.tokens == 1_000_000_000
+    assert run.budget.steps == 1000
+    assert (run.optim.lr, run.name, run.out, run.data.split) == (0.01, "007", "runs/007", "900,50,50")
+
+
+def test_what_is_written_reads_back_as_the_same_settings(tmp_path):
+    words = [
+        "batch.rampup=[8,8,100]",
+        "name=a b: c",
+        "model.rope_base=5e5",
+        "model.positions=rope",
+        "data.tokenizer_files=[]",
+    ]
+    run = config.load(DEBUG, words)
+    config.dump(run, tmp_path / "config.yaml")
+    assert config.load(tmp_path / "config.yaml") == run
+
+
+def test_a_settings_file_that_is_not_one_is_said_to_be_so(tmp_path):
+    for content, answer in {
+        "a: [": "is not YAML",
+        "- a\n": "must be a mapping",
+        "a: {b: 1}\n": "unknown setting a.b",
+    }.items():
+        path = tmp_path / "wrong.yaml"
+        path.write_text(content)
+        with pytest.raises(ConfigError, match=answer):
+            config.load(path)
+    with pytest.raises(ConfigError, match=r"does not exist; configs/ has .*Did you mean 'debug.yaml'"):
+        config.load("configs/debgu.yaml")
+
+
+def test_a_later_word_goes_before_an_earlier_one():
+    assert config.load(DEBUG, ["seed=1", "seed=2"]).seed == 2
+
+
+def test_every_setting_is_explained_and_the_reference_page_is_current():
+    assert all(show.docs(RunConfig).keys() >= {k for k in keys() if "." not in k} for _ in [0])
+    for field in fields(RunConfig):
+        if is_dataclass(field.type):
+            assert show.docs(field.type).keys() == {f.name for f in fields(field.type)}
+    page = (ROOT / "docs/settings.md").read_text()
+    assert page == show.reference(), "run: hpclm config --reference > docs/settings.md"
+
+
+def test_config_prints_settings_that_load_as_the_same_run(tmp_path):
+    printed = hpclm("config", DEBUG, "seed=5", check=0).stdout
+    assert "# Transformer blocks.\n  layers: 2" in printed
+    (tmp_path / "again.yaml").write_text(printed)
+    assert config.load(tmp_path / "again.yaml") == config.load(DEBUG, ["seed=5"])
+
+
+@pytest.mark.parametrize(
+    "words, steps",
+    {
+        ("budget.steps=7",): 7,
+        ("budget.steps=null", "budget.samples=100"): 6,  # 16 a step, the last 4 are left out
+        ("budget.steps=null", "budget.tokens=6400"): 6,
+        ("budget.steps=null", "budget.epochs=2"): 12,
+        ("budget.steps=50", "budget.samples=100"): 6,  # the first that is reached
+        ("budget.steps=null", "budget.samples=200", "batch.micro_size=4", "batch.rampup=[4,4,60]"): 18,
+        ("budget.steps=null", "budget.hours=1", "optim.schedule_length=10"): None,
+    }.items(),
+)
+def test_a_budget_ends_where_it_says(words, steps):
+    run = config.load(DEBUG, list(words))
+    assert length(run, run.plan(), samples_per_epoch=100).steps == steps
+
+
+def test_a_budget_of_less_than_a_step_is_refused():
+    run = config.load(DEBUG, ["budget.steps=null", "budget.samples=15"])
+    with pytest.raises(ConfigError, match="less than the first step's 16"):
+        length(run, run.plan(), 100)
+
+
+def test_a_run_by_the_clock_needs_a_length_for_its_schedule():
+    assert "set optim.schedule_length" in problems("budget.steps=null", "budget.hours=1")[0]
+    run = config.load(DEBUG, ["budget.steps=null", "budget.hours=1", "optim.schedule=constant"])
+    assert length(run, run.plan(), 1) == Length(None, None)
+
+
+@pytest.mark.parametrize("bad", [dict(hidden=10, heads=3), dict(layers=0), dict(vocab_size=-1)])
+def test_a_section_refuses_to_exist_with_values_that_cannot_work(bad):
+    with pytest.raises(ConfigError):
+        ModelConfig(**bad)
+
+
+def test_a_shipped_settings_file_is_found_by_its_name_from_anywhere(tmp_path):
+    assert "name: debug" in hpclm("config", "debug", check=0, cwd=tmp_path).stdout
+    assert Path(tmp_path).exists()

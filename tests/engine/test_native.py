@@ -1,0 +1,271 @@
+import math
+
+import pytest
+import torch
+
+from hpclm.config import BatchConfig, BudgetConfig, DataConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
+from hpclm.data.batches import Batch, Batches
+from hpclm.data.synthetic import synthetic
+from hpclm.engine.native import NativeEngine
+from hpclm.model import count
+from hpclm.optim.adamw import groups
+from tests import weights
+
+CPU = torch.device("cpu")
+GPT2 = dict(vocab_size=60, vocab_multiple=16, layers=4, hidden=32, heads=4, context=16, init_std=0.1)
+LLAMA = dict(GPT2, positions="rope", norm="rmsnorm", activation="swiglu", bias=False, tied=False, kv_heads=2, ffn=48)
+SHAPES = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "sinusoidal-scaled": dict(GPT2, positions="sinusoidal", embed_scale=True, activation="relu", tied=False),
+    "alibi-embed-norm": dict(GPT2, positions="alibi", embed_norm=True, activation="gelu"),
+    "qk-norm-geglu": dict(GPT2, positions="none", qk_norm=True, activation="geglu"),
+    "llama-qk-norm": dict(LLAMA, qk_norm=True),
+}
+
+
+def settings(model, engine=None, optim=None, batch=None, data=None):
+    return RunConfig(
+        model=ModelConfig(**model),
+        data=DataConfig(source="synthetic", **(data or {})),
+        batch=BatchConfig(**(batch or dict(global_size=8, micro_size=4))),
+        budget=BudgetConfig(steps=10),
+        optim=OptimConfig(**(optim or dict(lr=3e-3, min_lr=1e-4))),
+        engine=EngineConfig(**dict(dict(precision="fp32"), **(engine or {}))),
+    )
+
+
+def batches_of(config):
+    source = synthetic(config.data, config.model.context, 7, config.model.vocab_size)
+    return Batches(source.samples("train", 1000), config.plan(), config.data, config.model.vocab_size, source.eod, CPU)
+
+
+def engine_of(config, dtype=torch.float32):
+    return NativeEngine(config, CPU, dtype)
+
+
+def train(config, steps=4, dtype=torch.float32):
+    engine, batches = engine_of(config, dtype), batches_of(config)
+    results = [engine.train_step(batches.step(step * config.batch.global_size), 3e-3, step) for step in range(steps)]
+    return engine, results
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_every_shape_counts_its_parameters_and_learns(shape):
+    config = settings(shape)
+    engine, results = train(config, 30)
+    assert sum(p.numel() for p in engine.model.parameters()) == count.parameters(config.model)
+    assert results[-1].loss < results[0].loss - 0.5
+    assert all(p.grad is None for p in engine.model.parameters())
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [dict(recompute="full"), dict(recompute="full", recompute_every=3), dict(recompute="selective")],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_recomputation_changes_nothing_even_with_dropout(shape, recompute):
+    shape = dict(shape, dropout=0.2, attention_dropout=0.2)
+    plain, stored = train(settings(shape))
+    again, recomputed = train(settings(shape, recompute))
+    assert recomputed == stored
+    for (name, a), (_, b) in zip(plain.model.weights(), again.model.weights(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def saved_bytes(engine, config):
+    """Bytes that autograd keeps from one forward pass."""
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.setdefault(t.data_ptr(), t.numel() * 4) and t, lambda t: t
+    ):
+        [batch, _] = batches_of(config).step(0)
+        engine.model.train()(batch.tokens)
+    return sum(kept.values())
+
+
+def test_recomputation_keeps_less():
+    shape = dict(GPT2, hidden=64, attention_dropout=0.1)
+    sizes = {}
+    for name, engine in {
+        "none": {},
+        "selective": dict(recompute="selective"),
+        "each": dict(recompute="full"),
+        "two": dict(recompute="full", recompute_every=2),
+    }.items():
+        config = settings(shape, engine)
+        sizes[name] = saved_bytes(engine_of(config), config)
+    assert sizes["two"] < sizes["each"] < sizes["selective"] < sizes["none"]
+
+
+def test_accumulated_micro_batches_are_one_large_batch():
+    whole = train(settings(GPT2, batch=dict(global_size=8, micro_size=8)))
+    parts = train(settings(GPT2, batch=dict(global_size=8, micro_size=2)))
+    for a, b in zip(whole[1], parts[1], strict=True):
+        assert (a.loss, a.grad_norm) == pytest.approx((b.loss, b.grad_norm), rel=1e-5)
+
+
+def test_the_loss_is_the_mean_over_tokens_or_over_micro_batches_as_set():
+    shape = dict(GPT2, vocab_size=20)
+    masked = dict(eod_mask_loss=True)
+    found = {}
+    for norm in ("token", "microbatch"):
+        config = settings(shape, batch=dict(global_size=8, micro_size=2, loss_norm=norm), data=masked)
+        batches = batches_of(config).step(0)
+        assert any(not b.loss_mask.all() for b in batches)
+        engine = engine_of(config)
+        with torch.no_grad():
+            heads = [engine.model.eval()(b.tokens).logits() for b in batches]
+        nll = [
+            torch.nn.functional.cross_entropy(h.flatten(0, 1), b.labels.flatten(), reduction="none")
+            for h, b in zip(heads, batches)
+        ]
+        masks = [b.loss_mask.flatten().float() for b in batches]
+        if norm == "token":
+            wanted = sum((n * m).sum() for n, m in zip(nll, masks)) / sum(m.sum() for m in masks)
+        else:
+            wanted = sum((n * m).sum() / m.sum() for n, m in zip(nll, masks)) / len(masks)
+        found[norm] = engine.train_step(batches, 1e-3, 0).loss
+        assert found[norm] == pytest.approx(wanted.item(), rel=1e-5)
+    assert found["token"] != pytest.approx(found["microbatch"], rel=1e-6)
+
+
+def test_gradients_are_clipped_on_the_global_norm():
+    config = settings(GPT2, optim=dict(lr=1.0, min_lr=0.1, clip=0.01, weight_decay=0.0, betas=(0.0, 0.0), eps=1.0))
+    engine, batches = engine_of(config), batches_of(config).step(0)
+    before = [p.detach().clone() for p in engine.model.parameters()]
+    result = engine.train_step(batches, 1.0, 0)
+    assert result.grad_norm > 0.05
+    # with eps this large and no momentum, AdamW's update is g / (|g| + 1), nearly g itself
+    moved = torch.cat([(a - b).flatten() for a, b in zip(before, engine.model.parameters())]).norm().item()
+    assert moved == pytest.approx(0.01, rel=0.05)
+
+
+@pytest.mark.parametrize("policy, undecayed", {"matrices": {1}, "all": set()}.items())
+def test_weight_decay_reaches_what_the_policy_says(policy, undecayed):
+    model = weights.build(ModelConfig(**GPT2))
+    decayed, rest = groups(model, OptimConfig(decayed=policy, weight_decay=0.3))
+    assert (decayed["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
+    assert {p.ndim for p in rest["params"]} == undecayed
+    assert len(decayed["params"]) + len(rest["params"]) == len(list(model.parameters()))
+
+
+def test_padding_of_the_vocabulary_changes_nothing():
+    curves = []
+    for multiple in (1, 64):
+        config = settings(dict(GPT2, vocab_multiple=multiple, vocab_size=60))
+        engine = engine_of(config)
+        with torch.no_grad():  # the same rows, whatever the padding drew
+            engine.model.layers["tokens"].weight[:60] = (
+                torch.randn(60, 32, generator=torch.Generator().manual_seed(1)) * 0.1
+            )
+            for name, layer in engine.model.layers.items():
+                if name != "tokens":
+                    for p in layer.parameters():
+                        p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * 0.1)
+        batches = batches_of(config)
+        curves.append([engine.train_step(batches.step(8 * s), 3e-3, s).loss for s in range(4)])
+    assert curves[0] == pytest.approx(curves[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.05), (torch.float16, 0.02)])
+def test_half_precision_tracks_single(dtype, tolerance):
+    exact = [r.loss for r in train(settings(GPT2), 12)[1]]
+    engine, results = train(settings(GPT2), 12, dtype)
+    assert [r.loss for r in results] == pytest.approx(exact, rel=tolerance)
+    assert all(p.dtype == torch.float32 for p in engine.model.parameters())
+    assert not any(r.skipped for r in results)
+    assert results[0].loss_scale == (65536.0 if dtype == torch.float16 else 1.0)
+
+
+def test_an_fp16_overflow_skips_the_step_and_lowers_the_scale():
+    config = settings(dict(GPT2, init_std=0.5))
+    engine, batches = engine_of(config, torch.float16), batches_of(config)
+    engine.scale = type(engine.scale)(2.0**40, 1)
+    before = [p.detach().clone() for p in engine.model.parameters()]
+    result = engine.train_step(batches.step(0), 1e-3, 0)
+    assert result.skipped and math.isfinite(result.loss)
+    assert engine.scale.value == 2.0**39
+    assert all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters()))
+
+
+def test_a_nan_leaves_weights_and_moments_alone():
+    config = settings(GPT2)
+    engine, _ = train(config, 2)
+    with torch.no_grad():
+        engine.model.layers["norm"].weight[0] = torch.nan
+    before = {k: s.tensor.clone() for k, s in engine.tensors().items()}
+    result = engine.train_step(batches_of(config).step(0), 1e-3, 2)
+    assert result.skipped
+    for name, shard in engine.tensors().items():
+        assert torch.equal(before[name].nan_to_num(), shard.tensor.nan_to_num()), name
+
+
+def test_a_saved_state_goes_on_bit_for_bit_with_dropout():
+    config = settings(dict(GPT2, dropout=0.3, attention_dropout=0.3))
+    batches = batches_of(config)
+    engine, _ = train(config, 3)
+    other = engine_of(config)
+    other.load({k: s.tensor.clone() for k, s in engine.tensors().items()}, engine.scalars())
+    for step in range(3, 6):
+        assert engine.train_step(batches.step(8 * step), 1e-3, step) == other.train_step(
+            batches.step(8 * step), 1e-3, step
+        )
+    for (name, a), (_, b) in zip(engine.model.weights(), other.model.weights(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_evaluation_is_the_mean_loss_and_changes_nothing():
+    config = settings(dict(GPT2, dropout=0.5))
+    engine, _ = train(config, 1)
+    batches = batches_of(config).step(0)
+    before = {k: s.tensor.clone() for k, s in engine.tensors().items()}
+    with torch.no_grad():
+        wanted = [
+            torch.nn.functional.cross_entropy(engine.model.eval()(b.tokens).logits().flatten(0, 1), b.labels.flatten())
+            for b in batches
+        ]
+    assert engine.evaluate(batches) == pytest.approx(torch.stack(wanted).mean().item(), rel=1e-5)
+    assert engine.evaluate(batches) == engine.evaluate(batches)
+    assert all(torch.equal(before[k], s.tensor) for k, s in engine.tensors().items())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler's own, and they change with every release
+def test_compiled_blocks_give_the_same_losses():
+    for shape in (GPT2, LLAMA):
+        exact = [r.loss for r in train(settings(shape))[1]]
+        assert [r.loss for r in train(settings(shape, dict(compile=True)))[1]] == pytest.approx(exact, abs=1e-4)
+
+
+def test_initial_weights_follow_from_the_seed_and_the_layer_alone():
+    short, long = (dict(weights.build(ModelConfig(**dict(GPT2, layers=n)), seed=3).weights()) for n in (2, 4))
+    for name in ("tokens.weight", "block1.attention.qkv.weight", "entry.table"):
+        assert torch.equal(short[name], long[name])
+    other = dict(weights.build(ModelConfig(**GPT2), seed=4).weights())
+    assert not torch.equal(other["tokens.weight"], long["tokens.weight"])
+    assert not torch.equal(long["block0.mlp.up.weight"], long["block1.mlp.up.weight"])
+    assert long["block0.mlp.up.weight"].std().item() == pytest.approx(0.1, rel=0.1)
+    assert long["block0.mlp.down.weight"].std().item() == pytest.approx(0.1 / 8**0.5, rel=0.1)
+
+
+def test_documents_in_a_sample_restart_positions_and_stay_apart_as_set():
+    config = settings(
+        dict(GPT2, vocab_size=20), data=dict(reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)
+    )
+    batch: Batch = batches_of(config).step(0)[0]
+    eod = config.model.vocab_size - 1
+    for row in range(len(batch.tokens)):
+        position = document = 0
+        for column, token in enumerate(batch.tokens[row].tolist()):
+            assert (batch.positions[row, column], batch.documents[row, column]) == (position, document)
+            assert batch.loss_mask[row, column] == (token != eod)
+            position, document = (0, document + 1) if token == eod else (position + 1, document)
+    assert batch.documents.max() > 0
+
+
+def test_flops_are_those_of_the_published_shapes():
+    gpt2 = ModelConfig()
+    assert count.flops_per_token(gpt2, causal=False) == pytest.approx(6 * 123_532_032 + 12 * 12 * 768 * 1024, rel=0.001)
+    assert count.parameters(ModelConfig(layers=24, hidden=1024, heads=16)) == 354_871_296

@@ -1,0 +1,28 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hpclm.model.gpt import Head
+from hpclm.model.loss import TokenLoss
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 24, None])
+@pytest.mark.parametrize("vocab", [40, 33])
+def test_the_chunked_loss_and_its_gradients_are_those_of_all_logits_at_once(chunk, vocab):
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(8, 3, 16, generator=draw, requires_grad=True)  # [T, B, C]
+    weight = torch.randn(40, 16, generator=draw, requires_grad=True)
+    labels = torch.randint(0, vocab, (3, 8), generator=draw)
+    factors = torch.rand(3, 8, generator=draw)
+    logits = F.linear(hidden, weight[:vocab]).transpose(0, 1)
+    wanted = (F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none") * factors.flatten()).sum()
+    theirs = torch.autograd.grad(wanted * 3, (hidden, weight))
+    loss = TokenLoss(chunk)(Head(hidden, weight, vocab), labels, factors)
+    ours = torch.autograd.grad(loss * 3, (hidden, weight))
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+    with torch.no_grad():
+        assert TokenLoss(chunk)(Head(hidden, weight, vocab), labels, factors).item() == pytest.approx(
+            wanted.item(), rel=1e-5
+        )

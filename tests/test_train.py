@@ -1,0 +1,278 @@
+"""Whole runs, as a person starts them."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.runs import ROOT, hpclm, losses
+
+RAMP = ["batch.rampup=[4,4,20]", "optim.unit=samples", "optim.warmup=30", "budget.steps=16"]
+DROPOUT = ["model.dropout=0.2", "model.attention_dropout=0.2"]
+
+
+def corpus(tmp_path):
+    """A small dataset, several epochs of which a run reads."""
+    words = ["so", "it", "goes", "and", "then", "a", "small", "model", "reads", "text"]
+    draw = random.Random(1)
+    lines = [" ".join(draw.choices(words, k=draw.randrange(3, 30))) for _ in range(80)]
+    (tmp_path / "text.txt").write_text("\n".join(lines) + "\n")
+    prefix = tmp_path / "data"
+    hpclm(
+        "preprocess",
+        "--input",
+        tmp_path / "text.txt",
+        "--output-prefix",
+        prefix,
+        "--tokenizer",
+        "bytes",
+        "--append-eod",
+        check=0,
+    )
+    return f"{prefix}_text_document"
+
+
+def test_a_run_learns_and_leaves_what_the_readme_says(tiny, tmp_path):
+    words = tiny("run", "evaluate.every=6", "log.tensorboard=true", "budget.steps=30", "checkpoint.every=10")
+    done = hpclm("train", *words, check=0)
+    out = tmp_path / "run"
+    assert {p.name for p in out.iterdir()} == {
+        "attempts.jsonl", "checkpoints", "config.yaml", "lock", "log.txt", "metrics.jsonl", "tensorboard",
+    }  # fmt: skip
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    train = [row for row in rows if "loss" in row]
+    valid = [row for row in rows if "validation_loss" in row]
+    assert [row["step"] for row in train] == list(range(1, 31))
+    assert [row["step"] for row in valid] == [6, 12, 18, 24, 30]
+    assert train[-1]["loss"] < train[0]["loss"] - 0.3 and valid[-1]["validation_loss"] < valid[0]["validation_loss"]
+    assert train[-1]["samples"] == 240 and train[-1]["tokens_per_second"] > 0 and train[-1]["memory"] > 0
+    [attempt] = [json.loads(line) for line in (out / "attempts.jsonl").read_text().splitlines()]
+    assert "train" in attempt["command"] and attempt["versions"]["torch"] and attempt["from_step"] == 0
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == [f"step-{s:08d}" for s in (10, 20, 30)]
+    assert "done at step 30" in done.stderr and "step 30/30" in (out / "log.txt").read_text()
+    assert "\r" not in done.stderr  # quiet where nobody watches
+
+
+def test_tensorboard_gets_the_scalars_under_bigsciences_names(tiny, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    words = tiny("run", "evaluate.every=6", "log.tensorboard=true", "checkpoint.every=6")
+    hpclm("train", *words, "stop_at=6", check=0)
+    hpclm("train", *words, check=0)
+    events = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {
+        "lm-loss-training/lm loss",
+        "learning-rate/learning-rate",
+        "batch-size/batch-size",
+        "grad-norm/grad-norm",
+    } <= tags
+    assert {"lm-loss-validation/lm loss validation", "lm-loss-validation/lm loss validation ppl"} <= tags
+    assert [e.step for e in events.Scalars("lm-loss-training/lm loss")] == list(range(1, 13))
+    events = EventAccumulator(str(tmp_path / "run/tensorboard/samples")).Reload()
+    assert [e.step for e in events.Scalars("lm-loss-training/lm loss vs samples")] == [8 * s for s in range(1, 13)]
+
+
+@pytest.mark.parametrize("stop", [3, 9])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tiny, tmp_path, stop):
+    """Dropout on, in the middle of an epoch and of a batch ramp-up."""
+    data = ["data.source=indexed", f"data.prefix={corpus(tmp_path)}", "model.vocab_size=257"]
+    words = [*RAMP, *DROPOUT, *data, "checkpoint.every=0"]
+    hpclm("train", *tiny("whole", *words), check=0)
+    hpclm("train", *tiny("parts", *words, f"stop_at={stop}"), check=0)
+    assert len(losses(tmp_path / "parts")) == stop
+    hpclm("train", *tiny("parts", *words), check=0)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    last = [
+        (tmp_path / run / "checkpoints/step-00000016/rank-00000.safetensors").read_bytes() for run in ("whole", "parts")
+    ]
+    assert last[0] == last[1]
+
+
+def test_kill_9_at_any_time_costs_only_the_steps_since_the_last_checkpoint(tiny, tmp_path):
+    words = tiny("run", *DROPOUT, "budget.steps=40", "checkpoint.every=5")
+    hpclm("train", *tiny("whole", *DROPOUT, "budget.steps=40", "checkpoint.every=5"), check=0)
+    draw, killed = random.Random(time.time_ns()), 0
+    for _ in range(40):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hpclm", "train", *words], cwd=ROOT, stderr=subprocess.DEVNULL
+        )
+        metrics = tmp_path / "run/metrics.jsonl"
+        before = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+        while process.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") <= before):
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 0.4))
+        process.send_signal(signal.SIGKILL)
+        if process.wait() == 0:
+            break
+        killed += 1
+    else:
+        hpclm("train", *words, check=0)
+    assert killed >= 2
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT])
+def test_a_warned_run_saves_and_asks_to_be_started_again(tiny, tmp_path, number):
+    words = tiny("run", "budget.steps=100000", "checkpoint.every=0", "optim.schedule=constant")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hpclm", "train", *words], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    metrics = tmp_path / "run/metrics.jsonl"
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 3:
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 85
+    step = max(losses(tmp_path / "run"))
+    assert f"{signal.Signals(number).name}: saved at step {step}" in told
+    again = hpclm("train", *words, f"stop_at={step + 2}", check=0)
+    assert f"goes on from step {step}" in again.stderr
+    assert max(losses(tmp_path / "run")) == step + 2
+
+
+def test_the_second_run_on_a_folder_is_sent_away_by_name(tiny, tmp_path):
+    words = tiny("run", "budget.steps=100000", "optim.schedule=constant")
+    first = subprocess.Popen([sys.executable, "-m", "hpclm", "train", *words], cwd=ROOT, stderr=subprocess.DEVNULL)
+    try:
+        while not (tmp_path / "run/metrics.jsonl").exists():
+            time.sleep(0.05)
+        second = hpclm("train", *words, check=75)
+        assert f'"pid": {first.pid}' in second.stderr
+    finally:
+        first.kill()
+        first.wait()
+    hpclm("train", *words, "stop_at=1", "checkpoint.resume=auto", check=0)  # a dead process holds nothing
+
+
+def test_a_finished_run_is_done_when_started_again_and_goes_on_with_a_larger_budget(tiny, tmp_path):
+    hpclm("train", *tiny(), check=0)
+    assert "done at step 12" in hpclm("train", *tiny(), check=0).stderr
+    hpclm("train", *tiny("run", "budget.steps=14"), check=0)
+    assert max(losses(tmp_path / "run")) == 14
+
+
+def test_the_run_does_not_go_on_with_other_data_or_another_network(tiny):
+    hpclm("train", *tiny(), check=0)
+    done = hpclm("train", *tiny("run", "model={layers: 3}", "seed=4"), check=64)
+    assert "model.layers was 2 and is now 3" in done.stderr and "seed was 1234 and is now 4" in done.stderr
+
+
+def test_only_bad_checkpoints_end_with_66_and_never_a_fresh_start(tiny, tmp_path):
+    hpclm("train", *tiny(), check=0)
+    for path in (tmp_path / "run/checkpoints").glob("step-*/rank-*"):
+        path.write_bytes(b"garbage")
+    before = losses(tmp_path / "run")
+    assert "no good checkpoint" in hpclm("train", *tiny(), check=66).stderr
+    assert losses(tmp_path / "run") == before
+
+
+def test_what_is_not_finite_is_skipped_and_counted_or_stops_the_run(tiny, tmp_path):
+    wild = ["optim.lr=1e30", "optim.min_lr=1e30", "optim.clip=0", "optim.schedule=constant"]
+    skipping = hpclm("train", *tiny("skip", *wild, "optim.nonfinite_limit=3", "budget.steps=100"), check=93)
+    assert "3 steps in a row were not finite (optim.nonfinite_limit)" in skipping.stderr
+    assert "skipped, 2 so far" in skipping.stderr
+    stopping = hpclm("train", *tiny("stop", *wild, "optim.nonfinite=stop"), check=93)
+    assert "stopped as optim.nonfinite=stop says" in stopping.stderr
+    for line in (tmp_path / "skip/metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_a_budget_of_time_ends_the_run_and_counts_over_attempts(tiny, tmp_path):
+    words = tiny("run", "budget.steps=null", "budget.hours=0.0002", "optim.schedule=constant", "checkpoint.every=0")
+    hpclm("train", *words, "stop_at=2", check=0)
+    hpclm("train", *words, check=0)
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    total = sum(row["step_seconds"] for row in rows)
+    assert 0.72 <= total < 0.72 + 2 * max(row["step_seconds"] for row in rows)
+
+
+def test_a_run_that_ends_inside_its_warmup_is_warned_of(tiny):
+    assert "inside its warm-up" in hpclm("train", *tiny("run", "optim.warmup=50"), check=0).stderr
+
+
+@pytest.mark.parametrize(
+    "words, answer",
+    {
+        ("data.source=indexed", "data.prefix=nowhere/x"): "a dataset is nowhere/x.bin and nowhere/x.idx",
+        ("modle.layers=3",): "Did you mean 'model.layers'?",
+        ("engine.device=cuda",): "PyTorch sees no GPU here",
+        ("model.vocab_size=8",): "needs model.vocab_size of at least 16",
+        ("model.block=nowhere:Block",): "model.block 'nowhere:Block' cannot be loaded",
+    }.items(),
+)
+@pytest.mark.filterwarnings("default")
+def test_a_mistake_ends_with_64_one_message_and_nothing_half_written(tiny, tmp_path, words, answer):
+    if words == ("engine.device=cuda",):
+        pytest.importorskip("torch")
+        import torch
+
+        if torch.cuda.is_available():
+            pytest.skip("there is a GPU")
+    done = hpclm("train", *tiny("run", *words), check=64)
+    assert answer in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "run/config.yaml").exists() and not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_mistakes_in_the_data_are_answered(tiny, tmp_path):
+    prefix = corpus(tmp_path)
+    data = ["data.source=indexed", f"data.prefix={prefix}"]
+    small = hpclm("train", *tiny("run", *data), check=64)
+    assert "model.vocab_size=64 is smaller than the 257 entries of the bytes tokenizer" in small.stderr
+    long = hpclm("train", *tiny("run", *data, "model.vocab_size=257", "model.context=100000"), check=64)
+    assert "one sample needs model.context + 1 = 100001" in long.stderr
+    valid = hpclm(
+        "train", *tiny("run", *data, "model.vocab_size=257", "data.split=99999,1,0", "evaluate.every=5"), check=64
+    )
+    assert "the valid part of" in valid.stderr and "evaluate.every=0" in valid.stderr
+    (tmp_path / "empty.txt").write_text("\n\n")
+    nothing = hpclm(
+        "preprocess",
+        "--input",
+        tmp_path / "empty.txt",
+        "--output-prefix",
+        tmp_path / "e",
+        "--tokenizer",
+        "bytes",
+        check=64,
+    )
+    assert "no documents in" in nothing.stderr and not list(tmp_path.glob("e_*"))
+
+
+def test_an_unwritable_run_directory_is_refused_with_its_reason(tiny, tmp_path):
+    (tmp_path / "file").write_text("")
+    done = hpclm("train", *tiny("file/run"), check=64)
+    assert "cannot be written: Not a directory" in done.stderr
+    assert "cannot be written: " in hpclm("train", *tiny("x", "out=/proc/run"), check=64).stderr
+
+
+def test_several_processes_are_refused_at_once(tiny, tmp_path):
+    env = dict(os.environ, TORCHELASTIC_RUN_ID="x", RANK="0", WORLD_SIZE="2", LOCAL_RANK="0")
+    done = hpclm("train", *tiny(), check=64, env=env)
+    assert "torchrun started 2 processes" in done.stderr and not (tmp_path / "run").exists()
+
+
+def test_evaluate_and_generate_use_the_newest_checkpoint(tiny, tmp_path):
+    data = ["data.source=indexed", f"data.prefix={corpus(tmp_path)}", "model.vocab_size=257", "data.split=80,20,0"]
+    hpclm("train", *tiny("run", *data, "budget.steps=60", "evaluate.every=60", "evaluate.batches=1000"), check=0)
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    found = json.loads(hpclm("evaluate", tmp_path / "run", "--json", check=0).stdout)
+    assert found["step"] == 60 and found["loss"] == pytest.approx(rows[-1]["validation_loss"], rel=1e-5)
+    first, again, other = (
+        hpclm("generate", tmp_path / "run", "--prompt", "so it", "--tokens", 30, "--seed", seed, check=0).stdout
+        for seed in (0, 0, 1)
+    )
+    assert first == again != other and first.startswith("so it")
+    assert "is not a run directory" in hpclm("generate", tmp_path, "--prompt", "x", check=64).stderr
+
+
+def test_the_loss_is_the_same_whatever_the_micro_batch(tiny, tmp_path):
+    for size in (1, 8):
+        hpclm("train", *tiny(f"m{size}", f"batch.micro_size={size}", "batch.global_size=8"), check=0)
+    one, eight = (list(map(float.fromhex, losses(tmp_path / f"m{size}").values())) for size in (1, 8))
+    assert one == pytest.approx(eight, abs=1e-5)

@@ -101,10 +101,11 @@ class Meter:
         finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in clean.items()}
         self._file.write(json.dumps(finite) + "\n")
         for key, tag in TAGS.items():
-            if self._boards and finite.get(key) is not None:
+            value = finite.get(key)
+            if self._boards and value is not None:
                 by_step, by_samples = self._boards
-                by_step(tag, finite[key], row["step"])
-                by_samples(f"{tag} vs samples", finite[key], row["samples"])
+                by_step(tag, value, row["step"])
+                by_samples(f"{tag} vs samples", value, row["samples"])
 
 
 class Speed:

@@ -9,6 +9,8 @@ output projection, forward and both gradients (attention's own products are left
     python tools/bench_train.py --shape 1.3b --context 2048 --batch 4
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import statistics
@@ -16,19 +18,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.nn.functional as F
-from tqdm import tqdm
+if TYPE_CHECKING:  # loaded where they are used, so that --help answers at once
+    import torch
 
-from hpclm.cluster import hardware
-from hpclm.config import BatchConfig, BudgetConfig, DataConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
-from hpclm.data.batches import Batch
-from hpclm.engine.native import NativeEngine
-from hpclm.model import count
+    from hpclm.config import ModelConfig
 
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "small": dict(layers=6, hidden=384, heads=6, vocab_size=65, vocab_multiple=1),
     "124m": dict(layers=12, hidden=768, heads=12, vocab_size=50257),
     "1.3b": dict(layers=24, hidden=2048, heads=16, vocab_size=50257),
@@ -36,33 +34,37 @@ SHAPES = {
 Step = Callable[[], None]
 
 
-def run_config(model: ModelConfig, batch: int, precision: str, compiled: bool, matmul: str) -> RunConfig:
-    """Settings of the step that is timed; the optimizer's are the same for the peer."""
-    return RunConfig(
-        out="unused",
+def ours(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype, compiled: bool = False) -> Step:
+    """hpclm's step, as its loop calls it."""
+    from hpclm.config import BatchConfig, BudgetConfig, DataConfig, EngineConfig, OptimConfig, RunConfig
+    from hpclm.data.batches import Batch
+    from hpclm.engine.native import NativeEngine
+
+    config = RunConfig(
         model=model,
         data=DataConfig(source="synthetic"),
-        batch=BatchConfig(global_size=batch, micro_size=batch),
+        batch=BatchConfig(global_size=len(rows), micro_size=len(rows)),
         budget=BudgetConfig(steps=1),
         optim=OptimConfig(lr=1e-4, min_lr=1e-5),
-        engine=EngineConfig(precision=precision, compile=compiled, matmul=matmul),  # type: ignore[arg-type]
+        engine=EngineConfig(compile=compiled),
     )
-
-
-def ours(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype, compiled: bool) -> Step:
-    """hpclm's step, as its loop calls it."""
-    precision = {v: k for k, v in hardware.TYPES.items()}[dtype]
-    config = run_config(model, len(rows), precision, compiled, "auto")
     engine = NativeEngine(config, rows.device, dtype)
     batch = Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), None, None, None)
-    return lambda: float(engine.train_step([batch], 1e-4, 0).loss) and None
+
+    def step() -> None:
+        engine.train_step([batch], 1e-4, 0)
+
+    return step
 
 
-def theirs(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype, compiled: bool) -> Step:
+def theirs(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype, compiled: bool = False) -> Step:
     """GPT2LMHeadModel with SDPA, autocast, fused AdamW and clipping."""
+    import torch
+    import torch.nn.functional as F
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    shape = GPT2Config(
+    classes: tuple[Any, Any] = (GPT2Config, GPT2LMHeadModel)
+    shape = classes[0](
         n_layer=model.layers,
         n_embd=model.hidden,
         n_head=model.heads,
@@ -73,7 +75,7 @@ def theirs(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype, compiled:
         use_cache=False,
     )
     torch.manual_seed(0)
-    plain = GPT2LMHeadModel(shape).to(rows.device).train()
+    plain = classes[1](shape).to(rows.device).train()
     network: Any = torch.compile(plain) if compiled else plain
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
@@ -93,8 +95,10 @@ def theirs(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype, compiled:
 
 def limit(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype) -> Step:
     """The step's matrix products alone."""
+    import torch
+
     n, c, f = rows[:, 1:].numel(), model.hidden, model.ffn_width
-    draw = dict(device=rows.device, dtype=dtype)
+    draw: dict[str, Any] = dict(device=rows.device, dtype=dtype)
     products = []
     for n_in, n_out, times in (
         (c, 3 * c, model.layers),
@@ -117,16 +121,23 @@ def limit(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype) -> Step:
 
 
 SUBJECTS: dict[str, Callable[[ModelConfig, torch.Tensor, torch.dtype], Step]] = {
-    "hpclm": lambda *a: ours(*a, compiled=False),
-    "hpclm, compiled": lambda *a: ours(*a, compiled=True),
-    "GPT2LMHeadModel": lambda *a: theirs(*a, compiled=False),
-    "GPT2LMHeadModel, compiled": lambda *a: theirs(*a, compiled=True),
+    "hpclm": ours,
+    "hpclm, compiled": partial(ours, compiled=True),
+    "GPT2LMHeadModel": theirs,
+    "GPT2LMHeadModel, compiled": partial(theirs, compiled=True),
     "matrix products alone": limit,
 }
 
 
 def measure(args: argparse.Namespace) -> None:
     """Time every subject and print the table."""
+    import torch
+    from tqdm import tqdm
+
+    from hpclm.cluster import hardware
+    from hpclm.config import EngineConfig, ModelConfig
+    from hpclm.model import count
+
     device = hardware.device(EngineConfig(device=args.device), 0)
     if device.type == "cpu":
         torch.set_num_threads(args.threads)

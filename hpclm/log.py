@@ -7,11 +7,25 @@ from contextlib import contextmanager
 from pathlib import Path
 
 FORMAT = "%(asctime)s %(levelname).1s %(message)s"
+LIVE = {"live": True}  # as a record's ``extra``: a terminal's live line says the same
+
+
+class Console(logging.Handler):
+    """Standard error, beside a progress bar if there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print the record, unless a live line on this terminal already says it."""
+        from tqdm import tqdm
+
+        if not (getattr(record, "live", False) and sys.stderr.isatty()):
+            tqdm.write(self.format(record), file=sys.stderr)
 
 
 def setup(level: int = logging.INFO) -> None:
     """Send the log to standard error."""
-    logging.basicConfig(level=level, format=FORMAT, datefmt="%H:%M:%S", stream=sys.stderr, force=True)
+    console = Console()
+    console.setFormatter(logging.Formatter(FORMAT, "%H:%M:%S"))
+    logging.basicConfig(level=level, handlers=[console], force=True)
     logging.captureWarnings(True)
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 from hpclm import files
 from hpclm.config import LogConfig
+from hpclm.log import LIVE
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +56,6 @@ class Meter:
         self._bar = self._open.enter_context(
             tqdm(total=self.total, initial=self.start, unit="step", dynamic_ncols=True, disable=None, file=sys.stderr)
         )
-        if not self._bar.disable:
-            self._open.enter_context(logging_redirect_tqdm())
         self._told = time.perf_counter()
         return self
 
@@ -90,11 +88,10 @@ class Meter:
         losses = [r["loss"] for r in rows if r["loss"] is not None]
         row["loss"] = sum(losses) / len(losses) if losses else math.nan
         left = ""
-        if (self.total and len(rows) > 1) or (self._bar.disable and self.total):
+        if self.total:
             left = f"  {_clock((self.total - step) * seconds / len(rows))} left"
         of = f"/{self.total}" if self.total else ""
-        level = logging.INFO if self._bar.disable else logging.DEBUG  # on a terminal the live line says it
-        log.log(level, "step %d%s  %s  %.3f s/step%s", step, of, _words(row), seconds / len(rows), left)
+        log.info("step %d%s  %s  %.3f s/step%s", step, of, _words(row), seconds / len(rows), left, extra=LIVE)
 
     def _write(self, row: dict[str, Any]) -> None:
         clean = {k: v for k, v in row.items() if v is not None}

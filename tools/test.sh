@@ -11,6 +11,7 @@ step() { printf '\n== %s\n' "$*"; "$@"; }
 step ruff format --check hpclm tools tests
 step ruff check hpclm tools tests
 step mypy hpclm tools
+workers=$(nproc)
 export OMP_NUM_THREADS=1 # the workers share the cores
-step pytest -n "$(nproc)" -m "not gpu" "$@"
+step pytest -n "$workers" -m "not gpu" "$@"
 printf '\n== all checks passed. Type next:\n\n   tools/demo.sh\n\n'

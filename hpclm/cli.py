@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from hpclm import __version__
+from hpclm.cluster import threads
 from hpclm.errors import HpclmError
 from hpclm.registry import hint
 
@@ -48,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(verb: Callable[[list[str]], int | None], argv: Sequence[str] | None = None) -> int:
     """Call a verb's main; a person's mistake becomes one message and its exit code, without a traceback."""
+    threads.wait_politely()
     try:
         code = verb(list(sys.argv[1:] if argv is None else argv)) or 0
         sys.stdout.flush()

@@ -16,12 +16,16 @@ say() { printf '\n== %s\n' "$*"; }
 quiet=(-qq --disable-pip-version-check)
 
 python=${PYTHON:-python3}
+install() { # Debian packages, as root or through sudo
+  say "installing $* with apt-get"
+  local admin=()
+  [ "$(id -u)" = 0 ] || admin=(sudo)
+  "${admin[@]}" apt-get update -qq
+  "${admin[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
+}
 usable() { "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
 if ! usable && [ -z "${PYTHON-}" ] && command -v apt-get >/dev/null; then
-  say "installing python3 and python3-venv with apt-get"
-  admin=(); [ "$(id -u)" = 0 ] || admin=(sudo)
-  "${admin[@]}" apt-get update -qq
-  "${admin[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends python3 python3-venv >/dev/null
+  install python3 python3-venv
 fi
 if ! usable; then
   echo "error: $python must be Python 3.10 or newer with its venv module (Debian: apt-get install python3-venv)" >&2
@@ -63,6 +67,10 @@ if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
       "${pip[@]}" 'torch>=2.11'
     }
   fi
+fi
+
+if [ -n "$extra" ] && ! command -v g++ >/dev/null && command -v apt-get >/dev/null; then
+  install g++ python3-dev # torch.compile wants them
 fi
 
 say "hpclm and what it needs${extra:+, and what its tests need}"

@@ -2,7 +2,9 @@
 
 import math
 import shutil
+import sysconfig
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,9 +37,13 @@ class NativeEngine:
             self._compile()
 
     def _compile(self) -> None:
-        if not any(map(shutil.which, ("g++", "c++", "clang++", "gcc", "cc"))):
+        compiler = next(filter(shutil.which, ("g++", "clang++", "gcc")), None)
+        header = Path(sysconfig.get_path("include"), "Python.h")
+        if not compiler or not header.exists():
+            missing = str(header) if compiler else "a C++ compiler on the PATH"
             raise ConfigError(
-                "engine.compile=true needs a C++ compiler, and none is on the PATH; install one, or leave it off"
+                f"engine.compile=true needs {missing}, which is not there; set engine.compile=false, "
+                f"or install it (Debian: apt-get install g++ python3-dev)"
             )
         for name, layer in self.model.layers.items():
             if name.startswith("block"):

@@ -1,4 +1,7 @@
 import math
+import shutil
+import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
@@ -231,7 +234,11 @@ def test_evaluation_is_the_mean_loss_and_changes_nothing():
     assert all(torch.equal(before[k], s.tensor) for k, s in engine.tensors().items())
 
 
+HEADER = Path(sysconfig.get_path("include"), "Python.h")
+
+
 @pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("g++") and HEADER.exists()), reason="no C++ compiler, or no Python.h")
 @pytest.mark.filterwarnings("ignore")  # the compiler's own, and they change with every release
 def test_compiled_blocks_give_the_same_losses():
     for shape in (GPT2, LLAMA):

@@ -22,11 +22,11 @@ def readable(path: str | Path, what: str) -> Path:
     return path
 
 
-def writable_folder(path: str | Path, what: str) -> Path:
-    """``path`` as a folder that files can be made in, created if need be; ``what`` names it in the error."""
+def writable_folder(path: str | Path, what: str, mode: int = 0o777) -> Path:
+    """``path`` as a folder that files can be made in, created with ``mode`` if need be; ``what`` names it in the error."""
     path = Path(path)
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode, parents=True, exist_ok=True)
         probe = path / f".writable-{os.getpid()}"
         probe.touch()
         probe.unlink()

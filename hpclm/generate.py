@@ -44,7 +44,10 @@ def continued(run: Path, prompt: str, tokens: int, temperature: float, top: int,
 
     config = trained.settings(run)
     tokenizer = tokenizers.of_run(config.data)
-    ids = tokenizer.encode(prompt) or ([] if tokenizer.eod is None else [tokenizer.eod])
+    ids = tokenizer.encode(prompt)
+    while ids and ids[-1] == tokenizer.eod:  # some tokenizers end every text; a prompt has not ended
+        ids.pop()
+    ids = ids or ([] if tokenizer.eod is None else [tokenizer.eod])
     if not ids:
         raise ConfigError("the prompt is empty, and the tokenizer has no end-of-document token to start from")
     if max(ids) >= config.model.vocab_size:
@@ -61,7 +64,8 @@ def continued(run: Path, prompt: str, tokens: int, temperature: float, top: int,
         if token == tokenizer.eod or len(new) == tokens:
             break
         new.append(token)
-    return prompt + tokenizer.decode(new)
+    start = tokenizer.decode(ids)
+    return prompt + tokenizer.decode(ids + new)[len(start) :]  # together, or the space between the two is lost
 
 
 def sample(
@@ -75,7 +79,8 @@ def sample(
     while True:
         with torch.no_grad():
             seen = torch.tensor([ids[-context:]], device=device)
-            logits = model(seen).logits()[0, -1].float().cpu()
+            head = model(seen)
+            logits = head._replace(hidden=head.hidden[-1:]).logits()[0, 0].float().cpu()
         best = logits.topk(min(top, len(logits)))
         choice = (
             0 if temperature == 0 else int(torch.multinomial((best.values / temperature).softmax(0), 1, generator=draw))

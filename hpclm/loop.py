@@ -2,6 +2,7 @@
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -32,9 +33,7 @@ def run(config: RunConfig) -> int:
     if world.size > 1:
         raise ConfigError(f"{world.launcher} started {world.size} processes, but a run has one process in this version")
     plan = config.plan(world.size)
-    out = files.writable_folder(config.out, "run directory out=")
-
-    with Lease(out), log.also_to(out / "log.txt"), Preemption() as preemption:
+    with Preemption() as preemption:
         device = hardware.device(config.engine, world.local_rank)
         dtype = hardware.compute_type(config.engine, device)
         products = hardware.set_matmul(config.engine, device)
@@ -43,54 +42,71 @@ def run(config: RunConfig) -> int:
         source = sources.build(config)
         length = budget.length(config, plan, source.per_epoch("train"))
         train = batches_of("train", length.samples, source, config, plan, device)
-        held_out, held_out_size = held_out_batches(source, config, plan, device)
+        held_out_size = evaluation_size(source, config)
+        held_out = evaluation_batches(held_out_size, source, config, plan, device)
         tell(config, plan, length, len(train.samples))
-
         engine = engines.build(config, device, dtype)
-        store = CheckpointStore(out / "checkpoints", config.checkpoint.keep, identity(config, source))
-        progress = store.resume(engine, config.checkpoint.resume)
-        record.start(out, config, progress.step)
-        logger.info("run directory %s, %s", out, f"goes on from step {progress.step}" if progress.step else "a new run")
 
-        guard = Guard(config.optim, progress.skipped)
-        with Meter(
-            out, config.log, (progress.step, progress.samples), length.steps, speed(config, device, dtype)
-        ) as meter:
-            while not finished(config, length, progress):
-                began = time.perf_counter()
-                size = plan.batch_size(progress.samples)
-                lr = rate(config, length, progress, size)
-                batches = train.step(progress.samples)
-                loaded = time.perf_counter()
-                result = engine.train_step(batches, lr, progress.step)
-                seconds = time.perf_counter() - began
-                progress = progress.after(size, seconds, result.skipped)
-                meter.step(
-                    progress.step,
-                    progress.samples,
-                    seconds=seconds,
-                    batch_size=size,
-                    loss=result.loss,
-                    lr=lr,
-                    grad_norm=result.grad_norm,
-                    loss_scale=result.loss_scale,
-                    skipped=progress.skipped,
-                    data_seconds=loaded - began,
-                    memory=hardware.peak_memory(device),
-                )
-                guard.check(progress.step, result.loss, result.grad_norm, result.skipped, scaled=dtype == torch.float16)
+        out = files.writable_folder(config.out, "run directory", mode=0o700)  # what cannot work has left no trace
+        with Lease(out), log.also_to(out / "log.txt"):
+            store = CheckpointStore(out / "checkpoints", config.checkpoint.keep, identity(config, source))
+            progress = begin(store.resume(engine, config.checkpoint.resume), length)
+            record.start(out, config, progress.step)
+            logger.info(
+                "run directory %s, %s", out, f"goes on from step {progress.step}" if progress.step else "a new run"
+            )
 
-                leaving = preemption.signal
-                last = bool(leaving) or finished(config, length, progress)
-                if held_out and not leaving and due(config.evaluate.every, progress, last):
-                    meter.evaluated(progress.step, progress.samples, engine.evaluate(held_out.take(0, held_out_size)))
-                if last or due(config.checkpoint.every, progress, last):
-                    save(store, engine, progress, must=last)
-                if leaving:
-                    logger.warning(
-                        "%s: saved at step %d and leaving; the same command goes on from here", leaving, progress.step
+            guard, saved = Guard(config.optim, progress.skipped), progress.step
+            start = progress.step, progress.samples
+            with Meter(out, config.log, start, length.steps, speed(config, device, dtype)) as meter:
+                while True:
+                    over = finished(config, length, progress)
+                    if (
+                        held_out
+                        and not preemption.signal
+                        and evaluation_due(config, progress, over, meter.evaluated_at)
+                    ):
+                        meter.evaluated(
+                            progress.step, progress.samples, engine.evaluate(held_out.take(0, held_out_size))
+                        )
+                    leaving = preemption.signal
+                    last = over or bool(leaving)
+                    if progress.step > saved and (last or due(config.checkpoint.every, progress)):
+                        saved = save(store, engine, progress, saved, must=last)
+                    if last:
+                        break
+
+                    began = time.perf_counter()
+                    size = plan.batch_size(progress.samples)
+                    lr = rate(config, length, progress, size)
+                    batches = train.step(progress.samples)
+                    loaded = time.perf_counter()
+                    result = engine.train_step(batches, lr, progress.step)
+                    seconds = time.perf_counter() - began
+                    progress = progress.after(size, seconds, result.skipped)
+                    meter.step(
+                        progress.step,
+                        progress.samples,
+                        seconds,
+                        size,
+                        loss=result.loss,
+                        lr=lr,
+                        grad_norm=result.grad_norm,
+                        loss_scale=result.loss_scale,
+                        skipped=progress.skipped,
+                        data_seconds=loaded - began,
+                        memory=hardware.peak_memory(device),
                     )
-                    return REQUEUE
+                    guard.check(
+                        progress.step,
+                        result.loss,
+                        result.grad_norm,
+                        result.skipped,
+                        searching=result.loss_scale > config.scaler.minimum,
+                    )
+    if leaving and not over:
+        logger.warning("%s: saved at step %d and leaving; the same command goes on from here", leaving, progress.step)
+        return REQUEUE
     logger.info(ending(config, length, progress))
     return 0
 
@@ -102,15 +118,36 @@ def batches_of(
     return Batches(source.samples(part, wanted), plan, config.data, config.model.vocab_size, source.eod, device)
 
 
-def held_out_batches(source: Source, config: RunConfig, plan: Plan, device: torch.device) -> tuple[Batches | None, int]:
-    """What evaluations read, and how many samples of it: ``evaluate.batches`` global batches, or all there is."""
-    if not config.evaluate.every or not source.weight("valid"):
-        return None, 0
-    size = min(config.evaluate.batches * config.batch.global_size, source.per_epoch("valid"))
+def evaluation_size(source: Source, config: RunConfig) -> int:
+    """Samples an evaluation reads: ``evaluate.batches`` global batches, or all there are; 0 where there is none."""
+    if not config.evaluate.every:
+        return 0
+    if not source.weight("valid"):
+        logger.info("no evaluation: data.split=%s keeps nothing for it", config.data.split)
+        return 0
+    return max(1, min(config.evaluate.batches * config.batch.global_size, source.per_epoch("valid")))
+
+
+def evaluation_batches(
+    size: int, source: Source, config: RunConfig, plan: Plan, device: torch.device
+) -> Batches | None:
+    """What evaluations read; ConfigError when the held-out part is too short."""
     try:
-        return batches_of("valid", size or None, source, config, plan, device), size
+        return batches_of("valid", size, source, config, plan, device) if size else None
     except ConfigError as error:
         raise ConfigError(f"{error}; or evaluate.every=0, to train without evaluations") from None
+
+
+def begin(progress: Progress, length: Length) -> Progress:
+    """Note what the data's order was made for; warn where going on with another budget changes it."""
+    if progress.step and progress.planned != length.samples:
+        logger.warning(
+            "the budget was %s samples and is %s: as with Megatron, the order of the data follows from it, so from here on "
+            "samples may come again or be left out unless all of it is within one epoch",
+            progress.planned,
+            length.samples,
+        )
+    return replace(progress, planned=length.samples)
 
 
 def rate(config: RunConfig, length: Length, progress: Progress, size: int) -> float:
@@ -124,9 +161,14 @@ def speed(config: RunConfig, device: torch.device, dtype: torch.dtype) -> Speed:
     return Speed(config.model.context, count.flops_per_token(config.model), hardware.peak_flops(device, dtype))
 
 
-def due(every: int, progress: Progress, last: bool) -> bool:
-    """Whether something that happens ``every`` steps, and after the last one, happens now; 0 is never."""
-    return bool(every) and (last or progress.step % every == 0)
+def due(every: int, progress: Progress) -> bool:
+    """Whether something that happens ``every`` steps happens now; 0 is never."""
+    return bool(every) and progress.step > 0 and progress.step % every == 0
+
+
+def evaluation_due(config: RunConfig, progress: Progress, over: bool, done: set[int]) -> bool:
+    """Whether to evaluate now: at intervals, at the end, and where a stopped run did not come to it."""
+    return progress.step not in done and (over or due(config.evaluate.every, progress))
 
 
 def finished(config: RunConfig, length: Length, progress: Progress) -> bool:
@@ -136,8 +178,8 @@ def finished(config: RunConfig, length: Length, progress: Progress) -> bool:
     return out_of_time or any(progress.step >= end for end in ends)
 
 
-def save(store: CheckpointStore, engine: engines.Engine, progress: Progress, must: bool) -> None:
-    """Save; a failure ends the run only when there will be no other chance (``must``)."""
+def save(store: CheckpointStore, engine: engines.Engine, progress: Progress, saved: int, must: bool) -> int:
+    """Save, and give the step that is saved now; a failure ends the run only when there is no other chance (``must``)."""
     began = time.perf_counter()
     try:
         store.save(engine, progress)
@@ -145,8 +187,9 @@ def save(store: CheckpointStore, engine: engines.Engine, progress: Progress, mus
         if must:
             raise
         logger.error("%s; training goes on, the checkpoints before it are untouched", error)
-    else:
-        logger.info("saved step %d in %.2f s", progress.step, time.perf_counter() - began)
+        return saved
+    logger.info("saved step %d in %.2f s", progress.step, time.perf_counter() - began)
+    return progress.step
 
 
 def identity(config: RunConfig, source: Source) -> dict[str, object]:

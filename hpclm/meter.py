@@ -42,11 +42,11 @@ class Meter:
         self.path = out / "metrics.jsonl"
         self.folder = out / "tensorboard" if config.tensorboard else None
         self._open = ExitStack()
-        self._told = time.perf_counter()
         self._since: list[dict[str, Any]] = []
 
     def __enter__(self) -> "Meter":
-        forget_after(self.path, self.start)
+        rows = forget_after(self.path, self.start)
+        self.evaluated_at = {row["step"] for row in rows if "validation_loss" in row}
         self._file = self._open.enter_context(self.path.open("a", buffering=1, encoding="utf-8"))
         self._boards = self.folder and (
             board(self.folder, self.start, self._open),
@@ -56,7 +56,6 @@ class Meter:
         self._bar = self._open.enter_context(
             tqdm(total=self.total, initial=self.start, unit="step", dynamic_ncols=True, disable=None, file=sys.stderr)
         )
-        self._told = time.perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -77,6 +76,7 @@ class Meter:
     def evaluated(self, step: int, samples: int, loss: float) -> None:
         """A loss on held-out data; perplexity is exp(loss), cut at exp(20) as the peers do."""
         perplexity = math.exp(min(20.0, loss))
+        self.evaluated_at.add(step)
         self._write({"step": step, "samples": samples, "validation_loss": loss, "validation_perplexity": perplexity})
         log.info("step %d  validation loss %.4f  perplexity %.2f", step, loss, perplexity)
 
@@ -117,17 +117,19 @@ class Speed:
         return {"tokens_per_second": rate, **({"mfu": rate * self.flops / self.peak} if self.peak else {})}
 
 
-def forget_after(path: Path, step: int) -> None:
-    """Drop the lines of steps past ``step``, which will be done again, and a last line that a kill cut short."""
+def forget_after(path: Path, step: int) -> list[dict[str, Any]]:
+    """Drop the lines of steps past ``step``, which will be done again, and a last line cut short; give the others."""
     if not path.exists():
-        return
+        return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("}\n") and json.loads(line)["step"] <= step]
+    whole = [(line, json.loads(line)) for line in lines if line.endswith("}\n")]
+    kept = [(line, row) for line, row in whole if row["step"] <= step]
     if len(kept) != len(lines):
         log.info(
             "%s: %d lines past step %d are dropped; those steps come again", path.name, len(lines) - len(kept), step
         )
-        files.write_text(path, "".join(kept))
+        files.write_text(path, "".join(line for line, _ in kept))
+    return [row for _, row in kept]
 
 
 def board(folder: Path, start: int, opened: ExitStack) -> Callable[[str, float, int], None]:
@@ -138,8 +140,7 @@ def board(folder: Path, start: int, opened: ExitStack) -> Callable[[str, float, 
 
     writer = EventFileWriter(str(folder))
     opened.callback(writer.close)
-    if start:
-        writer.add_event(Event(wall_time=time.time(), step=start + 1, session_log=SessionLog(status=SessionLog.START)))
+    writer.add_event(Event(wall_time=time.time(), step=start + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def add(tag: str, value: float, step: int) -> None:
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])

@@ -3,6 +3,7 @@
 import argparse
 
 from hpclm import cli, config, log
+from hpclm.errors import HpclmError
 
 
 def main(argv: list[str]) -> int:
@@ -17,9 +18,17 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     settings = config.from_cli(args.settings)
     log.setup()
+    import torch
+
     from hpclm import loop
 
-    return loop.run(settings)
+    try:
+        return loop.run(settings)
+    except torch.OutOfMemoryError as error:
+        raise HpclmError(
+            f"{str(error).splitlines()[0]} Try a smaller batch.micro_size (now {settings.batch.micro_size}), "
+            f"engine.recompute=full, or a smaller model"
+        ) from error
 
 
 if __name__ == "__main__":

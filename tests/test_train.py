@@ -53,7 +53,10 @@ def test_a_run_learns_and_leaves_what_the_readme_says(tiny, tmp_path):
     assert train[-1]["samples"] == 240 and train[-1]["tokens_per_second"] > 0 and train[-1]["memory"] > 0
     [attempt] = [json.loads(line) for line in (out / "attempts.jsonl").read_text().splitlines()]
     assert "train" in attempt["command"] and attempt["versions"]["torch"] and attempt["from_step"] == 0
-    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == [f"step-{s:08d}" for s in (10, 20, 30)]
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == [
+        "latest",
+        *(f"step-{s:08d}" for s in (10, 20, 30)),
+    ]
     assert "done at step 30" in done.stderr and "step 30/30" in (out / "log.txt").read_text()
     assert "\r" not in done.stderr  # quiet where nobody watches
 
@@ -136,6 +139,60 @@ def test_a_warned_run_saves_and_asks_to_be_started_again(tiny, tmp_path, number)
     assert max(losses(tmp_path / "run")) == step + 2
 
 
+def test_a_warning_during_start_up_costs_no_step(tiny, tmp_path):
+    words = tiny("run", "budget.steps=100000", "optim.schedule=constant")
+    hpclm("train", *words, "stop_at=3", check=0)
+    code = (
+        "import os, signal, sys\n"
+        "from hpclm.data import synthetic\n"
+        "make = synthetic.synthetic\n"
+        "synthetic.synthetic = lambda *a: os.kill(os.getpid(), signal.SIGTERM) or make(*a)\n"
+        "from hpclm import cli\n"
+        "sys.exit(cli.main(['train', *sys.argv[1:]]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 85, done.stderr
+    assert max(losses(tmp_path / "run")) == 3
+
+
+def test_an_evaluation_that_a_warning_prevented_is_made_up_for(tiny, tmp_path):
+    words = tiny("run", "evaluate.every=4", "checkpoint.every=0", "log.every=1")
+    code = (
+        "import os, signal, sys\n"
+        "from hpclm.engine.native import NativeEngine as E\n"
+        "step = E.train_step\n"
+        "def warned(self, batches, lr, number):\n"
+        "    if number in (3, 11):\n        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return step(self, batches, lr, number)\n"
+        "E.train_step = warned\n"
+        "from hpclm import cli\n"
+        "sys.exit(cli.main(['train', *sys.argv[1:]]))\n"
+    )
+    codes = []
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+        codes.append(done.returncode)
+    assert codes == [85, 0, 0], done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "validation_loss" in row] == [4, 8, 12]
+
+
+def test_another_budget_is_warned_of_because_the_order_follows_from_it(tiny, tmp_path):
+    hpclm("train", *tiny(), check=0)
+    assert "the budget was 96 samples and is 112" in hpclm("train", *tiny("run", "budget.steps=14"), check=0).stderr
+
+
+def test_the_learning_rate_in_the_metrics_is_the_schedules(tiny, tmp_path):
+    hpclm(
+        "train", *tiny("run", "optim.warmup=16", "optim.unit=samples", "optim.schedule=linear", "log.every=5"), check=0
+    )
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    wanted = [1.5e-3, 3e-3] + [3e-3 - (3e-3 - 1e-4) * (8 * s - 16) / 80 for s in range(2, 12)]
+    assert [row["lr"] for row in rows] == pytest.approx(wanted)
+
+
 def test_the_second_run_on_a_folder_is_sent_away_by_name(tiny, tmp_path):
     words = tiny("run", "budget.steps=100000", "optim.schedule=constant")
     first = subprocess.Popen([sys.executable, "-m", "hpclm", "train", *words], cwd=ROOT, stderr=subprocess.DEVNULL)
@@ -216,7 +273,7 @@ def test_a_mistake_ends_with_64_one_message_and_nothing_half_written(tiny, tmp_p
             pytest.skip("there is a GPU")
     done = hpclm("train", *tiny("run", *words), check=64)
     assert answer in done.stderr and "Traceback" not in done.stderr
-    assert not (tmp_path / "run/config.yaml").exists() and not (tmp_path / "run/metrics.jsonl").exists()
+    assert not (tmp_path / "run").exists()
 
 
 def test_mistakes_in_the_data_are_answered(tiny, tmp_path):

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hpclm.errors import ConfigError
+
 NAME = "MANIFEST.json"
 SCHEMA = 1
 
@@ -40,10 +42,20 @@ def read(folder: Path) -> Manifest:
             raise BadCheckpoint(f"{NAME} differs from what was saved (its hash is wrong)")
         schema = content.pop("schema")
         if schema != SCHEMA:
-            raise BadCheckpoint(f"{NAME} has schema {schema}; this hpclm reads {SCHEMA}")
-        return Manifest(**content)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(
+                f"{folder / NAME} has schema {schema}, and this hpclm reads {SCHEMA}; use the hpclm that wrote it"
+            )
+        manifest = Manifest(**content)
+    except FileNotFoundError:
+        raise BadCheckpoint(f"{NAME} is not there") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise BadCheckpoint(f"{NAME} cannot be read: {error}") from None
+    named = {part["file"] for tensor in manifest.tensors.values() for part in tensor["parts"]}
+    if not manifest.files or named - manifest.files.keys() or any(Path(name).name != name for name in manifest.files):
+        raise BadCheckpoint(f"{NAME} names other files than it lists")
+    return manifest
 
 
 def digest_of(content: dict[str, Any]) -> str:
@@ -52,17 +64,19 @@ def digest_of(content: dict[str, Any]) -> str:
 
 
 def verify(folder: Path, manifest: Manifest) -> None:
-    """Hold every file against its size and hash; BadCheckpoint names the first that differs."""
+    """Hold every file against its size and hash; BadCheckpoint names the first that differs.
+
+    A file that is there but cannot be read is no proof of damage: that OSError is the caller's.
+    """
     for name, wanted in manifest.files.items():
-        path = folder / Path(name).name
-        try:
-            size = path.stat().st_size
-            if size != wanted["size"]:
-                raise BadCheckpoint(f"{name} has {size} bytes, not the {wanted['size']} that were saved")
-            if fingerprint(path) != wanted["blake2b"]:
-                raise BadCheckpoint(f"{name} differs from what was saved (its hash is wrong)")
-        except OSError as error:
-            raise BadCheckpoint(f"{name} cannot be read: {error.strerror}") from None
+        path = folder / name
+        if not path.exists():
+            raise BadCheckpoint(f"{name} is not there")
+        size = path.stat().st_size
+        if size != wanted["size"]:
+            raise BadCheckpoint(f"{name} has {size} bytes, not the {wanted['size']} that were saved")
+        if fingerprint(path) != wanted["blake2b"]:
+            raise BadCheckpoint(f"{name} differs from what was saved (its hash is wrong)")
 
 
 def fingerprint(path: Path) -> str:

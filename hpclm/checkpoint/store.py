@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -26,11 +26,14 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointStore:
-    """The checkpoints of one run, in one folder, newest ``keep`` of them."""
+    """The checkpoints of one run, in one folder, newest ``keep`` of them.
+
+    The file ``latest`` names the newest, for people and scripts; its being there also says that the run has a history.
+    """
 
     def __init__(self, folder: Path, keep: int, identity: dict[str, Any]):
         """``identity``: what a run that goes on from these checkpoints must find unchanged."""
-        self.folder, self.keep, self.identity = files.writable_folder(folder, "checkpoint folder"), keep, identity
+        self.folder, self.keep, self.identity = folder, keep, identity
 
     def steps(self) -> list[Path]:
         """Folders of saved steps, oldest first; whole when they were saved, not verified."""
@@ -38,13 +41,14 @@ class CheckpointStore:
 
     def save(self, engine: Engine, progress: Progress) -> Path:
         """Save the engine's state; after this returns, it is on the disk. HpclmError when it cannot be."""
+        files.writable_folder(self.folder, "checkpoint folder")
         final = self.folder / f"step-{progress.step:08d}"
         self._sweep()
         shards = engine.tensors()
         size = sum(s.tensor.numel() * s.tensor.element_size() for s in shards.values())
         try:
             free = shutil.disk_usage(self.folder).free
-            if free < 1.1 * size:
+            if free < 1.2 * size:
                 raise HpclmError(
                     f"{self.folder} has {free / 1e9:.2f} GB free, and a checkpoint takes {size / 1e9:.2f} GB"
                 )
@@ -60,20 +64,22 @@ class CheckpointStore:
             written = {name: {"size": (draft / name).stat().st_size, "blake2b": manifests.fingerprint(draft / name)}}
             _sync(Manifest(asdict(progress), engine.scalars(), self.identity, tensors, written).write(draft))
             files.sync_folder(draft)
-            if final.exists():  # a step that was rolled back and done again
-                final.rename(self.folder / f".trash-{final.name}")
             draft.rename(final)
             files.sync_folder(self.folder)
-        except OSError as error:
-            raise HpclmError(f"checkpoint {final} could not be saved: {error.strerror or error}") from error
+            files.write_text(self.folder / "latest", final.name + "\n")
+        except (OSError, SafetensorError) as error:  # safetensors has an exception of its own for a full disk
+            self._sweep()
+            raise HpclmError(
+                f"checkpoint {final} could not be saved: {getattr(error, 'strerror', None) or error}"
+            ) from error
         self._prune()
         return final
 
     def resume(self, engine: Engine, policy: str) -> Progress:
         """Load the newest good checkpoint into ``engine``, or start from nothing where ``policy`` allows it.
 
-        A bad one is set aside with its reason. NoCheckpointError when there are only bad ones, ConfigError when the run
-        that saved it was another.
+        A bad one is set aside with its reason. NoCheckpointError when the run has a history and nothing good is left of
+        it, ConfigError when the run that saved it was another.
         """
         self._sweep()
         found = self.steps()
@@ -84,8 +90,7 @@ class CheckpointStore:
         lost: list[str] = []
         for folder in reversed(found):
             try:
-                manifest = manifests.read(folder)
-                manifests.verify(folder, manifest)
+                manifest = self._verified(folder)
             except BadCheckpoint as reason:
                 lost.append(f"{folder.name}: {reason}")
                 self._set_aside(folder, str(reason))
@@ -93,7 +98,7 @@ class CheckpointStore:
             check_identity(folder, manifest.identity, self.identity)
             engine.load(read_tensors(folder, manifest), manifest.scalars)
             return Progress(**manifest.progress)
-        if lost or policy == "require" or any(self.folder.glob(".bad-*")):
+        if lost or policy == "require" or (self.folder / "latest").exists():
             reasons = "; ".join(lost) or "there is none"
             raise NoCheckpointError(
                 f"no good checkpoint in {self.folder} ({reasons}); put one back, or start over with another out="
@@ -104,12 +109,20 @@ class CheckpointStore:
         """The newest good checkpoint, nothing moved or loaded; NoCheckpointError when there is none."""
         for folder in reversed(self.steps()):
             try:
-                manifest = manifests.read(folder)
-                manifests.verify(folder, manifest)
-                return folder, manifest
+                return folder, self._verified(folder)
             except BadCheckpoint as reason:
                 log.warning("checkpoint %s is bad: %s", folder, reason)
         raise NoCheckpointError(f"no good checkpoint in {self.folder}; train first, with hpclm train")
+
+    def _verified(self, folder: Path) -> Manifest:
+        try:
+            manifest = manifests.read(folder)
+            manifests.verify(folder, manifest)
+        except OSError as error:
+            raise HpclmError(
+                f"checkpoint {folder} cannot be read now: {error}; look at the disk, then start again"
+            ) from error
+        return manifest
 
     def _sweep(self) -> None:
         """Remove what an earlier attempt left half done."""
@@ -119,7 +132,11 @@ class CheckpointStore:
     def _prune(self) -> None:
         for old in self.steps()[: -self.keep]:
             doomed = old.with_name(f".trash-{old.name}")
-            old.rename(doomed)
+            try:
+                old.rename(doomed)
+            except OSError as error:  # the new checkpoint is saved; an old one too many does no harm
+                log.warning("old checkpoint %s could not be removed: %s", old, error)
+                return
             shutil.rmtree(doomed, ignore_errors=True)
 
     def _set_aside(self, folder: Path, reason: str) -> None:

@@ -28,7 +28,5 @@ def model(run: Path, config: RunConfig, device: torch.device, dtype: torch.dtype
     found, manifest = CheckpointStore(folder, config.checkpoint.keep, {}).newest()
     stack = gpt.Stack(config.model, gpt.layers(config.model, config.engine, dtype, config.seed))
     tensors = read_tensors(found, manifest)
-    with torch.no_grad():
-        for name, parameter in stack.weights():
-            parameter.copy_(tensors[f"model.{name}"])
+    stack.load_weights({k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")})
     return stack.to(device).eval(), Progress(**manifest.progress)

@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import re
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -26,6 +27,7 @@ PEAKS = {
     "A800": 312e12,
     "H800": 989e12,
     "L40S": 362e12,
+    "L40": 181e12,
     "L4": 121e12,
     "A10": 125e12,
     "V100": 125e12,
@@ -85,8 +87,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Dense peak of 16-bit products on this device in FLOP/s; None where it is not known."""
     if device.type != "cuda" or dtype == torch.float32:
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((PEAKS[key] for key in sorted(PEAKS, key=len, reverse=True) if key in name), None)
+    return peak_of(torch.cuda.get_device_name(device))
 
 
 def keep_freed_memory() -> None:
@@ -95,6 +96,12 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
         libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
+
+
+def peak_of(name: str) -> float | None:
+    """The peak of the GPU that calls itself ``name``."""
+    found = [key for key in PEAKS if re.search(rf"\b{key}\b", name)]
+    return PEAKS[max(found, key=len)] if found else None
 
 
 def describe(device: torch.device) -> str:

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 from typing import IO
 
-from hpclm.errors import LockedError
+from hpclm.errors import HpclmError, LockedError
 
 
 class Lease:
@@ -27,6 +27,10 @@ class Lease:
             self._file.close()
             raise LockedError(
                 f"{self.path.parent} is in use by another run ({holder}); wait for it, end it, or give another out="
+            ) from None
+        except OSError as error:
+            raise HpclmError(
+                f"{self.path} cannot be locked: {error.strerror}; use a file system with flock for out="
             ) from None
         self._file.truncate(0)
         self._file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))

@@ -57,6 +57,18 @@ def is_override(word: str) -> bool:
     return re.match(r"[A-Za-z_][\w.]*\s*=", word) is not None
 
 
+class _OnceLoader(yaml.SafeLoader):
+    """YAML as it is, but a key that stands twice is an error: the first one would be lost without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} stands twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _existing(path: str | Path) -> str | Path:
     """``path``, or the shipped settings file of that name when there is none here."""
     shipped = Path(__file__).parents[2] / "configs"
@@ -73,7 +85,7 @@ def _existing(path: str | Path) -> str | Path:
 
 def _from_file(path: Path, problems: list[str]) -> list[Assignment]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_OnceLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"settings file {path} is not YAML: {' '.join(str(error).split())}") from None
     if content is None:

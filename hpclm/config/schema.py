@@ -204,6 +204,8 @@ class DataConfig(Checked):
             yield wrong
         if self.source == "synthetic" and self.prefix:
             yield f"data.prefix={self.prefix} has no effect with data.source=synthetic"
+        if self.source == "synthetic" and self.tokenizer:
+            yield f"data.tokenizer={self.tokenizer} has no effect with data.source=synthetic"
         if self.tokenizer is not None:
             wrong = problem("data.tokenizer", self.tokenizer, TOKENIZERS)
             if wrong:
@@ -263,7 +265,7 @@ class BudgetConfig(Checked):
     epochs: float | None = None
     """Passes over the training documents."""
     hours: float | None = None
-    """Hours of training over all attempts, start-up not counted."""
+    """Hours spent in training steps over all attempts; start-up, evaluations and saves are not counted."""
 
     def problems(self) -> Iterator[str]:
         """What cannot work in the budget."""
@@ -356,6 +358,14 @@ class OptimConfig(Checked):
         warmed = self.warmup or self.warmup_fraction
         if self.schedule in ("inverse_sqrt", "fairseq_inverse_sqrt") and not warmed:
             yield f"optim.schedule={self.schedule} starts at the end of a warm-up; set optim.warmup"
+        if self.warmup_start is not None and self.warmup_start > self.lr:
+            yield f"optim.warmup_start={self.warmup_start} must not be more than optim.lr={self.lr}"
+        if self.schedule_length is not None and self.warmup >= self.schedule_length:
+            yield f"optim.warmup={self.warmup:g} must be less than optim.schedule_length={self.schedule_length}"
+        if self.schedule == "fairseq_cosine" and not self.restarts:
+            for name in ("period_growth", "period_shrink"):
+                if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                    yield f"optim.{name}={getattr(self, name)} has no effect with optim.restarts=false"
         if self.warmup_start is not None and not warmed:
             yield f"optim.warmup_start={self.warmup_start} has no effect without optim.warmup"
         owners = {
@@ -503,6 +513,10 @@ class RunConfig(Checked):
         if not 0 <= self.seed < 2**32:
             yield f"seed={self.seed} must be at least 0 and less than 2^32, as the sample order's generator wants it"
         yield from at_least(1, "run", stop_at=self.stop_at)
+        if self.engine.precision != "fp16" and self.scaler != ScalerConfig():
+            yield f"scaler.* has no effect with engine.precision={self.engine.precision}; it is for fp16"
+        if self.batch.loss_norm == "microbatch" and not self.data.eod_mask_loss:
+            yield "batch.loss_norm=microbatch has no effect without data.eod_mask_loss=true"
         if self.data.source == "indexed" and not self.data.prefix:
             yield "data.prefix is not set; give the path of a dataset made by 'hpclm preprocess', or data.source=synthetic"
         if self.budget == BudgetConfig():
@@ -514,7 +528,7 @@ class RunConfig(Checked):
             timed
             and self.optim.schedule_length is None
             and self.optim.schedule in SCHEDULES
-            and self.optim.schedule != "constant"
+            and self.optim.schedule not in ("constant", "fairseq_inverse_sqrt")
         ):
             yield (
                 f"budget.hours alone does not say how long optim.schedule={self.optim.schedule} is; "

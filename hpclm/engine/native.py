@@ -17,7 +17,7 @@ from hpclm.engine.step import accumulate, seed_step, token_weights
 from hpclm.errors import ConfigError
 from hpclm.model import gpt
 from hpclm.model.loss import TokenLoss
-from hpclm.optim.adamw import adamw, clip_gradients, gradient_norm
+from hpclm.optim.adamw import adamw, gradient_norm, update
 from hpclm.optim.scaler import LossScale
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -55,19 +55,15 @@ class NativeEngine:
         seed_step(self.config.seed, step)
         self.model.train()
         weights = token_weights(batches, self.config.batch.loss_norm)
-        loss = accumulate(self.model, self.loss, batches, weights, torch.Tensor.backward, scale).item()
-        norm = gradient_norm(self.model.parameters()).item()
-        overflow = not math.isfinite(norm)
-        if self.scale:
-            self.scale = self.scale.after(overflow, self.config.scaler)
-        skipped = overflow or not math.isfinite(loss)
-        if not skipped:
-            clip_gradients(self.model.parameters(), norm, self.config.optim.clip, scale)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
+        loss = accumulate(self.model, self.loss, batches, weights, torch.Tensor.backward, scale)
+        norm = gradient_norm(self.model.parameters())
+        bad = (~torch.isfinite(norm + loss)).float()
+        update(self.optimizer, lr, norm, self.config.optim.clip, scale, bad)
         self.optimizer.zero_grad(set_to_none=True)
-        return StepResult(loss, norm / scale, scale, skipped)
+        mean, length, skipped = torch.stack([loss, norm / scale, bad]).tolist()  # the step's one wait for the device
+        if self.scale:
+            self.scale = self.scale.after(not math.isfinite(length), self.config.scaler)
+        return StepResult(mean, length, scale, bool(skipped))
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> float:
@@ -98,8 +94,8 @@ class NativeEngine:
     def load(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         """Take over a saved state."""
         steps = scalars["optimizer_steps"]
+        self.model.load_weights({k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")})
         for name, p in self.model.weights():
-            p.copy_(tensors[f"model.{name}"])
             if steps:
                 moments = {m: torch.empty_like(p).copy_(tensors[f"optim.{m}.{name}"]) for m in MOMENTS}
                 self.optimizer.state[p] = {"step": torch.tensor(float(steps), device=self.device), **moments}

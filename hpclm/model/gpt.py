@@ -3,7 +3,7 @@
 T tokens in a sequence, B sequences in a micro-batch, C hidden width, V padded vocabulary. Activations are [T, B, C].
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hpclm.config import EngineConfig, ModelConfig
 from hpclm.config.schema import BLOCKS
+from hpclm.errors import ConfigError
 from hpclm.model.attention import Attention
 from hpclm.model.layers import Norm, TokenTable, dropout, normal
 from hpclm.model.mlp import MLP
@@ -156,6 +157,20 @@ class Stack(nn.Module):
     def weights(self) -> list[tuple[str, nn.Parameter]]:
         """Every parameter under its logical name, such as block0.attention.qkv.weight; a shared one once."""
         return [(name.removeprefix("layers."), p) for name, p in self.named_parameters()]
+
+    @torch.no_grad()
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over all weights by logical name; ConfigError names what is missing, left over or of another shape."""
+        mine = dict(self.weights())
+        shapes = {name: tuple(p.shape) for name, p in mine.items()}
+        given = {name: tuple(t.shape) for name, t in tensors.items()}
+        wrong = sorted(name for name in shapes.keys() | given.keys() if shapes.get(name) != given.get(name))
+        if wrong:
+            raise ConfigError(
+                [f"weight {name} is {given.get(name)} there and {shapes.get(name)} here" for name in wrong[:10]]
+            )
+        for name, parameter in mine.items():
+            parameter.copy_(tensors[name])
 
     def _run(self, specs: list[LayerSpec], x: Any, where: Layout) -> Any:
         for spec in specs:

@@ -13,14 +13,32 @@ from torch import Tensor
 
 from hpclm.model.gpt import Head
 
-ChunkMath = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+ChunkMath = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
-def nll_and_gradient(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """[n, V] logits, [n] labels and weights -> weighted losses [n] in fp32, and their gradient [n, V] in the logits' type."""
+def nll_and_gradient(logits: Tensor, labels: Tensor, weights: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    """[n, V] logits, [n] labels and weights -> weighted losses [n] in fp32, and their gradient [n, V] in the logits' type.
+
+    Entries from ``vocab`` on are padding and get no probability. Written without scatter, so that a compiler makes it one
+    pass that never holds [n, V] in fp32.
+    """
+    entry = torch.arange(logits.shape[-1], device=logits.device)
+    scores = logits.float()
+    if vocab < logits.shape[-1]:
+        scores = scores.masked_fill(entry >= vocab, -torch.inf)
+    log_p = F.log_softmax(scores, -1)
+    losses = -log_p.gather(-1, labels[:, None])[:, 0] * weights
+    hit = (entry == labels[:, None]).float()
+    return losses, ((log_p.exp() - hit) * weights[:, None]).to(logits.dtype)
+
+
+def nll_and_gradient_in_place(logits: Tensor, labels: Tensor, weights: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    """The same without a compiler: fewer passes over memory than the formula above would take step by step."""
+    if vocab < logits.shape[-1]:
+        logits[:, vocab:] = -torch.inf
     log_p = F.log_softmax(logits, -1, dtype=torch.float32)
     losses = -log_p.gather(-1, labels[:, None])[:, 0] * weights
-    gradient = log_p.exp() * weights[:, None]
+    gradient = log_p.exp_().mul_(weights[:, None])
     gradient.scatter_add_(-1, labels[:, None], -weights[:, None])
     return losses, gradient.to(logits.dtype)
 
@@ -44,9 +62,7 @@ class _ChunkedLoss(torch.autograd.Function):
         for begin in range(0, len(hidden), chunk):
             part = slice(begin, begin + chunk)
             logits = F.linear(hidden[part], rows)
-            if vocab < len(weight):
-                logits[:, vocab:] = -torch.inf  # padding never gets probability
-            losses, gradient = math(logits, labels[part], weights[part])
+            losses, gradient = math(logits, labels[part], weights[part], vocab)
             total += losses.sum()
             torch.mm(gradient, rows, out=d_hidden[part])
             piece = gradient.t() @ hidden[part]
@@ -58,7 +74,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *outer: Tensor) -> Any:
         """Scale the gradients formed in the forward pass."""
         d_hidden, d_weight = ctx.saved_tensors
-        return d_hidden * outer[0].to(d_hidden.dtype), d_weight * outer[0], None, None, None, None, None
+        return d_hidden.mul_(outer[0].to(d_hidden.dtype)), d_weight.mul_(outer[0]), None, None, None, None, None
 
 
 class TokenLoss:
@@ -66,7 +82,7 @@ class TokenLoss:
 
     def __init__(self, chunk: int | None = None, compile: bool = False):
         self.chunk = chunk
-        self.math: ChunkMath = torch.compile(nll_and_gradient, dynamic=False) if compile else nll_and_gradient
+        self.math: ChunkMath = torch.compile(nll_and_gradient, dynamic=False) if compile else nll_and_gradient_in_place
 
     def __call__(self, head: Head, labels: Tensor, weights: Tensor) -> Tensor:
         """``labels`` and ``weights`` [B, T] -> a scalar in fp32, differentiable once.

@@ -35,12 +35,16 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, limit: float, scale: float = 1.0) -> None:
-    """Take the loss ``scale`` out of gradients whose scaled global norm is ``norm``, and scale them down to ``limit``.
+def update(optimizer: torch.optim.AdamW, lr: float, norm: Tensor, limit: float, scale: float, bad: Tensor) -> None:
+    """One step at ``lr``, without waiting for the device.
 
-    A limit of 0 leaves their length alone (Pascanu et al. 2013; the coefficient is Megatron's).
+    ``norm`` is the global norm of the gradients times the loss ``scale``. Inside the fused kernel they are divided by the
+    scale and shortened to ``limit`` (Pascanu et al. 2013, with Megatron's coefficient; 0 leaves their length alone), and
+    nothing happens at all, not even to the step count, where ``bad`` is 1.
     """
-    coefficient = limit / (norm / scale + 1e-6) if limit else 1.0
-    factor = min(coefficient, 1.0) / scale
-    if factor != 1.0:
-        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
+    coefficient = (limit / (norm / scale + 1e-6)).clamp(max=1.0) if limit else torch.ones_like(norm)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    amp: Any = optimizer  # the two attributes by which torch.amp.GradScaler speaks to fused optimizers
+    amp.grad_scale, amp.found_inf = scale / coefficient, bad
+    optimizer.step()

@@ -15,24 +15,24 @@ class Guard:
     def __init__(self, optim: OptimConfig, skipped: int = 0):
         self.optim, self.skipped, self.in_a_row = optim, skipped, 0
 
-    def check(self, step: int, loss: float, norm: float, skipped: bool, scaled: bool) -> None:
-        """Look at a step's outcome; DivergedError ends the run. ``scaled``: a loss scale is searching for its value."""
+    def check(self, step: int, loss: float, norm: float, skipped: bool, searching: bool) -> None:
+        """Look at a step's outcome; DivergedError ends the run. ``searching``: the loss scale can still fall."""
         if not skipped:
             self.in_a_row = 0
             return
         self.skipped += 1
-        if scaled and math.isfinite(loss):
+        if searching and math.isfinite(loss):
             log.info("step %d skipped: fp16 overflow, the loss scale adapts", step)
             return
         self.in_a_row += 1
         what = f"step {step}: loss {loss}, gradient norm {norm}"
         if self.optim.nonfinite == "stop":
             raise DivergedError(
-                f"{what}; stopped as optim.nonfinite=stop says. The last checkpoint is good; lower optim.lr"
+                f"{what}; stopped as optim.nonfinite=stop says; go on from the last checkpoint with a lower optim.lr"
             )
         if self.in_a_row >= self.optim.nonfinite_limit:
             raise DivergedError(
                 f"{what}; {self.in_a_row} steps in a row were not finite (optim.nonfinite_limit). "
-                f"The last checkpoint may be good; lower optim.lr or clip more"
+                f"go on from an earlier checkpoint with a lower optim.lr or optim.clip"
             )
         log.warning("%s; skipped, %d so far", what, self.skipped)

@@ -1,14 +1,18 @@
 import json
 import random
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from hpclm.checkpoint import CheckpointStore, Progress
+from hpclm.checkpoint.manifest import digest_of
 from hpclm.checkpoint.store import check_identity
 from hpclm.engine import Shard
 from hpclm.errors import ConfigError, HpclmError, NoCheckpointError
+from tests.runs import ROOT
 
 IDENTITY = {"model": {"layers": 2}, "seed": 1}
 
@@ -54,7 +58,8 @@ def test_the_newest_are_kept_and_nothing_half_done_stays(tmp_path):
     (tmp_path / "c/.tmp-step-00000009").mkdir()
     (tmp_path / "c/.trash-step-00000001").mkdir()
     assert store.resume(State(), "auto").step == 6
-    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["step-00000005", "step-00000006"]
+    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["latest", "step-00000005", "step-00000006"]
+    assert (tmp_path / "c/latest").read_text() == "step-00000006\n"
 
 
 def corruptions(folder, count):
@@ -122,6 +127,55 @@ def test_a_full_disk_leaves_the_older_ones_alone(tmp_path, monkeypatch):
     with pytest.raises(HpclmError, match="free, and a checkpoint takes"):
         store.save(State(), Progress(4))
     assert [p.name for p in store.steps()] == ["step-00000001", "step-00000002", "step-00000003"]
+
+
+@pytest.mark.parametrize("room", [100, 1000])
+def test_a_disk_that_fills_up_during_a_save_leaves_the_older_ones_alone(tmp_path, room):
+    """A real failing write: files of the child may not grow past ``room`` bytes, and the state takes 1,592."""
+    saved(tmp_path / "c", (1, 2))
+    code = (
+        "import resource, signal, sys\n"
+        "from pathlib import Path\n"
+        "from hpclm.errors import HpclmError\n"
+        "from tests.checkpoint.test_store import *\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room}))\n"
+        "store = CheckpointStore(Path(sys.argv[1]), 3, IDENTITY)\n"
+        "try:\n    store.save(State(), Progress(3))\nexcept HpclmError as error:\n    print('said:', error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "c")], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.startswith("said: ") and "could not be saved" in done.stdout, done.stderr
+    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["latest", "step-00000001", "step-00000002"]
+    CheckpointStore(tmp_path / "c", 3, IDENTITY).save(State(), Progress(4))
+
+
+def test_a_run_whose_checkpoints_were_removed_does_not_start_over(tmp_path):
+    store = saved(tmp_path / "c", (1, 2))
+    for folder in store.steps():
+        shutil.rmtree(folder)
+    with pytest.raises(NoCheckpointError, match="no good checkpoint"):
+        store.resume(State(), "auto")
+
+
+def test_a_checkpoint_of_a_later_hpclm_is_refused_and_left_where_it_is(tmp_path):
+    store = saved(tmp_path / "c", (1,))
+    path = tmp_path / "c/step-00000001/MANIFEST.json"
+    content = json.loads(path.read_text()) | {"schema": 99}
+    content.pop("blake2b")
+    path.write_text(json.dumps({**content, "blake2b": digest_of(content)}))
+    with pytest.raises(ConfigError, match="schema 99, and this hpclm reads 1"):
+        store.resume(State(), "auto")
+    assert path.exists()
+
+
+def test_a_manifest_cannot_name_files_elsewhere(tmp_path):
+    store = saved(tmp_path / "c", (1, 2))
+    path = tmp_path / "c/step-00000002/MANIFEST.json"
+    content = json.loads(path.read_text())
+    content.pop("blake2b")
+    content["files"] = {"../step-00000001/rank-00000.safetensors": content["files"]["rank-00000.safetensors"]}
+    path.write_text(json.dumps({**content, "blake2b": digest_of(content)}))
+    assert store.resume(State(), "auto").step == 1
 
 
 def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path):

@@ -78,6 +78,11 @@ def test_settings_files_hold_only_what_differs_from_the_defaults():
         "data.split=a,b": "data.split='a,b' must be up to three non-negative numbers",
         "data.split=0,0,0": "must be up to three non-negative numbers",
         "data.tokenizer_files=[a]": "data.tokenizer is not; say which kind",
+        "scaler.window=5": "it is for fp16",
+        "batch.loss_norm=microbatch": "has no effect without data.eod_mask_loss=true",
+        "data.tokenizer=bytes": "has no effect with data.source=synthetic",
+        "optim.schedule_length=5": "optim.warmup=10 must be less than optim.schedule_length=5",
+        "optim.warmup_start=1": "optim.warmup_start=1.0 must not be more than optim.lr=0.003",
         "seed=-1": "seed=-1 must be at least 0",
         "out=${nope}": "Interpolation key 'nope' not found",
         "out=": "out is empty",
@@ -120,6 +125,7 @@ def test_a_settings_file_that_is_not_one_is_said_to_be_so(tmp_path):
         "a: [": "is not YAML",
         "- a\n": "must be a mapping",
         "a: {b: 1}\n": "unknown setting a.b",
+        "seed: 1\nseed: 2\n": "key .seed. stands twice",
     }.items():
         path = tmp_path / "wrong.yaml"
         path.write_text(content)
@@ -158,7 +164,7 @@ def test_config_prints_settings_that_load_as_the_same_run(tmp_path):
         ("budget.steps=null", "budget.epochs=2"): 12,
         ("budget.steps=50", "budget.samples=100"): 6,  # the first that is reached
         ("budget.steps=null", "budget.samples=200", "batch.micro_size=4", "batch.rampup=[4,4,60]"): 18,
-        ("budget.steps=null", "budget.hours=1", "optim.schedule_length=10"): None,
+        ("budget.steps=null", "budget.hours=1", "optim.schedule_length=20"): None,
     }.items(),
 )
 def test_a_budget_ends_where_it_says(words, steps):

@@ -1,3 +1,4 @@
+import json
 import math
 import shutil
 import sysconfig
@@ -10,8 +11,10 @@ from hpclm.config import BatchConfig, BudgetConfig, DataConfig, EngineConfig, Mo
 from hpclm.data.batches import Batch, Batches
 from hpclm.data.synthetic import synthetic
 from hpclm.engine.native import NativeEngine
+from hpclm.errors import ConfigError
 from hpclm.model import count
 from hpclm.optim.adamw import groups
+from hpclm.optim.scaler import LossScale
 from tests import weights
 
 CPU = torch.device("cpu")
@@ -134,15 +137,52 @@ def test_the_loss_is_the_mean_over_tokens_or_over_micro_batches_as_set():
     assert found["token"] != pytest.approx(found["microbatch"], rel=1e-6)
 
 
-def test_gradients_are_clipped_on_the_global_norm():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gradients_are_clipped_on_the_global_norm_whatever_the_loss_scale(dtype):
     config = settings(GPT2, optim=dict(lr=1.0, min_lr=0.1, clip=0.01, weight_decay=0.0, betas=(0.0, 0.0), eps=1.0))
-    engine, batches = engine_of(config), batches_of(config).step(0)
+    engine, batches = engine_of(config, dtype), batches_of(config).step(0)
     before = [p.detach().clone() for p in engine.model.parameters()]
     result = engine.train_step(batches, 1.0, 0)
-    assert result.grad_norm > 0.05
+    exact = engine_of(config).train_step(batches, 1.0, 0)
+    assert result.grad_norm == pytest.approx(exact.grad_norm, rel=0.01) and exact.grad_norm > 0.05
     # with eps this large and no momentum, AdamW's update is g / (|g| + 1), nearly g itself
     moved = torch.cat([(a - b).flatten() for a, b in zip(before, engine.model.parameters())]).norm().item()
     assert moved == pytest.approx(0.01, rel=0.05)
+
+
+def test_a_step_is_adamw_as_published():
+    optim = dict(lr=0.01, min_lr=0.001, clip=0.0, weight_decay=0.3, betas=(0.7, 0.8), eps=1e-2)
+    config = settings(GPT2, optim=optim)
+    engine, batches = engine_of(config), batches_of(config)
+    twin = engine_of(config)
+    twin.load({k: s.tensor.clone() for k, s in engine.tensors().items()}, engine.scalars())
+    m, v = {}, {}
+    for step, lr in enumerate((0.01, 0.002), 1):
+        micro = batches.step(8 * (step - 1))
+        heads = [twin.model.train()(b.tokens).logits().flatten(0, 1) for b in micro]
+        loss = sum(torch.nn.functional.cross_entropy(h, b.labels.flatten()) for h, b in zip(heads, micro)) / len(micro)
+        gradients = torch.autograd.grad(loss, list(twin.model.parameters()))
+        with torch.no_grad():
+            for (name, p), g in zip(twin.model.weights(), gradients):
+                m[name] = 0.7 * m.get(name, 0) + 0.3 * g
+                v[name] = 0.8 * v.get(name, 0) + 0.2 * g * g
+                p -= lr * (0.3 if p.ndim > 1 else 0.0) * p
+                p -= lr * (m[name] / (1 - 0.7**step)) / ((v[name] / (1 - 0.8**step)).sqrt() + 1e-2)
+        engine.train_step(micro, lr, step - 1)
+        for (name, ours), (_, theirs) in zip(engine.model.weights(), twin.model.weights(), strict=True):
+            assert torch.allclose(ours, theirs, atol=2e-5), (step, name)
+
+
+@pytest.mark.parametrize("kind", ["dropout", "attention_dropout"])
+def test_dropout_is_drawn_anew_each_step_and_only_in_training(kind):
+    config = settings(dict(GPT2, **{kind: 0.3}), optim=dict(lr=0.0, min_lr=0.0))
+    engine, batches = engine_of(config), batches_of(config).step(0)
+    found = [engine.train_step(batches, 0.0, step).loss for step in (0, 1, 1)]
+    plain = engine_of(settings(GPT2)).train_step(batches, 0.0, 0).loss
+    assert found[0] != found[1] == found[2]
+    assert plain not in found and found[0] == pytest.approx(plain, rel=0.2)
+    engine.model.train()
+    assert engine.evaluate(batches) == pytest.approx(plain, rel=1e-5)
 
 
 @pytest.mark.parametrize("policy, undecayed", {"matrices": {1}, "all": set()}.items())
@@ -219,6 +259,28 @@ def test_a_saved_state_goes_on_bit_for_bit_with_dropout():
         assert torch.equal(a, b), name
 
 
+def test_the_loss_scale_is_part_of_the_saved_state():
+    config = settings(GPT2)
+    engine = engine_of(config, torch.float16)
+    engine.scale = LossScale(8.0, 1, 5)
+    other = engine_of(config, torch.float16)
+    other.load({k: s.tensor for k, s in engine.tensors().items()}, json.loads(json.dumps(engine.scalars())))
+    assert other.scale == LossScale(8.0, 1, 5)
+
+
+def test_weights_of_another_shape_are_refused_by_name():
+    engine = engine_of(settings(GPT2))
+    tensors = {k: s.tensor for k, s in engine.tensors().items()}
+    tensors["model.norm.weight"] = torch.ones(1)
+    del tensors["model.norm.bias"]
+    with pytest.raises(ConfigError) as caught:
+        engine_of(settings(GPT2)).load(tensors, engine.scalars())
+    assert caught.value.problems == [
+        "weight norm.bias is None there and (32,) here",
+        "weight norm.weight is (1,) there and (32,) here",
+    ]
+
+
 def test_evaluation_is_the_mean_loss_and_changes_nothing():
     config = settings(dict(GPT2, dropout=0.5))
     engine, _ = train(config, 1)
@@ -274,5 +336,6 @@ def test_documents_in_a_sample_restart_positions_and_stay_apart_as_set():
 
 def test_flops_are_those_of_the_published_shapes():
     gpt2 = ModelConfig()
+    assert count.flops_per_token(gpt2) == pytest.approx(6 * 123_532_032 + 6 * 12 * 768 * 1024, rel=0.001)
     assert count.flops_per_token(gpt2, causal=False) == pytest.approx(6 * 123_532_032 + 12 * 12 * 768 * 1024, rel=0.001)
     assert count.parameters(ModelConfig(layers=24, hidden=1024, heads=16)) == 354_871_296

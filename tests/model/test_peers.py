@@ -63,8 +63,9 @@ def louder(peer):
     """Initial weights large enough that every part of the model matters to the logits."""
     with torch.no_grad():
         draw = torch.Generator().manual_seed(5)
-        for p in peer.parameters():
-            p.add_(torch.randn(p.shape, generator=draw) * 0.2)
+        for name, p in peer.named_parameters():
+            norm = "norm" in name or "ln_" in name
+            p.copy_(torch.randn(p.shape, generator=draw) * 0.2 + norm * name.endswith("weight"))
     return peer
 
 

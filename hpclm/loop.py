@@ -66,44 +66,19 @@ def run(config: RunConfig) -> int:
                         and not preemption.signal
                         and evaluation_due(config, progress, over, meter.evaluated_at)
                     ):
-                        meter.evaluated(
-                            progress.step, progress.samples, engine.evaluate(held_out.take(0, held_out_size))
-                        )
+                        loss = engine.evaluate(held_out.take(0, held_out_size))
+                        meter.evaluated(progress.step, progress.samples, loss)
                     leaving = preemption.signal
                     last = over or bool(leaving)
                     if progress.step > saved and (last or due(config.checkpoint.every, progress)):
                         saved = save(store, engine, progress, saved, must=last)
                     if last:
                         break
-
-                    began = time.perf_counter()
-                    size = plan.batch_size(progress.samples)
-                    lr = rate(config, length, progress, size)
-                    batches = train.step(progress.samples)
-                    loaded = time.perf_counter()
-                    result = engine.train_step(batches, lr, progress.step)
-                    seconds = time.perf_counter() - began
-                    progress = progress.after(size, seconds, result.skipped)
-                    meter.step(
-                        progress.step,
-                        progress.samples,
-                        seconds,
-                        size,
-                        loss=result.loss,
-                        lr=lr,
-                        grad_norm=result.grad_norm,
-                        loss_scale=result.loss_scale,
-                        skipped=progress.skipped,
-                        data_seconds=loaded - began,
-                        memory=hardware.peak_memory(device),
-                    )
-                    guard.check(
-                        progress.step,
-                        result.loss,
-                        result.grad_norm,
-                        result.skipped,
-                        searching=result.loss_scale > config.scaler.minimum,
-                    )
+                    lr = rate(config, plan, length, progress)
+                    progress, result, measured = one_step(engine, train, plan, lr, progress)
+                    meter.step(progress.step, progress.samples, measured | {"memory": hardware.peak_memory(device)})
+                    scale_can_fall = result.loss_scale > config.scaler.minimum
+                    guard.check(progress.step, result.loss, result.grad_norm, result.skipped, scale_can_fall)
     if leaving and not over:
         logger.warning("%s: saved at step %d and leaving; the same command goes on from here", leaving, progress.step)
         return REQUEUE
@@ -150,9 +125,26 @@ def begin(progress: Progress, length: Length) -> Progress:
     return replace(progress, planned=length.samples)
 
 
-def rate(config: RunConfig, length: Length, progress: Progress, size: int) -> float:
+def one_step(
+    engine: engines.Engine, train: Batches, plan: Plan, lr: float, progress: Progress
+) -> tuple[Progress, engines.StepResult, dict[str, float]]:
+    """Read a step's samples and learn from them: how far the run is now, the outcome, and what was measured (seconds)."""
+    began = time.perf_counter()
+    size = plan.batch_size(progress.samples)
+    batches = train.step(progress.samples)
+    loaded = time.perf_counter()
+    result = engine.train_step(batches, lr, progress.step)
+    seconds = time.perf_counter() - began
+    progress = progress.after(size, seconds, result.skipped)
+    measured = dict(loss=result.loss, lr=lr, grad_norm=result.grad_norm, loss_scale=result.loss_scale)
+    measured |= dict(skipped=progress.skipped, batch_size=size, step_seconds=seconds, data_seconds=loaded - began)
+    return progress, result, measured
+
+
+def rate(config: RunConfig, plan: Plan, length: Length, progress: Progress) -> float:
     """Learning rate of the next step."""
-    position, amount = (progress.step, 1) if config.optim.unit == "steps" else (progress.samples, size)
+    by_step = config.optim.unit == "steps"
+    position, amount = (progress.step, 1) if by_step else (progress.samples, plan.batch_size(progress.samples))
     return learning_rate(position, amount, length.in_unit(config.optim.unit), config.optim)
 
 

@@ -61,10 +61,10 @@ class Meter:
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    def step(self, step: int, samples: int, seconds: float, batch_size: int, **values: float | None) -> None:
-        """One step: ``seconds`` it took, the samples in it and consumed so far, and what else was measured."""
-        row = {"step": step, "samples": samples, **values, "batch_size": batch_size, "step_seconds": seconds}
-        row |= self.speed(batch_size, seconds)
+    def step(self, step: int, samples: int, measured: dict[str, float]) -> None:
+        """One step, its number and the samples consumed so far; ``measured`` has batch_size and step_seconds among others."""
+        row = {"step": step, "samples": samples, **measured}
+        row |= self.speed(int(measured["batch_size"]), measured["step_seconds"])
         self._write(row)
         self._since.append(row)
         self._bar.update()
@@ -85,8 +85,7 @@ class Meter:
         rows, self._since = self._since, []
         seconds = sum(row["step_seconds"] for row in rows)
         row = rows[-1] | self.speed(sum(r["batch_size"] for r in rows), seconds)
-        losses = [r["loss"] for r in rows if r["loss"] is not None]
-        row["loss"] = sum(losses) / len(losses) if losses else math.nan
+        row["loss"] = sum(r["loss"] for r in rows) / len(rows)
         left = ""
         if self.total:
             left = f"  {_clock((self.total - step) * seconds / len(rows))} left"
@@ -94,8 +93,7 @@ class Meter:
         log.info("step %d%s  %s  %.3f s/step%s", step, of, _words(row), seconds / len(rows), left, extra=LIVE)
 
     def _write(self, row: dict[str, Any]) -> None:
-        clean = {k: v for k, v in row.items() if v is not None}
-        finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in clean.items()}
+        finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
         self._file.write(json.dumps(finite) + "\n")
         for key, tag in TAGS.items():
             value = finite.get(key)
@@ -150,7 +148,7 @@ def board(folder: Path, start: int, opened: ExitStack) -> Callable[[str, float, 
 
 
 def _words(row: dict[str, Any]) -> str:
-    parts = [f"loss {row['loss']:.4f}" if row["loss"] is not None else "loss -", f"lr {row['lr']:.3g}"]
+    parts = [f"loss {row['loss']:.4f}", f"lr {row['lr']:.3g}"]
     parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
     if "mfu" in row:
         parts.append(f"MFU {row['mfu']:.1%}")

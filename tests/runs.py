@@ -20,6 +20,6 @@ def losses(out):
     """step -> loss in hex, from metrics.jsonl; every step once."""
     rows = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "loss" in row]
-    found = {row["step"]: row["loss"].hex() for row in steps}
+    found = {row["step"]: (row["loss"] or 0.0).hex() for row in steps}
     assert len(found) == len(steps)
     return found

@@ -3,6 +3,7 @@
 A verb is a module with ``main(argv)``; ``python -m hpclm.VERB`` runs the same function.
 """
 
+import errno
 import os
 import signal
 import sys
@@ -22,37 +23,43 @@ VERBS = {
     "generate": ("hpclm.generate", "continue a prompt with a run's model"),
 }
 
+MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}  # full or failing disks
+
 EPILOG = """exit codes: 0 done · 1 a fault of hpclm · 2 wrong arguments · 64 wrong settings or input files
-            66 no good checkpoint · 75 the run directory is in use · 85 saved, start me again · 93 do not restart"""
+            66 no good checkpoint · 75 the run directory is in use · 85 saved, start me again · 93 do not restart
+            128+n ended by signal n"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """``hpclm VERB ...``."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    return run(_dispatch, argv)
+
+
+def _dispatch(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         verbs = "\n".join(f"  {verb:<12}{what}" for verb, (_, what) in VERBS.items())
         print(
             f"usage: hpclm VERB ...\n\nTrain GPT models on HPC clusters.\n\n{verbs}\n\nhpclm VERB --help says more.\n\n{EPILOG}"
         )
         return 0
-    if words[0] == "--version":
+    verb, *rest = words
+    if verb == "--version":
         print(f"hpclm {__version__}")
         return 0
-    if words[0] not in VERBS:
-        print(
-            f"error: unknown verb {words[0]!r}; choose one of {', '.join(VERBS)}.{hint(words[0], list(VERBS))}",
-            file=sys.stderr,
-        )
+    if verb not in VERBS:
+        near = hint(verb, list(VERBS))
+        print(f"error: unknown verb {verb!r}; choose one of {', '.join(VERBS)}.{near}", file=sys.stderr)
         return 2
-    return run(lambda rest: import_module(VERBS[words[0]][0]).main(rest), words[1:])
+    return import_module(VERBS[verb][0]).main(rest) or 0
 
 
 def run(verb: Callable[[list[str]], int | None], argv: Sequence[str] | None = None) -> int:
-    """Call a verb's main; a person's mistake becomes one message and its exit code, without a traceback."""
+    """Call a verb's main; what a person or the machine did wrong becomes one message and an exit code, no traceback."""
     threads.wait_politely()
     try:
         code = verb(list(sys.argv[1:] if argv is None else argv)) or 0
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return code
     except HpclmError as error:
         for line in str(error).splitlines():
@@ -64,6 +71,17 @@ def run(verb: Callable[[list[str]], int | None], argv: Sequence[str] | None = No
     except BrokenPipeError:  # the reader, head or less, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except MemoryError as error:
+        print(f"error: not enough memory: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if error.errno not in MACHINE:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or closing it would fail in the same way
+        print(
+            f"error: {error.filename or 'writing'}: {error.strerror}; free the disk, then start again", file=sys.stderr
+        )
+        return 1
 
 
 def entry() -> None:

@@ -14,6 +14,7 @@ def main(argv: list[str]) -> int:
         prog="hpclm evaluate", description="Measure a run's newest checkpoint on held-out data."
     )
     parser.add_argument("run", type=Path, help="run directory")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings that differ from the run's own")
     parser.add_argument(
         "--part", choices=("valid", "test", "train"), default="valid", help="part of the run's data (default: valid)"
     )
@@ -22,7 +23,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.samples is not None and args.samples < 1:
         parser.error("--samples must be at least 1")
-    result = measure(args.run, args.part, args.samples)
+    result = measure(args.run, args.settings, args.part, args.samples)
     if args.json:
         print(json.dumps(result))
     else:
@@ -34,7 +35,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def measure(run: Path, part: str, wanted: int | None) -> dict[str, float | int | str]:
+def measure(run: Path, overrides: list[str], part: str, wanted: int | None) -> dict[str, float | int | str]:
     """Mean loss per token in nats, perplexity, and what they were measured on."""
     import torch
     from tqdm import tqdm
@@ -45,7 +46,7 @@ def measure(run: Path, part: str, wanted: int | None) -> dict[str, float | int |
     from hpclm.data.batches import Batches
     from hpclm.model.loss import TokenLoss
 
-    config = trained.settings(run)
+    config = trained.settings(run, overrides)
     device = hardware.device(config.engine, 0)
     dtype = hardware.compute_type(config.engine, device)
     hardware.set_matmul(config.engine, device)

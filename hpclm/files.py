@@ -2,7 +2,6 @@
 
 import os
 import stat
-import tempfile
 from pathlib import Path
 
 from hpclm.errors import ConfigError
@@ -39,17 +38,15 @@ def writable_folder(path: str | Path, what: str, mode: int = 0o777) -> Path:
 
 def write_text(path: Path, text: str) -> None:
     """Put ``text`` at ``path`` in one step: a reader, or a crash, sees the old file or the new one."""
-    with tempfile.NamedTemporaryFile(
-        "w", dir=path.parent, prefix=f".{path.name}-", delete=False, encoding="utf-8"
-    ) as file:
-        try:
+    aside = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        with aside.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-            Path(file.name).replace(path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 

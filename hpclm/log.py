@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from hpclm.errors import HpclmError
+
 FORMAT = "%(asctime)s %(levelname).1s %(message)s"
 LIVE = {"live": True}  # as a record's ``extra``: a terminal's live line says the same
 
@@ -27,6 +29,7 @@ def setup(level: int = logging.INFO) -> None:
     console.setFormatter(logging.Formatter(FORMAT, "%H:%M:%S"))
     logging.basicConfig(level=level, handlers=[console], force=True)
     logging.captureWarnings(True)
+    logging.raiseExceptions = False  # a log that cannot be written (a full disk) must not bury the error that matters
 
 
 @contextmanager
@@ -37,6 +40,10 @@ def also_to(path: Path) -> Iterator[None]:
     logging.getLogger().addHandler(handler)
     try:
         yield
+    except Exception as error:  # what ends a run is the line its log is read for; the terminal gets it elsewhere
+        trace = None if isinstance(error, HpclmError) else sys.exc_info()
+        handler.handle(logging.LogRecord("hpclm", logging.ERROR, __file__, 0, "%s", (error,), trace))
+        raise
     finally:
         logging.getLogger().removeHandler(handler)
         handler.close()

@@ -1,6 +1,7 @@
 """A training run, the whole story. Nothing in it knows an engine, a launcher or a data format."""
 
 import logging
+import shlex
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from hpclm.errors import REQUEUE, ConfigError, HpclmError
 from hpclm.meter import Meter, Speed
 from hpclm.model import count
 from hpclm.optim.guard import Guard
-from hpclm.optim.schedules import learning_rate
+from hpclm.optim.schedules import learning_rate, shape
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ def run(config: RunConfig) -> int:
         train = batches_of("train", length.samples, source, config, plan, device)
         held_out_size = evaluation_size(source, config)
         held_out = evaluation_batches(held_out_size, source, config, plan, device)
+        shape(config.optim)  # a schedule that cannot be loaded is no news for the end of the warm-up
         tell(config, plan, length, len(train.samples))
         engine = engines.build(config, device, dtype)
 
@@ -216,7 +218,6 @@ def ending(config: RunConfig, length: Length, progress: Progress) -> str:
     """The last words: where the run is, and what to type next."""
     if config.stop_at == progress.step and progress.step != length.steps:
         return f"stopped at step {progress.step} as stop_at says; the same command without stop_at goes on"
-    follow = (
-        f"hpclm generate {Path(config.out)} --prompt ..." if config.data.source == "indexed" else f"ls {config.out}"
-    )
+    out = shlex.quote(str(Path(config.out)))
+    follow = f"hpclm generate {out} --prompt ..." if config.data.source == "indexed" else f"ls {out}"
     return f"done at step {progress.step}, {progress.samples:,} samples; next: {follow}"

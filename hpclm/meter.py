@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -119,15 +119,22 @@ def forget_after(path: Path, step: int) -> list[dict[str, Any]]:
     """Drop the lines of steps past ``step``, which will be done again, and a last line cut short; give the others."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    whole = [(line, json.loads(line)) for line in lines if line.endswith("}\n")]
-    kept = [(line, row) for line, row in whole if row["step"] <= step]
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    kept = [(line, row) for line in lines if (row := _row(line)) and row["step"] <= step]
     if len(kept) != len(lines):
         log.info(
             "%s: %d lines past step %d are dropped; those steps come again", path.name, len(lines) - len(kept), step
         )
         files.write_text(path, "".join(line for line, _ in kept))
     return [row for _, row in kept]
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    """A whole line of metrics.jsonl, or None."""
+    with suppress(ValueError):
+        row = json.loads(line)
+        return row if line.endswith("\n") and isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    return None
 
 
 def board(folder: Path, start: int, opened: ExitStack) -> Callable[[str, float, int], None]:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -18,7 +19,7 @@ LIBRARIES = ("torch", "numpy", "deepspeed", "fairscale", "safetensors", "tokeniz
 
 def start(out: Path, run: config.RunConfig, step: int) -> None:
     """Write config.yaml and add a line to attempts.jsonl: an attempt begins after ``step``."""
-    config.dump(run, out / "config.yaml")
+    config.dump(replace(run, data=absolute(run.data)), out / "config.yaml")
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "from_step": step,
@@ -33,6 +34,12 @@ def start(out: Path, run: config.RunConfig, step: int) -> None:
     }
     with (out / "attempts.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
+
+
+def absolute(data: config.DataConfig) -> config.DataConfig:
+    """``data`` with paths that mean the same from any folder."""
+    prefix = data.prefix and str(Path(data.prefix).absolute())
+    return replace(data, prefix=prefix, tokenizer_files=[str(Path(file).absolute()) for file in data.tokenizer_files])
 
 
 def versions() -> dict[str, str]:

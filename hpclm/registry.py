@@ -1,8 +1,10 @@
 """Turn a short name, or any ``package.module:attribute``, into the object it names."""
 
+import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from hpclm.errors import ConfigError
@@ -21,6 +23,8 @@ def lookup(kind: str, name: str, table: Mapping[str, str]) -> Any:
     if wrong:
         raise ConfigError(wrong)
     module, _, attribute = table.get(name, name).partition(":")
+    if name not in table and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))  # a person's own module lies where they are; last, so that it hides nothing
     try:
         return getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:

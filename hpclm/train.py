@@ -3,7 +3,7 @@
 import argparse
 
 from hpclm import cli, config, log
-from hpclm.errors import HpclmError
+from hpclm.errors import ConfigError, HpclmError
 
 
 def main(argv: list[str]) -> int:
@@ -17,6 +17,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("settings", nargs="+", metavar="FILE | key=value", help="one settings file, and overrides")
     args = parser.parse_args(argv)
     settings = config.from_cli(args.settings)
+    if settings.missing():
+        raise ConfigError(settings.missing())
     log.setup()
     import torch
 

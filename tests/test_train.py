@@ -260,6 +260,7 @@ def test_a_run_that_ends_inside_its_warmup_is_warned_of(tiny):
         ("modle.layers=3",): "Did you mean 'model.layers'?",
         ("engine.device=cuda",): "PyTorch sees no GPU here",
         ("model.vocab_size=8",): "needs model.vocab_size of at least 16",
+        ("optim.schedule=nowhere:f", "optim.warmup=3"): "optim.schedule 'nowhere:f' cannot be loaded",
         ("model.block=nowhere:Block",): "model.block 'nowhere:Block' cannot be loaded",
     }.items(),
 )
@@ -326,6 +327,36 @@ def test_evaluate_and_generate_use_the_newest_checkpoint(tiny, tmp_path):
     )
     assert first == again != other and first.startswith("so it")
     assert "is not a run directory" in hpclm("generate", tmp_path, "--prompt", "x", check=64).stderr
+
+
+def test_generate_never_leaves_the_tokenizers_vocabulary_and_takes_settings(tiny, tmp_path):
+    data = ["data.source=indexed", f"data.prefix={corpus(tmp_path)}", "model.vocab_size=2000"]
+    hpclm("train", *tiny("run", *data, "budget.steps=2"), check=0)
+    options = ["--prompt", "so", "--temperature", 100, "--top", 5000, "--tokens", 40]
+    hpclm("generate", tmp_path / "run", *options, check=0, cwd=tmp_path)  # from anywhere
+    (tmp_path / "data_text_document.json").unlink()
+    assert "set data.tokenizer" in hpclm("generate", tmp_path / "run", *options, check=64).stderr
+    hpclm("generate", tmp_path / "run", "data.tokenizer=bytes", *options, check=0)
+    assert "is not UTF-8" in hpclm("generate", tmp_path / "run", "--prompt", "\udcff", check=64).stderr
+
+
+def test_a_runs_own_log_ends_with_what_ended_it(tiny, tmp_path):
+    wild = ["optim.lr=1e30", "optim.min_lr=1e30", "optim.clip=0", "optim.schedule=constant", "optim.nonfinite=stop"]
+    hpclm("train", *tiny("run", *wild), check=93)
+    assert "stopped as optim.nonfinite=stop says" in (tmp_path / "run/log.txt").read_text().splitlines()[-1]
+
+
+def test_modules_in_the_current_folder_are_found(tiny, tmp_path):
+    (tmp_path / "mine.py").write_text("def f(position, length, optim):\n    return 0.125\n")
+    hpclm("train", *tiny("run", "optim.schedule=mine:f"), check=0, cwd=tmp_path)
+    assert json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])["lr"] == 0.125
+
+
+def test_a_closed_or_full_output_is_no_traceback():
+    for redirect in ("| head -c 1", ">/dev/full", ">&-"):
+        command = f"{sys.executable} -m hpclm config debug {redirect}"
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT)
+        assert "Traceback" not in done.stderr, redirect
 
 
 def test_the_loss_is_the_same_whatever_the_micro_batch(tiny, tmp_path):

@@ -17,7 +17,7 @@ mkdir -p demo
 [ -e demo/data_text_document.idx ] || step "3/6 dataset: Megatron's .bin and .idx" \
   hpclm preprocess --input demo/corpus.jsonl --output-prefix demo/data --tokenizer json \
   --tokenizer-files demo/tokenizer.json --append-eod --workers 2
-step "4/6 training: to step 150, where it is told to stop" hpclm train configs/demo.yaml stop_at=150 "$@"
+step "4/6 training: to step 150, where it is told to stop (a run that is further stays where it is)" hpclm train configs/demo.yaml stop_at=150 "$@"
 step "5/6 training: the same command goes on from there" hpclm train configs/demo.yaml "$@"
 python tools/demo_curve.py demo/run/metrics.jsonl
 step "6/6 the model writes" hpclm generate demo/run --prompt 'def read(self, size):

@@ -50,7 +50,7 @@ class CheckpointStore:
             free = shutil.disk_usage(self.folder).free
             if free < 1.2 * size:
                 raise HpclmError(
-                    f"{self.folder} has {free / 1e9:.2f} GB free, and a checkpoint takes {size / 1e9:.2f} GB"
+                    f"{self.folder} has {free / 1e6:,.1f} MB free, and a checkpoint takes {size / 1e6:,.1f} MB"
                 )
             draft = self.folder / f".tmp-{final.name}"
             draft.mkdir()

@@ -12,12 +12,12 @@ from hpclm.errors import ConfigError
 from hpclm.model import gpt
 
 
-def settings(run: Path) -> RunConfig:
-    """The settings that the run in folder ``run`` was started with."""
+def settings(run: Path, overrides: list[str]) -> RunConfig:
+    """The settings that the run in folder ``run`` was started with, and key=value words on top."""
     path = run / "config.yaml"
     if not path.is_file():
         raise ConfigError(f"{run} is not a run directory: it has no config.yaml")
-    return configs.load(path)
+    return configs.load(path, overrides)
 
 
 def model(run: Path, config: RunConfig, device: torch.device, dtype: torch.dtype) -> tuple[gpt.Stack, Progress]:

@@ -79,7 +79,7 @@ def _existing(path: str | Path) -> str | Path:
             return candidate
     names = sorted(p.name for p in shipped.glob("*.yaml"))
     raise ConfigError(
-        f"settings file {path} does not exist; configs/ has {', '.join(names)}.{hint(Path(path).name, names)}"
+        f"settings file {path} does not exist; configs/ has {', '.join(names)}.{hint(Path(path).name, names + [Path(n).stem for n in names])}"
     )
 
 

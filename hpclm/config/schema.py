@@ -273,7 +273,7 @@ class BudgetConfig(Checked):
         yield from at_least(1, "budget", **given)
         for name, value in (("epochs", self.epochs), ("hours", self.hours)):
             if value is not None and not (value > 0 and math.isfinite(value)):
-                yield f"budget.{name}={value} must be more than 0"
+                yield f"budget.{name}={value} must be a finite number of more than 0"
 
 
 @dataclass(frozen=True)
@@ -517,10 +517,6 @@ class RunConfig(Checked):
             yield f"scaler.* has no effect with engine.precision={self.engine.precision}; it is for fp16"
         if self.batch.loss_norm == "microbatch" and not self.data.eod_mask_loss:
             yield "batch.loss_norm=microbatch has no effect without data.eod_mask_loss=true"
-        if self.data.source == "indexed" and not self.data.prefix:
-            yield "data.prefix is not set; give the path of a dataset made by 'hpclm preprocess', or data.source=synthetic"
-        if self.budget == BudgetConfig():
-            yield "no budget: set budget.steps, budget.samples, budget.tokens, budget.epochs or budget.hours"
         timed = self.budget != BudgetConfig() and all(
             v is None for v in (self.budget.steps, self.budget.samples, self.budget.tokens, self.budget.epochs)
         )
@@ -540,6 +536,17 @@ class RunConfig(Checked):
             self.plan()
         except ConfigError as error:
             yield from error.problems
+
+    def missing(self) -> list[str]:
+        """What a run still needs to be told; settings may be looked at without it."""
+        found = []
+        if self.data.source == "indexed" and not self.data.prefix:
+            found.append(
+                "data.prefix is not set; give the path of a dataset made by 'hpclm preprocess', or data.source=synthetic"
+            )
+        if self.budget == BudgetConfig():
+            found.append("no budget: set budget.steps, budget.samples, budget.tokens, budget.epochs or budget.hours")
+        return found
 
     def plan(self, processes: int = 1) -> Plan:
         """How the work divides over ``processes``; ConfigError says which two numbers do not fit."""

@@ -5,6 +5,7 @@ magic (9 bytes), u64 version, u8 dtype code, u64 n, u64 d, i32 sizes[n], i64 poi
 datasets have i8 modes[n] after that, which hpclm does not read. ``.bin`` is the tokens, nothing else.
 """
 
+import glob
 import hashlib
 import json
 import os
@@ -53,7 +54,9 @@ def sidecar(prefix: str | Path) -> dict[str, Any]:
             f"note {path} cannot be read: {error}; it belongs to the dataset: restore it, or remove it and set data.tokenizer"
         ) from None
     tokenizer = note.get("tokenizer") if isinstance(note, dict) else None
-    if not isinstance(tokenizer, dict) or not isinstance(tokenizer.get("size"), int):
+    wanted = {"kind": str, "size": int, "files": dict}
+    sound = isinstance(tokenizer, dict) and all(isinstance(tokenizer.get(key), kind) for key, kind in wanted.items())
+    if not sound:
         raise ConfigError(f"note {path} is not what hpclm preprocess writes; remove it and set data.tokenizer")
     return note
 
@@ -76,7 +79,11 @@ class IndexedDataset:
         length = self.idx_path.stat().st_size
         with self.idx_path.open("rb") as file:
             head = file.read(HEADER.size)
-        if len(head) < HEADER.size or not head.startswith(MAGIC):
+        if head.startswith(MAGIC) and len(head) < HEADER.size:
+            raise ConfigError(
+                f"{self.idx_path} is cut short: {len(head)} bytes, and its header alone has {HEADER.size}"
+            )
+        if not head.startswith(MAGIC):
             raise ConfigError(f"{self.idx_path} is not a Megatron index: it does not start with {MAGIC!r}")
         _, version, code, n, d = HEADER.unpack(head)
         if version != VERSION:
@@ -199,6 +206,7 @@ class Writer:
         self.end_document()
 
     def __enter__(self) -> "Writer":
+        self._sweep()
         self._file = self._aside[0].open("wb")
         return self
 
@@ -211,6 +219,14 @@ class Writer:
                 self._file.close()
             for path in self._aside:
                 path.unlink(missing_ok=True)
+
+    def _sweep(self) -> None:
+        """Remove what writers of this dataset left behind when they were killed."""
+        for path in self._final:
+            for old in path.parent.glob(f"{glob.escape(path.name)}.tmp-*"):
+                owner = old.name.removeprefix(f"{path.name}.tmp-").split("-")[0]
+                if owner.isdigit() and not Path(f"/proc/{owner}").exists() and Path("/proc/self").exists():
+                    old.unlink(missing_ok=True)
 
     def _commit(self) -> None:
         if self._documents[-1] != len(self._sizes):

@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
         f"{prefix}.bin, .idx, .json: {documents:,} documents, {tokens:,} tokens; {skipped:,} empty documents skipped; "
         f"{size / 1e6 / seconds:.1f} MB/s"
     )
-    print("next: hpclm train configs/debug.yaml data.source=indexed", end=" ")
+    print("next: hpclm train gpt2-124m", end=" ")
     print(f"data.prefix={shlex.quote(str(prefix))} model.vocab_size={tokenizer.size}")
     return 0
 

@@ -65,7 +65,7 @@ class IndexedSource:
         tokenizer = _tokenizer(data, sidecar(dataset.prefix), vocab_size)
         self.eod: int | None = tokenizer.get("eod")
         order = {"split": data.split, "order": data.order}
-        self.identity: dict[str, Any] = dataset.fingerprint() | order | {"tokenizer": tokenizer or None}
+        self.identity: dict[str, Any] = dataset.fingerprint() | order | {"tokenizer": _nameless(tokenizer)}
         self.bounds = dict(zip(PARTS, split_bounds(data.split, len(dataset), data.order), strict=True))
 
     def weight(self, part: str) -> float:
@@ -159,6 +159,11 @@ def build_index(
     shuffle = np.arange(total, dtype=np.uint32 if total < 2**32 - 2 else np.int64)
     _shuffle(rng, shuffle, [before_last, total - before_last] if apart else [total])
     return Index(laid, rows, shuffle)
+
+
+def _nameless(tokenizer: dict[str, Any]) -> dict[str, Any] | None:
+    """The identity without the names of its files, which may change."""
+    return {**tokenizer, "files": sorted(tokenizer.get("files", {}).values())} if tokenizer else None
 
 
 def _shuffle(rng: np.random.RandomState, values: NDArray, lengths: list[int]) -> None:

@@ -55,11 +55,14 @@ def of_run(data: DataConfig) -> Tokenizer:
     note = sidecar(data.prefix) if data.prefix else {}
     if not note:
         raise ConfigError("the run's dataset does not name its tokenizer; set data.tokenizer and data.tokenizer_files")
-    tokenizer = build(note["tokenizer"]["kind"], note["tokenizer_files"])
+    paths = note.get("tokenizer_files")
+    if not isinstance(paths, list):
+        raise ConfigError(f"the note about dataset {data.prefix} names no tokenizer_files; set data.tokenizer")
+    tokenizer = build(note["tokenizer"]["kind"], paths)
     if tokenizer.identity != note["tokenizer"]:
         raise ConfigError(
             f"the tokenizer of dataset {data.prefix} has changed: it was {note['tokenizer']}, "
-            f"and {', '.join(note['tokenizer_files']) or 'it'} is now {tokenizer.identity}"
+            f"and {', '.join(paths) or 'it'} is now {tokenizer.identity}"
         )
     return tokenizer
 

@@ -96,17 +96,15 @@ class Entry(nn.Module):
         learned = config.positions == "learned"
         self.table = normal((config.context, config.hidden), config.init_std, generator) if learned else None
         fixed = sinusoids(config.context, config.hidden) if config.positions == "sinusoidal" else None
+        self.fixed: Tensor | None
         self.register_buffer("fixed", fixed, persistent=False)
         self.norm = Norm(config, config.hidden) if config.embed_norm else None
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         """[T, B, C] -> [T, B, C]."""
-        if self.table is not None:
-            where = (
-                self.table[: len(x), None]
-                if layout.positions is None
-                else F.embedding(layout.positions.t(), self.table)
-            )
+        table = self.fixed if self.table is None else self.table
+        if table is not None:
+            where = table[: len(x), None] if layout.positions is None else F.embedding(layout.positions.t(), table)
             x = x + where.to(x.dtype)
         if self.norm is not None:
             x = self.norm(x)

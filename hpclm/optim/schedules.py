@@ -30,8 +30,13 @@ def learning_rate(position: float, size: float, length: float | None, optim: Opt
         if optim.schedule == "fairseq_polynomial":  # which divides first: the last bit differs
             return optim.warmup_start + rise * (position / warmup)
         return optim.warmup_start + rise * position / warmup
-    shape: Schedule = lookup("optim.schedule", optim.schedule, SCHEDULES)
-    return shape(position, end, replace(optim, warmup=warmup, warmup_fraction=None))
+    return shape(optim)(position, end, replace(optim, warmup=warmup, warmup_fraction=None))
+
+
+def shape(optim: OptimConfig) -> Schedule:
+    """The function that ``optim.schedule`` names."""
+    found: Schedule = lookup("optim.schedule", optim.schedule, SCHEDULES)
+    return found
 
 
 def constant(position: float, length: float, optim: OptimConfig) -> float:

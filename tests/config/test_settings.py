@@ -21,8 +21,9 @@ def problems(*words):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
 def test_every_shipped_settings_file_loads_and_plans(path):
+    run = config.load(path)
     needs_data = "prefix:" not in path.read_text() and "synthetic" not in path.read_text()
-    run = config.load(path, ["data.prefix=x"] if needs_data else [])
+    assert [m.split()[0] for m in run.missing()] == ["data.prefix"] * needs_data
     assert run.plan(1).global_size == run.batch.global_size
     found = length(run, run.plan(1), 100_000)
     assert found.steps > 0
@@ -64,7 +65,7 @@ def test_settings_files_hold_only_what_differs_from_the_defaults():
         "batch.micro_size=3": "batch.global_size=16 must be a multiple of batch.micro_size=3 x 1 data-parallel replica = 3",
         "batch.rampup=[8,3,100]": "does not arrive",
         "batch.rampup=[4,4,100]": "batch.rampup's start=4 must be a multiple of batch.micro_size=8",
-        "budget.steps=null": "no budget",
+        "budget.hours=.inf": "must be a finite number",
         "budget.steps=0": "must be at least 1",
         "optim.min_lr=1": "must not be more than optim.lr",
         "optim.power=2": "has no effect with optim.schedule=cosine; it is for fairseq_polynomial",
@@ -74,7 +75,6 @@ def test_settings_files_hold_only_what_differs_from_the_defaults():
         "engine.name=deepspeeed": "choose one of ['native'] or 'package.module:Name'",
         "engine.recompute_every=2": "has no effect with engine.recompute=none",
         "checkpoint.keep=1": "must be at least 2",
-        "data.source=indexed": "data.prefix is not set",
         "data.split=a,b": "data.split='a,b' must be up to three non-negative numbers",
         "data.split=0,0,0": "must be up to three non-negative numbers",
         "data.tokenizer_files=[a]": "data.tokenizer is not; say which kind",
@@ -188,6 +188,13 @@ def test_a_run_by_the_clock_needs_a_length_for_its_schedule():
 def test_a_section_refuses_to_exist_with_values_that_cannot_work(bad):
     with pytest.raises(ConfigError):
         ModelConfig(**bad)
+
+
+def test_settings_can_be_looked_at_before_there_is_data():
+    assert "prefix: null" in hpclm("config", "gpt2-124m", check=0).stdout
+    assert "steps: null" in hpclm("config", check=0).stdout
+    done = hpclm("train", "gpt2-124m", "budget.steps=null", check=64)
+    assert "data.prefix is not set" in done.stderr and "no budget" in done.stderr
 
 
 def test_a_shipped_settings_file_is_found_by_its_name_from_anywhere(tmp_path):

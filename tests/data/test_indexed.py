@@ -151,7 +151,7 @@ def test_a_missing_dataset_is_named_with_both_files_and_what_lies_near(tmp_path)
 INDEX = 34  # where sizes begin; write() makes 4 sequences and 5 document bounds
 DAMAGE = {
     "not an index": (lambda raw: b"garbage" + raw[7:], "not a Megatron index"),
-    "shorter than its header": (lambda raw: raw[:20], "not a Megatron index"),
+    "shorter than its header": (lambda raw: raw[:20], "cut short: 20 bytes, and its header alone has 34"),
     "another version": (lambda raw: raw[:9] + struct.pack("<Q", 2) + raw[17:], "version 2"),
     "float tokens": (lambda raw: raw[:17] + b"\x06" + raw[18:], "dtype code 6"),
     "cut short": (lambda raw: raw[:-8], "114 bytes long, but 4 sequences and 5 document bounds need 122"),

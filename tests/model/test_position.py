@@ -17,6 +17,22 @@ def test_the_sinusoidal_table_is_fairseqs():
             assert table[row, 4 + column].item() == pytest.approx(math.cos(angle), abs=1e-6)
 
 
+@pytest.mark.parametrize("positions", ["learned", "sinusoidal", "rope", "alibi"])
+def test_every_kind_of_position_changes_the_logits_and_restarts_where_told(positions):
+    shape = dict(vocab_size=32, layers=1, hidden=16, heads=2, context=8, init_std=0.3)
+    tokens = torch.tensor([[5, 9, 5, 7, 9, 5, 3, 2]])
+    model = weights.build(ModelConfig(**shape, positions=positions)).eval()
+    blind = weights.build(ModelConfig(**shape, positions="none")).eval()
+    blind.load_weights({k: v for k, v in model.weights() if k != "entry.table"})
+    with torch.no_grad():
+        plain = model(tokens).logits()
+        assert (plain - blind(tokens).logits()).abs().max() > 1e-3
+        restarted = model(tokens, torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])).logits()
+        assert torch.allclose(restarted[:, :4], plain[:, :4], atol=1e-6)
+        if positions != "alibi":  # its distances are between tokens, wherever counting starts
+            assert (restarted - plain)[:, 4:].abs().max() > 1e-3
+
+
 def test_embeddings_are_scaled_as_fairseq_does():
     tokens = torch.arange(5)[None]
     plain, scaled = (

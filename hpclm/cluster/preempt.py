@@ -4,6 +4,7 @@ Which signal warns depends on the cluster: TERM on plain preemption, USR1 or USR
 one more; a second Ctrl-C ends the process at once.
 """
 
+import os
 import signal
 from types import FrameType
 from typing import Any
@@ -29,6 +30,7 @@ class Preemption:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal == "SIGINT" and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.signal = signal.Signals(
-            number
-        ).name  # only a flag: signals come in bursts, and a log line is not reentrant
+        name = signal.Signals(number).name
+        if self.signal is None:  # os.write and no log line: signals come in bursts, and a log is not reentrant
+            os.write(2, f"{name}: finishing this step, then saving and leaving\n".encode())
+        self.signal = name

@@ -204,8 +204,10 @@ class DataConfig(Checked):
             yield wrong
         if self.source == "synthetic" and self.prefix:
             yield f"data.prefix={self.prefix} has no effect with data.source=synthetic"
-        if self.source == "synthetic" and self.tokenizer:
-            yield f"data.tokenizer={self.tokenizer} has no effect with data.source=synthetic"
+        for name in ("tokenizer", "split", "order"):
+            value = getattr(self, name)
+            if self.source == "synthetic" and value != getattr(type(self), name):
+                yield f"data.{name}={value} has no effect with data.source=synthetic"
         if self.tokenizer is not None:
             wrong = problem("data.tokenizer", self.tokenizer, TOKENIZERS)
             if wrong:
@@ -366,6 +368,15 @@ class OptimConfig(Checked):
             for name in ("period_growth", "period_shrink"):
                 if getattr(self, name) != type(self).__dataclass_fields__[name].default:
                     yield f"optim.{name}={getattr(self, name)} has no effect with optim.restarts=false"
+        if self.nonfinite == "stop" and self.nonfinite_limit != type(self).nonfinite_limit:
+            yield f"optim.nonfinite_limit={self.nonfinite_limit} has no effect with optim.nonfinite=stop"
+        if self.schedule_length is not None and self.period is not None:
+            yield f"optim.schedule_length={self.schedule_length} has no effect with optim.period={self.period}"
+        if self.wsd_decay and self.schedule_length is not None and self.wsd_decay + self.warmup > self.schedule_length:
+            yield (
+                f"optim.warmup={self.warmup:g} + optim.wsd_decay={self.wsd_decay} must be at most "
+                f"optim.schedule_length={self.schedule_length}"
+            )
         if self.warmup_start is not None and not warmed:
             yield f"optim.warmup_start={self.warmup_start} has no effect without optim.warmup"
         owners = {

@@ -80,6 +80,7 @@ def test_settings_files_hold_only_what_differs_from_the_defaults():
         "data.tokenizer_files=[a]": "data.tokenizer is not; say which kind",
         "scaler.window=5": "it is for fp16",
         "batch.loss_norm=microbatch": "has no effect without data.eod_mask_loss=true",
+        "data.order=dse": "has no effect with data.source=synthetic",
         "data.tokenizer=bytes": "has no effect with data.source=synthetic",
         "optim.schedule_length=5": "optim.warmup=10 must be less than optim.schedule_length=5",
         "optim.warmup_start=1": "optim.warmup_start=1.0 must not be more than optim.lr=0.003",
@@ -93,15 +94,34 @@ def test_a_wrong_setting_is_answered_with_the_way_out(word, answer):
     assert any(answer in problem for problem in problems(word)), problems(word)
 
 
+@pytest.mark.parametrize(
+    "words, answer",
+    {
+        ("optim.nonfinite=stop", "optim.nonfinite_limit=5"): "has no effect with optim.nonfinite=stop",
+        (
+            "optim.schedule=fairseq_cosine",
+            "optim.schedule_length=50",
+            "optim.period=9",
+        ): "has no effect with optim.period=9",
+        (
+            "optim.schedule=wsd",
+            "optim.schedule_length=50",
+            "optim.wsd_decay=45",
+        ): "must be at most optim.schedule_length=50",
+    }.items(),
+)
+def test_settings_that_cancel_each_other_are_refused(words, answer):
+    assert any(answer in problem for problem in problems(*words)), problems(*words)
+
+
 def test_all_problems_are_reported_together():
     found = problems("modle.layers=3", "optim.lr=abc", "model.heads=7", "optim.min_lr=1", "batch.micro_size=3")
     assert len(found) == 5
 
 
 def test_a_number_may_be_written_as_people_write_it():
-    run = config.load(
-        DEBUG, ["budget.tokens=1e9", "optim.lr=1e-2", "name=007", "data.split=900,50,50", "budget.steps=1_000"]
-    )
+    words = ["budget.tokens=1e9", "optim.lr=1e-2", "name=007", "budget.steps=1_000"]
+    run = config.load(DEBUG, [*words, "data.source=indexed", "data.split=900,50,50"])
     assert run.budget.tokens == 1_000_000_000
     assert run.budget.steps == 1000
     assert (run.optim.lr, run.name, run.out, run.data.split) == (0.01, "007", "runs/007", "900,50,50")

@@ -372,9 +372,10 @@ class OptimConfig(Checked):
             yield f"optim.nonfinite_limit={self.nonfinite_limit} has no effect with optim.nonfinite=stop"
         if self.schedule_length is not None and self.period is not None:
             yield f"optim.schedule_length={self.schedule_length} has no effect with optim.period={self.period}"
-        if self.wsd_decay and self.schedule_length is not None and self.wsd_decay + self.warmup > self.schedule_length:
+        rise = self.warmup or (self.warmup_fraction or 0.0) * (self.schedule_length or 0)
+        if self.wsd_decay and self.schedule_length is not None and self.wsd_decay + rise > self.schedule_length:
             yield (
-                f"optim.warmup={self.warmup:g} + optim.wsd_decay={self.wsd_decay} must be at most "
+                f"the warm-up of {rise:g} + optim.wsd_decay={self.wsd_decay} must be at most "
                 f"optim.schedule_length={self.schedule_length}"
             )
         if self.warmup_start is not None and not warmed:

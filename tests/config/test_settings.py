@@ -114,6 +114,12 @@ def test_settings_that_cancel_each_other_are_refused(words, answer):
     assert any(answer in problem for problem in problems(*words)), problems(*words)
 
 
+def test_a_warm_up_given_as_a_fraction_counts_against_the_tail_of_wsd():
+    words = ["optim.schedule=wsd", "optim.schedule_length=50", "optim.warmup=0", "optim.warmup_fraction=0.2"]
+    assert "the warm-up of 10 + optim.wsd_decay=45" in problems(*words, "optim.wsd_decay=45")[0]
+    assert config.load(DEBUG, [*words, "optim.wsd_decay=40"]).optim.wsd_decay == 40
+
+
 def test_all_problems_are_reported_together():
     found = problems("modle.layers=3", "optim.lr=abc", "model.heads=7", "optim.min_lr=1", "batch.micro_size=3")
     assert len(found) == 5

@@ -5,23 +5,18 @@ magic (9 bytes), u64 version, u8 dtype code, u64 n, u64 d, i32 sizes[n], i64 poi
 datasets have i8 modes[n] after that, which hpclm does not read. ``.bin`` is the tokens, nothing else.
 """
 
-import glob
 import hashlib
 import json
 import os
-import secrets
 import struct
-from array import array
-from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from hpclm.errors import ConfigError
-from hpclm.files import readable, sync_folder
+from hpclm.files import readable
 
 HEADER = struct.Struct("<9sQBQQ")
 MAGIC = b"MMIDIDX\0\0"
@@ -155,108 +150,6 @@ class IndexedDataset:
                 f"{self.bin_path} is {size} bytes long, but {self.idx_path} describes {end}: "
                 "one of them is cut short or belongs to another dataset"
             )
-
-
-class Writer:
-    """Writes a dataset, replacing one of that name; it exists only once the ``with`` block ends well.
-
-    Tokens stream to a file aside. What an exception or a kill leaves behind does not open: ``.idx`` is renamed last.
-    """
-
-    def __init__(self, prefix: str | Path, dtype: DTypeLike):
-        self.dtype = np.dtype(dtype).newbyteorder("<")
-        codes = [code for code, known in DTYPES.items() if known == self.dtype]
-        if not codes:
-            raise ConfigError(f"tokens cannot be stored as {self.dtype.name}; choose one of {list(DTYPES.values())}")
-        self._code = codes[0]
-        self._range = np.iinfo(self.dtype)
-        self._final = files(prefix)
-        mark = f".tmp-{os.getpid()}-{secrets.token_hex(3)}"
-        self._aside = [path.with_name(path.name + mark) for path in self._final]
-        self._sizes = array("i")
-        self._documents = array("q", [0])
-        self.tokens = 0
-        """Tokens so far."""
-        self.note: dict[str, Any] | None = None
-        """Goes into PREFIX.json, which ``sidecar`` reads."""
-
-    @property
-    def documents(self) -> int:
-        """Documents so far."""
-        return len(self._documents) - 1
-
-    def add(self, tokens: ArrayLike) -> None:
-        """Append one sequence, [tokens]; ConfigError when an id does not fit the dtype."""
-        given = np.asarray(tokens)
-        if given.size and given.dtype != self.dtype:
-            low, high = given.min(), given.max()
-            if low < self._range.min or high > self._range.max:
-                raise ConfigError(f"token ids {low} to {high} do not fit in {self.dtype.name}")
-        self._sizes.append(given.size)
-        self._file.write(given.astype(self.dtype, copy=False).tobytes())
-        self.tokens += given.size
-
-    def end_document(self) -> None:
-        """The sequences since the last call are a document."""
-        self._documents.append(len(self._sizes))
-
-    def add_document(self, tokens: ArrayLike) -> None:
-        """Append a document of one sequence, [tokens]."""
-        self.add(tokens)
-        self.end_document()
-
-    def __enter__(self) -> "Writer":
-        self._sweep()
-        self._file = self._aside[0].open("wb")
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        try:
-            if kind is None:
-                self._commit()
-        finally:
-            with suppress(OSError):  # on a full disk closing fails as writing did
-                self._file.close()
-            for path in self._aside:
-                path.unlink(missing_ok=True)
-
-    def _sweep(self) -> None:
-        """Remove what writers of this dataset left behind when they were killed."""
-        for path in self._final:
-            for old in path.parent.glob(f"{glob.escape(path.name)}.tmp-*"):
-                owner = old.name.removeprefix(f"{path.name}.tmp-").split("-")[0]
-                if owner.isdigit() and not Path(f"/proc/{owner}").exists() and Path("/proc/self").exists():
-                    old.unlink(missing_ok=True)
-
-    def _commit(self) -> None:
-        if self._documents[-1] != len(self._sizes):
-            raise ValueError("sequences after the last end_document() belong to no document")
-        _sync(self._file)
-        sizes = np.array(self._sizes, "<i4")
-        pointers = np.zeros(len(sizes), "<i8")
-        np.cumsum(sizes[:-1].astype(np.int64) * self.dtype.itemsize, out=pointers[1:])
-        with self._aside[1].open("wb") as file:
-            file.write(HEADER.pack(MAGIC, VERSION, self._code, len(sizes), len(self._documents)))
-            for column in (sizes, pointers, np.array(self._documents, "<i8")):
-                file.write(column.tobytes())
-            _sync(file)
-        if self.note is not None:
-            with self._aside[2].open("w", encoding="utf-8") as text:
-                text.write(json.dumps(self.note, indent=1, ensure_ascii=False) + "\n")
-                _sync(text)
-        tokens, index, note = self._final
-        index.unlink(missing_ok=True)  # first: an old index must not open beside new tokens
-        note.unlink(missing_ok=True)
-        self._aside[0].replace(tokens)
-        if self.note is not None:
-            self._aside[2].replace(note)
-        self._aside[1].replace(index)
-        sync_folder(index.parent)
-
-
-def _sync(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _hash(path: Path, whole: int) -> str:

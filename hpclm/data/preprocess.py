@@ -18,7 +18,8 @@ from functools import cache
 from pathlib import Path
 
 from hpclm.data import tokenizers
-from hpclm.data.indexed import Writer, files, token_dtype
+from hpclm.data.indexed import files, token_dtype
+from hpclm.data.writer import Writer
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.files import readable, writable_folder
 

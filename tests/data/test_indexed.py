@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpclm.data.indexed import IndexedDataset, Writer, files, sidecar, token_dtype
+from hpclm.data.indexed import IndexedDataset, files, sidecar, token_dtype
+from hpclm.data.writer import Writer
 from hpclm.errors import ConfigError
 
 REFERENCE = Path(__file__).parents[2].parent / "shared" / "reference"
@@ -115,7 +116,7 @@ def test_an_exception_leaves_the_dataset_before_it(tmp_path):
 
 def test_a_killed_writer_leaves_nothing_that_opens(tmp_path):
     script = (
-        "import os; from hpclm.data.indexed import Writer\n"
+        "import os; from hpclm.data.writer import Writer\n"
         "with Writer('x', 'u2') as writer:\n    writer.add_document(range(50000)); os._exit(9)"
     )
     assert subprocess.run([sys.executable, "-c", script], cwd=tmp_path).returncode == 9

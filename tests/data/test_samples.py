@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from hpclm.config import DataConfig
-from hpclm.data.indexed import IndexedDataset, Writer
+from hpclm.data.indexed import IndexedDataset
 from hpclm.data.samples import PARTS, IndexedSamples, build_index, indexed, split_bounds
 from hpclm.data.tokenizers import build
+from hpclm.data.writer import Writer
 from hpclm.errors import ConfigError
 
 REFERENCE = Path(__file__).parents[2].parent / "shared" / "reference"

@@ -18,6 +18,7 @@ FLOORS = [
     {"engine"},
     {"checkpoint"},
     {"meter", "record"},
+    {"validation"},
     {"loop"},
     {"cli"},
     {"train", "evaluate", "generate", "preprocess", "__main__"},

@@ -3,14 +3,9 @@
 Layouts as hpclm/data/indexed.py describes them: Megatron's, and fairseq's, whose index has no documents.
 """
 
-import glob
 import json
 import os
-import re
-import secrets
 import shutil
-import socket
-import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -21,10 +16,9 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from hpclm.data.indexed import BLOCK, DTYPES, HEADER, MAGIC, VERSION, files
 from hpclm.errors import ConfigError, HpclmError
-from hpclm.files import sync_folder
+from hpclm.files import aside, sweep, sync_folder
 
 LONGEST = 2**31 - 1  # tokens of a sequence: sizes are int32
-ABANDONED = 24 * 3600  # seconds without a write after which another machine's unfinished files are swept too
 FAIRSEQ_HEADER = HEADER.size - 8  # no count of documents
 
 Layout = Literal["megatron", "fairseq"]
@@ -45,7 +39,6 @@ class Writer:
             raise ConfigError(f"tokens cannot be stored as {self.dtype.name}; choose one of {known}")
         self._code, self._range = codes[0], np.iinfo(self.dtype)
         self._final = files(prefix)
-        self._mark = f".tmp-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self._open = ExitStack()
         self._ended = 0
         self.tokens = 0
@@ -117,14 +110,13 @@ class Writer:
         self._ended = self.sequences
 
     def __enter__(self) -> "Writer":
-        self._sweep()
-        tokens, index, note = self._final
-        self._tokens = self._aside(tokens)
-        self._index = self._aside(index)
-        self._note = self._aside(note)
-        self._sizes = self._aside(index, "-sizes")
-        self._bounds = self._aside(index, "-bounds")
-        self._modes = self._aside(index, "-modes")
+        for path in self._final:
+            sweep(path)
+        tokens, index, note = (aside(path) for path in self._final)
+        self._tokens, self._index, self._note = self._new(tokens), self._new(index), self._new(note)
+        self._sizes, self._bounds, self._modes = (
+            self._new(Path(f"{index}-{part}")) for part in ("sizes", "bounds", "modes")
+        )
         self._bounds.write(bytes(8))  # the first document begins at sequence 0
         return self
 
@@ -133,32 +125,17 @@ class Writer:
             if kind is None:
                 self._commit()
 
-    def _aside(self, path: Path, part: str = "") -> IO[bytes]:
-        """A new file beside ``path``, closed and removed at the end unless it was renamed."""
-        aside = path.with_name(path.name + self._mark + part)
-        file = aside.open("w+b")
+    def _new(self, path: Path) -> IO[bytes]:
+        """A new file, closed and removed at the end unless it was renamed."""
+        file = path.open("w+b")
 
         def discard() -> None:
             with suppress(OSError):  # on a full disk closing fails as writing did
                 file.close()
-            aside.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
 
         self._open.callback(discard)
         return file
-
-    def _sweep(self) -> None:
-        """Remove what writers of this dataset left behind when they were killed."""
-        host = re.escape(socket.gethostname())
-        for path in self._final:
-            for old in path.parent.glob(f"{glob.escape(path.name)}.tmp-*"):
-                owner = re.fullmatch(rf"\.tmp-{host}-(\d+)-[0-9a-f]+.*", old.name.removeprefix(path.name))
-                with suppress(FileNotFoundError):  # another writer may be sweeping too
-                    if owner:
-                        gone = Path("/proc/self").exists() and not Path(f"/proc/{owner[1]}").exists()
-                    else:
-                        gone = time.time() - old.stat().st_mtime > ABANDONED
-                    if gone:
-                        old.unlink()
 
     def _commit(self) -> None:
         if self._ended != self.sequences:

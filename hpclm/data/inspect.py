@@ -29,7 +29,7 @@ def report(
     tokenizer, missing = _tokenizer(dataset.prefix, kind, files or [])
     noted = sidecar(dataset.prefix).get("tokenizer")
     of_documents = lengths.document_lengths(dataset)
-    of_sequences = lengths.sequence_lengths(dataset) if len(dataset) != dataset.document_count else of_documents
+    of_sequences = lengths.sequence_lengths(dataset)
     return {
         "prefix": str(dataset.prefix),
         "layout": dataset.layout,
@@ -62,7 +62,7 @@ def words(found: dict[str, Any]) -> str:
         "": found["tokenizer_missing"] or "",
         "tokens in a document": _summary(found["document_lengths"]),
     }
-    if found["sequences"] != found["documents"]:
+    if found["sequence_lengths"] != found["document_lengths"]:
         rows["tokens in a sequence"] = _summary(found["sequence_lengths"])
     parts = [found["prefix"], *(f"  {name:<21} {value}" for name, value in rows.items() if value)]
     if found["histogram"]:

@@ -54,8 +54,7 @@ def document_lengths(dataset: IndexedDataset) -> Lengths:
 
 def sequence_lengths(dataset: IndexedDataset) -> Lengths:
     """The lengths of its sequences."""
-    starts = range(0, len(dataset), BLOCK)
-    return _gathered(dataset.sizes[start : start + BLOCK].astype(np.int64) for start in starts)
+    return _gathered(_of_sequences(dataset))
 
 
 def bins(lengths: Lengths, wanted: int = 16) -> list[Bin]:
@@ -151,6 +150,12 @@ def _of_documents(dataset: IndexedDataset) -> Iterator[NDArray[np.int64]]:
     for start in range(0, dataset.document_count, BLOCK):
         bounds = dataset.bounds(start, min(start + BLOCK, dataset.document_count))
         yield np.diff(dataset.places(bounds))
+        dataset.release()
+
+
+def _of_sequences(dataset: IndexedDataset) -> Iterator[NDArray[np.int64]]:
+    for start in range(0, len(dataset), BLOCK):
+        yield dataset.sizes[start : start + BLOCK].astype(np.int64)
         dataset.release()
 
 

@@ -22,7 +22,7 @@ from hpclm.files import readable
 
 SCANNED = 1 << 20  # sequences, or documents, up to which opening looks at all of them: some 10 ms
 SHIFTED = 64 << 20  # bytes of tokens that are turned into others in memory
-HASHED = 1 << 20  # bytes of a block of a file that goes into its fingerprint
+HASHED = 1 << 18  # bytes of a block of a file that goes into its fingerprint
 BLOCKS = 64  # of them
 
 
@@ -171,7 +171,12 @@ class IndexedDataset:
 
     def check(self, seen: Callable[[int], object] = lambda entries: None) -> None:
         """Look at every entry of the index, n + documents; ConfigError for the first that is wrong."""
-        check_all(self._index, self.idx_path, self._bytes, seen)
+
+        def done(entries: int) -> None:
+            self.release()
+            seen(entries)
+
+        check_all(self._index, self.idx_path, self._bytes, done)
 
     def release(self) -> None:
         """Let go of what reading has brought into memory; it is read again when it is asked for."""
@@ -182,7 +187,7 @@ class IndexedDataset:
     def fingerprint(self) -> dict[str, Any]:
         """What changes when the dataset does, cheap to make, the same for a copy of it (JSON).
 
-        Lengths and layout, and hashes of the files, whole up to 64 MB and of 64 blocks spread over longer ones.
+        Lengths and layout, and hashes of the files, whole up to 16 MB and of 64 blocks spread over longer ones.
         """
         return {
             "bin_bytes": self._bytes,

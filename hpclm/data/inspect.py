@@ -25,7 +25,6 @@ def report(
 
     with tqdm(total=len(dataset) + dataset.document_count, unit_scale=True, disable=None, desc="index") as bar:
         dataset.check(bar.update)
-        dataset.release()
     tokenizer, missing = _tokenizer(dataset.prefix, kind, files or [])
     noted = sidecar(dataset.prefix).get("tokenizer")
     of_documents = lengths.document_lengths(dataset)

@@ -52,7 +52,6 @@ def merge(
     writable_folder(Path(out).parent, "output folder")
     for dataset in datasets.values():
         dataset.check()
-        dataset.release()
     total = sum(part.token_count for part in parts)
     try:
         with (

@@ -26,7 +26,6 @@ def verify(dataset: IndexedDataset, vocab_size: int | None = None) -> dict[str, 
     entries = len(dataset) + dataset.document_count
     with tqdm(total=entries, unit_scale=True, disable=None, desc="index") as bar:
         dataset.check(bar.update)
-        dataset.release()
     _check_counts(dataset, note)
     with tqdm(total=dataset.token_count, unit=" tokens", unit_scale=True, disable=None, desc="tokens") as bar:
         highest = _check_tokens(dataset, size, bar.update)

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -206,3 +208,22 @@ def test_help_says_what_each_command_takes(capsys):
         with pytest.raises(SystemExit, match="0"):
             cli.main(["data", command, "--help"])
         assert f"usage: hpclm data {command}" in capsys.readouterr().out
+
+
+def test_memory_does_not_grow_with_the_dataset(tmp_path):
+    script = (
+        "import resource, sys, numpy as np; from hpclm.data.writer import Writer; from hpclm.data.__main__ import main\n"
+        "n, ones = int(sys.argv[1]), np.ones(100_000, 'i8')\n"
+        "with Writer('x', 'i4') as writer:\n"
+        "    for _ in range(n): writer.extend(ones, ones, ones)\n"
+        "main(['inspect', 'x', '--verify']), main(['merge', 'y', 'x', 'x'])\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)"
+    )
+    peaks = []
+    for n in (5, 40):  # 10 and 80 MB of index
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        words = [sys.executable, "-c", script, str(n)]
+        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True)
+        peaks.append(float(done.stdout.split()[-1]))
+    assert peaks[1] - peaks[0] < 30

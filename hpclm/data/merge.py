@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,16 @@ from hpclm.errors import ConfigError
 from hpclm.files import writable_folder
 
 COUNTS = ("documents", "tokens", "skipped")  # what the notes of several datasets sum up to
+
+
+@dataclass(frozen=True)
+class _Part:
+    prefix: Path
+    layout: str
+    dtype: np.dtype
+    modes: bool
+    sequences: int
+    tokens: int
 
 
 def merge(
@@ -38,28 +49,25 @@ def merge(
     from tqdm import tqdm
 
     _check_places(Path(out), prefixes, overwrite)
-    datasets = {str(prefix): IndexedDataset(prefix) for prefix in prefixes}
-    parts = [datasets[str(prefix)] for prefix in prefixes]
+    parts = [_surveyed(prefix) for prefix in prefixes]
     if layout is None:
         layout = "fairseq" if all(part.layout == "fairseq" for part in parts) else "megatron"
-    if len({part.modes is None for part in parts if len(part)}) > 1 and layout == "megatron":
-        plain = next(part.prefix for part in parts if part.modes is None and len(part))
+    if len({part.modes for part in parts if part.sequences}) > 1 and layout == "megatron":
+        plain = next(part.prefix for part in parts if part.sequences and not part.modes)
         raise ConfigError(
             f"{plain} has no modes and others have: they cannot be one dataset; leave out the one or the others"
         )
     if note is None and compare:
         note = joined_note(prefixes)
     writable_folder(Path(out).parent, "output folder")
-    for dataset in datasets.values():
-        dataset.check()
-    total = sum(part.token_count for part in parts)
+    wide = common_dtype([part.dtype for part in parts], layout) if dtype is None else dtype
     try:
         with (
-            Writer(out, common_dtype(parts, layout) if dtype is None else dtype, layout) as writer,
-            tqdm(total=total, unit=" tokens", unit_scale=True, disable=None, desc=Path(out).name) as bar,
+            Writer(out, wide, layout) as writer,
+            tqdm(total=sum(part.tokens for part in parts), unit=" tokens", unit_scale=True, disable=None) as bar,
         ):
             for part in parts:
-                copy(part, writer, lossy, bar.update)
+                copy(IndexedDataset(part.prefix), writer, lossy, bar.update)
             if note is not None:
                 writer.note = note | {"documents": writer.documents, "tokens": writer.tokens}
     except OSError as error:
@@ -67,9 +75,9 @@ def merge(
     return IndexedDataset(out)
 
 
-def common_dtype(parts: Sequence[IndexedDataset], layout: Layout) -> np.dtype:
-    """The narrowest integer type of the layout that holds what the datasets' types hold, as far as there is one."""
-    wide = np.result_type(*(part.dtype for part in parts))
+def common_dtype(dtypes: Sequence[np.dtype], layout: Layout) -> np.dtype:
+    """The narrowest integer type of the layout that holds what ``dtypes`` hold, as far as there is one."""
+    wide = np.result_type(*dtypes)
     if wide.kind == "f":  # u8 and a signed one: the writer refuses what does not fit
         wide = np.dtype("i8")
     unknown = [DTYPES[code] for code in FAIRSEQ_ONLY]
@@ -108,6 +116,14 @@ def _mismatch(one: dict[str, Any], other: dict[str, Any]) -> str | None:
 
 def _nameless(identity: dict[str, Any], key: str) -> Any:
     return sorted(map(str, identity[key].values())) if key == "files" else identity.get(key)
+
+
+def _surveyed(prefix: str | Path) -> _Part:
+    """The dataset's properties after a look at all of its index; it is closed again, for there may be thousands."""
+    dataset = IndexedDataset(prefix)
+    dataset.check()
+    modes = dataset.modes is not None
+    return _Part(dataset.prefix, dataset.layout, dataset.dtype, modes, len(dataset), dataset.token_count)
 
 
 def _check_places(out: Path, prefixes: Sequence[str | Path], overwrite: bool) -> None:

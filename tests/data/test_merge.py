@@ -1,3 +1,4 @@
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -177,6 +178,16 @@ def test_modes_are_for_all_or_for_none(tmp_path):
     with pytest.raises(ConfigError, match="b has no modes and others have"):
         merge(tmp_path / "all", [with_modes, plain])
     assert merge(tmp_path / "all", [with_modes, with_modes]).modes.tolist() == [3, 3]
+
+
+def test_there_may_be_more_parts_than_files_may_be_open(tmp_path):
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, limit[1]))
+    try:
+        parts = [write(tmp_path / str(k), [[[k]]]) for k in range(120)]
+        assert merge(tmp_path / "all", parts).flat.tolist() == list(range(120))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 
 
 def test_a_damaged_part_is_named_and_nothing_is_written(tmp_path):

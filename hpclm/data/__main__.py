@@ -1,4 +1,4 @@
-"""``hpclm data``, which is ``python -m hpclm.data``: look at datasets, check them, join them and turn them into others."""
+"""Look at datasets, check them, join them, and turn them into others: hpclm data, or python -m hpclm.data."""
 
 import argparse
 import io

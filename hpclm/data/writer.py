@@ -1,6 +1,6 @@
 """Writes datasets: tokens stream to files aside, which take the dataset's name only when all of them are whole.
 
-Layouts as hpclm/data/indexed.py describes them: Megatron's, and fairseq's, whose index has no documents.
+Layouts as hpclm/data/formats.py describes them: Megatron's, and fairseq's, whose index has no documents.
 """
 
 import json
@@ -14,12 +14,13 @@ from typing import IO, Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from hpclm.data.indexed import BLOCK, DTYPES, HEADER, MAGIC, VERSION, files
+from hpclm.data.formats import DTYPES, FAIRSEQ_HEADER, FAIRSEQ_ONLY, HEADER, MAGIC, VERSION
+from hpclm.data.indexed import files
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.files import aside, sweep, sync_folder
 
 LONGEST = 2**31 - 1  # tokens of a sequence: sizes are int32
-FAIRSEQ_HEADER = HEADER.size - 8  # no count of documents
+BLOCK = 1 << 20  # sequences, and tokens, that are held at a time
 
 Layout = Literal["megatron", "fairseq"]
 
@@ -33,10 +34,11 @@ class Writer:
 
     def __init__(self, prefix: str | Path, dtype: DTypeLike, layout: Layout = "megatron"):
         self.dtype, self.layout = np.dtype(dtype).newbyteorder("<"), layout
-        codes = [code for code, known in DTYPES.items() if known == self.dtype]
+        possible = {code: known for code, known in DTYPES.items() if layout == "fairseq" or code not in FAIRSEQ_ONLY}
+        codes = [code for code, known in possible.items() if known == self.dtype]
         if not codes:
-            known = [known.name for known in DTYPES.values()]
-            raise ConfigError(f"tokens cannot be stored as {self.dtype.name}; choose one of {known}")
+            known = [known.name for known in possible.values()]
+            raise ConfigError(f"{layout}'s layout cannot store tokens as {self.dtype.name}; choose one of {known}")
         self._code, self._range = codes[0], np.iinfo(self.dtype)
         self._final = files(prefix)
         self._open = ExitStack()
@@ -88,16 +90,21 @@ class Writer:
         self._bound(first + np.cumsum(documents))
 
     def _append(self, tokens: NDArray, sizes: NDArray[np.integer]) -> None:
-        if tokens.size and tokens.dtype != self.dtype:
-            low, high = int(tokens.min()), int(tokens.max())
-            if low < self._range.min or high > self._range.max:
-                raise ConfigError(f"token ids {low} to {high} do not fit in {self.dtype.name}")
         if sizes.size and sizes.max() > LONGEST:
             raise ConfigError(f"a sequence of {sizes.max()} tokens is too long: an index holds at most {LONGEST}")
         self._sizes.write(sizes.astype("<i4", copy=False).tobytes())
-        self._tokens.write(np.ascontiguousarray(tokens, self.dtype).data)
+        for start in range(0, tokens.size, BLOCK):
+            self._tokens.write(self._fitting(tokens[start : start + BLOCK]).data)
         self.tokens += tokens.size
         self.sequences += sizes.size
+
+    def _fitting(self, tokens: NDArray) -> NDArray:
+        """``tokens``, at least one, in the type of the file."""
+        if tokens.dtype != self.dtype:
+            low, high = int(tokens.min()), int(tokens.max())
+            if low < self._range.min or high > self._range.max:
+                raise ConfigError(f"token ids {low} to {high} do not fit in {self.dtype.name}")
+        return np.ascontiguousarray(tokens, self.dtype)
 
     def _bound(self, bounds: NDArray[np.integer]) -> None:
         """Documents end before the sequences numbered ``bounds``."""
@@ -149,7 +156,7 @@ class Writer:
         columns = 12 * self.sequences
         wanted = {
             self._tokens: self.tokens * self.dtype.itemsize,
-            self._index: FAIRSEQ_HEADER + columns
+            self._index: FAIRSEQ_HEADER.size + columns
             if self.layout == "fairseq"
             else HEADER.size + columns + 8 * (self.documents + 1) + modes,
         }
@@ -171,7 +178,7 @@ class Writer:
     def _write_index(self) -> None:
         counts = (self.sequences, self.documents + 1)
         head = HEADER.pack(MAGIC, VERSION, self._code, *counts)
-        self._index.write(head[:FAIRSEQ_HEADER] if self.layout == "fairseq" else head)
+        self._index.write(head[: FAIRSEQ_HEADER.size] if self.layout == "fairseq" else head)
         _copy(self._sizes, self._index)
         self._sizes.seek(0)
         end = 0

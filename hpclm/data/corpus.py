@@ -263,14 +263,14 @@ def shared_tokenizer(settings: DataConfig, prefixes: list[str], vocab_size: int)
         if note:
             known.append((f"dataset {prefix}", note["tokenizer"]))
     for place, identity in known[1:]:
-        differs = tokenizers.mismatch(known[0][1], identity)
+        differs = tokenizers.mismatch(identity, known[0][1])
         if differs:
             way_out = (
                 "leave data.tokenizer out to use the dataset's own"
                 if settings.tokenizer
                 else "make the datasets with one tokenizer"
             )
-            raise ConfigError(f"{known[0][0]} and {place} do not have the same tokenizer: {differs}; {way_out}")
+            raise ConfigError(f"{place} and {known[0][0]} do not have the same tokenizer: {differs}; {way_out}")
     if not known:
         return {}
     place, identity = known[0]

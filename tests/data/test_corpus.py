@@ -125,7 +125,7 @@ def test_datasets_of_two_tokenizers_are_not_read_as_one(make):
         dict(prefix=one, validation=[f"x={other}"]),
     ):
         with pytest.raises(
-            ConfigError, match=r"dataset .*0 and dataset .*1 do not have the same tokenizer: .*257.*300"
+            ConfigError, match=r"dataset .*1 and dataset .*0 do not have the same tokenizer: .*300.*257"
         ):
             source(**data)
     assert source(blend=[one, make("2", [50])]).eod == 256  # what has no note is taken at its word

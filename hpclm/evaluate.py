@@ -53,8 +53,8 @@ def measure(run: Path, overrides: list[str], part: str, wanted: int | None) -> d
     device = hardware.device(config.engine, 0)
     dtype = hardware.compute_type(config.engine, device)
     hardware.set_matmul(config.engine, device)
-    model, progress = trained.model(run, config, device, dtype)
     source = sources.build(config)
+    model, progress = trained.model(run, config, source.identity.get("tokenizer"), device, dtype)
     samples = source.samples(part, wanted)
     count = len(samples) if wanted is None else wanted
     batches = Batches(samples, config, config.plan(), source.eod, device)

@@ -72,7 +72,7 @@ def continued(run: Path, overrides: list[str], prompt: str, drawing: Drawing) ->
     device = hardware.device(config.engine, 0)
     dtype = hardware.compute_type(config.engine, device)
     hardware.set_matmul(config.engine, device)
-    model, _ = trained.model(run, config, device, dtype)
+    model, _ = trained.model(run, config, tokenizer.identity, device, dtype)
     new: list[int] = []
     for token in islice(sample(model, ids, tokenizer.size, drawing), drawing.tokens):
         if token == tokenizer.eod:

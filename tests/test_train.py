@@ -16,13 +16,13 @@ RAMP = ["batch.rampup=[4,4,20]", "optim.unit=samples", "optim.warmup=30", "budge
 DROPOUT = ["model.dropout=0.2", "model.attention_dropout=0.2"]
 
 
-def corpus(tmp_path):
+def corpus(tmp_path, name="data"):
     """A small dataset, several epochs of which a run reads."""
     words = ["so", "it", "goes", "and", "then", "a", "small", "model", "reads", "text"]
-    draw = random.Random(1)
+    draw = random.Random(name)
     lines = [" ".join(draw.choices(words, k=draw.randrange(3, 30))) for _ in range(80)]
     (tmp_path / "text.txt").write_text("\n".join(lines) + "\n")
-    prefix = tmp_path / "data"
+    prefix = tmp_path / name
     hpclm(
         "preprocess",
         "--input",
@@ -327,6 +327,41 @@ def test_evaluate_and_generate_use_the_newest_checkpoint(tiny, tmp_path):
     )
     assert first == again != other and first.startswith("so it")
     assert "is not a run directory" in hpclm("generate", tmp_path, "--prompt", "x", check=64).stderr
+
+
+def test_a_model_is_not_used_with_a_tokenizer_it_did_not_learn(tiny, tmp_path):
+    data = ["data.source=indexed", f"data.prefix={corpus(tmp_path)}", "model.vocab_size=300", "data.split=80,20,0"]
+    hpclm("train", *tiny("run", *data, "budget.steps=2"), check=0)
+    (tmp_path / "v.json").write_text('{"<unk>": 0, "<|endoftext|>": 1, "so": 2}')
+    other = ["data.tokenizer=whitespace", f"data.tokenizer_files=[{tmp_path / 'v.json'}]"]
+    refused = hpclm("generate", tmp_path / "run", *other, "--prompt", "so", check=64).stderr
+    assert "made with the bytes tokenizer (257 entries), given the whitespace tokenizer (v.json" in refused
+    words = ["--input", tmp_path / "text.txt", "--output-prefix", tmp_path / "o", "--tokenizer", "whitespace"]
+    hpclm("preprocess", *words, "--tokenizer-files", tmp_path / "v.json", check=0)
+    prefix = f"data.prefix={tmp_path / 'o_text_document'}"
+    for verb in (["evaluate", tmp_path / "run", prefix], ["train", *tiny("run", *data, "budget.steps=4", prefix)]):
+        assert "they differ in kind bytes against whitespace" in hpclm(*verb, check=64).stderr
+
+
+def test_a_run_reads_several_datasets_and_evaluates_each_held_out_one(tiny, tmp_path):
+    a, b = corpus(tmp_path), corpus(tmp_path, "more")
+    data = ["data.source=indexed", f"data.train=[3, {a}, 1, {b}]", f"data.valid=[{b}]", f"data.validation=[old={a}]"]
+    data += ["model.vocab_size=257", "evaluate.every=6", "evaluate.batches=2", "data.workers=2"]
+    hpclm("train", *tiny("whole", *data), check=0)
+    hpclm("train", *tiny("parts", *data, "stop_at=5"), check=0)
+    hpclm("train", *tiny("parts", *data), check=0)
+    assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
+    rows = [json.loads(line) for line in (tmp_path / "parts/metrics.jsonl").read_text().splitlines()]
+    measured = [(row["step"], row["part"]) for row in rows if "validation_loss" in row]
+    assert measured == [(5, "valid"), (5, "valid/old"), *((s, p) for s in (6, 12) for p in ("valid", "valid/old"))]
+    steps = [row for row in rows if "loss" in row]
+    assert all(0 <= row["data_fraction"] == row["data_seconds"] / row["step_seconds"] < 1 for row in steps)
+    found = json.loads(
+        hpclm("evaluate", tmp_path / "parts", "--part", "valid/old", "--json", check=0, cwd=tmp_path).stdout
+    )
+    assert found["part"] == "valid/old" and found["step"] == 12
+    unknown = hpclm("evaluate", tmp_path / "parts", "--part", "valid/new", check=64).stderr
+    assert "name no data for 'valid/new'; they do for train, valid, valid/old" in unknown
 
 
 def test_generate_never_leaves_the_tokenizers_vocabulary_and_takes_settings(tiny, tmp_path):

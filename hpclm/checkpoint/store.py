@@ -19,6 +19,7 @@ from hpclm import files
 from hpclm.checkpoint import manifest as manifests
 from hpclm.checkpoint.manifest import BadCheckpoint, Manifest
 from hpclm.checkpoint.progress import Progress
+from hpclm.data.tokenizers import mismatch
 from hpclm.engine import Engine
 from hpclm.errors import ConfigError, HpclmError, NoCheckpointError
 
@@ -160,8 +161,9 @@ def read_tensors(folder: Path, manifest: Manifest) -> Mapping[str, Tensor]:
 
 def check_identity(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """ConfigError that lists what differs between the run that saved a checkpoint and the one that would go on from it."""
-    before, after = _leaves(saved), _leaves(now)
-    wrong = [
+    wrong = [] if (clash := tokenizer_clash(saved, now.get("data", {}).get("tokenizer"))) is None else [clash]
+    before, after = ({k: v for k, v in _leaves(tree).items() if "data.tokenizer" not in k} for tree in (saved, now))
+    wrong += [
         f"{key} was {before.get(key)!r} and is now {after.get(key)!r}"
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key)
@@ -170,9 +172,18 @@ def check_identity(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any
         raise ConfigError([f"{folder} belongs to another run; set it back, or give another out=:", *wrong])
 
 
+def tokenizer_clash(saved: Mapping[str, Any], tokenizer: Mapping[str, Any] | None) -> str | None:
+    """How the tokenizer of a checkpoint's identity and another differ, naming both; None where one is not known."""
+    known = saved.get("data", {}).get("tokenizer")
+    clash = mismatch(known, dict(tokenizer)) if known and tokenizer else None
+    return clash and f"the checkpoint's tokenizer is another: {clash}"
+
+
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in tree.items():
+        if isinstance(value, list):
+            value = dict(enumerate(value))
         found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return found
 

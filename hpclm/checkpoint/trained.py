@@ -1,12 +1,13 @@
 """A run's model, taken from its newest good checkpoint: to measure it, or to let it write."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from hpclm import config as configs
 from hpclm.checkpoint.progress import Progress
-from hpclm.checkpoint.store import CheckpointStore, read_tensors
+from hpclm.checkpoint.store import CheckpointStore, read_tensors, tokenizer_clash
 from hpclm.config import RunConfig
 from hpclm.errors import ConfigError
 from hpclm.model import gpt
@@ -20,12 +21,20 @@ def settings(run: Path, overrides: list[str]) -> RunConfig:
     return configs.load(path, overrides)
 
 
-def model(run: Path, config: RunConfig, device: torch.device, dtype: torch.dtype) -> tuple[gpt.Stack, Progress]:
-    """The trained model in evaluation mode, and how far it was trained; NoCheckpointError when nothing good is saved."""
+def model(
+    run: Path, config: RunConfig, tokenizer: dict[str, Any] | None, device: torch.device, dtype: torch.dtype
+) -> tuple[gpt.Stack, Progress]:
+    """The trained model in evaluation mode, and how far it was trained; NoCheckpointError when nothing good is saved.
+
+    ``tokenizer``: identity of the one that makes its input, where that is known; ConfigError where the model learned another.
+    """
     folder = run / "checkpoints"
     if not folder.is_dir():
         raise ConfigError(f"{run} has no checkpoints; train first, with hpclm train")
     found, manifest = CheckpointStore(folder, config.checkpoint.keep, {}).newest()
+    clash = tokenizer_clash(manifest.identity, tokenizer)
+    if clash:
+        raise ConfigError(f"{found}: {clash}; leave data.tokenizer and data.prefix as the run had them")
     stack = gpt.Stack(config.model, gpt.layers(config.model, config.engine, dtype, config.seed))
     tensors = read_tensors(found, manifest)
     stack.load_weights({k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")})

@@ -191,7 +191,7 @@ class Corpus:
             "weights": train.weights and list(train.weights),
             "order": settings.order,
             "break_mode": settings.break_mode,
-            "tokenizer": _nameless(tokenizer),
+            "tokenizer": tokenizer or None,
         }
 
     def per_epoch(self, part: str) -> int:
@@ -276,12 +276,7 @@ def shared_tokenizer(settings: DataConfig, prefixes: list[str], vocab_size: int)
     place, identity = known[0]
     if identity["size"] > vocab_size:
         raise ConfigError(
-            f"model.vocab_size={vocab_size} is smaller than the {identity['size']} entries of the tokenizer of {place} "
-            f"({tokenizers.describe(identity)}); set model.vocab_size={identity['size']}"
+            f"model.vocab_size={vocab_size} is smaller than the {identity['size']} entries of the {identity['kind']} "
+            f"tokenizer of {place}; set model.vocab_size={identity['size']}"
         )
     return identity
-
-
-def _nameless(tokenizer: dict[str, Any]) -> dict[str, Any] | None:
-    """The identity without the names of its files, which may change."""
-    return {**tokenizer, "files": sorted(tokenizer.get("files", {}).values())} if tokenizer else None

@@ -30,7 +30,7 @@ class Source(Protocol):
     """A dataset with its parts; ``part`` is "train", "valid", "test", or the name of a further validation set."""
 
     eod: int | None  # end-of-document token, None where it is not known
-    identity: dict[str, Any]  # JSON: what a run that goes on must find unchanged
+    identity: dict[str, Any]  # JSON: what a run that goes on must find unchanged; "tokenizer": its identity, or None
     held_out: Sequence[str]  # parts that a run evaluates; empty where the settings keep nothing for it
 
     def per_epoch(self, part: str) -> int:

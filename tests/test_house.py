@@ -31,8 +31,9 @@ DOORS = {
     "mpi4py": "cluster/bootstrap.py",
     "submitit": "submit.py",
     "apex": "model/kernels.py",
-    "sentencepiece": "data/tokenizers.py",
-    "tokenizers": "data/tokenizers.py",
+    "gigatoken": "data/tokenizers/gigatokens.py",
+    "sentencepiece": "data/tokenizers/sentencepieces.py",
+    "tokenizers": "data/tokenizers/huggingface.py",
     "omegaconf": "config/compose.py",
     "tensorboard": "meter.py",
 }

@@ -18,11 +18,14 @@ SOURCES = {
     "synthetic": "hpclm.data.synthetic:synthetic",
 }
 TOKENIZERS = {
-    "bytes": "hpclm.data.tokenizers:Bytes",
-    "gpt2": "hpclm.data.tokenizers:GPT2",
-    "json": "hpclm.data.tokenizers:TokenizerJson",
-    "sentencepiece": "hpclm.data.tokenizers:SentencePiece",
-    "whitespace": "hpclm.data.tokenizers:Whitespace",
+    "bytes": "hpclm.data.tokenizers.plain:Bytes",
+    "fairseq": "hpclm.data.tokenizers.fairseq:Fairseq",
+    "gpt2": "hpclm.data.tokenizers.huggingface:GPT2",
+    "json": "hpclm.data.tokenizers.huggingface:TokenizerJson",
+    "sentencepiece": "hpclm.data.tokenizers.sentencepieces:SentencePiece",
+    "whitespace": "hpclm.data.tokenizers.plain:Whitespace",
+    "wordpiece": "hpclm.data.tokenizers.huggingface:WordPiece",
+    "wordpiece_lower": "hpclm.data.tokenizers.huggingface:WordPieceLower",
 }
 BLOCKS = {"gpt": "hpclm.model.gpt:Block"}
 ENGINES = {"native": "hpclm.engine.native:NativeEngine"}
@@ -187,9 +190,15 @@ class DataConfig(Checked):
     order: Literal["mcore", "bigscience", "dse"] = "mcore"
     """Whose sample order to follow: Megatron-core, BigScience's Megatron-DeepSpeed, or Megatron-LM v1.1.5."""
     tokenizer: str | None = None
-    """bytes, gpt2, json, sentencepiece, whitespace, or package.module:Name; null: the one the dataset was made with."""
+    """bytes, fairseq, gpt2, json, sentencepiece, whitespace, wordpiece, wordpiece_lower, or package.module:Name; null: the
+    one the dataset was made with."""
     tokenizer_files: list[str] = field(default_factory=list)
-    """The tokenizer's files: a .model, a tokenizer.json, or vocab.json and merges.txt."""
+    """The tokenizer's files: vocab.json and merges.txt (gpt2), a tokenizer.json (json), a .model (sentencepiece), vocab.json
+    (whitespace), vocab.txt (wordpiece), dict.txt and perhaps a .model (fairseq)."""
+    eod: str | None = None
+    """Text of the token that ends a document, with data.tokenizer; null: the kind's own, such as <|endoftext|> or </s>."""
+    extra_ids: int = 0
+    """How many <extra_id_N> to append to the vocabulary, as in T5 and mT5; for tokenizer=sentencepiece."""
     eod_mask_loss: bool = False
     """Do not learn to predict what follows an end-of-document token."""
     reset_position_ids: bool = False
@@ -204,7 +213,7 @@ class DataConfig(Checked):
             yield wrong
         if self.source == "synthetic" and self.prefix:
             yield f"data.prefix={self.prefix} has no effect with data.source=synthetic"
-        for name in ("tokenizer", "split", "order"):
+        for name in ("tokenizer", "eod", "extra_ids", "split", "order"):
             value = getattr(self, name)
             if self.source == "synthetic" and value != getattr(type(self), name):
                 yield f"data.{name}={value} has no effect with data.source=synthetic"
@@ -214,6 +223,15 @@ class DataConfig(Checked):
                 yield wrong
         if self.tokenizer_files and self.tokenizer is None:
             yield "data.tokenizer_files is set but data.tokenizer is not; say which kind of tokenizer the files are"
+        yield from at_least(0, "data", extra_ids=self.extra_ids)
+        for name in ("eod", "extra_ids"):
+            if self.tokenizer is None and self.source != "synthetic" and getattr(self, name):
+                yield (
+                    f"data.{name}={getattr(self, name)} is set but data.tokenizer is not; a dataset's own tokenizer is "
+                    "used as it was made with"
+                )
+        if self.extra_ids and self.tokenizer in TOKENIZERS and self.tokenizer != "sentencepiece":
+            yield f"data.extra_ids={self.extra_ids} has no effect with data.tokenizer={self.tokenizer}; it is for sentencepiece"
         parts = self.split.replace("/", ",").split(",")
         try:
             numbers = [float(part) for part in parts]

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+
 from hpclm.data import tokenizers
 from hpclm.data.indexed import files, token_dtype
 from hpclm.data.writer import Writer
@@ -182,7 +184,8 @@ def encoded(chunks: Iterator[Chunk], job: Job, workers: int) -> Generator[Encode
 def encode(chunk: Chunk, job: Job) -> Encoded:
     """The tokens of a chunk's documents."""
     tokenizer = _tokenizer(job)
-    found = tokenizer.encode_batch(list(texts(chunk, job.key)))
+    ids, lengths = tokenizer.encode_batch(list(texts(chunk, job.key)))
+    found = [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])] if len(lengths) else []
     documents = [ids for ids in found if ids]
     if job.append_eod and tokenizer.eod is not None:
         for ids in documents:
@@ -198,9 +201,9 @@ def _tokenizer(job: Job) -> tokenizers.Tokenizer:
 def _check(job: Job) -> tokenizers.Tokenizer:
     """The job's tokenizer, after what it and --append-eod cannot do together."""
     tokenizer = _tokenizer(job)
-    if job.append_eod and tokenizer.eod is None:
-        raise ConfigError(f"--append-eod: the {job.tokenizer} tokenizer has no end-of-document token")
-    if job.append_eod and tokenizer.encode("") == [tokenizer.eod]:
+    if job.append_eod:
+        tokenizers.end(tokenizer)
+    if job.append_eod and tokenizer.ends_itself:
         raise ConfigError(f"the {job.tokenizer} tokenizer ends every document by itself; leave out --append-eod")
     return tokenizer
 
@@ -252,7 +255,9 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         "--output-prefix", required=True, metavar="P", help="writes P_text_document.bin, .idx and .json (text: the key)"
     )
     parser.add_argument(
-        "--tokenizer", metavar="KIND", help="bytes, gpt2, json, sentencepiece, whitespace, or package.module:Name"
+        "--tokenizer",
+        metavar="KIND",
+        help="bytes, fairseq, gpt2, json, sentencepiece, whitespace, wordpiece, wordpiece_lower, or package.module:Name",
     )
     parser.add_argument("--tokenizer-files", nargs="+", default=[], metavar="FILE", help="in the kind's order")
     parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")

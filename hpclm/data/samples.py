@@ -179,7 +179,7 @@ def _tokenizer(data: DataConfig, note: dict[str, Any], vocab_size: int) -> dict[
     noted = note.get("tokenizer", {})
     identity = noted
     if data.tokenizer is not None:
-        identity = tokenizers.build(data.tokenizer, data.tokenizer_files).identity
+        identity = tokenizers.of_run(data).identity
         differ = [key for key in ("size", "eod") if noted and identity.get(key) != noted.get(key)]
         hashes = [sorted(known.get("files", {}).values()) for known in (noted, identity)]
         if noted.get("kind") == identity["kind"] and hashes[0] != hashes[1]:

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     _write(output, content)
 
     tokenizer = tokenizers.build(library, [str(output)])
-    ids = sum(map(len, tokenizer.encode_batch(sample)))
+    ids = len(tokenizer.encode_batch(sample)[0])
     size = sum(len(text.encode()) for text in sample)
     print(
         f"{output}: {tokenizer.size:,} entries; {size / ids:.2f} bytes per token on the first {len(sample):,} documents"

@@ -1,0 +1,124 @@
+"""fairseq's dictionaries: reading one as a tokenizer, and making one from text.
+
+Source: facebookresearch/fairseq fairseq/data/dictionary.py and fairseq/tokenizer.py.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from hpclm.data.tokenizers import sentencepieces
+from hpclm.data.tokenizers.files import expect, no_extra_ids, only_end
+from hpclm.data.tokenizers.identities import identity
+from hpclm.data.tokenizers.interface import DEFAULTS, Batch, Options, flat
+from hpclm.errors import ConfigError
+
+SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
+EOS, UNKNOWN = 2, 3
+OVERWRITE = "#fairseq:overwrite"
+
+
+class Fairseq:
+    """Words between white space, or the pieces of a sentencepiece .model, looked up in a dict.txt; every text ends with </s>."""
+
+    ends_itself = True
+
+    def __init__(self, files: list[str], options: Options = DEFAULTS):
+        path, *models = expect("fairseq", files, "dict.txt", "x.model", optional=1)
+        no_extra_ids("fairseq", options)
+        only_end("fairseq", options, SPECIALS[EOS])
+        self.symbols, self.ids = read(path)
+        self.size, self.eod = len(self.symbols), EOS
+        self.identity = identity("fairseq", files, self.size, self.eod, DEFAULTS)
+        self.model = sentencepieces.processor("fairseq", models[0]) if models else None
+        if self.model is not None:
+            spelled = [self.model.id_to_piece(id) for id in range(self.model.get_piece_size())]
+            self._looked_up = np.array([self.ids.get(piece, UNKNOWN) for piece in spelled], np.int32)
+            # The text of these pieces is not their name, or not one word of the line that fairseq reads.
+            odd = [self.model.is_unknown(id) or piece.split() != [piece] for id, piece in enumerate(spelled)]
+            self._odd = np.array(odd, bool)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the words or pieces, <unk> for unknown ones, and </s>."""
+        words = text if self.model is None else " ".join(self.model.encode(text, out_type=str))
+        return [*(self.ids.get(word, UNKNOWN) for word in words.split()), EOS]
+
+    def encode_batch(self, texts: list[str]) -> Batch:
+        """``encode`` of each text."""
+        if self.model is None:
+            return flat([self.encode(text) for text in texts])
+        found, lengths = sentencepieces.pieces(self.model, texts)
+        if self._odd[found].any():
+            return flat([self.encode(text) for text in texts])
+        ends = np.cumsum(lengths)
+        return np.insert(self._looked_up[found], ends, np.int32(EOS)), lengths + 1
+
+    def decode(self, ids: list[int]) -> str:
+        """The words with single spaces between them, </s> spelled out; or the text of the pieces, </s> left out."""
+        words = [self.symbols[id] if 0 <= id < self.size else SPECIALS[UNKNOWN] for id in ids]
+        return " ".join(words) if self.model is None else str(self.model.decode(words))
+
+
+def read(path: Path) -> tuple[list[str], dict[str, int]]:
+    """The symbols of a dict.txt in the order of their ids, and {symbol: id}; ConfigError names a line that is wrong.
+
+    A line is "symbol count". A symbol that comes twice is refused unless the flag #fairseq:overwrite follows its count;
+    then it gets a new id.
+    """
+    symbols, ids = list(SPECIALS), {symbol: id for id, symbol in enumerate(SPECIALS)}
+    try:
+        with path.open(encoding="utf-8") as file:
+            lines = file.readlines()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"fairseq dictionary {path} is not UTF-8: {error}") from None
+    for number, line in enumerate(lines, 1):
+        rest = line.rstrip()
+        overwrite = rest.endswith(" " + OVERWRITE)
+        symbol, _, count = rest.removesuffix(" " + OVERWRITE).rpartition(" ")
+        if not symbol or not _integer(count):
+            raise ConfigError(f"fairseq dictionary {path}:{number} holds {rest!r}, not a symbol, a space and its count")
+        if symbol in ids and not overwrite:
+            raise ConfigError(
+                f"fairseq dictionary {path}:{number}: {symbol!r} is there already, with id {ids[symbol]}; "
+                f"remove one, or end the line with {OVERWRITE} to give it a new id"
+            )
+        ids[symbol] = len(symbols)
+        symbols.append(symbol)
+    if len(symbols) == len(SPECIALS):
+        raise ConfigError(f"fairseq dictionary {path} holds no symbols")
+    return symbols, ids
+
+
+def dictionary(texts: Iterable[str], threshold: int = 0, words: int = -1, padding: int = 8) -> str:
+    """The content of a dict.txt: the words of ``texts`` by falling count, ties in alphabetical order.
+
+    threshold: smallest count of a word that is kept. words: entries at most, specials included; 0 or less: no limit.
+    padding: entries are made up (madeupword0000 ...) until it divides their number, specials included.
+    """
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(text.split())
+    for special in SPECIALS:
+        del counts[special]
+    ranked = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))
+    kept = [(word, count) for word, count in ranked if count >= threshold]
+    if words > 0:
+        kept = kept[: max(0, words - len(SPECIALS))]
+    known = {word for word, _ in kept}
+    made_up = 0
+    while padding > 1 and (len(kept) + len(SPECIALS)) % padding:
+        word = f"madeupword{made_up:04d}"
+        made_up += 1
+        if word not in known:
+            kept.append((word, 0))
+    return "".join(f"{word} {count}\n" for word, count in kept)
+
+
+def _integer(text: str) -> bool:
+    try:
+        int(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,204 @@
+"""GPT-2's byte-level BPE by the gigatoken library, which only this file imports: fast, and the ids of ``tokenizers``.
+
+The two libraries carry tables of different Unicode versions, and so may cut a text at different places. A text with a
+character that they see differently goes to ``tokenizers``; tests/data/test_tokenizers_gigatoken.py tries all of Unicode.
+"""
+
+import logging
+import os
+import unicodedata
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpclm.data.tokenizers.interface import Batch
+
+log = logging.getLogger("hpclm")
+
+# Letters and digits that Unicode 17 added: gigatoken 0.10 knows them, tokenizers 0.23 does not.
+ADDED = [
+    (0x88F, 0x88F),  # Arabic
+    (0xC5C, 0xC5C),  # Telugu
+    (0xCDC, 0xCDC),  # Kannada
+    (0xA7CE, 0xA7CF),  # Latin
+    (0xA7D2, 0xA7D2),
+    (0xA7D4, 0xA7D4),
+    (0xA7F1, 0xA7F1),
+    (0x10940, 0x10959),  # Sidetic
+    (0x10EC5, 0x10EC7),  # Arabic
+    (0x11DB0, 0x11DDB),  # Tolong Siki
+    (0x11DE0, 0x11DE9),
+    (0x16EA0, 0x16EB8),  # Beria Erfe
+    (0x16EBB, 0x16ED3),
+    (0x16FF2, 0x16FF6),  # Chinese
+    (0x187F8, 0x187FF),  # Tangut
+    (0x18D09, 0x18D1E),
+    (0x18D80, 0x18DF2),
+    (0x1E6C0, 0x1E6DE),  # Tai Yo
+    (0x1E6E0, 0x1E6E2),
+    (0x1E6E4, 0x1E6E5),
+    (0x1E6E7, 0x1E6ED),
+    (0x1E6F0, 0x1E6F4),
+    (0x1E6FE, 0x1E6FF),
+    (0x2B73A, 0x2B73F),  # Chinese
+    (0x2CEA2, 0x2CEAD),
+    (0x323B0, 0x33479),
+]
+SLICE = 1 << 21  # characters that are encoded at a time
+GROWTH = 48 << 20  # bytes that the process may grow by before the library's object is made anew
+KEPT = 6  # bytes that the library keeps, at most, for each byte of words that it has not met
+
+Encode = Callable[[list[str]], Batch]
+
+
+def faster(settings: str, exact: Encode, markers: list[str]) -> "Fast | None":
+    """What does ``exact`` faster, or None (and a line in the log) where that cannot be had.
+
+    settings: tokenizer.json of a GPT-2-style BPE without added tokens; exact: encode_batch of that BPE, with them, by the
+    tokenizers library; markers: texts that ``exact`` may treat in its own way, such as added tokens.
+    """
+    try:
+        fast = Fast(settings, exact, markers)
+        texts = probe()
+        wanted, _ = exact(texts)
+        found = [id for text in texts for id in fast.encode(text)]
+    except BaseException as error:  # a panic in Rust code is no Exception
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
+        log.warning("encoding with tokenizers, many times slower: gigatoken cannot be used here (%s)", error)
+        return None
+    if not np.array_equal(wanted, found):
+        log.warning("encoding with tokenizers, many times slower: gigatoken's ids for a short text differ")
+        return None
+    return fast
+
+
+class Fast:
+    """gigatoken where its ids are those of ``exact``, and ``exact`` where they may not be."""
+
+    def __init__(self, settings: str, exact: Encode, markers: list[str]):
+        self._settings, self._exact, self._markers = settings, exact, [marker for marker in markers if marker]
+        self._differs = np.zeros(0x110000, bool)
+        for first, last in ADDED:
+            self._differs[first : last + 1] = True
+        self._library = _load(settings)
+        self._read = self._looked = 0
+        self._base: int | None = None
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of ``text``."""
+        if self._slow([text]):
+            return self._exact([text])[0].tolist()
+        ids: list[int] = self._library.encode(text).tolist()  # unlike a batch, without importing awkward for 0.2 s
+        self._renew(len(text))
+        return ids
+
+    def encode_batch(self, texts: list[str]) -> Batch:
+        """``encode`` of each text."""
+        slow = self._slow(texts)
+        if not slow:
+            return self._fast(texts)
+        is_slow = np.zeros(len(texts), bool)
+        is_slow[slow] = True
+        parts = [self._exact([texts[i] for i in slow]), self._fast([texts[i] for i in np.flatnonzero(~is_slow)])]
+        lengths = np.empty(len(texts), np.int64)
+        lengths[is_slow], lengths[~is_slow] = parts[0][1], parts[1][1]
+        ids = np.empty(int(lengths.sum()), np.int64)
+        from_slow = np.repeat(is_slow, lengths)
+        ids[from_slow], ids[~from_slow] = parts[0][0], parts[1][0]
+        return ids, lengths
+
+    def _slow(self, texts: list[str]) -> list[int]:
+        """Which texts have a character that the libraries see differently, or a marker."""
+        found = {i for marker in self._markers for i, text in enumerate(texts) if marker in text}
+        wide = [i for i, text in enumerate(texts) if not text.isascii()]
+        if wide and self._differ("".join([texts[i] for i in wide])):
+            found.update(i for i in wide if self._differ(texts[i]))
+        return sorted(found)
+
+    def _differ(self, text: str) -> bool:
+        return any(
+            bool(self._differs[np.frombuffer(text[start : start + SLICE].encode("utf-32-le"), np.uint32)].any())
+            for start in range(0, len(text), SLICE)
+        )
+
+    def _fast(self, texts: list[str]) -> Batch:
+        ids: list[NDArray[np.integer]] = [np.empty(0, np.uint32)]
+        lengths: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
+        for some in _slices(texts):
+            layout = self._library.encode_batch(some, parallel=False).layout
+            bounds = np.asarray(layout.offsets.data)
+            ids.append(np.asarray(layout.content.data)[bounds[0] : bounds[-1]])
+            lengths.append(np.diff(bounds))
+            self._renew(sum(map(len, some)))
+        if len(ids) == 2:
+            return ids[1], lengths[1]
+        return np.concatenate(ids), np.concatenate(lengths)
+
+    def _renew(self, characters: int) -> None:
+        """Make the library's object anew when the process has grown: it keeps every word it meets, for ever.
+
+        On text without a known word that is about 5 bytes for each byte; making it anew takes 0.1 s.
+        """
+        self._read += characters
+        if self._read - self._looked < SLICE:
+            return
+        self._looked = self._read
+        held = _resident(self._read)
+        if self._base is None:
+            self._base = held
+        elif held - self._base > GROWTH:
+            self._library = None  # before the new one is made
+            self._library, self._base = _load(self._settings), None
+
+
+def probe() -> list[str]:
+    """Short texts that the two libraries must agree on, or they are of versions that were never compared.
+
+    In the first stand the ends of every run of letters, digits, white space and other characters; "'s" is a word of its
+    own behind a letter or a digit, and a part of one behind the others.
+    """
+    codes = [code for code in range(0x20000) if not 0xD800 <= code < 0xE000]
+    kinds = [_kind(chr(code)) for code in codes]
+    edges = {code for i, code in enumerate(codes) if i and kinds[i] != kinds[i - 1] for code in codes[i - 1 : i + 1]}
+    edges -= {code for first, last in ADDED for code in range(first, last + 1)}
+    return [
+        "".join(f"{chr(code)}'s" for code in sorted(edges)),
+        "Hello  world,\n\n\tit's 2024: we'll, I'VE, they're \u3000 done... <|endoftext|></s>[SEP]",
+        "天地玄黄，宇宙洪荒 e\u0301 \U0001f469\u200d\U0001f52c ١٢٣ x² ½\r\n Ünïcödé\u00a0\u0085\u2028\x00\x1c",
+        "a" * 300 + " " * 300 + "ab" * 300 + "-" * 300,
+        "",
+    ]
+
+
+def _kind(character: str) -> str:
+    kind = unicodedata.category(character)[0]
+    return kind if kind in "LN" else "Z" if character.isspace() else "other"
+
+
+def _load(settings: str) -> Any:
+    from gigatoken.gigatoken_rs import load_hf_json
+
+    return load_hf_json(settings)
+
+
+def _slices(texts: list[str]) -> Iterator[list[str]]:
+    """``texts`` in order, about SLICE characters at a time."""
+    ends = np.cumsum([len(text) for text in texts])
+    first = 0
+    while first < len(texts):
+        before = int(ends[first - 1]) if first else 0
+        last = max(first + 1, int(np.searchsorted(ends, before + SLICE, "right")))
+        yield texts[first:last]
+        first = last
+
+
+def _resident(read: int) -> int:
+    """Bytes of memory that this process holds; where the system does not tell, what ``read`` characters may have cost."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return KEPT * read

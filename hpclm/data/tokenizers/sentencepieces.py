@@ -1,0 +1,119 @@
+"""Models of the sentencepiece library, which only this file imports."""
+
+import io
+import re
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpclm.data.tokenizers.files import expect, load, named_end
+from hpclm.data.tokenizers.identities import identity
+from hpclm.data.tokenizers.interface import DEFAULTS, Batch, Options, flat
+from hpclm.errors import ConfigError
+
+USER_DEFINED = 4  # ModelProto.SentencePiece.Type
+EXTRA = "\u2581<extra_id_{}>"
+BEFORE_EXTRA = re.compile(r"(?<=[^ ])(?=<extra_id_)")
+
+
+class SentencePiece:
+    """A sentencepiece .model; the end of a document is its </s>, or the piece that the options name.
+
+    <extra_id_N> follow the model's own pieces as in T5 and mT5: <extra_id_0> has the last id, and takes the space before
+    it along. Source: google/seqio seqio/vocabularies.py, SentencePieceVocabulary.
+    """
+
+    ends_itself = False
+
+    def __init__(self, files: list[str], options: Options = DEFAULTS):
+        [path] = expect("sentencepiece", files, "x.model")
+        self.model = processor("sentencepiece", path, options.extra_ids)
+        self.size = self.model.get_piece_size()
+        self.extra_ids = options.extra_ids
+        own = self.model.eos_id() if self.model.eos_id() >= 0 else None
+        if options.eod is None:
+            self.eod = own
+        else:
+            pieces = {self.model.id_to_piece(id): id for id in range(self.size)}
+            pieces |= {piece[1:]: id for piece, id in pieces.items() if id >= self.size - options.extra_ids}
+            controls = [piece for piece, id in pieces.items() if self.model.is_control(id)]
+            angled = [piece for piece in pieces if re.fullmatch(r"<[^0].*>", piece) and piece not in controls]
+            self.eod = named_end("sentencepiece", path, options, pieces, controls + angled)
+        self.identity = identity("sentencepiece", files, self.size, self.eod, options)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the pieces."""
+        return list(self.model.encode(self._spaced(text)))
+
+    def encode_batch(self, texts: list[str]) -> Batch:
+        """``encode`` of each text, on one thread."""
+        return pieces(self.model, [self._spaced(text) for text in texts] if self.extra_ids else texts)
+
+    def decode(self, ids: list[int]) -> str:
+        """The text; control pieces such as </s> are left out."""
+        return str(self.model.decode(ids))
+
+    def _spaced(self, text: str) -> str:
+        """``text`` with a space before each <extra_id_N>, which is a part of that piece."""
+        return BEFORE_EXTRA.sub(" ", text) if self.extra_ids and "<extra_id_" in text else text
+
+
+def processor(kind: str, path: Path, extra_ids: int = 0) -> Any:
+    """The library's object for the model at ``path``, with ``extra_ids`` pieces appended."""
+    from sentencepiece import SentencePieceProcessor
+
+    model = load(kind, [path], lambda: SentencePieceProcessor(model_file=str(path)))
+    if not extra_ids:
+        return model
+    there = [k for k in range(extra_ids) if model.id_to_piece(model.piece_to_id(EXTRA.format(k))) == EXTRA.format(k)]
+    if there:
+        raise ConfigError(f"{path} has <extra_id_{there[0]}> and {len(there) - 1} more already; leave out extra_ids")
+    # A protobuf message is the concatenation of its fields, so pieces are added by appending them.
+    added = b"".join(_piece(EXTRA.format(k)) for k in reversed(range(extra_ids)))
+    return SentencePieceProcessor(model_proto=path.read_bytes() + added)
+
+
+def pieces(model: Any, texts: list[str]) -> Batch:
+    """Ids of ``texts`` by the library's ``model``, on one thread."""
+    try:
+        found = model.encode(texts, num_threads=1, out_type="numpy")  # since 0.2.2; saves making Python integers
+    except (ValueError, RuntimeError):
+        return flat(model.encode(texts, num_threads=1))
+    lengths = np.fromiter(map(len, found), np.int64, len(found))
+    return np.concatenate(found) if found else np.empty(0, np.int32), lengths
+
+
+def train_sentencepiece(texts: Iterable[str], kind: str, vocab_size: int) -> bytes:
+    """The .model of a sentencepiece tokenizer, ``kind`` bpe or unigram, learned from the lines of ``texts``.
+
+    Text comes back from its ids unchanged: no normalisation, and bytes for rare characters. All lines are held in memory.
+    """
+    from sentencepiece import SentencePieceTrainer
+
+    model = io.BytesIO()
+    lines: Iterator[str] = (line for text in texts for line in text.splitlines() if line)
+    try:
+        SentencePieceTrainer.train(
+            sentence_iterator=lines,
+            model_writer=model,
+            model_type=kind,
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            max_sentence_length=1 << 20,  # bytes; the library's own limit drops longer lines
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise ConfigError(f"sentencepiece cannot learn {vocab_size} entries from this text: {error}") from None
+    return model.getvalue()
+
+
+def _piece(text: str) -> bytes:
+    """A user-defined piece as field 1 of a ModelProto: {1: text, 2: score as float, 3: type}."""
+    raw = text.encode()
+    inner = bytes([0x0A, len(raw)]) + raw + b"\x15" + struct.pack("<f", 0.0) + bytes([0x18, USER_DEFINED])
+    return bytes([0x0A, len(inner)]) + inner

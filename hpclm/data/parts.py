@@ -92,18 +92,17 @@ def _join_if_all_are_there(folder: Path, asked: Request, identity: dict[str, Any
         every = range(asked.share.parts)
         return all(_whole(prefix, identity) for part in every for prefix in _prefixes(folder, asked, part))
 
-    # A process that finishes while another looks is turned away at the lock, so whoever held it looks again.
-    while complete():
-        with _lock(folder) as held:
-            if not held:
-                return None
-            if complete():
-                reports = _join(folder, asked)
-                gone = folder.with_name(f"{folder.name}.tmp-{os.getpid()}-{secrets.token_hex(3)}")
-                folder.rename(gone)  # in one step: a half-removed folder would look like a job to go on with
-                shutil.rmtree(gone)
-                return reports
-    return None
+    # The last to finish sees all parts. Where two see them, one joins and the other is turned away at the lock.
+    if not complete():
+        return None
+    with _lock(folder) as held:
+        if not held or not complete():  # or joined and removed in the meantime
+            return None
+        reports = _join(folder, asked)
+        gone = folder.with_name(f"{folder.name}.tmp-{os.getpid()}-{secrets.token_hex(3)}")
+        folder.rename(gone)  # in one step: a half-removed folder would look like a job to go on with
+        shutil.rmtree(gone)
+        return reports
 
 
 @contextmanager

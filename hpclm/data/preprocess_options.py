@@ -258,7 +258,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
     add("--empty", choices=["skip", "keep", "error"], default="skip", help="documents without a token; default: skip")
     add("--on-error", choices=["stop", "skip"], default="stop", help="lines that cannot be read; default: stop")
-    add("--deduplicate", action="store_true", help="leave out exact repeats; 35 bytes of scratch disk a document")
+    add("--deduplicate", action="store_true", help="leave out exact repeats; up to 35 bytes of scratch disk a document")
     add("--split-sentences", action="store_true", help="a sequence for each sentence; writes P_text_sentence")
     add("--language", "--lang", metavar="CODE", help="whose sentences, as en or zh; default: en")
     add("--keep-newlines", action="store_true", help="sentences keep the white space after them")

@@ -1,7 +1,7 @@
 """Which documents were seen before, in little memory: their hashes lie in a B-tree on disk.
 
 A Bloom filter of fixed size knows most new documents for new, so that the tree is asked about few, and grows by sorted
-batches. About 35 bytes of disk for each new document; the file has no name, so that nothing is left of a killed run.
+batches. Some 25 to 35 bytes of disk for each new document; the file has no name, so that nothing is left of a killed run.
 """
 
 import errno

@@ -1,16 +1,11 @@
 """Writes datasets: tokens stream to files aside, which take the dataset's name only when all of them are whole.
 
-Layouts as hpclm/data/indexed.py describes them: Megatron's, and fairseq's, whose index has no documents.
+Layouts as hpclm/data/formats.py describes them: Megatron's, and fairseq's, whose index has no documents.
 """
 
-import glob
 import json
 import os
-import re
-import secrets
 import shutil
-import socket
-import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -19,13 +14,13 @@ from typing import IO, Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from hpclm.data.indexed import BLOCK, DTYPES, HEADER, MAGIC, VERSION, files
+from hpclm.data.formats import DTYPES, FAIRSEQ_HEADER, FAIRSEQ_ONLY, HEADER, MAGIC, VERSION
+from hpclm.data.indexed import files
 from hpclm.errors import ConfigError, HpclmError
-from hpclm.files import sync_folder
+from hpclm.files import aside, sweep, sync_folder
 
 LONGEST = 2**31 - 1  # tokens of a sequence: sizes are int32
-ABANDONED = 24 * 3600  # seconds without a write after which another machine's unfinished files are swept too
-FAIRSEQ_HEADER = HEADER.size - 8  # no count of documents
+BLOCK = 1 << 20  # sequences, and tokens, that are held at a time
 
 Layout = Literal["megatron", "fairseq"]
 
@@ -39,13 +34,13 @@ class Writer:
 
     def __init__(self, prefix: str | Path, dtype: DTypeLike, layout: Layout = "megatron"):
         self.dtype, self.layout = np.dtype(dtype).newbyteorder("<"), layout
-        codes = [code for code, known in DTYPES.items() if known == self.dtype]
+        possible = {code: known for code, known in DTYPES.items() if layout == "fairseq" or code not in FAIRSEQ_ONLY}
+        codes = [code for code, known in possible.items() if known == self.dtype]
         if not codes:
-            known = [known.name for known in DTYPES.values()]
-            raise ConfigError(f"tokens cannot be stored as {self.dtype.name}; choose one of {known}")
+            known = [known.name for known in possible.values()]
+            raise ConfigError(f"{layout}'s layout cannot store tokens as {self.dtype.name}; choose one of {known}")
         self._code, self._range = codes[0], np.iinfo(self.dtype)
         self._final = files(prefix)
-        self._mark = f".tmp-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self._open = ExitStack()
         self._ended = 0
         self.tokens = 0
@@ -95,16 +90,21 @@ class Writer:
         self._bound(first + np.cumsum(documents))
 
     def _append(self, tokens: NDArray, sizes: NDArray[np.integer]) -> None:
-        if tokens.size and tokens.dtype != self.dtype:
-            low, high = int(tokens.min()), int(tokens.max())
-            if low < self._range.min or high > self._range.max:
-                raise ConfigError(f"token ids {low} to {high} do not fit in {self.dtype.name}")
         if sizes.size and sizes.max() > LONGEST:
             raise ConfigError(f"a sequence of {sizes.max()} tokens is too long: an index holds at most {LONGEST}")
         self._sizes.write(sizes.astype("<i4", copy=False).tobytes())
-        self._tokens.write(np.ascontiguousarray(tokens, self.dtype).data)
+        for start in range(0, tokens.size, BLOCK):
+            self._tokens.write(self._fitting(tokens[start : start + BLOCK]).data)
         self.tokens += tokens.size
         self.sequences += sizes.size
+
+    def _fitting(self, tokens: NDArray) -> NDArray:
+        """``tokens``, at least one, in the type of the file."""
+        if tokens.dtype != self.dtype:
+            low, high = int(tokens.min()), int(tokens.max())
+            if low < self._range.min or high > self._range.max:
+                raise ConfigError(f"token ids {low} to {high} do not fit in {self.dtype.name}")
+        return np.ascontiguousarray(tokens, self.dtype)
 
     def _bound(self, bounds: NDArray[np.integer]) -> None:
         """Documents end before the sequences numbered ``bounds``."""
@@ -117,14 +117,13 @@ class Writer:
         self._ended = self.sequences
 
     def __enter__(self) -> "Writer":
-        self._sweep()
-        tokens, index, note = self._final
-        self._tokens = self._aside(tokens)
-        self._index = self._aside(index)
-        self._note = self._aside(note)
-        self._sizes = self._aside(index, "-sizes")
-        self._bounds = self._aside(index, "-bounds")
-        self._modes = self._aside(index, "-modes")
+        for path in self._final:
+            sweep(path)
+        tokens, index, note = (aside(path) for path in self._final)
+        self._tokens, self._index, self._note = self._new(tokens), self._new(index), self._new(note)
+        self._sizes, self._bounds, self._modes = (
+            self._new(Path(f"{index}-{part}")) for part in ("sizes", "bounds", "modes")
+        )
         self._bounds.write(bytes(8))  # the first document begins at sequence 0
         return self
 
@@ -133,32 +132,17 @@ class Writer:
             if kind is None:
                 self._commit()
 
-    def _aside(self, path: Path, part: str = "") -> IO[bytes]:
-        """A new file beside ``path``, closed and removed at the end unless it was renamed."""
-        aside = path.with_name(path.name + self._mark + part)
-        file = aside.open("w+b")
+    def _new(self, path: Path) -> IO[bytes]:
+        """A new file, closed and removed at the end unless it was renamed."""
+        file = path.open("w+b")
 
         def discard() -> None:
             with suppress(OSError):  # on a full disk closing fails as writing did
                 file.close()
-            aside.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
 
         self._open.callback(discard)
         return file
-
-    def _sweep(self) -> None:
-        """Remove what writers of this dataset left behind when they were killed."""
-        host = re.escape(socket.gethostname())
-        for path in self._final:
-            for old in path.parent.glob(f"{glob.escape(path.name)}.tmp-*"):
-                owner = re.fullmatch(rf"\.tmp-{host}-(\d+)-[0-9a-f]+.*", old.name.removeprefix(path.name))
-                with suppress(FileNotFoundError):  # another writer may be sweeping too
-                    if owner:
-                        gone = Path("/proc/self").exists() and not Path(f"/proc/{owner[1]}").exists()
-                    else:
-                        gone = time.time() - old.stat().st_mtime > ABANDONED
-                    if gone:
-                        old.unlink()
 
     def _commit(self) -> None:
         if self._ended != self.sequences:
@@ -172,7 +156,7 @@ class Writer:
         columns = 12 * self.sequences
         wanted = {
             self._tokens: self.tokens * self.dtype.itemsize,
-            self._index: FAIRSEQ_HEADER + columns
+            self._index: FAIRSEQ_HEADER.size + columns
             if self.layout == "fairseq"
             else HEADER.size + columns + 8 * (self.documents + 1) + modes,
         }
@@ -194,7 +178,7 @@ class Writer:
     def _write_index(self) -> None:
         counts = (self.sequences, self.documents + 1)
         head = HEADER.pack(MAGIC, VERSION, self._code, *counts)
-        self._index.write(head[:FAIRSEQ_HEADER] if self.layout == "fairseq" else head)
+        self._index.write(head[: FAIRSEQ_HEADER.size] if self.layout == "fairseq" else head)
         _copy(self._sizes, self._index)
         self._sizes.seek(0)
         end = 0

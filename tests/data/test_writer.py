@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from hpclm.data.indexed import IndexedDataset
-from hpclm.data.writer import ABANDONED, Writer
+from hpclm.data.writer import Writer
 from hpclm.errors import ConfigError
+from hpclm.files import ABANDONED
 
 DOCUMENTS = [[[1, 2, 3], [4]], [], [[5, 6]], [[], [7]]]
 

@@ -19,6 +19,7 @@ VERBS = {
     "train": ("hpclm.train", "train a model, or go on with a run"),
     "config": ("hpclm.config.show", "print and explain settings"),
     "preprocess": ("hpclm.data.preprocess", "turn text into a dataset"),
+    "data": ("hpclm.data.__main__", "inspect, verify, merge and convert datasets"),
     "evaluate": ("hpclm.evaluate", "measure the loss of a run's model on held-out data"),
     "generate": ("hpclm.generate", "continue a prompt with a run's model"),
 }

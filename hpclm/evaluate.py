@@ -16,7 +16,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("run", type=Path, help="run directory")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings that differ from the run's own")
     parser.add_argument(
-        "--part", choices=("valid", "test", "train"), default="valid", help="part of the run's data (default: valid)"
+        "--part",
+        default="valid",
+        metavar="PART",
+        help="valid, test, train, or valid/NAME of data.validation (default: valid)",
     )
     parser.add_argument("--samples", type=int, help="read this many samples (default: one pass over the part)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -54,7 +57,7 @@ def measure(run: Path, overrides: list[str], part: str, wanted: int | None) -> d
     source = sources.build(config)
     samples = source.samples(part, wanted)
     count = len(samples) if wanted is None else wanted
-    batches = Batches(samples, config.plan(), config.data, config.model.vocab_size, source.eod, device)
+    batches = Batches(samples, config, config.plan(), source.eod, device)
     loss = TokenLoss(config.engine.loss_chunk)
     total = tokens = 0.0
     with torch.no_grad(), tqdm(total=count, unit="sample", disable=None) as bar:

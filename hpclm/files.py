@@ -1,10 +1,19 @@
 """Files a person names: checked before they are used, written whole or not at all."""
 
+import glob
 import os
+import re
+import secrets
+import shutil
+import socket
 import stat
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from hpclm.errors import ConfigError
+
+ABANDONED = 24 * 3600  # seconds without a write after which what another machine left unfinished is swept too
 
 
 def readable(path: str | Path, what: str) -> Path:
@@ -48,6 +57,25 @@ def write_text(path: Path, text: str) -> None:
     finally:
         aside.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def aside(path: Path) -> Path:
+    """A name beside ``path`` for what is not finished yet; it says whose it is, so that ``sweep`` can tell."""
+    return path.with_name(f"{path.name}.tmp-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}")
+
+
+def sweep(path: Path) -> None:
+    """Remove what was left aside of ``path`` by processes that are gone."""
+    own = re.compile(rf"\.tmp-{re.escape(socket.gethostname())}-(\d+)-[0-9a-f]+.*")
+    for old in path.parent.glob(f"{glob.escape(path.name)}.tmp-*"):
+        owner = own.fullmatch(old.name.removeprefix(path.name))
+        with suppress(FileNotFoundError):  # another process may be sweeping too
+            if owner:
+                gone = Path("/proc/self").exists() and not Path(f"/proc/{owner[1]}").exists()
+            else:
+                gone = time.time() - old.stat().st_mtime > ABANDONED
+            if gone:
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
 
 
 def sync_folder(path: Path) -> None:

@@ -24,6 +24,7 @@ from hpclm.meter import Meter, Speed
 from hpclm.model import count
 from hpclm.optim.guard import Guard
 from hpclm.optim.schedules import learning_rate, shape
+from hpclm.validation import evaluate, held_out
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +43,8 @@ def run(config: RunConfig) -> int:
 
         source = sources.build(config)
         length = budget.length(config, plan, source.per_epoch("train"))
-        train = batches_of("train", length.samples, source, config, plan, device)
-        held_out_size = evaluation_size(source, config)
-        held_out = evaluation_batches(held_out_size, source, config, plan, device)
+        train = Batches(source.samples("train", length.samples), config, plan, source.eod, device)
+        parts = held_out(source, config, plan, device)
         shape(config.optim)  # a schedule that cannot be loaded is no news for the end of the warm-up
         tell(config, plan, length, len(train.samples))
         engine = engines.build(config, device, dtype)
@@ -63,13 +63,8 @@ def run(config: RunConfig) -> int:
             with Meter(out, config.log, start, length.steps, speed(config, device, dtype)) as meter:
                 while True:
                     over = finished(config, length, progress)
-                    if (
-                        held_out
-                        and not preemption.signal
-                        and evaluation_due(config, progress, over, meter.evaluated_at)
-                    ):
-                        loss = engine.evaluate(held_out.take(0, held_out_size))
-                        meter.evaluated(progress.step, progress.samples, loss)
+                    if over or due(config.evaluate.every, progress):
+                        evaluate(parts, engine, meter, progress, lambda: preemption.signal)
                     leaving = preemption.signal
                     last = over or bool(leaving)
                     if progress.step > saved and (last or due(config.checkpoint.every, progress)):
@@ -86,33 +81,6 @@ def run(config: RunConfig) -> int:
         return REQUEUE
     logger.info(ending(config, length, progress))
     return 0
-
-
-def batches_of(
-    part: str, wanted: int | None, source: Source, config: RunConfig, plan: Plan, device: torch.device
-) -> Batches:
-    """Batches of a part of the data."""
-    return Batches(source.samples(part, wanted), plan, config.data, config.model.vocab_size, source.eod, device)
-
-
-def evaluation_size(source: Source, config: RunConfig) -> int:
-    """Samples an evaluation reads: ``evaluate.batches`` global batches, or all there are; 0 where there is none."""
-    if not config.evaluate.every:
-        return 0
-    if not source.weight("valid"):
-        logger.info("no evaluation: data.split=%s keeps nothing for it", config.data.split)
-        return 0
-    return max(1, min(config.evaluate.batches * config.batch.global_size, source.per_epoch("valid")))
-
-
-def evaluation_batches(
-    size: int, source: Source, config: RunConfig, plan: Plan, device: torch.device
-) -> Batches | None:
-    """What evaluations read; ConfigError when the held-out part is too short."""
-    try:
-        return batches_of("valid", size, source, config, plan, device) if size else None
-    except ConfigError as error:
-        raise ConfigError(f"{error}; or evaluate.every=0, to train without evaluations") from None
 
 
 def begin(progress: Progress, length: Length) -> Progress:
@@ -139,7 +107,9 @@ def one_step(
     seconds = time.perf_counter() - began
     progress = progress.after(size, seconds, result.skipped)
     measured = dict(loss=result.loss, lr=lr, grad_norm=result.grad_norm, loss_scale=result.loss_scale)
-    measured |= dict(skipped=progress.skipped, batch_size=size, step_seconds=seconds, data_seconds=loaded - began)
+    waited = loaded - began
+    measured |= dict(skipped=progress.skipped, batch_size=size, step_seconds=seconds)
+    measured |= dict(data_seconds=waited, data_fraction=waited / seconds)
     return progress, result, measured
 
 
@@ -158,11 +128,6 @@ def speed(config: RunConfig, device: torch.device, dtype: torch.dtype) -> Speed:
 def due(every: int, progress: Progress) -> bool:
     """Whether something that happens ``every`` steps happens now; 0 is never."""
     return bool(every) and progress.step > 0 and progress.step % every == 0
-
-
-def evaluation_due(config: RunConfig, progress: Progress, over: bool, done: set[int]) -> bool:
-    """Whether to evaluate now: at intervals, at the end, and where a stopped run did not come to it."""
-    return progress.step not in done and (over or due(config.evaluate.every, progress))
 
 
 def finished(config: RunConfig, length: Length, progress: Progress) -> bool:

@@ -28,9 +28,11 @@ TAGS = {
     "step_seconds": "iteration-time/iteration-time",
     "tokens_per_second": "iteration-time/tokens per second",
     "mfu": "iteration-time/mfu",
+    "data_fraction": "iteration-time/fraction waiting for data",
     "validation_loss": "lm-loss-validation/lm loss validation",
     "validation_perplexity": "lm-loss-validation/lm loss validation ppl",
 }
+NOTABLE_WAIT = 0.05  # part of the step time spent waiting for data from which the log line says so
 
 
 class Meter:
@@ -46,7 +48,7 @@ class Meter:
 
     def __enter__(self) -> "Meter":
         rows = forget_after(self.path, self.start)
-        self.evaluated_at = {row["step"] for row in rows if "validation_loss" in row}
+        self.evaluated_at = {(row["step"], row.get("part", "valid")) for row in rows if "validation_loss" in row}
         self._file = self._open.enter_context(self.path.open("a", buffering=1, encoding="utf-8"))
         self._boards = self.folder and (
             board(self.folder, self.start, self._open),
@@ -73,12 +75,14 @@ class Meter:
         if step % self.every == 0 or step == self.total or step == self.start + 1:
             self._tell(step)
 
-    def evaluated(self, step: int, samples: int, loss: float) -> None:
+    def evaluated(self, step: int, samples: int, loss: float, part: str) -> None:
         """A loss on held-out data; perplexity is exp(loss), cut at exp(20) as the peers do."""
         perplexity = math.exp(min(20.0, loss))
-        self.evaluated_at.add(step)
-        self._write({"step": step, "samples": samples, "validation_loss": loss, "validation_perplexity": perplexity})
-        log.info("step %d  validation loss %.4f  perplexity %.2f", step, loss, perplexity)
+        self.evaluated_at.add((step, part))
+        row = {"step": step, "samples": samples, "part": part}
+        name = part.removeprefix("valid").removeprefix("/")
+        self._write({**row, "validation_loss": loss, "validation_perplexity": perplexity}, f" {name}" if name else "")
+        log.info("step %d  validation loss%s %.4f  perplexity %.2f", step, f" of {name}" * bool(name), loss, perplexity)
 
     def _tell(self, step: int) -> None:
         """The log line: means over the steps since the last one."""
@@ -86,21 +90,23 @@ class Meter:
         seconds = sum(row["step_seconds"] for row in rows)
         row = rows[-1] | self.speed(sum(r["batch_size"] for r in rows), seconds)
         row["loss"] = sum(r["loss"] for r in rows) / len(rows)
+        row["data_fraction"] = sum(r["data_seconds"] for r in rows) / seconds
         left = ""
         if self.total:
             left = f"  {_clock((self.total - step) * seconds / len(rows))} left"
         of = f"/{self.total}" if self.total else ""
         log.info("step %d%s  %s  %.3f s/step%s", step, of, _words(row), seconds / len(rows), left, extra=LIVE)
 
-    def _write(self, row: dict[str, Any]) -> None:
+    def _write(self, row: dict[str, Any], suffix: str = "") -> None:
+        """A row of metrics.jsonl, and its scalars under their tags, each followed by ``suffix``."""
         finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
         self._file.write(json.dumps(finite) + "\n")
         for key, tag in TAGS.items():
             value = finite.get(key)
             if self._boards and value is not None:
                 by_step, by_samples = self._boards
-                by_step(tag, value, row["step"])
-                by_samples(f"{tag} vs samples", value, row["samples"])
+                by_step(tag + suffix, value, row["step"])
+                by_samples(f"{tag}{suffix} vs samples", value, row["samples"])
 
 
 class Speed:
@@ -159,6 +165,8 @@ def _words(row: dict[str, Any]) -> str:
     parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
     if "mfu" in row:
         parts.append(f"MFU {row['mfu']:.1%}")
+    if row.get("data_fraction", 0) > NOTABLE_WAIT:
+        parts.append(f"{row['data_fraction']:.0%} waiting for data")
     return "  ".join(parts)
 
 

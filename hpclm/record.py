@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from hpclm import __version__, config
+from hpclm.config.mixture import mixture
 
 LIBRARIES = ("torch", "numpy", "deepspeed", "fairscale", "safetensors", "tokenizers", "sentencepiece", "omegaconf")
 
@@ -38,8 +39,25 @@ def start(out: Path, run: config.RunConfig, step: int) -> None:
 
 def absolute(data: config.DataConfig) -> config.DataConfig:
     """``data`` with paths that mean the same from any folder."""
-    prefix = data.prefix and str(Path(data.prefix).absolute())
-    return replace(data, prefix=prefix, tokenizer_files=[str(Path(file).absolute()) for file in data.tokenizer_files])
+
+    def whole(path: str) -> str:
+        return str(Path(path).absolute())
+
+    def listed(words: list[str]) -> list[str]:
+        paths = set(mixture(words, "data").prefixes) if words else set()
+        return [whole(word) if word in paths else word for word in words]
+
+    return replace(
+        data,
+        prefix=data.prefix and whole(data.prefix),
+        blend=listed(data.blend),
+        train=listed(data.train),
+        valid=listed(data.valid),
+        test=listed(data.test),
+        validation=[f"{name}={whole(path)}" for name, _, path in (word.partition("=") for word in data.validation)],
+        index_cache=data.index_cache and whole(data.index_cache),
+        tokenizer_files=[whole(file) for file in data.tokenizer_files],
+    )
 
 
 def versions() -> dict[str, str]:

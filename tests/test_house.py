@@ -18,6 +18,7 @@ FLOORS = [
     {"engine"},
     {"checkpoint"},
     {"meter", "record"},
+    {"validation"},
     {"loop"},
     {"cli"},
     {"train", "evaluate", "generate", "preprocess", "__main__"},
@@ -38,7 +39,13 @@ DOORS = {
     "tensorboard": "meter.py",
 }
 # A room's command line may use how verbs end, which stands above it.
-VERBS = {"config/__main__.py", "config/show.py", "data/preprocess.py", "data/train_tokenizer.py"}
+VERBS = {
+    "config/__main__.py",
+    "config/show.py",
+    "data/__main__.py",
+    "data/preprocess.py",
+    "data/train_tokenizer.py",
+}
 
 
 def imported(path):

@@ -221,7 +221,7 @@ def _is_leaf(key: str) -> bool:
 
 def _optional(wanted: Any) -> Any:
     """``X`` of ``X | None``; any other type as it is."""
-    if isinstance(wanted, types.UnionType):
+    if isinstance(wanted, types.UnionType) or typing.get_origin(wanted) is typing.Union:  # Literal | None is the latter
         return next(kind for kind in typing.get_args(wanted) if kind is not types.NoneType)
     return wanted
 

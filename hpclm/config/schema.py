@@ -5,16 +5,17 @@ A section's ``problems`` yields what cannot work inside it; RunConfig adds what 
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal
 
+from hpclm.config.mixture import mixture, named
 from hpclm.config.plan import Plan, Rampup
 from hpclm.errors import ConfigError
 from hpclm.registry import problem
 
 SOURCES = {
-    "indexed": "hpclm.data.samples:indexed",
+    "indexed": "hpclm.data.corpus:corpus",
     "synthetic": "hpclm.data.synthetic:synthetic",
 }
 TOKENIZERS = {
@@ -45,6 +46,12 @@ SCHEDULES = {
         "fairseq_inverse_sqrt",
     ]
 }
+
+OF_FILES = frozenset(
+    ["prefix", "blend", "split", "train", "valid", "test", "validation", "order", "break_mode", "keep_partial"]
+    + ["index_cache", "tokenizer", "eod", "extra_ids"]
+)
+"""Fields of DataConfig that only datasets on disk have."""
 
 
 class Checked:
@@ -185,10 +192,28 @@ class DataConfig(Checked):
     """indexed: a Megatron .bin/.idx dataset; synthetic: a made-up language that needs no file; or package.module:name."""
     prefix: str | None = None
     """Path of the dataset without .bin or .idx; for source=indexed."""
+    blend: list[str] = field(default_factory=list)
+    """Several datasets instead of one: weights and paths in turn, [0.3, a, 0.7, b], or paths alone to read each whole."""
     split: str = "969,30,1"
-    """Parts of the documents for training, validation and test, in any unit."""
+    """Parts of the documents of data.prefix or data.blend for training, validation and test, in any unit."""
+    train: list[str] = field(default_factory=list)
+    """Training datasets, listed as in data.blend and read whole; instead of data.prefix or data.blend, and their split."""
+    valid: list[str] = field(default_factory=list)
+    """Validation datasets beside data.train."""
+    test: list[str] = field(default_factory=list)
+    """Test datasets beside data.train."""
+    validation: list[str] = field(default_factory=list)
+    """Further validation datasets by name, [law=/data/law, code=/data/code], each evaluated on its own and read whole."""
     order: Literal["mcore", "bigscience", "dse"] = "mcore"
     """Whose sample order to follow: Megatron-core, BigScience's Megatron-DeepSpeed, or Megatron-LM v1.1.5."""
+    break_mode: Literal["none", "complete", "complete_doc", "eos"] | None = None
+    """fairseq's --sample-break-mode: samples are blocks of lines, padded where shorter; null: Megatron's samples."""
+    keep_partial: bool = False
+    """In validation and test, the tokens that are left over at the end are one more sample, padded and masked."""
+    index_cache: str | None = None
+    """Folder for the sample order's index files; null: PREFIX.index beside each dataset, and only for large ones."""
+    workers: int = 1
+    """Threads that read the next steps' samples while the current one is computed; 0: none."""
     tokenizer: str | None = None
     """bytes, fairseq, gpt2, json, sentencepiece, whitespace, wordpiece, wordpiece_lower, or package.module:Name; null: the
     one the dataset was made with."""
@@ -211,12 +236,13 @@ class DataConfig(Checked):
         wrong = problem("data.source", self.source, SOURCES)
         if wrong:
             yield wrong
-        if self.source == "synthetic" and self.prefix:
-            yield f"data.prefix={self.prefix} has no effect with data.source=synthetic"
-        for name in ("tokenizer", "eod", "extra_ids", "split", "order"):
-            value = getattr(self, name)
-            if self.source == "synthetic" and value != getattr(type(self), name):
-                yield f"data.{name}={value} has no effect with data.source=synthetic"
+        if self.source == "synthetic":
+            yield from self._unused(OF_FILES, "data.source=synthetic")
+        else:
+            yield from self._listing()
+        if self.break_mode:
+            yield from self._unused(("order", "keep_partial"), f"data.break_mode={self.break_mode}")
+        yield from at_least(0, "data", workers=self.workers)
         if self.tokenizer is not None:
             wrong = problem("data.tokenizer", self.tokenizer, TOKENIZERS)
             if wrong:
@@ -239,6 +265,43 @@ class DataConfig(Checked):
             numbers = []
         if not 1 <= len(numbers) <= 3 or sum(numbers) <= 0 or min(numbers) < 0 or not math.isfinite(sum(numbers)):
             yield f"data.split={self.split!r} must be up to three non-negative numbers, such as 969,30,1"
+
+    def prefixes(self) -> list[str]:
+        """Every dataset that the settings name."""
+        lists = [self.blend, self.train, self.valid, self.test]
+        found = [prefix for words in lists if words for prefix in mixture(words, "data").prefixes]
+        found += [prefix for entry in named(self.validation, "data.validation").values() for prefix in entry.prefixes]
+        return [self.prefix, *found] if self.prefix else found
+
+    def _listing(self) -> Iterator[str]:
+        """What is wrong with the lists of datasets."""
+        if self.train:
+            yield from self._unused(("prefix", "blend", "split"), "data.train")
+        else:
+            yield from self._unused(
+                ("valid", "test"), "data.prefix or data.blend, which data.split divides; set data.train"
+            )
+        if self.prefix and self.blend:
+            yield f"data.prefix={self.prefix} and data.blend={self.blend} exclude each other; put the path into data.blend"
+        for name in ("blend", "train", "valid", "test"):
+            if getattr(self, name):
+                try:
+                    mixture(getattr(self, name), f"data.{name}")
+                except ConfigError as error:
+                    yield from error.problems
+        try:
+            named(self.validation, "data.validation")
+        except ConfigError as error:
+            yield from error.problems
+
+    def _unused(self, names: Iterable[str], why: str) -> Iterator[str]:
+        """A sentence for every field of ``names`` that is set although it has no effect with ``why``."""
+        for setting in fields(self):
+            factory: Any = setting.default_factory
+            default = setting.default if factory is MISSING else factory()
+            value = getattr(self, setting.name)
+            if setting.name in names and value != default:
+                yield f"data.{setting.name}={value} has no effect with {why}"
 
 
 @dataclass(frozen=True)
@@ -545,7 +608,7 @@ class RunConfig(Checked):
         yield from at_least(1, "run", stop_at=self.stop_at)
         if self.engine.precision != "fp16" and self.scaler != ScalerConfig():
             yield f"scaler.* has no effect with engine.precision={self.engine.precision}; it is for fp16"
-        if self.batch.loss_norm == "microbatch" and not self.data.eod_mask_loss:
+        if self.batch.loss_norm == "microbatch" and not (self.data.eod_mask_loss or self.data.break_mode):
             yield "batch.loss_norm=microbatch has no effect without data.eod_mask_loss=true"
         timed = self.budget != BudgetConfig() and all(
             v is None for v in (self.budget.steps, self.budget.samples, self.budget.tokens, self.budget.epochs)
@@ -570,9 +633,10 @@ class RunConfig(Checked):
     def missing(self) -> list[str]:
         """What a run still needs to be told; settings may be looked at without it."""
         found = []
-        if self.data.source == "indexed" and not self.data.prefix:
+        if self.data.source == "indexed" and not (self.data.prefix or self.data.blend or self.data.train):
             found.append(
-                "data.prefix is not set; give the path of a dataset made by 'hpclm preprocess', or data.source=synthetic"
+                "data.prefix is not set; give the path of a dataset made by 'hpclm preprocess', or data.blend or data.train, "
+                "or data.source=synthetic"
             )
         if self.budget == BudgetConfig():
             found.append("no budget: set budget.steps, budget.samples, budget.tokens, budget.epochs or budget.hours")

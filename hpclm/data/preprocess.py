@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from hpclm.data import tokenizers
-from hpclm.data.indexed import Writer, files, token_dtype
+from hpclm.data.indexed import files, token_dtype
+from hpclm.data.writer import Writer
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.files import readable, writable_folder
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hpclm.config import DataConfig
 from hpclm.errors import ConfigError
@@ -11,17 +12,17 @@ STRIDES = (1, 3, 5, 7)
 
 
 class SyntheticSamples:
-    """Sample i counts up from a random token by a stride, with documents in between; [context + 1] int64."""
+    """Sample i counts up from a random token by a stride, with documents in between."""
 
-    def __init__(self, length: int, context: int, vocab_size: int, seed: tuple[int, int], eod: int):
-        self.length, self.context, self.vocab_size, self.seed, self.eod = length, context, vocab_size, seed, eod
+    def __init__(self, length: int, context: int, seed: tuple[int, int], eod: int):
+        self.length, self.context, self.seed, self.eod = length, context, seed, eod
 
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def read(self, index: int, row: NDArray[np.int64]) -> None:
+        """Fill ``row`` [context + 1] with sample ``index``."""
         draw = np.random.default_rng((*self.seed, index))
-        row = np.empty(self.context + 1, dtype=np.int64)
         filled = 0
         while filled < len(row):
             size = int(draw.integers(self.context // 4 + 1, self.context + 2))
@@ -29,7 +30,6 @@ class SyntheticSamples:
             piece = np.append(document % self.eod, self.eod)[: len(row) - filled]
             row[filled : filled + len(piece)] = piece
             filled += len(piece)
-        return row
 
 
 class SyntheticSource:
@@ -38,10 +38,7 @@ class SyntheticSource:
     def __init__(self, context: int, seed: int, vocab_size: int):
         self.context, self.seed, self.vocab_size, self.eod = context, seed, vocab_size, vocab_size - 1
         self.identity: dict[str, Any] = {"source": "synthetic"}
-
-    def weight(self, part: str) -> float:
-        """Every part is there."""
-        return 1.0
+        self.held_out = ["valid"]
 
     def per_epoch(self, part: str) -> int:
         """Samples in one pass: a round number, since there is no end."""
@@ -50,9 +47,7 @@ class SyntheticSource:
     def samples(self, part: str, wanted: int | None) -> SyntheticSamples:
         """``wanted`` samples of "train", "valid" or "test"."""
         number = ("train", "valid", "test").index(part)
-        return SyntheticSamples(
-            wanted or self.per_epoch(part), self.context, self.vocab_size, (self.seed, number), self.eod
-        )
+        return SyntheticSamples(wanted or self.per_epoch(part), self.context, (self.seed, number), self.eod)
 
 
 def synthetic(data: DataConfig, context: int, seed: int, vocab_size: int) -> SyntheticSource:

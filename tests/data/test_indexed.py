@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpclm.data.indexed import IndexedDataset, Writer, files, sidecar, token_dtype
+from hpclm.data.indexed import IndexedDataset, files, sidecar, token_dtype
+from hpclm.data.writer import Writer
 from hpclm.errors import ConfigError
 
 REFERENCE = Path(__file__).parents[2].parent / "shared" / "reference"
@@ -16,7 +17,9 @@ PEERS = [
     "mcore_docs/docs_text_document",
     "bigscience_docs/docs_text_document",
     "seed2_lines/lines_text_sentence",
-    *(f"mcore_builder/{name}" for name in ("uint8", "uint16", "int32", "int64", "merged_int32", "empty")),
+    *(f"mcore_builder/{name}" for name in ("uint8", "uint16", "int32", "int64", "merged_int32", "multimodal", "empty")),
+    "fairseq_bin/train",
+    "fairseq_bin/valid",
 ]
 DOCUMENTS = [[[1, 2, 3]], [[4], [5, 6]], [], [[7, 8]]]
 needs_reference = pytest.mark.skipif(not REFERENCE.is_dir(), reason="the peers' files are not here")
@@ -40,11 +43,8 @@ def names(folder):
 @pytest.mark.parametrize("peer", PEERS)
 def test_what_a_peer_wrote_is_written_again_byte_for_byte(peer, tmp_path):
     theirs = IndexedDataset(REFERENCE / peer)
-    with Writer(tmp_path / "ours", theirs.dtype) as writer:
-        for begin, end in zip(theirs.documents[:-1], theirs.documents[1:], strict=True):
-            for i in range(begin, end):
-                writer.add(theirs.tokens(i))
-            writer.end_document()
+    with Writer(tmp_path / "ours", theirs.dtype, theirs.layout) as writer:
+        writer.extend(theirs.flat, theirs.sizes, np.diff(theirs.documents), theirs.modes)
     for ours, original in zip(files(tmp_path / "ours")[:2], files(REFERENCE / peer)[:2], strict=True):
         assert ours.read_bytes() == original.read_bytes()
 
@@ -61,9 +61,16 @@ def test_megatrons_own_reader_sees_the_same_sequences(name):
 
 
 @needs_reference
-def test_fairseqs_format_is_recognised_and_refused():
-    with pytest.raises(ConfigError, match="looks like fairseq's"):
-        IndexedDataset(REFERENCE / "fairseq_bin/train")
+def test_fairseqs_sequences_are_its_lines_and_its_documents():
+    dataset = IndexedDataset(REFERENCE / "fairseq_bin/train")
+    lines = (REFERENCE / "inputs/lines.txt").read_text().splitlines()
+    words = (REFERENCE / "fairseq_bin/dict.txt").read_text().splitlines()
+    entries = ["<s>", "<pad>", "</s>", "<unk>", *(line.rsplit(" ", 1)[0] for line in words)]
+    assert dataset.layout == "fairseq"
+    assert [[entries[id] for id in dataset.tokens(i)] for i in range(len(dataset))] == [
+        [*line.split(), "</s>"] for line in lines
+    ]
+    assert dataset.documents.tolist() == list(range(len(lines) + 1))
 
 
 @pytest.mark.parametrize("dtype", ["u1", "i1", "i2", "u2", "i4", "i8"])
@@ -100,7 +107,7 @@ def test_a_token_that_does_not_fit_is_refused_and_leaves_nothing(tmp_path):
 
 
 def test_floats_are_no_tokens(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be stored as float32"):
+    with pytest.raises(ConfigError, match="cannot store tokens as float32"):
         Writer(tmp_path / "x", "f4")
 
 
@@ -115,7 +122,7 @@ def test_an_exception_leaves_the_dataset_before_it(tmp_path):
 
 def test_a_killed_writer_leaves_nothing_that_opens(tmp_path):
     script = (
-        "import os; from hpclm.data.indexed import Writer\n"
+        "import os; from hpclm.data.writer import Writer\n"
         "with Writer('x', 'u2') as writer:\n    writer.add_document(range(50000)); os._exit(9)"
     )
     assert subprocess.run([sys.executable, "-c", script], cwd=tmp_path).returncode == 9
@@ -150,10 +157,14 @@ def test_a_missing_dataset_is_named_with_both_files_and_what_lies_near(tmp_path)
 
 INDEX = 34  # where sizes begin; write() makes 4 sequences and 5 document bounds
 DAMAGE = {
-    "not an index": (lambda raw: b"garbage" + raw[7:], "not a Megatron index"),
-    "shorter than its header": (lambda raw: raw[:20], "cut short: 20 bytes, and its header alone has 34"),
+    "not an index": (lambda raw: b"garbage" + raw[7:], "not an index of tokens: it starts with b'garbage"),
+    "shorter than its header": (lambda raw: raw[:20], "cut short: 20 bytes, and its header alone has 26"),
+    "cut within its counts": (lambda raw: raw[:30], "cut short: 30 bytes, and its header alone has 34"),
     "another version": (lambda raw: raw[:9] + struct.pack("<Q", 2) + raw[17:], "version 2"),
-    "float tokens": (lambda raw: raw[:17] + b"\x06" + raw[18:], "dtype code 6"),
+    "float tokens": (lambda raw: raw[:17] + b"\x06" + raw[18:], r"dtype code 6 \(float64\)"),
+    "narrow float tokens": (lambda raw: raw[:17] + b"\x07" + raw[18:], "dtype code 7 .float32 in Megatron"),
+    "tokens of no type": (lambda raw: raw[:17] + b"\x0b" + raw[18:], "dtype code 11; tokens are one of"),
+    "a count that lies": (lambda raw: raw[:18] + struct.pack("<Q", 2**60) + raw[26:], f"{2**60} sequences"),
     "cut short": (lambda raw: raw[:-8], "114 bytes long, but 4 sequences and 5 document bounds need 122"),
     "negative size": (
         lambda raw: raw[:INDEX] + struct.pack("<i", -3) + raw[INDEX + 4 :],
@@ -201,7 +212,21 @@ def test_the_fingerprint_changes_with_the_tokens_and_with_the_documents(tmp_path
     assert json.loads(json.dumps(prints[0])) == prints[0]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"tokenizer": 3}', '{"tokenizer": {"size": "big"}}'])
+TOKENIZER = '"tokenizer": {"kind": "x", "size": 1, "files": {}}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "{}",
+        "[" * 10**5,
+        f'{{{TOKENIZER}, "tokenizer_files": [3]}}',
+        '{"tokenizer": 3}',
+        '{"tokenizer": {"size": "big"}}',
+    ],
+)
 def test_a_garbage_note_is_refused_and_a_missing_one_is_not(text, tmp_path):
     assert sidecar(tmp_path / "x") == {}
     (tmp_path / "x.json").write_text(text)

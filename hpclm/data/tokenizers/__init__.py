@@ -55,17 +55,18 @@ def of_run(data: DataConfig) -> Tokenizer:
     """The tokenizer of a run: the one its settings name, or the one its dataset was made with."""
     if data.tokenizer is not None:
         return build(data.tokenizer, data.tokenizer_files, Options(data.eod, data.extra_ids))
-    note = sidecar(data.prefix) if data.prefix else {}
+    notes = ((prefix, sidecar(prefix)) for prefix in data.prefixes())
+    prefix, note = next(((prefix, note) for prefix, note in notes if note), ("", {}))
     if not note:
         raise ConfigError("the run's dataset does not name its tokenizer; set data.tokenizer and data.tokenizer_files")
     paths = note.get("tokenizer_files")
     if not isinstance(paths, list):
-        raise ConfigError(f"the note about dataset {data.prefix} names no tokenizer_files; set data.tokenizer")
+        raise ConfigError(f"the note about dataset {prefix} names no tokenizer_files; set data.tokenizer")
     tokenizer = build(note["tokenizer"]["kind"], paths, noted(note["tokenizer"]))
     wrong = mismatch(note["tokenizer"], tokenizer.identity)
     if wrong:
         raise ConfigError(
-            f"the tokenizer of dataset {data.prefix} has changed: {wrong}; put the old {', '.join(paths) or 'one'} back, "
+            f"the tokenizer of dataset {prefix} has changed: {wrong}; put the old {', '.join(paths) or 'one'} back, "
             "or set data.tokenizer"
         )
     return tokenizer

@@ -1,0 +1,287 @@
+"""The datasets on disk that a run reads: its parts, their order, and the tokenizer they share.
+
+A part is one dataset, a span of the sequences of one, or several datasets in turns.
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpclm.config import DataConfig
+from hpclm.config.mixture import Mixture, mixture, named
+from hpclm.data import blend, index_cache, tokenizers
+from hpclm.data.blocks import Blocks, blocks, shuffled
+from hpclm.data.indexed import IndexedDataset, sidecar
+from hpclm.data.order import Index, Order, build_index, samples_in, split_bounds, split_parts
+from hpclm.data.samples import BlendedSamples, BlockSamples, PackedSamples
+from hpclm.data.sources import Samples
+from hpclm.errors import ConfigError
+
+PARTS = ("train", "valid", "test")
+NAMED = "valid/"  # before the names of further validation sets
+WORTH_KEEPING = 1 << 20  # entries of an index; smaller ones are built in less time than files take
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How samples are cut from a dataset and put in order."""
+
+    context: int
+    seed: int
+    order: str
+    break_mode: str | None
+    cache: str | None
+    eos: int
+    """What stands before a line; for break_mode."""
+
+
+@dataclass(frozen=True)
+class Portion:
+    """The sequences ``span`` of a dataset."""
+
+    dataset: IndexedDataset
+    span: range
+    reading: Reading
+    keep_partial: bool
+
+    @cached_property
+    def tokens(self) -> int:
+        """How many there are."""
+        return int(self.dataset.sizes[self.span.start : self.span.stop].sum(dtype=np.int64))
+
+    @cached_property
+    def per_epoch(self) -> int:
+        """Samples in one pass."""
+        if self.reading.break_mode:
+            return len(self._blocks.bounds)
+        return samples_in(self.tokens, self.reading.context, self.keep_partial)
+
+    def samples(self, wanted: int | None) -> Samples:
+        """At least ``wanted`` samples, or one pass; there must be one."""
+        if self.reading.break_mode:
+            return self._block_samples(wanted or self.per_epoch)
+        reading = self.reading
+        order = Order(reading.context, reading.seed, reading.order, wanted, self.keep_partial)
+
+        def build() -> index_cache.Arrays:
+            return vars(build_index(self.dataset.sizes, self.span, order))
+
+        passes = -(-(wanted or 1) // max(1, self.per_epoch))
+        large = passes * (len(self.span) + self.per_epoch) > WORTH_KEEPING
+        if not (large or reading.cache):
+            return PackedSamples(self.dataset, Index(**build()))
+        stamp = self.dataset.idx_path.stat().st_mtime_ns
+        key = {"dataset": self.dataset.fingerprint(), "changed_ns": stamp, "order": asdict(order)}
+        key["span"] = [self.span.start, self.span.stop]
+        return PackedSamples(self.dataset, Index(**index_cache.kept(self._folder, key, build)))
+
+    def identity(self) -> dict[str, Any]:
+        """What must not change under a run (JSON)."""
+        return self.dataset.fingerprint() | {"span": [self.span.start, self.span.stop]}
+
+    def _block_samples(self, wanted: int) -> Samples:
+        first = int(self.dataset.sizes[: self.span.start].sum(dtype=np.int64))
+        flat = self.dataset.flat[first : first + self.tokens]
+        order = shuffled(self.per_epoch, wanted, self.reading.seed)
+        return BlockSamples(flat, self._blocks, order, self.reading.eos)
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self.reading.cache) if self.reading.cache else Path(f"{self.dataset.prefix}.index")
+
+    @cached_property
+    def _blocks(self) -> Blocks:
+        sizes = self.dataset.sizes[self.span.start : self.span.stop]
+        found = blocks(sizes, self.reading.context, self.reading.break_mode or "")
+        longest = int(np.diff(found.bounds).max(initial=0))
+        if longest > self.reading.context:
+            raise ConfigError(
+                f"dataset {self.dataset.prefix} has a line of {longest} tokens, but data.break_mode={self.reading.break_mode} "
+                f"keeps lines whole and model.context is {self.reading.context}; set model.context={longest} or "
+                "data.break_mode=none"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is read as one: portions, and their weights."""
+
+    name: str
+    portions: tuple[Portion, ...]
+    weights: tuple[float, ...] | None
+
+    @property
+    def per_epoch(self) -> int:
+        """Samples in one pass: all, or with weights until the first dataset has been read."""
+        found = [portion.per_epoch for portion in self.portions]
+        if self.weights is None or len(found) == 1:
+            return sum(found)
+        return int(min(count * sum(self.weights) / weight for count, weight in zip(found, self.weights, strict=True)))
+
+    def samples(self, wanted: int | None, settings: DataConfig, context: int) -> Samples:
+        """At least ``wanted`` samples, or one pass; ConfigError names the dataset that cannot give one."""
+        for portion in self.portions:
+            if not portion.per_epoch:
+                raise ConfigError(self._too_small(portion, settings, context))
+        if len(self.portions) == 1:
+            return self.portions[0].samples(wanted)
+        counts = [portion.per_epoch for portion in self.portions]
+        if self.weights is None and (wanted is None or wanted <= sum(counts)):
+            return BlendedSamples([portion.samples(None) for portion in self.portions], blend.exhaustive(counts))
+        weights = counts if self.weights is None else self.weights
+        asked, total = blend.shares(weights, self.per_epoch if wanted is None else wanted, settings.order)
+        turns = self._turns(list(weights), total)
+        given = np.bincount(turns.which, minlength=len(asked))
+        sizes = [max(number, int(least)) for number, least in zip(asked, given, strict=True)]
+        samples = [portion.samples(size) for portion, size in zip(self.portions, sizes, strict=True)]
+        return BlendedSamples(samples, turns)
+
+    def _turns(self, weights: list[float], total: int) -> blend.Turns:
+        def build() -> index_cache.Arrays:
+            return vars(blend.weighted(weights, total))
+
+        if total <= WORTH_KEEPING:
+            return blend.Turns(**build())
+        return blend.Turns(**index_cache.kept(self.portions[0]._folder, {"weights": weights, "total": total}, build))
+
+    def _too_small(self, portion: Portion, settings: DataConfig, context: int) -> str:
+        share = f", data.split={settings.split}" if len(portion.span) < len(portion.dataset) else ""
+        return (
+            f"the {self.name} part of {portion.dataset.prefix} has {portion.tokens} tokens ({len(portion.span)} of "
+            f"{len(portion.dataset)} sequences{share}), but one sample needs model.context + 1 = {context + 1}; "
+            "set a shorter model.context or another data.split, or give more data"
+        )
+
+
+class Corpus:
+    """The source for ``data.source=indexed``."""
+
+    def __init__(self, settings: DataConfig, context: int, seed: int, vocab_size: int):
+        self.settings, self.context = settings, context
+        self._datasets: dict[str, IndexedDataset] = {}
+        wanted = dict(listed(settings))
+        for entry in wanted.values():
+            for prefix in entry.prefixes:
+                self._datasets.setdefault(prefix, opened(prefix))
+        tokenizer = shared_tokenizer(settings, list(self._datasets), vocab_size)
+        self.eod: int | None = tokenizer.get("eod")
+        if not settings.break_mode:
+            eos = -1
+        elif self.eod is not None:
+            eos = self.eod
+        else:
+            raise ConfigError(
+                "data.break_mode needs the end-of-line token, which the dataset does not name; set data.tokenizer and "
+                "data.tokenizer_files, for example to fairseq and its dict.txt"
+            )
+        self._reading = Reading(context, seed, settings.order, settings.break_mode, settings.index_cache, eos)
+        self.parts = {name: self._part(name, entry) for name, entry in wanted.items()}
+        self.held_out = [name for name in self.parts if name.startswith("valid")]
+        train = self.parts["train"]
+        self.identity: dict[str, Any] = {
+            "datasets": [portion.identity() for portion in train.portions],
+            "weights": train.weights and list(train.weights),
+            "order": settings.order,
+            "break_mode": settings.break_mode,
+            "tokenizer": _nameless(tokenizer),
+        }
+
+    def per_epoch(self, part: str) -> int:
+        """Samples in one pass of the part; 0 where it is shorter than one."""
+        return self.parts[part].per_epoch if part in self.parts else 0
+
+    def samples(self, part: str, wanted: int | None) -> Samples:
+        """At least ``wanted`` samples of the part, or those of one pass; ConfigError where it is shorter than one."""
+        if part not in self.parts:
+            raise ConfigError(f"the settings name no data for {part!r}; they do for {', '.join(self.parts)}")
+        return self.parts[part].samples(wanted, self.settings, self.context)
+
+    def _part(self, name: str, entry: Mixture) -> Part:
+        keep = self.settings.keep_partial and name != "train"
+        own = self.settings.train or name.startswith(NAMED)  # datasets of its own, read whole
+        portions = []
+        for prefix in entry.prefixes:
+            dataset = self._datasets[prefix]
+            span = range(len(dataset))
+            if not own:
+                span = range(*split_bounds(self.settings.split, len(dataset), self.settings.order)[PARTS.index(name)])
+            portions.append(Portion(dataset, span, self._reading, keep))
+        return Part(name, tuple(portions), entry.weights)
+
+
+def listed(settings: DataConfig) -> Iterator[tuple[str, Mixture]]:
+    """The parts that the settings keep data for, and their datasets."""
+    if settings.train:
+        for name in PARTS:
+            if getattr(settings, name):
+                yield name, mixture(getattr(settings, name), f"data.{name}")
+    else:
+        whole = mixture(settings.blend, "data.blend") if settings.blend else Mixture((settings.prefix or "",), None)
+        for name, share in zip(PARTS, split_parts(settings.split), strict=True):
+            if name == "train" or share:
+                yield name, whole
+    for name, entry in named(settings.validation, "data.validation").items():
+        yield NAMED + name, entry
+
+
+def opened(prefix: str) -> IndexedDataset:
+    """The dataset; ConfigError where there is none, or nothing in it."""
+    if not prefix:
+        raise ConfigError("data.prefix is not set; give the path of a dataset made by 'hpclm preprocess'")
+    dataset = IndexedDataset(prefix)
+    if not len(dataset.flat):
+        raise ConfigError(f"dataset {dataset.prefix} holds no tokens ({len(dataset)} sequences)")
+    return dataset
+
+
+def corpus(data: DataConfig, context: int, seed: int, vocab_size: int) -> Corpus:
+    """The source for ``data.source=indexed``; ConfigError where datasets or tokenizer do not fit the settings."""
+    return Corpus(data, context, seed, vocab_size)
+
+
+def shared_tokenizer(settings: DataConfig, prefixes: list[str], vocab_size: int) -> dict[str, Any]:
+    """Identity of the tokenizer that the settings or the datasets' notes name; {} where none does.
+
+    ConfigError where two of them differ, or the model's vocabulary is smaller.
+    """
+    known: list[tuple[str, dict[str, Any]]] = []
+    if settings.tokenizer is not None:
+        options = tokenizers.Options(settings.eod, settings.extra_ids)
+        known.append(
+            ("data.tokenizer", tokenizers.build(settings.tokenizer, settings.tokenizer_files, options).identity)
+        )
+    for prefix in prefixes:
+        note = sidecar(prefix)
+        if note:
+            known.append((f"dataset {prefix}", note["tokenizer"]))
+    for place, identity in known[1:]:
+        differs = tokenizers.mismatch(identity, known[0][1])
+        if differs:
+            way_out = (
+                "leave data.tokenizer out to use the dataset's own"
+                if settings.tokenizer
+                else "make the datasets with one tokenizer"
+            )
+            raise ConfigError(f"{place} and {known[0][0]} do not have the same tokenizer: {differs}; {way_out}")
+    if not known:
+        return {}
+    place, identity = known[0]
+    if identity["size"] > vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={vocab_size} is smaller than the {identity['size']} entries of the tokenizer of {place} "
+            f"({tokenizers.describe(identity)}); set model.vocab_size={identity['size']}"
+        )
+    return identity
+
+
+def _nameless(tokenizer: dict[str, Any]) -> dict[str, Any] | None:
+    """The identity without the names of its files, which may change."""
+    return {**tokenizer, "files": sorted(tokenizer.get("files", {}).values())} if tokenizer else None

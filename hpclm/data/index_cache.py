@@ -1,0 +1,109 @@
+"""Indices of samples kept on disk: built once, memory-mapped by everyone, and never stale.
+
+An entry is a folder named by the hash of its key: each array as .npy, and about.json with the key in full and the
+files' sizes. It is written aside and renamed, so that of processes that build the same one, on one machine or on several
+that share the folder, the first to finish wins and the others use what it made. Anything in the folder may be deleted.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpclm.files import aside, sweep, sync_folder
+
+FORMAT = 1  # of an entry, and of the way indices are built
+Arrays = dict[str, NDArray[Any]]
+
+log = logging.getLogger(__name__)
+
+
+def kept(folder: Path, key: dict[str, Any], build: Callable[[], Arrays]) -> Arrays:
+    """The arrays that ``build`` makes for ``key`` (JSON: all that they depend on), from ``folder`` where they are there.
+
+    A folder that cannot be written costs a warning, and the arrays are held in memory.
+    """
+    about = {"format": FORMAT, **key}
+    entry = folder / hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=16).hexdigest()
+    found = _load(entry, about)
+    if found is not None:
+        return found
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _alone(entry.with_suffix(".lock")):
+            found = _load(entry, about)  # built while this process waited
+            if found is None:
+                sweep(entry)
+                _save(build(), entry, about)
+                found = _load(entry, about)
+    except OSError as error:
+        log.warning("the index cannot be kept in %s (%s); it is made anew at every start", folder, error.strerror)
+    return build() if found is None else found
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Wait until no other process of this machine builds the same entry; file systems without locks are passed over."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("another process builds the index; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            pass
+        yield
+
+
+def _load(entry: Path, about: dict[str, Any]) -> Arrays | None:
+    """The arrays of an entry, memory-mapped; None where it is not there, or not whole."""
+    try:
+        written = json.loads((entry / "about.json").read_text("utf-8"))
+        if written.pop("files") != {path.name: path.stat().st_size for path in entry.glob("*.npy")} or written != about:
+            raise ValueError("is not what about.json says")
+        return {path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in entry.glob("*.npy")}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("the index in %s is damaged (%s); it is built again", entry, error)
+        return None
+
+
+def _save(arrays: Arrays, entry: Path, about: dict[str, Any]) -> None:
+    written = aside(entry)
+    written.mkdir()
+    try:
+        for name, array in arrays.items():
+            with (written / f"{name}.npy").open("wb") as file:
+                np.save(file, array)
+                file.flush()
+                os.fsync(file.fileno())
+        sizes = {path.name: path.stat().st_size for path in written.glob("*.npy")}
+        with (written / "about.json").open("w", encoding="utf-8") as text:
+            text.write(json.dumps({**about, "files": sizes}, indent=1))
+            text.flush()
+            os.fsync(text.fileno())
+        _put(written, entry, about)
+        sync_folder(entry.parent)
+    finally:
+        shutil.rmtree(written, ignore_errors=True)
+
+
+def _put(written: Path, entry: Path, about: dict[str, Any]) -> None:
+    """Give a whole entry its name, unless another machine was first and its entry is good."""
+    try:
+        written.rename(entry)
+    except OSError:
+        if _load(entry, about) is None:
+            broken = entry.rename(aside(entry))  # first aside, so that nobody reads half of it
+            written.rename(entry)
+            shutil.rmtree(broken)

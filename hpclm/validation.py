@@ -1,0 +1,57 @@
+"""Loss on held-out data while a run trains."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hpclm.checkpoint import Progress
+from hpclm.config import Plan, RunConfig
+from hpclm.data.batches import Batches
+from hpclm.data.sources import Source
+from hpclm.engine import Engine
+from hpclm.errors import ConfigError
+from hpclm.meter import Meter
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Samples of one part, always the same ones."""
+
+    part: str
+    batches: Batches
+    size: int
+    """Samples an evaluation reads."""
+
+
+def held_out(source: Source, config: RunConfig, plan: Plan, device: torch.device) -> list[HeldOut]:
+    """What evaluations read, part by part: ``evaluate.batches`` global batches, or all there are.
+
+    ConfigError where a part is too short.
+    """
+    if config.evaluate.every and not source.held_out:
+        log.info("no evaluation: the data settings keep nothing for it")
+    found = []
+    for part in source.held_out if config.evaluate.every else ():
+        size = max(1, min(config.evaluate.batches * config.batch.global_size, source.per_epoch(part)))
+        try:
+            samples = source.samples(part, size)
+        except ConfigError as error:
+            raise ConfigError(f"{error}; or evaluate.every=0, to train without evaluations") from None
+        found.append(HeldOut(part, Batches(samples, config, plan, source.eod, device), size))
+    return found
+
+
+def evaluate(
+    parts: list[HeldOut], engine: Engine, meter: Meter, progress: Progress, warned: Callable[[], str | None]
+) -> None:
+    """Measure the parts that have no figure for this step yet, until a signal warns."""
+    for part in parts:
+        if warned():
+            return
+        if (progress.step, part.part) not in meter.evaluated_at:
+            loss = engine.evaluate(part.batches.take(0, part.size))
+            meter.evaluated(progress.step, progress.samples, loss, part.part)

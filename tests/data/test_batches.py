@@ -1,0 +1,180 @@
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from hpclm.config import BatchConfig, BudgetConfig, DataConfig, ModelConfig, RunConfig
+from hpclm.data import sources
+from hpclm.data.batches import Batches
+from hpclm.data.prefetch import Prefetch
+from hpclm.data.sources import PADDING
+from hpclm.errors import ConfigError
+
+CPU = torch.device("cpu")
+CONTEXT, EOD = 6, 9
+
+
+class Counting:
+    """Sample i is i, i + 1, ...; the last third of every fifth is missing."""
+
+    def __init__(self, length=100, padded=False):
+        self.length, self.padded = length, padded
+
+    def __len__(self):
+        return self.length
+
+    def read(self, index, row):
+        row[:] = np.arange(index, index + len(row))
+        if self.padded and index % 5 == 0:
+            row[-2:] = PADDING
+
+
+class Rows:
+    """Samples given as they are."""
+
+    def __init__(self, *rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def read(self, index, row):
+        row[:] = self.rows[index]
+
+
+def batches(samples=None, replica=0, replicas=1, workers=0, rampup=None, eod=None, **data):
+    config = RunConfig(
+        model=ModelConfig(vocab_size=200, layers=1, hidden=8, heads=2, context=CONTEXT),
+        data=DataConfig(source="synthetic", workers=workers, **data),
+        batch=BatchConfig(global_size=12, micro_size=2, rampup=rampup),
+        budget=BudgetConfig(steps=10),
+    )
+    return Batches(samples or Counting(), config, config.plan(replicas), eod, CPU, replica)
+
+
+def first(found):
+    """The samples in the micro-batches, by their first token."""
+    return [batch.tokens[:, 0].tolist() for batch in found]
+
+
+def test_a_step_reads_what_follows_the_samples_before_it():
+    made = batches()
+    assert first(made.step(0)) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+    assert first(made.step(24))[0] == [24, 25]
+    [batch] = made.take(7, 1)
+    assert batch.tokens.tolist() == [[7, 8, 9, 10, 11, 12]] and batch.labels.tolist() == [[8, 9, 10, 11, 12, 13]]
+    assert batch.loss_mask is batch.positions is batch.documents is None
+
+
+def test_past_the_end_the_samples_begin_anew():
+    assert first(batches(Counting(10)).take(8, 4)) == [[8, 9], [0, 1]]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 6])
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_replicas_share_out_one_and_the_same_step_whatever_their_number_and_the_threads(replicas, workers):
+    for consumed in (0, 12, 36):
+        found = [first(batches(None, r, replicas, workers).step(consumed)) for r in range(replicas)]
+        dealt = [chunk for turn in zip(*found, strict=True) for chunk in turn]
+        assert dealt == first(batches().step(consumed))
+
+
+@pytest.mark.parametrize("workers", [0, 1, 4])
+def test_reading_ahead_follows_a_batch_ramp_and_any_jump(workers):
+    ahead, plain = batches(workers=workers, rampup=(4, 4, 30)), batches(rampup=(4, 4, 30))
+    consumed = 0
+    for _ in range(8):
+        assert first(ahead.step(consumed)) == first(plain.step(consumed))
+        consumed += plain.plan.batch_size(consumed)
+    for consumed in (60, 3, 3, 0):
+        assert first(ahead.step(consumed)) == first(plain.step(consumed))
+
+
+def test_what_comes_next_is_made_while_nobody_waits():
+    made, done = [], threading.Event()
+
+    def make(key):
+        made.append(key)
+        if key == 3:
+            done.set()
+        return -key
+
+    prefetch = Prefetch(make, lambda key: key + 1, threads=2)
+    assert prefetch(0) == 0
+    assert done.wait(10) and sorted(made) == [0, 1, 2, 3]
+    assert [prefetch(key) for key in range(1, 6)] == [-1, -2, -3, -4, -5]
+    assert len(made) == len(set(made))  # nothing is made twice
+
+
+def test_the_step_waits_less_when_its_samples_are_read_ahead():
+    class Slow(Counting):
+        def read(self, index, row):
+            time.sleep(0.002)
+            super().read(index, row)
+
+    def waited(workers):
+        made, total = batches(Slow(), workers=workers), 0.0
+        for step in range(5):
+            began = time.perf_counter()
+            made.step(12 * step)
+            total += (time.perf_counter() - began) * (step > 0)
+            time.sleep(0.05)  # the step's own work
+        return total
+
+    assert waited(1) < waited(0) / 2
+
+
+def test_an_error_while_reading_ahead_reaches_the_step_that_needs_it():
+    made = batches(Counting(1000), workers=1)
+    assert made.step(180)
+    with pytest.raises(ConfigError, match=r"sample 194 holds token 200, outside model.vocab_size=200"):
+        made.step(192)
+
+
+@pytest.mark.parametrize("token", [200, -1, -3])
+def test_a_token_outside_the_vocabulary_is_refused(token):
+    with pytest.raises(ConfigError, match=f"sample 1 holds token {token}, outside"):
+        batches(Rows([0] * 7, [0, 1, 2, token, 4, 5, 6])).take(0, 2)
+    with pytest.raises(ConfigError, match=f"sample 1 holds token {token}, outside"):
+        batches(Rows([0] * 5 + [PADDING] * 2, [0, 1, 2, token, 4, 5, 6])).take(0, 2)
+
+
+def test_what_is_missing_of_a_short_sample_is_left_out_of_the_loss():
+    [batch] = batches(Counting(padded=True)).take(5, 2)
+    assert batch.loss_mask.tolist() == [[True] * 4 + [False] * 2, [True] * 6]
+    assert batch.tokens[0].tolist() == [5, 6, 7, 8, 9, 0] and batch.labels[0].tolist() == [6, 7, 8, 9, 0, 0]
+    assert batches(Counting(padded=True)).take(6, 2)[0].loss_mask is None
+
+
+DOCUMENTS = [1, 2, EOD, 3, EOD, EOD, 4]
+
+
+def test_the_loss_leaves_out_what_follows_an_end_of_document():
+    [batch] = batches(Rows(DOCUMENTS), eod=EOD, eod_mask_loss=True).take(0, 1)
+    assert batch.loss_mask.tolist() == [[True, True, False, True, False, False]]
+    [both] = batches(Rows([*DOCUMENTS[:4], EOD, PADDING, PADDING]), eod=EOD, eod_mask_loss=True).take(0, 1)
+    assert both.loss_mask.tolist() == [[True, True, False, True, False, False]]
+
+
+def test_positions_and_attention_can_stay_inside_a_document():
+    [batch] = batches(Rows(DOCUMENTS), eod=EOD, reset_position_ids=True, reset_attention_mask=True).take(0, 1)
+    assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 0]]
+    assert batch.documents.tolist() == [[0, 0, 0, 1, 1, 2]]
+
+
+@pytest.mark.parametrize("option", ["eod_mask_loss", "reset_position_ids", "reset_attention_mask"])
+def test_they_need_to_know_the_end_of_document_token(option):
+    with pytest.raises(ConfigError, match=f"data.{option} needs the end-of-document token"):
+        batches(**{option: True})
+
+
+def test_the_made_up_language_is_a_source_like_any_other():
+    config = RunConfig(data=DataConfig(source="synthetic"), model=ModelConfig(vocab_size=64, context=CONTEXT))
+    source = sources.build(config)
+    assert source.held_out == ["valid"]
+    rows = np.empty((2, CONTEXT + 1), np.int64)
+    for part, row in zip(("train", "valid"), rows, strict=True):
+        source.samples(part, 5).read(3, row)
+    assert rows.min() >= 0 and rows.max() < 64 and rows[0].tolist() != rows[1].tolist()

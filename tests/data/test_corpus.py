@@ -1,0 +1,173 @@
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from hpclm.config import DataConfig
+from hpclm.data.corpus import corpus
+from hpclm.data.tokenizers import build
+from hpclm.data.writer import Writer
+from hpclm.errors import ConfigError
+
+CONTEXT = 4
+
+
+@pytest.fixture
+def make(tmp_path):
+    """A dataset of documents of these lengths; its tokens count up from ``start``."""
+
+    def make(name, lengths, start=0, note=None):
+        with Writer(tmp_path / name, "i4") as writer:
+            writer.note = note
+            for begin, end in pairwise(np.cumsum([start, *lengths])):
+                writer.add_document(np.arange(begin, end))
+        return str(tmp_path / name)
+
+    return make
+
+
+def source(seed=1, vocab_size=10_000, **data):
+    return corpus(DataConfig(**data), CONTEXT, seed, vocab_size)
+
+
+def rows(samples, count=None):
+    found = np.empty((count or len(samples), CONTEXT + 1), np.int64)
+    for i, row in enumerate(found):
+        samples.read(i, row)
+    return found
+
+
+def origins(samples, count=None):
+    """Thousands of each sample's first token: which dataset it is from."""
+    return (rows(samples, count)[:, 0] // 1000).tolist()
+
+
+def test_weights_say_how_often_each_dataset_is_read(make):
+    blend = ["3", make("a", [40] * 10), "1", make("b", [40] * 10, 1000)]
+    found = origins(source(blend=blend, split="1").samples("train", 80), 80)
+    assert (found.count(0), found.count(1)) == (60, 20)
+    assert all(3 * found[:n].count(1) <= found[:n].count(0) + 3 for n in range(80))
+
+
+def test_a_dataset_that_is_wanted_more_than_it_has_comes_again(make):
+    blend = ["1", make("small", [40]), "1", make("large", [40] * 10, 1000)]
+    made = source(blend=blend, split="1")
+    assert made.per_epoch("train") == 18  # until the small one has been read
+    found = origins(made.samples("train", 100), 100)
+    assert found.count(0) == found.count(1) == 50
+
+
+def test_without_weights_everything_comes_once_in_a_pass(make):
+    made = source(blend=[make("a", [41]), make("b", [81], 1000)], split="1")
+    assert made.per_epoch("train") == 30
+    found = rows(made.samples("train", None))
+    assert sorted(found[:, 0].tolist()) == [*range(0, 40, 4), *range(1000, 1080, 4)]
+    assert len(made.samples("train", 75)) >= 75  # more than a pass: in proportion to the sizes
+    assert abs(origins(made.samples("train", 75), 75).count(0) - 25) <= 1
+
+
+def test_every_dataset_of_a_blend_is_split(make):
+    made = source(blend=[make("a", [20] * 10), make("b", [20] * 10, 1000)], split="8,1,1")
+    assert made.held_out == ["valid"]
+    seen = {part: set(rows(made.samples(part, None)).ravel().tolist()) for part in ("train", "valid", "test")}
+    assert max(t for t in seen["train"] if t < 1000) < 160 <= min(t for t in seen["valid"] if t < 1000)
+    assert not seen["train"] & seen["valid"] | seen["valid"] & seen["test"]
+
+
+def test_training_validation_and_test_can_be_datasets_of_their_own(make):
+    made = source(train=[make("a", [50])], valid=["2", make("b", [50], 1000), "1", make("c", [50], 2000)])
+    assert made.held_out == ["valid"] and made.per_epoch("test") == 0
+    assert set(origins(made.samples("train", None))) == {0}
+    assert origins(made.samples("valid", 9), 9).count(1) == 6
+    with pytest.raises(ConfigError, match="name no data for 'test'; they do for train, valid"):
+        made.samples("test", 1)
+    assert source(train=[make("a", [50])]).held_out == []
+
+
+def test_validation_sets_have_names(make):
+    law, code, more = make("l", [50], 1000), make("c", [50], 2000), make("m", [50], 3000)
+    made = source(prefix=make("a", [50] * 10), split="9,1,0", validation=[f"law={law}", f"code={code}", f"law={more}"])
+    assert made.held_out == ["valid", "valid/law", "valid/code"]
+    assert set(origins(made.samples("valid/law", None))) == {1, 3}
+    assert set(origins(made.samples("valid/code", None))) == {2}
+    assert source(prefix=make("a", [50]), split="1", validation=[f"law={law}"]).held_out == ["valid/law"]
+
+
+def test_lines_are_read_in_blocks_as_fairseq_reads_them(make):
+    note = {"tokenizer": build("bytes", []).identity}  # 256 ends a document here
+    prefix = make("a", [3, 1, 2, 4], note=note)
+    made = source(prefix=prefix, split="1", break_mode="complete")
+    found = rows(made.samples("train", None))
+    low = np.iinfo(np.int64).min
+    assert sorted(found.tolist()) == [[256, 0, 1, 2, 3], [256, 4, 5, low, low], [256, 6, 7, 8, 9]]
+    assert len(made.samples("train", 7)) >= 7
+    later = source(prefix=prefix, split="1,1,0", break_mode="complete").samples("valid", None)
+    assert sorted(rows(later).tolist()) == [[256, 4, 5, low, low], [256, 6, 7, 8, 9]]
+    with pytest.raises(ConfigError, match=r"line of 9 tokens.*model.context is 4; set model.context=9 or"):
+        source(prefix=make("b", [9], note=note), split="1", break_mode="eos").samples("train", 1)
+    with pytest.raises(ConfigError, match=r"data\.break_mode needs the end-of-line token"):
+        source(prefix=make("c", [3]), split="1", break_mode="eos")
+
+
+def test_the_end_of_a_held_out_part_can_be_kept(make):
+    prefix = make("a", [23])
+    assert len(source(train=[prefix], valid=[prefix]).samples("valid", None)) == 5
+    kept = source(train=[prefix], valid=[prefix], keep_partial=True)
+    assert (len(kept.samples("valid", None)), len(kept.samples("train", None))) == (6, 5)
+
+
+def test_datasets_of_two_tokenizers_are_not_read_as_one(make):
+    notes = [{"tokenizer": build("bytes", []).identity}, {"tokenizer": {**build("bytes", []).identity, "size": 300}}]
+    one, other = (make(str(i), [50], note=note) for i, note in enumerate(notes))
+    for data in (
+        dict(blend=[one, other]),
+        dict(train=[one], valid=[other]),
+        dict(prefix=one, validation=[f"x={other}"]),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"dataset .*1 and dataset .*0 do not have the same tokenizer: .*300.*257"
+        ):
+            source(**data)
+    assert source(blend=[one, make("2", [50])]).eod == 256  # what has no note is taken at its word
+
+
+def test_the_identity_is_the_training_datas(make):
+    a, b = make("a", [50] * 9), make("b", [50] * 9, 1000)
+    first = source(blend=["1", a, "2", b], split="1").identity
+    assert source(blend=["1", a, "2", b], split="1", validation=[f"x={a}"]).identity == first
+    changed = [dict(blend=["2", a, "1", b]), dict(blend=["1", b, "2", a]), dict(blend=[a, b]), dict(prefix=a)]
+    identities = [first, *(source(split="1", **data).identity for data in changed)]
+    identities.append(source(blend=["1", a, "2", b], split="1,1,1").identity)
+    assert all(x != y for i, x in enumerate(identities) for y in identities[:i])
+
+
+def test_a_blend_with_a_dataset_that_is_too_small_names_it(make):
+    with pytest.raises(ConfigError, match=r"the train part of .*/small has 3 tokens \(1 of 1 sequences\)"):
+        source(blend=[make("large", [50]), make("small", [3])], split="1").samples("train", 5)
+
+
+WRONG = {
+    ("blend=[0.3,a,b]",): "must be weights and paths in turn",
+    ("blend=[a,0.3]",): "0.3 is a weight, but the first dataset has none",
+    ("blend=[0.3,a,0,b]",): "weights must be more than 0",
+    ("blend=[1,a,1,a]",): "names a dataset twice",
+    ("blend=[1,a,nan,b]",): "weights must be more than 0",
+    ("blend=[a]", "prefix=b"): "data.prefix=b and data.blend=['a'] exclude each other",
+    ("train=[a]", "prefix=b"): "data.prefix=b has no effect with data.train",
+    ("train=[a]", "split=1"): "data.split=1 has no effect with data.train",
+    ("prefix=a", "valid=[b]"): "data.valid=['b'] has no effect with data.prefix or data.blend",
+    ("prefix=a", "validation=[b]"): "'b' must be name=path",
+    ("prefix=a", "validation=[x/y=b]"): "'x/y=b' must be name=path",
+    ("source=synthetic", "blend=[a]"): "data.blend=['a'] has no effect with data.source=synthetic",
+    ("prefix=a", "break_mode=eos", "order=dse"): "data.order=dse has no effect with data.break_mode=eos",
+    ("prefix=a", "workers=-1"): "data.workers=-1 must be at least 0",
+}
+
+
+@pytest.mark.parametrize("words, message", WRONG.items(), ids=map(" ".join, WRONG))
+def test_lists_that_cannot_be_read_are_refused_with_the_settings(words, message):
+    from hpclm import config
+
+    with pytest.raises(ConfigError) as error:
+        config.from_cli([f"data.{word}" for word in words])
+    assert message in str(error.value)

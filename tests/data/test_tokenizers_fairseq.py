@@ -1,10 +1,9 @@
 """fairseq's dictionaries, held against files that fairseq wrote."""
 
-import numpy as np
 import pytest
 from sentencepiece import SentencePieceTrainer
 
-from hpclm.data.indexed import DTYPES
+from hpclm.data.indexed import IndexedDataset
 from hpclm.data.tokenizers import build, dictionary
 from hpclm.errors import ConfigError
 from tests.data.test_tokenizers import CORPUS, lists
@@ -29,10 +28,8 @@ def test_the_dictionary_of_a_text_is_fairseqs():
 def test_the_ids_of_a_text_are_fairseqs():
     tokenizer = build("fairseq", [str(shared("reference/fairseq_bin/dict.txt"))])
     ids, lengths = tokenizer.encode_batch(lines())
-    index = shared("reference/fairseq_bin/train.idx").read_bytes()
-    sizes = np.frombuffer(index, "<i4", int.from_bytes(index[18:26], "little"), 26)
-    theirs = np.fromfile(shared("reference/fairseq_bin/train.bin"), DTYPES[index[17]])
-    assert lengths.tolist() == sizes.tolist() and ids.tolist() == theirs.tolist()
+    theirs = IndexedDataset(shared("reference/fairseq_bin/train.idx").with_suffix(""))
+    assert lengths.tolist() == theirs.sizes.tolist() and ids.tolist() == theirs.flat.tolist()
     assert tokenizer.encode(" a\tb\u3000 \n") == [tokenizer.ids.get("a", 3), tokenizer.ids.get("b", 3), 2]
 
 

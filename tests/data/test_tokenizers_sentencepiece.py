@@ -90,7 +90,7 @@ def test_a_model_without_an_end_names_its_pieces(tmp_path):
 
 def test_a_library_that_makes_no_arrays_gives_the_same_ids(model):
     class Older:
-        """sentencepiece before 0.2.2."""
+        """An older sentencepiece, which makes lists only."""
 
         def encode(self, texts, num_threads, out_type=int):
             if out_type == "numpy":

@@ -78,6 +78,8 @@ def test_settings_files_hold_only_what_differs_from_the_defaults():
         "data.split=a,b": "data.split='a,b' must be up to three non-negative numbers",
         "data.split=0,0,0": "must be up to three non-negative numbers",
         "data.tokenizer_files=[a]": "data.tokenizer is not; say which kind",
+        "data.eod=x": "has no effect with data.source=synthetic",
+        "data.extra_ids=-1": "data.extra_ids=-1 must be at least 0",
         "scaler.window=5": "it is for fp16",
         "batch.loss_norm=microbatch": "has no effect without data.eod_mask_loss=true",
         "data.order=dse": "has no effect with data.source=synthetic",
@@ -97,6 +99,9 @@ def test_a_wrong_setting_is_answered_with_the_way_out(word, answer):
 @pytest.mark.parametrize(
     "words, answer",
     {
+        ("data.source=indexed", "data.eod=x"): "data.eod=x is set but data.tokenizer is not",
+        ("data.source=indexed", "data.extra_ids=2"): "data.extra_ids=2 is set but data.tokenizer is not",
+        ("data.source=indexed", "data.tokenizer=gpt2", "data.extra_ids=2"): "no effect with data.tokenizer=gpt2",
         ("optim.nonfinite=stop", "optim.nonfinite_limit=5"): "has no effect with optim.nonfinite=stop",
         (
             "optim.schedule=fairseq_cosine",

@@ -98,16 +98,16 @@ def blocks(contexts, characters):
         yield "".join(f"{context.format(c)}\n" for c in characters[start : start + 256] for context in contexts)
 
 
-def test_every_character_of_unicode_is_cut_off_at_the_same_places(seams):
+def test_every_character_of_the_planes_in_use_is_cut_off_at_the_same_places(seams):
     assert len(ADDED) == 4657  # the others, nearly all of Unicode, are encoded by gigatoken
-    texts = list(blocks(["{}'s a{}1".replace("{}", "{0}")], COMMON))
+    texts = list(blocks(["{0}'s a{0}1"], [c for c in COMMON if c < "\U00040000" or "\U000e0000" <= c < "\U000e1000"]))
     assert seams.fast._slow(texts) == []
     assert same(seams, texts) is True
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_every_character_has_the_same_ids_among_all_kinds_of_neighbours(context, gpt2, seams):
+def test_every_character_of_unicode_has_the_same_ids_among_all_kinds_of_neighbours(context, gpt2, seams):
     texts = list(blocks([context], COMMON))
     assert same(gpt2, texts) is True
     assert same(seams, texts) is True
@@ -182,7 +182,7 @@ RUNS = st.builds(lambda word, times: word * times, WORDS, st.sampled_from([1, 1,
 TEXTS = st.lists(st.lists(RUNS, max_size=15).map("".join), max_size=5)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(texts=TEXTS)
 def test_fuzzed_text_has_the_same_ids(texts, gpt2, seams):
     for tokenizer in (gpt2, seams):
@@ -208,7 +208,7 @@ def odd(seed):
     return dict(zip(words, ids)), merges, texts
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_odd_vocabularies_have_the_same_ids(seed):
     vocabulary, merges, texts = odd(seed)
@@ -249,7 +249,13 @@ def test_a_tokenizer_json_like_gpt2s_is_fast_and_has_the_same_ids(change, tmp_pa
     assert same(tokenizer, [*CORPUS, "a [X] b[X]", "cat cats cat", "<|endoftext|> the", ""]) is True
 
 
+def many(made):
+    for i in range(40):
+        added(f"[{i}]", id=320 + i)(made)
+
+
 UNLIKE_GPT2 = {
+    "too many added tokens": many,
     "a normaliser": lambda made: made.update(normalizer={"type": "NFC"}),
     "a space before the text": lambda made: made["pre_tokenizer"].update(add_prefix_space=True),
     "no words": lambda made: made["pre_tokenizer"].update(use_regex=False),

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpclm.data.tokenizers.interface import Batch
 
@@ -48,6 +47,8 @@ ADDED = [
     (0x323B0, 0x33479),
 ]
 SLICE = 1 << 21  # characters that are encoded at a time
+MARKERS = 32  # looking for more of them in every text takes longer than is saved
+LOOKED_UP = 1 << 18  # characters that are looked up in the table at a time
 GROWTH = 48 << 20  # bytes that the process may grow by before the library's object is made anew
 KEPT = 6  # bytes that the library keeps, at most, for each byte of words that it has not met
 
@@ -55,11 +56,13 @@ Encode = Callable[[list[str]], Batch]
 
 
 def faster(settings: str, exact: Encode, markers: list[str]) -> "Fast | None":
-    """What does ``exact`` faster, or None (and a line in the log) where that cannot be had.
+    """What does ``exact`` faster, or None where that cannot be had; the log says so where it is a pity.
 
     settings: tokenizer.json of a GPT-2-style BPE without added tokens; exact: encode_batch of that BPE, with them, by the
     tokenizers library; markers: texts that ``exact`` may treat in its own way, such as added tokens.
     """
+    if len(markers) > MARKERS:
+        return None
     try:
         fast = Fast(settings, exact, markers)
         texts = probe()
@@ -113,30 +116,32 @@ class Fast:
 
     def _slow(self, texts: list[str]) -> list[int]:
         """Which texts have a character that the libraries see differently, or a marker."""
-        found = {i for marker in self._markers for i, text in enumerate(texts) if marker in text}
-        wide = [i for i, text in enumerate(texts) if not text.isascii()]
-        if wide and self._differ("".join([texts[i] for i in wide])):
-            found.update(i for i in wide if self._differ(texts[i]))
-        return sorted(found)
+        together = "".join(texts)  # one look at all is faster than one at each
+        suspects = [i for i, text in enumerate(texts) if self._differ(text)] if self._differ(together) else []
+        markers = [marker for marker in self._markers if marker in together]
+        if markers:
+            suspects += [i for i, text in enumerate(texts) if any(marker in text for marker in markers)]
+        return sorted(set(suspects))
 
     def _differ(self, text: str) -> bool:
-        return any(
-            bool(self._differs[np.frombuffer(text[start : start + SLICE].encode("utf-32-le"), np.uint32)].any())
-            for start in range(0, len(text), SLICE)
-        )
+        if text.isascii():
+            return False
+        parts = (text[start : start + LOOKED_UP] for start in range(0, len(text), LOOKED_UP))
+        return any(self._differs.take(np.frombuffer(part.encode("utf-32-le"), np.uint32)).any() for part in parts)
 
     def _fast(self, texts: list[str]) -> Batch:
-        ids: list[NDArray[np.integer]] = [np.empty(0, np.uint32)]
-        lengths: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
-        for some in _slices(texts):
-            layout = self._library.encode_batch(some, parallel=False).layout
-            bounds = np.asarray(layout.offsets.data)
-            ids.append(np.asarray(layout.content.data)[bounds[0] : bounds[-1]])
-            lengths.append(np.diff(bounds))
-            self._renew(sum(map(len, some)))
-        if len(ids) == 2:
-            return ids[1], lengths[1]
+        parts = [self._encoded(some, characters) for some, characters in _slices(texts)]
+        if len(parts) == 1:
+            return parts[0]
+        ids, lengths = zip(*parts, strict=True) if parts else ([np.empty(0, np.uint32)], [np.empty(0, np.int64)])
         return np.concatenate(ids), np.concatenate(lengths)
+
+    def _encoded(self, texts: list[str], characters: int) -> Batch:
+        layout = self._library.encode_batch(texts, parallel=False).layout
+        bounds = np.asarray(layout.offsets.data)
+        ids = np.asarray(layout.content.data)[bounds[0] : bounds[-1]]
+        self._renew(characters)
+        return ids, np.diff(bounds)
 
     def _renew(self, characters: int) -> None:
         """Make the library's object anew when the process has grown: it keeps every word it meets, for ever.
@@ -185,15 +190,16 @@ def _load(settings: str) -> Any:
     return load_hf_json(settings)
 
 
-def _slices(texts: list[str]) -> Iterator[list[str]]:
-    """``texts`` in order, about SLICE characters at a time."""
-    ends = np.cumsum([len(text) for text in texts])
-    first = 0
-    while first < len(texts):
-        before = int(ends[first - 1]) if first else 0
-        last = max(first + 1, int(np.searchsorted(ends, before + SLICE, "right")))
-        yield texts[first:last]
-        first = last
+def _slices(texts: list[str]) -> Iterator[tuple[list[str], int]]:
+    """``texts`` in order, about SLICE characters at a time, and how many they are."""
+    first = held = 0
+    for last, length in enumerate(map(len, texts)):
+        if held and held + length > SLICE:
+            yield texts[first:last], held
+            first, held = last, 0
+        held += length
+    if texts:
+        yield texts[first:], held
 
 
 def _resident(read: int) -> int:

@@ -79,7 +79,7 @@ def processor(kind: str, path: Path, extra_ids: int = 0) -> Any:
 def pieces(model: Any, texts: list[str]) -> Batch:
     """Ids of ``texts`` by the library's ``model``, on one thread."""
     try:
-        found = model.encode(texts, num_threads=1, out_type="numpy")  # since 0.2.2; saves making Python integers
+        found = model.encode(texts, num_threads=1, out_type="numpy")  # of newer versions; saves making Python integers
     except (ValueError, RuntimeError):
         return flat(model.encode(texts, num_threads=1))
     lengths = np.fromiter(map(len, found), np.int64, len(found))

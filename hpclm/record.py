@@ -15,7 +15,17 @@ from pathlib import Path
 from hpclm import __version__, config
 from hpclm.config.mixture import mixture
 
-LIBRARIES = ("torch", "numpy", "deepspeed", "fairscale", "safetensors", "tokenizers", "sentencepiece", "omegaconf")
+LIBRARIES = (
+    "torch",
+    "numpy",
+    "deepspeed",
+    "fairscale",
+    "safetensors",
+    "tokenizers",
+    "gigatoken",
+    "sentencepiece",
+    "omegaconf",
+)
 
 
 def start(out: Path, run: config.RunConfig, step: int) -> None:

@@ -69,8 +69,9 @@ if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
   fi
 fi
 
-if [ -n "$extra" ] && ! command -v g++ >/dev/null && command -v apt-get >/dev/null; then
-  install g++ python3-dev # torch.compile wants them
+if [ -n "$extra" ] && command -v apt-get >/dev/null; then
+  command -v g++ >/dev/null || install g++ python3-dev # torch.compile wants them
+  command -v mpirun >/dev/null || install openmpi-bin  # for the tests marked mpi
 fi
 
 say "hpclm and what it needs${extra:+, and what its tests need}"

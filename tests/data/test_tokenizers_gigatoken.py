@@ -282,6 +282,12 @@ def test_without_gigatoken_the_ids_are_the_same_and_the_log_says_so(gpt2, monkey
     assert record.levelno == logging.WARNING and "gigatoken cannot be used" in record.message
 
 
+def test_versions_that_were_never_compared_are_not_trusted(gpt2, monkeypatch, caplog):
+    monkeypatch.setitem(gigatokens.COMPARED, "tokenizers", "0.19")
+    assert build("gpt2", GPT2).fast is None
+    assert "were never compared; gigatoken 0.10 and tokenizers 0.19 were" in caplog.text
+
+
 @pytest.mark.parametrize("settings", ["{}", "garbage", None], ids=["empty", "garbage", "another vocabulary"])
 def test_where_gigatoken_does_not_fit_tokenizers_encodes(settings, gpt2, caplog):
     other = Tokenizer(models.BPE.from_file(*TINY))

@@ -7,7 +7,8 @@ character that they see differently goes to ``tokenizers``; tests/data/test_toke
 import logging
 import os
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,14 @@ ADDED = [
     (0x2CEA2, 0x2CEAD),
     (0x323B0, 0x33479),
 ]
+COMPARED = {"gigatoken": "0.10", "tokenizers": "0.23"}  # with other tables of Unicode, ADDED would be others
 SLICE = 1 << 21  # characters that are encoded at a time
 MARKERS = 32  # looking for more of them in every text takes longer than is saved
 LOOKED_UP = 1 << 18  # characters that are looked up in the table at a time
 GROWTH = 48 << 20  # bytes that the process may grow by before the library's object is made anew
 KEPT = 6  # bytes that the library keeps, at most, for each byte of words that it has not met
+
+SLOWER = "encoding with tokenizers, many times slower"
 
 Encode = Callable[[list[str]], Batch]
 
@@ -64,6 +68,10 @@ def faster(settings: str, exact: Encode, markers: list[str]) -> "Fast | None":
     if len(markers) > MARKERS:
         return None
     try:
+        found_versions = {name: ".".join(version(name).split(".")[:2]) for name in COMPARED}
+        if found_versions != COMPARED:
+            log.warning("%s: %s were never compared; %s were", SLOWER, _words(found_versions), _words(COMPARED))
+            return None
         fast = Fast(settings, exact, markers)
         texts = probe()
         wanted, _ = exact(texts)
@@ -71,10 +79,10 @@ def faster(settings: str, exact: Encode, markers: list[str]) -> "Fast | None":
     except BaseException as error:  # a panic in Rust code is no Exception
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
-        log.warning("encoding with tokenizers, many times slower: gigatoken cannot be used here (%s)", error)
+        log.warning("%s: gigatoken cannot be used here (%s)", SLOWER, error)
         return None
     if not np.array_equal(wanted, found):
-        log.warning("encoding with tokenizers, many times slower: gigatoken's ids for a short text differ")
+        log.warning("%s: gigatoken's ids for a short text differ", SLOWER)
         return None
     return fast
 
@@ -182,6 +190,10 @@ def probe() -> list[str]:
 def _kind(character: str) -> str:
     kind = unicodedata.category(character)[0]
     return kind if kind in "LN" else "Z" if character.isspace() else "other"
+
+
+def _words(versions: Mapping[str, str]) -> str:
+    return " and ".join(f"{name} {number}" for name, number in versions.items())
 
 
 def _load(settings: str) -> Any:

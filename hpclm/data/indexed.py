@@ -47,13 +47,23 @@ def sidecar(prefix: str | Path) -> dict[str, Any]:
         raise ConfigError(
             f"note {path} cannot be read: {error}; it belongs to the dataset: restore it, or remove it and set data.tokenizer"
         ) from None
-    tokenizer = note.get("tokenizer") if isinstance(note, dict) else None
-    wanted = {"kind": str, "size": int, "files": dict}
-    sound = isinstance(tokenizer, dict) and all(isinstance(tokenizer.get(key), kind) for key, kind in wanted.items())
-    paths = note.get("tokenizer_files", []) if sound else None
-    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+    if not _is_note(note):
         raise ConfigError(f"note {path} is not what hpclm preprocess writes; remove it and set data.tokenizer")
     return note
+
+
+def _is_note(note: Any) -> bool:
+    tokenizer = note.get("tokenizer") if isinstance(note, dict) else None
+    if not isinstance(tokenizer, dict):
+        return False
+    wanted = {"kind": str, "size": int, "files": dict}
+    paths = note.get("tokenizer_files", [])
+    return (
+        all(isinstance(tokenizer.get(key), kind) for key, kind in wanted.items())
+        and all(isinstance(content, str) for content in tokenizer["files"].values())
+        and isinstance(paths, list)
+        and all(isinstance(path, str) for path in paths)
+    )
 
 
 class IndexedDataset:

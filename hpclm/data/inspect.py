@@ -57,7 +57,7 @@ def words(found: dict[str, Any]) -> str:
         "documents": f"{found['documents']:,}",
         "sequences": f"{found['sequences']:,}",
         "tokens": f"{found['tokens']:,}",
-        "tokenizer": _described(found["tokenizer"]) if found["tokenizer"] else "not known",
+        "tokenizer": tokenizers.describe(found["tokenizer"]) if found["tokenizer"] else "not known",
         "": found["tokenizer_missing"] or "",
         "tokens in a document": _summary(found["document_lengths"]),
     }
@@ -108,12 +108,6 @@ def _shown(document: dict[str, Any]) -> str:
 def _printable(text: str) -> str:
     """``text`` with what would steer the terminal written out."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
-
-
-def _described(identity: dict[str, Any]) -> str:
-    files = ", ".join(f"{name} {str(hash)[:8]}" for name, hash in identity["files"].items())
-    eod = "" if identity.get("eod") is None else f", end of document {identity['eod']}"
-    return f"{identity['kind']}{f' ({files})' if files else ''}, {identity['size']:,} entries{eod}"
 
 
 def _summary(summary: dict[str, float]) -> str:

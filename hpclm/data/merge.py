@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import DTypeLike
 
+from hpclm.data import tokenizers
 from hpclm.data.copying import copy
 from hpclm.data.formats import DTYPES, FAIRSEQ_ONLY
 from hpclm.data.indexed import IndexedDataset, files, sidecar
@@ -99,7 +100,7 @@ def joined_note(prefixes: Sequence[str | Path]) -> dict[str, Any] | None:
         )
     (first, joined), *others = notes.items()
     for prefix, note in others:
-        differ = _mismatch(joined["tokenizer"], note["tokenizer"])
+        differ = tokenizers.mismatch(joined["tokenizer"], note["tokenizer"])
         if differ:
             raise ConfigError(
                 f"{first} and {prefix} were made with different tokenizers: {differ}; they cannot be merged"
@@ -107,15 +108,6 @@ def joined_note(prefixes: Sequence[str | Path]) -> dict[str, Any] | None:
     given = [notes[str(prefix)] for prefix in prefixes]
     sums = {key: sum(note[key] for note in given) for key in COUNTS if all(isinstance(n.get(key), int) for n in given)}
     return {key: value for key, value in joined.items() if key not in COUNTS} | sums
-
-
-def _mismatch(one: dict[str, Any], other: dict[str, Any]) -> str | None:
-    differ = [key for key in sorted(one.keys() | other.keys()) if _nameless(one, key) != _nameless(other, key)]
-    return ", ".join(f"{key} {one.get(key)} against {other.get(key)}" for key in differ) or None
-
-
-def _nameless(identity: dict[str, Any], key: str) -> Any:
-    return sorted(map(str, identity[key].values())) if key == "files" else identity.get(key)
 
 
 def _surveyed(prefix: str | Path) -> _Part:

@@ -32,7 +32,7 @@ def test_it_shows_counts_lengths_tokenizer_and_documents_as_text(tmp_path, capsy
         "files                 2,050 bytes of tokens, 122 of index",
         "documents             4",
         "tokens                1,025",
-        "tokenizer             bytes, 257 entries, end of document 256",
+        "tokenizer             bytes tokenizer (257 entries)",
         "min 0 · mean 256.2 · median 5 · p90 1,000 · p99 1,000 · max 1,000 · empty 1",
         "Grüße, 世界 🙂",
         "x" * 300 + " … (cut)",
@@ -83,7 +83,7 @@ def test_a_tokenizer_whose_files_are_gone_is_described_and_the_rest_is_shown(tmp
         identity = {"kind": "whitespace", "files": {"vocab.json": "0123456789abcdef"}, "size": 211, "eod": 3}
         writer.note = {"tokenizer": identity, "tokenizer_files": [str(tmp_path / "gone.json")]}
     out = inspected(capsys, prefix)
-    assert "whitespace (vocab.json 01234567), 211 entries, end of document 3" in out
+    assert "whitespace tokenizer (vocab.json 01234567; 211 entries)" in out
     assert "gone.json does not exist" in out and "\n7 8\n" in out
 
 

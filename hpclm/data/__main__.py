@@ -24,9 +24,9 @@ def main(argv: list[str]) -> int:
 
 def inspect(args: argparse.Namespace) -> None:
     """Print what is in a dataset."""
-    from hpclm.data import inspect
-    from hpclm.data.indexed import IndexedDataset
-    from hpclm.data.verify import verify
+    from hpclm.data.disk import inspect
+    from hpclm.data.disk.indexed import IndexedDataset
+    from hpclm.data.disk.verify import verify
 
     dataset = IndexedDataset(prefix(args.prefix))
     found = inspect.report(dataset, args.documents, args.tokenizer, args.tokenizer_files)
@@ -42,8 +42,8 @@ def inspect(args: argparse.Namespace) -> None:
 
 def verify(args: argparse.Namespace) -> None:
     """Read datasets whole; all that is wrong is said at the end."""
-    from hpclm.data.indexed import IndexedDataset
-    from hpclm.data.verify import verify
+    from hpclm.data.disk.indexed import IndexedDataset
+    from hpclm.data.disk.verify import verify
 
     problems = []
     for name in prefixes(args.prefix):
@@ -57,7 +57,7 @@ def verify(args: argparse.Namespace) -> None:
 
 def merge(args: argparse.Namespace) -> None:
     """Join datasets."""
-    from hpclm.data.merge import merge
+    from hpclm.data.disk.merge import merge
 
     options = {"layout": args.layout, "dtype": args.dtype, "lossy": args.lossy, "overwrite": args.overwrite}
     made = merge(args.out, prefixes(args.prefix), compare=not args.no_note, **options)

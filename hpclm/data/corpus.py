@@ -16,7 +16,7 @@ from hpclm.config import DataConfig
 from hpclm.config.mixture import Mixture, mixture, named
 from hpclm.data import blend, index_cache, tokenizers
 from hpclm.data.blocks import Blocks, blocks, shuffled
-from hpclm.data.indexed import IndexedDataset, sidecar
+from hpclm.data.disk.indexed import IndexedDataset, sidecar
 from hpclm.data.order import Index, Order, build_index, samples_in, split_bounds, split_parts
 from hpclm.data.samples import BlendedSamples, BlockSamples, PackedSamples
 from hpclm.data.sources import Samples
@@ -71,6 +71,7 @@ class Portion:
         order = Order(reading.context, reading.seed, reading.order, wanted, self.keep_partial)
 
         def build() -> index_cache.Arrays:
+            self.dataset.check()  # whole, once; opening a large one only looks at its ends
             return vars(build_index(self.dataset.sizes, self.span, order))
 
         passes = -(-(wanted or 1) // max(1, self.per_epoch))

@@ -15,13 +15,13 @@ from typing import Any
 
 from hpclm import log as logs
 from hpclm.data import tokenizers
-from hpclm.data.encode import Job, encode, read, tokenizer_of
-from hpclm.data.indexed import files
-from hpclm.data.inputs import Share, chunks
-from hpclm.data.output import Output, Report
-from hpclm.data.pool import ordered, told_to_end
-from hpclm.data.preprocess_options import Corpus, Dictionary, Request, request
-from hpclm.data.progress import Progress
+from hpclm.data.disk.indexed import files
+from hpclm.data.text.encode import Job, encode, read, tokenizer_of
+from hpclm.data.text.inputs import Share, chunks
+from hpclm.data.text.options import Corpus, Dictionary, Request, request
+from hpclm.data.text.output import Output, Report
+from hpclm.data.text.pool import ordered, told_to_end
+from hpclm.data.text.progress import Progress
 from hpclm.errors import ConfigError
 from hpclm.files import readable, writable_folder, write_text
 
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     tokenizer_of.cache_clear()  # its files may have changed since an earlier call
     with told_to_end():
         if asked.share.parts > 1:
-            from hpclm.data import parts
+            from hpclm.data.text import parts
 
             return parts.main(asked)
         refuse_to_replace(asked)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hpclm.data.blend import Turns
 from hpclm.data.blocks import Blocks
-from hpclm.data.indexed import IndexedDataset
+from hpclm.data.disk.indexed import IndexedDataset
 from hpclm.data.order import Index
 from hpclm.data.sources import PADDING, Samples
 from hpclm.errors import ConfigError

@@ -12,9 +12,9 @@ from typing import Generic, TypeVar
 
 from hpclm import log as logs
 from hpclm.data import tokenizers
-from hpclm.data.encode import OnError, read
-from hpclm.data.inputs import Input, chunks, find
-from hpclm.data.pool import told_to_end
+from hpclm.data.text.encode import OnError, read
+from hpclm.data.text.inputs import Input, chunks, find
+from hpclm.data.text.pool import told_to_end
 from hpclm.errors import ConfigError
 from hpclm.files import sync_folder, writable_folder
 

@@ -5,8 +5,8 @@ import pytest
 
 from hpclm.config import DataConfig
 from hpclm.data.corpus import corpus
+from hpclm.data.disk.writer import Writer
 from hpclm.data.tokenizers import build
-from hpclm.data.writer import Writer
 from hpclm.errors import ConfigError
 
 CONTEXT = 4

@@ -11,8 +11,8 @@ import pytest
 
 from hpclm.config import DataConfig
 from hpclm.data.corpus import corpus
+from hpclm.data.disk.writer import Writer
 from hpclm.data.index_cache import kept
-from hpclm.data.writer import Writer
 
 
 def arrays():

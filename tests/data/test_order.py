@@ -12,7 +12,7 @@ from hpclm.data import order as orders
 from hpclm.data.blend import exhaustive, shares, weighted
 from hpclm.data.blocks import blocks, shuffled
 from hpclm.data.compiled import WORTHWHILE, compiled
-from hpclm.data.indexed import IndexedDataset
+from hpclm.data.disk.indexed import IndexedDataset
 from hpclm.data.order import Order, build_index, samples_in
 from hpclm.data.samples import BlendedSamples, BlockSamples, PackedSamples
 from hpclm.data.sources import PADDING

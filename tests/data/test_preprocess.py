@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from hpclm import cli
-from hpclm.data.indexed import IndexedDataset, sidecar
-from hpclm.data.inputs import CHUNK, chunks, find
+from hpclm.data.disk.indexed import IndexedDataset, sidecar
+from hpclm.data.text.inputs import CHUNK, chunks, find
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT.parent / "shared" / "reference"

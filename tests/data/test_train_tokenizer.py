@@ -11,7 +11,7 @@ import pytest
 from hpclm import cli
 from hpclm.data import tokenizers, train_tokenizer
 from hpclm.data.train_tokenizer import Sample
-from tests.data.texts import jsonl, write
+from tests.data.text.texts import jsonl, write
 from tests.shared import ROOT
 
 ENGLISH = ["the cat sat on the mat and the dog sat on the log"] * 3000

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from hpclm.config.schema import TOKENIZERS, DataConfig
-from hpclm.data.indexed import sidecar
+from hpclm.data.disk.indexed import sidecar
 from hpclm.data.tokenizers.fairseq import dictionary
 from hpclm.data.tokenizers.huggingface import train_bpe
 from hpclm.data.tokenizers.identities import describe, identity, mismatch

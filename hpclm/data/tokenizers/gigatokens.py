@@ -1,7 +1,7 @@
 """GPT-2's byte-level BPE by the gigatoken library, which only this file imports: fast, and the ids of ``tokenizers``.
 
 The two libraries carry tables of different Unicode versions, and so may cut a text at different places. A text with a
-character that they see differently goes to ``tokenizers``; tests/data/test_tokenizers_gigatoken.py tries all of Unicode.
+character that they see differently goes to ``tokenizers``; tests/data/tokenizers/test_gigatoken.py tries all of Unicode.
 """
 
 import logging

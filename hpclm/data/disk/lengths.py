@@ -1,0 +1,170 @@
+"""How long the documents of a dataset are, exactly, and a picture of it; memory does not grow with their number."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpclm.data.disk.indexed import IndexedDataset
+from hpclm.errors import ConfigError
+from hpclm.files import write_text
+
+BLOCK = 1 << 18  # documents that are looked at at a time
+PERCENTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}  # the least length that this part of them does not exceed
+WIDE = 50  # times that the longest is the median from which bins grow by a factor
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths:
+    """values [k], ascending: the lengths that occur, in tokens; counts [k]: how often each does."""
+
+    values: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+    def summary(self) -> dict[str, float]:
+        """Smallest, mean, median, 90th and 99th percentile, largest and number of empty ones; {} of nothing."""
+        if not len(self.values):
+            return {}
+        reached = np.cumsum(self.counts)
+        total = int(reached[-1])
+        ranks = {name: math.ceil(part * total) for name, part in PERCENTILES.items()}
+        found = {name: int(self.values[np.searchsorted(reached, rank)]) for name, rank in ranks.items()}
+        mean = float(self.values @ self.counts) / total
+        empty = int(self.counts[self.values == 0].sum())
+        return {"min": int(self.values[0]), "mean": mean} | found | {"max": int(self.values[-1]), "empty": empty}
+
+
+@dataclass(frozen=True)
+class Bin:
+    """``count`` documents have ``low`` up to ``high`` tokens, both among them."""
+
+    low: int
+    high: int
+    count: int
+
+
+def document_lengths(dataset: IndexedDataset) -> Lengths:
+    """The lengths of the documents of ``dataset``, whose index must have been checked."""
+    return _gathered(_of_documents(dataset))
+
+
+def sequence_lengths(dataset: IndexedDataset) -> Lengths:
+    """The lengths of its sequences."""
+    return _gathered(_of_sequences(dataset))
+
+
+def bins(lengths: Lengths, wanted: int = 16) -> list[Bin]:
+    """At most about ``wanted`` bins from the shortest to the longest; each is wider than the last where the range is wide."""
+    if not len(lengths.values):
+        return []
+    low, high = int(lengths.values[0]), int(lengths.values[-1])
+    if high > WIDE * max(1, lengths.summary()["median"]) or high > 1000 * max(1, low):
+        factor = (high + 1) ** (1 / wanted)
+        edges = sorted({low, high + 1, *(e for k in range(wanted) if low < (e := round(factor**k)) <= high)})
+    else:
+        width = _round_number((high + 1 - low) / wanted)
+        edges = [low, *range((low // width + 1) * width, high + 1, width), high + 1]
+    counts = np.add.reduceat(np.append(lengths.counts, 0), np.searchsorted(lengths.values, edges[:-1]))
+    places = np.searchsorted(lengths.values, edges)
+    filled = np.where(np.diff(places) > 0, counts, 0)  # reduceat gives an empty stretch its first element
+    return [Bin(a, b - 1, int(n)) for a, b, n in zip(edges, edges[1:], filled, strict=False)]
+
+
+def bars(found: list[Bin], width: int) -> str:
+    """The bins as lines of text of ``width`` characters."""
+    names = [_name(bin) for bin in found]
+    margin = max(map(len, names), default=0)
+    room = max(8, width - margin - 2 - max((len(f" {bin.count:,}") for bin in found), default=0))
+    most = max((bin.count for bin in found), default=0)
+    lines = []
+    for name, bin in zip(names, found, strict=True):
+        eighths = math.ceil(8 * room * bin.count / most) if most else 0
+        bar = "█" * (eighths // 8) + ("▏▎▍▌▋▊▉"[eighths % 8 - 1] if eighths % 8 else "")
+        lines.append(f"{name:>{margin}}  {bar} {bin.count:,}")
+    return "\n".join(lines)
+
+
+def draw(found: list[Bin], title: str, path: Path) -> None:
+    """Write the bins as a picture, .svg, or a page that shows it, .html."""
+    if path.suffix not in (".svg", ".html"):
+        raise ConfigError(f"--histogram {path}: pictures are .svg or .html, which browsers show and print")
+    svg = _svg(found, title)
+    page = f"<!DOCTYPE html>\n<meta charset='utf-8'>\n<title>{escape(title)}</title>\n{svg}\n"
+    try:
+        write_text(path, svg + "\n" if path.suffix == ".svg" else page)
+    except OSError as error:
+        raise ConfigError(f"--histogram {path} cannot be written: {error.strerror}") from None
+
+
+def _svg(found: list[Bin], title: str) -> str:
+    left, top, wide, high = 90, 50, 720, 320
+    most = max((bin.count for bin in found), default=0)
+    step = _round_number(max(most, 1) / 4)
+    ceiling = step * max(1, math.ceil(most / step))
+    slot = wide / max(1, len(found))
+    parts = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {left + wide + 30} {top + high + 110}' width='840' "
+        "font-family='sans-serif' font-size='12' fill='#333'>",
+        "<rect width='100%' height='100%' fill='white'/>",
+        f"<text x='{left}' y='28' font-size='16'>{escape(title)}</text>",
+    ]
+    for value in range(0, ceiling + 1, step):
+        y = top + high * (1 - value / ceiling)
+        parts.append(f"<path d='M{left} {y:.1f}h{wide}' stroke='#ddd'/>")
+        parts.append(f"<text x='{left - 8}' y='{y + 4:.1f}' text-anchor='end'>{value:,}</text>")
+    for k, bin in enumerate(found):
+        x, tall = left + k * slot, high * bin.count / ceiling
+        parts.append(
+            f"<rect x='{x + 1:.1f}' y='{top + high - tall:.1f}' width='{slot - 2:.1f}' height='{tall:.1f}' fill='#3b78b5'>"
+            f"<title>{_name(bin)} tokens: {bin.count:,}</title></rect>"
+        )
+        at = f"{x + slot / 2:.1f} {top + high + 14}"
+        parts.append(
+            f"<text transform='translate({at}) rotate(-35)' text-anchor='end' font-size='10'>{_name(bin)}</text>"
+        )
+    middle = top + high / 2
+    parts += [
+        f"<path d='M{left} {top + high}h{wide}' stroke='#333'/>",
+        f"<text x='{left + wide / 2}' y='{top + high + 98}' text-anchor='middle'>tokens in a document</text>",
+        f"<text transform='translate(20 {middle}) rotate(-90)' text-anchor='middle'>documents</text>",
+        "</svg>",
+    ]
+    return "\n".join(parts)
+
+
+def _name(bin: Bin) -> str:
+    return f"{bin.low:,}" if bin.low == bin.high else f"{bin.low:,}–{bin.high:,}"
+
+
+def _round_number(value: float) -> int:
+    """The smallest of 1, 2, 5, 10, 20, ... that is not below ``value``."""
+    power = 10 ** max(0, math.ceil(math.log10(max(value, 1))) - 1)
+    return next(step * power for step in (1, 2, 5, 10, 20) if step * power >= value)
+
+
+def _of_documents(dataset: IndexedDataset) -> Iterator[NDArray[np.int64]]:
+    for start in range(0, dataset.document_count, BLOCK):
+        bounds = dataset.bounds(start, min(start + BLOCK, dataset.document_count))
+        yield np.diff(dataset.places(bounds))
+        dataset.release()
+
+
+def _of_sequences(dataset: IndexedDataset) -> Iterator[NDArray[np.int64]]:
+    for start in range(0, len(dataset), BLOCK):
+        yield dataset.sizes[start : start + BLOCK].astype(np.int64)
+        dataset.release()
+
+
+def _gathered(blocks: Iterator[NDArray[np.int64]]) -> Lengths:
+    values, counts = np.empty(0, np.int64), np.empty(0, np.int64)
+    for block in blocks:
+        new, often = np.unique(block, return_counts=True)
+        both, inverse = np.unique(np.concatenate((values, new)), return_inverse=True)
+        sums = np.zeros(len(both), np.int64)
+        np.add.at(sums, inverse, np.concatenate((counts, often)))
+        values, counts = both, sums
+    return Lengths(values, counts)

@@ -1,0 +1,202 @@
+"""Writes datasets: tokens stream to files aside, which take the dataset's name only when all of them are whole.
+
+Layouts as hpclm/data/disk/formats.py describes them: Megatron's, and fairseq's, whose index has no documents.
+"""
+
+import json
+import os
+import shutil
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from hpclm.data.disk.formats import DTYPES, FAIRSEQ_HEADER, FAIRSEQ_ONLY, HEADER, MAGIC, VERSION
+from hpclm.data.disk.indexed import files
+from hpclm.errors import ConfigError, HpclmError
+from hpclm.files import aside, sweep, sync_folder
+
+LONGEST = 2**31 - 1  # tokens of a sequence: sizes are int32
+BLOCK = 1 << 20  # sequences, and tokens, that are held at a time
+
+Layout = Literal["megatron", "fairseq"]
+
+
+class Writer:
+    """Writes a dataset, replacing one of that name; it exists only once the ``with`` block ends well.
+
+    What an exception, a kill or a full disk leaves behind does not open: ``.idx`` is renamed last. Memory does not grow
+    with the dataset. ConfigError for tokens that the type or the layout cannot hold.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: DTypeLike, layout: Layout = "megatron"):
+        self.dtype, self.layout = np.dtype(dtype).newbyteorder("<"), layout
+        possible = {code: known for code, known in DTYPES.items() if layout == "fairseq" or code not in FAIRSEQ_ONLY}
+        codes = [code for code, known in possible.items() if known == self.dtype]
+        if not codes:
+            known = [known.name for known in possible.values()]
+            raise ConfigError(f"{layout}'s layout cannot store tokens as {self.dtype.name}; choose one of {known}")
+        self._code, self._range = codes[0], np.iinfo(self.dtype)
+        self._final = files(prefix)
+        self._open = ExitStack()
+        self._ended = 0
+        self.tokens = 0
+        """Tokens so far."""
+        self.sequences = 0
+        """Sequences so far."""
+        self.documents = 0
+        """Documents so far."""
+        self.note: dict[str, Any] | None = None
+        """Goes into PREFIX.json, which ``indexed.sidecar`` reads."""
+
+    def add(self, tokens: ArrayLike) -> None:
+        """Append one sequence, [tokens]."""
+        given = np.asarray(tokens)
+        self._append(given, np.array([given.size]))
+
+    def end_document(self) -> None:
+        """The sequences since the last call are a document."""
+        self._bound(np.array([self.sequences]))
+
+    def add_document(self, tokens: ArrayLike) -> None:
+        """Append a document of one sequence, [tokens]."""
+        self.add(tokens)
+        self.end_document()
+
+    def extend(
+        self,
+        tokens: NDArray[np.integer],
+        sizes: NDArray[np.integer],
+        documents: NDArray[np.integer],
+        modes: NDArray[np.integer] | None = None,
+    ) -> None:
+        """Append whole documents: tokens [t] laid end to end, tokens of each sequence [s], sequences of each document [k].
+
+        modes [s]: of multimodal datasets, a small number for each sequence; for all calls or for none.
+        """
+        if sizes.sum() != tokens.size or documents.sum() != sizes.size:
+            raise ValueError(
+                f"{tokens.size} tokens in sequences of {sizes.sum()}, {sizes.size} in documents of {documents.sum()}"
+            )
+        first = self.sequences
+        if modes is not None:
+            if first != self._modes.tell():
+                raise ValueError("either all sequences have modes or none")
+            self._modes.write(modes.astype("i1").tobytes())
+        self._append(tokens, sizes)
+        self._bound(first + np.cumsum(documents))
+
+    def _append(self, tokens: NDArray, sizes: NDArray[np.integer]) -> None:
+        if sizes.size and sizes.max() > LONGEST:
+            raise ConfigError(f"a sequence of {sizes.max()} tokens is too long: an index holds at most {LONGEST}")
+        self._sizes.write(sizes.astype("<i4", copy=False).tobytes())
+        for start in range(0, tokens.size, BLOCK):
+            self._tokens.write(self._fitting(tokens[start : start + BLOCK]).data)
+        self.tokens += tokens.size
+        self.sequences += sizes.size
+
+    def _fitting(self, tokens: NDArray) -> NDArray:
+        """``tokens``, at least one, in the type of the file."""
+        if tokens.dtype != self.dtype:
+            low, high = int(tokens.min()), int(tokens.max())
+            if low < self._range.min or high > self._range.max:
+                raise ConfigError(f"token ids {low} to {high} do not fit in {self.dtype.name}")
+        return np.ascontiguousarray(tokens, self.dtype)
+
+    def _bound(self, bounds: NDArray[np.integer]) -> None:
+        """Documents end before the sequences numbered ``bounds``."""
+        if self.layout == "fairseq" and not np.array_equal(bounds, np.arange(len(bounds)) + self.documents + 1):
+            raise ConfigError(
+                "fairseq's layout has one sequence in each document; write Megatron's, or do not split documents"
+            )
+        self._bounds.write(bounds.astype("<i8", copy=False).tobytes())
+        self.documents += len(bounds)
+        self._ended = self.sequences
+
+    def __enter__(self) -> "Writer":
+        for path in self._final:
+            sweep(path)
+        tokens, index, note = (aside(path) for path in self._final)
+        self._tokens, self._index, self._note = self._new(tokens), self._new(index), self._new(note)
+        self._sizes, self._bounds, self._modes = (
+            self._new(Path(f"{index}-{part}")) for part in ("sizes", "bounds", "modes")
+        )
+        self._bounds.write(bytes(8))  # the first document begins at sequence 0
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        with self._open:
+            if kind is None:
+                self._commit()
+
+    def _new(self, path: Path) -> IO[bytes]:
+        """A new file, closed and removed at the end unless it was renamed."""
+        file = path.open("w+b")
+
+        def discard() -> None:
+            with suppress(OSError):  # on a full disk closing fails as writing did
+                file.close()
+            path.unlink(missing_ok=True)
+
+        self._open.callback(discard)
+        return file
+
+    def _commit(self) -> None:
+        if self._ended != self.sequences:
+            raise ValueError("sequences after the last end_document() belong to no document")
+        modes = self._modes.tell()
+        if modes not in (0, self.sequences):
+            raise ValueError("either all sequences have modes or none")
+        self._write_index()
+        if self.note is not None:
+            self._note.write(json.dumps(self.note, indent=1, ensure_ascii=False).encode() + b"\n")
+        columns = 12 * self.sequences
+        wanted = {
+            self._tokens: self.tokens * self.dtype.itemsize,
+            self._index: FAIRSEQ_HEADER.size + columns
+            if self.layout == "fairseq"
+            else HEADER.size + columns + 8 * (self.documents + 1) + modes,
+        }
+        for file in (self._tokens, self._index, self._note):
+            _sync(file)
+        for file, size in wanted.items():
+            found = os.fstat(file.fileno()).st_size
+            if found != size:
+                raise HpclmError(f"{file.name} has {found} bytes after writing {size}; no dataset was written")
+        tokens, index, note = self._final
+        index.unlink(missing_ok=True)  # first: an old index must not open beside new tokens
+        note.unlink(missing_ok=True)
+        Path(self._tokens.name).replace(tokens)
+        if self.note is not None:
+            Path(self._note.name).replace(note)
+        Path(self._index.name).replace(index)
+        sync_folder(index.parent)
+
+    def _write_index(self) -> None:
+        counts = (self.sequences, self.documents + 1)
+        head = HEADER.pack(MAGIC, VERSION, self._code, *counts)
+        self._index.write(head[: FAIRSEQ_HEADER.size] if self.layout == "fairseq" else head)
+        _copy(self._sizes, self._index)
+        self._sizes.seek(0)
+        end = 0
+        while block := self._sizes.read(4 * BLOCK):
+            bytes_ = np.frombuffer(block, "<i4").astype("<i8") * self.dtype.itemsize
+            ends = end + np.cumsum(bytes_)
+            self._index.write((ends - bytes_).tobytes())
+            end = int(ends[-1])
+        if self.layout == "megatron":
+            _copy(self._bounds, self._index)
+            _copy(self._modes, self._index)
+
+
+def _copy(source: IO[bytes], target: IO[bytes]) -> None:
+    source.seek(0)
+    shutil.copyfileobj(source, target, 1 << 20)
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,0 +1,291 @@
+"""The command line of preprocessing: hpclm's own names, Megatron's and fairseq's, turned into one request."""
+
+import argparse
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpclm.cluster import bootstrap
+from hpclm.data import tokenizers
+from hpclm.data.text.encode import Job
+from hpclm.data.text.inputs import Input, Share, find
+from hpclm.errors import ConfigError
+
+# Megatron's --tokenizer-type: our kind, and the options that name its files
+MEGATRON_TYPES = {
+    "GPT2BPETokenizer": ("gpt2", ("vocab_file", "merge_file")),
+    "BertWordPieceLowerCase": ("wordpiece_lower", ("vocab_file",)),
+    "BertWordPieceCase": ("wordpiece", ("vocab_file",)),
+    "SentencePieceTokenizer": ("sentencepiece", ("tokenizer_model",)),
+    "PretrainedFromHF": ("json", ("tokenizer_name_or_path",)),
+    "PretrainedFromHf": ("json", ("tokenizer_name_or_path",)),
+}
+FILE_OPTIONS = ("vocab_file", "merge_file", "tokenizer_model", "tokenizer_name_or_path")
+# what Megatron's --lang calls languages (NLTK's names)
+LANGUAGES = dict(
+    czech="cs", danish="da", dutch="nl", english="en", estonian="et", finnish="fi", french="fr", german="de", greek="el",
+    italian="it", norwegian="no", polish="pl", portuguese="pt", russian="ru", slovene="sl", spanish="es", swedish="sv",
+    turkish="tr",
+)  # fmt: skip
+FAIRSEQ_ONLY = ("validpref", "testpref", "srcdict", "thresholdsrc", "nwordssrc", "padding_factor", "destdir")
+UNREAD = {
+    "lazy": "hpclm writes the one layout that all of Megatron's versions read, mmap",
+    "cached": "hpclm writes the one layout that all of Megatron's versions read, mmap",
+    "raw": "hpclm writes binary datasets, mmap",
+}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What goes into one dataset, or into one for each key."""
+
+    inputs: tuple[Input, ...]
+    prefixes: tuple[Path, ...]
+
+    @property
+    def names(self) -> str:
+        """Its inputs, for a message."""
+        return ", ".join(source.name for source in self.inputs)
+
+
+@dataclass(frozen=True)
+class Dictionary:
+    """fairseq's dict.txt: copied from ``given``, or counted in ``corpus``."""
+
+    path: Path
+    corpus: Corpus
+    given: Path | None
+    threshold: int
+    words: int
+    padding: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a person asks for."""
+
+    corpora: tuple[Corpus, ...]
+    job: Job
+    share: Share
+    workers: int
+    overwrite: bool
+    log_interval: int | None
+    vocab_multiple: int | None
+    dictionary: Dictionary | None = None
+
+
+def request(argv: list[str]) -> Request:
+    """What the arguments ask for; exits with 2 where they exclude each other, ConfigError for inputs that cannot be."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    for name, low in (("workers", 1), ("log_interval", 1), ("extra_ids", 0), ("make_vocab_size_divisible_by", 1)):
+        value = getattr(args, name)
+        if value is not None and value < low:
+            parser.error(f"--{name.replace('_', '-')} {value} must be at least {low}")
+    if args.dataset_impl != "mmap":
+        parser.error(f"--dataset-impl {args.dataset_impl}: {UNREAD[args.dataset_impl]}")
+    fairseq = args.only_source or args.trainpref or any(getattr(args, name) is not None for name in FAIRSEQ_ONLY)
+    _tokenizer(parser, args, fairseq)
+    if not args.split_sentences and (args.language or args.keep_newlines):
+        parser.error("--language and --keep-newlines go with --split-sentences")
+    share = _share(parser, args.part)
+    if fairseq:
+        return _fairseq(parser, args, share)
+    if not args.input or not args.output_prefix:
+        parser.error("give --input FILE... and --output-prefix P, or fairseq's --only-source --trainpref F --destdir D")
+    inputs = find(args.input, args.format)
+    keys = tuple(args.json_keys or ["text"])
+    told = f"--json-keys {' '.join(keys)}"
+    if len(set(keys)) < len(keys):
+        raise ConfigError(f"{told} names a key twice")
+    plain = [source.name for source in inputs if source.format != "jsonl"]
+    if args.json_keys and len(plain) == len(inputs):
+        raise ConfigError(f"{told} has no effect: no input is JSONL")
+    if len(keys) > 1 and plain:
+        raise ConfigError(f"{told} needs JSONL, but {plain[0]} is plain text: preprocess it by itself")
+    if share.parts > 1 and any(source.path == "-" for source in inputs):
+        raise ConfigError(f"--input - cannot be shared by {share.parts} processes; give files, or start one process")
+    level = "sentence" if args.split_sentences else "document"
+    prefixes = tuple(Path(f"{args.output_prefix}_{key}_{level}") for key in keys)
+    return _request(args, (Corpus(tuple(inputs), prefixes),), keys, share)
+
+
+def _request(
+    args: argparse.Namespace,
+    corpora: tuple[Corpus, ...],
+    keys: tuple[str, ...],
+    share: Share,
+    dictionary: Dictionary | None = None,
+) -> Request:
+    language = args.language or "en"
+    job = Job(
+        tokenizer="fairseq" if dictionary else args.tokenizer,
+        files=(str(dictionary.path),) if dictionary else tuple(args.tokenizer_files),
+        options=tokenizers.Options(args.eod, args.extra_ids),
+        keys=keys,
+        append_eod=args.append_eod,
+        empty=args.empty,
+        on_error=args.on_error,
+        language=LANGUAGES.get(language, language) if args.split_sentences else None,
+        keep_newlines=args.keep_newlines,
+        deduplicate=args.deduplicate,
+        layout="fairseq" if dictionary else "megatron",
+    )
+    multiple = args.make_vocab_size_divisible_by
+    return Request(corpora, job, share, args.workers, args.overwrite, args.log_interval, multiple, dictionary)
+
+
+def _fairseq(parser: argparse.ArgumentParser, args: argparse.Namespace, share: Share) -> Request:
+    """The request of fairseq-preprocess's form."""
+    if not args.only_source:
+        parser.error("hpclm trains language models, on one text: give --only-source (a pair of languages is not read)")
+    if args.input or args.output_prefix or args.json_keys or args.format:
+        parser.error("--input, --format, --json-keys and --output-prefix exclude fairseq's --trainpref and --destdir")
+    if not (args.trainpref or args.validpref or args.testpref):
+        parser.error("give --trainpref FILE, --validpref FILE[,FILE...] or --testpref FILE[,FILE...]")
+    counted = {
+        "--thresholdsrc": args.thresholdsrc,
+        "--nwordssrc": args.nwordssrc,
+        "--padding-factor": args.padding_factor,
+    }
+    useless = [name for name, value in counted.items() if value is not None and (args.srcdict or args.tokenizer)]
+    useless += ["--srcdict"] if args.srcdict and args.tokenizer else []
+    if useless:
+        parser.error(f"{' and '.join(useless)} have no effect with {'--tokenizer' if args.tokenizer else '--srcdict'}")
+    if not (args.tokenizer or args.srcdict or args.trainpref):
+        parser.error("without --trainpref there is no text to count words in; give --srcdict dict.txt")
+    if share.parts > 1:
+        raise ConfigError(f"fairseq's form runs in one process, not {share.parts}; give --workers to use more cores")
+    folder = Path(args.destdir or "data-bin")
+    corpora = []
+    for split in ("train", "valid", "test"):
+        files = (getattr(args, f"{split}pref") or "").split(",")
+        for i, file in enumerate(filter(None, files)):
+            corpora.append(Corpus(tuple(find([file], "lines")), (folder / f"{split}{i or ''}",)))
+    if args.trainpref and "," in args.trainpref:
+        parser.error(f"--trainpref {args.trainpref}: fairseq's form has one training text; join the files first")
+    dictionary = None
+    if not args.tokenizer:
+        given = Path(args.srcdict) if args.srcdict else None
+        padding = 8 if args.padding_factor is None else args.padding_factor
+        words = -1 if args.nwordssrc is None else args.nwordssrc
+        dictionary = Dictionary(folder / "dict.txt", corpora[0], given, args.thresholdsrc or 0, words, padding)
+    return _request(args, tuple(corpora), ("text",), share, dictionary)
+
+
+def _tokenizer(parser: argparse.ArgumentParser, args: argparse.Namespace, fairseq: bool) -> None:
+    """Put what Megatron's names say into --tokenizer and --tokenizer-files."""
+    if not args.tokenizer_type:
+        if any(getattr(args, name) for name in FILE_OPTIONS):
+            parser.error(f"{', '.join(map(_flag, FILE_OPTIONS))} go with --tokenizer-type; or give --tokenizer-files")
+        if args.tokenizer_files and not args.tokenizer:
+            parser.error("--tokenizer-files go with --tokenizer KIND")
+        if not (args.tokenizer or fairseq):
+            parser.error("give --tokenizer KIND and --tokenizer-files FILE...")
+        return
+    if args.tokenizer or args.tokenizer_files:
+        parser.error("--tokenizer-type excludes --tokenizer and --tokenizer-files")
+    kind, needed = MEGATRON_TYPES[args.tokenizer_type]
+    missing = [_flag(name) for name in needed if not getattr(args, name)]
+    if missing:
+        parser.error(f"--tokenizer-type {args.tokenizer_type} needs {' and '.join(missing)}")
+    useless = [_flag(name) for name in FILE_OPTIONS if getattr(args, name) and name not in needed]
+    if useless:
+        parser.error(f"{' and '.join(useless)} have no effect with --tokenizer-type {args.tokenizer_type}")
+    args.tokenizer, args.tokenizer_files = kind, [getattr(args, name) for name in needed]
+    if kind == "json":
+        args.tokenizer_files = [_local(args.tokenizer_name_or_path)]
+
+
+def _local(name: str) -> str:
+    """The tokenizer.json that --tokenizer-name-or-path means."""
+    path = Path(name)
+    if path.is_dir():
+        path /= "tokenizer.json"
+    if not path.exists():
+        raise ConfigError(
+            f"--tokenizer-name-or-path {name}: {path.absolute()} does not exist, and hpclm downloads nothing; "
+            "give a tokenizer.json, or the folder that has it"
+        )
+    return str(path)
+
+
+def _share(parser: argparse.ArgumentParser, part: str | None) -> Share:
+    """Which part of the inputs this process takes: --part, or its rank among those that a launcher started."""
+    if part is None:
+        world = bootstrap.detect()
+        return Share(world.rank, world.size)
+    found = re.fullmatch(r"(\d+)/(\d+)", part)
+    if not found or int(found[1]) >= int(found[2]):
+        parser.error(f"--part {part} must be I/N, part I of N, with I from 0 to N - 1")
+    return Share(int(found[1]), int(found[2]))
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hpclm preprocess",
+        description="Turn text into a dataset. Started by srun or mpirun, each process takes a part of the input.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument_group("input").add_argument
+    add("--input", nargs="+", metavar="FILE", help="UTF-8 text or JSONL, .gz, .zst, a quoted pattern, or - (a pipe)")
+    add(
+        "--format",
+        choices=["jsonl", "lines", "files"],
+        help="a document is a JSON object per line, a line, or a whole file; default: jsonl for .jsonl and .json, else lines",
+    )
+    add(
+        "--json-keys",
+        "--json-key",
+        nargs="+",
+        metavar="KEY",
+        help="where a JSON object has its text; a dataset is written for each key; default: text",
+    )
+    add("--part", metavar="I/N", help="take part I (from 0) of N of the input; whoever finishes last joins the parts")
+
+    add = parser.add_argument_group("tokenizer").add_argument
+    kinds = "bytes, gpt2, json, sentencepiece, whitespace, wordpiece, wordpiece_lower, fairseq"
+    add("--tokenizer", metavar="KIND", help=f"{kinds}, or package.module:Name")
+    add("--tokenizer-files", nargs="+", default=[], metavar="FILE", help="in the kind's order")
+    add("--eod", metavar="TOKEN", help="the end-of-document token; default: the kind's own")
+    add("--extra-ids", "--vocab-extra-ids", type=int, default=0, metavar="N", help="add <extra_id_0> and so on")
+
+    add = parser.add_argument_group("documents").add_argument
+    add("--append-eod", action="store_true", help="end each document with the end-of-document token")
+    add("--empty", choices=["skip", "keep", "error"], default="skip", help="documents without a token; default: skip")
+    add("--on-error", choices=["stop", "skip"], default="stop", help="lines that cannot be read; default: stop")
+    add("--deduplicate", action="store_true", help="leave out exact repeats; up to 35 bytes of scratch disk a document")
+    add("--split-sentences", action="store_true", help="a sequence for each sentence; writes P_text_sentence")
+    add("--language", "--lang", metavar="CODE", help="whose sentences, as en or zh; default: en")
+    add("--keep-newlines", action="store_true", help="sentences keep the white space after them")
+
+    add = parser.add_argument_group("output").add_argument
+    add("--output-prefix", metavar="P", help="writes P_text_document.bin, .idx and .json (text: the key)")
+    add("--overwrite", action="store_true", help="replace a dataset of that name")
+    add("--workers", type=int, default=1, metavar="N", help="processes that encode, one core each; default: 1")
+    add("--log-interval", type=int, metavar="N", help="documents between lines of the log; default: a line a minute")
+
+    add = parser.add_argument_group("Megatron's names").add_argument
+    add("--tokenizer-type", choices=list(MEGATRON_TYPES), help="GPT2BPETokenizer is --tokenizer gpt2, and so on")
+    add("--vocab-file", "--vocab", metavar="FILE", help="GPT-2's vocab.json, BERT's vocab.txt")
+    add("--merge-file", metavar="FILE", help="GPT-2's merges.txt")
+    add("--tokenizer-model", metavar="FILE", help="sentencepiece's .model")
+    add("--tokenizer-name-or-path", metavar="PATH", help="a tokenizer.json, or its folder; nothing is downloaded")
+    add("--dataset-impl", choices=["mmap", *UNREAD], default="mmap", help="mmap is the only layout that is written")
+    add("--make-vocab-size-divisible-by", type=int, metavar="N", help="goes into the command to train with")
+
+    add = parser.add_argument_group("fairseq-preprocess's names (documents are lines)").add_argument
+    add("--only-source", action="store_true", help="one language; needed")
+    add("--trainpref", metavar="FILE", help="writes D/train")
+    add("--validpref", metavar="FILE[,FILE...]", help="writes D/valid, D/valid1, ...")
+    add("--testpref", metavar="FILE[,FILE...]", help="writes D/test, D/test1, ...")
+    add("--destdir", metavar="D", help="folder of the datasets and dict.txt; default: data-bin")
+    add("--srcdict", metavar="FILE", help="a dict.txt; default: count the words of the training text")
+    add("--thresholdsrc", type=int, metavar="N", help="leave out words that are rarer than this")
+    add("--nwordssrc", type=int, metavar="N", help="words that the dictionary has at most")
+    add("--padding-factor", type=int, metavar="N", help="pad the dictionary to a multiple of this; default: 8")
+    return parser

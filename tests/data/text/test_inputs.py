@@ -1,0 +1,151 @@
+import gzip
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from hpclm.data.text.inputs import CHUNK, Share, chunks, find, guess
+from hpclm.errors import ConfigError
+
+LINES = "".join(f"line {i} {'天😀x' * (i % 70)}\n" for i in range(20_000)).encode()
+
+
+def framed(raw):
+    """A .zst of several frames, as pzstd writes, with one that says to be skipped."""
+    half, compress = len(raw) // 2, zstandard.ZstdCompressor().compress
+    skipped = b"\x50\x2a\x4d\x18" + (5).to_bytes(4, "little") + b"hello"
+    return skipped + compress(raw[:half]) + compress(raw[half:])
+
+
+PACKINGS = {
+    "plain": ("a.txt", lambda raw: raw),
+    "gzip": ("a.txt.gz", gzip.compress),
+    "gzip, several members": ("a.txt.gz", lambda raw: gzip.compress(raw[:1000]) + gzip.compress(raw[1000:])),
+    "zstandard": ("a.txt.zst", zstandard.ZstdCompressor().compress),
+    "zstandard, several frames": ("a.txt.zst", framed),
+    "zstandard, of unknown length": ("a.txt.zst", lambda raw: b"".join(_streamed(raw))),
+}
+
+
+def _streamed(raw):
+    frame = zstandard.ZstdCompressor().compressobj()
+    return [frame.compress(raw), frame.flush()]
+
+
+@pytest.mark.parametrize("name, pack", PACKINGS.values(), ids=PACKINGS.keys())
+@pytest.mark.parametrize("raw", [LINES, b"one\ntwo", b"\n\n", b"x"], ids=["long", "no newline", "blank", "one byte"])
+def test_a_file_is_read_in_whole_lines_whatever_packs_it(name, pack, raw, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(pack(raw))
+    [source] = find([str(path)], None)
+    found = list(chunks([source]))
+    assert b"".join(chunk.text for chunk in found) == raw
+    assert sum(chunk.consumed for chunk in found) == path.stat().st_size
+    assert all(chunk.text.endswith(b"\n") for chunk in found[:-1])
+    assert all(len(chunk.text) < 2 * CHUNK for chunk in found)
+    assert [chunk.where(0) for chunk in found] == [f"{path}:{chunk.first}" for chunk in found]
+    assert [chunk.first for chunk in found[1:]] == [
+        1 + b"".join(chunk.text for chunk in found[:i]).count(b"\n") for i in range(1, len(found))
+    ]
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.txt.zst"])
+@pytest.mark.parametrize("kept", [0, 1, 5, 0.5, 0.99, -1], ids=str)
+def test_a_compressed_file_that_is_cut_short_is_an_error_that_names_it(name, kept, tmp_path):
+    path = tmp_path / name
+    packed = PACKINGS["gzip" if name.endswith("gz") else "zstandard"][1](LINES)
+    path.write_bytes(packed[: int(kept * len(packed)) if 0 < kept < 1 else kept])
+    with pytest.raises(ConfigError, match=r"a\.txt\.(gz|zst) is (cut short|empty)"):
+        list(chunks(find([str(path)], None)))
+
+
+@pytest.mark.parametrize("name", ["a.gz", "a.zst"])
+def test_a_file_that_is_not_what_its_ending_says_is_an_error(name, tmp_path):
+    (tmp_path / name).write_bytes(b"just text\n" * 100)
+    with pytest.raises(ConfigError, match="damaged, or no"):
+        list(chunks(find([str(tmp_path / name)], None)))
+
+
+NAMES = {
+    "a.jsonl": "jsonl", "a.json": "jsonl", "a.txt": "lines", "a": "lines", "a.jsonl.gz": "jsonl", "b.json.zst": "jsonl",
+    "a.txt.gz": "lines", "jsonl": "lines", "a.jsonl.bz2": "lines", "d.jsonl/a.gz": "lines",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, format", NAMES.items())
+def test_the_format_follows_from_the_name_under_the_packing(name, format):
+    assert guess(name) == format
+
+
+def test_patterns_are_expanded_in_order_and_names_with_signs_are_taken_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("c.txt", "a.txt", "b.jsonl", "[x].txt", "deep/er/d.txt"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("x")
+    Path("folder.txt").mkdir()
+    paths = [source.path for source in find(["[x].txt", "?.txt", "b.jsonl", "deep/**/*.txt"], None)]
+    assert paths == ["[x].txt", "a.txt", "c.txt", "b.jsonl", "deep/er/d.txt"]
+    with pytest.raises(ConfigError, match=r"input \*\.gz matches no file"):
+        find(["a.txt", "*.gz"], None)
+
+
+def test_a_line_longer_than_many_chunks_comes_whole(tmp_path):
+    raw = b"short\n" + b"x" * (9 * CHUNK + 7) + b"\nlast"
+    (tmp_path / "a.txt").write_bytes(raw)
+    found = [bytes(chunk.text) for chunk in chunks(find([str(tmp_path / "a.txt")], None))]
+    assert b"".join(found) == raw
+    assert [len(text) for text in found] == [6, 9 * CHUNK + 8, 4]
+
+
+def test_a_very_long_line_is_held_about_once(tmp_path):
+    with (tmp_path / "a.txt").open("wb") as file:
+        file.writelines(b"x" * (1 << 20) for _ in range(300))
+    code = (
+        "import resource\n"
+        "from hpclm.data.text.inputs import chunks, find\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "assert sum(len(chunk.text) for chunk in chunks(find(['a.txt'], None))) == 300 << 20\n"
+        "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / (300 << 10))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 1.3
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_shares_take_every_line_once_and_in_order(seed, tmp_path):
+    draw = random.Random(seed)
+    inputs = []
+    for number in range(draw.randint(1, 5)):
+        lines = [b"%d-%d" % (number, i) + b"x" * draw.choice([0, 3, 40]) for i in range(draw.choice([0, 1, 7, 30]))]
+        raw = b"\n".join(lines) + draw.choice([b"", b"\n"])
+        name, pack = draw.choice([PACKINGS["plain"], PACKINGS["plain"], PACKINGS["gzip"], PACKINGS["zstandard"]])
+        path = tmp_path / f"{number}{name}"
+        path.write_bytes(pack(raw))
+        inputs += find([str(path)], draw.choice(["lines", "lines", "files"]))
+    whole = b"".join(chunk.text for chunk in chunks(inputs))
+    parts = draw.choice([2, 3, 8, 40])
+    assert b"".join(chunk.text for part in range(parts) for chunk in chunks(inputs, Share(part, parts))) == whole
+    files = sum(source.format == "files" for source in inputs)
+    found = [c for part in range(parts) for c in chunks(inputs, Share(part, parts)) if c.source.format == "files"]
+    assert len(found) == files
+
+
+def test_line_numbers_are_right_in_every_share(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"".join(b"%d\n" % (i + 1) * (i % 3 == 0) + b"%d\n" % 0 * (i % 3 != 0) for i in range(3000)))
+    lines = path.read_bytes().split(b"\n")
+    for part in range(7):
+        for chunk in chunks(find([str(path)], None), Share(part, 7)):
+            number = int(chunk.where(0).rsplit(":", 1)[1])
+            assert bytes(chunk.text).split(b"\n")[0] == lines[number - 1]
+            assert bytes(chunk.text) in path.read_bytes()
+
+
+def test_standard_input_needs_a_format_and_is_read_once():
+    with pytest.raises(ConfigError, match="give --format"):
+        find(["-"], None)
+    with pytest.raises(ConfigError, match="given twice"):
+        find(["-", "-"], "lines")

@@ -1,0 +1,141 @@
+"""Whatever ends preprocessing, and whenever: nothing that opens, nobody left running, and a restart makes it right."""
+
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.data.text.texts import COMMAND, content
+
+WORDS = ["--input", "a.txt", "--output-prefix", "x", "--tokenizer", "bytes", "--deduplicate"]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """A folder with a corpus and its dataset, and the seconds that it takes to make."""
+    folder = tmp_path_factory.mktemp("original")
+    with (folder / "a.txt").open("w") as file:
+        file.writelines(f"{i} {'word ' * 15}\n" for i in range(150_000))
+    began = time.monotonic()
+    subprocess.run([*COMMAND, *WORDS, "--workers", "2"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    return folder, time.monotonic() - began
+
+
+@pytest.fixture
+def folder(original, tmp_path):
+    (tmp_path / "a.txt").symlink_to(original[0] / "a.txt")
+    return tmp_path
+
+
+def start(folder, *words):
+    """A process of its own group."""
+    command = [*COMMAND, *WORDS, "--workers", "2", *words]
+    return subprocess.Popen(
+        command, cwd=folder, start_new_session=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+
+
+def alive(group):
+    """The members of a process group that are not zombies, as {pid: command line}."""
+    found = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, member = status.read_text().rpartition(")")[2].split()[:3]
+            if int(member) == group and state != "Z":
+                found[int(status.parent.name)] = (status.parent / "cmdline").read_text()
+        except OSError:
+            continue
+    return found
+
+
+def gone(group, patience=10):
+    until = time.monotonic() + patience
+    while alive(group) and time.monotonic() < until:
+        time.sleep(0.02)
+    return not alive(group)
+
+
+def started(folder, process):
+    """Wait until tokens are written."""
+    until = time.monotonic() + 30
+    while not any(path.stat().st_size for path in folder.glob("x_text_document.bin.tmp-*")):
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.005)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+ENDS = [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, ""), (signal.SIGHUP, 129, "")]
+
+
+@pytest.mark.parametrize("sent, code, said", ENDS)
+def test_a_signal_ends_it_tidily(sent, code, said, folder):
+    process = start(folder)
+    started(folder, process)
+    if sent == signal.SIGINT:  # a terminal's Ctrl-C reaches the workers too
+        os.killpg(process.pid, sent)
+    else:
+        process.send_signal(sent)
+    assert process.communicate(timeout=30)[1] == said
+    assert process.returncode == code
+    assert gone(process.pid)
+    assert names(folder) == ["a.txt"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_killed_at_a_random_moment_it_leaves_no_dataset_and_no_workers_and_starts_over(seed, folder, original):
+    whole, seconds = original
+    process = start(folder)
+    time.sleep(random.Random(seed).uniform(0.1, 1.0) * seconds)
+    process.kill()
+    process.communicate(timeout=30)
+    assert gone(process.pid)
+    if (folder / "x_text_document.idx").exists():  # it was quicker
+        assert content(folder / "x_text_document") == content(whole / "x_text_document")
+    subprocess.run([*COMMAND, *WORDS, "--overwrite"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    assert content(folder / "x_text_document") == content(whole / "x_text_document")
+    assert names(folder) == ["a.txt", *(f"x_text_document.{end}" for end in ("bin", "idx", "json"))]
+
+
+def test_a_killed_worker_ends_it_in_words(folder):
+    process = start(folder)
+    started(folder, process)
+    worker = next(pid for pid, command in alive(process.pid).items() if "spawn_main" in command)
+    os.kill(worker, signal.SIGKILL)
+    assert "a worker was killed" in process.communicate(timeout=30)[1]
+    assert process.returncode == 1
+    assert gone(process.pid)
+    assert names(folder) == ["a.txt"]
+
+
+@pytest.mark.parametrize("kilobytes", [1, 100, 3000, 20_000])
+@pytest.mark.parametrize("words", [[], ["--workers", "2"]], ids=["alone", "workers"])
+def test_a_file_that_may_not_grow_is_an_error_in_words_that_leaves_nothing(kilobytes, words, folder):
+    limited = ["bash", "-c", f'ulimit -f {kilobytes}; exec "$@"', "bash", *COMMAND, *WORDS, *words]
+    done = subprocess.run(limited, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 64, done.stderr
+    assert done.stderr.startswith("error: x_text_document") and done.stderr.endswith("; no dataset was written\n")
+    assert len(done.stderr.splitlines()) == 1
+    assert names(folder) == ["a.txt"]
+
+
+def test_a_full_disk_is_an_error_in_words_that_leaves_nothing(folder):
+    disk = folder / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("a small disk cannot be mounted here")
+    try:
+        words = [*COMMAND, *WORDS, "--output-prefix", "disk/x"]
+        done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 64
+        assert done.stderr == "error: disk/x_text_document: No space left on device; no dataset was written\n"
+        assert names(disk) == []
+    finally:
+        subprocess.run(["umount", disk], check=True)

@@ -1,0 +1,200 @@
+"""Several processes take a part each, and the dataset is what one process writes."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from tests.data.text.texts import COMMAND, content, jsonl, preprocess, write
+
+BYTES = ["--output-prefix", "x", "--tokenizer", "bytes"]
+FILES = [f"x_text_document.{end}" for end in ("bin", "idx", "json")]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def corpus(seed=0, lines=3000):
+    """Inputs of several kinds with empty, repeated and broken documents."""
+    draw = random.Random(seed)
+    texts = [
+        draw.choice("abcdé") * draw.choice([0, 1, 5, 90]) + str(draw.randint(0, 40)) * (i % 3) for i in range(lines)
+    ]
+    third = lines // 3
+    packed = zstandard.ZstdCompressor().compress(jsonl(*texts[third : third + 50]).encode())
+    broken = jsonl(*texts[-third:]).encode().replace(b'"text": "b', b'"text": 5, "b": "', 40)
+    write(**{"a.jsonl": jsonl(*texts[:third]), "b.jsonl.zst": packed, "c.jsonl": broken, "d.jsonl": "", "e.jsonl": "{"})
+    return ["--input", "[a-e].jsonl*", "--on-error", "skip"]
+
+
+def ended(processes):
+    return [process.wait(120) for process in processes]
+
+
+def start(words, parts, **kwargs):
+    """A process for each part, all at once."""
+    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return [
+        subprocess.Popen([*COMMAND, *words, "--part", f"{part}/{parts}"], **quiet, **kwargs) for part in range(parts)
+    ]
+
+
+POLICIES = {
+    "plain": [],
+    "repeats": ["--deduplicate"],
+    "kept empty ones": ["--empty", "keep", "--append-eod"],
+    "sentences": ["--split-sentences", "--append-eod", "--deduplicate"],
+    "two keys": ["--json-keys", "text", "title"],
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("parts", [2, 3, 11])
+def test_parts_one_after_another_are_what_one_process_writes(policy, parts, capsys):
+    words = [*corpus(), *BYTES, *POLICIES[policy]]
+    if policy == "two keys":
+        write(**{"two.jsonl": "".join(f'{{"text": "{"x" * i}", "title": "{"y" * (i % 4)}"}}\n' for i in range(500))})
+        words += ["--input", "two.jsonl"]
+    assert preprocess(*words, "--part", "0/1") == 0
+    names = sorted({path.stem for path in Path().glob("x_*")})
+    assert len(names) == 1 + (policy == "two keys")
+    alone = [content(name) for name in names]
+    for path in Path().glob("x_*"):
+        path.unlink()
+    for part in random.Random(parts).sample(range(parts), parts):
+        assert not list(Path().glob("x_*.idx"))
+        assert preprocess(*words, "--part", f"{part}/{parts}") == 0
+    assert [content(name) for name in names] == alone
+    assert not list(Path().glob("*parts*"))
+    assert "next: hpclm train" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_parts_at_the_same_time_are_what_one_process_writes(seed):
+    words = [*corpus(seed), *BYTES, "--deduplicate"]
+    assert preprocess(*words) == 0
+    alone = content("x_text_document")
+    for name in FILES:
+        Path(name).unlink()
+    assert ended(start(words, 4)) == [0] * 4
+    assert content("x_text_document") == alone
+    assert not list(Path().glob("*parts*"))
+
+
+def test_a_part_that_was_killed_is_made_again_and_the_others_are_kept():
+    words = [*corpus(lines=60_000), *BYTES, "--deduplicate"]
+    assert preprocess(*words) == 0
+    alone = content("x_text_document")
+    for name in FILES:
+        Path(name).unlink()
+    processes = start(words, 3, start_new_session=True)
+    until = time.monotonic() + 30
+    while not list(Path().glob("*.parts/*-1-of-3.bin.tmp-*")) and time.monotonic() < until:
+        time.sleep(0.002)
+    os.kill(processes[1].pid, signal.SIGKILL)
+    assert ended(processes) == [0, -signal.SIGKILL, 0]
+    assert not Path("x_text_document.idx").exists()
+    kept = {path: path.stat().st_mtime_ns for path in Path().glob("*.parts/*.idx")}
+    assert len(kept) == 2
+    assert preprocess(*words, "--part", "0/3") == 0
+    assert {path: path.stat().st_mtime_ns for path in Path().glob("*.parts/*.idx")} == kept
+    assert preprocess(*words, "--part", "1/3") == 0
+    assert content("x_text_document") == alone
+    assert not list(Path().glob("*parts*"))
+
+
+CHANGES = {
+    "the input": lambda words: write(**{"a.jsonl": jsonl("other", "words")}),
+    "the options": lambda words: words.append("--append-eod"),
+    "damage": lambda words: os.truncate(next(Path().glob("*.parts/*-0-of-2.bin")), 10),
+    "lost hashes": lambda words: next(Path().glob("*.parts/*-0-of-2.digests")).unlink(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_a_part_that_belongs_to_another_job_or_is_damaged_is_not_used(change):
+    words = [*corpus(), *BYTES, "--deduplicate"]
+    assert preprocess(*words, "--part", "0/2") == 0
+    change(words)
+    assert preprocess(*words, "--part", "1/2") == 0
+    assert not Path("x_text_document.idx").exists()
+    assert preprocess(*words, "--part", "0/2") == 0
+    assert not list(Path().glob("*parts*"))
+    joined = content("x_text_document")
+    assert preprocess(*words, "--overwrite") == 0
+    assert content("x_text_document") == joined
+
+
+def test_a_join_that_was_killed_between_two_keys_is_finished():
+    write(**{"a.jsonl": '{"text": "one", "title": "two"}\n' * 2})
+    words = ["--input", "a.jsonl", *BYTES, "--json-keys", "text", "title"]
+    assert preprocess(*words, "--part", "0/2") == 0
+    shutil.copytree("x_text_document.parts", "kept")
+    assert preprocess(*words, "--part", "1/2") == 0
+    alone = content("x_text_document"), content("x_title_document")
+    Path("kept").rename("x_text_document.parts")
+    Path("x_title_document.idx").unlink()
+    assert preprocess(*words, "--part", "1/2") == 0
+    assert (content("x_text_document"), content("x_title_document")) == alone
+
+
+def test_a_bad_line_is_named_by_its_number_in_the_whole_file(capsys):
+    write(**{"a.jsonl": jsonl(*"abcdefgh") + "{oops\n" + jsonl("i")})
+    assert preprocess("--input", "a.jsonl", *BYTES, "--part", "1/2") == 64
+    assert "a.jsonl:9 is not JSON" in capsys.readouterr().err
+
+
+REFUSED = {
+    "standard input": (["--input", "-", "--format", "lines"], "cannot be shared by 2 processes"),
+    "no token": (["--input", "empty.txt"], "no documents in empty.txt"),
+    "a dataset of that name": (["--input", "a.txt"], "x_text_document.idx exists"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_several_processes_cannot_do_is_refused(case, capsys):
+    words, message = REFUSED[case]
+    write(**{"a.txt": "one\ntwo\n", "empty.txt": "\n\n"})
+    if case == "a dataset of that name":
+        assert preprocess("--input", "empty.txt", "a.txt", *BYTES) == 0
+    codes = [preprocess(*words, *BYTES, "--part", part) for part in ("0/2", "1/2")]
+    assert codes[1] == 64
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"SLURM_STEP_ID": "0", "SLURM_PROCID": "{}", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"},
+        {"OMPI_COMM_WORLD_RANK": "{}", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "{}"},
+        {"TORCHELASTIC_RUN_ID": "x", "RANK": "{}", "WORLD_SIZE": "2", "LOCAL_RANK": "{}"},
+    ],
+    ids=["srun", "mpirun", "torchrun"],
+)
+def test_a_launchers_processes_find_their_parts(variables):
+    write(**{"a.txt": "one\ntwo\nthree\n"})
+    for rank in range(2):
+        told = {name: value.format(rank) for name, value in variables.items()}
+        subprocess.run([*COMMAND, "--input", "a.txt", *BYTES], env={**os.environ, **told}, check=True)
+    joined = content("x_text_document")
+    assert preprocess("--input", "a.txt", *BYTES, "--overwrite") == 0
+    assert content("x_text_document") == joined
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="mpirun is not installed")
+def test_mpirun_writes_what_one_process_writes():
+    words = [*corpus(), *BYTES, "--deduplicate"]
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "3", *COMMAND, *words]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    joined = content("x_text_document")
+    assert preprocess(*words, "--overwrite") == 0
+    assert content("x_text_document") == joined

@@ -1,0 +1,52 @@
+"""How far preprocessing is, on a terminal and in a log."""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import termios
+
+import pytest
+
+from tests.data.text.texts import COMMAND, write
+
+WORDS = ["--input", "a.txt", "--output-prefix", "x", "--tokenizer", "bytes"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(**{"a.txt": "a line of text\n" * 200_000})
+
+
+def test_a_terminal_shows_a_bar_with_bytes_and_tokens_a_second_and_the_time_left():
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 140, 0, 0))
+    with subprocess.Popen([*COMMAND, *WORDS], stderr=theirs, stdout=subprocess.DEVNULL):
+        os.close(theirs)
+        shown = b""
+        while block := _read(ours):
+            shown += block
+    os.close(ours)
+    assert re.search(r"100%\|█+\| 3\.00M/3\.00M \[\d+:\d\d<\d+:\d\d, [\d.]+MB/s, [\d,]+ tokens/s\]", shown.decode())
+
+
+def _read(terminal):
+    try:
+        return os.read(terminal, 1 << 16)
+    except OSError:  # the other side is closed
+        return b""
+
+
+def test_a_log_has_a_quiet_line_after_as_many_documents_as_asked():
+    done = subprocess.run([*COMMAND, *WORDS, "--log-interval", "60000"], capture_output=True, text=True, check=True)
+    lines = done.stderr.splitlines()
+    assert 1 <= len(lines) <= 3
+    pattern = r"x_text_document: [\d,]+ documents, [\d.]+ MB/s, [\d,]+ tokens/s, \d+%, \d:\d\d left"
+    assert all(re.search(pattern, line) for line in lines)
+
+
+def test_a_short_run_logs_nothing():
+    assert subprocess.run([*COMMAND, *WORDS], capture_output=True, text=True, check=True).stderr == ""

@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # loaded where they are used, so that --help answers at once
     import numpy as np
 
 CONTEXT = 2048
+# Largest memory of this process in MB; ru_maxrss would count what the process was before it became another program.
+PEAK = "peak = lambda: int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) / 1024"
 Figures = dict[str, list[float]]
 
 
@@ -37,6 +39,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         if args.text:
             corpus = written(args.text, Path(folder) / "corpus.jsonl", args.megabytes)
+            if args.sentencepiece:
+                show(
+                    "sentencepiece, one worker",
+                    "MB per CPU-second",
+                    sentencepiece(corpus, args.sentencepiece, args.rounds),
+                    "the library alone",
+                )
             if args.gpt2:
                 show(
                     "GPT-2 BPE, one worker",
@@ -45,13 +54,6 @@ def main() -> int:
                     "bare gigatoken loop",
                 )
                 memory(corpus, args.gpt2)
-            if args.sentencepiece:
-                show(
-                    "sentencepiece, one worker",
-                    "MB per CPU-second",
-                    sentencepiece(corpus, args.sentencepiece, args.rounds),
-                    "the library alone",
-                )
         index(args.documents, args.rounds)
         show(
             f"random samples of {CONTEXT:,} tokens in batches of 64",
@@ -170,9 +172,8 @@ def memory(corpus: Path, files: list[str]) -> None:
     for workers in (1, 2):
         words = ["--input", str(corpus), "--output-prefix", str(corpus.with_name("ours")), "--tokenizer", "gpt2"]
         code = (
-            "import resource, sys; from hpclm.data import preprocess; preprocess.main(sys.argv[1:])\n"
-            "who = [resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN]\n"
-            "print(max(resource.getrusage(each).ru_maxrss for each in who) / 1024)"
+            f"import resource, sys; from hpclm.data import preprocess; preprocess.main(sys.argv[1:]); {PEAK}\n"
+            "print(max(peak(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024))"
         )
         command = [
             sys.executable,
@@ -216,9 +217,8 @@ def index(documents: int, rounds: int) -> None:
         print(f"  {name:<38} {statistics.median(values):8.2f}")
     print(f"  hpclm beside the first two: {spread(times)}")
     child = (
-        "import resource, numpy as np; from hpclm.data.order import Order, build_index\n"
+        f"import numpy as np; from hpclm.data.order import Order, build_index; {PEAK}\n"
         f"sizes = np.random.default_rng(1).integers(1, 1000, {documents}, np.int32)\n"
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\n"
         f"before = peak(); build_index(sizes, range({documents}), Order({CONTEXT}, 1)); print(peak() - before)"
     )
     extra = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True).stdout
@@ -254,7 +254,7 @@ def reading(folder: Path, rounds: int, tokens: int) -> Figures:
 
     from hpclm.config import DataConfig
     from hpclm.data.corpus import corpus
-    from hpclm.data.writer import Writer
+    from hpclm.data.disk.writer import Writer
 
     draw = np.random.default_rng(1)
     prefixes = [folder / "one", *(folder / f"part{i}" for i in range(100))]
@@ -266,23 +266,25 @@ def reading(folder: Path, rounds: int, tokens: int) -> Figures:
     one = corpus(DataConfig(prefix=str(prefixes[0]), split="1"), CONTEXT, 1, 50_257).samples("train", None)
     weighted = [word for prefix in prefixes[1:] for word in (str(draw.integers(1, 9)), str(prefix))]
     blended = corpus(DataConfig(blend=weighted, split="1"), CONTEXT, 1, 50_257).samples("train", len(one))
-    rows = np.empty((64, CONTEXT + 1), np.int64)
+    rows = np.empty((64, CONTEXT + 1), one.dtype)
     flat = np.fromfile(folder / "one.bin", np.uint16)
-    batches = draw.integers(0, len(one), (300, len(rows))).tolist()
+    begins = draw.integers(0, len(flat) - CONTEXT - 1, (300, len(rows))).tolist()
 
     def read(samples: Any) -> float:
         began = time.perf_counter()
-        for batch in batches:
-            for row, i in zip(rows, batch, strict=True):
+        for start in range(0, 300 * len(rows), len(rows)):  # the order itself is a random one
+            for i, row in enumerate(rows, start):
                 samples.read(i, row)
-        return (time.perf_counter() - began) / len(batches) / len(rows) * 1e6
+            rows.astype(np.int64)
+        return (time.perf_counter() - began) / 300 / len(rows) * 1e6
 
     def slices() -> float:
         began = time.perf_counter()
-        for batch in batches:
-            for row, i in zip(rows, batch, strict=True):
-                row[:] = flat[i * CONTEXT : i * CONTEXT + CONTEXT + 1]
-        return (time.perf_counter() - began) / len(batches) / len(rows) * 1e6
+        for batch in begins:
+            for row, begin in zip(rows, batch, strict=True):
+                row[:] = flat[begin : begin + CONTEXT + 1]
+            rows.astype(np.int64)
+        return (time.perf_counter() - began) / 300 / len(rows) * 1e6
 
     found: Figures = {"hpclm": [], "hpclm, a blend of 100": [], "plain slices": []}
     for _ in range(2 * rounds + 1):

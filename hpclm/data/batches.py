@@ -78,11 +78,11 @@ class Batches:
         return self.device.type == "cuda"
 
     def _batch(self, indices: range) -> Batch:
-        rows = np.empty((len(indices), self.width), np.int64)
+        rows = np.empty((len(indices), self.width), self.samples.dtype)
         for row, index in zip(rows, indices, strict=True):
             self.samples.read(index % len(self.samples), row)
         self._check(rows, indices)
-        tokens, labels = rows[:, :-1], rows[:, 1:]
+        tokens, labels = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
         mask = positions = documents = None
         if rows.min() == PADDING:
             mask = labels != PADDING
@@ -98,7 +98,7 @@ class Batches:
         tensors: list[Any] = [None if x is None else torch.from_numpy(np.ascontiguousarray(x)) for x in arrays]
         return Batch(*tensors)
 
-    def _check(self, rows: NDArray[np.int64], indices: range) -> None:
+    def _check(self, rows: NDArray[np.integer], indices: range) -> None:
         """ConfigError where a token is none of the model's."""
         low, high = int(rows.min()), int(rows.max())
         if low == PADDING:

@@ -77,11 +77,11 @@ class Portion:
         passes = -(-(wanted or 1) // max(1, self.per_epoch))
         large = passes * (len(self.span) + self.per_epoch) > WORTH_KEEPING
         if not (large or reading.cache):
-            return PackedSamples(self.dataset, Index(**build()))
+            return PackedSamples(self.dataset, Index(**build()), self.keep_partial)
         stamp = self.dataset.idx_path.stat().st_mtime_ns
         key = {"dataset": self.dataset.fingerprint(), "changed_ns": stamp, "order": asdict(order)}
         key["span"] = [self.span.start, self.span.stop]
-        return PackedSamples(self.dataset, Index(**index_cache.kept(self._folder, key, build)))
+        return PackedSamples(self.dataset, Index(**index_cache.kept(self._folder, key, build)), self.keep_partial)
 
     def identity(self) -> dict[str, Any]:
         """What must not change under a run (JSON)."""

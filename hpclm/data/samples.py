@@ -1,7 +1,7 @@
-"""Samples read from datasets on disk. Row: [S + 1] int64, the inputs and the last one's label; PADDING after a shorter one.
+"""Samples read from datasets on disk. Row: [S + 1], the inputs and the last one's label; PADDING after a shorter one.
 
-A sample costs a few lookups and one copy per document it crosses. The lookups go through memoryviews: of what Python
-offers, these turn an index into a number the fastest.
+A sample costs a few lookups and one copy per document it crosses. Both go through memoryviews: of what Python offers, they
+are the fastest at turning an index into a number, and at copying a few hundred tokens of one type.
 """
 
 from collections.abc import Sequence
@@ -17,47 +17,59 @@ from hpclm.data.order import Index
 from hpclm.data.sources import PADDING, Samples
 from hpclm.errors import ConfigError
 
+WIDE = np.dtype(np.int64)
+
 
 class PackedSamples:
     """Megatron's samples: S + 1 tokens of the documents in an index's order, whatever documents they cross."""
 
-    def __init__(self, dataset: IndexedDataset, index: Index):
-        self.dataset, self.flat, self.width = dataset, dataset.flat, dataset.dtype.itemsize
-        self._sizes, self._pointers = _view(dataset.sizes), _view(dataset.pointers)
-        self._documents, self._shuffle = _view(index.documents), _view(index.shuffle)
-        self._starts = _view(index.samples.reshape(-1))
+    def __init__(self, dataset: IndexedDataset, index: Index, keep_partial: bool = False):
+        self.dataset = dataset
+        self.dtype = WIDE if keep_partial else dataset.flat.dtype
+        self._same, self._flat = dataset.flat.dtype, _view(dataset.flat)
+        columns = (index.shuffle, index.samples.reshape(-1), index.documents, dataset.sizes, dataset.pointers)
+        self._columns = tuple(map(_view, columns))
+        self._width = dataset.dtype.itemsize
 
     def __len__(self) -> int:
-        return len(self._shuffle)
+        return len(self._columns[0])
 
-    def read(self, index: int, row: NDArray[np.int64]) -> None:
+    def read(self, index: int, row: NDArray[np.integer]) -> None:
         """Fill ``row`` [S + 1] with sample ``index``."""
-        sizes, pointers, documents, flat, width = self._sizes, self._pointers, self._documents, self.flat, self.width
-        at = 2 * self._shuffle[index]
-        place, offset = self._starts[at], self._starts[at + 1]
+        shuffle, starts, documents, sizes, pointers = self._columns
+        source: Any = self._flat
+        target: Any = row
+        if row.dtype == self._same:
+            target = memoryview(target)
+        else:
+            source = self.dataset.flat  # numpy turns one type into the other
+        at, width = 2 * shuffle[index], self._width
+        place, offset = starts[at], starts[at + 1]
         filled, needed, last = 0, len(row), len(documents)
-        while place < last:
-            sequence = documents[place]
-            begin = pointers[sequence] // width + offset
-            size = sizes[sequence] - offset
-            try:
+        try:
+            while place < last:
+                sequence = documents[place]
+                begin = pointers[sequence] // width + offset
+                size = sizes[sequence] - offset
                 if size >= needed - filled:
-                    row[filled:] = flat[begin : begin + needed - filled]
+                    target[filled:] = source[begin : begin + needed - filled]
                     return
-                row[filled : filled + size] = flat[begin : begin + size]
-            except ValueError:
-                raise ConfigError(
-                    f"{self.dataset.bin_path}: sequence {sequence} does not lie where {self.dataset.idx_path} says; "
-                    f"see what is wrong with: hpclm data verify {self.dataset.prefix}"
-                ) from None
-            filled += size
-            place += 1
-            offset = 0
+                target[filled : filled + size] = source[begin : begin + size]
+                filled += size
+                place += 1
+                offset = 0
+        except ValueError:
+            raise ConfigError(
+                f"{self.dataset.bin_path}: sequence {sequence} does not lie where {self.dataset.idx_path} says; "
+                f"see what is wrong with: hpclm data verify {self.dataset.prefix}"
+            ) from None
         row[filled:] = PADDING
 
 
 class BlockSamples:
     """fairseq's samples: a block is what is learned, and the tokens one place before it are the inputs."""
+
+    dtype = WIDE
 
     def __init__(self, flat: NDArray, blocks: Blocks, order: NDArray[np.integer], eos: int):
         """``flat``: the tokens that the blocks count; ``eos``: what stands before a block that begins with a line."""
@@ -67,7 +79,7 @@ class BlockSamples:
     def __len__(self) -> int:
         return len(self._order)
 
-    def read(self, index: int, row: NDArray[np.int64]) -> None:
+    def read(self, index: int, row: NDArray[np.integer]) -> None:
         """Fill ``row`` [S + 1] with sample ``index``."""
         block = self._order[index]
         begin, end = self._bounds[2 * block], self._bounds[2 * block + 1]
@@ -80,14 +92,17 @@ class BlendedSamples:
     """Samples of several datasets in turns."""
 
     def __init__(self, parts: Sequence[Samples], turns: Turns):
-        self._parts, self._which, self._index = list(parts), _view(turns.which), _view(turns.index)
+        types = {part.dtype for part in parts}
+        self.dtype = types.pop() if len(types) == 1 else WIDE
+        self._reads = [part.read for part in parts]
+        self._which, self._index = _view(turns.which), _view(turns.index)
 
     def __len__(self) -> int:
         return len(self._which)
 
-    def read(self, index: int, row: NDArray[np.int64]) -> None:
+    def read(self, index: int, row: NDArray[np.integer]) -> None:
         """Fill ``row`` [S + 1] with sample ``index``."""
-        self._parts[self._which[index]].read(self._index[index], row)
+        self._reads[self._which[index]](self._index[index], row)
 
 
 def _view(array: NDArray) -> "memoryview[int]":

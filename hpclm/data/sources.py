@@ -17,12 +17,15 @@ PADDING = np.iinfo(np.int64).min
 class Samples(Protocol):
     """A sequence of samples; each is context + 1 token ids: the inputs, and the last one's label."""
 
+    dtype: np.dtype
+    """Type of the rows: int64, or a smaller one that holds every token, where no sample is short."""
+
     def __len__(self) -> int:
         """How many there are."""
         ...
 
-    def read(self, index: int, row: NDArray[np.int64]) -> None:
-        """Fill ``row`` [context + 1] with sample ``index``, and with PADDING after the end of a shorter one."""
+    def read(self, index: int, row: NDArray[np.integer]) -> None:
+        """Fill ``row`` [context + 1], of ``dtype``, with sample ``index``, and with PADDING after the end of a shorter one."""
         ...
 
 

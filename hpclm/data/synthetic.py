@@ -14,13 +14,15 @@ STRIDES = (1, 3, 5, 7)
 class SyntheticSamples:
     """Sample i counts up from a random token by a stride, with documents in between."""
 
+    dtype = np.dtype(np.int64)
+
     def __init__(self, length: int, context: int, seed: tuple[int, int], eod: int):
         self.length, self.context, self.seed, self.eod = length, context, seed, eod
 
     def __len__(self) -> int:
         return self.length
 
-    def read(self, index: int, row: NDArray[np.int64]) -> None:
+    def read(self, index: int, row: NDArray[np.integer]) -> None:
         """Fill ``row`` [context + 1] with sample ``index``."""
         draw = np.random.default_rng((*self.seed, index))
         filled = 0

@@ -19,6 +19,8 @@ CONTEXT, EOD = 6, 9
 class Counting:
     """Sample i is i, i + 1, ...; the last third of every fifth is missing."""
 
+    dtype = np.dtype(np.int64)
+
     def __init__(self, length=100, padded=False):
         self.length, self.padded = length, padded
 
@@ -33,6 +35,8 @@ class Counting:
 
 class Rows:
     """Samples given as they are."""
+
+    dtype = np.dtype(np.int64)
 
     def __init__(self, *rows):
         self.rows = rows

@@ -21,7 +21,7 @@ from hpclm.errors import ConfigError
 class Batch(NamedTuple):
     """One micro-batch on the device."""
 
-    tokens: Tensor  # [B, T] int64
+    tokens: Tensor  # [B, T] int64; this and labels may be views of one tensor, and not contiguous
     labels: Tensor  # [B, T] int64: the token after each
     loss_mask: Tensor | None  # [B, T] bool: what counts in the loss; None: everything
     positions: Tensor | None  # [B, T] int64, where they restart inside the sample
@@ -79,12 +79,14 @@ class Batches:
 
     def _batch(self, indices: range) -> Batch:
         rows = np.empty((len(indices), self.width), self.samples.dtype)
+        read, length = self.samples.read, len(self.samples)
         for row, index in zip(rows, indices, strict=True):
-            self.samples.read(index % len(self.samples), row)
-        self._check(rows, indices)
-        tokens, labels = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
+            read(index % length, row)
+        padded = self._check(rows, indices)
+        wide = rows.astype(np.int64)
+        tokens, labels = wide[:, :-1], wide[:, 1:]  # views: two copies would take as long as reading did
         mask = positions = documents = None
-        if rows.min() == PADDING:
+        if padded:
             mask = labels != PADDING
             tokens, labels = np.maximum(tokens, 0), np.maximum(labels, 0)
         if self.data.eod_mask_loss:
@@ -95,13 +97,14 @@ class Batches:
             documents = number if self.data.reset_attention_mask else None
             positions = _restarted(number) if self.data.reset_position_ids else None
         arrays = (tokens, labels, mask, positions, documents)
-        tensors: list[Any] = [None if x is None else torch.from_numpy(np.ascontiguousarray(x)) for x in arrays]
+        tensors: list[Any] = [None if x is None else torch.from_numpy(x) for x in arrays]
         return Batch(*tensors)
 
-    def _check(self, rows: NDArray[np.integer], indices: range) -> None:
-        """ConfigError where a token is none of the model's."""
+    def _check(self, rows: NDArray[np.integer], indices: range) -> bool:
+        """Whether some samples are short; ConfigError where a token is none of the model's."""
         low, high = int(rows.min()), int(rows.max())
-        if low == PADDING:
+        padded = low == PADDING
+        if padded:
             low = int(rows.min(where=rows != PADDING, initial=0))
         if high >= self.vocab_size or low < 0:
             row, column = np.argwhere((rows >= self.vocab_size) | ((rows < 0) & (rows != PADDING)))[0]
@@ -109,6 +112,7 @@ class Batches:
                 f"sample {indices[row]} holds token {rows[row, column]}, outside model.vocab_size={self.vocab_size}; "
                 f"set model.vocab_size to the tokenizer's size, or look at the dataset"
             )
+        return padded
 
     def _place(self, batch: Batch) -> Batch:
         return _each(batch, lambda x: x.to(self.device, non_blocking=True))

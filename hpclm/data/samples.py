@@ -39,7 +39,7 @@ class PackedSamples:
         shuffle, starts, documents, sizes, pointers = self._columns
         source: Any = self._flat
         target: Any = row
-        if row.dtype == self._same:
+        if row.dtype is self._same:  # numpy has one object for each of its types
             target = memoryview(target)
         else:
             source = self.dataset.flat  # numpy turns one type into the other

@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
             seconds = time.monotonic() - began
             size = sum(source.size for source in corpus.inputs)
             tell(reports, f"; {size / 1e6 / seconds:.1f} MB/s" if size else "")
-    tell_next([prefix for corpus in asked.corpora for prefix in corpus.prefixes], asked)
+    tell_next([corpus.prefixes[0] for corpus in asked.corpora], asked)
     return 0
 
 
@@ -148,8 +148,15 @@ def tell(reports: list[Report], end: str = "") -> None:
 
 
 def tell_next(prefixes: list[Path], asked: Request) -> None:
-    """Say what to type next, for the first dataset."""
-    words = [f"data.prefix={shlex.quote(str(prefixes[0]))}", f"model.vocab_size={tokenizer_of(asked.job).size}"]
+    """Say what to type next: for one dataset, or for train, valid, ... of them."""
+    if len(prefixes) == 1:
+        words = [f"data.prefix={shlex.quote(str(prefixes[0]))}"]
+    else:
+        parts = {part: [p for p in prefixes if p.name.startswith(part)] for part in ("train", "valid", "test")}
+        words = [f"data.{part}=" + shlex.quote(f"[{found[0]}]") for part, found in parts.items() if found]
+        more = [f"{prefix.name}={prefix}" for prefix in parts["valid"][1:]]
+        words += ["data.validation=" + shlex.quote(f"[{', '.join(more)}]")] if more else []
+    words.append(f"model.vocab_size={tokenizer_of(asked.job).size}")
     if asked.vocab_multiple is not None:
         words.append(f"model.vocab_multiple={asked.vocab_multiple}")
     print("next: hpclm train gpt2-124m", *words)

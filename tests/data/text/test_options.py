@@ -144,7 +144,8 @@ def test_fairseqs_splits_lie_under_fairseqs_names(capsys):
     assert tokens("d/train") == [5, 4, 5, 2, 2, 4, 6, 2]
     assert [path.read_bytes() for path in (Path("d/valid1.bin"), Path("d/test.bin"))] == [bytes([4, 0, 2, 0])] * 2
     assert sidecar("d/valid")["tokenizer"]["kind"] == "fairseq"
-    assert "next: hpclm train gpt2-124m data.prefix=d/train model.vocab_size=8" in capsys.readouterr().out
+    words = "data.train='[d/train]' data.valid='[d/valid]' data.test='[d/test]' data.validation='[valid1=d/valid1]'"
+    assert f"next: hpclm train gpt2-124m {words} model.vocab_size=8" in capsys.readouterr().out
 
 
 def test_a_dictionary_that_is_given_is_used_and_kept_beside_the_datasets():

@@ -35,7 +35,7 @@ def writable_folder(path: str | Path, what: str, mode: int = 0o777) -> Path:
     path = Path(path)
     try:
         path.mkdir(mode, parents=True, exist_ok=True)
-        probe = path / f".writable-{os.getpid()}"
+        probe = aside(path / ".writable")
         probe.touch()
         probe.unlink()
     except OSError as error:
@@ -47,26 +47,31 @@ def writable_folder(path: str | Path, what: str, mode: int = 0o777) -> Path:
 
 def write_text(path: Path, text: str) -> None:
     """Put ``text`` at ``path`` in one step: a reader, or a crash, sees the old file or the new one."""
-    aside = path.with_name(f".{path.name}-{os.getpid()}")
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Put ``content`` at ``path`` in one step, as ``write_text`` does."""
+    written = aside(path)
     try:
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with written.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        aside.replace(path)
+        written.replace(path)
     finally:
-        aside.unlink(missing_ok=True)
+        written.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 
 def aside(path: Path) -> Path:
     """A name beside ``path`` for what is not finished yet; it says whose it is, so that ``sweep`` can tell."""
-    return path.with_name(f"{path.name}.tmp-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}")
+    return path.with_name(f"{path.name}.tmp-{_here()}-{os.getpid()}-{secrets.token_hex(3)}")
 
 
 def sweep(path: Path) -> None:
     """Remove what was left aside of ``path`` by processes that are gone."""
-    own = re.compile(rf"\.tmp-{re.escape(socket.gethostname())}-(\d+)-[0-9a-f]+.*")
+    own = re.compile(rf"\.tmp-{re.escape(_here())}-(\d+)-[0-9a-f]+.*")
     for old in path.parent.glob(f"{glob.escape(path.name)}.tmp-*"):
         owner = own.fullmatch(old.name.removeprefix(path.name))
         with suppress(FileNotFoundError):  # another process may be sweeping too
@@ -76,6 +81,15 @@ def sweep(path: Path) -> None:
                 gone = time.time() - old.stat().st_mtime > ABANDONED
             if gone:
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
+
+
+def _here() -> str:
+    """Where a process number means one process: this machine, and the container on it."""
+    try:
+        space = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        space = ""
+    return socket.gethostname() + "".join(filter(str.isdigit, space))
 
 
 def sync_folder(path: Path) -> None:

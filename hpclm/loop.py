@@ -42,7 +42,8 @@ def run(config: RunConfig) -> int:
         logger.info("%s, %s; fp32 products %s", hardware.describe(device), str(dtype).removeprefix("torch."), products)
 
         source = sources.build(config)
-        length = budget.length(config, plan, source.per_epoch("train"))
+        per_epoch = source.per_epoch("train") or len(source.samples("train", None))  # which says why there are none
+        length = budget.length(config, plan, per_epoch)
         train = Batches(source.samples("train", length.samples), config, plan, source.eod, device)
         parts = held_out(source, config, plan, device)
         shape(config.optim)  # a schedule that cannot be loaded is no news for the end of the warm-up

@@ -27,7 +27,8 @@ def mixture(words: list[str], setting: str) -> Mixture:
     weights, prefixes = [_number(word) for word in words[::2]], words[1::2]
     if len(words) % 2 or None in weights or any(_number(prefix) is not None for prefix in prefixes):
         raise ConfigError(
-            f"{setting}={words} must be weights and paths in turn, such as [0.3, a, 0.7, b], or paths alone"
+            f"{setting}={words} must be weights and paths in turn, such as [0.3, a, 0.7, b], or paths alone; "
+            "a path that looks like a number is written ./2024"
         )
     found = tuple(weight for weight in weights if weight is not None)
     if not all(weight > 0 and math.isfinite(weight) for weight in found):

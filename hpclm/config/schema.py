@@ -241,7 +241,7 @@ class DataConfig(Checked):
         else:
             yield from self._listing()
         if self.break_mode:
-            yield from self._unused(("order", "keep_partial"), f"data.break_mode={self.break_mode}")
+            yield from self._unused(("order", "keep_partial", "index_cache"), f"data.break_mode={self.break_mode}")
         yield from at_least(0, "data", workers=self.workers)
         if self.tokenizer is not None:
             wrong = problem("data.tokenizer", self.tokenizer, TOKENIZERS)
@@ -346,7 +346,7 @@ class BudgetConfig(Checked):
     tokens: int | None = None
     """Tokens, counted as samples x model.context."""
     epochs: float | None = None
-    """Passes over the training documents."""
+    """Passes over the training documents; of a weighted data.blend, times until its first dataset has been read whole."""
     hours: float | None = None
     """Hours spent in training steps over all attempts; start-up, evaluations and saves are not counted."""
 

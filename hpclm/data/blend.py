@@ -13,7 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpclm.data.compiled import compiled
+from hpclm.errors import ConfigError
 
+MOST = 2**15 - 1  # datasets, whose numbers are int16
+BLOCK = 1 << 20  # turns that are counted at a time
 SURPLUS = 1.005  # the peers ask each dataset for half a percent more than its share
 
 
@@ -47,7 +50,17 @@ def exhaustive(sizes: Sequence[int]) -> Turns:
     return _turns(np.array(sizes) / total, np.array(sizes), total)
 
 
+def counts(turns: Turns, datasets: int) -> list[int]:
+    """How many samples each of the datasets gives."""
+    found = np.zeros(datasets, np.int64)
+    for first in range(0, len(turns.which), BLOCK):
+        found += np.bincount(turns.which[first : first + BLOCK], minlength=datasets)
+    return found.tolist()
+
+
 def _turns(weights: NDArray[np.float64], limits: NDArray[np.int64], total: int) -> Turns:
+    if len(weights) > MOST:
+        raise ConfigError(f"a blend of {len(weights)} datasets is too large: at most {MOST}; merge some of them")
     turns = Turns(np.empty(total, np.int16), np.empty(total, np.int64))
     compiled(_take_turns, total * len(weights))(weights, limits, turns.which, turns.index)
     return turns

@@ -67,4 +67,4 @@ def _pack(sizes: NDArray[np.int32], longest: int, by_document: bool, bounds: NDA
 def shuffled(count: int, wanted: int, seed: int) -> NDArray[np.int64]:
     """Which block comes i-th: ``wanted`` of ``count``, every pass in an order of its own."""
     passes = -(-wanted // count)
-    return np.concatenate([np.random.RandomState(seed + i).permutation(count) for i in range(passes)])
+    return np.concatenate([np.random.RandomState((seed + i) % 2**32).permutation(count) for i in range(passes)])

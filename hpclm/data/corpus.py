@@ -4,7 +4,7 @@ A part is one dataset, a span of the sequences of one, or several datasets in tu
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -67,6 +67,8 @@ class Portion:
         """At least ``wanted`` samples, or one pass; there must be one."""
         if self.reading.break_mode:
             return self._block_samples(wanted or self.per_epoch)
+        if self.keep_partial and wanted is not None and wanted <= self.per_epoch:
+            wanted = None  # a second pass, begun for the last token, would join the end of the first to its beginning
         reading = self.reading
         order = Order(reading.context, reading.seed, reading.order, wanted, self.keep_partial)
 
@@ -78,14 +80,13 @@ class Portion:
         large = passes * (len(self.span) + self.per_epoch) > WORTH_KEEPING
         if not (large or reading.cache):
             return PackedSamples(self.dataset, Index(**build()), self.keep_partial)
-        stamp = self.dataset.idx_path.stat().st_mtime_ns
-        key = {"dataset": self.dataset.fingerprint(), "changed_ns": stamp, "order": asdict(order)}
+        key = {"dataset": self.dataset.fingerprint, "changed_ns": self.dataset.changed_ns, "order": asdict(order)}
         key["span"] = [self.span.start, self.span.stop]
-        return PackedSamples(self.dataset, Index(**index_cache.kept(self._folder, key, build)), self.keep_partial)
+        return PackedSamples(self.dataset, Index(**index_cache.kept(self.folder, key, build)), self.keep_partial)
 
     def identity(self) -> dict[str, Any]:
         """What must not change under a run (JSON)."""
-        return self.dataset.fingerprint() | {"span": [self.span.start, self.span.stop]}
+        return self.dataset.fingerprint | {"span": [self.span.start, self.span.stop]}
 
     def _block_samples(self, wanted: int) -> Samples:
         first = int(self.dataset.sizes[: self.span.start].sum(dtype=np.int64))
@@ -94,11 +95,13 @@ class Portion:
         return BlockSamples(flat, self._blocks, order, self.reading.eos)
 
     @property
-    def _folder(self) -> Path:
+    def folder(self) -> Path:
+        """Where its index files are kept."""
         return Path(self.reading.cache) if self.reading.cache else Path(f"{self.dataset.prefix}.index")
 
     @cached_property
     def _blocks(self) -> Blocks:
+        self.dataset.check()
         sizes = self.dataset.sizes[self.span.start : self.span.stop]
         found = blocks(sizes, self.reading.context, self.reading.break_mode or "")
         longest = int(np.diff(found.bounds).max(initial=0))
@@ -125,7 +128,8 @@ class Part:
         found = [portion.per_epoch for portion in self.portions]
         if self.weights is None or len(found) == 1:
             return sum(found)
-        return int(min(count * sum(self.weights) / weight for count, weight in zip(found, self.weights, strict=True)))
+        passes = [count * sum(self.weights) / weight for count, weight in zip(found, self.weights, strict=True)]
+        return int(min(passes) + 1e-6)  # what should be a whole number may have come out a little below it
 
     def samples(self, wanted: int | None, settings: DataConfig, context: int) -> Samples:
         """At least ``wanted`` samples, or one pass; ConfigError names the dataset that cannot give one."""
@@ -136,22 +140,21 @@ class Part:
             return self.portions[0].samples(wanted)
         counts = [portion.per_epoch for portion in self.portions]
         if self.weights is None and (wanted is None or wanted <= sum(counts)):
-            return BlendedSamples([portion.samples(None) for portion in self.portions], blend.exhaustive(counts))
+            turns = self._turns({"counts": counts}, sum(counts), lambda: blend.exhaustive(counts))
+            return BlendedSamples([portion.samples(None) for portion in self.portions], turns)
         weights = counts if self.weights is None else self.weights
         asked, total = blend.shares(weights, self.per_epoch if wanted is None else wanted, settings.order)
-        turns = self._turns(list(weights), total)
-        given = np.bincount(turns.which, minlength=len(asked))
-        sizes = [max(number, int(least)) for number, least in zip(asked, given, strict=True)]
+        turns = self._turns({"weights": list(weights)}, total, lambda: blend.weighted(weights, total))
+        sizes = [max(number, least) for number, least in zip(asked, blend.counts(turns, len(asked)), strict=True)]
         samples = [portion.samples(size) for portion, size in zip(self.portions, sizes, strict=True)]
         return BlendedSamples(samples, turns)
 
-    def _turns(self, weights: list[float], total: int) -> blend.Turns:
-        def build() -> index_cache.Arrays:
-            return vars(blend.weighted(weights, total))
-
+    def _turns(self, key: dict[str, Any], total: int, take: Callable[[], blend.Turns]) -> blend.Turns:
+        """The turns that ``take`` takes, which depend on ``key`` and their number alone."""
         if total <= WORTH_KEEPING:
-            return blend.Turns(**build())
-        return blend.Turns(**index_cache.kept(self.portions[0]._folder, {"weights": weights, "total": total}, build))
+            return take()
+        folder = self.portions[0].folder
+        return blend.Turns(**index_cache.kept(folder, {**key, "total": total}, lambda: vars(take())))
 
     def _too_small(self, portion: Portion, settings: DataConfig, context: int) -> str:
         share = f", data.split={settings.split}" if len(portion.span) < len(portion.dataset) else ""

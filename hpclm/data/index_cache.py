@@ -34,20 +34,22 @@ def kept(folder: Path, key: dict[str, Any], build: Callable[[], Arrays]) -> Arra
     """
     about = {"format": FORMAT, **key}
     entry = folder / hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=16).hexdigest()
-    found = _load(entry, about)
-    if found is not None:
-        return found
+    found = built = None
     try:
+        found = _load(entry, about)
+        if found is not None:
+            return found
         folder.mkdir(parents=True, exist_ok=True)
         with _alone(entry.with_suffix(".lock")):
             found = _load(entry, about)  # built while this process waited
             if found is None:
                 sweep(entry)
-                _save(build(), entry, about)
+                built = build()
+                _save(built, entry, about)
                 found = _load(entry, about)
     except OSError as error:
         log.warning("the index cannot be kept in %s (%s); it is made anew at every start", folder, error.strerror)
-    return build() if found is None else found
+    return found or built or build()
 
 
 @contextmanager
@@ -71,9 +73,9 @@ def _load(entry: Path, about: dict[str, Any]) -> Arrays | None:
         if written.pop("files") != {path.name: path.stat().st_size for path in entry.glob("*.npy")} or written != about:
             raise ValueError("is not what about.json says")
         return {path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in entry.glob("*.npy")}
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # any other OSError says nothing of the entry
         log.warning("the index in %s is damaged (%s); it is built again", entry, error)
         return None
 
@@ -104,6 +106,5 @@ def _put(written: Path, entry: Path, about: dict[str, Any]) -> None:
         written.rename(entry)
     except OSError:
         if _load(entry, about) is None:
-            broken = entry.rename(aside(entry))  # first aside, so that nobody reads half of it
+            entry.rename(aside(entry))  # for ``sweep`` to remove later: another process may be reading it
             written.rename(entry)
-            shutil.rmtree(broken)

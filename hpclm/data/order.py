@@ -89,7 +89,8 @@ def build_index(sizes: NDArray[np.int32], span: range, order: Order) -> Index:
     runs = [epochs - 1, 1] if apart else [epochs]
 
     rng = np.random.RandomState(order.seed)  # the peers' generator, drawn from in their order
-    wide = len(sizes) > 2**31 - 1 or epochs * len(span) > 2**31 - 1
+    longest = int(sizes[span.start : span.stop].max())
+    wide = max(len(sizes), epochs * len(span), longest) > 2**31 - 1
     documents = np.tile(np.arange(span.start, span.stop, dtype=np.int64 if wide else np.int32), epochs)
     _shuffle(rng, documents, [len(span) * run for run in runs])
     samples = _starts(sizes, documents, total, context)

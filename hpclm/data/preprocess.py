@@ -4,11 +4,13 @@ inputs (whole lines) → encode (tokens, in worker processes) → output (a data
 part each: parts.py.
 """
 
+import json
 import logging
 import shlex
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,7 @@ def main(argv: list[str]) -> int:
             from hpclm.data.text import parts
 
             return parts.main(asked)
-        refuse_to_replace(asked)
+        refuse_to_replace(asked, [prefix for corpus in asked.corpora for prefix in corpus.prefixes])
         for corpus in asked.corpora:
             writable_folder(corpus.prefixes[0].parent, "output folder")
         if asked.dictionary is not None:
@@ -98,6 +100,12 @@ def write(
         raise ConfigError(f"{error.filename or prefixes[0]}: {error.strerror}; no dataset was written") from error
 
 
+def identity(corpus: Corpus, asked: Request) -> dict[str, Any]:
+    """All that decides what a dataset becomes (JSON): inputs, options, tokenizer."""
+    job = asdict(asked.job) | {"files": tokenizer_of(asked.job).identity}
+    return dict(json.loads(json.dumps({"inputs": [asdict(source) for source in corpus.inputs], "job": job})))
+
+
 def check(job: Job) -> tokenizers.Tokenizer:
     """The job's tokenizer, after what it and the options cannot do together."""
     tokenizer = tokenizer_of(job)
@@ -110,9 +118,8 @@ def check(job: Job) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def refuse_to_replace(asked: Request) -> None:
-    """ConfigError where a dataset has the name already, unless it may be replaced."""
-    prefixes = [prefix for corpus in asked.corpora for prefix in corpus.prefixes]
+def refuse_to_replace(asked: Request, prefixes: Sequence[Path]) -> None:
+    """ConfigError where one of these datasets is there already, unless it may be replaced."""
     there = [str(path) for path in (files(prefix)[1] for prefix in prefixes) if path.exists()]
     if there and not asked.overwrite:
         verb = "exists" if len(there) == 1 else "exist"

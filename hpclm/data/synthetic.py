@@ -9,6 +9,7 @@ from hpclm.config import DataConfig
 from hpclm.errors import ConfigError
 
 STRIDES = (1, 3, 5, 7)
+PARTS = ("train", "valid", "test")
 
 
 class SyntheticSamples:
@@ -48,7 +49,9 @@ class SyntheticSource:
 
     def samples(self, part: str, wanted: int | None) -> SyntheticSamples:
         """``wanted`` samples of "train", "valid" or "test"."""
-        number = ("train", "valid", "test").index(part)
+        if part not in PARTS:
+            raise ConfigError(f"data.source=synthetic has no part {part!r}; it has {', '.join(PARTS)}")
+        number = PARTS.index(part)
         return SyntheticSamples(wanted or self.per_epoch(part), self.context, (self.seed, number), self.eod)
 
 

@@ -16,7 +16,7 @@ from hpclm.data.text.encode import OnError, read
 from hpclm.data.text.inputs import Input, chunks, find
 from hpclm.data.text.pool import told_to_end
 from hpclm.errors import ConfigError
-from hpclm.files import sync_folder, writable_folder
+from hpclm.files import writable_folder, write_bytes
 
 log = logging.getLogger(__name__)
 MEASURED = 1000  # documents, from all over the inputs, that the compression is measured on
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
             if lines.seen > len(lines.items):
                 log.info("learning from %s of %s lines, drawn from all", f"{len(lines.items):,}", f"{lines.seen:,}")
             content = tokenizers.train_sentencepiece(lines.items, args.kind, args.vocab_size)
-        _write(output, content)
+        write_bytes(output, content)
 
     tokenizer = tokenizers.build(library, [str(output)])
     tokens = len(tokenizer.encode_batch(measured.items)[0])
@@ -113,17 +113,6 @@ def _texts(inputs: list[Input], key: str, on_error: OnError, bad: Counter[str], 
         for text in filter(None, texts):
             measured.add(text[:LONG])
             yield text
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Put ``content`` at ``path`` in one step."""
-    aside = path.with_name(path.name + ".tmp")
-    try:
-        aside.write_bytes(content)
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-    sync_folder(path.parent)
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:

@@ -1,10 +1,9 @@
+import errno
 import json
 import logging
-import multiprocessing
 import os
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ def never():
 
 
 def entries(folder):
-    return sorted(path for path in folder.iterdir() if path.is_dir())
+    return sorted(path for path in folder.iterdir() if path.is_dir() and ".tmp-" not in path.name)
 
 
 def test_what_was_built_once_is_read_and_not_built_again(tmp_path):
@@ -77,25 +76,43 @@ def test_a_folder_that_cannot_be_written_costs_a_warning_and_no_more(tmp_path, c
     assert "cannot be kept in" in caplog.text
 
 
-def build_slowly(folder, built):
-    def build():
-        with built.get_lock():
-            built.value += 1
-        time.sleep(0.5)
-        return arrays()
+def test_a_full_disk_costs_a_warning_and_nothing_is_built_twice(tmp_path, monkeypatch, caplog):
+    built = []
 
-    assert kept(folder, {"seed": 1}, build)["a"].sum() == 45
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(np, "save", full)
+    with caplog.at_level(logging.WARNING):
+        assert kept(tmp_path, {"seed": 1}, lambda: built.append(1) or arrays())["a"].tolist() == list(range(10))
+    assert built == [1] and "No space left" in caplog.text and entries(tmp_path) == []
+
+
+def test_an_entry_that_cannot_be_read_now_is_left_alone(tmp_path, monkeypatch, caplog):
+    kept(tmp_path, {"seed": 1}, arrays)
+    [entry] = entries(tmp_path)
+    before = entry.stat().st_ino
+
+    def failing(*_, **__):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(np, "load", failing)
+        assert kept(tmp_path, {"seed": 1}, arrays)["a"].tolist() == list(range(10))
+    assert "Too many open files" in caplog.text
+    assert kept(tmp_path, {"seed": 1}, never) and entry.stat().st_ino == before
 
 
 def test_of_processes_that_start_at_once_one_builds_and_all_have_it(tmp_path):
-    context = multiprocessing.get_context("fork")
-    built = context.Value("i", 0)
-    workers = [context.Process(target=build_slowly, args=(tmp_path, built)) for _ in range(6)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert [worker.exitcode for worker in workers] == [0] * 6 and built.value == 1
+    script = (
+        "import pathlib, time, numpy as np; from hpclm.data.index_cache import kept\n"
+        "def build(): print('built'); time.sleep(1); return {'a': np.arange(10)}\n"
+        f"assert kept(pathlib.Path({str(tmp_path)!r}), {{'seed': 1}}, build)['a'].sum() == 45"
+    )
+    started = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) for _ in range(5)]
+    told = [process.communicate()[0] for process in started]
+    assert [process.returncode for process in started] == [0] * 5
+    assert b"".join(told).split() == [b"built"]
 
 
 def test_without_locks_the_first_to_finish_wins_and_nothing_is_left_over(tmp_path):
@@ -122,9 +139,10 @@ def test_what_a_killed_process_left_unfinished_is_no_entry_and_is_swept(tmp_path
         f"index_cache.kept(pathlib.Path({str(tmp_path)!r}), {{'seed': 1}}, lambda: {{'a': np.arange(10)}})"
     )
     assert subprocess.run([sys.executable, "-c", script]).returncode == 9
-    assert len(entries(tmp_path)) == 1
+    assert entries(tmp_path) == [] and len(list(tmp_path.glob("*.tmp-*"))) == 1
     kept(tmp_path, {"seed": 1}, arrays)
     assert len(entries(tmp_path)) == 1 and kept(tmp_path, {"seed": 1}, never)
+    assert not list(tmp_path.glob("*.tmp-*"))
 
 
 def dataset(prefix, lengths):
@@ -173,3 +191,17 @@ def test_large_ones_are_kept_beside_the_dataset(tmp_path):
     row = np.empty(9, np.int64)
     samples.read(3, row)
     assert row.tolist() == [1] * 9
+
+
+def test_a_dataset_that_is_replaced_under_a_run_does_not_spoil_the_entry_of_the_new_one(tmp_path):
+    prefix, cache = dataset(tmp_path / "x", [20] * 50), str(tmp_path / "cache")
+    settings = DataConfig(prefix=prefix, index_cache=cache, split="1")
+    opened = corpus(settings, 8, 1, 1000)
+    dataset(tmp_path / "x", [10, 30] * 25)
+    of_the_old = opened.samples("train", 10)
+    of_the_new = corpus(settings, 8, 1, 1000).samples("train", 10)
+    row = np.empty(9, np.int32)
+    for samples, longest in ((of_the_old, 20), (of_the_new, 30)):
+        for i in range(len(samples)):
+            samples.read(i, row)
+            assert np.isin(np.diff(row), [1, *range(-longest + 1, 1)]).all() and row.max() < longest

@@ -12,6 +12,7 @@ Which of two layouts a file has follows from its exact length, for no length fit
 """
 
 import mmap
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,13 +58,14 @@ class Index:
     """What the file stores in excess of each token."""
 
 
-def mapped(path: Path) -> mmap.mmap | bytes:
-    """The content of a file, read when it is touched; b"" of an empty one."""
+def mapped(path: Path) -> tuple[mmap.mmap | bytes, int]:
+    """The content of a file, read when it is touched, b"" of an empty one; and when it was last written, in ns."""
     with path.open("rb") as file:
-        if not path.stat().st_size:
-            return b""
+        status = os.fstat(file.fileno())
+        if not status.st_size:
+            return b"", status.st_mtime_ns
         try:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), status.st_mtime_ns
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} cannot be mapped into memory: {error}") from None
 

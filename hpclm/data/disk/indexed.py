@@ -6,7 +6,6 @@ hpclm/data/disk/formats.py describes the layouts of the index; ``.bin`` is the t
 import hashlib
 import json
 import mmap
-import os
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -70,6 +69,7 @@ class IndexedDataset:
     """A dataset on disk, memory-mapped; ConfigError says what is wrong with its files.
 
     layout: "megatron", "fairseq" or "tntidx". dtype: as the tokens are stored.
+    changed_ns: when the index was last written.
     sizes [n] int32 (TNTIDX: int64): tokens of each sequence.
     modes [n] int8: what Megatron's multimodal datasets say of each sequence; None in others.
 
@@ -84,7 +84,8 @@ class IndexedDataset:
         if missing:
             raise ConfigError(_not_there(self.prefix, missing))
         readable(self.idx_path, "index"), readable(self.bin_path, "token file")
-        self._maps = mapped(self.idx_path), mapped(self.bin_path)
+        index, self.changed_ns = mapped(self.idx_path)
+        self._maps = index, mapped(self.bin_path)[0]
         self._index = read_index(self.idx_path, self._maps[0])
         self.layout, self.dtype = self._index.layout, self._index.dtype
         self.sizes: NDArray = self._index.sizes
@@ -194,6 +195,7 @@ class IndexedDataset:
             if isinstance(content, mmap.mmap) and hasattr(content, "madvise"):
                 content.madvise(mmap.MADV_DONTNEED)
 
+    @cached_property
     def fingerprint(self) -> dict[str, Any]:
         """What changes when the dataset does, cheap to make, the same for a copy of it (JSON).
 
@@ -204,20 +206,18 @@ class IndexedDataset:
             "idx_bytes": len(self._maps[0]),
             "layout": self.layout,
             "dtype": self.dtype.name,
-            "bin": _hash(self.bin_path),
-            "idx": _hash(self.idx_path),
+            "bin": _hash(self._maps[1]),
+            "idx": _hash(self._maps[0]),
         }
 
 
-def _hash(path: Path) -> str:
-    """blake2b of evenly spaced blocks of the file, its beginning and end among them; of all of a short one."""
-    digest = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        whole = size <= HASHED * BLOCKS
-        for k in range(BLOCKS):
-            file.seek(k * HASHED if whole else (size - HASHED) * k // (BLOCKS - 1))
-            digest.update(file.read(HASHED))
+def _hash(content: mmap.mmap | bytes) -> str:
+    """blake2b of evenly spaced blocks of a file, its beginning and end among them; of all of a short one."""
+    digest, size = hashlib.blake2b(digest_size=16), len(content)
+    whole = size <= HASHED * BLOCKS
+    for k in range(BLOCKS):
+        begin = k * HASHED if whole else (size - HASHED) * k // (BLOCKS - 1)
+        digest.update(content[begin : begin + HASHED])
     return digest.hexdigest()
 
 

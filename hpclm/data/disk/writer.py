@@ -43,6 +43,7 @@ class Writer:
         self._final = files(prefix)
         self._open = ExitStack()
         self._ended = 0
+        self._finished = False
         self.tokens = 0
         """Tokens so far."""
         self.sequences = 0
@@ -130,7 +131,9 @@ class Writer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         with self._open:
             if kind is None:
-                self._commit()
+                if not self._finished:
+                    self.finish()
+                self._publish()
 
     def _new(self, path: Path) -> IO[bytes]:
         """A new file, closed and removed at the end unless it was renamed."""
@@ -144,7 +147,11 @@ class Writer:
         self._open.callback(discard)
         return file
 
-    def _commit(self) -> None:
+    def finish(self) -> None:
+        """Write and check what is left, so that only renaming remains; nothing can be added after it.
+
+        The end of the ``with`` block does so by itself; called before, several datasets appear together or not at all.
+        """
         if self._ended != self.sequences:
             raise ValueError("sequences after the last end_document() belong to no document")
         modes = self._modes.tell()
@@ -166,6 +173,9 @@ class Writer:
             found = os.fstat(file.fileno()).st_size
             if found != size:
                 raise HpclmError(f"{file.name} has {found} bytes after writing {size}; no dataset was written")
+        self._finished = True
+
+    def _publish(self) -> None:
         tokens, index, note = self._final
         index.unlink(missing_ok=True)  # first: an old index must not open beside new tokens
         note.unlink(missing_ok=True)

@@ -133,9 +133,10 @@ def _read_quickly(chunk: Chunk, keys: tuple[str, ...]) -> list[list[str]] | None
             return None
         if chunk.source.format == "files":
             return [[text] for _ in keys]
-        lines = [line.rstrip("\r") for line in text.split("\n")]
+        lines = text.split("\n")
         if not lines[-1]:
             del lines[-1]
+        lines = [line.rstrip("\r") for line in lines]
         return [lines for _ in keys]
 
     from orjson import JSONDecodeError, loads

@@ -69,7 +69,10 @@ class Output:
         return Report(self.prefix, self._writer.documents, self._writer.tokens, counts, bad)
 
     def close(self, more: dict[str, Any]) -> Report:
-        """The last thing before the block ends: note what there is, and ``more``; the same for any number of processes."""
+        """The last thing before the block ends: note what there is, and ``more``; the same for any number of processes.
+
+        All that can fail is done here, so that of several outputs none appears where one cannot be finished.
+        """
         job, report = self._job, self.report()
         noted = {
             "tokenizer": tokenizer_of(job).identity,
@@ -82,6 +85,7 @@ class Output:
         if report.bad:
             noted["bad"] = report.bad
         self._writer.note = noted | more
+        self._writer.finish()
         return report
 
     def __enter__(self) -> "Output":

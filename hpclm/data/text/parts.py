@@ -1,66 +1,105 @@
 """Several processes preprocess one corpus: each writes a part, and whoever finishes last joins them.
 
 The parts lie in PREFIX.parts/ as datasets with a note of the job that they belong to. No process waits for another: one
-that finds parts missing, or somebody else joining, is done.
+that finds parts missing, or somebody else joining, is done. Of the parts, joined.json stays: a process of the same job that
+starts late, or again, sees there that nothing is left to do.
 """
 
 import fcntl
 import json
 import logging
-import os
-import secrets
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hpclm.data.disk.indexed import IndexedDataset, sidecar
-from hpclm.data.preprocess import check, refuse_nothing, refuse_to_replace, tell, tell_next, write
-from hpclm.data.text.encode import DIGEST, Column, tokenizer_of
+from hpclm.data.disk.copying import stretches
+from hpclm.data.disk.indexed import IndexedDataset, files, sidecar
+from hpclm.data.preprocess import (
+    check,
+    identity,
+    refuse_nothing,
+    refuse_to_replace,
+    tell,
+    tell_next,
+    write,
+)
+from hpclm.data.text.encode import DIGEST, Column
 from hpclm.data.text.options import Request
 from hpclm.data.text.output import Output, Report
 from hpclm.errors import ConfigError, HpclmError
-from hpclm.files import writable_folder
+from hpclm.files import writable_folder, write_text
 
 log = logging.getLogger(__name__)
-BLOCK = 1 << 14  # documents that the join copies at a time
 
 
 def main(asked: Request) -> int:
     """Write this process's part unless it is there, and join the parts if they are all there."""
     [corpus] = asked.corpora
     check(asked.job)
-    folder = Path(f"{corpus.prefixes[0]}.parts")
-    identity = _identity(asked)
-    share = asked.share
-    if not any(_whole(prefix, identity) for part in range(share.parts) for prefix in _prefixes(folder, asked, part)):
-        refuse_to_replace(asked)  # else this job has begun to write there
-    writable_folder(folder, "folder of the parts")
-    mine = _prefixes(folder, asked, share.part)
-    if all(_whole(prefix, identity) for prefix in mine):
-        print(f"part {share.part} of {share.parts} is there already")
-    else:
-        digests = [_digests(prefix) if asked.job.deduplicate else None for prefix in mine]
-        tell(write(corpus, asked, mine, share, {"job": identity}, digests))
-    reports = _join_if_all_are_there(folder, asked, identity)
-    if reports is None:
-        print(f"part {share.part} of {share.parts} is done; whoever finishes last joins the parts")
-    else:
+    if _joined(asked):
+        print(f"{' and '.join(map(str, corpus.prefixes))}: this very job has written it already")
+        return 0
+    folder = _folder(asked)
+    if _read(folder / "joining") != identity(corpus, asked):  # else it was killed while it joined, with a dataset done
+        refuse_to_replace(asked, corpus.prefixes)
+    try:
+        reports = _take_part(folder, asked)
+    except (ConfigError, OSError):
+        if not _joined(asked):  # else another has joined the parts, and removed them under this process's hands
+            raise
+        reports = None
+    if reports:
         tell(reports)
-        tell_next(list(corpus.prefixes), asked)
+        tell_next(list(corpus.prefixes[:1]), asked)
+    else:
+        print(f"part {asked.share.part} of {asked.share.parts} is done; whoever finds all parts in {folder} joins them")
     return 0
 
 
-def _identity(asked: Request) -> dict[str, Any]:
-    """What must be the same for parts to belong together (JSON)."""
+def _take_part(folder: Path, asked: Request) -> list[Report] | None:
+    """Write the part, and join all: the reports of whoever joins, else None."""
     [corpus] = asked.corpora
-    job = asdict(asked.job) | {"files": tokenizer_of(asked.job).identity}
-    whole = {"inputs": [asdict(source) for source in corpus.inputs], "job": job, "parts": asked.share.parts}
-    return dict(json.loads(json.dumps(whole)))
+    writable_folder(folder, "folder of the parts, which all processes must share,")
+    belongs = identity(corpus, asked) | {"parts": asked.share.parts}
+    mine = _prefixes(folder, asked, asked.share.part)
+    if all(_whole(prefix, belongs) for prefix in mine):
+        log.info("part %d of %d is there already", asked.share.part, asked.share.parts)
+    elif _joined(asked):  # while this process started
+        return None
+    else:
+        digests = [_digests(prefix) if asked.job.deduplicate else None for prefix in mine]
+        tell(write(corpus, asked, mine, asked.share, {"job": belongs}, digests))
+    return _join_if_all_are_there(folder, asked, belongs)
+
+
+def _folder(asked: Request) -> Path:
+    return Path(f"{asked.corpora[0].prefixes[0]}.parts")
+
+
+def _joined(asked: Request) -> bool:
+    """Whether this job's parts have been joined, and the datasets are still the ones that came of it."""
+    try:
+        return bool(_read(_folder(asked) / "joined.json") == _account(asked))
+    except OSError:
+        return False
+
+
+def _read(path: Path) -> Any:
+    """The JSON in a file, None where there is none."""
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _account(asked: Request) -> dict[str, Any]:
+    """The job, and which datasets came of it (JSON); OSError where they are not there."""
+    [corpus] = asked.corpora
+    status = [path.stat() for prefix in corpus.prefixes for path in files(prefix)[:2]]
+    return {"job": identity(corpus, asked), "files": [[each.st_size, each.st_mtime_ns] for each in status]}
 
 
 def _prefixes(folder: Path, asked: Request, part: int) -> list[Path]:
@@ -73,24 +112,24 @@ def _digests(prefix: Path) -> Path:
     return Path(f"{prefix}.digests")
 
 
-def _whole(prefix: Path, identity: dict[str, Any]) -> bool:
+def _whole(prefix: Path, belongs: dict[str, Any]) -> bool:
     """Whether a dataset of this job lies there and opens."""
     try:
-        if sidecar(prefix).get("job") != identity:
+        if sidecar(prefix).get("job") != belongs:
             return False
         dataset = IndexedDataset(prefix)
-        wanted = DIGEST * (len(dataset.documents) - 1)
-        return not identity["job"]["deduplicate"] or _digests(prefix).stat().st_size == wanted
+        wanted = DIGEST * dataset.document_count
+        return not belongs["job"]["deduplicate"] or _digests(prefix).stat().st_size == wanted
     except (ConfigError, OSError):
         return False
 
 
-def _join_if_all_are_there(folder: Path, asked: Request, identity: dict[str, Any]) -> list[Report] | None:
+def _join_if_all_are_there(folder: Path, asked: Request, belongs: dict[str, Any]) -> list[Report] | None:
     """Join the parts, or None where some are missing or somebody else does it."""
 
     def complete() -> bool:
         every = range(asked.share.parts)
-        return all(_whole(prefix, identity) for part in every for prefix in _prefixes(folder, asked, part))
+        return all(_whole(prefix, belongs) for part in every for prefix in _prefixes(folder, asked, part))
 
     # The last to finish sees all parts. Where two see them, one joins and the other is turned away at the lock.
     if not complete():
@@ -98,10 +137,12 @@ def _join_if_all_are_there(folder: Path, asked: Request, identity: dict[str, Any
     with _lock(folder) as held:
         if not held or not complete():  # or joined and removed in the meantime
             return None
+        write_text(folder / "joining", json.dumps(identity(asked.corpora[0], asked)))
         reports = _join(folder, asked)
-        gone = folder.with_name(f"{folder.name}.tmp-{os.getpid()}-{secrets.token_hex(3)}")
-        folder.rename(gone)  # in one step: a half-removed folder would look like a job to go on with
-        shutil.rmtree(gone)
+        write_text(folder / "joined.json", json.dumps(_account(asked)))
+        for path in folder.iterdir():
+            if path.name != "joined.json":
+                path.unlink(missing_ok=True)
         return reports
 
 
@@ -151,11 +192,10 @@ def _add(prefix: Path, output: Output) -> None:
     output.counts.update({name: note.get(name, 0) for name in ("skipped", "repeated", "unsplit")})
     path = _digests(prefix)
     digests = np.memmap(path, f"V{DIGEST}", "r") if path.exists() and path.stat().st_size else None
-    bounds = dataset.documents
-    for first in range(0, len(bounds) - 1, BLOCK):
-        here = np.asarray(bounds[first : first + BLOCK + 1])
-        sizes = dataset.sizes[here[0] : here[-1]].astype(np.int64)
-        begin = int(dataset.pointers[here[0]]) // dataset.dtype.itemsize if len(sizes) else 0
-        tokens = dataset.flat[begin : begin + int(sizes.sum())]
-        hashes = np.asarray(digests[first : first + BLOCK]) if digests is not None else None
-        output.add(Column(tokens, sizes, np.diff(here), hashes))
+    for first, last in stretches(dataset):
+        bounds = dataset.bounds(first, last)
+        sizes = dataset.sizes[bounds[0] : bounds[-1]].astype(np.int64)
+        tokens = dataset.block(dataset.place(int(bounds[0])), dataset.place(int(bounds[-1])))
+        hashes = np.asarray(digests[first:last]) if digests is not None else None
+        output.add(Column(tokens, sizes, np.diff(bounds), hashes))
+        dataset.release()

@@ -66,6 +66,7 @@ def faster(settings: str, exact: Encode, markers: list[str]) -> "Fast | None":
     tokenizers library; markers: texts that ``exact`` may treat in its own way, such as added tokens.
     """
     if len(markers) > MARKERS:
+        log.warning("%s: it has %d added tokens, and gigatoken is used with up to %d", SLOWER, len(markers), MARKERS)
         return None
     try:
         found_versions = {name: ".".join(version(name).split(".")[:2]) for name in COMPARED}

@@ -178,9 +178,9 @@ def test_the_fingerprint_of_a_long_file_sees_its_ends_and_what_lies_between(offs
     changed(tmp_path / "x.idx", 34, struct.pack("<i", 100 << 20))
     with Path(f"{prefix}.bin").open("wb") as file:
         file.truncate(100 << 20)
-    before = IndexedDataset(prefix).fingerprint()
-    assert IndexedDataset(prefix).fingerprint() == before
+    before = IndexedDataset(prefix).fingerprint
+    assert IndexedDataset(prefix).fingerprint == before
     with Path(f"{prefix}.bin").open("r+b") as file:
         file.seek(offset)
         file.write(b"\1" * length)
-    assert IndexedDataset(prefix).fingerprint() != before
+    assert IndexedDataset(prefix).fingerprint != before

@@ -204,7 +204,7 @@ def test_tokens_of_another_length_than_the_index_says_do_not_open(content, tmp_p
 
 def test_the_fingerprint_changes_with_the_tokens_and_with_the_documents(tmp_path):
     prints = [
-        IndexedDataset(write(tmp_path / str(i), documents)).fingerprint()
+        IndexedDataset(write(tmp_path / str(i), documents)).fingerprint
         for i, documents in enumerate([DOCUMENTS, DOCUMENTS, [[[1, 2, 3]], [[4], [5, 6], [7, 8]]], [[[1]], [[2]]]])
     ]
     assert prints[0] == prints[1]

@@ -5,6 +5,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -33,6 +34,12 @@ def corpus(seed=0, lines=3000):
     broken = jsonl(*texts[-third:]).encode().replace(b'"text": "b', b'"text": 5, "b": "', 40)
     write(**{"a.jsonl": jsonl(*texts[:third]), "b.jsonl.zst": packed, "c.jsonl": broken, "d.jsonl": "", "e.jsonl": "{"})
     return ["--input", "[a-e].jsonl*", "--on-error", "skip"]
+
+
+def left():
+    """What is left in the folder of the parts."""
+    [folder] = Path().glob("*.parts")
+    return sorted(path.name for path in folder.iterdir())
 
 
 def ended(processes):
@@ -67,13 +74,13 @@ def test_parts_one_after_another_are_what_one_process_writes(policy, parts, caps
     names = sorted({path.stem for path in Path().glob("x_*")})
     assert len(names) == 1 + (policy == "two keys")
     alone = [content(name) for name in names]
-    for path in Path().glob("x_*"):
+    for path in Path().glob("x_*.*"):
         path.unlink()
     for part in random.Random(parts).sample(range(parts), parts):
         assert not list(Path().glob("x_*.idx"))
         assert preprocess(*words, "--part", f"{part}/{parts}") == 0
     assert [content(name) for name in names] == alone
-    assert not list(Path().glob("*parts*"))
+    assert left() == ["joined.json"]
     assert "next: hpclm train" in capsys.readouterr().out
 
 
@@ -86,7 +93,7 @@ def test_parts_at_the_same_time_are_what_one_process_writes(seed):
         Path(name).unlink()
     assert ended(start(words, 4)) == [0] * 4
     assert content("x_text_document") == alone
-    assert not list(Path().glob("*parts*"))
+    assert left() == ["joined.json"]
 
 
 def test_a_part_that_was_killed_is_made_again_and_the_others_are_kept():
@@ -108,7 +115,7 @@ def test_a_part_that_was_killed_is_made_again_and_the_others_are_kept():
     assert {path: path.stat().st_mtime_ns for path in Path().glob("*.parts/*.idx")} == kept
     assert preprocess(*words, "--part", "1/3") == 0
     assert content("x_text_document") == alone
-    assert not list(Path().glob("*parts*"))
+    assert left() == ["joined.json"]
 
 
 CHANGES = {
@@ -127,7 +134,7 @@ def test_a_part_that_belongs_to_another_job_or_is_damaged_is_not_used(change):
     assert preprocess(*words, "--part", "1/2") == 0
     assert not Path("x_text_document.idx").exists()
     assert preprocess(*words, "--part", "0/2") == 0
-    assert not list(Path().glob("*parts*"))
+    assert left() == ["joined.json"]
     joined = content("x_text_document")
     assert preprocess(*words, "--overwrite") == 0
     assert content("x_text_document") == joined
@@ -136,14 +143,57 @@ def test_a_part_that_belongs_to_another_job_or_is_damaged_is_not_used(change):
 def test_a_join_that_was_killed_between_two_keys_is_finished():
     write(**{"a.jsonl": '{"text": "one", "title": "two"}\n' * 2})
     words = ["--input", "a.jsonl", *BYTES, "--json-keys", "text", "title"]
+    assert preprocess(*words) == 0
+    names = ("x_text_document", "x_title_document")
+    alone = [content(name) for name in names]
+    for path in Path().glob("x_*.*"):
+        path.unlink()
     assert preprocess(*words, "--part", "0/2") == 0
-    shutil.copytree("x_text_document.parts", "kept")
+    script = (
+        "import os, sys; from hpclm.data import preprocess; from hpclm.data.disk.writer import Writer\n"
+        "publish = Writer._publish\n"
+        "def once(self):\n"
+        "    publish(self)\n"
+        "    if self._final[0].parent.name == '': os._exit(9)\n"
+        "Writer._publish = once; preprocess.main(sys.argv[1:])"
+    )
+    assert subprocess.run([sys.executable, "-c", script, *words, "--part", "1/2"]).returncode == 9
+    assert len(list(Path().glob("x_*.idx"))) == 1
     assert preprocess(*words, "--part", "1/2") == 0
-    alone = content("x_text_document"), content("x_title_document")
-    Path("kept").rename("x_text_document.parts")
-    Path("x_title_document.idx").unlink()
-    assert preprocess(*words, "--part", "1/2") == 0
-    assert (content("x_text_document"), content("x_title_document")) == alone
+    assert [content(name) for name in names] == alone and left() == ["joined.json"]
+
+
+def test_processes_that_come_late_or_again_find_the_work_done_and_nothing_is_replaced(capsys):
+    write(**{"a.txt": "one\ntwo\nthree\n", "b.txt": "other\nwords\n"})
+    words = ["--input", "a.txt", *BYTES]
+    for part in range(3):
+        assert preprocess(*words, "--part", f"{part}/3") == 0
+    written = {name: Path(name).stat().st_mtime_ns for name in FILES}
+    for more in ([], ["--overwrite"]):
+        capsys.readouterr()
+        assert preprocess(*words, *more, "--part", "1/3") == 0
+        assert "this very job has written it already" in capsys.readouterr().out
+    assert {name: Path(name).stat().st_mtime_ns for name in FILES} == written and left() == ["joined.json"]
+    assert preprocess("--input", "b.txt", *BYTES, "--part", "0/2") == 64  # another job may not replace it
+    assert preprocess("--input", "b.txt", *BYTES, "--overwrite") == 0
+    assert preprocess(*words, "--part", "1/3") == 64  # nor the first job what has replaced it
+    assert preprocess(*words, "--overwrite", "--part", "1/3") == 0
+
+
+def test_parts_that_are_all_there_are_joined_by_processes_that_start_at_once(monkeypatch):
+    words = [*corpus(lines=300), *BYTES]
+    assert preprocess(*words) == 0
+    alone = content("x_text_document")
+    for _ in range(3):
+        for path in Path().glob("x_*.*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        with monkeypatch.context() as patch:
+            patch.setattr("hpclm.data.text.parts._join_if_all_are_there", lambda *_: None)  # as if killed before it
+            for part in range(4):
+                assert preprocess(*words, "--part", f"{part}/4") == 0
+        assert len(left()) == 4 * 3
+        assert ended(start(words, 4)) == [0] * 4
+        assert content("x_text_document") == alone and left() == ["joined.json"]
 
 
 def test_a_bad_line_is_named_by_its_number_in_the_whole_file(capsys):

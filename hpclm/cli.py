@@ -57,6 +57,7 @@ def _dispatch(words: list[str]) -> int:
 def run(verb: Callable[[list[str]], int | None], argv: Sequence[str] | None = None) -> int:
     """Call a verb's main; what a person or the machine did wrong becomes one message and an exit code, no traceback."""
     threads.wait_politely()
+    threads.open_many_files()
     try:
         code = verb(list(sys.argv[1:] if argv is None else argv)) or 0
         if sys.stdout is not None:

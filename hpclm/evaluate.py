@@ -40,13 +40,13 @@ def main(argv: list[str]) -> int:
 
 def measure(run: Path, overrides: list[str], part: str, wanted: int | None) -> dict[str, float | int | str]:
     """Mean loss per token in nats, perplexity, and what they were measured on."""
-    import torch
     from tqdm import tqdm
 
     from hpclm.checkpoint import trained
     from hpclm.cluster import hardware
     from hpclm.data import sources
-    from hpclm.data.batches import Batches
+    from hpclm.data.batches import Batch, Batches
+    from hpclm.engine.step import mean_loss
     from hpclm.model.loss import TokenLoss
 
     config = trained.settings(run, overrides)
@@ -58,16 +58,13 @@ def measure(run: Path, overrides: list[str], part: str, wanted: int | None) -> d
     samples = source.samples(part, wanted)
     count = len(samples) if wanted is None else wanted
     batches = Batches(samples, config, config.plan(), source.eod, device)
-    loss = TokenLoss(config.engine.loss_chunk)
-    total = tokens = 0.0
-    with torch.no_grad(), tqdm(total=count, unit="sample", disable=None) as bar:
-        for start in range(0, count, config.batch.micro_size):
-            [batch] = batches.take(start, min(config.batch.micro_size, count - start))
-            mask = torch.ones_like(batch.labels) if batch.loss_mask is None else batch.loss_mask
-            total += loss(model(batch.tokens, batch.positions, batch.documents), batch.labels, mask.float()).item()
-            tokens += mask.sum().item()
+    with tqdm(total=count, unit="sample", disable=None) as bar:
+
+        def counted(batch: Batch) -> Batch:
             bar.update(len(batch.tokens))
-    mean = total / max(tokens, 1)
+            return batch
+
+        mean = mean_loss(model, TokenLoss(config.engine.loss_chunk), map(counted, batches.take(0, count)))
     return {
         "loss": mean,
         "perplexity": math.exp(min(20.0, mean)),

@@ -3,6 +3,7 @@
 import logging
 import shlex
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def run(config: RunConfig) -> int:
         engine = engines.build(config, device, dtype)
 
         out = files.writable_folder(config.out, "run directory", mode=0o700)  # what cannot work has left no trace
-        with Lease(out), log.also_to(out / "log.txt"):
+        with Lease(out), closing(train), log.also_to(out / "log.txt"):
             store = CheckpointStore(out / "checkpoints", config.checkpoint.keep, identity(config, source))
             progress = begin(store.resume(engine, config.checkpoint.resume), length)
             record.start(out, config, progress.step)

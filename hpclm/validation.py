@@ -1,14 +1,14 @@
 """Loss on held-out data while a run trains."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from hpclm.checkpoint import Progress
 from hpclm.config import Plan, RunConfig
-from hpclm.data.batches import Batches
+from hpclm.data.batches import Batch, Batches
 from hpclm.data.sources import Source
 from hpclm.engine import Engine
 from hpclm.errors import ConfigError
@@ -49,9 +49,16 @@ def evaluate(
     parts: list[HeldOut], engine: Engine, meter: Meter, progress: Progress, warned: Callable[[], str | None]
 ) -> None:
     """Measure the parts that have no figure for this step yet, until a signal warns."""
+
+    def until_warned(batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            if warned():
+                return
+            yield batch
+
     for part in parts:
-        if warned():
-            return
         if (progress.step, part.part) not in meter.evaluated_at:
-            loss = engine.evaluate(part.batches.take(0, part.size))
+            loss = engine.evaluate(until_warned(part.batches.take(0, part.size)))
+            if warned():  # perhaps before all of it was read
+                return
             meter.evaluated(progress.step, progress.samples, loss, part.part)

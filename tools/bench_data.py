@@ -1,7 +1,7 @@
 """Speed of the data path beside bare loops and limits of the same machine, interleaved in one run.
 
     python tools/bench_data.py                                  # sample order and reading; 10 million documents
-    python tools/bench_data.py --documents 100_000_000          # needs 4 GB of memory and 1.5 GB in --folder
+    python tools/bench_data.py --documents 100_000_000          # needs 4 GB of memory
     python tools/bench_data.py --text a.jsonl b.txt --gpt2 vocab.json merges.txt --sentencepiece x.model
 
 Ratios are medians over the rounds. Preprocessing counts the processor's time without start-up, on one worker; the text is
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # loaded where they are used, so that --help answers at once
     import numpy as np
 
 CONTEXT = 2048
-# Largest memory of this process in MB; ru_maxrss would count what the process was before it became another program.
+# Largest memory of this process in MB; its ru_maxrss would count the process that started it, from before it was another.
 PEAK = "peak = lambda: int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) / 1024"
 Figures = dict[str, list[float]]
 
@@ -266,6 +266,25 @@ def reading(folder: Path, rounds: int, tokens: int) -> Figures:
     one = corpus(DataConfig(prefix=str(prefixes[0]), split="1"), CONTEXT, 1, 50_257).samples("train", None)
     weighted = [word for prefix in prefixes[1:] for word in (str(draw.integers(1, 9)), str(prefix))]
     blended = corpus(DataConfig(blend=weighted, split="1"), CONTEXT, 1, 50_257).samples("train", len(one))
+    import torch
+
+    from hpclm.config import BatchConfig, BudgetConfig, ModelConfig, RunConfig
+    from hpclm.data.batches import Batches
+
+    config = RunConfig(
+        model=ModelConfig(context=CONTEXT),
+        data=DataConfig(prefix=str(prefixes[0]), workers=0),
+        batch=BatchConfig(global_size=64, micro_size=64),
+        budget=BudgetConfig(steps=1),
+    )
+    checked = Batches(one, config, config.plan(), None, torch.device("cpu"))
+
+    def batched() -> float:
+        began = time.perf_counter()
+        for start in range(0, 300 * 64, 64):
+            list(checked.take(start, 64))
+        return (time.perf_counter() - began) / 300 / 64 * 1e6
+
     rows = np.empty((64, CONTEXT + 1), one.dtype)
     flat = np.fromfile(folder / "one.bin", np.uint16)
     begins = draw.integers(0, len(flat) - CONTEXT - 1, (300, len(rows))).tolist()
@@ -286,10 +305,11 @@ def reading(folder: Path, rounds: int, tokens: int) -> Figures:
             rows.astype(np.int64)
         return (time.perf_counter() - began) / 300 / len(rows) * 1e6
 
-    found: Figures = {"hpclm": [], "hpclm, a blend of 100": [], "plain slices": []}
+    found: Figures = {"hpclm": [], "hpclm, a blend of 100": [], "hpclm, checked tensors": [], "plain slices": []}
     for _ in range(2 * rounds + 1):
         found["hpclm"].append(read(one))
         found["hpclm, a blend of 100"].append(read(blended))
+        found["hpclm, checked tensors"].append(batched())
         found["plain slices"].append(slices())
     print(f"\ndocuments of {tokens:,} tokens on average")
     return found
@@ -326,8 +346,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each (default: 3)")
     parser.add_argument("--folder", help="where its files go for the while (default: the system's)")
     args = parser.parse_args()
-    if (args.gpt2 or args.sentencepiece) and not args.text:
-        parser.error("--gpt2 and --sentencepiece need --text")
+    if bool(args.gpt2 or args.sentencepiece) != bool(args.text):
+        parser.error("--text goes with --gpt2 or --sentencepiece, and they with it")
     return args
 
 

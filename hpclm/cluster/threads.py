@@ -1,6 +1,8 @@
-"""How the threads of this process wait for each other."""
+"""What this process asks of the system before it begins: how its threads wait, how many files it may open."""
 
 import os
+import resource
+from contextlib import suppress
 
 
 def wait_politely() -> None:
@@ -9,3 +11,10 @@ def wait_politely() -> None:
     Spinning threads that share their core with another process make a step ten times as slow.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def open_many_files() -> None:
+    """Raise the soft limit of open files to the hard one: a blend of datasets keeps several for each of them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard) if soft != hard else (soft, hard))

@@ -4,7 +4,7 @@ B sequences in a micro-batch, T tokens in a sequence, R data-parallel replicas. 
 every replica, as Megatron's sequential sampler deals them out.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,38 +57,37 @@ class Batches:
 
     def step(self, consumed: int) -> list[Batch]:
         """The micro-batches of the step that begins when ``consumed`` samples have been read."""
-        return [self._place(batch) for batch in self._ahead(consumed)]
+        return [self._place(loaded) for loaded in self._ahead(consumed)]
 
-    def take(self, start: int, count: int) -> list[Batch]:
-        """Samples ``start`` to ``start + count``, in micro-batches; past the end the samples begin anew."""
-        return [self._place(batch) for batch in self._read(start, count)]
+    def take(self, start: int, count: int) -> Iterator[Batch]:
+        """Samples ``start`` to ``start + count``, a micro-batch at a time; past the end the samples begin anew."""
+        return map(self._place, self._read(start, count))
 
-    def _read_step(self, consumed: int) -> list[Batch]:
+    def close(self) -> None:
+        """Read no further ahead."""
+        self._ahead.close()
+
+    def _read_step(self, consumed: int) -> "list[_Loaded]":
         return list(self._read(consumed, self.plan.batch_size(consumed)))
 
-    def _read(self, start: int, count: int) -> Iterator[Batch]:
-        """This replica's micro-batches of those samples, in pinned memory where the device is a GPU."""
+    def _read(self, start: int, count: int) -> "Iterator[_Loaded]":
+        """This replica's micro-batches of those samples."""
         size, stride = self.plan.micro_size, self.plan.micro_size * self.plan.data
         for begin in range(start + self.replica * size, start + count, stride):
-            batch = self._batch(range(begin, min(begin + size, start + count)))
-            yield _each(batch, Tensor.pin_memory) if self._on_gpu else batch
+            yield self._load(range(begin, min(begin + size, start + count)))
 
-    @property
-    def _on_gpu(self) -> bool:
-        return self.device.type == "cuda"
-
-    def _batch(self, indices: range) -> Batch:
+    def _load(self, indices: range) -> "_Loaded":
         rows = np.empty((len(indices), self.width), self.samples.dtype)
         read, length = self.samples.read, len(self.samples)
         for row, index in zip(rows, indices, strict=True):
             read(index % length, row)
         padded = self._check(rows, indices)
         wide = rows.astype(np.int64)
-        tokens, labels = wide[:, :-1], wide[:, 1:]  # views: two copies would take as long as reading did
         mask = positions = documents = None
         if padded:
-            mask = labels != PADDING
-            tokens, labels = np.maximum(tokens, 0), np.maximum(labels, 0)
+            mask = wide[:, 1:] != PADDING
+            wide = np.maximum(wide, 0)
+        tokens = wide[:, :-1]
         if self.data.eod_mask_loss:
             inside = tokens != self.eod
             mask = inside if mask is None else mask & inside
@@ -96,9 +95,10 @@ class Batches:
             number = np.cumsum(tokens == self.eod, 1) - (tokens == self.eod)  # an end-of-document token ends its own
             documents = number if self.data.reset_attention_mask else None
             positions = _restarted(number) if self.data.reset_position_ids else None
-        arrays = (tokens, labels, mask, positions, documents)
-        tensors: list[Any] = [None if x is None else torch.from_numpy(x) for x in arrays]
-        return Batch(*tensors)
+        tensors: list[Any] = [None if x is None else torch.from_numpy(x) for x in (wide, mask, positions, documents)]
+        if self.device.type == "cuda":  # copies from pinned memory do not make the host wait
+            tensors = [None if x is None else x.pin_memory() for x in tensors]
+        return _Loaded(*tensors)
 
     def _check(self, rows: NDArray[np.integer], indices: range) -> bool:
         """Whether some samples are short; ConfigError where a token is none of the model's."""
@@ -114,14 +114,19 @@ class Batches:
             )
         return padded
 
-    def _place(self, batch: Batch) -> Batch:
-        return _each(batch, lambda x: x.to(self.device, non_blocking=True))
+    def _place(self, loaded: "_Loaded") -> Batch:
+        moved: list[Any] = [None if x is None else x.to(self.device, non_blocking=True) for x in loaded]
+        rows, *others = moved
+        return Batch(rows[:, :-1], rows[:, 1:], *others)  # views: two copies would take as long as reading did
 
 
-def _each(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    """The batch with every tensor that is there changed."""
-    changed: list[Any] = [None if x is None else change(x) for x in batch]
-    return Batch(*changed)
+class _Loaded(NamedTuple):
+    """A micro-batch on its way: rows [B, T + 1], tokens and labels in one; the rest as in Batch."""
+
+    rows: Tensor
+    loss_mask: Tensor | None
+    positions: Tensor | None
+    documents: Tensor | None
 
 
 def _restarted(documents: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -32,3 +32,8 @@ class Prefetch(Generic[T]):
             if ahead not in self._coming:
                 self._coming[ahead] = self._pool.submit(self._make, ahead)
         return self._coming.pop(key).result()
+
+    def close(self) -> None:
+        """Make nothing more; what a thread is making now is the last."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)

@@ -111,9 +111,10 @@ def check(job: Job) -> tokenizers.Tokenizer:
     tokenizer = tokenizer_of(job)
     if job.append_eod and tokenizer.eod is None:
         raise ConfigError(f"--append-eod: the {job.tokenizer} tokenizer has no end-of-document token")
-    if job.append_eod and tokenizer.ends_itself:
+    ends_itself = getattr(tokenizer, "ends_itself", False)  # a person's own may not say
+    if job.append_eod and ends_itself:
         raise ConfigError(f"the {job.tokenizer} tokenizer ends every document by itself; leave out --append-eod")
-    if job.language is not None and tokenizer.ends_itself:
+    if job.language is not None and ends_itself:
         raise ConfigError(f"the {job.tokenizer} tokenizer ends every text by itself; leave out --split-sentences")
     return tokenizer
 

@@ -1,6 +1,6 @@
 """What trains: one optimizer step over one global batch, behind one small interface."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -44,8 +44,8 @@ class Engine(Protocol):
         """One optimizer step over the micro-batches of step number ``step`` (it seeds dropout)."""
         ...
 
-    def evaluate(self, batches: Sequence[Batch]) -> float:
-        """Mean loss per token, without learning from it."""
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """Mean loss per token, without learning from it; holds one batch at a time."""
         ...
 
     def tensors(self) -> dict[str, Shard]:

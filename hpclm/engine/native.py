@@ -3,7 +3,7 @@
 import math
 import shutil
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from hpclm.config import RunConfig
 from hpclm.data.batches import Batch
 from hpclm.engine import Shard, StepResult
-from hpclm.engine.step import accumulate, seed_step, token_weights
+from hpclm.engine.step import accumulate, mean_loss, seed_step, token_weights
 from hpclm.errors import ConfigError
 from hpclm.model import gpt
 from hpclm.model.loss import TokenLoss
@@ -66,10 +66,10 @@ class NativeEngine:
         return StepResult(mean, length, scale, bool(skipped))
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Batch]) -> float:
+    def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss per token."""
         self.model.eval()
-        return accumulate(self.model, self.loss, batches, token_weights(batches, "token"), None).item()
+        return mean_loss(self.model, self.loss, batches)
 
     def tensors(self) -> dict[str, Shard]:
         """Weights, and Adam's moments once there are any."""

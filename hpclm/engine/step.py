@@ -1,7 +1,7 @@
 """Micro-batch accumulation, shared by engines that run their own backward pass."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -31,19 +31,29 @@ def token_weights(batches: Sequence[Batch], loss_norm: str) -> list[Tensor]:
     return [mask / total for mask in masks]
 
 
+@torch.no_grad()
+def mean_loss(model: nn.Module, loss: TokenLoss, batches: Iterable[Batch]) -> float:
+    """Mean loss per token that counts, in nats, over all micro-batches; one is held at a time."""
+    total = counted = torch.zeros((), dtype=torch.float64)
+    for batch in batches:
+        mask = torch.ones_like(batch.labels) if batch.loss_mask is None else batch.loss_mask
+        value = loss(model(batch.tokens, batch.positions, batch.documents), batch.labels, mask.float())
+        total, counted = total.to(value.device) + value.double(), counted.to(value.device) + mask.sum()
+    return (total / counted.clamp(min=1)).item()
+
+
 def accumulate(
     model: nn.Module,
     loss: TokenLoss,
     batches: Sequence[Batch],
     weights: Sequence[Tensor],
-    backward: Callable[[Tensor], None] | None,
+    backward: Callable[[Tensor], None],
     scale: float = 1.0,
 ) -> Tensor:
     """Run the micro-batches and sum their weighted losses; ``backward`` gets each loss times ``scale``."""
     total = torch.zeros((), device=batches[0].tokens.device)
     for batch, weight in zip(batches, weights, strict=True):
         value = loss(model(batch.tokens, batch.positions, batch.documents), batch.labels, weight * scale)
-        if backward is not None:
-            backward(value)
+        backward(value)
         total += value.detach() / scale
     return total

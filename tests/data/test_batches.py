@@ -1,5 +1,5 @@
+import queue
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -97,37 +97,38 @@ def test_reading_ahead_follows_a_batch_ramp_and_any_jump(workers):
 
 
 def test_what_comes_next_is_made_while_nobody_waits():
-    made, done = [], threading.Event()
+    made, done = queue.Queue(), []
 
     def make(key):
-        made.append(key)
-        if key == 3:
-            done.set()
+        made.put(key)
         return -key
 
     prefetch = Prefetch(make, lambda key: key + 1, threads=2)
     assert prefetch(0) == 0
-    assert done.wait(10) and sorted(made) == [0, 1, 2, 3]
-    assert [prefetch(key) for key in range(1, 6)] == [-1, -2, -3, -4, -5]
-    assert len(made) == len(set(made))  # nothing is made twice
+    assert sorted(made.get(timeout=60) for _ in range(4)) == [0, 1, 2, 3]  # of which 0 alone was asked for
+    done += [prefetch(key) for key in range(1, 6)]
+    assert done == [-1, -2, -3, -4, -5]
+    assert sorted(made.get(timeout=60) for _ in range(5)) == [4, 5, 6, 7, 8]  # nothing is made twice
+    prefetch.close()
 
 
-def test_the_step_waits_less_when_its_samples_are_read_ahead():
-    class Slow(Counting):
-        def read(self, index, row):
-            time.sleep(0.002)
-            super().read(index, row)
+def test_closing_leaves_unmade_what_nobody_needs():
+    begun, go = threading.Event(), threading.Event()
+    made = []
 
-    def waited(workers):
-        made, total = batches(Slow(), workers=workers), 0.0
-        for step in range(5):
-            began = time.perf_counter()
-            made.step(12 * step)
-            total += (time.perf_counter() - began) * (step > 0)
-            time.sleep(0.05)  # the step's own work
-        return total
+    def make(key):
+        made.append(key)
+        if key == 1:
+            begun.set()
+            assert go.wait(60)
+        return key
 
-    assert waited(1) < waited(0) / 2
+    prefetch = Prefetch(make, lambda key: key + 1, threads=1)
+    assert prefetch(0) == 0 and begun.wait(60)
+    prefetch.close()
+    go.set()
+    prefetch._pool.shutdown(wait=True)
+    assert made == [0, 1]
 
 
 def test_an_error_while_reading_ahead_reaches_the_step_that_needs_it():
@@ -140,16 +141,17 @@ def test_an_error_while_reading_ahead_reaches_the_step_that_needs_it():
 @pytest.mark.parametrize("token", [200, -1, -3])
 def test_a_token_outside_the_vocabulary_is_refused(token):
     with pytest.raises(ConfigError, match=f"sample 1 holds token {token}, outside"):
-        batches(Rows([0] * 7, [0, 1, 2, token, 4, 5, 6])).take(0, 2)
+        batches(Rows([0] * 7, [0, 1, 2, token, 4, 5, 6])).step(0)
     with pytest.raises(ConfigError, match=f"sample 1 holds token {token}, outside"):
-        batches(Rows([0] * 5 + [PADDING] * 2, [0, 1, 2, token, 4, 5, 6])).take(0, 2)
+        batches(Rows([0] * 5 + [PADDING] * 2, [0, 1, 2, token, 4, 5, 6])).step(0)
 
 
 def test_what_is_missing_of_a_short_sample_is_left_out_of_the_loss():
     [batch] = batches(Counting(padded=True)).take(5, 2)
     assert batch.loss_mask.tolist() == [[True] * 4 + [False] * 2, [True] * 6]
     assert batch.tokens[0].tolist() == [5, 6, 7, 8, 9, 0] and batch.labels[0].tolist() == [6, 7, 8, 9, 0, 0]
-    assert batches(Counting(padded=True)).take(6, 2)[0].loss_mask is None
+    [whole] = batches(Counting(padded=True)).take(6, 2)
+    assert whole.loss_mask is None
 
 
 DOCUMENTS = [1, 2, EOD, 3, EOD, EOD, 4]

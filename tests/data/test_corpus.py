@@ -2,6 +2,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 
 from hpclm.config import DataConfig
 from hpclm.data.corpus import corpus
@@ -114,6 +115,38 @@ def test_the_end_of_a_held_out_part_can_be_kept(make):
     assert len(source(train=[prefix], valid=[prefix]).samples("valid", None)) == 5
     kept = source(train=[prefix], valid=[prefix], keep_partial=True)
     assert (len(kept.samples("valid", None)), len(kept.samples("train", None))) == (6, 5)
+
+
+def test_a_runs_own_evaluation_reads_the_kept_end_and_nothing_twice(make):
+    from hpclm.config import BatchConfig, ModelConfig, RunConfig
+    from hpclm.validation import held_out
+
+    prefix = make("a", [23])
+    model = ModelConfig(layers=1, hidden=8, heads=2, context=CONTEXT, vocab_size=64)
+    data = DataConfig(train=[prefix], valid=[prefix], keep_partial=True)
+    config = RunConfig(model=model, data=data, batch=BatchConfig(global_size=2, micro_size=2))
+    [part] = held_out(corpus(data, CONTEXT, 1, 64), config, config.plan(), torch.device("cpu"))
+    seen = list(part.batches.take(0, part.size))
+    first = sorted(token for batch in seen for token in batch.tokens[:, 0].tolist())
+    assert first == [0, 4, 8, 12, 16, 20]
+    assert sum(int(batch.labels.numel() if batch.loss_mask is None else batch.loss_mask.sum()) for batch in seen) == 22
+
+
+@pytest.mark.parametrize("break_mode", [None, "none", "complete", "complete_doc", "eos"])
+def test_a_large_dataset_that_is_damaged_inside_is_not_read(break_mode, tmp_path, monkeypatch):
+    from hpclm.data.disk import indexed
+
+    note = {"tokenizer": build("bytes", []).identity}
+    with Writer(tmp_path / "x", "u2") as writer:
+        writer.note = note
+        writer.extend(np.arange(300), np.full(100, 3), np.full(100, 1))
+    raw = bytearray((tmp_path / "x.idx").read_bytes())
+    raw[34 + 4 * 50 : 34 + 4 * 52] = np.array([-1, 7], "<i4").tobytes()
+    (tmp_path / "x.idx").write_bytes(raw)
+    monkeypatch.setattr(indexed, "SCANNED", 10)  # as if there were more than opening looks at
+    made = source(prefix=str(tmp_path / "x"), split="1", break_mode=break_mode, vocab_size=300)
+    with pytest.raises(ConfigError, match="sequence 50 has a negative size"):
+        made.samples("train", 10)
 
 
 def test_datasets_of_two_tokenizers_are_not_read_as_one(make):

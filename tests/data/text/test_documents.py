@@ -1,5 +1,6 @@
 """What becomes of empty, broken and repeated documents, of sentences and of several keys."""
 
+import errno
 import gzip
 import json
 import random
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from hpclm.data.disk.indexed import IndexedDataset, sidecar
+from hpclm.data.disk.writer import Writer
 from hpclm.data.text.encode import Job, Problem, encode, read, read_carefully
 from hpclm.data.text.inputs import Chunk, Input
 from tests.data.text.texts import COMMAND, content, documents, jsonl, preprocess, write
@@ -225,3 +227,20 @@ def test_a_line_of_many_megabytes_is_one_document():
     text = b"x" * (20 << 20)
     [column] = encode(chunk(b'{"text": "' + text + b'"}\n'), job).columns
     assert (column.sizes.tolist(), column.documents.tolist(), column.tokens.dtype.itemsize) == ([20 << 20], [1], 2)
+
+
+def test_where_one_key_cannot_be_finished_no_key_has_a_dataset(monkeypatch, capsys):
+    write(**{"a.jsonl": '{"a": "one", "b": "two"}\n'})
+    finish, calls = Writer.finish, []
+
+    def full_the_second_time(self):
+        calls.append(self)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device", "x_b_document.idx")
+        finish(self)
+
+    monkeypatch.setattr(Writer, "finish", full_the_second_time)
+    words = ["--input", "a.jsonl", "--json-keys", "a", "b", "--output-prefix", "x", "--tokenizer", "bytes"]
+    assert preprocess(*words) == 64
+    assert "No space left on device; no dataset was written" in capsys.readouterr().err
+    assert not list(Path().glob("x_*"))

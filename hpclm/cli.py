@@ -3,7 +3,6 @@
 A verb is a module with ``main(argv)``; ``python -m hpclm.VERB`` runs the same function.
 """
 
-import errno
 import os
 import signal
 import sys
@@ -12,7 +11,7 @@ from importlib import import_module
 
 from hpclm import __version__
 from hpclm.cluster import threads
-from hpclm.errors import HpclmError
+from hpclm.errors import MACHINE, HpclmError
 from hpclm.registry import hint
 
 VERBS = {
@@ -23,8 +22,6 @@ VERBS = {
     "evaluate": ("hpclm.evaluate", "measure the loss of a run's model on held-out data"),
     "generate": ("hpclm.generate", "continue a prompt with a run's model"),
 }
-
-MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}  # full or failing disks
 
 EPILOG = """exit codes: 0 done · 1 a fault of hpclm · 2 wrong arguments · 64 wrong settings or input files
             66 no good checkpoint · 75 the run directory is in use · 85 saved, start me again · 93 do not restart

@@ -9,9 +9,12 @@ HpclmError
 85 is not an error: the run was told to leave, saved, and asks to be started again.
 """
 
+import errno
 from collections.abc import Iterable
 
 REQUEUE = 85
+MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+"""Faults of a disk, full or failing, and not of what a person set."""
 
 
 class HpclmError(Exception):
@@ -46,3 +49,9 @@ class DivergedError(HpclmError):
     """Training cannot go on, and starting it again would end the same way."""
 
     exit_code = 93
+
+
+def unwritten(error: OSError, target: object, what: str) -> HpclmError:
+    """``error`` of writing ``target`` in a sentence that ends with ``what``: the machine's fault, or a person's."""
+    kind = HpclmError if error.errno in MACHINE else ConfigError
+    return kind(f"{error.filename or target}: {error.strerror}; {what}")

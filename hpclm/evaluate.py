@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--samples", type=int, help="read this many samples (default: one pass over the part)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)  # settings may follow options
     if args.samples is not None and args.samples < 1:
         parser.error("--samples must be at least 1")
     result = measure(args.run, args.settings, args.part, args.samples)

@@ -1,6 +1,9 @@
 """Files a person names: checked before they are used, written whole or not at all."""
 
+import fcntl
 import glob
+import hashlib
+import mmap
 import os
 import re
 import secrets
@@ -8,11 +11,14 @@ import shutil
 import socket
 import stat
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hpclm.errors import ConfigError
 
+HASHED = 1 << 18  # bytes of a block of a file that goes into its fingerprint
+BLOCKS = 64  # of them
 ABANDONED = 24 * 3600  # seconds without a write after which what another machine left unfinished is swept too
 
 
@@ -83,6 +89,16 @@ def sweep(path: Path) -> None:
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
 
 
+def fingerprint(content: mmap.mmap | bytes) -> str:
+    """blake2b of evenly spaced blocks of a file, its beginning and end among them; of all of a short one."""
+    digest, size = hashlib.blake2b(digest_size=16), len(content)
+    whole = size <= HASHED * BLOCKS
+    for k in range(BLOCKS):
+        begin = k * HASHED if whole else (size - HASHED) * k // (BLOCKS - 1)
+        digest.update(content[begin : begin + HASHED])
+    return digest.hexdigest()
+
+
 def _here() -> str:
     """Where a process number means one process: this machine, and the container on it."""
     try:
@@ -90,6 +106,18 @@ def _here() -> str:
     except OSError:
         space = ""
     return socket.gethostname() + "".join(filter(str.isdigit, space))
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Wait until no other process is in such a block for this folder, where the file system knows locks."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def sync_folder(path: Path) -> None:

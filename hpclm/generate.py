@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
     parser.add_argument("--top", type=int, default=50, help="draw from this many likeliest tokens (default: 50)")
     parser.add_argument("--seed", type=int, default=0, help="same seed, same text (default: 0)")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)  # settings may follow options
     if args.tokens < 1 or args.top < 1 or not 0 <= args.temperature < math.inf:
         parser.error("--tokens and --top must be at least 1, --temperature a finite number of at least 0")
     try:

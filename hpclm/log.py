@@ -9,6 +9,7 @@ from pathlib import Path
 from hpclm.errors import HpclmError
 
 FORMAT = "%(asctime)s %(levelname).1s %(message)s"
+EARLY = 1000  # lines at most that wait for a run's own file
 LIVE = {"live": True}  # as a record's ``extra``: a terminal's live line says the same
 
 
@@ -23,11 +24,24 @@ class Console(logging.Handler):
             tqdm.write(self.format(record), file=sys.stderr)
 
 
+class Early(logging.Handler):
+    """What is logged before a run has a file to log to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the record."""
+        if len(self.records) < EARLY:
+            self.records.append(record)
+
+
 def setup(level: int = logging.INFO) -> None:
     """Send the log to standard error."""
     console = Console()
     console.setFormatter(logging.Formatter(FORMAT, "%H:%M:%S"))
-    logging.basicConfig(level=level, handlers=[console], force=True)
+    logging.basicConfig(level=level, handlers=[console, Early()], force=True)
     logging.captureWarnings(True)
     logging.raiseExceptions = False  # a log that cannot be written (a full disk) must not bury the error that matters
 
@@ -37,7 +51,12 @@ def also_to(path: Path) -> Iterator[None]:
     """Append the log to ``path`` too while the block runs."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter(FORMAT))
-    logging.getLogger().addHandler(handler)
+    root = logging.getLogger()
+    for early in [each for each in root.handlers if isinstance(each, Early)]:
+        root.removeHandler(early)
+        for record in early.records:
+            handler.handle(record)
+    root.addHandler(handler)
     try:
         yield
     except Exception as error:  # what ends a run is the line its log is read for; the terminal gets it elsewhere

@@ -40,6 +40,8 @@ def held_out(source: Source, config: RunConfig, plan: Plan, device: torch.device
         try:
             samples = source.samples(part, size)
         except ConfigError as error:
+            if source.per_epoch(part):
+                raise
             raise ConfigError(f"{error}; or evaluate.every=0, to train without evaluations") from None
         found.append(HeldOut(part, Batches(samples, config, plan, source.eod, device), size))
     return found

@@ -203,7 +203,8 @@ class DataConfig(Checked):
     test: list[str] = field(default_factory=list)
     """Test datasets beside data.train."""
     validation: list[str] = field(default_factory=list)
-    """Further validation datasets by name, [law=/data/law, code=/data/code], each evaluated on its own and read whole."""
+    """Further validation datasets by name, [law=/data/law, code=/data/code], each evaluated on its own and read whole.
+    A name that comes again adds a dataset to its set."""
     order: Literal["mcore", "bigscience", "dse"] = "mcore"
     """Whose sample order to follow: Megatron-core, BigScience's Megatron-DeepSpeed, or Megatron-LM v1.1.5."""
     break_mode: Literal["none", "complete", "complete_doc", "eos"] | None = None

@@ -60,6 +60,7 @@ def merge(args: argparse.Namespace) -> None:
     from hpclm.data.disk.merge import merge
 
     options = {"layout": args.layout, "dtype": args.dtype, "lossy": args.lossy, "overwrite": args.overwrite}
+    args.out = args.out.removesuffix(".bin").removesuffix(".idx")
     made = merge(args.out, prefixes(args.prefix), compare=not args.no_note, **options)
     print(
         f"{args.out}: {made.document_count:,} documents, {made.token_count:,} tokens as {made.dtype.name}, {made.layout}"

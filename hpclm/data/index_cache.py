@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import json
 import logging
+import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpclm.files import aside, sweep, sync_folder
+from hpclm.files import aside, fingerprint, sweep, sync_folder
 
 FORMAT = 1  # of an entry, and of the way indices are built
 Arrays = dict[str, NDArray[Any]]
@@ -70,8 +71,8 @@ def _load(entry: Path, about: dict[str, Any]) -> Arrays | None:
     """The arrays of an entry, memory-mapped; None where it is not there, or not whole."""
     try:
         written = json.loads((entry / "about.json").read_text("utf-8"))
-        if written.pop("files") != {path.name: path.stat().st_size for path in entry.glob("*.npy")} or written != about:
-            raise ValueError("is not what about.json says")
+        if written.pop("files") != _account(entry) or written != about:
+            raise ValueError("it is not what about.json says")
         return {path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in entry.glob("*.npy")}
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -89,15 +90,23 @@ def _save(arrays: Arrays, entry: Path, about: dict[str, Any]) -> None:
                 np.save(file, array)
                 file.flush()
                 os.fsync(file.fileno())
-        sizes = {path.name: path.stat().st_size for path in written.glob("*.npy")}
         with (written / "about.json").open("w", encoding="utf-8") as text:
-            text.write(json.dumps({**about, "files": sizes}, indent=1))
+            text.write(json.dumps({**about, "files": _account(written)}, indent=1))
             text.flush()
             os.fsync(text.fileno())
         _put(written, entry, about)
         sync_folder(entry.parent)
     finally:
         shutil.rmtree(written, ignore_errors=True)
+
+
+def _account(entry: Path) -> dict[str, list[Any]]:
+    """Size and fingerprint of each array's file."""
+    found: dict[str, list[Any]] = {}
+    for path in sorted(entry.glob("*.npy")):
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            found[path.name] = [len(content), fingerprint(content)]
+    return found
 
 
 def _put(written: Path, entry: Path, about: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from hpclm.data.text.options import Corpus, Dictionary, Request, request
 from hpclm.data.text.output import Output, Report
 from hpclm.data.text.pool import ordered, told_to_end
 from hpclm.data.text.progress import Progress
-from hpclm.errors import ConfigError
+from hpclm.errors import ConfigError, unwritten
 from hpclm.files import readable, writable_folder, write_text
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def write(
         with ExitStack() as opened:
             targets = digests or [None] * len(prefixes)
             outputs = [
-                opened.enter_context(Output(prefix, job, target))
+                opened.enter_context(Output(prefix, job, target, asked.overwrite or share != ALONE))
                 for prefix, target in zip(prefixes, targets, strict=True)
             ]
             stream = opened.enter_context(closing(work))
@@ -97,7 +97,7 @@ def write(
                     refuse_nothing(output.report(), corpus.names)
             return [output.close(more or {}) for output in outputs]
     except OSError as error:
-        raise ConfigError(f"{error.filename or prefixes[0]}: {error.strerror}; no dataset was written") from error
+        raise unwritten(error, prefixes[0], "no dataset was written") from error
 
 
 def identity(corpus: Corpus, asked: Request) -> dict[str, Any]:

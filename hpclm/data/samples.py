@@ -58,10 +58,10 @@ class PackedSamples:
                 filled += size
                 place += 1
                 offset = 0
-        except ValueError:
+        except (ValueError, IndexError):
             raise ConfigError(
-                f"{self.dataset.bin_path}: sequence {sequence} does not lie where {self.dataset.idx_path} says; "
-                f"see what is wrong with: hpclm data verify {self.dataset.prefix}"
+                f"{self.dataset.prefix}: sample {index} does not lie where the index says; hpclm data verify "
+                f"{self.dataset.prefix} says whether the dataset is damaged; if not, remove {self.dataset.prefix}.index"
             ) from None
         row[filled:] = PADDING
 

@@ -45,6 +45,12 @@ def truncate(entry):
         file.truncate(100)
 
 
+def scramble(entry):
+    raw = bytearray((entry / "a.npy").read_bytes())
+    raw[130:140] = b"0123456789"
+    (entry / "a.npy").write_bytes(raw)
+
+
 def other_key(entry):
     about = json.loads((entry / "about.json").read_text())
     (entry / "about.json").write_text(json.dumps({**about, "seed": 9}))
@@ -52,6 +58,7 @@ def other_key(entry):
 
 DAMAGES = {
     "an array cut short": truncate,
+    "an array of the same length": scramble,
     "an array gone": lambda entry: (entry / "a.npy").unlink(),
     "about.json is garbage": lambda entry: (entry / "about.json").write_bytes(b"\0\1{"),
     "about.json is another type": lambda entry: (entry / "about.json").write_text("[]"),

@@ -3,7 +3,6 @@
 hpclm/data/disk/formats.py describes the layouts of the index; ``.bin`` is the tokens, nothing else.
 """
 
-import hashlib
 import json
 import mmap
 from collections.abc import Callable
@@ -17,12 +16,10 @@ from numpy.typing import NDArray
 from hpclm.data.disk.formats import mapped, read_index
 from hpclm.data.disk.scan import check_all, check_ends
 from hpclm.errors import ConfigError
-from hpclm.files import readable
+from hpclm.files import fingerprint, readable
 
 SCANNED = 1 << 20  # sequences, or documents, up to which opening looks at all of them: some 10 ms
 SHIFTED = 64 << 20  # bytes of tokens that are turned into others in memory
-HASHED = 1 << 18  # bytes of a block of a file that goes into its fingerprint
-BLOCKS = 64  # of them
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -206,19 +203,9 @@ class IndexedDataset:
             "idx_bytes": len(self._maps[0]),
             "layout": self.layout,
             "dtype": self.dtype.name,
-            "bin": _hash(self._maps[1]),
-            "idx": _hash(self._maps[0]),
+            "bin": fingerprint(self._maps[1]),
+            "idx": fingerprint(self._maps[0]),
         }
-
-
-def _hash(content: mmap.mmap | bytes) -> str:
-    """blake2b of evenly spaced blocks of a file, its beginning and end among them; of all of a short one."""
-    digest, size = hashlib.blake2b(digest_size=16), len(content)
-    whole = size <= HASHED * BLOCKS
-    for k in range(BLOCKS):
-        begin = k * HASHED if whole else (size - HASHED) * k // (BLOCKS - 1)
-        digest.update(content[begin : begin + HASHED])
-    return digest.hexdigest()
 
 
 def _not_there(prefix: Path, missing: list[str]) -> str:

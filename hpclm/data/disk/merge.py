@@ -14,7 +14,7 @@ from hpclm.data.disk.copying import copy
 from hpclm.data.disk.formats import DTYPES, FAIRSEQ_ONLY
 from hpclm.data.disk.indexed import IndexedDataset, files, sidecar
 from hpclm.data.disk.writer import Layout, Writer
-from hpclm.errors import ConfigError
+from hpclm.errors import ConfigError, unwritten
 from hpclm.files import writable_folder
 
 COUNTS = ("documents", "tokens", "skipped")  # what the notes of several datasets sum up to
@@ -72,7 +72,7 @@ def merge(
             if note is not None:
                 writer.note = note | {"documents": writer.documents, "tokens": writer.tokens}
     except OSError as error:
-        raise ConfigError(f"{error.filename or out}: {error.strerror}; no dataset was written") from error
+        raise unwritten(error, out, "no dataset was written") from error
     return IndexedDataset(out)
 
 

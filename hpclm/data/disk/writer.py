@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from hpclm.data.disk.formats import DTYPES, FAIRSEQ_HEADER, FAIRSEQ_ONLY, HEADER, MAGIC, VERSION
 from hpclm.data.disk.indexed import files
 from hpclm.errors import ConfigError, HpclmError
-from hpclm.files import aside, sweep, sync_folder
+from hpclm.files import aside, locked, sweep, sync_folder
 
 LONGEST = 2**31 - 1  # tokens of a sequence: sizes are int32
 BLOCK = 1 << 20  # sequences, and tokens, that are held at a time
@@ -52,6 +52,8 @@ class Writer:
         """Documents so far."""
         self.note: dict[str, Any] | None = None
         """Goes into PREFIX.json, which ``indexed.sidecar`` reads."""
+        self.replaces = True
+        """Whether a dataset of that name may be replaced; where not, one that appears meanwhile is a ConfigError."""
 
     def add(self, tokens: ArrayLike) -> None:
         """Append one sequence, [tokens]."""
@@ -177,13 +179,19 @@ class Writer:
 
     def _publish(self) -> None:
         tokens, index, note = self._final
+        with locked(index.parent):  # of two writers of one name the later must not mix its files with the other's
+            if not self.replaces and index.exists():
+                raise ConfigError(f"{index} has appeared while this dataset was written; it is left as it is")
+            self._rename(tokens, index, note)
+        sync_folder(index.parent)
+
+    def _rename(self, tokens: Path, index: Path, note: Path) -> None:
         index.unlink(missing_ok=True)  # first: an old index must not open beside new tokens
         note.unlink(missing_ok=True)
         Path(self._tokens.name).replace(tokens)
         if self.note is not None:
             Path(self._note.name).replace(note)
         Path(self._index.name).replace(index)
-        sync_folder(index.parent)
 
     def _write_index(self) -> None:
         counts = (self.sequences, self.documents + 1)

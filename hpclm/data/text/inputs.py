@@ -5,9 +5,11 @@ Inputs are read in order, a block of whole lines at a time, so that memory does 
 
 import gzip
 import io
+import logging
 import os
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from typing import Any, BinaryIO, Literal, Protocol, cast
 from hpclm.errors import ConfigError
 from hpclm.files import readable
 
+log = logging.getLogger(__name__)
 CHUNK = 1 << 19  # bytes of text in a chunk, more where one line is longer
 PIECE = 1 << 13  # compressed bytes that zstandard is given at a time: what it makes of them is held in memory
 WINDOW = 1 << 31  # bytes of window that zstandard may use: what `zstd --long=31` writes
@@ -99,6 +102,9 @@ def find(words: list[str], format: Format | None) -> list[Input]:
         for path in paths:
             status = readable(path, "input").stat()
             found.append(Input(path, format or guess(path), packing(path), status.st_size, status.st_mtime_ns))
+    twice = [path for path, count in Counter(Path(each.path).resolve() for each in found).items() if count > 1]
+    if twice:
+        log.warning("%s is given several times, and is read as often", ", ".join(map(str, twice)))
     if sum(source.path == "-" for source in found) > 1:
         raise ConfigError("--input - is given twice; standard input can be read once")
     return found

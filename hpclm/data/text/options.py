@@ -118,6 +118,8 @@ def _request(
     dictionary: Dictionary | None = None,
 ) -> Request:
     language = args.language or "en"
+    if language not in LANGUAGES and not re.fullmatch("[a-z]{2,3}", language):
+        raise ConfigError(f"--language {language!r} is no language's code, such as en or de")
     job = Job(
         tokenizer="fairseq" if dictionary else args.tokenizer,
         files=(str(dictionary.path),) if dictionary else tuple(args.tokenizer_files),
@@ -260,7 +262,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--on-error", choices=["stop", "skip"], default="stop", help="lines that cannot be read; default: stop")
     add("--deduplicate", action="store_true", help="leave out exact repeats; up to 35 bytes of scratch disk a document")
     add("--split-sentences", action="store_true", help="a sequence for each sentence; writes P_text_sentence")
-    add("--language", "--lang", metavar="CODE", help="whose sentences, as en or zh; default: en")
+    add(
+        "--language",
+        "--lang",
+        metavar="CODE",
+        help="whose sentences, as en or de; where sentencex has no rules of its own, as for zh, English ones; default: en",
+    )
     add("--keep-newlines", action="store_true", help="sentences keep the white space after them")
 
     add = parser.add_argument_group("output").add_argument

@@ -31,14 +31,15 @@ class Report:
 class Output:
     """One key's dataset; it exists once the ``with`` block ends well.
 
-    ``digests``: also write the hashes of its documents there, for a merge that finds repeats.
+    ``digests``: also write the hashes of its documents there, for a merge that finds repeats. ``replaces``: as of Writer.
     """
 
-    def __init__(self, prefix: Path, job: Job, digests: Path | None = None):
+    def __init__(self, prefix: Path, job: Job, digests: Path | None = None, replaces: bool = True):
         self.prefix, self._job, self._digests = prefix, job, digests
         self.counts: Counter[str] = Counter()
         self.bad: Counter[str] = Counter()
         self._writer = Writer(prefix, token_dtype(tokenizer_of(job).size), job.layout)
+        self._writer.replaces = replaces
         self._open = ExitStack()
 
     @property

@@ -29,7 +29,7 @@ from hpclm.data.preprocess import (
 from hpclm.data.text.encode import DIGEST, Column
 from hpclm.data.text.options import Request
 from hpclm.data.text.output import Output, Report
-from hpclm.errors import ConfigError, HpclmError
+from hpclm.errors import ConfigError, HpclmError, unwritten
 from hpclm.files import writable_folder, write_text
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def main(asked: Request) -> int:
         refuse_to_replace(asked, corpus.prefixes)
     try:
         reports = _take_part(folder, asked)
-    except (ConfigError, OSError):
+    except (HpclmError, OSError):
         if not _joined(asked):  # else another has joined the parts, and removed them under this process's hands
             raise
         reports = None
@@ -180,9 +180,7 @@ def _join(folder: Path, asked: Request) -> list[Report]:
                 refuse_nothing(output.report(), corpus.names)
             return [output.close({}) for output in outputs]
     except OSError as error:
-        raise ConfigError(
-            f"{error.filename or corpus.prefixes[0]}: {error.strerror}; the parts in {folder} are kept: start again"
-        ) from error
+        raise unwritten(error, corpus.prefixes[0], f"the parts in {folder} are kept: start again") from error
 
 
 def _add(prefix: Path, output: Output) -> None:

@@ -33,11 +33,25 @@ __all__ = [
     "train_sentencepiece",
 ]
 
+NEEDED = ("size", "eod", "identity", "encode", "encode_batch", "decode")
+"""What a person's own class must have; ``ends_itself`` is False where it does not say."""
+
 
 def build(kind: str, files: list[str], options: Options = DEFAULTS) -> Tokenizer:
     """The tokenizer ``kind`` (data.tokenizer) made from its ``files``; ConfigError when they do not fit together."""
     make = lookup("tokenizer", kind, TOKENIZERS)
-    made: Tokenizer = make(files) if options == DEFAULTS else make(files, options)
+    if kind in TOKENIZERS:
+        known: Tokenizer = make(files) if options == DEFAULTS else make(files, options)
+        return known
+    try:
+        made: Tokenizer = make(files) if options == DEFAULTS else make(files, options)
+    except TypeError as error:
+        raise ConfigError(f"tokenizer {kind} cannot be made with a list of files: {error}") from error
+    lacks = [name for name in NEEDED if not hasattr(made, name)]
+    if lacks:
+        raise ConfigError(
+            f"tokenizer {kind} lacks {', '.join(lacks)}; hpclm/data/tokenizers/interface.py says what it needs"
+        )
     return made
 
 
@@ -59,10 +73,15 @@ def of_run(data: DataConfig) -> Tokenizer:
     prefix, note = next(((prefix, note) for prefix, note in notes if note), ("", {}))
     if not note:
         raise ConfigError("the run's dataset does not name its tokenizer; set data.tokenizer and data.tokenizer_files")
-    paths = note.get("tokenizer_files")
+    kind, paths = note["tokenizer"]["kind"], note.get("tokenizer_files")
+    if kind not in TOKENIZERS:  # a file that came with a dataset does not say what code is run
+        raise ConfigError(
+            f"the note about dataset {prefix} names tokenizer {kind!r}, which is none of hpclm's own; if you know it, "
+            f"set data.tokenizer={kind} and data.tokenizer_files"
+        )
     if not isinstance(paths, list):
         raise ConfigError(f"the note about dataset {prefix} names no tokenizer_files; set data.tokenizer")
-    tokenizer = build(note["tokenizer"]["kind"], paths, noted(note["tokenizer"]))
+    tokenizer = build(kind, paths, noted(note["tokenizer"]))
     wrong = mismatch(note["tokenizer"], tokenizer.identity)
     if wrong:
         raise ConfigError(

@@ -218,6 +218,7 @@ class Liar:
     size, eod, ends_itself = 10, None, False
     identity = {"kind": "liar:Liar", "files": {}, "size": 10, "eod": None}
     def __init__(self, files, options=None): pass
+    encode = decode = None
     def encode_batch(self, texts): return numpy.array([70000] * len(texts)), numpy.ones(len(texts), int)
 """
 
@@ -241,6 +242,31 @@ def test_where_one_key_cannot_be_finished_no_key_has_a_dataset(monkeypatch, caps
 
     monkeypatch.setattr(Writer, "finish", full_the_second_time)
     words = ["--input", "a.jsonl", "--json-keys", "a", "b", "--output-prefix", "x", "--tokenizer", "bytes"]
-    assert preprocess(*words) == 64
+    assert preprocess(*words) == 1
     assert "No space left on device; no dataset was written" in capsys.readouterr().err
     assert not list(Path().glob("x_*"))
+
+
+def test_a_dataset_that_appears_meanwhile_is_not_replaced(monkeypatch, capsys):
+    write(**{"a.txt": "one\n"})
+    finish = Writer.finish
+
+    def overtaken(self):
+        finish(self)
+        with Writer(self._final[0].with_suffix(""), "u2") as other:
+            other.add_document([7])
+
+    def once(self):
+        monkeypatch.setattr(Writer, "finish", finish)
+        overtaken(self)
+
+    monkeypatch.setattr(Writer, "finish", once)
+    assert preprocess("--input", "a.txt", *BYTES) == 64
+    assert "has appeared while this dataset was written" in capsys.readouterr().err
+    assert IndexedDataset("x_text_document").flat.tolist() == [7]
+
+
+def test_numbers_of_any_length_in_other_fields_are_no_matter():
+    write(**{"a.jsonl": '{"text": "one", "n": ' + "9" * 10_000 + "}\n"})
+    assert preprocess("--input", "a.jsonl", *BYTES) == 0
+    assert documents("x_text_document") == [["one"]]

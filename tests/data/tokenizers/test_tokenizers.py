@@ -9,6 +9,7 @@ import pytest
 from hpclm import cli
 from hpclm.config.schema import DataConfig
 from hpclm.data import train_tokenizer
+from hpclm.data.disk.writer import Writer
 from hpclm.data.tokenizers import Options, build, describe, end, flat, mismatch, of_run, train_bpe, train_sentencepiece
 from hpclm.errors import ConfigError
 
@@ -309,6 +310,8 @@ def test_a_datasets_tokenizer_that_has_changed_is_refused(made, tmp_path):
 
 
 class Own:
+    size = eod = identity = encode = encode_batch = decode = None
+
     """A tokenizer of a person's own, which says how it was built."""
 
     def __init__(self, *given):
@@ -393,3 +396,27 @@ def test_a_tokenizer_is_replaced_only_when_told(tmp_path, capsys):
     assert (tmp_path / "t.json").read_text() == "old"
     assert train(*words, "--overwrite") == 0
     assert build("json", [str(tmp_path / "t.json")]).size == 260
+
+
+def test_a_datasets_note_does_not_say_what_code_is_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    note = {
+        "tokenizer": {"kind": "subprocess:call", "files": {}, "size": 9, "eod": 2},
+        "tokenizer_files": ["touch", "ran"],
+    }
+    with Writer("x", "u2") as writer:
+        writer.note = note
+        writer.add_document([1, 2])
+    with pytest.raises(ConfigError, match=r"names tokenizer 'subprocess:call', which is none of hpclm's own"):
+        of_run(DataConfig(prefix="x"))
+
+    assert cli.main(["data", "inspect", "x"]) == 0  # shows ids, and says why
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "kind, message", [("builtins:dict", "lacks size, eod, identity"), ("os:system", "cannot be made")]
+)
+def test_a_class_that_is_no_tokenizer_is_refused(kind, message):
+    with pytest.raises(ConfigError, match=message):
+        build(kind, [])

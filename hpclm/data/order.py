@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 LAST_EPOCH_APART = {"mcore": 0.80, "bigscience": 0.95, "dse": 0.0}
 """The last epoch is shuffled on its own when less than this part of it is wanted."""
-BLOCK = 1 << 18  # documents that are looked at together, so that they stay in the processor's cache
+BLOCK = 1 << 16  # documents that are looked at together, so that they stay in the processor's cache
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,9 @@ def build_index(sizes: NDArray[np.int32], span: range, order: Order) -> Index:
     rng = np.random.RandomState(order.seed)  # the peers' generator, drawn from in their order
     longest = int(sizes[span.start : span.stop].max())
     wide = max(len(sizes), epochs * len(span), longest) > 2**31 - 1
-    documents = np.tile(np.arange(span.start, span.stop, dtype=np.int64 if wide else np.int32), epochs)
+    documents = np.arange(span.start, span.stop, dtype=np.int64 if wide else np.int32)
+    if epochs > 1:
+        documents = np.tile(documents, epochs)
     _shuffle(rng, documents, [len(span) * run for run in runs])
     samples = _starts(sizes, documents, total, context)
     shuffle = np.arange(total, dtype=np.uint32 if total < 2**32 - 2 else np.int64)
@@ -116,7 +118,7 @@ def _starts(sizes: NDArray[np.int32], documents: NDArray[np.integer], total: int
     rows = np.empty((total + 1, 2), documents.dtype)
     end = done = 0
     for first in range(0, len(documents), BLOCK):
-        lengths = np.take(sizes, documents[first : first + BLOCK])
+        lengths = np.take(sizes, documents[first : first + BLOCK], mode="clip")  # none is outside; saves looking
         ends = np.cumsum(lengths, dtype=np.int64)
         ends += end
         reached = np.minimum(-(-ends // context), total + 1)  # starts before the end of each document

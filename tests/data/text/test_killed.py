@@ -114,6 +114,18 @@ def test_a_killed_worker_ends_it_in_words(folder):
     assert names(folder) == ["a.txt"]
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_worker_killed_at_any_moment_never_leaves_it_waiting(seed, original, folder):
+    process = start(folder)
+    started(folder, process)
+    time.sleep(random.Random(seed).uniform(0, original[1] / 2))
+    workers = [pid for pid, command in alive(process.pid).items() if "spawn_main" in command]
+    for worker in workers[:1]:  # none where it was done already
+        os.kill(worker, signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode in (0, 1) and gone(process.pid)
+
+
 @pytest.mark.parametrize("kilobytes", [1, 100, 3000, 20_000])
 @pytest.mark.parametrize("words", [[], ["--workers", "2"]], ids=["alone", "workers"])
 def test_a_file_that_may_not_grow_is_an_error_in_words_that_leaves_nothing(kilobytes, words, folder):

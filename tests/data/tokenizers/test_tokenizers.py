@@ -310,9 +310,9 @@ def test_a_datasets_tokenizer_that_has_changed_is_refused(made, tmp_path):
 
 
 class Own:
-    size = eod = identity = encode = encode_batch = decode = None
-
     """A tokenizer of a person's own, which says how it was built."""
+
+    size = eod = identity = encode = encode_batch = decode = None
 
     def __init__(self, *given):
         self.given = given

@@ -3,6 +3,7 @@
 import fcntl
 import glob
 import hashlib
+import logging
 import mmap
 import os
 import re
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from hpclm.errors import ConfigError
 
+log = logging.getLogger(__name__)
 HASHED = 1 << 18  # bytes of a block of a file that goes into its fingerprint
 BLOCKS = 64  # of them
 ABANDONED = 24 * 3600  # seconds without a write after which what another machine left unfinished is swept too
@@ -109,12 +111,20 @@ def _here() -> str:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Wait until no other process is in such a block for this folder, where the file system knows locks."""
-    handle = os.open(folder, os.O_RDONLY)
+def locked(path: Path, waiting: str | None = None) -> Iterator[None]:
+    """Wait until no other process is in such a block for this folder or file, where the file system knows locks.
+
+    A file that is not there is made. ``waiting`` is logged before a wait.
+    """
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o666)
     try:
         with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if waiting:
+                    log.info(waiting)
+                fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
         os.close(handle)

@@ -1,12 +1,12 @@
 """The settings of a run: typed, frozen, checked before anything starts."""
 
 from hpclm.config.compose import dump, from_cli, load
+from hpclm.config.data import DataConfig
 from hpclm.config.plan import Plan
 from hpclm.config.schema import (
     BatchConfig,
     BudgetConfig,
     CheckpointConfig,
-    DataConfig,
     EngineConfig,
     EvaluateConfig,
     LogConfig,

@@ -3,7 +3,6 @@
 A part is one dataset, a span of the sequences of one, or several datasets in turns.
 """
 
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -25,8 +24,6 @@ from hpclm.errors import ConfigError
 PARTS = ("train", "valid", "test")
 NAMED = "valid/"  # before the names of further validation sets
 WORTH_KEEPING = 1 << 20  # entries of an index; smaller ones are built in less time than files take
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -5,22 +5,20 @@ files' sizes. It is written aside and renamed, so that of processes that build t
 that share the folder, the first to finish wins and the others use what it made. Anything in the folder may be deleted.
 """
 
-import fcntl
 import hashlib
 import json
 import logging
 import mmap
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpclm.files import aside, fingerprint, sweep, sync_folder
+from hpclm.files import aside, fingerprint, locked, sweep, sync_folder
 
 FORMAT = 1  # of an entry, and of the way indices are built
 Arrays = dict[str, NDArray[Any]]
@@ -41,7 +39,7 @@ def kept(folder: Path, key: dict[str, Any], build: Callable[[], Arrays]) -> Arra
         if found is not None:
             return found
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone(entry.with_suffix(".lock")):
+        with locked(entry.with_suffix(".lock"), "another process builds the index; waiting for it"):
             found = _load(entry, about)  # built while this process waited
             if found is None:
                 sweep(entry)
@@ -51,20 +49,6 @@ def kept(folder: Path, key: dict[str, Any], build: Callable[[], Arrays]) -> Arra
     except OSError as error:
         log.warning("the index cannot be kept in %s (%s); it is made anew at every start", folder, error.strerror)
     return found or built or build()
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Wait until no other process of this machine builds the same entry; file systems without locks are passed over."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.info("another process builds the index; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            pass
-        yield
 
 
 def _load(entry: Path, about: dict[str, Any]) -> Arrays | None:

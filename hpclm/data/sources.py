@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpclm.config import RunConfig
-from hpclm.config.schema import SOURCES
+from hpclm.config.data import SOURCES
 from hpclm.registry import lookup
 
 PADDING = np.iinfo(np.int64).min

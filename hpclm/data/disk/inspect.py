@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from hpclm.config.schema import DataConfig
+from hpclm.config.data import DataConfig
 from hpclm.data import tokenizers
 from hpclm.data.disk import lengths
 from hpclm.data.disk.indexed import IndexedDataset, sidecar

@@ -6,7 +6,7 @@ Nothing is downloaded, no code comes with a vocabulary, and a library is importe
 from dataclasses import fields
 from typing import Any
 
-from hpclm.config.schema import TOKENIZERS, DataConfig
+from hpclm.config.data import TOKENIZERS, DataConfig
 from hpclm.data.disk.indexed import sidecar
 from hpclm.data.tokenizers.fairseq import dictionary
 from hpclm.data.tokenizers.huggingface import train_bpe

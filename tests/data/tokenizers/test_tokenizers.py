@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hpclm import cli
-from hpclm.config.schema import DataConfig
+from hpclm.config.data import DataConfig
 from hpclm.data import train_tokenizer
 from hpclm.data.disk.writer import Writer
 from hpclm.data.tokenizers import Options, build, describe, end, flat, mismatch, of_run, train_bpe, train_sentencepiece

@@ -1,7 +1,7 @@
 """Indices of samples kept on disk: built once, memory-mapped by everyone, and never stale.
 
 An entry is a folder named by the hash of its key: each array as .npy, and about.json with the key in full and the
-files' sizes. It is written aside and renamed, so that of processes that build the same one, on one machine or on several
+files' sizes and fingerprints. It is written aside and renamed, so that of processes that build the same one, on one machine or on several
 that share the folder, the first to finish wins and the others use what it made. Anything in the folder may be deleted.
 """
 

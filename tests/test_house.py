@@ -14,6 +14,7 @@ FLOORS = [
     {"registry", "log", "files"},
     {"config"},
     {"cluster"},
+    {"job"},
     {"data", "model", "optim"},
     {"engine"},
     {"checkpoint"},
@@ -22,6 +23,9 @@ FLOORS = [
     {"loop"},
     {"cli"},
     {"train", "evaluate", "generate", "preprocess", "__main__"},
+    {"launch"},
+    {"submit"},
+    {"status", "logs", "cancel", "resume", "doctor"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -30,7 +34,7 @@ DOORS = {
     "deepspeed": "engine/deepspeed.py",
     "fairscale": "engine/fairscale.py",
     "mpi4py": "cluster/bootstrap.py",
-    "submitit": "submit.py",
+    "submitit": "job/queue.py",
     "apex": "model/kernels.py",
     "gigatoken": "data/tokenizers/gigatokens.py",
     "sentencepiece": "data/tokenizers/sentencepieces.py",

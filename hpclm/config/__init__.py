@@ -2,6 +2,7 @@
 
 from hpclm.config.compose import dump, from_cli, load
 from hpclm.config.data import DataConfig
+from hpclm.config.job import ClusterConfig, JobConfig
 from hpclm.config.plan import Plan
 from hpclm.config.schema import (
     BatchConfig,
@@ -20,9 +21,11 @@ __all__ = [
     "BatchConfig",
     "BudgetConfig",
     "CheckpointConfig",
+    "ClusterConfig",
     "DataConfig",
     "EngineConfig",
     "EvaluateConfig",
+    "JobConfig",
     "LogConfig",
     "ModelConfig",
     "OptimConfig",

@@ -11,6 +11,7 @@ from typing import Literal
 
 from hpclm.config.checks import Checked, at_least, fraction
 from hpclm.config.data import DataConfig
+from hpclm.config.job import ClusterConfig, JobConfig
 from hpclm.config.plan import Plan, Rampup
 from hpclm.errors import ConfigError
 from hpclm.registry import problem
@@ -430,6 +431,8 @@ class RunConfig(Checked):
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    job: JobConfig = field(default_factory=JobConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def problems(self) -> Iterator[str]:
         """What cannot work between the sections."""

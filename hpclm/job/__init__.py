@@ -1,0 +1,1 @@
+"""Jobs: what is asked of a scheduler, what is started here, and the record of both."""

@@ -18,16 +18,16 @@ IGNORED = ("modules", "conda", "setup", "container")
 """Settings of a job that only its script can follow."""
 
 
-def run(config: RunConfig, path: Path, command: Sequence[str] = ()) -> int:
+def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Sequence[str] = ()) -> int:
     """Train here with the settings at ``path`` (those of ``config``), in the foreground; gives the exit code.
 
-    ``command`` is what the person typed, for the ledger. ConfigError when the machine has not enough GPUs.
+    ``command`` is what the person typed, for the ledger; ``program`` what runs instead of training. ConfigError when the machine has not enough GPUs.
     """
     env = environment.inherited() | config.job.env
     found = 0 if config.engine.device == "cpu" else gpus.count(env)
     count = how_many(config, found)
     notes = [shared_out(config, count, found, environment.cores()), *unused(config.job, "local")]
-    started = processes(train(path), count, env, Path(config.out) / "logs")
+    started = processes(program or train(path), count, env, Path(config.out) / "logs")
     return launch(config, "local", started, 1, count, Manner(SIGNALS), notes, command)
 
 

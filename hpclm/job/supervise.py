@@ -41,9 +41,9 @@ class Manner:
     signals: Mapping[int, int] | None = None
     """Which signal is sent for which (those of WARNINGS); None: each as it is."""
     spoken: bool = True
-    """Whether to tell what a process that ends with an exit code, and so could speak for itself, ended with."""
-    ended: Callable[[End], None] | None = None
-    """Told of each process that ends by itself, at once."""
+    """Whether to tell of exit codes and of what was ended; False where somebody else does. Kills are always told."""
+    ended: Callable[[End, bool], None] | None = None
+    """Told of each process that ends, at once, and whether that was by itself or by a signal it was sent."""
 
 
 class Crew:
@@ -130,19 +130,20 @@ def supervise(
             why = _watch(crew, hear, manner, say)
             told = [end for end in crew.failed if end.code < 0]
             for end in told[:1]:
-                say(death.words(end, crew.sent, kills), "E")
+                if manner.spoken or -end.code not in crew.sent:
+                    say(death.words(end, crew.sent, kills), "E")
             if crew.failed:
                 _settle(crew, hear)
                 if manner.spoken:
                     for text in death.summary([end for end in crew.failed if end not in told[:1]], crew.sent, kills):
                         say(text, "E")
-            if why:
+            if why and manner.spoken:
                 say(why, "E")
         finally:
             crew.noted = False
             running = set(crew.running)
             ended = remains.end(quiet=0.0 if running else 1.0, grace=GRACE, reap=lambda: _tell(crew, manner))
-    if ended and (crew.failed or why):
+    if ended and manner.spoken and (crew.failed or why):
         ranks = f"{len(running)} process{'es' * (len(running) != 1)} that ran on"
         say(f"ended {ranks} and {len(ended - running)} of their children", "W")
     if streams:
@@ -164,7 +165,7 @@ def exit_code(crew: Crew) -> int:
 def _tell(crew: Crew, manner: Manner) -> None:
     for end in crew.reap():
         if manner.ended:
-            manner.ended(end)
+            manner.ended(end, crew.noted and -end.code not in crew.sent)
 
 
 def _watch(crew: Crew, hear: Callable[[float | None], list[int]], manner: Manner, say: Callable[..., None]) -> str:
@@ -230,4 +231,5 @@ def _heard(lifeline: int) -> Iterator[Callable[[float | None], list[int]]]:
 
 
 def _say(text: str, level: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {level} {text}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # the reader may be what was killed
+        print(f"{time.strftime('%H:%M:%S')} {level} {text}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """A rank that does what its words say, in the place of a training process; and a launcher of such ranks.
 
 python -m tests.job.stand_in rank FOLDER WORD...     a rank: see ACTS
-python -m tests.job.stand_in launch COUNT OUT WORD... the local launcher, of COUNT such ranks
+python -m tests.job.stand_in launch local|mpirun|interactive OUT SETTINGS WORD...    a launcher of such ranks
 """
 
 import os
@@ -74,18 +74,20 @@ def rank(folder, *words):
     sys.exit(0)
 
 
-def launch(count, out, *words):
-    from hpclm import config
-    from hpclm.cluster import environment
-    from hpclm.job import foreground, local
-    from hpclm.job.supervise import Manner
+def launch(how, out, overrides, *words):
+    from importlib import import_module
 
-    settings = config.load(None, [f"out={out}"])
-    command = [sys.executable, "-u", "-m", "tests.job.stand_in", "rank", out, *words]
-    started = local.processes(command, int(count), environment.inherited(), Path(out) / "logs")
-    return foreground.launch(settings, "local", started, 1, int(count), Manner(local.SIGNALS))
+    from hpclm import config
+
+    settings = config.load(None, [f"out={out}", *overrides.split()])
+    program = [sys.executable, "-u", "-m", "tests.job.stand_in", "rank", out, *words]
+    return import_module(f"hpclm.job.{how}").run(settings, Path(out) / "config.yaml", ["a", "command"], program)
 
 
 if __name__ == "__main__":
     verb, *rest = sys.argv[1:]
-    sys.exit({"rank": rank, "launch": launch}[verb](*rest))
+    if verb == "rank":
+        rank(*rest)
+    from hpclm import cli
+
+    sys.exit(cli.run(lambda words: launch(*words), rest))

@@ -24,7 +24,7 @@ from tests.runs import ROOT
 
 
 def start(out, count, *words, **kwargs):
-    command = [sys.executable, "-m", "tests.job.stand_in", "launch", str(count), str(out), *words]
+    command = [sys.executable, "-m", "tests.job.stand_in", "launch", "local", str(out), f"job.gpus={count}", *words]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
 
 
@@ -188,7 +188,8 @@ def test_a_warning_reaches_every_rank_once_and_all_may_save(tmp_path, number):
 
 def test_ctrl_c_on_a_terminal_reaches_the_ranks_once_and_a_second_ends_them(tmp_path):
     mine, theirs = pty.openpty()
-    words = [sys.executable, "-m", "tests.job.stand_in", "launch", "3", str(tmp_path), "ready", "children", "warned=60"]
+    launch = [sys.executable, "-m", "tests.job.stand_in", "launch", "local", str(tmp_path), "job.gpus=3"]
+    words = [*launch, "ready", "children", "warned=60"]
     code = "import os, fcntl, termios, sys; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
     process = subprocess.Popen(
         [sys.executable, "-c", code, *words], cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs

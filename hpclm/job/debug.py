@@ -73,7 +73,7 @@ def overrides(config: RunConfig) -> list[str]:
     """What debugging changes of the settings, as key=value words; nothing that is so already."""
     micro = min(config.batch.micro_size, MICRO)
     wanted: dict[str, object] = {
-        "out": f"{str(Path(config.out))}-debug",
+        "out": f"{Path(config.out)!s}-debug",
         "stop_at": min(config.stop_at or STEPS, STEPS),
         "job.nodes": 1,
         "job.gpus": 1,

@@ -84,11 +84,11 @@ def run(config: RunConfig, team: Team) -> int:
             meter.step(progress.step, progress.samples, measured | {"memory": hardware.peak_memory(device)})
             scale_can_fall = result.loss_scale > config.scaler.minimum
             guard.check(progress.step, result.loss, result.grad_norm, result.skipped, scale_can_fall)
-    if leaving and not over:
-        logger.warning("%s: saved at step %d and leaving; the same command goes on from here", leaving, progress.step)
-        return REQUEUE
-    logger.info(ending(config, length, progress))
-    return 0
+        if leaving and not over:
+            logger.warning("%s: saved at step %d and leaving; the same command goes on from here", leaving, progress.step)
+            return REQUEUE
+        logger.info(ending(config, length, progress))
+        return 0
 
 
 def data(
@@ -103,9 +103,9 @@ def data(
         train = Batches(source.samples("train", length.samples), config, plan, source.eod, device, team.rank)
         return source, train, held_out(source, config, plan, device, team.rank), length
 
-    if team.size > 1:  # rank 0 writes the index cache that the others read
-        team.first(lambda: bool(build()))
-    return build()
+    mine: list[tuple[Source, Batches, list[HeldOut], Length]] = []
+    team.first(lambda: mine.append(build()))  # it writes the index cache, which the others read
+    return mine[0] if mine else build()
 
 
 def occupy(out: Path, opened: ExitStack) -> None:

@@ -82,7 +82,7 @@ class ClusterConfig(Checked):
     interface: str | None = None
     """Network interface for traffic between nodes; null: the one that reaches the first node.
     NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, where set, go before it."""
-    preflight: Literal["on", "off"] = "on"
+    preflight: bool = True
     """Check hosts, devices, versions, disk and network before a run of several processes begins."""
 
     def problems(self) -> Iterator[str]:

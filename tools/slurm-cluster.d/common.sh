@@ -6,15 +6,17 @@ began=${EPOCHREALTIME/,/.}
 die() { # with the ends of the logs: whoever reads this in CI has no machine to look at
   echo "slurm-cluster: $*" >&2
   local log
-  for log in "$folder"/log/*.log; do
-    [ -s "$log" ] || continue
+  for log in "$folder"/log/*.log "$folder"/log/*.out; do
+    # daemons print what they log; .out has more only of one that failed before it could
+    if [ ! -s "$log" ] || [ -s "${log%.out}.log" -a "$log" != "${log%.out}.log" ]; then continue; fi
     printf '== the end of %s\n' "$log" >&2
     tail -n 10 "$log" >&2
   done
   exit 1
 }
+refuse() { echo "slurm-cluster: $*" >&2; exit 1; } # before anything was begun
 
-administrator() { [ "$(id -u)" = 0 ] || die "needs root: sudo tools/slurm-cluster $verb"; }
+administrator() { [ "$(id -u)" = 0 ] || refuse "needs root: sudo tools/slurm-cluster $verb"; }
 
 # wait_for SECONDS COMMAND...: until it succeeds
 wait_for() {
@@ -37,7 +39,7 @@ alive() {
 # launch NAME COMMAND...: a daemon that outlives this script, with its pid in run/NAME.pid
 launch() {
   local name=$1; shift
-  setsid "$@" </dev/null >"$folder/log/$name.out.log" 2>&1 9>&- &
+  setsid "$@" </dev/null >"$folder/log/$name.out" 2>&1 9>&- &
   echo $! >"$folder/run/$name.pid"
 }
 
@@ -83,14 +85,14 @@ node_names() { local i names=(); for ((i = 1; i <= nodes; i++)); do names+=("$pr
 
 lock_folder() {
   exec 9>"$folder/lock"
-  flock -w 300 9 || die "another slurm-cluster has been at work in $folder for 5 minutes"
+  flock -w 300 9 || refuse "another slurm-cluster has been at work in $folder for 5 minutes"
 }
 
 claim_folder() {
   if [ -e "$folder" ]; then
     # root runs what lies here: in /tmp anybody could have made the folder first
-    [ -d "$folder" ] && [ -O "$folder" ] || die "$folder exists and is not root's; choose another --folder"
-    [ -e "$folder/lock" ] || [ -z "$(ls -A "$folder")" ] || die "$folder holds something else; choose another --folder"
+    [ -d "$folder" ] && [ -O "$folder" ] || refuse "$folder exists and is not root's; choose another --folder"
+    [ -e "$folder/lock" ] || [ -z "$(ls -A "$folder")" ] || refuse "$folder holds something else; choose another --folder"
   fi
   (umask 022; mkdir -p "$folder")
   lock_folder
@@ -115,7 +117,7 @@ save_settings() { { settings_text; printf 'isolate=%q\nslot=%q\n' "$isolate" "$s
 
 load_settings() {
   [ -s "$folder/etc/settings" ] || return 1
-  [ "$(stat -c %u "$folder/etc/settings")" = 0 ] || die "$folder/etc/settings is not root's"
+  [ "$(stat -c %u "$folder/etc/settings")" = 0 ] || refuse "$folder/etc/settings is not root's"
   . "$folder/etc/settings"
   addresses
 }
@@ -123,7 +125,7 @@ load_settings() {
 same_settings() {
   local asked=$isolate before
   before=$(settings_text)
-  load_settings || die "a slurmctld runs in $folder without its settings; take it down: tools/slurm-cluster down"
+  load_settings || refuse "a slurmctld runs in $folder without its settings; take it down: tools/slurm-cluster down"
   [ "$before" = "$(settings_text)" ] && { [ "$asked" = auto ] || [ "$asked" = "$isolate" ]; } ||
-    die "it is up with other settings; take it down first: tools/slurm-cluster down. Asked for: ${before//$'\n'/ } isolate=$asked. It has: $(tr '\n' ' ' <"$folder/etc/settings")"
+    refuse "it is up with other settings; take it down first: tools/slurm-cluster down. Asked for: ${before//$'\n'/ } isolate=$asked. It has: $(tr '\n' ' ' <"$folder/etc/settings")"
 }

@@ -45,7 +45,7 @@ KillWait=$kill_wait
 SlurmdTimeout=20
 BatchStartTimeout=30
 UnkillableStepTimeout=30
-InactiveLimit=60
+InactiveLimit=30
 MinJobAge=3600
 SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=2,bf_interval=2

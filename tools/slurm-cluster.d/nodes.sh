@@ -7,12 +7,13 @@ node_up() { # NAME
   mkdir -p "$folder/spool/$name" "$folder/tmp/$name"
   chmod 1777 "$folder/tmp/$name"
   if [ "$isolate" = none ]; then
-    launch "slurmd-$name" slurmd -D -N "$name" -f "$SLURM_CONF" # slurmd-NAME is the log's name too: see alive
+    # the log's name is told again, since the process is known by it: see alive
+    launch "slurmd-$name" slurmd -D -N "$name" -f "$SLURM_CONF" -L "$folder/log/slurmd-$name.log"
     return
   fi
   link=hps${slot}n$number
   launch "slurmd-$name" unshare --uts --ipc --net --pid --mount --fork --kill-child --mount-proc \
-    bash "$parts/node.sh" "slurmd-$name" "$folder" "$name" "$(address_of "$number")/24" "$controller"
+    bash "$parts/node.sh" "slurmd-$name" "$folder" "$name" "$(address_of "$number")/24"
   pid=$(cat "$folder/run/slurmd-$name.pid")
   wait_for 20 own_network "$pid" || die "$name does not start"
   # the device is made inside the node's network; it vanishes with the node

@@ -3,7 +3,7 @@
 choose_isolation() {
   [ "$isolate" != none ] || return 0
   if namespaces_work; then isolate=namespaces
-  elif [ "$isolate" = namespaces ]; then die "this machine does not allow namespaces and network devices (a container wants --privileged); --isolate none does without"
+  elif [ "$isolate" = namespaces ]; then refuse "this machine does not allow namespaces and network devices (a container wants --privileged); --isolate none does without"
   else isolate=none; say "no namespaces here: nodes share this machine's host name, address and process table"; fi
 }
 
@@ -25,13 +25,13 @@ claim_slot() {
   local mine
   mine=$(claims | head -n 1)
   for slot in $mine {0..31}; do
-    if [ "$slot" = "$mine" ] || ln -s "$folder" "/run/hpclm-slurm-$slot" 2>/dev/null; then
+    if [ "$slot" = "$mine" ] || ln -sT "$folder" "/run/hpclm-slurm-$slot" 2>/dev/null; then
       addresses
       if [ "$slot" = "$mine" ] || free_slot; then return 0; fi
       rm -f "/run/hpclm-slurm-$slot"
     fi
   done
-  die "no free ports and addresses for one more cluster; see ls -l /run/hpclm-slurm-*"
+  refuse "no free ports and addresses for one more cluster; see ls -l /run/hpclm-slurm-*"
 }
 
 free_slot() {
@@ -76,11 +76,11 @@ hosts_up() {
   local i name lines=""
   for ((i = 1; i <= nodes; i++)); do lines+="$(address_of "$i") $prefix$i"$'\n'; done
   if [ "$isolate" = namespaces ]; then
-    { grep -vE "[[:space:]]($(node_names | tr ' ' '|'))([[:space:]]|\$)" /etc/hosts || true; printf %s "$lines"; } >"$folder/etc/hosts"
+    printf '127.0.0.1 localhost\n::1 localhost\n%s %s\n%s' "$controller" "$(hostname)" "$lines" >"$folder/etc/hosts"
   else
     for name in $(node_names); do
       if grep -v "# hpclm-slurm $folder\$" /etc/hosts | grep -qE "[[:space:]]$name([[:space:]]|\$)"; then
-        die "/etc/hosts has another '$name' already; choose other names with --prefix"
+        refuse "/etc/hosts has another '$name' already; choose other names with --prefix"
       fi
     done
     rewrite_hosts "$(printf %s "$lines" | sed "s|\$| # hpclm-slurm $folder|")"

@@ -43,6 +43,13 @@ launch() {
   echo $! >"$folder/run/$name.pid"
 }
 
+# wait_daemon NAME SECONDS COMMAND...: until it succeeds, or the daemon is dead
+wait_daemon() {
+  local name=$1; shift
+  wait_for "$1" decided "$name" "${@:2}" && "${@:2}" >/dev/null 2>&1
+}
+decided() { "${@:2}" || [ -z "$(words_of "$(cat "$folder/run/$1.pid")")" ]; }
+
 # stop NAME SECONDS: TERM, then KILL
 stop() {
   local pid

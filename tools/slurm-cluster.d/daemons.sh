@@ -6,7 +6,7 @@ munged_up() {
   # root's own, in a folder of its own; --force: the folder may lie in one that everybody writes to, as /tmp
   launch munged munged --foreground --force --num-threads=10 --key-file="$folder/etc/munge.key" --socket="$folder/run/munge.socket" \
     --pid-file="$folder/run/munged.own.pid" --log-file="$folder/log/munge.log" --seed-file="$folder/state/munge.seed"
-  wait_for 20 munge -S "$folder/run/munge.socket" -n || die "munged does not answer"
+  wait_daemon munged 20 munge -S "$folder/run/munge.socket" -n || die "munged does not answer"
 }
 
 sql() { mariadb --no-defaults -S "$folder/database/socket" -u root -e "$1"; }
@@ -21,15 +21,15 @@ accounting_up() {
         --skip-test-db --innodb-log-file-size=8M >"$folder/log/mariadb-install.log" 2>&1 || die "mariadb-install-db failed"
     launch mariadbd mariadbd --no-defaults --user=root --datadir="$folder/database/data" --socket="$folder/database/socket" \
       --pid-file="$folder/run/mariadbd.own.pid" --bind-address=127.0.0.1 --port="$database_port" --skip-name-resolve --skip-log-bin \
-      --innodb-buffer-pool-size=64M --innodb-log-file-size=8M --innodb-flush-log-at-trx-commit=0 --innodb-lock-wait-timeout=900
-    wait_for 90 sql "select 1" || die "mariadbd does not answer"
+      --innodb-buffer-pool-size=64M --innodb-log-file-size=8M --innodb-flush-log-at-trx-commit=2 --innodb-lock-wait-timeout=900
+    wait_daemon mariadbd 90 sql "select 1" || die "mariadbd does not answer"
     sql "create database if not exists slurm; create or replace user slurm@'127.0.0.1' identified by '$password';
-         grant all on slurm.* to slurm@'127.0.0.1'; create or replace user root@localhost identified via unix_socket" ||
+         grant all on slurm.* to slurm@'127.0.0.1'; alter user root@localhost identified via unix_socket" ||
       die "the database cannot be prepared"
   fi
   if ! alive slurmdbd >/dev/null; then
     launch slurmdbd slurmdbd -D
-    wait_for 60 sacctmgr -n list cluster || die "slurmdbd does not answer"
+    wait_daemon slurmdbd 60 sacctmgr -n list cluster || die "slurmdbd does not answer"
   fi
 }
 
@@ -38,7 +38,7 @@ controller_up() {
     kill_leftovers slurmctld # its helper process outlives a killed one
     launch slurmctld slurmctld -D -f "$SLURM_CONF"
   fi
-  wait_for 60 controller_answers || die "slurmctld does not answer"
+  wait_daemon slurmctld 60 controller_answers || die "slurmctld does not answer"
 }
 controller_answers() { [[ $(timeout 10 scontrol ping) == *" is UP"* ]]; }
 

@@ -8,7 +8,8 @@ die() { # with the ends of the logs: whoever reads this in CI has no machine to 
   local log
   for log in "$folder"/log/*.log "$folder"/log/*.out; do
     # daemons print what they log; .out has more only of one that failed before it could
-    if [ ! -s "$log" ] || [ -s "${log%.out}.log" -a "$log" != "${log%.out}.log" ]; then continue; fi
+    [ -s "$log" ] || continue
+    if [[ $log == *.out && -s ${log%.out}.log ]]; then continue; fi
     printf '== the end of %s\n' "$log" >&2
     tail -n 10 "$log" >&2
   done
@@ -91,8 +92,13 @@ memory_used() { # MB of the daemons and nodes, not of jobs
 node_names() { local i names=(); for ((i = 1; i <= nodes; i++)); do names+=("$prefix$i"); done; echo "${names[*]}"; }
 
 lock_folder() {
-  exec 9>"$folder/lock"
-  flock -w 300 9 || refuse "another slurm-cluster has been at work in $folder for 5 minutes"
+  while true; do
+    mkdir -p "$folder"
+    exec 9>"$folder/lock"
+    flock -w 300 9 || refuse "another slurm-cluster has been at work in $folder for 5 minutes"
+    [ ! "$folder/lock" -ef /proc/$$/fd/9 ] || return 0
+    # it was taken down meanwhile, and its lock with it
+  done
 }
 
 claim_folder() {
@@ -109,11 +115,9 @@ claim_folder() {
 
 remove_folder() {
   [ -e "$folder/lock" ] || return 0
-  rm -rf "$folder"/{etc,run,log,state,spool,tmp,gpus,database,lock}
+  rm -rf "${folder:?}"/{etc,run,log,state,spool,tmp,gpus,database,lock}
   rmdir "$folder" 2>/dev/null || say "$folder holds files that are not the cluster's; they stay"
 }
-
-running() { alive slurmctld >/dev/null; }
 
 settings_text() {
   local name
@@ -132,7 +136,7 @@ load_settings() {
 same_settings() {
   local asked=$isolate before
   before=$(settings_text)
-  load_settings || refuse "a slurmctld runs in $folder without its settings; take it down: tools/slurm-cluster down"
+  load_settings || refuse "a Slurm runs in $folder without its settings; take it down: tools/slurm-cluster down"
   [ "$before" = "$(settings_text)" ] && { [ "$asked" = auto ] || [ "$asked" = "$isolate" ]; } ||
     refuse "it is up with other settings; take it down first: tools/slurm-cluster down. Asked for: ${before//$'\n'/ } isolate=$asked. It has: $(tr '\n' ' ' <"$folder/etc/settings")"
 }

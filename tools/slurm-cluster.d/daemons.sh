@@ -51,7 +51,7 @@ kill_leftovers() {
 }
 
 cancel_jobs() {
-  running || return 0
+  alive slurmctld >/dev/null || return 0
   local jobs
   jobs=$(timeout 20 squeue -h -o %A 2>/dev/null || true)
   [ -n "$jobs" ] || return 0

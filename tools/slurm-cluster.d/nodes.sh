@@ -2,7 +2,10 @@
 
 node_up() { # NAME
   local name=$1 number=${1#"$prefix"} pid link
-  ! alive "slurmd-$name" >/dev/null || return 0
+  link=hps${slot}n$number
+  if alive "slurmd-$name" >/dev/null; then
+    if [ "$isolate" = none ] || ip link show "$link" >/dev/null 2>&1; then return 0; fi
+  fi
   node_down "$name" # what a half-started or plainly killed one left
   mkdir -p "$folder/spool/$name" "$folder/tmp/$name"
   chmod 1777 "$folder/tmp/$name"
@@ -11,7 +14,6 @@ node_up() { # NAME
     launch "slurmd-$name" slurmd -D -N "$name" -f "$SLURM_CONF" -L "$folder/log/slurmd-$name.log"
     return
   fi
-  link=hps${slot}n$number
   launch "slurmd-$name" unshare --uts --ipc --net --pid --mount --fork --kill-child --mount-proc \
     bash "$parts/node.sh" "slurmd-$name" "$folder" "$name" "$(address_of "$number")/24"
   pid=$(cat "$folder/run/slurmd-$name.pid")

@@ -84,8 +84,10 @@ def check(
 
     def conclude() -> dict[str, Any]:
         looks = {name: found["disk"] for name, found in local.items()}
-        for i, look in enumerate(looks.values()):
-            look["back"] = "error" not in look and disk.seen(out, disk.marker(token, i), str(i))
+        until = time.monotonic() + disk.PATIENCE
+        for i, look in enumerate(looks.values()):  # a node that does not see ours is not seen either: do not wait for it
+            patience = until - time.monotonic() if look.get("same") else 0.0
+            look["back"] = "error" not in look and disk.seen(out, disk.marker(token, i), str(i), patience)
         abandoned = [path for path, age in verdict.unheld(local).items() if age > stale.ABANDONED]
         findings = [
             *verdict.agreement(ranks),
@@ -121,8 +123,12 @@ def check(
                 Path(path).unlink()
     if team.rank == 0:
         tell(made, team.size)
-    if not made.ok:
-        raise HpclmError(refusal(made, out))
+
+    def refuse() -> None:
+        if not made.ok:
+            raise HpclmError(refusal(made, out))
+
+    team.first(refuse)
     return made
 
 
@@ -153,16 +159,22 @@ def reach(team: Team, nodes: Mapping[str, Sequence[int]], device: "torch.device"
     if team.size == 1:
         return None, []
     names = list(nodes)
-    total = min(team.gather(network.total(device)))
+    try:
+        speed = network.total(device)
+    except RuntimeError as error:
+        raise HpclmError(
+            f"preflight: an all-reduce over all {team.size} ranks does not come to an end: {str(error).splitlines()[0]}; "
+            f"is cluster.interface right? NCCL_DEBUG=INFO tells more"
+        ) from error
+    total = min(team.gather(speed))
     found: dict[tuple[int, int], Pair] = {}
     for pairs in links.rounds(len(names)):
         found |= _round(team, nodes, pairs, device)
     slow, _ = links.judge(list(found.values()))
     for pair in slow:
-        if pair.error is None:
-            both = names.index(pair.nodes[0]), names.index(pair.nodes[1])
-            again = _round(team, nodes, [both], device)[both]
-            found[both] = max(pair, again, key=lambda each: each.speed or 0.0)
+        both = names.index(pair.nodes[0]), names.index(pair.nodes[1])
+        again = _round(team, nodes, [both], device)[both]
+        found[both] = max(pair, again, key=lambda each: each.speed)
     return total, list(found.values())
 
 
@@ -171,27 +183,28 @@ def _round(
 ) -> dict[tuple[int, int], Pair]:
     """Measure pairs of nodes at the same time: by one process each on CPUs, by one for each GPU, which may have its own
     network card."""
-    names, result = list(nodes), None
-    for pair in pairs:
-        lanes = zip(*(nodes[names[i]] for i in pair), strict=False)
-        for lane in list(lanes)[: None if device.type == "cuda" else 1]:
+    names, speed = list(nodes), None
+    for first, second in pairs:
+        lanes = list(zip(nodes[names[first]], nodes[names[second]], strict=False))
+        for lane in lanes[: None if device.type == "cuda" else 1]:
             if team.rank in lane:
-                result = _measured(pair, team.rank, lane[0] + lane[1] - team.rank, device)
-    told = [each for each in team.gather(result) if each]
+                speed = _measured((names[first], names[second]), team.rank, sum(lane) - team.rank, device)
+    told = team.gather(speed)
     found = {}
-    for pair in pairs:
-        own = [each for each in told if each["pair"] == list(pair)]
-        error = next((each["error"] for each in own if each["error"]), None)
-        speed = None if error else min(each["speed"] for each in own) * (len(own) // 2)
-        found[pair] = Pair((names[pair[0]], names[pair[1]]), speed, error)
+    for first, second in pairs:
+        own = [told[rank] for rank in nodes[names[first]] if told[rank] is not None]
+        found[first, second] = Pair((names[first], names[second]), min(own) * len(own))
     return found
 
 
-def _measured(pair: tuple[int, int], mine: int, partner: int, device: "torch.device") -> dict[str, Any]:
+def _measured(names: tuple[str, str], mine: int, partner: int, device: "torch.device") -> float:
     try:
-        return {"pair": list(pair), "speed": network.measure(mine, partner, device), "error": None}
-    except RuntimeError as error:
-        return {"pair": list(pair), "speed": None, "error": str(error).splitlines()[0]}
+        return network.measure(mine, partner, device)
+    except RuntimeError as error:  # the process group is of no use after this
+        raise HpclmError(
+            f"preflight: {names[0]} and {names[1]} do not reach each other: {str(error).splitlines()[0]}; leave one of them "
+            f"out: hpclm submit --exclude NODE ..."
+        ) from error
 
 
 def tell(made: Report, size: int) -> None:

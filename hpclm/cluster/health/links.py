@@ -14,9 +14,8 @@ class Pair:
     """The link between two nodes."""
 
     nodes: tuple[str, str]
-    speed: float | None
-    """GB/s of an all-reduce between them, in each direction; None when it failed."""
-    error: str | None = None
+    speed: float
+    """GB/s of an all-reduce between them, in each direction."""
 
 
 def rounds(nodes: int, most: int = ROUNDS) -> list[list[tuple[int, int]]]:
@@ -32,7 +31,7 @@ def rounds(nodes: int, most: int = ROUNDS) -> list[list[tuple[int, int]]]:
 
 
 def judge(pairs: Sequence[Pair]) -> tuple[list[Pair], list[str]]:
-    """The pairs that are slow or failed, and the nodes to blame: those none of whose links is as fast as most nodes'.
+    """The pairs that are slow, and the nodes to blame: those none of whose links is as fast as most nodes'.
 
     Every node's best link is what it can do; most nodes are taken to be well. With two nodes there is nothing to
     compare with, and nobody is blamed.
@@ -40,8 +39,8 @@ def judge(pairs: Sequence[Pair]) -> tuple[list[Pair], list[str]]:
     best: dict[str, float] = {}
     for pair in pairs:
         for node in pair.nodes:
-            best[node] = max(best.get(node, 0.0), pair.speed or 0.0)
+            best[node] = max(best.get(node, 0.0), pair.speed)
     usual = median_high(best.values()) if best else 0.0
-    slow = [pair for pair in pairs if pair.speed is None or pair.speed < usual / FAR]
+    slow = [pair for pair in pairs if pair.speed < usual / FAR]
     bad = [node for node in best if best[node] < usual / FAR]
     return slow, bad

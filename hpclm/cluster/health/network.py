@@ -1,6 +1,7 @@
 """How fast the processes of a run reach each other: short all-reduces, over all of them and by pairs of nodes."""
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -9,20 +10,23 @@ import torch.distributed as dist
 LARGE = 1 << 23
 SIZES = (1 << 18, 1 << 20, LARGE, LARGE, LARGE)  # bytes; the first opens the connection
 SECONDS = 0.25  # an all-reduce that takes longer has told enough
+OPENING = 60.0  # seconds that all processes may take to connect
 PATIENCE = 15.0  # seconds that one message may take
 
 
 def total(device: torch.device) -> float:
-    """GB/s of an all-reduce over all processes: its bytes by its seconds."""
-    values = torch.ones(LARGE // 4, device=device)
-    best = float("inf")
-    for _ in range(2):  # the first opens the connections
+    """GB/s of an all-reduce over all processes: its bytes by its seconds; RuntimeError when it does not come to an end."""
+    best = 0.0
+    for size, patience in ((1 << 20, OPENING), (1 << 20, PATIENCE), (LARGE, PATIENCE)):
+        values = torch.ones(size // 4, device=device)
         began = time.perf_counter()
-        dist.all_reduce(values)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - began)
-    return LARGE / best / 1e9
+        _wait([dist.all_reduce(values, async_op=True)], device, patience)
+        took = torch.tensor([time.perf_counter() - began], device=device)
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        best = max(best, size / float(took) / 1e9)
+        if patience == PATIENCE and float(took) > SECONDS:
+            break
+    return best
 
 
 def measure(mine: int, partner: int, device: torch.device) -> float:
@@ -66,12 +70,17 @@ def _exchange(sent: torch.Tensor, received: torch.Tensor, partner: int) -> None:
     works = dist.batch_isend_irecv(
         [dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, received, partner)],
     )
-    until = time.monotonic() + PATIENCE
+    _wait(works, sent.device, PATIENCE)
+
+
+def _wait(works: Sequence[dist.Work], device: torch.device, patience: float) -> None:
+    """Wait until they are done; RuntimeError after ``patience`` seconds."""
+    until = time.monotonic() + patience
     for work in works:
-        if sent.device.type == "cpu":
+        if device.type == "cpu":
             work.wait(timedelta(seconds=max(0.1, until - time.monotonic())))
             continue
         while not work.is_completed():  # waiting for NCCL waits for ever
             if time.monotonic() > until:
-                raise RuntimeError(f"no answer within {PATIENCE:.0f} s")
-            time.sleep(0.0002)
+                raise RuntimeError(f"no answer within {patience:.0f} s")
+            time.sleep(0.0001)

@@ -48,7 +48,7 @@ class Report:
         """The outcome in a line."""
         nodes = verdict.nodes_of(self.ranks)
         count = f"{len(self.ranks)} rank{'s' * (len(self.ranks) != 1)} on {len(nodes)} node{'s' * (len(nodes) != 1)}"
-        speeds = [pair["speed"] for pair in self.pairs if pair["speed"]]
+        speeds = [pair["speed"] for pair in self.pairs]
         parts = [
             f"{count} agree" if self.ok else f"{count}, {len(self.problems)} problem{'s' * (len(self.problems) != 1)}"
         ]
@@ -64,7 +64,7 @@ class Report:
         rows = [head]
         for node, members in verdict.nodes_of(self.ranks).items():
             first = self.ranks[members[0]]
-            speeds = [pair["speed"] or 0.0 for pair in self.pairs if node in pair["nodes"]]
+            speeds = [pair["speed"] for pair in self.pairs if node in pair["nodes"]]
             rows.append(
                 (
                     node,

@@ -145,29 +145,26 @@ def disks(out: str, looks: Mapping[str, Mapping[str, Any]], room: int) -> list[F
 
 
 def links(pairs: Sequence[Pair]) -> list[Finding]:
-    """Connections between nodes that failed or are slow; the node that all of them have in common is to blame."""
+    """Slow connections between nodes; a node that has no other is to blame."""
     slow, bad = judge(pairs)
+    best = max((pair.speed for pair in pairs), default=0.0)
     findings = [
-        Finding(f"{' and '.join(pair.nodes)} do not reach each other: {pair.error}")
-        for pair in slow
-        if pair.error and not set(pair.nodes) & set(bad)
+        Finding(
+            f"{node} is reached at {rate(max(pair.speed for pair in pairs if node in pair.nodes))} at most; "
+            f"the fastest pair of nodes does {rate(best)}",
+            (node,),
+        )
+        for node in bad
     ]
-    best = max((pair.speed or 0.0 for pair in pairs), default=0.0)
-    for node in bad:
-        own = [pair for pair in pairs if node in pair.nodes]
-        speed = max(pair.speed or 0.0 for pair in own)
-        why = next((f" ({pair.error})" for pair in own if pair.error), "")
-        text = f"{node} is reached at {rate(speed)} at most{why}; the fastest pair of nodes does {rate(best)}"
-        findings.append(Finding(text, (node,)))
     findings += [
         Finding(
             f"{' and '.join(pair.nodes)} reach each other at {rate(pair.speed)}; the fastest pair does {rate(best)}",
             serious=False,
         )
         for pair in slow
-        if pair.speed is not None and not set(pair.nodes) & set(bad)
+        if not set(pair.nodes) & set(bad)
     ]
-    if pairs and not bad and 0 < best < SLUGGISH:
+    if pairs and not bad and best < SLUGGISH:
         text = f"no pair of nodes does more than {rate(best)}, less than gigabit Ethernet: is cluster.interface right?"
         findings.append(Finding(text, serious=False))
     return findings
@@ -197,9 +194,9 @@ def unheld(local: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     return {lock["path"]: lock["age"] for lock in seen if lock["path"] not in held}
 
 
-def rate(speed: float | None) -> str:
+def rate(speed: float) -> str:
     """GB/s in few digits."""
-    return "nothing" if not speed else f"{speed:.3g} GB/s"
+    return f"{speed:.3g} GB/s"
 
 
 def listing(items: Sequence[object], most: int = 8) -> str:

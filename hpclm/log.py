@@ -1,6 +1,7 @@
 """Logging set-up for every verb: to the terminal, and to a run's own file."""
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,13 +38,43 @@ class Early(logging.Handler):
             self.records.append(record)
 
 
-def setup(level: int = logging.INFO) -> None:
-    """Send the log to standard error."""
+def setup(rank: int = 0, level: int = logging.INFO) -> None:
+    """Send the log to standard error; of ranks other than 0 only warnings, until they have a file of their own."""
     console = Console()
     console.setFormatter(logging.Formatter(FORMAT, "%H:%M:%S"))
+    if rank:
+        console.setFormatter(logging.Formatter(f"[rank {rank}] {FORMAT}", "%H:%M:%S"))
+        console.setLevel(logging.WARNING)
     logging.basicConfig(level=level, handlers=[console, Early()], force=True)
     logging.captureWarnings(True)
     logging.raiseExceptions = False  # a log that cannot be written (a full disk) must not bury the error that matters
+
+
+def instead_to(path: Path) -> None:
+    """From here on, append all that this process says to ``path`` instead: the log, and whatever libraries print."""
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    own = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(own, 1)
+    os.dup2(own, 2)
+    os.close(own)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(FORMAT))
+    root = logging.getLogger()
+    for old in [each for each in root.handlers if isinstance(each, Console)]:
+        root.removeHandler(old)
+    _take_over(handler)
+
+
+def _take_over(handler: logging.Handler) -> None:
+    """Let ``handler`` have what was logged before it was there, and what comes."""
+    root = logging.getLogger()
+    for early in [each for each in root.handlers if isinstance(each, Early)]:
+        root.removeHandler(early)
+        for record in early.records:
+            handler.handle(record)
+    root.addHandler(handler)
 
 
 @contextmanager
@@ -51,12 +82,7 @@ def also_to(path: Path) -> Iterator[None]:
     """Append the log to ``path`` too while the block runs."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter(FORMAT))
-    root = logging.getLogger()
-    for early in [each for each in root.handlers if isinstance(each, Early)]:
-        root.removeHandler(early)
-        for record in early.records:
-            handler.handle(record)
-    root.addHandler(handler)
+    _take_over(handler)
     try:
         yield
     except Exception as error:  # what ends a run is the line its log is read for; the terminal gets it elsewhere

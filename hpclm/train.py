@@ -3,6 +3,8 @@
 import argparse
 
 from hpclm import cli, config, log
+from hpclm.cluster import bootstrap, team
+from hpclm.config import RunConfig
 from hpclm.errors import ConfigError, HpclmError
 
 
@@ -19,13 +21,20 @@ def main(argv: list[str]) -> int:
     settings = config.from_cli(args.settings)
     if settings.missing():
         raise ConfigError(settings.missing())
-    log.setup()
+    world = bootstrap.detect(alone=False)
+    log.setup(world.rank)
+    with team.join(world, settings.cluster) as ours:
+        return train(settings, ours)
+
+
+def train(settings: RunConfig, ours: team.Team) -> int:
+    """Train as one of ``ours``; the exit code."""
     import torch
 
     from hpclm import loop
 
     try:
-        return loop.run(settings)
+        return loop.run(settings, ours)
     except torch.OutOfMemoryError as error:
         raise HpclmError(
             f"{str(error).splitlines()[0]} Try a smaller batch.micro_size (now {settings.batch.micro_size}), "

@@ -85,7 +85,9 @@ def check(
     def conclude() -> dict[str, Any]:
         looks = {name: found["disk"] for name, found in local.items()}
         until = time.monotonic() + disk.PATIENCE
-        for i, look in enumerate(looks.values()):  # a node that does not see ours is not seen either: do not wait for it
+        for i, look in enumerate(
+            looks.values()
+        ):  # a node that does not see ours is not seen either: do not wait for it
             patience = until - time.monotonic() if look.get("same") else 0.0
             look["back"] = "error" not in look and disk.seen(out, disk.marker(token, i), str(i), patience)
         abandoned = [path for path, age in verdict.unheld(local).items() if age > stale.ABANDONED]

@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,10 +12,13 @@ from hpclm import cli
 from hpclm.cluster import bootstrap
 from hpclm.cluster.health import diagnosis, inventory
 from hpclm.cluster.health.report import aligned
+from hpclm.cluster.rendezvous import meet
+from hpclm.cluster.rollcall import Guest
 from hpclm.config import ClusterConfig
 from hpclm.errors import ConfigError, HpclmError
 
 MEETING = 20  # seconds within which the processes must have found each other
+ANSWER = 30.0  # seconds that a process may take to say what it has
 PIPE = 4000  # bytes that reach a pipe in one piece
 
 
@@ -50,15 +54,29 @@ def main(argv: list[str]) -> int:
 
 
 def together(world: bootstrap.World, found: dict[str, Any], args: argparse.Namespace) -> int:
-    """Gather what all processes found; rank 0 shows it."""
-    import torch
+    """Hold the roll call, and gather over its connections what all processes found; rank 0 shows it.
 
-    from hpclm.cluster import team
-
-    with team.join(world, ClusterConfig(start_seconds=MEETING)) as peers:
-        peers.connect(torch.device("cpu"), MEETING / 60)
-        everyone = peers.gather(found)
-        return peers.first(lambda: conclude(everyone, args.json, args.ranks))
+    No collective, and no PyTorch: what is wrong with them shall be seen.
+    """
+    met = meet(world, ClusterConfig(start_seconds=MEETING))
+    found["network"]["chosen"] = found["network"]["chosen"] if found["network"]["told"] else met.interface
+    if isinstance(met.end, Guest):
+        met.end.wire.send(found=found)
+        last = met.end.wire.receive(ANSWER)
+        if last is None:
+            raise HpclmError("rank 0 is gone")
+        return int(last["code"])
+    everyone = [found]
+    for rank, wire in sorted(met.end.wires.items()):
+        heard = wire.receive(ANSWER)
+        if heard is None:
+            raise HpclmError(f"{met.end.everyone[rank]} does not say what it has")
+        everyone.append(heard["found"])
+    code = conclude(everyone, args.json, args.ranks)
+    sys.stdout.flush()
+    for wire in met.end.wires.values():
+        wire.send(code=code)
+    return code
 
 
 def conclude(everyone: list[dict[str, Any]], as_json: bool, ranks_only: bool) -> int:

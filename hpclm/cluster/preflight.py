@@ -62,7 +62,7 @@ def check(
     training processes that have it open are then left over, and are ended. ``room`` is the bytes a checkpoint may take.
     None when ``cluster.preflight=off``.
     """
-    if config.cluster.preflight == "off":
+    if not config.cluster.preflight:
         return None
     out, began = Path(out), time.monotonic()
     node = facts.node_name(team.launcher, env)

@@ -82,8 +82,10 @@ class ClusterConfig(Checked):
     interface: str | None = None
     """Network interface for traffic between nodes; null: the one that reaches the first node.
     NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, where set, go before it."""
-    preflight: Literal["on", "off"] = "on"
+    preflight: bool = True
     """Check hosts, devices, versions, disk and network before a run of several processes begins."""
+    bind: bool = True
+    """Keep each process of several on the cores near its GPU, or on its share of the NUMA nodes, unless the launcher has."""
 
     def problems(self) -> Iterator[str]:
         """What cannot work in the cluster settings."""

@@ -192,7 +192,7 @@ def shown(names: list[str], env: Mapping[str, str]) -> dict[str, str]:
 def network(env: Mapping[str, str]) -> dict[str, Any]:
     """Interfaces with their addresses, and the one that traffic between nodes would take."""
     told = env.get("GLOO_SOCKET_IFNAME") or env.get("NCCL_SOCKET_IFNAME")
-    return {"interfaces": interfaces.addresses(), "chosen": told or towards_first(env)}
+    return {"interfaces": interfaces.addresses(), "told": bool(told), "chosen": told or towards_first(env)}
 
 
 def towards_first(env: Mapping[str, str]) -> str | None:

@@ -21,6 +21,8 @@ VERBS = {
     "data": ("hpclm.data.__main__", "inspect, verify, merge and convert datasets"),
     "evaluate": ("hpclm.evaluate", "measure the loss of a run's model on held-out data"),
     "generate": ("hpclm.generate", "continue a prompt with a run's model"),
+    "doctor": ("hpclm.doctor", "show what each process really has, and what is wrong"),
+    "env": ("hpclm.doctor", "the same"),
 }
 
 EPILOG = """exit codes: 0 done · 1 a fault of hpclm · 2 wrong arguments · 64 wrong settings or input files

@@ -84,6 +84,8 @@ class ClusterConfig(Checked):
     NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, where set, go before it."""
     preflight: bool = True
     """Check hosts, devices, versions, disk and network before a run of several processes begins."""
+    bind: bool = True
+    """Keep each process of several on the cores near its GPU, or on its share of the NUMA nodes, unless the launcher has."""
 
     def problems(self) -> Iterator[str]:
         """What cannot work in the cluster settings."""

@@ -154,7 +154,7 @@ def test_a_run_that_has_opened_no_file_yet_is_found_by_its_command_and_no_launch
         started(sys.executable, "torchrun", "--nproc-per-node", "2", "-m", *words[3:], cwd=tmp_path),
     ]
     time.sleep(0.3)
-    peers.hold(tmp_path, ["a", "b"])
+    peers.hold(tmp_path, ["a", "a"])
     assert not alive(stopped[0]) and alive(stopped[1]) and all(map(alive, launchers))
     assert len(report(tmp_path)["ended"]) == 1
 

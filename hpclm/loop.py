@@ -13,7 +13,7 @@ import torch
 from hpclm import engine as engines
 from hpclm import files, log, record
 from hpclm.checkpoint import CheckpointStore, Progress
-from hpclm.cluster import hardware
+from hpclm.cluster import hardware, placement, preflight
 from hpclm.cluster.lease import Lease
 from hpclm.cluster.preempt import Preemption
 from hpclm.cluster.team import Team
@@ -39,7 +39,9 @@ def run(config: RunConfig, team: Team) -> int:
     """
     plan = config.plan(team.size)
     with Preemption() as preemption, ExitStack() as opened:
-        device = hardware.device(config.engine, team.local_rank)
+        device = hardware.device(config.engine, team.local_rank, team.local_size)
+        if config.cluster.bind:
+            logger.info("%s", placement.bind(team.local_rank, team.local_size, hardware.pci_address(device)))
         team.connect(device, config.cluster.timeout_minutes)
         dtype = hardware.compute_type(config.engine, device)
         products = hardware.set_matmul(config.engine, device)
@@ -54,6 +56,7 @@ def run(config: RunConfig, team: Team) -> int:
 
         out = Path(config.out)  # what cannot work has left no trace
         team.first(lambda: occupy(out, opened))
+        preflight.check(team, device, config, out)
         log_files(out, team, opened)
         store = CheckpointStore(out / "checkpoints", config.checkpoint.keep, identity(config, source), team)
         progress = begin(store.resume(engine, config.checkpoint.resume), length)
@@ -84,11 +87,13 @@ def run(config: RunConfig, team: Team) -> int:
             meter.step(progress.step, progress.samples, measured | {"memory": hardware.peak_memory(device)})
             scale_can_fall = result.loss_scale > config.scaler.minimum
             guard.check(progress.step, result.loss, result.grad_norm, result.skipped, scale_can_fall)
-    if leaving and not over:
-        logger.warning("%s: saved at step %d and leaving; the same command goes on from here", leaving, progress.step)
-        return REQUEUE
-    logger.info(ending(config, length, progress))
-    return 0
+        if leaving and not over:
+            logger.warning(
+                "%s: saved at step %d and leaving; the same command goes on from here", leaving, progress.step
+            )
+            return REQUEUE
+        logger.info(ending(config, length, progress))
+        return 0
 
 
 def data(
@@ -103,9 +108,9 @@ def data(
         train = Batches(source.samples("train", length.samples), config, plan, source.eod, device, team.rank)
         return source, train, held_out(source, config, plan, device, team.rank), length
 
-    if team.size > 1:  # rank 0 writes the index cache that the others read
-        team.first(lambda: bool(build()))
-    return build()
+    mine: list[tuple[Source, Batches, list[HeldOut], Length]] = []
+    team.first(lambda: mine.append(build()))  # it writes the index cache, which the others read
+    return mine[0] if mine else build()
 
 
 def occupy(out: Path, opened: ExitStack) -> None:

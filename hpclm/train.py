@@ -3,7 +3,7 @@
 import argparse
 
 from hpclm import cli, config, log
-from hpclm.cluster import bootstrap, team
+from hpclm.cluster import bootstrap, placement, team, threads
 from hpclm.config import RunConfig
 from hpclm.errors import ConfigError, HpclmError
 
@@ -23,6 +23,8 @@ def main(argv: list[str]) -> int:
         raise ConfigError(settings.missing())
     world = bootstrap.detect(alone=False)
     log.setup(world.rank)
+    if world.local_size > 1:
+        threads.limit(placement.threads(world.local_size))
     with team.join(world, settings.cluster) as ours:
         return train(settings, ours)
 

@@ -124,6 +124,12 @@ def _contradictions(world: World, env: Env) -> Iterator[str]:
             f"{name}={world.size} but SLURM_STEP_NUM_TASKS={tasks}: mpirun and srun both claim this process; start it with "
             f"one of them, and with srun clear the other's variables first (env -u OMPI_COMM_WORLD_RANK ...)"
         )
+    pmix = _maybe(env, "PMIX_RANK")
+    if world.launcher == "Open MPI" and pmix is not None and pmix != world.rank:
+        yield (
+            f"OMPI_COMM_WORLD_RANK={world.rank} but PMIX_RANK={pmix}: the variables of an mpirun around this launch have "
+            f"leaked into it; clear them first (env -u OMPI_COMM_WORLD_RANK ...)"
+        )
     if world.launcher == "single":
         for name in ("PMI_SIZE", "WORLD_SIZE"):
             size = _maybe(env, name)

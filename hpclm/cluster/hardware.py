@@ -7,6 +7,7 @@ import re
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -70,6 +71,16 @@ def gpu_of(local_rank: int, local_size: int, gpus: int, visible: str | None) -> 
         f"GPU{'s' * (gpus != 1)} for them ({shown}); start {gpus} on each node, ask for {local_size} GPUs (job.gpus), or use "
         f"engine.device=cpu"
     )
+
+
+def pci_address(device: torch.device) -> str | None:
+    """Where the device is on the machine's buses, as 0000:17:00.0; None for a CPU, or where PyTorch does not say."""
+    if device.type != "cuda":
+        return None
+    facts: Any = torch.cuda.get_device_properties(device)
+    with suppress(AttributeError):
+        return f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+    return None
 
 
 def compute_type(config: EngineConfig, device: torch.device) -> torch.dtype:

@@ -101,8 +101,7 @@ def call(world: World, listener: socket.socket, launch: str, seconds: float) -> 
                     continue
                 wrong = _contradiction(answer, world, seen)
                 if wrong:
-                    _refuse(wrong, [*wires.values(), wire], listener)
-                    raise ConfigError(wrong)
+                    raise _refused(ConfigError(wrong), [*wires.values(), wire], listener)
                 seen[answer.rank], wires[answer.rank] = answer, wire
                 wire.send(seen=sign(launch))
             now = time.monotonic()
@@ -113,8 +112,7 @@ def call(world: World, listener: socket.socket, launch: str, seconds: float) -> 
                     f"{ranges(missing)}; those that did are on {', '.join(sorted({p.host for p in seen.values()}))}. Look at "
                     f"their output and nodes, or give them longer with cluster.start_seconds"
                 )
-                _refuse(text, list(wires.values()), listener)
-                raise HpclmError(text)
+                raise _refused(HpclmError(text), list(wires.values()), listener)
             if now - reminded > REMIND and missing:
                 log.warning("waiting for rank%s %s", _plural(missing), ranges(missing))
                 reminded = now
@@ -137,7 +135,7 @@ def answer(world: World, doors: list[tuple[str, int]], launch: str, seconds: flo
             wire.send(hpclm=sign(launch), **asdict(Present.of(world)))
             reply = wire.receive(seconds=3.0)
             if reply and "refuse" in reply:
-                raise ConfigError(str(reply["refuse"]))
+                raise _refusal(reply)
             if reply and reply.get("seen") == sign(launch):
                 return _wait(wire, until + LINGER)
             wire.close()  # somebody else's port
@@ -154,7 +152,7 @@ def _wait(wire: Wire, until: float) -> Guest:
     if message is None:
         raise HpclmError("rank 0 went away during the roll call; its output says why")
     if "refuse" in message:
-        raise ConfigError(str(message["refuse"]))
+        raise _refusal(message)
     return Guest(tuple(Present(**each) for each in message["everyone"]), wire, message["begin"])
 
 
@@ -180,10 +178,17 @@ def _contradiction(new: Present, world: World, seen: dict[int, Present]) -> str 
     return None
 
 
-def _refuse(text: str, wires: list[Wire], listener: socket.socket) -> None:
-    """Tell everyone who is there, and for a moment those who come late."""
+def _refusal(message: dict[str, Any]) -> HpclmError:
+    """The error that a refusal stands for."""
+    kind = ConfigError if message.get("settings") else HpclmError
+    return kind(str(message["refuse"]))
+
+
+def _refused(error: HpclmError, wires: list[Wire], listener: socket.socket) -> HpclmError:
+    """``error``, once everyone who is there has been told of it, and for a moment those who come late."""
+    told = {"refuse": str(error), "settings": isinstance(error, ConfigError)}
     for wire in wires:
-        wire.send(refuse=text)
+        wire.send(**told)
     until = time.monotonic() + LINGER
     while (left := until - time.monotonic()) > 0:
         listener.settimeout(left)
@@ -191,11 +196,12 @@ def _refuse(text: str, wires: list[Wire], listener: socket.socket) -> None:
             late = Wire(listener.accept()[0])
         except OSError:
             break
-        late.send(refuse=text)
+        late.send(**told)
         wires.append(late)
     for wire in wires:
         wire.close()
     listener.close()
+    return error
 
 
 def _plural(ranks: list[int]) -> str:

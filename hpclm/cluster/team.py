@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpclm import errors
-from hpclm.cluster import children, interfaces
+from hpclm.cluster import children, guardian, interfaces
 from hpclm.cluster.bootstrap import World
 from hpclm.cluster.ending import GuestLine, HostLine, Line, lost_a_peer
 from hpclm.cluster.rendezvous import Store, meet
@@ -205,6 +205,7 @@ def join(world: World, settings: ClusterConfig) -> Iterator[Team]:
         yield alone()
         return
     children.adopt()
+    guardian.post()
     met = meet(world, settings)
     me = met.end.everyone[world.rank]
     line: Line = HostLine(me, met.end) if isinstance(met.end, Host) else GuestLine(me, met.end)

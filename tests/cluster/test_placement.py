@@ -111,8 +111,9 @@ def test_a_process_and_its_threads_are_bound(words, env, said, cores, machine):
     assert said in text and tasks == [cores, cores]
 
 
-def test_one_numa_node_or_a_launcher_that_bound_leaves_nothing_to_do(machine, tmp_path):
+def test_one_numa_node_or_a_launcher_that_bound_leaves_nothing_to_do(tmp_path):
     assert "one NUMA node" in placement.bind(0, 2, system=tmp_path)
+    assert os.sched_getaffinity(0) == MINE
     env = {"OMPI_COMM_WORLD_RANK": "0"}
     assert not placement.bound(range(CORES), env)
     assert placement.bound(range(CORES - 1), env)

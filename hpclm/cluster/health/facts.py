@@ -55,6 +55,8 @@ def gpu(device: "torch.device") -> Facts:
     """Device, and the versions of what drives it."""
     import torch
 
+    from hpclm.cluster import hardware
+
     found: Facts = {"device": str(device), "torch": torch.__version__, "cuda": torch.version.cuda}
     if device.type != "cuda":
         return found | {"device_name": "CPU"}
@@ -63,24 +65,12 @@ def gpu(device: "torch.device") -> Facts:
     return found | {
         "device_name": properties.name,
         "uuid": str(getattr(properties, "uuid", "")) or None,
-        "pci": pci(device),
+        "pci": hardware.pci_address(device),
         "device_total": total,
         "device_used": max(0, total - free - torch.cuda.memory_reserved(device)),
         "driver": driver(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None,
     }
-
-
-def pci(device: "torch.device") -> str | None:
-    """PCI address of a GPU as /sys/bus/pci spells it; None where torch does not say."""
-    import torch
-
-    properties = torch.cuda.get_device_properties(device)
-    try:
-        domain, bus, number = (getattr(properties, f"pci_{part}_id") for part in ("domain", "bus", "device"))
-    except AttributeError:  # an older torch
-        return None
-    return f"{domain:04x}:{bus:02x}:{number:02x}.0"
 
 
 def driver() -> str | None:

@@ -1,12 +1,12 @@
 """What earlier attempts of this very job left on a machine: processes that live on, locks that nobody holds."""
 
 import os
+import re
 import shlex
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from hpclm.cluster.health import processes
@@ -72,15 +72,29 @@ def _count(env: Mapping[str, str]) -> int:
 
 def _trains_in(process: Process, out: Path) -> bool:
     """Whether it is a training process of the run directory ``out``, by its command or by the files it has open."""
-    words = process.command
-    verb = any(Path(name).name == "hpclm" and verb == "train" for name, verb in pairwise(words))
-    if "hpclm.train" not in words and not verb:
+    what, words = _program(process.command)
+    if what not in ("hpclm.train", "train.py") and not (what == "hpclm" and words[:1] == ("train",)):
         return False
     with suppress(OSError):
         folder = (processes.PROC / str(process.pid) / "cwd").readlink()
         if any((folder / word).resolve() == (out / "config.yaml").resolve() for word in words if word[-5:] == ".yaml"):
             return True
     return processes.opens(process.pid, out.resolve())
+
+
+def _program(command: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    """The module or script that a Python process runs, and its arguments.
+
+    srun, mpirun and torchrun have the same words in their commands, but run something else: they are never meant.
+    """
+    if not re.fullmatch(r"python[\d.]*", Path(command[0]).name):
+        return "", ()
+    rest = list(command[1:])
+    while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
+        del rest[: 2 if rest[0] in ("-X", "-W") else 1]
+    if rest[:1] == ["-m"]:
+        del rest[0]
+    return (Path(rest[0]).name, tuple(rest[1:])) if rest else ("", ())
 
 
 def described(process: Process) -> str:

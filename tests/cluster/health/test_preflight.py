@@ -1,6 +1,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -141,14 +142,21 @@ def test_what_earlier_attempts_left_running_is_ended_and_listed_and_nothing_else
     assert f"ended a process that an earlier attempt had left on a: {stubborn.pid}: sh -c" in results[0][0]
 
 
-def test_a_run_started_by_its_config_is_found_before_it_has_opened_a_file(tmp_path, started):
+def test_a_run_that_has_opened_no_file_yet_is_found_by_its_command_and_no_launcher_is(tmp_path, started):
     (tmp_path / "config.yaml").write_text("")
-    code = "import time; time.sleep(1000)"
-    waits = started(sys.executable, "-c", code, "hpclm.train", "config.yaml", cwd=tmp_path)
-    elsewhere = started(sys.executable, "-c", code, "hpclm.train", "config.yaml", cwd=tmp_path.parent)
+    (tmp_path / "torchrun").write_text("import time; time.sleep(1000)")
+    words = [sys.executable, "-u", "-m", "hpclm.train", "config.yaml"]
+    stopped = [started(*words, cwd=tmp_path), started(*words, cwd=tmp_path.parent)]
+    for process in stopped:
+        process.send_signal(signal.SIGSTOP)
+    launchers = [
+        started("sh", "-c", "sleep 1000; :", "srun", *words, cwd=tmp_path),
+        started(sys.executable, "torchrun", "--nproc-per-node", "2", "-m", *words[3:], cwd=tmp_path),
+    ]
     time.sleep(0.3)
-    peers.hold(tmp_path, ["a", "b"])
-    assert not alive(waits) and alive(elsewhere)
+    peers.hold(tmp_path, ["a", "a"])
+    assert not alive(stopped[0]) and alive(stopped[1]) and all(map(alive, launchers))
+    assert len(report(tmp_path)["ended"]) == 1
 
 
 def test_locks_of_extension_builds(tmp_path, started):

@@ -56,7 +56,7 @@ def run(config: RunConfig, team: Team) -> int:
 
         out = Path(config.out)  # what cannot work has left no trace
         team.first(lambda: occupy(out, opened))
-        preflight.check(team, device, config, out)
+        preflight.check(team, device, config, out, room=checkpoint_bytes(config))
         log_files(out, team, opened)
         store = CheckpointStore(out / "checkpoints", config.checkpoint.keep, identity(config, source), team)
         progress = begin(store.resume(engine, config.checkpoint.resume), length)
@@ -111,6 +111,11 @@ def data(
     mine: list[tuple[Source, Batches, list[HeldOut], Length]] = []
     team.first(lambda: mine.append(build()))  # it writes the index cache, which the others read
     return mine[0] if mine else build()
+
+
+def checkpoint_bytes(config: RunConfig) -> int:
+    """Bytes of a checkpoint: weights and Adam's two moments in fp32."""
+    return 12 * count.parameters(config.model)
 
 
 def occupy(out: Path, opened: ExitStack) -> None:

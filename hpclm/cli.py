@@ -16,6 +16,10 @@ from hpclm.registry import hint
 
 VERBS = {
     "train": ("hpclm.train", "train a model, or go on with a run"),
+    "status": ("hpclm.status", "show how runs stand: queue, step, loss, speed, time left"),
+    "logs": ("hpclm.logs", "print or follow the log of a run, of any rank or of its job"),
+    "cancel": ("hpclm.cancel", "let a run save and leave, and take its jobs out of the queue"),
+    "resume": ("hpclm.resume", "submit a run again, from its last checkpoint, with changes if any"),
     "config": ("hpclm.config.show", "print and explain settings"),
     "preprocess": ("hpclm.data.preprocess", "turn text into a dataset"),
     "data": ("hpclm.data.__main__", "inspect, verify, merge and convert datasets"),

@@ -6,11 +6,12 @@ A verb is a module with ``main(argv)``; ``python -m hpclm.VERB`` runs the same f
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from hpclm import __version__
-from hpclm.cluster import threads
+from hpclm.cluster import secrets, threads
 from hpclm.errors import MACHINE, HpclmError
 from hpclm.registry import hint
 
@@ -59,6 +60,7 @@ def run(verb: Callable[[list[str]], int | None], argv: Sequence[str] | None = No
     """Call a verb's main; what a person or the machine did wrong becomes one message and an exit code, no traceback."""
     threads.wait_politely()
     threads.open_many_files()
+    redact = secrets.Redactor()
     try:
         code = verb(list(sys.argv[1:] if argv is None else argv)) or 0
         if sys.stdout is not None:
@@ -66,7 +68,7 @@ def run(verb: Callable[[list[str]], int | None], argv: Sequence[str] | None = No
         return code
     except HpclmError as error:
         for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+            print(f"error: {redact(line)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -79,12 +81,20 @@ def run(verb: Callable[[list[str]], int | None], argv: Sequence[str] | None = No
         return 1
     except OSError as error:
         if error.errno not in MACHINE:
-            raise
+            return _fault(redact)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or closing it would fail in the same way
         print(
             f"error: {error.filename or 'writing'}: {error.strerror}; free the disk, then start again", file=sys.stderr
         )
         return 1
+    except Exception:
+        return _fault(redact)
+
+
+def _fault(redact: Callable[[str], str]) -> int:
+    """Print the traceback of the exception that is being handled, without secrets, and give the exit code."""
+    print(redact(traceback.format_exc()), end="", file=sys.stderr)
+    return 1
 
 
 def entry() -> None:

@@ -5,7 +5,6 @@ from importlib import import_module
 from pathlib import Path
 
 from hpclm import cli
-from hpclm.config.compose import is_override
 from hpclm.errors import ConfigError, LockedError
 from hpclm.job import runs as folders
 from hpclm.job.runs import Run
@@ -55,20 +54,14 @@ def may_start(standing: Standing, changes: list[str]) -> None:
 def words(run: Run, changes: list[str]) -> list[str]:
     """The arguments of hpclm submit that submit ``run`` again: ``changes`` come last, so that they win."""
     out = run.out.absolute()
-    mine = ["--config", str(out / "config.yaml")]
-    options = [word for word in changes if not is_override(word)]
-    settings = [word for word in changes if is_override(word)]
-    return [*mine, *before(run, options, settings), *options, f"out={out}", *settings]
+    return ["--config", str(out / "config.yaml"), *before(run, changes), f"out={out}", *changes]
 
 
-def before(run: Run, options: list[str], settings: list[str]) -> list[str]:
+def before(run: Run, changes: list[str]) -> list[str]:
     """The size and place of the last job, where they are not changed; of a run that was started by hand, of its processes."""
 
     def said(name: str) -> bool:
-        flag = f"--{name}"
-        return any(word == flag or word.startswith(f"{flag}=") for word in options) or any(
-            word.startswith(f"job.{name}=") for word in settings
-        )
+        return any(word == f"--{name}" or word.startswith((f"--{name}=", f"job.{name}=")) for word in changes)
 
     if run.submissions:
         last = run.submissions[-1]

@@ -22,9 +22,9 @@ END = """code=$?
 [ $code != 85 ] || again
 exit $code"""
 SCRIPTS = {
-    "srun": f"{AGAIN} srun -n1 --kill-on-bad-exit=1 %s\n{END}",
-    "a script alone": f"{AGAIN} %s\n{END}",
-    "mpirun": f"{AGAIN} export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1\nmpirun --oversubscribe -n 1 %s\n{END}",
+    "srun": f"{AGAIN} srun -n1 --kill-on-bad-exit=1 COMMAND\n{END}",
+    "a script alone": f"{AGAIN} COMMAND\n{END}",
+    "mpirun": f"{AGAIN} export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1\nmpirun --oversubscribe -n 1 COMMAND\n{END}",
 }
 
 
@@ -65,9 +65,9 @@ def test_now_ends_a_local_run_even_one_that_hangs(tmp_path, tiny):
 
 
 def test_the_launching_process_is_told_and_not_the_one_that_trains(tmp_path):
-    code = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(0)); print(1, flush=True); hpclm = time.sleep(60)"
-    launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    rank = subprocess.Popen([sys.executable, "-c", "import time; hpclm = time.sleep(60)"])
+    code = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(0)); print(1, flush=True); time.sleep(60)"
+    launcher = subprocess.Popen([sys.executable, "-c", code, "hpclm"], stdout=subprocess.PIPE)
+    rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "hpclm"])
     host = os.uname().nodename
     run = make(tmp_path / "a", [attempt(host=host, pid=rank.pid)])
     ledger.append(run, Submission("local", str(launcher.pid), host, 1, 2, ""))
@@ -108,7 +108,7 @@ def test_without_an_answer_of_slurm_a_job_is_not_called_cancelled(tmp_path, sque
 def by_hand(cluster, tiny, tmp_path, kind, *options):
     """A job that trains, submitted without hpclm; its number, once it has done some steps."""
     command = f"'{sys.executable}' -u -m hpclm.train " + " ".join(f"'{word}'" for word in endless(tiny))
-    script = f"export OMP_NUM_THREADS=1\n{SCRIPTS[kind] % command}"
+    script = f"export OMP_NUM_THREADS=1\n{SCRIPTS[kind].replace('COMMAND', command)}"
     job = cluster.batch(
         script, "--requeue", f"--chdir={ROOT}", "--open-mode=append", f"--output={tmp_path}/job.log", *options
     )

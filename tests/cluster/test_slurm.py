@@ -125,7 +125,9 @@ def test_a_real_job_is_seen_waiting_changed_and_cancelled(cluster):
 
 
 def test_steps_of_a_real_job_and_a_signal_to_one_process_of_it(cluster, tmp_path):
-    script = f"python3 -c 'hpclm = 1; import time; time.sleep(60)' & echo $! > {tmp_path}/pid; wait $!; echo $? > {tmp_path}/code"
+    script = (
+        f"python3 -c 'import time; time.sleep(60)' hpclm & echo $! > {tmp_path}/pid; wait $!; echo $? > {tmp_path}/code"
+    )
     job = cluster.batch(script, "--output=/dev/null")
     cluster.wait(job, "RUNNING")
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():

@@ -149,6 +149,20 @@ def test_the_job_s_log_says_how_it_ended_where_the_run_s_own_does_not(line, stat
     assert found["state"] == state and found["ending"].split()[-1] in line
 
 
+def test_the_cause_is_the_last_line_of_a_traceback_and_no_error_that_training_survived(tmp_path):
+    step = "2026-01-01 10:00:01,000 I step 5/20  loss 1.0  lr 1  1 tokens/s"
+    log = f"""2026-01-01 10:00:00,000 I run directory a, a new run
+2026-01-01 10:00:00,500 E checkpoint could not be saved; training goes on
+{step}
+"""
+    run = make(tmp_path / "a", [attempt()], rows(5), log_txt=log, lock="")
+    assert status(run)[0]["state"] == "left"
+    trace = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\n    g()\nValueError: no luck\n'
+    (run / "log.txt").write_text(f"{log}2026-01-01 10:00:02,000 E rank 3 on node2 (pid 5) failed: {trace}")
+    [found] = status(run)
+    assert (found["state"], found["ending"]) == ("failed", "rank 3 on node2 (pid 5) failed: ValueError: no luck")
+
+
 def test_a_silent_run_a_loss_that_is_not_finite_and_a_crash_loop_are_warned_of(tmp_path, squeue):
     run = make(
         tmp_path / "a", [attempt(time=now(-5000), job_id="7", from_step=3)] * 3, rows(5) + [{"step": 6, "loss": None}]

@@ -24,6 +24,8 @@ ENDS = (
     ("failed", re.compile(r"^[-\d]* ?[\d:,]* E (.*)$")),
     ("failed", re.compile(r"^error: (.*)$")),
 )
+STEPS = re.compile(r" I step \d+/?\d*  loss ")
+TRACE = "Traceback (most recent call last):"
 BEGINS = re.compile(r" run directory .*(goes on from step \d+|a new run)$")
 
 
@@ -194,11 +196,15 @@ def span(seconds: float) -> str:
 
 
 def _ending(lines: Sequence[str]) -> tuple[str, str]:
-    for line in reversed(lines):
+    for number in range(len(lines) - 1, -1, -1):
+        if STEPS.search(lines[number]):
+            break  # what was said before a step ended nothing
         for kind, pattern in ENDS:
-            found = pattern.search(line)
+            found = pattern.search(lines[number])
             if found:
-                return kind, found[1].strip()
+                words = found[1].strip()
+                traced = (line for line in lines[number + 1 :] if line.strip() and not line.startswith(" "))
+                return kind, words.replace(TRACE, next(traced, TRACE)) if words.endswith(TRACE) else words
     return "", ""
 
 

@@ -13,7 +13,7 @@ import torch
 from hpclm import engine as engines
 from hpclm import files, log, record
 from hpclm.checkpoint import CheckpointStore, Progress
-from hpclm.cluster import hardware, placement, preflight
+from hpclm.cluster import hardware, placement, preflight, secrets
 from hpclm.cluster.lease import Lease
 from hpclm.cluster.preempt import Preemption
 from hpclm.cluster.team import Team
@@ -127,9 +127,9 @@ def occupy(out: Path, opened: ExitStack) -> None:
 def log_files(out: Path, team: Team, opened: ExitStack) -> None:
     """Send this rank's log to its file: rank 0's to log.txt beside the terminal, another's to its own instead."""
     if team.leads:
-        opened.enter_context(log.also_to(out / "log.txt"))
+        opened.enter_context(log.also_to(out / "log.txt", secrets.Redactor()))
     else:
-        log.instead_to(out / "logs" / f"rank-{team.rank:05d}.log")
+        log.instead_to(out / "logs" / f"rank-{team.rank:05d}.log", secrets.Redactor())
     opened.enter_context(team.guard(out / "log.txt"))
 
 

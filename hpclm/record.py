@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import shlex
 import socket
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from hpclm import __version__, config
-from hpclm.cluster import bootstrap
+from hpclm.cluster import bootstrap, secrets
 from hpclm.cluster.team import Team
 from hpclm.config.mixture import mixture
 
@@ -41,7 +40,7 @@ def start(out: Path, run: config.RunConfig, team: Team, step: int, steps: int | 
         "size": team.size,
         "hosts": list(dict.fromkeys(team.hosts)),
         **bootstrap.job(),
-        "command": shlex.join([sys.executable, *sys.orig_argv[1:]]),
+        "command": secrets.Redactor().command([sys.executable, *sys.orig_argv[1:]]),
         "folder": str(Path.cwd()),
         "host": socket.gethostname(),
         "pid": os.getpid(),

@@ -1,9 +1,10 @@
 """The verb ``hpclm train``; what it does is in loop.py, which is loaded once the settings are known to be good."""
 
 import argparse
+from dataclasses import asdict
 
 from hpclm import cli, config, log
-from hpclm.cluster import bootstrap, placement, team, threads
+from hpclm.cluster import bootstrap, placement, secrets, team, threads
 from hpclm.config import RunConfig
 from hpclm.errors import ConfigError, HpclmError
 
@@ -19,10 +20,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("settings", nargs="+", metavar="FILE | key=value", help="one settings file, and overrides")
     args = parser.parse_args(argv)
     settings = config.from_cli(args.settings)
-    if settings.missing():
-        raise ConfigError(settings.missing())
+    wrong = settings.missing() + secrets.problems(asdict(settings))
+    if wrong:
+        raise ConfigError(wrong)
     world = bootstrap.detect(alone=False)
-    log.setup(world.rank)
+    log.setup(world.rank, redact=secrets.Redactor())
     if world.local_size > 1:
         threads.limit(placement.threads(world.local_size))
     with team.join(world, settings.cluster) as ours:

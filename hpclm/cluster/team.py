@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpclm import errors
-from hpclm.cluster import children, guardian, interfaces
+from hpclm.cluster import children, guardian, interfaces, secrets
 from hpclm.cluster.bootstrap import World
 from hpclm.cluster.ending import GuestLine, HostLine, Line, lost_a_peer
 from hpclm.cluster.rendezvous import Store, meet
@@ -164,7 +164,7 @@ class Team:
             else:
                 text = traceback.format_exc()
             children.kill()
-            self._line.die(text, exit_code(error), caused)
+            self._line.die(secrets.Redactor()(text), exit_code(error), caused)
             error.shared = True  # type: ignore[attr-defined]  # told: an outer guard only passes it on
             raise
 

@@ -8,14 +8,19 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from hpclm import __version__
-from hpclm.cluster import threads
+from hpclm.cluster import site, threads
 from hpclm.errors import MACHINE, HpclmError
 from hpclm.registry import hint
 
+if TYPE_CHECKING:
+    from hpclm.config import RunConfig
+
 VERBS = {
     "train": ("hpclm.train", "train a model, or go on with a run"),
+    "submit": ("hpclm.submit", "train on Slurm, on machines of a host file, or here"),
     "config": ("hpclm.config.show", "print and explain settings"),
     "preprocess": ("hpclm.data.preprocess", "turn text into a dataset"),
     "data": ("hpclm.data.__main__", "inspect, verify, merge and convert datasets"),
@@ -81,6 +86,13 @@ def run(verb: Callable[[list[str]], int | None], argv: Sequence[str] | None = No
             f"error: {error.filename or 'writing'}: {error.strerror}; free the disk, then start again", file=sys.stderr
         )
         return 1
+
+
+def settings(words: Sequence[str]) -> "RunConfig":
+    """``[FILE] key=value ...`` on top of the user's site file."""
+    from hpclm import config
+
+    return config.from_cli(list(words), site.path())
 
 
 def entry() -> None:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from hpclm import cli, config, log
+from hpclm import cli, log
 from hpclm.errors import ConfigError, HpclmError
 
 
@@ -16,7 +16,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("settings", nargs="+", metavar="FILE | key=value", help="one settings file, and overrides")
     args = parser.parse_args(argv)
-    settings = config.from_cli(args.settings)
+    settings = cli.settings(args.settings)
     if settings.missing():
         raise ConfigError(settings.missing())
     log.setup()

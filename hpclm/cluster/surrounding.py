@@ -41,3 +41,9 @@ def variables(options: Iterable[str], env: Env = os.environ) -> list[str]:
         kept |= {name for name in env if _OF_MPI.fullmatch(name) and not name.startswith("PMI_")}
     rows = (_OF_SLURM, _OF_MPI, _OF_TORCHRUN)
     return sorted(name for name in env if name not in kept and any(row.fullmatch(name) for row in rows))
+
+
+def without(options: Iterable[str], env: Env = os.environ) -> list[str]:
+    """Words to put before a command that keep those variables from it."""
+    names = variables(options, env)
+    return ["env", *(word for name in names for word in ("-u", name))] if names else []

@@ -1,7 +1,6 @@
 """YAML as a person means it."""
 
 import re
-import typing
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ class Loader(yaml.SafeLoader):
     And 10:00:00 is text, not a number to the base of 60, and so is 0123, not a number to the base of 8.
     """
 
-    yaml_implicit_resolvers: typing.ClassVar[dict] = {
+    yaml_implicit_resolvers: dict = {  # noqa: RUF012
         first: [(tag, NUMBERS.get(tag, pattern)) for tag, pattern in rows]
         for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }

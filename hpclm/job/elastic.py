@@ -24,10 +24,8 @@ def main(argv: list[str]) -> int:
     try:
         run.run(run.parse_args(["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", *argv]))
     except ChildFailedError as error:
-        _, first = error.get_first_failure()
-        print(
-            f"rank {first.rank} (process {first.pid}) ended first, with {first.exitcode}", file=sys.stderr, flush=True
-        )
+        rank, first = error.get_first_failure()
+        print(f"rank {rank} (process {first.pid}) ended first, with {first.exitcode}", file=sys.stderr, flush=True)
         return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
     return 0
 

@@ -20,7 +20,7 @@ def options(config: RunConfig, out: Path) -> Options:
         "job-name": name(job.name or config.name),
         "nodes": str(job.nodes),
         "ntasks-per-node": str(job.gpus),
-        "cpus-per-task": job.cpus_per_task and str(job.cpus_per_task),
+        "cpus-per-task": str(job.cpus_per_task) if job.cpus_per_task else None,
         "time": job.time,
         "partition": job.partition,
         "account": job.account,

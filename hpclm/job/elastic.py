@@ -48,4 +48,8 @@ def children() -> list[int]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    # srun ends all tasks when one has ended with another code than 0: the TERM must not become this one's own code
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,20 +37,32 @@ class Early(logging.Handler):
             self.records.append(record)
 
 
-def setup(level: int = logging.INFO) -> None:
-    """Send the log to standard error."""
+class Formatter(logging.Formatter):
+    """A line of the log, or several with a traceback, as ``redact`` gives them back."""
+
+    def __init__(self, redact: Callable[[str], str], dates: str | None = None):
+        super().__init__(FORMAT, dates)
+        self.redact = redact
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as text."""
+        return self.redact(super().format(record))
+
+
+def setup(level: int = logging.INFO, redact: Callable[[str], str] = str) -> None:
+    """Send the log to standard error. ``redact`` takes out what must not be told, secrets."""
     console = Console()
-    console.setFormatter(logging.Formatter(FORMAT, "%H:%M:%S"))
+    console.setFormatter(Formatter(redact, "%H:%M:%S"))
     logging.basicConfig(level=level, handlers=[console, Early()], force=True)
     logging.captureWarnings(True)
     logging.raiseExceptions = False  # a log that cannot be written (a full disk) must not bury the error that matters
 
 
 @contextmanager
-def also_to(path: Path) -> Iterator[None]:
-    """Append the log to ``path`` too while the block runs."""
+def also_to(path: Path, redact: Callable[[str], str] = str) -> Iterator[None]:
+    """Append the log to ``path`` too while the block runs, without what ``redact`` takes out."""
     handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter(FORMAT))
+    handler.setFormatter(Formatter(redact))
     root = logging.getLogger()
     for early in [each for each in root.handlers if isinstance(each, Early)]:
         root.removeHandler(early)

@@ -12,7 +12,7 @@ import torch
 from hpclm import engine as engines
 from hpclm import files, log, record
 from hpclm.checkpoint import CheckpointStore, Progress
-from hpclm.cluster import bootstrap, hardware
+from hpclm.cluster import bootstrap, hardware, secrets
 from hpclm.cluster.lease import Lease
 from hpclm.cluster.preempt import Preemption
 from hpclm.config import Plan, RunConfig, budget
@@ -52,7 +52,7 @@ def run(config: RunConfig) -> int:
         engine = engines.build(config, device, dtype)
 
         out = files.writable_folder(config.out, "run directory", mode=0o700)  # what cannot work has left no trace
-        with Lease(out), closing(train), log.also_to(out / "log.txt"):
+        with Lease(out), closing(train), log.also_to(out / "log.txt", secrets.Redactor()):
             store = CheckpointStore(out / "checkpoints", config.checkpoint.keep, identity(config, source))
             progress = begin(store.resume(engine, config.checkpoint.resume), length)
             record.start(out, config, progress.step)

@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import shlex
 import socket
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from hpclm import __version__, config
+from hpclm.cluster import secrets
 from hpclm.config.mixture import mixture
 
 LIBRARIES = (
@@ -34,7 +34,7 @@ def start(out: Path, run: config.RunConfig, step: int) -> None:
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "from_step": step,
-        "command": shlex.join([sys.executable, *sys.orig_argv[1:]]),
+        "command": secrets.Redactor().command([sys.executable, *sys.orig_argv[1:]]),
         "folder": str(Path.cwd()),
         "host": socket.gethostname(),
         "pid": os.getpid(),

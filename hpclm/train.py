@@ -1,8 +1,10 @@
 """The verb ``hpclm train``; what it does is in loop.py, which is loaded once the settings are known to be good."""
 
 import argparse
+from dataclasses import asdict
 
 from hpclm import cli, log
+from hpclm.cluster import secrets
 from hpclm.errors import ConfigError, HpclmError
 
 
@@ -17,9 +19,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("settings", nargs="+", metavar="FILE | key=value", help="one settings file, and overrides")
     args = parser.parse_args(argv)
     settings = cli.settings(args.settings)
-    if settings.missing():
-        raise ConfigError(settings.missing())
-    log.setup()
+    wrong = settings.missing() + secrets.problems(asdict(settings))
+    if wrong:
+        raise ConfigError(wrong)
+    log.setup(redact=secrets.Redactor())
     import torch
 
     from hpclm import loop

@@ -53,6 +53,10 @@ class Redactor:
             text = self._values.sub(HIDDEN, text)
         return _URL.sub(rf"\1\2{HIDDEN}@", text) if "://" in text else text
 
+    def knows(self, text: str) -> bool:
+        """Whether the value of a secret variable is in ``text``."""
+        return bool(self._values and self._values.search(text))
+
     def words(self, words: Iterable[str]) -> list[str]:
         """A command line; also hides what stands in it itself: ``NAME=value``, ``--name value``, ``--name=value``."""
         found: list[str] = []
@@ -75,13 +79,18 @@ def environment(env: Env = os.environ) -> dict[str, str]:
 
 def problems(settings: Mapping[str, Any], env: Env = os.environ) -> list[str]:
     """What is wrong with nested ``settings`` that hold a secret: a run keeps its settings in a file, so they must not."""
-    redact = Redactor(env)
-    return [
-        f"{key} holds a secret, and a run's settings are kept in its config.yaml; "
-        "export it as an environment variable where you start or submit the run, which passes it on"
-        for key, text in _leaves(settings)
-        if redact(text) != text or (text and key.startswith("job.env.") and is_secret(key[8:]))
-    ]
+    held = {name: Redactor({name: value}) for name, value in env.items()}
+    found = []
+    for key, text in _leaves(settings):
+        inside = [f"the value of ${name}" for name, redact in held.items() if redact.knows(text)]
+        inside += ["the password of a URL"] * bool(_URL.search(text))
+        inside += ["a secret, by its name"] * bool(text and key.startswith("job.env.") and is_secret(key[8:]))
+        if inside:
+            found.append(
+                f"{key} holds {inside[0]}, and a run's settings are kept in its config.yaml; take it out, and export it as "
+                "an environment variable where you start or submit the run"
+            )
+    return found
 
 
 def _leaves(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:

@@ -120,6 +120,27 @@ def send(job: str, name: str, whole: bool = False, env: Env = os.environ) -> boo
     return _gone_or(persist(["scancel", *(["--full"] if whole else []), "-s", name, job], env))
 
 
+def signal_process(job: str, node: str, pid: int, name: str, seconds: float = 10, env: Env = os.environ) -> bool:
+    """Send the signal ``name`` to one process of hpclm inside a running job, through a step beside its others."""
+    step = [
+        "srun",
+        f"--jobid={job}",
+        f"--nodelist={node}",
+        "--overlap",
+        "-N1",
+        "-n1",
+        "--mem=0",
+        "--gres=none",
+        "--quiet",
+    ]
+    act = f"grep -q hpclm /proc/{int(pid)}/cmdline && kill -s {name} {int(pid)}"
+    outside = {key: value for key, value in env.items() if not re.match("SLURM_(?!CONF$|CLUSTERS$)|SRUN_", key)}
+    try:
+        return ask([*step, "--chdir=/", "/bin/sh", "-c", act], seconds, outside)[0] == 0
+    except Silent:
+        return False
+
+
 def cancel(job: str, env: Env = os.environ) -> bool:
     """Take a job out of the queue: TERM to what runs, KILL some seconds later; whether there was one."""
     return _gone_or(persist(["scancel", job], env))

@@ -1,9 +1,11 @@
 import json
+import os
 import shlex
 
 import pytest
 
 from hpclm.cluster.secrets import Redactor, environment, is_secret, problems
+from tests.runs import hpclm
 
 ENV = {
     "HF_TOKEN": "hf_canary'12\"3\\",
@@ -89,4 +91,54 @@ def test_settings_that_hold_a_secret_are_named_and_not_repeated():
     }
     found = problems(settings, ENV)
     assert [problem.split()[0] for problem in found] == ["data.blend.1", "job.env.HF_TOKEN", "job.setup.0"]
-    assert "canary" not in "".join(found) and "export it" in found[0]
+    assert "canary" not in "".join(found) and "the password of a URL" in found[0] and "$WANDB_API_KEY" in found[2]
+
+
+CANARIES = {"HF_TOKEN": "canary-hf-0123", "WANDB_API_KEY": "canary'wandb", "https_proxy": "http://u:canary-proxy@h:1"}
+
+FAILING = """
+import os
+def schedule(position, length, optim):
+    if position > 5:
+        raise RuntimeError(f"cannot log in with {os.environ['HF_TOKEN']} at {os.environ['https_proxy']}")
+    return 1.0
+"""
+
+
+def everything(folder):
+    return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["that is done", "that fails with a traceback"])
+def test_no_byte_of_a_run_holds_a_secret(fails, tiny, tmp_path):
+    (tmp_path / "failing.py").write_text(FAILING)
+    env = os.environ | CANARIES | {"PYTHONPATH": str(tmp_path)}
+    words = ["optim.schedule=failing:schedule"] if fails else []
+    done = hpclm("train", *tiny("run", *words), env=env, cwd=tmp_path, check=1 if fails else 0)
+    kept = everything(tmp_path / "run")
+    assert b"step 4" in kept and b"canary" not in kept
+    assert "canary" not in done.stdout + done.stderr
+    if fails:
+        assert "cannot log in with *** at http://u:***@h:1" in done.stderr and "failing.py" in done.stderr
+        assert b"cannot log in with *** at" in (tmp_path / "run" / "log.txt").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["name=canary-hf-0123", "name=https://me:canary@host", "job.env={MY_PASSWORD: canary}", "optim.lr=canary-hf-0123"],
+)
+def test_a_secret_in_a_setting_is_refused_and_not_repeated(word, tiny, tmp_path):
+    done = hpclm("train", *tiny("run"), word, env=os.environ | CANARIES, check=64)
+    assert "canary" not in done.stdout + done.stderr and word.split("=")[0] in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_recorded_command_holds_no_secret(tiny, tmp_path):
+    import subprocess
+    import sys
+
+    code = "import sys; from hpclm import cli; sys.exit(cli.main(['train', *sys.argv[3:]]))"
+    command = [sys.executable, "-c", code, "--token", "canary", *tiny("run")]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    attempt = json.loads((tmp_path / "run" / "attempts.jsonl").read_text())
+    assert "--token '***'" in attempt["command"] and b"canary" not in everything(tmp_path / "run")

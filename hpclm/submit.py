@@ -27,7 +27,7 @@ FLAGS = {
     ("--qos", "-q"): "qos",
     ("--constraint", "-C"): "constraint",
     ("--exclude", "-x"): "exclude",
-    ("--nodelist", "-w"): "nodelist",
+    ("--nodelist", "-w", "--include", "-i"): "nodelist",
     ("--mem",): "mem",
     ("--cpus-per-task", "-c"): "cpus_per_task",
     ("--job-name", "-J"): "name",
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
     if args.dry_run:
         return _show(where, runs, scripts)
     if where != "slurm":
-        return _here(where, runs, args, command)
+        return _here(where, runs, command)
     return _submit(runs, scripts, command, args.again)
 
 
@@ -112,7 +112,6 @@ def _parser() -> argparse.ArgumentParser:
         "--debug", action="store_true", help="one process in the foreground, in which everything is checked"
     )
     add("--again", action="store_true", help="submit although a job of the run is in the queue, to go on after it")
-    add("-i", "--include", default="", metavar="HOST:SLOTS", help="of the host file, these alone: node1@node2:4,5")
     return parser
 
 
@@ -213,15 +212,14 @@ def _show(where: str, runs: Sequence[RunConfig], scripts: Sequence[str]) -> int:
     return 0
 
 
-def _here(where: str, runs: Sequence[RunConfig], args: argparse.Namespace, command: list[str]) -> int:
+def _here(where: str, runs: Sequence[RunConfig], command: list[str]) -> int:
     """Train in processes of this one's, or of mpirun's."""
     if len(runs) > 1:
         raise ConfigError(f"--sweep submits to Slurm; with job.cluster={where} start the runs one after another")
     run = runs[0]
     path = Path(run.out) / "config.yaml"
     send.write(run)
-    more = [args.include] if where == "mpirun" else []
-    return int(import_module(f"hpclm.job.{where}").run(run, path, *more))
+    return int(import_module(f"hpclm.job.{where}").run(run, path, command=command))
 
 
 def _submit(runs: Sequence[RunConfig], scripts: Sequence[str], command: list[str], again: bool) -> int:

@@ -209,6 +209,7 @@ def _join(tree: Any, key: str, value: Any) -> str | None:
     wrong = [name for name, text in value.items() if isinstance(text, bool) or not isinstance(text, kinds)]
     if wrong:
         return f"{key}.{wrong[0]}={value[wrong[0]]!r} must be text; put quotes around it"
+    OmegaConf.set_readonly(OmegaConf.select(tree, key.rpartition(".")[0]), False)
     before = OmegaConf.to_container(OmegaConf.select(tree, key), resolve=True) if value else {}
     added = {str(name): str(text) for name, text in value.items()}
     OmegaConf.update(tree, key, _literal({**typing.cast(dict, before), **added}), merge=False)

@@ -84,9 +84,9 @@ class JobConfig(Checked):
     constraint: str | None = None
     """Features that nodes must have."""
     exclude: str | None = None
-    """Nodes that must not be used."""
+    """Nodes that must not be used; with a hostfile also slots of them, as in job.nodelist."""
     nodelist: str | None = None
-    """Nodes that must be used."""
+    """Nodes that must be used; with a hostfile in DeepSpeed's syntax: node1@node2:4,5 is all of node1, two slots of node2."""
     mem: str | None = None
     """Memory of each node as Slurm writes it: 64G; 0 is all of it."""
     cpus_per_task: int | None = None

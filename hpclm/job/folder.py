@@ -41,7 +41,5 @@ def make(out: Path) -> None:
 
 def _makeable(out: Path) -> None:
     above = next(folder for folder in out.parents if folder.exists())
-    if not above.is_dir():
-        raise ConfigError(f"run directory {out} cannot be made: {above} is a file; choose another out")
     if not os.access(above, os.W_OK | os.X_OK):
         raise ConfigError(f"run directory {out} cannot be made: {above} cannot be written; choose another out")

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import hpclm
 from hpclm.config import JobConfig, RunConfig
 from hpclm.errors import ConfigError
 
@@ -47,7 +46,7 @@ def _python(job: JobConfig) -> Iterator[str]:
     yield f"python={shlex.quote(sys.executable or 'python3')}"
     if sys.prefix != sys.base_prefix:  # its mpirun is the one that its mpi4py is made for
         yield f'export PATH={shlex.quote(str(Path(sys.prefix) / "bin"))}:"$PATH"'
-    root = Path(hpclm.__file__).parents[1]
+    root = Path(__file__).parents[2]
     if root.name not in ("site-packages", "dist-packages"):
         yield f"export PYTHONPATH={shlex.quote(str(root))}${{PYTHONPATH:+:$PYTHONPATH}}"
 

@@ -45,7 +45,6 @@ def submit(script: Path, options: Iterable[str], lock: Path) -> str:
     UnansweredError: it is not known whether it did.
     """
     folder = files.aside(script.with_name("submitit"))
-    files.sweep(script.with_name("submitit"))
     folder.mkdir(0o700)
     held = ["flock", str(lock)] if shutil.which("flock") else []
     try:

@@ -47,6 +47,8 @@ def send(config: RunConfig, text: str, command: Sequence[str], again: bool = Fal
     folder.make(out)
     with files.locked(out / "job" / "lock"):
         scripts = _scripts(out)
+        for name in ("config.yaml", "job/submitit", f"job/script-{max(scripts, default=0) + 1}.sbatch"):
+            files.sweep(out / name)  # what a killed one has left
         recorded = {Path(each.script).name for each in ledger.read(out) if each.script}
         found = queued(out) if scripts else []
         lost = [job for job in found if job.script.name not in recorded]

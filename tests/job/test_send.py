@@ -1,6 +1,5 @@
 """Submission to a real Slurm."""
 
-import json
 import random
 import shlex
 import signal
@@ -10,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import strategies as st
 
 from hpclm import config
 from hpclm.job import ledger, script
@@ -150,7 +148,7 @@ def test_submit_killed_at_any_moment_and_typed_again_leaves_exactly_one_job(subm
         (queued,) = jobs(submit.cluster)
         assert queued.split()[0] == ledger.read(out)[0].job_id
         submit.cluster.run(["scancel", queued.split()[0]])
-        assert not list(out.rglob(".submission_file*")) and not list(out.rglob("submitit.tmp-*"))
+        assert not list(out.rglob("*.tmp-*"))
     print(f"refused {codes.count(75)}, went on {codes.count(0)}, of which {lost} found a job that was not recorded")
     assert {0, 75} <= set(codes)
 
@@ -183,13 +181,12 @@ def test_submit_inside_a_job_starts_a_job_of_its_own_size(submit):
 
 def test_an_option_arrives_in_slurm_as_it_was_written(submit):
     values = [text for text in NASTY if text.strip() and text.isprintable()] + ["a " * 20, 'x"', "\\\\", "\"' \\", "#"]
-    values += [st.text(alphabet="ab \"'\\#$%é", min_size=1, max_size=9).example() for _ in range(0)]
     draw = random.Random(7)
     values += ["".join(draw.choices("ab \"'\\#$%é-", k=8)).strip() or "x" for _ in range(30)]
     for value in values:
         text = f"#!/bin/bash\n{directive('comment', value)}\n#SBATCH --hold\ntrue\n"
         job = submit.cluster.batch(text)
-        assert submit.cluster.run(["squeue", "-h", "-j", job, "-o", "%k"]).stdout.strip("\n") == value.rstrip(), value
+        assert submit.cluster.run(["squeue", "-h", "-j", job, "-o", "%k"]).stdout.strip("\n") == value, value
         submit.cluster.run(["scancel", job])
 
 
@@ -197,7 +194,8 @@ RANK = """
 import os, signal, sys, time
 settings = dict(word.split("=", 1) for word in sys.argv[2:])
 names = ["SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "RANK", "SLURM_RESTART_COUNT"]
-print("rank", {name: os.environ[name] for name in names if name in os.environ}, sys.argv[1:], flush=True)
+said = {name: os.environ[name] for name in names if name in os.environ}
+os.write(1, f"rank {said} {sys.argv[1:]}\\n".encode())
 heard = []
 for number in (signal.SIGTERM, signal.SIGUSR2):
     signal.signal(number, lambda number, frame: heard.append(number))
@@ -295,11 +293,15 @@ def test_a_job_that_a_person_cancels_stays_cancelled(cluster, by_hand, template)
 
 
 def test_a_job_that_starts_again_may_have_another_number_of_nodes(cluster, by_hand):
-    job, log = by_hand("srun", "seconds=90", options=["--nodes=1-2", "--ntasks-per-node=2"])
+    job, log = by_hand("srun", "seconds=90", options=TWO_BY_TWO)
     wait_for(lambda: ranks(log) == 4)
-    cluster.down("node2") if "node2" in cluster.show(job)["NodeList"] or "[" in cluster.show(job)["NodeList"] else None
-    cluster.run(["scontrol", "update", f"jobid={job}", "numnodes=1"], check=False)
-    assert json.dumps(cluster.show(job)["NumNodes"])
+    cluster.run(["scontrol", "requeue", job])
+    cluster.wait(job, "PENDING")
+    cluster.run(["scontrol", "update", f"jobid={job}", "numnodes=1", "numtasks=2"])
+    cluster.wait(job, ["COMPLETED", "FAILED"])
+    shown = cluster.show(job)
+    assert (shown["JobState"], shown["NumNodes"]) == ("COMPLETED", "1"), log.read_text()
+    assert ranks(log) == 4 + 2
 
 
 def test_every_preset_renders_to_a_script_that_slurm_would_take(cluster, tmp_path):

@@ -123,6 +123,7 @@ def test_a_sweep_is_a_job_for_each_run_and_what_is_queued_already_is_left_alone(
     assert rates == [0.001, 0.003, 0.009]
 
 
+@pytest.mark.slow
 def test_submit_killed_at_any_moment_and_typed_again_leaves_exactly_one_job(submit):
     words = [sys.executable, "-m", "hpclm", "submit", *SMALL, *HOLD]
     env = {**submit.cluster.env, "HPCLM_SITE": ""}
@@ -131,7 +132,7 @@ def test_submit_killed_at_any_moment_and_typed_again_leaves_exactly_one_job(subm
     usual = time.monotonic() - began
     submit.cluster.cancel_all()
     chance, codes, lost = random.Random(4), [], 0
-    for number in range(40):
+    for number in range(30):
         out = submit.here / f"runs/k{number}"
         process = subprocess.Popen(
             [*words, f"out={out}"], env=env, cwd=submit.here, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -164,6 +165,24 @@ def test_a_job_whose_submission_was_not_recorded_is_found_again(submit):
     assert [each.job_id for each in ledger.read(out)] == [job_id(first)]
 
 
+def test_an_sbatch_that_outlives_its_killed_submit_is_waited_for(submit, tmp_path):
+    slow = tmp_path / "slow" / "sbatch"
+    slow.parent.mkdir()
+    real = submit.cluster.run(["which", "sbatch"]).stdout.strip()
+    slow.write_text(f'#!/bin/bash\ntouch {tmp_path}/begun\nsleep 4\nexec {real} "$@"\n')
+    slow.chmod(0o755)
+    env = {**submit.cluster.env, "HPCLM_SITE": "", "PATH": f"{slow.parent}:{submit.cluster.env['PATH']}"}
+    command = [sys.executable, "-m", "hpclm", "submit", *SMALL, *HOLD]
+    process = subprocess.Popen(command, env=env, cwd=submit.here)
+    wait_for((tmp_path / "begun").exists)
+    process.kill()
+    process.wait()
+    assert jobs(submit.cluster) == []
+    done = submit(*SMALL, *HOLD)
+    assert "was in the queue already" in done.stdout
+    assert [line.split()[0] for line in jobs(submit.cluster)] == [job_id(done)]
+
+
 def test_submit_inside_a_job_starts_a_job_of_its_own_size(submit):
     inner = shlex.join(
         [sys.executable, "-m", "hpclm", "submit", "--gpus", "2", "--time", "2", *SMALL, f"out={submit.here}/inner"]
@@ -175,6 +194,7 @@ def test_submit_inside_a_job_starts_a_job_of_its_own_size(submit):
     )
     assert submit.cluster.wait(outer) == "COMPLETED", (submit.here / "outer.log").read_text()
     (said,) = ledger.read(submit.here / "inner")
+    submit.cluster.wait(said.job_id)
     shown = submit.cluster.show(said.job_id)
     assert (shown["NumNodes"], shown["NumTasks"], shown["CPUs/Task"]) == ("1", "2", "1")
 

@@ -23,15 +23,16 @@ def launch(
     notes: Sequence[str] = (),
     command: Sequence[str] = (),
     conclude: Callable[[int, Callable[[str, str], None]], int] | None = None,
+    name: str = "",
 ) -> int:
     """Run ``processes`` in the foreground and give the exit code; the first one's output is what the person sees.
 
     ``notes`` are told first; ``command`` is what the person typed, secrets taken out. ``conclude`` turns the exit code
-    into the one to leave with, and may say why.
+    into the one to leave with, and may say why. ``cluster`` stands in the ledger, ``name`` in the log's own.
     """
     out = files.writable_folder(config.out, "run directory", mode=0o700)
     logs = files.writable_folder(out / "logs", "log folder", mode=0o700)
-    log = (logs / f"job-{cluster}-{os.getpid()}.log").absolute()
+    log = (logs / f"job-{name or cluster}-{os.getpid()}.log").absolute()
     ledger.append(
         out,
         Submission(

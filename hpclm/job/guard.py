@@ -38,7 +38,7 @@ def main(words: list[str]) -> int:
         code = supervise([process], lifeline, None, Manner(SIGNALS, spoken=False, ended=report))
         return 0 if code == REQUEUE and written else code
 
-    return guardian.guarded(act)
+    return guardian.guarded(act, tell=False)
 
 
 def ends(folder: Path) -> dict[int, End]:

@@ -19,11 +19,12 @@ from hpclm.job import remains
 WARNINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def guarded(act: Callable[[int], int]) -> int:
+def guarded(act: Callable[[int], int], tell: bool = True) -> int:
     """Exit code of ``act(lifeline)``, called in a guardian process; signals that come here are passed on to it.
 
     ``lifeline`` is a pipe that ends when this process is gone. The guardian has a session of its own, so that a
     terminal's Ctrl-C comes here alone; it starts with the signals of WARNINGS blocked and must unblock them.
+    ``tell``: say when the guardian was killed.
     """
     mine = frozenset(children.descendants(os.getpid()))
     children.adopt()
@@ -46,8 +47,10 @@ def guarded(act: Callable[[int], int]) -> int:
     ended = remains.end(keep=mine, quiet=0, grace=0)
     if code >= 0:
         return code
-    print(f"error: the guardian of the run (pid {pid}) was killed by {signal.Signals(-code).name}", file=sys.stderr)
-    print(f"error: the {len(ended)} processes it had started were ended", file=sys.stderr)
+    if tell:
+        name = signal.Signals(-code).name
+        print(f"error: the guardian of the run (pid {pid}) was killed by {name};", end=" ", file=sys.stderr)
+        print(f"ended {len(ended)} processes it had started", file=sys.stderr)
     return 128 - code
 
 

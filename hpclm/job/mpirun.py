@@ -2,24 +2,19 @@
 
 import os
 import re
-import secrets
 import shutil
 import signal
 import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from hpclm import files
 from hpclm.cluster import environment, gpus
 from hpclm.config import RunConfig
-from hpclm.errors import REQUEUE, ConfigError
-from hpclm.job import guard, hostfile, local
-from hpclm.job.death import End
-from hpclm.job.foreground import launch
+from hpclm.errors import ConfigError
+from hpclm.job import hostfile, local
 from hpclm.job.hostfile import Resources
-from hpclm.job.supervise import Manner, Process
+from hpclm.job.through import through
 
 Flavour = Literal["Open MPI", "MPICH", "Intel MPI"]
 
@@ -29,7 +24,8 @@ PASSED = re.compile(
 )
 """Variables that a process on another host needs as they are here; mpirun alone starts them with what a login gives."""
 SIGNALS: dict[int, int] = dict.fromkeys((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signal.SIGUSR1)
-"""mpirun passes USR1 and USR2 on to the ranks; on the others it ends them within a second."""
+"""mpirun passes USR1 on to the ranks (Open MPI's USR2 too); on the others it ends them within a second."""
+GRACE = 5.0  # seconds that mpirun has to end the ranks on other hosts, once one has failed
 
 
 def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Sequence[str] = ()) -> int:
@@ -54,21 +50,18 @@ def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Seq
         count = nodes * each
         notes = [f"{kind}: {count} processes, {each} on each of {nodes} node{'s' * (nodes != 1)}"]
     notes += local.unused(config.job, "mpirun")
-    out = files.writable_folder(config.out, "run directory", mode=0o700).absolute()
-    folder = files.writable_folder(out / "job" / f"ends-{secrets.token_hex(4)}", "job folder", mode=0o700)
-    guarded = [sys.executable, "-u", "-m", "hpclm.job.guard", str(folder), *(program or local.train(path))]
     if "OMP_NUM_THREADS" not in env and "SLURM_JOB_ID" not in env and not hosts:
         env["OMP_NUM_THREADS"] = str(local.threads(count, environment.cores()))
     passed = [name for name in env if PASSED.fullmatch(name) or name in config.job.env]
-    line = words_of(mpirun, kind, hosts, (nodes, each), guarded, passed, root=os.geteuid() == 0)
-    mpi = Process("mpirun", tuple(line), env)
+    root = os.geteuid() == 0
 
-    def conclude(code: int, say: Callable[[str, str], None]) -> int:
-        found = guard.ends(folder)
-        shutil.rmtree(folder, ignore_errors=True)
-        return verdict(code, count, found, say)
+    def line(program: Sequence[str]) -> list[str]:
+        return words_of(mpirun, kind, hosts, (nodes, each), program, passed, root)
 
-    return launch(config, "mpirun", [mpi], nodes, each, Manner(SIGNALS, spoken=False), notes, command, conclude)
+    signals = SIGNALS if kind == "Open MPI" else SIGNALS | {signal.SIGUSR2: signal.SIGUSR1}
+    shape = (nodes, each, count)
+    program = program or local.train(path)
+    return through("mpirun", config, line, program, env, shape, signals, GRACE, notes, command, cluster="mpirun")
 
 
 def resources(config: RunConfig) -> Resources:
@@ -152,17 +145,3 @@ def words_of(
         devices = "CUDA_VISIBLE_DEVICES=" + ",".join(map(str, slots))
         line += [":"] * bool(number) + exported + ["-host", where, "-n", str(len(slots)), "env", devices, *program]
     return line
-
-
-def verdict(code: int, count: int, ends: Mapping[int, End], say: Callable[[str, str], None]) -> int:
-    """The exit code of a run whose mpirun ended with ``code``, and whose ``count`` ranks with ``ends`` as far as known."""
-    failed = {rank: end for rank, end in ends.items() if end.code not in (0, REQUEUE)}
-    for rank, end in failed.items():
-        if end.code >= 0:
-            say(f"rank {rank} on {end.name} (pid {end.pid}) ended with exit code {end.code}", "E")
-        return end.code if end.code > 0 else 128 - end.code
-    if code and len(ends) < count:
-        missing = count - len(ends)
-        say(f"mpirun ended with exit code {code}; {missing} of {count} ranks left no word of their end", "E")
-        return code
-    return REQUEUE if any(end.code == REQUEUE for end in ends.values()) else 0

@@ -19,7 +19,7 @@ from hpclm.job.guardian import WARNINGS
 from hpclm.job.streams import Streams
 
 SETTLE = 3.0  # seconds that the others have, once one has failed, to say what they know of it and to end
-GRACE = 2.0  # seconds between SIGTERM and SIGKILL
+POLL = 0.5  # seconds between two questions whether one has failed elsewhere
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,10 @@ class Manner:
     """Which signal is sent for which (those of WARNINGS); None: each as it is."""
     spoken: bool = True
     """Whether to tell of exit codes and of what was ended; False where somebody else does. Kills are always told."""
+    failed: Callable[[], bool] | None = None
+    """Asked twice a second whether processes elsewhere, which are not seen from here, have failed."""
+    grace: float = 2.0
+    """Seconds between SIGTERM and SIGKILL for those that run on when one has failed."""
     ended: Callable[[End, bool], None] | None = None
     """Told of each process that ends, at once, and whether that was by itself or by a signal it was sent."""
 
@@ -132,17 +136,17 @@ def supervise(
             for end in told[:1]:
                 if manner.spoken or -end.code not in crew.sent:
                     say(death.words(end, crew.sent, kills), "E")
-            if crew.failed:
+            if crew.running and not why:
                 _settle(crew, hear)
-                if manner.spoken:
-                    for text in death.summary([end for end in crew.failed if end not in told[:1]], crew.sent, kills):
-                        say(text, "E")
+            if manner.spoken:
+                for text in death.summary([end for end in crew.failed if end not in told[:1]], crew.sent, kills):
+                    say(text, "E")
             if why and manner.spoken:
                 say(why, "E")
         finally:
             crew.noted = False
             running = set(crew.running)
-            ended = remains.end(quiet=0.0 if running else 1.0, grace=GRACE, reap=lambda: _tell(crew, manner))
+            ended = remains.end(quiet=0.0 if running else 1.0, grace=manner.grace, reap=lambda: _tell(crew, manner))
     if ended and manner.spoken and (crew.failed or why):
         ranks = f"{len(running)} process{'es' * (len(running) != 1)} that ran on"
         say(f"ended {ranks} and {len(ended - running)} of their children", "W")
@@ -171,8 +175,9 @@ def _tell(crew: Crew, manner: Manner) -> None:
 def _watch(crew: Crew, hear: Callable[[float | None], list[int]], manner: Manner, say: Callable[..., None]) -> str:
     """Wait until all have ended or one has failed; why to end them otherwise, or nothing."""
     interrupts = 0
-    while crew.running and not crew.failed:
-        for number in hear(None):
+    elsewhere = manner.failed or (lambda: False)
+    while crew.running and not crew.failed and not elsewhere():
+        for number in hear(POLL if manner.failed else None):
             if number == GONE:
                 return ORPHANED
             if number in WARNINGS:

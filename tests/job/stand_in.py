@@ -33,7 +33,12 @@ MARK = ""
 
 def rank(folder, *words):
     global MARK
-    me = int(os.environ.get("HPCLM_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK", "0"))
+    me = int(
+        os.environ.get("HPCLM_RANK")
+        or os.environ.get("OMPI_COMM_WORLD_RANK")
+        or os.environ.get("PMI_RANK")
+        or os.environ.get("SLURM_PROCID", "0")
+    )
     folder = Path(folder)
     MARK = f"{folder}"
     got = []

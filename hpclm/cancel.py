@@ -153,9 +153,10 @@ def of_process(pid: int, now: bool) -> Target:
         if not now:
             process.terminate(pid)
             return
-        for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):  # a second Ctrl-C ends a run at once
+        # a second Ctrl-C ends a run at once
+        for number, seconds in ((signal.SIGINT, 0.3), (signal.SIGINT, AT_ONCE), (signal.SIGKILL, 1.0)):
             process.terminate(pid, number)
-            if process.wait(pid, AT_ONCE if number == signal.SIGINT else 1):
+            if process.wait(pid, seconds):
                 return
 
     return Target(f"process {pid}", True, end, lambda: process.began(pid) is None)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -9,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from hpclm import cli
+from hpclm.cluster import process
 from hpclm.job import runs as folders
 from hpclm.job.standing import Standing, job_words, look, span
 
-PATIENCE = 0.6  # seconds squeue may take; the rest of a second is for this process and its files
+ANSWERS = 0.75  # seconds after this process began when squeue must have answered; the rest of a second is for the rest
+LEAST = 0.1  # seconds it is given in any case
 COLUMNS = ("RUN", "STATE", "STEP", "LOSS", "TOKENS/S", "LEFT", "LAST STEP", "CHECKPOINT", "")
 
 
@@ -30,7 +33,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print a JSON list with an object for each run")
     args = parser.parse_args(argv)
     chosen = [folders.resolve(word, args.runs) for word in args.run] or folders.find(args.runs)
-    found = look([folders.read(out) for out in chosen], PATIENCE)
+    runs = [folders.read(out) for out in chosen]
+    began = process.began(os.getpid())
+    found = look(runs, max(LEAST, ANSWERS - (time.time() - began if began else 0)))
     if args.json:
         print(json.dumps([values(each) for each in found], indent=2))
     elif args.run:

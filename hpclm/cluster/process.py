@@ -1,6 +1,7 @@
 """Processes of this host: whether one that was written down still is the same, and who holds a lock."""
 
 import os
+import re
 import signal
 import socket
 import time
@@ -9,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 PROC = Path("/proc")
+OURS = r"(.*/)?hpclm([.][a-z_.]+)?"  # a word of a command line of ours: hpclm, its path, or a module of it after -m
 TOLERANCE = 60  # seconds by which a process may seem younger than the line that names it: clocks are set
 
 
@@ -41,9 +43,10 @@ def is_ours(pid: int, written: str) -> bool:
         if start > datetime.strptime(written, "%Y-%m-%dT%H:%M:%S%z").timestamp() + TOLERANCE:
             return False
     try:
-        return b"hpclm" in (PROC / str(pid) / "cmdline").read_bytes()
+        words = (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return False
+    return any(re.fullmatch(OURS, word) for word in words)
 
 
 def holders(path: Path) -> list[int] | None:

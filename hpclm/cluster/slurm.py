@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, cast
 
+from hpclm.cluster.process import OURS
 from hpclm.errors import HpclmError
 
 Env = Mapping[str, str]
@@ -133,7 +134,7 @@ def signal_process(job: str, node: str, pid: int, name: str, seconds: float = 10
         "--gres=none",
         "--quiet",
     ]
-    act = f"grep -q hpclm /proc/{int(pid)}/cmdline && kill -s {name} {int(pid)}"
+    act = f"tr '\\0' '\\n' < /proc/{int(pid)}/cmdline | grep -Eqx '{OURS}' && kill -s {name} {int(pid)}"
     outside = {key: value for key, value in env.items() if not re.match("SLURM_(?!CONF$|CLUSTERS$)|SRUN_", key)}
     try:
         return ask([*step, "--chdir=/", "/bin/sh", "-c", act], seconds, outside)[0] == 0

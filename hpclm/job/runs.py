@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hpclm.errors import ConfigError
 from hpclm.job import ledger
 from hpclm.job.ledger import Submission
@@ -143,6 +141,8 @@ def tail(path: Path, size: int = TAIL) -> str:
 
 def planned(path: Path) -> int | None:
     """Steps that the budget in a settings file is enough for, where its numbers alone say so."""
+    import yaml  # of use to few, and slow to load
+
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
         content = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))

@@ -24,6 +24,8 @@ ENDS = (
     ("failed", re.compile(r"^[-\d]* ?[\d:,]* E (.*)$")),
     ("failed", re.compile(r"^error: (.*)$")),
 )
+STEPS = re.compile(r" I step \d+/?\d*  loss ")
+TRACE = "Traceback (most recent call last):"
 BEGINS = re.compile(r" run directory .*(goes on from step \d+|a new run)$")
 
 
@@ -87,11 +89,8 @@ class Standing:
         """What a person should look at."""
         found = []
         usual = self.step_seconds or 0
-        silent = None if self.age is None else self.age
-        if self.name == "starting" and self.job and self.run.attempt:
-            silent = None
-        if self.name == "running" and silent is not None and silent > max(120, 20 * usual):
-            found.append(f"no step for {span(silent)}, and a step takes {usual:.2f} s: hpclm logs {self.run.out}")
+        if self.name == "running" and self.age is not None and self.age > max(120, 20 * usual):
+            found.append(f"no step for {span(self.age)}, and a step takes {usual:.2f} s: hpclm logs {self.run.out}")
         steps = self.run.steps
         if steps and steps[-1]["loss"] is None:
             found.append(f"the loss of step {steps[-1]['step']} is not finite")
@@ -133,7 +132,7 @@ def stand(run: Run, states: Mapping[str, State] | None, asked: str = "") -> Stan
     total, now = run.total(), time.time()
     here = process_here(run)
     kind, words = last_words(run)
-    fresh = run.stepped is not None and now - run.stepped < LATELY and bool(run.holder)
+    fresh = run.stepped is not None and now - run.stepped < LATELY and _far(run)
     if live and job:
         name = "waiting" if job.waits else "leaving" if job.name == "COMPLETING" else _working(run, job)
     elif here is not None:
@@ -142,7 +141,7 @@ def stand(run: Run, states: Mapping[str, State] | None, asked: str = "") -> Stan
         name = "running"
     elif total is not None and run.step >= total:
         name, words = "done", words if kind == "done" else f"step {run.step} of {total}"
-    elif states is None or _elsewhere(run):
+    elif states is None or (_far(run) and not run.attempt.get("job_id")):
         name = kind or "unknown"
     elif kind:
         name = kind
@@ -152,7 +151,7 @@ def stand(run: Run, states: Mapping[str, State] | None, asked: str = "") -> Stan
         name, words = "left", f"left in good order after step {run.step}"
     else:
         name, words = "ended", "ended without a word: killed, or its node failed"
-    if job and not job.live and name in ("failed", "ended", "left") and job.name != "COMPLETED":
+    if job and not job.live and name in ("failed", "ended") and job.name != "COMPLETED":
         because = f" ({job.reason})" if job.reason not in ("", "None") else ""
         words = f"{words}; job {job.id} {job.name}{because}"
     return Standing(run, name, job, asked, here, words, total, now)
@@ -197,11 +196,15 @@ def span(seconds: float) -> str:
 
 
 def _ending(lines: Sequence[str]) -> tuple[str, str]:
-    for line in reversed(lines):
+    for number in range(len(lines) - 1, -1, -1):
+        if STEPS.search(lines[number]):
+            break  # what was said before a step ended nothing
         for kind, pattern in ENDS:
-            found = pattern.search(line)
+            found = pattern.search(lines[number])
             if found:
-                return kind, found[1].strip()
+                words = found[1].strip()
+                traced = (line for line in lines[number + 1 :] if line.strip() and not line.startswith(" "))
+                return kind, words.replace(TRACE, next(traced, TRACE)) if words.endswith(TRACE) else words
     return "", ""
 
 
@@ -216,7 +219,8 @@ def _working(run: Run, job: State | None) -> str:
     began = _seconds(job.start) if job else None
     if when is None or (began is not None and when < began - 2):
         return "starting"
-    return "running" if run.stepped is not None and run.stepped >= when - 1 else "starting"
+    steps = run.stepped is not None and run.stepped >= when - 1 and run.step > (run.attempt.get("from_step") or 0)
+    return "running" if steps else "starting"
 
 
 def _seconds(text: str) -> float | None:
@@ -228,9 +232,9 @@ def _seconds(text: str) -> float | None:
     return None
 
 
-def _elsewhere(run: Run) -> bool:
-    """Whether the last attempt is a process of another host, started without Slurm, that has not signed off."""
-    return run.holder is not None and run.holder.get("host") != process.host() and not run.attempt.get("job_id")
+def _far(run: Run) -> bool:
+    """Whether a process of another host, which cannot be seen from here, has not signed off."""
+    return run.holder is not None and run.holder.get("host") != process.host()
 
 
 def _owners(runs: Sequence[Run]) -> list[int]:

@@ -9,14 +9,19 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from hpclm import __version__
-from hpclm.cluster import secrets, threads
+from hpclm.cluster import secrets, site, threads
 from hpclm.errors import MACHINE, HpclmError
 from hpclm.registry import hint
 
+if TYPE_CHECKING:
+    from hpclm.config import RunConfig
+
 VERBS = {
     "train": ("hpclm.train", "train a model, or go on with a run"),
+    "submit": ("hpclm.submit", "train on Slurm, on machines of a host file, or here"),
     "status": ("hpclm.status", "show how runs stand: queue, step, loss, speed, time left"),
     "logs": ("hpclm.logs", "print or follow the log of a run, of any rank or of its job"),
     "cancel": ("hpclm.cancel", "let a run save and leave, and take its jobs out of the queue"),
@@ -97,6 +102,13 @@ def _fault(redact: Callable[[str], str]) -> int:
     """Print the traceback of the exception that is being handled, without secrets, and give the exit code."""
     print(redact(traceback.format_exc()), end="", file=sys.stderr)
     return 1
+
+
+def settings(words: Sequence[str]) -> "RunConfig":
+    """``[FILE] key=value ...`` on top of the user's site file."""
+    from hpclm import config
+
+    return config.from_cli(list(words), site.path())
 
 
 def entry() -> None:

@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import asdict
 
-from hpclm import cli, config, log
+from hpclm import cli, log
 from hpclm.cluster import bootstrap, placement, secrets, team, threads
 from hpclm.config import RunConfig
 from hpclm.errors import ConfigError, HpclmError
@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("settings", nargs="+", metavar="FILE | key=value", help="one settings file, and overrides")
     args = parser.parse_args(argv)
-    settings = config.from_cli(args.settings)
+    settings = cli.settings(args.settings)
     wrong = settings.missing() + secrets.problems(asdict(settings))
     if wrong:
         raise ConfigError(wrong)

@@ -352,6 +352,8 @@ class EngineConfig(Checked):
     """With recompute=full, blocks that are forgotten and computed again together."""
     loss_chunk: int | None = None
     """Rows (tokens) of the logits that exist at a time while the loss is computed; null: 4096 on a GPU, 512 on a CPU."""
+    anomaly: bool = False
+    """Stop at the operation that made a gradient NaN, with the place in the forward pass it belongs to; slow."""
 
     def problems(self) -> Iterator[str]:
         """What cannot work in the engine's settings."""
@@ -359,6 +361,8 @@ class EngineConfig(Checked):
         if wrong:
             yield wrong
         yield from at_least(1, "engine", recompute_every=self.recompute_every, loss_chunk=self.loss_chunk)
+        if self.anomaly and self.compile:
+            yield "engine.anomaly=true finds nothing inside compiled blocks; set engine.compile=false"
         if self.recompute_every > 1 and self.recompute != "full":
             yield f"engine.recompute_every={self.recompute_every} has no effect with engine.recompute={self.recompute}"
 

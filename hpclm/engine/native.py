@@ -65,7 +65,9 @@ class NativeEngine:
         seed_step(self.config.seed, step, self.team.rank)
         self.model.train()
         weights = token_weights(batches, self.config.batch.loss_norm, self.team)
-        loss = self.team.total(accumulate(self.replica, self.loss, batches, weights, scale))
+        # an overflow of fp16 is no anomaly: the loss scale answers it
+        with torch.autograd.set_detect_anomaly(self.config.engine.anomaly, check_nan=self.scale is None):
+            loss = self.team.total(accumulate(self.replica, self.loss, batches, weights, scale))
         norm = gradient_norm(self.model.parameters())
         bad = (~torch.isfinite(norm + loss)).float()
         update(self.optimizer, lr, norm, self.config.optim.clip, scale, bad)

@@ -65,8 +65,8 @@ not_alive() { ! alive "$1"; }
 
 # holders [NODE]: pids of Slurm's own processes that hold files of this cluster open, or of this node
 holders() {
-  local pid file
-  for pid in $(pgrep '^(slurm|: slurm|munged|mariadbd)' || true); do
+  local pid
+  for pid in $(ps -eo pid=,comm= | awk '$2 ~ /^(slurm|munged|mariadbd)/ {print $1}'); do
     [[ $(readlink "/proc/$pid/fd/"* 2>/dev/null) == *"$folder/${1:+log/slurmd-$1.log}"* ]] && echo "$pid"
   done
   return 0

@@ -1,0 +1,117 @@
+"""One process in the foreground that finds a mistake fast: small data, few steps, anomaly detection, a debugger."""
+
+import faulthandler
+import logging
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+from hpclm import config as settings
+from hpclm import files
+from hpclm.cluster.lease import Lease
+from hpclm.config import DataConfig, RunConfig
+from hpclm.config.compose import as_yaml
+from hpclm.config.data import OF_FILES
+from hpclm.errors import HpclmError
+
+log = logging.getLogger(__name__)
+
+STEPS = 5
+BUDGET = 1000  # steps at most that the data's order is made for: enough to begin, and made in no time
+MICRO = 2
+
+
+def run(config: RunConfig, train: Callable[[RunConfig], int], pdb: bool = False) -> int:
+    """Call ``train`` in this process with what ``overrides`` makes of ``config``; gives its exit code.
+
+    The run directory is OUT-debug, and begins anew each time. ``pdb``: after an exception that is a fault of the program,
+    look at it in the debugger, where there is a terminal.
+    """
+    words = overrides(config)
+    changed = applied(config, words)
+    print("debug: one process, in the foreground; what differs from the run's settings:", file=sys.stderr)
+    for word in words:
+        print(f"  {word}", file=sys.stderr)
+    out = files.writable_folder(changed.out, "run directory", mode=0o700)
+    with Lease(out):  # another debug run may be in it
+        shutil.rmtree(out / "checkpoints", ignore_errors=True)
+        (out / "metrics.jsonl").unlink(missing_ok=True)
+    settings.dump(changed, out / "config.yaml")
+    os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # a GPU's error appears where its cause is
+    faulthandler.enable()
+    try:
+        return train(changed)
+    except HpclmError:
+        raise
+    except Exception as error:
+        if not pdb:
+            raise
+        traceback.print_exc()
+        if sys.stdin is None or not (sys.stdin.isatty() and sys.stdout.isatty()):
+            log.error("--pdb wants a terminal, and there is none: no debugger")
+            return 1
+        from pdb import post_mortem
+
+        post_mortem(error.__traceback__)
+        return 1
+
+
+def applied(config: RunConfig, words: list[str]) -> RunConfig:
+    """``config`` with the overrides ``words`` on top."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        settings.dump(config, Path(folder) / "config.yaml")
+        return settings.load(Path(folder) / "config.yaml", words)
+
+
+def overrides(config: RunConfig) -> list[str]:
+    """What debugging changes of the settings, as key=value words; nothing that is so already."""
+    micro = min(config.batch.micro_size, MICRO)
+    wanted: dict[str, object] = {
+        "out": f"{Path(config.out)!s}-debug",
+        "stop_at": min(config.stop_at or STEPS, STEPS),
+        "job.nodes": 1,
+        "job.gpus": 1,
+        "batch.micro_size": micro,
+        "batch.global_size": 2 * micro,
+        "batch.rampup": None,
+        **{f"budget.{name}": None for name in ("samples", "tokens", "epochs", "hours")},
+        "budget.steps": min(config.budget.steps or BUDGET, BUDGET),
+        "data.workers": 0,
+        "engine.compile": False,
+        "engine.anomaly": True,
+        "evaluate.every": STEPS if config.evaluate.every else 0,
+        "evaluate.batches": 1,
+        "checkpoint.every": 0,
+        "checkpoint.resume": "auto",
+        "log.every": 1,
+    }
+    if missing(config.data):
+        defaults = {field.name: field for field in fields(DataConfig)}
+        for name in sorted(OF_FILES | {"tokenizer_files", "break_mode"}):
+            field = defaults[name]
+            made = field.default if field.default_factory is MISSING else field.default_factory()
+            wanted[f"data.{name}"] = made
+        wanted["data.source"] = "synthetic"
+    return [f"{key}={as_yaml(value)}" for key, value in wanted.items() if value != _now(config, key)]
+
+
+def missing(data: DataConfig) -> list[str]:
+    """What the settings' datasets lack to be read here; nothing for a source that needs no files."""
+    if data.source != "indexed":
+        return []
+    prefixes = data.prefixes()
+    lost = [f"{prefix}{end}" for prefix in prefixes for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]
+    return lost if prefixes else ["data.prefix"]
+
+
+def _now(config: RunConfig, key: str) -> object:
+    value: object = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value

@@ -1,0 +1,261 @@
+"""The launcher on this machine, with small programs in the place of training processes."""
+
+import json
+import os
+import pty
+import random
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from contextlib import suppress
+from fcntl import ioctl
+from pathlib import Path
+
+import pytest
+
+from hpclm import config
+from hpclm.cluster import gpus
+from hpclm.errors import ConfigError
+from hpclm.job import ledger, local
+from tests.runs import ROOT
+
+
+def start(out, count, *words, **kwargs):
+    command = [sys.executable, "-m", "tests.job.stand_in", "launch", "local", str(out), f"job.gpus={count}", *words]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
+
+
+def launched(out, count, *words, **kwargs):
+    process = start(out, count, *words, **kwargs)
+    told, errors = process.communicate(timeout=60)
+    return process.returncode, told, errors
+
+
+def until(condition, seconds=30, what="it"):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not happen within {seconds} s"
+        time.sleep(0.02)
+
+
+def ready(out, count):
+    """Waits for all ranks; their process numbers."""
+    files = [out / f"ready-{rank}" for rank in range(count)]
+    until(lambda: all(file.exists() and file.read_text() for file in files), what="the start of all ranks")
+    return [int(file.read_text()) for file in files]
+
+
+def left(out):
+    """Processes that have the folder among their words."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if str(out).encode() in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+def job_log(out):
+    [log] = (out / "logs").glob("job-local-*.log")
+    return log.read_text()
+
+
+def test_every_rank_learns_who_it_is_and_how_many_threads_are_its_own():
+    ranks = local.processes(["x"], 4, {"A": "b"}, ROOT)
+    shown = [{name: rank.env[f"HPCLM_{name}"] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} for rank in ranks]
+    assert shown == [{"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank)} for rank in range(4)]
+    assert {rank.env["HPCLM_LOCAL_WORLD_SIZE"] for rank in ranks} == {"4"}
+    assert len({rank.env["HPCLM_RENDEZVOUS"] for rank in ranks}) == 1
+    assert ranks[0].env["HPCLM_RENDEZVOUS"] != local.processes(["x"], 4, {}, ROOT)[0].env["HPCLM_RENDEZVOUS"]
+    assert {rank.env["OMP_NUM_THREADS"] for rank in ranks} == {str(max(1, len(os.sched_getaffinity(0)) // 4))}
+    assert local.processes(["x"], 4, {"OMP_NUM_THREADS": "7"}, ROOT)[0].env["OMP_NUM_THREADS"] == "7"
+
+
+def test_more_processes_than_gpus_are_refused_and_a_cpu_takes_as_many_as_are_asked_for():
+    settings = config.load(None, ["job.nodes=2", "job.gpus=4"])
+    with pytest.raises(ConfigError, match=r"job.nodes=2 x job.gpus=4 = 8 processes, but this machine has 2 GPUs"):
+        local.how_many(settings, 2)
+    assert local.how_many(settings, 8) == 8 and local.how_many(settings, 0) == 8
+    assert "no GPU here: job.nodes=2 x job.gpus=4 = 8 processes" in local.shared_out(settings, 8, 0, 2)
+    assert "2 CPU cores, 1 for each" in local.shared_out(settings, 8, 0, 2)
+    assert "8 of 16 GPUs stay idle" in local.shared_out(settings, 8, 16, 2)
+    forced = config.load(None, ["job.gpus=4", "engine.device=cpu"])
+    assert "engine.device=cpu: " in local.shared_out(forced, 4, 0, 8)
+
+
+def test_gpus_are_only_asked_for_where_a_device_file_is(tmp_path):
+    assert gpus.count({}, tmp_path) == 0
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidia0").touch()
+    assert gpus.count(dict(os.environ, CUDA_VISIBLE_DEVICES=""), tmp_path) == 0  # PyTorch was asked
+
+
+def test_the_first_ranks_output_is_shown_as_it_is_the_others_by_name_and_all_in_the_log(tmp_path):
+    code, told, errors = launched(tmp_path, 3, "print=0:from zero", "error=0:zero's error", "print=2:from two")
+    assert code == 0 and told == "from zero\n"
+    assert "zero's error\n" in errors and "[rank 2] from two\n" in errors
+    log = job_log(tmp_path)
+    assert "from zero\n" in log and "zero's error\n" in log and "[rank 2] from two\n" in log
+    [job] = ledger.read(tmp_path)
+    assert (job.cluster, job.nodes, job.tasks_per_node, job.folder) == ("local", 1, 3, str(ROOT))
+    assert job.log == str(tmp_path / f"logs/job-local-{job.job_id}.log")
+    assert (tmp_path / "logs").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
+    process = start(tmp_path, 1, "ready", "sleep=1", "print=late", "error=later")
+    ready(tmp_path, 1)
+    process.stdout.close()
+    process.stderr.close()
+    assert process.wait(timeout=30) == 0
+    assert "late\n" in job_log(tmp_path) and "later\n" in job_log(tmp_path)
+
+
+def test_a_terminal_stays_one_for_the_first_rank_and_the_log_has_no_progress_line(tmp_path):
+    code = (
+        "import sys, time\n"
+        "from tqdm import tqdm\n"
+        "assert sys.stderr.isatty() and sys.stdout.isatty()\n"
+        "for i in tqdm(range(20), file=sys.stderr, mininterval=0, ncols=70):\n"
+        "    if i == 9: tqdm.write('a line', file=sys.stderr)\n"
+    )
+    (tmp_path / "progress.py").write_text(code)
+    launcher = (
+        "import sys\nfrom pathlib import Path\nfrom hpclm import config\nfrom hpclm.cluster import environment\n"
+        "from hpclm.job import foreground, local\n"
+        "ranks = local.processes([sys.executable, sys.argv[1]], 1, environment.inherited(), Path())\n"
+        "sys.exit(foreground.launch(config.load(None, ['out=' + sys.argv[2]]), 'local', ranks, 1, 1))\n"
+    )
+    mine, theirs = pty.openpty()
+    ioctl(mine, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    words = [sys.executable, "-c", launcher, str(tmp_path / "progress.py"), str(tmp_path)]
+    process = subprocess.Popen(words, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    try:
+        while data := os.read(mine, 65536):
+            shown += data
+    except OSError:
+        pass
+    assert process.wait(timeout=30) == 0
+    assert shown.count(b"\r") > 20 and b"a line\r\n" in shown and b"20/20" in shown
+    lines = job_log(tmp_path).splitlines()
+    assert "a line" in lines and len(lines) == 2 and "20/20" in lines[1]
+
+
+@pytest.mark.parametrize(
+    "acts, code, told",
+    [
+        (["exit=0"], 0, ""),
+        (["exit=1:85"], 85, ""),
+        (["exit=85"], 85, ""),
+        (["exit=2:93", "sleep=60"], 93, "rank 2 (pid "),
+        (["kill=1:9", "sleep=60"], 137, "was killed by SIGKILL; perhaps out of memory"),
+        (["kill=1:11", "sleep=60"], 139, "was killed by SIGSEGV: a crash inside a library"),
+        (["sleep=0:0.5", "exit=0:1", "sleep=2:1", "exit=2:64"], 1, "rank 0 (pid "),
+        (["exit=64"], 64, "4 processes ended with exit code 64"),
+    ],
+)
+def test_the_exit_code_is_the_first_failing_ranks(tmp_path, acts, code, told):
+    found, _, errors = launched(tmp_path, 4, *acts)
+    assert found == code and told in errors, errors
+    assert told in job_log(tmp_path) and not left(tmp_path)
+
+
+def test_the_first_cause_comes_first_and_the_others_may_still_speak(tmp_path):
+    acts = ["kill=3:9", "sleep=0:0.7", "error=0:lost my peer", "exit=0:1", "sleep=60"]
+    code, _, _ = launched(tmp_path, 4, *acts)
+    log = job_log(tmp_path)
+    assert code == 137
+    assert 0 < log.index("rank 3 (pid") < log.index("lost my peer") < log.index("rank 0 (pid") < log.index("ended 2 ")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
+def test_a_warning_reaches_every_rank_once_and_all_may_save(tmp_path, number):
+    process = start(tmp_path, 3, "ready", "children", "warned=1.5")
+    ready(tmp_path, 3)
+    for _ in range(1 if number == signal.SIGINT else 3):
+        process.send_signal(number)
+        time.sleep(0.1)
+    process.communicate(timeout=30)
+    assert process.returncode == 85 and not left(tmp_path)
+    name = "SIGTERM" if number == signal.SIGHUP else signal.Signals(number).name
+    assert [(tmp_path / f"signals-{rank}").read_text() for rank in range(3)] == [f"{name}\n"] * 3
+
+
+def test_ctrl_c_on_a_terminal_reaches_the_ranks_once_and_a_second_ends_them(tmp_path):
+    mine, theirs = pty.openpty()
+    launch = [sys.executable, "-m", "tests.job.stand_in", "launch", "local", str(tmp_path), "job.gpus=3"]
+    words = [*launch, "ready", "children", "warned=60"]
+    code = "import os, fcntl, termios, sys; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *words], cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    ready(tmp_path, 3)
+    os.write(mine, b"\x03")
+    until(lambda: all((tmp_path / f"signals-{rank}").exists() for rank in range(3)), what="the first Ctrl-C")
+    time.sleep(0.5)
+    assert [(tmp_path / f"signals-{rank}").read_text() for rank in range(3)] == ["SIGINT\n"] * 3
+    assert process.poll() is None
+    os.write(mine, b"\x03")
+    assert process.wait(timeout=10) == 130 and not left(tmp_path)
+    os.close(mine)
+
+
+def test_kill_9_of_any_process_leaves_nothing(tmp_path):
+    """A rank, the guardian or the launcher; the ranks have children in the background, in sessions of their own and as
+    daemons with no trace of their origin, and all ignore every signal they can."""
+    draw = random.Random(time.time_ns())
+    for turn in range(6):
+        out = tmp_path / str(turn)
+        process = start(out, 3, "children", "ready", "sleep=60")
+        ranks = ready(out, 3)
+        until(lambda out=out: len(left(out)) == 14, what="the start of all children")  # 2 + 3 + 3 x 3
+        guardian = int(Path(f"/proc/{ranks[0]}/stat").read_text().rpartition(")")[2].split()[1])
+        victim = ("rank", "launcher", "guardian")[turn % 3]
+        time.sleep(draw.uniform(0, 0.3))
+        os.kill({"rank": draw.choice(ranks), "launcher": process.pid, "guardian": guardian}[victim], signal.SIGKILL)
+        until(lambda out=out: not left(out), 8, f"the end of all processes after the {victim} was killed")
+        _, errors = process.communicate(timeout=10)
+        assert process.returncode == {"rank": 137, "launcher": -9, "guardian": 137}[victim], errors
+
+
+def test_what_ranks_leave_running_is_ended_with_them(tmp_path):
+    code, _, _ = launched(tmp_path, 2, "children", "exit=0")
+    assert code == 0 and not left(tmp_path)
+
+
+def test_a_program_that_is_not_there_is_one_message(tmp_path):
+    launcher = (
+        "import sys\nfrom pathlib import Path\nfrom hpclm import config\n"
+        "from hpclm.job import foreground, local\n"
+        "ranks = local.processes(['/nowhere/python'], 2, {}, Path())\n"
+        "sys.exit(foreground.launch(config.load(None, ['out=' + sys.argv[1]]), 'local', ranks, 1, 2))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", launcher, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 1 and "/nowhere/python" in done.stderr
+
+
+def test_a_run_of_one_process_trains_here_and_its_exit_code_and_log_are_the_runs(tiny, tmp_path):
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom hpclm import config, files\nfrom hpclm.job import local\n"
+        "settings = config.from_cli(sys.argv[1:])\n"
+        "out = files.writable_folder(settings.out, 'run directory', 0o700)\n"
+        "config.dump(settings, out / 'config.yaml')\n"
+        "sys.exit(local.run(settings, out / 'config.yaml', ['hpclm', 'submit']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *tiny("run")], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "engine.device=cpu: job.nodes=1 x job.gpus=1 = 1 process of this machine" in done.stderr
+    assert "done at step 12" in done.stderr and "done at step 12" in job_log(tmp_path / "run")
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 12
+    [line] = (tmp_path / "run/jobs.jsonl").read_text().splitlines()
+    assert json.loads(line)["command"] == ["hpclm", "submit"]

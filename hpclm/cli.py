@@ -6,21 +6,33 @@ A verb is a module with ``main(argv)``; ``python -m hpclm.VERB`` runs the same f
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from hpclm import __version__
-from hpclm.cluster import threads
+from hpclm.cluster import secrets, site, threads
 from hpclm.errors import MACHINE, HpclmError
 from hpclm.registry import hint
 
+if TYPE_CHECKING:
+    from hpclm.config import RunConfig
+
 VERBS = {
     "train": ("hpclm.train", "train a model, or go on with a run"),
+    "submit": ("hpclm.submit", "train on Slurm, on machines of a host file, or here"),
+    "status": ("hpclm.status", "show how runs stand: queue, step, loss, speed, time left"),
+    "logs": ("hpclm.logs", "print or follow the log of a run, of any rank or of its job"),
+    "cancel": ("hpclm.cancel", "let a run save and leave, and take its jobs out of the queue"),
+    "resume": ("hpclm.resume", "submit a run again, from its last checkpoint, with changes if any"),
     "config": ("hpclm.config.show", "print and explain settings"),
     "preprocess": ("hpclm.data.preprocess", "turn text into a dataset"),
     "data": ("hpclm.data.__main__", "inspect, verify, merge and convert datasets"),
     "evaluate": ("hpclm.evaluate", "measure the loss of a run's model on held-out data"),
     "generate": ("hpclm.generate", "continue a prompt with a run's model"),
+    "doctor": ("hpclm.doctor", "show what each process really has, and what is wrong"),
+    "env": ("hpclm.doctor", "the same"),
 }
 
 EPILOG = """exit codes: 0 done · 1 a fault of hpclm · 2 wrong arguments · 64 wrong settings or input files
@@ -55,6 +67,7 @@ def run(verb: Callable[[list[str]], int | None], argv: Sequence[str] | None = No
     """Call a verb's main; what a person or the machine did wrong becomes one message and an exit code, no traceback."""
     threads.wait_politely()
     threads.open_many_files()
+    redact = secrets.Redactor()
     try:
         code = verb(list(sys.argv[1:] if argv is None else argv)) or 0
         if sys.stdout is not None:
@@ -62,7 +75,7 @@ def run(verb: Callable[[list[str]], int | None], argv: Sequence[str] | None = No
         return code
     except HpclmError as error:
         for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+            print(f"error: {redact(line)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -75,12 +88,27 @@ def run(verb: Callable[[list[str]], int | None], argv: Sequence[str] | None = No
         return 1
     except OSError as error:
         if error.errno not in MACHINE:
-            raise
+            return _fault(redact)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or closing it would fail in the same way
         print(
             f"error: {error.filename or 'writing'}: {error.strerror}; free the disk, then start again", file=sys.stderr
         )
         return 1
+    except Exception:
+        return _fault(redact)
+
+
+def _fault(redact: Callable[[str], str]) -> int:
+    """Print the traceback of the exception that is being handled, without secrets, and give the exit code."""
+    print(redact(traceback.format_exc()), end="", file=sys.stderr)
+    return 1
+
+
+def settings(words: Sequence[str]) -> "RunConfig":
+    """``[FILE] key=value ...`` on top of the user's site file."""
+    from hpclm import config
+
+    return config.from_cli(list(words), site.path())
 
 
 def entry() -> None:

@@ -21,6 +21,8 @@ class HpclmError(Exception):
     """An error whose message is all a person needs; command-line verbs print it without a traceback."""
 
     exit_code = 1
+    shared = False
+    """Every process of the run raises it alike, so one of them tells it."""
 
 
 class ConfigError(HpclmError, ValueError):

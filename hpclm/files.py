@@ -53,6 +53,18 @@ def writable_folder(path: str | Path, what: str, mode: int = 0o777) -> Path:
     return path
 
 
+def private_folder(path: str | Path, what: str) -> Path:
+    """``path`` as ``writable_folder``, made for its owner alone; ConfigError where others may write in it."""
+    path = writable_folder(path, what, mode=0o700)
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(
+            f"{what} {path} can be written by others (mode {mode:04o}), who could change what a run reads back; "
+            f"chmod go-w {path}"
+        )
+    return path
+
+
 def write_text(path: Path, text: str) -> None:
     """Put ``text`` at ``path`` in one step: a reader, or a crash, sees the old file or the new one."""
     write_bytes(path, text.encode())

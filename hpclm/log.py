@@ -1,8 +1,9 @@
 """Logging set-up for every verb: to the terminal, and to a run's own file."""
 
 import logging
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,26 +38,65 @@ class Early(logging.Handler):
             self.records.append(record)
 
 
-def setup(level: int = logging.INFO) -> None:
-    """Send the log to standard error."""
+class Formatter(logging.Formatter):
+    """A line of the log, or several with a traceback, as ``redact`` gives them back."""
+
+    def __init__(self, redact: Callable[[str], str], dates: str | None = None, before: str = ""):
+        super().__init__(before + FORMAT, dates)
+        self.redact = redact
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as text."""
+        return self.redact(super().format(record))
+
+
+def setup(rank: int = 0, level: int = logging.INFO, redact: Callable[[str], str] = str) -> None:
+    """Send the log to standard error; of ranks other than 0 only warnings, until they have a file of their own.
+
+    ``redact`` takes out what must not be told, secrets.
+    """
     console = Console()
-    console.setFormatter(logging.Formatter(FORMAT, "%H:%M:%S"))
+    console.setFormatter(Formatter(redact, "%H:%M:%S", f"[rank {rank}] " if rank else ""))
+    if rank:
+        console.setLevel(logging.WARNING)
     logging.basicConfig(level=level, handlers=[console, Early()], force=True)
     logging.captureWarnings(True)
     logging.raiseExceptions = False  # a log that cannot be written (a full disk) must not bury the error that matters
 
 
-@contextmanager
-def also_to(path: Path) -> Iterator[None]:
-    """Append the log to ``path`` too while the block runs."""
-    handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter(FORMAT))
+def instead_to(path: Path, redact: Callable[[str], str] = str) -> None:
+    """From here on, append all that this process says to ``path`` instead: the log, and whatever libraries print."""
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    own = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(own, 1)
+    os.dup2(own, 2)
+    os.close(own)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(Formatter(redact))
+    root = logging.getLogger()
+    for old in [each for each in root.handlers if isinstance(each, Console)]:
+        root.removeHandler(old)
+    _take_over(handler)
+
+
+def _take_over(handler: logging.Handler) -> None:
+    """Let ``handler`` have what was logged before it was there, and what comes."""
     root = logging.getLogger()
     for early in [each for each in root.handlers if isinstance(each, Early)]:
         root.removeHandler(early)
         for record in early.records:
             handler.handle(record)
     root.addHandler(handler)
+
+
+@contextmanager
+def also_to(path: Path, redact: Callable[[str], str] = str) -> Iterator[None]:
+    """Append the log to ``path`` too while the block runs, without what ``redact`` takes out."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(Formatter(redact))
+    _take_over(handler)
     try:
         yield
     except Exception as error:  # what ends a run is the line its log is read for; the terminal gets it elsewhere

@@ -2,8 +2,9 @@
 
 import logging
 import shlex
+import signal
 import time
-from contextlib import closing
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,77 +13,130 @@ import torch
 from hpclm import engine as engines
 from hpclm import files, log, record
 from hpclm.checkpoint import CheckpointStore, Progress
-from hpclm.cluster import bootstrap, hardware
+from hpclm.cluster import hardware, placement, preflight, secrets
 from hpclm.cluster.lease import Lease
 from hpclm.cluster.preempt import Preemption
+from hpclm.cluster.team import Team
 from hpclm.config import Plan, RunConfig, budget
 from hpclm.config.budget import Length
 from hpclm.data import sources
 from hpclm.data.batches import Batches
 from hpclm.data.sources import Source
-from hpclm.errors import REQUEUE, ConfigError, HpclmError
-from hpclm.meter import Meter, Speed
+from hpclm.errors import REQUEUE, HpclmError
+from hpclm.meter import Meter, Mute, Speed
 from hpclm.model import count
 from hpclm.optim.guard import Guard
 from hpclm.optim.schedules import learning_rate, shape
-from hpclm.validation import evaluate, held_out
+from hpclm.validation import HeldOut, evaluate, held_out
 
 logger = logging.getLogger(__name__)
 
 
-def run(config: RunConfig) -> int:
-    """Train until the budget is used up, ``stop_at`` is reached or a signal warns; gives the exit code."""
-    world = bootstrap.detect()
-    if world.size > 1:
-        raise ConfigError(f"{world.launcher} started {world.size} processes, but a run has one process in this version")
-    plan = config.plan(world.size)
-    with Preemption() as preemption:
-        device = hardware.device(config.engine, world.local_rank)
+def run(config: RunConfig, team: Team) -> int:
+    """Train until the budget is used up, ``stop_at`` is reached or a signal warns; gives the exit code.
+
+    Every rank of ``team`` runs this, and all take every turn together.
+    """
+    plan = config.plan(team.size)
+    with Preemption() as preemption, ExitStack() as opened:
+        device = hardware.device(config.engine, team.local_rank, team.local_size)
+        if config.cluster.bind:
+            logger.info("%s", placement.bind(team.local_rank, team.local_size, hardware.pci_address(device)))
+        team.connect(device, config.cluster.timeout_minutes)
         dtype = hardware.compute_type(config.engine, device)
         products = hardware.set_matmul(config.engine, device)
         logger.info("%s, %s; fp32 products %s", hardware.describe(device), str(dtype).removeprefix("torch."), products)
 
+        source, train, parts, length = data(config, plan, team, device)
+        opened.callback(train.close)
+        shape(config.optim)  # a schedule that cannot be loaded is no news for the end of the warm-up
+        tell(config, plan, team, length, len(train.samples))
+
+        engine = engines.build(config, team, device, dtype)
+
+        out = Path(config.out)  # what cannot work has left no trace
+        team.first(lambda: occupy(out, opened))
+        preflight.check(team, device, config, out, room=checkpoint_bytes(config))
+        log_files(out, team, opened)
+        store = CheckpointStore(out / "checkpoints", config.checkpoint.keep, identity(config, source), team)
+        progress = begin(store.resume(engine, config.checkpoint.resume), length)
+        if team.leads:
+            record.start(out, config, team, progress.step, length.steps)
+        logger.info("run directory %s, %s", out, f"goes on from step {progress.step}" if progress.step else "a new run")
+
+        guard, saved = Guard(config.optim, progress.skipped), progress.step
+        start, fast = (progress.step, progress.samples), speed(config, device, dtype)
+        meter = opened.enter_context(Meter(out, config.log, start, length.steps, fast) if team.leads else Mute())
+        known = team.first(lambda: sorted(meter.evaluated_at))
+        meter.evaluated_at = {(step, part) for step, part in known}
+        while True:
+            leaving = warned(team, preemption)
+            over = finished(config, length, progress)
+            if over or due(config.evaluate.every, progress):
+                evaluate(
+                    parts, engine, meter, progress, lambda: bool(preemption.signal), lambda: warned(team, preemption)
+                )
+                leaving = warned(team, preemption)
+            last = over or bool(leaving)
+            if progress.step > saved and (last or due(config.checkpoint.every, progress)):
+                saved = save(store, engine, progress, saved, must=last)
+            if last:
+                break
+            lr = rate(config, plan, length, progress)
+            progress, result, measured = one_step(engine, train, plan, team, lr, progress)
+            meter.step(progress.step, progress.samples, measured | {"memory": hardware.peak_memory(device)})
+            scale_can_fall = result.loss_scale > config.scaler.minimum
+            guard.check(progress.step, result.loss, result.grad_norm, result.skipped, scale_can_fall)
+        if leaving and not over:
+            logger.warning(
+                "%s: saved at step %d and leaving; the same command goes on from here", leaving, progress.step
+            )
+            return REQUEUE
+        logger.info(ending(config, length, progress))
+        return 0
+
+
+def data(
+    config: RunConfig, plan: Plan, team: Team, device: torch.device
+) -> tuple[Source, Batches, list[HeldOut], Length]:
+    """The source of the samples, this rank's micro-batches, what evaluations read, and the length of the run."""
+
+    def build() -> tuple[Source, Batches, list[HeldOut], Length]:
         source = sources.build(config)
         per_epoch = source.per_epoch("train") or len(source.samples("train", None))  # which says why there are none
         length = budget.length(config, plan, per_epoch)
-        train = Batches(source.samples("train", length.samples), config, plan, source.eod, device)
-        parts = held_out(source, config, plan, device)
-        shape(config.optim)  # a schedule that cannot be loaded is no news for the end of the warm-up
-        tell(config, plan, length, len(train.samples))
-        engine = engines.build(config, device, dtype)
+        train = Batches(source.samples("train", length.samples), config, plan, source.eod, device, team.rank)
+        return source, train, held_out(source, config, plan, device, team.rank), length
 
-        out = files.writable_folder(config.out, "run directory", mode=0o700)  # what cannot work has left no trace
-        with Lease(out), closing(train), log.also_to(out / "log.txt"):
-            store = CheckpointStore(out / "checkpoints", config.checkpoint.keep, identity(config, source))
-            progress = begin(store.resume(engine, config.checkpoint.resume), length)
-            record.start(out, config, progress.step)
-            logger.info(
-                "run directory %s, %s", out, f"goes on from step {progress.step}" if progress.step else "a new run"
-            )
+    mine: list[tuple[Source, Batches, list[HeldOut], Length]] = []
+    team.first(lambda: mine.append(build()))  # it writes the index cache, which the others read
+    return mine[0] if mine else build()
 
-            guard, saved = Guard(config.optim, progress.skipped), progress.step
-            start = progress.step, progress.samples
-            with Meter(out, config.log, start, length.steps, speed(config, device, dtype)) as meter:
-                while True:
-                    over = finished(config, length, progress)
-                    if over or due(config.evaluate.every, progress):
-                        evaluate(parts, engine, meter, progress, lambda: preemption.signal)
-                    leaving = preemption.signal
-                    last = over or bool(leaving)
-                    if progress.step > saved and (last or due(config.checkpoint.every, progress)):
-                        saved = save(store, engine, progress, saved, must=last)
-                    if last:
-                        break
-                    lr = rate(config, plan, length, progress)
-                    progress, result, measured = one_step(engine, train, plan, lr, progress)
-                    meter.step(progress.step, progress.samples, measured | {"memory": hardware.peak_memory(device)})
-                    scale_can_fall = result.loss_scale > config.scaler.minimum
-                    guard.check(progress.step, result.loss, result.grad_norm, result.skipped, scale_can_fall)
-    if leaving and not over:
-        logger.warning("%s: saved at step %d and leaving; the same command goes on from here", leaving, progress.step)
-        return REQUEUE
-    logger.info(ending(config, length, progress))
-    return 0
+
+def checkpoint_bytes(config: RunConfig) -> int:
+    """Bytes of a checkpoint: weights and Adam's two moments in fp32."""
+    return 12 * count.parameters(config.model)
+
+
+def occupy(out: Path, opened: ExitStack) -> None:
+    """Make the run directory, and keep other runs out of it while ``opened`` lasts."""
+    files.private_folder(out, "run directory")
+    opened.enter_context(Lease(out))
+
+
+def log_files(out: Path, team: Team, opened: ExitStack) -> None:
+    """Send this rank's log to its file: rank 0's to log.txt beside the terminal, another's to its own instead."""
+    if team.leads:
+        opened.enter_context(log.also_to(out / "log.txt", secrets.Redactor()))
+    else:
+        log.instead_to(out / "logs" / f"rank-{team.rank:05d}.log", secrets.Redactor())
+    opened.enter_context(team.guard(out / "log.txt"))
+
+
+def warned(team: Team, preemption: Preemption) -> str | None:
+    """The signal that warned any rank, on every rank; None without one."""
+    number = int(team.highest(signal.Signals[preemption.signal] if preemption.signal else 0))
+    return signal.Signals(number).name if number else None
 
 
 def begin(progress: Progress, length: Length) -> Progress:
@@ -98,7 +152,7 @@ def begin(progress: Progress, length: Length) -> Progress:
 
 
 def one_step(
-    engine: engines.Engine, train: Batches, plan: Plan, lr: float, progress: Progress
+    engine: engines.Engine, train: Batches, plan: Plan, team: Team, lr: float, progress: Progress
 ) -> tuple[Progress, engines.StepResult, dict[str, float]]:
     """Read a step's samples and learn from them: how far the run is now, the outcome, and what was measured (seconds)."""
     began = time.perf_counter()
@@ -106,7 +160,7 @@ def one_step(
     batches = train.step(progress.samples)
     loaded = time.perf_counter()
     result = engine.train_step(batches, lr, progress.step)
-    seconds = time.perf_counter() - began
+    seconds = team.highest(time.perf_counter() - began)  # one figure for all, since budget.hours counts it
     progress = progress.after(size, seconds, result.skipped)
     measured = dict(loss=result.loss, lr=lr, grad_norm=result.grad_norm, loss_scale=result.loss_scale)
     waited = loaded - began
@@ -159,7 +213,7 @@ def identity(config: RunConfig, source: Source) -> dict[str, object]:
     return {"model": shape, "data": source.identity, "seed": config.seed}
 
 
-def tell(config: RunConfig, plan: Plan, length: Length, samples: int) -> None:
+def tell(config: RunConfig, plan: Plan, team: Team, length: Length, samples: int) -> None:
     """Log what is about to happen, and warn of what is probably not meant."""
     steps = "until the time is up" if length.steps is None else f"{length.steps} steps"
     logger.info(
@@ -170,6 +224,15 @@ def tell(config: RunConfig, plan: Plan, length: Length, samples: int) -> None:
         config.model.context,
         f"{samples:,}",
     )
+    if team.size > 1:
+        logger.info(
+            "%d processes, started by %s, on %s; micro-batches of %d, %d a step for each",
+            team.size,
+            team.launcher,
+            ", ".join(dict.fromkeys(team.hosts)),
+            plan.micro_size,
+            plan.accumulation(0),
+        )
     end, limit = length.in_unit(config.optim.unit), config.optim.schedule_length
     warmup = config.optim.warmup or (config.optim.warmup_fraction or 0) * (limit or end or 0)
     if end is not None and warmup >= end:

@@ -109,6 +109,26 @@ class Meter:
                 by_samples(f"{tag}{suffix} vs samples", value, row["samples"])
 
 
+class Mute(Meter):
+    """A meter of a rank other than 0: writes nothing."""
+
+    def __init__(self) -> None:
+        self.evaluated_at = set()
+
+    def __enter__(self) -> "Mute":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is open."""
+
+    def step(self, step: int, samples: int, measured: dict[str, float]) -> None:
+        """Rank 0 tells of it."""
+
+    def evaluated(self, step: int, samples: int, loss: float, part: str) -> None:
+        """Rank 0 tells of it; here it is only remembered."""
+        self.evaluated_at.add((step, part))
+
+
 class Speed:
     """Tokens a second, and the part of the device's peak that the model's own arithmetic uses."""
 

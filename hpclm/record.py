@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import shlex
 import socket
 import subprocess
 import sys
@@ -13,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 
 from hpclm import __version__, config
+from hpclm.cluster import bootstrap, secrets
+from hpclm.cluster.team import Team
 from hpclm.config.mixture import mixture
 
 LIBRARIES = (
@@ -28,13 +29,18 @@ LIBRARIES = (
 )
 
 
-def start(out: Path, run: config.RunConfig, step: int) -> None:
-    """Write config.yaml and add a line to attempts.jsonl: an attempt begins after ``step``."""
+def start(out: Path, run: config.RunConfig, team: Team, step: int, steps: int | None) -> None:
+    """Write config.yaml and add a line to attempts.jsonl: an attempt begins after ``step``, of ``steps`` in all."""
     config.dump(replace(run, data=absolute(run.data)), out / "config.yaml")
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "from_step": step,
-        "command": shlex.join([sys.executable, *sys.orig_argv[1:]]),
+        "steps": steps,
+        "launcher": team.launcher,
+        "size": team.size,
+        "hosts": list(dict.fromkeys(team.hosts)),
+        **bootstrap.job(),
+        "command": secrets.Redactor().command([sys.executable, *sys.orig_argv[1:]]),
         "folder": str(Path.cwd()),
         "host": socket.gethostname(),
         "pid": os.getpid(),

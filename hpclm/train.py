@@ -1,8 +1,11 @@
 """The verb ``hpclm train``; what it does is in loop.py, which is loaded once the settings are known to be good."""
 
 import argparse
+from dataclasses import asdict
 
-from hpclm import cli, config, log
+from hpclm import cli, log
+from hpclm.cluster import bootstrap, placement, secrets, team, threads
+from hpclm.config import RunConfig
 from hpclm.errors import ConfigError, HpclmError
 
 
@@ -16,16 +19,26 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("settings", nargs="+", metavar="FILE | key=value", help="one settings file, and overrides")
     args = parser.parse_args(argv)
-    settings = config.from_cli(args.settings)
-    if settings.missing():
-        raise ConfigError(settings.missing())
-    log.setup()
+    settings = cli.settings(args.settings)
+    wrong = settings.missing() + secrets.problems(asdict(settings))
+    if wrong:
+        raise ConfigError(wrong)
+    world = bootstrap.detect(alone=False)
+    log.setup(world.rank, redact=secrets.Redactor())
+    if world.local_size > 1:
+        threads.limit(placement.threads(world.local_size))
+    with team.join(world, settings.cluster) as ours:
+        return train(settings, ours)
+
+
+def train(settings: RunConfig, ours: team.Team) -> int:
+    """Train as one of ``ours``; the exit code."""
     import torch
 
     from hpclm import loop
 
     try:
-        return loop.run(settings)
+        return loop.run(settings, ours)
     except torch.OutOfMemoryError as error:
         raise HpclmError(
             f"{str(error).splitlines()[0]} Try a smaller batch.micro_size (now {settings.batch.micro_size}), "

@@ -27,8 +27,8 @@ class HeldOut:
     """Samples an evaluation reads."""
 
 
-def held_out(source: Source, config: RunConfig, plan: Plan, device: torch.device) -> list[HeldOut]:
-    """What evaluations read, part by part: ``evaluate.batches`` global batches, or all there are.
+def held_out(source: Source, config: RunConfig, plan: Plan, device: torch.device, replica: int = 0) -> list[HeldOut]:
+    """What evaluations read, part by part, of it this replica's share: ``evaluate.batches`` global batches, or all there are.
 
     ConfigError where a part is too short.
     """
@@ -43,18 +43,26 @@ def held_out(source: Source, config: RunConfig, plan: Plan, device: torch.device
             if source.per_epoch(part):
                 raise
             raise ConfigError(f"{error}; or evaluate.every=0, to train without evaluations") from None
-        found.append(HeldOut(part, Batches(samples, config, plan, source.eod, device), size))
+        found.append(HeldOut(part, Batches(samples, config, plan, source.eod, device, replica), size))
     return found
 
 
 def evaluate(
-    parts: list[HeldOut], engine: Engine, meter: Meter, progress: Progress, warned: Callable[[], str | None]
+    parts: list[HeldOut],
+    engine: Engine,
+    meter: Meter,
+    progress: Progress,
+    heard: Callable[[], bool],
+    warned: Callable[[], str | None],
 ) -> None:
-    """Measure the parts that have no figure for this step yet, until a signal warns."""
+    """Measure the parts that have no figure for this step yet, until a signal warns.
+
+    ``heard``: whether this process was signalled; ``warned``: by which signal any was, the same answer on every rank.
+    """
 
     def until_warned(batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in batches:
-            if warned():
+            if heard():
                 return
             yield batch
 

@@ -2,6 +2,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.slurm import cluster, group, session_cluster  # noqa: F401 - fixtures
+
 torch.set_num_threads(1)  # several workers share the cores
 
 # A busy machine is slow, which is no fault of what is tested.
@@ -21,3 +23,8 @@ def tiny(tmp_path):
         return [shape, batch, *rest, *quiet, f"out={tmp_path / out}", *more]
 
     return words
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    group(items)

@@ -1,8 +1,11 @@
 """Start hpclm as a person does, and read what it leaves."""
 
 import json
+import os
+import secrets
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -23,3 +26,57 @@ def losses(out):
     found = {row["step"]: (row["loss"] or 0.0).hex() for row in steps}
     assert len(found) == len(steps)
     return found
+
+
+class Ranks:
+    """The processes of one run on this machine, each started as hpclm's own launcher starts it."""
+
+    def __init__(self, size, words, only=None, **env):
+        own = {"HPCLM_WORLD_SIZE": size, "HPCLM_LOCAL_WORLD_SIZE": size, "HPCLM_RENDEZVOUS": secrets.token_hex(8)}
+        self.processes = {}
+        for rank in range(size) if only is None else only:
+            numbers = {"HPCLM_RANK": rank, "HPCLM_LOCAL_RANK": rank, "OMP_NUM_THREADS": 1}
+            extra = {**own, **numbers, **env}
+            self.processes[rank] = subprocess.Popen(
+                [sys.executable, "-m", "hpclm", "train", *map(str, words)],
+                env=os.environ | {name: str(value) for name, value in extra.items()},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                cwd=ROOT,
+            )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes.values():
+            process.kill()
+            process.communicate()
+
+    def wait(self, seconds=240):
+        """Exit code and output of every rank."""
+        until = time.monotonic() + seconds
+        found = {}
+        for rank, process in self.processes.items():
+            output, _ = process.communicate(timeout=max(0.1, until - time.monotonic()))
+            found[rank] = (process.returncode, output)
+        return found
+
+    def wait_for(self, out, step, seconds=120):
+        """Wait until metrics.jsonl has ``step``."""
+        until = time.monotonic() + seconds
+        while not any(f'"step": {step},' in line for line in lines(Path(out) / "metrics.jsonl")):
+            assert time.monotonic() < until, f"no step {step} within {seconds} s"
+            time.sleep(0.05)
+
+
+def lines(path):
+    """Lines of a file that may not be there yet."""
+    return path.read_text(errors="replace").splitlines() if path.exists() else []
+
+
+def figures(out, *keys):
+    """Rows of those numbers from metrics.jsonl, in order."""
+    rows = [json.loads(line) for line in lines(Path(out) / "metrics.jsonl")]
+    return [[row[key] for key in keys] for row in rows if all(key in row for key in keys)]

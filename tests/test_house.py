@@ -33,7 +33,7 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 DOORS = {
     "deepspeed": "engine/deepspeed.py",
     "fairscale": "engine/fairscale.py",
-    "mpi4py": "cluster/bootstrap.py",
+    "mpi4py": "cluster/rendezvous.py",
     "submitit": "job/queue.py",
     "apex": "model/kernels.py",
     "gigatoken": "data/tokenizers/gigatokens.py",

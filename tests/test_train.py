@@ -1,7 +1,6 @@
 """Whole runs, as a person starts them."""
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -307,12 +306,6 @@ def test_an_unwritable_run_directory_is_refused_with_its_reason(tiny, tmp_path):
     done = hpclm("train", *tiny("file/run"), check=64)
     assert "cannot be written: Not a directory" in done.stderr
     assert "cannot be written: " in hpclm("train", *tiny("x", "out=/proc/run"), check=64).stderr
-
-
-def test_several_processes_are_refused_at_once(tiny, tmp_path):
-    env = dict(os.environ, TORCHELASTIC_RUN_ID="x", RANK="0", WORLD_SIZE="2", LOCAL_RANK="0")
-    done = hpclm("train", *tiny(), check=64, env=env)
-    assert "torchrun started 2 processes" in done.stderr and not (tmp_path / "run").exists()
 
 
 def test_evaluate_and_generate_use_the_newest_checkpoint(tiny, tmp_path):

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # loaded where they are used, so that --help answers at once
     import torch
 
-    from hpclm.config import ModelConfig
+    from hpclm.cluster.team import alone
+from hpclm.config import ModelConfig
 
 SHAPES: dict[str, dict[str, Any]] = {
     "small": dict(layers=6, hidden=384, heads=6, vocab_size=65, vocab_multiple=1),
@@ -48,7 +49,7 @@ def ours(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype, compiled: b
         optim=OptimConfig(lr=1e-4, min_lr=1e-5),
         engine=EngineConfig(compile=compiled),
     )
-    engine = NativeEngine(config, rows.device, dtype)
+    engine = NativeEngine(config, alone(), rows.device, dtype)
     batch = Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), None, None, None)
 
     def step() -> None:

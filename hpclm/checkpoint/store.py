@@ -19,6 +19,7 @@ from hpclm import files
 from hpclm.checkpoint import manifest as manifests
 from hpclm.checkpoint.manifest import BadCheckpoint, Manifest
 from hpclm.checkpoint.progress import Progress
+from hpclm.cluster.team import Team, alone
 from hpclm.data.tokenizers import mismatch
 from hpclm.engine import Engine
 from hpclm.errors import ConfigError, HpclmError, NoCheckpointError
@@ -32,16 +33,23 @@ class CheckpointStore:
     The file ``latest`` names the newest, for people and scripts; its being there also says that the run has a history.
     """
 
-    def __init__(self, folder: Path, keep: int, identity: dict[str, Any]):
-        """``identity``: what a run that goes on from these checkpoints must find unchanged."""
+    def __init__(self, folder: Path, keep: int, identity: dict[str, Any], team: Team | None = None):
+        """``identity``: what a run that goes on from these checkpoints must find unchanged.
+
+        Rank 0 of ``team`` writes and judges; the others wait, and read what it found good.
+        """
         self.folder, self.keep, self.identity = folder, keep, identity
+        self.team = team or alone()
 
     def steps(self) -> list[Path]:
         """Folders of saved steps, oldest first; whole when they were saved, not verified."""
         return sorted(p for p in self.folder.glob("step-*") if p.is_dir())
 
     def save(self, engine: Engine, progress: Progress) -> Path:
-        """Save the engine's state; after this returns, it is on the disk. HpclmError when it cannot be."""
+        """Save the engine's state; after this returns, it is on the disk. HpclmError on every rank when it cannot be."""
+        return Path(self.team.first(lambda: str(self._write(engine, progress))))
+
+    def _write(self, engine: Engine, progress: Progress) -> Path:
         files.writable_folder(self.folder, "checkpoint folder")
         final = self.folder / f"step-{progress.step:08d}"
         self._sweep()
@@ -82,6 +90,15 @@ class CheckpointStore:
         A bad one is set aside with its reason. NoCheckpointError when the run has a history and nothing good is left of
         it, ConfigError when the run that saved it was another.
         """
+        name = self.team.first(lambda: self._good(policy))
+        if name is None:
+            return Progress()
+        manifest = manifests.read(self.folder / name)
+        engine.load(read_tensors(self.folder / name, manifest), manifest.scalars)
+        return Progress(**manifest.progress)
+
+    def _good(self, policy: str) -> str | None:
+        """Name of the newest good checkpoint's folder; None for a start from nothing."""
         self._sweep()
         found = self.steps()
         if policy == "never" and found:
@@ -97,14 +114,13 @@ class CheckpointStore:
                 self._set_aside(folder, str(reason))
                 continue
             check_identity(folder, manifest.identity, self.identity)
-            engine.load(read_tensors(folder, manifest), manifest.scalars)
-            return Progress(**manifest.progress)
+            return folder.name
         if lost or policy == "require" or (self.folder / "latest").exists():
             reasons = "; ".join(lost) or "there is none"
             raise NoCheckpointError(
                 f"no good checkpoint in {self.folder} ({reasons}); put one back, or start over with another out="
             )
-        return Progress()
+        return None
 
     def newest(self) -> tuple[Path, Manifest]:
         """The newest good checkpoint, nothing moved or loaded; NoCheckpointError when there is none."""

@@ -1,7 +1,12 @@
-"""Who this process is among those of the run, read from what its launcher left in the environment."""
+"""Who this process is among those of the run, read from what its launcher left in the environment.
+
+Variables leak: a job submitted from inside a step, or srun under mpirun, inherits those of the launcher around it. What
+does not add up is refused here, before anything waits for processes that will never come.
+"""
 
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from hpclm.errors import ConfigError
@@ -16,42 +21,170 @@ class World:
     launcher: str
     rank: int
     size: int
-    local_rank: int
+    local_rank: int = 0
+    local_size: int = 1
+    launch: str = ""
+    """Names this start of the run; the same for all its processes, and another at the next start."""
+    first_host: str = ""
+    """Where rank 0 runs, when the launcher says so."""
 
 
-def _reader(launcher: str, rank: str, size: str, local_rank: str) -> Callable[[Env], World]:
-    def read(env: Env) -> World:
-        try:
-            return World(launcher, int(env[rank]), int(env[size]), int(env[local_rank]))
-        except (KeyError, ValueError) as error:
-            raise ConfigError(
-                f"{launcher} started this process, but {error} is missing or no number in its environment"
-            ) from None
+def detect(env: Env = os.environ, alone: bool = True) -> World:
+    """The world of this process; ConfigError when the launcher's variables do not add up.
 
-    return read
+    ``alone=False`` refuses a process that nobody launched inside a Slurm job of several tasks: its peers are missing.
+    """
+    for variable, read in LAUNCHERS:
+        if variable in env:
+            world = read(env)
+            break
+    else:
+        world = World("single", 0, 1)
+    wrong = [*_nonsense(world), *_contradictions(world, env), *(() if alone else _peerless(world, env))]
+    if wrong:
+        raise ConfigError(wrong)
+    return world
 
 
-def single(env: Env) -> World:
-    """One process that nobody launched."""
-    return World("single", 0, 1, 0)
+def _torchrun(env: Env) -> World:
+    rank, size, local_rank, local_size = _numbers(
+        "torchrun", env, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+    )
+    launch = f"{env['TORCHELASTIC_RUN_ID']}.{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return World("torchrun", rank, size, local_rank, local_size, launch)
 
 
-# The first row whose variable is set wins. Launchers nest, so the innermost come first: torchrun and mpirun run inside
-# Slurm jobs. SLURM_STEP_ID, unlike SLURM_PROCID, is set by srun and not in a batch script.
+def _open_mpi(env: Env) -> World:
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    rank, size, local_rank, local_size = _numbers("Open MPI", env, *(f"OMPI_COMM_WORLD_{name}" for name in names))
+    return World("Open MPI", rank, size, local_rank, local_size)
+
+
+def _hydra(env: Env) -> World:
+    names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    rank, size, local_rank, local_size = _numbers("MPI", env, *names)
+    return World("MPI", rank, size, local_rank, local_size)
+
+
+def _slurm(env: Env) -> World:
+    rank, size, local_rank, node = _numbers(
+        "Slurm", env, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID"
+    )
+    nodes, tasks, job = (
+        _word("Slurm", env, f"SLURM_{name}") for name in ("STEP_NODELIST", "STEP_TASKS_PER_NODE", "JOB_ID")
+    )
+    counts = tasks_per_node(tasks)
+    if node >= len(counts):
+        raise ConfigError(
+            f"Slurm says that this is node {node} of SLURM_STEP_TASKS_PER_NODE={tasks}, which has {len(counts)}"
+        )
+    launch = ".".join([job, env["SLURM_STEP_ID"], env.get("SLURM_RESTART_COUNT", "0"), env.get("HPCLM_RENDEZVOUS", "")])
+    return World("Slurm", rank, size, local_rank, counts[node], launch, first_host(nodes))
+
+
+def _local(env: Env) -> World:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    rank, size, local_rank, local_size = _numbers("hpclm", env, *(f"HPCLM_{name}" for name in names))
+    return World("local", rank, size, local_rank, local_size, _word("hpclm", env, "HPCLM_RENDEZVOUS"), "127.0.0.1")
+
+
+# The first row whose variable is set wins. Launchers nest, so the innermost come first: hpclm's own, torchrun and mpirun
+# run inside Slurm jobs. SLURM_STEP_ID, unlike SLURM_PROCID, is set by srun and not in a batch script; under mpirun
+# SLURM_PROCID is that of the daemon which started the rank.
 LAUNCHERS: tuple[tuple[str, Callable[[Env], World]], ...] = (
-    ("TORCHELASTIC_RUN_ID", _reader("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK")),
-    (
-        "OMPI_COMM_WORLD_RANK",
-        _reader("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ),
-    ("MPI_LOCALRANKID", _reader("MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")),
-    ("SLURM_STEP_ID", _reader("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")),
+    ("HPCLM_RANK", _local),
+    ("TORCHELASTIC_RUN_ID", _torchrun),
+    ("OMPI_COMM_WORLD_RANK", _open_mpi),
+    ("MPI_LOCALRANKID", _hydra),  # MPICH and Intel MPI
+    ("SLURM_STEP_ID", _slurm),
 )
 
 
-def detect(env: Env = os.environ) -> World:
-    """The world of this process; ConfigError when the launcher's variables do not add up."""
-    for variable, read in LAUNCHERS:
-        if variable in env:
-            return read(env)
-    return single(env)
+def _nonsense(world: World) -> Iterator[str]:
+    if not (0 <= world.rank < world.size and 0 <= world.local_rank < world.local_size <= world.size):
+        yield (
+            f"{world.launcher} says rank {world.rank} of {world.size}, and {world.local_rank} of {world.local_size} on "
+            f"this host, which cannot be"
+        )
+
+
+def _contradictions(world: World, env: Env) -> Iterator[str]:
+    """Sentences for variables of two launchers that cannot both be right."""
+    tasks, nodes = _maybe(env, "SLURM_STEP_NUM_TASKS"), _maybe(env, "SLURM_STEP_NUM_NODES")
+    promised = _maybe(env, "SLURM_NTASKS")
+    if world.launcher == "Slurm" and promised is not None and promised != world.size:
+        yield (
+            f"SLURM_STEP_NUM_TASKS={world.size} but SLURM_NTASKS={promised}: the variables of a step that is not this "
+            f"process's are in its environment (a job submitted from inside another?); start the processes with srun"
+        )
+    # mpirun starts one daemon a node as a step of its own; anything else around it is another job's
+    if world.launcher in ("Open MPI", "MPI") and tasks and nodes and tasks > nodes and tasks != world.size:
+        name = "OMPI_COMM_WORLD_SIZE" if world.launcher == "Open MPI" else "PMI_SIZE"
+        yield (
+            f"{name}={world.size} but SLURM_STEP_NUM_TASKS={tasks}: mpirun and srun both claim this process; start it with "
+            f"one of them, and with srun clear the other's variables first (env -u OMPI_COMM_WORLD_RANK ...)"
+        )
+    pmix = _maybe(env, "PMIX_RANK")
+    if world.launcher == "Open MPI" and pmix is not None and pmix != world.rank:
+        yield (
+            f"OMPI_COMM_WORLD_RANK={world.rank} but PMIX_RANK={pmix}: the variables of an mpirun around this launch have "
+            f"leaked into it; clear them first (env -u OMPI_COMM_WORLD_RANK ...)"
+        )
+    if world.launcher == "single":
+        for name in ("PMI_SIZE", "WORLD_SIZE"):
+            size = _maybe(env, name)
+            if size is not None and size > 1:
+                yield (
+                    f"{name}={size} says that there are more processes, but no launcher that hpclm knows started this one; "
+                    f"use srun, mpirun or torchrun, or clear {name}"
+                )
+
+
+def _peerless(world: World, env: Env) -> Iterator[str]:
+    tasks = _maybe(env, "SLURM_NTASKS")
+    if world.launcher == "single" and "SLURM_JOB_ID" in env and tasks is not None and tasks > 1:
+        yield (
+            f"this Slurm job has SLURM_NTASKS={tasks} tasks, but this process was started alone, without srun or mpirun; "
+            f"put srun before the command, or env -u SLURM_NTASKS to train on one process"
+        )
+
+
+def _numbers(launcher: str, env: Env, *names: str) -> list[int]:
+    try:
+        return [int(_word(launcher, env, name)) for name in names]
+    except ValueError as error:
+        raise ConfigError(f"{launcher} started this process, but its environment is not right: {error}") from None
+
+
+def _word(launcher: str, env: Env, name: str) -> str:
+    try:
+        return env[name]
+    except KeyError:
+        raise ConfigError(f"{launcher} started this process, but {name} is missing from its environment") from None
+
+
+def _maybe(env: Env, name: str) -> int | None:
+    text = env.get(name, "")
+    return int(text) if text.isdigit() else None
+
+
+def job(env: Env = os.environ) -> dict[str, str | int]:
+    """Slurm's number of the job this process is in (12_3 for an array's task) and how often it was restarted; or {}."""
+    if "SLURM_JOB_ID" not in env:
+        return {}
+    array = env.get("SLURM_ARRAY_JOB_ID")
+    number = f"{array}_{env.get('SLURM_ARRAY_TASK_ID', 0)}" if array else env["SLURM_JOB_ID"]
+    return {"job_id": number, "restart": int(env.get("SLURM_RESTART_COUNT", 0))}
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Slurm's ``4(x2),3`` -> [4, 4, 3]; ConfigError when it is something else."""
+    if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text):
+        raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is not a list of task counts")
+    return [int(count) for count, _, times in re.findall(r"(\d+)(\(x(\d+)\))?", text) for _ in range(int(times or 1))]
+
+
+def first_host(nodes: str) -> str:
+    """The first of a Slurm node list: ``gpu[07-09,12],login1`` -> ``gpu07``."""
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodes)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first else nodes)

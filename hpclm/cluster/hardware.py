@@ -2,9 +2,12 @@
 
 import ctypes
 import logging
+import os
 import re
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -34,17 +37,50 @@ PEAKS = {
 }
 
 
-def device(config: EngineConfig, local_rank: int) -> torch.device:
-    """The device of this process, made ready; ConfigError when the settings want one that is not there."""
+def device(
+    config: EngineConfig, local_rank: int, local_size: int = 1, env: Mapping[str, str] = os.environ
+) -> torch.device:
+    """The device of this process, one of ``local_size`` on its host, made ready.
+
+    ConfigError when the settings want one that is not there, or when there are fewer GPUs than processes.
+    """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.device == "cuda" and not gpus:
         raise ConfigError("engine.device=cuda, but PyTorch sees no GPU here; use engine.device=cpu or auto")
     if config.device == "cpu" or not gpus:
         keep_freed_memory()
         return torch.device("cpu")
-    chosen = torch.device("cuda", local_rank % gpus)
+    chosen = torch.device("cuda", gpu_of(local_rank, local_size, gpus, env.get("CUDA_VISIBLE_DEVICES")))
     torch.cuda.set_device(chosen)
     return chosen
+
+
+def gpu_of(local_rank: int, local_size: int, gpus: int, visible: str | None) -> int:
+    """Which of the ``gpus`` that this process sees is its own; ConfigError when they do not suffice.
+
+    A launcher may show each process one GPU of its own (``visible`` is CUDA_VISIBLE_DEVICES); whether it is the same for
+    all, the preflight check finds.
+    """
+    if gpus >= local_size:
+        return local_rank
+    if gpus == 1 and visible:
+        return 0
+    shown = f"CUDA_VISIBLE_DEVICES={visible}" if visible else "CUDA_VISIBLE_DEVICES is not set"
+    raise ConfigError(
+        f"{local_size} processes run on {socket.gethostname()}, but there {'is' if gpus == 1 else 'are'} {gpus} "
+        f"GPU{'s' * (gpus != 1)} for them ({shown}); start {gpus} on each node, ask for {local_size} GPUs (job.gpus), or use "
+        f"engine.device=cpu"
+    )
+
+
+def pci_address(device: torch.device) -> str | None:
+    """Where the device is on the machine's buses, as 0000:17:00.0; None for a CPU, or where PyTorch does not say."""
+    if device.type != "cuda":
+        return None
+    facts: Any = torch.cuda.get_device_properties(device)
+    with suppress(AttributeError):
+        return f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+    return None
 
 
 def compute_type(config: EngineConfig, device: torch.device) -> torch.dtype:

@@ -13,6 +13,11 @@ def wait_politely() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+def limit(threads: int) -> None:
+    """Let numerical libraries use ``threads`` threads; call it before torch is loaded."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+
+
 def open_many_files() -> None:
     """Raise the soft limit of open files to the hard one: a blend of datasets keeps several for each of them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

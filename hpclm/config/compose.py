@@ -1,6 +1,7 @@
-"""Defaults, then a YAML file, then key=value words: one RunConfig, or every problem at once.
+"""Defaults, then a site file, a settings file and key=value words: one RunConfig, or every problem at once.
 
-The only file that speaks omegaconf. Each leaf is assigned on its own, so that a wrong one does not hide the next.
+The only file that speaks omegaconf. Each leaf is assigned on its own, so that a wrong one does not hide the next. A later
+layer goes before an earlier one; mappings (job.env, job.options) are joined name by name, and {} empties them.
 """
 
 import re
@@ -16,28 +17,42 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from hpclm import files
+from hpclm.config import reading
 from hpclm.config.schema import RunConfig
 from hpclm.errors import ConfigError
 from hpclm.registry import hint
 
 Assignment = tuple[str, Any, str]  # dotted key, value, where it was written
 
+OF_SITE = ("job", "cluster")
+"""Sections that a site file may have."""
+RESOLVED = "# Every setting of a run, resolved: a site file is not read again for this one.\n"
 
-def from_cli(words: list[str]) -> RunConfig:
-    """``[FILE] key=value ...``: the settings they describe, or ConfigError."""
+
+def from_cli(words: list[str], site: Path | None = None) -> RunConfig:
+    """``[FILE] key=value ...``: the settings they describe, on top of those of the file ``site``, or ConfigError."""
     overrides = [word for word in words if is_override(word)]
     paths = [word for word in words if not is_override(word)]
     if len(paths) > 1:
         raise ConfigError(f"give one settings file, not {len(paths)}: {', '.join(paths)}")
-    return load(paths[0] if paths else None, overrides)
+    return load(paths[0] if paths else None, overrides, site)
 
 
-def load(path: str | Path | None = None, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
-    """The settings of the file at ``path`` with ``overrides`` ("key=value") on top, or ConfigError."""
+def load(
+    path: str | Path | None = None, overrides: list[str] | tuple[str, ...] = (), site: Path | None = None
+) -> RunConfig:
+    """The settings of the file at ``path`` with ``overrides`` ("key=value") on top, or ConfigError.
+
+    ``site`` is a file of job and cluster settings that lies below them, unless ``path`` is a run's config.yaml, in which
+    it has been applied already.
+    """
     problems: list[str] = []
     assignments: list[Assignment] = []
     if path is not None:
-        assignments += _from_file(files.readable(_existing(path), "settings file"), problems)
+        path = files.readable(_existing(path), "settings file")
+        assignments += _from_file(path, "settings file")
+    if site is not None and not (path and _is_resolved(Path(path))):
+        assignments = _from_site(site, problems) + assignments
     for word in overrides:
         key, sign, text = word.partition("=")
         if sign:
@@ -49,24 +64,18 @@ def load(path: str | Path | None = None, overrides: list[str] | tuple[str, ...] 
 
 def dump(config: RunConfig, path: Path) -> None:
     """Write the whole of ``config`` to ``path`` as YAML that ``load`` reads back; never half a file."""
-    files.write_text(path, OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
+    files.write_text(path, dumped(config))
+
+
+def dumped(config: RunConfig) -> str:
+    """The text that ``dump`` writes."""
+    tree = {key: value if key == "job" else _literal(_lists(value)) for key, value in asdict(config).items()}
+    return RESOLVED + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=10**6)
 
 
 def is_override(word: str) -> bool:
     """Whether a command-line word is key=value rather than a file name."""
-    return re.match(r"[A-Za-z_][\w.]*\s*=", word) is not None
-
-
-class _OnceLoader(yaml.SafeLoader):
-    """YAML as it is, but a key that stands twice is an error: the first one would be lost without a word."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        seen = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} stands twice", key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
+    return re.match(r"[A-Za-z_][\w.-]*\s*=", word) is not None
 
 
 def _existing(path: str | Path) -> str | Path:
@@ -83,16 +92,27 @@ def _existing(path: str | Path) -> str | Path:
     )
 
 
-def _from_file(path: Path, problems: list[str]) -> list[Assignment]:
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_OnceLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"settings file {path} is not YAML: {' '.join(str(error).split())}") from None
-    if content is None:
-        return []
-    if not isinstance(content, dict):
-        raise ConfigError(f"settings file {path} must be a mapping of sections, not a {type(content).__name__}")
-    return [entry for key, value in content.items() for entry in _flat(str(key), value, str(path))]
+def _is_resolved(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(RESOLVED)) == RESOLVED.encode()
+
+
+def _from_site(path: Path, problems: list[str]) -> list[Assignment]:
+    found = []
+    for key, value, origin in _from_file(files.readable(path, "site file"), "site file"):
+        section = key.split(".")[0]
+        if section in OF_SITE or _type(section) is None:
+            found.append((key, value, origin))
+        else:
+            problems.append(
+                f"{key} does not describe a cluster; a site file has {' and '.join(OF_SITE)} only ({origin})"
+            )
+    return found
+
+
+def _from_file(path: Path, what: str) -> list[Assignment]:
+    tree = reading.mapping(path, what)
+    return [entry for key, value in tree.items() for entry in _flat(str(key), value, str(path))]
 
 
 def _flat(key: str, value: Any, origin: str) -> Iterator[Assignment]:
@@ -110,7 +130,7 @@ def _parse(key: str, text: str, problems: list[str]) -> Any:
     if wanted is str or (_optional(wanted) is str and text not in ("null", "")):
         return text
     try:
-        value = yaml.safe_load(text)
+        value = reading.value(text)
     except yaml.YAMLError:
         problems.append(f"{key}={text!r} (command line) is not a YAML value")
         return None
@@ -154,6 +174,13 @@ def _assign(tree: Any, key: str, value: Any) -> str | None:
         return f"{key} must be {type_words(wanted)}, not empty"
     if wanted in (int, float, str) and isinstance(value, (list, dict)):
         return f"{key}={value!r} must be {type_words(wanted)}"
+    if _optional(wanted) is str and isinstance(value, bool):
+        return f"{key} must be {type_words(wanted)}; YAML takes this word for {str(value).lower()}, so put quotes around it"
+    field, name = _field(key)
+    if typing.get_origin(_type(field)) is dict:
+        return _join(tree, field, {name: value} if name else value)
+    if key.startswith("job."):
+        value = _literal(value)
     if _optional(wanted) is int and isinstance(value, (float, str)):
         value = _whole(value)  # 1e6 and 1_000_000 are numbers to a person
     if _optional(wanted) in (int, float) and isinstance(value, bool):
@@ -172,6 +199,44 @@ def _assign(tree: Any, key: str, value: Any) -> str | None:
         near = hint(str(value), [str(choice) for choice in typing.get_args(wanted)])
         return f"{key}={value!r} must be {type_words(wanted)}{'.' * bool(near)}{near}"
     return None
+
+
+def _join(tree: Any, key: str, value: Any) -> str | None:
+    """Add names to the mapping ``key``; an empty one empties it. What is wrong with it, or None."""
+    kinds = (str, int, float)
+    if not isinstance(value, dict):
+        return f"{key}={value!r} must be {type_words(_type(key))}"
+    wrong = [name for name, text in value.items() if isinstance(text, bool) or not isinstance(text, kinds)]
+    if wrong:
+        return f"{key}.{wrong[0]}={value[wrong[0]]!r} must be text; put quotes around it"
+    OmegaConf.set_readonly(OmegaConf.select(tree, key.rpartition(".")[0]), False)
+    before = OmegaConf.to_container(OmegaConf.select(tree, key), resolve=True) if value else {}
+    added = {str(name): str(text) for name, text in value.items()}
+    OmegaConf.update(tree, key, _literal({**typing.cast(dict, before), **added}), merge=False)
+    return None
+
+
+def _field(key: str) -> tuple[str, str | None]:
+    """The field that a dotted key is of, and the name inside it where the field is a mapping."""
+    section, _, rest = key.partition(".")
+    field, _, name = rest.partition(".")
+    return (f"{section}.{field}", name) if name else (key, None)
+
+
+def _literal(value: Any) -> Any:
+    """``value``, in which ${...} stands for itself: a shell or a program reads it, not these settings."""
+    if isinstance(value, dict):
+        return {name: _literal(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_literal(inner) for inner in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def _lists(value: Any) -> Any:
+    """``value`` with lists for tuples."""
+    if isinstance(value, dict):
+        return {name: _lists(inner) for name, inner in value.items()}
+    return [_lists(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def _whole(value: float | str) -> Any:
@@ -205,6 +270,8 @@ def _type(key: str) -> Any:
     """Declared type of a dotted key; None when the schema has no such key."""
     kind: Any = RunConfig
     for part in key.split("."):
+        if typing.get_origin(kind) is dict:  # what is left of the key is a name, with whatever dots it has
+            return typing.get_args(kind)[1]
         if not is_dataclass(kind):
             return None
         found = {f.name: f.type for f in fields(kind)}
@@ -238,6 +305,8 @@ def type_words(wanted: Any) -> str:
         return f"a list of {len(kinds)} numbers{optional}"
     if typing.get_origin(inner) is list:
         return f"a list of text{optional}"
+    if typing.get_origin(inner) is dict:
+        return f"a mapping of names to text{optional}"
     return names.get(inner, str(inner)) + optional
 
 

@@ -1,16 +1,71 @@
 """The settings of a job: what to ask a scheduler for, and how its processes meet."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from hpclm.config.checks import Checked, at_least
+from hpclm.registry import hint
+
+TEMPLATES = ("srun", "mpirun", "torchrun", "container")
+
+# What a field of sbatch is, so that a slip is found here and not by Slurm, or worse, taken for something else by it.
+SHAPES = {
+    "time": (
+        re.compile(r"\d+(:[0-5]?\d){0,2}|\d+-\d+(:[0-5]?\d){0,2}|UNLIMITED|INFINITE", re.IGNORECASE),
+        "minutes, HH:MM:SS or D-HH:MM:SS",
+    ),
+    "mem": (re.compile(r"\d+[KMGT]?B?", re.IGNORECASE), "a number and K, M, G or T, such as 64G"),
+}
+IN_ONE_WORD = ("partition", "account", "qos", "constraint", "exclude", "nodelist", "dependency")
+# Options of sbatch that a job has a setting for, or that would break what it promises.
+INSTEAD = {
+    "job-name": "set job.name",
+    "time": "set job.time",
+    "partition": "set job.partition",
+    "account": "set job.account",
+    "qos": "set job.qos",
+    "constraint": "set job.constraint",
+    "exclude": "set job.exclude",
+    "nodelist": "set job.nodelist",
+    "nodefile": "set job.nodelist",
+    "mem": "set job.mem",
+    "cpus-per-task": "set job.cpus_per_task",
+    "dependency": "set job.dependency",
+    "nodes": "set job.nodes",
+    "gpus": "set job.gpus, which is for each node",
+    "gpus-per-task": "set job.gpus, which is for each node",
+    "ntasks": "set job.nodes and job.gpus",
+    "ntasks-per-node": "set job.nodes and job.gpus",
+    "ntasks-per-gpu": "set job.nodes and job.gpus",
+    "requeue": "set job.requeue",
+    "no-requeue": "set job.requeue",
+    "signal": "set job.warn_seconds",
+    "output": "the log is in the run directory",
+    "error": "the log is in the run directory",
+    "open-mode": "the log is appended to, or a requeue would empty it",
+    "array": "a run is one job; --sweep submits several runs",
+    "wrap": "set job.setup or job.template",
+    "input": "a job reads no input",
+    **dict.fromkeys(
+        ("hold-input", "help", "usage", "version", "parsable", "test-only", "wait", "quiet"), "leave it out"
+    ),
+}
+ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# Variables that bash will not let go, or that say to a process who it is among the others.
+OWN_NAMES = re.compile(
+    r"BASHOPTS|BASH_VERSINFO|EUID|PPID|SHELLOPTS|UID|IFS|BASH_ENV|ENV|(SLURM|SLURMD|OMPI_COMM|PMI|PMIX|TORCHELASTIC|HPCLM)_\w*"
+    r"|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)"
+)
 
 
 @dataclass(frozen=True)
 class JobConfig(Checked):
     """What `hpclm submit` asks a scheduler for. A site file (docs/launch.md) describes a cluster once for all runs."""
 
+    name: str | None = None
+    """What the job is called in the queue; null: as the run. Letters, digits and ._- stay, others become _."""
     cluster: Literal["auto", "slurm", "local", "mpirun"] = "auto"
     """Where the processes run: slurm asks for a job; local is this machine; mpirun goes by job.hostfile.
     auto: mpirun where a hostfile is set, slurm where sbatch is installed, else local."""
@@ -29,9 +84,9 @@ class JobConfig(Checked):
     constraint: str | None = None
     """Features that nodes must have."""
     exclude: str | None = None
-    """Nodes that must not be used."""
+    """Nodes that must not be used; with a hostfile also slots of them, as in job.nodelist."""
     nodelist: str | None = None
-    """Nodes that must be used."""
+    """Nodes that must be used; with a hostfile in DeepSpeed's syntax: node1@node2:4,5 is all of node1, two slots of node2."""
     mem: str | None = None
     """Memory of each node as Slurm writes it: 64G; 0 is all of it."""
     cpus_per_task: int | None = None
@@ -45,7 +100,8 @@ class JobConfig(Checked):
     requeue: bool = True
     """Let Slurm start the job again after preemption or a failed node."""
     template: str = "srun"
-    """Script to submit: srun, mpirun, torchrun or container of slurm/, or the path of your own."""
+    """Script to submit: srun, mpirun, torchrun or container of slurm/, or the path of your own. With job.container, srun
+    is container."""
     modules: list[str] = field(default_factory=list)
     """Environment modules to load."""
     venv: str | None = None
@@ -69,6 +125,85 @@ class JobConfig(Checked):
         """What cannot work in the job settings."""
         yield from at_least(1, "job", nodes=self.nodes, gpus=self.gpus, cpus_per_task=self.cpus_per_task)
         yield from at_least(0, "job", warn_seconds=self.warn_seconds)
+        for name, (shape, words) in SHAPES.items():
+            value = getattr(self, name)
+            if value is not None and not shape.fullmatch(value):
+                yield f"job.{name}={value!r} must be {words}"
+        for name in (*IN_ONE_WORD, "name", "template", "venv", "conda", "container", "hostfile"):
+            yield from _line(f"job.{name}", getattr(self, name), blank=name not in IN_ONE_WORD)
+        for name in ("modules", "mounts"):
+            for value in getattr(self, name):
+                yield from _line(f"job.{name}", value, blank=name == "mounts")
+        for value in self.setup:
+            if not _is_text(value.replace("\n", " ").replace("\t", " ")):
+                yield f"job.setup has the line {value!r}; it must be text without control characters"
+        for option, value in self.options.items():
+            yield from _option(option, value)
+        for variable, value in self.env.items():
+            yield from _variable(variable, value)
+        yield from self._together()
+
+    def _together(self) -> Iterator[str]:
+        """What two settings cannot do at once."""
+        if self.venv and self.conda:
+            yield f"job.venv={self.venv} and job.conda={self.conda} exclude each other"
+        if self.container:
+            for name in ("venv", "conda"):
+                if getattr(self, name):
+                    yield f"job.{name}={getattr(self, name)} has no effect in job.container; Python is the container's"
+            if self.template in ("mpirun", "torchrun"):
+                yield f"job.container wants job.template=container, not {self.template}"
+        elif self.template == "container":
+            yield "job.template=container wants an image; set job.container"
+        elif self.mounts:
+            yield "job.mounts has no effect without job.container"
+        if "/" not in self.template and not self.template.endswith(".sbatch") and self.template not in TEMPLATES:
+            near = hint(self.template, list(TEMPLATES))
+            yield f"job.template={self.template!r} must be one of {', '.join(TEMPLATES)}, or a path such as ./my.sbatch.{near}"
+
+
+def _is_text(value: str) -> bool:
+    """Whether ``value`` has only characters that can be written, and read back, in a line of a file."""
+    return all(c.isprintable() or c == "\u00a0" for c in value)
+
+
+def _line(setting: str, value: str | None, blank: bool) -> Iterator[str]:
+    """A sentence where ``value`` is not a line of text, or has spaces though it must not be ``blank``."""
+    if value is None:
+        return
+    if not value.strip() or not _is_text(value):
+        yield f"{setting}={value!r} must be one line of text, without control characters"
+    elif not blank and re.search(r"\s", value):
+        yield f"{setting}={value!r} must not have spaces"
+    elif len(value) > 1000:
+        yield f"{setting} has {len(value)} characters; Slurm takes at most some 1000"
+
+
+def _option(name: str, value: str) -> Iterator[str]:
+    long = name.removeprefix("--").lower()
+    if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+        yield f"job.options has {name!r}; write sbatch's long name without dashes before it, such as mail-type"
+    elif long in INSTEAD:
+        yield f"job.options.{name}: {INSTEAD[long]}"
+    elif value:
+        yield from _line(f"job.options.{name}", value, blank=True)
+
+
+def _variable(name: str, value: str) -> Iterator[str]:
+    if not ENV_NAME.fullmatch(name):
+        yield f"job.env has {name!r}; a variable's name is letters, digits and _, and does not begin with a digit"
+    elif OWN_NAMES.fullmatch(name):
+        yield f"job.env.{name} belongs to the shell or to what starts the processes; leave it out"
+    if "\0" in value or not _is_unicode(value):
+        yield f"job.env.{name} holds a character that no environment can hold"
+
+
+def _is_unicode(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -82,8 +217,10 @@ class ClusterConfig(Checked):
     interface: str | None = None
     """Network interface for traffic between nodes; null: the one that reaches the first node.
     NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, where set, go before it."""
-    preflight: Literal["on", "off"] = "on"
+    preflight: bool = True
     """Check hosts, devices, versions, disk and network before a run of several processes begins."""
+    bind: bool = True
+    """Keep each process of several on the cores near its GPU, or on its share of the NUMA nodes, unless the launcher has."""
 
     def problems(self) -> Iterator[str]:
         """What cannot work in the cluster settings."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
+from hpclm import cli
 from hpclm.config import compose, schema
 from hpclm.config.compose import type_words
 from hpclm.config.schema import RunConfig
@@ -27,7 +28,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--reference", action="store_true", help="print the page of all settings instead (Markdown)")
     parser.add_argument("--changed", action="store_true", help="print only what differs from the defaults")
     args = parser.parse_args(argv)
-    print(reference() if args.reference else explained(compose.from_cli(args.settings), args.changed), end="")
+    print(reference() if args.reference else explained(cli.settings(args.settings), args.changed), end="")
     return 0
 
 

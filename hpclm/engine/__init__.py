@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from hpclm.cluster.team import Team
 from hpclm.config import RunConfig
 from hpclm.config.schema import ENGINES
 from hpclm.data.batches import Batch
@@ -61,6 +62,6 @@ class Engine(Protocol):
         ...
 
 
-def build(config: RunConfig, device: torch.device, dtype: torch.dtype) -> Engine:
+def build(config: RunConfig, team: Team, device: torch.device, dtype: torch.dtype) -> Engine:
     """The engine that the settings name, with a freshly initialised model."""
-    return lookup("engine", config.engine.name, ENGINES)(config, device, dtype)
+    return lookup("engine", config.engine.name, ENGINES)(config, team, device, dtype)

@@ -1,19 +1,24 @@
-"""Plain PyTorch, one process: fp32 weights and optimizer, activations in the compute type."""
+"""Plain PyTorch, one model a process: fp32 weights and optimizer, activations in the compute type.
+
+Several processes are replicas, whose gradients DistributedDataParallel sums while the last micro-batch is under way.
+"""
 
 import math
 import shutil
 import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hpclm.cluster.team import Team
 from hpclm.config import RunConfig
 from hpclm.data.batches import Batch
 from hpclm.engine import Shard, StepResult
-from hpclm.engine.step import accumulate, mean_loss, seed_step, token_weights
+from hpclm.engine.step import Replica, accumulate, mean_loss, seed_step, token_weights
 from hpclm.errors import ConfigError
 from hpclm.model import gpt
 from hpclm.model.loss import TokenLoss
@@ -24,10 +29,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class NativeEngine:
-    """One model, one optimizer, one device."""
+    """One model, one optimizer, one device; the same on every rank of the team."""
 
-    def __init__(self, config: RunConfig, device: torch.device, dtype: torch.dtype):
-        self.config, self.device = config, device
+    def __init__(self, config: RunConfig, team: Team, device: torch.device, dtype: torch.dtype):
+        self.config, self.team, self.device = config, team, device
         specs = gpt.layers(config.model, config.engine, dtype, config.seed)
         self.model = gpt.Stack(config.model, specs, config.engine.recompute_every).to(device)
         self.loss = TokenLoss(config.engine.loss_chunk, compile=config.engine.compile)
@@ -35,6 +40,11 @@ class NativeEngine:
         self.scale = LossScale.first(config.scaler) if dtype == torch.float16 else None
         if config.engine.compile:
             self._compile()
+
+    @cached_property
+    def replica(self) -> Replica:
+        """The model as this rank trains it. Made at the first step: making it is the first thing that needs the others."""
+        return Replica.alone(self.model) if self.team.size == 1 else Replica.among_others(self.model, self.device)
 
     def _compile(self) -> None:
         compiler = next(filter(shutil.which, ("g++", "clang++", "gcc")), None)
@@ -52,12 +62,12 @@ class NativeEngine:
     def train_step(self, batches: Sequence[Batch], lr: float, step: int) -> StepResult:
         """Forward and backward over the micro-batches, clip, update; leaves the weights alone when it is not finite."""
         scale = self.scale.value if self.scale else 1.0
-        seed_step(self.config.seed, step)
+        seed_step(self.config.seed, step, self.team.rank)
         self.model.train()
-        weights = token_weights(batches, self.config.batch.loss_norm)
+        weights = token_weights(batches, self.config.batch.loss_norm, self.team)
         # an overflow of fp16 is no anomaly: the loss scale answers it
         with torch.autograd.set_detect_anomaly(self.config.engine.anomaly, check_nan=self.scale is None):
-            loss = accumulate(self.model, self.loss, batches, weights, torch.Tensor.backward, scale)
+            loss = self.team.total(accumulate(self.replica, self.loss, batches, weights, scale))
         norm = gradient_norm(self.model.parameters())
         bad = (~torch.isfinite(norm + loss)).float()
         update(self.optimizer, lr, norm, self.config.optim.clip, scale, bad)
@@ -71,7 +81,7 @@ class NativeEngine:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss per token."""
         self.model.eval()
-        return mean_loss(self.model, self.loss, batches)
+        return mean_loss(self.model, self.loss, batches, self.team)
 
     def tensors(self) -> dict[str, Shard]:
         """Weights, and Adam's moments once there are any."""

@@ -4,34 +4,8 @@ import os
 import pytest
 
 from hpclm.cluster import hardware
-from hpclm.cluster.bootstrap import World, detect
 from hpclm.cluster.lease import Lease
-from hpclm.errors import ConfigError, LockedError
-
-SLURM = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
-TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
-OMPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-
-
-@pytest.mark.parametrize(
-    "env, world",
-    [
-        ({}, World("single", 0, 1, 0)),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, World("single", 0, 1, 0)),  # a batch script, not a step
-        (SLURM, World("Slurm", 3, 4, 1)),
-        (OMPI, World("Open MPI", 2, 4, 0)),
-        ({"MPI_LOCALRANKID": "1", "PMI_RANK": "1", "PMI_SIZE": "2"}, World("MPI", 1, 2, 1)),
-        (SLURM | OMPI, World("Open MPI", 2, 4, 0)),
-        (SLURM | OMPI | TORCHRUN, World("torchrun", 1, 2, 1)),
-    ],
-)
-def test_the_innermost_launcher_says_who_this_process_is(env, world):
-    assert detect(env) == world
-
-
-def test_a_missing_variable_is_named():
-    with pytest.raises(ConfigError, match="Slurm started this process, but 'SLURM_LOCALID' is missing"):
-        detect({k: v for k, v in SLURM.items() if k != "SLURM_LOCALID"})
+from hpclm.errors import LockedError
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hpclm.cluster.team import alone
 from hpclm.config import BatchConfig, BudgetConfig, DataConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
 from hpclm.data.batches import Batch, Batches
 from hpclm.data.synthetic import synthetic
@@ -47,7 +48,7 @@ def batches_of(config):
 
 
 def engine_of(config, dtype=torch.float32):
-    return NativeEngine(config, CPU, dtype)
+    return NativeEngine(config, alone(), CPU, dtype)
 
 
 def train(config, steps=4, dtype=torch.float32):

@@ -1,0 +1,45 @@
+"""A run directory before anything is in it: checked without a trace, then made, for its owner alone."""
+
+import os
+import stat
+from pathlib import Path
+
+from hpclm.errors import ConfigError, unwritten
+
+
+def check(out: Path) -> None:
+    """ConfigError unless ``out`` is a folder of this user's in which only he can write, or can be made."""
+    try:
+        found = out.stat()
+    except FileNotFoundError:
+        _makeable(out)
+        return
+    except OSError as error:
+        raise ConfigError(f"run directory {out}: {error.strerror} (errno {error.errno}); choose another out") from None
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"run directory {out} is a file; choose another out")
+    if found.st_uid != os.geteuid():
+        raise ConfigError(f"run directory {out} belongs to another user (number {found.st_uid}); choose another out")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(
+            f"run directory {out} can be written by others (mode {stat.S_IMODE(found.st_mode):o}), who could then run what "
+            "they like in your name; chmod go-w it, or choose another out"
+        )
+    if not os.access(out, os.W_OK | os.X_OK):
+        raise ConfigError(f"run directory {out} cannot be written; choose another out")
+
+
+def make(out: Path) -> None:
+    """Make the run directory and the folders that a job needs before it starts."""
+    try:
+        out.mkdir(0o700, parents=True, exist_ok=True)
+        for name in ("job", "logs"):
+            (out / name).mkdir(0o700, exist_ok=True)
+    except OSError as error:
+        raise unwritten(error, out, "choose another out, or free this one") from None
+
+
+def _makeable(out: Path) -> None:
+    above = next(folder for folder in out.parents if folder.exists())
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(f"run directory {out} cannot be made: {above} cannot be written; choose another out")

@@ -1,0 +1,58 @@
+"""Into Slurm's queue, through submitit: its call of sbatch, its reading of the job's number, its report of what went wrong.
+
+The only file that speaks submitit. What it would add is left out: a script of its own, and a pickled function, which would be
+read again at every requeue.
+"""
+
+import contextlib
+import io
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from submitit.core.utils import FailedJobError, FailedSubmissionError
+from submitit.slurm.slurm import SlurmExecutor
+
+from hpclm import files
+from hpclm.cluster import surrounding
+from hpclm.errors import ConfigError
+from hpclm.job.sbatch import refused
+
+
+class ScriptExecutor(SlurmExecutor):
+    """submitit's way to submit, for a script that is there already."""
+
+    def __init__(self, folder: Path, script: Path, before: list[str]):
+        """``folder`` is for submitit's own notes; the words ``before`` stand before sbatch."""
+        super().__init__(folder)
+        self.script, self.before = script, before
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        return self.script.read_text(encoding="utf-8")
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        return [*self.before, "sbatch", str(self.script)]
+
+    def send(self) -> str:
+        """Submit, and give the job's number."""
+        return str(self._submit_command("").job_id)
+
+
+def submit(script: Path, options: Iterable[str], lock: Path) -> str:
+    """Put the script into the queue and give the job's number; ``options`` are those that it sets itself.
+
+    ``lock`` is held for as long as sbatch lives, also when this process is killed. ConfigError: Slurm refused;
+    UnansweredError: it is not known whether it did.
+    """
+    folder = files.aside(script.with_name("submitit"))
+    folder.mkdir(0o700)
+    held = ["flock", str(lock)] if shutil.which("flock") else []
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it then raises
+            return ScriptExecutor(folder, script, [*held, *surrounding.without(options)]).send()
+    except (FailedJobError, FailedSubmissionError) as error:
+        raise refused(str(error)) from None
+    except RuntimeError as error:
+        raise ConfigError(f"{error} Give --cluster local to train here") from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,198 @@
+"""Run directories: where they are, and what one says about its run, read in no time and without loading anything large."""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpclm.errors import ConfigError
+from hpclm.job import ledger
+from hpclm.job.ledger import Submission
+from hpclm.registry import hint
+
+MARKS = ("config.yaml", ledger.NAME, "attempts.jsonl")
+DEEP = 3  # folders below the one that is searched
+TAIL = 1 << 16  # bytes at the end of a file that are read
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run directory says; nothing here asks a scheduler."""
+
+    out: Path
+    submissions: list[Submission]
+    attempts: list[Mapping[str, Any]]
+    """Lines of attempts.jsonl, the last of them where there are very many."""
+    rows: list[Mapping[str, Any]]
+    """The last lines of metrics.jsonl, of steps and evaluations."""
+    stepped: float | None
+    """When the last of them was written, in seconds since 1970."""
+    checkpoint: tuple[int, float] | None
+    """Step of the newest checkpoint, and when it was made."""
+    bad: int
+    """Checkpoints that were set aside."""
+    holder: Mapping[str, Any] | None
+    """Who wrote its name into the lock and has not taken it out: host, pid."""
+
+    @property
+    def attempt(self) -> Mapping[str, Any]:
+        """The last attempt, empty where there was none."""
+        return self.attempts[-1] if self.attempts else {}
+
+    @property
+    def steps(self) -> list[Mapping[str, Any]]:
+        """The last steps."""
+        return [row for row in self.rows if "loss" in row]
+
+    @property
+    def step(self) -> int:
+        """The last step that is done."""
+        return int(self.rows[-1]["step"]) if self.rows else int(self.attempt.get("from_step") or 0)
+
+    @property
+    def jobs(self) -> list[str]:
+        """Slurm's numbers of its jobs, oldest first."""
+        submitted = [each.job_id for each in self.submissions if each.cluster == "slurm"]
+        trained = [str(each["job_id"]) for each in self.attempts if each.get("job_id")]
+        return list(dict.fromkeys(submitted + trained))
+
+    @property
+    def processes(self) -> list[tuple[str, int, str]]:
+        """Host, number and time of the processes that launched or are it, the newest last."""
+        launched = [
+            (each.host, int(each.job_id), each.time)
+            for each in self.submissions
+            if each.cluster != "slurm" and each.job_id.isdecimal()
+        ]
+        return launched[-1:] + [
+            (str(each["host"]), int(each["pid"]), str(each["time"]))
+            for each in self.attempts[-1:]
+            if {"host", "pid", "time"} <= each.keys()
+        ]
+
+    def total(self) -> int | None:
+        """The planned number of steps; None where only the clock ends the run, or it cannot be told."""
+        return self.attempt["steps"] if "steps" in self.attempt else planned(self.out / "config.yaml")
+
+    def job_log(self) -> Path | None:
+        """The newest log that a job of the run printed to."""
+        written = [Path(each.log) for each in self.submissions if each.log]
+        found = [path if path.is_absolute() else self.out / path for path in written]
+        mine = [path for path in (*found, *(self.out / "logs").glob("job-*.log")) if path.is_file()]
+        return max(mine, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def find(folder: Path, deep: int = DEEP) -> list[Path]:
+    """Run directories in ``folder``, at most ``deep`` folders down; it may be one itself."""
+    return sorted(_find(folder, deep))
+
+
+def _find(folder: Path, deep: int) -> Iterator[Path]:
+    with suppress(OSError):
+        entries = list(os.scandir(folder))
+        if any(entry.name in MARKS for entry in entries):
+            yield folder
+            return
+        for entry in entries if deep else ():
+            if entry.is_dir() and not entry.name.startswith("."):
+                yield from _find(folder / entry.name, deep - 1)
+
+
+def resolve(word: str, runs: Path) -> Path:
+    """The run directory a person means: a path, or a name below the folder ``runs``; ConfigError when there is none."""
+    for path in (Path(word), runs / word):
+        if any((path / mark).exists() for mark in MARKS):
+            return path
+    known = [str(path.relative_to(runs)) for path in find(runs)]
+    has = f"; {runs} has {', '.join(known[:20])}{', …' * (len(known) > 20)}." if known else f", and none is in {runs}"
+    raise ConfigError(f"{word} is no run directory{has}{hint(word, known)}")
+
+
+def read(out: Path) -> Run:
+    """What the run directory ``out`` says now. Files that are missing, being written or broken count as not there."""
+    metrics = out / "metrics.jsonl"
+    return Run(
+        out=out,
+        submissions=_or(ledger.read, out, []),
+        attempts=_objects(out / "attempts.jsonl", 1 << 20),
+        rows=[row for row in _objects(metrics) if isinstance(row.get("step"), int)],
+        stepped=_or(lambda path: path.stat().st_mtime, metrics, None),
+        checkpoint=_checkpoint(out / "checkpoints"),
+        bad=len(list((out / "checkpoints").glob(".bad-*"))),
+        holder=_holder(out / "lock"),
+    )
+
+
+def tail(path: Path, size: int = TAIL) -> str:
+    """The last ``size`` bytes of a file, from the beginning of a line; empty where there is none."""
+    try:
+        with path.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - size))
+            text = file.read(size)
+    except OSError:
+        return ""
+    return (text if end <= size else text.partition(b"\n")[2]).decode(errors="replace")
+
+
+def planned(path: Path) -> int | None:
+    """Steps that the budget in a settings file is enough for, where its numbers alone say so."""
+    import yaml  # of use to few, and slow to load
+
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        content = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        budget, batch = content["budget"], content["batch"]
+        ends = [budget["steps"]] if budget.get("steps") else []
+        counts = [
+            budget.get("samples"),
+            budget["tokens"] // content["model"]["context"] if budget.get("tokens") else None,
+        ]
+        if any(counts):
+            from hpclm.config.plan import Plan, Rampup
+
+            rampup = Rampup(*batch["rampup"]) if batch.get("rampup") else None
+            plan = Plan.divide(1, batch["global_size"], 1, rampup)
+            ends += [plan.steps_within(count) for count in counts if count]
+        return min(ends, default=None)
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, yaml.YAMLError):
+        return None
+
+
+def _objects(path: Path, size: int = TAIL) -> list[Mapping[str, Any]]:
+    found: list[Mapping[str, Any]] = []
+    for line in tail(path, size).splitlines():
+        with suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict):
+                found.append(row)
+    return found
+
+
+def _checkpoint(folder: Path) -> tuple[int, float] | None:
+    with suppress(OSError):
+        saved = [
+            (int(found[1]), entry) for entry in os.scandir(folder) if (found := re.fullmatch(r"step-(\d+)", entry.name))
+        ]
+        if saved:
+            step, entry = max(saved, key=lambda each: each[0])
+            return step, entry.stat().st_mtime
+    return None
+
+
+def _holder(path: Path) -> Mapping[str, Any] | None:
+    with suppress(OSError, ValueError):
+        content = json.loads(path.read_text(errors="replace"))
+        return content if isinstance(content, dict) else None
+    return None
+
+
+def _or(act: Any, path: Path, otherwise: Any) -> Any:
+    try:
+        return act(path)
+    except OSError:
+        return otherwise

@@ -1,0 +1,178 @@
+"""Several processes train as one, meet, refuse to start together, and end together."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+
+import pytest
+
+from hpclm.cluster import ports
+from tests.runs import Ranks, figures, hpclm, lines, losses
+
+
+def test_several_processes_learn_what_one_does(tiny, tmp_path):
+    more = ["model.ffn=48", "batch.micro_size=1", "evaluate.every=6", "evaluate.batches=3", "cluster.preflight=false"]
+    hpclm("train", *tiny("one", *more), check=0)
+    with Ranks(4, tiny("four", *more)) as ranks:
+        assert {code for code, _ in ranks.wait().values()} == {0}
+    one, four = (figures(tmp_path / out, "loss", "grad_norm") for out in ("one", "four"))
+    assert len(one) == 12
+    for alone, together in zip(one, four, strict=True):
+        assert together == pytest.approx(alone, abs=1e-5)
+    held_out = [figures(tmp_path / out, "validation_loss") for out in ("one", "four")]
+    assert held_out[1][0] == pytest.approx(held_out[0][0], abs=1e-5) and len(held_out[1]) == 2
+    assert sorted(p.name for p in (tmp_path / "four/logs").iterdir()) == [f"rank-0000{rank}.log" for rank in (1, 2, 3)]
+
+
+def test_a_run_goes_on_with_another_number_of_processes(tiny, tmp_path):
+    more = ["batch.micro_size=1", "cluster.preflight=false"]
+    hpclm("train", *tiny("whole", *more), check=0)
+    for size, stop in ((2, 5), (4, 9), (1, 12)):
+        with Ranks(size, tiny("pieces", *more, f"stop_at={stop}")) as ranks:
+            assert {code for code, _ in ranks.wait().values()} == {0}
+    whole, pieces = (figures(tmp_path / out, "step", "loss") for out in ("whole", "pieces"))
+    for alone, together in zip(whole, pieces, strict=True):
+        assert together == pytest.approx(alone, abs=1e-5)
+
+
+def test_a_signal_to_one_rank_saves_and_stops_all(tiny, tmp_path):
+    more = ["budget.steps=60", "checkpoint.every=0", "cluster.preflight=false"]
+    with Ranks(2, tiny("whole", *more)) as ranks:
+        ranks.wait()
+    with Ranks(2, tiny("run", *more)) as ranks:
+        ranks.wait_for(tmp_path / "run", 3)
+        ranks.processes[1].send_signal(signal.SIGUSR2)
+        assert {code for code, _ in ranks.wait().values()} == {85}
+    assert "SIGUSR2: saved at step" in (tmp_path / "run/log.txt").read_text()
+    with Ranks(2, tiny("run", *more)) as ranks:
+        assert {code for code, _ in ranks.wait().values()} == {0}
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def left(mark):
+    return subprocess.run(["pgrep", "-f", f"^sleep {mark}$"], capture_output=True, text=True).stdout.split()
+
+
+@pytest.mark.parametrize("killed", [2, 0])
+def test_when_a_rank_is_killed_all_are_gone_with_their_children_and_the_log_names_it(killed, tiny, tmp_path):
+    mark = str(10_000_000 + os.getpid() * 10 + killed)
+    words = tiny("run", "budget.steps=100000", "data.source=tests.faults:with_children", "batch.micro_size=1")
+    with Ranks(4, [*words, "cluster.preflight=false"], TEST_MARK=mark) as ranks:
+        ranks.wait_for(tmp_path / "run", 3)
+        assert len(left(mark)) == 8
+        pid = ranks.processes[killed].pid
+        ranks.processes[killed].kill()
+        began = time.monotonic()
+        ended = ranks.wait(60)
+    assert time.monotonic() - began < 20  # a second on a quiet machine
+    until = time.monotonic() + 10
+    while left(mark) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not left(mark)
+    assert ended.pop(killed)[0] == -signal.SIGKILL and {code for code, _ in ended.values()} == {1}
+    said = f"rank {killed} on {socket.gethostname()} (pid {pid}) is gone without a word"
+    assert said in (tmp_path / "run/log.txt").read_text()
+
+
+def test_the_first_cause_stands_first_with_its_traceback(tiny, tmp_path):
+    words = tiny(
+        "run", "budget.steps=1000", "data.source=tests.faults:exploding", "data.workers=0", "batch.micro_size=1"
+    )
+    with Ranks(4, [*words, "cluster.preflight=false"]) as ranks:
+        ended = ranks.wait()
+    assert {code for code, _ in ended.values()} == {1}
+    told = [line for line in lines(tmp_path / "run/log.txt") if " E " in line or "Error" in line]
+    assert "rank 2 on" in told[0] and "failed: Traceback" in told[0]
+    text = (tmp_path / "run/log.txt").read_text()
+    assert "RuntimeError: boom in the data" in text and "in explode" in text
+    assert "boom in the data" in ended[0][1]
+
+
+def test_what_all_ranks_find_wrong_is_said_once(tiny, tmp_path):
+    with Ranks(3, tiny("run", "data.source=indexed", "data.prefix=/nowhere/x", "batch.global_size=12")) as ranks:
+        ended = ranks.wait()
+    assert {code for code, _ in ended.values()} == {64}
+    assert sum("/nowhere/x" in output for _, output in ended.values()) == 1 and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "only, env, code, message",
+    [
+        ([0, 1, 3], {}, 1, "1 of 4 processes did not answer within 5 s: rank 2"),
+        ([1, 2], {}, 1, "found no rank 0 on 127.0.0.1 within 5 s"),
+    ],
+)
+def test_who_does_not_come_is_named(only, env, code, message, tiny, tmp_path):
+    with Ranks(4, tiny("run", "cluster.start_seconds=5", "batch.micro_size=1"), only, **env) as ranks:
+        ended = ranks.wait()
+    assert {found for found, _ in ended.values()} == {code}
+    assert message in "".join(output for _, output in ended.values()) and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "first, second, message",
+    [
+        (dict(size=2, only=[0]), dict(size=3, only=[1]), "the processes disagree: rank 0"),
+        (dict(size=3, only=[0, 1]), dict(size=3, only=[1]), "two processes are rank 1"),
+    ],
+)
+def test_ranks_that_contradict_each_other_are_refused_at_once(first, second, message, tiny, tmp_path):
+    words = tiny("run", "batch.global_size=12", "batch.micro_size=1")
+    began = time.monotonic()
+    with (
+        Ranks(**first, words=words, HPCLM_RENDEZVOUS="same") as some,
+        Ranks(**second, words=words, HPCLM_RENDEZVOUS="same") as others,
+    ):
+        ended = [*some.wait().values(), *others.wait().values()]
+    assert {code for code, _ in ended} == {64} and all(message in output for _, output in ended)
+    assert time.monotonic() - began < 60
+
+
+class Stranger:
+    """Somebody else's server on a port."""
+
+    def __init__(self, port, words=b""):
+        self.socket = socket.create_server(("127.0.0.1", port))
+        self.words = words
+
+    def answer(self):
+        connection, _ = self.socket.accept()
+        connection.sendall(self.words)
+        return connection
+
+
+def test_a_taken_port_never_fails_a_start(tiny, tmp_path):
+    first, second, third = (Stranger(port) for port in ports.candidates("taken")[:3])  # who listen and say nothing
+    try:
+        with Ranks(2, tiny("run", "cluster.preflight=false"), HPCLM_RENDEZVOUS="taken") as ranks:
+            assert {code for code, _ in ranks.wait().values()} == {0}
+    finally:
+        for stranger in (first, second, third):
+            stranger.socket.close()
+
+
+def test_ports_are_below_those_the_system_hands_out_and_follow_from_the_launch():
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+        lowest = int(file.read().split()[0])
+    assert all(1024 < port < lowest for port in ports.candidates("a"))
+    assert ports.candidates("a") == ports.candidates("a") != ports.candidates("b")
+
+
+@pytest.mark.mpi
+def test_mpirun_and_torchrun_give_the_same_run(tiny, tmp_path):
+    import sys
+
+    env = dict(os.environ, OMP_NUM_THREADS="1", OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+    train = ["-m", "hpclm", "train"]
+    hpclm("train", *tiny("one"), check=0)
+    starts = {
+        "mpirun": ["mpirun", "-n", "2", "--oversubscribe", sys.executable, *train],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *train],
+    }
+    for name, start in starts.items():
+        done = subprocess.run([*start, *tiny(name)], env=env, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+        for alone, together in zip(figures(tmp_path / "one", "loss"), figures(tmp_path / name, "loss"), strict=True):
+            assert together == pytest.approx(alone, abs=1e-5)

@@ -1,0 +1,92 @@
+import json
+
+import pytest
+
+from hpclm.errors import ConfigError
+from hpclm.job import ledger, runs
+from hpclm.job.ledger import Submission
+
+
+def make(folder, attempts=(), rows=(), **files):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "attempts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in attempts))
+    if rows:
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    for name, text in files.items():
+        (folder / name.replace("_", ".")).write_text(text)
+    return folder
+
+
+def test_run_directories_are_found_by_what_they_hold_and_not_searched_further(tmp_path):
+    make(tmp_path / "a")
+    make(tmp_path / "sweep" / "lr=1")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "jobs.jsonl").touch()
+    make(tmp_path / "a" / "checkpoints")
+    make(tmp_path / "1" / "2" / "3" / "4")
+    make(tmp_path / ".hidden")
+    assert runs.find(tmp_path) == [tmp_path / "a", tmp_path / "b", tmp_path / "sweep" / "lr=1"]
+    assert runs.find(tmp_path / "a") == [tmp_path / "a"]
+    assert runs.find(tmp_path / "nowhere") == []
+
+
+def test_a_run_is_named_by_its_path_or_by_its_name_below_the_folder_of_runs(tmp_path):
+    run = make(tmp_path / "sweep" / "lr=1")
+    assert runs.resolve(str(run), tmp_path) == run
+    assert runs.resolve("sweep/lr=1", tmp_path) == run
+    with pytest.raises(
+        ConfigError, match=r"sweep/lr=2 is no run directory; .* has sweep/lr=1\. Did you mean 'sweep/lr=1'"
+    ):
+        runs.resolve("sweep/lr=2", tmp_path)
+
+
+def test_what_is_missing_or_broken_counts_as_not_there(tmp_path):
+    run = runs.read(tmp_path)
+    assert (run.attempts, run.rows, run.checkpoint, run.holder, run.total(), run.step) == ([], [], None, None, None, 0)
+    for name in ("attempts.jsonl", "metrics.jsonl", "jobs.jsonl", "config.yaml", "lock", "log.txt"):
+        (tmp_path / name).write_bytes(b'\xff\x00{]: \n[1, 2]\n"x"\n12\n{"step"')
+    run = runs.read(tmp_path)
+    assert (run.attempts, run.rows, run.checkpoint, run.holder, run.total(), run.step) == ([], [], None, None, None, 0)
+
+
+def test_jobs_are_known_from_the_ledger_and_from_attempts_that_nobody_submitted(tmp_path):
+    make(tmp_path, [{"from_step": 0, "job_id": "12"}, {"from_step": 5, "job_id": 14}])
+    for cluster, job in (("slurm", "12"), ("slurm", "13_1"), ("local", "999")):
+        ledger.append(tmp_path, Submission(cluster, job, "host", 1, 1, ""))
+    assert runs.read(tmp_path).jobs == ["12", "13_1", "14"]
+
+
+def test_only_the_end_of_the_metrics_is_read(tmp_path):
+    make(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("wb") as file:
+        file.truncate(1 << 40)  # a terabyte, if it were read
+        file.seek(0, 2)
+        file.write(b'\n{"step": 7, "loss": 1.5, "step_seconds": 2.0}\n{"step": 8, "lo')
+    run = runs.read(tmp_path)
+    assert run.step == 7 and run.steps == [{"step": 7, "loss": 1.5, "step_seconds": 2.0}]
+
+
+def test_the_newest_checkpoint_is_the_one_of_the_highest_step(tmp_path):
+    for name in ("step-00000900", "step-100000000", ".bad-step-00000950", ".tmp-step-200000000", "latest"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    run = runs.read(tmp_path)
+    assert run.checkpoint and run.checkpoint[0] == 100000000 and run.bad == 1
+
+
+@pytest.mark.parametrize(
+    "budget, steps",
+    {
+        "steps: 50": 50,
+        "samples: 100": 12,
+        "tokens: 1610": 12,
+        "{steps: 50, samples: 100}": 12,
+        "hours: 2": None,
+    }.items(),
+)
+def test_the_planned_steps_follow_from_the_budget_where_no_attempt_says_them(budget, steps, tmp_path):
+    budget = budget if budget.startswith("{") else f"{{{budget}}}"
+    text = f"budget: {budget}\nbatch: {{global_size: 8, rampup: null}}\nmodel: {{context: 16}}\n"
+    make(tmp_path, config_yaml=text)
+    assert runs.read(tmp_path).total() == steps
+    make(tmp_path, [{"from_step": 0, "steps": 77}])
+    assert runs.read(tmp_path).total() == 77

@@ -1,0 +1,201 @@
+import json
+import os
+import secrets
+import subprocess
+import sys
+
+import pytest
+
+from hpclm.cluster.health import diagnosis
+from tests.runs import ROOT, hpclm
+
+CALM = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "HPCLM_"))}
+
+
+def test_doctor_and_env_show_what_this_process_has():
+    shown = hpclm("env", check=0, env=CALM).stdout
+    for word in (
+        "hpclm ",
+        "torch ",
+        "gloo backends",
+        "open files",
+        "/dev/shm free",
+        "lo ",
+        "mpirun",
+        "sbatch",
+        "launcher",
+    ):
+        assert f"\n  {word}" in shown or word in shown, word
+
+
+def test_no_secret_is_shown():
+    canary = secrets.token_hex(8)
+    env = CALM | {"WANDB_API_KEY": canary, "NCCL_PASSWORD": canary, "SLURM_TOKEN": canary, "HPCLM_RENDEZVOUS": canary}
+    for words in ((), ("--json",)):
+        assert canary not in hpclm("doctor", *words, env=env).stdout
+
+
+def test_json_has_everything_and_the_problems():
+    shown = json.loads(hpclm("doctor", "--json", check=0, env=CALM).stdout)
+    assert shown["ok"] and shown["problems"] == []
+    found = shown["found"]
+    assert found["launcher"]["launcher"] == "single" and found["torch"]["backends"]
+    assert found["machine"]["threads"] >= 1 and "lo" in found["network"]["interfaces"]
+
+
+def package(folder, name, code, version=None):
+    """A package that Python finds before the installed one."""
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").write_text(code)
+    if version:
+        info = folder / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return CALM | {"PYTHONPATH": str(folder)}
+
+
+def test_a_torch_that_cannot_be_loaded_is_a_problem(tmp_path):
+    env = package(tmp_path, "torch", "raise ImportError('libcudart.so.12: cannot open shared object file')")
+    shown = hpclm("doctor", check=1, env=env).stdout
+    assert "problem: PyTorch cannot be loaded (ImportError: libcudart.so.12: cannot open shared object file)" in shown
+
+
+def test_a_torch_that_crashes_is_a_problem_too(tmp_path):
+    env = package(tmp_path, "torch", "import os; os.kill(os.getpid(), 11)")
+    assert "problem: PyTorch cannot be loaded (ended by signal 11)" in hpclm("doctor", check=1, env=env).stdout
+
+
+def test_an_apex_that_is_not_nvidias_is_told(tmp_path):
+    env = package(tmp_path, "apex", "raise SystemExit('imported')", version="0.9.10")
+    shown = hpclm("doctor", check=0, env=env).stdout
+    assert "hint: apex 0.9.10 is PyPI's unrelated package, not NVIDIA's" in shown
+
+
+def test_an_apex_of_nvidias_that_was_not_built_is_told(tmp_path):
+    env = package(tmp_path, "apex", "", version="0.1")
+    package(tmp_path, "apex/optimizers", "raise ImportError('no amp_C')")
+    assert "apex          0.1 is NVIDIA's, but was not built: ImportError: no amp_C" in hpclm("doctor", env=env).stdout
+
+
+def test_variables_of_launchers_that_contradict_each_other_are_a_problem():
+    env = CALM | {"HPCLM_RANK": "5", "HPCLM_WORLD_SIZE": "2", "HPCLM_LOCAL_RANK": "0", "HPCLM_LOCAL_WORLD_SIZE": "1"}
+    done = hpclm("doctor", check=1, env=env | {"HPCLM_RENDEZVOUS": "x"})
+    assert "problem: local says rank 5 of 2" in done.stdout
+
+
+def ranks(size, *words, env=CALM):
+    """Start ``hpclm doctor`` as each rank of a local launch."""
+    launch = {
+        "HPCLM_WORLD_SIZE": str(size),
+        "HPCLM_LOCAL_WORLD_SIZE": str(size),
+        "HPCLM_RENDEZVOUS": secrets.token_hex(8),
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "hpclm", "doctor", *words],
+            env=env | launch | {"HPCLM_RANK": str(rank), "HPCLM_LOCAL_RANK": str(rank)},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+
+
+def test_of_several_processes_the_first_prints_a_line_for_each():
+    results = [process.communicate(timeout=120) for process in ranks(3, "--ranks")]
+    lines = results[0][0].splitlines()
+    assert [line.split()[0] for line in lines[:4]] == ["rank", "0/3", "1/3", "2/3"]
+    assert [line.split()[2] for line in lines[1:4]] == ["0/3", "1/3", "2/3"]
+    assert {out for out, _ in results[1:]} == {""}
+
+
+def test_a_problem_of_any_process_is_told_once_and_ends_all_with_1(tmp_path):
+    env = package(tmp_path, "torch", "raise ImportError('broken')")
+    processes = ranks(2, "--json", env=env)
+    shown = json.loads(processes[0].communicate(timeout=120)[0])
+    processes[1].communicate(timeout=120)
+    assert [process.returncode for process in processes] == [1, 1]
+    assert len(shown["found"]) == 2 and len(shown["problems"]) == 1
+
+
+@pytest.mark.slow
+def test_processes_that_do_not_meet_show_themselves():
+    first, second = ranks(2)
+    first.kill()
+    first.communicate()
+    shown, _ = second.communicate(timeout=120)
+    assert second.returncode == 1 and shown.startswith("1/2  ") and shown.count("\n") == 1
+
+
+HEALTHY = {
+    "host": {"name": "a"},
+    "launcher": {"launcher": "local", "local_size": 1},
+    "software": {"hpclm": "1", "python": "3.11", "apex": None},
+    "apex": None,
+    "torch": {"version": "2.6", "cuda": "12.4", "driver": "550", "gpus": [], "architectures": []},
+    "machine": {"gpu_files": 0, "shm": None, "open_files": None, "locked_memory": None, "infiniband": []},
+    "variables": {"libraries": {}},
+    "mpi": {"mpi4py": None, "mpirun": {"error": "mpirun is not in PATH"}},
+    "slurm": {"sbatch": {"error": "no"}, "controller": {"error": "no"}},
+    "locks": [],
+}
+GPU = {"uuid": "GPU-1", "capability": "9.0"}
+
+
+def but(**parts):
+    """A healthy process but for these."""
+    return HEALTHY | {
+        name: HEALTHY[name] | value if isinstance(value, dict) else value for name, value in parts.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "parts, said",
+    [
+        ({"torch": {"gpus": [GPU, GPU | {"uuid": "2"}]}, "launcher": {"local_size": 4}}, "4 processes see 2 GPUs"),
+        ({"torch": {"gpus": [GPU, GPU]}}, "listed twice in CUDA_VISIBLE_DEVICES: GPU-1"),
+        ({"torch": {"gpus": [GPU], "architectures": ["sm_70", "sm_80"]}}, "no code for sm_90, only for sm_70, sm_80"),
+        ({"torch": {"gpus": [GPU | {"capability": "6.1"}], "architectures": ["sm_70"]}}, "no code for sm_61"),
+        ({"launcher": {"launcher": "Open MPI"}}, "Open MPI started this process, but mpi4py is not installed"),
+    ],
+)
+def test_what_would_stop_a_run_is_a_problem(parts, said):
+    problems, _ = diagnosis.of([but(**parts)])
+    assert len(problems) == 1 and said in problems[0]
+
+
+@pytest.mark.parametrize(
+    "parts, said",
+    [
+        ({"machine": {"gpu_files": 8}, "torch": {"cuda": None}}, "build without CUDA"),
+        ({"machine": {"gpu_files": 8}, "variables": {"libraries": {"CUDA_VISIBLE_DEVICES": ""}}}, "hides the GPUs"),
+        ({"machine": {"gpu_files": 8}}, "sees none with driver 550"),
+        ({"machine": {"shm": {"size": 64 << 20, "free": 1}}}, "/dev/shm has 64 MiB only"),
+        ({"machine": {"open_files": 256}}, "256 open files"),
+        ({"machine": {"infiniband": ["mlx5_0"], "locked_memory": 65536}}, "ulimit -l unlimited"),
+        ({"locks": [{"path": "/x/lock", "age": 120, "holder": None}]}, "/x/lock locks a build"),
+        (
+            {"mpi": {"mpi4py": {"library": "Open MPI v4.1.4"}, "mpirun": {"says": "HYDRA build details", "path": "x"}}},
+            "each rank would be alone",
+        ),
+    ],
+)
+def test_what_may_surprise_is_a_hint(parts, said):
+    gpus = parts.get("machine", {}).get("gpu_files", 0)
+    problems, hints = diagnosis.of([but(**({"torch": {"driver": "550" if gpus else None}} | parts))])
+    assert problems == [] and any(said in hint for hint in hints)
+
+
+def test_a_healthy_process_gives_nothing_to_say():
+    assert diagnosis.of([but(torch={"gpus": [GPU], "architectures": ["sm_80", "sm_90"]})]) == ([], [])
+
+
+def test_what_differs_between_hosts_is_a_problem_and_a_hint_says_where():
+    other = but(host={"name": "b"}, software={"python": "3.12"}, machine={"open_files": 256})
+    problems, hints = diagnosis.of(
+        [but(torch={"driver": None}), other | {"torch": HEALTHY["torch"] | {"driver": None}}]
+    )
+    assert problems == ["python differs: 3.11 on a; 3.12 on b"]
+    assert hints == ["on b: 256 open files are allowed: ulimit -n 4096"]

@@ -1,0 +1,317 @@
+import json
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from hpclm.cluster import site, surrounding
+from hpclm.config import compose
+from hpclm.errors import ConfigError
+from hpclm.job import exclusion, sweep
+from tests.runs import ROOT, hpclm
+
+SMALL = ["budget.steps=5", "engine.device=cpu", "evaluate.every=0"]
+
+
+@pytest.fixture
+def submit(tmp_path):
+    """`hpclm submit WORDS` in a folder of its own, on a machine without Slurm and without a site file."""
+    (tmp_path / "bin").mkdir()
+    for program in ("bash", "env"):
+        (tmp_path / "bin" / program).symlink_to(f"/bin/{program}")
+    env = {"PATH": f"{tmp_path}/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    here = tmp_path / "here"
+    here.mkdir()
+
+    def call(*words, check=None, **more):
+        return hpclm("submit", *words, check=check, cwd=here, env={**env, **more})
+
+    call.here = here
+    return call
+
+
+def test_a_dry_run_prints_a_script_and_writes_nothing(submit):
+    done = submit("--nodes", 2, "--gpus", 1, "--time", "1:00:00", "--dry-run", *SMALL, check=0)
+    assert done.stdout.startswith("#!/bin/bash\n") and done.stdout.endswith("exit $code\n")
+    assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n#SBATCH --time=1:00:00\n" in done.stdout
+    assert f"set -- {submit.here}/runs/debug/config.yaml\n" in done.stdout
+    assert done.stderr == "" and list(submit.here.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "words, answer",
+    {
+        (
+            "--nodes",
+            "2",
+            "--gpus",
+            "8",
+        ): "16 must be a multiple of batch.micro_size=8 x 16 data-parallel replicas = 128; this "
+        "job has job.nodes=2 x job.gpus=8 = 16 processes",
+        ("modle.layers=3",): "Did you mean 'model.layers'",
+        ("--nodes", "two"): "job.nodes='two' must be a whole number",
+        ("--time", "soon"): "job.time='soon' must be minutes, HH:MM:SS or D-HH:MM:SS",
+        ("--mem", "much"): "job.mem='much' must be a number and K, M, G or T",
+        ("--partition", "a b"): "job.partition='a b' must not have spaces",
+        ("--account", "a\nb"): "must be one line of text",
+        ("--job-name", "a\nb"): "must be one line of text",
+        ("--sbatch", "Array=1"): "write sbatch's long name without dashes",
+        ("--sbatch", "array=1-5"): "job.options.array: a run is one job; --sweep submits several runs",
+        ("--sbatch", "gpus=4"): "set job.gpus, which is for each node",
+        ("job.env.1A=x",): "a variable's name is letters, digits and _",
+        ("job.env.SLURM_PROCID=1",): "belongs to the shell or to what starts the processes",
+        ("job.env.WANDB_API_KEY=abcdefgh",): "holds a secret",
+        ("job.env={A: true}",): "job.env.A=True must be text; put quotes around it",
+        ("data.source=indexed", "data.prefix=/none/of_this"): "/none/of_this",
+        ("data.source=indexed",): "data.prefix is not set",
+        ("out=/dev/null/x",): "run directory /dev/null/x: Not a directory",
+        ("job.setup=['if true']",): "bash cannot read the script",
+        ("--exclude-bad", "/none"): "preflight.json does not exist",
+        ("--sweep", "optim.lr"): "is not key=a,b,c",
+        ("--sweep", "optim.lr=1,,2"): "is not key=a,b,c",
+        ("--sweep", "optim.lr=1e-3,1e-3"): "two runs would be called optim",
+    }.items(),
+)
+def test_a_mistake_ends_with_64_before_anything_is_written(submit, words, answer):
+    if words[0] == "--sweep":
+        answer = answer.replace("called optim", "called lr-1e-3")
+    done = submit("--dry-run", *SMALL, *words, check=64)
+    assert answer in done.stderr, done.stderr
+    assert done.stdout == "" and list(submit.here.iterdir()) == []
+
+
+def test_wrong_options_end_with_2(submit):
+    assert "unrecognized arguments: --node" in submit("--node", "3", check=2).stderr
+
+
+def test_without_slurm_a_job_cannot_be_submitted_and_the_answer_says_what_can(submit):
+    done = submit("--cluster", "slurm", *SMALL, check=64)
+    assert "--cluster local" in done.stderr
+
+
+def test_a_run_directory_that_others_can_write_is_refused(submit, tmp_path):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    for mode in (0o770, 0o707, 0o1777):
+        shared.chmod(mode)
+        assert "can be written by others" in submit("--dry-run", *SMALL, f"out={shared}", check=64).stderr
+    shared.chmod(0o755)
+    submit("--dry-run", *SMALL, f"out={shared}", check=0)
+    (tmp_path / "file").touch()
+    assert "is a file" in submit("--dry-run", *SMALL, f"out={tmp_path}/file", check=64).stderr
+
+
+def test_every_option_is_a_setting_and_goes_before_it(submit):
+    words = [
+        "-N",
+        1,
+        "-G",
+        2,
+        "-p",
+        "long",
+        "-A",
+        "me",
+        "-q",
+        "high",
+        "-C",
+        "a100&ib",
+        "-x",
+        "n1",
+        "-w",
+        "n2",
+        "-J",
+        "my job",
+    ]
+    words += [
+        "--mem",
+        "4G",
+        "-c",
+        3,
+        "-d",
+        "afterok:7",
+        "--sbatch",
+        "mail-type=END",
+        "--sbatch",
+        "exclusive",
+        "job.nodes=9",
+    ]
+    script = submit("--dry-run", *SMALL, *words, check=0).stdout
+    for line in (
+        "job-name=my_job",
+        "nodes=1",
+        "ntasks-per-node=2",
+        "cpus-per-task=3",
+        "partition=long",
+        "account=me",
+        "qos=high",
+        'constraint="a100&ib"',
+        "exclude=n1",
+        "nodelist=n2",
+        "mem=4G",
+        "dependency=afterok:7",
+        "mail-type=END",
+        "exclusive",
+        "requeue",
+        "open-mode=append",
+        "signal=USR2@120",
+    ):
+        assert f"#SBATCH --{line}\n" in script, line
+
+
+def test_a_site_file_lies_below_the_settings_file_and_mappings_are_joined(submit, tmp_path):
+    folder = tmp_path / ".config" / "hpclm"
+    folder.mkdir(parents=True)
+    (folder / "site.yaml").write_text(
+        "job:\n  partition: gpu\n  account: lab\n  time: 10:00:00\n  env: {A: site, B: '${HOME}'}\n  options: {reservation: r}\n"
+        "  setup: ['export LIB=${HOME:-/x}']\ncluster: {interface: ib0}\n"
+    )
+    mine = submit.here / "mine.yaml"
+    mine.write_text((ROOT / "configs/debug.yaml").read_text() + "job: {account: me, env: {A: file, C: file}}\n")
+    script = submit(mine, "job.env.C=typed words", "--dry-run", *SMALL, check=0).stdout
+    for line in (
+        "#SBATCH --partition=gpu",
+        "#SBATCH --account=me",
+        "#SBATCH --reservation=r",
+        "#SBATCH --time=10:00:00",
+    ):
+        assert line + "\n" in script
+    assert "export A=file\n" in script and "export C='typed words'\n" in script
+    assert "export B='${HOME}'\n" in script and "\nexport LIB=${HOME:-/x}\n" in script
+    bare = submit(mine, "--dry-run", *SMALL, "job.env={}", check=0, HPCLM_SITE="").stdout
+    assert "partition" not in bare and "export A=" not in bare
+    (folder / "site.yaml").write_text("model: {layers: 3}\n")
+    wrong = submit("--dry-run", check=64)
+    assert (
+        f"model.layers does not describe a cluster; a site file has job and cluster only ({folder}/site.yaml)"
+        in wrong.stderr
+    )
+    assert "site file /none does not exist" in submit("--dry-run", check=64, HPCLM_SITE="/none").stderr
+    shown = hpclm("config", "debug", cwd=submit.here, env={**os.environ, "HPCLM_SITE": ""}, check=0).stdout
+    assert "partition: null" in shown
+    (folder / "site.yaml").write_text("job: {partition: gpu}\n")
+    shown = hpclm(
+        "config", "debug", cwd=submit.here, env={**os.environ, "HPCLM_SITE": str(folder / "site.yaml")}, check=0
+    ).stdout
+    assert "partition: gpu" in shown
+
+
+def test_the_site_file_is_found_where_it_is_said_to_be(tmp_path):
+    usual = tmp_path / ".config/hpclm/site.yaml"
+    usual.parent.mkdir(parents=True)
+    assert site.path({"HOME": str(tmp_path)}) is None
+    usual.touch()
+    assert site.path({"HOME": str(tmp_path)}) == usual
+    assert site.path({"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path / "other")}) is None
+    assert site.path({"HOME": "/nonexistent", "XDG_CONFIG_HOME": str(tmp_path / ".config")}) == usual
+    assert str(site.path({"HOME": str(tmp_path), "HPCLM_SITE": "/a"})) == "/a"
+    assert site.path({"HOME": str(tmp_path), "HPCLM_SITE": ""}) is None
+    assert site.path({}) is None
+
+
+def test_a_resolved_file_is_not_resolved_again(tmp_path):
+    place = tmp_path / "site.yaml"
+    place.write_text("job: {env: {A: site}, partition: gpu}\n")
+    first = compose.load("debug", ["job.env={}", "job.partition=null"], place)
+    assert first.job.env == {} and first.job.partition is None
+    compose.dump(first, tmp_path / "config.yaml")
+    assert compose.load(tmp_path / "config.yaml", [], place) == first
+
+
+@pytest.mark.parametrize(
+    "value", ["${HOME}", "${", "\\${x}", "a\\\\${b}\\", "$(x) `y` \"z\" 'w'", "a\nb", "10:00:00", "0123", "yes", "é"]
+)
+def test_what_a_shell_reads_is_kept_as_it_is_written(value, tmp_path):
+    run = compose.load("debug", [f"job.env.A={value}"])
+    assert run.job.env == {"A": value}
+    compose.dump(run, tmp_path / "config.yaml")
+    assert compose.load(tmp_path / "config.yaml") == run
+
+
+def test_a_time_in_a_settings_file_is_not_a_number_to_the_base_of_60(tmp_path):
+    (tmp_path / "a.yaml").write_text("job: {time: 10:00:00, account: 0123}\n")
+    job = compose.load(tmp_path / "a.yaml").job
+    assert (job.time, job.account) == ("10:00:00", "0123")
+    (tmp_path / "a.yaml").write_text("job: {partition: no}\n")
+    with pytest.raises(ConfigError, match="YAML takes this word for false, so put quotes around it"):
+        compose.load(tmp_path / "a.yaml")
+
+
+def test_a_sweep_is_a_run_for_each_combination(submit):
+    found = sweep.variants(["optim.lr=1e-3,3e-3", "seed=1,2"])
+    assert [each.suffix for each in found] == [
+        "-lr-1e-3-seed-1",
+        "-lr-1e-3-seed-2",
+        "-lr-3e-3-seed-1",
+        "-lr-3e-3-seed-2",
+    ]
+    assert found[3].overrides == ("optim.lr=3e-3", "seed=2")
+    assert sweep.variants([]) == [sweep.Variant()]
+    assert [each.overrides for each in sweep.variants(["optim.betas=[0.9,0.95],[0.9,0.99]"])] == [
+        ("optim.betas=[0.9,0.95]",),
+        ("optim.betas=[0.9,0.99]",),
+    ]
+    assert [each.suffix for each in sweep.variants(["out=a,b"])] == ["", ""]
+    with pytest.raises(ConfigError, match="two runs would be called"):
+        sweep.variants(["model.norm=a/b,a_b"])
+    done = submit("--dry-run", *SMALL, "--array", "optim.lr=1e-3,3e-3", check=0)
+    assert done.stdout.count("#!/bin/bash") == 2
+    assert f"set -- {submit.here}/runs/debug-lr-3e-3/config.yaml\n" in done.stdout
+
+
+def test_bad_nodes_of_a_run_are_added_to_those_that_are_excluded(submit):
+    run = submit.here / "old"
+    run.mkdir()
+    (run / "preflight.json").write_text(json.dumps({"bad": ["node3", "node5"]}))
+    assert exclusion.bad_nodes([str(run), str(run)]) == ["node3", "node5"]
+    script = submit("--dry-run", *SMALL, "--exclude", "node1", "--exclude-bad", "old", check=0).stdout
+    assert "#SBATCH --exclude=node1,node3,node5\n" in script
+    (run / "preflight.json").write_text(json.dumps({"bad": ["x; rm"]}))
+    with pytest.raises(ConfigError, match="which is no node"):
+        exclusion.bad_nodes([str(run)])
+
+
+def test_variables_of_the_surrounding_job_are_kept_from_a_new_one():
+    job = dict.fromkeys(
+        ["SLURM_JOB_ID", "SLURM_NTASKS", "SBATCH_ACCOUNT", "SLURM_CONF", "PMI_RANK", "PMIX_RANK", "HOME"], "1"
+    )
+    job |= {
+        "OMPI_COMM_WORLD_RANK": "0",
+        "OMPI_MCA_btl": "self",
+        "CUDA_VISIBLE_DEVICES": "3",
+        "RANK": "0",
+        "HPCLM_SITE": "x",
+    }
+    assert set(job) - set(surrounding.variables([], job)) == {"SLURM_CONF", "HOME", "HPCLM_SITE"}
+    shell = {
+        "SBATCH_ACCOUNT": "a",
+        "SBATCH_PARTITION": "p",
+        "SBATCH_TIMELIMIT": "1",
+        "OMPI_MCA_btl": "x",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    assert surrounding.variables(["partition"], shell) == ["SBATCH_PARTITION", "SBATCH_TIMELIMIT"]
+    assert surrounding.without([], {"HOME": "/"}) == []
+    told = subprocess.run(
+        [*surrounding.without([], job), "env"], env=job | {"PATH": "/usr/bin:/bin"}, capture_output=True, text=True
+    )
+    assert {line.partition("=")[0] for line in told.stdout.splitlines()} == {"SLURM_CONF", "HOME", "HPCLM_SITE", "PATH"}
+
+
+def test_submit_loads_neither_torch_nor_submitit_for_help_or_a_dry_run(tmp_path):
+    code = (
+        "import sys; from hpclm import cli; code = cli.main(['submit', '--dry-run', 'engine.device=cpu', 'out=%s']); "
+        "print({'torch', 'submitit', 'numpy'} & set(sys.modules), file=sys.stderr)" % (tmp_path / "x")
+    )
+    env = {**os.environ, "PATH": "/nonexistent:/bin", "HPCLM_SITE": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ROOT)
+    assert done.stderr.strip().splitlines()[-1] == "set()", done.stderr
+
+
+def test_without_slurm_the_run_trains_here_in_a_directory_of_its_owner_alone(submit):
+    done = submit("--cluster", "auto", *SMALL, check=0)
+    out = submit.here / "runs/debug"
+    assert stat.S_IMODE(out.stat().st_mode) == 0o700
+    assert compose.load(out / "config.yaml").budget.steps == 5
+    assert "done at step 5" in done.stdout + done.stderr

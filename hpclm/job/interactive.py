@@ -17,7 +17,7 @@ SIGNALS: dict[int, int] = dict.fromkeys((signal.SIGTERM, signal.SIGINT, signal.S
 """srun passes USR1 and USR2 on to the ranks; the others end it, and them."""
 STALE = re.compile(r"SLURM_(NTASKS|NPROCS|NTASKS_PER_NODE|TASKS_PER_NODE|CPUS_PER_TASK|GPUS\w*|GRES|DISTRIBUTION)")
 """Requests of the allocation that srun would take for its own; what a step asks for is said on its command line."""
-GRACE = 10.0  # seconds for srun to end a step's tasks: Slurm's own KillWait, and what it takes to tell
+PATIENCE = (8.0, 10.0)  # seconds in which srun ends a step's tasks by itself when one fails, and when it is told to
 
 
 def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Sequence[str] = ()) -> int:
@@ -56,7 +56,7 @@ def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Seq
     notes = [f"srun in allocation {allocation}: {count} processes, {each} on each of {nodes} node{'s' * (nodes != 1)}"]
     notes += local.unused(config.job, "interactive")
     program = program or local.train(path)
-    return through("srun", config, line, program, env, (nodes, each, count), SIGNALS, GRACE, notes, command)
+    return through("srun", config, line, program, env, (nodes, each, count), SIGNALS, PATIENCE, notes, command)
 
 
 def wanted(job: JobConfig) -> str:

@@ -25,7 +25,8 @@ PASSED = re.compile(
 """Variables that a process on another host needs as they are here; mpirun alone starts them with what a login gives."""
 SIGNALS: dict[int, int] = dict.fromkeys((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signal.SIGUSR1)
 """mpirun passes USR1 on to the ranks (Open MPI's USR2 too); on the others it ends them within a second."""
-GRACE = 5.0  # seconds that mpirun has to end the ranks on other hosts, once one has failed
+PATIENCE: dict[Flavour, tuple[float, float]] = {"Open MPI": (8.0, 5.0), "MPICH": (2.0, 5.0), "Intel MPI": (2.0, 5.0)}
+"""Seconds in which mpirun ends the others by itself when one fails (MPICH's may not), and when it is told to."""
 
 
 def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Sequence[str] = ()) -> int:
@@ -61,7 +62,9 @@ def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Seq
     signals = SIGNALS if kind == "Open MPI" else SIGNALS | {signal.SIGUSR2: signal.SIGUSR1}
     shape = (nodes, each, count)
     program = program or local.train(path)
-    return through("mpirun", config, line, program, env, shape, signals, GRACE, notes, command, cluster="mpirun")
+    return through(
+        "mpirun", config, line, program, env, shape, signals, PATIENCE[kind], notes, command, cluster="mpirun"
+    )
 
 
 def resources(config: RunConfig) -> Resources:

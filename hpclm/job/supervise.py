@@ -18,7 +18,6 @@ from hpclm.job.death import End
 from hpclm.job.guardian import WARNINGS
 from hpclm.job.streams import Streams
 
-SETTLE = 3.0  # seconds that the others have, once one has failed, to say what they know of it and to end
 POLL = 0.5  # seconds between two questions whether one has failed elsewhere
 
 
@@ -44,6 +43,8 @@ class Manner:
     """Whether to tell of exit codes and of what was ended; False where somebody else does. Kills are always told."""
     failed: Callable[[], bool] | None = None
     """Asked twice a second whether processes elsewhere, which are not seen from here, have failed."""
+    settle: float = 3.0
+    """Seconds that the others have, once one has failed, to say what they know of it and to end."""
     grace: float = 2.0
     """Seconds between SIGTERM and SIGKILL for those that run on when one has failed."""
     ended: Callable[[End, bool], None] | None = None
@@ -137,7 +138,7 @@ def supervise(
                 if manner.spoken or -end.code not in crew.sent:
                     say(death.words(end, crew.sent, kills), "E")
             if crew.running and not why:
-                _settle(crew, hear)
+                _settle(crew, hear, manner.settle)
             if manner.spoken:
                 for text in death.summary([end for end in crew.failed if end not in told[:1]], crew.sent, kills):
                     say(text, "E")
@@ -146,7 +147,9 @@ def supervise(
         finally:
             crew.noted = False
             running = set(crew.running)
-            ended = remains.end(quiet=0.0 if running else 1.0, grace=manner.grace, reap=lambda: _tell(crew, manner))
+            ended = remains.end(
+                quiet=0.0 if running or crew.failed else 1.0, grace=manner.grace, reap=lambda: _tell(crew, manner)
+            )
     if ended and manner.spoken and (crew.failed or why):
         ranks = f"{len(running)} process{'es' * (len(running) != 1)} that ran on"
         say(f"ended {ranks} and {len(ended - running)} of their children", "W")
@@ -192,9 +195,9 @@ def _watch(crew: Crew, hear: Callable[[float | None], list[int]], manner: Manner
     return ""
 
 
-def _settle(crew: Crew, hear: Callable[[float | None], list[int]]) -> None:
+def _settle(crew: Crew, hear: Callable[[float | None], list[int]], seconds: float) -> None:
     """Wait for the others' last words; not after a further Ctrl-C, nor without a launcher."""
-    until = time.monotonic() + SETTLE
+    until = time.monotonic() + seconds
     while crew.running and (left := until - time.monotonic()) > 0:
         if {GONE, int(signal.SIGINT)} & set(hear(left)):
             return

@@ -22,7 +22,7 @@ def through(
     env: Mapping[str, str],
     shape: tuple[int, int, int],
     signals: Mapping[int, int],
-    grace: float,
+    patience: tuple[float, float],
     notes: Sequence[str] = (),
     command: Sequence[str] = (),
     cluster: str = "local",
@@ -30,13 +30,18 @@ def through(
     """Run ``program`` on every rank through the launcher ``name``, in the foreground; gives the exit code.
 
     ``line`` makes the launcher's command out of a rank's. ``shape``: nodes, most processes on one, processes in all.
-    ``signals``: what to send the launcher for which signal; ``grace``: seconds it has to end the ranks when one has failed.
+    ``signals``: what to send the launcher for which signal; ``patience``: seconds in which it
+    ends the ranks by itself when one has failed, and then those it has to do so when it is told.
     """
-    nodes, each, count = shape
+    (nodes, each, count), (settle, grace) = shape, patience
     out = files.writable_folder(config.out, "run directory", mode=0o700).absolute()
     folder = files.writable_folder(out / "job" / f"ends-{secrets.token_hex(4)}", "job folder", mode=0o700)
     guarded = [sys.executable, "-u", "-m", "hpclm.job.guard", str(folder), *program]
-    manner = Manner(signals, spoken=False, failed=lambda: bool(failures(guard.ends(folder))), grace=grace)
+
+    def failed() -> bool:
+        return bool(failures(guard.ends(folder)))
+
+    manner = Manner(signals, spoken=False, failed=failed, settle=settle, grace=grace)
 
     def conclude(code: int, say: Callable[[str, str], None]) -> int:
         found = guard.ends(folder)

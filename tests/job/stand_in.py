@@ -63,6 +63,8 @@ def rank(folder, *words):
             print(value, flush=True)
         elif act == "error":
             print(value, file=sys.stderr, flush=True)
+        elif act == "env":
+            print(f"{me} {os.uname().nodename} {value}={os.environ.get(value)}", flush=True)
         elif act == "ready":
             (folder / f"ready-{me}").write_text(str(os.getpid()))
         elif act == "exit":

@@ -20,47 +20,17 @@ from hpclm import config
 from hpclm.cluster import gpus
 from hpclm.errors import ConfigError
 from hpclm.job import ledger, local
+from tests.job import launched
+from tests.job.launched import job_log, left, ready, until
 from tests.runs import ROOT
 
 
-def start(out, count, *words, **kwargs):
-    command = [sys.executable, "-m", "tests.job.stand_in", "launch", "local", str(out), f"job.gpus={count}", *words]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
+def start(out, count, *acts, **more):
+    return launched.start("local", out, f"job.gpus={count}", *acts, **more)
 
 
-def launched(out, count, *words, **kwargs):
-    process = start(out, count, *words, **kwargs)
-    told, errors = process.communicate(timeout=60)
-    return process.returncode, told, errors
-
-
-def until(condition, seconds=30, what="it"):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"{what} did not happen within {seconds} s"
-        time.sleep(0.02)
-
-
-def ready(out, count):
-    """Waits for all ranks; their process numbers."""
-    files = [out / f"ready-{rank}" for rank in range(count)]
-    until(lambda: all(file.exists() and file.read_text() for file in files), what="the start of all ranks")
-    return [int(file.read_text()) for file in files]
-
-
-def left(out):
-    """Processes that have the folder among their words."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if str(out).encode() in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
-    return found
-
-
-def job_log(out):
-    [log] = (out / "logs").glob("job-local-*.log")
-    return log.read_text()
+def run(out, count, *acts):
+    return launched.launched("local", out, f"job.gpus={count}", *acts)
 
 
 def test_every_rank_learns_who_it_is_and_how_many_threads_are_its_own():
@@ -94,7 +64,7 @@ def test_gpus_are_only_asked_for_where_a_device_file_is(tmp_path):
 
 
 def test_the_first_ranks_output_is_shown_as_it_is_the_others_by_name_and_all_in_the_log(tmp_path):
-    code, told, errors = launched(tmp_path, 3, "print=0:from zero", "error=0:zero's error", "print=2:from two")
+    code, told, errors = run(tmp_path, 3, "print=0:from zero", "error=0:zero's error", "print=2:from two")
     assert code == 0 and told == "from zero\n"
     assert "zero's error\n" in errors and "[rank 2] from two\n" in errors
     log = job_log(tmp_path)
@@ -160,14 +130,14 @@ def test_a_terminal_stays_one_for_the_first_rank_and_the_log_has_no_progress_lin
     ],
 )
 def test_the_exit_code_is_the_first_failing_ranks(tmp_path, acts, code, told):
-    found, _, errors = launched(tmp_path, 4, *acts)
+    found, _, errors = run(tmp_path, 4, *acts)
     assert found == code and told in errors, errors
     assert told in job_log(tmp_path) and not left(tmp_path)
 
 
 def test_the_first_cause_comes_first_and_the_others_may_still_speak(tmp_path):
     acts = ["kill=3:9", "sleep=0:0.7", "error=0:lost my peer", "exit=0:1", "sleep=60"]
-    code, _, _ = launched(tmp_path, 4, *acts)
+    code, _, _ = run(tmp_path, 4, *acts)
     log = job_log(tmp_path)
     assert code == 137
     assert 0 < log.index("rank 3 (pid") < log.index("lost my peer") < log.index("rank 0 (pid") < log.index("ended 2 ")
@@ -188,8 +158,7 @@ def test_a_warning_reaches_every_rank_once_and_all_may_save(tmp_path, number):
 
 def test_ctrl_c_on_a_terminal_reaches_the_ranks_once_and_a_second_ends_them(tmp_path):
     mine, theirs = pty.openpty()
-    launch = [sys.executable, "-m", "tests.job.stand_in", "launch", "local", str(tmp_path), "job.gpus=3"]
-    words = [*launch, "ready", "children", "warned=60"]
+    words = launched.words("local", tmp_path, "job.gpus=3", "ready", "children", "warned=60")
     code = "import os, fcntl, termios, sys; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
     process = subprocess.Popen(
         [sys.executable, "-c", code, *words], cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs
@@ -225,7 +194,7 @@ def test_kill_9_of_any_process_leaves_nothing(tmp_path):
 
 
 def test_what_ranks_leave_running_is_ended_with_them(tmp_path):
-    code, _, _ = launched(tmp_path, 2, "children", "exit=0")
+    code, _, _ = run(tmp_path, 2, "children", "exit=0")
     assert code == 0 and not left(tmp_path)
 
 

@@ -48,7 +48,7 @@ def ends(folder: Path) -> dict[int, End]:
         with suppress(OSError, ValueError, KeyError):
             row = json.loads(file.read_text())
             order = (not row["itself"], row["code"] >= 0, row["time"], row["rank"])  # who was killed did not follow
-            found.append((order, End(row["host"], row["pid"], row["code"])))
+            found.append((order, End(f"rank {row['rank']} on {row['host']}", row["pid"], row["code"])))
     return {order[-1]: end for order, end in sorted(found, key=lambda one: one[0])}
 
 

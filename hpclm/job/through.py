@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from hpclm import files
 from hpclm.config import RunConfig
 from hpclm.errors import REQUEUE
-from hpclm.job import guard
+from hpclm.job import death, guard
 from hpclm.job.death import End
 from hpclm.job.foreground import launch
 from hpclm.job.supervise import Manner, Process
@@ -59,10 +59,14 @@ def failures(ends: Mapping[int, End]) -> dict[int, End]:
 
 def verdict(name: str, code: int, count: int, ends: Mapping[int, End], say: Callable[[str, str], None]) -> int:
     """The exit code of a run of ``count`` ranks that ended with ``ends``, as far as known, and its launcher with ``code``."""
-    for rank, end in failures(ends).items():
-        if end.code >= 0:
-            say(f"rank {rank} on {end.name} (pid {end.pid}) ended with exit code {end.code}", "E")
-        return end.code if end.code > 0 else 128 - end.code
+    failed = failures(ends)
+    if failed:
+        first, *others = failed.values()
+        if first.code < 0:  # its guard has told
+            return 128 - first.code
+        for text in death.summary([first, *(end for end in others if end.code == first.code)], (), 0):
+            say(text, "E")
+        return first.code
     if code and len(ends) < count:
         missing = count - len(ends)
         say(f"{name} ended with exit code {code}; {missing} of {count} ranks left no word of their end", "E")

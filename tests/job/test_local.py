@@ -10,7 +10,6 @@ import subprocess
 import sys
 import termios
 import time
-from contextlib import suppress
 from fcntl import ioctl
 from pathlib import Path
 

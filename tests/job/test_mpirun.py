@@ -92,9 +92,12 @@ def test_the_settings_choose_hosts_and_slots(tmp_path, settings, chosen):
 
 def test_a_verdict_names_who_failed_first_and_keeps_the_codes_that_mean_something():
     said = []
-    ends = {2: End("node2", 7, 93), 0: End("node1", 5, 1)}
+    ends = {2: End("rank 2 on node2", 7, 93), 0: End("rank 0 on node1", 5, 1)}
     assert through.verdict("mpirun", 1, 4, ends, lambda text, level: said.append(text)) == 93
     assert said == ["rank 2 on node2 (pid 7) ended with exit code 93"]
+    alike = {rank: End(f"rank {rank} on a", 5, 64) for rank in (1, 0, 2)}
+    assert through.verdict("mpirun", 64, 3, alike, lambda text, level: said.append(text)) == 64
+    assert said[1:] == ["3 processes ended with exit code 64, rank 1 on a first"]
     good = {rank: End("node1", 5 + rank, 85) for rank in range(4)}
     assert through.verdict("mpirun", 0, 4, good, print) == 85
     assert through.verdict("mpirun", 1, 4, {0: End("a", 1, -9)}, print) == 137
@@ -168,8 +171,9 @@ class TestNodes:
             pytest.skip("needs nodes that are machines of their own")
         agent = tmp_path / "agent"
         agent.write_text(
-            '#!/bin/bash\nhost=$1; shift\nexec nsenter -t "$(cat ' + str(cluster.folder) + "/run/slurmd-$host.pid)"
-            '" --net --uts --ipc --pid --mount bash -c "$*"\n'
+            f"#!/bin/bash\nhost=$1; shift\nfirst=$(<{cluster.folder}/run/slurmd-$host.pid)\n"
+            "read -r inside rest < /proc/$first/task/$first/children\n"  # process 1 of the node
+            'exec nsenter -t "${inside:-$first}" --net --uts --ipc --pid --mount bash -c "$*"\n'
         )
         agent.chmod(0o700)
         a, b = cluster.nodes[:2]

@@ -25,7 +25,9 @@ class Preemption:
 
     def __exit__(self, kind: object, *_: object) -> None:
         for number, handler in self._before.items():
-            if kind is None and number != signal.SIGINT:  # the exit code is decided, and a late signal must not replace it
+            if (
+                kind is None and number != signal.SIGINT
+            ):  # the exit code is decided, and a late signal must not replace it
                 signal.signal(number, signal.SIG_IGN)
             else:
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)

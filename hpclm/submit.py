@@ -46,11 +46,15 @@ def main(argv: list[str]) -> int:
     runs = [_compose(args, variant) for variant in sweep.variants(args.sweep)]
     command = secrets.Redactor().words(["hpclm", "submit", *argv])
     where = _where(args, runs[0].job)
+    if len(runs) > 1 and where != "slurm":
+        raise ConfigError(f"--sweep submits to Slurm, and this is {where}: start the runs one after another")
     for run in runs:
         check(run, where)
     scripts = [_script(run) for run in runs] if where == "slurm" else []
     if args.dry_run:
         return _show(where, runs, scripts)
+    if where == "debug":
+        return _debug(runs[0], args.pdb)
     if where != "slurm":
         return _here(where, runs, command)
     return _submit(runs, scripts, command, args.again)
@@ -111,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--debug", action="store_true", help="one process in the foreground, in which everything is checked"
     )
+    add("--pdb", action="store_true", help="with --debug: look at a fault of the program in Python's debugger")
     add("--again", action="store_true", help="submit although a job of the run is in the queue, to go on after it")
     return parser
 
@@ -169,7 +174,7 @@ def _where(args: argparse.Namespace, job: JobConfig) -> str:
 
 def check(run: RunConfig, where: str) -> None:
     """ConfigError with everything that cannot work, before anything is written."""
-    problems = run.missing() + secrets.problems(asdict(run))
+    problems = secrets.problems(asdict(run)) + ([] if where == "debug" else run.missing())
     processes = run.job.nodes * run.job.gpus
     try:
         if where in ("slurm", "local"):
@@ -177,7 +182,8 @@ def check(run: RunConfig, where: str) -> None:
     except ConfigError as error:
         hint = f"; this job has job.nodes={run.job.nodes} x job.gpus={run.job.gpus} = {processes} processes"
         problems += [problem + hint for problem in error.problems]
-    for look in (lambda: folder.check(Path(run.out)), lambda: _check_data(run)):
+    looks = [lambda: folder.check(Path(run.out)), *[lambda: _check_data(run)] * (where != "debug")]
+    for look in looks:
         try:
             look()
         except ConfigError as error:
@@ -213,13 +219,19 @@ def _show(where: str, runs: Sequence[RunConfig], scripts: Sequence[str]) -> int:
 
 
 def _here(where: str, runs: Sequence[RunConfig], command: list[str]) -> int:
-    """Train in processes of this one's, or of mpirun's."""
-    if len(runs) > 1:
-        raise ConfigError(f"--sweep submits to Slurm; with job.cluster={where} start the runs one after another")
+    """Train in processes that are started from here."""
     run = runs[0]
     path = Path(run.out) / "config.yaml"
     send.write(run)
     return int(import_module(f"hpclm.job.{where}").run(run, path, command=command))
+
+
+def _debug(run: RunConfig, pdb: bool) -> int:
+    """Train a few steps in this process."""
+    from hpclm import train
+    from hpclm.job import debug
+
+    return debug.run(run, lambda changed: train.main([str(Path(changed.out) / "config.yaml")]), pdb)
 
 
 def _submit(runs: Sequence[RunConfig], scripts: Sequence[str], command: list[str], again: bool) -> int:

@@ -23,9 +23,14 @@ class Preemption:
         self._before = {number: signal.signal(number, self._note) for number in WARNINGS}
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+            if (
+                kind is None and number != signal.SIGINT
+            ):  # the exit code is decided, and a late signal must not replace it
+                signal.signal(number, signal.SIG_IGN)
+            else:
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal == "SIGINT" and number == signal.SIGINT:

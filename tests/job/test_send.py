@@ -329,3 +329,20 @@ def test_every_preset_renders_to_a_script_that_slurm_would_take(cluster, tmp_pat
         text = script.render(config.load(path, ["job.gpus=8", "job.nodes=2"]), tmp_path / "config.yaml")
         done = cluster.run(["sbatch", "--test-only"], stdin=None, input=text, check=False)
         assert done.returncode == 0, (path, done.stderr)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_job_trains_with_each_template(submit, tmp_path, template):
+    words = ["--template", template]
+    if template == "container":
+        program = tmp_path / "bin" / "apptainer"
+        program.parent.mkdir()
+        program.write_text('#!/bin/bash\nwhile [ "$1" != a\\ b.sif ]; do shift; done\nshift\nexec "$@"\n')
+        program.chmod(0o755)
+        words = [
+            "job.container=a b.sif",
+            f"job.setup=['export PATH={program.parent}:{Path(sys.executable).parent}:$PATH']",
+        ]
+    done = submit(*SMALL, "--time", 5, "job.env.OMPI_MCA_btl=self,tcp", *words)
+    submit.cluster.wait(job_id(done))
+    assert "done at step 5" in log_of(done).read_text(), log_of(done).read_text()

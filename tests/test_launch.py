@@ -1,0 +1,131 @@
+"""The whole way, on a real Slurm: whatever starts eight processes on two nodes, they train alike and end alike."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.runs import ROOT, figures, hpclm, lines
+
+MARK = str(20_000_000 + os.getpid())
+TWO_BY_FOUR = ["--nodes=2", "--ntasks-per-node=4"]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+
+@pytest.fixture
+def words(tmp_path):
+    """Words of a run of the debug model in the directory `name`."""
+    more = ["budget.steps=20", "evaluate.every=10", "log.tensorboard=false", "engine.device=cpu"]
+    return lambda name, *others: [*more, f"out={tmp_path / name}", *others]
+
+
+@pytest.fixture
+def by_hand(cluster, tmp_path):
+    """`sbatch slurm/TEMPLATE.sbatch WORDS`, on two nodes with four processes each; job id and log."""
+    path = f"{Path(sys.executable).parent}:{cluster.env['PATH']}"
+    env = {**cluster.env, "PATH": path, "OMP_NUM_THREADS": "1", "OMPI_MCA_btl": "self,tcp", "HPCLM_SITE": ""}
+    env |= {"TEST_MARK": MARK, "PYTHONPATH": str(ROOT)}
+
+    def call(template, *words):
+        log = tmp_path / f"{template}-{time.monotonic_ns()}.log"
+        command = [
+            "sbatch",
+            "--parsable",
+            "--time=9",
+            f"--output={log}",
+            *TWO_BY_FOUR,
+            ROOT / f"slurm/{template}.sbatch",
+        ]
+        return cluster.run([*command, "configs/debug.yaml", *words], env=env, cwd=ROOT).stdout.strip(), log
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Losses of one process."""
+    out = tmp_path_factory.mktemp("alone") / "run"
+    more = ["budget.steps=20", "evaluate.every=10", "log.tensorboard=false", "engine.device=cpu"]
+    hpclm("train", "configs/debug.yaml", *more, f"out={out}", check=0)
+    return out
+
+
+def same(out, alone):
+    for key in ("loss", "grad_norm", "validation_loss"):
+        expected, found = (figures(folder, "step", key) for folder in (alone, out))
+        assert len(expected) > 1 and len(found) == len(expected)
+        for row, other in zip(expected, found):
+            assert other == pytest.approx(row, abs=1e-5)
+
+
+def test_a_job_of_submit_learns_what_one_process_does(cluster, words, alone, tmp_path):
+    command = [sys.executable, "-m", "hpclm.submit", "--nodes", 2, "--gpus", 4, "--time", 9, *words("sub mit")]
+    env = {**cluster.env, "OMP_NUM_THREADS": "1", "HPCLM_SITE": ""}
+    done = cluster.run(command, cwd=ROOT, env=env)
+    job = done.stdout.split()[1].rstrip(":")
+    assert cluster.wait(job, timeout=300) == "COMPLETED", Path(tmp_path / f"sub mit/logs/job-{job}.log").read_text()
+    same(tmp_path / "sub mit", alone)
+    status = cluster.run([sys.executable, "-m", "hpclm", "status", tmp_path / "sub mit"], env=env).stdout
+    assert "done" in status and "8 ranks by Slurm" in status
+
+
+@pytest.mark.parametrize("template", ["srun", "torchrun", pytest.param("mpirun", marks=pytest.mark.mpi)])
+def test_a_template_by_hand_learns_what_one_process_does(template, by_hand, cluster, words, alone, tmp_path):
+    job, log = by_hand(template, *words(template))
+    assert cluster.wait(job, timeout=300) == "COMPLETED", log.read_text()
+    same(tmp_path / template, alone)
+
+
+RANKS = {"srun": "SLURM_PROCID", "torchrun": "RANK", "mpirun": "OMPI_COMM_WORLD_RANK"}
+
+
+def training(cluster):
+    """Processes of ranks, whatever started them."""
+    return [p for p in cluster.processes(r"^\S*python\S* -u -m hpclm\.train ") if "configs/debug.yaml" in p.words]
+
+
+def is_rank(pid, template, rank):
+    return f"{RANKS[template]}={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+
+@pytest.mark.parametrize("template", ["srun", "torchrun", pytest.param("mpirun", marks=pytest.mark.mpi)])
+def test_when_a_rank_is_killed_nothing_is_left_on_any_node_and_the_log_names_it(
+    template, by_hand, cluster, words, tmp_path
+):
+    job, log = by_hand(template, *words("run", "budget.steps=100000", "data.source=tests.faults:with_children"))
+    out, until = tmp_path / "run", time.monotonic() + 240
+    while not any('"step": 3,' in line for line in lines(out / "metrics.jsonl")):
+        assert time.monotonic() < until and cluster.state(job) in ("PENDING", "RUNNING"), log.read_text()
+        time.sleep(0.2)
+    assert len({p.node for p in training(cluster)}) == 2 and len(cluster.processes(f"^sleep {MARK}$")) == 16
+    (doomed,) = [p for p in training(cluster) if is_rank(p.pid, template, 5)]
+    os.kill(doomed.pid, signal.SIGKILL)
+    began = time.monotonic()
+    assert cluster.wait(job, timeout=60) == "FAILED"
+    while cluster.processes(f"^sleep {MARK}$|hpclm"):
+        assert time.monotonic() - began < 60  # some seconds on a quiet machine
+        time.sleep(0.1)
+    assert f"rank 5 on {doomed.node}" in (out / "log.txt").read_text()
+    causes = [line for line in lines(out / "log.txt") if " E " in line]
+    assert "is gone without a word" in causes[0]
+
+
+def test_when_a_node_loses_its_power_the_others_leave_before_slurm_notices(by_hand, cluster, words, tmp_path):
+    if not cluster.isolated:
+        pytest.skip("nodes that share this machine's processes have no power of their own")
+    _, log = by_hand("srun", *words("run", "budget.steps=100000"))
+    out, until = tmp_path / "run", time.monotonic() + 240
+    while not any('"step": 3,' in line for line in lines(out / "metrics.jsonl")):
+        assert time.monotonic() < until, log.read_text()
+        time.sleep(0.2)
+    _, second = sorted({p.node for p in training(cluster)})
+    cluster.power_off(second)
+    began = time.monotonic()
+    while training(cluster):
+        assert time.monotonic() - began < 60
+        time.sleep(0.2)
+    text = (out / "log.txt").read_text()
+    assert f"on {second}" in text and "is gone without a word" in text

@@ -82,7 +82,7 @@ def gpus(told: str) -> int:
     """GPUs of each node of a job, from what scontrol says of it."""
     nodes = _number(told, r"\bNumNodes=(\d+)")
     if match := re.search(
-        r"\bTresPerNode=\S*?gres[:/]gpu(?::[^:,\s]*[a-z][^:,\s]*)?(?:[:=](\d+))?", told, re.IGNORECASE
+        r"\bTresPerNode=\S*?gres[:/]gpu(?::[^:=,\s]*[a-z][^:=,\s]*)?(?:[:=](\d+))?", told, re.IGNORECASE
     ):
         return int(match[1] or 1)
     return _number(told, r"\bTRES=\S*?gres/gpu=(\d+)") // max(nodes, 1)

@@ -213,8 +213,8 @@ class TestNodes:
         from tests.runs import hpclm, losses
 
         hostfile, env, (a, b) = nodes
-        hpclm("train", *tiny("alone", "batch.micro_size=1"), check=0)
-        words = tiny("mpi", "batch.micro_size=1", hostfile, f"job.nodelist={a}@{b}:0,1")
+        hpclm("train", *tiny("alone", "batch.micro_size=1", "optim.warmup=0"), check=0)
+        words = tiny("mpi", "batch.micro_size=1", "optim.warmup=0", hostfile, f"job.nodelist={a}@{b}:0,1")
         hpclm("submit", *words, "--cluster", "mpirun", check=0, env=env)
         alone, found = (
             {step: float.fromhex(loss) for step, loss in losses(tmp_path / run).items()} for run in ("alone", "mpi")

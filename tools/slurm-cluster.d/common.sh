@@ -49,7 +49,12 @@ wait_daemon() {
   local name=$1; shift
   wait_for "$1" decided "$name" "${@:2}" && "${@:2}" >/dev/null 2>&1
 }
-decided() { "${@:2}" || [ -z "$(words_of "$(cat "$folder/run/$1.pid")")" ]; }
+decided() {
+  local pid
+  "${@:2}" && return
+  pid=$(cat "$folder/run/$1.pid")
+  [ ! -e "/proc/$pid" ] || grep -qs '^State:.Z' "/proc/$pid/status" # its command line is empty while it begins, too
+}
 
 # stop NAME SECONDS: TERM, then KILL
 stop() {

@@ -185,7 +185,7 @@ def test_with_accounting_sacct_knows_jobs_and_a_half_dead_cluster_is_repaired():
         def row():
             return cluster.run(["sacct", "-n", "-X", "-P", "-j", job, "-o", "State,ExitCode"]).stdout.strip()
 
-        assert until(row, 60, "accounting", cluster) == "FAILED|3:0"
+        until(lambda: row() == "FAILED|3:0", 60, "accounting", cluster)
         for name in ("slurmdbd", "munged", "mariadbd"):
             os.kill(int((cluster.folder / "run" / f"{name}.pid").read_text()), signal.SIGKILL)
         assert (done := tool("up", "--accounting", "--nodes", 1, "--folder", cluster.folder)).returncode == 0, (

@@ -137,8 +137,8 @@ def until(act: Callable[[], T], timeout: float, what: str, cluster: Cluster) -> 
     deadline = time.monotonic() + timeout
     while not (result := act()):
         if time.monotonic() > deadline:
-            queue = cluster.run(["scontrol", "--oneliner", "show", "job"], check=False).stdout
-            log = (cluster.folder / "log" / "slurmctld.log").read_text()[-3000:]
+            queue = cluster.run(["squeue", "--states=all"], check=False).stdout
+            log = (cluster.folder / "log" / "slurmctld.log").read_text()[-2000:]
             raise AssertionError(f"no {what} within {timeout} s\n{queue}\n{log}")
         time.sleep(0.1)
     return result

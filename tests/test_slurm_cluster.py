@@ -114,9 +114,7 @@ def test_a_power_cut_takes_the_tasks_of_the_node_and_nothing_else(cluster):
 def test_a_killed_slurmctld_is_brought_up_again_with_its_jobs(cluster):
     job = cluster.batch(SLEEP, "-o", "/dev/null")
     cluster.wait(job, "RUNNING")
-    state = cluster.folder / "state" / "job_state"
-    now = time.time()
-    until(lambda: state.exists() and state.stat().st_mtime > now, 60, "saved state", cluster)
+    time.sleep(10)  # slurmctld saves what has changed within 5 s
     os.kill(int((cluster.folder / "run" / "slurmctld.pid").read_text()), signal.SIGKILL)
     assert tool("status", "--folder", cluster.folder).returncode == 1
     assert (done := tool("up", "--folder", cluster.folder)).returncode == 0, done.stdout
@@ -142,7 +140,8 @@ def test_open_mpi_makes_one_world_of_the_tasks_of_a_job(cluster, start, tmp_path
     )
     job = cluster.batch(f"{start} {sys.executable} -c '{check}'", "-N2", "--ntasks-per-node=2", "-o", tmp_path / "log")
     assert cluster.wait(job) == "COMPLETED", (tmp_path / "log").read_text()
-    assert (tmp_path / "log").read_text() == "4 6 2\n"
+    told = (tmp_path / "log").read_text()
+    assert re.findall(r"(?m)^\d+ \d+ \d+$", told) == ["4 6 2"], told  # four worlds of one would say so four times
 
 
 def test_without_namespaces_jobs_run_and_a_node_can_be_cut(plain):

@@ -231,7 +231,7 @@ def _debug(run: RunConfig, pdb: bool) -> int:
     from hpclm import train
     from hpclm.job import debug
 
-    return debug.run(run, lambda changed: train.main([str(Path(changed.out) / "config.yaml")]), pdb)
+    return debug.run(run, lambda changed: train.start(changed, alone=True), pdb)
 
 
 def _submit(runs: Sequence[RunConfig], scripts: Sequence[str], command: list[str], again: bool) -> int:

@@ -19,11 +19,15 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("settings", nargs="+", metavar="FILE | key=value", help="one settings file, and overrides")
     args = parser.parse_args(argv)
-    settings = cli.settings(args.settings)
+    return start(cli.settings(args.settings))
+
+
+def start(settings: RunConfig, alone: bool = False) -> int:
+    """Find this process's peers and train with them; ``alone``: without peers, inside a job of several tasks too."""
     wrong = settings.missing() + secrets.problems(asdict(settings))
     if wrong:
         raise ConfigError(wrong)
-    world = bootstrap.detect(alone=False)
+    world = bootstrap.detect(alone=alone)
     log.setup(world.rank, redact=secrets.Redactor())
     if world.local_size > 1:
         threads.limit(placement.threads(world.local_size))

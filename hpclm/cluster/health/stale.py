@@ -38,7 +38,7 @@ def left_over(out: Path, ranks: Collection[int], env: Mapping[str, str] = os.env
     running = {process.pid: process for process in processes.mine()}
     launch = {os.getpid(), *ranks}
     spared = launch.union(*(processes.ancestors(pid) for pid in launch))
-    began = min(start for start in map(processes.started, launch) if start)
+    began = min((start for start in map(processes.started, launch) if start), default=0)
 
     def belongs(pid: int, to: Collection[int]) -> bool:
         """Whether ``pid``, or a process it descends from, is in ``to``."""

@@ -1,6 +1,7 @@
 """The verb ``hpclm cancel``: let a run save and leave, and keep Slurm from starting it again."""
 
 import argparse
+import shlex
 import signal
 import sys
 import time
@@ -65,10 +66,10 @@ def main(argv: list[str]) -> int:
     late = wait(run.out, found, args.wait)
     if late:
         names = ", ".join(target.name for target in late)
-        again = "" if args.now else f", or end it without saving: hpclm cancel --now {run.out}"
+        again = "" if args.now else f", or end it without saving: hpclm cancel --now {shlex.quote(str(run.out))}"
         raise HpclmError(
             f"{names} has not left after {args.wait:g} s, and will not be started again by Slurm; look at it with "
-            f"hpclm status {run.out}{again}"
+            f"hpclm status {shlex.quote(str(run.out))}{again}"
         )
     print(outcome(run.out))
     return 0
@@ -86,7 +87,7 @@ def targets(run: Run, now: bool) -> list[Target]:
     if holder and holder.get("host") != process.host() and not run.attempt.get("job_id"):
         raise HpclmError(
             f"{run.out} was last used by process {holder.get('pid')} on {holder.get('host')}, which has not signed off; "
-            f"if it still runs, cancel it there: ssh {holder.get('host')} hpclm cancel {run.out.absolute()}"
+            f"if it still runs, cancel it there: ssh {holder.get('host')} hpclm cancel {shlex.quote(str(run.out.absolute()))}"
         )
     return []
 
@@ -188,9 +189,9 @@ def outcome(out: Path) -> str:
     lost = max(0, run.step - run.checkpoint[0]) if run.checkpoint else run.step
     done = f"{out} has ended at step {run.step}, {saved}{f', {lost} steps lost' if lost else ''}"
     return (
-        f"{done}; go on with: hpclm resume {out}"
+        f"{done}; go on with: hpclm resume {shlex.quote(str(out))}"
         if run.attempts
-        else f"{out} has not trained; start: hpclm resume {out}"
+        else f"{out} has not trained; start: hpclm resume {shlex.quote(str(out))}"
     )
 
 

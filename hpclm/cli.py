@@ -65,6 +65,7 @@ def _dispatch(words: list[str]) -> int:
 
 def run(verb: Callable[[list[str]], int | None], argv: Sequence[str] | None = None) -> int:
     """Call a verb's main; what a person or the machine did wrong becomes one message and an exit code, no traceback."""
+    _open_streams()
     threads.wait_politely()
     threads.open_many_files()
     redact = secrets.Redactor()
@@ -109,6 +110,16 @@ def settings(words: Sequence[str]) -> "RunConfig":
     from hpclm import config
 
     return config.from_cli(list(words), site.path())
+
+
+def _open_streams() -> None:
+    """Give a process that was started with closed standard streams something to write to."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            while (opened := os.open(os.devnull, os.O_RDWR)) < number:  # the lowest that is free: 0, 1 or 2
+                continue
+            os.set_inheritable(opened, True)
+            setattr(sys, name, os.fdopen(opened, "r" if number == 0 else "w", closefd=False))
 
 
 def entry() -> None:

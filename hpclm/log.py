@@ -94,7 +94,7 @@ def _take_over(handler: logging.Handler) -> None:
 @contextmanager
 def also_to(path: Path, redact: Callable[[str], str] = str) -> Iterator[None]:
     """Append the log to ``path`` too while the block runs, without what ``redact`` takes out."""
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(Formatter(redact))
     _take_over(handler)
     try:

@@ -1,6 +1,7 @@
 """The verb ``hpclm resume``: submit a run again, by its own settings and its last job's choices, with changes if any."""
 
 import argparse
+import shlex
 from importlib import import_module
 from pathlib import Path
 
@@ -41,11 +42,11 @@ def may_start(standing: Standing, changes: list[str]) -> None:
     out, where = standing.run.out, standing.where()
     if standing.live:
         raise LockedError(
-            f"{out} is {standing.name}{f' ({where})' if where else ''}; wait for it, or end it: hpclm cancel {out}"
+            f"{out} is {standing.name}{f' ({where})' if where else ''}; wait for it, or end it: hpclm cancel {shlex.quote(str(out))}"
         )
     if standing.name == "done" and not any(word.startswith(EXTENDS) for word in changes):
         raise ConfigError(
-            f"{out} is done: {standing.ending}; to go on, give it more to do: hpclm resume {out} budget.steps=..."
+            f"{out} is done: {standing.ending}; to go on, give it more to do: hpclm resume {shlex.quote(str(out))} budget.steps=..."
         )
     if not (out / "config.yaml").is_file():
         raise ConfigError(f"{out} has no config.yaml; start it with hpclm submit")

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -79,7 +80,7 @@ def detail(each: Standing) -> Iterator[str]:
     lines = dict(_lines(each))
     yield from (f"{name:<12}{text}" for name, text in lines.items() if text)
     yield from (f"{'warning':<12}{text}" for text in each.warnings())
-    out = each.run.out
+    out = shlex.quote(str(each.run.out))
     if each.live:
         yield f"{'next':<12}hpclm logs -f {out} · hpclm cancel {out}"
     elif each.name in ("left", "ended", "failed", "stopped"):

@@ -42,7 +42,10 @@ METAVARS = {"nodes": "N", "gpus": "N", "cpus_per_task": "N", "hostfile": "FILE",
 
 def main(argv: list[str]) -> int:
     """``hpclm submit``."""
-    args = _parser().parse_intermixed_args(argv)
+    parser = _parser()
+    args = parser.parse_intermixed_args(argv)
+    if args.pdb and not args.debug:
+        parser.error("--pdb is for --debug")
     runs = [_compose(args, variant) for variant in sweep.variants(args.sweep)]
     command = secrets.Redactor().words(["hpclm", "submit", *argv])
     where = _where(args, runs[0].job)
@@ -144,7 +147,8 @@ def _compose(args: argparse.Namespace, variant: sweep.Variant) -> RunConfig:
         run = replace(run, name=run.name + variant.suffix, out=run.out + variant.suffix)
     job, bad = run.job, exclusion.bad_nodes(args.exclude_bad)
     if bad:
-        job = replace(job, exclude=",".join(dict.fromkeys([*filter(None, [job.exclude]), *bad])))
+        between = "@" if job.hostfile else ","  # DeepSpeed's syntax, or Slurm's
+        job = replace(job, exclude=between.join(dict.fromkeys([*filter(None, [job.exclude]), *bad])))
     return whole(replace(run, job=job))
 
 
@@ -177,7 +181,7 @@ def check(run: RunConfig, where: str) -> None:
     problems = secrets.problems(asdict(run)) + ([] if where == "debug" else run.missing())
     processes = run.job.nodes * run.job.gpus
     try:
-        if where in ("slurm", "local"):
+        if where in ("slurm", "local", "interactive") or (where == "mpirun" and not run.job.hostfile):
             run.plan(processes)
     except ConfigError as error:
         hint = f"; this job has job.nodes={run.job.nodes} x job.gpus={run.job.gpus} = {processes} processes"
@@ -222,8 +226,8 @@ def _here(where: str, runs: Sequence[RunConfig], command: list[str]) -> int:
     """Train in processes that are started from here."""
     run = runs[0]
     path = Path(run.out) / "config.yaml"
-    send.write(run)
-    return int(import_module(f"hpclm.job.{where}").run(run, path, command=command))
+    with send.held(run):
+        return int(import_module(f"hpclm.job.{where}").run(run, path, command=command))
 
 
 def _debug(run: RunConfig, pdb: bool) -> int:

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 import time
 
 from hpclm.data.synthetic import synthetic
@@ -37,7 +38,17 @@ def with_children(*words):
     return synthetic(*words)
 
 
-def slow(*words):
-    """A data source that takes a second to build."""
-    time.sleep(1)
+def forking(*words):
+    """A data source whose rank 1 leaves a fork of itself behind, which never ends by itself, and a child of that."""
+    if os.environ["HPCLM_RANK"] == "1" and os.fork() == 0:
+        subprocess.Popen(["sleep", os.environ["TEST_MARK"]])
+        while True:
+            time.sleep(60)
+    return synthetic(*words)
+
+
+def leaving(*words):
+    """A data source that ends rank 1 as if all were well."""
+    if os.environ["HPCLM_RANK"] == "1":
+        sys.exit(0)
     return synthetic(*words)

@@ -28,7 +28,10 @@ def test_a_run_that_waits_or_runs_is_not_started_twice(tmp_path, tiny, squeue): 
 
 def test_a_run_that_is_done_is_not_started_without_more_to_do(tmp_path, tiny):
     hpclm("train", *tiny("run"), check=0)
-    assert "is done: step 12 of 12; to go on, give it more" in hpclm("resume", tmp_path / "run", check=64).stderr
+    assert (
+        "is done: done at step 12, 96 samples; to go on, give it more"
+        in hpclm("resume", tmp_path / "run", check=64).stderr
+    )
 
 
 def test_a_run_is_submitted_again_by_its_own_settings_and_its_last_size(tmp_path):

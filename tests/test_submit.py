@@ -45,11 +45,11 @@ def test_a_dry_run_prints_a_script_and_writes_nothing(submit):
     {
         (
             "--nodes",
-            "2",
+            "3",
             "--gpus",
             "8",
-        ): "16 must be a multiple of batch.micro_size=8 x 16 data-parallel replicas = 128; this "
-        "job has job.nodes=2 x job.gpus=8 = 16 processes",
+        ): "16 must be a multiple of batch.micro_size=1 x 24 data-parallel replicas = 24; this "
+        "job has job.nodes=3 x job.gpus=8 = 24 processes",
         ("modle.layers=3",): "Did you mean 'model.layers'",
         ("--nodes", "two"): "job.nodes='two' must be a whole number",
         ("--time", "soon"): "job.time='soon' must be minutes, HH:MM:SS or D-HH:MM:SS",

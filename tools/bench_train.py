@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # loaded where they are used, so that --help answers at once
     import torch
 
-    from hpclm.cluster.team import alone
-from hpclm.config import ModelConfig
+    from hpclm.config import ModelConfig
 
 SHAPES: dict[str, dict[str, Any]] = {
     "small": dict(layers=6, hidden=384, heads=6, vocab_size=65, vocab_multiple=1),
@@ -37,6 +36,7 @@ Step = Callable[[], None]
 
 def ours(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype, compiled: bool = False) -> Step:
     """hpclm's step, as its loop calls it."""
+    from hpclm.cluster.team import alone
     from hpclm.config import BatchConfig, BudgetConfig, DataConfig, EngineConfig, OptimConfig, RunConfig
     from hpclm.data.batches import Batch
     from hpclm.engine.native import NativeEngine

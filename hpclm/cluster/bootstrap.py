@@ -124,6 +124,12 @@ def _contradictions(world: World, env: Env) -> Iterator[str]:
             f"{name}={world.size} but SLURM_STEP_NUM_TASKS={tasks}: mpirun and srun both claim this process; start it with "
             f"one of them, and with srun clear the other's variables first (env -u OMPI_COMM_WORLD_RANK ...)"
         )
+    outer = max(_maybe(env, name) or 1 for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+    if (world.launcher == "torchrun" and outer > world.size) or (world.launcher == "local" and outer > 1):
+        yield (
+            f"{world.launcher} says that there are {world.size} processes, and MPI {outer}: the variables of one have leaked "
+            f"into the other's processes; clear those that are not meant (env -u TORCHELASTIC_RUN_ID, env -u HPCLM_RANK)"
+        )
     pmix = _maybe(env, "PMIX_RANK")
     if world.launcher == "Open MPI" and pmix is not None and pmix != world.rank:
         yield (
@@ -141,10 +147,15 @@ def _contradictions(world: World, env: Env) -> Iterator[str]:
 
 
 def _peerless(world: World, env: Env) -> Iterator[str]:
-    tasks = _maybe(env, "SLURM_NTASKS")
-    if world.launcher == "single" and "SLURM_JOB_ID" in env and tasks is not None and tasks > 1:
+    tasks = max(_maybe(env, "SLURM_NTASKS") or 1, _maybe(env, "SLURM_STEP_NUM_TASKS") or 1)
+    started = {
+        "single": "without srun or mpirun",
+        "Open MPI": "by an mpirun of one process",
+        "MPI": "by an mpirun of one",
+    }
+    if world.size == 1 and world.launcher in started and "SLURM_JOB_ID" in env and tasks > 1:
         yield (
-            f"this Slurm job has SLURM_NTASKS={tasks} tasks, but this process was started alone, without srun or mpirun; "
+            f"this Slurm job has SLURM_NTASKS={tasks} tasks, but this process was started alone, {started[world.launcher]}; "
             f"put srun before the command, or env -u SLURM_NTASKS to train on one process"
         )
 
@@ -165,7 +176,7 @@ def _word(launcher: str, env: Env, name: str) -> str:
 
 def _maybe(env: Env, name: str) -> int | None:
     text = env.get(name, "")
-    return int(text) if text.isdigit() else None
+    return int(text) if text.isascii() and text.isdigit() else None
 
 
 def job(env: Env = os.environ) -> dict[str, str | int]:
@@ -174,7 +185,7 @@ def job(env: Env = os.environ) -> dict[str, str | int]:
         return {}
     array = env.get("SLURM_ARRAY_JOB_ID")
     number = f"{array}_{env.get('SLURM_ARRAY_TASK_ID', 0)}" if array else env["SLURM_JOB_ID"]
-    return {"job_id": number, "restart": int(env.get("SLURM_RESTART_COUNT", 0))}
+    return {"job_id": number, "restart": _maybe(env, "SLURM_RESTART_COUNT") or 0}
 
 
 def tasks_per_node(text: str) -> list[int]:

@@ -20,6 +20,7 @@ from hpclm.cluster.rollcall import Guest, Host, Present, ranges
 from hpclm.cluster.wire import Wire
 from hpclm.errors import HpclmError
 
+LONGEST = 1 << 16  # characters of a cause that are told
 GATHER = 1.0  # seconds in which later failures count as caused by the first
 VERDICT = 5.0  # seconds that a failing rank waits to be told the cause
 
@@ -70,6 +71,11 @@ class Line:
         """Called with the cause of an ending, and whether this process tells it on behalf of all."""
         self._over = threading.Event()
         self._leaving = threading.Event()
+        os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        """In a forked child: close its copies of the connections, or the others would not see this process's end."""
+        raise NotImplementedError
 
     def leave(self) -> None:
         """Say that this process ends as it should; call it once all have come to their end."""
@@ -107,9 +113,13 @@ class HostLine(Line):
         for wire in self.wires.values():
             wire.send(bye=0)
 
+    def _forget(self) -> None:
+        for wire in self.wires.values():
+            wire.socket.close()
+
     def die(self, text: str, code: int, caused: bool) -> None:
         """Give up; returns once the others know, or never where another rank's failure came first."""
-        self._own = Death(self.me.rank, text, code, caused)
+        self._own = Death(self.me.rank, shortened(text), code, caused)
         self._wake.send(b"x")
         self._over.wait(VERDICT)
 
@@ -141,6 +151,10 @@ class HostLine(Line):
         if self._leaving.is_set() and not any(death.text for death in deaths):
             return  # the run is over; who leaves without a bye then has nothing to lose
         text, code = verdict(deaths, self.everyone)
+        silent = {present.rank for present in self.everyone} - gone - {death.rank for death in deaths} - {self.me.rank}
+        if silent and all(death.caused for death in deaths):
+            names = ", ".join(str(self.everyone[rank]) for rank in sorted(silent))
+            text = f"not heard of, so perhaps stopped or stuck: {names}\n{text}"
         for wire in self.wires.values():
             wire.send(abort=text, code=code)
         if self._own and not self._own.caused:  # the main thread tells its own story
@@ -178,10 +192,13 @@ class GuestLine(Line):
         self._leaving.set()
         self.wire.send(bye=0)
 
+    def _forget(self) -> None:
+        self.wire.socket.close()
+
     def die(self, text: str, code: int, caused: bool) -> None:
         """Give up; the watching thread ends the process when rank 0 answers."""
         self._leaving.set()
-        self.wire.send(died=text, code=code, caused=caused)
+        self.wire.send(died=shortened(text), code=code, caused=caused)
         self._over.wait(VERDICT)
 
     def _watch(self) -> None:
@@ -192,11 +209,18 @@ class GuestLine(Line):
                     self._over.set()
                     return
                 text, code = verdict([Death(0)], self.everyone)
-                self._end(text, code, speaker=self.me.rank == 1)
+                time.sleep(min(1.0, 0.1 * (self.me.rank - 1)))  # the first who is left tells; the others find it told
+                self._end(text, code, speaker=True)
             if "bye" in message:
                 self._leaving.set()
             if "abort" in message:
                 self._end(str(message["abort"]), int(message["code"]), speaker=False)
+
+
+def shortened(text: str) -> str:
+    """``text``, or its beginning and end where it is very long."""
+    half = LONGEST // 2
+    return text if len(text) <= LONGEST else f"{text[:half]}\n[...]\n{text[-half:]}"
 
 
 def lost_a_peer(error: BaseException) -> bool:

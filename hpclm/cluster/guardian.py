@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 MARK = "HPCLM_GUARD"
-LOOK = 3.0  # seconds between looks at the descendants
+LOOK = 0.5  # seconds between looks at the descendants
 
 
 def post() -> int:
@@ -47,12 +47,18 @@ def born(pid: int) -> tuple[int, int] | None:
 
 
 def watch(mark: str, rank: int) -> None:
-    """Wait until standard input ends, which is when process ``rank`` does; then kill what it has left."""
+    """Wait until process ``rank`` ends, then kill what it has left."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     seen: dict[int, int] = {}
-    while not select.select([0], [], [], LOOK)[0]:
-        seen |= _descendants(rank)
+    try:
+        ended = os.pidfd_open(rank)
+    except ProcessLookupError:
+        ended = 0  # standard input, whose other end the rank had
+    except (AttributeError, OSError):  # an old kernel; a fork of the rank may then keep the pipe open after its end
+        ended = 0
+    while not select.select([ended], [], [], LOOK)[0]:
+        seen |= {pid: facts[1] for pid in descendants(rank) if pid != os.getpid() and (facts := born(pid))}
     for _ in range(10):
         left = [pid for pid, start in seen.items() if (now := born(pid)) and now[1] == start] + _marked(mark)
         if not left:
@@ -63,15 +69,17 @@ def watch(mark: str, rank: int) -> None:
         time.sleep(0.05)
 
 
-def _descendants(of: int) -> dict[int, int]:
-    """Descendants of process ``of`` but this one, with their start times."""
-    found = {int(folder.name): facts for folder in Path("/proc").glob("[0-9]*") if (facts := born(int(folder.name)))}
-    family, grown = {of}, True
-    while grown:
-        more = {pid for pid, (parent, _) in found.items() if parent in family} - family
-        family |= more
-        grown = bool(more)
-    return {pid: found[pid][1] for pid in family - {of, os.getpid()} if pid in found}
+def descendants(of: int) -> list[int]:
+    """Descendants of process ``of``, as the kernel lists them."""
+    found, todo = [], [of]
+    while todo:
+        own: list[int] = []
+        for task in Path(f"/proc/{todo.pop()}/task").glob("*/children"):
+            with suppress(OSError):
+                own += map(int, task.read_text().split())
+        found += own
+        todo += own
+    return found
 
 
 def _marked(mark: str) -> list[int]:

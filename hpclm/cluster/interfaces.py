@@ -29,15 +29,14 @@ def of(address: str) -> str | None:
 
 
 def choose(chosen: str | None, reaching: str | None, env: MutableMapping[str, str] = os.environ) -> str:
-    """Tell gloo and NCCL which interface to use: what the user set, or ``reaching``, which leads to the other nodes.
+    """Tell gloo which interface to use: what the user ``chosen``, or ``reaching``, which leads to the other nodes.
 
-    Gives what is in use in words. Nothing is set where neither is known: the libraries then choose for themselves.
+    NCCL is told what the user chose, and else finds the fastest by itself. Gives what is in use in words.
     """
-    for variable in VARIABLES:
-        name = chosen or reaching
-        # NCCL talks to itself on one host without being told, and would take "lo" for a wish to use it between nodes
-        if name and variable not in env and not (name == "lo" and variable == "NCCL_SOCKET_IFNAME"):
-            env[variable] = name
+    if chosen or reaching:
+        env.setdefault("GLOO_SOCKET_IFNAME", str(chosen or reaching))
+    if chosen:  # else NCCL looks for the fastest by itself, and reads /etc/nccl.conf
+        env.setdefault("NCCL_SOCKET_IFNAME", f"={chosen}")  # without "=" it would be a prefix: eth1 is eth10, too
     return described(env)
 
 

@@ -20,7 +20,10 @@ def candidates(launch: str) -> list[int]:
 def listen(ports: list[int]) -> socket.socket:
     """A listening socket on the first of ``ports`` that nobody has; HpclmError when all are taken."""
     for port in ports:
-        listener = socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET)
+        try:
+            listener = socket.socket(socket.AF_INET6)
+        except OSError:  # a kernel without IPv6, whatever Python was compiled with
+            listener = socket.socket(socket.AF_INET)
         try:
             if listener.family == socket.AF_INET6:
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)

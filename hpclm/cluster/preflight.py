@@ -228,7 +228,7 @@ def refusal(made: Report, out: Path) -> str:
     if made.bad:
         lines.append(
             f"bad node{'s' * (len(made.bad) > 1)}: {', '.join(made.bad)}; start again without: "
-            f"hpclm submit --exclude-bad {shlex.quote(str(out))}"
+            f"hpclm resume {shlex.quote(str(out))} --exclude-bad {shlex.quote(str(out))}"
         )
     lines.append(f"{out / report.FILE} has the whole table; cluster.preflight=off starts without these checks")
     return "\n".join(lines)

@@ -69,7 +69,7 @@ def _host(world: World, listener: socket.socket, launch: str, seconds: float, ag
         if held is None:
             return agents
         make = dist.TCPStore  # type: ignore[attr-defined]
-        return make("localhost", port, size, True, limit, wait_for_workers=False, master_listen_fd=held.detach())
+        return make("127.0.0.1", port, size, True, limit, wait_for_workers=False, master_listen_fd=held.detach())
 
     return Met(end, store, ours)
 
@@ -114,8 +114,8 @@ def _by_mpi(world: World) -> tuple[socket.socket | None, list[Door], str]:
         from mpi4py import MPI  # importing it initialises MPI: only ever under an MPI launcher
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
-            f"{world.launcher} started this process, but mpi4py cannot load its library: {error}. Install mpi4py for the "
-            f"MPI whose mpirun you use (pip install --force-reinstall mpi4py)"
+            f"{world.launcher} started this process, but mpi4py cannot load its library: {error}. The MPI whose "
+            f"mpirun you use must be found by the loader (LD_LIBRARY_PATH, a module), or started by another launcher"
         ) from None
     everyone = MPI.COMM_WORLD
     if (everyone.rank, everyone.size) != (world.rank, world.size):

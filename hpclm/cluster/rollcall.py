@@ -82,42 +82,73 @@ def call(world: World, listener: socket.socket, launch: str, seconds: float) -> 
 
     ConfigError when ranks contradict each other, HpclmError when some do not answer within ``seconds``.
     """
-    seen = {world.rank: Present.of(world)}
-    wires: dict[int, Wire] = {}
+    hall = _Hall(world, launch)
     began = reminded = time.monotonic()
     with selectors.DefaultSelector() as watched:
         watched.register(listener, selectors.EVENT_READ)
-        while len(seen) < world.size:
+        while missing := hall.missing():
             for key, _ in watched.select(timeout=1.0):
                 if key.fileobj is listener:
-                    stranger = Wire(ports.alive(listener.accept()[0]))
-                    watched.register(stranger.socket, selectors.EVENT_READ, stranger)
+                    wire = Wire(ports.alive(listener.accept()[0]))
+                    watched.register(wire.socket, selectors.EVENT_READ, wire)
                     continue
-                wire = key.data
-                watched.unregister(wire.socket)
-                answer = _answer(wire, launch)
-                if answer is None:
-                    wire.close()
-                    continue
-                wrong = _contradiction(answer, world, seen)
-                if wrong:
-                    raise _refused(ConfigError(wrong), [*wires.values(), wire], listener)
-                seen[answer.rank], wires[answer.rank] = answer, wire
-                wire.send(seen=sign(launch))
+                try:
+                    staying = hall.hear(key.data)
+                except ConfigError as error:
+                    raise _refused(error, [*hall.wires.values(), key.data], listener, launch) from None
+                if not staying:
+                    watched.unregister(key.fileobj)
+                    key.data.close()
             now = time.monotonic()
-            missing = [rank for rank in range(world.size) if rank not in seen]
-            if now - began > seconds and missing:
+            if now - began > seconds:
                 text = (
                     f"{len(missing)} of {world.size} processes did not answer within {seconds:g} s: rank{_plural(missing)} "
-                    f"{ranges(missing)}; those that did are on {', '.join(sorted({p.host for p in seen.values()}))}. Look at "
-                    f"their output and nodes, or give them longer with cluster.start_seconds"
+                    f"{ranges(missing)}; those that did are on {', '.join(hall.hosts())}. Look at their output and nodes, "
+                    f"or give them longer with cluster.start_seconds"
                 )
-                raise _refused(HpclmError(text), list(wires.values()), listener)
-            if now - reminded > REMIND and missing:
+                raise _refused(HpclmError(text), list(hall.wires.values()), listener, launch)
+            if now - reminded > REMIND:
                 log.warning("waiting for rank%s %s", _plural(missing), ranges(missing))
                 reminded = now
     listener.close()
-    return Host(tuple(seen[rank] for rank in range(world.size)), wires)
+    return Host(tuple(hall.seen[rank] for rank in range(world.size)), hall.wires)
+
+
+class _Hall:
+    """Who has answered, and over which wire. Strangers may be there too, and say what they like, or nothing."""
+
+    def __init__(self, world: World, launch: str):
+        self.world, self.launch = world, launch
+        self.seen = {world.rank: Present.of(world)}
+        self.wires: dict[int, Wire] = {}
+
+    def missing(self) -> list[int]:
+        """Ranks that have not answered, or have gone again."""
+        if len(self.seen) == self.world.size:
+            for rank in [rank for rank, wire in self.wires.items() if wire.over()]:
+                del self.seen[rank], self.wires[rank]
+        return [rank for rank in range(self.world.size) if rank not in self.seen]
+
+    def hosts(self) -> list[str]:
+        """Where those are that have."""
+        return sorted({present.host for present in self.seen.values()})
+
+    def hear(self, wire: Wire) -> bool:
+        """Read what has come over ``wire``; whether to go on listening to it. ConfigError for a contradiction."""
+        for message in wire.waiting():
+            new = message and _present(message, self.launch)
+            if not new:
+                for rank in [rank for rank, own in self.wires.items() if own is wire]:
+                    del self.seen[rank], self.wires[rank]  # it has gone again
+                return False
+            known = self.seen.get(new.rank)
+            if known and (known.host, known.pid) == (new.host, new.pid) and new.rank in self.wires:
+                self.wires[new.rank] = wire  # it was tired of waiting, and has called again
+            elif wrong := _contradiction(new, self.world, self.seen):
+                raise ConfigError(wrong)
+            self.seen[new.rank], self.wires[new.rank] = new, wire
+            wire.send(seen=sign(self.launch))
+        return True
 
 
 def answer(world: World, doors: list[tuple[str, int]], launch: str, seconds: float) -> Guest:
@@ -133,8 +164,8 @@ def answer(world: World, doors: list[tuple[str, int]], launch: str, seconds: flo
                 continue
             wire = Wire(connection)
             wire.send(hpclm=sign(launch), **asdict(Present.of(world)))
-            reply = wire.receive(seconds=3.0)
-            if reply and "refuse" in reply:
+            reply = wire.receive(seconds=5.0)
+            if reply and "refuse" in reply and reply.get("to") == sign(launch):
                 raise _refusal(reply)
             if reply and reply.get("seen") == sign(launch):
                 return _wait(wire, until + LINGER)
@@ -156,10 +187,9 @@ def _wait(wire: Wire, until: float) -> Guest:
     return Guest(tuple(Present(**each) for each in message["everyone"]), wire, message["begin"])
 
 
-def _answer(wire: Wire, launch: str) -> Present | None:
-    """Who is at the other end; None for whoever is not of this launch."""
-    message = wire.receive(seconds=2.0)
-    if message is None or message.pop("hpclm", None) != sign(launch):
+def _present(message: dict[str, Any], launch: str) -> Present | None:
+    """Who says ``message``; None for whoever is not of this launch."""
+    if message.pop("hpclm", None) != sign(launch):
         return None
     try:
         return Present(**message)
@@ -184,9 +214,9 @@ def _refusal(message: dict[str, Any]) -> HpclmError:
     return kind(str(message["refuse"]))
 
 
-def _refused(error: HpclmError, wires: list[Wire], listener: socket.socket) -> HpclmError:
+def _refused(error: HpclmError, wires: list[Wire], listener: socket.socket, launch: str) -> HpclmError:
     """``error``, once everyone who is there has been told of it, and for a moment those who come late."""
-    told = {"refuse": str(error), "settings": isinstance(error, ConfigError)}
+    told = {"refuse": str(error), "to": sign(launch), "settings": isinstance(error, ConfigError)}
     for wire in wires:
         wire.send(**told)
     until = time.monotonic() + LINGER

@@ -3,7 +3,9 @@
 import gc
 import json
 import logging
+import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hpclm import errors
 from hpclm.cluster import children, guardian, interfaces, secrets
 from hpclm.cluster.bootstrap import World
-from hpclm.cluster.ending import GuestLine, HostLine, Line, lost_a_peer
+from hpclm.cluster.ending import LONGEST, GuestLine, HostLine, Line, lost_a_peer
 from hpclm.cluster.rendezvous import Store, meet
 from hpclm.cluster.rollcall import Host, Present
 from hpclm.config import ClusterConfig
@@ -35,6 +37,7 @@ class Team:
         self.launcher, self.rank, self.size = world.launcher, world.rank, world.size
         self.local_rank, self.local_size, self.hosts = world.local_rank, world.local_size, hosts
         self._line, self._store = line, store
+        self._patient: Any = None
 
     @property
     def leads(self) -> bool:
@@ -98,9 +101,9 @@ class Team:
                 problems = error.problems if isinstance(error, ConfigError) else str(error)
                 said = json.dumps({"error": type(error).__name__, "what": problems}).encode()
         length = torch.tensor([len(said)])
-        dist.broadcast(length, 0)
+        dist.broadcast(length, 0, group=self._patient)  # rank 0 may write, or read, for hours
         text = torch.frombuffer(bytearray(said.ljust(int(length))), dtype=torch.uint8)
-        dist.broadcast(text, 0)
+        dist.broadcast(text, 0, group=self._patient)
         if not self.leads:
             heard = json.loads(bytes(text.numpy()))
             if "error" in heard:
@@ -129,8 +132,8 @@ class Team:
             rank=self.rank,
             world_size=self.size,
             timeout=limit,
-            device_id=device if device.type == "cuda" else None,
-        )
+        )  # without device_id NCCL waits for its first use: what is wrong with it is for the preflight check to name
+        self._patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
     @contextmanager
     def guard(self, shared: Path | None = None) -> Iterator[None]:
@@ -147,24 +150,34 @@ class Team:
             if speaker or shared:
                 log.error(text)
             if speaker and shared and not self.leads:
-                with shared.open("a", encoding="utf-8") as file:
-                    file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} E {text}\n")
+                told = text.encode(errors="backslashreplace")
+                with shared.open("ab+") as file:
+                    file.seek(max(0, file.seek(0, os.SEEK_END) - 2 * LONGEST))
+                    if told not in file.read():
+                        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} E ".encode() + told + b"\n")
 
         self._line.tell = tell
         try:
             yield
         except BaseException as error:
-            if getattr(error, "shared", False) or isinstance(error, SystemExit):
+            if getattr(error, "shared", False):
                 raise
             caused = lost_a_peer(error)
             if isinstance(error, HpclmError):
                 text = str(error)
             elif isinstance(error, KeyboardInterrupt):
                 text = "interrupted"
+            elif isinstance(error, SystemExit):
+                text = f"it called sys.exit({error.code!r})\n{traceback.format_exc()}"
             else:
                 text = traceback.format_exc()
             children.kill()
             self._line.die(secrets.Redactor()(text), exit_code(error), caused)
+            late = threading.Timer(
+                15.0, os._exit, args=(exit_code(error),)
+            )  # a collective that hangs would hold us back
+            late.daemon = True
+            late.start()
             error.shared = True  # type: ignore[attr-defined]  # told: an outer guard only passes it on
             raise
 
@@ -191,6 +204,8 @@ def exit_code(error: BaseException) -> int:
     """The code a process ends with that raises ``error``."""
     if isinstance(error, KeyboardInterrupt):
         return 130
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code or 1  # others still count on this process
     return error.exit_code if isinstance(error, HpclmError) else 1
 
 
@@ -201,11 +216,12 @@ def join(world: World, settings: ClusterConfig) -> Iterator[Team]:
     ConfigError when the processes contradict each other, HpclmError when some do not come. Of an error that all ranks
     raise alike, only rank 0 speaks.
     """
+    children.adopt()
+    if world.launcher != "single":
+        guardian.post()
     if world.size == 1:
         yield alone()
         return
-    children.adopt()
-    guardian.post()
     met = meet(world, settings)
     me = met.end.everyone[world.rank]
     line: Line = HostLine(me, met.end) if isinstance(met.end, Host) else GuestLine(me, met.end)
@@ -214,10 +230,10 @@ def join(world: World, settings: ClusterConfig) -> Iterator[Team]:
     try:
         with team.guard():
             yield team
+            sys.stdout.flush()
+            team.leave()
     except HpclmError as error:
         line.leave()
         if not team.leads:
             raise SystemExit(error.exit_code) from None
         raise
-    sys.stdout.flush()
-    team.leave()

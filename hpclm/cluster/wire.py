@@ -40,6 +40,15 @@ class Wire:
         *lines, self._read = self._read.split(b"\n")
         return [_message(line) for line in lines] + ([] if alive else [None])
 
+    def over(self) -> bool:
+        """Whether the other side has hung up, as far as is known without waiting."""
+        try:
+            return self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def close(self) -> None:
         """Hang up."""
         with suppress(OSError):
@@ -58,7 +67,7 @@ class Wire:
 
 
 def _message(line: bytes) -> dict[str, Any] | None:
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         message = json.loads(line)
         return message if isinstance(message, dict) else None
     return None

@@ -215,8 +215,8 @@ class ClusterConfig(Checked):
     timeout_minutes: float = 10.0
     """Minutes after which a collective operation that does not return ends the run."""
     interface: str | None = None
-    """Network interface for traffic between nodes; null: the one that reaches the first node.
-    NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, where set, go before it."""
+    """Network interface for traffic between nodes; null: for gloo the one that reaches the first node, for NCCL its own
+    choice. NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, where set, go before it."""
     preflight: bool = True
     """Check hosts, devices, versions, disk and network before a run of several processes begins."""
     bind: bool = True

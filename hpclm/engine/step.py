@@ -21,23 +21,28 @@ class Replica:
     """A model as one of the data-parallel replicas runs it."""
 
     forward: Callable[..., Any]
-    backward: Callable[[Tensor], None]
-    """Takes a part of the loss of all replicas; gradients are sums over them."""
+    """After the backward pass of what it gives, gradients are sums over the replicas."""
     hold: Callable[[], AbstractContextManager]
     """Inside it, micro-batches only add to this replica's own gradients."""
 
     @classmethod
     def alone(cls, model: nn.Module) -> "Replica":
         """The only one."""
-        return cls(model, torch.Tensor.backward, nullcontext)
+        return cls(model, nullcontext)
 
     @classmethod
     def among_others(cls, model: nn.Module, device: torch.device) -> "Replica":
         """One of the default process group's, which all start from rank 0's weights."""
         devices = [device.index] if device.type == "cuda" else None
         wrapped = nn.parallel.DistributedDataParallel(model, devices, gradient_as_bucket_view=True)
-        size = dist.get_world_size()  # what DistributedDataParallel divides by
-        return cls(wrapped, lambda loss: torch.Tensor.backward(loss * size), wrapped.no_sync)
+        wrapped.register_comm_hook(None, summed)
+        return cls(wrapped, wrapped.no_sync)
+
+
+def summed(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
+    """Sum a bucket of gradients over the replicas, where DistributedDataParallel would take the mean."""
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
 
 
 def seed_step(seed: int, step: int, rank: int = 0) -> None:
@@ -86,6 +91,6 @@ def accumulate(
         with replica.hold() if number < len(batches) else nullcontext():
             hidden = replica.forward(batch.tokens, batch.positions, batch.documents)
             value = loss(hidden, batch.labels, weight * scale)
-            replica.backward(value)
+            value.backward()
         total += value.detach() / scale
     return total

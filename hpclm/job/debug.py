@@ -16,10 +16,11 @@ from hpclm.cluster.lease import Lease
 from hpclm.config import DataConfig, RunConfig
 from hpclm.config.compose import as_yaml
 from hpclm.config.data import OF_FILES
-from hpclm.errors import HpclmError
+from hpclm.errors import ConfigError, HpclmError
 
 log = logging.getLogger(__name__)
 
+MARK = "debug"  # a file that says whose the directory is
 STEPS = 5
 BUDGET = 1000  # steps at most that the data's order is made for: enough to begin, and made in no time
 MICRO = 2
@@ -36,8 +37,12 @@ def run(config: RunConfig, train: Callable[[RunConfig], int], pdb: bool = False)
     print("debug: one process, in the foreground; what differs from the run's settings:", file=sys.stderr)
     for word in words:
         print(f"  {word}", file=sys.stderr)
-    out = files.writable_folder(changed.out, "run directory", mode=0o700)
+    out = Path(changed.out)
+    if out.exists() and any(out.iterdir()) and not (out / MARK).exists():
+        raise ConfigError(f"{out} holds a run that is no debug run, and would be begun anew; give another out=")
+    files.private_folder(out, "run directory")
     with Lease(out):  # another debug run may be in it
+        (out / MARK).touch()
         shutil.rmtree(out / "checkpoints", ignore_errors=True)
         (out / "metrics.jsonl").unlink(missing_ok=True)
     settings.dump(changed, out / "config.yaml")

@@ -23,6 +23,10 @@ PASSED = re.compile(
     r"|PATH|LD_LIBRARY_PATH|LD_PRELOAD|VIRTUAL_ENV|TMPDIR|LANG|LC_\w+"
 )
 """Variables that a process on another host needs as they are here; mpirun alone starts them with what a login gives."""
+OF_A_RANK = re.compile(
+    r"OMPI_(COMM_WORLD|UNIVERSE|MCA_(orte|ess|pmix))_?|PMIX?_(RANK|SIZE|NAMESPACE|SERVER)|PRTE_|ORTE_"
+)
+"""Variables of an mpirun around this process, which would take another for a call of itself."""
 SIGNALS: dict[int, int] = dict.fromkeys((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signal.SIGUSR1)
 """mpirun passes USR1 on to the ranks (Open MPI's USR2 too); on the others it ends them within a second."""
 PATIENCE: dict[Flavour, tuple[float, float]] = {"Open MPI": (8.0, 5.0), "MPICH": (2.0, 5.0), "Intel MPI": (2.0, 5.0)}
@@ -34,7 +38,7 @@ def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Seq
 
     ``command`` is what the person typed, for the ledger; ``program`` what runs instead of training. ConfigError when mpirun is missing or the hosts do not suffice.
     """
-    env = environment.inherited() | config.job.env
+    env = {k: v for k, v in environment.inherited().items() if not OF_A_RANK.match(k)} | config.job.env
     mpirun, kind = installed(env)
     nodes, each = config.job.nodes, config.job.gpus
     hosts = resources(config)

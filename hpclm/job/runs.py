@@ -57,7 +57,15 @@ class Run:
     def jobs(self) -> list[str]:
         """Slurm's numbers of its jobs, oldest first."""
         submitted = [each.job_id for each in self.submissions if each.cluster == "slurm"]
-        trained = [str(each["job_id"]) for each in self.attempts if each.get("job_id")]
+        here = [each.time for each in self.submissions if each.cluster != "slurm"][-1:]
+        trained = [
+            str(each["job_id"])
+            for each in self.attempts
+            # what was started from inside a job, by hpclm itself, is not that job
+            if each.get("job_id")
+            and each.get("launcher") != "local"
+            and not (here and str(each.get("time")) >= here[0])
+        ]
         return list(dict.fromkeys(submitted + trained))
 
     @property

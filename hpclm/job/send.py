@@ -6,13 +6,14 @@ a job whose submission was never recorded is found again by its script, and a sc
 
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpclm import files
 from hpclm.cluster import slurm
-from hpclm.cluster.lease import Lease
+from hpclm.cluster.lease import Lease, refuse_if_held
 from hpclm.config import RunConfig
 from hpclm.config.compose import dumped
 from hpclm.errors import ConfigError, LockedError
@@ -62,7 +63,7 @@ def send(config: RunConfig, text: str, command: Sequence[str], again: bool = Fal
                 "hpclm cancel ends it, and --again submits another"
             )
         if not found:
-            free(out)
+            refuse_if_held(out)
         script = out / "job" / f"script-{max(scripts, default=0) + 1}.sbatch"
         files.write_text(out / "config.yaml", dumped(config))
         files.write_text(script, text)
@@ -77,18 +78,18 @@ def send(config: RunConfig, text: str, command: Sequence[str], again: bool = Fal
         return ledger.read(out)[-1], True
 
 
-def write(config: RunConfig) -> None:
-    """Make the run directory, and write the settings into it; LockedError where a run is using it."""
+@contextmanager
+def held(config: RunConfig) -> Iterator[None]:
+    """Keep the run directory for a launch from here while the block runs, with the settings written into it.
+
+    LockedError where another launch or run is using it: then nothing in it has changed.
+    """
     out = Path(config.out)
     folder.make(out)
-    free(out)
-    files.write_text(out / "config.yaml", dumped(config))
-
-
-def free(out: Path) -> None:
-    """LockedError where a process of this machine, or of a shared file system, is training in ``out``."""
-    with Lease(out):
-        pass
+    with Lease(out / "job", "launch"):
+        refuse_if_held(out)
+        files.write_text(out / "config.yaml", dumped(config))
+        yield
 
 
 def queued(out: Path) -> list[Queued]:

@@ -1,6 +1,7 @@
 """How a run stands: what its directory says, what Slurm says of its jobs, and which process of this host it is."""
 
 import re
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -90,7 +91,9 @@ class Standing:
         found = []
         usual = self.step_seconds or 0
         if self.name == "running" and self.age is not None and self.age > max(120, 20 * usual):
-            found.append(f"no step for {span(self.age)}, and a step takes {usual:.2f} s: hpclm logs {self.run.out}")
+            found.append(
+                f"no step for {span(self.age)}, and a step takes {usual:.2f} s: hpclm logs {shlex.quote(str(self.run.out))}"
+            )
         steps = self.run.steps
         if steps and steps[-1]["loss"] is None:
             found.append(f"the loss of step {steps[-1]['step']} is not finite")

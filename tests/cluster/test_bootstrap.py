@@ -24,6 +24,7 @@ TORCHRUN = {
     "LOCAL_WORLD_SIZE": "2",
 }
 OMPI = {f"OMPI_COMM_WORLD_{k}": v for k, v in dict(RANK="2", SIZE="4", LOCAL_RANK="0", LOCAL_SIZE="2").items()}
+TWO = OMPI | {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
 HYDRA = {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_RANK": "1", "PMI_SIZE": "2"}
 DAEMON = SLURM | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
 LOCAL = {
@@ -49,7 +50,7 @@ IN_SLURM = World("Slurm", 3, 4, 1, 2, "7.0.0.", "gpu07")
         "mpirun in a batch script": (BATCH | OMPI, World("Open MPI", 2, 4, 0, 2)),
         "mpirun's daemons started by srun": (DAEMON | OMPI, World("Open MPI", 2, 4, 0, 2)),
         "torchrun in srun": (SLURM | TORCHRUN, World("torchrun", 1, 2, 1, 2, "x.0")),
-        "torchrun in mpirun in srun": (DAEMON | OMPI | TORCHRUN, World("torchrun", 1, 2, 1, 2, "x.0")),
+        "torchrun in mpirun in srun": (DAEMON | TWO | TORCHRUN, World("torchrun", 1, 2, 1, 2, "x.0")),
         "hpclm's own": (LOCAL | BATCH, World("local", 1, 2, 1, 2, "ab", "127.0.0.1")),
     }.values(),
 )
@@ -68,6 +69,9 @@ def test_the_innermost_launcher_says_who_this_process_is(env, world):
         (SLURM | {"SLURM_NTASKS": "16"}, "SLURM_STEP_NUM_TASKS=4 but SLURM_NTASKS=16"),  # sbatch inside a step
         (SLURM | OMPI | {"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2 but SLURM_STEP_NUM_TASKS=4"),
         (SLURM | HYDRA, "PMI_SIZE=2 but SLURM_STEP_NUM_TASKS=4"),
+        (OMPI | TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, "and MPI 4"),
+        (OMPI | LOCAL, "local says that there are 2 processes, and MPI 4"),
+        (OMPI | {"PMIX_RANK": "0"}, "OMPI_COMM_WORLD_RANK=2 but PMIX_RANK=0"),
         ({"PMI_RANK": "0", "PMI_SIZE": "4"}, "PMI_SIZE=4 says that there are more processes"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE=2 says that there are more processes"),
     ],
@@ -104,6 +108,7 @@ def test_task_counts_are_written_out():
 
 
 def test_a_job_is_named_as_squeue_names_it():
+    assert job(BATCH | {"SLURM_RESTART_COUNT": ""})["restart"] == 0
     assert job({}) == {} and job(BATCH) == {"job_id": "7", "restart": 0}
     array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "1"}
     assert job(BATCH | array) == {"job_id": "5_3", "restart": 1}

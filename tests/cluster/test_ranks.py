@@ -76,6 +76,52 @@ def test_when_a_rank_is_killed_all_are_gone_with_their_children_and_the_log_name
     assert said in (tmp_path / "run/log.txt").read_text()
 
 
+@pytest.mark.parametrize("source", ["forking", "with_children"])
+def test_a_fork_that_outlives_a_killed_rank_hides_nothing(source, tiny, tmp_path):
+    mark = str(30_000_000 + os.getpid())
+    words = tiny("run", "budget.steps=100000", f"data.source=tests.faults:{source}", "cluster.preflight=false")
+    with Ranks(2, words, TEST_MARK=mark) as ranks:
+        ranks.wait_for(tmp_path / "run", 3)
+        ranks.processes[1].kill()
+        assert ranks.processes[0].wait(30) == 1
+        assert "rank 1 on" in (tmp_path / "run/log.txt").read_text()
+    until = time.monotonic() + 10
+    while left(mark):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def test_when_ranks_0_and_1_die_together_another_writes_it_down(tiny, tmp_path):
+    words = tiny("run", "budget.steps=100000", "batch.micro_size=1", "cluster.preflight=false")
+    with Ranks(4, words) as ranks:
+        ranks.wait_for(tmp_path / "run", 3)
+        for rank in (1, 0):
+            ranks.processes[rank].kill()
+        ranks.wait(60)
+    assert (tmp_path / "run/log.txt").read_text().count("rank 0 on") == 1
+
+
+def test_a_rank_that_ends_as_if_all_were_well_is_named(tiny, tmp_path):
+    with Ranks(2, tiny("run", "data.source=tests.faults:leaving", "cluster.preflight=false")) as ranks:
+        ended = ranks.wait()
+    assert ended[0][0] == 1 and "it called sys.exit(0)" in ended[0][1]
+
+
+def test_a_pause_in_the_roll_call_is_no_contradiction(tiny, tmp_path):
+    with Ranks(
+        3, tiny("run", "cluster.preflight=false", "batch.global_size=12"), only=[0, 1], HPCLM_RENDEZVOUS="p"
+    ) as ranks:
+        time.sleep(3)
+        ranks.processes[0].send_signal(signal.SIGSTOP)
+        with Ranks(
+            3, tiny("run", "cluster.preflight=false", "batch.global_size=12"), only=[2], HPCLM_RENDEZVOUS="p"
+        ) as more:
+            time.sleep(8)  # it calls, hears nothing, and calls again
+            ranks.processes[0].send_signal(signal.SIGCONT)
+            ended = [*ranks.wait().values(), *more.wait().values()]
+    assert [code for code, _ in ended] == [0, 0, 0], ended
+
+
 def test_the_first_cause_stands_first_with_its_traceback(tiny, tmp_path):
     words = tiny(
         "run", "budget.steps=1000", "data.source=tests.faults:exploding", "data.workers=0", "batch.micro_size=1"

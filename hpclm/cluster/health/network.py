@@ -84,3 +84,4 @@ def _wait(works: Sequence[dist.Work], device: torch.device, patience: float) -> 
             if time.monotonic() > until:
                 raise RuntimeError(f"no answer within {patience:.0f} s")
             time.sleep(0.0001)
+        work.wait()  # raises what made it end

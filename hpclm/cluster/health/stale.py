@@ -2,13 +2,13 @@
 
 import os
 import re
-import shlex
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpclm.cluster import secrets
 from hpclm.cluster.health import processes
 from hpclm.cluster.health.processes import Process
 
@@ -77,6 +77,9 @@ def _trains_in(process: Process, out: Path) -> bool:
         return False
     with suppress(OSError):
         folder = (processes.PROC / str(process.pid) / "cwd").readlink()
+        elsewhere = [word[4:] for word in words if word.startswith("out=")]
+        if elsewhere:  # a copy of the run, perhaps
+            return (folder / elsewhere[-1]).resolve() == out.resolve()
         if any((folder / word).resolve() == (out / "config.yaml").resolve() for word in words if word[-5:] == ".yaml"):
             return True
     return processes.opens(process.pid, out.resolve())
@@ -99,7 +102,7 @@ def _program(command: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
 
 def described(process: Process) -> str:
     """A process in a line."""
-    return f"{process.pid}: {shlex.join(process.command)[:200]}"
+    return f"{process.pid}: {secrets.Redactor().command(list(process.command))[:200]}"
 
 
 def locks(env: Mapping[str, str] = os.environ, home: Path | None = None) -> list[Lock]:

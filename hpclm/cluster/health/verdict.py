@@ -139,7 +139,7 @@ def disks(out: str, looks: Mapping[str, Mapping[str, Any]], room: int) -> list[F
     full = [node for node, look in looks.items() if look.get("free", room) < room]
     if full:
         least = min(looks[node]["free"] for node in full)
-        text = f"{out} has {least / GIB:.2f} GiB free on {listing(full)}; a checkpoint may take {room / GIB:.2f} GiB"
+        text = f"{out} has {least / MIB:,.1f} MiB free on {listing(full)}; a checkpoint may take {room / MIB:,.1f} MiB"
         findings.append(Finding(f"{text}: free some, or give another out=", blamed(full)))
     return findings
 

@@ -81,7 +81,7 @@ FINE = {"free": GIB, "same": True, "back": True}
         ({"a": FINE, "b": FINE | {"same": False}, "c": FINE}, "out on b is not the folder that a has", ("b",)),
         ({"a": FINE, "b": FINE | {"back": False}, "c": FINE}, "out on b is not the folder that a has", ("b",)),
         ({"a": FINE, "b": FINE | {"same": False}}, "out on b is not the folder", ()),  # a folder of each node's own
-        ({"a": FINE | {"free": 5}, "b": FINE | {"free": 5}}, "out has 0.00 GiB free on a and b", ()),
+        ({"a": FINE | {"free": 5}, "b": FINE | {"free": 5}}, "out has 0.0 MiB free on a and b", ()),
     ],
 )
 def test_a_run_directory_must_be_one_and_writable_and_have_room(looks, text, bad):

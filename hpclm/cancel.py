@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hpclm.cluster import process, slurm
 from hpclm.cluster.slurm import Silent, State
 from hpclm.errors import HpclmError
 from hpclm.job import runs as folders
+from hpclm.job import send
 from hpclm.job.runs import Run
 from hpclm.job.standing import look, process_here
 
@@ -94,13 +96,18 @@ def targets(run: Run, now: bool) -> list[Target]:
 
 def live_jobs(run: Run) -> list[State]:
     """The jobs of a run that wait or run; HpclmError when Slurm does not say, and the run's files do not either."""
-    if not run.jobs:
+    unrecorded = []
+    if (run.out / "job").is_dir():
+        with suppress(Silent):  # asked again below
+            unrecorded = [job.job_id for job in send.queued(run.out, PATIENCE)]
+    jobs = list(dict.fromkeys([*run.jobs, *unrecorded]))
+    if not jobs:
         return []
     try:
-        states = slurm.states(run.jobs, (), PATIENCE)
+        states = slurm.states(jobs, (), PATIENCE)
     except Silent:
         try:
-            states = slurm.states(run.jobs, (), PATIENCE)
+            states = slurm.states(jobs, (), PATIENCE)
         except Silent as silent:
             if process_here(run) is not None:
                 return []

@@ -39,7 +39,7 @@ class Replica:
         return cls(wrapped, wrapped.no_sync)
 
 
-def summed(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
+def summed(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """Sum a bucket of gradients over the replicas, where DistributedDataParallel would take the mean."""
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda done: done.value()[0])

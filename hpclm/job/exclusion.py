@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hpclm import files
 from hpclm.errors import ConfigError
+from hpclm.job.runs import resolve
 
 NAME = "preflight.json"
 
@@ -15,7 +16,7 @@ def bad_nodes(runs: Sequence[str]) -> list[str]:
     """Names of the nodes that preflight.json of the run directories ``runs`` calls bad; ConfigError where none is readable."""
     found: list[str] = []
     for run in runs:
-        path = files.readable(Path(run) / NAME, "--exclude-bad: what preflight found")
+        path = files.readable(resolve(run, Path("runs")) / NAME, "--exclude-bad: what preflight found")
         try:
             names = json.loads(path.read_text(encoding="utf-8"))["bad"]
         except (ValueError, KeyError, TypeError):

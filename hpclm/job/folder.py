@@ -5,6 +5,7 @@ import stat
 from pathlib import Path
 
 from hpclm.errors import ConfigError, unwritten
+from hpclm.job.runs import MARKS
 
 
 def check(out: Path) -> None:
@@ -18,6 +19,8 @@ def check(out: Path) -> None:
         raise ConfigError(f"run directory {out}: {error.strerror} (errno {error.errno}); choose another out") from None
     if not stat.S_ISDIR(found.st_mode):
         raise ConfigError(f"run directory {out} is a file; choose another out")
+    if not any((out / mark).exists() for mark in MARKS) and out.resolve() in (Path("/"), Path.home(), Path.cwd()):
+        raise ConfigError(f"run directory {out} is no place for a run's files; choose another out")
     if found.st_uid != os.geteuid():
         raise ConfigError(f"run directory {out} belongs to another user (number {found.st_uid}); choose another out")
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

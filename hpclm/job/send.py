@@ -92,11 +92,11 @@ def held(config: RunConfig) -> Iterator[None]:
         yield
 
 
-def queued(out: Path) -> list[Queued]:
-    """Jobs of the run directory ``out`` that wait or run; slurm.Silent when Slurm cannot be asked."""
+def queued(out: Path, seconds: float = 60) -> list[Queued]:
+    """Jobs of the run directory ``out`` that wait or run; slurm.Silent when Slurm does not answer within ``seconds``."""
     with files.locked(out / "job" / "sbatch.lock"):  # an sbatch whose caller was killed may still be at it
         pass
-    code, answer, error = slurm.ask(["squeue", "--me", "--noheader", "--array", "--format", QUEUE], seconds=60)
+    code, answer, error = slurm.ask(["squeue", "--me", "--noheader", "--array", "--format", QUEUE], seconds=seconds)
     if code:
         raise slurm.Silent(f"squeue: {error.strip() or f'exit code {code}'}; nothing was submitted")
     ours = (out / "job").resolve()

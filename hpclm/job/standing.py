@@ -199,6 +199,7 @@ def span(seconds: float) -> str:
 
 
 def _ending(lines: Sequence[str]) -> tuple[str, str]:
+    cancelled = ("", "")
     for number in range(len(lines) - 1, -1, -1):
         if STEPS.search(lines[number]):
             break  # what was said before a step ended nothing
@@ -206,9 +207,12 @@ def _ending(lines: Sequence[str]) -> tuple[str, str]:
             found = pattern.search(lines[number])
             if found:
                 words = found[1].strip()
+                if kind == "ended" and "DUE TO" not in words:  # so srun ends the others of a rank that has failed
+                    cancelled = (kind, words)
+                    break
                 traced = (line for line in lines[number + 1 :] if line.strip() and not line.startswith(" "))
                 return kind, words.replace(TRACE, next(traced, TRACE)) if words.endswith(TRACE) else words
-    return "", ""
+    return cancelled
 
 
 def _of_the_last_start(lines: list[str]) -> list[str]:

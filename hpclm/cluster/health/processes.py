@@ -74,11 +74,13 @@ def ancestors(pid: int) -> list[int]:
 
 
 def opens(pid: int, folder: Path) -> bool:
-    """Whether the process has a file of ``folder`` open."""
+    """Whether the process has a file open that only processes of the run in ``folder`` write: its lock, a log, its metrics."""
+    own = {folder / name for name in ("lock", "log.txt", "metrics.jsonl")}
     with suppress(OSError):
         for link in (PROC / str(pid) / "fd").iterdir():
             with suppress(OSError):
-                if link.readlink().is_relative_to(folder):
+                file = link.readlink()
+                if file in own or file.parent == folder / "logs":
                     return True
     return False
 

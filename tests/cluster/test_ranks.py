@@ -109,12 +109,12 @@ def test_a_rank_that_ends_as_if_all_were_well_is_named(tiny, tmp_path):
 
 def test_a_pause_in_the_roll_call_is_no_contradiction(tiny, tmp_path):
     with Ranks(
-        3, tiny("run", "cluster.preflight=false", "batch.global_size=12"), only=[0, 1], HPCLM_RENDEZVOUS="p"
+        3, tiny("run", "cluster.preflight=false", "batch.global_size=12"), only=[0, 1], HPCLM_RENDEZVOUS=tmp_path
     ) as ranks:
         time.sleep(3)
         ranks.processes[0].send_signal(signal.SIGSTOP)
         with Ranks(
-            3, tiny("run", "cluster.preflight=false", "batch.global_size=12"), only=[2], HPCLM_RENDEZVOUS="p"
+            3, tiny("run", "cluster.preflight=false", "batch.global_size=12"), only=[2], HPCLM_RENDEZVOUS=tmp_path
         ) as more:
             time.sleep(8)  # it calls, hears nothing, and calls again
             ranks.processes[0].send_signal(signal.SIGCONT)
@@ -168,8 +168,8 @@ def test_ranks_that_contradict_each_other_are_refused_at_once(first, second, mes
     words = tiny("run", "batch.global_size=12", "batch.micro_size=1")
     began = time.monotonic()
     with (
-        Ranks(**first, words=words, HPCLM_RENDEZVOUS="same") as some,
-        Ranks(**second, words=words, HPCLM_RENDEZVOUS="same") as others,
+        Ranks(**first, words=words, HPCLM_RENDEZVOUS=tmp_path) as some,
+        Ranks(**second, words=words, HPCLM_RENDEZVOUS=tmp_path) as others,
     ):
         ended = [*some.wait().values(), *others.wait().values()]
     assert {code for code, _ in ended} == {64} and all(message in output for _, output in ended)

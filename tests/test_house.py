@@ -23,7 +23,6 @@ FLOORS = [
     {"loop"},
     {"cli"},
     {"train", "evaluate", "generate", "preprocess", "__main__"},
-    {"launch"},
     {"submit"},
     {"status", "logs", "cancel", "resume", "doctor"},
 ]

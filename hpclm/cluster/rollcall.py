@@ -4,8 +4,9 @@ Rank 0 listens; the others look for it, say who they are, and wait. Whoever cont
 processes, a rank that has answered already) ends the start for all within seconds, with what was seen; whoever does
 not answer is named. The connections stay open: cluster/ending.py hears over them who has died.
 
-The name of the launch tells a run's own ranks from those of another run that meets the same port. It keeps out accidents
-and not attackers: like PyTorch's store, the ports of a run trust their network.
+The name of the launch tells a run's own ranks from those of another run that meets the same port. Jobs of the shipped
+templates and hpclm's own launcher make it random, so that only who sees the job's environment can answer. Beyond that, like
+PyTorch's store, the ports of a run trust their network.
 """
 
 import hashlib

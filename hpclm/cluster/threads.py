@@ -4,6 +4,8 @@ import os
 import resource
 from contextlib import suppress
 
+from hpclm.cluster import placement
+
 
 def wait_politely() -> None:
     """Let idle OpenMP threads sleep instead of spin, unless the user chose; call it before torch is loaded.
@@ -16,6 +18,14 @@ def wait_politely() -> None:
 def limit(threads: int) -> None:
     """Let numerical libraries use ``threads`` threads; call it before torch is loaded."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
+
+
+def share(processes: int) -> None:
+    """Let each of ``processes`` that this one starts use its part of the cores, unless the user chose.
+
+    torchrun by itself gives each one thread.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(placement.threads(processes, env={})))
 
 
 def open_many_files() -> None:

@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from hpclm.cluster import threads
+
 HANDED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -21,8 +23,11 @@ def main(argv: list[str]) -> int:
 
     for number in HANDED_ON:
         signal.signal(number, hand_on)
+    args = run.parse_args(["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", *argv])
+    if str(args.nproc_per_node).isdigit():
+        threads.share(int(args.nproc_per_node))
     try:
-        run.run(run.parse_args(["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", *argv]))
+        run.run(args)
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         print(f"rank {rank} (process {first.pid}) ended first, with {first.exitcode}", file=sys.stderr, flush=True)

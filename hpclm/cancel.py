@@ -15,7 +15,6 @@ from hpclm.cluster import process, slurm
 from hpclm.cluster.slurm import Silent, State
 from hpclm.errors import HpclmError
 from hpclm.job import runs as folders
-from hpclm.job import send
 from hpclm.job.runs import Run
 from hpclm.job.standing import look, process_here
 
@@ -96,6 +95,8 @@ def targets(run: Run, now: bool) -> list[Target]:
 
 def live_jobs(run: Run) -> list[State]:
     """The jobs of a run that wait or run; HpclmError when Slurm does not say, and the run's files do not either."""
+    from hpclm.job import send
+
     unrecorded = []
     if (run.out / "job").is_dir():
         with suppress(Silent):  # asked again below

@@ -1,6 +1,8 @@
 """The verb ``hpclm train``; what it does is in loop.py, which is loaded once the settings are known to be good."""
 
 import argparse
+import os
+import sys
 from dataclasses import asdict
 
 from hpclm import cli, log
@@ -31,6 +33,20 @@ def start(settings: RunConfig, alone: bool = False) -> int:
     log.setup(world.rank, redact=secrets.Redactor())
     if world.local_size > 1:
         threads.limit(placement.threads(world.local_size))
+    if world.size == 1 or world.launcher in bootstrap.OF_MPI:  # MPI wants to finish what it began
+        return together(settings, world)
+    try:
+        code = cli.run(lambda _: together(settings, world), [])
+    except SystemExit as end:  # of a rank for which another speaks
+        code = end.code if isinstance(end.code, int) else 1
+    # what an exception still holds of the process group would abort the interpreter's own way out
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def together(settings: RunConfig, world: bootstrap.World) -> int:
+    """Join the other processes of ``world`` and train; the exit code."""
     with team.join(world, settings.cluster) as ours:
         return train(settings, ours)
 

@@ -68,7 +68,7 @@ def test_a_dry_run_prints_a_script_and_writes_nothing(submit):
         ("data.source=indexed",): "data.prefix is not set",
         ("out=/dev/null/x",): "run directory /dev/null/x: Not a directory",
         ("job.setup=['if true']",): "bash cannot read the script",
-        ("--exclude-bad", "/none"): "preflight.json does not exist",
+        ("--exclude-bad", "/none"): "/none is no run directory",
         ("--sweep", "optim.lr"): "is not key=a,b,c",
         ("--sweep", "optim.lr=1,,2"): "is not key=a,b,c",
         ("--sweep", "optim.lr=1e-3,1e-3"): "two runs would be called optim",

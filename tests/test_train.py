@@ -41,7 +41,7 @@ def test_a_run_learns_and_leaves_what_the_readme_says(tiny, tmp_path):
     done = hpclm("train", *words, check=0)
     out = tmp_path / "run"
     assert {p.name for p in out.iterdir()} == {
-        "attempts.jsonl", "checkpoints", "config.yaml", "lock", "log.txt", "metrics.jsonl", "tensorboard",
+        "attempts.jsonl", "checkpoints", "config.yaml", "lock", "log.txt", "metrics.jsonl", "preflight.json", "tensorboard",
     }  # fmt: skip
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     train = [row for row in rows if "loss" in row]

@@ -100,6 +100,10 @@ LAUNCHERS: tuple[tuple[str, Callable[[Env], World]], ...] = (
 )
 
 
+OF_MPI = ("Open MPI", "MPI")
+"""Launchers whose processes are MPI's."""
+
+
 def _nonsense(world: World) -> Iterator[str]:
     if not (0 <= world.rank < world.size and 0 <= world.local_rank < world.local_size <= world.size):
         yield (
@@ -118,7 +122,7 @@ def _contradictions(world: World, env: Env) -> Iterator[str]:
             f"process's are in its environment (a job submitted from inside another?); start the processes with srun"
         )
     # mpirun starts one daemon a node as a step of its own; anything else around it is another job's
-    if world.launcher in ("Open MPI", "MPI") and tasks and nodes and tasks > nodes and tasks != world.size:
+    if world.launcher in OF_MPI and tasks and nodes and tasks > nodes and tasks != world.size:
         name = "OMPI_COMM_WORLD_SIZE" if world.launcher == "Open MPI" else "PMI_SIZE"
         yield (
             f"{name}={world.size} but SLURM_STEP_NUM_TASKS={tasks}: mpirun and srun both claim this process; start it with "

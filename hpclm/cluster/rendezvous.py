@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from hpclm.cluster import interfaces, ports, rollcall
-from hpclm.cluster.bootstrap import World
+from hpclm.cluster.bootstrap import OF_MPI, World
 from hpclm.cluster.rollcall import Guest, Host
 from hpclm.config import ClusterConfig
 from hpclm.errors import ConfigError
@@ -45,7 +45,7 @@ def meet(world: World, settings: ClusterConfig) -> Met:
             return _host(world, door, world.launch, seconds, agents)
         doors = [_door(line) for line in agents.get(KEY).decode().splitlines()]
         return _guest(world, doors, world.launch, seconds, agents)
-    if world.launcher in ("Open MPI", "MPI"):
+    if world.launcher in OF_MPI:
         listener, doors, launch = _by_mpi(world)
         return _host(world, listener, launch, seconds) if listener else _guest(world, doors, launch, seconds)
     candidates = ports.candidates(world.launch)

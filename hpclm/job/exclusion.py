@@ -16,7 +16,8 @@ def bad_nodes(runs: Sequence[str]) -> list[str]:
     """Names of the nodes that preflight.json of the run directories ``runs`` calls bad; ConfigError where none is readable."""
     found: list[str] = []
     for run in runs:
-        path = files.readable(resolve(run, Path("runs")) / NAME, "--exclude-bad: what preflight found")
+        out = Path(run) if (Path(run) / NAME).exists() else resolve(run, Path("runs"))
+        path = files.readable(out / NAME, "--exclude-bad: what preflight found")
         try:
             names = json.loads(path.read_text(encoding="utf-8"))["bad"]
         except (ValueError, KeyError, TypeError):

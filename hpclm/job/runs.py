@@ -64,7 +64,7 @@ class Run:
             # what was started from inside a job, by hpclm itself, is not that job
             if each.get("job_id")
             and each.get("launcher") != "local"
-            and not (here and str(each.get("time")) >= here[0])
+            and not (here and str(each.get("time", "")) >= here[0])
         ]
         return list(dict.fromkeys(submitted + trained))
 

@@ -72,4 +72,6 @@ def hold(out, nodes, *words, before=None, **env):
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(*sys.argv[1:]))
+    code = main(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code)  # as training does: what an exception holds of the process group would abort the way out

@@ -223,9 +223,19 @@ def test_what_several_processes_cannot_do_is_refused(case, capsys):
 @pytest.mark.parametrize(
     "variables",
     [
-        {"SLURM_STEP_ID": "0", "SLURM_PROCID": "{}", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"},
-        {"OMPI_COMM_WORLD_RANK": "{}", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "{}"},
-        {"TORCHELASTIC_RUN_ID": "x", "RANK": "{}", "WORLD_SIZE": "2", "LOCAL_RANK": "{}"},
+        {
+            **{
+                "SLURM_JOB_ID": "1",
+                "SLURM_STEP_ID": "0",
+                "SLURM_PROCID": "{}",
+                "SLURM_LOCALID": "0",
+                "SLURM_NODEID": "0",
+            },
+            **{"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "a"},
+        },
+        {"OMPI_COMM_WORLD_RANK": "{}", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "{}"}
+        | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+        {"TORCHELASTIC_RUN_ID": "x", "RANK": "{}", "WORLD_SIZE": "2", "LOCAL_RANK": "{}", "LOCAL_WORLD_SIZE": "2"},
     ],
     ids=["srun", "mpirun", "torchrun"],
 )

@@ -28,6 +28,8 @@ def main(out, *words):
     except HpclmError as error:
         print(error)
         return error.exit_code
+    except SystemExit as end:  # rank 0 speaks for this one
+        return end.code
     return 0
 
 

@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -62,7 +63,7 @@ def verdict(deaths: Sequence[Death], everyone: Sequence[Present]) -> tuple[str, 
     return "\n".join(lines), order[0].code
 
 
-class Line:
+class Line(ABC):
     """This process's line to the others; ``die`` when it fails, ``leave`` when it is done."""
 
     def __init__(self, me: Present, everyone: Sequence[Present]):
@@ -73,17 +74,17 @@ class Line:
         self._leaving = threading.Event()
         os.register_at_fork(after_in_child=self._forget)
 
+    @abstractmethod
     def _forget(self) -> None:
         """In a forked child: close its copies of the connections, or the others would not see this process's end."""
-        raise NotImplementedError
 
+    @abstractmethod
     def leave(self) -> None:
         """Say that this process ends as it should; call it once all have come to their end."""
-        raise NotImplementedError
 
+    @abstractmethod
     def die(self, text: str, code: int, caused: bool) -> None:
         """Say that this process fails, of ``text``, and wait for what follows; ``caused``: it only lost a peer."""
-        raise NotImplementedError
 
     def _end(self, text: str, code: int, speaker: bool) -> NoReturn:
         """Tell the cause, and take everything of this process down. Runs beside a main thread that may never return."""

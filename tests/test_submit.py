@@ -3,6 +3,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -270,6 +271,26 @@ def test_bad_nodes_of_a_run_are_added_to_those_that_are_excluded(submit):
     (run / "preflight.json").write_text(json.dumps({"bad": ["x; rm"]}))
     with pytest.raises(ConfigError, match="which is no node"):
         exclusion.bad_nodes([str(run)])
+
+
+def test_of_two_launches_into_one_directory_the_second_changes_nothing(submit):
+    out = submit.here / "run"
+    words = [*map(str, SMALL), "budget.steps=100000", f"out={out}"]
+    command = [sys.executable, "-m", "hpclm", "submit", "--cluster", "local", *words]
+    first = subprocess.Popen(
+        [*command, "optim.lr=1e-3"], cwd=submit.here, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        until = time.monotonic() + 60
+        while not (out / "config.yaml").exists():
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        before = (out / "config.yaml").read_text()
+        submit("--cluster", "local", *words, "optim.lr=2e-3", check=75)
+        assert (out / "config.yaml").read_text() == before and "lr: 0.001\n" in before
+    finally:
+        first.terminate()
+        first.wait(60)
 
 
 def test_variables_of_the_surrounding_job_are_kept_from_a_new_one():

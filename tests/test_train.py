@@ -2,6 +2,7 @@
 
 import json
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -306,6 +307,13 @@ def test_an_unwritable_run_directory_is_refused_with_its_reason(tiny, tmp_path):
     done = hpclm("train", *tiny("file/run"), check=64)
     assert "cannot be written: Not a directory" in done.stderr
     assert "cannot be written: " in hpclm("train", *tiny("x", "out=/proc/run"), check=64).stderr
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_keep_nobody_from_training(closed, tiny, tmp_path):
+    command = shlex.join([sys.executable, "-m", "hpclm", "train", *tiny()])
+    assert subprocess.run(["sh", "-c", f"{command} {closed}"], cwd=ROOT, timeout=120).returncode == 0
+    assert "done at step 12" in (tmp_path / "run/log.txt").read_text()
 
 
 def test_evaluate_and_generate_use_the_newest_checkpoint(tiny, tmp_path):

@@ -56,6 +56,16 @@ def test_jobs_are_known_from_the_ledger_and_from_attempts_that_nobody_submitted(
     assert runs.read(tmp_path).jobs == ["12", "13_1", "14"]
 
 
+def test_a_job_around_a_run_that_was_launched_here_is_not_its_own(tmp_path):
+    around = {"from_step": 0, "job_id": "7", "time": "2026-01-02T00:00:00+0000"}
+    make(tmp_path, [around | {"launcher": "local"}])
+    assert runs.read(tmp_path).jobs == []
+    make(tmp_path, [around | {"launcher": "Slurm"}])
+    assert runs.read(tmp_path).jobs == ["7"]  # srun by hand
+    ledger.append(tmp_path, Submission("local", "999", "host", 1, 1, "", time="2026-01-01T00:00:00+0000"))
+    assert runs.read(tmp_path).jobs == []  # srun by hpclm submit --interactive
+
+
 def test_only_the_end_of_the_metrics_is_read(tmp_path):
     make(tmp_path)
     with (tmp_path / "metrics.jsonl").open("wb") as file:

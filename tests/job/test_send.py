@@ -165,6 +165,14 @@ def test_a_job_whose_submission_was_not_recorded_is_found_again(submit):
     assert [each.job_id for each in ledger.read(out)] == [job_id(first)]
 
 
+def test_a_job_whose_submission_was_not_recorded_is_cancelled_too(submit):
+    job = job_id(submit(*SMALL, *HOLD))
+    (submit.here / "runs/debug/jobs.jsonl").unlink()
+    words = [sys.executable, "-m", "hpclm", "cancel", "debug"]
+    assert f"job {job}: cancelled" in submit.cluster.run(words, cwd=submit.here).stdout
+    assert submit.cluster.wait(job) == "CANCELLED"
+
+
 def test_an_sbatch_that_outlives_its_killed_submit_is_waited_for(submit, tmp_path):
     slow = tmp_path / "slow" / "sbatch"
     slow.parent.mkdir()

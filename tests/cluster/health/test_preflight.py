@@ -126,6 +126,10 @@ def test_what_earlier_attempts_left_running_is_ended_and_listed_and_nothing_else
     other = started(sys.executable, "-m", "hpclm.train", *tiny("other", "budget.steps=1000000"), cwd=ROOT)
     out = tmp_path / "run"
     until(lambda: (out / "metrics.jsonl").exists() and (tmp_path / "other/metrics.jsonl").exists())
+    below = started(sys.executable, "-m", "hpclm.train", *tiny("run/below", "budget.steps=1000000"), cwd=ROOT)
+    copied = [out / "config.yaml", f"out={tmp_path / 'copy'}"]  # as the README repeats a run
+    copy = started(sys.executable, "-m", "hpclm.train", *map(str, copied), cwd=ROOT)
+    until(lambda: (out / "below/metrics.jsonl").exists() and (tmp_path / "copy/metrics.jsonl").exists())
     reads = started("tail", "-f", out / "log.txt")
     env = os.environ | {"SLURM_JOB_ID": "77"}
     stubborn = started("sh", "-c", "trap '' TERM; while :; do sleep 1; done", env=env)
@@ -136,7 +140,7 @@ def test_what_earlier_attempts_left_running_is_ended_and_listed_and_nothing_else
     results = peers.hold(out, ["a", "a"], SLURM_JOB_ID="77", SLURM_RESTART_COUNT="1")
     assert [code for _, code in results] == [0, 0]
     assert not alive(trains) and not alive(stubborn)
-    assert all(map(alive, (other, reads, foreign, own)))
+    assert all(map(alive, (other, below, copy, reads, foreign, own)))
     ended = report(out)["ended"]
     assert any(f"a: {trains.pid}: " in line and "hpclm.train" in line for line in ended)
     assert f"ended a process that an earlier attempt had left on a: {stubborn.pid}: sh -c" in results[0][0]

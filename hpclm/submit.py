@@ -20,7 +20,7 @@ from hpclm.job.options import options
 # Option of the command line -> setting of the job. Short letters are sbatch's.
 FLAGS = {
     ("--nodes", "-N"): "nodes",
-    ("--gpus", "-G"): "gpus",
+    ("--gpus",): "gpus",  # no -G, which is the whole job's number to sbatch
     ("--time", "-t"): "time",
     ("--partition", "-p"): "partition",
     ("--account", "-A"): "account",

@@ -108,7 +108,7 @@ def test_every_option_is_a_setting_and_goes_before_it(submit):
     words = [
         "-N",
         1,
-        "-G",
+        "--gpus",
         2,
         "-p",
         "long",

@@ -7,10 +7,13 @@ is told 0.
 """
 
 import json
+import select
+import signal
 import socket
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from hpclm import files
@@ -21,21 +24,25 @@ from hpclm.job.death import End
 from hpclm.job.local import SIGNALS
 from hpclm.job.supervise import Manner, Process, supervise
 
+ALONE = 0.3  # seconds: a launcher that kills a rank kills its guard too, or whoever holds the lifeline, well within them
+
 
 def main(words: list[str]) -> int:
     """Run the rank; its exit code."""
     folder, *command = words
     rank, host, written = environment.rank(), socket.gethostname(), []
 
-    def report(end: End, itself: bool) -> None:
+    def report(lifeline: int, end: End, itself: bool) -> None:
         row = {"rank": rank, "host": host, "time": time.time(), "pid": end.pid, "code": end.code, "itself": itself}
+        if end.code == -signal.SIGKILL and select.select([lifeline], [], [], ALONE)[0]:
+            row["itself"] = False
         with suppress(OSError):
             files.write_text(Path(folder) / f"rank-{rank:05d}.json", json.dumps(row))
             written.append(rank)
 
     def act(lifeline: int) -> int:
         process = Process(f"rank {rank} on {host}", tuple(command), environment.inherited())
-        code = supervise([process], lifeline, None, Manner(SIGNALS, spoken=False, ended=report))
+        code = supervise([process], lifeline, None, Manner(SIGNALS, spoken=False, ended=partial(report, lifeline)))
         return 0 if code == REQUEUE and written else code
 
     return guardian.guarded(act, tell=False)

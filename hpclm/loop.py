@@ -209,7 +209,8 @@ def save(store: CheckpointStore, engine: engines.Engine, progress: Progress, sav
 
 def identity(config: RunConfig, source: Source) -> dict[str, object]:
     """What a run that goes on from a checkpoint must find unchanged: the network, the data and their order."""
-    shape = {key: value for key, value in vars(config.model).items() if "dropout" not in key and key != "init_std"}
+    free = {"dropout", "attention_dropout", "init_std", "kernels"}
+    shape = {key: value for key, value in vars(config.model).items() if key not in free}
     return {"model": shape, "data": source.identity, "seed": config.seed}
 
 

@@ -2,19 +2,18 @@
 
 from hpclm.config.compose import dump, from_cli, load
 from hpclm.config.data import DataConfig
+from hpclm.config.engine import EngineConfig, ParallelConfig
 from hpclm.config.job import ClusterConfig, JobConfig
+from hpclm.config.model import ModelConfig
+from hpclm.config.optim import OptimConfig, ScalerConfig
 from hpclm.config.plan import Plan
 from hpclm.config.schema import (
     BatchConfig,
     BudgetConfig,
     CheckpointConfig,
-    EngineConfig,
     EvaluateConfig,
     LogConfig,
-    ModelConfig,
-    OptimConfig,
     RunConfig,
-    ScalerConfig,
 )
 
 __all__ = [
@@ -29,6 +28,7 @@ __all__ = [
     "LogConfig",
     "ModelConfig",
     "OptimConfig",
+    "ParallelConfig",
     "Plan",
     "RunConfig",
     "ScalerConfig",

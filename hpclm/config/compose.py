@@ -206,6 +206,8 @@ def _join(tree: Any, key: str, value: Any) -> str | None:
     kinds = (str, int, float)
     if not isinstance(value, dict):
         return f"{key}={value!r} must be {type_words(_type(key))}"
+    if key == "engine.extra":
+        value = dict(_extra("", value))
     wrong = [name for name, text in value.items() if isinstance(text, bool) or not isinstance(text, kinds)]
     if wrong:
         return f"{key}.{wrong[0]}={value[wrong[0]]!r} must be text; put quotes around it"
@@ -214,6 +216,15 @@ def _join(tree: Any, key: str, value: Any) -> str | None:
     added = {str(name): str(text) for name, text in value.items()}
     OmegaConf.update(tree, key, _literal({**typing.cast(dict, before), **added}), merge=False)
     return None
+
+
+def _extra(prefix: str, tree: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """A tree of an engine's own settings as dotted names, each with the text of its value."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _extra(f"{prefix}{name}.", value)
+        else:
+            yield f"{prefix}{name}", value if isinstance(value, str) else as_yaml(value)
 
 
 def _field(key: str) -> tuple[str, str | None]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hpclm.cluster.team import Team
 from hpclm.config import RunConfig
-from hpclm.config.schema import ENGINES
+from hpclm.config.engine import ENGINES
 from hpclm.data.batches import Batch
 from hpclm.registry import lookup
 

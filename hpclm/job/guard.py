@@ -24,7 +24,9 @@ from hpclm.job.death import End
 from hpclm.job.local import SIGNALS
 from hpclm.job.supervise import Manner, Process, supervise
 
-ALONE = 0.3  # seconds: a launcher that kills a rank kills its guard too, or whoever holds the lifeline, well within them
+ALONE = (
+    0.3  # seconds: a launcher that kills a rank kills its guard too, or whoever holds the lifeline, well within them
+)
 
 
 def main(words: list[str]) -> int:

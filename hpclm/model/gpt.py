@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hpclm.config import EngineConfig, ModelConfig
-from hpclm.config.schema import BLOCKS
+from hpclm.config.model import BLOCKS
 from hpclm.errors import ConfigError
 from hpclm.model.attention import Attention
 from hpclm.model.layers import Norm, TokenTable, dropout, normal

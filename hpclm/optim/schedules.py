@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from hpclm.config import OptimConfig
-from hpclm.config.schema import SCHEDULES
+from hpclm.config.optim import SCHEDULES
 from hpclm.registry import lookup
 
 Schedule = Callable[[float, float, OptimConfig], float]

@@ -72,7 +72,7 @@ def test_settings_files_hold_only_what_differs_from_the_defaults():
         "optim.schedule=cosin": "Did you mean 'cosine'?",
         "optim.warmup_fraction=0.1": "exclude each other",
         "optim.betas=[0.9,1.0]": "less than 1",
-        "engine.name=deepspeeed": "choose one of ['native'] or 'package.module:Name'",
+        "engine.name=deepspeeed": "choose one of ['deepspeed', 'fairscale', 'fsdp2', 'native', 'pipelining'] or 'package.module:Name'",
         "engine.recompute_every=2": "has no effect with engine.recompute=none",
         "checkpoint.keep=1": "must be at least 2",
         "data.split=a,b": "data.split='a,b' must be up to three non-negative numbers",

@@ -1,0 +1,166 @@
+"""Settings of the optimizer and of fp16's loss scale."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from hpclm.config.checks import Checked, at_least, fraction
+from hpclm.registry import problem
+
+SCHEDULES = {
+    name: f"hpclm.optim.schedules:{name}"
+    for name in [
+        "constant",
+        "linear",
+        "cosine",
+        "inverse_sqrt",
+        "wsd",
+        "megatron1_linear",
+        "megatron1_cosine",
+        "megatron1_exponential",
+        "fairseq_polynomial",
+        "fairseq_cosine",
+        "fairseq_inverse_sqrt",
+    ]
+}
+
+
+@dataclass(frozen=True)
+class OptimConfig(Checked):
+    """AdamW and the path of its learning rate."""
+
+    name: Literal["adamw", "apex_adam", "cpu_adam"] = "adamw"
+    """Whose AdamW: PyTorch's fused one, NVIDIA apex's FusedAdam, or DeepSpeed's for offloaded optimizers."""
+    lr: float = 6e-4
+    """Highest learning rate."""
+    min_lr: float = 6e-5
+    """Lowest learning rate, where the schedule ends."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of Adam's running means of the gradient and of its square."""
+    eps: float = 1e-8
+    """Added to Adam's denominator."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay."""
+    decayed: Literal["matrices", "all"] = "matrices"
+    """What decays: matrices (Megatron: no biases, no norms) or all (fairseq)."""
+    clip: float = 1.0
+    """Largest global gradient norm; 0: no clipping."""
+    schedule: str = "cosine"
+    """constant, linear, cosine, inverse_sqrt, wsd (Megatron-core's); megatron1_linear, megatron1_cosine,
+    megatron1_exponential (v1.1.5's); fairseq_polynomial, fairseq_cosine, fairseq_inverse_sqrt; or package.module:name,
+    a function (position, length, optim) -> learning rate after the warm-up."""
+    unit: Literal["steps", "samples"] = "steps"
+    """What warmup, schedule_length, period and wsd_decay count."""
+    warmup: float = 0
+    """Units over which the learning rate rises linearly to lr."""
+    warmup_fraction: float | None = None
+    """The warm-up as a part of the schedule's length (Megatron's --warmup); instead of warmup."""
+    warmup_start: float | None = None
+    """Learning rate the warm-up rises from, used in the first step (Megatron: 0); null: the first step is one rung up from 0."""
+    schedule_length: int | None = None
+    """Units until the schedule reaches its end; null: the whole budget."""
+    power: float = 1.0
+    """Exponent of fairseq_polynomial."""
+    period: int | None = None
+    """Units of one fairseq_cosine period; null: from the warm-up to the end of the schedule."""
+    restarts: bool = False
+    """fairseq_cosine starts a new period after each; otherwise it stays at min_lr."""
+    period_growth: float = 1.0
+    """Each fairseq_cosine period is longer than the one before by this factor (--t-mult)."""
+    period_shrink: float = 0.1
+    """Each fairseq_cosine period's learning rates shrink by this factor (--lr-shrink)."""
+    wsd_decay: int | None = None
+    """Units of the final decay of wsd; null: a tenth of the schedule's length."""
+    wsd_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
+    """Shape of the final decay of wsd."""
+    nonfinite: Literal["skip", "stop"] = "skip"
+    """On a NaN or infinite loss or gradient: skip the step and count it, or stop the run (exit 93)."""
+    nonfinite_limit: int = 20
+    """With nonfinite=skip, stop (exit 93) after this many skipped steps in a row."""
+
+    def problems(self) -> Iterator[str]:
+        """What cannot work in the optimizer's settings."""
+        amounts = dict(lr=self.lr, min_lr=self.min_lr, eps=self.eps, weight_decay=self.weight_decay, clip=self.clip)
+        yield from at_least(0, "optim", **amounts, warmup=self.warmup, warmup_start=self.warmup_start)
+        lengths = dict(
+            schedule_length=self.schedule_length,
+            period=self.period,
+            wsd_decay=self.wsd_decay,
+            period_growth=self.period_growth,
+        )
+        yield from at_least(1, "optim", **lengths, nonfinite_limit=self.nonfinite_limit)
+        if not (self.power > 0 and math.isfinite(self.power)):
+            yield f"optim.power={self.power} must be more than 0"
+        if not (0 < self.period_shrink <= 1):
+            yield f"optim.period_shrink={self.period_shrink} must be more than 0 and at most 1"
+        for beta in self.betas:
+            if not 0 <= beta < 1:
+                yield f"optim.betas={list(self.betas)} must each be at least 0 and less than 1"
+                break
+        wrong = problem("optim.schedule", self.schedule, SCHEDULES)
+        if wrong:
+            yield wrong
+        if self.min_lr > self.lr and self.schedule not in ("constant",):
+            yield f"optim.min_lr={self.min_lr} must not be more than optim.lr={self.lr}"
+        if self.warmup_fraction is not None:
+            yield from fraction("optim", warmup_fraction=self.warmup_fraction)
+            if self.warmup:
+                yield f"optim.warmup={self.warmup} and optim.warmup_fraction={self.warmup_fraction} exclude each other"
+        warmed = self.warmup or self.warmup_fraction
+        if self.schedule in ("inverse_sqrt", "fairseq_inverse_sqrt") and not warmed:
+            yield f"optim.schedule={self.schedule} starts at the end of a warm-up; set optim.warmup"
+        if self.warmup_start is not None and self.warmup_start > self.lr:
+            yield f"optim.warmup_start={self.warmup_start} must not be more than optim.lr={self.lr}"
+        if self.schedule_length is not None and self.warmup >= self.schedule_length:
+            yield f"optim.warmup={self.warmup:g} must be less than optim.schedule_length={self.schedule_length}"
+        if self.schedule == "fairseq_cosine" and not self.restarts:
+            for name in ("period_growth", "period_shrink"):
+                if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                    yield f"optim.{name}={getattr(self, name)} has no effect with optim.restarts=false"
+        if self.nonfinite == "stop" and self.nonfinite_limit != type(self).nonfinite_limit:
+            yield f"optim.nonfinite_limit={self.nonfinite_limit} has no effect with optim.nonfinite=stop"
+        if self.schedule_length is not None and self.period is not None:
+            yield f"optim.schedule_length={self.schedule_length} has no effect with optim.period={self.period}"
+        rise = self.warmup or (self.warmup_fraction or 0.0) * (self.schedule_length or 0)
+        if self.wsd_decay and self.schedule_length is not None and self.wsd_decay + rise > self.schedule_length:
+            yield (
+                f"the warm-up of {rise:g} + optim.wsd_decay={self.wsd_decay} must be at most "
+                f"optim.schedule_length={self.schedule_length}"
+            )
+        if self.warmup_start is not None and not warmed:
+            yield f"optim.warmup_start={self.warmup_start} has no effect without optim.warmup"
+        owners = {
+            "fairseq_polynomial": ("power",),
+            "fairseq_cosine": ("period", "restarts", "period_growth", "period_shrink"),
+            "wsd": ("wsd_decay", "wsd_style"),
+        }
+        for schedule, names in owners.items():
+            for name in names:
+                changed = getattr(self, name) != type(self).__dataclass_fields__[name].default
+                if changed and self.schedule != schedule and self.schedule in SCHEDULES:
+                    yield f"optim.{name}={getattr(self, name)} has no effect with optim.schedule={self.schedule}; it is for {schedule}"
+
+
+@dataclass(frozen=True)
+class ScalerConfig(Checked):
+    """Loss scale for fp16: it doubles after a quiet window and halves on an overflow."""
+
+    initial: float = 65536.0
+    """First loss scale."""
+    window: int = 1000
+    """Steps without an overflow until the scale doubles."""
+    hysteresis: int = 2
+    """Overflows that are tolerated before the scale halves; at least 1."""
+    consecutive: bool = False
+    """Only overflows in a row use up the hysteresis."""
+    minimum: float = 1.0
+    """Lowest loss scale."""
+    at_minimum: Literal["stay", "stop"] = "stay"
+    """When the scale would fall to the minimum: stay there, or stop the run (fairseq; exit 93)."""
+
+    def problems(self) -> Iterator[str]:
+        """What cannot work in the scaler."""
+        yield from at_least(1, "scaler", window=self.window, hysteresis=self.hysteresis)
+        if not 0 < self.minimum <= self.initial < math.inf:
+            yield f"scaler.initial={self.initial} must be at least scaler.minimum={self.minimum}, which must be more than 0"

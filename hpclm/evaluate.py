@@ -47,7 +47,7 @@ def measure(run: Path, overrides: list[str], part: str, wanted: int | None) -> d
     from hpclm.data import sources
     from hpclm.data.batches import Batch, Batches
     from hpclm.engine.step import mean_loss
-    from hpclm.model.loss import TokenLoss
+    from hpclm.parallel.mesh import ALONE
 
     config = trained.settings(run, overrides)
     device = hardware.device(config.engine, 0)
@@ -64,7 +64,7 @@ def measure(run: Path, overrides: list[str], part: str, wanted: int | None) -> d
             bar.update(len(batch.tokens))
             return batch
 
-        mean = mean_loss(model, TokenLoss(config.engine.loss_chunk), map(counted, batches.take(0, count)))
+        mean = mean_loss(model, map(counted, batches.take(0, count)), device, ALONE)
     return {
         "loss": mean,
         "perplexity": math.exp(min(20.0, mean)),

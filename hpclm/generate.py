@@ -13,7 +13,7 @@ from hpclm import cli
 from hpclm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hpclm.model.gpt import Stack
+    from hpclm.model.stack import Stack
 
 
 def main(argv: list[str]) -> int:

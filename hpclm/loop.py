@@ -6,6 +6,7 @@ import signal
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from hpclm.meter import Meter, Mute, Speed
 from hpclm.model import count
 from hpclm.optim.guard import Guard
 from hpclm.optim.schedules import learning_rate, shape
+from hpclm.parallel.mesh import Mesh
 from hpclm.validation import HeldOut, evaluate, held_out
 
 logger = logging.getLogger(__name__)
@@ -47,17 +49,17 @@ def run(config: RunConfig, team: Team) -> int:
         products = hardware.set_matmul(config.engine, device)
         logger.info("%s, %s; fp32 products %s", hardware.describe(device), str(dtype).removeprefix("torch."), products)
 
-        source, train, parts, length = data(config, plan, team, device)
+        mesh = Mesh.build(team.rank, team.size, config.parallel, timedelta(minutes=config.cluster.timeout_minutes))
+        source, train, parts, length = data(config, plan, team, mesh.dp.rank, device)
         opened.callback(train.close)
         shape(config.optim)  # a schedule that cannot be loaded is no news for the end of the warm-up
         tell(config, plan, team, length, len(train.samples))
-
-        engine = engines.build(config, team, device, dtype)
 
         out = Path(config.out)  # what cannot work has left no trace
         team.first(lambda: occupy(out, opened))
         preflight.check(team, device, config, out, room=checkpoint_bytes(config))
         log_files(out, team, opened)
+        engine = engines.build(config, mesh, device, dtype)
         store = CheckpointStore(out / "checkpoints", config.checkpoint.keep, identity(config, source), team)
         progress = begin(store.resume(engine, config.checkpoint.resume), length)
         if team.leads:
@@ -73,9 +75,7 @@ def run(config: RunConfig, team: Team) -> int:
             leaving = warned(team, preemption)
             over = finished(config, length, progress)
             if over or due(config.evaluate.every, progress):
-                evaluate(
-                    parts, engine, meter, progress, lambda: bool(preemption.signal), lambda: warned(team, preemption)
-                )
+                evaluate(parts, engine, meter, progress, lambda: warned(team, preemption))
                 leaving = warned(team, preemption)
             last = over or bool(leaving)
             if progress.step > saved and (last or due(config.checkpoint.every, progress)):
@@ -97,16 +97,16 @@ def run(config: RunConfig, team: Team) -> int:
 
 
 def data(
-    config: RunConfig, plan: Plan, team: Team, device: torch.device
+    config: RunConfig, plan: Plan, team: Team, replica: int, device: torch.device
 ) -> tuple[Source, Batches, list[HeldOut], Length]:
-    """The source of the samples, this rank's micro-batches, what evaluations read, and the length of the run."""
+    """The source of the samples, the micro-batches of this rank's ``replica``, what evaluations read, and the run's length."""
 
     def build() -> tuple[Source, Batches, list[HeldOut], Length]:
         source = sources.build(config)
         per_epoch = source.per_epoch("train") or len(source.samples("train", None))  # which says why there are none
         length = budget.length(config, plan, per_epoch)
-        train = Batches(source.samples("train", length.samples), config, plan, source.eod, device, team.rank)
-        return source, train, held_out(source, config, plan, device, team.rank), length
+        train = Batches(source.samples("train", length.samples), config, plan, source.eod, device, replica)
+        return source, train, held_out(source, config, plan, device, replica), length
 
     mine: list[tuple[Source, Batches, list[HeldOut], Length]] = []
     team.first(lambda: mine.append(build()))  # it writes the index cache, which the others read

@@ -52,17 +52,16 @@ def evaluate(
     engine: Engine,
     meter: Meter,
     progress: Progress,
-    heard: Callable[[], bool],
     warned: Callable[[], str | None],
 ) -> None:
     """Measure the parts that have no figure for this step yet, until a signal warns.
 
-    ``heard``: whether this process was signalled; ``warned``: by which signal any was, the same answer on every rank.
+    ``warned``: by which signal any rank was; all ask together, and get one answer.
     """
 
     def until_warned(batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in batches:
-            if heard():
+            if warned():
                 return
             yield batch
 

@@ -15,6 +15,7 @@ FLOORS = [
     {"config"},
     {"cluster"},
     {"job"},
+    {"parallel"},
     {"data", "model", "optim"},
     {"engine"},
     {"checkpoint"},

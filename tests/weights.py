@@ -7,12 +7,18 @@ from torch import Tensor
 
 from hpclm.config import EngineConfig, ModelConfig
 from hpclm.model import gpt
+from hpclm.model.stack import Stack
 
 
-def build(config: ModelConfig, weights: Mapping[str, Tensor] | None = None, seed: int = 1, **engine) -> gpt.Stack:
+def build(config: ModelConfig, weights: Mapping[str, Tensor] | None = None, seed: int = 1, **engine) -> Stack:
     """A model on the CPU in fp32; every one of its parameters comes from ``weights`` when they are given."""
     settings = EngineConfig(**engine)
-    stack = gpt.Stack(config, gpt.layers(config, settings, torch.float32, seed), settings.recompute_every)
+    stack = Stack(
+        config,
+        gpt.layers(config, settings, torch.float32, seed),
+        torch.float32,
+        recompute_every=settings.recompute_every,
+    )
     if weights is not None:
         mine = {name.removeprefix("layers."): p for name, p in stack.named_parameters()}
         assert mine.keys() == weights.keys(), mine.keys() ^ weights.keys()

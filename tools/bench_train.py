@@ -36,10 +36,10 @@ Step = Callable[[], None]
 
 def ours(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype, compiled: bool = False) -> Step:
     """hpclm's step, as its loop calls it."""
-    from hpclm.cluster.team import alone
     from hpclm.config import BatchConfig, BudgetConfig, DataConfig, EngineConfig, OptimConfig, RunConfig
     from hpclm.data.batches import Batch
     from hpclm.engine.native import NativeEngine
+    from hpclm.parallel.mesh import Mesh
 
     config = RunConfig(
         model=model,
@@ -49,7 +49,7 @@ def ours(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype, compiled: b
         optim=OptimConfig(lr=1e-4, min_lr=1e-5),
         engine=EngineConfig(compile=compiled),
     )
-    engine = NativeEngine(config, alone(), rows.device, dtype)
+    engine = NativeEngine(config, Mesh(), rows.device, dtype)
     batch = Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), None, None, None)
 
     def step() -> None:

@@ -6,22 +6,22 @@ What carries a final name is complete; MANIFEST.json's hashes tell whether it st
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
 
 from hpclm import files
 from hpclm.checkpoint import manifest as manifests
 from hpclm.checkpoint.manifest import BadCheckpoint, Manifest
 from hpclm.checkpoint.progress import Progress
+from hpclm.checkpoint.tensors import Tensors
 from hpclm.cluster.team import Team, alone
 from hpclm.data.tokenizers import mismatch
-from hpclm.engine import Engine
+from hpclm.engine import Engine, Shard
 from hpclm.errors import ConfigError, HpclmError, NoCheckpointError
 
 log = logging.getLogger(__name__)
@@ -46,43 +46,57 @@ class CheckpointStore:
         return sorted(p for p in self.folder.glob("step-*") if p.is_dir())
 
     def save(self, engine: Engine, progress: Progress) -> Path:
-        """Save the engine's state; after this returns, it is on the disk. HpclmError on every rank when it cannot be."""
-        return Path(self.team.first(lambda: str(self._write(engine, progress))))
+        """Save the engine's state; after this returns, it is on the disk. HpclmError on every rank when it cannot be.
 
-    def _write(self, engine: Engine, progress: Progress) -> Path:
-        files.writable_folder(self.folder, "checkpoint folder")
+        Every rank writes what it holds; rank 0 says where, and publishes the whole once all have written.
+        """
         final = self.folder / f"step-{progress.step:08d}"
+        draft = self.folder / f".tmp-{final.name}"
+        held = list(engine.tensors())
+        size = sum(self.team.gather(sum(s.tensor.numel() * s.tensor.element_size() for s in held)))
+        self.team.first(lambda: self._begin(draft, size))
+        written = self.team.gather(_write(draft, self.team.rank, held))
+        self.team.first(lambda: self._publish(draft, final, written, engine.scalars(), progress))
+        return final
+
+    def _begin(self, draft: Path, size: int) -> None:
+        """Make room for a checkpoint of ``size`` bytes, and a folder that nobody reads."""
+        files.writable_folder(self.folder, "checkpoint folder")
         self._sweep()
-        shards = engine.tensors()
-        size = sum(s.tensor.numel() * s.tensor.element_size() for s in shards.values())
         try:
             free = shutil.disk_usage(self.folder).free
             if free < 1.2 * size:
                 raise HpclmError(
                     f"{self.folder} has {free / 1e6:,.1f} MB free, and a checkpoint takes {size / 1e6:,.1f} MB"
                 )
-            draft = self.folder / f".tmp-{final.name}"
             draft.mkdir()
-            name = "rank-00000.safetensors"
-            save_file({k: s.tensor.contiguous() for k, s in shards.items()}, draft / name)
-            _sync(draft / name)
-            tensors = {
-                k: {"shape": list(s.shape), "parts": [{"file": name, "start": list(s.start)}]}
-                for k, s in shards.items()
-            }
-            written = {name: {"size": (draft / name).stat().st_size, "blake2b": manifests.fingerprint(draft / name)}}
-            _sync(Manifest(asdict(progress), engine.scalars(), self.identity, tensors, written).write(draft))
+        except OSError as error:
+            raise HpclmError(f"checkpoint {draft} could not be saved: {error.strerror or error}") from error
+
+    def _publish(
+        self, draft: Path, final: Path, written: list[dict[str, Any]], scalars: dict[str, Any], progress: Progress
+    ) -> None:
+        """Give the draft its final name, once what every rank wrote is found good."""
+        failed = [f"rank {rank}: {found['error']}" for rank, found in enumerate(written) if "error" in found]
+        try:
+            if failed:
+                raise HpclmError(f"checkpoint {final} could not be saved: {'; '.join(failed[:3])}")
+            tensors: dict[str, dict[str, Any]] = {}
+            for found in written:
+                for name, shape, part in found["parts"]:
+                    tensors.setdefault(name, {"shape": shape, "parts": []})["parts"].append(part)
+            listed = {found["file"]: found["facts"] for found in written if found["parts"]}
+            _sync(Manifest(asdict(progress), scalars, self.identity, tensors, listed).write(draft))
             files.sync_folder(draft)
             draft.rename(final)
             files.sync_folder(self.folder)
             files.write_text(self.folder / "latest", final.name + "\n")
-        except (OSError, SafetensorError) as error:  # safetensors has an exception of its own for a full disk
+        except (OSError, HpclmError) as error:
             self._sweep()
-            raise HpclmError(
-                f"checkpoint {final} could not be saved: {getattr(error, 'strerror', None) or error}"
-            ) from error
+            if isinstance(error, HpclmError):
+                raise
+            raise HpclmError(f"checkpoint {final} could not be saved: {error.strerror or error}") from error
         self._prune()
-        return final
 
     def resume(self, engine: Engine, policy: str) -> Progress:
         """Load the newest good checkpoint into ``engine``, or start from nothing where ``policy`` allows it.
@@ -94,7 +108,8 @@ class CheckpointStore:
         if name is None:
             return Progress()
         manifest = manifests.read(self.folder / name)
-        engine.load(read_tensors(self.folder / name, manifest), manifest.scalars)
+        with Tensors(self.folder / name, manifest) as saved:
+            engine.load(saved, manifest.scalars)
         return Progress(**manifest.progress)
 
     def _good(self, policy: str) -> str | None:
@@ -166,13 +181,27 @@ class CheckpointStore:
         log.error("checkpoint %s is bad: %s. Set aside as %s", folder, reason, bad.name)
 
 
-def read_tensors(folder: Path, manifest: Manifest) -> Mapping[str, Tensor]:
-    """Every tensor of a verified checkpoint that one file holds whole."""
-    found: dict[str, Tensor] = {}
-    for name in manifest.files:
-        with safe_open(folder / name, framework="pt") as file:
-            found.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118 (it is no mapping)
-    return found
+def _write(draft: Path, rank: int, held: Sequence[Shard]) -> dict[str, Any]:
+    """Write what this rank holds into the folder ``draft``: the file and what is in it, or the error."""
+    name = f"rank-{rank:05d}.safetensors"
+    tensors: dict[str, Any] = {}
+    parts = []
+    for shard in held:
+        part: dict[str, Any] = {"file": name, "start": list(shard.start)}
+        key = shard.name
+        if key in tensors:  # a second block of the same tensor
+            part["key"] = key = f"{key}#{len(tensors)}"
+        tensors[key] = shard.tensor.contiguous()
+        parts.append((shard.name, list(shard.shape), part))
+    if not held:
+        return {"file": name, "parts": parts}
+    try:
+        save_file(tensors, draft / name)
+        _sync(draft / name)
+        facts = {"size": (draft / name).stat().st_size, "blake2b": manifests.fingerprint(draft / name)}
+    except (OSError, SafetensorError) as error:  # safetensors has an exception of its own for a full disk
+        return {"error": str(getattr(error, "strerror", None) or error), "parts": []}
+    return {"file": name, "parts": parts, "facts": facts}
 
 
 def check_identity(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """A run's model, taken from its newest good checkpoint: to measure it, or to let it write."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +8,13 @@ import torch
 
 from hpclm import config as configs
 from hpclm.checkpoint.progress import Progress
-from hpclm.checkpoint.store import CheckpointStore, read_tensors, tokenizer_clash
-from hpclm.config import RunConfig
+from hpclm.checkpoint.store import CheckpointStore, tokenizer_clash
+from hpclm.checkpoint.tensors import Tensors
+from hpclm.config import ParallelConfig, RunConfig
 from hpclm.errors import ConfigError
 from hpclm.model import gpt
+from hpclm.model.loss import TokenLoss
+from hpclm.model.stack import Stack
 
 
 def settings(run: Path, overrides: list[str]) -> RunConfig:
@@ -18,12 +22,12 @@ def settings(run: Path, overrides: list[str]) -> RunConfig:
     path = run / "config.yaml"
     if not path.is_file():
         raise ConfigError(f"{run} is not a run directory: it has no config.yaml")
-    return configs.load(path, overrides)
+    return replace(configs.load(path, overrides), parallel=ParallelConfig())  # what follows runs in one process
 
 
 def model(
     run: Path, config: RunConfig, tokenizer: dict[str, Any] | None, device: torch.device, dtype: torch.dtype
-) -> tuple[gpt.Stack, Progress]:
+) -> tuple[Stack, Progress]:
     """The trained model in evaluation mode, and how far it was trained; NoCheckpointError when nothing good is saved.
 
     ``tokenizer``: identity of the one that makes its input, where that is known; ConfigError where the model learned another.
@@ -35,7 +39,13 @@ def model(
     clash = tokenizer_clash(manifest.identity, tokenizer)
     if clash:
         raise ConfigError(f"{found}: {clash}; leave data.tokenizer and data.prefix as the run had them")
-    stack = gpt.Stack(config.model, gpt.layers(config.model, config.engine, dtype, config.seed))
-    tensors = read_tensors(found, manifest)
-    stack.load_weights({k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")})
+    stack = Stack(
+        config.model,
+        gpt.layers(config.model, config.engine, dtype, config.seed),
+        dtype,
+        loss=TokenLoss(config.engine.loss_chunk),
+    )
+    with Tensors(found, manifest) as saved:
+        names = [name for name in saved.shapes() if name.startswith("model.")]
+        stack.load_weights({name.removeprefix("model."): saved.whole(name) for name in names})
     return stack.to(device).eval(), Progress(**manifest.progress)

@@ -60,7 +60,10 @@ class Batches:
         return [self._place(loaded) for loaded in self._ahead(consumed)]
 
     def take(self, start: int, count: int) -> Iterator[Batch]:
-        """Samples ``start`` to ``start + count``, a micro-batch at a time; past the end the samples begin anew."""
+        """Samples ``start`` to ``start + count``, a micro-batch at a time; past the end the samples begin anew.
+
+        Every replica gets as many micro-batches as the first, the last perhaps one of which nothing counts.
+        """
         return map(self._place, self._read(start, count))
 
     def close(self) -> None:
@@ -73,8 +76,13 @@ class Batches:
     def _read(self, start: int, count: int) -> "Iterator[_Loaded]":
         """This replica's micro-batches of those samples."""
         size, stride = self.plan.micro_size, self.plan.micro_size * self.plan.data
-        for begin in range(start + self.replica * size, start + count, stride):
-            yield self._load(range(begin, min(begin + size, start + count)))
+        for first in range(start, start + count, stride):
+            begin = first + self.replica * size
+            if begin < start + count:
+                yield self._load(range(begin, min(begin + size, start + count)))
+            else:
+                spare = self._load(range(first, first + 1))
+                yield spare._replace(loss_mask=torch.zeros_like(spare.rows[:, 1:], dtype=torch.bool))
 
     def _load(self, indices: range) -> "_Loaded":
         rows = np.empty((len(indices), self.width), self.samples.dtype)

@@ -1,4 +1,4 @@
-"""Micro-batch accumulation, shared by engines that run their own backward pass."""
+"""What one step is made of: seeds, the share of each token in the loss, micro-batches, and the norm of the gradients."""
 
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -8,89 +8,108 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from hpclm.cluster.team import Team
 from hpclm.data.batches import Batch
-from hpclm.model.loss import TokenLoss
+from hpclm.engine.held import Held
+from hpclm.model.seeds import mix
+from hpclm.parallel.collectives import all_reduce
+from hpclm.parallel.mesh import Axis, Mesh
 
 
 @dataclass(frozen=True)
 class Replica:
-    """A model as one of the data-parallel replicas runs it."""
+    """A model as one of the data-parallel replicas trains it."""
 
     forward: Callable[..., Any]
-    """After the backward pass of what it gives, gradients are sums over the replicas."""
-    hold: Callable[[], AbstractContextManager]
+    """Stack's forward. After the backward pass of the last micro-batch, gradients are those of all replicas."""
+    held: tuple[Held, ...]
+    """The weights that the optimizer moves."""
+    hold: Callable[[], AbstractContextManager] = nullcontext
     """Inside it, micro-batches only add to this replica's own gradients."""
-
-    @classmethod
-    def alone(cls, model: nn.Module) -> "Replica":
-        """The only one."""
-        return cls(model, nullcontext)
-
-    @classmethod
-    def among_others(cls, model: nn.Module, device: torch.device) -> "Replica":
-        """One of the default process group's, which all start from rank 0's weights."""
-        devices = [device.index] if device.type == "cuda" else None
-        wrapped = nn.parallel.DistributedDataParallel(model, devices, gradient_as_bucket_view=True)
-        wrapped.register_comm_hook(None, summed)
-        return cls(wrapped, wrapped.no_sync)
+    mean: bool = False
+    """Whether gradients are the mean over the replicas; otherwise they are the sum."""
+    sharded: bool = False
+    """Whether each replica holds parts of the weights."""
+    finish: Callable[[], None] = lambda: None
+    """Called after the backward pass: puts the gradients where the held parameters have them."""
 
 
-def summed(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """Sum a bucket of gradients over the replicas, where DistributedDataParallel would take the mean."""
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])
+@dataclass(frozen=True)
+class Work:
+    """A step's micro-batches of one replica, and what goes with each."""
+
+    batches: Sequence[Batch]
+    weights: Sequence[Tensor]
+    """[B, T] fp32 that make the weighted losses of all replicas sum to the mean."""
+    seeds: Sequence[int | None]
+    """Of what is random in each."""
 
 
 def seed_step(seed: int, step: int, rank: int = 0) -> None:
-    """Make everything random in a step (dropout) follow from seed, step and rank, so that nothing needs saving."""
+    """Seed what a block of a user's own may use outside PyTorch, and what no layer seeds, from seed, step and rank."""
     words = np.random.SeedSequence([seed, step, *([rank] if rank else [])]).generate_state(2, np.uint64)
     torch.manual_seed(int(words[0] >> 1))
     random.seed(int(words[1]))
-    np.random.seed(int(words[1]) % 2**32)  # for blocks of a user's own
+    np.random.seed(int(words[1]) % 2**32)
 
 
-def token_weights(batches: Sequence[Batch], loss_norm: str, team: Team) -> list[Tensor]:
+def seeds(seed: int, step: int, count: int, dp: Axis) -> list[int]:
+    """The seed of each of this replica's ``count`` micro-batches, the same however many replicas share them."""
+    return [mix(seed, step, number * dp.size + dp.rank) for number in range(count)]
+
+
+def token_weights(batches: Sequence[Batch], loss_norm: str, dp: Axis) -> list[Tensor]:
     """For each micro-batch, [B, T] fp32 weights that make the weighted losses of all, of all replicas, sum to the mean."""
     masks = [
         torch.ones_like(batch.labels, dtype=torch.float32) if batch.loss_mask is None else batch.loss_mask.float()
         for batch in batches
     ]
     if loss_norm == "microbatch":
-        return [mask / (mask.sum().clamp(min=1) * len(masks) * team.size) for mask in masks]
-    total = team.total(torch.stack([mask.sum() for mask in masks]).sum()).clamp(min=1)
+        return [mask / (mask.sum().clamp(min=1) * len(masks) * dp.size) for mask in masks]
+    total = all_reduce(torch.stack([mask.sum() for mask in masks]).sum(), dp).clamp(min=1)
     return [mask / total for mask in masks]
 
 
 @torch.no_grad()
-def mean_loss(model: nn.Module, loss: TokenLoss, batches: Iterable[Batch], team: Team | None = None) -> float:
-    """Mean loss per token that counts, in nats, over the micro-batches of the whole team; one is held at a time."""
-    total = counted = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+def mean_loss(forward: Callable[..., Tensor], batches: Iterable[Batch], device: torch.device, world: Axis) -> float:
+    """Mean loss per token that counts, in nats, over the micro-batches of all replicas; one is held at a time.
+
+    ``forward`` is Stack's. All processes of a replica count the same tokens, so their shares in the sums are equal.
+    """
+    found = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in batches:
         mask = torch.ones_like(batch.labels) if batch.loss_mask is None else batch.loss_mask
-        value = loss(model(batch.tokens, batch.positions, batch.documents), batch.labels, mask.float())
-        total, counted = total + value.double(), counted + mask.sum()
-    if team:
-        total, counted = team.total(torch.stack([total, counted]))
+        value = forward(batch.tokens, batch.positions, batch.documents, batch.labels, mask.float())
+        found += torch.stack([value.double(), mask.sum().double()])
+    total, counted = all_reduce(found, world)
     return (total / counted.clamp(min=1)).item()
 
 
-def accumulate(
-    replica: Replica,
-    loss: TokenLoss,
-    batches: Sequence[Batch],
-    weights: Sequence[Tensor],
-    scale: float = 1.0,
-) -> Tensor:
-    """Run this replica's micro-batches and sum their weighted losses; gradients are those of the loss times ``scale``."""
-    total = torch.zeros((), device=batches[0].tokens.device)
-    for number, (batch, weight) in enumerate(zip(batches, weights, strict=True), start=1):
-        with replica.hold() if number < len(batches) else nullcontext():
-            hidden = replica.forward(batch.tokens, batch.positions, batch.documents)
-            value = loss(hidden, batch.labels, weight * scale)
+def accumulate(replica: Replica, work: Work, factor: float = 1.0) -> Tensor:
+    """Run this replica's micro-batches and sum their weighted losses; gradients are those of the loss times ``factor``."""
+    total = torch.zeros((), device=work.batches[0].tokens.device)
+    last = len(work.batches) - 1
+    for number, (batch, weight, seed) in enumerate(zip(work.batches, work.weights, work.seeds, strict=True)):
+        with replica.hold() if number < last else nullcontext():
+            tokens, labels, _, positions, documents = batch
+            value = replica.forward(tokens, positions, documents, labels, weight * factor, seed)
             value.backward()
-        total += value.detach() / scale
+        total += value.detach() / factor
+    replica.finish()
     return total
+
+
+def gradient_norm(all_held: Iterable[Held], mesh: Mesh, sharded: bool) -> Tensor:
+    """L2 norm over all gradients of the model as one vector, in fp32; each weight counts once, wherever it lies."""
+    counted = [
+        held.parameter.grad
+        for held in all_held
+        if held.parameter.grad is not None and not held.copy and (held.form.dim is not None or mesh.tp.first)
+    ]
+    norm = torch.nn.utils.get_total_norm(counted)
+    if mesh.model.size == 1 and not sharded:
+        return norm
+    device = next(held.parameter.device for held in all_held)
+    square = all_reduce(norm.to(device, torch.float32).square(), mesh.model)
+    return (all_reduce(square, mesh.dp) if sharded else square).sqrt()

@@ -1,6 +1,7 @@
 """Causal self-attention with grouped queries.
 
-T tokens, B sequences, C hidden width, H query heads, G key/value heads, D width of one head.
+T tokens, t of them on this process between layers, B sequences, C hidden width, D width of one head; H query heads and G
+key/value heads on this process, which are all with one.
 """
 
 import torch
@@ -9,32 +10,32 @@ from torch.utils.checkpoint import checkpoint
 
 from hpclm.config import ModelConfig
 from hpclm.model.kernels import attention
-from hpclm.model.layers import Linear, Norm
+from hpclm.model.layers import ColumnLinear, Norm, RowLinear
 from hpclm.model.position import Layout, rotate
+from hpclm.parallel.mesh import Axis
 
 
 class Attention(nn.Module):
-    """[T, B, C] -> [T, B, C].
+    """[t, B, C] -> [t, B, C].
 
     The fused projection keeps, for each key/value head, its query heads, its key and its value together (Megatron's
     order), so that a slice of it along dimension 0 is a whole attention over fewer heads.
     """
 
-    def __init__(self, config: ModelConfig, recompute_core: bool, generator: torch.Generator):
+    def __init__(self, config: ModelConfig, recompute_core: bool, generator: torch.Generator, tp: Axis):
         super().__init__()
-        self.groups, self.per_group, self.width = config.groups, config.heads // config.groups, config.head_width
+        self.per_group, self.width = config.heads // config.groups, config.head_width
         self.dropout, self.recompute_core = config.attention_dropout, recompute_core
         fused = (config.heads + 2 * config.groups) * config.head_width
-        self.qkv = Linear(config.hidden, fused, config.bias, config.init_std, generator)
-        self.out = Linear(
-            config.hidden, config.hidden, config.bias, config.init_std / (2 * config.layers) ** 0.5, generator
-        )
-        self.q_norm = Norm(config, config.head_width) if config.qk_norm else None
-        self.k_norm = Norm(config, config.head_width) if config.qk_norm else None
+        self.qkv = ColumnLinear(config.hidden, fused, config.bias, config.init_std, generator, tp)
+        std = config.init_std / (2 * config.layers) ** 0.5
+        self.out = RowLinear(config.hidden, config.hidden, config.bias, std, generator, tp)
+        self.q_norm = Norm(config, config.head_width, tp) if config.qk_norm else None
+        self.k_norm = Norm(config, config.head_width, tp) if config.qk_norm else None
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
-        """[T, B, C] -> [T, B, C]."""
-        heads = self.qkv(x).unflatten(-1, (self.groups, self.per_group + 2, self.width))  # [T, B, G, H/G + 2, D]
+        """[t, B, C] -> [t, B, C]."""
+        heads = self.qkv(x).unflatten(-1, (-1, self.per_group + 2, self.width))  # [T, B, G, H/G + 2, D]
         q, k, v = heads.split([self.per_group, 1, 1], 3)
         q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)  # [T, B, H or G, D]
         if self.q_norm is not None and self.k_norm is not None:
@@ -48,7 +49,7 @@ class Attention(nn.Module):
         return self.out(y)
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """[T, B, H or G, D] -> [T, B, C]: scores, softmax, and the mean of the values."""
+        """[T, B, H or G, D] -> [T, B, H x D]: scores, softmax, and the mean of the values."""
         q, k, v = (z.permute(1, 2, 0, 3) for z in (q, k, v))
         y = attention(q, k, v, mask, self.dropout if self.training else 0.0)
         return y.permute(2, 0, 1, 3).flatten(2)

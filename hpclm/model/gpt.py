@@ -1,24 +1,27 @@
 """A GPT as a list of layers that an engine builds and runs.
 
-T tokens in a sequence, B sequences in a micro-batch, C hidden width, V padded vocabulary. Activations are [T, B, C].
+T tokens in a sequence, t = T / tp of them on this process between layers, B sequences in a micro-batch, C hidden width, V
+padded vocabulary. Activations are [t, B, C].
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from hpclm.config import EngineConfig, ModelConfig
 from hpclm.config.model import BLOCKS
-from hpclm.errors import ConfigError
 from hpclm.model.attention import Attention
-from hpclm.model.layers import Norm, TokenTable, dropout, normal
+from hpclm.model.draw import normal
+from hpclm.model.layers import Norm, TokenTable, dropout
 from hpclm.model.mlp import MLP
-from hpclm.model.position import Layout, layout, sinusoids
+from hpclm.model.position import Layout, sinusoids
+from hpclm.parallel.collectives import share
+from hpclm.parallel.form import Form
+from hpclm.parallel.mesh import ALONE, Axis
 from hpclm.registry import lookup
 
 
@@ -31,29 +34,34 @@ class LayerSpec:
     kwargs: dict[str, Any] = field(default_factory=dict)
     call: Callable[[nn.Module, Any, Layout], Any] | None = None  # None: module(x, layout)
     recompute: bool = False
+    number: int = 0
+    """Its place among all layers of the model; dropout follows from it."""
 
 
 class Head(NamedTuple):
     """What the model gives: the last activations, and the rows that turn them into logits."""
 
-    hidden: Tensor  # [T, B, C]
-    weight: Tensor  # [V, C], fp32
+    hidden: Tensor  # [t, B, C]
+    weight: Tensor  # [V / tp, C], fp32
     vocab_size: int  # rows that stand for a token; the others are padding
+    tp: Axis = ALONE
 
     def logits(self) -> Tensor:
-        """[B, T, vocabulary] in the compute type."""
+        """[B, T, vocabulary] in the compute type; for a model that one process holds."""
         rows = self.weight[: self.vocab_size].to(self.hidden.dtype)
         return F.linear(self.hidden, rows).transpose(0, 1)
 
 
-def layers(config: ModelConfig, engine: EngineConfig, dtype: torch.dtype, seed: int) -> list[LayerSpec]:
-    """The model, first to last; activations are of type ``dtype``, initial weights follow from ``seed``."""
+def layers(
+    config: ModelConfig, engine: EngineConfig, dtype: torch.dtype, seed: int, tp: Axis = ALONE
+) -> list[LayerSpec]:
+    """The model, first to last, split over ``tp``; activations are of type ``dtype``, initial weights follow from ``seed``."""
     block = lookup("model.block", config.block, BLOCKS)
     table = dict(config=config, dtype=dtype)
     recompute_core = engine.recompute == "selective"
 
     def draw(index: int) -> dict[str, Any]:
-        return dict(seed=seed * 100_003 + index)
+        return dict(seed=seed * 100_003 + index, tp=tp)
 
     specs = [
         LayerSpec("tokens", _seeded, dict(module=TokenTable, **table, **draw(0)), call=_embed),
@@ -62,12 +70,17 @@ def layers(config: ModelConfig, engine: EngineConfig, dtype: torch.dtype, seed: 
     for index in range(config.layers):
         kwargs = dict(module=block, config=config, recompute_core=recompute_core, **draw(3 + index))
         specs.append(LayerSpec(f"block{index}", _seeded, kwargs, recompute=engine.recompute == "full"))
-    specs.append(LayerSpec("norm", Norm, dict(config=config, width=config.hidden), call=_plain))
+    specs.append(LayerSpec("norm", Norm, dict(config=config, width=config.hidden, tp=tp), call=_plain))
     output = "tokens" if config.tied else "output"
     specs.append(
         LayerSpec(output, _seeded, dict(module=TokenTable, **table, **draw(0 if config.tied else 2)), call=_head)
     )
-    return specs
+    return [replace(spec, number=number) for number, spec in enumerate(specs)]
+
+
+def random(config: ModelConfig) -> bool:
+    """Whether something random happens in training: dropout, or a block that is not ours to know."""
+    return bool(config.dropout or config.attention_dropout or config.block not in BLOCKS)
 
 
 def _seeded(module: Callable[..., nn.Module], seed: int, **kwargs: Any) -> nn.Module:
@@ -84,27 +97,30 @@ def _plain(module: nn.Module, x: Tensor, _: Layout) -> Tensor:
 
 def _head(table: nn.Module, x: Tensor, _: Layout) -> Head:
     assert isinstance(table, TokenTable)
-    return Head(x, table.weight, table.vocab_size)
+    return Head(x, table.weight, table.vocab_size, table.tp)
 
 
 class Entry(nn.Module):
-    """Positions, the embedding's norm and dropout: [T, B, C] -> [T, B, C]."""
+    """Positions, the embedding's norm and dropout: [t, B, C] -> [t, B, C]."""
 
-    def __init__(self, config: ModelConfig, generator: torch.Generator):
+    def __init__(self, config: ModelConfig, generator: torch.Generator, tp: Axis):
         super().__init__()
+        self.tp = tp
         self.dropout = config.dropout
         learned = config.positions == "learned"
-        self.table = normal((config.context, config.hidden), config.init_std, generator) if learned else None
+        form = Form((config.context, config.hidden))
+        self.table = normal(form, config.init_std, generator) if learned else None
         fixed = sinusoids(config.context, config.hidden) if config.positions == "sinusoidal" else None
         self.fixed: Tensor | None
         self.register_buffer("fixed", fixed, persistent=False)
-        self.norm = Norm(config, config.hidden) if config.embed_norm else None
+        self.norm = Norm(config, config.hidden, tp) if config.embed_norm else None
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
-        """[T, B, C] -> [T, B, C]."""
-        table = self.fixed if self.table is None else self.table
+        """[t, B, C] -> [t, B, C]."""
+        table = self.fixed if self.table is None else share(self.table, self.tp)
         if table is not None:
-            where = table[: len(x), None] if layout.positions is None else F.embedding(layout.positions.t(), table)
+            mine = slice(self.tp.rank * len(x), (self.tp.rank + 1) * len(x))
+            where = table[mine, None] if layout.positions is None else F.embedding(layout.positions.t()[mine], table)
             x = x + where.to(x.dtype)
         if self.norm is not None:
             x = self.norm(x)
@@ -112,77 +128,17 @@ class Entry(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each normalised on the way in and added on the way out: [T, B, C] -> [T, B, C]."""
+    """Attention and MLP, each normalised on the way in and added on the way out: [t, B, C] -> [t, B, C]."""
 
-    def __init__(self, config: ModelConfig, recompute_core: bool, generator: torch.Generator):
+    def __init__(self, config: ModelConfig, recompute_core: bool, generator: torch.Generator, tp: Axis):
         super().__init__()
         self.dropout = config.dropout
-        self.norm1 = Norm(config, config.hidden)
-        self.attention = Attention(config, recompute_core, generator)
-        self.norm2 = Norm(config, config.hidden)
-        self.mlp = MLP(config, generator)
+        self.norm1 = Norm(config, config.hidden, tp)
+        self.attention = Attention(config, recompute_core, generator, tp)
+        self.norm2 = Norm(config, config.hidden, tp)
+        self.mlp = MLP(config, generator, tp)
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
-        """[T, B, C] -> [T, B, C]."""
+        """[t, B, C] -> [t, B, C]."""
         x = x + dropout(self.attention(self.norm1(x), layout), self.dropout, self.training)
         return x + dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
-
-
-class Stack(nn.Module):
-    """All layers in one process."""
-
-    def __init__(self, config: ModelConfig, specs: list[LayerSpec], recompute_every: int = 1):
-        super().__init__()
-        self.config, self.specs, self.recompute_every = config, specs, recompute_every
-        self.layers = nn.ModuleDict()
-        for spec in specs:
-            if spec.name not in self.layers:
-                self.layers[spec.name] = spec.module(**spec.kwargs)
-
-    def forward(self, ids: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Head:
-        """[B, T] ids, and optionally positions and document numbers [B, T] -> the model's head."""
-        table = self.layers["tokens"]
-        assert isinstance(table, TokenTable)
-        where = layout(self.config, ids, table.dtype, positions, documents)
-        x: Any = ids
-        for together in self._groups():
-            if together[0].recompute and self.training and torch.is_grad_enabled():
-                x = checkpoint(self._run, together, x, where, use_reentrant=False)
-            else:
-                x = self._run(together, x, where)
-        return x
-
-    def weights(self) -> list[tuple[str, nn.Parameter]]:
-        """Every parameter under its logical name, such as block0.attention.qkv.weight; a shared one once."""
-        return [(name.removeprefix("layers."), p) for name, p in self.named_parameters()]
-
-    @torch.no_grad()
-    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over all weights by logical name; ConfigError names what is missing, left over or of another shape."""
-        mine = dict(self.weights())
-        shapes = {name: tuple(p.shape) for name, p in mine.items()}
-        given = {name: tuple(t.shape) for name, t in tensors.items()}
-        wrong = sorted(name for name in shapes.keys() | given.keys() if shapes.get(name) != given.get(name))
-        if wrong:
-            raise ConfigError(
-                [f"weight {name} is {given.get(name)} there and {shapes.get(name)} here" for name in wrong[:10]]
-            )
-        for name, parameter in mine.items():
-            parameter.copy_(tensors[name])
-
-    def _run(self, specs: list[LayerSpec], x: Any, where: Layout) -> Any:
-        for spec in specs:
-            module = self.layers[spec.name]
-            x = module(x, where) if spec.call is None else spec.call(module, x, where)
-        return x
-
-    def _groups(self) -> list[list[LayerSpec]]:
-        """Neighbouring layers that are forgotten together, ``recompute_every`` at most; any other layer alone."""
-        groups: list[list[LayerSpec]] = []
-        for spec in self.specs:
-            full = bool(groups) and (len(groups[-1]) == self.recompute_every or not groups[-1][0].recompute)
-            if groups and spec.recompute and not full:
-                groups[-1].append(spec)
-            else:
-                groups.append([spec])
-        return groups

@@ -1,7 +1,8 @@
 """Linear, norm and token table: fp32 weights, computed in the type of the activations they meet.
 
-T tokens in a sequence, B sequences in a micro-batch, C hidden width, V vocabulary. A weight's initial values come from
-the generator that is passed in, so they depend on the seed and the layer, not on who builds it.
+T tokens in a sequence, t = T / tp the slice of it that a tensor-parallel process holds between layers, B sequences in a
+micro-batch, C hidden width, V vocabulary. A weight's initial values come from the generator that is passed in, so they
+depend on the seed and the layer, not on who builds it. With one process t is T and nothing is communicated.
 """
 
 import torch
@@ -9,57 +10,108 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpclm.config import ModelConfig
+from hpclm.model.draw import normal
+from hpclm.parallel.collectives import gathered_linear, scatter, share
+from hpclm.parallel.form import Form
+from hpclm.parallel.mesh import Axis
 
 
-def normal(shape: tuple[int, ...], std: float, generator: torch.Generator) -> nn.Parameter:
-    """A weight of ``shape`` drawn from N(0, std)."""
-    return nn.Parameter(torch.empty(shape).normal_(std=std, generator=generator))
+class Part(nn.Module):
+    """A layer of which this process of ``tp`` holds a part; ``forms`` says which, for each weight that is split."""
 
-
-class Linear(nn.Module):
-    """y = x W^T + b: [..., n_in] -> [..., n_out]."""
-
-    def __init__(self, n_in: int, n_out: int, bias: bool, std: float, generator: torch.Generator):
+    def __init__(self, tp: Axis):
         super().__init__()
-        self.weight = normal((n_out, n_in), std, generator)
+        self.tp = tp
+        self.forms: dict[str, Form] = {}
+
+    def drawn(self, name: str, form: Form, std: float, generator: torch.Generator) -> nn.Parameter:
+        """This process's part of the weight ``name``, drawn from N(0, std)."""
+        self.forms[name] = form
+        return normal(form, std, generator, self.tp)
+
+
+class ColumnLinear(Part):
+    """y = x W^T + b with the rows of W split: [t, ..., n_in] -> [T, ..., n_out / tp].
+
+    ``parts``: blocks of rows that are each split for themselves.
+    """
+
+    def __init__(
+        self, n_in: int, n_out: int, bias: bool, std: float, generator: torch.Generator, tp: Axis, parts: int = 1
+    ):
+        super().__init__(tp)
+        self.weight = self.drawn("weight", Form((n_out, n_in), 0, parts), std, generator)
+        self.bias = nn.Parameter(torch.zeros(n_out // tp.size)) if bias else None
+        if bias:
+            self.forms["bias"] = Form((n_out,), 0, parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[t, ..., n_in] -> [T, ..., n_out / tp]."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return gathered_linear(x, self.weight.to(x.dtype), bias, self.tp)
+
+
+class RowLinear(Part):
+    """y = x W^T + b with the columns of W split: [T, ..., n_in / tp] -> [t, ..., n_out]."""
+
+    def __init__(self, n_in: int, n_out: int, bias: bool, std: float, generator: torch.Generator, tp: Axis):
+        super().__init__(tp)
+        self.weight = self.drawn("weight", Form((n_out, n_in), 1), std, generator)
         self.bias = nn.Parameter(torch.zeros(n_out)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., n_in] -> [..., n_out]."""
-        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        """[T, ..., n_in / tp] -> [t, ..., n_out]."""
+        weight, bias = self.weight.to(x.dtype), self.bias
+        if self.tp.size == 1:
+            return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+        y = scatter(F.linear(x, weight), self.tp)
+        return y if bias is None else y + share(bias, self.tp).to(x.dtype)
 
 
 class Norm(nn.Module):
-    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) over the last dimension."""
+    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) over the last dimension.
 
-    def __init__(self, config: ModelConfig, width: int):
+    Every process of ``tp`` has the whole weight and meets its own slice of the activations.
+    """
+
+    def __init__(self, config: ModelConfig, width: int, tp: Axis):
         super().__init__()
-        self.rms, self.eps = config.norm == "rmsnorm", config.norm_eps
+        self.tp, self.rms, self.eps = tp, config.norm == "rmsnorm", config.norm_eps
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width)) if config.bias and not self.rms else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width]."""
-        weight = self.weight.to(x.dtype)
+        weight = share(self.weight, self.tp).to(x.dtype)
         if self.rms:
             return F.rms_norm(x, weight.shape, weight, self.eps)
-        return F.layer_norm(x, weight.shape, weight, None if self.bias is None else self.bias.to(x.dtype), self.eps)
+        bias = None if self.bias is None else share(self.bias, self.tp).to(x.dtype)
+        return F.layer_norm(x, weight.shape, weight, bias, self.eps)
 
 
-class TokenTable(nn.Module):
-    """One row for each entry of the padded vocabulary."""
+class TokenTable(Part):
+    """One row for each entry of the padded vocabulary; the rows are split."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, generator: torch.Generator):
-        super().__init__()
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, generator: torch.Generator, tp: Axis):
+        super().__init__(tp)
         self.dtype = dtype  # of the activations, from here on
         self.vocab_size = config.vocab_size
         self.scale = config.hidden**0.5 if config.embed_scale else 1.0
-        self.weight = normal((config.padded_vocab, config.hidden), config.init_std, generator)
+        form = Form((config.padded_vocab, config.hidden), 0)
+        self.weight = self.drawn("weight", form, config.init_std, generator)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[B, T] ids -> [T, B, C] in the compute type."""
-        found = F.embedding(ids.t(), self.weight).to(self.dtype)
+        """[B, T] ids -> [t, B, C] in the compute type."""
+        found = self._found(ids.t()).to(self.dtype)
         return found if self.scale == 1.0 else found * self.scale
+
+    def _found(self, ids: Tensor) -> Tensor:
+        if self.tp.size == 1:
+            return F.embedding(ids, self.weight)
+        mine = ids - self.tp.rank * len(self.weight)
+        outside = (mine < 0) | (mine >= len(self.weight))
+        found = F.embedding(mine.masked_fill(outside, 0), self.weight).to(self.dtype)
+        return scatter(found.masked_fill(outside[..., None], 0.0), self.tp)  # one process has the row, the others 0
 
 
 def dropout(x: Tensor, probability: float, training: bool) -> Tensor:

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hpclm.model.gpt import Head
+from hpclm.parallel.collectives import all_max, all_reduce, gather
+from hpclm.parallel.mesh import Axis
 
 ChunkMath = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
@@ -43,6 +45,30 @@ def nll_and_gradient_in_place(logits: Tensor, labels: Tensor, weights: Tensor, v
     return losses, gradient.to(logits.dtype)
 
 
+def split_nll_and_gradient(
+    logits: Tensor, labels: Tensor, weights: Tensor, vocab: int, tp: Axis
+) -> tuple[Tensor, Tensor]:
+    """The same where each process of ``tp`` has [n, V / tp] logits of its own rows: losses of all, and its own gradient.
+
+    The greatest logit, then the sums that softmax needs, travel: 3 n numbers (Shoeybi et al. 2019, section 3).
+    """
+    first = tp.rank * logits.shape[-1]
+    scores = logits.float()
+    if first + logits.shape[-1] > vocab:
+        scores[:, max(0, vocab - first) :] = -torch.inf
+    mine = labels - first
+    outside = (mine < 0) | (mine >= logits.shape[-1])
+    mine = mine.masked_fill(outside, 0)[:, None]
+    scores -= all_max(scores.amax(-1), tp)[:, None]
+    target = scores.gather(-1, mine)[:, 0].masked_fill(outside, 0.0)
+    p = scores.exp_()
+    normaliser, target = all_reduce(torch.stack([p.sum(-1), target]), tp)
+    losses = (normaliser.log() - target) * weights
+    gradient = p.mul_((weights / normaliser)[:, None])
+    gradient.scatter_add_(-1, mine, -weights.masked_fill(outside, 0.0)[:, None])
+    return losses, gradient.to(logits.dtype)
+
+
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -54,15 +80,19 @@ class _ChunkedLoss(torch.autograd.Function):
         vocab: int,
         chunk: int,
         math: ChunkMath,
+        tp: Axis,
     ) -> Tensor:
-        """[n, C] hidden, [V, C] weight, [n] labels, [n] weights -> the weighted sum of losses."""
+        """[n, C] hidden, [V / tp, C] weight, [n] labels, [n] weights -> the weighted sum of losses."""
         rows = weight.to(hidden.dtype)
         d_hidden, d_weight = torch.empty_like(hidden), None
         total = hidden.new_zeros((), dtype=torch.float32)
         for begin in range(0, len(hidden), chunk):
             part = slice(begin, begin + chunk)
             logits = F.linear(hidden[part], rows)
-            losses, gradient = math(logits, labels[part], weights[part], vocab)
+            if tp.size > 1:
+                losses, gradient = split_nll_and_gradient(logits, labels[part], weights[part], vocab, tp)
+            else:
+                losses, gradient = math(logits, labels[part], weights[part], vocab)
             total += losses.sum()
             torch.mm(gradient, rows, out=d_hidden[part])
             piece = gradient.t() @ hidden[part]
@@ -74,7 +104,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *outer: Tensor) -> Any:
         """Scale the gradients formed in the forward pass."""
         d_hidden, d_weight = ctx.saved_tensors
-        return d_hidden.mul_(outer[0].to(d_hidden.dtype)), d_weight.mul_(outer[0]), None, None, None, None, None
+        return d_hidden.mul_(outer[0].to(d_hidden.dtype)), d_weight.mul_(outer[0]), None, None, None, None, None, None
 
 
 class TokenLoss:
@@ -91,13 +121,26 @@ class TokenLoss:
         type with those factors in, so that fp16 does not lose them.
         """
         chunk = self.chunk or (4096 if labels.is_cuda else 512)  # large products on GPUs, caches on CPUs
-        hidden, labels, weights = head.hidden.flatten(0, 1), labels.t().reshape(-1), weights.t().reshape(-1)
+        whole = gather(head.hidden, head.tp)
+        hidden, labels, weights = whole.flatten(0, 1), labels.t().reshape(-1), weights.t().reshape(-1)
         if torch.is_grad_enabled():
-            return _ChunkedLoss.apply(hidden, head.weight, labels, weights, head.vocab_size, chunk, self.math)
+            return _ChunkedLoss.apply(hidden, head.weight, labels, weights, head.vocab_size, chunk, self.math, head.tp)
+        if head.tp.size > 1:
+            return self._split(head, hidden, labels, weights, chunk)
         rows = head.weight[: head.vocab_size].to(hidden.dtype)
         total = hidden.new_zeros((), dtype=torch.float32)
         for begin in range(0, len(hidden), chunk):
             part = slice(begin, begin + chunk)
             losses = F.cross_entropy(F.linear(hidden[part], rows).float(), labels[part], reduction="none")
             total += (losses * weights[part]).sum()
+        return total
+
+    def _split(self, head: Head, hidden: Tensor, labels: Tensor, weights: Tensor, chunk: int) -> Tensor:
+        """The weighted sum without a gradient, where each process has rows of its own."""
+        rows = head.weight.to(hidden.dtype)
+        total = hidden.new_zeros((), dtype=torch.float32)
+        for begin in range(0, len(hidden), chunk):
+            part = slice(begin, begin + chunk)
+            logits = F.linear(hidden[part], rows)
+            total += split_nll_and_gradient(logits, labels[part], weights[part], head.vocab_size, head.tp)[0].sum()
         return total

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpclm.config import ModelConfig
-from hpclm.model.layers import Linear
+from hpclm.model.layers import ColumnLinear, RowLinear
+from hpclm.parallel.mesh import Axis
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -20,17 +21,20 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
-    """[T, B, C] -> [T, B, C]. Gated: ``up`` holds the gate's rows, then the other branch's."""
+    """[t, B, C] -> [t, B, C]. Gated: ``up`` holds the gate's rows, then the other branch's."""
 
-    def __init__(self, config: ModelConfig, generator: torch.Generator):
+    def __init__(self, config: ModelConfig, generator: torch.Generator, tp: Axis):
         super().__init__()
         self.activation, self.gated = ACTIVATIONS[config.activation], config.gated
         inner = config.ffn_width
-        self.up = Linear(config.hidden, inner * (1 + self.gated), config.bias, config.init_std, generator)
-        self.down = Linear(inner, config.hidden, config.bias, config.init_std / (2 * config.layers) ** 0.5, generator)
+        branches, std = 1 + self.gated, config.init_std / (2 * config.layers) ** 0.5
+        self.up = ColumnLinear(
+            config.hidden, inner * branches, config.bias, config.init_std, generator, tp, parts=branches
+        )
+        self.down = RowLinear(inner, config.hidden, config.bias, std, generator, tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, B, C] -> [T, B, C]."""
+        """[t, B, C] -> [t, B, C]."""
         x = self.up(x)
         if self.gated:
             gate, x = x.chunk(2, -1)

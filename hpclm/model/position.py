@@ -1,6 +1,6 @@
 """Where a token stands: sinusoidal tables, rotary embeddings, ALiBi, and documents inside a sample.
 
-T tokens in a sequence, B sequences, H heads, D width of one head.
+T tokens in a sequence, B sequences, H heads of this process, D width of one head.
 """
 
 import math
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hpclm.config import ModelConfig
+from hpclm.parallel.mesh import ALONE, Axis
 
 FAIRSEQ_FIRST = 2  # fairseq counts positions from padding_idx + 1 = 2
 
@@ -21,31 +22,46 @@ class Layout(NamedTuple):
     mask: Tensor | None  # [B or 1, 1 or H, T, T]: True may be seen, or added to the scores; None: causal
     cos: Tensor | None  # [T, B or 1, 1, D], for rotary positions
     sin: Tensor | None
+    seed: int | None = None  # what dropout in this micro-batch follows from; None: nothing random happens
+
+
+class Kind(NamedTuple):
+    """What the activations of a micro-batch are."""
+
+    length: int
+    """Tokens in a sequence."""
+    dtype: torch.dtype
+    device: torch.device
 
 
 def layout(
-    config: ModelConfig, ids: Tensor, dtype: torch.dtype, positions: Tensor | None, documents: Tensor | None
+    config: ModelConfig,
+    kind: Kind,
+    tp: Axis,
+    positions: Tensor | None = None,
+    documents: Tensor | None = None,
+    seed: int | None = None,
 ) -> Layout:
-    """The layout of [B, T] ``ids``.
+    """The layout of a micro-batch.
 
     ``positions`` [B, T] restart inside a sample, or None. ``documents`` [B, T] number the document of every token when
     attention must stay inside it, or None.
     """
-    length = ids.shape[1]
+    length, dtype, device = kind
     mask = (
         None
         if documents is None
-        else causal(length, ids.device) & (documents[:, None, :, None] == documents[:, None, None, :])
+        else causal(length, device) & (documents[:, None, :, None] == documents[:, None, None, :])
     )
     if config.positions == "alibi":
-        bias = alibi(config.heads, length, ids.device)
-        seen = causal(length, ids.device) if mask is None else mask
+        bias = alibi(config.heads, length, device, tp)
+        seen = causal(length, device) if mask is None else mask
         mask = bias.masked_fill(~seen, -torch.inf).to(dtype)
     cos = sin = None
     if config.positions == "rope":
-        where = torch.arange(length, device=ids.device)[:, None] if positions is None else positions.t()
+        where = torch.arange(length, device=device)[:, None] if positions is None else positions.t()
         cos, sin = (x.to(dtype) for x in rotary(where, config.head_width, config.rope_base))
-    return Layout(positions, mask, cos, sin)
+    return Layout(positions, mask, cos, sin, seed)
 
 
 def causal(length: int, device: torch.device) -> Tensor:
@@ -53,11 +69,13 @@ def causal(length: int, device: torch.device) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None]
 
 
-def alibi(heads: int, length: int, device: torch.device) -> Tensor:
-    """[1, H, T, T] distances times a slope for each head (Press et al. 2022)."""
+def alibi(heads: int, length: int, device: torch.device, tp: Axis = ALONE) -> Tensor:
+    """[1, H, T, T] distances times a slope for each of this process's share of ``heads`` (Press et al. 2022)."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]  # the paper's filling for other counts
+    share = heads // tp.size
+    slopes = slopes[tp.rank * share : (tp.rank + 1) * share]
     where = torch.arange(length, device=device)
     distance = where[None, :] - where[:, None]
     return torch.tensor(slopes, device=device)[None, :, None, None] * distance

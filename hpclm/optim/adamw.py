@@ -1,6 +1,6 @@
-"""AdamW (Loshchilov and Hutter 2019) with the decay policy of the settings, and clipping on the true global norm."""
+"""AdamW (Loshchilov and Hutter 2019) over groups that decay and that do not, and clipping on a norm that is passed in."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,30 +9,26 @@ from torch import Tensor, nn
 from hpclm.config import OptimConfig
 
 
-def groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
-    """Parameter groups: what decays, and what does not."""
-    everything = [p for p in model.parameters() if p.requires_grad]
-    decays = [optim.decayed == "all" or p.ndim >= 2 for p in everything]
-    return [
-        dict(params=[p for p, yes in zip(everything, decays, strict=True) if yes], weight_decay=optim.weight_decay),
-        dict(params=[p for p, yes in zip(everything, decays, strict=True) if not yes], weight_decay=0.0),
+def groups(
+    decaying: Sequence[nn.Parameter], others: Sequence[nn.Parameter], optim: OptimConfig
+) -> list[dict[str, Any]]:
+    """Parameter groups: what decays, and what does not; none without parameters."""
+    found = [
+        dict(params=list(decaying), weight_decay=optim.weight_decay),
+        dict(params=list(others), weight_decay=0.0),
     ]
+    return [group for group in found if group["params"]]
 
 
-def adamw(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
-    """The optimizer over ``model``; the learning rate is set before each step."""
+def adamw(parameter_groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.AdamW:
+    """PyTorch's optimizer; the learning rate is set before each step."""
     return torch.optim.AdamW(
-        [group for group in groups(model, optim) if group["params"]],
+        parameter_groups,
         lr=optim.lr,
         betas=optim.betas,
         eps=optim.eps,
         fused=True,  # one kernel a device, CPU and CUDA
     )
-
-
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """L2 norm over all gradients as one vector, in fp32."""
-    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 
 def update(optimizer: torch.optim.AdamW, lr: float, norm: Tensor, limit: float, scale: float, bad: Tensor) -> None:

@@ -24,13 +24,13 @@ class State:
         self.held = {"model.a": torch.full((40, 8), value), "optim.exp_avg.a": torch.arange(40.0) + value}
 
     def tensors(self):
-        return {k: Shard.whole(v) for k, v in self.held.items()}
+        return iter([Shard.whole(k, v) for k, v in self.held.items()])
 
     def scalars(self):
         return {"optimizer_steps": 3, "loss_scale": None}
 
-    def load(self, tensors, scalars):
-        self.held = dict(tensors)
+    def load(self, saved, scalars):
+        self.held = {name: saved.whole(name) for name in saved.shapes()}
         self.loaded = scalars
 
 

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpclm.cluster.team import alone
 from hpclm.config import BatchConfig, BudgetConfig, DataConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
 from hpclm.data.batches import Batch, Batches
 from hpclm.data.synthetic import synthetic
 from hpclm.engine.native import NativeEngine
 from hpclm.errors import ConfigError
 from hpclm.model import count
-from hpclm.optim.adamw import groups
 from hpclm.optim.scaler import LossScale
+from hpclm.parallel.mesh import Mesh
 from tests import weights
+from tests.states import Kept, state
 
 CPU = torch.device("cpu")
 GPT2 = dict(vocab_size=60, vocab_multiple=16, layers=4, hidden=32, heads=4, context=16, init_std=0.1)
@@ -48,7 +48,7 @@ def batches_of(config):
 
 
 def engine_of(config, dtype=torch.float32):
-    return NativeEngine(config, alone(), CPU, dtype)
+    return NativeEngine(config, Mesh(), CPU, dtype)
 
 
 def train(config, steps=4, dtype=torch.float32):
@@ -156,7 +156,7 @@ def test_a_step_is_adamw_as_published():
     config = settings(GPT2, optim=optim)
     engine, batches = engine_of(config), batches_of(config)
     twin = engine_of(config)
-    twin.load({k: s.tensor.clone() for k, s in engine.tensors().items()}, engine.scalars())
+    twin.load(Kept(state(engine)), engine.scalars())
     m, v = {}, {}
     for step, lr in enumerate((0.01, 0.002), 1):
         micro = batches.step(8 * (step - 1))
@@ -188,11 +188,12 @@ def test_dropout_is_drawn_anew_each_step_and_only_in_training(kind):
 
 @pytest.mark.parametrize("policy, undecayed", {"matrices": {1}, "all": set()}.items())
 def test_weight_decay_reaches_what_the_policy_says(policy, undecayed):
-    model = weights.build(ModelConfig(**GPT2))
-    decayed, rest = groups(model, OptimConfig(decayed=policy, weight_decay=0.3))
+    config = settings(GPT2, optim=dict(decayed=policy, weight_decay=0.3))
+    engine = engine_of(config)
+    decayed, rest = [*engine.optimizer.param_groups, {"params": [], "weight_decay": 0.0}][:2]
     assert (decayed["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
     assert {p.ndim for p in rest["params"]} == undecayed
-    assert len(decayed["params"]) + len(rest["params"]) == len(list(model.parameters()))
+    assert len(decayed["params"]) + len(rest["params"]) == len(list(engine.model.parameters()))
 
 
 def test_padding_of_the_vocabulary_changes_nothing():
@@ -239,11 +240,11 @@ def test_a_nan_leaves_weights_and_moments_alone():
     engine, _ = train(config, 2)
     with torch.no_grad():
         engine.model.layers["norm"].weight[0] = torch.nan
-    before = {k: s.tensor.clone() for k, s in engine.tensors().items()}
+    before = state(engine)
     result = engine.train_step(batches_of(config).step(0), 1e-3, 2)
     assert result.skipped
-    for name, shard in engine.tensors().items():
-        assert torch.equal(before[name].nan_to_num(), shard.tensor.nan_to_num()), name
+    for shard in engine.tensors():
+        assert torch.equal(before[shard.name].nan_to_num(), shard.tensor.nan_to_num()), shard.name
 
 
 def test_a_saved_state_goes_on_bit_for_bit_with_dropout():
@@ -251,7 +252,7 @@ def test_a_saved_state_goes_on_bit_for_bit_with_dropout():
     batches = batches_of(config)
     engine, _ = train(config, 3)
     other = engine_of(config)
-    other.load({k: s.tensor.clone() for k, s in engine.tensors().items()}, engine.scalars())
+    other.load(Kept(state(engine)), engine.scalars())
     for step in range(3, 6):
         assert engine.train_step(batches.step(8 * step), 1e-3, step) == other.train_step(
             batches.step(8 * step), 1e-3, step
@@ -265,17 +266,17 @@ def test_the_loss_scale_is_part_of_the_saved_state():
     engine = engine_of(config, torch.float16)
     engine.scale = LossScale(8.0, 1, 5)
     other = engine_of(config, torch.float16)
-    other.load({k: s.tensor for k, s in engine.tensors().items()}, json.loads(json.dumps(engine.scalars())))
+    other.load(Kept(state(engine)), json.loads(json.dumps(engine.scalars())))
     assert other.scale == LossScale(8.0, 1, 5)
 
 
 def test_weights_of_another_shape_are_refused_by_name():
     engine = engine_of(settings(GPT2))
-    tensors = {k: s.tensor for k, s in engine.tensors().items()}
+    tensors = state(engine)
     tensors["model.norm.weight"] = torch.ones(1)
     del tensors["model.norm.bias"]
     with pytest.raises(ConfigError) as caught:
-        engine_of(settings(GPT2)).load(tensors, engine.scalars())
+        engine_of(settings(GPT2)).load(Kept(tensors), engine.scalars())
     assert caught.value.problems == [
         "weight norm.bias is None there and (32,) here",
         "weight norm.weight is (1,) there and (32,) here",
@@ -286,7 +287,7 @@ def test_evaluation_is_the_mean_loss_and_changes_nothing():
     config = settings(dict(GPT2, dropout=0.5))
     engine, _ = train(config, 1)
     batches = batches_of(config).step(0)
-    before = {k: s.tensor.clone() for k, s in engine.tensors().items()}
+    before = state(engine)
     with torch.no_grad():
         wanted = [
             torch.nn.functional.cross_entropy(engine.model.eval()(b.tokens).logits().flatten(0, 1), b.labels.flatten())
@@ -294,7 +295,7 @@ def test_evaluation_is_the_mean_loss_and_changes_nothing():
         ]
     assert engine.evaluate(batches) == pytest.approx(torch.stack(wanted).mean().item(), rel=1e-5)
     assert engine.evaluate(batches) == engine.evaluate(batches)
-    assert all(torch.equal(before[k], s.tensor) for k, s in engine.tensors().items())
+    assert all(torch.equal(before[s.name], s.tensor) for s in engine.tensors())
 
 
 HEADER = Path(sysconfig.get_path("include"), "Python.h")

@@ -1,0 +1,126 @@
+"""Layers that one process builds and runs one after the other: the whole model, or a pipeline's stage.
+
+T tokens in a sequence, t = T / tp of them on this process between layers, B sequences in a micro-batch, C hidden width.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hpclm.config import ModelConfig
+from hpclm.errors import ConfigError
+from hpclm.model.gpt import Head, LayerSpec
+from hpclm.model.loss import TokenLoss
+from hpclm.model.position import Kind, Layout, layout
+from hpclm.model.seeds import mix
+from hpclm.parallel.form import Form
+from hpclm.parallel.mesh import ALONE, Axis
+
+Place = Callable[[str, nn.Module], nn.Module]
+
+
+class Stack(nn.Module):
+    """Layers in one process."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        specs: Sequence[LayerSpec],
+        dtype: torch.dtype,
+        tp: Axis = ALONE,
+        loss: TokenLoss | None = None,
+        recompute_every: int = 1,
+        place: Place | None = None,
+    ):
+        """``dtype``: of the activations. ``place`` is given every layer, by name, as soon as it is built: to put it on a
+        device, or to leave only a part of it here; what it gives takes the layer's place."""
+        super().__init__()
+        self.config, self.specs, self.dtype, self.tp = config, tuple(specs), dtype, tp
+        self.loss, self.recompute_every = loss or TokenLoss(), recompute_every
+        self.forms: dict[str, Form] = {}
+        """How each weight lies on the tensor axis, by logical name."""
+        self.layers = nn.ModuleDict()
+        for spec in specs:
+            if spec.name not in self.layers:
+                layer = spec.module(**spec.kwargs)
+                self.forms |= {f"{spec.name}.{name}": form for name, form in forms(layer)}
+                self.layers[spec.name] = place(spec.name, layer) if place else layer
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        labels: Tensor | None = None,
+        weights: Tensor | None = None,
+        seed: int | None = None,
+    ) -> Any:
+        """[B, T] ids, or a stage's [t, B, C] activations -> activations, or at the end the head or a loss.
+
+        ``positions`` and ``documents`` [B, T] as in layout(). With ``labels`` and ``weights`` [B, T] the last layer gives the
+        weighted sum of losses, a scalar in fp32. ``seed``: of what is random in this micro-batch, in training.
+        """
+        length = x.shape[0] * self.tp.size if x.is_floating_point() else x.shape[1]
+        where = layout(self.config, Kind(length, self.dtype, x.device), self.tp, positions, documents, seed)
+        for together in groups(self.specs, self.recompute_every):
+            if together[0].recompute and self.training and torch.is_grad_enabled():
+                again = seed is None  # otherwise every layer seeds itself, the second time too
+                x = checkpoint(self._run, together, x, where, use_reentrant=False, preserve_rng_state=again)
+            else:
+                x = self._run(together, x, where)
+        if isinstance(x, Head) and labels is not None and weights is not None:
+            return self.loss(x, labels, weights)
+        return x
+
+    def weights(self) -> list[tuple[str, nn.Parameter]]:
+        """Every parameter under its logical name, such as block0.attention.qkv.weight; a shared one once."""
+        return [(name.removeprefix("layers."), p) for name, p in self.named_parameters()]
+
+    @torch.no_grad()
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over all weights by logical name; ConfigError names what is missing, left over or of another shape."""
+        mine = dict(self.weights())
+        check_shapes(self.forms, {name: tuple(t.shape) for name, t in tensors.items()})
+        for name, parameter in mine.items():
+            parameter.copy_(tensors[name])
+
+    def _run(self, specs: list[LayerSpec], x: Any, where: Layout) -> Any:
+        for spec in specs:
+            if where.seed is not None and self.training:
+                torch.manual_seed(mix(where.seed, spec.number, self.tp.rank))
+            module = self.layers[spec.name]
+            x = module(x, where) if spec.call is None else spec.call(module, x, where)
+        return x
+
+
+def forms(layer: nn.Module) -> Iterator[tuple[str, Form]]:
+    """Name and form of every weight of a layer as it was built; what no module says it splits, every process has whole."""
+    for name, parameter in layer.named_parameters():
+        owner, _, last = name.rpartition(".")
+        split: dict[str, Form] = getattr(layer.get_submodule(owner), "forms", {})
+        yield name, split.get(last, Form(tuple(parameter.shape)))
+
+
+def check_shapes(mine: Mapping[str, Form], given: Mapping[str, tuple[int, ...]]) -> None:
+    """ConfigError that names the weights which are missing, left over or of another shape."""
+    shapes = {name: form.shape for name, form in mine.items()}
+    wrong = sorted(name for name in shapes.keys() | given.keys() if shapes.get(name) != given.get(name))
+    if wrong:
+        raise ConfigError(
+            [f"weight {name} is {given.get(name)} there and {shapes.get(name)} here" for name in wrong[:10]]
+        )
+
+
+def groups(specs: Sequence[LayerSpec], recompute_every: int) -> list[list[LayerSpec]]:
+    """Neighbouring layers that are forgotten together, ``recompute_every`` at most; any other layer alone."""
+    found: list[list[LayerSpec]] = []
+    for spec in specs:
+        full = bool(found) and (len(found[-1]) == recompute_every or not found[-1][0].recompute)
+        if found and spec.recompute and not full:
+            found[-1].append(spec)
+        else:
+            found.append([spec])
+    return found

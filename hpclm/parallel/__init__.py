@@ -1,0 +1,1 @@
+"""The mesh of processes, and what they say to each other while they compute."""

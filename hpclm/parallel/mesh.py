@@ -1,0 +1,87 @@
+"""The pipeline x data x tensor grid of processes, as a value that is passed and never looked up."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from hpclm.config import ParallelConfig
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One direction of the mesh, seen from this process."""
+
+    size: int = 1
+    rank: int = 0
+    group: Any = None
+    """Process group; None for one process, which never speaks."""
+    ranks: tuple[int, ...] = (0,)
+    """Global ranks of its processes, in order."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this process is the axis's first."""
+        return self.rank == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether this process is the axis's last."""
+        return self.rank == self.size - 1
+
+
+ALONE = Axis()
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Tensor is the fastest-varying axis, so that its processes share a node; pipeline the slowest (as in Megatron-LM)."""
+
+    pp: Axis = ALONE
+    dp: Axis = ALONE
+    tp: Axis = ALONE
+    model: Axis = ALONE
+    """The pp x tp processes that hold one copy of the model."""
+    world: Axis = ALONE
+    """All of them."""
+
+    @classmethod
+    def build(cls, rank: int, size: int, parallel: ParallelConfig, limit: timedelta | None = None) -> "Mesh":
+        """The mesh of ``size`` processes seen from ``rank``; all of them call this, with the same settings.
+
+        ``size`` is a multiple of tensor x pipeline. A collective that takes longer than ``limit`` raises.
+        """
+        tensor, pipeline = parallel.tensor, parallel.pipeline
+        data = size // parallel.model
+
+        def at(stage: int, replica: int, slot: int) -> int:
+            return (stage * data + replica) * tensor + slot
+
+        stages, replicas, slots = range(pipeline), range(data), range(tensor)
+
+        def axis(lines: Sequence[Sequence[int]]) -> Axis:
+            return _axis(rank, size, lines, limit)
+
+        return cls(
+            pp=axis([[at(p, d, t) for p in stages] for d in replicas for t in slots]),
+            dp=axis([[at(p, d, t) for d in replicas] for p in stages for t in slots]),
+            tp=axis([[at(p, d, t) for t in slots] for p in stages for d in replicas]),
+            model=axis([[at(p, d, t) for p in stages for t in slots] for d in replicas]),
+            world=axis([range(size)]),
+        )
+
+
+def _axis(rank: int, size: int, lines: Sequence[Sequence[int]], limit: timedelta | None) -> Axis:
+    """The axis that consists of ``lines`` of ranks, seen from ``rank``. Groups are made by all processes in one order."""
+    mine = ALONE
+    for line in lines:
+        group = None
+        if len(line) == size and size > 1:
+            group = dist.group.WORLD
+        elif len(line) > 1:
+            group = dist.new_group(list(line), timeout=limit)
+        if rank in line:
+            mine = Axis(len(line), list(line).index(rank), group, tuple(line))
+    return mine

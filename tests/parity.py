@@ -1,0 +1,99 @@
+"""Train a small model in some layout, and give all that the layouts must agree on."""
+
+import functools
+
+import torch
+import torch.distributed as dist
+
+from hpclm import config
+from tests import ranks
+
+STEPS = 20
+TINY = [
+    "model.vocab_size=60",
+    "model.vocab_multiple=16",
+    "model.hidden=32",
+    "model.heads=4",
+    "model.context=16",
+    "model.init_std=0.1",
+    "data.source=synthetic",
+    "batch.global_size=8",
+    f"budget.steps={STEPS}",
+    "optim.lr=3e-3",
+    "optim.warmup=2",
+    "optim.eps=1e-5",  # or Adam would make steps of the rounding errors in gradients that are 0, as those of key biases
+    "engine.device=cpu",
+]
+STYLES = {
+    "gpt2": [],
+    "llama": [
+        "model.positions=rope",
+        "model.norm=rmsnorm",
+        "model.activation=swiglu",
+        "model.bias=false",
+        "model.tied=false",
+        "model.kv_heads=2",
+        "model.ffn=48",
+    ],
+    "bloom": ["model.positions=alibi", "model.embed_norm=true", "model.activation=gelu", "model.qk_norm=true"],
+    "fairseq": ["model.positions=sinusoidal", "model.embed_scale=true", "model.activation=relu", "model.tied=false"],
+    "geglu": ["model.positions=none", "model.activation=geglu", "optim.decayed=all"],
+}
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def train(words, steps):
+    """Losses, gradient norms and an evaluation of this rank, and the shards it holds at the end; run on every rank."""
+    from hpclm import engine as engines
+    from hpclm.data.batches import Batches
+    from hpclm.data.synthetic import synthetic
+    from hpclm.optim.schedules import learning_rate
+    from hpclm.parallel.mesh import Mesh
+
+    run = config.load(None, [*TINY, *words])
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    mesh = Mesh.build(dist.get_rank() if size > 1 else 0, size, run.parallel)
+    cpu = torch.device("cpu")
+    source = synthetic(run.data, run.model.context, run.seed, run.model.vocab_size)
+    batches = Batches(source.samples("train", 1000), run, run.plan(size), source.eod, cpu, mesh.dp.rank)
+    engine = engines.build(run, mesh, cpu, TYPES[run.engine.precision])
+    each = run.batch.global_size
+    rates = [learning_rate(step, 1, STEPS, run.optim) for step in range(steps)]
+    results = [engine.train_step(batches.step(step * each), rate, step) for step, rate in enumerate(rates)]
+    held = [(s.name, s.tensor.float().numpy().copy(), s.shape, s.start) for s in engine.tensors()]
+    return {
+        "losses": [result.loss for result in results],
+        "norms": [result.grad_norm for result in results],
+        "evaluation": engine.evaluate(batches.take(0, 5)),
+        "scalars": engine.scalars(),
+        "held": held,
+    }
+
+
+def trained(size, *words, steps=STEPS):
+    """The same for ``size`` processes together: what rank 0 says, with every logical tensor as one."""
+    found = ranks.run(size, train, list(words), steps)
+    for other in found[1:]:
+        for what in ("losses", "norms", "evaluation", "scalars"):
+            assert other[what] == found[0][what], f"ranks disagree on {what}"
+    return {**found[0], "tensors": assembled(found)}
+
+
+def assembled(found):
+    """Every logical tensor, put together from the shards that the ranks hold; each value must be there exactly once."""
+    whole, filled = {}, {}
+    for rank in found:
+        for name, array, shape, start in rank["held"]:
+            target = whole.setdefault(name, torch.full(shape, torch.nan))
+            block = target[tuple(slice(a, a + n) for a, n in zip(start, array.shape, strict=True))]
+            block.copy_(torch.from_numpy(array))
+            filled[name] = filled.get(name, 0) + array.size
+    for name, tensor in whole.items():
+        assert filled[name] == tensor.numel() and not tensor.isnan().any(), name
+    return whole
+
+
+@functools.cache
+def alone(*words):
+    """What one process with the native engine learns."""
+    return trained(1, *words)

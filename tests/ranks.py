@@ -1,0 +1,71 @@
+"""Run a function on several processes of this machine, which speak gloo, and hand back what each returned."""
+
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from datetime import timedelta
+
+import pytest
+
+PRELOADED = ["torch", "torch.distributed", "numpy", "hpclm.engine.native", "hpclm.config", "hpclm.data.synthetic"]
+LIMIT = 240.0  # seconds
+
+
+def run(size, work, *args):
+    """What ``work(*args)``, a function of a module, gives on each of ``size`` ranks of one process group."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    folder = f"{os.environ.get('TMPDIR', '/tmp')}/hpclm-store-{os.getpid()}-{time.monotonic_ns()}"
+    ends = [context.Pipe(duplex=False) for _ in range(size)]
+    processes = [
+        context.Process(target=_one, args=(rank, size, folder, ends[rank][1], work, args)) for rank in range(size)
+    ]
+    try:
+        for process, (_, sending) in zip(processes, ends, strict=True):
+            process.start()
+            sending.close()
+        return [_answer(rank, receiving) for rank, (receiving, _) in enumerate(ends)]
+    finally:
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGKILL)
+                process.join()
+        if os.path.exists(folder):
+            os.unlink(folder)
+
+
+def _answer(rank, receiving):
+    try:
+        good, value = receiving.recv() if receiving.poll(LIMIT) else (False, f"said nothing within {LIMIT:.0f} s")
+    except EOFError:
+        good, value = False, "is gone"
+    if not good and isinstance(value, BaseException):
+        raise value
+    if not good:
+        pytest.fail(f"rank {rank}: {value}", pytrace=False)
+    return value
+
+
+def _one(rank, size, store, answer, work, args):
+    import torch
+    import torch.distributed as dist
+
+    from hpclm.errors import HpclmError
+
+    torch.set_num_threads(1)
+    try:
+        if size > 1:
+            file = dist.FileStore(store, size)
+            dist.init_process_group("gloo", store=file, rank=rank, world_size=size, timeout=timedelta(seconds=120))
+        answer.send((True, work(*args)))
+    except HpclmError as error:
+        answer.send((False, error))
+    except BaseException:
+        answer.send((False, traceback.format_exc()))
+    finally:
+        answer.close()
+        time.sleep(0.2)  # so that what the others say of a lost peer does not come first
+        os._exit(0)

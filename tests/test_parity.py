@@ -1,0 +1,102 @@
+"""However a run is laid out over processes, and whatever computes it, it learns the same thing."""
+
+import itertools
+import zlib
+from dataclasses import dataclass
+
+import pytest
+
+from tests.parity import STYLES, alone, trained
+
+
+@dataclass(frozen=True)
+class Layout:
+    """An engine with its ZeRO stage, and how processes divide the work."""
+
+    engine: str
+    stage: int
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    more: tuple[str, ...] = ()
+
+    @property
+    def size(self):
+        return self.data * self.tensor * self.pipeline
+
+    @property
+    def name(self):
+        sizes = {"dp": self.data, "tp": self.tensor, "pp": self.pipeline}
+        shape = "".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "one"
+        return "-".join([f"{self.engine}{self.stage}", shape, *(word.split("=")[1] for word in self.more)])
+
+    @property
+    def shape(self):
+        """Settings that one process takes over: micro-batches of the same size, and no more layers than the stages need."""
+        micro = 8 // self.data // max(2, self.pipeline)
+        return [f"batch.micro_size={micro}", f"model.layers={4 if self.pipeline > 1 else 2}"]
+
+    @property
+    def words(self):
+        words = [f"engine.name={self.engine}", f"engine.zero_stage={self.stage}", f"parallel.tensor={self.tensor}"]
+        return [*words, f"parallel.pipeline={self.pipeline}", *self.more]
+
+
+LAYOUTS = [
+    *(Layout("native", 0, *sizes) for sizes in [(2,), (4,), (1, 2), (1, 4), (2, 2)]),
+]
+RECOMPUTE = {"kept": [], "full": ["engine.recompute=full"], "selective": ["engine.recompute=selective"]}
+RECOMPUTE["every2"] = ["engine.recompute=full", "engine.recompute_every=2"]
+DROPOUT = {"dry": [], "dropout": ["model.dropout=0.1", "model.attention_dropout=0.1"]}
+PRECISION = ["fp32", "bf16"]
+
+
+def combinations(layout):
+    """Everything that is combined with a layout: (id, settings, whether it can be equal)."""
+    for precision, style, recompute, dropout in itertools.product(PRECISION, STYLES, RECOMPUTE, DROPOUT):
+        if dropout == "dropout" and layout.tensor > 1:
+            continue  # each tensor-parallel process drops in its own part, with a stream of its own
+        if style == "llama" and layout.tensor > 2:
+            continue  # two key/value heads
+        words = [
+            *layout.shape,
+            f"engine.precision={precision}",
+            *STYLES[style],
+            *RECOMPUTE[recompute],
+            *DROPOUT[dropout],
+        ]
+        yield f"{layout.name}-{precision}-{style}-{recompute}-{dropout}", words
+
+
+def cases():
+    """Every combination; those that are not of the sample that always runs are marked whole."""
+    for layout in LAYOUTS:
+        found = sorted(combinations(layout), key=lambda case: zlib.crc32(case[0].encode()))
+        fp32 = [case for case in found if "-fp32-" in case[0]]
+        bf16 = [case for case in found if "-bf16-" in case[0]]
+        sample = {fp32[0][0], bf16[0][0]} if layout.size <= 4 else {fp32[0][0]}
+        for name, words in found:
+            marks = [] if name in sample else [pytest.mark.whole]
+            yield pytest.param(layout, words, id=name, marks=marks)
+
+
+@pytest.mark.parametrize("layout, words", list(cases()))
+def test_every_layout_learns_what_one_process_learns(layout, words):
+    wanted, found = alone(*words), trained(layout.size, *words, *layout.words)
+    exact = "engine.precision=fp32" in words
+    near = dict(abs=1e-5) if exact else dict(abs=0.03)
+    assert found["losses"] == pytest.approx(wanted["losses"], **near)
+    assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-5 if exact else 0.1)
+    assert found["evaluation"] == pytest.approx(wanted["evaluation"], **near)
+    assert found["scalars"]["optimizer_steps"] == wanted["scalars"]["optimizer_steps"]
+    assert found["tensors"].keys() == wanted["tensors"].keys()
+    for name, tensor in wanted["tensors"].items():
+        assert found["tensors"][name].shape == tensor.shape
+        if exact:
+            assert (found["tensors"][name] - tensor).abs().max().item() < 1e-5, name
+
+
+def test_the_losses_fall():
+    """Otherwise equal curves would prove little."""
+    losses = alone(*LAYOUTS[0].shape, "engine.precision=fp32")["losses"]
+    assert losses[-1] < losses[0] - 0.2

@@ -6,6 +6,7 @@ import signal
 import time
 import traceback
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
@@ -33,8 +34,8 @@ def run(size, work, *args):
             if process.is_alive():
                 os.kill(process.pid, signal.SIGKILL)
                 process.join()
-        if os.path.exists(folder):
-            os.unlink(folder)
+        if Path(folder).exists():
+            Path(folder).unlink()
 
 
 def _answer(rank, receiving):

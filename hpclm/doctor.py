@@ -154,7 +154,8 @@ def sections(found: dict[str, Any]) -> Iterator[tuple[str, Lines]]:
     )
     installed = [(name, str(version)) for name, version in software.items() if version and name != "torch"]
     yield "software", [*installed, ("not installed", ", ".join(n for n, v in software.items() if v is None) or "-")]
-    yield "pytorch", [*answer(torch), *([("apex", diagnosis.apex(found))] if software["apex"] else [])]
+    whose = [("apex", diagnosis.apex(found))] if software["apex"] else []
+    yield "pytorch", [*answer(torch), *whose, ("kernels", diagnosis.kernels(found))]
     yield (
         "machine",
         [

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
+from hpclm import apex, files, log, record
 from hpclm import engine as engines
-from hpclm import files, log, record
 from hpclm.checkpoint import CheckpointStore, Progress
 from hpclm.cluster import hardware, placement, preflight, secrets
 from hpclm.cluster.lease import Lease
@@ -59,6 +59,7 @@ def run(config: RunConfig, team: Team) -> int:
         team.first(lambda: occupy(out, opened))
         preflight.check(team, device, config, out, room=checkpoint_bytes(config))
         log_files(out, team, opened)
+        tell_kernels(config, device)
         engine = engines.build(config, mesh, device, dtype)
         store = CheckpointStore(out / "checkpoints", config.checkpoint.keep, identity(config, source), team)
         progress = begin(store.resume(engine, config.checkpoint.resume), length)
@@ -243,6 +244,18 @@ def tell(config: RunConfig, plan: Plan, team: Team, length: Length, samples: int
             config.optim.unit,
             warmup,
         )
+
+
+def tell_kernels(config: RunConfig, device: torch.device) -> None:
+    """Log whose fused operations are used, where the settings ask for apex's."""
+    if config.model.kernels != "apex":
+        return
+    found = apex.kernels().names() if device.type == "cuda" else []
+    if found:
+        logger.info("kernels: NVIDIA apex's %s; PyTorch's for the rest", ", ".join(found))
+    else:
+        why = "it is for GPUs" if device.type != "cuda" else "it is not usable here (hpclm doctor says why)"
+        logger.warning("model.kernels=apex: %s; PyTorch's own operations", why)
 
 
 def ending(config: RunConfig, length: Length, progress: Progress) -> str:

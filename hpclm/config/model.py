@@ -59,7 +59,7 @@ class ModelConfig(Checked):
     block: str = "gpt"
     """Transformer block: gpt, or your own module as package.module:Name."""
     kernels: Literal["torch", "apex"] = "torch"
-    """Norms, rotary positions and attention's softmax: PyTorch's fused operations, or NVIDIA apex's, where they are installed."""
+    """Norms and rotary positions on GPUs: PyTorch's operations, or NVIDIA apex's fused ones where they are installed."""
 
     def problems(self) -> Iterator[str]:
         """What cannot work in the shape."""

@@ -13,7 +13,7 @@ from hpclm.engine.held import decay_groups, read, shards
 from hpclm.engine.step import Replica, Work, accumulate, gradient_norm, mean_loss, seed_step, seeds, token_weights
 from hpclm.model import gpt
 from hpclm.model.stack import Stack, check_shapes
-from hpclm.optim.adamw import adamw, groups, update
+from hpclm.optim.adamw import adamw, groups, restore, steps_taken, update
 from hpclm.optim.scaler import LossScale
 from hpclm.parallel.collectives import all_reduce
 from hpclm.parallel.mesh import Mesh
@@ -74,13 +74,12 @@ class PlainEngine:
 
     def scalars(self) -> dict[str, Any]:
         """Adam's step count, and the loss scale."""
-        steps = [state["step"].item() for state in self.optimizer.state.values() if "step" in state]
         scale = self.scale and {
             "value": self.scale.value,
             "hysteresis": self.scale.hysteresis,
             "good_steps": self.scale.good_steps,
         }
-        return {"optimizer_steps": int(steps[0]) if steps else 0, "loss_scale": scale}
+        return {"optimizer_steps": steps_taken(self.optimizer), "loss_scale": scale}
 
     @torch.no_grad()
     def load(self, saved: Saved, scalars: dict[str, Any]) -> None:
@@ -96,7 +95,6 @@ class PlainEngine:
                     m: torch.empty_like(own).copy_(read(held, f"optim.{m}.{held.name}", saved, self.mesh.tp))
                     for m in MOMENTS
                 }
-                step = torch.tensor(float(steps), device=self.device)
-                self.optimizer.state[own] = {"step": step, **moments}
+                restore(self.optimizer, own, moments, steps)
         if self.scale and scalars["loss_scale"]:
             self.scale = LossScale(**scalars["loss_scale"])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from hpclm import apex
 from hpclm.config import ModelConfig
 from hpclm.model.kernels import attention
 from hpclm.model.layers import ColumnLinear, Norm, RowLinear
@@ -26,6 +27,7 @@ class Attention(nn.Module):
         super().__init__()
         self.per_group, self.width = config.heads // config.groups, config.head_width
         self.dropout, self.recompute_core = config.attention_dropout, recompute_core
+        self.fused = apex.kernels() if config.kernels == "apex" else None
         fused = (config.heads + 2 * config.groups) * config.head_width
         self.qkv = ColumnLinear(config.hidden, fused, config.bias, config.init_std, generator, tp)
         std = config.init_std / (2 * config.layers) ** 0.5
@@ -41,12 +43,18 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if layout.cos is not None and layout.sin is not None:
-            q, k = rotate(q, layout.cos, layout.sin), rotate(k, layout.cos, layout.sin)
+            q, k = self._turned(q, layout.cos, layout.sin), self._turned(k, layout.cos, layout.sin)
         if self.recompute_core and self.training:
             y = checkpoint(self._core, q, k, v, layout.mask, use_reentrant=False)
         else:
             y = self._core(q, k, v, layout.mask)
         return self.out(y)
+
+    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[T, B, H or G, D] with each pair of features turned by its token's angle."""
+        if self.fused and self.fused.rotate and x.is_cuda and cos.shape[1] == 1:  # the same angles in all sequences
+            return self.fused.rotate(x, cos, sin)
+        return rotate(x, cos, sin)
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """[T, B, H or G, D] -> [T, B, H x D]: scores, softmax, and the mean of the values."""

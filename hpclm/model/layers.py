@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hpclm import apex
 from hpclm.config import ModelConfig
 from hpclm.model.draw import normal
 from hpclm.parallel.collectives import gathered_linear, scatter, share
@@ -77,15 +78,21 @@ class Norm(nn.Module):
     def __init__(self, config: ModelConfig, width: int, tp: Axis):
         super().__init__()
         self.tp, self.rms, self.eps = tp, config.norm == "rmsnorm", config.norm_eps
+        self.fused = apex.kernels() if config.kernels == "apex" else None
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width)) if config.bias and not self.rms else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width]."""
         weight = share(self.weight, self.tp).to(x.dtype)
+        fused = self.fused if x.is_cuda else None
         if self.rms:
+            if fused and fused.rms_norm:
+                return fused.rms_norm(x, weight, weight.shape, self.eps)
             return F.rms_norm(x, weight.shape, weight, self.eps)
         bias = None if self.bias is None else share(self.bias, self.tp).to(x.dtype)
+        if fused and fused.layer_norm and bias is not None:
+            return fused.layer_norm(x, weight, bias, weight.shape, self.eps)
         return F.layer_norm(x, weight.shape, weight, bias, self.eps)
 
 

@@ -115,6 +115,15 @@ def apex(found: Found) -> str:
     return f"{found['software']['apex']}, NVIDIA's"
 
 
+def kernels(found: Found) -> str:
+    """Whose fused operations a run here can use."""
+    apex = found["apex"] or {}
+    usable = [name for name, works in apex.items() if works is True]
+    if not usable:
+        return "PyTorch's; NVIDIA's apex is not here"
+    return f"PyTorch's, or with model.kernels=apex and optim.name=apex_adam apex's: {', '.join(usable)}"
+
+
 def gib(count: int | None) -> str:
     """Bytes in GiB."""
     return "-" if count is None else f"{count / GIB:.1f} GiB"

@@ -37,7 +37,16 @@ print(json.dumps(dict(version=mpi4py.__version__, library=MPI.Get_library_versio
 APEX = """
 import json
 from apex.optimizers import FusedAdam
-print(json.dumps(dict(fused_adam=True)))
+found = {"FusedAdam": True, "norms": True, "rotary positions": True}
+try:
+    import fused_layer_norm_cuda
+except ImportError:
+    found["norms"] = False
+try:
+    import fused_rotary_positional_embedding
+except ImportError:
+    found["rotary positions"] = False
+print(json.dumps(found))
 """
 LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDRA_", "MPI_", "SLURM_STEP")
 

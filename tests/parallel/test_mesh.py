@@ -1,0 +1,39 @@
+import itertools
+
+import pytest
+
+from hpclm.config import ParallelConfig
+from hpclm.parallel.mesh import ALONE, Mesh
+
+
+def lines(axis, size, tensor, pipeline, monkeypatch):
+    """Ranks of every line of an axis, as each rank sees it."""
+    monkeypatch.setattr("torch.distributed.new_group", lambda ranks, timeout: tuple(ranks))
+    parallel = ParallelConfig(tensor=tensor, pipeline=pipeline)
+    return [getattr(Mesh.build(rank, size, parallel), axis) for rank in range(size)]
+
+
+@pytest.mark.parametrize("size, tensor, pipeline", [(8, 2, 2), (12, 3, 2), (6, 1, 3), (8, 8, 1), (5, 1, 1)])
+def test_every_axis_divides_all_ranks_into_lines_that_agree(size, tensor, pipeline, monkeypatch):
+    for name, length in dict(tp=tensor, pp=pipeline, dp=size // tensor // pipeline, model=tensor * pipeline).items():
+        axes = lines(name, size, tensor, pipeline, monkeypatch)
+        for rank, axis in enumerate(axes):
+            assert axis.size == length
+            if length > 1:
+                assert axis.ranks[axis.rank] == rank
+                assert all(axes[other].ranks == axis.ranks for other in axis.ranks)
+        if length > 1:
+            assert sorted(itertools.chain(*{axis.ranks for axis in axes})) == list(range(size))
+
+
+def test_tensor_neighbours_are_next_to_each_other_and_stages_far_apart(monkeypatch):
+    [first, *_] = lines("tp", 8, 2, 2, monkeypatch)
+    assert first.ranks == (0, 1)
+    assert lines("dp", 8, 2, 2, monkeypatch)[0].ranks == (0, 2)
+    assert lines("pp", 8, 2, 2, monkeypatch)[0].ranks == (0, 4)
+    assert lines("model", 8, 2, 2, monkeypatch)[0].ranks == (0, 1, 4, 5)
+
+
+def test_one_process_needs_no_group():
+    mesh = Mesh.build(0, 1, ParallelConfig())
+    assert (mesh.pp, mesh.dp, mesh.tp, mesh.model) == (ALONE,) * 4 and mesh.world.group is None

@@ -27,7 +27,7 @@ def run(size, work, *args):
         for process, (_, sending) in zip(processes, ends, strict=True):
             process.start()
             sending.close()
-        return [_answer(rank, receiving) for rank, (receiving, _) in enumerate(ends)]
+        return _values([_answer(receiving) for receiving, _ in ends])
     finally:
         for process in processes:
             process.join(5)
@@ -38,16 +38,22 @@ def run(size, work, *args):
             Path(folder).unlink()
 
 
-def _answer(rank, receiving):
+def _answer(receiving):
+    """Whether a rank did its work, and what it says."""
     try:
-        good, value = receiving.recv() if receiving.poll(LIMIT) else (False, f"said nothing within {LIMIT:.0f} s")
+        return receiving.recv() if receiving.poll(LIMIT) else (False, f"said nothing within {LIMIT:.0f} s")
     except EOFError:
-        good, value = False, "is gone"
-    if not good and isinstance(value, BaseException):
-        raise value
-    if not good:
+        return False, "is gone"
+
+
+def _values(answers):
+    """What the ranks gave; or the failure of one that did not only lose a peer."""
+    wrong = [(rank, value) for rank, (good, value) in enumerate(answers) if not good]
+    for rank, value in sorted(wrong, key=lambda pair: "closed by peer" in str(pair[1])):
+        if isinstance(value, BaseException):
+            raise value
         pytest.fail(f"rank {rank}: {value}", pytrace=False)
-    return value
+    return [value for _, value in answers]
 
 
 def _one(rank, size, store, answer, work, args):

@@ -44,6 +44,12 @@ class Layout:
 
 LAYOUTS = [
     *(Layout("native", 0, *sizes) for sizes in [(2,), (4,), (1, 2), (1, 4), (2, 2)]),
+    *(Layout("pipelining", 0, *sizes) for sizes in [(1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2), (2, 2, 2)]),
+    Layout("pipelining", 0, pipeline=2, more=("parallel.schedule=gpipe",)),
+    Layout("pipelining", 0, pipeline=2, more=("parallel.schedule=interleaved", "parallel.chunks=2")),
+    Layout("pipelining", 0, pipeline=2, more=("parallel.schedule=zero_bubble", "parallel.chunks=2")),
+    Layout("pipelining", 0, pipeline=2, more=("parallel.schedule=zero_bubble",)),
+    Layout("pipelining", 0, tensor=2, pipeline=2, more=("parallel.schedule=zero_bubble",)),
 ]
 RECOMPUTE = {"kept": [], "full": ["engine.recompute=full"], "selective": ["engine.recompute=selective"]}
 RECOMPUTE["every2"] = ["engine.recompute=full", "engine.recompute_every=2"]
@@ -58,6 +64,8 @@ def combinations(layout):
             continue  # each tensor-parallel process drops in its own part, with a stream of its own
         if style == "llama" and layout.tensor > 2:
             continue  # two key/value heads
+        if recompute != "kept" and "zero_bubble" in layout.name:
+            continue  # refused
         words = [
             *layout.shape,
             f"engine.precision={precision}",

@@ -184,6 +184,11 @@ class RunConfig(Checked):
             )
         if self.optim.name == "cpu_adam" and self.engine.offload == "none":
             yield "optim.name=cpu_adam needs engine.offload=optimizer or parameters"
+        if self.parallel.schedule == "zero_bubble" and self.engine.recompute != "none":
+            yield (
+                f"parallel.schedule=zero_bubble goes backward twice, and engine.recompute={self.engine.recompute} can only once; "
+                f"set engine.recompute=none, or another schedule"
+            )
         stages = self.parallel.pipeline * self.parallel.chunks
         if self.parallel.pipeline > 1 and stages > self.model.layers:
             yield (

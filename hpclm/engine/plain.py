@@ -12,7 +12,7 @@ from hpclm.engine import Saved, Shard, StepResult
 from hpclm.engine.held import decay_groups, read, shards
 from hpclm.engine.step import Replica, Work, accumulate, gradient_norm, mean_loss, seed_step, seeds, token_weights
 from hpclm.model import gpt
-from hpclm.model.stack import Stack, check_shapes
+from hpclm.model.stack import Stack, Stages, check_shapes
 from hpclm.optim.adamw import adamw, groups, restore, steps_taken, update
 from hpclm.optim.scaler import LossScale
 from hpclm.parallel.collectives import all_reduce
@@ -25,7 +25,7 @@ class PlainEngine:
     """One model and one optimizer for each replica: fp32 weights and optimizer state, activations in the compute type."""
 
     def __init__(
-        self, config: RunConfig, mesh: Mesh, device: torch.device, model: Stack, wrap: Callable[[Stack], Replica]
+        self, config: RunConfig, mesh: Mesh, device: torch.device, model: Stack | Stages, wrap: Callable[[Any], Replica]
     ):
         self.config, self.mesh, self.device, self.model = config, mesh, device, model
         self.replica = wrap(model)
@@ -85,7 +85,8 @@ class PlainEngine:
     def load(self, saved: Saved, scalars: dict[str, Any]) -> None:
         """Take over a saved state."""
         given = {name.removeprefix("model."): shape for name, shape in saved.shapes().items() if name[:6] == "model."}
-        check_shapes(self.model.forms, given)
+        elsewhere = given.keys() - self.model.forms.keys() if self.mesh.pp.size > 1 else set()
+        check_shapes(self.model.forms, {name: shape for name, shape in given.items() if name not in elsewhere})
         steps = scalars["optimizer_steps"]
         for held in self.replica.held:
             own = held.parameter

@@ -31,6 +31,8 @@ class Replica:
     """Whether gradients are the mean over the replicas; otherwise they are the sum."""
     sharded: bool = False
     """Whether each replica holds parts of the weights."""
+    pipeline: "Callable[[Work, float], Tensor] | None" = None
+    """Runs all micro-batches instead of ``forward``, as accumulate() does; for pipelines."""
     finish: Callable[[], None] = lambda: None
     """Called after the backward pass: puts the gradients where the held parameters have them."""
 
@@ -88,6 +90,10 @@ def mean_loss(forward: Callable[..., Tensor], batches: Iterable[Batch], device: 
 
 def accumulate(replica: Replica, work: Work, factor: float = 1.0) -> Tensor:
     """Run this replica's micro-batches and sum their weighted losses; gradients are those of the loss times ``factor``."""
+    if replica.pipeline:
+        total = replica.pipeline(work, factor)
+        replica.finish()
+        return total
     total = torch.zeros((), device=work.batches[0].tokens.device)
     last = len(work.batches) - 1
     for number, (batch, weight, seed) in enumerate(zip(work.batches, work.weights, work.seeds, strict=True)):

@@ -96,6 +96,20 @@ class Stack(nn.Module):
         return x
 
 
+class Stages(nn.ModuleList):
+    """The stages of a pipeline that one process has; the whole says what its stages say."""
+
+    def __init__(self, stacks: Sequence[Stack]):
+        super().__init__(stacks)
+        self.stacks = tuple(stacks)
+        self.dtype = stacks[0].dtype
+        self.forms = {name: form for stack in stacks for name, form in stack.forms.items()}
+
+    def weights(self) -> list[tuple[str, nn.Parameter]]:
+        """Every parameter under its logical name."""
+        return [pair for stack in self.stacks for pair in stack.weights()]
+
+
 def forms(layer: nn.Module) -> Iterator[tuple[str, Form]]:
     """Name and form of every weight of a layer as it was built; what no module says it splits, every process has whole."""
     for name, parameter in layer.named_parameters():

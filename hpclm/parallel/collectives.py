@@ -5,7 +5,7 @@ inside attention and MLP it holds the whole sequence and a slice of the weights 
 enters such a region and ``scatter`` leaves it. With one process all are free.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,33 @@ def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:
     if axis.size > 1:
         dist.broadcast(x, axis.ranks[source], group=axis.group)
     return x
+
+
+def sum_together(tensors: Sequence[Tensor], axis: Axis, bucket: int = 1 << 25) -> None:
+    """Sum tensors over processes, in place, about ``bucket`` bytes at a time."""
+    if axis.size == 1:
+        return
+    flights = []
+    for together in _buckets(tensors, bucket):
+        flat = torch.cat([tensor.flatten() for tensor in together])
+        flights.append((together, flat, dist.all_reduce(flat, group=axis.group, async_op=True)))
+    for together, flat, work in flights:
+        work.wait()
+        for tensor, part in zip(together, flat.split([tensor.numel() for tensor in together]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def _buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
+    """Tensors in their order, as many of one type together as ``limit`` bytes hold, at least one."""
+    found: list[Tensor] = []
+    for tensor in tensors:
+        size = sum(other.numel() * other.element_size() for other in found)
+        if found and (size + tensor.numel() * tensor.element_size() > limit or found[0].dtype != tensor.dtype):
+            yield found
+            found = []
+        found.append(tensor)
+    if found:
+        yield found
 
 
 def gather(x: Tensor, axis: Axis) -> Tensor:

@@ -44,6 +44,8 @@ class Mesh:
     tp: Axis = ALONE
     model: Axis = ALONE
     """The pp x tp processes that hold one copy of the model."""
+    ends: Axis = ALONE
+    """The first and the last pipeline stage of this process's line; for the processes between them, nobody."""
     world: Axis = ALONE
     """All of them."""
 
@@ -69,6 +71,7 @@ class Mesh:
             dp=axis([[at(p, d, t) for d in replicas] for p in stages for t in slots]),
             tp=axis([[at(p, d, t) for t in slots] for p in stages for d in replicas]),
             model=axis([[at(p, d, t) for p in stages for t in slots] for d in replicas]),
+            ends=axis([[at(p, d, t) for p in sorted({0, pipeline - 1})] for d in replicas for t in slots]),
             world=axis([range(size)]),
         )
 

@@ -55,7 +55,7 @@ class PipeliningEngine(PlainEngine):
                 parts[index],
                 dtype,
                 mesh.tp,
-                TokenLoss(engine.loss_chunk),
+                TokenLoss(engine.loss_chunk, twice=config.parallel.schedule == "zero_bubble"),
                 engine.recompute_every,
                 place=lambda _, layer: layer.to(device),
             )

@@ -81,6 +81,7 @@ class _ChunkedLoss(torch.autograd.Function):
         chunk: int,
         math: ChunkMath,
         tp: Axis,
+        twice: bool,
     ) -> Tensor:
         """[n, C] hidden, [V / tp, C] weight, [n] labels, [n] weights -> the weighted sum of losses."""
         rows = weight.to(hidden.dtype)
@@ -98,20 +99,27 @@ class _ChunkedLoss(torch.autograd.Function):
             piece = gradient.t() @ hidden[part]
             d_weight = piece.float() if d_weight is None else d_weight.add_(piece)
         ctx.save_for_backward(d_hidden, d_weight)
+        ctx.twice = twice
         return total
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
         """Scale the gradients formed in the forward pass."""
         d_hidden, d_weight = ctx.saved_tensors
-        return d_hidden.mul_(outer[0].to(d_hidden.dtype)), d_weight.mul_(outer[0]), None, None, None, None, None, None
+        [factor] = outer
+        if ctx.twice:
+            found = d_hidden * factor.to(d_hidden.dtype), d_weight * factor
+        else:
+            found = d_hidden.mul_(factor.to(d_hidden.dtype)), d_weight.mul_(factor)
+        return *found, None, None, None, None, None, None, None
 
 
 class TokenLoss:
     """Sum over tokens of weight x cross entropy; padding entries of the vocabulary get no probability."""
 
-    def __init__(self, chunk: int | None = None, compile: bool = False):
-        self.chunk = chunk
+    def __init__(self, chunk: int | None = None, compile: bool = False, twice: bool = False):
+        """``twice``: whether one backward pass may go through it twice, which costs a copy of the weight's gradient."""
+        self.chunk, self.twice = chunk, twice
         self.math: ChunkMath = torch.compile(nll_and_gradient, dynamic=False) if compile else nll_and_gradient_in_place
 
     def __call__(self, head: Head, labels: Tensor, weights: Tensor) -> Tensor:
@@ -124,7 +132,9 @@ class TokenLoss:
         whole = gather(head.hidden, head.tp)
         hidden, labels, weights = whole.flatten(0, 1), labels.t().reshape(-1), weights.t().reshape(-1)
         if torch.is_grad_enabled():
-            return _ChunkedLoss.apply(hidden, head.weight, labels, weights, head.vocab_size, chunk, self.math, head.tp)
+            return _ChunkedLoss.apply(
+                hidden, head.weight, labels, weights, head.vocab_size, chunk, self.math, head.tp, self.twice
+            )
         if head.tp.size > 1:
             return self._split(head, hidden, labels, weights, chunk)
         rows = head.weight[: head.vocab_size].to(hidden.dtype)

@@ -55,12 +55,13 @@ def run(config: RunConfig, team: Team) -> int:
         shape(config.optim)  # a schedule that cannot be loaded is no news for the end of the warm-up
         tell(config, plan, team, length, len(train.samples))
 
+        make = engines.named(config)
         out = Path(config.out)  # what cannot work has left no trace
         team.first(lambda: occupy(out, opened))
         preflight.check(team, device, config, out, room=checkpoint_bytes(config))
         log_files(out, team, opened)
         tell_kernels(config, device)
-        engine = engines.build(config, mesh, device, dtype)
+        engine = make(config, mesh, device, dtype)
         store = CheckpointStore(out / "checkpoints", config.checkpoint.keep, identity(config, source), team)
         progress = begin(store.resume(engine, config.checkpoint.resume), length)
         if team.leads:

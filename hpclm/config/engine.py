@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from hpclm.config.checks import Checked, at_least
-from hpclm.config.supports import SUPPORTS, Supports
+from hpclm.config.supports import SUPPORTS
 from hpclm.registry import problem
 
 ENGINES = {name: supports.path for name, supports in SUPPORTS.items()}
@@ -109,8 +109,3 @@ class EngineConfig(Checked):
         """The settings that differ from their defaults."""
         mine = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in mine.items() if value != getattr(EngineConfig(), name)}
-
-    @property
-    def supports(self) -> Supports | None:
-        """What the engine can do, where that is known without loading it."""
-        return SUPPORTS.get(self.name)

@@ -178,10 +178,8 @@ class RunConfig(Checked):
             yield "optim.warmup_fraction needs a length; set optim.schedule_length, or optim.warmup"
         yield from self.model.unsplit(self.parallel.tensor)
         if self.engine.name in SUPPORTS:
-            chosen, parallel = self.engine.chosen(), self.parallel
-            yield from supports.problems(
-                self.engine.name, chosen, parallel.pipeline, parallel.schedule, self.optim.name
-            )
+            can = SUPPORTS[self.engine.name]
+            yield from supports.problems(self.engine, self.parallel, self.optim.name, can)
         if self.optim.name == "cpu_adam" and self.engine.offload == "none":
             yield "optim.name=cpu_adam needs engine.offload=optimizer or parameters"
         if self.parallel.schedule == "zero_bubble" and self.engine.recompute != "none":

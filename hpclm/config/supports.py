@@ -2,6 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hpclm.config.engine import EngineConfig, ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -53,25 +57,18 @@ SUPPORTS = {
 }
 
 
-def problems(
-    name: str,
-    settings: dict[str, object],
-    pipeline: int,
-    schedule: str,
-    optimizer: str,
-    supports: Supports | None = None,
-) -> Iterator[str]:
-    """What engine ``name`` cannot do of its ``settings`` (engine.* that differ from their defaults, and zero_stage)."""
-    can = supports or SUPPORTS[name]
+def problems(engine: "EngineConfig", parallel: "ParallelConfig", optimizer: str, can: Supports) -> Iterator[str]:
+    """What an engine that ``can`` do some things cannot do of the settings."""
+    name, pipeline, chosen = engine.name, parallel.pipeline, engine.chosen()
     allowed = can.pipeline_stages if pipeline > 1 else can.zero_stages
     if pipeline > 1 and not allowed:
-        able = sorted(other for other, its in SUPPORTS.items() if its.pipeline_stages)
-        yield f"engine {name!r} has no pipeline, and parallel.pipeline={pipeline}; engines that have one: {', '.join(able)}"
+        able = ", ".join(sorted(other for other, its in SUPPORTS.items() if its.pipeline_stages))
+        yield f"engine {name!r} has no pipeline, and parallel.pipeline={pipeline}; engines that have one: {able}"
         return
     if pipeline == 1 and not can.alone:
         yield f"engine {name!r} is a pipeline, and parallel.pipeline=1; set parallel.pipeline, or engine.name=native"
         return
-    stage = settings.get("zero_stage")
+    stage = engine.zero_stage
     if stage is not None and stage not in allowed:
         with_pipeline = f" with parallel.pipeline={pipeline}" if pipeline > 1 else ""
         yield (
@@ -80,16 +77,15 @@ def problems(
         )
         return
     stage = allowed[0] if stage is None else stage
-    if pipeline > 1 and schedule not in can.schedules:
-        yield f"engine {name!r} cannot do parallel.schedule={schedule}; it can do {', '.join(can.schedules)}"
-    offload = settings.get("offload", "none")
-    if offload != "none" and (offload, stage) not in can.offload:
+    if pipeline > 1 and parallel.schedule not in can.schedules:
+        yield f"engine {name!r} cannot do parallel.schedule={parallel.schedule}; it can do {', '.join(can.schedules)}"
+    if engine.offload != "none" and (engine.offload, stage) not in can.offload:
         ways = [f"{what} at zero_stage={at}" for what, at in can.offload]
         way_out = f"it can do {', '.join(ways)}" if ways else "engines that can: deepspeed"
-        yield f"engine {name!r} cannot do engine.offload={offload} at engine.zero_stage={stage}; {way_out}"
+        yield f"engine {name!r} cannot do engine.offload={engine.offload} at engine.zero_stage={stage}; {way_out}"
     for option in OPTIONAL:
-        if option in settings and option not in can.options:
-            able = [other for other, its in SUPPORTS.items() if option in its.options]
-            yield f"engine.{option}={settings[option]} has no effect with engine {name!r}; it is for {', '.join(able)}"
+        if option in chosen and option not in can.options:
+            able = ", ".join(other for other, its in SUPPORTS.items() if option in its.options)
+            yield f"engine.{option}={chosen[option]} has no effect with engine {name!r}; it is for {able}"
     if optimizer not in can.optimizers:
         yield f"engine {name!r} cannot do optim.name={optimizer}; it can do {', '.join(can.optimizers)}"

@@ -1,15 +1,19 @@
 """What trains: one optimizer step over one global batch, behind one small interface."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hpclm.config import RunConfig
+from hpclm.config import RunConfig, supports
 from hpclm.config.engine import ENGINES
+from hpclm.config.supports import Supports
 from hpclm.data.batches import Batch
+from hpclm.engine.compiler import check_compiler
+from hpclm.errors import ConfigError
+from hpclm.model import gpt
 from hpclm.parallel.mesh import Mesh
 from hpclm.registry import lookup
 
@@ -76,6 +80,23 @@ class Engine(Protocol):
         ...
 
 
+Maker = Callable[[RunConfig, Mesh, torch.device, torch.dtype], Engine]
+
+
+def named(config: RunConfig) -> Maker:
+    """The engine that the settings name, not yet built; ConfigError where it, or what it needs, cannot be loaded."""
+    maker = lookup("engine", config.engine.name, ENGINES)
+    gpt.layers(config.model, config.engine, torch.float32, config.seed)  # which loads a block of the user's own
+    if config.engine.compile:
+        check_compiler()
+    its: Supports | None = getattr(maker, "supports", None)
+    if config.engine.name not in ENGINES and its:
+        wrong = list(supports.problems(config.engine, config.parallel, config.optim.name, its))
+        if wrong:
+            raise ConfigError(wrong)
+    return maker
+
+
 def build(config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> Engine:
     """The engine that the settings name, with a freshly initialised model."""
-    return lookup("engine", config.engine.name, ENGINES)(config, mesh, device, dtype)
+    return named(config)(config, mesh, device, dtype)

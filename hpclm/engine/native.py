@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 
 from hpclm.config import RunConfig
-from hpclm.engine.compiled import compile_blocks
 from hpclm.engine.held import Held
 from hpclm.engine.plain import PlainEngine
 from hpclm.engine.step import Replica
@@ -34,7 +33,7 @@ class NativeEngine(PlainEngine):
             place=lambda _, layer: layer.to(device),
         )
         if engine.compile:
-            compile_blocks(model)
+            model.compile_blocks()
         super().__init__(config, mesh, device, model, lambda stack: replicate(stack, mesh.dp, device, engine.bucket_mb))
 
 

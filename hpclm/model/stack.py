@@ -75,6 +75,12 @@ class Stack(nn.Module):
             return self.loss(x, labels, weights)
         return x
 
+    def compile_blocks(self) -> None:
+        """Have torch.compile make each block faster when it first runs."""
+        for name, layer in self.layers.items():
+            if name.startswith("block"):
+                layer.compile(dynamic=False)
+
     def weights(self) -> list[tuple[str, nn.Parameter]]:
         """Every parameter under its logical name, such as block0.attention.qkv.weight; a shared one once."""
         return [(name.removeprefix("layers."), p) for name, p in self.named_parameters()]

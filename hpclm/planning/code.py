@@ -100,13 +100,13 @@ def zero_stage(engine: EngineConfig, pipeline: int) -> int:
 
 def _deepspeed(engine: EngineConfig, element: int, stage: int) -> dict[str, Kept]:
     """Weights in the compute type, and an fp32 copy of each with its moments; a gradient becomes fp32 for the update."""
-    gradient = 4 if engine.gradients == "fp32" else element
+    accumulated = 4 if engine.gradients == "fp32" else 0  # beside those in the compute type
+    gradients = {0: Kept(element + 4), 1: Kept(element + accumulated, 4 - accumulated)}.get(stage, Kept(0, element + 4))
     weights = Kept(0, element) if stage == 3 else Kept(element)
-    gradients = Kept(0, gradient + 4) if stage >= 2 else Kept(gradient, 4)
-    optimizer = Kept(0, 12) if stage >= 1 else Kept(12)
+    optimizer = Kept(0, 12) if stage else Kept(12)
     gathered = Kept(0, element) if stage == 3 else Kept()
-    if engine.offload != "none":
-        optimizer, gradients = Kept(), Kept(gradients.whole, gradient if stage >= 2 else 0)
+    if engine.offload != "none":  # the update, with its fp32, is made in the CPU's memory
+        optimizer, gradients = Kept(), Kept(0, element) if stage >= 2 else Kept(element + accumulated)
     if engine.offload == "parameters":
         weights = Kept()
     return dict(weights=weights, gradients=gradients, optimizer=optimizer, gathered=gathered)

@@ -79,7 +79,8 @@ def activations(model: ModelConfig, layout: Layout, code: Code, stage: Stage) ->
     dropped = tokens * model.hidden * code.mask * bool(model.dropout) / between
     if code.flash and model.positions == "alibi":  # distances of all pairs, made for each micro-batch
         kept += model.heads * model.context**2 * code.element / layout.tensor
-    ends = stage.first * (dropped + tokens * 8) + stage.last * (2 * line + tokens * 8)  # ids; the last norm, the loss
+    first = dropped + line * model.embed_norm + tokens * 8  # ids, of 8 bytes
+    ends = stage.first * first + stage.last * (2 * line + tokens * 8)  # the last norm's input, the loss's gradient
     leaving = code.outputs and not stage.last
     return micro_batches_held(layout, stage) * (kept + ends + leaving * line) + extra
 

@@ -29,6 +29,10 @@ class Suggestion:
 
 def ranked(run: RunConfig, kind: Kind) -> list[Suggestion]:
     """The fastest way to run each combination of engine, ZeRO stage, tensor and pipeline parallelism that fits."""
+    if forecast.element(run, kind) > 2:
+        raise ConfigError(
+            "layouts are ranked by speed, which is not predicted in fp32; set engine.precision to bf16 or fp16"
+        )
     best: dict[tuple[object, ...], Suggestion] = {}
     for other in variants(run):
         sizes = other.parallel.tensor, other.parallel.pipeline, other.engine.name, other.engine.zero_stage

@@ -96,6 +96,10 @@ def test_nothing_fits_a_gpu_that_is_too_small(capsys):
             ["--gpus", "3"],
             "batch.global_size=32 must be a multiple of batch.micro_size=4 x 3 data-parallel replicas = 12",
         ),
+        (
+            ["--suggest", "--gpus", "7", "batch.global_size=5", "batch.micro_size=1", "model.layers=1"],
+            "no layout divides batch.global_size=5",
+        ),
         (["--memory", "0"], "--memory=0 must be more than 0"),
         (["--suggest=0"], "--suggest=0 must be at least 1"),
         (["--suggest", "engine.precision=fp32"], "not predicted in fp32"),

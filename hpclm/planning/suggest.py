@@ -34,7 +34,13 @@ def ranked(run: RunConfig, kind: Kind) -> list[Suggestion]:
             "layouts are ranked by speed, which is not predicted in fp32; set engine.precision to bf16 or fp16"
         )
     best: dict[tuple[object, ...], Suggestion] = {}
-    for other in variants(run):
+    others = list(variants(run))
+    if not others:
+        raise ConfigError(
+            f"no layout divides batch.global_size={run.batch.global_size} over job.nodes={run.job.nodes} x "
+            f"job.gpus={run.job.gpus} GPUs; set batch.global_size to a multiple of {run.job.nodes * run.job.gpus}"
+        )
+    for other in others:
         sizes = other.parallel.tensor, other.parallel.pipeline, other.engine.name, other.engine.zero_stage
         for found in _fitting(other, kind):
             if sizes not in best or _speed(found) > _speed(best[sizes].forecast):

@@ -105,9 +105,10 @@ SHAPES = {
     "normalised queries": dict(positions="rope", qk_norm=True),
     "dropout": dict(dropout=0.1),
     "alibi": dict(positions="alibi"),
-    "wide": dict(hidden=384, heads=6, layers=4),
+    "wide": dict(hidden=384, heads=6, layers=2),
     "large vocabulary": dict(hidden=256, vocab_size=16384, layers=2),
 }
+TELLING = ("gpt2", "rotary, grouped, gated", "dropout", "wide", "large vocabulary")
 WAYS = {
     "none": {},
     "bf16": dict(element=2),
@@ -146,7 +147,7 @@ def test_activations_are_right_to_a_twentieth(shape, way):
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("shape", [SHAPES[name] for name in TELLING], ids=TELLING)
 def test_the_most_that_a_step_holds_is_right_to_a_tenth_and_never_far_above(shape, way):
     training = Training(shape, **way)
     # above it where blocks are recomputed when the logits are gone: the planner adds both

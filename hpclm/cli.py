@@ -26,6 +26,7 @@ VERBS = {
     "logs": ("hpclm.logs", "print or follow the log of a run, of any rank or of its job"),
     "cancel": ("hpclm.cancel", "let a run save and leave, and take its jobs out of the queue"),
     "resume": ("hpclm.resume", "submit a run again, from its last checkpoint, with changes if any"),
+    "planner": ("hpclm.planner", "say what a run will need of each GPU, and how fast it will be; suggest layouts"),
     "config": ("hpclm.config.show", "print and explain settings"),
     "preprocess": ("hpclm.data.preprocess", "turn text into a dataset"),
     "data": ("hpclm.data.__main__", "inspect, verify, merge and convert datasets"),

@@ -17,6 +17,7 @@ FLOORS = [
     {"job"},
     {"parallel"},
     {"data", "model", "optim"},
+    {"planning"},
     {"engine"},
     {"checkpoint"},
     {"meter", "record"},
@@ -25,7 +26,7 @@ FLOORS = [
     {"cli"},
     {"train", "evaluate", "generate", "preprocess", "__main__"},
     {"submit"},
-    {"status", "logs", "cancel", "resume", "doctor"},
+    {"status", "logs", "cancel", "resume", "doctor", "planner"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -93,5 +94,5 @@ def test_importing_hpclm_and_its_verbs_loads_no_heavy_library():
     import sys
 
     heavy = "{'torch', 'deepspeed', 'fairscale', 'numpy', 'tensorboard', 'safetensors', 'mpi4py', 'submitit'}"
-    code = f"import sys, hpclm, hpclm.cli, hpclm.train, hpclm.config.show; print({heavy} & set(sys.modules))"
+    code = f"import sys, hpclm, hpclm.cli, hpclm.train, hpclm.planner, hpclm.config.show; print({heavy} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

@@ -3,7 +3,6 @@
 import ctypes
 import logging
 import os
-import re
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -11,30 +10,13 @@ from typing import Any
 
 import torch
 
+from hpclm.cluster.kinds import peak_of
 from hpclm.config import EngineConfig
 from hpclm.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-# Dense peak of 16-bit matrix products in FLOP/s, from the vendors' data sheets (not the sparse figure, which is double).
-PEAKS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "H800": 989e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "A10": 125e12,
-    "V100": 125e12,
-}
 
 
 def device(
@@ -132,12 +114,6 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
         libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
-
-
-def peak_of(name: str) -> float | None:
-    """The peak of the GPU that calls itself ``name``."""
-    found = [key for key in PEAKS if re.search(rf"\b{key}\b", name)]
-    return PEAKS[max(found, key=len)] if found else None
 
 
 def describe(device: torch.device) -> str:

@@ -5,16 +5,28 @@ from hpclm.config import ModelConfig
 
 def parameters(config: ModelConfig) -> int:
     """Weights of the model, the padding of the token table included."""
-    c, f = config.hidden, config.ffn_width
+    output = 0 if config.tied else config.padded_vocab * config.hidden
+    return entry(config) + config.layers * block(config) + norm(config) + output
+
+
+def norm(config: ModelConfig) -> int:
+    """Weights of one norm over the hidden width."""
+    return config.hidden * (1 + (config.bias and config.norm == "layernorm"))
+
+
+def entry(config: ModelConfig) -> int:
+    """Weights before the first block: token table, learned positions, the embedding's norm."""
+    positions = config.context * (config.positions == "learned")
+    return (config.padded_vocab + positions) * config.hidden + norm(config) * config.embed_norm
+
+
+def block(config: ModelConfig) -> int:
+    """Weights of one block."""
+    c, f, bias = config.hidden, config.ffn_width, int(config.bias)
     fused = (config.heads + 2 * config.groups) * config.head_width
-    bias = int(config.bias)
-    norm = c * (1 + (bias and config.norm == "layernorm"))
-    head_norm = config.head_width * (norm // c) * 2 * config.qk_norm
-    gate = 1 + config.gated
-    block = 2 * norm + head_norm + (c + bias) * fused + (c + bias) * c + (c + bias) * f * gate + f * c + bias * c
-    tables = config.padded_vocab * c * (1 if config.tied else 2)
-    positions = config.context * c * (config.positions == "learned")
-    return tables + positions + norm * config.embed_norm + config.layers * block + norm
+    head_norm = config.head_width * (norm(config) // c) * 2 * config.qk_norm
+    up = f * (1 + config.gated)
+    return 2 * norm(config) + head_norm + (c + bias) * fused + (c + bias) * c + (c + bias) * up + f * c + bias * c
 
 
 def flops_per_token(config: ModelConfig, causal: bool = True) -> float:

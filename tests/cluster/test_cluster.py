@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from hpclm.cluster import hardware
+from hpclm.cluster import kinds
 from hpclm.cluster.lease import Lease
 from hpclm.errors import LockedError
 
@@ -22,7 +22,7 @@ from hpclm.errors import LockedError
     }.items(),
 )
 def test_a_peak_belongs_to_the_gpu_of_that_very_name(name, peak):
-    assert hardware.peak_of(name) == peak
+    assert kinds.peak_of(name) == peak
 
 
 def test_a_folder_has_one_holder_and_a_leaver_leaves_no_name(tmp_path):

@@ -1,0 +1,118 @@
+"""How a step is divided over processes, and what each pipeline stage holds."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from hpclm.config import ModelConfig, RunConfig
+from hpclm.model import count
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A step over data x pipeline x tensor GPUs, ``node`` of them in each node; tensor ranks are neighbours, then data."""
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    micro_size: int = 1
+    accumulation: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    partition: str = "parameters"
+    blocks: tuple[int, ...] | None = None
+    """Blocks of each stage, where they are known; None: as ``partition`` says."""
+    recompute: str = "none"
+    recompute_every: int = 1
+    node: int = 8
+
+    @property
+    def gpus(self) -> int:
+        """All of them."""
+        return self.data * self.tensor * self.pipeline
+
+    def within(self, size: int, stride: int) -> int:
+        """Members in one node of a group of ``size`` ranks that are ``stride`` apart."""
+        return max(1, min(size, self.node // stride))
+
+
+def of(run: RunConfig) -> Layout:
+    """The layout that a run asks for; ConfigError when its sizes do not divide."""
+    parallel, engine = run.parallel, run.engine
+    plan = run.plan(run.job.nodes * run.job.gpus)
+    return Layout(
+        data=plan.data,
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        micro_size=run.batch.micro_size,
+        accumulation=run.batch.global_size // (run.batch.micro_size * plan.data),
+        schedule=parallel.schedule,
+        chunks=parallel.chunks,
+        partition=parallel.partition,
+        recompute=engine.recompute,
+        recompute_every=engine.recompute_every,
+        node=run.job.gpus,
+    )
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one process of a pipeline holds."""
+
+    index: int
+    blocks: int
+    first: bool
+    """It has the embedding."""
+    last: bool
+    """It has the head and the loss."""
+
+
+@lru_cache(maxsize=512)
+def stages(model: ModelConfig, layout: Layout) -> tuple[Stage, ...]:
+    """Every stage, first to last. With several chunks a process holds stages that are ``pipeline`` apart, together."""
+    size = layout.pipeline
+    held = layout.blocks or _divided(model, size * layout.chunks, layout.partition)
+    return tuple(Stage(i, sum(held[i::size]), i == 0, i == size - 1) for i in range(size))
+
+
+def _divided(model: ModelConfig, parts: int, by: str) -> tuple[int, ...]:
+    """Blocks of each of ``parts`` stages, one at least, so that the heaviest stage weighs as little as can be."""
+    if by == "blocks":
+        return tuple(model.layers * (i + 1) // parts - model.layers * i // parts for i in range(parts))
+    table = model.hidden * model.padded_vocab
+    if by == "time":  # attention counts as well, and the embedding takes next to none
+        first, block, last = 0, count.block(model) + model.hidden * model.context, table
+    else:
+        first, block, last = count.entry(model), count.block(model), table + count.norm(model)
+    ends = [first * (i == 0) + last * (i == parts - 1) for i in range(parts)]
+    for most in sorted({end + block * n for end in ends for n in range(1, model.layers + 1)}):
+        room = [(most - end) // block for end in ends]
+        if min(room) >= 1 and sum(room) >= model.layers:
+            break
+    for _ in range(sum(room) - model.layers):
+        room[room.index(max(room))] -= 1
+    return tuple(room)
+
+
+def parameters(model: ModelConfig, layout: Layout, stage: Stage) -> float:
+    """Parameters of one GPU of a stage; a tied table is there twice when the ends are on different stages."""
+    table = model.padded_vocab * model.hidden
+    ends = stage.first * count.entry(model) + stage.last * count.norm(model)
+    if stage.last and not (model.tied and stage.first):
+        ends += table
+    return (stage.blocks * count.block(model) + ends) / layout.tensor
+
+
+def micro_batches_held(layout: Layout, stage: Stage) -> float:
+    """Micro-batches whose activations a stage holds at its fullest moment.
+
+    1F1B: as many as there are stages from here to the end (Narayanan et al. 2021, section 2.2); GPipe: all of them;
+    interleaved: 1 + (p - 1) / (p v) times as many as 1F1B's in the first stage (Korthikanti et al. 2022, section 4.2.3).
+    """
+    p, v, m = layout.pipeline, layout.chunks, layout.accumulation
+    if p == 1:
+        return 1
+    if layout.schedule == "gpipe":
+        return m
+    if v > 1:
+        return min(m, (2 * (p - stage.index - 1) + (v - 1) * p + 1) / v)
+    return min(m, p - stage.index)

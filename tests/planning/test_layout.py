@@ -1,0 +1,107 @@
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import pytest
+
+from hpclm.config import EngineConfig, ModelConfig
+from hpclm.model import count
+from hpclm.planning import code, memory, time
+from hpclm.planning.layout import Layout, micro_batches_held, parameters, stages
+
+MODEL = ModelConfig(layers=12)
+
+
+@pytest.mark.parametrize("vocabulary", (1000, 50304, 250880))
+@pytest.mark.parametrize("pipeline", (2, 3, 4, 6))
+@pytest.mark.parametrize("tied", (True, False))
+def test_the_heaviest_stage_is_as_light_as_any_division_makes_it(vocabulary, pipeline, tied):
+    model = replace(MODEL, vocab_size=vocabulary, layers=9, tied=tied)
+    layout = Layout(pipeline=pipeline)
+
+    def heaviest(blocks):
+        where = replace(layout, blocks=blocks)
+        return max(parameters(model, where, stage) for stage in stages(model, where))
+
+    cuts = ((0, *chosen, 9) for chosen in combinations(range(1, 9), pipeline - 1))
+    all_divisions = [tuple(b - a for a, b in pairwise(cut)) for cut in cuts]
+    chosen = tuple(stage.blocks for stage in stages(model, layout))
+    assert sum(chosen) == 9
+    assert heaviest(chosen) == min(map(heaviest, all_divisions))
+
+
+def test_stages_and_tensor_ranks_hold_the_model_once_and_a_tied_table_twice():
+    table = MODEL.padded_vocab * MODEL.hidden
+    for tied, extra in ((True, table), (False, 0)):
+        model = replace(MODEL, tied=tied)
+        layout = Layout(pipeline=4, tensor=2)
+        held = 2 * sum(parameters(model, layout, stage) for stage in stages(model, layout))
+        assert held == count.parameters(model) + extra
+
+
+def test_blocks_are_equal_where_they_are_what_is_divided():
+    assert [s.blocks for s in stages(MODEL, Layout(pipeline=5, partition="blocks"))] == [2, 2, 3, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "layout, bubble",
+    (
+        (Layout(pipeline=1, accumulation=8), 0.0),
+        (Layout(pipeline=4, accumulation=8), 3 / 11),
+        (Layout(pipeline=4, accumulation=8, schedule="interleaved", chunks=2), 3 / 19),
+        (Layout(pipeline=4, accumulation=8, schedule="gpipe"), 3 / 11),
+        (Layout(pipeline=4, accumulation=8, schedule="zero_bubble"), 1 / 9),
+    ),
+)
+def test_the_bubble_is_the_papers(layout, bubble):
+    assert time.bubble(layout) == pytest.approx(bubble)
+
+
+def test_a_schedule_holds_the_micro_batches_that_the_papers_say():
+    layout = Layout(pipeline=4, accumulation=16)
+    first, *_, last = stages(MODEL, layout)
+    assert (micro_batches_held(layout, first), micro_batches_held(layout, last)) == (4, 1)
+    assert micro_batches_held(replace(layout, accumulation=2), first) == 2
+    assert micro_batches_held(replace(layout, schedule="gpipe"), last) == 16
+    interleaved = replace(layout, schedule="interleaved", chunks=3)
+    assert micro_batches_held(interleaved, first) == pytest.approx(4 * (1 + 3 / (4 * 3)))
+
+
+@pytest.mark.parametrize("element, attention, expected", ((2, 0.1, 34 + 5 * 16 * 1024 / 1024), (2, 0.0, 34)))
+def test_activations_of_a_block_are_korthikantis(element, attention, expected):
+    model = ModelConfig(hidden=1024, heads=16, dropout=0.1, attention_dropout=attention)
+    flash = not attention  # and then only the sums of the scores are kept, 4 bytes a head and token
+    whole = replace(code.of(EngineConfig(), element, 1), flash=flash)
+    unit = 1024 * 1024
+    sums = 4 * 16 * 1024 * flash
+    assert memory.block(model, Layout(), whole) - sums == expected * unit
+    # tensor parallelism without sequence parallelism: s b h (10 + 24 / t + 5 a s / (h t))
+    split = memory.block(model, Layout(tensor=4), replace(whole, sequence=False)) - sums / 4
+    assert split == (10 + (expected - 10) / 4) * unit
+    assert memory.block(model, Layout(tensor=4), whole) - sums / 4 == expected / 4 * unit
+
+
+@pytest.mark.parametrize("stage, psi", ((0, 2), (1, 2), (2, 2), (3, 3)))
+def test_replicas_send_two_or_three_elements_a_parameter(stage, psi):
+    name = "deepspeed" if stage else "native"
+    chosen = code.of(EngineConfig(name=name, zero_stage=stage), 2, 1)
+    sent = time.volume(MODEL, Layout(data=8), chosen).data
+    assert sent == pytest.approx(psi * count.parameters(MODEL) * 7 / 8 * (2 if stage else 4))
+
+
+@pytest.mark.parametrize("stage, expected", ((0, 16 + 4), (1, 2 + 2 + 16 / 64), (2, 2 + 18 / 64), (3, 20 / 64)))
+def test_zero_keeps_what_its_paper_says_and_a_gradient_in_fp32(stage, expected):
+    chosen = code.of(EngineConfig(name="deepspeed", zero_stage=stage), 2, 1)
+    found = memory.each(MODEL, Layout(data=64), chosen)[0]
+    assert found.weights + found.gradients + found.optimizer == pytest.approx(expected * count.parameters(MODEL))
+
+
+def test_a_group_inside_a_node_uses_its_links_and_one_across_nodes_all_its_adapters():
+    from hpclm.cluster.kinds import KINDS
+
+    kind, model = KINDS["A100"], replace(MODEL, hidden=1536)
+    plain = replace(code.of(EngineConfig(), 2, 1), overlap=False)
+    sent = time.volume(model, Layout(data=8), plain).data
+    inside = time.step(model, Layout(data=8, node=8), plain, kind).data
+    assert inside == pytest.approx(sent / (kind.link * time.ACHIEVED))
+    outside = time.step(model, Layout(data=8, node=2), plain, kind).data
+    assert outside == pytest.approx(sent / (2 * kind.network * time.ACHIEVED))

@@ -1,0 +1,140 @@
+import json
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hpclm import cli, planner
+from hpclm.planning import suggest
+from tests.runs import ROOT, hpclm
+
+LLAMA = "configs/llama-7b.yaml"
+
+
+def told(*words, capsys):
+    """What the verb prints, from inside this process."""
+    assert cli.run(planner.main, [str(word) for word in words]) == 0
+    return capsys.readouterr().out
+
+
+def test_parts_add_up_and_every_figure_is_there(capsys):
+    text = told(LLAMA, "--nodes", 2, "--gpus", 8, "--gpus-kind", "h200", capsys=capsys)
+    table = dict(re.findall(r"^  (\w+) +([\d.]+)", text.partition("a step  ")[0], re.M))
+    assert list(table) == ["weights", "gradients", "optimizer", "activations", "buffers", "logits", "total"]
+    total = float(table.pop("total"))
+    assert sum(map(float, table.values())) == pytest.approx(total, abs=0.04)
+    assert "6,738,415,616 parameters" in text and "16 x h200" in text
+    assert re.search(r"[\d,]+ tokens/s, [\d,]+ of each GPU: MFU [\d.]+%, HFU [\d.]+%", text)
+
+
+def test_json_says_the_same_in_bytes_and_seconds(capsys):
+    pipeline = ("parallel.pipeline=4", "engine.name=deepspeed", "batch.micro_size=2")
+    found = json.loads(told(LLAMA, "--gpus", 8, "--json", *pipeline, capsys=capsys))
+    assert len(found["memory"]) == 4 and found["layout"]["data"] == 2
+    for part in found["memory"]:
+        assert sum(v for k, v in part.items() if k != "total") == pytest.approx(part["total"])
+    assert sum(v for k, v in found["step"].items() if k != "total") == pytest.approx(found["step"]["total"])
+    assert found["tokens_per_second"] == pytest.approx(1024 * 4096 / found["step"]["total"])
+    assert found["sent"]["pipeline"] > 0 and found["bubble"] == pytest.approx(3 / (256 + 3))
+    assert found["hfu"] > found["mfu"] > 0
+
+
+@pytest.mark.parametrize(
+    "less, more",
+    (
+        (["engine.recompute=full"], ["engine.recompute=none"]),
+        (["engine.name=fsdp2"], ["engine.name=native"]),
+        (["engine.name=deepspeed", "engine.zero_stage=3"], ["engine.name=deepspeed", "engine.zero_stage=1"]),
+        (["parallel.tensor=2"], ["parallel.tensor=1"]),
+        (["batch.micro_size=1"], ["batch.micro_size=2"]),
+        (["engine.loss_chunk=512"], ["engine.loss_chunk=8192", "batch.micro_size=2"]),
+    ),
+)
+def test_what_saves_memory_is_said_to(less, more, capsys):
+    def need(words):
+        found = json.loads(told(LLAMA, "--gpus", 8, "--json", *words, capsys=capsys))
+        return max(part["total"] for part in found["memory"])
+
+    assert need(less) < need(more)
+
+
+def test_suggestions_fit_are_ranked_and_are_what_their_words_give(capsys):
+    asked = [LLAMA, "job.nodes=2", "job.gpus=4", "batch.global_size=256", "engine.compile=false"]
+    kind = planner.kind_of("A100")
+    best = suggest.ranked(cli.settings(asked), kind)
+    assert len(best) > 10
+    speeds = [one.forecast.tokens_per_second for one in best]
+    assert speeds == sorted(speeds, reverse=True)
+    assert all(one.forecast.room == "fits" for one in best)
+    assert {one.forecast.layout.tensor for one in best} >= {1, 2, 4}
+    assert {one.run.engine.name for one in best} >= {"deepspeed", "fairscale", "fsdp2", "pipelining"}
+    for one in best[:5]:
+        again = json.loads(told(*asked, *one.words, "--gpus-kind", "A100", "--json", capsys=capsys))
+        assert again["tokens_per_second"] == pytest.approx(one.forecast.tokens_per_second)
+        assert again["verdict"] == "fits"
+
+
+def test_suggest_stands_before_a_file_and_takes_a_number(capsys):
+    for words in (["--suggest", LLAMA], [LLAMA, "--suggest"], ["--suggest", "10", LLAMA], ["--suggest=10", LLAMA]):
+        text = told(*words, "--gpus", 8, capsys=capsys)
+        assert len(text.splitlines()) == 12 and "layouts fit 8 x H100" in text
+
+
+def test_nothing_fits_a_gpu_that_is_too_small(capsys):
+    assert cli.run(planner.main, [LLAMA, "--suggest", "--memory", "2"]) == 1
+    assert "nothing fits 1 x H100" in capsys.readouterr().out
+    assert "does not fit" in told(LLAMA, "--memory", 2, capsys=capsys)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    (
+        (["--gpus-kind", "A1000"], "unknown kind of GPU 'A1000'; choose one of .*A100"),
+        (
+            ["--gpus", "3"],
+            "batch.global_size=32 must be a multiple of batch.micro_size=4 x 3 data-parallel replicas = 12",
+        ),
+        (
+            ["--suggest", "--gpus", "7", "batch.global_size=5", "batch.micro_size=1", "model.layers=1"],
+            "no layout divides batch.global_size=5",
+        ),
+        (["--memory", "0"], "--memory=0 must be more than 0"),
+        (["--suggest=0"], "--suggest=0 must be at least 1"),
+        (["--suggest", "engine.precision=fp32"], "not predicted in fp32"),
+        (["modle.layers=3"], "Did you mean 'model.layers'"),
+    ),
+)
+def test_what_cannot_be_planned_is_told(words, message, capsys):
+    assert cli.run(planner.main, words) == 64
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_speed_is_not_predicted_without_a_peak(capsys):
+    text = told("--gpus-kind", "V100", capsys=capsys)
+    assert "not predicted in fp32" in text and "tokens/s" not in text
+    assert "tokens/s" in told("--gpus-kind", "V100", "engine.precision=fp16", capsys=capsys)
+
+
+def test_a_head_that_tensor_cores_do_not_like_is_told(capsys):
+    assert "a head is 150 wide" in told("model.hidden=600", "model.heads=4", capsys=capsys)
+
+
+def test_a_whole_forecast_loads_neither_torch_nor_numpy_and_takes_half_a_second():
+    code = (
+        "import sys; from hpclm import cli, planner; code = cli.run(planner.main); "
+        "print({'torch', 'numpy'} & set(sys.modules)); sys.exit(code)"
+    )
+    best = 9.0
+    for _ in range(3):  # the machine may be busy
+        start = time.monotonic()
+        done = subprocess.run([sys.executable, "-c", code, LLAMA, "--gpus=8"], capture_output=True, text=True, cwd=ROOT)
+        best = min(best, time.monotonic() - start)
+        assert done.returncode == 0 and done.stdout.endswith("set()\n"), done.stderr
+    assert best < 0.5
+
+
+def test_the_verb_is_known_and_explains_itself():
+    assert "--gpus-kind" in hpclm("planner", "--help", check=0).stdout
+    assert "planner" in hpclm("--help", check=0).stdout

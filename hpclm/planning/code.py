@@ -94,7 +94,7 @@ def zero_stage(engine: EngineConfig, pipeline: int) -> int:
     """The ZeRO stage in use: the one set, or the engine's own."""
     if engine.zero_stage is not None:
         return engine.zero_stage
-    can = engine.supports or SUPPORTS["native"]
+    can = SUPPORTS.get(engine.name, SUPPORTS["native"])
     return ((can.pipeline_stages if pipeline > 1 else can.zero_stages) or (0,))[0]
 
 

@@ -2,9 +2,14 @@ from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
+import torch
 
+from hpclm import config
 from hpclm.config import EngineConfig, ModelConfig
-from hpclm.model import count
+from hpclm.engine.stages import is_block
+from hpclm.engine.stages import stages as divided
+from hpclm.model import count, gpt
+from hpclm.parallel.mesh import Mesh
 from hpclm.planning import code, memory, time
 from hpclm.planning.layout import Layout, micro_batches_held, parameters, stages
 
@@ -105,3 +110,16 @@ def test_a_group_inside_a_node_uses_its_links_and_one_across_nodes_all_its_adapt
     assert inside == pytest.approx(sent / (kind.link * time.ACHIEVED))
     outside = time.step(model, Layout(data=8, node=2), plain, kind).data
     assert outside == pytest.approx(sent / (2 * kind.network * time.ACHIEVED))
+
+
+@pytest.mark.parametrize("by", ["parameters", "blocks"])
+@pytest.mark.parametrize("pipeline, layers", [(2, 12), (4, 12), (3, 8), (4, 7), (8, 24), (5, 5)])
+def test_a_stage_that_is_planned_is_no_heavier_than_one_that_runs(by, pipeline, layers):
+    """The two may place blocks differently where stages weigh the same."""
+    words = ["engine.name=pipelining", f"parallel.pipeline={pipeline}", f"parallel.partition={by}"]
+    run = config.load(None, [*words, f"model.layers={layers}", "batch.global_size=64"])
+    cpu = torch.device("cpu")
+    specs = gpt.layers(run.model, run.engine, torch.float32, 1)
+    running = [sum(map(is_block, stage)) for stage in divided(run, specs, Mesh(), cpu, torch.float32)]
+    planned = [stage.blocks for stage in stages(run.model, Layout(pipeline=pipeline, partition=by))]
+    assert sum(planned) == sum(running) == layers and max(planned) == max(running)

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from hpclm.config import EngineConfig, ModelConfig, OptimConfig
 from hpclm.model import count, gpt
 from hpclm.model.loss import TokenLoss
+from hpclm.model.stack import Stack
 from hpclm.optim.adamw import adamw
 from hpclm.planning import code, memory
 from hpclm.planning.layout import Layout, stages
@@ -27,8 +28,9 @@ class Training:
     def __init__(self, shape, element=4, micro_size=2, accumulation=2, recompute="none", recompute_every=1):
         self.config = ModelConfig(**dict(vocab_size=512, layers=6, hidden=64, heads=4, context=TOKENS) | shape)
         engine = EngineConfig(recompute=recompute, recompute_every=recompute_every, loss_chunk=ROWS)
-        self.model = gpt.Stack(self.config, gpt.layers(self.config, engine, TYPES[element], 1), recompute_every).train()
-        self.loss, self.optimizer = TokenLoss(ROWS), adamw(self.model, OptimConfig())
+        specs = gpt.layers(self.config, engine, TYPES[element], 1)
+        self.model = Stack(self.config, specs, TYPES[element], recompute_every=recompute_every).train()
+        self.loss, self.optimizer = TokenLoss(ROWS), adamw([dict(params=list(self.model.parameters()))], OptimConfig())
         self.layout = Layout(
             micro_size=micro_size, accumulation=accumulation, recompute=recompute, recompute_every=recompute_every
         )

@@ -1,0 +1,45 @@
+"""Runs, as a person starts them, whose model is divided over processes."""
+
+import pytest
+
+from tests.runs import Ranks, figures, hpclm
+
+MORE = ["model={vocab_size: 64, layers: 4, hidden: 32, heads: 4, context: 16}", "cluster.preflight=false"]
+MORE += ["batch.micro_size=1", "evaluate.every=4", "evaluate.batches=2", "optim.eps=1e-5"]
+TENSOR = (2, ["parallel.tensor=2"])
+PIPELINE = (4, ["engine.name=pipelining", "parallel.pipeline=2", "parallel.tensor=2"])
+ALONE = (1, [])
+
+
+def test_a_run_goes_on_in_any_other_layout(tiny, tmp_path):
+    hpclm("train", *tiny("whole", *MORE), check=0)
+    for stop, (size, words) in zip((3, 6, 9, 12), (TENSOR, PIPELINE, ALONE, TENSOR), strict=True):
+        with Ranks(size, tiny("pieces", *MORE, *words, f"stop_at={stop}")) as ranks:
+            found = ranks.wait()
+            assert {code for code, _ in found.values()} == {0}, found
+    for keys in (("step", "loss", "grad_norm"), ("step", "validation_loss")):
+        whole, pieces = (figures(tmp_path / out, *keys) for out in ("whole", "pieces"))
+        seen = {row[0]: row for row in pieces}
+        for alone in whole:
+            assert seen[alone[0]] == pytest.approx(alone, abs=1e-5)
+    hpclm("evaluate", tmp_path / "pieces", check=0)
+
+
+@pytest.mark.parametrize(
+    "words, answer",
+    {
+        "parallel.tensor=3": "model.heads=4 must be a multiple of parallel.tensor=3",
+        "parallel.pipeline=2": "engine 'native' has no pipeline",
+        "engine.name=pipelining": "set parallel.pipeline, or engine.name=native",
+        "engine.name=pipelining parallel.pipeline=8": "8 stages, but model.layers=4",
+        "engine.name=fsdp2 engine.zero_stage=1": "it can do stages 2, 3",
+        "engine.zero_stage=1": "engine 'native' cannot do engine.zero_stage=1; it can do stage 0",
+        "engine.overlap=false": "engine.overlap=False has no effect with engine 'native'; it is for deepspeed",
+        "engine.name=pipelining parallel.pipeline=2 parallel.schedule=interleaved": "needs parallel.chunks",
+        "model.kv_heads=2 parallel.tensor=4": "model.kv_heads=2 must be a multiple of parallel.tensor=4",
+        "parallel.tensor=2": "1 process cannot be divided by parallel.tensor=2 x parallel.pipeline=1 = 2",
+    }.items(),
+)
+def test_a_layout_that_cannot_work_is_refused_before_the_queue(tiny, words, answer):
+    done = hpclm("submit", "--cluster=local", "--gpus=1", *tiny("run", *MORE, *words.split()), check=64)
+    assert answer in done.stderr, done.stderr

@@ -37,8 +37,10 @@ STYLES = {
     ],
     "bloom": ["model.positions=alibi", "model.embed_norm=true", "model.activation=gelu", "model.qk_norm=true"],
     "fairseq": ["model.positions=sinusoidal", "model.embed_scale=true", "model.activation=relu", "model.tied=false"],
+    "documents": ["data.eod_mask_loss=true", "data.reset_position_ids=true", "data.reset_attention_mask=true"],
     "geglu": ["model.positions=none", "model.activation=geglu", "optim.decayed=all"],
 }
+STYLES["llamadocs"] = [*STYLES["llama"], *STYLES["documents"], "batch.loss_norm=microbatch"]
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

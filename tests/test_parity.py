@@ -44,7 +44,7 @@ class Layout:
 
 LAYOUTS = [
     *(Layout("native", 0, *sizes) for sizes in [(2,), (4,), (1, 2), (1, 4), (2, 2)]),
-    *(Layout("pipelining", 0, *sizes) for sizes in [(1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2), (2, 2, 2)]),
+    *(Layout("pipelining", 0, *sizes) for sizes in [(1, 1, 2), (1, 1, 3), (2, 1, 2), (1, 2, 2), (2, 2, 2)]),
     Layout("pipelining", 0, pipeline=2, more=("parallel.schedule=gpipe",)),
     Layout("pipelining", 0, pipeline=2, more=("parallel.schedule=interleaved", "parallel.chunks=2")),
     Layout("pipelining", 0, pipeline=2, more=("parallel.schedule=zero_bubble", "parallel.chunks=2")),
@@ -62,7 +62,7 @@ def combinations(layout):
     for precision, style, recompute, dropout in itertools.product(PRECISION, STYLES, RECOMPUTE, DROPOUT):
         if dropout == "dropout" and layout.tensor > 1:
             continue  # each tensor-parallel process drops in its own part, with a stream of its own
-        if style == "llama" and layout.tensor > 2:
+        if "llama" in style and layout.tensor > 2:
             continue  # two key/value heads
         if recompute != "kept" and "zero_bubble" in layout.name:
             continue  # refused

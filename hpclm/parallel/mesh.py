@@ -63,8 +63,10 @@ class Mesh:
 
         stages, replicas, slots = range(pipeline), range(data), range(tensor)
 
+        groups: dict[tuple[int, ...], Any] = {}
+
         def axis(lines: Sequence[Sequence[int]]) -> Axis:
-            return _axis(rank, size, lines, limit)
+            return _axis(rank, size, lines, groups, limit)
 
         return cls(
             pp=axis([[at(p, d, t) for p in stages] for d in replicas for t in slots]),
@@ -76,15 +78,15 @@ class Mesh:
         )
 
 
-def _axis(rank: int, size: int, lines: Sequence[Sequence[int]], limit: timedelta | None) -> Axis:
-    """The axis that consists of ``lines`` of ranks, seen from ``rank``. Groups are made by all processes in one order."""
-    mine = ALONE
-    for line in lines:
-        group = None
-        if len(line) == size and size > 1:
-            group = dist.group.WORLD
-        elif len(line) > 1:
-            group = dist.new_group(list(line), timeout=limit)
-        if rank in line:
-            mine = Axis(len(line), list(line).index(rank), group, tuple(line))
-    return mine
+def _axis(
+    rank: int, size: int, lines: Sequence[Sequence[int]], groups: dict[tuple[int, ...], Any], limit: timedelta | None
+) -> Axis:
+    """The axis that consists of ``lines`` of ranks, seen from ``rank``; the same ranks share a group.
+
+    Only a line's own processes make its group, so a large mesh costs no process more than its few.
+    """
+    mine = next((tuple(line) for line in lines if rank in line), (rank,))
+    if len(mine) > 1 and mine not in groups:
+        whole = len(mine) == size
+        groups[mine] = dist.group.WORLD if whole else dist.new_group(list(mine), limit, use_local_synchronization=True)
+    return Axis(len(mine), mine.index(rank), groups.get(mine), mine)

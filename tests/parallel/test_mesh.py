@@ -8,7 +8,7 @@ from hpclm.parallel.mesh import ALONE, Mesh
 
 def lines(axis, size, tensor, pipeline, monkeypatch):
     """Ranks of every line of an axis, as each rank sees it."""
-    monkeypatch.setattr("torch.distributed.new_group", lambda ranks, timeout: tuple(ranks))
+    monkeypatch.setattr("torch.distributed.new_group", lambda ranks, timeout, use_local_synchronization: tuple(ranks))
     parallel = ParallelConfig(tensor=tensor, pipeline=pipeline)
     return [getattr(Mesh.build(rank, size, parallel), axis) for rank in range(size)]
 
@@ -36,4 +36,12 @@ def test_tensor_neighbours_are_next_to_each_other_and_stages_far_apart(monkeypat
 
 def test_one_process_needs_no_group():
     mesh = Mesh.build(0, 1, ParallelConfig())
-    assert (mesh.pp, mesh.dp, mesh.tp, mesh.model) == (ALONE,) * 4 and mesh.world.group is None
+    assert {mesh.pp, mesh.dp, mesh.tp, mesh.model, mesh.ends, mesh.world} == {ALONE}
+
+
+def test_axes_of_the_same_ranks_share_a_group(monkeypatch):
+    made = []
+    monkeypatch.setattr("torch.distributed.new_group", lambda ranks, *_, **__: made.append(ranks) or object())
+    mesh = Mesh.build(5, 8, ParallelConfig(tensor=2, pipeline=2))
+    assert made == [[1, 5], [5, 7], [4, 5], [0, 1, 4, 5]]
+    assert mesh.ends.group is mesh.pp.group

@@ -69,7 +69,7 @@ def run(config: RunConfig, team: Team) -> int:
         logger.info("run directory %s, %s", out, f"goes on from step {progress.step}" if progress.step else "a new run")
 
         guard, saved = Guard(config.optim, progress.skipped), progress.step
-        start, fast = (progress.step, progress.samples), speed(config, device, dtype)
+        start, fast = (progress.step, progress.samples), speed(config, team.size, device, dtype)
         meter = opened.enter_context(Meter(out, config.log, start, length.steps, fast) if team.leads else Mute())
         known = team.first(lambda: sorted(meter.evaluated_at))
         meter.evaluated_at = {(step, part) for step, part in known}
@@ -178,9 +178,10 @@ def rate(config: RunConfig, plan: Plan, length: Length, progress: Progress) -> f
     return learning_rate(position, amount, length.in_unit(config.optim.unit), config.optim)
 
 
-def speed(config: RunConfig, device: torch.device, dtype: torch.dtype) -> Speed:
-    """What turns samples and seconds into tokens a second and MFU."""
-    return Speed(config.model.context, count.flops_per_token(config.model), hardware.peak_flops(device, dtype))
+def speed(config: RunConfig, processes: int, device: torch.device, dtype: torch.dtype) -> Speed:
+    """What turns samples and seconds into tokens a second and MFU, of all processes together."""
+    peak = hardware.peak_flops(device, dtype)
+    return Speed(config.model.context, count.flops_per_token(config.model), peak and peak * processes)
 
 
 def due(every: int, progress: Progress) -> bool:

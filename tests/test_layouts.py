@@ -43,3 +43,38 @@ def test_a_run_goes_on_in_any_other_layout(tiny, tmp_path):
 def test_a_layout_that_cannot_work_is_refused_before_the_queue(tiny, words, answer):
     done = hpclm("submit", "--cluster=local", "--gpus=1", *tiny("run", *MORE, *words.split()), check=64)
     assert answer in done.stderr, done.stderr
+
+
+MINE = """
+import torch
+from torch import nn
+from hpclm.config.supports import Supports
+from hpclm.engine.native import NativeEngine
+from hpclm.model.gpt import Block
+from hpclm.parallel.collectives import share
+
+class Gated(Block):
+    def __init__(self, config, recompute_core, generator, tp):
+        super().__init__(config, recompute_core, generator, tp)
+        self.tp, self.gate = tp, nn.Parameter(torch.full((config.hidden,), 0.5))
+
+    def forward(self, x, layout):
+        return x + share(self.gate, self.tp) * (super().forward(x, layout) - x)
+
+class Own(NativeEngine):
+    supports = Supports("", options=("compile",))
+"""
+
+
+def test_a_block_and_an_engine_of_ones_own_are_divided_like_ours(tiny, tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    own = [*MORE, "model.block=mine:Gated", "engine.name=mine:Own"]
+    hpclm("train", *tiny("whole", *own), check=0, cwd=tmp_path)
+    with Ranks(2, tiny("tensor", *own, "parallel.tensor=2"), PYTHONPATH=tmp_path) as ranks:
+        assert {code for code, _ in ranks.wait().values()} == {0}
+    whole, tensor = (figures(tmp_path / out, "loss", "grad_norm") for out in ("whole", "tensor"))
+    for alone, divided in zip(whole, tensor, strict=True):
+        assert divided == pytest.approx(alone, abs=1e-5)
+    done = hpclm("train", *tiny("refused", *own, "engine.bucket_mb=3"), check=64, cwd=tmp_path)
+    assert "engine.bucket_mb=3.0 has no effect with engine 'mine:Own'" in done.stderr
+    assert not (tmp_path / "refused").exists()

@@ -33,6 +33,8 @@ class Replica:
     """Whether each replica holds parts of the weights."""
     finish: Callable[[], None] = lambda: None
     """Called after the backward pass: puts the gradients where the held parameters have them."""
+    rest: Callable[[], None] = lambda: None
+    """Called after an evaluation: gives back what forward passes without a backward pass left behind."""
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,13 @@ class Layout:
 
 LAYOUTS = [
     *(Layout("native", 0, *sizes) for sizes in [(2,), (4,), (1, 2), (1, 4), (2, 2)]),
-    *(Layout("fsdp2", stage, *sizes) for stage in (2, 3) for sizes in [(2,), (4,), (2, 2)]),
-    Layout("fsdp2", 3),
+    *(
+        Layout(engine, stage, *sizes)
+        for engine in ("fsdp2", "fairscale")
+        for stage in (2, 3)
+        for sizes in [(2,), (4,), (2, 2)]
+    ),
+    *(Layout(engine, 3) for engine in ("fsdp2", "fairscale")),
 ]
 RECOMPUTE = {"kept": [], "full": ["engine.recompute=full"], "selective": ["engine.recompute=selective"]}
 RECOMPUTE["every2"] = ["engine.recompute=full", "engine.recompute_every=2"]

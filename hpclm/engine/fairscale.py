@@ -81,10 +81,22 @@ class Sharded(FullyShardedDataParallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module that it holds."""
-        if self.training_state in BACKWARD:  # its weights are needed on: neither to be let go now, nor to be waited for
-            self._rebuild_full_params()
+        if self.training_state not in BACKWARD:
+            return super().forward(*args, **kwargs)
+        done = [weight for weight in self.params if weight.shape != weight._orig_size]
+        self._gather(done)  # those whose gradients are on their way already, as may be those of biases
+        try:
             return self.module(*args, **kwargs)
-        return super().forward(*args, **kwargs)
+        finally:  # the others stay for the backward pass, which comes now
+            self._use_fp32_param_shard(done)
+
+    def _gather(self, weights: list[nn.Parameter]) -> None:
+        """Gather some of the weights; the others are there."""
+        if weights:
+            everything, self.params = self.params, weights
+            self.has_full_params = False
+            self._rebuild_full_params()
+            self.params = everything
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,8 @@ class FairScaleEngine(PlainEngine):
 class Sharded(FullyShardedDataParallel):
     """A unit that knows a recomputation from a forward pass."""
 
+    params: list[Any]  # parameters with notes of the library's on them
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module that it holds."""
         if self.training_state not in BACKWARD:
@@ -90,7 +92,7 @@ class Sharded(FullyShardedDataParallel):
         finally:  # the others stay for the backward pass, which comes now
             self._use_fp32_param_shard(done)
 
-    def _gather(self, weights: list[nn.Parameter]) -> None:
+    def _gather(self, weights: list[Any]) -> None:
         """Gather some of the weights; the others are there."""
         if weights:
             everything, self.params = self.params, weights
@@ -126,8 +128,8 @@ def sharded(root: Sharded, weights: dict[str, nn.Parameter], forms: dict[str, Fo
         return Held(name, weight, forms[name], partial(whole, shape=shape, dp=mesh.dp), partial(part, dp=mesh.dp))
 
     def finish() -> None:
-        for weight in weights.values():  # it would live on, and get one more hook every step
-            del weight._shard_bwd_hook
+        for weight in weights.values():  # what it notes there would live on, and get one more hook every step
+            vars(weight).pop("_shard_bwd_hook")
 
     def rest() -> None:
         for unit in units(root):

@@ -58,7 +58,9 @@ def goes_on(folder, stop, words):
 def memory(words):
     """Bytes of the weights this process holds after the build, and by how much its memory grew on the way."""
     made([*words, "model.layers=1", "model.hidden=32"])  # what is loaded only once is
-    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed goes back, so that what counts is what lives
+    ctypes.CDLL(None).mallopt(
+        -3, 1 << 16
+    )  # M_MMAP_THRESHOLD: what is freed goes back, so that what counts is what lives
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
     _, engine, _, _ = made(words)
@@ -112,4 +114,3 @@ def hooks(words):
         found.append(len(called))
         called.clear()
     return found[0], found[-1]
-

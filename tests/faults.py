@@ -1,9 +1,11 @@
 """Things that go wrong on purpose; named in settings of a run under test."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from hpclm.data.synthetic import synthetic
 
@@ -52,3 +54,30 @@ def leaving(*words):
     if os.environ["HPCLM_RANK"] == "1":
         sys.exit(0)
     return synthetic(*words)
+
+
+def warning_once(*words):
+    """A data source that warns rank 1 in the middle of the first evaluation, and kills it in the next attempt's third step."""
+    source = synthetic(*words)
+    samples = source.samples
+    warned, died = (Path(os.environ[name]) for name in ("TEST_MARK", "TEST_DIES"))
+
+    def wrapped(part, count):
+        found = samples(part, count)
+        read, number = found.read, iter(range(10**9))
+
+        def fail(index, row):
+            rank, reads = os.environ.get("HPCLM_RANK"), next(number)
+            if rank == "1" and part == "valid" and reads == 4 and not warned.exists():
+                warned.touch()
+                os.kill(os.getpid(), signal.SIGTERM)
+            elif rank == "1" and part == "train" and reads == 20 and warned.exists() and not died.exists():
+                died.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            read(index, row)
+
+        found.read = fail
+        return found
+
+    source.samples = wrapped
+    return source

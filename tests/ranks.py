@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-PRELOADED = ["torch", "torch.distributed", "numpy", "hpclm.engine.native", "hpclm.config", "hpclm.data.synthetic"]
+PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "numpy",
+    "hpclm.engine.native",
+    "hpclm.engine.fsdp2",
+    "hpclm.engine.fairscale",
+    "hpclm.config",
+    "hpclm.data.synthetic",
+]
 LIMIT = 240.0  # seconds
 
 

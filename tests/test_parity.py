@@ -50,6 +50,13 @@ LAYOUTS = [
     Layout("pipelining", 0, pipeline=2, more=("parallel.schedule=zero_bubble", "parallel.chunks=2")),
     Layout("pipelining", 0, pipeline=2, more=("parallel.schedule=zero_bubble",)),
     Layout("pipelining", 0, tensor=2, pipeline=2, more=("parallel.schedule=zero_bubble",)),
+    *(
+        Layout(engine, stage, *sizes)
+        for engine in ("fsdp2", "fairscale")
+        for stage in (2, 3)
+        for sizes in [(2,), (4,), (2, 2)]
+    ),
+    *(Layout(engine, 3) for engine in ("fsdp2", "fairscale")),
 ]
 RECOMPUTE = {"kept": [], "full": ["engine.recompute=full"], "selective": ["engine.recompute=selective"]}
 RECOMPUTE["every2"] = ["engine.recompute=full", "engine.recompute_every=2"]

@@ -45,9 +45,17 @@ SUPPORTS = {
         optimizers=("adamw", "apex_adam", "cpu_adam"),
     ),
     "fairscale": Supports(
-        "hpclm.engine.fairscale:FairScaleEngine", zero_stages=(3, 2), options=("bucket_mb", "gradients")
+        "hpclm.engine.fairscale:FairScaleEngine",
+        zero_stages=(3, 2),
+        options=("bucket_mb", "gradients"),
+        optimizers=("adamw",),
     ),
-    "fsdp2": Supports("hpclm.engine.fsdp2:FSDP2Engine", zero_stages=(3, 2), options=("gradients", "compile")),
+    "fsdp2": Supports(
+        "hpclm.engine.fsdp2:FSDP2Engine",
+        zero_stages=(3, 2),
+        options=("gradients", "compile"),
+        optimizers=("adamw",),
+    ),
     "pipelining": Supports(
         "hpclm.engine.pipelining:PipeliningEngine",
         pipeline_stages=(0,),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hpclm.engine import Saved, Shard
+from hpclm.parallel.collectives import all_gather
 from hpclm.parallel.form import Form
 from hpclm.parallel.mesh import Axis, Mesh
 
@@ -42,6 +43,8 @@ def shards(held: Held, name: str, tensor: Tensor, mesh: Mesh, owner: int) -> Ite
     whole = held.whole(tensor)
     if held.copy or mesh.dp.rank != owner % mesh.dp.size or (held.form.dim is None and not mesh.tp.first):
         return
+    if held.whole is not same:
+        whole = whole.cpu()  # what was gathered is not there yet, and the device has no room for all of it
     for piece in held.form.pieces(mesh.tp):
         yield Shard(name, held.form.cut(whole, piece), held.form.shape, piece.start)
 
@@ -59,3 +62,20 @@ def decay_groups(all_held: Iterable[Held], everything: bool) -> tuple[list[nn.Pa
     for held in all_held:
         (yes if everything or len(held.form.shape) >= 2 else no).append(held.parameter)
     return yes, no
+
+
+def gather_parts(part: Tensor, rows: int, dp: Axis) -> Tensor:
+    """Each replica's share of ``rows`` rows, as ``torch.chunk`` cuts them -> all of them on every replica.
+
+    The last shares may be shorter, or filled up with more rows than there are.
+    """
+    share = -(-rows // dp.size)
+    if len(part) < share:
+        part = torch.cat([part, part.new_zeros(share - len(part), *part.shape[1:])])
+    return all_gather(part, dp)[:rows]
+
+
+def own_part(whole: Tensor, dp: Axis) -> Tensor:
+    """This replica's share of the rows of ``whole``, as ``torch.chunk`` cuts them; perhaps none."""
+    share = -(-len(whole) // dp.size)
+    return whole[dp.rank * share : (dp.rank + 1) * share]

@@ -10,10 +10,8 @@ from torch import nn
 
 from hpclm.config import RunConfig
 from hpclm.engine.held import Held
-from hpclm.engine.plain import PlainEngine
+from hpclm.engine.plain import PlainEngine, whole_model
 from hpclm.engine.step import Replica
-from hpclm.model import gpt
-from hpclm.model.loss import TokenLoss
 from hpclm.model.stack import Stack
 from hpclm.parallel.mesh import Axis, Mesh
 
@@ -23,15 +21,7 @@ class NativeEngine(PlainEngine):
 
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
         engine = config.engine
-        model = Stack(
-            config.model,
-            gpt.layers(config.model, engine, dtype, config.seed, mesh.tp),
-            dtype,
-            mesh.tp,
-            TokenLoss(engine.loss_chunk, compile=engine.compile),
-            engine.recompute_every,
-            place=lambda _, layer: layer.to(device),
-        )
+        model = whole_model(config, mesh, dtype, lambda _, layer: layer.to(device))
         if engine.compile:
             model.compile_blocks()
         super().__init__(config, mesh, device, model, lambda stack: replicate(stack, mesh.dp, device, engine.bucket_mb))

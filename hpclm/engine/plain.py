@@ -12,7 +12,8 @@ from hpclm.engine import Saved, Shard, StepResult
 from hpclm.engine.held import decay_groups, read, shards
 from hpclm.engine.step import Replica, Work, accumulate, gradient_norm, mean_loss, seed_step, seeds, token_weights
 from hpclm.model import gpt
-from hpclm.model.stack import Stack, Stages, check_shapes
+from hpclm.model.loss import TokenLoss
+from hpclm.model.stack import Place, Stack, Stages, check_shapes
 from hpclm.optim.adamw import adamw, groups, restore, steps_taken, update
 from hpclm.optim.scaler import LossScale
 from hpclm.parallel.collectives import all_reduce
@@ -60,7 +61,9 @@ class PlainEngine:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss per token."""
         self.model.eval()
-        return mean_loss(self.replica.forward, batches, self.device, self.mesh.dp)
+        loss = mean_loss(self.replica.forward, batches, self.device, self.mesh.dp)
+        self.replica.rest()
+        return loss
 
     @torch.no_grad()
     def tensors(self) -> Iterator[Shard]:
@@ -99,3 +102,10 @@ class PlainEngine:
                 restore(self.optimizer, own, moments, steps)
         if self.scale and scalars["loss_scale"]:
             self.scale = LossScale(**scalars["loss_scale"])
+
+
+def whole_model(config: RunConfig, mesh: Mesh, dtype: torch.dtype, place: Place) -> Stack:
+    """All layers of the model, each given to ``place`` as it is built."""
+    specs = gpt.layers(config.model, config.engine, dtype, config.seed, mesh.tp)
+    loss = TokenLoss(config.engine.loss_chunk, compile=config.engine.compile)
+    return Stack(config.model, specs, dtype, mesh.tp, loss, config.engine.recompute_every, place)

@@ -35,6 +35,8 @@ class Replica:
     """Runs all micro-batches instead of ``forward``, as accumulate() does; for pipelines."""
     finish: Callable[[], None] = lambda: None
     """Called after the backward pass: puts the gradients where the held parameters have them."""
+    rest: Callable[[], None] = lambda: None
+    """Called after an evaluation: gives back what forward passes without a backward pass left behind."""
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torch import Tensor
 from hpclm.parallel.mesh import Axis
 
 # torch 2.13 has new names for these two and warns of the old ones
-_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Op = Callable[[Tensor, Axis], Tensor]
 
@@ -24,13 +24,13 @@ Op = Callable[[Tensor, Axis], Tensor]
 def start_gather(x: Tensor, axis: Axis) -> tuple[Tensor, Any]:
     """Begin to gather [t, ...] slices: the [T, ...] tensor they will be in, and the work to wait for."""
     out = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
-    return out, _gather_into(out, x.contiguous(), group=axis.group, async_op=True)
+    return out, gather_into(out, x.contiguous(), group=axis.group, async_op=True)
 
 
 def start_scatter(x: Tensor, axis: Axis) -> tuple[Tensor, Any]:
     """Begin to sum [T, ...] tensors: the [t, ...] slice of the total, and the work to wait for."""
     out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
-    return out, _scatter_into(out, x.contiguous(), group=axis.group, async_op=True)
+    return out, scatter_into(out, x.contiguous(), group=axis.group, async_op=True)
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:

@@ -1,0 +1,116 @@
+"""What the ranks of tests/engine/test_sharded.py do."""
+
+import ctypes
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hpclm import config
+from hpclm import engine as engines
+from hpclm.checkpoint import CheckpointStore
+from hpclm.cluster.bootstrap import World
+from hpclm.cluster.team import Team
+from hpclm.data.batches import Batches
+from hpclm.data.synthetic import synthetic
+from hpclm.optim.schedules import learning_rate
+from hpclm.parallel.mesh import Mesh
+from tests.parity import STEPS, TINY, TYPES
+
+CPU = torch.device("cpu")
+
+
+def made(words):
+    """An engine, its batches and its settings, and this process's team."""
+    run = config.load(None, [*TINY, *words])
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    mesh = Mesh.build(rank, size, run.parallel)
+    engine = engines.build(run, mesh, CPU, TYPES[run.engine.precision])
+    source = synthetic(run.data, run.model.context, run.seed, run.model.vocab_size)
+    batches = Batches(source.samples("train", 1000), run, run.plan(size), source.eod, CPU, mesh.dp.rank)
+    return run, engine, batches, Team(World("test", rank, size), ("here",) * size)
+
+
+def steps(run, engine, batches, start, stop):
+    """The losses of some steps, and what became of them."""
+    results = []
+    for step in range(start, stop):
+        rate = learning_rate(step, 1, STEPS, run.optim)
+        results.append(engine.train_step(batches.step(step * run.batch.global_size), rate, step))
+    return results
+
+
+def goes_on(folder, stop, words):
+    """Resume from a folder's newest checkpoint, evaluate, train until ``stop``, save: the losses on the way."""
+    run, engine, batches, team = made(words)
+    store = CheckpointStore(Path(folder), 2, {}, team)
+    begun = engine.evaluate(batches.take(0, 5))  # what it gathers must not outlive the loading
+    progress = store.resume(engine, "auto")
+    losses = [engine.evaluate(batches.take(0, 5))]
+    for result in steps(run, engine, batches, progress.step, stop):
+        losses.append(result.loss)
+        progress = progress.after(run.batch.global_size, 0.0, result.skipped)
+    if len(losses) > 1:
+        store.save(engine, progress)
+    return begun, losses
+
+
+def memory(words):
+    """Bytes of the weights this process holds after the build, and by how much its memory grew on the way."""
+    made([*words, "model.layers=1", "model.hidden=32"])  # what is loaded only once is
+    ctypes.CDLL(None).mallopt(
+        -3, 1 << 16
+    )  # M_MMAP_THRESHOLD: what is freed goes back, so that what counts is what lives
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
+    _, engine, _, _ = made(words)
+    return sum(held.parameter.untyped_storage().nbytes() for held in engine.replica.held), status("VmHWM") - before
+
+
+def status(name):
+    """A figure of this process's memory, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def left_alone(words):
+    """Train, spoil one value on one rank, train: what a rank held before and after, and what it was told."""
+    run, engine, batches, _ = made(words)
+    first = steps(run, engine, batches, 0, 2)
+    if run.engine.precision == "fp16":
+        engine.scale = type(engine.scale)(2.0**40, 1)
+    elif dist.get_rank() == 1:
+        with torch.no_grad():
+            next(held for held in engine.replica.held if held.name == "norm.weight").parameter[0] = torch.nan
+    before = mine(engine)
+    [result] = steps(run, engine, batches, 2, 3)
+    same = all(torch.equal(a, b) for a, b in zip(before, mine(engine), strict=True))
+    scale = engine.scale and engine.scale.value
+    return [r.loss for r in first], result.skipped, same, engine.scalars()["optimizer_steps"], scale
+
+
+def mine(engine):
+    """A copy of all that the optimizer moves on this rank."""
+    state = engine.optimizer.state
+    tensors = [[held.parameter, *state[held.parameter].values()] for held in engine.replica.held]
+    return [tensor.detach().nan_to_num().clone() for each in tensors for tensor in each]
+
+
+def hooks(words):
+    """How many functions autograd calls for gradients in a first step and in a fifth."""
+    from fairscale.nn import FullyShardedDataParallel as Library
+
+    run, engine, batches, _ = made(words)
+    called, hook = [], Library._post_backward_hook
+
+    def counted(self, *args):
+        called.append(1)
+        return hook(self, *args)
+
+    Library._post_backward_hook = counted
+    found = []
+    for step in range(5):
+        steps(run, engine, batches, step, step + 1)
+        found.append(len(called))
+        called.clear()
+    return found[0], found[-1]

@@ -16,9 +16,14 @@ BAND = 1 << 20  # values
 
 
 def normal(form: Form, std: float, generator: torch.Generator, tp: Axis = ALONE) -> nn.Parameter:
-    """This process's part of a weight drawn from N(0, std); the weight follows from ``generator`` and its shape."""
-    seed = int(torch.randint(1 << 62, (), generator=generator))
+    """This process's part of a weight drawn from N(0, std); the weight follows from ``generator`` and its shape.
+
+    Nothing is drawn where new tensors have a shape only (``with torch.device("meta")``).
+    """
+    seed = int(torch.randint(1 << 62, (), generator=generator, device="cpu"))
     part = torch.empty(form.local(tp))
+    if part.is_meta:
+        return nn.Parameter(part)
     rows, width = form.shape[0], form.shape[1:]
     count = max(1, BAND // math.prod(width))
     for piece in form.pieces(tp):

@@ -1,0 +1,95 @@
+"""Which layers each stage of a pipeline has."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hpclm.config import RunConfig
+from hpclm.config.model import BLOCKS
+from hpclm.model.gpt import LayerSpec
+from hpclm.model.loss import TokenLoss
+from hpclm.model.stack import Stack
+from hpclm.parallel.collectives import broadcast
+from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.partition import balanced
+
+REPEATS = 3
+
+
+def stages(
+    config: RunConfig, specs: Sequence[LayerSpec], mesh: Mesh, device: torch.device, dtype: torch.dtype
+) -> list[list[LayerSpec]]:
+    """The specs of every stage, first to last, as parallel.partition divides them; each stage has a block.
+
+    There are parallel.pipeline x parallel.chunks stages. All processes call this together, and all find the same.
+    """
+    if config.parallel.partition == "time":
+        found = seconds(config, specs, mesh, device, dtype)
+    else:
+        found = parameters(config, specs) if config.parallel.partition == "parameters" else blocks(specs)
+    count = config.parallel.pipeline * config.parallel.chunks
+    return [[specs[i] for i in part] for part in balanced(found, count, [is_block(spec) for spec in specs])]
+
+
+def is_block(spec: LayerSpec) -> bool:
+    """Whether a layer is one of the model's blocks."""
+    return spec.name.startswith("block")
+
+
+def blocks(specs: Sequence[LayerSpec]) -> list[float]:
+    """1 for a block, 0 for anything else."""
+    return [float(is_block(spec)) for spec in specs]
+
+
+def parameters(config: RunConfig, specs: Sequence[LayerSpec]) -> list[float]:
+    """Weights that each layer holds; a table that two stages have counts in both."""
+    place = torch.device("meta" if config.model.block in BLOCKS else "cpu")  # a user's block may draw as it likes
+
+    def count(spec: LayerSpec) -> float:
+        with place:
+            return float(sum(p.numel() for p in spec.module(**spec.kwargs).parameters()))
+
+    return by_kind(specs, count)
+
+
+def seconds(
+    config: RunConfig, specs: Sequence[LayerSpec], mesh: Mesh, device: torch.device, dtype: torch.dtype
+) -> list[float]:
+    """Seconds of each layer's forward and backward pass of a micro-batch, as rank 0 measures them here and now."""
+    found = by_kind(specs, lambda spec: measured(config, spec, mesh, device, dtype))
+    return broadcast(torch.tensor(found, dtype=torch.float64, device=device), mesh.world, 0).tolist()
+
+
+def measured(config: RunConfig, spec: LayerSpec, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> float:
+    """Seconds of one layer's forward and backward pass; its tensor-parallel processes run it together."""
+    model, size = config.model, config.batch.micro_size
+    stack = Stack(model, [spec], dtype, mesh.tp, TokenLoss(config.engine.loss_chunk)).to(device)
+    ids = torch.zeros(size, model.context, dtype=torch.int64, device=device)
+    hidden = torch.zeros(model.context // mesh.tp.size, size, model.hidden, dtype=dtype, device=device)
+    best = float("inf")
+    for _ in range(REPEATS):
+        x = ids if spec.number == 0 else hidden.clone().requires_grad_()
+        wait(device)
+        began = time.perf_counter()
+        y: Tensor = stack(x, labels=ids, weights=torch.ones_like(ids, dtype=torch.float32))
+        y.float().sum().backward()
+        wait(device)
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def by_kind(specs: Sequence[LayerSpec], cost: Callable[[LayerSpec], float]) -> list[float]:
+    """The cost of each layer; blocks are alike, so one is looked at for all."""
+    known: dict[str, float] = {}
+    for spec in specs:
+        kind = "block" if is_block(spec) else str(spec.number)
+        known[kind] = known[kind] if kind in known else cost(spec)
+    return [known["block" if is_block(spec) else str(spec.number)] for spec in specs]

@@ -1,0 +1,56 @@
+"""Neighbouring layers, divided into stages that cost as nearly the same as they can."""
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+from hpclm.errors import ConfigError
+
+
+def balanced(costs: Sequence[float], stages: int, needed: Sequence[bool] | None = None) -> list[range]:
+    """The layers of each of ``stages`` stages, of which the dearest costs the least possible; then as even as possible.
+
+    ``costs``: of each layer, in their order. ``needed``: the layers of which every stage has at least one; all, unless given.
+    """
+    wanted = [True] * len(costs) if needed is None else list(needed)
+    if not 1 <= stages <= sum(wanted):
+        raise ConfigError(
+            f"{sum(wanted)} layers cannot be divided over {stages} pipeline stages; each stage needs one of them"
+        )
+    total = [0.0, *accumulate(map(float, costs))]
+    seen = [0, *accumulate(wanted)]
+
+    def cost(first: int, end: int) -> float:
+        return total[end] - total[first] if seen[end] > seen[first] else math.inf
+
+    greatest, _ = _divided(len(costs), stages, cost, max)
+    limit = greatest * (1 + 1e-9)  # sums of fractions are not exact
+
+    def square(first: int, end: int) -> float:
+        found = cost(first, end)
+        return found * found if found <= limit else math.inf
+
+    return _divided(len(costs), stages, square, lambda a, b: a + b)[1]
+
+
+def _divided(
+    layers: int, stages: int, cost: Callable[[int, int], float], join: Callable[[float, float], float]
+) -> tuple[float, list[range]]:
+    """The division with the least ``cost(first, end)`` of all stages, joined by ``join``: dynamic programming."""
+    best = [0.0, *[math.inf] * layers]  # of the first so many layers, in as many stages as were looked at
+    cuts: list[list[int]] = []
+    for _ in range(stages):
+        found = [math.inf] * (layers + 1)
+        cut = [0] * (layers + 1)
+        for end in range(1, layers + 1):
+            for first in range(end):
+                value = join(best[first], cost(first, end))
+                if value < found[end]:
+                    found[end], cut[end] = value, first
+        best = found
+        cuts.append(cut)
+    ranges, end = [], layers
+    for cut in reversed(cuts):
+        ranges.append(range(cut[end], end))
+        end = cut[end]
+    return best[layers], ranges[::-1]

@@ -1,0 +1,48 @@
+import pytest
+import torch
+
+from hpclm import config
+from hpclm.engine.stages import parameters, stages
+from hpclm.model import count, gpt
+from hpclm.parallel.mesh import Mesh
+from tests.parity import TINY
+
+CPU = torch.device("cpu")
+
+
+def divided(*words):
+    run = config.load(None, [*TINY, "engine.name=deepspeed", *words])
+    specs = gpt.layers(run.model, run.engine, torch.float32, run.seed)
+    return run, specs, stages(run, specs, Mesh(), CPU, torch.float32)
+
+
+def blocks(parts):
+    return [sum(spec.name.startswith("block") for spec in part) for part in parts]
+
+
+@pytest.mark.parametrize(
+    "partition, vocab, wanted",
+    [("blocks", 60, [2, 2, 1]), ("blocks", 6000, [2, 2, 1]), ("parameters", 6000, [1, 3, 1])],
+)
+def test_stages_share_blocks_or_parameters(partition, vocab, wanted):
+    words = ["model.layers=5", "parallel.pipeline=3", f"parallel.partition={partition}", f"model.vocab_size={vocab}"]
+    _, specs, parts = divided(*words)
+    assert sorted(blocks(parts)) == sorted(wanted) and [spec for part in parts for spec in part] == specs
+    if partition == "parameters":
+        assert blocks(parts) == wanted
+
+
+def test_counting_parameters_draws_none_and_counts_all():
+    run, specs, _ = divided("model.layers=2", "parallel.pipeline=2", "model.tied=false")
+    assert sum(parameters(run, specs)) == count.parameters(run.model)
+
+
+def test_time_is_measured_layer_by_layer():
+    _, specs, parts = divided("model.layers=4", "parallel.pipeline=2", "parallel.partition=time")
+    assert [spec for part in parts for spec in part] == specs and all(blocks(parts))
+
+
+def test_a_costly_vocabulary_takes_blocks_from_its_stages_by_time():
+    words = ["model.layers=6", "parallel.pipeline=2", "parallel.partition=time", "model.vocab_size=20000"]
+    _, _, parts = divided(*words, "batch.micro_size=8")
+    assert blocks(parts)[0] > blocks(parts)[1]

@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-PRELOADED = ["torch", "torch.distributed", "numpy", "hpclm.engine.native", "hpclm.config", "hpclm.data.synthetic"]
+PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "numpy",
+    "hpclm.engine.native",
+    "hpclm.config",
+    "hpclm.data.synthetic",
+    "tests.vendors",
+]
 LIMIT = 240.0  # seconds
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hpclm.config import supports
+from hpclm.config import deepspeed, supports
 from hpclm.config.checks import Checked, at_least
 from hpclm.config.data import DataConfig
 from hpclm.config.engine import EngineConfig, ParallelConfig
@@ -182,6 +182,8 @@ class RunConfig(Checked):
             yield from supports.problems(
                 self.engine.name, chosen, parallel.pipeline, parallel.schedule, self.optim.name
             )
+        if self.engine.name == "deepspeed" and self.engine.extra:
+            yield from deepspeed.unsuitable(self)
         if self.optim.name == "cpu_adam" and self.engine.offload == "none":
             yield "optim.name=cpu_adam needs engine.offload=optimizer or parameters"
         stages = self.parallel.pipeline * self.parallel.chunks

@@ -32,7 +32,7 @@ OPTIONAL = ("bucket_mb", "overlap", "gradients", "extra", "offload_folder", "com
 SUPPORTS = {
     "native": Supports("hpclm.engine.native:NativeEngine", options=("bucket_mb", "compile")),
     "deepspeed": Supports(
-        "hpclm.engine.deepspeed:DeepSpeedEngine",
+        "hpclm.engine.deepspeed:build",
         zero_stages=(1, 0, 2, 3),
         pipeline_stages=(1,),
         schedules=("1f1b",),

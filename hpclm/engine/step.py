@@ -33,6 +33,8 @@ class Replica:
     """Whether each replica holds parts of the weights."""
     finish: Callable[[], None] = lambda: None
     """Called after the backward pass: puts the gradients where the held parameters have them."""
+    backward: Callable[[Tensor], Any] = Tensor.backward
+    """Runs the backward pass of a loss."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def accumulate(replica: Replica, work: Work, factor: float = 1.0) -> Tensor:
         with replica.hold() if number < last else nullcontext():
             tokens, labels, _, positions, documents = batch
             value = replica.forward(tokens, positions, documents, labels, weight * factor, seed)
-            value.backward()
+            replica.backward(value)
         total += value.detach() / factor
     replica.finish()
     return total

@@ -1,0 +1,83 @@
+"""DeepSpeed brought up on our own process groups, and our mesh in its words."""
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from hpclm.engine.held import Held
+from hpclm.parallel.mesh import Axis, Mesh
+
+
+class MeshView:
+    """A mesh under the names that DeepSpeed calls. "Model parallel" is what holds one copy of the model together."""
+
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
+        self.data = group(mesh.dp)
+        self.tensor = group(mesh.tp)
+        self.model = group(mesh.model)
+
+    def get_data_parallel_group(self) -> Any:
+        """Replicas of what this process holds."""
+        return self.data
+
+    def get_data_parallel_rank(self) -> int:
+        """This process among them."""
+        return self.mesh.dp.rank
+
+    def get_data_parallel_world_size(self) -> int:
+        """How many there are."""
+        return self.mesh.dp.size
+
+    def get_model_parallel_group(self) -> Any:
+        """Pipeline and tensor processes of one replica: norms and overflows are summed over them."""
+        return self.model
+
+    def get_model_parallel_rank(self) -> int:
+        """This process among them."""
+        return self.mesh.model.rank
+
+    def get_model_parallel_world_size(self) -> int:
+        """How many there are."""
+        return self.mesh.model.size
+
+    def get_tensor_model_parallel_group(self) -> Any:
+        """Processes that share every layer."""
+        return self.tensor
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        """This process among them; the first counts what all of them have."""
+        return self.mesh.tp.rank
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        """How many there are."""
+        return self.mesh.tp.size
+
+
+def group(axis: Axis) -> Any:
+    """The process group of ``axis``; one of this process alone where it has no peers, since None means everybody to
+    DeepSpeed."""
+    if axis.group is not None:
+        return axis.group
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
+def begin(device: torch.device) -> None:
+    """Let DeepSpeed take over the process group that is up; a process without peers gets one for itself."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # its warnings are about choices that were made on purpose
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if device.type == "cpu":  # or it compiles a collective that gloo has
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_init_required=False, verbose=False)
+
+
+def mark_split(all_held: Iterable[Held]) -> None:
+    """Tell DeepSpeed's norm which weights are parts of a whole: others count once for all tensor-parallel processes."""
+    for held in all_held:
+        held.parameter.tensor_model_parallel = held.form.dim is not None  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ import os
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 
-import deepspeed  # noqa: E402
-import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402
+import deepspeed
+import deepspeed.runtime.zero.muon.muon_optimizer
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

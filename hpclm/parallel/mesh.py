@@ -85,3 +85,12 @@ def _axis(rank: int, size: int, lines: Sequence[Sequence[int]], limit: timedelta
         if rank in line:
             mine = Axis(len(line), list(line).index(rank), group, tuple(line))
     return mine
+
+
+def among(axis: Axis, members: Sequence[int], limit: timedelta | None = None) -> Axis:
+    """The processes of ``axis`` at ``members``, of which this is one, as an axis of their own; only they call this."""
+    if list(members) == list(range(axis.size)):
+        return axis
+    ranks = tuple(axis.ranks[member] for member in members)
+    group = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True) if len(ranks) > 1 else None
+    return Axis(len(ranks), list(members).index(axis.rank), group, ranks)

@@ -25,8 +25,6 @@ from hpclm.optim.scaler import LossScale
 from hpclm.parallel.collectives import all_reduce
 from hpclm.parallel.mesh import Mesh
 
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-
 
 def stack(config: RunConfig, mesh: Mesh, dtype: torch.dtype, place: Place) -> Stack:
     """The whole model."""
@@ -51,13 +49,11 @@ class ReplicatedEngine(PlainEngine):
 
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
         library.begin(device)
-        tree = settings(config, config.plan(mesh.world.size), NAMES[dtype])
+        tree = settings(config, config.plan(mesh.world.size), library.NAMES[dtype])
         model = stack(config, mesh, dtype, lambda _, layer: layer.to(device))
 
         def wrap(model: Stack) -> Replica:
-            self.engine, *_ = deepspeed.initialize(
-                model=model, config=tree, mpu=library.MeshView(mesh), dist_init_required=False
-            )
+            self.engine = library.initialize(model=model, config=tree, mpu=library.MeshView(mesh))
             self.engine.enable_backward_allreduce = False  # once a step is enough
             held = tuple(Held(name, p, model.forms[name]) for name, p in model.weights())
             return Replica(self.engine, held, mean=True, finish=self._reduce, backward=self._backward)
@@ -80,16 +76,14 @@ class ZeroEngine:
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
         library.begin(device)
         self.config, self.mesh, self.device = config, mesh, device
-        tree, view = settings(config, config.plan(mesh.world.size), NAMES[dtype]), library.MeshView(mesh)
+        tree, view = settings(config, config.plan(mesh.world.size), library.NAMES[dtype]), library.MeshView(mesh)
         place: Place = partition(tree, view, dtype) if stage_of(config) == 3 else (lambda _, layer: layer.to(device))
         self.model = stack(config, mesh, dtype, place)
         self.held = tuple(Held(name, p, self.model.forms[name]) for name, p in self.model.weights())
         library.mark_split(self.held)
         decaying, others = decay_groups(self.held, config.optim.decayed == "all")
         optimizer = adamw(groups(decaying, others, config.optim), config.optim)
-        self.engine, *_ = deepspeed.initialize(
-            model=self.model, optimizer=optimizer, config=tree, mpu=view, dist_init_required=False
-        )
+        self.engine = library.initialize(model=self.model, optimizer=optimizer, config=tree, mpu=view)
         self.state = State(self.engine.optimizer, optimizer)
         self.scale = LossScale.first(config.scaler) if dtype == torch.float16 else None
 

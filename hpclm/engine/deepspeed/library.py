@@ -115,7 +115,7 @@ def begin(device: torch.device) -> None:
         warnings.filterwarnings("ignore", f".*{name}.* is deprecated", FutureWarning)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     if device.type == "cpu":  # or it compiles a collective that gloo has
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_init_required=False, verbose=False)

@@ -1,6 +1,6 @@
 """ZeRO without a pipeline: what the replicas share out of optimizer state, gradients and weights."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import deepspeed
@@ -145,24 +145,22 @@ def finite_or_nan(loss: Tensor) -> Tensor:
     return loss * torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
 
 
-def partition(
-    tree: dict[str, Any], view: library.MeshView, dtype: torch.dtype
-) -> Callable[[str, nn.Module], nn.Module]:
+def partition(tree: dict[str, Any], view: library.MeshView, dtype: torch.dtype) -> Place:
     """Stage 3: leaves of a layer, right after it is built, only this replica's part here."""
-    swapper: list[Any] = [None]  # of weights on a disk; one for all layers
+    shared: dict[str, Any] = {}  # what all layers have in common: weights on a disk, groups inside the replicas
 
     def place(_: str, layer: nn.Module) -> nn.Module:
         for parameter in layer.parameters():
             parameter.data = parameter.data.to(dtype)
-        shared = deepspeed.zero.Init(
+        made = deepspeed.zero.Init(
             module=layer,
             data_parallel_group=view.get_data_parallel_group(),
             config_dict_or_path=tree,
-            param_swapper=swapper[0],
             dtype=dtype,
             mpu=view,
+            **shared,
         )
-        swapper[0] = shared.param_swapper
+        shared.update(param_swapper=made.param_swapper, zero_param_parallel_group=made.zero_param_process_group)
         return layer
 
     return place

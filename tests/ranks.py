@@ -19,6 +19,7 @@ PRELOADED = [
     "hpclm.engine.fairscale",
     "hpclm.config",
     "hpclm.data.synthetic",
+    "tests.vendors",
 ]
 LIMIT = 240.0  # seconds
 

@@ -57,6 +57,8 @@ LAYOUTS = [
         for sizes in [(2,), (4,), (2, 2)]
     ),
     *(Layout(engine, 3) for engine in ("fsdp2", "fairscale")),
+    *(Layout("deepspeed", stage, *sizes) for stage in (0, 1, 2, 3) for sizes in [(2,), (2, 2)]),
+    *(Layout("deepspeed", 1, *sizes) for sizes in [(1, 1, 2), (1, 1, 3), (1, 1, 4), (2, 1, 2), (1, 2, 2), (2, 2, 2)]),
 ]
 RECOMPUTE = {"kept": [], "full": ["engine.recompute=full"], "selective": ["engine.recompute=selective"]}
 RECOMPUTE["every2"] = ["engine.recompute=full", "engine.recompute_every=2"]

@@ -19,6 +19,7 @@ from hpclm.config.optim import SCHEDULES, OptimConfig, ScalerConfig
 from hpclm.config.plan import Plan, Rampup
 from hpclm.config.supports import SUPPORTS
 from hpclm.errors import ConfigError
+from hpclm.registry import lookup
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,8 @@ class RunConfig(Checked):
         if self.engine.name in SUPPORTS:
             can = SUPPORTS[self.engine.name]
             yield from supports.problems(self.engine, self.parallel, self.optim.name, can)
+            if can.more:
+                yield from lookup("check", can.more, {can.more: can.more})(self)
         if self.optim.name == "cpu_adam" and self.engine.offload == "none":
             yield "optim.name=cpu_adam needs engine.offload=optimizer or parameters"
         if self.parallel.schedule == "zero_bubble" and self.engine.recompute != "none":

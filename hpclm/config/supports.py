@@ -28,6 +28,8 @@ class Supports:
     """Settings of engine.* that not every engine honours and this one does."""
     optimizers: tuple[str, ...] = ("adamw", "apex_adam")
     """Values of optim.name."""
+    more: str | None = None
+    """Where a function is that finds more: of a RunConfig, the sentences on what cannot work."""
 
 
 OPTIONAL = ("bucket_mb", "overlap", "gradients", "extra", "offload_folder", "compile")
@@ -36,13 +38,14 @@ OPTIONAL = ("bucket_mb", "overlap", "gradients", "extra", "offload_folder", "com
 SUPPORTS = {
     "native": Supports("hpclm.engine.native:NativeEngine", options=("bucket_mb", "compile")),
     "deepspeed": Supports(
-        "hpclm.engine.deepspeed:DeepSpeedEngine",
+        "hpclm.engine.deepspeed:build",
         zero_stages=(1, 0, 2, 3),
         pipeline_stages=(1,),
         schedules=("1f1b",),
         offload=(("optimizer", 1), ("optimizer", 2), ("optimizer", 3), ("parameters", 3)),
         options=("bucket_mb", "overlap", "gradients", "extra", "offload_folder", "compile"),
         optimizers=("adamw", "apex_adam", "cpu_adam"),
+        more="hpclm.config.deepspeed:unsuitable",
     ),
     "fairscale": Supports(
         "hpclm.engine.fairscale:FairScaleEngine",

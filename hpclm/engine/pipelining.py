@@ -5,6 +5,7 @@ their gradients back. T tokens in a sequence, t = T / tp, B sequences in a micro
 """
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -29,7 +30,7 @@ from hpclm.model import gpt
 from hpclm.model.loss import TokenLoss
 from hpclm.model.stack import Stack, Stages
 from hpclm.parallel.collectives import all_reduce, sum_together
-from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.mesh import ALONE, Axis, Mesh, among
 
 SCHEDULES = {
     "gpipe": ScheduleGPipe,
@@ -37,7 +38,7 @@ SCHEDULES = {
     "interleaved": ScheduleInterleaved1F1B,
     "zero_bubble": ScheduleInterleavedZeroBubble,
 }
-ALONE = ("gpipe", "1f1b")
+SINGLE = ("gpipe", "1f1b")
 """Schedules that take one stage, not a list."""
 
 
@@ -78,6 +79,9 @@ class Pipeline:
     tied: nn.Parameter | None = field(init=False)
     """The token table, where the first and the last stage have one each."""
 
+    ends: Axis = field(init=False)
+    """The processes that have the tied table."""
+
     def __post_init__(self) -> None:
         tie = self.config.model.tied and self.count > 1
         found = [(index, name, p) for index, stack in self.stacks.items() for name, p in stack.weights()]
@@ -86,6 +90,8 @@ class Pipeline:
             for index, name, p in found
         )
         self.tied = next((p for _, name, p in found if tie and name == "tokens.weight"), None)
+        limit = timedelta(minutes=self.config.cluster.timeout_minutes)
+        self.ends = among(self.mesh.pp, [0, self.mesh.pp.size - 1], limit) if self.tied is not None else ALONE
         self.schedule = cache(self._schedule)
         self.loaded: list[tuple[Any, ...]] = []
 
@@ -112,7 +118,7 @@ class Pipeline:
     def finish(self) -> None:
         """Sum gradients over the copies of a weight: the tied table's two, then the replicas'."""
         if self.tied is not None and self.tied.grad is not None:
-            sum_together([self.tied.grad], self.mesh.ends)
+            sum_together([self.tied.grad], self.ends)
         gradients = [held.parameter.grad for held in self.held if held.parameter.grad is not None]
         sum_together(gradients, self.mesh.dp)
 
@@ -147,7 +153,7 @@ class Pipeline:
         kind = SCHEDULES[name]
         try:
             return kind(
-                pieces[0] if name in ALONE else pieces,
+                pieces[0] if name in SINGLE else pieces,
                 micro_batches,
                 loss_fn=lambda loss, _: loss,  # the last stage computes it itself
                 scale_grads=False,  # the weights of the loss do that

@@ -1,7 +1,7 @@
 """Which layers each stage of a pipeline has."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -31,6 +31,23 @@ def stages(
         found = parameters(config, specs) if config.parallel.partition == "parameters" else blocks(specs)
     count = config.parallel.pipeline * config.parallel.chunks
     return [[specs[i] for i in part] for part in balanced(found, count, [is_block(spec) for spec in specs])]
+
+
+def owners(parts: Sequence[Sequence[LayerSpec]]) -> dict[str, list[int]]:
+    """The stages that have each layer, by its name: one, or for tied tables two. The first of them counts its weights."""
+    found: dict[str, list[int]] = {}
+    for stage, part in enumerate(parts):
+        for name in dict.fromkeys(spec.name for spec in part):
+            found.setdefault(name, []).append(stage)
+    return found
+
+
+def share(
+    given: Mapping[str, tuple[int, ...]], all_specs: Sequence[LayerSpec], own: Stack
+) -> dict[str, tuple[int, ...]]:
+    """What of the saved weights ``given`` a stage answers for: those of its layers, and those of no layer at all."""
+    known, mine = {spec.name for spec in all_specs}, set(own.layers)
+    return {name: shape for name, shape in given.items() if (layer := name.split(".")[0]) in mine or layer not in known}
 
 
 def is_block(spec: LayerSpec) -> bool:

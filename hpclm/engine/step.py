@@ -37,6 +37,8 @@ class Replica:
     """Called after the backward pass: puts the gradients where the held parameters have them."""
     rest: Callable[[], None] = lambda: None
     """Called after an evaluation: gives back what forward passes without a backward pass left behind."""
+    backward: Callable[[Tensor], Any] = Tensor.backward
+    """Runs the backward pass of a loss."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def accumulate(replica: Replica, work: Work, factor: float = 1.0) -> Tensor:
         with replica.hold() if number < last else nullcontext():
             tokens, labels, _, positions, documents = batch
             value = replica.forward(tokens, positions, documents, labels, weight * factor, seed)
-            value.backward()
+            replica.backward(value)
         total += value.detach() / factor
     replica.finish()
     return total

@@ -44,8 +44,6 @@ class Mesh:
     tp: Axis = ALONE
     model: Axis = ALONE
     """The pp x tp processes that hold one copy of the model."""
-    ends: Axis = ALONE
-    """The first and the last pipeline stage of this process's line; for the processes between them, nobody."""
     world: Axis = ALONE
     """All of them."""
 
@@ -73,7 +71,6 @@ class Mesh:
             dp=axis([[at(p, d, t) for d in replicas] for p in stages for t in slots]),
             tp=axis([[at(p, d, t) for t in slots] for p in stages for d in replicas]),
             model=axis([[at(p, d, t) for p in stages for t in slots] for d in replicas]),
-            ends=axis([[at(p, d, t) for p in sorted({0, pipeline - 1})] for d in replicas for t in slots]),
             world=axis([range(size)]),
         )
 
@@ -90,3 +87,12 @@ def _axis(
         whole = len(mine) == size
         groups[mine] = dist.group.WORLD if whole else dist.new_group(list(mine), limit, use_local_synchronization=True)
     return Axis(len(mine), mine.index(rank), groups.get(mine), mine)
+
+
+def among(axis: Axis, members: Sequence[int], limit: timedelta | None = None) -> Axis:
+    """The processes of ``axis`` at ``members``, of which this is one, as an axis of their own; only they call this."""
+    if list(members) == list(range(axis.size)):
+        return axis
+    ranks = tuple(axis.ranks[member] for member in members)
+    group = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True) if len(ranks) > 1 else None
+    return Axis(len(ranks), list(members).index(axis.rank), group, ranks)

@@ -24,8 +24,9 @@ def test_every_shipped_settings_file_loads_and_plans(path):
     run = config.load(path)
     needs_data = "prefix:" not in path.read_text() and "synthetic" not in path.read_text()
     assert [m.split()[0] for m in run.missing()] == ["data.prefix"] * needs_data
-    assert run.plan(run.parallel.model).global_size == run.batch.global_size
-    found = length(run, run.plan(1), 100_000)
+    plan = run.plan(run.parallel.model)
+    assert plan.global_size == run.batch.global_size
+    found = length(run, plan, 100_000)
     assert found.steps > 0
     assert run.name == path.stem
     assert run.optim.warmup < found.steps

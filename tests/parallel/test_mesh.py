@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 from hpclm.config import ParallelConfig
-from hpclm.parallel.mesh import ALONE, Mesh
+from hpclm.parallel.mesh import ALONE, Axis, Mesh, among
 
 
 def lines(axis, size, tensor, pipeline, monkeypatch):
@@ -36,12 +36,19 @@ def test_tensor_neighbours_are_next_to_each_other_and_stages_far_apart(monkeypat
 
 def test_one_process_needs_no_group():
     mesh = Mesh.build(0, 1, ParallelConfig())
-    assert {mesh.pp, mesh.dp, mesh.tp, mesh.model, mesh.ends, mesh.world} == {ALONE}
+    assert {mesh.pp, mesh.dp, mesh.tp, mesh.model, mesh.world} == {ALONE}
 
 
 def test_axes_of_the_same_ranks_share_a_group(monkeypatch):
     made = []
     monkeypatch.setattr("torch.distributed.new_group", lambda ranks, *_, **__: made.append(ranks) or object())
-    mesh = Mesh.build(5, 8, ParallelConfig(tensor=2, pipeline=2))
-    assert made == [[1, 5], [5, 7], [4, 5], [0, 1, 4, 5]]
-    assert mesh.ends.group is mesh.pp.group
+    mesh = Mesh.build(5, 8, ParallelConfig(tensor=2, pipeline=4))
+    assert made == [[1, 3, 5, 7], [4, 5]] and mesh.dp == Axis(1, 0, None, (5,))
+
+
+def test_a_part_of_an_axis_is_an_axis_of_those_that_ask(monkeypatch):
+    monkeypatch.setattr("torch.distributed.new_group", lambda ranks, *_, **__: tuple(ranks))
+    pp = Mesh.build(7, 8, ParallelConfig(tensor=2, pipeline=4)).pp
+    ends = among(pp, [0, 3])
+    assert (ends.size, ends.rank, ends.ranks, ends.group) == (2, 1, (1, 7), (1, 7))
+    assert among(pp, [0, 1, 2, 3]) is pp

@@ -1,0 +1,134 @@
+"""DeepSpeed brought up on our own process groups, and our mesh in its words."""
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from hpclm.engine.held import Held
+from hpclm.parallel.mesh import Axis, Mesh
+
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""Types as engine.precision calls them."""
+
+
+class MeshView:
+    """A mesh under the names that DeepSpeed calls. "Model parallel" is what holds one copy of the model together."""
+
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
+        self.data = group(mesh.dp)
+        self.tensor = group(mesh.tp)
+        self.model = group(mesh.model)
+
+    def get_data_parallel_group(self) -> Any:
+        """Replicas of what this process holds."""
+        return self.data
+
+    def get_data_parallel_rank(self) -> int:
+        """This process among them."""
+        return self.mesh.dp.rank
+
+    def get_data_parallel_world_size(self) -> int:
+        """How many there are."""
+        return self.mesh.dp.size
+
+    def get_model_parallel_group(self) -> Any:
+        """Pipeline and tensor processes of one replica: norms and overflows are summed over them."""
+        return self.model
+
+    def get_model_parallel_rank(self) -> int:
+        """This process among them."""
+        return self.mesh.model.rank
+
+    def get_model_parallel_world_size(self) -> int:
+        """How many there are."""
+        return self.mesh.model.size
+
+    def get_tensor_model_parallel_group(self) -> Any:
+        """Processes that share every layer."""
+        return self.tensor
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        """This process among them; the first counts what all of them have."""
+        return self.mesh.tp.rank
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        """How many there are."""
+        return self.mesh.tp.size
+
+
+class Grid(MeshView):
+    """A mesh with stages, as DeepSpeed's pipeline sees it."""
+
+    def __init__(self, mesh: Mesh):
+        super().__init__(mesh)
+        self.data_parallel_size, self.data_parallel_id = mesh.dp.size, mesh.dp.rank
+        self.pipe_parallel_size, self.model_parallel_size = mesh.pp.size, mesh.tp.size
+        self.pp_group = list(mesh.pp.ranks)
+
+    def get_global_rank(self) -> int:
+        """This process among all."""
+        return self.mesh.world.rank
+
+    def get_stage_id(self) -> int:
+        """This process's stage."""
+        return self.mesh.pp.rank
+
+    get_pipe_parallel_rank = get_stage_id
+
+    def get_pipe_parallel_world_size(self) -> int:
+        """How many stages there are."""
+        return self.mesh.pp.size
+
+    def get_pipe_parallel_group(self) -> Any:
+        """This process's counterparts in all stages."""
+        return self.mesh.pp.group
+
+    def get_slice_parallel_group(self) -> Any:
+        """Processes that share every layer."""
+        return self.tensor
+
+    def stage_to_global(self, stage_id: int) -> int:
+        """The rank of this process's counterpart in a stage."""
+        return self.mesh.pp.ranks[stage_id]
+
+
+def group(axis: Axis) -> Any:
+    """The process group of ``axis``; one of this process alone where it has no peers, since None means everybody to
+    DeepSpeed."""
+    if axis.group is not None:
+        return axis.group
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
+def begin(device: torch.device) -> None:
+    """Let DeepSpeed take over the process group that is up; a process without peers gets one for itself."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # its warnings are about choices that were made on purpose
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):  # it uses the names that torch 2.13 gave up
+        warnings.filterwarnings("ignore", f".*{name}.* is deprecated", FutureWarning)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    if device.type == "cpu":  # or it compiles a collective that gloo has
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_init_required=False, verbose=False)
+
+
+def initialize(**arguments: Any) -> Any:
+    """deepspeed.initialize's engine; what it prints meanwhile is of no use to anybody."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        engine, *_ = deepspeed.initialize(**arguments, dist_init_required=False)
+    return engine
+
+
+def mark_split(all_held: Iterable[Held]) -> None:
+    """Tell DeepSpeed's norm which weights are parts of a whole: others count once for all tensor-parallel processes."""
+    for held in all_held:
+        held.parameter.tensor_model_parallel = held.form.dim is not None  # type: ignore[attr-defined]

@@ -1,0 +1,174 @@
+"""DeepSpeed's pipeline: 1F1B over stages, each with ZeRO-1 among its replicas.
+
+Every process of a stage reads its replica's micro-batches itself, so only activations [t, B, C] and their gradients travel.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, islice
+from typing import Any
+
+import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
+from torch import Tensor, nn
+
+from hpclm.config import RunConfig
+from hpclm.config.deepspeed import settings
+from hpclm.data.batches import Batch
+from hpclm.engine import Saved, Shard, StepResult
+from hpclm.engine.deepspeed import library
+from hpclm.engine.deepspeed.state import State
+from hpclm.engine.deepspeed.zero import finite_or_nan
+from hpclm.engine.held import Held, decay_groups
+from hpclm.engine.stages import owners, share, stages
+from hpclm.engine.step import seed_step, seeds, token_weights
+from hpclm.model import gpt
+from hpclm.model.loss import TokenLoss
+from hpclm.model.stack import Stack, check_shapes
+from hpclm.optim.adamw import adamw, groups
+from hpclm.optim.scaler import LossScale
+from hpclm.parallel.collectives import all_reduce
+from hpclm.parallel.mesh import Mesh, among
+
+
+class Stage(PipelineModule):
+    """A stage as DeepSpeed's pipeline runs it: our layers over our groups, in place of what it would build for itself."""
+
+    def __init__(self, stack: Stack, grid: library.Grid, tied: list[tuple[nn.Parameter, Any]]):
+        nn.Module.__init__(self)
+        self.stack, self._grid, self.tied = stack, grid, tied
+        self.queue: Iterator[tuple[Batch, Tensor, int | None]] = iter(())
+        """Micro-batches that are to come, with their tokens' weights and their seeds."""
+        self.factor = 1.0
+        """What the loss is multiplied by, beyond its tokens' weights."""
+        self._local_start, self._local_stop = stack.specs[0].number, stack.specs[-1].number + 1
+        self.loss_fn = None  # the last layer gives the loss
+        self.tied_comms: dict[str, Any] = {}
+        self.dynamic_shape = False
+        self.activation_checkpoint_interval = 0  # the stack recomputes
+        self.activation_checkpoint_func = non_reentrant_checkpoint
+
+    def forward(self, x: Tensor) -> Any:
+        """[B, T] ids or [t, B, C] activations of the next micro-batch -> activations, or in the last stage the loss."""
+        (_, labels, _, positions, documents), weights, seed = next(self.queue)
+        y = self.stack(x, positions, documents, labels, weights, seed)
+        return finite_or_nan(y) * self.factor if y.ndim == 0 else y
+
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
+        """Weights whose gradients are summed with those of other stages."""
+        return self.tied
+
+
+class PipelineEngine:
+    """One stage of a pipeline."""
+
+    def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
+        library.begin(device)
+        self.config, self.mesh, self.device = config, mesh, device
+        self.specs = gpt.layers(config.model, config.engine, dtype, config.seed, mesh.tp)
+        parts = stages(config, self.specs, mesh, device, dtype)
+        self.model = Stack(
+            config.model,
+            parts[mesh.pp.rank],
+            dtype,
+            mesh.tp,
+            TokenLoss(config.engine.loss_chunk, compile=config.engine.compile),
+            config.engine.recompute_every,
+            place=lambda _, layer: layer.to(device),
+        )
+        if config.engine.compile:
+            self.model.compile_blocks()
+        where = {name: found for name, found in owners(parts).items() if mesh.pp.rank in found}
+        self.held = tuple(
+            Held(name, p, self.model.forms[name], copy=where[name.split(".")[0]][0] != mesh.pp.rank)
+            for name, p in self.model.weights()
+        )
+        library.mark_split(self.held)
+        for held in self.held:
+            held.parameter.ds_pipe_replicated = held.copy  # type: ignore[attr-defined]  # the norm counts it once
+        self.plan = config.plan(mesh.world.size)
+        decaying, others = decay_groups(self.held, config.optim.decayed == "all")
+        optimizer = adamw(groups(decaying, others, config.optim), config.optim)
+        self.stage = Stage(self.model, library.Grid(mesh), tied(self.model, where, mesh))
+        self.engine = library.initialize(
+            model=self.stage, optimizer=optimizer, config=settings(config, self.plan, library.NAMES[dtype])
+        )
+        self.state = State(self.engine.optimizer, optimizer)
+        self.scale = LossScale.first(config.scaler) if dtype == torch.float16 else None
+
+    def train_step(self, batches: Sequence[Batch], lr: float, step: int) -> StepResult:
+        """All micro-batches through all stages; DeepSpeed reduces, clips, updates, and skips what is not finite."""
+        config, mesh, engine, stage = self.config, self.mesh, self.engine, self.stage
+        scale = self.scale.value if self.scale else 1.0
+        if self.scale:
+            engine.optimizer.override_loss_scale(scale)
+        seed_step(config.seed, step, mesh.world.rank)
+        count = len(batches)
+        if count != engine.micro_batches:
+            engine.set_train_batch_size(count * self.plan.micro_size * mesh.dp.size)
+        random = gpt.random(config.model)
+        found = seeds(config.seed, step, count, mesh.dp) if random else [None] * count
+        # it takes the mean over micro-batches and replicas; the scale is in the weights already, where fp16 needs it
+        weights = [w * (scale * mesh.dp.size) for w in token_weights(batches, config.batch.loss_norm, mesh.dp)]
+        stage.queue, stage.factor = iter(zip(batches, weights, found, strict=True)), count / scale
+        for group in engine.optimizer.param_groups:
+            group["lr"] = lr
+        with torch.autograd.set_detect_anomaly(config.engine.anomaly, check_nan=self.scale is None):
+            loss = engine.train_batch(ids(batches))
+        skipped = bool(engine.optimizer.overflow)
+        if self.scale:
+            self.scale = self.scale.after(skipped, config.scaler)
+        return StepResult(loss.item(), float(engine.get_global_grad_norm()), scale, skipped)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """Mean loss per token; as many micro-batches are held as there are stages, so that each has one to work on."""
+        found = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self.stage.factor = 1.0
+        for _, alike in groupby(batches, lambda batch: batch.tokens.shape):
+            self.engine.reset_activation_shape()
+            while some := list(islice(alike, self.mesh.pp.size)):
+                masks = [torch.ones_like(b.labels) if b.loss_mask is None else b.loss_mask for b in some]
+                self.stage.queue = iter([(batch, mask.float(), None) for batch, mask in zip(some, masks, strict=True)])
+                losses = self.engine.eval_batch(
+                    ids(some), reduce_output=None, bcast_loss=False, num_micro_batches=len(some)
+                )
+                if self.mesh.pp.last:
+                    shares = [torch.stack([x.double(), m.sum().double()]) for x, m in zip(losses, masks, strict=True)]
+                    found += torch.stack(shares).sum(0)
+        self.engine.reset_activation_shape()
+        total, counted = all_reduce(found, self.mesh.world)
+        return (total / counted.clamp(min=1)).item()
+
+    @torch.no_grad()
+    def tensors(self) -> Iterator[Shard]:
+        """Weights, and Adam's moments once there are any."""
+        yield from self.state.tensors(self.held, self.mesh)
+
+    def scalars(self) -> dict[str, Any]:
+        """Adam's step count, and the loss scale."""
+        return {"optimizer_steps": self.state.steps(), "loss_scale": self.scale and vars(self.scale).copy()}
+
+    @torch.no_grad()
+    def load(self, saved: Saved, scalars: dict[str, Any]) -> None:
+        """Take over a saved state."""
+        given = {name.removeprefix("model."): shape for name, shape in saved.shapes().items() if name[:6] == "model."}
+        check_shapes(self.model.forms, share(given, self.specs, self.model))
+        self.state.load(self.held, saved, scalars["optimizer_steps"], self.mesh)
+        if self.scale and scalars["loss_scale"]:
+            self.scale = LossScale(**scalars["loss_scale"])
+
+
+def ids(batches: Sequence[Batch]) -> Iterator[tuple[Tensor, None]]:
+    """What the first stage reads; labels are where the last stage finds them."""
+    return ((batch.tokens, None) for batch in batches)
+
+
+def tied(model: Stack, where: dict[str, list[int]], mesh: Mesh) -> list[tuple[nn.Parameter, Any]]:
+    """Weights of this stage that other stages have too, each with the group of those that have it."""
+    found: list[tuple[nn.Parameter, Any]] = []
+    for name, members in where.items():
+        if len(members) > 1:
+            group = among(mesh.pp, members).group
+            found += [(parameter, group) for parameter in model.layers[name].parameters()]
+    return found

@@ -61,8 +61,14 @@ def same(out, alone):
             assert other == pytest.approx(row, abs=1e-5)
 
 
-def test_a_job_of_submit_learns_what_one_process_does(cluster, words, alone, tmp_path):
-    command = [sys.executable, "-m", "hpclm.submit", "--nodes", 2, "--gpus", 4, "--time", 9, *words("sub mit")]
+@pytest.mark.parametrize(
+    "layout",
+    [[], ["engine.name=deepspeed", "parallel.pipeline=2", "parallel.tensor=2"], ["engine.name=fsdp2"]],
+    ids=["native", "deepspeed-3d", "fsdp2"],
+)
+def test_a_job_of_submit_learns_what_one_process_does(layout, cluster, words, alone, tmp_path):
+    asked = ["--nodes", 2, "--gpus", 4, "--time", 9]
+    command = [sys.executable, "-m", "hpclm.submit", *asked, *words("sub mit", *layout)]
     env = {**cluster.env, "OMP_NUM_THREADS": "1", "HPCLM_SITE": ""}
     done = cluster.run(command, cwd=ROOT, env=env)
     job = done.stdout.split()[1].rstrip(":")

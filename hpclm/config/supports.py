@@ -26,11 +26,11 @@ class Supports:
     """Values of optim.name."""
 
 
-OPTIONAL = ("bucket_mb", "overlap", "gradients", "extra", "offload_folder", "compile")
+OPTIONAL = ("bucket_mb", "overlap", "gradients", "extra", "offload_folder", "compile", "offload_activations")
 """Settings of engine.* that an engine must say it honours."""
 
 SUPPORTS = {
-    "native": Supports("hpclm.engine.native:NativeEngine", options=("bucket_mb", "compile")),
+    "native": Supports("hpclm.engine.native:NativeEngine", options=("bucket_mb", "compile", "offload_activations")),
     "deepspeed": Supports(
         "hpclm.engine.deepspeed:DeepSpeedEngine",
         zero_stages=(1, 0, 2, 3),
@@ -43,13 +43,13 @@ SUPPORTS = {
     "fairscale": Supports(
         "hpclm.engine.fairscale:FairScaleEngine",
         zero_stages=(3, 2),
-        options=("bucket_mb", "gradients"),
+        options=("bucket_mb", "gradients", "offload_activations"),
         optimizers=("adamw",),
     ),
     "fsdp2": Supports(
         "hpclm.engine.fsdp2:FSDP2Engine",
         zero_stages=(3, 2),
-        options=("gradients", "compile"),
+        options=("gradients", "compile", "offload_activations"),
         optimizers=("adamw",),
     ),
     "pipelining": Supports(

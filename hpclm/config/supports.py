@@ -32,11 +32,11 @@ class Supports:
     """Where a function is that finds more: of a RunConfig, the sentences on what cannot work."""
 
 
-OPTIONAL = ("bucket_mb", "overlap", "gradients", "extra", "offload_folder", "compile")
+OPTIONAL = ("bucket_mb", "overlap", "gradients", "extra", "offload_folder", "compile", "offload_activations")
 """Settings of engine.* that an engine must say it honours."""
 
 SUPPORTS = {
-    "native": Supports("hpclm.engine.native:NativeEngine", options=("bucket_mb", "compile")),
+    "native": Supports("hpclm.engine.native:NativeEngine", options=("bucket_mb", "compile", "offload_activations")),
     "deepspeed": Supports(
         "hpclm.engine.deepspeed:build",
         zero_stages=(1, 0, 2, 3),
@@ -50,13 +50,13 @@ SUPPORTS = {
     "fairscale": Supports(
         "hpclm.engine.fairscale:FairScaleEngine",
         zero_stages=(3, 2),
-        options=("bucket_mb", "gradients"),
+        options=("bucket_mb", "gradients", "offload_activations"),
         optimizers=("adamw",),
     ),
     "fsdp2": Supports(
         "hpclm.engine.fsdp2:FSDP2Engine",
         zero_stages=(3, 2),
-        options=("gradients", "compile"),
+        options=("gradients", "compile", "offload_activations"),
         optimizers=("adamw",),
     ),
     "pipelining": Supports(

@@ -41,7 +41,7 @@ class FairScaleEngine(PlainEngine):
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
         dp, engine = mesh.dp, config.engine
         if dp.size == 1:  # nobody to share with
-            model = whole_model(config, mesh, dtype, lambda _, layer: layer.to(device))
+            model = whole_model(config, mesh, device, dtype, lambda _, layer: layer.to(device))
             super().__init__(config, mesh, device, model, lambda stack: replicate(stack, dp, device, None))
             return
         modernise()
@@ -70,7 +70,7 @@ class FairScaleEngine(PlainEngine):
             weights.update((f"{name}.{own}", weight) for own, weight in layer.named_parameters())
             return shard(layer) if name.startswith("block") else layer
 
-        model = whole_model(config, mesh, dtype, place)
+        model = whole_model(config, mesh, device, dtype, place)
         root = shard(Sealed(model))
         root.set_gradient_divide_factors(1.0, 1.0, recursive=True)
         super().__init__(config, mesh, device, model, lambda stack: sharded(root, weights, stack.forms, mesh))

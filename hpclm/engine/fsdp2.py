@@ -41,7 +41,7 @@ class FSDP2Engine(PlainEngine):
                 shard(layer, reshard_after_forward=engine.zero_stage != 2)
             return layer
 
-        model = whole_model(config, mesh, dtype, place)
+        model = whole_model(config, mesh, device, dtype, place)
         if engine.compile:
             model.compile_blocks()
         if axis is None:  # nobody to share with

@@ -21,7 +21,7 @@ class NativeEngine(PlainEngine):
 
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
         engine = config.engine
-        model = whole_model(config, mesh, dtype, lambda _, layer: layer.to(device))
+        model = whole_model(config, mesh, device, dtype, lambda _, layer: layer.to(device))
         if engine.compile:
             model.compile_blocks()
         super().__init__(config, mesh, device, model, lambda stack: replicate(stack, mesh.dp, device, engine.bucket_mb))

@@ -4,6 +4,7 @@ T tokens in a sequence, t = T / tp of them on this process between layers, B seq
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from hpclm.config import ModelConfig
 from hpclm.errors import ConfigError
 from hpclm.model.gpt import Head, LayerSpec
 from hpclm.model.loss import TokenLoss
+from hpclm.model.offload import on_the_cpu
 from hpclm.model.position import Kind, Layout, layout
 from hpclm.model.seeds import mix
 from hpclm.parallel.form import Form
@@ -34,12 +36,14 @@ class Stack(nn.Module):
         loss: TokenLoss | None = None,
         recompute_every: int = 1,
         place: Place | None = None,
+        offload: bool = False,
     ):
         """``dtype``: of the activations. ``place`` is given every layer, by name, as soon as it is built: to put it on a
-        device, or to leave only a part of it here; what it gives takes the layer's place."""
+        device, or to leave only a part of it here; what it gives takes the layer's place. ``offload``: what the backward
+        pass needs of the blocks is kept on the CPU."""
         super().__init__()
         self.config, self.specs, self.dtype, self.tp = config, tuple(specs), dtype, tp
-        self.loss, self.recompute_every = loss or TokenLoss(), recompute_every
+        self.loss, self.recompute_every, self.offload = loss or TokenLoss(), recompute_every, offload
         self.forms: dict[str, Form] = {}
         """How each weight lies on the tensor axis, by logical name."""
         self.layers = nn.ModuleDict()
@@ -66,11 +70,12 @@ class Stack(nn.Module):
         length = x.shape[0] * self.tp.size if x.is_floating_point() else x.shape[1]
         where = layout(self.config, Kind(length, self.dtype, x.device), self.tp, positions, documents, seed)
         for together in groups(self.specs, self.recompute_every):
-            if together[0].recompute and self.training and torch.is_grad_enabled():
-                again = seed is None  # otherwise every layer seeds itself, the second time too
-                x = checkpoint(self._run, together, x, where, use_reentrant=False, preserve_rng_state=again)
-            else:
-                x = self._run(together, x, where)
+            with on_the_cpu() if self.offload and together[0].name.startswith("block") else nullcontext():
+                if together[0].recompute and self.training and torch.is_grad_enabled():
+                    again = seed is None  # otherwise every layer seeds itself, the second time too
+                    x = checkpoint(self._run, together, x, where, use_reentrant=False, preserve_rng_state=again)
+                else:
+                    x = self._run(together, x, where)
         if isinstance(x, Head) and labels is not None and weights is not None:
             return self.loss(x, labels, weights)
         return x

@@ -12,7 +12,7 @@ from hpclm.data.batches import Batch, Batches
 from hpclm.data.synthetic import synthetic
 from hpclm.engine.native import NativeEngine
 from hpclm.errors import ConfigError
-from hpclm.model import count
+from hpclm.model import count, offload, stack
 from hpclm.optim.scaler import LossScale
 from hpclm.parallel.mesh import Mesh
 from tests import weights
@@ -90,6 +90,30 @@ def saved_bytes(engine, config):
         [batch, _] = batches_of(config).step(0)
         engine.model.train()(batch.tokens)
     return sum(kept.values())
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_offloaded_is_copied_and_changes_nothing(recompute, dtype, monkeypatch):
+    # 16 x 5 tokens: no activation has a weight's shape
+    config = settings(dict(LLAMA, dropout=0.1), dict(recompute=recompute), batch=dict(global_size=5, micro_size=5))
+    exact = train(config, 2, dtype)[1]
+    engine, batches, moved = engine_of(config, dtype), batches_of(config), []
+    engine.model.offload = True
+    everything, weight = offload.on_the_cpu, offload.weight
+    monkeypatch.setattr(stack, "on_the_cpu", lambda: everything(small=1))
+    monkeypatch.setattr(offload, "weight", lambda tensor: weight(tensor) or moved.append(tensor.shape))
+    for step, wanted in enumerate(exact):  # copies lie otherwise in memory, which may choose another kernel
+        result = engine.train_step(batches.step(5 * step), 3e-3, step)
+        assert (result.loss, result.grad_norm) == pytest.approx((wanted.loss, wanted.grad_norm), rel=1e-6)
+    shapes = {tuple(p.shape) for p in engine.model.layers["block0"].parameters() if p.ndim == 2}
+    shapes |= {shape[::-1] for shape in shapes}
+    assert moved and not shapes & {tuple(shape) for shape in moved}
+
+
+def test_activations_of_a_cpu_are_not_offloaded():
+    with pytest.raises(ConfigError, match="where they are already; leave it out"):
+        engine_of(settings(GPT2, dict(offload_activations=True)))
 
 
 def test_recomputation_keeps_less():

@@ -1,15 +1,19 @@
 """Engines whose replicas share out the weights: fsdp2 and fairscale."""
 
+import shutil
 import signal
+import sysconfig
+from pathlib import Path
 
 import pytest
 
 from tests import ranks
 from tests.engine import sharded
-from tests.parity import alone
+from tests.parity import alone, trained
 from tests.runs import Ranks, figures, hpclm
 
 ENGINES = ["fsdp2", "fairscale"]
+HEADER = Path(sysconfig.get_path("include"), "Python.h")
 
 
 def words(engine, *more, precision="fp32"):
@@ -48,6 +52,15 @@ def test_a_checkpoint_goes_from_any_engine_to_any_other_on_any_number_of_process
     [(_, [last])] = ranks.run(1, sharded.goes_on, tmp_path / "run", 15, native)
     [(_, [same])] = ranks.run(1, sharded.goes_on, tmp_path / "whole", 15, native)
     assert last == pytest.approx(same, abs=1e-5) and last < min(evaluated)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("g++") and HEADER.exists()), reason="no C++ compiler, or no Python.h")
+def test_compiled_blocks_that_are_shared_out_and_recomputed_learn_the_same():
+    more = ["batch.micro_size=4", "model.layers=1"]
+    exact = alone(*words("native", *more))["losses"][:3]
+    compiled = words("fsdp2", "engine.compile=true", "engine.recompute=full", *more)
+    assert trained(2, *compiled, steps=3)["losses"] == pytest.approx(exact, abs=1e-4)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

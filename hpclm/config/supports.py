@@ -51,13 +51,11 @@ SUPPORTS = {
         "hpclm.engine.fairscale:FairScaleEngine",
         zero_stages=(3, 2),
         options=("bucket_mb", "gradients", "offload_activations"),
-        optimizers=("adamw",),
     ),
     "fsdp2": Supports(
         "hpclm.engine.fsdp2:FSDP2Engine",
         zero_stages=(3, 2),
         options=("gradients", "compile", "offload_activations"),
-        optimizers=("adamw",),
     ),
     "pipelining": Supports(
         "hpclm.engine.pipelining:PipeliningEngine",

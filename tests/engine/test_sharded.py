@@ -108,7 +108,6 @@ def test_a_run_that_is_killed_and_warned_while_it_evaluates_is_the_run_of_one_pr
         (["engine.zero_stage=1"], "cannot do engine.zero_stage=1; it can do stages 2, 3"),
         (["engine.overlap=false"], "engine.overlap=False has no effect with engine"),
         (["engine.offload=optimizer"], "cannot do engine.offload=optimizer"),
-        (["optim.name=apex_adam"], "cannot do optim.name=apex_adam; it can do adamw"),
         (["parallel.pipeline=2"], "has no pipeline"),
     ],
 )

@@ -44,6 +44,9 @@ class Layout:
 
 LAYOUTS = [
     *(Layout("native", 0, *sizes) for sizes in [(2,), (4,), (1, 2), (1, 4), (2, 2)]),
+    *(Layout("deepspeed", stage, 2) for stage in (0, 1, 2, 3)),
+    *(Layout("deepspeed", stage, 2, 2) for stage in (1, 3)),
+    *(Layout("deepspeed", 1, *sizes) for sizes in [(1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2), (2, 2, 2)]),
 ]
 RECOMPUTE = {"kept": [], "full": ["engine.recompute=full"], "selective": ["engine.recompute=selective"]}
 RECOMPUTE["every2"] = ["engine.recompute=full", "engine.recompute_every=2"]

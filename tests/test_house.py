@@ -25,7 +25,7 @@ FLOORS = [
     {"cli"},
     {"train", "evaluate", "generate", "preprocess", "__main__"},
     {"submit"},
-    {"status", "logs", "cancel", "resume", "doctor"},
+    {"status", "logs", "cancel", "resume", "doctor", "import_deepspeed"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -182,7 +182,7 @@ class RunConfig(Checked):
             yield from supports.problems(
                 self.engine.name, chosen, parallel.pipeline, parallel.schedule, self.optim.name
             )
-        if self.engine.name == "deepspeed" and self.engine.extra:
+        if self.engine.name == "deepspeed":
             yield from deepspeed.unsuitable(self)
         if self.optim.name == "cpu_adam" and self.engine.offload == "none":
             yield "optim.name=cpu_adam needs engine.offload=optimizer or parameters"

@@ -83,3 +83,9 @@ def test_what_only_the_device_decides_is_checked_when_it_is_known():
     assert deepspeed.settings(run, run.plan(4), "bf16")["bf16"] == {"enabled": True}
     with pytest.raises(ConfigError, match=r"bf16.enabled=True contradicts False"):
         deepspeed.settings(run, run.plan(4), "fp32")
+
+
+def test_apex_cannot_count_steps_at_stage_3():
+    with pytest.raises(ConfigError, match="apex_adam would count"):
+        config.load(None, [*BASE, "optim.name=apex_adam", "engine.zero_stage=3"])
+    config.load(None, [*BASE, "optim.name=apex_adam"])

@@ -32,6 +32,7 @@ VERBS = {
     "data": ("hpclm.data.__main__", "inspect, verify, merge and convert datasets"),
     "evaluate": ("hpclm.evaluate", "measure the loss of a run's model on held-out data"),
     "generate": ("hpclm.generate", "continue a prompt with a run's model"),
+    "import-deepspeed": ("hpclm.import_deepspeed", "print the settings that a DeepSpeed JSON stands for"),
     "doctor": ("hpclm.doctor", "show what each process really has, and what is wrong"),
     "env": ("hpclm.doctor", "the same"),
 }
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
-        verbs = "\n".join(f"  {verb:<12}{what}" for verb, (_, what) in VERBS.items())
+        verbs = "\n".join(f"  {verb:<18}{what}" for verb, (_, what) in VERBS.items())
         print(
             f"usage: hpclm VERB ...\n\nTrain GPT models on HPC clusters.\n\n{verbs}\n\nhpclm VERB --help says more.\n\n{EPILOG}"
         )

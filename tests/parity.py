@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from hpclm import config
 from tests import ranks
+from tests.states import Kept
 
 STEPS = 20
 TINY = [
@@ -44,8 +45,11 @@ STYLES["llamadocs"] = [*STYLES["llama"], *STYLES["documents"], "batch.loss_norm=
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def train(words, steps):
-    """Losses, gradient norms and an evaluation of this rank, and the shards it holds at the end; run on every rank."""
+def train(words, steps, first=0, saved=None):
+    """Losses, gradient norms and an evaluation of this rank, and the shards it holds at the end; run on every rank.
+
+    ``saved``: tensors (NumPy) and scalars of a run that came to step ``first``, which this one goes on from.
+    """
     from hpclm import engine as engines
     from hpclm.data.batches import Batches
     from hpclm.data.synthetic import synthetic
@@ -60,24 +64,33 @@ def train(words, steps):
     batches = Batches(source.samples("train", 1000), run, run.plan(size), source.eod, cpu, mesh.dp.rank)
     engine = engines.build(run, mesh, cpu, TYPES[run.engine.precision])
     each = run.batch.global_size
-    rates = [learning_rate(step, 1, STEPS, run.optim) for step in range(steps)]
-    results = [engine.train_step(batches.step(step * each), rate, step) for step, rate in enumerate(rates)]
+    if saved:
+        engine.load(Kept({name: torch.from_numpy(array) for name, array in saved[0].items()}), saved[1])
+    results = [
+        engine.train_step(batches.step(step * each), learning_rate(step, 1, STEPS, run.optim), step)
+        for step in range(first, steps)
+    ]
     held = [(s.name, s.tensor.float().numpy().copy(), s.shape, s.start) for s in engine.tensors()]
     return {
         "losses": [result.loss for result in results],
         "norms": [result.grad_norm for result in results],
+        "skipped": [result.skipped for result in results],
         "evaluation": engine.evaluate(batches.take(0, 5)),
         "scalars": engine.scalars(),
         "held": held,
     }
 
 
-def trained(size, *words, steps=STEPS):
-    """The same for ``size`` processes together: what rank 0 says, with every logical tensor as one."""
-    found = ranks.run(size, train, list(words), steps)
+def trained(size, *words, steps=STEPS, first=0, saved=None):
+    """The same for ``size`` processes together: what rank 0 says, with every logical tensor as one.
+
+    ``saved``: what another run gave after step ``first``.
+    """
+    handed = saved and ({name: tensor.numpy() for name, tensor in saved["tensors"].items()}, saved["scalars"])
+    found = ranks.run(size, train, list(words), steps, first, handed)
     for other in found[1:]:
         for what in ("losses", "norms", "evaluation", "scalars"):
-            assert other[what] == found[0][what], f"ranks disagree on {what}"
+            assert repr(other[what]) == repr(found[0][what]), f"ranks disagree on {what}"
     return {**found[0], "tensors": assembled(found)}
 
 

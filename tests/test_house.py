@@ -26,7 +26,7 @@ FLOORS = [
     {"cli"},
     {"train", "evaluate", "generate", "preprocess", "__main__"},
     {"submit"},
-    {"status", "logs", "cancel", "resume", "doctor", "planner"},
+    {"status", "logs", "cancel", "resume", "doctor", "planner", "import_deepspeed"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -151,7 +151,9 @@ def extra(config: "RunConfig") -> Flat:
 
 
 def unsuitable(config: "RunConfig") -> Iterator[str]:
-    """What is wrong with engine.extra, as far as it shows before the number of processes and the device are known."""
+    """What is wrong, as far as it shows before the number of processes and the device are known."""
+    if config.optim.name == "apex_adam" and stage_of(config) == 3:
+        yield "optim.name=apex_adam would count a step for every part of the weights at engine.zero_stage=3; use adamw"
     precision = config.engine.precision
     try:
         plan = config.plan(config.parallel.model)

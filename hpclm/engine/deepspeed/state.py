@@ -21,13 +21,13 @@ class State:
         self.sharded = hasattr(wrapper, "fp32_partitioned_groups_flat")  # stage 3
         names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
         self.flat: list[Tensor] = next(getattr(wrapper, name) for name in names if hasattr(wrapper, name))
+        self.by_group = type(optimizer).__module__.startswith("apex")  # it counts steps there, others with the moments
         self._begin(0)  # DeepSpeed would connect the moments of its first parameter group only
 
     def steps(self) -> int:
         """Updates so far."""
-        found = [state["step"] for state in self.optimizer.state.values() if "step" in state]
-        found += [group["step"] for group in self.optimizer.param_groups if "step" in group]  # apex counts by groups
-        return int(found[0]) if found else 0
+        counting = self.optimizer.param_groups if self.by_group else self.optimizer.state.values()
+        return int(next(iter(counting))["step"])
 
     def tensors(self, all_held: Sequence[Held], mesh: Mesh) -> Iterator[Shard]:
         """What this process saves; the replicas come together for each tensor."""
@@ -51,11 +51,12 @@ class State:
 
     def _begin(self, steps: int) -> None:
         """Moments of 0, after ``steps`` updates."""
-        ours = isinstance(self.optimizer, torch.optim.AdamW)
+        tensor = isinstance(self.optimizer, torch.optim.AdamW)
         for flat in self.flat:
-            step = torch.tensor(float(steps), device=flat.device) if ours else steps
-            self.optimizer.state[flat] = {"step": step, **{m: torch.zeros_like(flat) for m in MOMENTS}}
-        if not ours:
+            counted = {"step": torch.tensor(float(steps), device=flat.device) if tensor else steps}
+            moments = {moment: torch.zeros_like(flat) for moment in MOMENTS}
+            self.optimizer.state[flat] = moments if self.by_group else {**counted, **moments}
+        if self.by_group:
             for group in self.optimizer.param_groups:
                 group["step"] = steps
         if not self.sharded:

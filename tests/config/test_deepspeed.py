@@ -1,0 +1,91 @@
+import pytest
+
+from hpclm import config
+from hpclm.config import deepspeed
+from hpclm.errors import ConfigError
+
+BASE = ["engine.name=deepspeed", "batch.global_size=32", "batch.micro_size=2", "budget.steps=1"]
+
+
+def told(precision, *words, processes=4):
+    run = config.load(None, [*BASE, *words])
+    return deepspeed.settings(run, run.plan(processes), precision)
+
+
+@pytest.mark.parametrize(
+    "words, precision, wanted",
+    [
+        ([], "fp32", {"zero_optimization.stage": 1, "bf16.enabled": False, "fp16.enabled": False}),
+        ([], "bf16", {"bf16.enabled": True, "train_batch_size": 32, "gradient_accumulation_steps": 4}),
+        (["engine.zero_stage=0"], "bf16", {"bf16.enabled": False, "zero_optimization.stage": 0}),
+        (["engine.zero_stage=0", "engine.precision=fp16"], "fp16", {"fp16.enabled": False}),
+        (["engine.precision=fp16", "scaler.initial=1000"], "fp16", {"fp16.enabled": True, "fp16.loss_scale": 1000.0}),
+        (["engine.gradients=fp32"], "bf16", {"data_types.grad_accum_dtype": "fp32", "communication_data_type": "fp32"}),
+        (["engine.gradients=fp32", "engine.bucket_mb=4"], "bf16", {"zero_optimization.reduce_bucket_size": 2**20}),
+        (["engine.bucket_mb=4"], "bf16", {"zero_optimization.reduce_bucket_size": 2**21}),
+        (["engine.bucket_mb=4"], "fp32", {"zero_optimization.reduce_bucket_size": 2**20}),
+        (["optim.clip=0.5"], "fp32", {"gradient_clipping": 0.5, "zero_optimization.overlap_comm": True}),
+        (["engine.overlap=false"], "fp32", {"zero_optimization.overlap_comm": False}),
+        (
+            ["parallel.pipeline=2"],
+            "fp32",
+            {"pipeline.pipe_partitioned": False, "zero_optimization.overlap_comm": False},
+        ),
+        (["parallel.pipeline=2", "parallel.tensor=2"], "fp32", {"gradient_accumulation_steps": 16}),
+        (["engine.offload=optimizer"], "bf16", {"zero_optimization.offload_optimizer.device": "cpu"}),
+        (
+            ["engine.offload=parameters", "engine.zero_stage=3", "engine.offload_folder=/nvme"],
+            "bf16",
+            {
+                "zero_optimization.offload_param.device": "nvme",
+                "zero_optimization.offload_param.nvme_path": "/nvme",
+                "zero_optimization.offload_optimizer.device": "nvme",
+                "zero_optimization.offload_optimizer.nvme_path": "/nvme",
+            },
+        ),
+        (
+            ["engine.extra.zero_optimization.sub_group_size=1e8", "engine.extra.aio={block_size: 1048576}"],
+            "fp32",
+            {"zero_optimization.sub_group_size": 10**8, "zero_optimization.stage": 1, "aio.block_size": 1048576},
+        ),
+        (["engine.extra.gradient_clipping=1.0", "optim.clip=1"], "fp32", {"gradient_clipping": 1.0}),
+    ],
+)
+def test_settings_become_deepspeeds_json(words, precision, wanted):
+    flat = deepspeed.flattened(told(precision, *words))
+    assert {key: flat.get(key) for key in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    "word, says",
+    [
+        ("zero_optimization.stage=2", "stage=2 contradicts 1"),
+        ("zero_optimization={stage: 3}", "stage=3 contradicts 1"),
+        ("zero_optimization=3", "would replace a whole section"),
+        ("gradient_clipping=2", "gradient_clipping=2 contradicts 1.0"),
+        ("train_batch_size=64", "train_batch_size=64 contradicts 32"),
+        ("gradient_accumulation_steps=4", "follows from batch"),
+        ("optimizer.params.lr=1", "set optim"),
+        ("fp16.initial_scale_power=8", "scaler"),
+        ("zero_optimization.offload_optimizer.device=cpu", "engine.offload"),
+        ("zero_optimization.round_robin_gradients=true", "order"),
+        ("gradient_cliping=1", "Did you mean 'gradient_clipping'"),
+        ("wall_clock_breakdown=[", "is not YAML"),
+    ],
+)
+def test_extra_keys_contradict_nothing_and_exist(word, says):
+    with pytest.raises(ConfigError, match=says):
+        config.load(None, [*BASE, "optim.clip=1", f"engine.extra.{word}"])
+
+
+def test_what_only_the_device_decides_is_checked_when_it_is_known():
+    run = config.load(None, [*BASE, "engine.extra.bf16.enabled=true"])
+    assert deepspeed.settings(run, run.plan(4), "bf16")["bf16"] == {"enabled": True}
+    with pytest.raises(ConfigError, match=r"bf16.enabled=True contradicts False"):
+        deepspeed.settings(run, run.plan(4), "fp32")
+
+
+def test_apex_cannot_count_steps_at_stage_3():
+    with pytest.raises(ConfigError, match="apex_adam would count"):
+        config.load(None, [*BASE, "optim.name=apex_adam", "engine.zero_stage=3"])
+    config.load(None, [*BASE, "optim.name=apex_adam"])

@@ -1,0 +1,159 @@
+"""What DeepSpeed's engines do beyond learning what one process learns (tests/test_parity.py)."""
+
+import math
+
+import pytest
+import torch
+
+from tests import ranks
+from tests.parity import TINY, alone, trained
+
+ZERO = ["engine.name=deepspeed", "engine.precision=fp32", "batch.micro_size=2"]
+PIPELINE = [*ZERO, "parallel.pipeline=2", "model.layers=3"]
+NATIVE = ["engine.precision=fp32", "batch.micro_size=2"]
+
+
+def close(found, wanted):
+    """Whether a run of some steps was the beginning of another."""
+    steps = len(found["losses"])
+    assert found["losses"] == pytest.approx(wanted["losses"][:steps], abs=1e-5)
+    assert found["norms"] == pytest.approx(wanted["norms"][:steps], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[*ZERO, f"engine.zero_stage={stage}"] for stage in (0, 1, 2, 3)] + [PIPELINE],
+    ids=["stage0", "stage1", "stage2", "stage3", "pipeline"],
+)
+def test_a_run_goes_on_from_any_engine_to_any_other(words):
+    native = [*NATIVE, "model.layers=3"]
+    wanted = alone(*native)
+    saved = trained(1, *native, steps=4)
+    saved = trained(2, *words, "model.layers=3", steps=8, first=4, saved=saved)
+    assert saved["losses"] == pytest.approx(wanted["losses"][4:8], abs=1e-5)
+    assert saved["scalars"]["optimizer_steps"] == 8
+    found = trained(1, *native, steps=12, first=8, saved=saved)
+    assert found["losses"] == pytest.approx(wanted["losses"][8:12], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *([*ZERO, f"engine.zero_stage={stage}"] for stage in (0, 1, 2, 3)),
+        [*ZERO, "engine.precision=bf16"],
+        [*ZERO, "engine.precision=bf16", "engine.gradients=fp32"],
+        PIPELINE,
+    ],
+    ids=["stage0", "stage1", "stage2", "stage3", "bf16", "bf16-fp32", "pipeline"],
+)
+def test_a_step_that_is_not_finite_changes_nothing(words):
+    layers = "model.layers=3"
+    saved = trained(1, *NATIVE, layers, steps=3)
+    saved["tensors"]["model.norm.weight"][0] = 3e38
+    found = trained(2, *words, layers, steps=5, first=3, saved=saved)
+    assert found["skipped"] == [True, True] and not any(map(math.isfinite, found["losses"]))
+    assert found["scalars"]["optimizer_steps"] == 3
+    assert found["tensors"].keys() == saved["tensors"].keys()
+    for name, tensor in saved["tensors"].items():
+        assert torch.equal(found["tensors"][name], tensor), name
+
+
+def test_no_process_holds_the_whole_model_at_stage_3():
+    small = "engine.extra.zero_optimization.stage3_param_persistence_threshold=0"
+    words = [*ZERO, "engine.zero_stage=3", small, "model.hidden=128", "model.layers=4"]
+    for held, largest, whole in ranks.run(2, held_numbers, words):
+        assert held < 0.51 * whole
+        assert largest < 0.51 * whole  # while the layers were built, too
+
+
+def held_numbers(words):
+    """Numbers of the weights that this process holds once the engine is built, the most it held meanwhile, and all."""
+    import gc
+
+    from hpclm import config
+    from hpclm import engine as engines
+    from hpclm.model import count
+    from hpclm.model.stack import Stack
+    from hpclm.parallel.mesh import Mesh
+
+    run = config.load(None, [*TINY, *words])
+    mesh = Mesh.build(torch.distributed.get_rank(), 2, run.parallel)
+
+    def numbers():
+        found = {}
+        for parameter in (p for p in gc.get_objects() if isinstance(p, torch.nn.Parameter)):
+            for tensor in (parameter.data, getattr(parameter, "ds_tensor", None)):
+                if tensor is not None:
+                    found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // 4
+        return sum(found.values())
+
+    seen, made = [0], Stack.__init__
+
+    def watched(self, *args, **kwargs):
+        *rest, place = args
+        made(self, *rest, lambda name, layer: (place(name, layer), seen.append(numbers()))[0], **kwargs)
+
+    Stack.__init__ = watched
+    engine = engines.build(run, mesh, torch.device("cpu"), torch.float32)
+    held = {p.ds_tensor.untyped_storage().data_ptr(): p.ds_tensor for p in engine.model.parameters()}
+    held = sum(t.untyped_storage().nbytes() // 4 for t in held.values()) + sum(
+        p.numel() for p in engine.model.parameters()
+    )
+    return held, max(seen), count.parameters(run.model)
+
+
+@pytest.mark.parametrize("partition", ["parameters", "blocks", "time"])
+def test_stages_of_unequal_length_learn_the_same(partition):
+    wanted = alone(*NATIVE, "model.layers=5")
+    words = [*ZERO, "model.layers=5", "parallel.pipeline=2", f"parallel.partition={partition}"]
+    close(trained(2, *words, steps=6), wanted)
+
+
+@pytest.mark.parametrize("words", [["parallel.pipeline=2"], ["engine.zero_stage=2"]], ids=["pipeline", "stage2"])
+def test_the_number_of_micro_batches_may_grow_and_tokens_may_not_count(words):
+    ramp = ["batch.rampup=[4, 4, 40]", "data.eod_mask_loss=true", "data.reset_attention_mask=true"]
+    close(trained(2, *ZERO, *words, *ramp), alone(*NATIVE, *ramp))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["engine.zero_stage=1", "engine.offload=optimizer"],
+        ["engine.zero_stage=2", "engine.offload=optimizer", "engine.bucket_mb=0.01", "engine.overlap=false"],
+        ["engine.zero_stage=3", "engine.offload=parameters"],
+    ],
+    ids=["optimizer1", "optimizer2", "parameters3"],
+)
+def test_what_lies_in_other_memory_learns_the_same(words):
+    close(trained(2, *ZERO, *words, steps=6), alone(*NATIVE))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_bf16_gradients_may_be_summed_in_fp32(stage):
+    wanted = alone(*NATIVE)
+    words = [*ZERO, "engine.precision=bf16", f"engine.zero_stage={stage}"]
+    exact, rough = (trained(2, *words, f"engine.gradients={type_}", steps=4) for type_ in ("fp32", "auto"))
+    assert exact["norms"] != rough["norms"]
+    assert exact["losses"] == pytest.approx(wanted["losses"][:4], abs=0.03)
+
+
+@pytest.mark.parametrize("words", [["engine.zero_stage=1"], ["engine.zero_stage=3"], ["parallel.pipeline=2"]], ids=str)
+def test_fp16_skips_overflows_and_lowers_the_scale(words):
+    fp16 = [*ZERO, "engine.precision=fp16"]
+    for found in ranks.run(2, in_fp16, [*fp16, *words], 4):
+        assert found["losses"] == pytest.approx(alone(*NATIVE)["losses"][:4], abs=0.01)
+        assert not any(found["skipped"]) and found["scalars"]["loss_scale"]["value"] == 65536
+    for found in ranks.run(2, in_fp16, [*fp16, *words, "scaler.initial=1e9", "scaler.hysteresis=1"], 4):
+        assert found["skipped"][:3] == [True] * 3
+        assert found["scalars"]["loss_scale"]["value"] == 1e9 / 2 ** sum(found["skipped"])
+        assert found["scalars"]["optimizer_steps"] == found["skipped"].count(False)
+
+
+def in_fp16(words, steps):
+    """parity.train on CPUs that can compute in fp16, which DeepSpeed does not expect."""
+    from deepspeed.accelerator import get_accelerator
+
+    from tests.parity import train
+
+    get_accelerator().is_fp16_supported = lambda: True
+    return train(words, steps)

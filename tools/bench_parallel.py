@@ -208,7 +208,7 @@ def timed(steps: dict[str, Step], args: argparse.Namespace, wait: Step, show: bo
     return times
 
 
-def prepare(args: argparse.Namespace, rank: int, size: int, folder: str) -> tuple[Any, Any, str]:
+def prepare(args: argparse.Namespace, rank: int, size: int, file: str) -> tuple[Any, Any, str]:
     """Device, compute type and a description, with the process group up."""
     import torch
     import torch.distributed as dist
@@ -224,7 +224,8 @@ def prepare(args: argparse.Namespace, rank: int, size: int, folder: str) -> tupl
     hardware.set_matmul(EngineConfig(), device)
     dtype = hardware.compute_type(EngineConfig(precision=args.precision), device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.FileStore(folder, size), rank=rank, world_size=size)
+    store = dist.FileStore(file, size) if size > 1 else dist.HashStore()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     return device, dtype, f"{hardware.describe(device)}, torch {torch.__version__}, {str(dtype).removeprefix('torch.')}"
 
 
@@ -232,8 +233,7 @@ def engines(args: argparse.Namespace) -> None:
     """Every engine beside native, and beside its library by hand, in one process."""
     from hpclm.cluster import hardware
 
-    with tempfile.TemporaryDirectory() as folder:
-        device, dtype, words = prepare(args, 0, 1, str(Path(folder, "store")))
+    device, dtype, words = prepare(args, 0, 1, "")
     subjects: dict[str, Callable[[], Step]] = {
         name: lambda its=its: engine_step(args, its, 1, 0, device, dtype) for name, its in ENGINES.items()
     }

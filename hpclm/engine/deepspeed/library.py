@@ -105,7 +105,7 @@ def group(axis: Axis) -> Any:
     DeepSpeed."""
     if axis.group is not None:
         return axis.group
-    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return dist.new_group(list(axis.ranks), use_local_synchronization=True)
 
 
 def begin(device: torch.device) -> None:

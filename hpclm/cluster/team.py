@@ -74,15 +74,6 @@ class Team:
         dist.all_reduce(held, dist.ReduceOp.MAX)
         return held.item()
 
-    def total(self, value: "torch.Tensor") -> "torch.Tensor":
-        """The sum of the ranks' tensors (of one shape), on every rank."""
-        if self.size > 1:
-            import torch.distributed as dist
-
-            value = value.clone()
-            dist.all_reduce(value)
-        return value
-
     def first(self, act: Callable[[], T]) -> T:
         """``act()`` on rank 0 alone; its result (what JSON can say), or its HpclmError, on every rank."""
         if self.size == 1:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import signal
 import time
 import traceback
@@ -51,7 +52,11 @@ def run(size, work, *args):
 def _answer(receiving):
     """Whether a rank did its work, and what it says."""
     try:
-        return receiving.recv() if receiving.poll(LIMIT) else (False, f"said nothing within {LIMIT:.0f} s")
+        return (
+            pickle.loads(receiving.recv_bytes())
+            if receiving.poll(LIMIT)
+            else (False, f"said nothing within {LIMIT:.0f} s")
+        )
     except EOFError:
         return False, "is gone"
 
@@ -66,6 +71,10 @@ def _values(answers):
     return [value for _, value in answers]
 
 
+def _send(answer, value):
+    answer.send_bytes(pickle.dumps(value))  # whole: send() would share a tensor's memory with a process that ends
+
+
 def _one(rank, size, store, answer, work, args):
     import torch
     import torch.distributed as dist
@@ -77,11 +86,11 @@ def _one(rank, size, store, answer, work, args):
         if size > 1:
             file = dist.FileStore(store, size)
             dist.init_process_group("gloo", store=file, rank=rank, world_size=size, timeout=timedelta(seconds=120))
-        answer.send((True, work(*args)))
+        _send(answer, (True, work(*args)))
     except HpclmError as error:
-        answer.send((False, error))
+        _send(answer, (False, error))
     except BaseException:
-        answer.send((False, traceback.format_exc()))
+        _send(answer, (False, traceback.format_exc()))
     finally:
         answer.close()
         time.sleep(0.2)  # so that what the others say of a lost peer does not come first

@@ -92,5 +92,5 @@ def test_apex_cannot_count_steps_at_stage_3():
 
 
 def test_a_disk_is_used_at_stage_3_only():
-    with pytest.raises(ConfigError, match="needs engine.zero_stage=3"):
+    with pytest.raises(ConfigError, match=r"needs engine.zero_stage=3"):
         config.load(None, [*BASE, "engine.offload=optimizer", "engine.offload_folder=/nvme"])

@@ -3,8 +3,8 @@ import torch
 
 from hpclm import config
 from hpclm.engine.stages import owners, parameters, share, stages
-from hpclm.model.stack import Stack
 from hpclm.model import count, gpt
+from hpclm.model.stack import Stack
 from hpclm.parallel.mesh import Mesh
 from tests.parity import TINY
 

@@ -154,6 +154,11 @@ def unsuitable(config: "RunConfig") -> Iterator[str]:
     """What is wrong, as far as it shows before the number of processes and the device are known."""
     if config.optim.name == "apex_adam" and stage_of(config) == 3:
         yield "optim.name=apex_adam would count a step for every part of the weights at engine.zero_stage=3; use adamw"
+    if config.engine.offload_folder and stage_of(config) != 3:
+        yield (
+            f"engine.offload_folder={config.engine.offload_folder} needs engine.zero_stage=3; at stage {stage_of(config)} "
+            f"DeepSpeed would use the CPU's memory"
+        )
     precision = config.engine.precision
     try:
         plan = config.plan(config.parallel.model)

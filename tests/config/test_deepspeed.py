@@ -89,3 +89,8 @@ def test_apex_cannot_count_steps_at_stage_3():
     with pytest.raises(ConfigError, match="apex_adam would count"):
         config.load(None, [*BASE, "optim.name=apex_adam", "engine.zero_stage=3"])
     config.load(None, [*BASE, "optim.name=apex_adam"])
+
+
+def test_a_disk_is_used_at_stage_3_only():
+    with pytest.raises(ConfigError, match=r"needs engine.zero_stage=3"):
+        config.load(None, [*BASE, "engine.offload=optimizer", "engine.offload_folder=/nvme"])

@@ -1,6 +1,7 @@
 """What DeepSpeed's engines do beyond learning what one process learns (tests/test_parity.py)."""
 
 import math
+from ctypes.util import find_library
 
 import pytest
 import torch
@@ -126,6 +127,19 @@ def test_the_number_of_micro_batches_may_grow_and_tokens_may_not_count(words):
 )
 def test_what_lies_in_other_memory_learns_the_same(words):
     close(trained(2, *ZERO, *words, steps=6), alone(*NATIVE))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_library("aio") is None, reason="DeepSpeed's access to disks needs libaio")
+@pytest.mark.parametrize("what", ["optimizer", "parameters"])
+def test_what_lies_on_a_disk_learns_the_same_and_is_saved(what, tmp_path):
+    shape = ["model.hidden=512", "model.layers=1", "model.init_std=0.02"]  # smaller parts never go to the disk
+    wanted, saved = (trained(1, *NATIVE, *shape, steps=steps) for steps in (4, 2))
+    words = [*ZERO, *shape, "engine.zero_stage=3", f"engine.offload={what}", f"engine.offload_folder={tmp_path}"]
+    close(trained(2, *words, steps=4), wanted)
+    found = trained(2, *words, steps=4, first=2, saved=saved)
+    assert found["losses"] == pytest.approx(wanted["losses"][2:], abs=1e-5)
+    assert any(path.stat().st_size for path in tmp_path.rglob("*.swp"))
 
 
 @pytest.mark.parametrize("stage", [1, 3])

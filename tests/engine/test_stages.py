@@ -2,8 +2,9 @@ import pytest
 import torch
 
 from hpclm import config
-from hpclm.engine.stages import parameters, stages
+from hpclm.engine.stages import owners, parameters, share, stages
 from hpclm.model import count, gpt
+from hpclm.model.stack import Stack
 from hpclm.parallel.mesh import Mesh
 from tests.parity import TINY
 
@@ -46,3 +47,13 @@ def test_a_costly_vocabulary_takes_blocks_from_its_stages_by_time():
     words = ["model.layers=6", "parallel.pipeline=2", "parallel.partition=time", "model.vocab_size=20000"]
     _, _, parts = divided(*words, "batch.micro_size=8")
     assert blocks(parts)[0] > blocks(parts)[1]
+
+
+def test_a_tied_table_is_on_two_stages_and_each_answers_for_its_layers():
+    _, specs, parts = divided("model.layers=4", "parallel.pipeline=4")
+    found = owners(parts)
+    assert found["tokens"] == [0, 3] and found["block1"] == [1] and found["norm"] == [3]
+    given = {f"{name}.weight": (1,) for name in ("tokens", "block0", "block1", "norm", "stray")}
+    run, *_ = divided("model.layers=4", "parallel.pipeline=4")
+    second = Stack(run.model, parts[1], torch.float32)
+    assert share(given, specs, second).keys() == {"block1.weight", "stray.weight"}

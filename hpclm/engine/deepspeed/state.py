@@ -1,6 +1,7 @@
 """fp32 weights and moments inside DeepSpeed's optimizers, as logical tensors: read and written a weight at a time."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ class State:
     def steps(self) -> int:
         """Updates so far."""
         counting = self.optimizer.param_groups if self.by_group else self.optimizer.state.values()
-        return int(next(iter(counting))["step"])
+        return max((int(held["step"]) for held in counting if "step" in held), default=0)
 
     def tensors(self, all_held: Sequence[Held], mesh: Mesh) -> Iterator[Shard]:
         """What this process saves; the replicas come together for each tensor."""
@@ -52,16 +53,33 @@ class State:
     def _begin(self, steps: int) -> None:
         """Moments of 0, after ``steps`` updates."""
         tensor = isinstance(self.optimizer, torch.optim.AdamW)
-        for flat in self.flat:
-            counted = {"step": torch.tensor(float(steps), device=flat.device) if tensor else steps}
-            moments = {moment: torch.zeros_like(flat) for moment in MOMENTS}
-            self.optimizer.state[flat] = moments if self.by_group else {**counted, **moments}
+        for number, flat in enumerate(self.flat):
+            if self._on_disk(number) and not steps:
+                continue  # the first update makes room there
+            with self._present(number):
+                counted = {"step": torch.tensor(float(steps), device=flat.device) if tensor else steps}
+                moments = {moment: torch.zeros_like(flat) for moment in MOMENTS}
+                self.optimizer.state[flat] = moments if self.by_group else {**counted, **moments}
         if self.by_group:
             for group in self.optimizer.param_groups:
                 group["step"] = steps
         if not self.sharded:
             self.wrapper._hp_optimizer_states_linked = False
             self.wrapper._lazy_init_hp_params_optimizer_state()
+
+    def _on_disk(self, number: int) -> bool:
+        """Whether a flat part and its moments lie on a disk (engine.offload_folder)."""
+        return self.sharded and self.wrapper._swappable_optimizer_subgroup(number)
+
+    @contextmanager
+    def _present(self, number: int) -> Iterator[None]:
+        """While the block runs, a flat part is in memory."""
+        on_disk = self._on_disk(number)
+        if on_disk:
+            self.wrapper._optimizer_states_and_gradient_swap_in(number)
+        yield
+        if on_disk:
+            self.wrapper._optimizer_states_and_gradient_swap_out(number)
 
     def _set(self, held: Held, value: Tensor, moment: str | None, mesh: Mesh) -> None:
         """Write this process's part of one tensor."""
@@ -88,7 +106,8 @@ class State:
             return
         wrapper._partition_all_parameters()
         for number in range(len(self.flat)):
-            wrapper._reassign_or_swap_out_partitioned_parameters(number)
+            with self._present(number):
+                wrapper._reassign_or_swap_out_partitioned_parameters(number)
         if wrapper.persistent_parameters:
             wrapper.persistent_parameters[0].all_gather(wrapper.persistent_parameters)
 

@@ -154,8 +154,7 @@ def partition(tree: dict[str, Any], view: library.MeshView, dtype: torch.dtype) 
         made = deepspeed.zero.Init(
             module=layer,
             data_parallel_group=view.get_data_parallel_group(),
-            config_dict_or_path=tree,
-            dtype=dtype,
+            config_dict_or_path=tree,  # with the type: what is passed as dtype counts on some devices only
             mpu=view,
             **shared,
         )

@@ -122,8 +122,11 @@ def test_the_number_of_micro_batches_may_grow_and_tokens_may_not_count(words):
         ["engine.zero_stage=1", "engine.offload=optimizer"],
         ["engine.zero_stage=2", "engine.offload=optimizer", "engine.bucket_mb=0.01", "engine.overlap=false"],
         ["engine.zero_stage=3", "engine.offload=parameters"],
+        pytest.param(
+            ["engine.zero_stage=2", "engine.offload=optimizer", "optim.name=cpu_adam"], marks=pytest.mark.slow
+        ),  # compiles DeepSpeed's Adam, once
     ],
-    ids=["optimizer1", "optimizer2", "parameters3"],
+    ids=["optimizer1", "optimizer2", "parameters3", "cpu_adam"],
 )
 def test_what_lies_in_other_memory_learns_the_same(words):
     close(trained(2, *ZERO, *words, steps=6), alone(*NATIVE))

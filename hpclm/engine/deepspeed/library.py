@@ -10,8 +10,12 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+from hpclm.config import OptimConfig
 from hpclm.engine.held import Held
+from hpclm.errors import ConfigError
+from hpclm.optim.adamw import adamw
 from hpclm.parallel.mesh import Axis, Mesh
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -126,6 +130,20 @@ def initialize(**arguments: Any) -> Any:
     with contextlib.redirect_stdout(io.StringIO()):
         engine, *_ = deepspeed.initialize(**arguments, dist_init_required=False)
     return engine
+
+
+def optimizer(parameter_groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
+    """The optimizer that the settings name: DeepSpeed's own for state on the CPU, or one of ours."""
+    if optim.name != "cpu_adam":
+        return adamw(parameter_groups, optim)
+    settings: dict[str, Any] = dict(lr=optim.lr, betas=optim.betas, eps=optim.eps, adamw_mode=True)
+    try:
+        return DeepSpeedCPUAdam(parameter_groups, **settings)
+    except Exception as error:  # what its compiler says may be anything
+        raise ConfigError(
+            f"optim.name=cpu_adam: DeepSpeed could not compile it: {str(error).splitlines()[0] if str(error) else error!r}; "
+            f"it needs a C++ compiler and Python's headers (Debian: apt-get install g++ python3-dev), or use optim.name=adamw"
+        ) from error
 
 
 def mark_split(all_held: Iterable[Held]) -> None:

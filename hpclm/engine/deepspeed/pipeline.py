@@ -25,7 +25,7 @@ from hpclm.engine.step import seed_step, seeds, token_weights
 from hpclm.model import gpt
 from hpclm.model.loss import TokenLoss
 from hpclm.model.stack import Stack, check_shapes
-from hpclm.optim.adamw import adamw, groups
+from hpclm.optim.adamw import groups
 from hpclm.optim.scaler import LossScale
 from hpclm.parallel.collectives import all_reduce
 from hpclm.parallel.mesh import Mesh, among
@@ -88,7 +88,7 @@ class PipelineEngine:
             held.parameter.ds_pipe_replicated = held.copy  # type: ignore[attr-defined]  # the norm counts it once
         self.plan = config.plan(mesh.world.size)
         decaying, others = decay_groups(self.held, config.optim.decayed == "all")
-        optimizer = adamw(groups(decaying, others, config.optim), config.optim)
+        optimizer = library.optimizer(groups(decaying, others, config.optim), config.optim)
         self.stage = Stage(self.model, library.Grid(mesh), tied(self.model, where, mesh))
         self.engine = library.initialize(
             model=self.stage, optimizer=optimizer, config=settings(config, self.plan, library.NAMES[dtype])

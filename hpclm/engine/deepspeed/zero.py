@@ -19,7 +19,7 @@ from hpclm.engine.step import Replica, mean_loss, seed_step, seeds, token_weight
 from hpclm.model import gpt
 from hpclm.model.loss import TokenLoss
 from hpclm.model.stack import Place, Stack, check_shapes
-from hpclm.optim.adamw import adamw, groups
+from hpclm.optim.adamw import groups
 from hpclm.optim.scaler import LossScale
 from hpclm.parallel.collectives import all_reduce
 from hpclm.parallel.mesh import Mesh
@@ -81,7 +81,7 @@ class ZeroEngine:
         self.held = tuple(Held(name, p, self.model.forms[name]) for name, p in self.model.weights())
         library.mark_split(self.held)
         decaying, others = decay_groups(self.held, config.optim.decayed == "all")
-        optimizer = adamw(groups(decaying, others, config.optim), config.optim)
+        optimizer = library.optimizer(groups(decaying, others, config.optim), config.optim)
         self.engine = library.initialize(model=self.model, optimizer=optimizer, config=tree, mpu=view)
         self.state = State(self.engine.optimizer, optimizer)
         self.scale = LossScale.first(config.scaler) if dtype == torch.float16 else None

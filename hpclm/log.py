@@ -50,13 +50,13 @@ class Formatter(logging.Formatter):
         return self.redact(super().format(record))
 
 
-def setup(rank: int = 0, level: int = logging.INFO, redact: Callable[[str], str] = str) -> None:
+def setup(rank: int = 0, level: int = logging.INFO, redact: Callable[[str], str] = str, marked: bool = False) -> None:
     """Send the log to standard error; of ranks other than 0 only warnings, until they have a file of their own.
 
-    ``redact`` takes out what must not be told, secrets.
+    ``redact`` takes out what must not be told, secrets. ``marked``: somebody else says of each line whose it is.
     """
     console = Console()
-    console.setFormatter(Formatter(redact, "%H:%M:%S", f"[rank {rank}] " if rank else ""))
+    console.setFormatter(Formatter(redact, "%H:%M:%S", f"[rank {rank}] " if rank and not marked else ""))
     if rank:
         console.setLevel(logging.WARNING)
     logging.basicConfig(level=level, handlers=[console, Early()], force=True)

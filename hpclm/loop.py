@@ -53,7 +53,8 @@ def run(config: RunConfig, team: Team) -> int:
         source, train, parts, length = data(config, plan, team, mesh.dp.rank, device)
         opened.callback(train.close)
         shape(config.optim)  # a schedule that cannot be loaded is no news for the end of the warm-up
-        tell(config, plan, team, length, len(train.samples))
+        if team.leads:
+            tell(config, plan, team, length, len(train.samples))
 
         make = engines.named(config)
         out = Path(config.out)  # what cannot work has left no trace

@@ -30,7 +30,7 @@ def start(settings: RunConfig, alone: bool = False) -> int:
     if wrong:
         raise ConfigError(wrong)
     world = bootstrap.detect(alone=alone)
-    log.setup(world.rank, redact=secrets.Redactor())
+    log.setup(world.rank, redact=secrets.Redactor(), marked=world.launcher == "local")
     if world.local_size > 1:
         threads.limit(placement.threads(world.local_size))
     if world.size == 1 or world.launcher in bootstrap.OF_MPI:  # MPI wants to finish what it began

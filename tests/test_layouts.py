@@ -45,6 +45,11 @@ def test_a_run_goes_on_in_any_other_layout(tiny, tmp_path):
         "engine.zero_stage=1": "engine 'native' cannot do engine.zero_stage=1; it can do stage 0",
         "engine.overlap=false": "engine.overlap=False has no effect with engine 'native'; it is for deepspeed",
         "engine.name=pipelining parallel.pipeline=2 parallel.schedule=interleaved": "needs parallel.chunks",
+        "engine.name=pipelining parallel.pipeline=2 batch.global_size=1": "it needs at least 2",
+        "engine.name=pipelining parallel.pipeline=2 parallel.schedule=interleaved parallel.chunks=2 batch.global_size=6 "
+        "batch.rampup=[4,1,12]": "cannot run 5 micro-batches a step",
+        "engine.anomaly=true engine.precision=fp16": "looks for no NaN with engine.precision=fp16",
+        "engine.name=deepspeed engine.zero_stage=0 engine.overlap=false": "engine.overlap=False has no effect",
         "model.kv_heads=2 parallel.tensor=4": "model.kv_heads=2 must be a multiple of parallel.tensor=4",
         "parallel.tensor=2": "1 process cannot be divided by parallel.tensor=2 x parallel.pipeline=1 = 2",
     }.items(),

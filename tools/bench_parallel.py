@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +83,11 @@ def engine_step(args: argparse.Namespace, words: list[str], size: int, rank: int
     mesh = Mesh.build(rank, size, run.parallel)
     engine = engines.build(run, mesh, device, dtype)
     batches = micro_batches(args, run, mesh.dp.size, mesh.dp.rank, device)
-    return lambda: engine.train_step(batches, 1e-4, 0) and None
+
+    def step() -> None:
+        engine.train_step(batches, 1e-4, 0)
+
+    return step
 
 
 def model_of(run: RunConfig, dtype: Any, place: Any) -> Stack:
@@ -145,7 +150,7 @@ def by_hand(args: argparse.Namespace, kind: str, device: Any, dtype: Any) -> Ste
 
 def deepspeed_by_hand(run: RunConfig, batches: list[Any], stage: int, device: Any, dtype: Any) -> Step:
     """DeepSpeed as its tutorials use it."""
-    import deepspeed  # type: ignore[import-untyped]
+    import deepspeed
     import torch
 
     model = model_of(run, dtype, lambda _, layer: layer.to(device)).train()
@@ -224,7 +229,8 @@ def prepare(args: argparse.Namespace, rank: int, size: int, file: str) -> tuple[
     hardware.set_matmul(EngineConfig(), device)
     dtype = hardware.compute_type(EngineConfig(precision=args.precision), device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store = dist.FileStore(file, size) if size > 1 else dist.HashStore()
+    stores: Any = dist
+    store = stores.FileStore(file, size) if size > 1 else stores.HashStore()
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     return device, dtype, f"{hardware.describe(device)}, torch {torch.__version__}, {str(dtype).removeprefix('torch.')}"
 
@@ -235,9 +241,9 @@ def engines(args: argparse.Namespace) -> None:
 
     device, dtype, words = prepare(args, 0, 1, "")
     subjects: dict[str, Callable[[], Step]] = {
-        name: lambda its=its: engine_step(args, its, 1, 0, device, dtype) for name, its in ENGINES.items()
+        name: partial(engine_step, args, its, 1, 0, device, dtype) for name, its in ENGINES.items()
     }
-    subjects |= {name: lambda name=name: by_hand(args, name, device, dtype) for name in BY_HAND}
+    subjects |= {name: partial(by_hand, args, name, device, dtype) for name in BY_HAND}
     chosen = [name for name in subjects if not args.only or any(word in name for word in args.only)]
     steps = {name: subjects[name]() for name in chosen}
     times = timed(steps, args, hardware.synchronizer(device))

@@ -154,6 +154,13 @@ def unsuitable(config: "RunConfig") -> Iterator[str]:
     """What is wrong, as far as it shows before the number of processes and the device are known."""
     if config.optim.name == "apex_adam" and stage_of(config) == 3:
         yield "optim.name=apex_adam would count a step for every part of the weights at engine.zero_stage=3; use adamw"
+    if config.optim.name == "apex_adam" and config.engine.offload != "none":
+        yield f"optim.name=apex_adam is for GPUs, and engine.offload={config.engine.offload} updates on the CPU; use cpu_adam"
+    if not config.engine.overlap and (stage_of(config) == 0 or config.parallel.pipeline > 1):
+        yield (
+            "engine.overlap=False has no effect with a pipeline or at engine.zero_stage=0: gradients are reduced after the "
+            "backward pass"
+        )
     if config.engine.offload_folder and stage_of(config) != 3:
         yield (
             f"engine.offload_folder={config.engine.offload_folder} needs engine.zero_stage=3; at stage {stage_of(config)} "

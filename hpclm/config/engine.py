@@ -100,6 +100,8 @@ class EngineConfig(Checked):
             yield f"engine.bucket_mb={self.bucket_mb} must be more than 0"
         if self.offload_folder and self.offload == "none":
             yield f"engine.offload_folder={self.offload_folder} has no effect with engine.offload=none"
+        if self.anomaly and self.precision == "fp16":
+            yield "engine.anomaly=true looks for no NaN with engine.precision=fp16, whose overflows the loss scale answers; use bf16"
         if self.anomaly and self.compile:
             yield "engine.anomaly=true finds nothing inside compiled blocks; set engine.compile=false"
         if self.recompute_every > 1 and self.recompute != "full":

@@ -53,6 +53,12 @@ class Plan:
         """Micro-batches per replica in that step."""
         return self.batch_size(samples) // (self.micro_size * self.data)
 
+    def accumulations(self) -> list[int]:
+        """Micro-batches per replica of every kind of step there is, in their order."""
+        ramp = self.rampup
+        sizes = range(ramp.start, self.global_size + 1, ramp.increment) if ramp else [self.global_size]
+        return [size // (self.micro_size * self.data) for size in sizes]
+
     def samples_after(self, steps: int) -> int:
         """Samples consumed by the first ``steps`` steps."""
         done = samples = 0

@@ -222,4 +222,13 @@ class RunConfig(Checked):
                 f"parallel.pipeline={parallel.pipeline} = {parallel.model}"
             )
         rampup = Rampup(*self.batch.rampup) if self.batch.rampup else None
-        return Plan.divide(processes // parallel.model, self.batch.global_size, self.batch.micro_size, rampup)
+        plan = Plan.divide(processes // parallel.model, self.batch.global_size, self.batch.micro_size, rampup)
+        can = SUPPORTS.get(self.engine.name)
+        for count in plan.accumulations() if can and can.counts and parallel.pipeline > 1 else ():
+            needs = can.counts(count, parallel.pipeline, parallel.schedule) if can and can.counts else None
+            if needs:
+                raise ConfigError(
+                    f"parallel.schedule={parallel.schedule} cannot run {count} micro-batches a step on parallel.pipeline="
+                    f"{parallel.pipeline}; it needs {needs}: change batch.global_size, batch.micro_size or batch.rampup"
+                )
+        return plan

@@ -1,6 +1,6 @@
 """What each engine can do, as data: checked before the queue, without loading any engine."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,12 +28,25 @@ class Supports:
     """Settings of engine.* that not every engine honours and this one does."""
     optimizers: tuple[str, ...] = ("adamw", "apex_adam")
     """Values of optim.name."""
+    counts: Callable[[int, int, str], str | None] | None = None
+    """Of micro-batches a step, parallel.pipeline and parallel.schedule: what the schedule needs, where it cannot run these."""
     more: str | None = None
     """Where a function is that finds more: of a RunConfig, the sentences on what cannot work."""
 
 
 OPTIONAL = ("bucket_mb", "overlap", "gradients", "extra", "offload_folder", "compile", "offload_activations")
 """Settings of engine.* that an engine must say it honours."""
+
+
+def needed(micro_batches: int, pipeline: int, schedule: str) -> str | None:
+    """What a schedule of torch.distributed.pipelining needs, where it cannot run so many micro-batches; else None."""
+    if schedule == "1f1b" and micro_batches < pipeline:
+        return f"at least {pipeline}"
+    rounds = max(1, micro_batches // pipeline)
+    if schedule in ("interleaved", "zero_bubble") and micro_batches % rounds:
+        return f"a number that its {rounds} rounds of about {pipeline} divide"
+    return None
+
 
 SUPPORTS = {
     "native": Supports("hpclm.engine.native:NativeEngine", options=("bucket_mb", "compile", "offload_activations")),
@@ -62,6 +75,7 @@ SUPPORTS = {
         pipeline_stages=(0,),
         alone=False,
         schedules=("1f1b", "gpipe", "interleaved", "zero_bubble"),
+        counts=needed,
     ),
 }
 

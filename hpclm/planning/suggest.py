@@ -88,12 +88,23 @@ def _fitting(run: RunConfig, kind: Kind) -> Iterator[Forecast]:
     """``run`` with micro-batches of 1, 2, 4 and so on, as long as they divide the batch and fit."""
     found = forecast.of(run, kind)
     while found.room == "fits":
-        yield found
         where = found.layout
+        if _runs(run, where.micro_size):
+            yield found
         if where.accumulation % 2:
             return
         where = replace(where, micro_size=where.micro_size * 2, accumulation=where.accumulation // 2)
         found = replace(found, layout=where)
+
+
+def _runs(run: RunConfig, micro_size: int) -> bool:
+    """Whether ``run`` can do every step with micro-batches of that size."""
+    try:
+        other = replace(run, batch=replace(run.batch, micro_size=micro_size))
+        other.plan(run.job.nodes * run.job.gpus)
+    except ConfigError:
+        return False
+    return True
 
 
 def words(run: RunConfig, other: RunConfig) -> tuple[str, ...]:

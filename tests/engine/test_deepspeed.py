@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests import ranks
-from tests.parity import TINY, alone, trained
+from tests.parity import TINY, alone, train, trained
 
 ZERO = ["engine.name=deepspeed", "engine.precision=fp32", "batch.micro_size=2"]
 PIPELINE = [*ZERO, "parallel.pipeline=2", "model.layers=3"]
@@ -157,20 +157,10 @@ def test_bf16_gradients_may_be_summed_in_fp32(stage):
 @pytest.mark.parametrize("words", [["engine.zero_stage=1"], ["engine.zero_stage=3"], ["parallel.pipeline=2"]], ids=str)
 def test_fp16_skips_overflows_and_lowers_the_scale(words):
     fp16 = [*ZERO, "engine.precision=fp16"]
-    for found in ranks.run(2, in_fp16, [*fp16, *words], 4):
+    for found in ranks.run(2, train, [*fp16, *words], 4):
         assert found["losses"] == pytest.approx(alone(*NATIVE)["losses"][:4], abs=0.01)
         assert not any(found["skipped"]) and found["scalars"]["loss_scale"]["value"] == 65536
-    for found in ranks.run(2, in_fp16, [*fp16, *words, "scaler.initial=1e9", "scaler.hysteresis=1"], 4):
+    for found in ranks.run(2, train, [*fp16, *words, "scaler.initial=1e9", "scaler.hysteresis=1"], 4):
         assert found["skipped"][:3] == [True] * 3
         assert found["scalars"]["loss_scale"]["value"] == 1e9 / 2 ** sum(found["skipped"])
         assert found["scalars"]["optimizer_steps"] == found["skipped"].count(False)
-
-
-def in_fp16(words, steps):
-    """parity.train on CPUs that can compute in fp16, which DeepSpeed does not expect."""
-    from deepspeed.accelerator import get_accelerator
-
-    from tests.parity import train
-
-    get_accelerator().is_fp16_supported = lambda: True
-    return train(words, steps)

@@ -5,12 +5,13 @@ import pytest
 import torch
 
 from hpclm import config
+from hpclm.cluster.kinds import KINDS
 from hpclm.config import EngineConfig, ModelConfig
 from hpclm.engine.stages import is_block
 from hpclm.engine.stages import stages as divided
 from hpclm.model import count, gpt
 from hpclm.parallel.mesh import Mesh
-from hpclm.planning import code, memory, time
+from hpclm.planning import code, memory, suggest, time
 from hpclm.planning.layout import Layout, micro_batches_held, parameters, stages
 
 MODEL = ModelConfig(layers=12)
@@ -123,3 +124,16 @@ def test_a_stage_that_is_planned_is_no_heavier_than_one_that_runs(by, pipeline, 
     running = [sum(map(is_block, stage)) for stage in divided(run, specs, Mesh(), cpu, torch.float32)]
     planned = [stage.blocks for stage in stages(run.model, Layout(pipeline=pipeline, partition=by))]
     assert sum(planned) == sum(running) == layers and max(planned) == max(running)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["batch.rampup=[16,16,1000]"], ["batch.global_size=20"], ["batch.global_size=12", "model.layers=24"]],
+    ids=str,
+)
+def test_what_is_suggested_can_run(words):
+    run = config.load(None, ["batch.global_size=64", *words, "job.gpus=2", "engine.precision=bf16"])
+    found = suggest.ranked(run, KINDS["A100"])
+    assert len(found) > 5
+    for one in found:
+        config.load(None, ["batch.global_size=64", *words, "engine.precision=bf16", *one.words]).plan(2)

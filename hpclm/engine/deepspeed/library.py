@@ -10,6 +10,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from hpclm.config import OptimConfig
@@ -120,8 +121,9 @@ def begin(device: torch.device) -> None:
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    if device.type == "cpu":  # or it compiles a collective that gloo has
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if device.type == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it compiles a collective that gloo has
+        get_accelerator().is_fp16_supported = lambda: True  # PyTorch computes in fp16 on every CPU, if slowly on most
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
 
 

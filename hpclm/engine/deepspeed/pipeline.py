@@ -4,6 +4,7 @@ Every process of a stage reads its replica's micro-batches itself, so only activ
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
 from itertools import groupby, islice
 from typing import Any
 
@@ -89,7 +90,8 @@ class PipelineEngine:
         self.plan = config.plan(mesh.world.size)
         decaying, others = decay_groups(self.held, config.optim.decayed == "all")
         optimizer = library.optimizer(groups(decaying, others, config.optim), config.optim)
-        self.stage = Stage(self.model, library.Grid(mesh), tied(self.model, where, mesh))
+        limit = timedelta(minutes=config.cluster.timeout_minutes)
+        self.stage = Stage(self.model, library.Grid(mesh), tied(self.model, where, mesh, limit))
         self.engine = library.initialize(
             model=self.stage, optimizer=optimizer, config=settings(config, self.plan, library.NAMES[dtype])
         )
@@ -164,11 +166,11 @@ def ids(batches: Sequence[Batch]) -> Iterator[tuple[Tensor, None]]:
     return ((batch.tokens, None) for batch in batches)
 
 
-def tied(model: Stack, where: dict[str, list[int]], mesh: Mesh) -> list[tuple[nn.Parameter, Any]]:
+def tied(model: Stack, where: dict[str, list[int]], mesh: Mesh, limit: timedelta) -> list[tuple[nn.Parameter, Any]]:
     """Weights of this stage that other stages have too, each with the group of those that have it."""
     found: list[tuple[nn.Parameter, Any]] = []
     for name, members in where.items():
         if len(members) > 1:
-            group = among(mesh.pp, members).group
+            group = among(mesh.pp, members, limit).group
             found += [(parameter, group) for parameter in model.layers[name].parameters()]
     return found

@@ -5,7 +5,8 @@ import pytest
 import yaml
 
 from hpclm import cli, config
-from hpclm.config.from_deepspeed import read, words
+from hpclm.config.found import words
+from hpclm.config.from_deepspeed import read
 from hpclm.errors import ConfigError
 
 ZERO1 = {
@@ -199,7 +200,7 @@ def test_a_json_becomes_settings_that_mean_the_same(tmp_path, capsys, tree, want
             "offload_optimizer.device=none",
         ),
         ({"gradient_accumulation_steps": 0}, [], "gradient_accumulation_steps=0 must be a whole number of at least 1"),
-        ({"train_micro_batch_size_per_gpu": "4"}, [], "train_micro_batch_size_per_gpu=4 must be a whole number"),
+        ({"train_micro_batch_size_per_gpu": "4"}, [], 'train_micro_batch_size_per_gpu="4" must be a whole number'),
         ({"train_batch_size": 250, "train_micro_batch_size_per_gpu": None}, ["--replicas", "8"], "8 replicas = 64"),
         ({"bf16": {}, "fp16": {"enabled": True, "initial_scale_power": 100000}}, [], "initial_scale_power=100000"),
         (
@@ -208,15 +209,15 @@ def test_a_json_becomes_settings_that_mean_the_same(tmp_path, capsys, tree, want
             'communication_data_type={"communication_data_type.a": 1} must be text',
         ),
         ({"data_types": {"grad_accum_dtype": ["fp32"]}}, [], 'data_types.grad_accum_dtype=["fp32"] must be text'),
-        ({"zero_optimization": {"reduce_bucket_size": "5e8"}}, [], "reduce_bucket_size=5e8 must be a whole number"),
-        ({"zero_optimization": {"stage": "2"}}, [], "zero_optimization.stage=2 must be a whole number"),
+        ({"zero_optimization": {"reduce_bucket_size": "5e8"}}, [], 'reduce_bucket_size="5e8" must be a whole number'),
+        ({"zero_optimization": {"stage": "2"}}, [], 'zero_optimization.stage="2" must be a whole number'),
         ({"zero_optimization": {"stage": 4}}, [], "zero_optimization.stage=4 must be a whole number of at least 0 and"),
         ({"scheduler": {"type": ["a"]}}, [], 'scheduler.type=["a"] must be text'),
-        ({"scheduler": {"type": "WarmupCosineLR", "params": {"cos_min_ratio": "a"}}}, [], "cos_min_ratio=a must be"),
+        ({"scheduler": {"type": "WarmupCosineLR", "params": {"cos_min_ratio": "a"}}}, [], 'cos_min_ratio="a" must be'),
         ({"optimizer": {"type": "Adam", "params": {"betas": [None, 1]}}}, [], "betas=[null, 1] must be a list of 2"),
-        ({"optimizer": "AdamW"}, [], "optimizer=AdamW must be a section"),
+        ({"optimizer": "AdamW"}, [], 'optimizer="AdamW" must be a section'),
         ({"zero_optimization": 3}, [], "zero_optimization=3 must be a section"),
-        ({"aio": "fast"}, [], "aio=fast must be a section"),
+        ({"aio": "fast"}, [], 'aio="fast" must be a section'),
         ({"zero_optimization": {"allgather_bucket_size": "x", "stage": 1}}, [], "allgather_bucket_size=x must be"),
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, [], "needs zero_optimization."),
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "disk"}}}, [], "device=disk must be none"),

@@ -37,7 +37,7 @@ class Found:
             return int(value) if kind is int else value
         limit = f" of at least {least}" if least is not None else ""
         limit += f" and at most {most}" if most != 2**62 else ""
-        self.wrong.append(f"{key}={shown(value)} must be {deepspeed_keys.WORDS[kind]}{limit}")
+        self.wrong.append(f"{key}={json.dumps(value)} must be {deepspeed_keys.WORDS[kind]}{limit}")
         return default
 
     def put(self, settings: Mapping[str, Any]) -> None:
@@ -57,3 +57,9 @@ def shown(value: Any) -> str:
     if isinstance(value, float) and value.is_integer() and abs(value) >= 1000:
         value = int(value)
     return str(value) if isinstance(value, str) else json.dumps(value)
+
+
+def words(found: Found) -> list[str]:
+    """The settings as hpclm's commands take them."""
+    lines = [f"{name}={shown(value)}" for name, value in found.settings.items()]
+    return [*lines, *(f"engine.extra.{key}={shown(value)}" for key, value in found.extra.items())]

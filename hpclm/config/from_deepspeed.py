@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpclm.config import compose, deepspeed, deepspeed_keys
-from hpclm.config.found import Found, shown
+from hpclm.config.found import Found, shown, words
 from hpclm.errors import ConfigError
 
 KNOWN = [
@@ -136,7 +136,6 @@ def zero(found: Found) -> None:
                 found.wrong.append(f"{name}.device=nvme needs {name}.nvme_path")
         elif device == "none":
             found.idle += [f"{name}.{key}: nothing is offloaded" for key in found.rest(name)]
-        found.left.pop(f"{name}.nvme_path", None)  # with the CPU's memory it has no effect
     if devices["param"] != "none" and devices["optimizer"] != devices["param"]:
         found.wrong.append(
             f"{section}offload_param.device={devices['param']} and offload_optimizer.device={devices['optimizer']}; "
@@ -246,9 +245,3 @@ def others(found: Found) -> None:
                 found.extra[key] = value
         else:
             found.unknown.append(deepspeed_keys.unknown(key, KNOWN))
-
-
-def words(found: Found) -> list[str]:
-    """The settings as hpclm's commands take them."""
-    lines = [f"{name}={shown(value)}" for name, value in found.settings.items()]
-    return [*lines, *(f"engine.extra.{key}={shown(value)}" for key, value in found.extra.items())]

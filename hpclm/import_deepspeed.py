@@ -9,7 +9,8 @@ import yaml
 
 from hpclm import cli
 from hpclm.config.deepspeed import nested
-from hpclm.config.from_deepspeed import Found, shown, translated
+from hpclm.config.found import Found, shown
+from hpclm.config.from_deepspeed import translated
 from hpclm.errors import ConfigError
 
 

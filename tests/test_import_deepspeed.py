@@ -1,9 +1,13 @@
+import contextlib
 import json
 
 import pytest
 import yaml
 
 from hpclm import cli, config
+from hpclm.config.found import words
+from hpclm.config.from_deepspeed import read
+from hpclm.errors import ConfigError
 
 ZERO1 = {
     "train_batch_size": 256,
@@ -195,6 +199,39 @@ def test_a_json_becomes_settings_that_mean_the_same(tmp_path, capsys, tree, want
             [],
             "offload_optimizer.device=none",
         ),
+        ({"gradient_accumulation_steps": 0}, [], "gradient_accumulation_steps=0 must be a whole number of at least 1"),
+        ({"train_micro_batch_size_per_gpu": "4"}, [], 'train_micro_batch_size_per_gpu="4" must be a whole number'),
+        ({"train_batch_size": 250, "train_micro_batch_size_per_gpu": None}, ["--replicas", "8"], "8 replicas = 64"),
+        ({"bf16": {}, "fp16": {"enabled": True, "initial_scale_power": 100000}}, [], "initial_scale_power=100000"),
+        (
+            {"communication_data_type": {"a": 1}},
+            [],
+            'communication_data_type={"communication_data_type.a": 1} must be text',
+        ),
+        ({"data_types": {"grad_accum_dtype": ["fp32"]}}, [], 'data_types.grad_accum_dtype=["fp32"] must be text'),
+        ({"zero_optimization": {"reduce_bucket_size": "5e8"}}, [], 'reduce_bucket_size="5e8" must be a whole number'),
+        ({"zero_optimization": {"stage": "2"}}, [], 'zero_optimization.stage="2" must be a whole number'),
+        ({"zero_optimization": {"stage": 4}}, [], "zero_optimization.stage=4 must be a whole number of at least 0 and"),
+        ({"scheduler": {"type": ["a"]}}, [], 'scheduler.type=["a"] must be text'),
+        ({"scheduler": {"type": "WarmupCosineLR", "params": {"cos_min_ratio": "a"}}}, [], 'cos_min_ratio="a" must be'),
+        ({"optimizer": {"type": "Adam", "params": {"betas": [None, 1]}}}, [], "betas=[null, 1] must be a list of 2"),
+        ({"optimizer": "AdamW"}, [], 'optimizer="AdamW" must be a section'),
+        ({"zero_optimization": 3}, [], "zero_optimization=3 must be a section"),
+        ({"aio": "fast"}, [], 'aio="fast" must be a section'),
+        ({"zero_optimization": {"allgather_bucket_size": "x", "stage": 1}}, [], "allgather_bucket_size=x must be"),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, [], "needs zero_optimization."),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "disk"}}}, [], "device=disk must be none"),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_param": {"device": "nvme", "nvme_path": "/a"},
+                    "offload_optimizer": {"device": "nvme", "nvme_path": "/b"},
+                }
+            },
+            [],
+            "offload_param.nvme_path=/a and offload_optimizer.nvme_path=/b",
+        ),
     ],
 )
 def test_contradictions_are_told_and_end_with_64(tmp_path, capsys, change, words, says):
@@ -210,3 +247,30 @@ def test_a_file_that_is_no_json_is_refused(tmp_path, capsys, text, says):
         (tmp_path / "ds.json").write_text(text)
     assert cli.main(["import-deepspeed", str(tmp_path / "ds.json")]) == 64
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", ["0", "-1"])
+def test_there_is_at_least_one_replica(tmp_path, capsys, count):
+    code, _, err = imported(tmp_path, capsys, ZERO1, "--replicas", count)
+    assert code == 64 and f"--replicas {count} must be at least 1" in err
+
+
+STRANGE = [None, True, "x", "auto", -1, 0, 1e400, [], {}, ["a"], 10**400, [{}], {"a": {}}]
+
+
+def changed(tree):
+    """``tree`` with each of its keys, on every level, replaced by each strange value."""
+    for key, value in tree.items():
+        yield from ({**tree, key: strange} for strange in STRANGE)
+        if isinstance(value, dict):
+            yield from ({**tree, key: inner} for inner in changed(value))
+
+
+@pytest.mark.parametrize("tree", [ZERO1, ZERO2, HUGGING_FACE, PIPELINE], ids=["zero1", "zero2", "hf", "pipeline"])
+def test_no_value_of_any_key_raises(tree):
+    cases = list(changed(tree))
+    outcomes = {tuple(words(read(case, replicas))) for case in cases for replicas in (None, 2)}
+    assert len(cases) > 90 and len(outcomes) > 5
+    for outcome in sorted(outcomes)[:: max(1, len(outcomes) // 40)]:  # each takes 30 ms
+        with contextlib.suppress(ConfigError):
+            config.load(None, list(outcome))

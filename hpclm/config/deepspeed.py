@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from hpclm.config import deepspeed_keys
 from hpclm.config.plan import Plan
 from hpclm.config.reading import value
 from hpclm.errors import ConfigError
-from hpclm.registry import hint
 
 if TYPE_CHECKING:
     from hpclm.config.schema import RunConfig
@@ -65,31 +65,17 @@ INSTEAD = {
     "zero_optimization.offload_optimizer.ratio": "the state of a second optimizer would not be saved",
     "zero_optimization.offload_optimizer.super_offload": "its optimizer state cannot be saved",
     "zero_optimization.cpu_offload": "set engine.offload",
+    "zero_optimization.cpu_offload_param": "set engine.offload",
+    "zero_optimization.cpu_offload_use_pin_memory": "set pin_memory in offload_optimizer and offload_param",
     "zero_optimization.offload_optimizer.device": "set engine.offload",
     "zero_optimization.offload_optimizer.nvme_path": "set engine.offload_folder",
     "zero_optimization.offload_param.device": "set engine.offload",
     "zero_optimization.offload_param.nvme_path": "set engine.offload_folder",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "set checkpoint.*",
+    "zero_optimization.gather_16bit_weights_on_model_save": "set checkpoint.*",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "set checkpoint.*",
 }
 """Keys that hpclm decides for itself, and what to set instead."""
-
-FREE = (
-    "zero_optimization",
-    "bf16",
-    "data_types",
-    "aio",
-    "prescale_gradients",
-    "gradient_predivide_factor",
-    "wall_clock_breakdown",
-    "memory_breakdown",
-    "flops_profiler",
-    "comms_logger",
-    "timers",
-    "dump_state",
-    "log_level",
-    "disable_python_gc",
-)
-"""Sections and keys that engine.extra may add to."""
 
 
 def derived(config: "RunConfig", plan: Plan, precision: str | None) -> Flat:
@@ -183,6 +169,7 @@ def problems(config: "RunConfig", flat: Flat) -> Iterator[str]:
     except ConfigError as error:
         yield from error.problems
         return
+    engine = config.engine
     for key, given in added.items():
         section = next((path for path in flat if path.startswith(f"{key}.")), None)
         if section is not None:
@@ -192,9 +179,12 @@ def problems(config: "RunConfig", flat: Flat) -> Iterator[str]:
                 yield f"engine.extra.{key}={given} contradicts {flat[key]}, which follows from the other settings"
         elif (owner := covering(key, INSTEAD)) is not None:
             yield f"engine.extra.{key}={given} is not DeepSpeed's to decide: {INSTEAD[owner]}"
-        elif covering(key, FREE) is None:
-            near = hint(key.split(".")[0], [*FREE, *{k.split(".")[0] for k in flat}])
-            yield f"engine.extra.{key}: DeepSpeed has no such key.{near}"
+        elif key not in deepspeed_keys.TYPES:
+            yield f"engine.extra.{deepspeed_keys.unknown(key, flat)}"
+        elif (wanted := deepspeed_keys.mistyped(key, given)) is not None:
+            yield f"engine.extra.{key}={given} must be {wanted}"
+        elif (without := deepspeed_keys.idle(key, stage_of(config), engine.offload, engine.offload_folder)) is not None:
+            yield f"engine.extra.{key}={given} would have no effect: {without}"
 
 
 def covering(key: str, paths: object) -> str | None:

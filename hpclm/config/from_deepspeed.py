@@ -1,51 +1,26 @@
 """A DeepSpeed JSON as settings of hpclm: what each of its keys stands for, and what cannot be had."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from hpclm.config import compose, deepspeed
+from hpclm.config import compose, deepspeed, deepspeed_keys
+from hpclm.config.found import Found, shown, words
 from hpclm.errors import ConfigError
-from hpclm.registry import hint
 
-KNOWN = [*deepspeed.FREE, *deepspeed.INSTEAD, "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu"]
-
-
-@dataclass
-class Found:
-    """What a JSON turns out to say."""
-
-    settings: dict[str, Any] = field(default_factory=lambda: {"engine.name": "deepspeed"})
-    auto: set[str] = field(default_factory=set)
-    """Keys that a trainer was to fill in, and hpclm's defaults do."""
-    extra: dict[str, Any] = field(default_factory=dict)
-    """Keys of DeepSpeed's that no setting stands for."""
-    idle: list[str] = field(default_factory=list)
-    """What has no effect here, or is left to hpclm's defaults, and why."""
-    unknown: list[str] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
-    """What contradicts itself, or cannot be had."""
+KNOWN = [
+    *(key for key in deepspeed_keys.TYPES if "." not in key),
+    *deepspeed.INSTEAD,
+    "gradient_clipping",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+]
+READ = ("fp16", "bfloat16", "optimizer", "optimizer.params", "scheduler", "scheduler.params", "pipeline")
+"""Sections that are read here; those of engine.extra are so as well."""
 
 
 def translated(tree: Mapping[str, Any], replicas: int | None = None) -> Found:
-    """What ``tree`` stands for."""
-    found, flat = Found(), deepspeed.flattened(tree)
-    for key in [key for key, value in flat.items() if value == "auto"]:
-        found.auto.add(key)
-        del flat[key]
-    for take in (batch, precision, zero, optimizer, schedule, pipeline):
-        take(flat, found, replicas)
-    for key, value in flat.items():
-        owner = deepspeed.covering(key, deepspeed.INSTEAD)
-        if key in ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"):
-            found.idle.append(f"{key}: hpclm hands DeepSpeed an optimizer that it knows")
-        elif owner is not None:
-            found.idle.append(f"{key}: {deepspeed.INSTEAD[owner]}")
-        elif deepspeed.covering(key, deepspeed.FREE) is not None:
-            found.extra[key] = value
-        else:
-            found.unknown.append(f"{key}.{hint(key, KNOWN)}")
+    """What ``tree`` stands for, and what is wrong with that as settings of a run."""
+    found = read(tree, replicas)
     try:
         compose.load(None, words(found))
     except ConfigError as error:
@@ -53,10 +28,28 @@ def translated(tree: Mapping[str, Any], replicas: int | None = None) -> Found:
     return found
 
 
-def batch(flat: dict[str, Any], found: Found, replicas: int | None) -> None:
+def read(tree: Mapping[str, Any], replicas: int | None = None) -> Found:
+    """What ``tree`` stands for."""
+    if replicas is not None and replicas < 1:
+        raise ConfigError(f"--replicas {replicas} must be at least 1")
+    found = Found(deepspeed.flattened(tree))
+    for key in [key for key, value in found.left.items() if value == "auto"]:
+        found.auto.add(key)
+        del found.left[key]
+    for section in [*READ, *(key for key, kind in deepspeed_keys.TYPES.items() if kind is dict)]:
+        if section in found.left:  # with keys of its own it would not be here
+            found.take(section, dict)
+    batch(found, replicas)
+    for take in (precision, zero, optimizer, schedule, pipeline):
+        take(found)
+    others(found)
+    return found
+
+
+def batch(found: Found, replicas: int | None) -> None:
     """Batch sizes; DeepSpeed wants train_batch_size = micro-batch x accumulation x replicas."""
     whole, micro, steps = (
-        flat.pop(key, None)
+        found.take(key, int, least=1)
         for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     )
     if whole is not None and micro is not None and steps is not None:
@@ -77,148 +70,178 @@ def batch(flat: dict[str, Any], found: Found, replicas: int | None) -> None:
             f"gradient_accumulation_steps={steps or 1} x data-parallel replicas; give --replicas"
         )
     elif micro is None and whole is not None and replicas is not None:
-        micro = whole // replicas // (steps or 1)
-    put(found, {"batch.global_size": whole, "batch.micro_size": micro})
+        unit = replicas * (steps or 1)
+        if whole % unit:
+            found.wrong.append(
+                f"train_batch_size={whole} must be a multiple of gradient_accumulation_steps={steps or 1} x "
+                f"{replicas} replicas = {unit}"
+            )
+        else:
+            micro = whole // unit
+    found.put({"batch.global_size": whole, "batch.micro_size": micro})
 
 
-def precision(flat: dict[str, Any], found: Found, _: int | None) -> None:
+def precision(found: Found) -> None:
     """fp16 and bf16 sections, and the type of gradients."""
-    half, brain = flat.pop("fp16.enabled", None), flat.pop("bf16.enabled", flat.pop("bfloat16.enabled", None))
+    half, old = found.take("fp16.enabled", bool), found.take("bfloat16.enabled", bool)
+    brain = found.take("bf16.enabled", bool, old)
     if half and brain:
         found.wrong.append("fp16.enabled and bf16.enabled are both true; keep one")
     if half is not None or brain is not None:
         found.settings["engine.precision"] = "fp16" if half else "bf16" if brain else "fp32"
-    scaler = {key[5:]: flat.pop(key) for key in [key for key in flat if key.startswith("fp16.")]}
     if half:
-        if scaler.pop("loss_scale", 0):
+        if found.take("fp16.loss_scale", float):
             found.wrong.append("fp16.loss_scale is fixed; hpclm's moves with overflows: set it to 0")
-        power = scaler.pop("initial_scale_power", None)
-        names = dict(loss_scale_window="window", hysteresis="hysteresis", consecutive_hysteresis="consecutive")
-        names["min_loss_scale"] = "minimum"
-        put(found, {f"scaler.{mine}": scaler.pop(theirs, None) for theirs, mine in names.items()})
-        put(found, {"scaler.initial": None if power is None else float(2**power)})
-    found.idle += [f"fp16.{key}: only for fp16; then see scaler.*" for key in scaler]
-    types = {flat.pop(key, None) for key in ("data_types.grad_accum_dtype", "communication_data_type")}
+        power = found.take("fp16.initial_scale_power", int, least=0, most=126)
+        found.put(
+            {
+                "scaler.window": found.take("fp16.loss_scale_window", int),
+                "scaler.hysteresis": found.take("fp16.hysteresis", int),
+                "scaler.consecutive": found.take("fp16.consecutive_hysteresis", bool),
+                "scaler.minimum": found.take("fp16.min_loss_scale", float),
+                "scaler.initial": None if power is None else float(2**power),
+            }
+        )
+    found.idle += [f"fp16.{key}: only for fp16; then see scaler.*" for key in found.rest("fp16")]
+    types = {found.take(key, str) for key in ("data_types.grad_accum_dtype", "communication_data_type")} - {None}
     if types & {"fp32", "float32"}:
         found.settings["engine.gradients"] = "fp32"
-    elif types - {None} and (half or brain):
-        found.idle.append(
-            f"gradients in {', '.join(sorted(types - {None}))}: the engine's own type, as engine.gradients=auto"
-        )
+    elif types and (half or brain):
+        found.idle.append(f"gradients in {', '.join(sorted(types))}: the engine's own type, as engine.gradients=auto")
 
 
-def zero(flat: dict[str, Any], found: Found, _: int | None) -> None:
+def zero(found: Found) -> None:
     """ZeRO's stage, buckets and offloading."""
     section = "zero_optimization."
-    stage = flat.pop(f"{section}stage", 0)
-    overlap, bucket = flat.pop(f"{section}overlap_comm", None), flat.pop(f"{section}reduce_bucket_size", None)
+    stage = found.take(f"{section}stage", int, 0, least=0, most=3)
+    overlap = found.take(f"{section}overlap_comm", bool)
+    bucket = found.take(f"{section}reduce_bucket_size", int, least=1)
     mixed = found.settings.get("engine.precision", "fp32") != "fp32" and stage > 0
     width = 2 if mixed and found.settings.get("engine.gradients") != "fp32" else 4
-    put(found, {"engine.zero_stage": stage, "engine.overlap": overlap})
-    put(found, {"engine.bucket_mb": None if bucket is None else bucket * width / 2**20})
+    found.put({"engine.zero_stage": stage, "engine.overlap": overlap})
+    found.put({"engine.bucket_mb": None if bucket is None else bucket * width / 2**20})
     if bucket is not None and "engine.precision" not in found.settings:
         found.settings["engine.precision"] = "fp32"  # DeepSpeed's default; the bucket counts in it
-    devices, folders = {}, set()
+    devices, folders = {}, {}
     for part in ("optimizer", "param"):
-        place = f"{section}offload_{part}"
-        devices[part] = flat.pop(f"{place}.device", "none")
-        folders.add(flat.pop(f"{place}.nvme_path", None) if devices[part] == "nvme" else None)
-        if devices[part] == "none":
-            for key in [key for key in flat if key.startswith(f"{place}.") or key == place]:
-                found.idle.append(f"{key}: nothing is offloaded")
-                del flat[key]
-    if flat.pop(f"{section}cpu_offload", False):
-        devices["optimizer"] = "cpu"
+        name = f"{section}offload_{part}"
+        before = "cpu" if found.take(f"{section}cpu_offload{'_param' * (part == 'param')}", bool) else "none"
+        devices[part] = device = found.take(f"{name}.device", str, before)
+        if device not in ("none", "cpu", "nvme"):
+            found.wrong.append(f"{name}.device={device} must be none, cpu or nvme")
+            devices[part] = "none"
+        elif device == "nvme":
+            folders[part] = found.take(f"{name}.nvme_path", str)
+            if folders[part] is None and f"{name}.nvme_path" not in found.auto:
+                found.wrong.append(f"{name}.device=nvme needs {name}.nvme_path")
+        elif device == "none":
+            found.idle += [f"{name}.{key}: nothing is offloaded" for key in found.rest(name)]
     if devices["param"] != "none" and devices["optimizer"] != devices["param"]:
         found.wrong.append(
             f"{section}offload_param.device={devices['param']} and offload_optimizer.device={devices['optimizer']}; "
             f"engine.offload=parameters puts both in one place"
         )
+    elif len(set(folders.values()) - {None}) > 1:
+        found.wrong.append(
+            f"{section}offload_param.nvme_path={folders['param']} and offload_optimizer.nvme_path={folders['optimizer']}; "
+            f"engine.offload_folder is one for both"
+        )
     if set(devices.values()) != {"none"}:
         found.settings["engine.offload"] = "parameters" if devices["param"] != "none" else "optimizer"
-    put(found, {"engine.offload_folder": next(iter(folders - {None}), None)})
+    found.put({"engine.offload_folder": next((path for path in folders.values() if path is not None), None)})
 
 
-def optimizer(flat: dict[str, Any], found: Found, _: int | None) -> None:
+def optimizer(found: Found) -> None:
     """Adam's settings, and clipping."""
-    clip = flat.pop("gradient_clipping", None if "gradient_clipping" in found.auto else 0.0)  # its default is none
-    put(found, {"optim.clip": None if clip is None else float(clip)})
-    kind = flat.pop("optimizer.type", None)
+    clip = found.take(
+        "gradient_clipping", float, None if "gradient_clipping" in found.auto else 0.0
+    )  # its default: none
+    found.put({"optim.clip": None if clip is None else float(clip)})
+    kind, place = found.take("optimizer.type", str), "optimizer.params"
     if kind is None:
         return
-    given = {key[17:]: flat.pop(key) for key in [key for key in flat if key.startswith("optimizer.params.")]}
-    if str(kind).lower() not in ("adam", "adamw"):
+    if kind.lower() not in ("adam", "adamw"):
         found.wrong.append(f"optimizer.type={kind}: hpclm trains with AdamW")
+        found.rest(place)
         return
-    if not given.pop("adam_w_mode", True):
+    if not found.take(f"{place}.adam_w_mode", bool, True):
         found.wrong.append("optimizer.params.adam_w_mode=false: hpclm's weight decay is decoupled (AdamW)")
-    ours = found.settings.get("engine.offload") is not None and not given.pop("torch_adam", False)
-    put(found, {"optim.name": "cpu_adam" if ours else None})
-    names = ("lr", "betas", "eps", "weight_decay")
-    put(found, {f"optim.{name}": given.pop(name, None) for name in names})
+    torch_adam = found.take(f"{place}.torch_adam", bool, False)
+    offloaded = found.settings.get("engine.offload") is not None
+    found.put({"optim.name": "cpu_adam" if offloaded and not torch_adam else None})
+    betas = found.take(f"{place}.betas", list)
+    if betas is not None and not (len(betas) == 2 and all(deepspeed_keys.fits(beta, float) for beta in betas)):
+        found.wrong.append(f"{place}.betas={shown(betas)} must be a list of 2 numbers")
+        betas = None
+    found.put({"optim.lr": found.take(f"{place}.lr", float), "optim.betas": betas})
+    found.put({f"optim.{name}": found.take(f"{place}.{name}", float) for name in ("eps", "weight_decay")})
     if found.settings.get("optim.lr") is not None:
         found.settings |= {"optim.schedule": "constant", "optim.min_lr": 0.0}
     found.settings.setdefault("optim.decayed", "all")  # DeepSpeed knows one group
-    found.idle += [f"optimizer.params.{key}: hpclm has no such setting" for key in given]
+    found.idle += [f"{place}.{key}: hpclm has no such setting" for key in found.rest(place)]
 
 
-def schedule(flat: dict[str, Any], found: Found, _: int | None) -> None:
+def schedule(found: Found) -> None:
     """The path of the learning rate."""
-    kind = flat.pop("scheduler.type", None)
-    given = {key[17:]: flat.pop(key) for key in [key for key in flat if key.startswith("scheduler.params.")]}
+    kind, place = found.take("scheduler.type", str), "scheduler.params"
     kinds = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
     if kind is None:
         return
     if kind not in kinds:
         found.wrong.append(f"scheduler.type={kind}: hpclm has it not; see optim.schedule")
+        found.rest(place)
         return
-    given = {key: value for key, value in given.items() if value != "auto"}
-    put(found, {"optim.lr": given.pop("warmup_max_lr", None), "optim.warmup": given.pop("warmup_num_steps", None)})
+    cosine = kind == "WarmupCosineLR"
+    found.put({"optim.lr": found.take(f"{place}.warmup_max_lr", float)})
+    found.put({"optim.warmup": found.take(f"{place}.warmup_num_steps", int)})
     top = found.settings.get("optim.lr", 0.0)
-    low = given.pop("warmup_min_lr", None)
-    low = given.pop("warmup_min_ratio", 0.0) * top if kind == "WarmupCosineLR" else low
-    length, ratio = given.pop("total_num_steps", None), given.pop("cos_min_ratio", 1e-4)
-    put(found, {"optim.schedule_length": length if kind != "WarmupLR" else None, "optim.warmup_start": low})
+    low = found.take(f"{place}.warmup_min_lr", float)
+    low = found.take(f"{place}.warmup_min_ratio", float, 0.0) * top if cosine else low
+    length, ratio = found.take(f"{place}.total_num_steps", int), found.take(f"{place}.cos_min_ratio", float, 1e-4)
+    found.put({"optim.schedule_length": length if kind != "WarmupLR" else None, "optim.warmup_start": low})
     if not found.settings.get("optim.warmup"):
         found.settings.pop("optim.warmup_start", None)
-    found.settings["optim.min_lr"] = ratio * top if kind == "WarmupCosineLR" else 0.0
+    found.settings["optim.min_lr"] = ratio * top if cosine else 0.0
     found.settings["optim.schedule"] = kinds[kind]
-    if given.pop("warmup_type", "linear" if kind == "WarmupCosineLR" else "log") == "log":
-        found.idle.append("scheduler.params.warmup_type: log is not to be had, the warm-up is linear")
-    found.idle += [f"scheduler.params.{key}: hpclm has no such setting" for key in given]
+    if found.take(f"{place}.warmup_type", str, "linear" if cosine else "log") == "log":
+        found.idle.append(f"{place}.warmup_type: log is not to be had, the warm-up is linear")
+    found.idle += [f"{place}.{key}: hpclm has no such setting" for key in found.rest(place)]
 
 
-def pipeline(flat: dict[str, Any], found: Found, _: int | None) -> None:
+def pipeline(found: Found) -> None:
     """Stages, recomputation, and how often something is told."""
-    count, how = flat.pop("pipeline.stages", None), str(flat.pop("pipeline.partition", "best"))
-    put(found, {"parallel.pipeline": count if isinstance(count, int) and count > 1 else None})
+    count, how = found.take("pipeline.stages", int), found.take("pipeline.partition", str, "best")
+    found.put({"parallel.pipeline": count if count is not None and count > 1 else None})
     if "parallel.pipeline" in found.settings and (how == "uniform" or how.startswith("type:")):
         found.settings["parallel.partition"] = "blocks"
     for name in ("pipe_partitioned", "grad_partitioned"):
-        if flat.pop(f"pipeline.{name}", False):
+        if found.take(f"pipeline.{name}", bool):
             found.wrong.append(
                 f"pipeline.{name}=true: stages send slices of a sequence, which are parts already; set it to false"
             )
-    every = flat.pop("pipeline.activation_checkpoint_interval", 0)
+    every = found.take("pipeline.activation_checkpoint_interval", int, 0, least=0)
     if every:
         found.settings |= {"engine.recompute": "full", "engine.recompute_every": every}
-    told = flat.pop("steps_per_print", None)
-    put(found, {"log.every": told if isinstance(told, int) and 0 < told < 10**6 else None})
+    told = found.take("steps_per_print", int)
+    found.put({"log.every": told if told is not None and 0 < told < 10**6 else None})
 
 
-def put(found: Found, settings: Mapping[str, Any]) -> None:
-    """Note the settings that are given."""
-    found.settings |= {name: value for name, value in settings.items() if value is not None}
-
-
-def words(found: Found) -> list[str]:
-    """The settings as hpclm's commands take them."""
-    lines = [f"{name}={shown(value)}" for name, value in found.settings.items()]
-    return [*lines, *(f"engine.extra.{key}={shown(value)}" for key, value in found.extra.items())]
-
-
-def shown(value: Any) -> str:
-    """A value as one line of YAML; 1e9 as the whole number it is."""
-    if isinstance(value, float) and value.is_integer() and abs(value) >= 1000:
-        value = int(value)
-    return str(value) if isinstance(value, str) else json.dumps(value)
+def others(found: Found) -> None:
+    """Keys that no setting stands for."""
+    stage, offload, folder = (
+        found.settings.get(f"engine.{name}") for name in ("zero_stage", "offload", "offload_folder")
+    )
+    for key, value in found.left.items():
+        owner = deepspeed.covering(key, deepspeed.INSTEAD)
+        if key in ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"):
+            found.idle.append(f"{key}: hpclm hands DeepSpeed an optimizer that it knows")
+        elif owner is not None:
+            found.idle.append(f"{key}: {deepspeed.INSTEAD[owner]}")
+        elif key in deepspeed_keys.TYPES:
+            without = deepspeed_keys.idle(key, stage or 0, offload or "none", folder)
+            if without is not None:
+                found.idle.append(f"{key}: {without}")
+            elif value is not None:
+                found.extra[key] = value
+        else:
+            found.unknown.append(deepspeed_keys.unknown(key, KNOWN))

@@ -6,11 +6,13 @@ from ctypes.util import find_library
 import pytest
 import torch
 
+from hpclm.errors import ConfigError
 from tests import ranks
 from tests.parity import TINY, alone, train, trained
 
 ZERO = ["engine.name=deepspeed", "engine.precision=fp32", "batch.micro_size=2"]
 PIPELINE = [*ZERO, "parallel.pipeline=2", "model.layers=3"]
+EXTRA = "engine.extra"
 NATIVE = ["engine.precision=fp32", "batch.micro_size=2"]
 
 
@@ -65,6 +67,20 @@ def test_no_process_holds_the_whole_model_at_stage_3():
     for held, largest, whole in ranks.run(2, held_numbers, words):
         assert held < 0.51 * whole
         assert largest < 0.51 * whole  # while the layers were built, too
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["engine.zero_stage=1", f"{EXTRA}.zero_optimization.sub_group_size=-1"], "sub_group_size=-1: .*greater than"),
+        (["engine.zero_stage=3", f"{EXTRA}.zero_optimization.sub_group_size=-1"], "sub_group_size=-1: .*greater than"),
+        ([f"{EXTRA}.data_types.keep_in_fp32_modules=[1]"], "DeepSpeed says: data_types.keep_in_fp32_modules must be"),
+    ],
+)
+def test_a_value_that_deepspeed_refuses_is_told_by_its_key(words, says):
+    with pytest.raises(ConfigError, match=says) as error:
+        trained(1, *ZERO, *words, steps=1)
+    assert error.value.exit_code == 64 and str(error.value).startswith(EXTRA)
 
 
 def held_numbers(words):

@@ -4,7 +4,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import deepspeed
@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.runtime.config import DeepSpeedConfigError
+from pydantic import ValidationError
 
 from hpclm.config import OptimConfig
 from hpclm.engine.held import Held
@@ -21,6 +23,15 @@ from hpclm.parallel.mesh import Axis, Mesh
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 """Types as engine.precision calls them."""
+
+
+SECTIONS = {
+    "DeepSpeedZeroConfig": "zero_optimization",
+    "DeepSpeedBF16Config": "bf16",
+    "CommsLoggerConfig": "comms_logger",
+    "DeepSpeedThroughputTimerConfig": "timers.throughput",
+}
+"""The section that each of DeepSpeed's models reads."""
 
 
 class MeshView:
@@ -129,9 +140,24 @@ def begin(device: torch.device) -> None:
 
 def initialize(**arguments: Any) -> Any:
     """deepspeed.initialize's engine; what it prints meanwhile is of no use to anybody."""
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()), refusals():
         engine, *_ = deepspeed.initialize(**arguments, dist_init_required=False)
     return engine
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Tell what DeepSpeed refuses in its JSON by the names of engine.extra, from which it must come."""
+    try:
+        yield
+    except ValidationError as error:
+        section = SECTIONS.get(error.title, error.title)
+        found = [(".".join([section, *map(str, e["loc"])]), e["input"], e["msg"]) for e in error.errors()]
+        raise ConfigError(
+            [f"engine.extra.{key}={given!r}: DeepSpeed says: {says}" for key, given, says in found]
+        ) from error
+    except DeepSpeedConfigError as error:
+        raise ConfigError(f"engine.extra: DeepSpeed says: {error}") from error
 
 
 def optimizer(parameter_groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:

@@ -151,13 +151,14 @@ def partition(tree: dict[str, Any], view: library.MeshView, dtype: torch.dtype) 
     def place(_: str, layer: nn.Module) -> nn.Module:
         for parameter in layer.parameters():
             parameter.data = parameter.data.to(dtype)
-        made = deepspeed.zero.Init(
-            module=layer,
-            data_parallel_group=view.get_data_parallel_group(),
-            config_dict_or_path=tree,  # with the type: what is passed as dtype counts on some devices only
-            mpu=view,
-            **shared,
-        )
+        with library.refusals():
+            made = deepspeed.zero.Init(
+                module=layer,
+                data_parallel_group=view.get_data_parallel_group(),
+                config_dict_or_path=tree,  # with the type: what is passed as dtype counts on some devices only
+                mpu=view,
+                **shared,
+            )
         shared.update(param_swapper=made.param_swapper, zero_param_parallel_group=made.zero_param_process_group)
         return layer
 

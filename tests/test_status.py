@@ -25,6 +25,8 @@ def squeue(tmp_path):
         (tmp_path / "bin").mkdir(exist_ok=True)
         (tmp_path / "bin" / "squeue").write_text(f"#!/bin/bash\n{script}\n")
         (tmp_path / "bin" / "squeue").chmod(0o755)
+        (tmp_path / "bin" / "scontrol").write_text("#!/bin/bash\nexit 1\n")  # a real one may know jobs of these numbers
+        (tmp_path / "bin" / "scontrol").chmod(0o755)
         return os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
 
     return put

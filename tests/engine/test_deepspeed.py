@@ -2,6 +2,7 @@
 
 import math
 from ctypes.util import find_library
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hpclm.errors import ConfigError
 from tests import ranks
 from tests.parity import TINY, alone, train, trained
 
+DISKS = find_library("aio") and Path("/usr/include/libaio.h").exists()
 ZERO = ["engine.name=deepspeed", "engine.precision=fp32", "batch.micro_size=2"]
 PIPELINE = [*ZERO, "parallel.pipeline=2", "model.layers=3"]
 EXTRA = "engine.extra"
@@ -149,7 +151,7 @@ def test_what_lies_in_other_memory_learns_the_same(words):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_library("aio") is None, reason="DeepSpeed's access to disks needs libaio")
+@pytest.mark.skipif(not DISKS, reason="DeepSpeed's access to disks needs libaio and its headers")
 @pytest.mark.parametrize("what", ["optimizer", "parameters"])
 def test_what_lies_on_a_disk_learns_the_same_and_is_saved(what, tmp_path):
     shape = ["model.hidden=512", "model.layers=1", "model.init_std=0.02"]  # smaller parts never go to the disk
@@ -180,3 +182,10 @@ def test_fp16_skips_overflows_and_lowers_the_scale(words):
         assert found["skipped"][:3] == [True] * 3
         assert found["scalars"]["loss_scale"]["value"] == 1e9 / 2 ** sum(found["skipped"])
         assert found["scalars"]["optimizer_steps"] == found["skipped"].count(False)
+
+
+@pytest.mark.skipif(bool(DISKS), reason="there is libaio")
+def test_a_disk_that_cannot_be_reached_is_told_with_what_is_missing(tmp_path):
+    words = [*ZERO, "engine.zero_stage=3", "engine.offload=optimizer", f"engine.offload_folder={tmp_path}"]
+    with pytest.raises(ConfigError, match="apt-get install libaio-dev"):
+        trained(1, *words, steps=1)

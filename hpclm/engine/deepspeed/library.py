@@ -158,6 +158,13 @@ def refusals() -> Iterator[None]:
         ) from error
     except DeepSpeedConfigError as error:
         raise ConfigError(f"engine.extra: DeepSpeed says: {error}") from error
+    except RuntimeError as error:
+        if "JIT load the async_io" not in str(error):
+            raise
+        raise ConfigError(
+            "engine.offload_folder: DeepSpeed cannot compile its access to disks here; it needs libaio with its headers and a "
+            "C++ compiler (Debian: apt-get install libaio-dev g++ python3-dev)"
+        ) from error
 
 
 def optimizer(parameter_groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:

@@ -2,7 +2,6 @@
 
 import logging
 import shlex
-import signal
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,24 +10,27 @@ from pathlib import Path
 
 import torch
 
-from hpclm import apex, files, log, record
+from hpclm import __version__, apex, files, log, record
 from hpclm import engine as engines
-from hpclm.checkpoint import CheckpointStore, Progress
-from hpclm.cluster import hardware, placement, preflight, secrets
+from hpclm.agreement import Agreement
+from hpclm.checkpoint import CheckpointStore, Progress, Retention, begin_from
+from hpclm.cluster import bootstrap, hardware, placement, preflight, secrets
 from hpclm.cluster.lease import Lease
 from hpclm.cluster.preempt import Preemption
+from hpclm.cluster.switches import Switches
 from hpclm.cluster.team import Team
 from hpclm.config import Plan, RunConfig, budget
 from hpclm.config.budget import Length
 from hpclm.data import sources
 from hpclm.data.batches import Batches
 from hpclm.data.sources import Source
-from hpclm.errors import REQUEUE, HpclmError
+from hpclm.errors import REQUEUE, DivergedError
 from hpclm.meter import Meter, Mute, Speed
 from hpclm.model import count
 from hpclm.optim.guard import Guard
 from hpclm.optim.schedules import learning_rate, shape
 from hpclm.parallel.mesh import Mesh
+from hpclm.saver import Saver
 from hpclm.validation import HeldOut, evaluate, held_out
 
 logger = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ def run(config: RunConfig, team: Team) -> int:
         products = hardware.set_matmul(config.engine, device)
         logger.info("%s, %s; fp32 products %s", hardware.describe(device), str(dtype).removeprefix("torch."), products)
 
+        team.watch.at("data")
         mesh = Mesh.build(team.rank, team.size, config.parallel, timedelta(minutes=config.cluster.timeout_minutes))
         source, train, parts, length = data(config, plan, team, mesh.dp.rank, device)
         opened.callback(train.close)
@@ -56,47 +59,73 @@ def run(config: RunConfig, team: Team) -> int:
         if team.leads:
             tell(config, plan, team, length, len(train.samples))
 
-        make = engines.named(config)
+        team.watch.at("start-up")
+        make = engines.named(config, device)
         out = Path(config.out)  # what cannot work has left no trace
-        team.first(lambda: occupy(out, opened))
+        leases: list[Lease] = []
+        team.first(lambda: leases.append(occupy(out, opened)))
+        lease = leases[0] if leases else None
         preflight.check(team, device, config, out, room=checkpoint_bytes(config))
         log_files(out, team, opened)
+        team.watch.write_to(out, team.first(lambda: time.strftime("stacks-%Y%m%d-%H%M%S")), config.parallel.pipeline)
         tell_kernels(config, device)
         engine = make(config, mesh, device, dtype)
-        store = CheckpointStore(out / "checkpoints", config.checkpoint.keep, identity(config, source), team)
-        progress = begin(store.resume(engine, config.checkpoint.resume), length)
+        store = CheckpointStore(
+            out / "checkpoints", retention(config), identity(config, source), team, lease, made(config, team)
+        )
+        progress = begin(start(store, engine, config, team), length)
+        team.first(lambda: record.check_progress(out, progress.step))
         if team.leads:
-            record.start(out, config, team, progress.step, length.steps)
+            attempt = record.start(out, config, team, progress.step, length.steps)
         logger.info("run directory %s, %s", out, f"goes on from step {progress.step}" if progress.step else "a new run")
 
-        guard, saved = Guard(config.optim, progress.skipped), progress.step
-        start, fast = (progress.step, progress.samples), speed(config, team.size, device, dtype)
-        meter = opened.enter_context(Meter(out, config.log, start, length.steps, fast) if team.leads else Mute())
-        known = team.first(lambda: sorted(meter.evaluated_at))
-        meter.evaluated_at = {(step, part) for step, part in known}
+        guard, saver = Guard(config.optim, progress.skipped), Saver(store, config, progress.step)
+        switches = Switches(out) if team.leads else None
+        agreement = Agreement(team, preemption, store, switches, lease, config.exit_minutes)
+        begun, fast = (progress.step, progress.samples), speed(config, team.size, device, dtype)
+        meter = opened.enter_context(Meter(out, config.log, begun, length.steps, fast) if team.leads else Mute())
+        known = team.first(lambda: list(meter.losses.items()))
+        meter.losses = {(step, part): loss for (step, part), loss in known}
         while True:
-            leaving = warned(team, preemption)
+            orders = agreement()
+            saver.settle(orders)
             over = finished(config, length, progress)
             if over or due(config.evaluate.every, progress):
-                evaluate(parts, engine, meter, progress, lambda: warned(team, preemption))
-                leaving = warned(team, preemption)
-            last = over or bool(leaving)
-            if progress.step > saved and (last or due(config.checkpoint.every, progress)):
-                saved = save(store, engine, progress, saved, must=last)
-            if last:
+                team.watch.at("evaluation", progress.step)
+                evaluate(parts, engine, meter, progress, lambda: agreement().leaving)
+                orders = agreement()
+            enough = due(config.exit_interval or 0, progress) and progress.step > begun[0]
+            if over or enough or orders.leaving:
+                team.watch.at("save", progress.step)
+                saver.leave(engine, progress, meter.validation(progress.step), orders)
                 break
+            if saver.due(progress, orders):
+                team.watch.at("save", progress.step)
+                saver.save(engine, progress, meter.validation(progress.step), orders)
+            if orders.save and switches:
+                switches.done("save-now")
+            team.watch.at("step", progress.step + 1)
             lr = rate(config, plan, length, progress)
             progress, result, measured = one_step(engine, train, plan, team, lr, progress)
             meter.step(progress.step, progress.samples, measured | {"memory": hardware.peak_memory(device)})
             scale_can_fall = result.loss_scale > config.scaler.minimum
-            guard.check(progress.step, result.loss, result.grad_norm, result.skipped, scale_can_fall)
-        if leaving and not over:
+            try:
+                guard.check(progress.step, result.loss, result.grad_norm, result.skipped, scale_can_fall)
+            except DivergedError:  # on every rank; what is being written was good
+                saver.land()
+                raise
+        if orders.stop and switches:
+            switches.done("stop")
+        code = REQUEUE if orders.signal and not over else 0
+        if team.leads:
+            record.end(out, attempt, code, saver.step)
+        if code:
             logger.warning(
-                "%s: saved at step %d and leaving; the same command goes on from here", leaving, progress.step
+                "%s: saved at step %d and leaving; the same command goes on from here", orders.signal, saver.step
             )
-            return REQUEUE
-        logger.info(ending(config, length, progress))
-        return 0
+        else:
+            logger.info(ending(config, length, progress, "" if over else orders.leaving or "exit_interval"))
+        return code
 
 
 def data(
@@ -121,10 +150,35 @@ def checkpoint_bytes(config: RunConfig) -> int:
     return 12 * count.parameters(config.model)
 
 
-def occupy(out: Path, opened: ExitStack) -> None:
+def occupy(out: Path, opened: ExitStack) -> Lease:
     """Make the run directory, and keep other runs out of it while ``opened`` lasts."""
     files.private_folder(out, "run directory")
-    opened.enter_context(Lease(out))
+    return opened.enter_context(Lease(out))
+
+
+def retention(config: RunConfig) -> Retention:
+    """Which checkpoints stay."""
+    return Retention(config.checkpoint.keep_last, config.checkpoint.keep_every, config.checkpoint.keep_best)
+
+
+def made(config: RunConfig, team: Team) -> dict[str, object]:
+    """What a checkpoint says of the attempt that made it."""
+    return {
+        "processes": team.size,
+        "engine": config.engine.name,
+        "parallel": vars(config.parallel),
+        "hpclm": __version__,
+        **bootstrap.job(),
+    }
+
+
+def start(store: CheckpointStore, engine: engines.Engine, config: RunConfig, team: Team) -> Progress:
+    """Take over the state to go on from: the run's own, or at its beginning the weights it is to begin with."""
+    progress = store.resume(engine, config.checkpoint.resume)
+    if config.checkpoint.init_from and not progress.step:
+        found = begin_from(Path(config.checkpoint.init_from), engine, team, store.identity)
+        logger.info("weights of %s; optimizer, step and data begin anew", found)
+    return progress
 
 
 def log_files(out: Path, team: Team, opened: ExitStack) -> None:
@@ -134,12 +188,6 @@ def log_files(out: Path, team: Team, opened: ExitStack) -> None:
     else:
         log.instead_to(out / "logs" / f"rank-{team.rank:05d}.log", secrets.Redactor())
     opened.enter_context(team.guard(out / "log.txt"))
-
-
-def warned(team: Team, preemption: Preemption) -> str | None:
-    """The signal that warned any rank, on every rank; None without one."""
-    number = int(team.highest(signal.Signals[preemption.signal] if preemption.signal else 0))
-    return signal.Signals(number).name if number else None
 
 
 def begin(progress: Progress, length: Length) -> Progress:
@@ -180,9 +228,10 @@ def rate(config: RunConfig, plan: Plan, length: Length, progress: Progress) -> f
 
 
 def speed(config: RunConfig, processes: int, device: torch.device, dtype: torch.dtype) -> Speed:
-    """What turns samples and seconds into tokens a second and MFU, of all processes together."""
+    """What turns samples and seconds into tokens a second, MFU and HFU, of all processes together."""
     peak = hardware.peak_flops(device, dtype)
-    return Speed(config.model.context, count.flops_per_token(config.model), peak and peak * processes)
+    again = count.flops_again(config.model, config.engine.recompute)
+    return Speed(config.model.context, count.flops_per_token(config.model), peak and peak * processes, again)
 
 
 def due(every: int, progress: Progress) -> bool:
@@ -195,20 +244,6 @@ def finished(config: RunConfig, length: Length, progress: Progress) -> bool:
     ends = [end for end in (length.steps, config.stop_at) if end is not None]
     out_of_time = config.budget.hours is not None and progress.seconds >= config.budget.hours * 3600
     return out_of_time or any(progress.step >= end for end in ends)
-
-
-def save(store: CheckpointStore, engine: engines.Engine, progress: Progress, saved: int, must: bool) -> int:
-    """Save, and give the step that is saved now; a failure ends the run only when there is no other chance (``must``)."""
-    began = time.perf_counter()
-    try:
-        store.save(engine, progress)
-    except HpclmError as error:
-        if must:
-            raise
-        logger.error("%s; training goes on, the checkpoints before it are untouched", error)
-        return saved
-    logger.info("saved step %d in %.2f s", progress.step, time.perf_counter() - began)
-    return progress.step
 
 
 def identity(config: RunConfig, source: Source) -> dict[str, object]:
@@ -261,8 +296,10 @@ def tell_kernels(config: RunConfig, device: torch.device) -> None:
         logger.warning("model.kernels=apex: %s; PyTorch's own operations", why)
 
 
-def ending(config: RunConfig, length: Length, progress: Progress) -> str:
-    """The last words: where the run is, and what to type next."""
+def ending(config: RunConfig, length: Length, progress: Progress, leaving: str) -> str:
+    """The last words: where the run is, and what to type next. ``leaving``: what ends it before its time."""
+    if leaving:
+        return f"stopped at step {progress.step} as {leaving} says; the same command goes on"
     if config.stop_at == progress.step and progress.step != length.steps:
         return f"stopped at step {progress.step} as stop_at says; the same command without stop_at goes on"
     out = shlex.quote(str(Path(config.out)))

@@ -28,6 +28,7 @@ TAGS = {
     "step_seconds": "iteration-time/iteration-time",
     "tokens_per_second": "iteration-time/tokens per second",
     "mfu": "iteration-time/mfu",
+    "hfu": "iteration-time/hfu",
     "data_fraction": "iteration-time/fraction waiting for data",
     "validation_loss": "lm-loss-validation/lm loss validation",
     "validation_perplexity": "lm-loss-validation/lm loss validation ppl",
@@ -42,13 +43,20 @@ class Meter:
         """``start``: the step and samples the run goes on from. ``total``: its last step, where that is known."""
         self.every, (self.start, self.samples), self.total, self.speed = config.every, start, total, speed
         self.path = out / "metrics.jsonl"
+        self.losses: dict[tuple[int, str], float | None] = {}
+        """On held-out data, by step and part."""
         self.folder = out / "tensorboard" if config.tensorboard else None
         self._open = ExitStack()
         self._since: list[dict[str, Any]] = []
+        self._behind = False
 
     def __enter__(self) -> "Meter":
         rows = forget_after(self.path, self.start)
-        self.evaluated_at = {(row["step"], row.get("part", "valid")) for row in rows if "validation_loss" in row}
+        self.losses = {
+            (row["step"], str(row.get("part", "valid"))): row["validation_loss"]
+            for row in rows
+            if isinstance(row.get("validation_loss", ""), (int, float, type(None)))
+        }
         self._file = self._open.enter_context(self.path.open("a", buffering=1, encoding="utf-8"))
         self._boards = self.folder and (
             board(self.folder, self.start, self._open),
@@ -61,7 +69,10 @@ class Meter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._open.close()
+        try:
+            self._open.close()
+        except OSError as error:
+            log.warning("%s lacks its last rows: %s", self.path, error.strerror)
 
     def step(self, step: int, samples: int, measured: dict[str, float]) -> None:
         """One step, its number and the samples consumed so far; ``measured`` has batch_size and step_seconds among others."""
@@ -78,11 +89,16 @@ class Meter:
     def evaluated(self, step: int, samples: int, loss: float, part: str) -> None:
         """A loss on held-out data; perplexity is exp(loss), cut at exp(20) as the peers do."""
         perplexity = math.exp(min(20.0, loss))
-        self.evaluated_at.add((step, part))
+        self.losses[step, part] = loss
         row = {"step": step, "samples": samples, "part": part}
         name = part.removeprefix("valid").removeprefix("/")
         self._write({**row, "validation_loss": loss, "validation_perplexity": perplexity}, f" {name}" if name else "")
         log.info("step %d  validation loss%s %.4f  perplexity %.2f", step, f" of {name}" * bool(name), loss, perplexity)
+
+    def validation(self, step: int) -> float | None:
+        """The loss on held-out data at ``step``, where that was measured; of several parts the mean."""
+        found = [loss for (at, _), loss in self.losses.items() if at == step and loss is not None]
+        return sum(found) / len(found) if found and all(map(math.isfinite, found)) else None
 
     def _tell(self, step: int) -> None:
         """The log line: means over the steps since the last one."""
@@ -100,7 +116,13 @@ class Meter:
     def _write(self, row: dict[str, Any], suffix: str = "") -> None:
         """A row of metrics.jsonl, and its scalars under their tags, each followed by ``suffix``."""
         finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
-        self._file.write(json.dumps(finite) + "\n")
+        try:
+            self._file.write(json.dumps(finite) + "\n")
+            self._behind = False
+        except OSError as error:  # the file keeps what it could not write, and tries again with the next row
+            if not self._behind:
+                log.warning("%s cannot be written: %s; training goes on", self.path, error.strerror)
+            self._behind = True
         for key, tag in TAGS.items():
             value = finite.get(key)
             if self._boards and value is not None:
@@ -113,7 +135,7 @@ class Mute(Meter):
     """A meter of a rank other than 0: writes nothing."""
 
     def __init__(self) -> None:
-        self.evaluated_at = set()
+        self.losses = {}
 
     def __enter__(self) -> "Mute":
         return self
@@ -126,19 +148,26 @@ class Mute(Meter):
 
     def evaluated(self, step: int, samples: int, loss: float, part: str) -> None:
         """Rank 0 tells of it; here it is only remembered."""
-        self.evaluated_at.add((step, part))
+        self.losses[step, part] = loss
 
 
 class Speed:
-    """Tokens a second, and the part of the device's peak that the model's own arithmetic uses."""
+    """Tokens a second, and the part of the device's peak that the model's own arithmetic uses: MFU, and HFU with what is
+    computed again."""
 
-    def __init__(self, context: int, flops_per_token: float, peak_flops: float | None):
-        self.context, self.flops, self.peak = context, flops_per_token, peak_flops
+    def __init__(self, context: int, flops_per_token: float, peak_flops: float | None, again: float = 0.0):
+        """``again``: floating-point operations of a token that only repeat others."""
+        self.context, self.flops, self.peak, self.again = context, flops_per_token, peak_flops, again
 
     def __call__(self, samples: int, seconds: float) -> dict[str, float]:
         """Figures of ``samples`` samples in ``seconds``."""
         rate = samples * self.context / seconds
-        return {"tokens_per_second": rate, **({"mfu": rate * self.flops / self.peak} if self.peak else {})}
+        found = {"tokens_per_second": rate}
+        if self.peak:
+            found["mfu"] = rate * self.flops / self.peak
+            if self.again:
+                found["hfu"] = rate * (self.flops + self.again) / self.peak
+        return found
 
 
 def forget_after(path: Path, step: int) -> list[dict[str, Any]]:
@@ -157,7 +186,7 @@ def forget_after(path: Path, step: int) -> list[dict[str, Any]]:
 
 def _row(line: str) -> dict[str, Any] | None:
     """A whole line of metrics.jsonl, or None."""
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         row = json.loads(line)
         return row if line.endswith("\n") and isinstance(row, dict) and isinstance(row.get("step"), int) else None
     return None

@@ -7,14 +7,17 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from hpclm import __version__, config
 from hpclm.cluster import bootstrap, secrets
 from hpclm.cluster.team import Team
 from hpclm.config.mixture import mixture
+from hpclm.errors import DivergedError
 
 LIBRARIES = (
     "torch",
@@ -29,8 +32,11 @@ LIBRARIES = (
 )
 
 
-def start(out: Path, run: config.RunConfig, team: Team, step: int, steps: int | None) -> None:
-    """Write config.yaml and add a line to attempts.jsonl: an attempt begins after ``step``, of ``steps`` in all."""
+MOST = 3  # starts of a job without a checkpoint in between, which was not made because they failed
+
+
+def start(out: Path, run: config.RunConfig, team: Team, step: int, steps: int | None) -> int:
+    """Write config.yaml and add a line to attempts.jsonl: an attempt begins after ``step``, of ``steps`` in all; its number."""
     config.dump(replace(run, data=absolute(run.data)), out / "config.yaml")
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -51,6 +57,43 @@ def start(out: Path, run: config.RunConfig, team: Team, step: int, steps: int | 
     }
     with (out / "attempts.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
+    return len(rows(out / "attempts.jsonl"))
+
+
+def end(out: Path, attempt: int, code: int, step: int) -> None:
+    """Add a line to ends.jsonl: the attempt of this number ended in good order, with exit code ``code``, saved at ``step``."""
+    line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "attempt": attempt, "code": code, "step": step}
+    with (out / "ends.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def check_progress(out: Path, step: int) -> None:
+    """DivergedError when Slurm has started this very job again and again from ``step``, and no start lived to a checkpoint."""
+    job = bootstrap.job().get("job_id")
+    before = rows(out / "attempts.jsonl")
+    orderly = [row.get("attempt") for row in rows(out / "ends.jsonl")]
+    failed = 0
+    for number in range(len(before), 0, -1):
+        row = before[number - 1]
+        if not job or row.get("job_id") != job or row.get("from_step") != step or number in orderly:
+            break
+        failed += 1
+    if failed >= MOST:
+        raise DivergedError(
+            f"job {job} has started {failed} times from step {step} and never came to a checkpoint: it is not started again. "
+            f"See {out / 'log.txt'} for how the starts ended, then hpclm resume {out}"
+        )
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file of JSON objects; none where there is no file."""
+    found = []
+    with suppress(OSError):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError, RecursionError):
+                row = json.loads(line)
+                found.append(row if isinstance(row, dict) else {})
+    return found
 
 
 def absolute(data: config.DataConfig) -> config.DataConfig:

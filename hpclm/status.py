@@ -99,7 +99,7 @@ def _lines(each: Standing) -> Iterator[tuple[str, str]]:
     of = f" of {each.total}, {run.step / each.total:.0%}" if each.total else ""
     left = f", {span(each.left)} left" if each.name == "running" and each.left is not None else ""
     yield "step", f"{run.step}{of}{left}" if run.attempts else ""
-    held_out = [r for r in run.rows if "validation_loss" in r]
+    held_out = [r for r in run.rows if isinstance(r.get("validation_loss"), (int, float))]
     validation = (
         f" (validation {held_out[-1]['validation_loss']:.4f} at step {held_out[-1]['step']})" if held_out else ""
     )
@@ -149,6 +149,7 @@ def values(each: Standing) -> dict[str, Any]:
         "from_step": run.attempt.get("from_step"),
         "host": run.attempt.get("host"),
         "ending": each.ending or None,
+        "slow": list(run.slow) if each.live else [],
         "warnings": each.warnings(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }

@@ -14,7 +14,7 @@ from hpclm.cluster import secrets
 from hpclm.config import JobConfig, RunConfig
 from hpclm.config.job import TEMPLATES
 from hpclm.errors import ConfigError, HpclmError, LockedError
-from hpclm.job import exclusion, folder, sbatch, script, send, sweep
+from hpclm.job import exclusion, folder, local, sbatch, script, send, sweep
 from hpclm.job.options import options
 
 # Option of the command line -> setting of the job. Short letters are sbatch's.
@@ -187,6 +187,7 @@ def check(run: RunConfig, where: str) -> None:
         hint = f"; this job has job.nodes={run.job.nodes} x job.gpus={run.job.gpus} = {processes} processes"
         problems += [problem + hint for problem in error.problems]
     looks = [lambda: folder.check(Path(run.out)), *[lambda: _check_data(run)] * (where != "debug")]
+    looks += [lambda: local.check(run)] * (where == "local")
     for look in looks:
         try:
             look()

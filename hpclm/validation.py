@@ -66,7 +66,7 @@ def evaluate(
             yield batch
 
     for part in parts:
-        if (progress.step, part.part) not in meter.evaluated_at:
+        if (progress.step, part.part) not in meter.losses:
             loss = engine.evaluate(until_warned(part.batches.take(0, part.size)))
             if warned():  # perhaps before all of it was read
                 return

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from hpclm.data.synthetic import synthetic
@@ -81,3 +82,76 @@ def warning_once(*words):
 
     source.samples = wrapped
     return source
+
+
+def wrapped(source, part, before):
+    """``source`` with ``before(read number)`` called before each sample of a part is read on rank 1."""
+    samples = source.samples
+
+    def watched(asked, count):
+        found = samples(asked, count)
+        if asked == part and count and os.environ.get("HPCLM_RANK", "1") == "1":
+            read, number = found.read, iter(range(10**9))
+
+            def slowly(index, row):
+                before(next(number))
+                read(index, row)
+
+            object.__setattr__(found, "read", slowly)
+        return found
+
+    object.__setattr__(source, "samples", watched)
+    return source
+
+
+def stuck(*words):
+    """A data source whose rank 1 never comes back from reading the 41st sample."""
+
+    def wait(number):
+        while number == 40:
+            time.sleep(0.1)
+
+    return wrapped(synthetic(*words), "train", wait)
+
+
+def holding(*words):
+    """A data source whose rank 1 holds the interpreter's lock for ever when it reads the 41st sample."""
+    import ctypes
+
+    return wrapped(synthetic(*words), "train", lambda number: number == 40 and ctypes.PyDLL(None).sleep(1000))
+
+
+def slow(*words):
+    """A data source whose rank 1 takes long to read a sample: TEST_PAUSE seconds."""
+    return wrapped(synthetic(*words), "train", lambda number: time.sleep(float(os.environ["TEST_PAUSE"])))
+
+
+def late(*words):
+    """A data source that takes TEST_PAUSE seconds to be built, on rank 0 (which builds first) and the others."""
+    time.sleep(float(os.environ["TEST_PAUSE"]))
+    return synthetic(*words)
+
+
+def killing(*words):
+    """A data source that kills rank 1 of a Slurm job in its third step, at every start."""
+
+    def kill(number):
+        if number == 20 and os.environ.get("SLURM_PROCID") == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return wrapped(synthetic(*words), "train", kill)
+
+
+def filling(*words):
+    """A data source that fills the disk of the file TEST_FILL but for TEST_LEAVES bytes in step 7, and frees it in step 19."""
+    filler = Path(os.environ["TEST_FILL"])
+
+    def fill(number):
+        if number == 6 * 8:
+            disk = os.statvfs(filler.parent)
+            with suppress(OSError):  # a save that is on its way may take a part first
+                filler.write_bytes(bytes(disk.f_bavail * disk.f_bsize - int(os.environ["TEST_LEAVES"])))
+        elif number == 18 * 8:
+            filler.unlink()
+
+    return wrapped(synthetic(*words), "train", fill)

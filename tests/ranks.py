@@ -22,7 +22,7 @@ PRELOADED = [
     "hpclm.data.synthetic",
     "tests.vendors",
 ]
-LIMIT = 240.0  # seconds
+LIMIT = 480.0  # seconds
 
 
 def run(size, work, *args):

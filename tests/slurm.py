@@ -110,6 +110,16 @@ class Cluster:
                 continue
         return found
 
+    def slurmd(self, node: str) -> int:
+        """Number of the process that manages a node."""
+        for name in Path("/proc").glob("[0-9]*/comm"):
+            try:
+                if name.read_text() == "slurmd\n" and self._node(name.parent) == node:
+                    return int(name.parent.name)
+            except OSError:  # it has just ended
+                continue
+        raise AssertionError(f"{node} has no slurmd")
+
     def _node(self, folder: Path) -> str | None:
         """Which node the process of this folder of /proc runs on."""
         if self.isolated:

@@ -20,13 +20,13 @@ FLOORS = [
     {"planning"},
     {"engine"},
     {"checkpoint"},
-    {"meter", "record"},
-    {"validation"},
+    {"meter", "record", "agreement"},
+    {"validation", "saver", "interop"},
     {"loop"},
     {"cli"},
-    {"train", "evaluate", "generate", "preprocess", "__main__"},
+    {"train", "evaluate", "generate", "convert", "preprocess", "__main__"},
     {"submit"},
-    {"status", "logs", "cancel", "resume", "doctor", "planner", "import_deepspeed"},
+    {"status", "logs", "cancel", "checkpoints", "save_now", "stop", "resume", "doctor", "planner", "import_deepspeed"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

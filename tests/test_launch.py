@@ -29,7 +29,7 @@ def by_hand(cluster, tmp_path):
     env = {**cluster.env, "PATH": path, "OMP_NUM_THREADS": "1", "OMPI_MCA_btl": "self,tcp", "HPCLM_SITE": ""}
     env |= {"TEST_MARK": MARK, "PYTHONPATH": str(ROOT)}
 
-    def call(template, *words):
+    def call(template, *words, options=()):
         log = tmp_path / f"{template}-{time.monotonic_ns()}.log"
         command = [
             "sbatch",
@@ -37,6 +37,7 @@ def by_hand(cluster, tmp_path):
             "--time=9",
             f"--output={log}",
             *TWO_BY_FOUR,
+            *options,
             ROOT / f"slurm/{template}.sbatch",
         ]
         return cluster.run([*command, "configs/debug.yaml", *words], env=env, cwd=ROOT).stdout.strip(), log
@@ -101,7 +102,11 @@ def is_rank(pid, template, rank):
 def test_when_a_rank_is_killed_nothing_is_left_on_any_node_and_the_log_names_it(
     template, by_hand, cluster, words, tmp_path
 ):
-    job, log = by_hand(template, *words("run", "budget.steps=100000", "data.source=tests.faults:with_children"))
+    job, log = by_hand(
+        template,
+        *words("run", "budget.steps=100000", "data.source=tests.faults:with_children"),
+        options=["--no-requeue"],
+    )
     out, until = tmp_path / "run", time.monotonic() + 240
     while not any('"step": 3,' in line for line in lines(out / "metrics.jsonl")):
         assert time.monotonic() < until and cluster.state(job) in ("PENDING", "RUNNING"), log.read_text()
@@ -135,3 +140,26 @@ def test_when_a_node_loses_its_power_the_others_leave_before_slurm_notices(by_ha
         time.sleep(0.2)
     text = (out / "log.txt").read_text()
     assert f"on {second}" in text and "is gone without a word" in text
+
+
+def test_a_job_with_a_stopped_rank_is_requeued_and_the_rank_is_gone(cluster, words, tmp_path):
+    watched = ["budget.steps=100000", "cluster.hang_minutes=0.1", "cluster.preflight=false"]
+    asked = ["--nodes", 2, "--gpus", 1, "--time", 9]
+    env = {**cluster.env, "OMP_NUM_THREADS": "1", "HPCLM_SITE": ""}
+    done = cluster.run([sys.executable, "-m", "hpclm.submit", *asked, *words("run", *watched)], cwd=ROOT, env=env)
+    job, out, until = done.stdout.split()[1].rstrip(":"), tmp_path / "run", time.monotonic() + 240
+    while not any('"step": 3,' in line for line in lines(out / "metrics.jsonl")):
+        assert time.monotonic() < until, done.stdout
+        time.sleep(0.2)
+    ranks = [p for p in cluster.processes(r"^\S*python\S* -u -m hpclm\.train ") if str(out) in p.words]
+    (stopped,) = [p for p in ranks if is_rank(p.pid, "srun", 1)]
+    os.kill(stopped.pid, signal.SIGSTOP)
+    while cluster.show(job)["Restarts"] != "1":
+        assert time.monotonic() < until, (out / "log.txt").read_text()
+        time.sleep(0.2)
+    while Path(f"/proc/{stopped.pid}").exists():
+        assert time.monotonic() < until
+        time.sleep(0.2)
+    told = [line for line in lines(out / "log.txt") if " E " in line]
+    assert f"rank 1 on {stopped.node}" in told[0] and "stopped by a signal and woken to tell" in told[0]
+    cluster.run(["scancel", job])

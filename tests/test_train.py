@@ -1,6 +1,7 @@
 """Whole runs, as a person starts them."""
 
 import json
+import os
 import random
 import shlex
 import signal
@@ -42,7 +43,7 @@ def test_a_run_learns_and_leaves_what_the_readme_says(tiny, tmp_path):
     done = hpclm("train", *words, check=0)
     out = tmp_path / "run"
     assert {p.name for p in out.iterdir()} == {
-        "attempts.jsonl", "checkpoints", "config.yaml", "lock", "log.txt", "metrics.jsonl", "preflight.json", "tensorboard",
+        "attempts.jsonl", "checkpoints", "checkpoints.saved", "config.yaml", "ends.jsonl", "lock", "log.txt", "metrics.jsonl", "preflight.json", "tensorboard",
     }  # fmt: skip
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     train = [row for row in rows if "loss" in row]
@@ -200,7 +201,7 @@ def test_the_second_run_on_a_folder_is_sent_away_by_name(tiny, tmp_path):
         while not (tmp_path / "run/metrics.jsonl").exists():
             time.sleep(0.05)
         second = hpclm("train", *words, check=75)
-        assert f'"pid": {first.pid}' in second.stderr
+        assert f"process {first.pid} on " in second.stderr
     finally:
         first.kill()
         first.wait()
@@ -307,6 +308,21 @@ def test_an_unwritable_run_directory_is_refused_with_its_reason(tiny, tmp_path):
     done = hpclm("train", *tiny("file/run"), check=64)
     assert "cannot be written: Not a directory" in done.stderr
     assert "cannot be written: " in hpclm("train", *tiny("x", "out=/proc/run"), check=64).stderr
+
+
+@pytest.mark.parametrize(
+    "words, answer",
+    [
+        (["engine.device=cuda"], "engine.device=cuda, but PyTorch sees no GPU here"),
+        (["engine.offload_activations=true"], "keeps activations of a GPU in the CPU's memory"),
+    ],
+)
+@pytest.mark.parametrize("verb", [["train"], ["submit", "--cluster=local", "--gpus=1"]], ids=["train", "submit"])
+def test_what_needs_a_gpu_is_refused_without_one_before_anything_is_written(verb, words, answer, tiny, tmp_path):
+    done = hpclm(
+        *verb, *tiny("run", "engine.device=auto", *words), check=64, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert answer in done.stderr and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])

@@ -72,6 +72,7 @@ fi
 if [ -n "$extra" ] && command -v apt-get >/dev/null; then
   command -v g++ >/dev/null || install g++ python3-dev # torch.compile wants them
   command -v mpirun >/dev/null || install openmpi-bin  # for the tests marked mpi
+  command -v strace >/dev/null || install strace       # for the tests that kill a save at each of its system calls
 fi
 
 say "hpclm and what it needs${extra:+, and what its tests need}"

@@ -1,15 +1,24 @@
 """What a checkpoint's folder must hold for it to count: MANIFEST.json, and files of the sizes and hashes it names."""
 
+import errno
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+import os
+import re
+import stat
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from hpclm.checkpoint.format import contents, facts
 from hpclm.errors import ConfigError
 
 NAME = "MANIFEST.json"
-SCHEMA = 1
+SCHEMA = 2
+ROOM = 4 << 30  # bytes of files that a process keeps in memory between looking at them and loading them
 
 
 class BadCheckpoint(Exception):
@@ -24,14 +33,24 @@ class Manifest:
     scalars: dict[str, Any]  # the engine's state that is no tensor
     identity: dict[str, Any]  # what a run that goes on must find unchanged
     tensors: dict[str, dict[str, Any]]  # name -> shape of the whole, and parts: file and start of each
-    files: dict[str, dict[str, Any]]  # name -> size in bytes, blake2b
+    files: dict[str, dict[str, Any]]  # name -> size in bytes, xxh3
+    made: dict[str, Any] = field(default_factory=dict)  # for people: when, by which attempt, in which layout
+    validation: float | None = None  # loss on held-out data at this step, where it was measured
 
     def write(self, folder: Path) -> Path:
-        """Write the manifest into ``folder``."""
+        """Write the manifest into ``folder``; when this returns it is on the disk."""
         path = folder / NAME
         content = {"schema": SCHEMA, **asdict(self)}
-        path.write_text(json.dumps({**content, "blake2b": digest_of(content)}, indent=1), encoding="utf-8")
+        with path.open("w", encoding="utf-8") as file:
+            file.write(json.dumps({**content, "blake2b": digest_of(content)}, indent=1))
+            file.flush()
+            os.fsync(file.fileno())
         return path
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(int(entry["size"]) for entry in self.files.values())
 
 
 def read(folder: Path) -> Manifest:
@@ -46,15 +65,22 @@ def read(folder: Path) -> Manifest:
                 f"{folder / NAME} has schema {schema}, and this hpclm reads {SCHEMA}; use the hpclm that wrote it"
             )
         manifest = Manifest(**content)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise BadCheckpoint(f"{NAME} is not there") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise BadCheckpoint(f"{NAME} is a link to itself") from None
+        raise
+    except (RecursionError, ValueError, TypeError, KeyError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
         raise BadCheckpoint(f"{NAME} cannot be read: {error}") from None
     named = {part["file"] for tensor in manifest.tensors.values() for part in tensor["parts"]}
     if not manifest.files or named - manifest.files.keys() or any(Path(name).name != name for name in manifest.files):
         raise BadCheckpoint(f"{NAME} names other files than it lists")
+    step = re.fullmatch(r"step-(\d+)", folder.name)
+    if step and manifest.progress.get("step") != int(step[1]):
+        raise BadCheckpoint(f"{NAME} is of step {manifest.progress.get('step')}, and the folder says {int(step[1])}")
     return manifest
 
 
@@ -63,26 +89,36 @@ def digest_of(content: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def verify(folder: Path, manifest: Manifest) -> None:
-    """Hold every file against its size and hash; BadCheckpoint names the first that differs.
+def check_sizes(folder: Path, manifest: Manifest, names: Collection[str] | None = None) -> None:
+    """BadCheckpoint where a file (one of ``names``; None: any) is missing or of another size."""
+    for name in manifest.files if names is None else names:
+        wanted, path = manifest.files[name]["size"], folder / name
+        try:
+            found = path.stat()
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR):
+                raise
+            raise BadCheckpoint(f"{name} is not there") from None
+        if not stat.S_ISREG(found.st_mode) or found.st_size != wanted:
+            raise BadCheckpoint(f"{name} has {found.st_size} bytes, not the {wanted} that were saved")
 
-    A file that is there but cannot be read is no proof of damage: that OSError is the caller's.
+
+def verify(
+    folder: Path, manifest: Manifest, names: Collection[str] | None = None, kept: dict[str, Tensor] | None = None
+) -> None:
+    """Hold files (``names``; None: all) against their sizes and hashes; BadCheckpoint names the first that differs.
+
+    ``kept`` is given the bytes that were read, file by file, as far as ROOM goes. A file that is there but cannot be read is
+    no proof of damage: that OSError is the caller's.
     """
-    for name, wanted in manifest.files.items():
-        path = folder / name
-        if not path.exists():
-            raise BadCheckpoint(f"{name} is not there")
-        size = path.stat().st_size
-        if size != wanted["size"]:
-            raise BadCheckpoint(f"{name} has {size} bytes, not the {wanted['size']} that were saved")
-        if fingerprint(path) != wanted["blake2b"]:
+    check_sizes(folder, manifest, names)
+    room = ROOM if kept is not None else 0
+    for name in manifest.files if names is None else names:
+        size, wanted = manifest.files[name]["size"], manifest.files[name]["xxh3"]
+        if kept is not None and size <= room:
+            kept[name], found = contents(folder / name)
+            room -= size
+        else:
+            found = facts(folder / name)
+        if found.xxh3 != wanted:
             raise BadCheckpoint(f"{name} differs from what was saved (its hash is wrong)")
-
-
-def fingerprint(path: Path) -> str:
-    """blake2b of a file, in hex."""
-    digest = hashlib.blake2b()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()

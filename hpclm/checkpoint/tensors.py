@@ -1,15 +1,14 @@
 """The logical tensors of a checkpoint, whatever blocks its files hold them in."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
+from hpclm.checkpoint.format import File
 from hpclm.checkpoint.manifest import Manifest
 from hpclm.errors import HpclmError
 
@@ -17,10 +16,11 @@ from hpclm.errors import HpclmError
 class Tensors:
     """Reads blocks of a verified checkpoint's tensors; a file is opened when it is first needed, until ``close``."""
 
-    def __init__(self, folder: Path, manifest: Manifest):
-        self.folder, self.manifest = folder, manifest
+    def __init__(self, folder: Path, manifest: Manifest, kept: Mapping[str, Tensor] | None = None):
+        """``kept``: the bytes of files that are in memory already. Blocks must not be written to."""
+        self.folder, self.manifest, self.kept = folder, manifest, kept or {}
         self._stack = ExitStack()
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, File] = {}
 
     def __enter__(self) -> "Tensors":
         return self
@@ -39,19 +39,27 @@ class Tensors:
         return self.block(name, [0] * len(shape), shape)
 
     def block(self, name: str, start: Sequence[int], size: Sequence[int]) -> Tensor:
-        """A block of a tensor; HpclmError when the files do not hold all of it."""
+        """A block of a tensor; HpclmError when the files do not hold all of it, or cannot be read."""
         if name not in self.manifest.tensors:
             raise HpclmError(f"checkpoint {self.folder} has no tensor {name}; it was saved by another kind of run")
+        try:
+            return self._block(name, start, size)
+        except (OSError, ValueError, KeyError) as error:
+            raise HpclmError(
+                f"checkpoint {self.folder} cannot be read now: {error}; look at the disk, then start again"
+            ) from error
+
+    def _block(self, name: str, start: Sequence[int], size: Sequence[int]) -> Tensor:
         found, filled = None, 0
         for part in self.manifest.tensors[name]["parts"]:
             file = self._file(part["file"])
             key = part.get("key", name)
-            held = file.get_slice(key)
-            inside = list(_overlap(part["start"], held.get_shape(), start, size))
+            inside = list(_overlap(part["start"], file.shape(key), start, size))
             if any(low >= high for low, high in inside):
                 continue
-            cut = tuple(slice(low - a, high - a) for (low, high), a in zip(inside, part["start"], strict=True))
-            piece = held[cut] if cut else file.get_tensor(key)
+            low = [a - b for (a, _), b in zip(inside, part["start"], strict=True)]
+            high = [a - b for (_, a), b in zip(inside, part["start"], strict=True)]
+            piece = file.block(key, low, high)
             if tuple(piece.shape) == tuple(size):
                 return piece
             if found is None:
@@ -62,9 +70,10 @@ class Tensors:
             raise HpclmError(f"checkpoint {self.folder} holds {filled} of the {prod(size)} values of {name} asked for")
         return found
 
-    def _file(self, name: str) -> Any:
+    def _file(self, name: str) -> File:
         if name not in self._open:
-            self._open[name] = self._stack.enter_context(safe_open(self.folder / name, framework="pt"))
+            self._open[name] = file = File(self.folder / name, self.kept.get(name))
+            self._stack.callback(file.close)
         return self._open[name]
 
 

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from hpclm import config as configs
+from hpclm.checkpoint import shelf
+from hpclm.checkpoint.identity import tokenizer_clash
 from hpclm.checkpoint.progress import Progress
-from hpclm.checkpoint.store import CheckpointStore, tokenizer_clash
 from hpclm.checkpoint.tensors import Tensors
-from hpclm.config import ParallelConfig, RunConfig
+from hpclm.config import EngineConfig, ParallelConfig, RunConfig
 from hpclm.errors import ConfigError
 from hpclm.model import gpt
 from hpclm.model.loss import TokenLoss
@@ -22,7 +23,9 @@ def settings(run: Path, overrides: list[str]) -> RunConfig:
     path = run / "config.yaml"
     if not path.is_file():
         raise ConfigError(f"{run} is not a run directory: it has no config.yaml")
-    return replace(configs.load(path, overrides), parallel=ParallelConfig())  # what follows runs in one process
+    config = configs.load(path, overrides)
+    kept = {name: getattr(config.engine, name) for name in ("device", "precision", "matmul", "loss_chunk")}
+    return replace(config, parallel=ParallelConfig(), engine=EngineConfig(**kept))  # what follows runs in one process
 
 
 def model(
@@ -35,7 +38,7 @@ def model(
     folder = run / "checkpoints"
     if not folder.is_dir():
         raise ConfigError(f"{run} has no checkpoints; train first, with hpclm train")
-    found, manifest = CheckpointStore(folder, config.checkpoint.keep, {}).newest()
+    found, manifest = shelf.newest(folder)
     clash = tokenizer_clash(manifest.identity, tokenizer)
     if clash:
         raise ConfigError(f"{found}: {clash}; leave data.tokenizer and data.prefix as the run had them")

@@ -3,98 +3,24 @@
 Each rank keeps the connection of the roll call. A rank that fails sends its traceback; one that is killed cannot, but its
 connection breaks. Rank 0 gathers such news for a moment, since the others fail too as soon as they miss a peer, tells the
 first cause, and then every process kills its children and leaves. When it is rank 0 that dies, the others see it at once.
+
+Over the same connections the ranks say how far they are, and tell where they are when nothing moves (watchdog.py).
 """
 
-import os
 import selectors
 import socket
-import sys
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from hpclm.cluster import children
-from hpclm.cluster.rollcall import Guest, Host, Present, ranges
+from hpclm.cluster.cause import Death, shortened, verdict
+from hpclm.cluster.line import Line
+from hpclm.cluster.rollcall import Guest, Host, Present
 from hpclm.cluster.wire import Wire
-from hpclm.errors import HpclmError
 
-LONGEST = 1 << 16  # characters of a cause that are told
-GATHER = 1.0  # seconds in which later failures count as caused by the first
 VERDICT = 5.0  # seconds that a failing rank waits to be told the cause
-
-
-@dataclass(frozen=True)
-class Death:
-    """What is known of a rank's end."""
-
-    rank: int
-    text: str = ""
-    """Message, or traceback; empty for a rank that is gone without a word."""
-    code: int = 1
-    caused: bool = False
-    """It only lost a peer."""
-
-
-def verdict(deaths: Sequence[Death], everyone: Sequence[Present]) -> tuple[str, int]:
-    """What to tell of ``deaths`` (in the order they were heard of), first causes first, and the exit code of the first."""
-    order = sorted(deaths, key=lambda death: (death.caused, not death.text))
-    told, lines = [], []
-    for death in order:
-        if death.caused or death.text in told:
-            continue
-        same = [other.rank for other in order if other.text == death.text and not other.caused] if death.text else []
-        if len(same) > 1:
-            lines.append(f"ranks {ranges(same)} failed: {death.text.strip()}")
-            told.append(death.text)
-        elif death.text:
-            lines.append(f"{everyone[death.rank]} failed: {death.text.strip()}")
-        else:
-            lines.append(
-                f"{everyone[death.rank]} is gone without a word: killed (out of memory?), crashed, or its node is down"
-            )
-    lost = [death.rank for death in order if death.caused]
-    if not lines:  # nobody knows the cause
-        lines = [f"{everyone[death.rank]} failed: {death.text.strip()}" for death in order[:1]]
-    elif lost:
-        lines.append(f"then rank{'s' * (len(lost) != 1)} {ranges(lost)} lost the connection")
-    return "\n".join(lines), order[0].code
-
-
-class Line(ABC):
-    """This process's line to the others; ``die`` when it fails, ``leave`` when it is done."""
-
-    def __init__(self, me: Present, everyone: Sequence[Present]):
-        self.me, self.everyone = me, everyone
-        self.tell: Callable[[str, bool], None] = lambda text, speaker: None
-        """Called with the cause of an ending, and whether this process tells it on behalf of all."""
-        self._over = threading.Event()
-        self._leaving = threading.Event()
-        os.register_at_fork(after_in_child=self._forget)
-
-    @abstractmethod
-    def _forget(self) -> None:
-        """In a forked child: close its copies of the connections, or the others would not see this process's end."""
-
-    @abstractmethod
-    def leave(self) -> None:
-        """Say that this process ends as it should; call it once all have come to their end."""
-
-    @abstractmethod
-    def die(self, text: str, code: int, caused: bool) -> None:
-        """Say that this process fails, of ``text``, and wait for what follows; ``caused``: it only lost a peer."""
-
-    def _end(self, text: str, code: int, speaker: bool) -> NoReturn:
-        """Tell the cause, and take everything of this process down. Runs beside a main thread that may never return."""
-        late = threading.Timer(3.0, os._exit, args=(code,))  # whatever a lock or a dead disk does
-        late.daemon = True
-        late.start()
-        children.kill()
-        self.tell(text, speaker)
-        sys.stderr.flush()
-        os._exit(code)
+GATHER = 1.0  # seconds in which later failures count as caused by the first
+SOON = 8.0  # seconds after which a rank that has told where it is in a hung run ends by itself
 
 
 class HostLine(Line):
@@ -104,6 +30,8 @@ class HostLine(Line):
         super().__init__(me, host.everyone)
         self.wires = dict(host.wires)
         self._own: Death | None = None
+        self._stands: dict[int, dict[str, Any]] = {}
+        self._told = threading.Condition()
         self._wake, self._woken = socket.socketpair()
         self._thread = threading.Thread(target=self._watch, name="hpclm-line", daemon=True)
         self._thread.start()
@@ -117,6 +45,41 @@ class HostLine(Line):
     def _forget(self) -> None:
         for wire in self.wires.values():
             wire.socket.close()
+
+    @property
+    def sockets(self) -> list[socket.socket]:
+        """One to each other rank."""
+        return [wire.socket for wire in self.wires.values()]
+
+    def beat(self, **word: Any) -> None:
+        """Say to all how far rank 0 is."""
+        for wire in self.wires.values():
+            wire.post(beat=word)
+
+    def ask(
+        self, code: int, folder: str | None, silent: set[int], seconds: float, longer: float
+    ) -> tuple[dict[int, Any], set[int]]:
+        """Where every other rank is, of those that answer, and who did not within ``seconds``; ``silent`` ones are given none.
+
+        Those have ``longer``: rank 0 hangs up on them, so that their guardians wake what is stopped. All write their
+        stacks into ``folder``, and then end with ``code`` when they are told.
+        """
+        for wire in self.wires.values():
+            wire.post(hang={"code": code, "folder": folder})
+        with self._told:
+            self._told.wait_for(lambda: len(self._stands.keys() | silent) >= len(self.wires), seconds)
+            mute = set(self.wires) - set(self._stands)
+        for rank in mute:
+            self.wires[rank].finish()
+        with self._told:
+            self._told.wait_for(lambda: len(self._stands) == len(self.wires), longer if mute else 0)
+            return dict(self._stands), mute
+
+    def finish(self, text: str, code: int) -> NoReturn:
+        """End all, of ``text``."""
+        for wire in self.wires.values():
+            wire.post(abort=text, code=code)
+        self.end(text, code, speaker=True)
 
     def die(self, text: str, code: int, caused: bool) -> None:
         """Give up; returns once the others know, or never where another rank's failure came first."""
@@ -139,18 +102,20 @@ class HostLine(Line):
                         news = self._own
                     else:
                         rank, wire = key.data
-                        news, finished = _news(rank, wire)
+                        news, finished = self._news(rank, wire)
                         if finished or news:
                             watched.unregister(wire.socket)
                         if finished:
                             gone.add(rank)
-                    if news:
+                    if news and not self._ending.locked():
                         deaths.append(news)
                         until = until or time.monotonic() + GATHER
                 if self._leaving.is_set() and not deaths and len(gone) == len(self.wires):
                     return
         if self._leaving.is_set() and not any(death.text for death in deaths):
             return  # the run is over; who leaves without a bye then has nothing to lose
+        if not self.ends():
+            return
         text, code = verdict(deaths, self.everyone)
         silent = {present.rank for present in self.everyone} - gone - {death.rank for death in deaths} - {self.me.rank}
         if silent and all(death.caused for death in deaths):
@@ -164,19 +129,27 @@ class HostLine(Line):
                 self.tell(verdict(others, self.everyone)[0], True)
             self._over.set()
             return
-        self._end(text, code, speaker=True)
+        self.end(text, code, speaker=True)
 
-
-def _news(rank: int, wire: Wire) -> tuple[Death | None, bool]:
-    """What a rank's wire says: its death, or that it has left."""
-    for message in wire.waiting():
-        if message is None:
-            return Death(rank), False
-        if "bye" in message:
-            return None, True
-        if "died" in message:
-            return Death(rank, str(message["died"]), int(message["code"]), bool(message["caused"])), False
-    return None, False
+    def _news(self, rank: int, wire: Wire) -> tuple[Death | None, bool]:
+        """What a rank's wire says: its death, or that it has left."""
+        for message in wire.waiting():
+            if message is None:
+                return (None, True) if rank in self._stands else (Death(rank, code=self.lost), False)
+            if "bye" in message:
+                return None, True
+            if "died" in message:
+                return Death(rank, str(message["died"]), int(message["code"]), bool(message["caused"])), False
+            if "beat" in message:
+                self.heard[rank] = message["beat"]
+            if found := message.get("stand") or message.get("hang", {}).get("stand"):
+                with self._told:
+                    self._stands[rank] = found
+                    self._told.notify()
+            if "hang" in message and self.ends():  # it found that this process does not answer
+                words = (message["hang"],)
+                threading.Thread(target=self.accused, args=words, name="hpclm-end", daemon=True).start()
+        return None, False
 
 
 class GuestLine(Line):
@@ -185,6 +158,7 @@ class GuestLine(Line):
     def __init__(self, me: Present, guest: Guest):
         super().__init__(me, guest.everyone)
         self.wire = guest.wire
+        self._answered = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hpclm-line", daemon=True)
         self._thread.start()
 
@@ -195,6 +169,25 @@ class GuestLine(Line):
 
     def _forget(self) -> None:
         self.wire.socket.close()
+
+    @property
+    def sockets(self) -> list[socket.socket]:
+        """The one to rank 0."""
+        return [self.wire.socket]
+
+    def beat(self, **word: Any) -> None:
+        """Say to rank 0 how far this rank is."""
+        self.wire.post(beat=word)
+
+    def accuse(self, order: dict[str, Any], seconds: float) -> None:
+        """Give up on rank 0: tell it so, and hang up, so that its guardian wakes it if it is stopped.
+
+        Woken, it ends the run; this returns where it does not answer within ``seconds``.
+        """
+        self.wire.post(hang=order)
+        self.wire.finish()
+        if self._answered.wait(seconds):
+            time.sleep(SOON)  # the watching thread ends this process
 
     def die(self, text: str, code: int, caused: bool) -> None:
         """Give up; the watching thread ends the process when rank 0 answers."""
@@ -209,35 +202,24 @@ class GuestLine(Line):
                 if self._leaving.is_set():
                     self._over.set()
                     return
-                text, code = verdict([Death(0)], self.everyone)
+                if not self.ends():
+                    return
+                text, code = verdict([Death(0, code=self.lost)], self.everyone)
                 time.sleep(min(1.0, 0.1 * (self.me.rank - 1)))  # the first who is left tells; the others find it told
-                self._end(text, code, speaker=True)
+                self.end(text, code, speaker=True)
+            if "beat" in message:
+                self.heard[0] = message["beat"]
             if "bye" in message:
                 self._leaving.set()
+            if "hang" in message and not self.ends():
+                self._answered.set()  # this rank has given up on rank 0, which lives after all
+            elif "hang" in message:
+                order = message["hang"]
+                self.wire.send(stand=self.stand(**order))
+                last = self.wire.receive(SOON)
+                if last is None:  # rank 0 has hung up on this rank, which was stopped; all leave together
+                    time.sleep(1.0)
+                self.end(str((last or {}).get("abort", "")), int(order["code"]), speaker=False)
             if "abort" in message:
-                self._end(str(message["abort"]), int(message["code"]), speaker=False)
-
-
-def shortened(text: str) -> str:
-    """``text``, or its beginning and end where it is very long."""
-    half = LONGEST // 2
-    return text if len(text) <= LONGEST else f"{text[:half]}\n[...]\n{text[-half:]}"
-
-
-def lost_a_peer(error: BaseException) -> bool:
-    """Whether an error only says that another process is gone."""
-    words = (
-        "connection closed by peer",
-        "connection reset by peer",
-        "broken pipe",
-        "gloo",
-        "nccl",
-        "socket",
-        "tcpstore",
-    )
-    kind = type(error).__name__
-    return kind in ("DistBackendError", "DistNetworkError", "DistStoreError") or (
-        isinstance(error, RuntimeError)
-        and not isinstance(error, HpclmError)
-        and any(word in str(error).lower() for word in words)
-    )
+                self.ends()
+                self.end(str(message["abort"]), int(message["code"]), speaker=False)

@@ -28,7 +28,7 @@ def device(
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.device == "cuda" and not gpus:
-        raise ConfigError("engine.device=cuda, but PyTorch sees no GPU here; use engine.device=cpu or auto")
+        raise ConfigError(next(config.problems_without_gpu()))
     if config.device == "cpu" or not gpus:
         keep_freed_memory()
         return torch.device("cpu")

@@ -6,6 +6,7 @@ one more; a second Ctrl-C ends the process at once.
 
 import os
 import signal
+import time
 from types import FrameType
 from typing import Any
 
@@ -17,6 +18,7 @@ class Preemption:
 
     def __init__(self) -> None:
         self.signal: str | None = None
+        self._since: float | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Preemption":
@@ -38,4 +40,8 @@ class Preemption:
         name = signal.Signals(number).name
         if self.signal is None:  # os.write and no log line: signals come in bursts, and a log is not reentrant
             os.write(2, f"{name}: finishing this step, then saving and leaving\n".encode())
-        self.signal = name
+        self.signal, self._since = name, self._since or time.monotonic()
+
+    def seconds(self) -> float:
+        """Seconds since the first warning; 0 before it."""
+        return time.monotonic() - self._since if self._since else 0.0

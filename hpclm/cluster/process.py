@@ -31,6 +31,14 @@ def began(pid: int) -> float | None:
     return None if fields[0] in "ZX" else booted + int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
+def stopped(pid: int) -> bool:
+    """Whether a process of this host was stopped by a signal (and not by a debugger)."""
+    try:
+        return (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
+
+
 def is_ours(pid: int, written: str) -> bool:
     """Whether ``pid`` is the process of hpclm that was written down at ``written`` (as ``time.strftime`` with %z gives it).
 

@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpclm import errors
-from hpclm.cluster import children, guardian, interfaces, secrets
+from hpclm.cluster import bootstrap, children, guardian, interfaces, secrets
 from hpclm.cluster.bootstrap import World
-from hpclm.cluster.ending import LONGEST, GuestLine, HostLine, Line, lost_a_peer
+from hpclm.cluster.cause import LONGEST, lost_a_peer
+from hpclm.cluster.ending import GuestLine, HostLine
+from hpclm.cluster.line import Line
 from hpclm.cluster.rendezvous import Store, meet
 from hpclm.cluster.rollcall import Host, Present
+from hpclm.cluster.watchdog import Watch
 from hpclm.config import ClusterConfig
-from hpclm.errors import ConfigError, HpclmError
+from hpclm.errors import REQUEUE, ConfigError, HpclmError
 
 if TYPE_CHECKING:
     import torch
@@ -33,10 +36,18 @@ T = TypeVar("T")
 class Team:
     """This process among its peers. With one process everything here costs nothing, and there is no process group."""
 
-    def __init__(self, world: World, hosts: tuple[str, ...], line: Line | None = None, store: "Store | None" = None):
+    def __init__(
+        self,
+        world: World,
+        hosts: tuple[str, ...],
+        line: Line | None = None,
+        store: "Store | None" = None,
+        watch: Watch | None = None,
+    ):
         self.launcher, self.rank, self.size = world.launcher, world.rank, world.size
         self.local_rank, self.local_size, self.hosts = world.local_rank, world.local_size, hosts
         self._line, self._store = line, store
+        self.watch = watch or Watch(ClusterConfig(hang_minutes=0, slow=0), Present.of(world))
         self._patient: Any = None
 
     @property
@@ -48,34 +59,45 @@ class Team:
         """Wait until every rank is here."""
         self.gather(None)
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's ``value`` (what JSON can say), in the order of ranks, on every rank."""
+    def gather(self, value: Any, patient: bool = False) -> list[Any]:
+        """Every rank's ``value`` (what JSON can say), in the order of ranks, on every rank.
+
+        ``patient``: what comes before may take a rank hours longer than another, as writing may.
+        """
+        self.watch.beat()
         if self.size == 1:
             return [value]
         import torch
         import torch.distributed as dist
 
+        group = self._patient if patient else None
         own = json.dumps(value).encode()
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(own)]))
+        dist.all_gather(sizes, torch.tensor([len(own)]), group=group)
         width = int(max(sizes))
         texts = [torch.zeros(width, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(texts, torch.frombuffer(bytearray(own.ljust(width)), dtype=torch.uint8))
+        dist.all_gather(texts, torch.frombuffer(bytearray(own.ljust(width)), dtype=torch.uint8), group=group)
         return [json.loads(bytes(text[: int(size)].numpy())) for text, size in zip(texts, sizes, strict=True)]
 
     def highest(self, value: float) -> float:
         """The greatest of the ranks' values, on every rank."""
+        return self.highest_each(value)[0]
+
+    def highest_each(self, *values: float) -> list[float]:
+        """The greatest of the ranks' first values, of their second ones, …, on every rank."""
+        self.watch.beat()
         if self.size == 1:
-            return value
+            return list(values)
         import torch
         import torch.distributed as dist
 
-        held = torch.tensor(value, dtype=torch.float64)
+        held = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(held, dist.ReduceOp.MAX)
-        return held.item()
+        return held.tolist()
 
     def first(self, act: Callable[[], T]) -> T:
         """``act()`` on rank 0 alone; its result (what JSON can say), or its HpclmError, on every rank."""
+        self.watch.beat()
         if self.size == 1:
             return act()
         import torch
@@ -174,6 +196,7 @@ class Team:
 
     def leave(self) -> None:
         """Part from the others once all are here."""
+        self.watch.at("leaving")
         import torch.distributed as dist
 
         gc.collect()  # what still holds the process group would abort at exit
@@ -185,10 +208,11 @@ class Team:
             dist.destroy_process_group()
 
 
-def alone() -> Team:
-    """The team of a process without peers."""
+def alone(settings: ClusterConfig | None = None) -> Team:
+    """The team of a process without peers; with ``settings`` its watchdog can be set to work."""
     world = World("single", 0, 1)
-    return Team(world, (Present.of(world).host,))
+    me = Present.of(world)
+    return Team(world, (me.host,), watch=Watch(settings, me) if settings else None)
 
 
 def exit_code(error: BaseException) -> int:
@@ -208,23 +232,34 @@ def join(world: World, settings: ClusterConfig) -> Iterator[Team]:
     raise alike, only rank 0 speaks.
     """
     children.adopt()
-    if world.launcher != "single":
-        guardian.post()
+    pipe = guardian.post() if world.launcher != "single" else None
     if world.size == 1:
-        yield alone()
+        team = alone(settings)
+        with team.watch:
+            yield team
         return
     met = meet(world, settings)
     me = met.end.everyone[world.rank]
     line: Line = HostLine(me, met.end) if isinstance(met.end, Host) else GuestLine(me, met.end)
+    if bootstrap.job():
+        line.lost = REQUEUE  # Slurm can start it again, and may not have seen that a node is gone
     interfaces.choose(settings.interface, met.interface)
-    team = Team(world, tuple(present.host for present in met.end.everyone), line, met.store)
+    if pipe is not None:
+        guardian.tell(pipe, *(os.fstat(each.fileno()).st_ino for each in line.sockets))
+    job = "" if world.launcher == "local" else str(bootstrap.job().get("job_id", ""))
+    watch = Watch(settings, me, line, job)
+    team = Team(world, tuple(present.host for present in met.end.everyone), line, met.store, watch)
     try:
-        with team.guard():
+        with team.guard(), watch:
             yield team
             sys.stdout.flush()
             team.leave()
+            if pipe is not None:
+                guardian.tell(pipe)
     except HpclmError as error:
         line.leave()
+        if pipe is not None:
+            guardian.tell(pipe)
         if not team.leads:
             raise SystemExit(error.exit_code) from None
         raise

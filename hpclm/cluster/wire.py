@@ -1,7 +1,9 @@
 """Lines of JSON over a connection: what the processes of a run say to each other beside their collectives."""
 
 import json
+import select
 import socket
+import threading
 import time
 from contextlib import suppress
 from typing import Any
@@ -15,13 +17,28 @@ class Wire:
     def __init__(self, connection: socket.socket):
         self.socket = connection
         self._read = b""
+        self._sending = threading.Lock()
 
     def send(self, **message: Any) -> bool:
         """Send one message; whether the other side was still there."""
-        with suppress(OSError):
+        with suppress(OSError), self._sending:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
             return True
         return False
+
+    def post(self, **message: Any) -> bool:
+        """Send one short message if that needs no waiting: who has stopped reads nothing, and its buffer may be full."""
+        poll = select.poll()
+        try:
+            poll.register(self.socket, select.POLLOUT)
+            return bool(poll.poll(0)) and self.send(**message)
+        except (OSError, ValueError):  # it is closed
+            return False
+
+    def finish(self) -> None:
+        """Say that nothing more will be sent; the other side may still speak."""
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_WR)
 
     def receive(self, seconds: float | None = None) -> dict[str, Any] | None:
         """The next message; None when the other side is gone, speaks another language, or is silent for ``seconds``."""

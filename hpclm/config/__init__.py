@@ -1,5 +1,6 @@
 """The settings of a run: typed, frozen, checked before anything starts."""
 
+from hpclm.config.checkpoint import CheckpointConfig
 from hpclm.config.compose import dump, from_cli, load
 from hpclm.config.data import DataConfig
 from hpclm.config.engine import EngineConfig, ParallelConfig
@@ -10,7 +11,6 @@ from hpclm.config.plan import Plan
 from hpclm.config.schema import (
     BatchConfig,
     BudgetConfig,
-    CheckpointConfig,
     EvaluateConfig,
     LogConfig,
     RunConfig,

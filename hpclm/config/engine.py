@@ -107,6 +107,16 @@ class EngineConfig(Checked):
         if self.recompute_every > 1 and self.recompute != "full":
             yield f"engine.recompute_every={self.recompute_every} has no effect with engine.recompute={self.recompute}"
 
+    def problems_without_gpu(self) -> Iterator[str]:
+        """What cannot work where training would be on the CPU."""
+        if self.device == "cuda":
+            yield "engine.device=cuda, but PyTorch sees no GPU here; use engine.device=cpu or auto"
+        if self.offload_activations:
+            yield (
+                "engine.offload_activations=true keeps activations of a GPU in the CPU's memory, and this run computes on the "
+                "CPU, where they are already; leave it out, or use engine.recompute=full to keep fewer"
+            )
+
     def chosen(self) -> dict[str, object]:
         """The settings that differ from their defaults."""
         mine = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -214,6 +214,14 @@ class ClusterConfig(Checked):
     """Seconds within which every process must have answered the roll call; the missing ones are named."""
     timeout_minutes: float = 10.0
     """Minutes after which a collective operation that does not return ends the run."""
+    hang_minutes: float = 5.0
+    """Minutes without progress on any process after which the run counts as hung: all write their Python stacks, the log
+    names who holds up the others and where, and the run ends. The first step, starting, evaluating and saving have six
+    times as long (two minutes at least), building the data any time; a step has twice the longest so far. 0: no watch."""
+    hang: Literal["requeue", "stop"] = "requeue"
+    """How a hung run ends: requeue with exit code 85, which starts the job again from the last checkpoint; stop with 1."""
+    slow: float = 1.5
+    """How many times the others' median a process must take for its own part of a step to be named as slow; 0: never."""
     interface: str | None = None
     """Network interface for traffic between nodes; null: for gloo the one that reaches the first node, for NCCL its own
     choice. NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, where set, go before it."""
@@ -225,5 +233,8 @@ class ClusterConfig(Checked):
     def problems(self) -> Iterator[str]:
         """What cannot work in the cluster settings."""
         yield from at_least(1, "cluster", start_seconds=self.start_seconds)
+        yield from at_least(0, "cluster", hang_minutes=self.hang_minutes)
+        if self.slow and not 1 < self.slow < float("inf"):
+            yield f"cluster.slow={self.slow} must be more than 1, or 0 to name no process"
         if not self.timeout_minutes > 0:
             yield f"cluster.timeout_minutes={self.timeout_minutes} must be more than 0"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hpclm.config import supports
+from hpclm.config.checkpoint import CheckpointConfig
 from hpclm.config.checks import Checked, at_least
 from hpclm.config.data import DataConfig
 from hpclm.config.engine import EngineConfig, ParallelConfig
@@ -93,23 +94,6 @@ class EvaluateConfig(Checked):
 
 
 @dataclass(frozen=True)
-class CheckpointConfig(Checked):
-    """Saving and resuming."""
-
-    every: int = 1000
-    """Steps between saves; 0: only when leaving. The last step is saved too."""
-    keep: int = 3
-    """Newest checkpoints that are kept; at least 2, so that one can go bad."""
-    resume: Literal["auto", "require", "never"] = "auto"
-    """auto: go on from the newest good checkpoint, if there is one; require: or exit 66; never: refuse a folder that has any."""
-
-    def problems(self) -> Iterator[str]:
-        """What cannot work in the checkpoint settings."""
-        yield from at_least(0, "checkpoint", every=self.every)
-        yield from at_least(2, "checkpoint", keep=self.keep)
-
-
-@dataclass(frozen=True)
 class LogConfig(Checked):
     """What is told while training."""
 
@@ -135,6 +119,10 @@ class RunConfig(Checked):
     """Initial weights, dropout and sample order follow from it."""
     stop_at: int | None = None
     """Save and leave once this step is done, whatever the budget; the schedule does not change. For trying things out."""
+    exit_interval: int | None = None
+    """Save and leave after each step that is a multiple of this; the same command goes on."""
+    exit_minutes: float | None = None
+    """Save and leave when this start has lasted so many minutes; the same command goes on."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -157,7 +145,9 @@ class RunConfig(Checked):
             yield "out is empty; give the run directory"
         if not 0 <= self.seed < 2**32:
             yield f"seed={self.seed} must be at least 0 and less than 2^32, as the sample order's generator wants it"
-        yield from at_least(1, "run", stop_at=self.stop_at)
+        yield from at_least(1, "run", stop_at=self.stop_at, exit_interval=self.exit_interval)
+        if self.exit_minutes is not None and not self.exit_minutes > 0:
+            yield f"exit_minutes={self.exit_minutes} must be more than 0"
         if self.engine.precision != "fp16" and self.scaler != ScalerConfig():
             yield f"scaler.* has no effect with engine.precision={self.engine.precision}; it is for fp16"
         if self.batch.loss_norm == "microbatch" and not (self.data.eod_mask_loss or self.data.break_mode):

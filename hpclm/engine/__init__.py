@@ -83,8 +83,12 @@ class Engine(Protocol):
 Maker = Callable[[RunConfig, Mesh, torch.device, torch.dtype], Engine]
 
 
-def named(config: RunConfig) -> Maker:
-    """The engine that the settings name, not yet built; ConfigError where it, or what it needs, cannot be loaded."""
+def named(config: RunConfig, device: torch.device) -> Maker:
+    """The engine that the settings name, not yet built; ConfigError where it, or what it needs, cannot be loaded, and for
+    settings that ``device`` cannot follow."""
+    lacking = list(config.engine.problems_without_gpu()) if device.type == "cpu" else []
+    if lacking:
+        raise ConfigError(lacking)
     maker = lookup("engine", config.engine.name, ENGINES)
     gpt.layers(config.model, config.engine, torch.float32, config.seed)  # which loads a block of the user's own
     if config.engine.compile:
@@ -99,4 +103,4 @@ def named(config: RunConfig) -> Maker:
 
 def build(config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> Engine:
     """The engine that the settings name, with a freshly initialised model."""
-    return named(config)(config, mesh, device, dtype)
+    return named(config, device)(config, mesh, device, dtype)

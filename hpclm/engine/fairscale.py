@@ -27,6 +27,7 @@ from hpclm.engine.held import Held, gather_parts, own_part
 from hpclm.engine.native import replicate
 from hpclm.engine.plain import PlainEngine, whole_model
 from hpclm.engine.step import Replica
+from hpclm.model.draw import Initial, move, on
 from hpclm.model.stack import Stack
 from hpclm.parallel.collectives import gather_into, scatter_into
 from hpclm.parallel.form import Form
@@ -41,7 +42,7 @@ class FairScaleEngine(PlainEngine):
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
         dp, engine = mesh.dp, config.engine
         if dp.size == 1:  # nobody to share with
-            model = whole_model(config, mesh, device, dtype, lambda _, layer: layer.to(device))
+            model = whole_model(config, mesh, dtype, on(device, mesh.tp))
             super().__init__(config, mesh, device, model, lambda stack: replicate(stack, dp, device, None))
             return
         modernise()
@@ -66,12 +67,14 @@ class FairScaleEngine(PlainEngine):
         weights: dict[str, nn.Parameter] = {}
 
         def place(name: str, layer: nn.Module) -> nn.Module:
-            layer.to(device)
+            move(layer, device)
             weights.update((f"{name}.{own}", weight) for own, weight in layer.named_parameters())
             return shard(layer) if name.startswith("block") else layer
 
-        model = whole_model(config, mesh, device, dtype, place)
+        model = whole_model(config, mesh, dtype, place)
         root = shard(Sealed(model))
+        for name, initial in model.initial.items():
+            fill(weights[name], initial, mesh, device)
         root.set_gradient_divide_factors(1.0, 1.0, recursive=True)
         super().__init__(config, mesh, device, model, lambda stack: sharded(root, weights, stack.forms, mesh))
 
@@ -137,6 +140,16 @@ def sharded(root: Sharded, weights: dict[str, nn.Parameter], forms: dict[str, Fo
 
     all_held = tuple(held(*pair) for pair in weights.items())
     return Replica(lambda *args: root(Inputs(args)), all_held, sharded=True, finish=finish, rest=rest)
+
+
+def fill(weight: nn.Parameter, initial: Initial, mesh: Mesh, device: torch.device) -> None:
+    """Give a weight, of which this replica's run is a shape only, memory on ``device`` and its first values."""
+    run, count = torch.zeros(weight.shape, device=device), prod(initial.form.local(mesh.tp))
+    begin = mesh.dp.rank * len(run)
+    initial.fill(run[: max(0, count - begin)], begin, mesh.tp)
+    there = nn.Parameter(run)
+    vars(there).update(vars(weight))  # what the library notes there
+    torch.utils.swap_tensors(weight, there)
 
 
 def whole(run: Tensor, shape: tuple[int, ...], dp: Axis) -> Tensor:

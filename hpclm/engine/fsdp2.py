@@ -6,6 +6,7 @@ entry, last norm, output) is one more. What the optimizer sees are plain tensors
 
 from collections.abc import Iterator
 from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from hpclm.engine.held import Held, gather_parts, own_part
 from hpclm.engine.native import replicate
 from hpclm.engine.plain import PlainEngine, whole_model
 from hpclm.engine.step import Replica
+from hpclm.model.draw import move, on
 from hpclm.model.stack import Stack
 from hpclm.parallel.mesh import Mesh
 
@@ -36,18 +38,19 @@ class FSDP2Engine(PlainEngine):
         shard = partial(fully_shard, mesh=axis, mp_policy=policy)
 
         def place(name: str, layer: nn.Module) -> nn.Module:
-            layer.to(device)
-            if axis and name.startswith("block"):
+            move(layer, device)
+            if name.startswith("block"):
                 shard(layer, reshard_after_forward=engine.zero_stage != 2)
             return layer
 
-        model = whole_model(config, mesh, device, dtype, place)
+        model = whole_model(config, mesh, dtype, place if axis else on(device, mesh.tp))
         if engine.compile:
             model.compile_blocks()
         if axis is None:  # nobody to share with
             super().__init__(config, mesh, device, model, lambda stack: replicate(stack, dp, device, None))
             return
         shard(model, reshard_after_forward=False)  # its backward pass begins with what its forward pass ends with
+        move(model, device, make=True)
         for group in groups(model):
             group.set_gradient_divide_factor(1.0)
             group.set_force_sum_reduction_for_comms(True)
@@ -55,12 +58,15 @@ class FSDP2Engine(PlainEngine):
 
 
 def sharded(model: Stack, mesh: Mesh) -> Replica:
-    """``model`` as one of the replicas that share its weights out."""
+    """``model`` as one of the replicas that share its weights out, those it has only room for filled."""
     dp, pairs, held = mesh.dp, [], []
     for name, weight in model.weights():
         assert isinstance(weight, DTensor)
-        rows = model.forms[name].local(mesh.tp)[0]
+        rows, *row = model.forms[name].local(mesh.tp)
         own = nn.Parameter(weight.to_local().detach())  # the same memory, without DTensor's cost for each operation
+        if name in model.initial:
+            begin = dp.rank * -(-rows // dp.size) * prod(row)
+            model.initial[name].fill(own.detach().view(-1), begin, mesh.tp)
         pairs.append((weight, own))
         held.append(
             Held(name, own, model.forms[name], partial(gather_parts, rows=rows, dp=dp), partial(own_part, dp=dp))

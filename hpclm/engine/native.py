@@ -12,6 +12,8 @@ from hpclm.config import RunConfig
 from hpclm.engine.held import Held
 from hpclm.engine.plain import PlainEngine, whole_model
 from hpclm.engine.step import Replica
+from hpclm.model import gpt
+from hpclm.model.draw import on
 from hpclm.model.stack import Stack
 from hpclm.parallel.mesh import Axis, Mesh
 
@@ -21,10 +23,26 @@ class NativeEngine(PlainEngine):
 
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
         engine = config.engine
-        model = whole_model(config, mesh, device, dtype, lambda _, layer: layer.to(device))
+        model = whole_model(config, mesh, dtype, on(device, mesh.tp))
         if engine.compile:
             model.compile_blocks()
         super().__init__(config, mesh, device, model, lambda stack: replicate(stack, mesh.dp, device, engine.bucket_mb))
+        if mesh.dp.size > 1:
+            self.choose_buckets()
+
+    def choose_buckets(self) -> None:
+        """Run an empty micro-batch: after its first one DistributedDataParallel divides the gradients anew, by when they come.
+
+        Sums are rounded in another order then. So that a run that goes on sums as one that never stopped, no step comes before.
+        """
+        shape = (self.config.batch.micro_size, self.config.model.context)
+        tokens = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        seed = 0 if gpt.random(self.config.model) else None
+        weights = torch.zeros(shape, device=self.device)
+        self.model.train()
+        self.replica.forward(tokens, None, None, tokens, weights, seed).backward()
+        for held in self.replica.held:
+            held.parameter.grad = None
 
 
 def replicate(model: Stack, dp: Axis, device: torch.device, bucket_mb: float | None) -> Replica:

@@ -27,6 +27,7 @@ from hpclm.engine.stages import stages
 from hpclm.engine.step import Replica, Work
 from hpclm.errors import ConfigError
 from hpclm.model import gpt
+from hpclm.model.draw import on
 from hpclm.model.loss import TokenLoss
 from hpclm.model.stack import Stack, Stages
 from hpclm.parallel.collectives import all_reduce, sum_together
@@ -58,7 +59,7 @@ class PipeliningEngine(PlainEngine):
                 mesh.tp,
                 TokenLoss(engine.loss_chunk, twice=config.parallel.schedule == "zero_bubble"),
                 engine.recompute_every,
-                place=lambda _, layer: layer.to(device),
+                place=on(device, mesh.tp),
             )
             for index in mine
         ]

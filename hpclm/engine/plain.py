@@ -11,7 +11,6 @@ from hpclm.data.batches import Batch
 from hpclm.engine import Saved, Shard, StepResult
 from hpclm.engine.held import decay_groups, read, shards
 from hpclm.engine.step import Replica, Work, accumulate, gradient_norm, mean_loss, seed_step, seeds, token_weights
-from hpclm.errors import ConfigError
 from hpclm.model import gpt
 from hpclm.model.loss import TokenLoss
 from hpclm.model.stack import Place, Stack, Stages, check_shapes
@@ -105,14 +104,9 @@ class PlainEngine:
             self.scale = LossScale(**scalars["loss_scale"])
 
 
-def whole_model(config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype, place: Place) -> Stack:
-    """All layers of the model, each given to ``place`` as it is built; ConfigError where the device cannot do it."""
+def whole_model(config: RunConfig, mesh: Mesh, dtype: torch.dtype, place: Place) -> Stack:
+    """All layers of the model, each given to ``place`` as it is built."""
     engine = config.engine
-    if engine.offload_activations and device.type == "cpu":
-        raise ConfigError(
-            "engine.offload_activations=true keeps activations of a GPU in the CPU's memory, and this run computes on the "
-            "CPU, where they are already; leave it out, or use engine.recompute=full to keep fewer"
-        )
     specs = gpt.layers(config.model, engine, dtype, config.seed, mesh.tp)
     loss = TokenLoss(engine.loss_chunk, compile=engine.compile)
     offload = engine.offload_activations

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from hpclm.config import RunConfig
-from hpclm.config.model import BLOCKS
 from hpclm.model.gpt import LayerSpec
 from hpclm.model.loss import TokenLoss
 from hpclm.model.stack import Stack
@@ -28,7 +27,7 @@ def stages(
     if config.parallel.partition == "time":
         found = seconds(config, specs, mesh, device, dtype)
     else:
-        found = parameters(config, specs) if config.parallel.partition == "parameters" else blocks(specs)
+        found = parameters(specs) if config.parallel.partition == "parameters" else blocks(specs)
     count = config.parallel.pipeline * config.parallel.chunks
     return [[specs[i] for i in part] for part in balanced(found, count, [is_block(spec) for spec in specs])]
 
@@ -60,15 +59,9 @@ def blocks(specs: Sequence[LayerSpec]) -> list[float]:
     return [float(is_block(spec)) for spec in specs]
 
 
-def parameters(config: RunConfig, specs: Sequence[LayerSpec]) -> list[float]:
+def parameters(specs: Sequence[LayerSpec]) -> list[float]:
     """Weights that each layer holds; a table that two stages have counts in both."""
-    place = torch.device("meta" if config.model.block in BLOCKS else "cpu")  # a user's block may draw as it likes
-
-    def count(spec: LayerSpec) -> float:
-        with place:
-            return float(sum(p.numel() for p in spec.module(**spec.kwargs).parameters()))
-
-    return by_kind(specs, count)
+    return by_kind(specs, lambda spec: float(sum(p.numel() for p in spec.build().parameters())))
 
 
 def seconds(

@@ -8,6 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpclm.errors import REQUEUE
+
 PR_SET_PDEATHSIG = 1
 LAST = 20  # lines of a dead process's own log that are told
 
@@ -40,6 +42,12 @@ def out_of_memory_kills() -> int:
     with suppress(OSError, StopIteration, ValueError), open("/proc/vmstat", encoding="ascii") as lines:
         return next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
     return 0
+
+
+def again(ends: Collection[End]) -> bool:
+    """Whether the run that ended so asks to be started again: no rank does so alone, and one that hangs must be killed."""
+    codes = {end.code for end in ends}
+    return REQUEUE in codes and codes <= {0, REQUEUE, -signal.SIGKILL}
 
 
 def words(end: End, sent: Collection[int], kills: int) -> str:

@@ -44,6 +44,7 @@ def run(config: RunConfig, train: Callable[[RunConfig], int], pdb: bool = False)
     with Lease(out):  # another debug run may be in it
         (out / MARK).touch()
         shutil.rmtree(out / "checkpoints", ignore_errors=True)
+        (out / "checkpoints.saved").unlink(missing_ok=True)
         (out / "metrics.jsonl").unlink(missing_ok=True)
     settings.dump(changed, out / "config.yaml")
     os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # a GPU's error appears where its cause is

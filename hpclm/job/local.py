@@ -31,6 +31,14 @@ def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Seq
     return launch(config, "local", started, 1, count, Manner(SIGNALS), notes, command)
 
 
+def check(config: RunConfig) -> None:
+    """ConfigError where the settings want a GPU and this machine has none."""
+    engine = config.engine
+    wrong = list(engine.problems_without_gpu())
+    if wrong and (engine.device == "cpu" or not gpus.count(environment.inherited() | config.job.env)):
+        raise ConfigError(wrong)
+
+
 def train(path: Path) -> tuple[str, ...]:
     """The command of every process of a run."""
     return (sys.executable, "-u", "-m", "hpclm.train", str(path.absolute()))

@@ -5,10 +5,11 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpclm.cluster import lock
 from hpclm.errors import ConfigError
 from hpclm.job import ledger
 from hpclm.job.ledger import Submission
@@ -37,6 +38,9 @@ class Run:
     """Checkpoints that were set aside."""
     holder: Mapping[str, Any] | None
     """Who wrote its name into the lock and has not taken it out: host, pid."""
+
+    slow: list[Mapping[str, Any]] = field(default_factory=list)
+    """Ranks that are slower than the others, as rank 0 last wrote it down: rank, host, times the median."""
 
     @property
     def attempt(self) -> Mapping[str, Any]:
@@ -132,6 +136,7 @@ def read(out: Path) -> Run:
         checkpoint=_checkpoint(out / "checkpoints"),
         bad=len(list((out / "checkpoints").glob(".bad-*"))),
         holder=_holder(out / "lock"),
+        slow=_slow(out / "ranks.json"),
     )
 
 
@@ -193,10 +198,15 @@ def _checkpoint(folder: Path) -> tuple[int, float] | None:
 
 
 def _holder(path: Path) -> Mapping[str, Any] | None:
-    with suppress(OSError, ValueError):
-        content = json.loads(path.read_text(errors="replace"))
-        return content if isinstance(content, dict) else None
-    return None
+    holder = lock.read(path)
+    return holder if "pid" in holder else None
+
+
+def _slow(path: Path) -> list[Mapping[str, Any]]:
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        rows = json.loads(path.read_text(errors="replace"))["slow"]
+        return [row for row in rows if {"rank", "host", "times"} <= row.keys()]
+    return []
 
 
 def _or(act: Any, path: Path, otherwise: Any) -> Any:

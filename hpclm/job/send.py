@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpclm import files
 from hpclm.cluster import slurm
-from hpclm.cluster.lease import Lease, refuse_if_held
+from hpclm.cluster.lock import Lock, refuse_if_held
 from hpclm.config import RunConfig
 from hpclm.config.compose import dumped
 from hpclm.errors import ConfigError, LockedError
@@ -86,7 +86,7 @@ def held(config: RunConfig) -> Iterator[None]:
     """
     out = Path(config.out)
     folder.make(out)
-    with Lease(out / "job", "launch"):
+    with Lock(out / "job", "launch"):
         refuse_if_held(out)
         files.write_text(out / "config.yaml", dumped(config))
         yield

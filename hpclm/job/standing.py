@@ -18,7 +18,7 @@ RECENT = 50  # steps that speed is averaged over
 # What the lines of a run's log, or of its job's, say of its end: the first that is found from the end upwards.
 ENDS = (
     ("done", re.compile(r"\b(done at step \d+.*?samples)")),
-    ("stopped", re.compile(r"\b(stopped at step \d+ as stop_at says)")),
+    ("stopped", re.compile(r"\b(stopped at step \d+ as \w+ says)")),
     ("left", re.compile(r"\b(\w+: saved at step \d+ and leaving)")),
     ("failed", re.compile(r"\b(DUE TO (?:NODE FAILURE|NODE_FAIL).*?)(?: \*\*\*|$)")),
     ("ended", re.compile(r"\b(CANCELLED AT \S+ DUE TO .*?|CANCELLED AT \S+)(?: \*\*\*|$)")),
@@ -94,6 +94,10 @@ class Standing:
             found.append(
                 f"no step for {span(self.age)}, and a step takes {usual:.2f} s: hpclm logs {shlex.quote(str(self.run.out))}"
             )
+        if self.live and self.run.slow:
+            named = [f"rank {each['rank']} on {each['host']} ({each['times']:.1f} times)" for each in self.run.slow]
+            more = f" and {len(named) - 8} more" if len(named) > 8 else ""
+            found.append(f"slower than the others: {', '.join(named[:8])}{more}")
         steps = self.run.steps
         if steps and steps[-1]["loss"] is None:
             found.append(f"the loss of step {steps[-1]['step']} is not finite")

@@ -164,9 +164,11 @@ ORPHANED = "the launcher was killed: ending all processes of the run"
 
 def exit_code(crew: Crew) -> int:
     """What the run ended with."""
+    if death.again(crew.ends):
+        return REQUEUE
     for end in crew.failed:
         return end.code if end.code > 0 else 128 - end.code
-    return REQUEUE if any(end.code == REQUEUE for end in crew.ends) else 0
+    return 0
 
 
 def _tell(crew: Crew, manner: Manner) -> None:

@@ -60,6 +60,8 @@ def failures(ends: Mapping[int, End]) -> dict[int, End]:
 def verdict(name: str, code: int, count: int, ends: Mapping[int, End], say: Callable[[str, str], None]) -> int:
     """The exit code of a run of ``count`` ranks that ended with ``ends``, as far as known, and its launcher with ``code``."""
     failed = failures(ends)
+    if death.again(ends.values()):
+        return REQUEUE
     if failed:
         first, *others = failed.values()
         if first.code < 0:  # its guard has told
@@ -71,4 +73,4 @@ def verdict(name: str, code: int, count: int, ends: Mapping[int, End], say: Call
         missing = count - len(ends)
         say(f"{name} ended with exit code {code}; {missing} of {count} ranks left no word of their end", "E")
         return code
-    return REQUEUE if any(end.code == REQUEUE for end in ends.values()) else 0
+    return 0

@@ -40,3 +40,10 @@ def flops_per_token(config: ModelConfig, causal: bool = True) -> float:
     mlp = c * config.ffn_width * (2 + config.gated)
     attention = (6 if causal else 12) * config.context * c
     return config.layers * (6 * (projections + mlp) + attention) + 6 * c * config.padded_vocab
+
+
+def flops_again(config: ModelConfig, recompute: str) -> float:
+    """What ``engine.recompute`` adds to a token: a third of the blocks' (their forward pass), or attention's core."""
+    if recompute == "full":
+        return (flops_per_token(config) - 6 * config.hidden * config.padded_vocab) / 3
+    return config.layers * 2 * config.context * config.hidden if recompute == "selective" else 0.0

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hpclm.config import EngineConfig, ModelConfig
 from hpclm.config.model import BLOCKS
 from hpclm.model.attention import Attention
-from hpclm.model.draw import normal
+from hpclm.model.draw import Initial, Part
 from hpclm.model.layers import Norm, TokenTable, dropout
 from hpclm.model.mlp import MLP
 from hpclm.model.position import Layout, sinusoids
@@ -36,6 +36,13 @@ class LayerSpec:
     recompute: bool = False
     number: int = 0
     """Its place among all layers of the model; dropout follows from it."""
+    late: bool = False
+    """Whether its weights may be filled after it is built: its modules are ours and know their values (model.draw)."""
+
+    def build(self) -> nn.Module:
+        """The layer: on the meta device, as shapes that are filled later, or where that cannot be, whole on the CPU."""
+        with torch.device("meta" if self.late else "cpu"):
+            return self.module(**self.kwargs)
 
 
 class Head(NamedTuple):
@@ -75,7 +82,11 @@ def layers(
     specs.append(
         LayerSpec(output, _seeded, dict(module=TokenTable, **table, **draw(0 if config.tied else 2)), call=_head)
     )
-    return [replace(spec, number=number) for number, spec in enumerate(specs)]
+    own = config.block not in BLOCKS  # a block of the user's may set its weights as it likes
+    return [
+        replace(spec, number=number, late=not (own and spec.name.startswith("block")))
+        for number, spec in enumerate(specs)
+    ]
 
 
 def random(config: ModelConfig) -> bool:
@@ -100,16 +111,15 @@ def _head(table: nn.Module, x: Tensor, _: Layout) -> Head:
     return Head(x, table.weight, table.vocab_size, table.tp)
 
 
-class Entry(nn.Module):
+class Entry(Part):
     """Positions, the embedding's norm and dropout: [t, B, C] -> [t, B, C]."""
 
     def __init__(self, config: ModelConfig, generator: torch.Generator, tp: Axis):
-        super().__init__()
-        self.tp = tp
+        super().__init__(tp)
         self.dropout = config.dropout
         learned = config.positions == "learned"
         form = Form((config.context, config.hidden))
-        self.table = normal(form, config.init_std, generator) if learned else None
+        self.table = self.held("table", Initial.normal(form, config.init_std, generator)) if learned else None
         fixed = sinusoids(config.context, config.hidden) if config.positions == "sinusoidal" else None
         self.fixed: Tensor | None
         self.register_buffer("fixed", fixed, persistent=False)

@@ -7,28 +7,14 @@ depend on the seed and the layer, not on who builds it. With one process t is T 
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from hpclm import apex
 from hpclm.config import ModelConfig
-from hpclm.model.draw import normal
+from hpclm.model.draw import Initial, Part
 from hpclm.parallel.collectives import gathered_linear, scatter, share
 from hpclm.parallel.form import Form
 from hpclm.parallel.mesh import Axis
-
-
-class Part(nn.Module):
-    """A layer of which this process of ``tp`` holds a part; ``forms`` says which, for each weight that is split."""
-
-    def __init__(self, tp: Axis):
-        super().__init__()
-        self.tp = tp
-        self.forms: dict[str, Form] = {}
-
-    def drawn(self, name: str, form: Form, std: float, generator: torch.Generator) -> nn.Parameter:
-        """This process's part of the weight ``name``, drawn from N(0, std)."""
-        self.forms[name] = form
-        return normal(form, std, generator, self.tp)
 
 
 class ColumnLinear(Part):
@@ -41,10 +27,8 @@ class ColumnLinear(Part):
         self, n_in: int, n_out: int, bias: bool, std: float, generator: torch.Generator, tp: Axis, parts: int = 1
     ):
         super().__init__(tp)
-        self.weight = self.drawn("weight", Form((n_out, n_in), 0, parts), std, generator)
-        self.bias = nn.Parameter(torch.zeros(n_out // tp.size)) if bias else None
-        if bias:
-            self.forms["bias"] = Form((n_out,), 0, parts)
+        self.weight = self.held("weight", Initial.normal(Form((n_out, n_in), 0, parts), std, generator))
+        self.bias = self.held("bias", Initial(Form((n_out,), 0, parts))) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[t, ..., n_in] -> [T, ..., n_out / tp]."""
@@ -57,8 +41,8 @@ class RowLinear(Part):
 
     def __init__(self, n_in: int, n_out: int, bias: bool, std: float, generator: torch.Generator, tp: Axis):
         super().__init__(tp)
-        self.weight = self.drawn("weight", Form((n_out, n_in), 1), std, generator)
-        self.bias = nn.Parameter(torch.zeros(n_out)) if bias else None
+        self.weight = self.held("weight", Initial.normal(Form((n_out, n_in), 1), std, generator))
+        self.bias = self.held("bias", Initial(Form((n_out,)))) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, ..., n_in / tp] -> [t, ..., n_out]."""
@@ -69,18 +53,18 @@ class RowLinear(Part):
         return y if bias is None else y + share(bias, self.tp).to(x.dtype)
 
 
-class Norm(nn.Module):
+class Norm(Part):
     """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) over the last dimension.
 
     Every process of ``tp`` has the whole weight and meets its own slice of the activations.
     """
 
     def __init__(self, config: ModelConfig, width: int, tp: Axis):
-        super().__init__()
-        self.tp, self.rms, self.eps = tp, config.norm == "rmsnorm", config.norm_eps
+        super().__init__(tp)
+        self.rms, self.eps = config.norm == "rmsnorm", config.norm_eps
         self.fused = apex.kernels() if config.kernels == "apex" else None
-        self.weight = nn.Parameter(torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width)) if config.bias and not self.rms else None
+        self.weight = self.held("weight", Initial(Form((width,)), mean=1.0))
+        self.bias = self.held("bias", Initial(Form((width,)))) if config.bias and not self.rms else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width]."""
@@ -105,7 +89,7 @@ class TokenTable(Part):
         self.vocab_size = config.vocab_size
         self.scale = config.hidden**0.5 if config.embed_scale else 1.0
         form = Form((config.padded_vocab, config.hidden), 0)
-        self.weight = self.drawn("weight", form, config.init_std, generator)
+        self.weight = self.held("weight", Initial.normal(form, config.init_std, generator))
 
     def forward(self, ids: Tensor) -> Tensor:
         """[B, T] ids -> [t, B, C] in the compute type."""

@@ -96,8 +96,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def sinusoids(length: int, width: int) -> Tensor:
-    """[length, width] fixed positions (Vaswani et al. 2017) as fairseq arranges them: sines, then cosines, from position 2."""
+    """[length, width] fixed positions (Vaswani et al. 2017) as fairseq arranges them: sines, then cosines, from position 2.
+
+    Computed also where a model is built as shapes only.
+    """
     half = width // 2
-    rates = torch.exp(torch.arange(half, dtype=torch.float32) * -(math.log(10000) / max(1, half - 1)))
-    angles = torch.arange(FAIRSEQ_FIRST, FAIRSEQ_FIRST + length, dtype=torch.float32)[:, None] * rates
+    steps = torch.arange(half, dtype=torch.float32, device="cpu")
+    rates = torch.exp(steps * -(math.log(10000) / max(1, half - 1)))
+    where = torch.arange(FAIRSEQ_FIRST, FAIRSEQ_FIRST + length, dtype=torch.float32, device="cpu")
+    angles = where[:, None] * rates
     return torch.cat([angles.sin(), angles.cos()], 1)

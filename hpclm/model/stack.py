@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hpclm.config import ModelConfig
 from hpclm.errors import ConfigError
+from hpclm.model import draw
+from hpclm.model.draw import Initial
 from hpclm.model.gpt import Head, LayerSpec
 from hpclm.model.loss import TokenLoss
 from hpclm.model.offload import on_the_cpu
@@ -38,20 +40,24 @@ class Stack(nn.Module):
         place: Place | None = None,
         offload: bool = False,
     ):
-        """``dtype``: of the activations. ``place`` is given every layer, by name, as soon as it is built: to put it on a
-        device, or to leave only a part of it here; what it gives takes the layer's place. ``offload``: what the backward
-        pass needs of the blocks is kept on the CPU."""
+        """``dtype``: of the activations. ``place`` is given every layer, by name, as soon as it is built, most of them as
+        shapes only: to put it on a device, or only a part of it; what it gives takes the layer's place. Without it the
+        layers are on the CPU. ``offload``: what the backward pass needs of the blocks is kept on the CPU."""
         super().__init__()
         self.config, self.specs, self.dtype, self.tp = config, tuple(specs), dtype, tp
         self.loss, self.recompute_every, self.offload = loss or TokenLoss(), recompute_every, offload
         self.forms: dict[str, Form] = {}
         """How each weight lies on the tensor axis, by logical name."""
+        self.initial: dict[str, Initial] = {}
+        """The first values of the weights that were built as shapes only, by logical name."""
         self.layers = nn.ModuleDict()
+        place = place or draw.on(torch.device("cpu"), tp)
         for spec in specs:
             if spec.name not in self.layers:
-                layer = spec.module(**spec.kwargs)
+                layer = spec.build()
                 self.forms |= {f"{spec.name}.{name}": form for name, form in forms(layer)}
-                self.layers[spec.name] = place(spec.name, layer) if place else layer
+                self.initial |= {f"{spec.name}.{name}": initial for name, initial in draw.shapes(layer)}
+                self.layers[spec.name] = place(spec.name, layer)
 
     def forward(
         self,

@@ -1,6 +1,6 @@
 """How a training code keeps what it trains and how it computes: what the same formulas must know of hpclm or of another."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpclm.config import EngineConfig
 from hpclm.config.supports import SUPPORTS
@@ -68,26 +68,42 @@ class Code:
 
 
 def of(engine: EngineConfig, element: int, pipeline: int) -> Code:
-    """hpclm's own engines, with activations of ``element`` bytes.
-
-    native and pipelining keep 16 bytes a parameter (fp32 weight, gradient, Adam's two moments) and cast as they go. The
-    others follow Rajbhandari et al. (2020), section 5: of K = 12 bytes of optimizer (fp32 weight and two moments), 2 of
-    gradients and 2 of weights, stage 1 shares out K, stage 2 the gradients too, stage 3 all.
-    """
+    """hpclm's own engines, with activations of ``element`` bytes; one of a person's own is taken for native."""
     stage = zero_stage(engine, pipeline)
-    rows = engine.loss_chunk or 4096
-    cast = element if element < 4 else 0
-    common = dict(element=element, rows=rows, zero=stage, overlap=engine.overlap)
-    if engine.name in ("fairscale", "fsdp2"):
-        gathered = Kept(0, element) if stage == 3 else Kept(element)
-        kept = dict(weights=Kept(0, 4), gradients=Kept(0, 4), optimizer=Kept(0, 8), gathered=gathered)
-        reduced = 4 if engine.gradients == "fp32" else element
-        return Code(**kept, **common, casts=0, reduced=reduced, sent=element, touched=20)  # type: ignore[arg-type]
-    if engine.name == "deepspeed":
-        kept = _deepspeed(engine, element, stage)
-        reduced = 4 if engine.gradients == "fp32" else element
-        return Code(**kept, **common, casts=0, reduced=reduced, sent=element, touched=14)  # type: ignore[arg-type]
-    return Code(**common, casts=cast, reduced=4, touched=26 if cast else 16)  # type: ignore[arg-type]
+    common = Code(element=element, rows=engine.loss_chunk or 4096, zero=stage, overlap=engine.overlap)
+    return CODES.get(engine.name, plain)(engine, common)
+
+
+def plain(engine: EngineConfig, common: Code) -> Code:
+    """16 bytes a parameter (fp32 weight, gradient, Adam's two moments), and casts on the way."""
+    cast = common.element if common.element < 4 else 0
+    return replace(common, casts=cast, reduced=4, touched=26 if cast else 16)
+
+
+def sharded(engine: EngineConfig, common: Code) -> Code:
+    """The same 16 bytes shared out, and weights gathered in the compute type (Rajbhandari et al. 2020, section 5)."""
+    return replace(
+        common,
+        weights=Kept(0, 4),
+        gradients=Kept(0, 4),
+        optimizer=Kept(0, 8),
+        gathered=Kept(0, common.element) if common.zero == 3 else Kept(common.element),
+        casts=0,
+        reduced=4 if engine.gradients == "fp32" else common.element,
+        sent=common.element,
+        touched=20,
+    )
+
+
+def deepspeed(engine: EngineConfig, common: Code) -> Code:
+    """Of K = 12 bytes of optimizer (fp32 weight and two moments), 2 of gradients and 2 of weights, stage 1 shares out K,
+    stage 2 the gradients too, stage 3 all (Rajbhandari et al. 2020, section 5)."""
+    kept = _deepspeed(engine, common.element, common.zero)
+    reduced = 4 if engine.gradients == "fp32" else common.element
+    return replace(common, **kept, casts=0, reduced=reduced, sent=common.element, touched=14)  # type: ignore[arg-type]
+
+
+CODES = {"native": plain, "pipelining": plain, "fsdp2": sharded, "fairscale": sharded, "deepspeed": deepspeed}
 
 
 def zero_stage(engine: EngineConfig, pipeline: int) -> int:

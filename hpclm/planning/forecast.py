@@ -71,12 +71,7 @@ class Forecast:
     @property
     def hfu(self) -> float | None:
         """The same with what is computed again (Korthikanti et al. 2022, section 6.3)."""
-        flops = count.flops_per_token(self.model)
-        if self.layout.recompute == "full":
-            flops += (flops - 6 * self.model.hidden * self.model.padded_vocab) / 3
-        elif self.layout.recompute == "selective":
-            flops += self.model.layers * 2 * self.model.context * self.model.hidden
-        return self._used(flops)
+        return self._used(count.flops_per_token(self.model) + count.flops_again(self.model, self.layout.recompute))
 
     def _used(self, flops: float) -> float | None:
         rate = self.tokens_per_second

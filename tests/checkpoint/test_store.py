@@ -3,42 +3,19 @@ import random
 import shutil
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
 
-from hpclm.checkpoint import CheckpointStore, Progress
+from hpclm.checkpoint import CheckpointStore, Progress, Retention
+from hpclm.checkpoint import draft as drafts
+from hpclm.checkpoint.identity import check_identity
 from hpclm.checkpoint.manifest import digest_of
-from hpclm.checkpoint.store import check_identity
-from hpclm.engine import Shard
+from hpclm.checkpoint.shelf import steps
 from hpclm.errors import ConfigError, HpclmError, NoCheckpointError
+from tests.checkpoint.state import IDENTITY, State, progress, saved, store
 from tests.runs import ROOT
-
-IDENTITY = {"model": {"layers": 2}, "seed": 1}
-
-
-class State:
-    """An engine as the store sees it."""
-
-    def __init__(self, value=0.0):
-        self.held = {"model.a": torch.full((40, 8), value), "optim.exp_avg.a": torch.arange(40.0) + value}
-
-    def tensors(self):
-        return iter([Shard.whole(k, v) for k, v in self.held.items()])
-
-    def scalars(self):
-        return {"optimizer_steps": 3, "loss_scale": None}
-
-    def load(self, saved, scalars):
-        self.held = {name: saved.whole(name) for name in saved.shapes()}
-        self.loaded = scalars
-
-
-def saved(folder, steps=(1, 2, 3), keep=3):
-    store = CheckpointStore(folder, keep, IDENTITY)
-    for step in steps:
-        store.save(State(float(step)), Progress(step, 10 * step, 0.5, 0))
-    return store
 
 
 def test_what_is_saved_comes_back(tmp_path):
@@ -62,35 +39,88 @@ def test_the_newest_are_kept_and_nothing_half_done_stays(tmp_path):
     assert (tmp_path / "c/latest").read_text() == "step-00000006\n"
 
 
-def corruptions(folder, count):
-    draw = random.Random(0)
-    files = sorted(p for p in folder.iterdir())
-    for _ in range(count):
-        path = draw.choice(files)
-        yield path, draw.choice(["flip", "cut", "delete", "zero"]), draw.randrange(path.stat().st_size * 8)
+def flips(path, count, draw):
+    """The file with one bit turned over, ``count`` times at bits spread over all of it."""
+    content = path.read_bytes()
+    for part in range(count):
+        bit = draw.randrange(len(content) * 8 * part // count, len(content) * 8 * (part + 1) // count)
+        spoiled = bytearray(content)
+        spoiled[bit // 8] ^= 1 << bit % 8
+        yield f"bit {bit}", bytes(spoiled)
 
 
-def test_every_damage_is_found_and_the_one_before_is_used(tmp_path):
-    saved(tmp_path / "good", (1, 2))
-    for number, (path, kind, bit) in enumerate(corruptions(tmp_path / "good/step-00000002", 120)):
-        shutil.copytree(tmp_path / "good", tmp_path / "c")
-        victim = tmp_path / "c/step-00000002" / path.name
-        content = bytearray(victim.read_bytes())
-        if kind == "flip":
-            content[bit // 8] ^= 1 << bit % 8
-        elif kind == "cut":
-            del content[bit // 8 :]
-        elif kind == "zero":
-            content[:] = bytes(len(content))
-        victim.unlink() if kind == "delete" else victim.write_bytes(content)
-        state = State()
-        step = CheckpointStore(tmp_path / "c", 3, IDENTITY).resume(state, "auto").step
-        # a flipped bit in the manifest may only change a space or a letter of a key: then it still says the same
-        harmless = step == 2 and path.name == "MANIFEST.json" and kind == "flip"
-        assert harmless or step == 1, (number, path.name, kind, bit)
-        assert torch.equal(state.held["model.a"], torch.full((40, 8), float(step)))
-        assert harmless or (tmp_path / "c/.bad-step-00000002/REASON.txt").read_text().strip()
-        shutil.rmtree(tmp_path / "c")
+def cuts(path, count, draw):
+    """The file without its end, ``count`` times; at its first byte and its last one too."""
+    content = path.read_bytes()
+    for size in [0, len(content) - 1, *(draw.randrange(len(content)) for _ in range(count - 2))]:
+        yield f"cut to {size}", content[:size]
+
+
+def others(path, other):
+    """All zero, its second half zero, gone, a byte longer, and another step's file of this name."""
+    content = path.read_bytes()
+    half = len(content) // 2
+    yield "zeroed", bytes(len(content))
+    yield "half zeroed", content[:half] + bytes(len(content) - half)
+    yield "gone", None
+    yield "a byte longer", content + b"\0"
+    yield "another step's", other.read_bytes()
+
+
+def says_the_same(spoiled, manifest):
+    """Whether a damaged manifest has the same values: the e of a number as E, or a digit that no float is as fine as."""
+    try:
+        return json.loads(spoiled) == json.loads(manifest)
+    except ValueError:
+        return False
+
+
+def test_every_damage_is_found_and_the_one_before_is_used(tmp_path, caplog):
+    """512 single bits, 208 ends, and 20 more: of rank 0's file, of another rank's, and of the manifest."""
+    folder, draw = tmp_path / "c", random.Random(0)
+    saved(folder, (1, 2))
+    newest, bad, found = folder / "step-00000002", folder / ".bad-step-00000002", Counter()
+    names = {"rank-00000.safetensors": (256, 104), "MANIFEST.json": (256, 104)}
+    for name, (turned, ended) in names.items():
+        path, good = newest / name, (newest / name).read_bytes()
+        damages = [*flips(path, turned, draw), *cuts(path, ended, draw), *others(path, folder / "step-00000001" / name)]
+        for what, spoiled in damages:
+            path.unlink() if spoiled is None else path.write_bytes(spoiled)
+            state = State()
+            step = store(folder).resume(state, "auto").step
+            assert state.is_of(step), (name, what)
+            if step == 2:
+                assert name == "MANIFEST.json" and says_the_same(spoiled, good), what
+                found["harmless"] += 1
+            else:
+                reason = (bad / "REASON.txt").read_text()
+                named = name in reason or what == "another step's"  # manifest, which the files then differ from
+                assert step == 1 and named and reason.strip() in caplog.text, (name, what, reason)
+                (bad / "REASON.txt").unlink()
+                bad.rename(newest)
+                found["detected"] += 1
+            caplog.clear()
+            path.write_bytes(good)
+    assert found["detected"] > 720 and found["harmless"] < 5, found
+
+
+def test_files_of_two_ranks_that_changed_places_are_found(tmp_path):
+    folder = tmp_path / "c"
+    saved(folder, (1,))
+    halves = store(folder)
+    halves.begin(State(2.0), progress(2), beside=False)
+    draft, found = halves.flight.draft, []
+    (draft / "rank-00000.safetensors").unlink()
+    for rank in range(2):
+        found.append(drafts.write_shards(draft, rank, list(State(2.0, rank, 2).tensors())))
+    halves._publish(halves.flight, found)
+    first, second = (folder / f"step-00000002/rank-0000{rank}.safetensors" for rank in range(2))
+    state = State()
+    assert store(folder).resume(state, "auto").step == 2 and state.is_of(2)
+    first.rename(tmp_path / "x")
+    second.rename(first)
+    (tmp_path / "x").rename(second)
+    assert store(folder).resume(state, "auto").step == 1 and state.is_of(1)
 
 
 def test_a_run_with_only_bad_checkpoints_never_starts_over(tmp_path):
@@ -103,7 +133,7 @@ def test_a_run_with_only_bad_checkpoints_never_starts_over(tmp_path):
 
 
 def test_resume_policies(tmp_path):
-    empty = CheckpointStore(tmp_path / "empty", 2, IDENTITY)
+    empty = CheckpointStore(tmp_path / "empty", Retention(2), IDENTITY)
     assert empty.resume(State(), "auto") == Progress() == empty.resume(State(), "never")
     with pytest.raises(NoCheckpointError):
         empty.resume(State(), "require")
@@ -113,7 +143,7 @@ def test_resume_policies(tmp_path):
 
 def test_another_runs_checkpoints_are_refused_and_every_difference_named(tmp_path):
     saved(tmp_path / "c")
-    other = CheckpointStore(tmp_path / "c", 3, {"model": {"layers": 4}, "seed": 1, "data": {"split": "1"}})
+    other = CheckpointStore(tmp_path / "c", Retention(), {"model": {"layers": 4}, "seed": 1, "data": {"split": "1"}})
     with pytest.raises(ConfigError) as caught:
         other.resume(State(), "auto")
     assert caught.value.problems[1:] == ["data.split was None and is now '1'", "model.layers was 2 and is now 4"]
@@ -126,7 +156,7 @@ def test_a_full_disk_leaves_the_older_ones_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10))
     with pytest.raises(HpclmError, match="free, and a checkpoint takes"):
         store.save(State(), Progress(4))
-    assert [p.name for p in store.steps()] == ["step-00000001", "step-00000002", "step-00000003"]
+    assert [p.name for p in steps(store.folder)] == ["step-00000001", "step-00000002", "step-00000003"]
 
 
 @pytest.mark.parametrize("room", [100, 1000])
@@ -140,18 +170,28 @@ def test_a_disk_that_fills_up_during_a_save_leaves_the_older_ones_alone(tmp_path
         "from tests.checkpoint.test_store import *\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room}))\n"
-        "store = CheckpointStore(Path(sys.argv[1]), 3, IDENTITY)\n"
+        "store = CheckpointStore(Path(sys.argv[1]), Retention(), IDENTITY)\n"
         "try:\n    store.save(State(), Progress(3))\nexcept HpclmError as error:\n    print('said:', error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "c")], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.startswith("said: ") and "could not be saved" in done.stdout, done.stderr
     assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["latest", "step-00000001", "step-00000002"]
-    CheckpointStore(tmp_path / "c", 3, IDENTITY).save(State(), Progress(4))
+    CheckpointStore(tmp_path / "c", Retention(), IDENTITY).save(State(), Progress(4))
+
+
+@pytest.mark.parametrize("left", ["latest", ".bad-step-00000002"])
+def test_a_run_that_has_saved_does_not_start_over_whatever_is_left_of_it(tmp_path, left):
+    saved(tmp_path / "c", (1, 2))
+    for path in (tmp_path / "c").iterdir():
+        path.unlink() if path.name == "latest" else shutil.rmtree(path)
+    (tmp_path / "c" / left).mkdir()
+    with pytest.raises(NoCheckpointError, match="no good checkpoint"):
+        store(tmp_path / "c").resume(State(), "auto")
 
 
 def test_a_run_whose_checkpoints_were_removed_does_not_start_over(tmp_path):
     store = saved(tmp_path / "c", (1, 2))
-    for folder in store.steps():
+    for folder in steps(store.folder):
         shutil.rmtree(folder)
     with pytest.raises(NoCheckpointError, match="no good checkpoint"):
         store.resume(State(), "auto")
@@ -163,7 +203,7 @@ def test_a_checkpoint_of_a_later_hpclm_is_refused_and_left_where_it_is(tmp_path)
     content = json.loads(path.read_text()) | {"schema": 99}
     content.pop("blake2b")
     path.write_text(json.dumps({**content, "blake2b": digest_of(content)}))
-    with pytest.raises(ConfigError, match="schema 99, and this hpclm reads 1"):
+    with pytest.raises(ConfigError, match="schema 99, and this hpclm reads 2"):
         store.resume(State(), "auto")
     assert path.exists()
 
@@ -185,3 +225,45 @@ def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path):
             json.loads(path.read_text())
         else:
             assert path.suffix == ".safetensors" and path.read_bytes()[8:9] == b"{"
+
+
+def test_a_folder_with_the_name_of_another_step_is_bad_and_pushes_nothing_out(tmp_path):
+    saved(tmp_path / "c", (1, 2))
+    for number in (100, 101, 102):
+        shutil.copytree(tmp_path / "c/step-00000001", tmp_path / f"c/step-00000{number}")
+    state = State()
+    assert saved(tmp_path / "c", ()).resume(state, "auto").step == 2
+    reason = (tmp_path / "c/.bad-step-00000102/REASON.txt").read_text()
+    assert reason == "MANIFEST.json is of step 1, and the folder says 102\n"
+    assert torch.equal(state.held["model.a"], torch.full((40, 8), 2.0))
+    shutil.copytree(tmp_path / "c/step-00000001", tmp_path / "c/step-00000100")
+    saved(tmp_path / "c", (3,), keep=2)
+    assert [path.name for path in steps(tmp_path / "c")][:2] == ["step-00000002", "step-00000003"]
+
+
+@pytest.mark.parametrize("how", ["gone", "emptied", "not mounted"])
+def test_a_run_that_has_saved_does_not_start_over_when_its_folder_is_gone(tmp_path, how):
+    store = saved(tmp_path / "c", (1, 2))
+    shutil.rmtree(tmp_path / "c")
+    if how == "emptied":
+        (tmp_path / "c").mkdir()
+    if how == "not mounted":
+        (tmp_path / "c").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(
+        HpclmError, match="no good checkpoint" if how != "not mounted" else "is a link to what is not there"
+    ):
+        store.resume(State(), "auto")
+
+
+@pytest.mark.parametrize("kind", ["nested", "a folder", "a link to itself"])
+def test_a_manifest_that_is_no_text_of_ours_is_bad_and_the_one_before_is_used(tmp_path, kind):
+    store = saved(tmp_path / "c", (1, 2))
+    path = tmp_path / "c/step-00000002/MANIFEST.json"
+    path.unlink()
+    if kind == "nested":
+        path.write_text("[" * 200_000)
+    elif kind == "a folder":
+        path.mkdir()
+    else:
+        path.symlink_to(path)
+    assert store.resume(State(), "auto").step == 1

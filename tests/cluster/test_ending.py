@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from hpclm.cluster.ending import Death, lost_a_peer, verdict
+from hpclm.cluster.cause import Death, lost_a_peer, verdict
 from hpclm.cluster.rollcall import Present, ranges
 from hpclm.cluster.wire import LONGEST, Wire
 from hpclm.errors import ConfigError

@@ -75,7 +75,7 @@ def test_settings_files_hold_only_what_differs_from_the_defaults():
         "optim.betas=[0.9,1.0]": "less than 1",
         "engine.name=deepspeeed": "choose one of ['deepspeed', 'fairscale', 'fsdp2', 'native', 'pipelining'] or 'package.module:Name'",
         "engine.recompute_every=2": "has no effect with engine.recompute=none",
-        "checkpoint.keep=1": "must be at least 2",
+        "checkpoint.keep_last=1": "must be at least 2",
         "data.split=a,b": "data.split='a,b' must be up to three non-negative numbers",
         "data.split=0,0,0": "must be up to three non-negative numbers",
         "data.tokenizer_files=[a]": "data.tokenizer is not; say which kind",

@@ -1,18 +1,21 @@
 """What the ranks of tests/engine/test_sharded.py do."""
 
 import ctypes
+import resource
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from hpclm import config
 from hpclm import engine as engines
-from hpclm.checkpoint import CheckpointStore
+from hpclm.checkpoint import CheckpointStore, Retention
 from hpclm.cluster.bootstrap import World
 from hpclm.cluster.team import Team
 from hpclm.data.batches import Batches
 from hpclm.data.synthetic import synthetic
+from hpclm.model.gpt import Block
 from hpclm.optim.schedules import learning_rate
 from hpclm.parallel.mesh import Mesh
 from tests.parity import STEPS, TINY, TYPES
@@ -43,7 +46,7 @@ def steps(run, engine, batches, start, stop):
 def goes_on(folder, stop, words):
     """Resume from a folder's newest checkpoint, evaluate, train until ``stop``, save: the losses on the way."""
     run, engine, batches, team = made(words)
-    store = CheckpointStore(Path(folder), 2, {}, team)
+    store = CheckpointStore(Path(folder), Retention(2), {}, team)
     begun = engine.evaluate(batches.take(0, 5))  # what it gathers must not outlive the loading
     progress = store.resume(engine, "auto")
     losses = [engine.evaluate(batches.take(0, 5))]
@@ -57,14 +60,44 @@ def goes_on(folder, stop, words):
 
 def memory(words):
     """Bytes of the weights this process holds after the build, and by how much its memory grew on the way."""
-    made([*words, "model.layers=1", "model.hidden=32"])  # what is loaded only once is
-    ctypes.CDLL(None).mallopt(
-        -3, 1 << 16
-    )  # M_MMAP_THRESHOLD: what is freed goes back, so that what counts is what lives
-    before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
+    before = fresh(words)
     _, engine, _, _ = made(words)
     return sum(held.parameter.untyped_storage().nbytes() for held in engine.replica.held), status("VmHWM") - before
+
+
+def fresh(words):
+    """Bytes of memory that this process has after it built a small model; the highest so far is forgotten."""
+    made([*words, "model.layers=1", "model.hidden=32", "model.vocab_size=60"])  # what is loaded only once is
+    # M_MMAP_THRESHOLD: what is freed goes back, so that what counts is what lives
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)
+    Path("/proc/self/clear_refs").write_text("5")
+    return status("VmRSS")
+
+
+def within(words, room):
+    """Whether a model can be built in ``room`` bytes of memory; ask for no more is all that a process can do then."""
+    fresh(words)
+    resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + room, resource.RLIM_INFINITY))
+    try:
+        made(words)
+    except RuntimeError as error:
+        assert "allocate" in str(error)
+        return False
+    return True
+
+
+class OwnBlock(Block):
+    """A block that sets its weights as it likes, one of them from PyTorch's own generator."""
+
+    def __init__(self, config, recompute_core, generator, tp):
+        super().__init__(config, recompute_core, generator, tp)
+        torch.manual_seed(4)
+        self.gate = nn.Linear(config.hidden, config.hidden)
+        with torch.no_grad():
+            self.mlp.up.weight.mul_(3.0)
+
+    def forward(self, x, layout):
+        return x + torch.tanh(self.gate(x)) * (super().forward(x, layout) - x)
 
 
 def status(name):

@@ -9,6 +9,7 @@ import torch
 
 from hpclm.errors import ConfigError
 from tests import ranks
+from tests.engine import sharded
 from tests.parity import TINY, alone, train, trained
 
 DISKS = find_library("aio") and Path("/usr/include/libaio.h").exists()
@@ -71,6 +72,14 @@ def test_no_process_holds_the_whole_model_at_stage_3():
         assert largest < 0.51 * whole  # while the layers were built, too
 
 
+def test_no_process_ever_holds_a_whole_token_table_while_the_layers_are_built():
+    words = [*ZERO, "engine.zero_stage=3", "model.layers=1", "model.hidden=256", "model.vocab_size=60000"]
+    table = 60000 * 256 * 4  # bytes
+    for held, peak in ranks.run(4, grown, [*words, "model.tied=false"]):
+        assert 0.45 * table < held < 0.55 * table  # a fourth of two of them
+        assert peak < 0.85 * table
+
+
 @pytest.mark.parametrize(
     "words, says",
     [
@@ -83,6 +92,22 @@ def test_a_value_that_deepspeed_refuses_is_told_by_its_key(words, says):
     with pytest.raises(ConfigError, match=says) as error:
         trained(1, *ZERO, *words, steps=1)
     assert error.value.exit_code == 64 and str(error.value).startswith(EXTRA)
+
+
+def grown(words):
+    """By how many bytes this process's memory has grown when the layers are built, and by how many at most until then."""
+    from hpclm.engine.deepspeed import library
+
+    initialize, found = library.initialize, []
+    before = sharded.fresh(words)
+
+    def looked(**arguments):
+        found.extend(sharded.status(name) - before for name in ("VmRSS", "VmHWM"))
+        return initialize(**arguments)
+
+    library.initialize = looked
+    sharded.made(words)
+    return found
 
 
 def held_numbers(words):
@@ -148,6 +173,11 @@ def test_the_number_of_micro_batches_may_grow_and_tokens_may_not_count(words):
 )
 def test_what_lies_in_other_memory_learns_the_same(words):
     close(trained(2, *ZERO, *words, steps=6), alone(*NATIVE))
+
+
+def test_second_parts_inside_nodes_begin_with_the_same_weights():
+    second = "engine.extra.zero_optimization.zero_hpz_partition_size=2"
+    close(trained(4, *ZERO, "engine.zero_stage=3", second, steps=2), alone(*NATIVE))
 
 
 @pytest.mark.slow

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from hpclm import engine as engines
 from hpclm.config import BatchConfig, BudgetConfig, DataConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
 from hpclm.data.batches import Batch, Batches
 from hpclm.data.synthetic import synthetic
-from hpclm.engine.native import NativeEngine
 from hpclm.errors import ConfigError
 from hpclm.model import count, offload, stack
 from hpclm.optim.scaler import LossScale
@@ -48,7 +48,7 @@ def batches_of(config):
 
 
 def engine_of(config, dtype=torch.float32):
-    return NativeEngine(config, Mesh(), CPU, dtype)
+    return engines.build(config, Mesh(), CPU, dtype)
 
 
 def train(config, steps=4, dtype=torch.float32):

@@ -42,7 +42,7 @@ def test_a_template_is_a_whole_script_and_carries_what_a_job_that_survives_needs
         "#SBATCH --open-mode=append",
         "#SBATCH --ntasks-per-node=",
         "USR2@120",
-        "!= 85",
+        "in 85 | ",
     ):
         assert needed in text
     if "srun " in text:

@@ -26,7 +26,7 @@ GOLDEN = ModelConfig(vocab_size=128, layers=2, hidden=32, heads=4, context=16, a
 
 
 def named(golden, kind):
-    return weights.from_mcore({k.removeprefix(kind): v for k, v in golden.items() if k.startswith(kind)}, 2)
+    return weights.from_mcore({k.removeprefix(kind): v for k, v in golden.items() if k.startswith(kind)})
 
 
 @pytest.mark.parametrize("chunk", [7, 4096])
@@ -54,7 +54,7 @@ def same_logits(model, peer, tokens=TOKENS):
 def test_golden_weights_give_the_same_logits_in_transformers(golden):
     transformers = pytest.importorskip("transformers")
     peer = transformers.GPT2LMHeadModel.from_pretrained(shared("reference/model/hf_from_mcore/gpt2"))
-    model = weights.build(GOLDEN, weights.from_gpt2(peer.state_dict(), 2, 4))
+    model = weights.build(GOLDEN, weights.from_peer(GOLDEN, peer.state_dict()))
     same_logits(model, peer)
     assert (model(golden["tokens"][:, :-1]).logits() - golden["logits"]).abs().max() < 1e-5
 
@@ -74,7 +74,7 @@ def test_gpt2_is_transformers_gpt2():
     shape = dict(n_layer=3, n_embd=48, n_head=4, n_positions=16, vocab_size=96)
     peer = louder(transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)))
     config = ModelConfig(vocab_size=96, vocab_multiple=1, layers=3, hidden=48, heads=4, context=16)
-    same_logits(weights.build(config, weights.from_gpt2(peer.state_dict(), 3, 4)), peer)
+    same_logits(weights.build(config, weights.from_peer(config, peer.state_dict())), peer)
 
 
 LLAMA = dict(
@@ -92,14 +92,14 @@ def test_llama_is_transformers_llama(groups):
     transformers = pytest.importorskip("transformers")
     peer = louder(transformers.LlamaForCausalLM(transformers.LlamaConfig(**THEIRS, num_key_value_heads=groups)))
     config = ModelConfig(**LLAMA, kv_heads=groups)
-    same_logits(weights.build(config, weights.from_llama(peer.state_dict(), 2, groups)), peer)
+    same_logits(weights.build(config, weights.from_peer(config, peer.state_dict())), peer)
 
 
 def test_qk_norm_is_qwen3s():
     transformers = pytest.importorskip("transformers")
     peer = louder(transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**THEIRS, num_key_value_heads=2)))
     config = ModelConfig(**LLAMA, kv_heads=2, qk_norm=True)
-    same_logits(weights.build(config, weights.from_llama(peer.state_dict(), 2, 2, qk_norm=True)), peer)
+    same_logits(weights.build(config, weights.from_peer(config, peer.state_dict())), peer)
 
 
 @pytest.mark.parametrize("heads", [4, 6])
@@ -117,7 +117,7 @@ def test_alibi_and_embedding_norm_are_blooms(heads):
         positions="alibi",
         embed_norm=True,
     )
-    same_logits(weights.build(config, weights.from_bloom(peer.state_dict(), 2)), peer)
+    same_logits(weights.build(config, weights.from_peer(config, peer.state_dict())), peer)
 
 
 def test_a_document_mask_gives_each_document_the_logits_it_has_alone():

@@ -2,9 +2,13 @@ import pytest
 import torch
 
 from hpclm.errors import ConfigError
-from hpclm.model.draw import BAND, normal
+from hpclm.model.draw import BAND, Initial
 from hpclm.parallel.form import Form
 from hpclm.parallel.mesh import ALONE, Axis
+
+
+def normal(form, std, generator, tp=ALONE):
+    return Initial.normal(form, std, generator).parameter(tp)
 
 
 def parts(form, size):

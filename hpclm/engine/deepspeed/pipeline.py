@@ -16,16 +16,17 @@ from torch import Tensor, nn
 from hpclm.config import RunConfig
 from hpclm.config.deepspeed import settings
 from hpclm.data.batches import Batch
-from hpclm.engine import Saved, Shard, StepResult
+from hpclm.engine import StepResult
 from hpclm.engine.deepspeed import library
-from hpclm.engine.deepspeed.state import State
+from hpclm.engine.deepspeed.state import State, Wrapped
 from hpclm.engine.deepspeed.zero import finite_or_nan
 from hpclm.engine.held import Held, decay_groups
 from hpclm.engine.stages import owners, share, stages
 from hpclm.engine.step import seed_step, seeds, token_weights
 from hpclm.model import gpt
+from hpclm.model.draw import on
 from hpclm.model.loss import TokenLoss
-from hpclm.model.stack import Stack, check_shapes
+from hpclm.model.stack import Stack
 from hpclm.optim.adamw import groups
 from hpclm.optim.scaler import LossScale
 from hpclm.parallel.collectives import all_reduce
@@ -60,7 +61,7 @@ class Stage(PipelineModule):
         return self.tied
 
 
-class PipelineEngine:
+class PipelineEngine(Wrapped):
     """One stage of a pipeline."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
@@ -75,7 +76,7 @@ class PipelineEngine:
             mesh.tp,
             TokenLoss(config.engine.loss_chunk, compile=config.engine.compile),
             config.engine.recompute_every,
-            place=lambda _, layer: layer.to(device),
+            place=on(device, mesh.tp),
         )
         if config.engine.compile:
             self.model.compile_blocks()
@@ -142,23 +143,9 @@ class PipelineEngine:
         total, counted = all_reduce(found, self.mesh.world)
         return (total / counted.clamp(min=1)).item()
 
-    @torch.no_grad()
-    def tensors(self) -> Iterator[Shard]:
-        """Weights, and Adam's moments once there are any."""
-        yield from self.state.tensors(self.held, self.mesh)
-
-    def scalars(self) -> dict[str, Any]:
-        """Adam's step count, and the loss scale."""
-        return {"optimizer_steps": self.state.steps(), "loss_scale": self.scale and vars(self.scale).copy()}
-
-    @torch.no_grad()
-    def load(self, saved: Saved, scalars: dict[str, Any]) -> None:
-        """Take over a saved state."""
-        given = {name.removeprefix("model."): shape for name, shape in saved.shapes().items() if name[:6] == "model."}
-        check_shapes(self.model.forms, share(given, self.specs, self.model))
-        self.state.load(self.held, saved, scalars["optimizer_steps"], self.mesh)
-        if self.scale and scalars["loss_scale"]:
-            self.scale = LossScale(**scalars["loss_scale"])
+    def answers_for(self, given: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Those of this stage's layers, and those of no layer at all."""
+        return share(given, self.specs, self.model)
 
 
 def ids(batches: Sequence[Batch]) -> Iterator[tuple[Tensor, None]]:

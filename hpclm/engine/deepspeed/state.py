@@ -8,9 +8,12 @@ import torch
 from deepspeed import utils
 from torch import Tensor
 
+from hpclm.config import RunConfig
 from hpclm.engine import Saved, Shard
 from hpclm.engine.held import Held, read, shards
 from hpclm.engine.plain import MOMENTS
+from hpclm.model.stack import Stack, check_shapes
+from hpclm.optim.scaler import LossScale
 from hpclm.parallel.mesh import Mesh
 
 
@@ -110,6 +113,39 @@ class State:
                 wrapper._reassign_or_swap_out_partitioned_parameters(number)
         if wrapper.persistent_parameters:
             wrapper.persistent_parameters[0].all_gather(wrapper.persistent_parameters)
+
+
+class Wrapped:
+    """What engines around one of DeepSpeed's optimizers have in common: their state on its way into a checkpoint and back."""
+
+    config: RunConfig
+    mesh: Mesh
+    model: Stack
+    held: tuple[Held, ...]
+    state: State
+    scale: LossScale | None
+
+    def answers_for(self, given: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Of the saved weights, by name and shape, those that this process must know."""
+        return given
+
+    @torch.no_grad()
+    def tensors(self) -> Iterator[Shard]:
+        """Weights, and Adam's moments once there are any."""
+        yield from self.state.tensors(self.held, self.mesh)
+
+    def scalars(self) -> dict[str, Any]:
+        """Adam's step count, and the loss scale."""
+        return {"optimizer_steps": self.state.steps(), "loss_scale": self.scale and vars(self.scale).copy()}
+
+    @torch.no_grad()
+    def load(self, saved: Saved, scalars: dict[str, Any]) -> None:
+        """Take over a saved state."""
+        given = {name.removeprefix("model."): shape for name, shape in saved.shapes().items() if name[:6] == "model."}
+        check_shapes(self.model.forms, self.answers_for(given))
+        self.state.load(self.held, saved, scalars["optimizer_steps"], self.mesh)
+        if self.scale and scalars["loss_scale"]:
+            self.scale = LossScale(**scalars["loss_scale"])
 
 
 def kept(held: Held, name: str, whole: Tensor, mesh: Mesh, owner: int) -> Iterator[Shard]:

@@ -1,6 +1,6 @@
 """ZeRO without a pipeline: what the replicas share out of optimizer state, gradients and weights."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import deepspeed
@@ -10,15 +10,16 @@ from torch import Tensor, nn
 from hpclm.config import RunConfig
 from hpclm.config.deepspeed import settings, stage_of
 from hpclm.data.batches import Batch
-from hpclm.engine import Saved, Shard, StepResult
+from hpclm.engine import StepResult
 from hpclm.engine.deepspeed import library
-from hpclm.engine.deepspeed.state import State
+from hpclm.engine.deepspeed.state import State, Wrapped
 from hpclm.engine.held import Held, decay_groups
 from hpclm.engine.plain import PlainEngine
 from hpclm.engine.step import Replica, mean_loss, seed_step, seeds, token_weights
 from hpclm.model import gpt
+from hpclm.model.draw import on, shapes
 from hpclm.model.loss import TokenLoss
-from hpclm.model.stack import Place, Stack, check_shapes
+from hpclm.model.stack import Place, Stack
 from hpclm.optim.adamw import groups
 from hpclm.optim.scaler import LossScale
 from hpclm.parallel.collectives import all_reduce
@@ -49,7 +50,7 @@ class ReplicatedEngine(PlainEngine):
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
         library.begin(device)
         tree = settings(config, config.plan(mesh.world.size), library.NAMES[dtype])
-        model = stack(config, mesh, dtype, lambda _, layer: layer.to(device))
+        model = stack(config, mesh, dtype, on(device, mesh.tp))
 
         def wrap(model: Stack) -> Replica:
             self.engine = library.initialize(model=model, config=tree, mpu=library.MeshView(mesh))
@@ -69,14 +70,14 @@ class ReplicatedEngine(PlainEngine):
         self.engine.allreduce_gradients(bucket_size=self.engine.zero_reduce_bucket_size())
 
 
-class ZeroEngine:
+class ZeroEngine(Wrapped):
     """Stages 1 to 3: DeepSpeed's own optimizer around ours, with fp32 weights and moments."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
         library.begin(device)
         self.config, self.mesh, self.device = config, mesh, device
         tree, view = settings(config, config.plan(mesh.world.size), library.NAMES[dtype]), library.MeshView(mesh)
-        place: Place = partition(tree, view, dtype) if stage_of(config) == 3 else (lambda _, layer: layer.to(device))
+        place = partition(tree, view, dtype) if stage_of(config) == 3 else on(device, mesh.tp)
         self.model = stack(config, mesh, dtype, place)
         self.held = tuple(Held(name, p, self.model.forms[name]) for name, p in self.model.weights())
         library.mark_split(self.held)
@@ -120,28 +121,47 @@ class ZeroEngine:
         self.engine.eval()
         return mean_loss(self.engine, batches, self.device, self.mesh.dp)
 
-    @torch.no_grad()
-    def tensors(self) -> Iterator[Shard]:
-        """Weights, and Adam's moments once there are any."""
-        yield from self.state.tensors(self.held, self.mesh)
-
-    def scalars(self) -> dict[str, Any]:
-        """Adam's step count, and the loss scale."""
-        return {"optimizer_steps": self.state.steps(), "loss_scale": self.scale and vars(self.scale).copy()}
-
-    @torch.no_grad()
-    def load(self, saved: Saved, scalars: dict[str, Any]) -> None:
-        """Take over a saved state."""
-        given = {name.removeprefix("model."): shape for name, shape in saved.shapes().items() if name[:6] == "model."}
-        check_shapes(self.model.forms, given)
-        self.state.load(self.held, saved, scalars["optimizer_steps"], self.mesh)
-        if self.scale and scalars["loss_scale"]:
-            self.scale = LossScale(**scalars["loss_scale"])
-
 
 def finite_or_nan(loss: Tensor) -> Tensor:
     """``loss``; where it is not finite its gradients are not either, so that the step is skipped."""
     return loss * torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
+
+
+class Init(deepspeed.zero.Init):
+    """Leaves of a layer only this replica's part here, and draws that part of a weight that is a shape only.
+
+    DeepSpeed's own wants each weight whole everywhere, and sends all replicas what the first has.
+    """
+
+    def __init__(self, layer: nn.Module, view: library.MeshView, dtype: torch.dtype, **arguments: Any):
+        found = dict(shapes(layer))
+        self.drawn = {p: found[name] for name, p in layer.named_parameters() if name in found}
+        self.tp, self.type = view.mesh.tp, dtype
+        group = view.get_data_parallel_group()
+        super().__init__(module=layer, data_parallel_group=group, mpu=view, **arguments)
+
+    def _convert_to_zero_parameters(self, param_list: Iterable[nn.Parameter]) -> None:
+        for weight in list(param_list):
+            if (
+                weight in self.drawn
+            ):  # room for all of it, for a moment; on a CPU only addresses, since nobody writes there
+                there = torch.empty(weight.shape, dtype=self.type, device=self.local_device)
+                torch.utils.swap_tensors(weight, nn.Parameter(there))
+            else:
+                weight.data = weight.data.to(self.local_device, self.type)
+            self._zero_init_param(weight)
+
+    def _zero_init_param(self, param: Any) -> None:
+        if param not in self.drawn:
+            super()._zero_init_param(param)
+            return
+        self._convert_to_deepspeed_param(param)
+        size = self._aligned_size(param) // self._partition_world_size(param)
+        begin = size * self._partition_rank(param)
+        if self.zero_param_process_group:  # parts of another size are cut out of it too
+            begin, size = 0, param.ds_numel
+        self.drawn[param].fill(param.data.view(-1)[begin : begin + size], begin, self.tp)
+        param.partition()
 
 
 def partition(tree: dict[str, Any], view: library.MeshView, dtype: torch.dtype) -> Place:
@@ -149,16 +169,9 @@ def partition(tree: dict[str, Any], view: library.MeshView, dtype: torch.dtype) 
     shared: dict[str, Any] = {}  # what all layers have in common: weights on a disk, groups inside the replicas
 
     def place(_: str, layer: nn.Module) -> nn.Module:
-        for parameter in layer.parameters():
-            parameter.data = parameter.data.to(dtype)
+        # with the type in the JSON: what is passed as dtype counts on some devices only
         with library.refusals():
-            made = deepspeed.zero.Init(
-                module=layer,
-                data_parallel_group=view.get_data_parallel_group(),
-                config_dict_or_path=tree,  # with the type: what is passed as dtype counts on some devices only
-                mpu=view,
-                **shared,
-            )
+            made = Init(layer, view, dtype, config_dict_or_path=tree, **shared)
         shared.update(param_swapper=made.param_swapper, zero_param_parallel_group=made.zero_param_process_group)
         return layer
 

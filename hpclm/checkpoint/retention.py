@@ -1,0 +1,47 @@
+"""Which checkpoints stay."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpclm.checkpoint import manifest as manifests
+from hpclm.checkpoint.manifest import BadCheckpoint, Manifest
+from hpclm.errors import HpclmError
+
+log = logging.getLogger(__name__)
+LEAST = 2  # that are complete: one may go bad
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What is kept of a run's checkpoints; the rest may go once a newer one is published."""
+
+    last: int = 3
+    """Newest ones."""
+    every: int = 0
+    """Also every step that is a multiple of it; 0: none."""
+    best: int = 0
+    """Also those with the lowest loss on held-out data."""
+
+    def dispensable(self, folders: Sequence[Path]) -> list[Path]:
+        """Those of ``folders``, oldest first, that need not stay. One that is not complete does not count as kept."""
+        whole = [(folder, manifest) for folder in folders if (manifest := complete(folder))]
+        kept = {folder for folder, _ in whole[-max(self.last, LEAST) :]}
+        if self.every:
+            kept |= {folder for folder, manifest in whole if manifest.progress["step"] % self.every == 0}
+        measured = [(m.validation, -m.progress["step"], folder) for folder, m in whole if m.validation is not None]
+        kept |= {folder for *_, folder in sorted(measured)[: self.best]}
+        newest = whole[-1][0] if whole else None
+        return [f for f in folders if f not in kept and newest is not None and f < newest]
+
+
+def complete(folder: Path) -> Manifest | None:
+    """The manifest of a checkpoint all of whose files are there and of the right size; None otherwise."""
+    try:
+        manifest = manifests.read(folder)
+        manifests.check_sizes(folder, manifest)
+    except (BadCheckpoint, OSError, HpclmError) as reason:
+        log.warning("checkpoint %s does not count: %s", folder, reason)
+        return None
+    return manifest

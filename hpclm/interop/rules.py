@@ -1,0 +1,115 @@
+"""How one weight of ours and the tensors that another format has instead of it are made of each other.
+
+C hidden width, G key/value heads, D width of one head, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hpclm.config import EngineConfig, ModelConfig
+from hpclm.errors import ConfigError
+from hpclm.model import gpt
+from hpclm.model.stack import Stack
+from hpclm.parallel.form import Form
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One weight of ours, ``theirs`` that stand for it, and the way between them in both directions."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    split: Callable[[Tensor], Sequence[Tensor]]
+    join: Callable[[Sequence[Tensor]], Tensor]
+
+
+def same(ours: str, theirs: str) -> Rule:
+    """The same tensor under another name."""
+    return Rule(ours, (theirs,), lambda x: [x], lambda found: found[0])
+
+
+def transposed(ours: str, theirs: str) -> Rule:
+    """A linear layer's weight that is stored [in, out]; a bias as it is."""
+    return Rule(ours, (theirs,), lambda x: [x.t()], lambda found: found[0].t())
+
+
+def table(ours: str, theirs: str, config: ModelConfig) -> Rule:
+    """A token table: V rows there, padded to model.vocab_multiple here."""
+
+    def padded(found: Sequence[Tensor]) -> Tensor:
+        [rows] = found
+        if len(rows) != config.vocab_size:
+            raise ConfigError(f"{theirs} has {len(rows)} rows, and model.vocab_size is {config.vocab_size}")
+        return torch.cat([rows, rows.new_zeros(config.padded_vocab - len(rows), *rows.shape[1:])])
+
+    return Rule(ours, (theirs,), lambda x: [x[: config.vocab_size]], padded)
+
+
+def stacked(ours: str, theirs: Sequence[str]) -> Rule:
+    """Equal blocks of rows that are tensors of their own there: a gated MLP's gate and its other branch."""
+    return Rule(ours, tuple(theirs), lambda x: x.chunk(len(theirs)), lambda found: torch.cat(list(found)))
+
+
+def separate(ours: str, theirs: Sequence[str], config: ModelConfig) -> Rule:
+    """The fused projection [G x (queries, key, value) x D, ...] and one tensor for each of q, k and v."""
+    return Rule(
+        ours,
+        tuple(theirs),
+        lambda x: unfused(x, config.groups, config.head_width),
+        lambda qkv: fused(qkv, config.groups),
+    )
+
+
+def side_by_side(ours: str, theirs: str, config: ModelConfig) -> Rule:
+    """The fused projection and GPT-2's: all queries, all keys, all values, stored [in, out]."""
+
+    def split(x: Tensor) -> list[Tensor]:
+        return [torch.cat(unfused(x, config.groups, config.head_width)).t()]
+
+    return Rule(ours, (theirs,), split, lambda found: fused(found[0].t().chunk(3), config.groups))
+
+
+def fused(qkv: Sequence[Tensor], groups: int) -> Tensor:
+    """Separate projections [heads x D, ...] -> for each key/value head its queries, its key, its value."""
+    return torch.cat([x.unflatten(0, (groups, -1)) for x in qkv], 1).flatten(0, 1)
+
+
+def unfused(x: Tensor, groups: int, width: int) -> list[Tensor]:
+    """The inverse of ``fused``; ``width`` is D."""
+    by_group = x.unflatten(0, (groups, -1))
+    queries = by_group.shape[1] - 2 * width
+    return [part.flatten(0, 1) for part in by_group.split([queries, width, width], 1)]
+
+
+def kinds(bias: bool) -> tuple[str, ...]:
+    """The tensors of a layer with or without a bias."""
+    return ("weight", "bias") if bias else ("weight",)
+
+
+def norm_kinds(config: ModelConfig) -> tuple[str, ...]:
+    """The tensors of one of the model's norms."""
+    return kinds(config.bias and config.norm == "layernorm")
+
+
+def forms(config: ModelConfig) -> dict[str, Form]:
+    """Every weight of a model by logical name: its shape, and how processes split it; nothing is allocated."""
+    with torch.device("meta"):
+        return Stack(config, gpt.layers(config, EngineConfig(), torch.float32, 0), torch.float32).forms
+
+
+def check_names(needed: Iterable[str], there: Iterable[str], place: str) -> None:
+    """ConfigError that names tensors which ``place`` lacks, and those that no weight is made of."""
+    wanted, found = set(needed), set(there)
+    missing, spare = wanted - found, found - wanted
+    wrong = [*_named("has no", missing, place), *_named("has tensors that this network has no use for:", spare, place)]
+    if wrong:
+        raise ConfigError(wrong)
+
+
+def _named(what: str, names: set[str], place: str) -> Iterator[str]:
+    if names:
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        yield f"{place} {what} {', '.join(sorted(names)[:5])}{more}"

@@ -1,0 +1,79 @@
+"""Disks that are full or fail, at every system call of a save and of a load."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from hpclm.checkpoint import shelf
+from tests import traced
+from tests.checkpoint.state import State, saved, store
+from tests.checkpoint.victims import resume, save, save_beside, try_to_resume, try_to_save
+
+pytestmark = pytest.mark.skipif(not traced.usable(), reason="strace is not installed, or may not trace here")
+FAILING = f"{traced.WRITING},newfstatat,getdents64,read,pread64,preadv,statfs"
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("good") / "c"
+    saved(folder, (1, 2), keep=2)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    memory = Path("/dev/shm")
+    made = Path(tempfile.mkdtemp(dir=memory if os.access(memory, os.W_OK) else tmp_path))
+    yield made / "c"
+    shutil.rmtree(made)
+
+
+def reset(folder, good):
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(good, folder)
+
+
+@pytest.mark.parametrize("error, beside", [("ENOSPC", False), ("ENOSPC", True), ("EIO", False)])
+def test_a_save_that_fails_at_any_system_call_says_so_and_leaves_the_others_alone(error, beside, good, folder):
+    reset(folder, good)
+    failed = 0
+    calls = traced.WRITING if error == "ENOSPC" else FAILING
+    words = {"ENOSPC": "No space left", "EIO": "Input/output error"}[error]
+    for call, number, line in traced.points(save_beside if beside else save, folder, 3, calls=calls):
+        if str(folder) not in line or (call == "close" and error == "ENOSPC"):
+            continue
+        reset(folder, good)
+        outcome = traced.run(try_to_save, folder, 3, beside, calls=calls, inject=f"{call}:error={error}:when={number}")
+        assert outcome.code == 0 and outcome.injected, (line, outcome)
+        said, there = outcome.answer
+        failed += said is not None
+        assert (said is None) == there, (line, outcome)
+        assert said is None or (words in said and "\n" not in said and str(folder) in said), (line, said)
+        state = State()
+        assert store(folder, keep=2).resume(state, "require").step == 4 and state.is_of(4), line
+        steps = shelf.steps(folder)
+        assert len(steps) >= 2 and all(shelf.verified(path) for path in steps), line
+        left = {p.name for p in folder.iterdir()} - {p.name for p in steps} - {"latest"}
+        assert not left, (line, left)
+    assert failed >= 10
+
+
+def test_a_disk_that_fails_at_any_system_call_of_a_load_ends_it_and_sets_nothing_aside(good, folder):
+    reset(folder, good)
+    for call, number, line in traced.points(resume, folder, calls=traced.READING):
+        if str(folder) not in line:
+            continue
+        reset(folder, good)
+        outcome = traced.run(try_to_resume, folder, calls=traced.READING, inject=f"{call}:error=EIO:when={number}")
+        assert outcome.code == 0 and outcome.injected, (line, outcome)
+        assert {p.name for p in folder.iterdir()} == {"step-00000001", "step-00000002", "latest"}, line
+        kind, words = outcome.answer
+        if kind != 2:
+            assert kind == "HpclmError" and "nput/output error" in words and str(folder) in words, (
+                line,
+                outcome.answer,
+            )
+        assert kind != 2 or words is True

@@ -1,0 +1,133 @@
+"""A process is killed at every system call with which it saves, prunes, sweeps or sets aside: what stands must be whole."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from hpclm.checkpoint import manifest as manifests
+from hpclm.checkpoint import shelf
+from tests import traced
+from tests.checkpoint.state import State, progress, saved, store
+from tests.checkpoint.victims import resume, save, save_as_rank, save_beside, write_beside
+
+pytestmark = pytest.mark.skipif(not traced.usable(), reason="strace is not installed, or may not trace here")
+
+
+def leave_half_done(folder):
+    for name in (".tmp-step-00000003-g0", ".trash-step-00000000"):
+        shutil.copytree(folder / "step-00000001", folder / name)
+
+
+def spoil(folder):
+    path = folder / "step-00000002/rank-00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+#                 work, step it saves, what is done to the folder, steps that may be found after a kill
+CASES = {
+    "save, prune": (save, 3, None, {2, 3}),
+    "save beside, as training sees it": (save_beside, 3, None, {2, 3}),
+    "save beside, as it is written": (write_beside, 3, None, {2, 3}),
+    "save a step again": (save, 2, None, {1, 2}),
+    "sweep at start": (resume, None, leave_half_done, {2}),
+    "set a bad one aside": (resume, None, spoil, {1}),
+}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("good") / "c"
+    saved(folder, (1, 2), keep=2)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """In memory where there is such a place: a kill, unlike a power cut, does not tell the disk's cache from the disk."""
+    memory = Path("/dev/shm")
+    made = Path(tempfile.mkdtemp(dir=memory if os.access(memory, os.W_OK) else tmp_path))
+    yield made / "c"
+    shutil.rmtree(made)
+
+
+def reset(folder, good, damage=None):
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(good, folder)
+    if damage:
+        damage(folder)
+
+
+def check(folder, allowed, at):
+    """The state after a kill ``at`` a system call: whole, of a step that is allowed; the next save works and tidies up."""
+    found, state = store(folder, keep=2), State()
+    step = found.resume(state, "auto").step
+    assert step in allowed and state.is_of(step), at
+    good = sum(is_good(path) for path in shelf.steps(folder))
+    found.save(State(9.0), progress(9))
+    assert found.resume(state, "require").step == 9 and state.is_of(9), at
+    left = {p.name for p in folder.iterdir()} - {p.name for p in shelf.steps(folder)} - {"latest"}
+    assert left <= {".bad-step-00000002"}, (at, left)
+    return good
+
+
+@pytest.mark.parametrize("work, step, damage, allowed", CASES.values(), ids=CASES.keys())
+def test_a_kill_at_any_system_call_leaves_the_old_or_the_new(work, step, damage, allowed, good, folder):
+    reset(folder, good, damage)
+    points = traced.points(work, folder, step)
+    assert len(points) > 5
+    for call, number, line in points:
+        reset(folder, good, damage)
+        outcome = traced.run(work, folder, step, inject=f"{call}:signal=KILL:when={number}")
+        assert outcome.code == -9 and outcome.answer is None, (line, outcome)
+        assert check(folder, allowed, line) >= (1 if damage is spoil else 2), line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_kill_of_either_of_two_ranks_leaves_the_old_or_the_new(victim, good, folder, tmp_path):
+    def both(number, fault):
+        reset(folder, good)
+        meeting = tmp_path / f"meeting-{number}"
+        ranks = [
+            traced.Traced(save_as_rank, folder, 3, rank, meeting, **(fault if rank == victim else {"calls": None}))
+            for rank in range(2)
+        ]
+        with ranks[0], ranks[1]:
+            gone = [rank.go() for rank in ranks]
+            return [rank.end(survives=False) for rank in gone]
+
+    calls = {"calls": traced.WRITING}
+    points = traced.named(both("all", calls)[victim].calls)
+    assert len(points) > (40 if victim == 0 else 5)
+    for call, number, line in points:
+        outcome = both(f"{call}-{number}", {"inject": f"{call}:signal=KILL:when={number}"})
+        assert outcome[victim].code == -9, (line, outcome)
+        assert outcome[1 - victim].code != -9, (line, outcome)
+        assert check(folder, {2, 3}, line) >= 2, line
+
+
+def test_what_gets_its_name_is_on_the_disk_and_so_is_the_name(good, folder):
+    """In the order of system calls: each file, the draft's folder, the new name, the folder that has it."""
+    reset(folder, good)
+    lines = [line for *_, line in traced.points(save, folder, 3)]
+
+    def where(*words):
+        return [n for n, line in enumerate(lines) if all(word in line for word in words)]
+
+    draft = f"{folder}/.tmp-step-00000003-g0"
+    (published,) = where("rename(", f'"{draft}", "{folder}/step-00000003"')
+    for name in ("rank-00000.safetensors", "MANIFEST.json"):
+        assert max(where("write(", f"<{draft}/{name}>")) < max(where("fsync(", f"<{draft}/{name}>")) < published
+    assert max(where("fsync(", f"<{draft}/")) < max(where("fsync(", f"<{draft}>")) < published
+    assert published < where("fsync(", f"<{folder}>")[0] < where("step-00000001", ".trash")[0]
+
+
+def is_good(path):
+    try:
+        shelf.verified(path)
+    except manifests.BadCheckpoint:
+        return False
+    return True

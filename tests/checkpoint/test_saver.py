@@ -1,0 +1,219 @@
+"""When a run saves, seen from the outside: real runs, their folders and their logs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from hpclm import record
+from hpclm.agreement import Orders
+from hpclm.checkpoint import CheckpointStore, Progress, Retention
+from hpclm.checkpoint.retention import complete
+from hpclm.checkpoint.shelf import steps
+from hpclm.cluster.switches import Switches
+from hpclm.config import from_cli
+from hpclm.engine import Shard
+from hpclm.errors import DivergedError
+from hpclm.saver import Saver
+from tests.runs import ROOT, hpclm, lines, losses
+
+LONG = ["budget.steps=100000", "optim.schedule=constant", "checkpoint.every=0"]
+
+
+class State:
+    """An engine as a store sees it."""
+
+    def tensors(self):
+        return iter([Shard.whole("model.a", torch.ones(1000))])
+
+    def scalars(self):
+        return {}
+
+
+def names(out):
+    return [int(path.name[5:]) for path in steps(out / "checkpoints")]
+
+
+def begun(words, out, step=3):
+    """A run that trains, past ``step``."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hpclm", "train", *map(str, words)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    until = time.monotonic() + 60
+    while len(lines(out / "metrics.jsonl")) < step:
+        assert process.poll() is None and time.monotonic() < until, process.communicate()
+        time.sleep(0.02)
+    return process
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_saves_beside_training_and_before_it_goes_on_are_the_same_bytes(tiny, tmp_path, background):
+    hpclm("train", *tiny("one", "checkpoint.background=true"), check=0)
+    hpclm("train", *tiny(background, f"checkpoint.background={background}"), check=0)
+    for step in names(tmp_path / "one"):
+        first, second = (
+            (tmp_path / run / f"checkpoints/step-{step:08d}/rank-00000.safetensors").read_bytes()
+            for run in ("one", background)
+        )
+        assert first == second
+
+
+def test_what_is_kept(tiny, tmp_path):
+    words = tiny("run", "budget.steps=24", "checkpoint.every=2", "checkpoint.keep_last=2", "checkpoint.keep_every=8")
+    hpclm("train", *words, "checkpoint.keep_best=1", "evaluate.every=6", check=0)
+    measured = {s.name: complete(s).validation for s in steps(tmp_path / "run/checkpoints")}
+    rows = [json.loads(line) for line in lines(tmp_path / "run/metrics.jsonl")]
+    found = {row["step"]: row["validation_loss"] for row in rows if "validation_loss" in row}
+    best = min(found, key=lambda step: found[step])
+    assert names(tmp_path / "run") == sorted({8, 16, 22, 24, best})
+    assert measured[f"step-{best:08d}"] == found[best]
+
+
+def test_the_best_stays_though_newer_ones_come(tmp_path):
+    store = CheckpointStore(tmp_path, Retention(2, best=1), {})
+    for step, loss in enumerate([3.0, 1.0, 2.0, None, 2.5, 4.0], 1):
+        store.save(State(), Progress(step), loss)
+    assert [int(path.name[5:]) for path in steps(tmp_path)] == [2, 5, 6]
+
+
+def test_one_that_is_not_complete_is_not_counted_among_those_that_are_kept(tmp_path):
+    store = CheckpointStore(tmp_path, Retention(2), {})
+    for step in (1, 2):
+        store.save(State(), Progress(step))
+    (tmp_path / "step-00000002/rank-00000.safetensors").unlink()
+    store.save(State(), Progress(3))
+    assert [int(path.name[5:]) for path in steps(tmp_path)] == [1, 3]
+
+
+def test_a_run_saves_by_the_clock_too(tiny, tmp_path):
+    words = tiny("run", *LONG, "checkpoint.minutes=0.02", "checkpoint.keep_last=100", "exit_minutes=0.1")
+    done = hpclm("train", *words, check=0)
+    assert "as exit_minutes says; the same command goes on" in done.stderr
+    assert len(names(tmp_path / "run")) >= 3
+
+
+def test_a_run_leaves_at_every_multiple_of_exit_interval_and_goes_on(tiny, tmp_path):
+    hpclm("train", *tiny("whole", "budget.steps=10"), check=0)
+    words = tiny("run", "budget.steps=10", "exit_interval=4")
+    for step in (4, 8):
+        assert f"stopped at step {step} as exit_interval says" in hpclm("train", *words, check=0).stderr
+    assert "done at step 10" in hpclm("train", *words, check=0).stderr
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_save_now_and_stop(tiny, tmp_path):
+    out = tmp_path / "run"
+    process = begun(tiny("run", *LONG), out)
+    assert "saving" in hpclm("save-now", out, check=0).stdout
+    until = time.monotonic() + 20
+    while len(names(out)) != 1:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert "saved and ended" in hpclm("stop", out, check=0).stdout
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 0 and "as stop says; the same command goes on" in errors
+    assert len(names(out)) == 2 and not (out / "stop").exists()
+    assert "stopped" in hpclm("status", out).stdout
+    assert "does not train: stopped" in hpclm("stop", out, check=0).stdout
+    assert "does not train" in hpclm("save-now", out, check=0).stdout
+
+
+def test_an_order_is_a_file_of_the_owner_and_no_link(tmp_path):
+    (tmp_path / "elsewhere").touch()
+    (tmp_path / "stop").symlink_to("elsewhere")
+    assert not Switches(tmp_path).given("stop")
+    (tmp_path / "stop").unlink()
+    (tmp_path / "stop").touch()
+    switches = Switches(tmp_path)
+    assert switches.given("stop") and not switches.given("save-now")
+    if os.getuid() == 0:
+        os.chown(tmp_path / "stop", 12345, 12345)
+        assert not Switches(tmp_path).given("stop")
+    switches.done("stop")
+    assert not switches.given("stop") and not (tmp_path / "stop").exists()
+
+
+@pytest.mark.parametrize("grace, saves", [(60, True), (0.5, False)])
+def test_a_save_that_would_not_be_done_in_time_is_not_begun(tmp_path, caplog, grace, saves):
+    store = CheckpointStore(tmp_path, Retention(), {})
+    config = from_cli(["configs/debug.yaml", f"checkpoint.grace_seconds={grace}"], None)
+    saver = Saver(store, config, 0)
+    saver.save(State(), Progress(1), None, Orders())
+    saver.settle(Orders())
+    saver._longest = 1.0  # as if the disk were slow
+    saver.leave(State(), Progress(2), None, Orders(signal="SIGTERM", hurry=0.1))
+    assert [path.name for path in steps(tmp_path)][-1] == f"step-0000000{2 if saves else 1}"
+    assert ("left without one; steps 2 to 2 will be done again" in caplog.text) != saves
+
+
+def test_a_warning_while_a_save_is_on_its_way_waits_for_it(tiny, tmp_path):
+    out = tmp_path / "run"
+    process = begun(tiny("run", *LONG[:2], "checkpoint.every=1"), out)
+    process.send_signal(signal.SIGUSR1)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 85, errors
+    last = json.loads(lines(out / "metrics.jsonl")[-1])["step"]
+    assert names(out)[-1] == last
+    assert not list((out / "checkpoints").glob(".*"))
+
+
+def test_weights_of_another_run_begin_a_new_one(tiny, tmp_path):
+    hpclm("train", *tiny("old"), check=0)
+    hpclm(
+        "train", *tiny("new", f"checkpoint.init_from={tmp_path / 'old'}", "optim.lr=1e-9", "optim.min_lr=1e-9"), check=0
+    )
+    old, new = (losses(tmp_path / name) for name in ("old", "new"))
+    first, last = float.fromhex(new[1]), float.fromhex(old[12])
+    assert abs(first - last) < 0.15 < float.fromhex(old[1]) - first
+    state = json.loads((tmp_path / "new/checkpoints/step-00000004/MANIFEST.json").read_text())
+    assert state["scalars"]["optimizer_steps"] == 4 and state["progress"]["samples"] == 32
+    again = hpclm("train", *tiny("new", f"checkpoint.init_from={tmp_path / 'gone'}", "budget.steps=13"), check=0)
+    assert "goes on from step 12" in again.stderr  # its own checkpoints go first
+
+
+def test_weights_of_another_model_are_refused(tiny, tmp_path):
+    hpclm("train", *tiny("old", "budget.steps=4"), check=0)
+    done = hpclm("train", *tiny("new", f"checkpoint.init_from={tmp_path / 'old'}", "model.heads=2"), check=64)
+    assert "model.heads was 4 and is now 2" in done.stderr
+    assert "neither a run directory" in hpclm("train", *tiny("x", f"checkpoint.init_from={tmp_path}"), check=64).stderr
+
+
+def test_the_verb_lists_and_verifies(tiny, tmp_path):
+    hpclm("train", *tiny("run"), check=0)
+    told = hpclm("checkpoints", tmp_path / "run", check=0).stdout.splitlines()
+    assert [line.split()[:2] for line in told] == [[f"step-0000{n:04d}", "good"] for n in (4, 8, 12)]
+    victim = tmp_path / "run/checkpoints/step-00000008/rank-00000.safetensors"
+    content = bytearray(victim.read_bytes())
+    content[-5] ^= 4
+    victim.write_bytes(content)
+    told = [json.loads(line) for line in hpclm("checkpoints", tmp_path / "run", "--json", check=0).stdout.splitlines()]
+    assert [row["state"] for row in told] == ["good", "bad", "good"]
+    assert told[1]["reason"] == "rank-00000.safetensors differs from what was saved (its hash is wrong)"
+    quick = hpclm("checkpoints", tmp_path / "run", "--no-verify", check=0).stdout
+    assert quick.count(" complete ") == 3
+    assert "is no run directory" in hpclm("checkpoints", tmp_path, check=64).stderr
+
+
+def test_a_job_that_starts_again_and_again_without_a_checkpoint_is_stopped(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    path = tmp_path / "attempts.jsonl"
+
+    def attempts(*rows):
+        path.write_text("".join(json.dumps({"job_id": job, "from_step": step}) + "\n" for job, step in rows))
+
+    attempts(("7", 0), ("7", 10), ("7", 10))
+    record.check_progress(tmp_path, 10)
+    attempts(("7", 0), ("7", 10), ("7", 10), ("7", 10))
+    with pytest.raises(DivergedError, match="has started 3 times from step 10"):
+        record.check_progress(tmp_path, 10)
+    record.check_progress(tmp_path, 20)
+    attempts(("7", 0), ("6", 10), ("7", 10), ("7", 10))  # a person has started it anew
+    record.check_progress(tmp_path, 10)
+    attempts(("7", 10), ("7", 10), ("7", 10))
+    (tmp_path / "ends.jsonl").write_text(json.dumps({"attempt": 2, "code": 85}) + "\n")
+    record.check_progress(tmp_path, 10)  # one was told to leave before its first step

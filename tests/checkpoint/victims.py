@@ -1,0 +1,89 @@
+"""What a process does when a fault strikes it: works for tests.traced. The gate stands where the fault may come from."""
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from hpclm.checkpoint import draft as drafts
+from hpclm.cluster.bootstrap import World
+from hpclm.cluster.team import Team
+from hpclm.errors import HpclmError
+from tests.checkpoint.state import State, progress, store
+
+
+def save(gate, folder, step, keep=2):
+    """Save at once."""
+    made = store(folder, keep)
+    gate()
+    made.save(State(float(step)), progress(step))
+    return "saved"
+
+
+def save_beside(gate, folder, step, keep=2):
+    """Save beside the training; the training's side is watched."""
+    made = store(folder, keep)
+    gate()
+    made.begin(State(float(step)), progress(step))
+    made.commit()
+    return "saved"
+
+
+def write_beside(gate, folder, step, keep=2):
+    """Save beside the training; the side that writes is watched."""
+    made, write = store(folder, keep), drafts.write_shards
+
+    def watched(*args):
+        gate()
+        return write(*args)
+
+    drafts.write_shards = watched
+    made.begin(State(float(step)), progress(step))
+    made.commit()
+    return "saved"
+
+
+def save_as_rank(gate, folder, step, rank, meeting):
+    """Save a half each, with another process."""
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(meeting), 2), rank=rank, world_size=2, timeout=timedelta(seconds=30)
+    )
+    made = store(folder, keep=2, team=Team(World("test", rank, 2), ("here", "here")))
+    engine = State(float(step), rank, 2)
+    gate()
+    made.save(engine, progress(step))
+    return "saved"
+
+
+def try_to_save(gate, folder, step, beside):
+    """Save while something fails; then the next step, when nothing does. What was said, and whether the save was published."""
+    made = store(folder, keep=2)
+    gate()
+    said = None
+    try:
+        made.begin(State(float(step)), progress(step), beside=beside)
+        made.commit()
+    except HpclmError as error:
+        said = str(error)
+    made.flight = None
+    there = (folder / f"step-{step:08d}").exists()
+    made.save(State(float(step + 1)), progress(step + 1))
+    return said, there
+
+
+def try_to_resume(gate, folder):
+    """Go on while something fails: the error's kind and words, or the step and whether every bit is right."""
+    made, state = store(folder), State()
+    gate()
+    try:
+        found = made.resume(state, "auto").step
+    except HpclmError as error:
+        return type(error).__name__, str(error)
+    return found, state.is_of(found)
+
+
+def resume(gate, folder, *_):
+    """Go on from the newest good one; what was left half done is swept, what is bad is set aside."""
+    made, state = store(folder), State()
+    gate()
+    found = made.resume(state, "auto").step
+    return found, state.is_of(found)

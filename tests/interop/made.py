@@ -1,0 +1,75 @@
+"""Runs with known weights, and what a checkpoint of theirs computes."""
+
+import torch
+
+from hpclm.checkpoint import CheckpointStore, Progress, Retention, trained
+from hpclm.config import DataConfig, ModelConfig, RunConfig, dump, load
+from hpclm.engine import Shard
+from hpclm.interop.rules import forms
+
+SHAPE = dict(vocab_size=93, vocab_multiple=8, layers=2, hidden=48, heads=6, context=16)
+LLAMA = dict(
+    **SHAPE, positions="rope", norm="rmsnorm", activation="swiglu", bias=False, tied=False, rope_base=5000.0, ffn=80
+)
+NETWORKS = {
+    "gpt2": ("GPT2LMHeadModel", dict(SHAPE)),
+    "gpt2 untied": ("GPT2LMHeadModel", dict(**SHAPE, tied=False, activation="gelu", ffn=112)),
+    "gpt2 relu": ("GPT2LMHeadModel", dict(**SHAPE, activation="relu", norm_eps=1e-3)),
+    "llama": ("LlamaForCausalLM", LLAMA),
+    "llama grouped": ("LlamaForCausalLM", dict(LLAMA, kv_heads=2, norm_eps=1e-6)),
+    "llama tied, biases, geglu": (
+        "LlamaForCausalLM",
+        dict(LLAMA, kv_heads=1, tied=True, bias=True, activation="geglu"),
+    ),
+    "qwen3": ("Qwen3ForCausalLM", dict(LLAMA, kv_heads=2, qk_norm=True)),
+    "bloom": ("BloomForCausalLM", dict(**SHAPE, positions="alibi", embed_norm=True)),
+    "neox": ("GPTNeoXForCausalLM", dict(**SHAPE, positions="rope", rope_base=5000.0, tied=False)),
+    "neox tied": ("GPTNeoXForCausalLM", dict(**SHAPE, positions="rope", activation="gelu")),
+}
+TOKENS = torch.randint(0, SHAPE["vocab_size"], (2, 16), generator=torch.Generator().manual_seed(3))
+
+
+class Drawn:
+    """An engine's state as a store sees it: random weights, each in ``blocks`` of rows, and an optimizer's to be ignored."""
+
+    def __init__(self, model: ModelConfig, blocks: int = 1):
+        draw = torch.Generator().manual_seed(5)
+        self.blocks = blocks
+        self.weights = {}
+        for name, form in forms(model).items():
+            gain = "norm" in name and name.endswith("weight")
+            self.weights[name] = torch.randn(form.shape, generator=draw) * 0.2 + gain
+
+    def tensors(self):
+        for name, whole in self.weights.items():
+            at = 0
+            for block in whole.chunk(self.blocks):
+                yield Shard(f"model.{name}", block, tuple(whole.shape), (at, *[0] * (whole.ndim - 1)))
+                at += len(block)
+            yield Shard.whole(f"optim.exp_avg.{name}", whole * 0)
+
+    def scalars(self):
+        return {"optimizer_steps": 7, "loss_scale": None}
+
+
+def run(folder, network, blocks=1, **data):
+    """A run directory whose checkpoint at step 7 holds drawn weights, which are returned."""
+    model = ModelConfig(**network)
+    folder.mkdir(mode=0o700)
+    dump(RunConfig(name="made", out=str(folder), model=model, data=DataConfig(**data)), folder / "config.yaml")
+    drawn = Drawn(model, blocks)
+    CheckpointStore(folder / "checkpoints", Retention(), {}).save(drawn, Progress(step=7))
+    return drawn.weights
+
+
+def logits(folder, tokens=TOKENS):
+    """What the newest checkpoint of a run gives for tokens."""
+    config = load(folder / "config.yaml")
+    model, _ = trained.model(folder, config, None, torch.device("cpu"), torch.float32)
+    with torch.no_grad():
+        return model(tokens).logits()
+
+
+def close(ours, theirs):
+    assert theirs.std() > 0.05  # the comparison says something
+    assert ours.shape == theirs.shape and (ours - theirs).abs().max() < 1e-5

@@ -1,0 +1,269 @@
+"""Weights go to transformers and come back: the same logits there, the same bits here."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hpclm.checkpoint import shelf
+from hpclm.checkpoint.tensors import Tensors
+from hpclm.config import ModelConfig
+from hpclm.convert import main
+from hpclm.errors import ConfigError, NoCheckpointError
+from hpclm.interop.huggingface import families
+from hpclm.interop.rules import forms
+from tests.interop import made
+
+
+def convert(*words):
+    return main([str(word) for word in words])
+
+
+def peer(folder):
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def peer_logits(model):
+    with torch.no_grad():
+        return model(made.TOKENS).logits
+
+
+def weights(run):
+    folder, manifest = shelf.newest(run / "checkpoints")
+    with Tensors(folder, manifest) as saved:
+        return {name.removeprefix("model."): saved.whole(name) for name in saved.shapes()}
+
+
+@pytest.mark.parametrize("kind", made.NETWORKS)
+def test_transformers_computes_what_the_run_does_and_the_weights_come_back_bit_for_bit(kind, tmp_path):
+    architecture, network = made.NETWORKS[kind]
+    drawn = made.run(tmp_path / "run", network, blocks=3)
+    convert(tmp_path / "run", tmp_path / "hf")
+    there = peer(tmp_path / "hf")
+    assert type(there).__name__ == architecture and there.config.vocab_size == 93
+    made.close(made.logits(tmp_path / "run"), peer_logits(there))
+    convert(tmp_path / "hf", tmp_path / "back", "model.vocab_multiple=16")
+    back = weights(tmp_path / "back")
+    assert back.keys() == drawn.keys()
+    for name, whole in drawn.items():
+        rows = 93 if name in ("tokens.weight", "output.weight") else None
+        assert torch.equal(back[name][:rows], whole[:rows]), name
+    assert len(back["tokens.weight"]) == 96 and not back["tokens.weight"][93:].any()
+    made.close(made.logits(tmp_path / "back"), made.logits(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("kind", made.NETWORKS)
+def test_every_weight_of_a_network_has_its_rule_once(kind):
+    _, network = made.NETWORKS[kind]
+    config = ModelConfig(**network)
+    ours = [rule.ours for rule in families.of_network(config).rules(config)]
+    assert sorted(ours) == sorted(forms(config))
+
+
+def louder(model):
+    """A model whose every part matters to its logits."""
+    with torch.no_grad():
+        draw = torch.Generator().manual_seed(5)
+        for name, p in model.named_parameters():
+            gain = ("norm" in name or "ln_" in name) and name.endswith("weight")
+            p.copy_(torch.randn(p.shape, generator=draw) * 0.2 + gain)
+    return model
+
+
+SIZES = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=6, intermediate_size=80, vocab_size=93)
+THEIRS = {
+    "GPT2": dict(n_layer=2, n_embd=48, n_head=6, n_positions=16, vocab_size=93),
+    "Bloom": dict(hidden_size=48, n_layer=2, n_head=6, vocab_size=93),
+    "Llama": dict(**SIZES, num_key_value_heads=3, max_position_embeddings=16, tie_word_embeddings=True),
+    "Mistral": dict(**SIZES, num_key_value_heads=2, max_position_embeddings=16, sliding_window=None),
+    "Qwen3": dict(**SIZES, num_key_value_heads=2, head_dim=8, max_position_embeddings=16),
+    "GPTNeoX": dict(
+        **SIZES, use_parallel_residual=False, rotary_pct=1.0, rotary_emb_base=500, max_position_embeddings=16
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", THEIRS)
+@pytest.mark.parametrize("size", ["1GB", "20KB"], ids=["one file", "many files"])
+def test_what_transformers_saved_computes_the_same_here(kind, size, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{kind}Config")(**THEIRS[kind])
+    there = louder(transformers.AutoModelForCausalLM.from_config(config)).eval()
+    there.save_pretrained(tmp_path / "hf", max_shard_size=size)
+    assert (tmp_path / "hf/model.safetensors.index.json").exists() == (size == "20KB")
+    convert(tmp_path / "hf", tmp_path / "run")
+    made.close(made.logits(tmp_path / "run"), peer_logits(there))
+
+
+def test_names_of_the_bare_model_and_old_buffers_are_understood(tmp_path):
+    made.run(tmp_path / "run", made.NETWORKS["gpt2"][1])
+    convert(tmp_path / "run", tmp_path / "hf")
+    file = tmp_path / "hf/model.safetensors"
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
+    save_file(bare | {"h.0.attn.bias": torch.ones(1, 1, 16, 16), "lm_head.weight": bare["wte.weight"].clone()}, file)
+    convert(tmp_path / "hf", tmp_path / "back")
+    made.close(made.logits(tmp_path / "back"), made.logits(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("dtype, kind", [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_an_export_in_another_type_is_the_rounded_weights(dtype, kind, tmp_path):
+    drawn = made.run(tmp_path / "run", made.NETWORKS["llama"][1])
+    convert(tmp_path / "run", tmp_path / "hf", "--dtype", dtype)
+    there = peer(tmp_path / "hf")
+    assert there.dtype == kind
+    assert torch.equal(there.state_dict()["model.norm.weight"], drawn["norm.weight"].to(kind))
+    convert(tmp_path / "hf", tmp_path / "back")
+    assert torch.equal(weights(tmp_path / "back")["norm.weight"], drawn["norm.weight"].to(kind).float())
+
+
+def test_files_stay_below_the_cap_and_the_index_finds_every_tensor(tmp_path):
+    made.run(tmp_path / "run", made.NETWORKS["llama"][1])
+    convert(tmp_path / "run", tmp_path / "hf", "--shard-gb", "40e-6")
+    index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
+    files = sorted((tmp_path / "hf").glob("*.safetensors"))
+    assert {file.name for file in files} == set(index["weight_map"].values()) and len(files) > 3
+    assert all(file.stat().st_size < 42_000 for file in files)
+    assert not list((tmp_path / "hf").glob(".*"))
+    held = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert held.keys() == index["weight_map"].keys()
+    assert index["metadata"]["total_size"] == sum(tensor.numel() * 4 for tensor in held.values())
+    made.close(made.logits(tmp_path / "run"), peer_logits(peer(tmp_path / "hf")))
+
+
+def test_one_checkpoint_can_be_exported_by_its_folder(tmp_path):
+    made.run(tmp_path / "run", made.NETWORKS["gpt2"][1])
+    convert(tmp_path / "run/checkpoints/step-00000007", tmp_path / "hf")
+    made.close(made.logits(tmp_path / "run"), peer_logits(peer(tmp_path / "hf")))
+
+
+@pytest.mark.parametrize(
+    "settings, answer",
+    {
+        "sinusoidal": (dict(positions="sinusoidal"), "model.positions=sinusoidal, where it has learned"),
+        "grouped": (dict(kv_heads=2), "model.kv_heads=2, where it has as many as model.heads=6"),
+        "no bias": (dict(bias=False), "model.bias=false, where it has true"),
+        "qk": (dict(qk_norm=True), "GPT2LMHeadModel: model.qk_norm=true, where it has false"),
+        "scaled": (dict(made.LLAMA, embed_scale=True), "LlamaForCausalLM: model.embed_scale=true"),
+        "bloom's width": (
+            dict(positions="alibi", embed_norm=True, ffn=80),
+            "model.ffn=80, where it has 4 x model.hidden = 192",
+        ),
+        "qwen's bias": (dict(made.LLAMA, qk_norm=True, bias=True), "Qwen3ForCausalLM: model.bias=true"),
+    }.items(),
+    ids=lambda case: case if isinstance(case, str) else "",
+)
+def test_a_network_without_a_form_is_refused_with_the_setting_in_its_way(settings, answer, tmp_path):
+    case, wanted = answer
+    made.run(tmp_path / "run", made.SHAPE | case)
+    with pytest.raises(ConfigError) as error:
+        convert(tmp_path / "run", tmp_path / "hf")
+    assert wanted in str(error.value)
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+CHANGES = {
+    "another kind": ("llama", dict(model_type="t5"), "model_type=t5 is not known here"),
+    "scaled": ("llama", dict(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), "rope_type=yarn"),
+    "old scaled": ("llama", dict(rope_scaling={"type": "linear", "factor": 2.0}), "rope_type=linear"),
+    "head width": ("llama", dict(head_dim=16), "head_dim=16 x num_attention_heads=6 is not hidden_size=48"),
+    "half biases": ("llama", dict(attention_bias=True), "attention_bias=True and a bias in the MLP False"),
+    "activation": ("llama", dict(hidden_act="relu6"), "hidden_act=relu6, and hpclm has silu, gelu"),
+    "window": ("llama", dict(model_type="mistral", sliding_window=8), "sliding_window=8"),
+    "quantized": ("llama", dict(quantization_config={"bits": 4}), "its weights are quantized"),
+    "no layers": ("llama", dict(num_hidden_layers=None), "does not say num_hidden_layers"),
+    "not a number": ("llama", dict(num_hidden_layers="many"), "model.layers='many'"),
+    "parallel": ("neox", dict(use_parallel_residual=True), "use_parallel_residual=true"),
+    "part of a head": ("neox", dict(rotary_pct=0.25), "rotary_pct=0.25"),
+    "attention": ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=true"),
+    "more layers": ("gpt2", dict(n_layer=3), "has no transformer.h.2."),
+    "fewer layers": ("gpt2", dict(n_layer=1), "that this network has no use for: transformer.h.1."),
+    "wider": (
+        "gpt2",
+        dict(n_inner=80),
+        "transformer.h.0.mlp.c_fc.weight makes block0.mlp.up.weight (192, 48), and the settings",
+    ),
+    "rows": ("gpt2", dict(vocab_size=90), "transformer.wte.weight has 93 rows, and model.vocab_size is 90"),
+    "untied": ("gpt2", dict(tie_word_embeddings=False), "has no lm_head.weight"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_folder_that_is_no_network_of_ours_is_refused_and_leaves_nothing(case, tmp_path):
+    kind, change, answer = CHANGES[case]
+    made.run(tmp_path / "run", made.NETWORKS[kind][1])
+    convert(tmp_path / "run", tmp_path / "hf")
+    path = tmp_path / "hf/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ConfigError) as error:
+        convert(tmp_path / "hf", tmp_path / "back")
+    assert answer in str(error.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "run"]
+
+
+def test_pickled_weights_are_read_when_asked_and_never_run_code(tmp_path):
+    made.run(tmp_path / "run", made.NETWORKS["gpt2"][1])
+    convert(tmp_path / "run", tmp_path / "hf")
+    file = tmp_path / "hf/model.safetensors"
+    torch.save(load_file(file), tmp_path / "hf/pytorch_model.bin")
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"--pickle reads its pytorch_model\.bin"):
+        convert(tmp_path / "hf", tmp_path / "back")
+    convert(tmp_path / "hf", tmp_path / "back", "--pickle")
+    made.close(made.logits(tmp_path / "back"), made.logits(tmp_path / "run"))
+    torch.save({"transformer.wte.weight": Evil(tmp_path / "ran")}, tmp_path / "hf/pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"it names .*touch, which is not data"):
+        convert(tmp_path / "hf", tmp_path / "more", "--pickle")
+    assert not (tmp_path / "ran").exists() and not (tmp_path / "more").exists()
+
+
+class Evil:
+    """Its pickle calls a function."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return touch, (str(self.path),)
+
+
+def touch(path):
+    open(path, "w").close()
+
+
+def test_damaged_files_are_told_and_an_existing_target_is_left_alone(tmp_path):
+    made.run(tmp_path / "run", made.NETWORKS["gpt2"][1])
+    with pytest.raises(ConfigError, match="is there already"):
+        convert(tmp_path / "run", tmp_path / "run")
+    convert(tmp_path / "run", tmp_path / "hf")
+    (tmp_path / "hf/model.safetensors").write_bytes(b"garbage")
+    with pytest.raises(ConfigError, match="is no safetensors file"):
+        convert(tmp_path / "hf", tmp_path / "back")
+    (tmp_path / "hf/model.safetensors").unlink()
+    (tmp_path / "hf/model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../run/x.safetensors"}}))
+    with pytest.raises(ConfigError, match="has no weight_map from names to files beside it"):
+        convert(tmp_path / "hf", tmp_path / "back")
+    with pytest.raises(ConfigError, match="is nothing that can be converted"):
+        convert(tmp_path, tmp_path / "back")
+    with pytest.raises(ConfigError, match="is no folder"):
+        convert(tmp_path / "nowhere", tmp_path / "back")
+    [file] = (tmp_path / "run/checkpoints/step-00000007").glob("*.safetensors")
+    file.write_bytes(b"garbage")
+    for source in (tmp_path / "run", tmp_path / "run/checkpoints/step-00000007"):
+        with pytest.raises(NoCheckpointError):
+            convert(source, tmp_path / "more")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "run"]
+
+
+def test_weights_beyond_fp16_are_refused_with_the_way_out(tmp_path):
+    made.run(tmp_path / "run", made.NETWORKS["gpt2"][1] | dict(tied=False))
+    convert(tmp_path / "run", tmp_path / "hf")
+    file = tmp_path / "hf/model.safetensors"
+    held = load_file(file)
+    held["lm_head.weight"][0, 0] = 1e6
+    save_file(held, file)
+    convert(tmp_path / "hf", tmp_path / "large")
+    with pytest.raises(ConfigError, match=r"lm_head.weight has values up to 1e\+06, .*--dtype bf16"):
+        convert(tmp_path / "large", tmp_path / "half", "--dtype", "fp16")
+    assert not (tmp_path / "half").exists()

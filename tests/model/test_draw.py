@@ -1,0 +1,81 @@
+"""The first values of weights: any part of a weight, at any time, is that part of the whole."""
+
+import math
+
+import pytest
+import torch
+
+from hpclm.config import EngineConfig, ModelConfig
+from hpclm.model import draw, gpt
+from hpclm.model.draw import Initial
+from hpclm.parallel.form import Form
+from hpclm.parallel.mesh import ALONE, Axis
+
+FORMS = {
+    "rows": Form((24, 10), 0),
+    "columns": Form((24, 10), 1),
+    "gated": Form((24, 10), 0, parts=3),
+    "columns in two": Form((24, 12), 1, parts=2),
+    "everybody": Form((23, 10)),
+    "vector": Form((24,), 0),
+    "cube": Form((24, 2, 5), 0),
+    "last of a cube": Form((24, 2, 6), 2),
+}
+
+
+def axis(size, rank):
+    return Axis(size, rank, None, tuple(range(size)))
+
+
+def whole(initial):
+    return initial.parameter(ALONE).detach()
+
+
+@pytest.mark.parametrize("band", [1, 30, 70, 1 << 20])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+def test_any_run_of_what_a_process_holds_is_that_run_of_the_whole(form, band, monkeypatch):
+    monkeypatch.setattr(draw, "BAND", band)
+    initial = Initial(form, std=0.5, seed=3)
+    for tp in (ALONE, axis(2, 0), axis(2, 1)):
+        mine = torch.cat([piece_of(whole(initial), piece) for piece in form.pieces(tp)], form.dim or 0)
+        assert torch.equal(initial.parameter(tp), mine)
+        mine = mine.flatten()
+        for begin in range(0, len(mine), 7):
+            for length in (0, 1, 7, 50, len(mine) - begin):
+                run = torch.full((min(length, len(mine) - begin),), torch.nan)
+                initial.fill(run, begin, tp)
+                assert torch.equal(run, mine[begin : begin + length]), (tp.rank, begin, length)
+
+
+def piece_of(tensor, piece):
+    return tensor[tuple(slice(a, a + n) for a, n in zip(piece.start, piece.size))]
+
+
+def test_only_bands_that_a_run_has_a_part_of_are_drawn(monkeypatch):
+    drawn, band = [], Initial._band
+    monkeypatch.setattr(Initial, "_band", lambda self, number, rows: drawn.append(number) or band(self, number, rows))
+    rows = draw.BAND // 1024
+    initial = Initial(Form((20 * rows, 1024)), std=1.0)
+    initial.fill(torch.empty(rows * 1024 + 2), (7 * rows + 3) * 1024 - 1, ALONE)
+    assert drawn == [7, 8]
+
+
+def test_values_are_the_bands_own_and_have_the_spread_that_was_asked_for():
+    values = whole(Initial(Form((4096, 512), 0), mean=2.0, std=0.5, seed=1))
+    assert values.mean().item() == pytest.approx(2.0, abs=1e-3) and values.std().item() == pytest.approx(0.5, abs=1e-3)
+    first, second = values.split(2048)
+    assert not torch.equal(first, second)
+    assert torch.equal(whole(Initial(Form((3,)), mean=1.0)), torch.ones(3))
+
+
+@pytest.mark.parametrize("more", [{}, dict(positions="sinusoidal", tied=False, activation="swiglu", qk_norm=True)])
+def test_a_layer_that_is_filled_later_is_the_layer_that_is_built_whole(more):
+    config = ModelConfig(layers=1, hidden=64, heads=4, context=8, vocab_size=100, embed_norm=True, **more)
+    for tp in (ALONE, axis(2, 1)):
+        for spec in gpt.layers(config, EngineConfig(), torch.float32, 5, tp):
+            layer = spec.build()
+            assert all(p.is_meta for p in layer.parameters()) and not any(b.is_meta for b in layer.buffers())
+            filled = draw.on(torch.device("cpu"), tp)(spec.name, layer).state_dict()
+            built = spec.module(**spec.kwargs).state_dict()
+            assert filled.keys() == built.keys() and all(torch.equal(filled[name], built[name]) for name in built)
+            assert math.isfinite(sum(p.sum().item() for p in filled.values()))

@@ -1,0 +1,236 @@
+"""Preemption end to end on a real Slurm: whatever ends a start of a job, the job goes on as if nothing had happened."""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+
+import pytest
+
+from tests.runs import ROOT, Ranks, figures, lines, losses
+from tests.slurm import ENDED, until
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+EVERY = 5  # steps between saves
+RUN = ["configs/debug.yaml", "engine.device=cpu", "log.tensorboard=false", f"checkpoint.every={EVERY}"]
+RUN += ["model.dropout=0.1", "evaluate.every=20", "evaluate.batches=2"]
+RANK = r"^\S*python\S* -u -m hpclm\.train "
+
+
+def uninterrupted(folder, size, *words):
+    """Losses in hex, by step, of ``size`` processes that nobody disturbs."""
+    with Ranks(size, [*RUN, *words, f"out={folder}"]) as ranks:
+        assert {code for code, _ in ranks.wait(500).values()} == {0}
+    return losses(folder)
+
+
+class Job:
+    """A job that hpclm submit has sent; knows how far it is."""
+
+    def __init__(self, cluster, out, nodes, each, *words, minutes=30):
+        self.cluster, self.out = cluster, out
+        self.env = {**cluster.env, "OMP_NUM_THREADS": "1", "HPCLM_SITE": "", "PYTHONPATH": str(ROOT)}
+        words = [*RUN, "job.warn_seconds=60", "--nodes", nodes, "--gpus", each, "--time", minutes, f"out={out}", *words]
+        self.id = self.hpclm("submit", *words).stdout.split()[1].rstrip(":")
+
+    def hpclm(self, verb, *words, check=True):
+        command = [sys.executable, "-m", "hpclm", verb, *words]
+        return self.cluster.run(command, cwd=ROOT, env=self.env, check=check)
+
+    def step(self):
+        rows = lines(self.out / "metrics.jsonl")
+        return max((json.loads(row)["step"] for row in rows if row.endswith("}")), default=0)
+
+    def ranks(self):
+        """Processes of this run, over all nodes."""
+        return [p for p in self.cluster.processes(RANK) if f"{self.out}/" in p.words]
+
+    def log(self):
+        return (self.out / f"logs/job-{self.id}.log").read_text()
+
+    def alive(self):
+        """What Slurm knows of the job; an error when it is over. For a moment a job on its way back into the queue is FAILED."""
+        until_then = time.monotonic() + 10
+        while (shown := self.cluster.show(self.id))["JobState"] in ENDED and time.monotonic() < until_then:
+            time.sleep(0.2)
+        assert shown["JobState"] not in ENDED, f"{shown}\n{self.log()}"
+        return shown
+
+    def wait_for_step(self, step, restarts=None):
+        """Wait until the run, in its start number ``restarts``, has done ``step``."""
+
+        def there():
+            shown = self.alive()
+            started = restarts is None or int(shown["Restarts"]) == restarts
+            return (
+                started and shown["JobState"] == "RUNNING" and self.attempts() > (restarts or 0) and self.step() >= step
+            )
+
+        until(there, 240, f"step {step}", self.cluster)
+
+    def attempts(self):
+        return len(lines(self.out / "attempts.jsonl"))
+
+    def wait_for_attempt(self, number):
+        until(lambda: self.attempts() == number, 120, f"attempt {number}", self.cluster)
+
+    def wait_for_restart(self, number):
+        """Wait until Slurm has put the job into the queue again, for the ``number``-th time, and it has started."""
+
+        def again():
+            shown = self.alive()
+            return int(shown["Restarts"]) >= number and shown["JobState"] == "RUNNING"
+
+        until(again, 180, f"restart {number}", self.cluster)
+
+    def finish(self):
+        def over():
+            shown = self.cluster.show(self.id)
+            return shown["JobState"] in ENDED and shown
+
+        shown = until(over, 300, "end", self.cluster)
+        assert shown["JobState"] == "COMPLETED", self.log()
+
+
+def one(number):
+    """Send a signal to one rank, which the draw chooses."""
+    return lambda job, draw: os.kill(draw.choice(job.ranks()).pid, number)
+
+
+def everyone(name):
+    return lambda job, draw: job.cluster.run(["scancel", f"--signal={name}", job.id])
+
+
+def twice(job, draw):
+    rank = draw.choice(job.ranks()).pid
+    for number in (signal.SIGUSR2, signal.SIGUSR1):
+        os.kill(rank, number)
+        time.sleep(0.05)
+
+
+def requeue(job, draw):
+    job.cluster.run(["scontrol", "requeue", job.id])
+
+
+def preempt(job, draw):
+    """A job of a partition that goes first takes all nodes for a moment."""
+    high = job.cluster.batch("sleep 0.1", "-p", "high", "-N4", "--exclusive", "-o", "/dev/null")
+    job.cluster.wait(high, timeout=180)
+
+
+# what ends a start of the job -> whether it can save before that
+FAULTS = {
+    "TERM to one rank": (one(signal.SIGTERM), True),
+    "KILL of one rank": (one(signal.SIGKILL), False),
+    "USR1 to all": (everyone("USR1"), True),
+    "preemption by another partition": (preempt, False),  # Slurm gives KillWait, 5 s here
+    "USR2 and USR1 to one rank": (twice, True),
+    "scontrol requeue": (requeue, False),
+    "TERM to all": (everyone("TERM"), True),
+}
+
+
+def disturb(job, names, draw):
+    """End starts of the job in these ways, one after another; how many steps each has cost."""
+    lost = []
+    for number, name in enumerate(names):
+        act, saves = FAULTS[name]
+        job.wait_for_step(job.step() + draw.randint(1, 2 * EVERY), number)
+        act(job, draw)
+        job.wait_for_restart(number + 1)
+        job.wait_for_attempt(number + 2)
+        attempts = [json.loads(line) for line in lines(job.out / "attempts.jsonl")]
+        before = [row["step"] for row in map(json.loads, lines(job.out / "ends.jsonl"))]
+        lost.append((name, attempts[-1]["from_step"]))
+        if saves:
+            assert before and before[-1] == attempts[-1]["from_step"], (name, before, job.log())
+    return lost
+
+
+@pytest.mark.parametrize("rounds", [1, pytest.param(3, marks=pytest.mark.whole)])
+def test_a_job_that_is_ended_in_every_way_learns_what_an_undisturbed_one_does(cluster, tmp_path, rounds):
+    steps = 150 * rounds
+    alone = Job(
+        cluster, tmp_path / "alone", 2, 2, f"budget.steps={steps}"
+    )  # the order of gloo's sums is the nodes', too
+    alone.finish()
+    job = Job(cluster, tmp_path / "run", 2, 2, f"budget.steps={steps}", "job.partition=low")
+    names = [name for _ in range(rounds) for name in FAULTS]
+    disturb(job, names, random.Random(rounds))
+    job.finish()
+    assert int(cluster.show(job.id)["Restarts"]) == len(names)  # each was one requeue, no more
+    assert losses(job.out) == losses(alone.out)
+
+
+def test_a_job_that_starts_again_on_another_number_of_nodes_learns_the_same(cluster, tmp_path):
+    expected = uninterrupted(tmp_path / "alone", 4, "budget.steps=60")
+    job = Job(cluster, tmp_path / "run", 2, 2, "budget.steps=60")
+    job.wait_for_step(7)
+    cluster.run(["scontrol", "requeue", job.id])
+    cluster.wait(job.id, "PENDING")
+    cluster.run(["scontrol", "update", f"jobid={job.id}", "numnodes=1", "numtasks=2"])
+    job.finish()
+    sizes = [json.loads(line)["size"] for line in lines(job.out / "attempts.jsonl")]
+    assert sizes == [4, 2]
+    found = {step: float.fromhex(loss) for step, loss in losses(job.out).items()}
+    assert found == pytest.approx({step: float.fromhex(loss) for step, loss in expected.items()}, abs=1e-5)
+
+
+def test_what_slurm_has_given_up_but_not_killed_cannot_publish_and_ends_itself(cluster, tmp_path):
+    """A slurmd hangs, its ranks live on; Slurm starts the job again on another node."""
+    if not cluster.isolated:
+        pytest.skip("nodes that share this machine's processes have no slurmd of their own to kill")
+    expected = uninterrupted(tmp_path / "alone", 2, "budget.steps=300")
+    job = Job(cluster, tmp_path / "run", 1, 2, "budget.steps=300")
+    job.wait_for_step(7)
+    (node,) = {rank.node for rank in job.ranks()}
+    zombies = {rank.pid for rank in job.ranks()}
+    slurmd = cluster.slurmd(node)
+    os.kill(slurmd, signal.SIGSTOP)
+    try:
+        cluster.down(node)  # or half a minute later by itself
+        job.wait_for_restart(1)
+        assert zombies <= {rank.pid for rank in job.ranks()}
+        until(lambda: not zombies & {rank.pid for rank in job.ranks()}, 120, "end of the old ranks", cluster)
+        job.finish()
+    finally:
+        os.kill(slurmd, signal.SIGCONT)
+    assert losses(job.out) == expected
+    assert "was taken over by" in (job.out / "log.txt").read_text()
+
+
+def test_a_run_leaves_before_its_time_is_up_and_is_started_again(cluster, tmp_path):
+    job = Job(cluster, tmp_path / "run", 1, 2, "budget.steps=100000", "job.warn_seconds=30", minutes=1)
+    job.wait_for_restart(1)
+    row = json.loads(lines(job.out / "ends.jsonl")[0])
+    assert row["code"] == 85 and row["step"] > 0
+    assert "TIMEOUT" not in job.log() and "DUE TO TIME LIMIT" not in job.log()
+    job.wait_for_step(row["step"] + 1, 1)
+    assert "saved and ended" in job.hpclm("stop", job.out).stdout
+    job.finish()
+
+
+def test_a_job_that_comes_to_no_checkpoint_is_not_started_for_ever(cluster, tmp_path):
+    job = Job(cluster, tmp_path / "run", 1, 2, "budget.steps=50", "data.source=tests.faults:killing")
+    for number in (1, 2, 3):
+        job.wait_for_restart(number)
+    assert cluster.wait(job.id, timeout=120) == "FAILED"
+    assert cluster.show(job.id)["ExitCode"] == "93:0", job.log()
+    assert "has started 3 times from step 0 and never came to a checkpoint" in (job.out / "log.txt").read_text()
+
+
+def test_the_switches_work_from_another_machine(cluster, tmp_path):
+    job = Job(cluster, tmp_path / "run", 2, 2, "budget.steps=100000", "checkpoint.every=100000")
+    job.wait_for_step(3)
+    assert "saving" in job.hpclm("save-now", job.out).stdout
+    until(lambda: list((job.out / "checkpoints").glob("step-*")), 30, "a checkpoint", cluster)
+    before = job.step()
+    job.wait_for_step(before + 3)
+    job.hpclm("stop", job.out)
+    job.finish()
+    saved = sorted(int(path.name[5:]) for path in (job.out / "checkpoints").glob("step-*"))
+    assert len(saved) == 2 and saved[-1] == job.step()
+    assert not (job.out / "stop").exists() and not (job.out / "save-now").exists()
+    assert figures(job.out, "step", "loss")[-1][0] == job.step()

@@ -1,0 +1,7 @@
+#!/usr/bin/env python
+"""``hpclm convert`` as a script."""
+
+from hpclm import cli, convert
+
+if __name__ == "__main__":
+    raise SystemExit(cli.run(convert.main))

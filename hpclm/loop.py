@@ -24,6 +24,7 @@ from hpclm.config.budget import Length
 from hpclm.data import sources
 from hpclm.data.batches import Batches
 from hpclm.data.sources import Source
+from hpclm.deadline import Deadline, StepLeft
 from hpclm.errors import REQUEUE, DivergedError
 from hpclm.meter import Meter, Mute, Speed
 from hpclm.model import count
@@ -82,6 +83,7 @@ def run(config: RunConfig, team: Team) -> int:
         guard, saver = Guard(config.optim, progress.skipped), Saver(store, config, progress.step)
         switches = Switches(out) if team.leads else None
         agreement = Agreement(team, preemption, store, switches, lease, config.exit_minutes)
+        deadline = Deadline(agreement, saver)
         begun, fast = (progress.step, progress.samples), speed(config, team.size, device, dtype)
         meter = opened.enter_context(Meter(out, config.log, begun, length.steps, fast) if team.leads else Mute())
         known = team.first(lambda: list(meter.losses.items()))
@@ -106,7 +108,10 @@ def run(config: RunConfig, team: Team) -> int:
                 switches.done("save-now")
             team.watch.at("step", progress.step + 1)
             lr = rate(config, plan, length, progress)
-            progress, result, measured = one_step(engine, train, plan, team, lr, progress)
+            try:
+                progress, result, measured = one_step(engine, train, plan, team, lr, progress, deadline)
+            except StepLeft:
+                continue  # to where the run leaves
             meter.step(progress.step, progress.samples, measured | {"memory": hardware.peak_memory(device)})
             scale_can_fall = result.loss_scale > config.scaler.minimum
             try:
@@ -203,15 +208,19 @@ def begin(progress: Progress, length: Length) -> Progress:
 
 
 def one_step(
-    engine: engines.Engine, train: Batches, plan: Plan, team: Team, lr: float, progress: Progress
+    engine: engines.Engine, train: Batches, plan: Plan, team: Team, lr: float, progress: Progress, deadline: Deadline
 ) -> tuple[Progress, engines.StepResult, dict[str, float]]:
-    """Read a step's samples and learn from them: how far the run is now, the outcome, and what was measured (seconds)."""
+    """Read a step's samples and learn from them: how far the run is now, the outcome, and what was measured (seconds).
+
+    StepLeft on every rank, when a signal leaves no time to finish it.
+    """
     began = time.perf_counter()
     size = plan.batch_size(progress.samples)
     batches = train.step(progress.samples)
     loaded = time.perf_counter()
-    result = engine.train_step(batches, lr, progress.step)
+    result = engine.train_step(batches, lr, progress.step, deadline.of_step(len(batches)))
     seconds = team.highest(time.perf_counter() - began)  # one figure for all, since budget.hours counts it
+    deadline.took(seconds, len(batches))
     progress = progress.after(size, seconds, result.skipped)
     measured = dict(loss=result.loss, lr=lr, grad_norm=result.grad_norm, loss_scale=result.loss_scale)
     waited = loaded - began

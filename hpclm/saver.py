@@ -20,7 +20,7 @@ class Saver:
         """``step``: the one the run goes on from, which is saved."""
         self.store, self.config, self.step = store, config, step
         self._minutes = 0.0
-        self._longest: float | None = None
+        self._longest = 0.0
         self._began = 0.0
         self._stalled = 0.0
         self._before = step
@@ -59,8 +59,8 @@ class Saver:
         self.land()
         if progress.step <= self.step:
             return
-        left = self._seconds_left(orders)
-        if left is not None and self._longest is not None and self._longest * MARGIN > left:
+        left = self.seconds_left(orders)
+        if left is not None and self.seconds() > left:
             log.error(
                 "%s leaves %.0f s, and saves took up to %.1f s: left without one; steps %d to %d will be done again",
                 orders.signal,
@@ -73,7 +73,11 @@ class Saver:
         self._begin(engine, progress, validation, beside=False)
         self._commit()
 
-    def _seconds_left(self, orders: Orders) -> float | None:
+    def seconds(self) -> float:
+        """Seconds that a save may take; 0 before the first."""
+        return self._longest * MARGIN
+
+    def seconds_left(self, orders: Orders) -> float | None:
         """Seconds until this process is killed; None where nobody has said that it will be."""
         if orders.signal is None or orders.signal == "SIGINT":
             return None
@@ -98,7 +102,7 @@ class Saver:
             self.step = self._before
             raise
         seconds = self.store.team.highest(time.monotonic() - self._began)  # all decide alike what there is time for
-        self._longest = max(self._longest or 0.0, seconds)
+        self._longest = max(self._longest, seconds)
         log.info("saved step %d in %.2f s; training waited %.2f s", self.step, seconds, min(self._stalled, seconds))
 
     def _finish_flight(self) -> None:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpclm.data.synthetic import synthetic
+from hpclm.model.gpt import Block
 
 
 def exploding(*words):
@@ -124,6 +125,14 @@ def holding(*words):
 def slow(*words):
     """A data source whose rank 1 takes long to read a sample: TEST_PAUSE seconds."""
     return wrapped(synthetic(*words), "train", lambda number: time.sleep(float(os.environ["TEST_PAUSE"])))
+
+
+class SlowBlock(Block):
+    """A block that takes TEST_PAUSE seconds for each micro-batch."""
+
+    def forward(self, x, layout):
+        time.sleep(float(os.environ["TEST_PAUSE"]))
+        return super().forward(x, layout)
 
 
 def late(*words):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.runs import ROOT, figures, hpclm, lines, losses
+from tests.runs import ROOT, Ranks, figures, hpclm, lines, losses
 
 
 @pytest.fixture
@@ -93,3 +94,25 @@ def started(words):
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_step_that_would_take_longer_than_the_grace_is_left_between_two_micro_batches(tiny, tmp_path):
+    words = [
+        "batch.micro_size=1",
+        "model.block=tests.faults:SlowBlock",
+        "checkpoint.every=0",
+        "checkpoint.grace_seconds=1",
+    ]
+    words = [*tiny("run"), *words, "budget.steps=5", "log.every=1"]
+    with Ranks(2, words, TEST_PAUSE=0.5) as ranks:  # twice for a micro-batch, of which there are four
+        ranks.wait_for(tmp_path / "run", 2)
+        time.sleep(0.5)
+        ranks.processes[1].send_signal(signal.SIGTERM)
+        ended = ranks.wait()
+    assert {code for code, _ in ended.values()} == {85}, ended
+    assert "micro-batches of this step would take" in ended[0][1]
+    assert "saved at step 2 and leaving" in ended[0][1]
+    for name in ("run", "whole"):
+        with Ranks(2, [*words, f"out={tmp_path / name}"], TEST_PAUSE=0) as ranks:
+            assert {code for code, _ in ranks.wait().values()} == {0}
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")

@@ -39,7 +39,7 @@ class Preemption:
             raise KeyboardInterrupt
         name = signal.Signals(number).name
         if self.signal is None:  # os.write and no log line: signals come in bursts, and a log is not reentrant
-            os.write(2, f"{name}: finishing this step, then saving and leaving\n".encode())
+            os.write(2, f"{name}: finishing this step if there is time, then saving and leaving\n".encode())
         self.signal, self._since = name, self._since or time.monotonic()
 
     def seconds(self) -> float:

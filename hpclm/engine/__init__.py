@@ -43,6 +43,10 @@ class Shard:
         return cls(name, tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 
 
+def go_on(done: int) -> None:
+    """Nothing keeps a step from its next micro-batch."""
+
+
 class Saved(Protocol):
     """The logical tensors of a saved state."""
 
@@ -58,8 +62,14 @@ class Saved(Protocol):
 class Engine(Protocol):
     """The seam between the loop and whatever computes."""
 
-    def train_step(self, batches: Sequence[Batch], lr: float, step: int) -> StepResult:
-        """One optimizer step over this replica's micro-batches of step number ``step`` (it seeds dropout)."""
+    def train_step(
+        self, batches: Sequence[Batch], lr: float, step: int, between: Callable[[int], None] = go_on
+    ) -> StepResult:
+        """One optimizer step over this replica's micro-batches of step number ``step`` (it seeds dropout).
+
+        ``between`` is called between two micro-batches with how many are done, on every rank at the same places, by
+        engines that can leave a step there: it may raise, and then weights and optimizer state are those from before.
+        """
         ...
 
     def evaluate(self, batches: Iterable[Batch]) -> float:

@@ -8,7 +8,7 @@ import torch
 
 from hpclm.config import RunConfig
 from hpclm.data.batches import Batch
-from hpclm.engine import Saved, Shard, StepResult
+from hpclm.engine import Saved, Shard, StepResult, go_on
 from hpclm.engine.held import decay_groups, read, shards
 from hpclm.engine.step import Replica, Work, accumulate, gradient_norm, mean_loss, seed_step, seeds, token_weights
 from hpclm.model import gpt
@@ -34,7 +34,9 @@ class PlainEngine:
         self.optimizer = adamw(groups(decaying, others, config.optim), config.optim)
         self.scale = LossScale.first(config.scaler) if model.dtype == torch.float16 else None
 
-    def train_step(self, batches: Sequence[Batch], lr: float, step: int) -> StepResult:
+    def train_step(
+        self, batches: Sequence[Batch], lr: float, step: int, between: Callable[[int], None] = go_on
+    ) -> StepResult:
         """Forward and backward over the micro-batches, clip, update; leaves the weights alone when it is not finite."""
         config, mesh, replica = self.config, self.mesh, self.replica
         scale = self.scale.value if self.scale else 1.0
@@ -42,7 +44,7 @@ class PlainEngine:
         self.model.train()
         random = gpt.random(config.model)
         found = seeds(config.seed, step, len(batches), mesh.dp) if random else [None] * len(batches)
-        work = Work(batches, token_weights(batches, config.batch.loss_norm, mesh.dp), found)
+        work = Work(batches, token_weights(batches, config.batch.loss_norm, mesh.dp), found, between)
         factor = scale * (mesh.dp.size if replica.mean else 1)
         # an overflow of fp16 is no anomaly: the loss scale answers it
         with torch.autograd.set_detect_anomaly(config.engine.anomaly, check_nan=self.scale is None):

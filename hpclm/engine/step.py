@@ -50,6 +50,8 @@ class Work:
     """[B, T] fp32 that make the weighted losses of all replicas sum to the mean."""
     seeds: Sequence[int | None]
     """Of what is random in each."""
+    between: Callable[[int], None]
+    """As of Engine.train_step."""
 
 
 def seed_step(seed: int, step: int, rank: int = 0) -> None:
@@ -101,6 +103,8 @@ def accumulate(replica: Replica, work: Work, factor: float = 1.0) -> Tensor:
     total = torch.zeros((), device=work.batches[0].tokens.device)
     last = len(work.batches) - 1
     for number, (batch, weight, seed) in enumerate(zip(work.batches, work.weights, work.seeds, strict=True)):
+        if number:
+            work.between(number)
         with replica.hold() if number < last else nullcontext():
             tokens, labels, _, positions, documents = batch
             value = replica.forward(tokens, positions, documents, labels, weight * factor, seed)

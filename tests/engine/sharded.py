@@ -4,13 +4,14 @@ import ctypes
 import resource
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from hpclm import config
 from hpclm import engine as engines
-from hpclm.checkpoint import CheckpointStore, Retention
+from hpclm.checkpoint import CheckpointStore, Progress, Retention
 from hpclm.cluster.bootstrap import World
 from hpclm.cluster.team import Team
 from hpclm.data.batches import Batches
@@ -84,6 +85,26 @@ def within(words, room):
         assert "allocate" in str(error)
         return False
     return True
+
+
+def left(folder, words):
+    """Save after two steps; begin a third, leave it after some micro-batches, and save again."""
+
+    class Left(Exception):
+        pass
+
+    def leave(done):
+        if done == 2:
+            raise Left
+
+    run, engine, batches, team = made(words)
+    steps(run, engine, batches, 0, 2)
+    size = run.batch.global_size
+    for name in ("before", "after"):
+        CheckpointStore(Path(folder, name), Retention(2), {}, team).save(engine, Progress(step=2, samples=2 * size))
+        if name == "before":
+            with pytest.raises(Left):
+                engine.train_step(batches.step(2 * size), 1e-2, 2, leave)
 
 
 class OwnBlock(Block):

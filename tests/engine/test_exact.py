@@ -28,6 +28,20 @@ def test_a_run_of_four_processes_that_goes_on_is_the_same_to_the_last_bit(tmp_pa
     ((_, first), *_) = ranks.run(4, sharded.goes_on, tmp_path / "parts", 4, words)
     ((_, second), *_) = ranks.run(4, sharded.goes_on, tmp_path / "parts", 8, words)
     assert [loss.hex() for loss in first[1:] + second[1:]] == [loss.hex() for loss in whole[1:]]
-    files = sorted((tmp_path / "whole/step-00000008").glob("rank-*"))
+    same(tmp_path / "whole/step-00000008", tmp_path / "parts/step-00000008")
+
+
+@pytest.mark.parametrize(
+    "name", ["native", "fsdp2", "fairscale", "deepspeed0", "deepspeed1", "deepspeed2", "deepspeed3"]
+)
+def test_a_step_that_is_left_between_two_micro_batches_leaves_the_state_from_before(tmp_path, name):
+    ranks.run(2, sharded.left, tmp_path, [*LAYOUTS[name], "batch.micro_size=1", "engine.precision=fp32"])
+    same(tmp_path / "before/step-00000002", tmp_path / "after/step-00000002")
+
+
+def same(one, other):
+    """Both checkpoints have the same tensors, to the last bit."""
+    files = sorted(one.glob("rank-*"))
+    assert files
     for file in files:
-        assert file.read_bytes() == (tmp_path / "parts/step-00000008" / file.name).read_bytes()
+        assert file.read_bytes() == (other / file.name).read_bytes()

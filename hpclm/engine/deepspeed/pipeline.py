@@ -3,7 +3,7 @@
 Every process of a stage reads its replica's micro-batches itself, so only activations [t, B, C] and their gradients travel.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from itertools import groupby, islice
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hpclm.config import RunConfig
 from hpclm.config.deepspeed import settings
 from hpclm.data.batches import Batch
-from hpclm.engine import StepResult
+from hpclm.engine import StepResult, go_on
 from hpclm.engine.deepspeed import library
 from hpclm.engine.deepspeed.state import State, Wrapped
 from hpclm.engine.deepspeed.zero import finite_or_nan
@@ -99,8 +99,13 @@ class PipelineEngine(Wrapped):
         self.state = State(self.engine.optimizer, optimizer)
         self.scale = LossScale.first(config.scaler) if dtype == torch.float16 else None
 
-    def train_step(self, batches: Sequence[Batch], lr: float, step: int) -> StepResult:
-        """All micro-batches through all stages; DeepSpeed reduces, clips, updates, and skips what is not finite."""
+    def train_step(
+        self, batches: Sequence[Batch], lr: float, step: int, between: Callable[[int], None] = go_on
+    ) -> StepResult:
+        """All micro-batches through all stages; DeepSpeed reduces, clips, updates, and skips what is not finite.
+
+        ``between`` is not called: the stages are never between the same micro-batches.
+        """
         config, mesh, engine, stage = self.config, self.mesh, self.engine, self.stage
         scale = self.scale.value if self.scale else 1.0
         if self.scale:

@@ -1,6 +1,6 @@
 """ZeRO without a pipeline: what the replicas share out of optimizer state, gradients and weights."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import deepspeed
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hpclm.config import RunConfig
 from hpclm.config.deepspeed import settings, stage_of
 from hpclm.data.batches import Batch
-from hpclm.engine import StepResult
+from hpclm.engine import StepResult, go_on
 from hpclm.engine.deepspeed import library
 from hpclm.engine.deepspeed.state import State, Wrapped
 from hpclm.engine.held import Held, decay_groups
@@ -87,7 +87,9 @@ class ZeroEngine(Wrapped):
         self.state = State(self.engine.optimizer, optimizer)
         self.scale = LossScale.first(config.scaler) if dtype == torch.float16 else None
 
-    def train_step(self, batches: Sequence[Batch], lr: float, step: int) -> StepResult:
+    def train_step(
+        self, batches: Sequence[Batch], lr: float, step: int, between: Callable[[int], None] = go_on
+    ) -> StepResult:
         """Forward and backward over the micro-batches; DeepSpeed reduces, clips, updates, and skips what is not finite."""
         config, mesh, engine = self.config, self.mesh, self.engine
         scale = self.scale.value if self.scale else 1.0
@@ -102,6 +104,8 @@ class ZeroEngine(Wrapped):
         total = torch.zeros((), device=self.device)
         with torch.autograd.set_detect_anomaly(config.engine.anomaly, check_nan=self.scale is None):
             for number, (batch, weight, seed) in enumerate(zip(batches, weights, found, strict=True)):
+                if number:
+                    between(number)
                 engine.set_gradient_accumulation_boundary(number == len(batches) - 1)
                 tokens, labels, _, positions, documents = batch
                 value = engine(tokens, positions, documents, labels, weight * factor, seed)

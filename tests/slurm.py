@@ -87,6 +87,11 @@ class Cluster:
         """Tell Slurm that a node is dead."""
         self.run(["scontrol", "update", f"nodename={node}", "state=down", "reason=test"])
 
+    def repair(self) -> None:
+        """Start again what was killed of Slurm itself."""
+        done = tool("up", "--folder", self.folder)
+        assert done.returncode == 0, done.stdout
+
     def restore(self) -> None:
         """As it was when it came up: no jobs, all nodes idle."""
         for node in self.nodes:

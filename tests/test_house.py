@@ -22,6 +22,7 @@ FLOORS = [
     {"checkpoint"},
     {"meter", "record", "agreement"},
     {"validation", "saver", "interop"},
+    {"deadline"},
     {"loop"},
     {"cli"},
     {"train", "evaluate", "generate", "convert", "preprocess", "__main__"},

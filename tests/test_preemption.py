@@ -201,6 +201,27 @@ def test_what_slurm_has_given_up_but_not_killed_cannot_publish_and_ends_itself(c
     assert "was taken over by" in (job.out / "log.txt").read_text()
 
 
+@pytest.mark.whole
+def test_a_slurmctld_that_is_away_while_a_run_leaves_starts_it_again_when_it_is_back(cluster, tmp_path):
+    expected = uninterrupted(tmp_path / "alone", 2, "budget.steps=300")
+    job = Job(cluster, tmp_path / "run", 1, 2, "budget.steps=300")
+    job.wait_for_step(7)
+    time.sleep(10)  # slurmctld saves what has changed within 5 s
+    slurmctld = int((cluster.folder / "run" / "slurmctld.pid").read_text())
+    os.kill(slurmctld, signal.SIGKILL)
+    try:
+        before = job.step()
+        until(lambda: job.step() > before, 60, "step without slurmctld", cluster)
+        os.kill(job.ranks()[0].pid, signal.SIGTERM)
+        until(lambda: not job.ranks(), 60, "end of the ranks", cluster)
+        time.sleep(15)  # in which the script has asked in vain
+    finally:
+        cluster.repair()
+    job.finish()
+    assert int(cluster.show(job.id)["Restarts"]) == 1
+    assert losses(job.out) == expected
+
+
 def test_a_run_leaves_before_its_time_is_up_and_is_started_again(cluster, tmp_path):
     job = Job(cluster, tmp_path / "run", 1, 2, "budget.steps=100000", "job.warn_seconds=30", minutes=1)
     job.wait_for_restart(1)

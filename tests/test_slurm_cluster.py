@@ -117,7 +117,7 @@ def test_a_killed_slurmctld_is_brought_up_again_with_its_jobs(cluster):
     time.sleep(10)  # slurmctld saves what has changed within 5 s
     os.kill(int((cluster.folder / "run" / "slurmctld.pid").read_text()), signal.SIGKILL)
     assert tool("status", "--folder", cluster.folder).returncode == 1
-    assert (done := tool("up", "--folder", cluster.folder)).returncode == 0, done.stdout
+    cluster.repair()
     assert tool("status", "--folder", cluster.folder).returncode == 0
     assert cluster.state(job) == "RUNNING"
 

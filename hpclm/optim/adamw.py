@@ -13,6 +13,19 @@ from hpclm.config import OptimConfig
 log = logging.getLogger(__name__)
 
 
+def bare(method: Any) -> Any:
+    """A method of PyTorch's without what PyTorch has wrapped around it, if anything."""
+    return getattr(method, "__wrapped__", method)
+
+
+class AdamW(torch.optim.AdamW):
+    """PyTorch's; its methods do not load PyTorch's compiler to keep it out of them, which takes each process a second."""
+
+    add_param_group = bare(torch.optim.AdamW.add_param_group)
+    zero_grad = bare(torch.optim.AdamW.zero_grad)
+    step = torch.no_grad()(bare(torch.optim.AdamW.step))
+
+
 def groups(
     decaying: Sequence[nn.Parameter], others: Sequence[nn.Parameter], optim: OptimConfig
 ) -> list[dict[str, Any]]:
@@ -38,7 +51,7 @@ def adamw(parameter_groups: list[dict[str, Any]], optim: OptimConfig) -> torch.o
         log.warning(
             "optim.name=apex_adam: NVIDIA apex is not usable here (hpclm doctor says why); PyTorch's fused AdamW"
         )
-    return torch.optim.AdamW(parameter_groups, fused=True, **settings)  # one kernel a device, CPU and CUDA
+    return AdamW(parameter_groups, fused=True, **settings)  # one kernel a device, CPU and CUDA
 
 
 def update(optimizer: torch.optim.Optimizer, lr: float, norm: Tensor, limit: float, scale: float, bad: Tensor) -> None:

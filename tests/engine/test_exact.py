@@ -20,8 +20,18 @@ LAYOUTS = {
 }
 
 
+ALWAYS = ["native", "fsdp2", "fairscale", "deepspeed1", "deepspeed3", "deepspeed-pp2"]
+STOPPABLE = ["native", "fsdp2", "fairscale", "deepspeed0", "deepspeed1", "deepspeed2", "deepspeed3"]
+
+
+def each(names):
+    """Some of them always, the rest with -m whole."""
+    marked = [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.whole) for name in names]
+    return pytest.mark.parametrize("name", marked)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
+@each(LAYOUTS)
 def test_a_run_of_four_processes_that_goes_on_is_the_same_to_the_last_bit(tmp_path, name):
     words = [*LAYOUTS[name], "batch.micro_size=1", "model.dropout=0.1", "engine.precision=fp32"]
     ((_, whole), *_) = ranks.run(4, sharded.goes_on, tmp_path / "whole", 8, words)
@@ -31,9 +41,7 @@ def test_a_run_of_four_processes_that_goes_on_is_the_same_to_the_last_bit(tmp_pa
     same(tmp_path / "whole/step-00000008", tmp_path / "parts/step-00000008")
 
 
-@pytest.mark.parametrize(
-    "name", ["native", "fsdp2", "fairscale", "deepspeed0", "deepspeed1", "deepspeed2", "deepspeed3"]
-)
+@each(STOPPABLE)
 def test_a_step_that_is_left_between_two_micro_batches_leaves_the_state_from_before(tmp_path, name):
     ranks.run(2, sharded.left, tmp_path, [*LAYOUTS[name], "batch.micro_size=1", "engine.precision=fp32"])
     same(tmp_path / "before/step-00000002", tmp_path / "after/step-00000002")

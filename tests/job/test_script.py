@@ -244,12 +244,15 @@ def stage(tmp_path_factory):
     return folder
 
 
+EXAMPLES = int(os.environ.get("HPCLM_FUZZ", 200))
 seen = {"made": 0, "refused": 0}
 
 
 @pytest.mark.slow
 @settings(
-    max_examples=1000, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture], deadline=None
+    max_examples=EXAMPLES,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    deadline=None,
 )
 @given(
     fields=SAID,
@@ -314,4 +317,4 @@ def base_of(job, base):
 
 def test_the_fuzz_has_seen_scripts_and_refusals():
     if seen["made"] + seen["refused"]:
-        assert seen["made"] > 500 and seen["refused"] > 50, seen
+        assert seen["made"] > EXAMPLES / 2 and seen["refused"] > EXAMPLES / 20, seen

@@ -1,0 +1,67 @@
+"""Steps that are not finite, on one of two processes: both do the same, and nothing bad is kept."""
+
+import os
+
+import pytest
+
+from tests.runs import ROOT, Ranks, figures, hpclm
+
+BLOCK = """
+import os
+import torch
+from hpclm.model.gpt import Block
+
+class Sick(Block):
+    '''Gives NaN on rank 1 in those steps of this start that TEST_NAN names; the engine tries the model once before them.'''
+
+    done = -1
+
+    def forward(self, x, layout):
+        if self.training and torch.is_grad_enabled():
+            self.done += 1
+            if os.environ["HPCLM_RANK"] == "1" and str(self.done) in os.environ["TEST_NAN"].split():
+                x = x * float("nan")
+        return super().forward(x, layout)
+"""
+
+
+@pytest.fixture
+def launch(tiny, tmp_path):
+    """Two processes of a run: exit codes, and what both wrote to their logs since the last launch."""
+    (tmp_path / "sick.py").write_text(BLOCK)
+    logs, read = [tmp_path / "run/log.txt", tmp_path / "run/logs/rank-00001.log"], [0, 0]
+
+    def start(steps, *words):
+        own = ["model.block=sick:Sick", "checkpoint.every=2", "cluster.preflight=false"]
+        path = f"{tmp_path}:{ROOT}"
+        with Ranks(2, tiny("run", *own, *words), PYTHONPATH=path, TEST_NAN=steps) as ranks:
+            codes = {code for code, _ in ranks.wait().values()}
+        said = [log.read_text()[start:] for log, start in zip(logs, read, strict=True)]
+        read[:] = [log.stat().st_size for log in logs]
+        return codes, said
+
+    return start
+
+
+def saved(out):
+    return sorted(int(path.name[5:]) for path in (out / "checkpoints").glob("step-*"))
+
+
+def test_what_is_not_finite_on_one_of_two_processes_is_skipped_or_ends_both_and_the_run_goes_on(launch, tmp_path):
+    out = tmp_path / "run"
+    codes, said = launch("3 7 8", "optim.nonfinite_limit=2")
+    assert codes == {93}
+    for text in said:
+        assert "step 3: loss nan, gradient norm nan; skipped, 1 so far" in text
+        assert "step 7: loss nan, gradient norm nan; skipped, 2 so far" in text
+    assert saved(out) == [2, 4, 6]
+    codes, said = launch("1", "optim.nonfinite=stop")
+    assert codes == {93} and "stopped as optim.nonfinite=stop says" in said[0]
+    assert saved(out) == [2, 4, 6]
+    codes, _ = launch("")
+    assert codes == {0} and saved(out) == [8, 10, 12]
+    by_step = {step: (loss, skipped) for step, loss, skipped in figures(out, "step", "loss", "skipped")}
+    assert sorted(by_step) == list(range(1, 13))
+    assert [step for step, (loss, _) in by_step.items() if loss is None] == [3]
+    assert by_step[12][1] == 1
+    assert hpclm("checkpoints", out, check=0, env=os.environ | {"PYTHONPATH": str(tmp_path)}).stdout.count(" good") == 3

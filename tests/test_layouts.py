@@ -35,6 +35,7 @@ def test_a_run_goes_on_in_any_other_layout(tiny, tmp_path):
     hpclm("evaluate", tmp_path / "pieces", check=0)
 
 
+@pytest.mark.whole
 @pytest.mark.slow
 def test_a_run_that_shrinks_and_grows_reads_the_same_samples_at_every_step(tiny, tmp_path):
     more = [*MORE, "model.vocab_size=257", "batch.global_size=12", "evaluate.every=0", "data.workers=0"]

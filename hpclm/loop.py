@@ -88,6 +88,7 @@ def run(config: RunConfig, team: Team) -> int:
         meter = opened.enter_context(Meter(out, config.log, begun, length.steps, fast) if team.leads else Mute())
         known = team.first(lambda: list(meter.losses.items()))
         meter.losses = {(step, part): loss for (step, part), loss in known}
+        owed = False
         while True:
             orders = agreement()
             saver.settle(orders)
@@ -101,10 +102,12 @@ def run(config: RunConfig, team: Team) -> int:
                 team.watch.at("save", progress.step)
                 saver.leave(engine, progress, meter.validation(progress.step), orders)
                 break
-            if saver.due(progress, orders):
+            owed = owed or saver.due(progress, orders)
+            if owed and not guard.in_a_row:  # what may have diverged takes no place from what is known to be good
                 team.watch.at("save", progress.step)
                 saver.save(engine, progress, meter.validation(progress.step), orders)
-            if orders.save and switches:
+                owed = False
+            if orders.save and switches and not owed:
                 switches.done("save-now")
             team.watch.at("step", progress.step + 1)
             lr = rate(config, plan, length, progress)

@@ -53,6 +53,8 @@ def together(settings: RunConfig, world: bootstrap.World) -> int:
 
 def train(settings: RunConfig, ours: team.Team) -> int:
     """Train as one of ``ours``; the exit code."""
+    settings.plan(ours.size)  # which refuses what cannot be divided before PyTorch is loaded: that takes seconds
+
     import torch
 
     from hpclm import loop

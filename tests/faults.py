@@ -1,5 +1,6 @@
 """Things that go wrong on purpose; named in settings of a run under test."""
 
+import hashlib
 import os
 import signal
 import subprocess
@@ -8,8 +9,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from hpclm.config.data import SOURCES
 from hpclm.data.synthetic import synthetic
 from hpclm.model.gpt import Block
+from hpclm.registry import lookup
 
 
 def exploding(*words):
@@ -149,6 +152,28 @@ def killing(*words):
             os.kill(os.getpid(), signal.SIGKILL)
 
     return wrapped(synthetic(*words), "train", kill)
+
+
+def recording(*words):
+    """A dataset; every process notes which training samples it has read, in order, in a file of TEST_READS."""
+    source = lookup("data.source", "indexed", SOURCES)(*words)
+    samples, notes = source.samples, Path(os.environ["TEST_READS"]) / f"{os.environ.get('HPCLM_RANK', '0')}.txt"
+
+    def noted(part, count):
+        found = samples(part, count)
+        read = found.read
+
+        def note(index, row):
+            read(index, row)
+            with notes.open("a") as file:
+                print(hashlib.blake2b(row.tobytes(), digest_size=8).hexdigest(), file=file)
+
+        if part == "train" and count:
+            object.__setattr__(found, "read", note)
+        return found
+
+    object.__setattr__(source, "samples", noted)
+    return source
 
 
 def filling(*words):

@@ -4,6 +4,7 @@
 """
 
 import functools
+import importlib
 import os
 import select
 import subprocess
@@ -36,6 +37,13 @@ def start(work, *args):
     return pipe
 
 
+def load(module):
+    """Load a module once for all forks to come."""
+    with Client(_server()[1]) as pipe:
+        pipe.send((None, module))
+        assert pipe.recv() == "loaded"
+
+
 def serve(address):
     """Fork for everyone who asks."""
     import torch
@@ -46,21 +54,26 @@ def serve(address):
     torch.set_num_threads(1)
     with Listener(address) as listener:
         print("ready", flush=True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nobody reads what works print
         while True:
             ready, _, _ = select.select([sys.stdin, listener._listener._socket], [], [])
             if sys.stdin in ready:
                 os._exit(0)
             pipe = listener.accept()
-            if os.fork() == 0:
-                _one(pipe)
+            work, args = pipe.recv()
+            if work is None:
+                importlib.import_module(args)
+                pipe.send("loaded")
+            elif os.fork() == 0:
+                _one(pipe, work, args)
             pipe.close()
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+            with suppress(ChildProcessError):  # there is none left
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
 
 
-def _one(pipe):
+def _one(pipe, work, args):
     """Fork once more: one works, the other tells how it ended."""
-    work, args = pipe.recv()
     worker = os.fork()
     if worker == 0:
         try:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.runs import Ranks, figures, hpclm
+from tests.runs import Ranks, figures, hpclm, lines
+from tests.test_train import corpus
 
 MORE = ["model={vocab_size: 64, layers: 4, hidden: 32, heads: 4, context: 16}", "cluster.preflight=false"]
 MORE += ["batch.micro_size=1", "evaluate.every=4", "evaluate.batches=2", "optim.eps=1e-5"]
@@ -32,6 +33,36 @@ def test_a_run_goes_on_in_any_other_layout(tiny, tmp_path):
         for alone in whole:
             assert seen[alone[0]] == pytest.approx(alone, abs=1e-5)
     hpclm("evaluate", tmp_path / "pieces", check=0)
+
+
+@pytest.mark.whole
+@pytest.mark.slow
+def test_a_run_that_shrinks_and_grows_reads_the_same_samples_at_every_step(tiny, tmp_path):
+    more = [*MORE, "model.vocab_size=257", "batch.global_size=12", "evaluate.every=0", "data.workers=0"]
+    more += ["data.source=tests.faults:recording", f"data.prefix={corpus(tmp_path)}"]
+
+    def reads(folder, size, tensor, stop):
+        """What each step of a launch has read, whatever process it was."""
+        (tmp_path / folder).mkdir()
+        words = tiny(folder.rstrip("1234"), *more, f"parallel.tensor={tensor}", f"stop_at={stop}")
+        with Ranks(size, words, TEST_READS=tmp_path / folder) as ranks:
+            assert {code for code, _ in ranks.wait().values()} == {0}
+        notes = [lines(tmp_path / folder / f"{rank}.txt") for rank in range(size)]
+        assert all(notes[rank] == notes[rank - rank % tensor] for rank in range(size))  # peers read alike
+        each = 12 * tensor // size
+        return [
+            sorted(sample for own in notes[::tensor] for sample in own[first : first + each])
+            for first in range(0, len(notes[0]), each)
+        ]
+
+    whole = reads("whole1", 1, 1, 12)
+    pieces = [*reads("pieces1", 4, 1, 3), *reads("pieces2", 2, 2, 6), *reads("pieces3", 4, 2, 9)]
+    pieces += reads("pieces4", 3, 1, 12)
+    assert len(whole) == 12 and pieces == whole
+    assert len({sample for step in whole for sample in step}) > 100
+    losses = [figures(tmp_path / out, "step", "loss", "grad_norm") for out in ("whole", "pieces")]
+    for alone, together in zip(*losses, strict=True):
+        assert together == pytest.approx(alone, abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,48 @@ def tmpfs(tmp_path):
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+def full(disk, left=0):
+    """Fill a disk, but for ``left`` bytes."""
+    room = os.statvfs(disk)
+    (disk / "filler").write_bytes(bytes(room.f_bavail * room.f_bsize - left))
+
+
+def read_only(disk):
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+
+
+SUBMIT = ["submit", "--cluster=local", "--gpus=1"]
+
+
+@pytest.mark.parametrize("spoil, answer", [(full, "No space left on device (errno 28)"), (read_only, "(errno 30)")])
+def test_a_disk_that_nothing_can_be_written_to_is_refused_at_submit_with_its_path_and_number(
+    tiny, tmpfs, spoil, answer
+):
+    (tmpfs / "there").mkdir(mode=0o700)
+    spoil(tmpfs)
+    before = sorted(path.name for path in tmpfs.iterdir())
+    for out in ("there", "missing/run"):
+        done = hpclm(*SUBMIT, *tiny(), f"out={tmpfs / out}", check=64)
+        assert f"run directory {tmpfs / out} cannot be written" in done.stderr and answer in done.stderr, done.stderr
+    assert sorted(path.name for path in tmpfs.iterdir()) == before and not list((tmpfs / "there").iterdir())
+
+
+def test_a_folder_that_one_may_not_write_in_is_refused_at_submit_with_its_path_and_number(tiny, tmp_path):
+    if not os.geteuid():
+        pytest.skip("root may write everywhere")
+    (tmp_path / "theirs").mkdir(mode=0o555)
+    for out in ("theirs", "theirs/run"):
+        done = hpclm(*SUBMIT, *tiny(out), check=64)
+        assert f"run directory {tmp_path / out} cannot be written" in done.stderr
+        assert "Permission denied (errno 13)" in done.stderr
+
+
+def test_a_disk_that_is_full_in_the_middle_of_submit_leaves_one_message(tiny, tmpfs):
+    full(tmpfs, left=4096)
+    done = hpclm(*SUBMIT, *tiny(), f"out={tmpfs / 'run'}")
+    assert done.returncode and "No space left on device" in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize("background", ["true", "false"])
 @pytest.mark.parametrize("left", [65536, 0])
 def test_a_disk_that_is_full_for_a_while_costs_saves_and_no_training(tiny, tmpfs, background, left):

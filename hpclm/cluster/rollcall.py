@@ -27,6 +27,7 @@ from hpclm.errors import ConfigError, HpclmError
 log = logging.getLogger(__name__)
 
 REMIND = 15.0  # seconds between lines that say who is missing
+PATIENCE = 0.7  # seconds, at first, for an answer behind a door: somebody else's server may say nothing
 LINGER = 3.0  # seconds in which latecomers hear why a start was refused
 
 
@@ -157,7 +158,7 @@ def answer(world: World, doors: list[tuple[str, int]], launch: str, seconds: flo
 
     ConfigError when ranks contradict each other, HpclmError when rank 0 is not found within ``seconds``.
     """
-    until = time.monotonic() + seconds
+    until, patience = time.monotonic() + seconds, PATIENCE
     while time.monotonic() < until:
         for host, port in doors:
             connection = ports.connect(host, port, seconds=2.0)
@@ -165,13 +166,14 @@ def answer(world: World, doors: list[tuple[str, int]], launch: str, seconds: flo
                 continue
             wire = Wire(connection)
             wire.send(hpclm=sign(launch), **asdict(Present.of(world)))
-            reply = wire.receive(seconds=5.0)
+            reply = wire.receive(patience)
             if reply and "refuse" in reply and reply.get("to") == sign(launch):
                 raise _refusal(reply)
             if reply and reply.get("seen") == sign(launch):
                 return _wait(wire, until + LINGER)
             wire.close()  # somebody else's port
         time.sleep(0.1)
+        patience = min(2 * patience, 8 * PATIENCE)  # or rank 0 is slow to answer
     where = ", ".join(sorted({host for host, _ in doors}))
     raise HpclmError(
         f"rank {world.rank} on {socket.gethostname()} found no rank 0 on {where} within {seconds:g} s; look at rank 0's "

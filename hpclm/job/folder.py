@@ -1,5 +1,6 @@
 """A run directory before anything is in it: checked without a trace, then made, for its owner alone."""
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -28,8 +29,7 @@ def check(out: Path) -> None:
             f"run directory {out} can be written by others (mode {stat.S_IMODE(found.st_mode):o}), who could then run what "
             "they like in your name; chmod go-w it, or choose another out"
         )
-    if not os.access(out, os.W_OK | os.X_OK):
-        raise ConfigError(f"run directory {out} cannot be written; choose another out")
+    _check_room(out, out)
 
 
 def make(out: Path) -> None:
@@ -43,6 +43,18 @@ def make(out: Path) -> None:
 
 
 def _makeable(out: Path) -> None:
-    above = next(folder for folder in out.parents if folder.exists())
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise ConfigError(f"run directory {out} cannot be made: {above} cannot be written; choose another out")
+    _check_room(out, next(folder for folder in out.parents if folder.exists()))
+
+
+def _check_room(out: Path, folder: Path) -> None:
+    """ConfigError where nothing can be written in ``folder``, which is ``out`` or the one that it will be made in."""
+    disk, number = os.statvfs(folder), 0
+    if not os.access(folder, os.W_OK | os.X_OK):
+        number = errno.EROFS if disk.f_flag & os.ST_RDONLY else errno.EACCES
+    elif disk.f_bavail == 0 or (disk.f_files and disk.f_favail == 0):  # some file systems count no files
+        number = errno.ENOSPC
+    if number:
+        where = "" if folder == out else f" in {folder}"
+        raise ConfigError(
+            f"run directory {out} cannot be written{where}: {os.strerror(number)} (errno {number}); choose another out"
+        )

@@ -5,10 +5,16 @@ import signal
 import socket
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from threading import Barrier
 
 import pytest
 
-from hpclm.cluster import ports
+from hpclm.cluster import ports, rendezvous
+from hpclm.cluster.bootstrap import World
+from hpclm.config import ClusterConfig
+from hpclm.errors import HpclmError
 from tests.runs import Ranks, figures, hpclm, lines, losses
 
 
@@ -143,6 +149,33 @@ def test_what_all_ranks_find_wrong_is_said_once(tiny, tmp_path):
     assert sum("/nowhere/x" in output for _, output in ended.values()) == 1 and not (tmp_path / "run").exists()
 
 
+def test_processes_that_the_layout_does_not_divide_are_refused_with_the_arithmetic(tiny, tmp_path):
+    began = os.times()
+    with Ranks(3, tiny("run", "parallel.tensor=2", "batch.global_size=12")) as ranks:
+        ended = ranks.wait()
+    now = os.times()
+    assert {code for code, _ in ended.values()} == {64}
+    said = "".join(output for _, output in ended.values())
+    assert said.count("3 processes cannot be divided by parallel.tensor=2 x parallel.pipeline=1 = 2") == 1, said
+    assert not (tmp_path / "run").exists()
+    # seconds of the processor, for each: other tests may run beside this one
+    assert (now.children_user + now.children_system - began.children_user - began.children_system) / 3 < 5
+
+
+@pytest.mark.parametrize(
+    "env, answer",
+    [
+        ({"WORLD_SIZE": "4", "RANK": "0"}, "WORLD_SIZE=4 says that there are more processes"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "PMI_SIZE=2 says that there are more processes"),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}, "but this process was started alone, without srun or mpirun"),
+    ],
+)
+def test_a_process_whose_environment_tells_of_others_is_refused(env, answer, tiny, tmp_path):
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "OMPI", "PMI"))}
+    done = hpclm("train", *tiny(), env=own | env, check=64)
+    assert answer in done.stderr and not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     "only, env, code, message",
     [
@@ -199,11 +232,60 @@ def test_a_taken_port_never_fails_a_start(tiny, tmp_path):
             stranger.socket.close()
 
 
+def test_with_strangers_on_its_ports_a_roll_call_is_over_in_seconds():
+    doors = ports.candidates("strangers")
+    strangers = [Stranger(port) for port in doors[:4]]  # who listen and say nothing
+    began = time.monotonic()
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            worlds = [World("local", rank, 2, rank, 2, "strangers", socket.gethostname()) for rank in range(2)]
+            met = list(pool.map(lambda world: rendezvous.meet(world, ClusterConfig()), worlds))
+            took = time.monotonic() - began
+            stores = list(pool.map(lambda rank: met[rank].store(rank, 2, timedelta(seconds=30)), range(2)))
+    finally:
+        for stranger in strangers:
+            stranger.socket.close()
+    assert took < 10
+    stores[0].set("word", "heard")
+    assert stores[1].get("word") == b"heard"
+    assert met[1].end.wire.socket.getpeername()[1] == doors[4]
+    met[1].end.wire.close()
+    met[0].end.wires[1].close()
+
+
+def test_of_many_that_want_the_same_ports_at_once_each_gets_one_of_its_own():
+    """There is no moment between the choice of a port and its being taken: to take it is to choose it."""
+    doors = ports.candidates("many")
+    with ThreadPoolExecutor(16) as pool:
+        together = Barrier(16)
+        listeners = list(pool.map(lambda _: (together.wait(), ports.listen(doors))[1], range(16)))
+    try:
+        taken = [listener.getsockname()[1] for listener in listeners]
+        assert len(set(taken)) == 16 and set(taken) <= set(doors)
+        with pytest.raises(HpclmError, match="are all taken on"):
+            ports.listen(taken)
+    finally:
+        for listener in listeners:
+            listener.close()
+
+
 def test_ports_are_below_those_the_system_hands_out_and_follow_from_the_launch():
     with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
         lowest = int(file.read().split()[0])
     assert all(1024 < port < lowest for port in ports.candidates("a"))
     assert ports.candidates("a") == ports.candidates("a") != ports.candidates("b")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_process_that_its_mpi_left_alone_is_refused_before_anything_is_written(rank, tiny, tmp_path):
+    """The variables are those of a launch of two, but MPI_Init finds nobody: a singleton."""
+    pytest.importorskip("mpi4py.MPI", exc_type=(ImportError, RuntimeError))
+    numbers = {"RANK": rank, "SIZE": "2", "LOCAL_RANK": rank, "LOCAL_SIZE": "2"}
+    env = os.environ | {f"OMPI_COMM_WORLD_{name}": value for name, value in numbers.items()}
+    done = hpclm("train", *tiny(), env=env, check=64)
+    assert f"says rank {rank} of 2, but MPI itself (" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.mpi

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 from hpclm.cluster import lock
 from hpclm.errors import ConfigError
-from hpclm.job import ledger
+from hpclm.job import ledger, rows
 from hpclm.job.ledger import Submission
 from hpclm.registry import hint
 
@@ -55,7 +55,7 @@ class Run:
     @property
     def step(self) -> int:
         """The last step that is done."""
-        return int(self.rows[-1]["step"]) if self.rows else int(self.attempt.get("from_step") or 0)
+        return self.rows[-1]["step"] if self.rows else self.attempt.get("from_step") or 0
 
     @property
     def jobs(self) -> list[str]:
@@ -130,9 +130,9 @@ def read(out: Path) -> Run:
     return Run(
         out=out,
         submissions=_or(ledger.read, out, []),
-        attempts=_objects(out / "attempts.jsonl", 1 << 20),
-        rows=[row for row in _objects(metrics) if isinstance(row.get("step"), int)],
-        stepped=_or(lambda path: path.stat().st_mtime, metrics, None),
+        attempts=_rows(out / "attempts.jsonl", rows.ATTEMPT, size=1 << 20),
+        rows=_rows(metrics, rows.STEP, ["step"]),
+        stepped=_or(lambda path: path.stat().st_mtime if path.is_file() else None, metrics, None),
         checkpoint=_checkpoint(out / "checkpoints"),
         bad=len(list((out / "checkpoints").glob(".bad-*"))),
         holder=_holder(out / "lock"),
@@ -142,6 +142,8 @@ def read(out: Path) -> Run:
 
 def tail(path: Path, size: int = TAIL) -> str:
     """The last ``size`` bytes of a file, from the beginning of a line; empty where there is none."""
+    if not path.is_file():
+        return ""
     try:
         with path.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
@@ -157,7 +159,7 @@ def planned(path: Path) -> int | None:
     import yaml  # of use to few, and slow to load
 
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
         content = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         budget, batch = content["budget"], content["batch"]
         ends = [budget["steps"]] if budget.get("steps") else []
@@ -171,19 +173,13 @@ def planned(path: Path) -> int | None:
             rampup = Rampup(*batch["rampup"]) if batch.get("rampup") else None
             plan = Plan.divide(1, batch["global_size"], 1, rampup)
             ends += [plan.steps_within(count) for count in counts if count]
-        return min(ends, default=None)
-    except (OSError, KeyError, TypeError, ValueError, AttributeError, yaml.YAMLError):
+        return min(ends, default=None) if all(map(rows.count, ends)) else None
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, yaml.YAMLError):
         return None
 
 
-def _objects(path: Path, size: int = TAIL) -> list[Mapping[str, Any]]:
-    found: list[Mapping[str, Any]] = []
-    for line in tail(path, size).splitlines():
-        with suppress(ValueError):
-            row = json.loads(line)
-            if isinstance(row, dict):
-                found.append(row)
-    return found
+def _rows(path: Path, fields: Mapping[str, rows.Check], needs: Iterable[str] = (), size: int = TAIL) -> list[rows.Row]:
+    return [row for line in tail(path, size).splitlines() if (row := rows.parsed(line, fields, needs))]
 
 
 def _checkpoint(folder: Path) -> tuple[int, float] | None:
@@ -198,14 +194,14 @@ def _checkpoint(folder: Path) -> tuple[int, float] | None:
 
 
 def _holder(path: Path) -> Mapping[str, Any] | None:
-    holder = lock.read(path)
-    return holder if "pid" in holder else None
+    holder = lock.read(path) if path.is_file() else None  # a pipe would keep who reads it waiting
+    return holder if rows.sane(holder, rows.HOLDER, ["pid"]) else None
 
 
 def _slow(path: Path) -> list[Mapping[str, Any]]:
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        rows = json.loads(path.read_text(errors="replace"))["slow"]
-        return [row for row in rows if {"rank", "host", "times"} <= row.keys()]
+    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+        slow = json.loads(path.read_text(errors="replace"))["slow"] if path.is_file() else []
+        return [row for row in slow if rows.sane(row, rows.SLOW, rows.SLOW)]
     return []
 
 

@@ -238,7 +238,7 @@ def _seconds(text: str) -> float | None:
     for form in ("%Y-%m-%dT%H:%M:%S%z", "%Y-%m-%dT%H:%M:%S"):
         try:
             return datetime.strptime(text, form).timestamp()
-        except ValueError:
+        except (ValueError, OverflowError):
             continue
     return None
 

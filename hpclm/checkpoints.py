@@ -27,7 +27,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     folder = folders.resolve(args.run, args.runs) / "checkpoints"
     if not folder.is_dir():
-        raise ConfigError(f"{folder} does not exist: the run has saved nothing yet")
+        wrong = "is a file and must be a folder" if folder.exists() else "does not exist: the run has saved nothing yet"
+        raise ConfigError(f"{folder} {wrong}")
     found = []
     for row in rows(folder, verify=not args.no_verify):
         found.append(row)
@@ -65,7 +66,11 @@ def rows(folder: Path, verify: bool) -> Iterator[dict[str, Any]]:
         yield row
     for bad in sorted(folder.glob(".bad-*")):
         note = bad / "REASON.txt"
-        yield {"name": bad.name, "state": "set aside", "reason": note.read_text().strip() if note.exists() else ""}
+        yield {
+            "name": bad.name,
+            "state": "set aside",
+            "reason": note.read_text(errors="replace").strip() if note.is_file() else "",
+        }
 
 
 def line(row: dict[str, Any]) -> str:

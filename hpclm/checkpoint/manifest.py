@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import re
-import stat
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,8 +14,9 @@ from torch import Tensor
 
 from hpclm.checkpoint.format import contents, facts
 from hpclm.errors import ConfigError
+from hpclm.job import saved
 
-NAME = "MANIFEST.json"
+NAME = saved.MANIFEST
 SCHEMA = 2
 ROOM = 4 << 30  # bytes of files that a process keeps in memory between looking at them and loading them
 
@@ -92,15 +92,9 @@ def digest_of(content: dict[str, Any]) -> str:
 def check_sizes(folder: Path, manifest: Manifest, names: Collection[str] | None = None) -> None:
     """BadCheckpoint where a file (one of ``names``; None: any) is missing or of another size."""
     for name in manifest.files if names is None else names:
-        wanted, path = manifest.files[name]["size"], folder / name
-        try:
-            found = path.stat()
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR):
-                raise
-            raise BadCheckpoint(f"{name} is not there") from None
-        if not stat.S_ISREG(found.st_mode) or found.st_size != wanted:
-            raise BadCheckpoint(f"{name} has {found.st_size} bytes, not the {wanted} that were saved")
+        wrong = saved.fault(folder / name, manifest.files[name]["size"])
+        if wrong:
+            raise BadCheckpoint(wrong)
 
 
 def verify(

@@ -4,12 +4,15 @@ A line that is cut short, or that holds something else than hpclm writes, is pas
 """
 
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 Row = Mapping[str, Any]
 Check = Callable[[Any], bool]
+TAIL = 1 << 16  # bytes at the end of a file that are read
 HIGHEST = 1 << 53  # whole numbers below it mean the same to every program that reads JSON
 LONGEST = 4096  # characters of a name or a path
 PIDS = 1 << 22  # Linux has no process of a higher number
@@ -114,3 +117,17 @@ def parsed(line: str, fields: Mapping[str, Check], needs: Iterable[str] = ()) ->
         row = json.loads(line)
         return row if sane(row, fields, needs) else None
     return None
+
+
+def tail(path: Path, size: int = TAIL) -> str:
+    """The last ``size`` bytes of a file, from the beginning of a line; empty where there is none."""
+    if not path.is_file():
+        return ""
+    try:
+        with path.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - size))
+            text = file.read(size)
+    except OSError:
+        return ""
+    return (text if end <= size else text.partition(b"\n")[2]).decode(errors="replace")

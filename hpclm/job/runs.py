@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -11,13 +10,12 @@ from typing import Any
 
 from hpclm.cluster import lock
 from hpclm.errors import ConfigError
-from hpclm.job import ledger, rows
+from hpclm.job import ledger, rows, saved
 from hpclm.job.ledger import Submission
 from hpclm.registry import hint
 
 MARKS = ("config.yaml", ledger.NAME, "attempts.jsonl")
 DEEP = 3  # folders below the one that is searched
-TAIL = 1 << 16  # bytes at the end of a file that are read
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Run:
     stepped: float | None
     """When the last of them was written, in seconds since 1970."""
     checkpoint: tuple[int, float] | None
-    """Step of the newest checkpoint, and when it was made."""
+    """Step of the newest complete checkpoint, and when it was made."""
     bad: int
     """Checkpoints that were set aside."""
     holder: Mapping[str, Any] | None
@@ -133,25 +131,11 @@ def read(out: Path) -> Run:
         attempts=_rows(out / "attempts.jsonl", rows.ATTEMPT, size=1 << 20),
         rows=_rows(metrics, rows.STEP, ["step"]),
         stepped=_or(lambda path: path.stat().st_mtime if path.is_file() else None, metrics, None),
-        checkpoint=_checkpoint(out / "checkpoints"),
+        checkpoint=saved.newest(out / "checkpoints"),
         bad=len(list((out / "checkpoints").glob(".bad-*"))),
         holder=_holder(out / "lock"),
         slow=_slow(out / "ranks.json"),
     )
-
-
-def tail(path: Path, size: int = TAIL) -> str:
-    """The last ``size`` bytes of a file, from the beginning of a line; empty where there is none."""
-    if not path.is_file():
-        return ""
-    try:
-        with path.open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(0, end - size))
-            text = file.read(size)
-    except OSError:
-        return ""
-    return (text if end <= size else text.partition(b"\n")[2]).decode(errors="replace")
 
 
 def planned(path: Path) -> int | None:
@@ -178,19 +162,10 @@ def planned(path: Path) -> int | None:
         return None
 
 
-def _rows(path: Path, fields: Mapping[str, rows.Check], needs: Iterable[str] = (), size: int = TAIL) -> list[rows.Row]:
-    return [row for line in tail(path, size).splitlines() if (row := rows.parsed(line, fields, needs))]
-
-
-def _checkpoint(folder: Path) -> tuple[int, float] | None:
-    with suppress(OSError):
-        saved = [
-            (int(found[1]), entry) for entry in os.scandir(folder) if (found := re.fullmatch(r"step-(\d+)", entry.name))
-        ]
-        if saved:
-            step, entry = max(saved, key=lambda each: each[0])
-            return step, entry.stat().st_mtime
-    return None
+def _rows(
+    path: Path, fields: Mapping[str, rows.Check], needs: Iterable[str] = (), size: int = rows.TAIL
+) -> list[rows.Row]:
+    return [row for line in rows.tail(path, size).splitlines() if (row := rows.parsed(line, fields, needs))]
 
 
 def _holder(path: Path) -> Mapping[str, Any] | None:

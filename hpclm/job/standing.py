@@ -10,7 +10,8 @@ from pathlib import Path
 
 from hpclm.cluster import process, slurm
 from hpclm.cluster.slurm import Silent, State
-from hpclm.job.runs import Run, tail
+from hpclm.job.rows import tail
+from hpclm.job.runs import Run
 
 LATELY = 30  # seconds: a step that recent is a sign of life
 RECENT = 50  # steps that speed is averaged over

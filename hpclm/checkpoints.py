@@ -54,6 +54,7 @@ def rows(folder: Path, verify: bool) -> Iterator[dict[str, Any]]:
             row |= {"step": manifest.progress["step"], "bytes": manifest.size, "files": len(manifest.files)}
             row |= {"validation_loss": manifest.validation, "time": made.get("time"), "seconds": made.get("seconds")}
             row |= {"engine": made.get("engine"), "processes": made.get("processes")}
+            row |= {"why": manifest.why}
             manifests.check_sizes(step, manifest)
             if verify:
                 for name in tqdm(manifest.files, desc=step.name, unit="file", disable=None, leave=False):
@@ -80,7 +81,8 @@ def line(row: dict[str, Any]) -> str:
     loss = f"validation loss {row['validation_loss']:.4f}" if row["validation_loss"] is not None else ""
     what = f"{row['bytes'] / 1e6:,.1f} MB in {row['files']} file{'s' * (row['files'] != 1)}"
     who = f"{row['engine']} on {row['processes']} process{'es' * (row['processes'] != 1)}"
-    parts = [what, f"{row['time']}", who, loss, row["reason"]]
+    left = f"saved as {row['why']} said" if row["why"] else ""
+    parts = [what, f"{row['time']}", who, loss, left, row["reason"]]
     return f"{row['name']:<22}{row['state']:<11}{'  '.join(part for part in parts if part)}"
 
 

@@ -34,7 +34,7 @@ class Manifest:
     identity: dict[str, Any]  # what a run that goes on must find unchanged
     tensors: dict[str, dict[str, Any]]  # name -> shape of the whole, and parts: file and start of each
     files: dict[str, dict[str, Any]]  # name -> size in bytes, xxh3
-    made: dict[str, Any] = field(default_factory=dict)  # for people: when, by which attempt, in which layout
+    made: dict[str, Any] = field(default_factory=dict)  # when and why, by which attempt, in which layout
     validation: float | None = None  # loss on held-out data at this step, where it was measured
 
     def write(self, folder: Path) -> Path:
@@ -46,6 +46,12 @@ class Manifest:
             file.flush()
             os.fsync(file.fileno())
         return path
+
+    @property
+    def why(self) -> str | None:
+        """What told the run to leave, where it was saved because of that: a signal, stop; None for a regular save."""
+        said = self.made.get("why")
+        return said if isinstance(said, str) else None
 
     @property
     def size(self) -> int:

@@ -27,7 +27,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     folder = folders.resolve(args.run, args.runs) / "checkpoints"
     if not folder.is_dir():
-        raise ConfigError(f"{folder} does not exist: the run has saved nothing yet")
+        wrong = "is a file and must be a folder" if folder.exists() else "does not exist: the run has saved nothing yet"
+        raise ConfigError(f"{folder} {wrong}")
     found = []
     for row in rows(folder, verify=not args.no_verify):
         found.append(row)
@@ -53,6 +54,7 @@ def rows(folder: Path, verify: bool) -> Iterator[dict[str, Any]]:
             row |= {"step": manifest.progress["step"], "bytes": manifest.size, "files": len(manifest.files)}
             row |= {"validation_loss": manifest.validation, "time": made.get("time"), "seconds": made.get("seconds")}
             row |= {"engine": made.get("engine"), "processes": made.get("processes")}
+            row |= {"why": manifest.why}
             manifests.check_sizes(step, manifest)
             if verify:
                 for name in tqdm(manifest.files, desc=step.name, unit="file", disable=None, leave=False):
@@ -65,7 +67,11 @@ def rows(folder: Path, verify: bool) -> Iterator[dict[str, Any]]:
         yield row
     for bad in sorted(folder.glob(".bad-*")):
         note = bad / "REASON.txt"
-        yield {"name": bad.name, "state": "set aside", "reason": note.read_text().strip() if note.exists() else ""}
+        yield {
+            "name": bad.name,
+            "state": "set aside",
+            "reason": note.read_text(errors="replace").strip() if note.is_file() else "",
+        }
 
 
 def line(row: dict[str, Any]) -> str:
@@ -75,7 +81,8 @@ def line(row: dict[str, Any]) -> str:
     loss = f"validation loss {row['validation_loss']:.4f}" if row["validation_loss"] is not None else ""
     what = f"{row['bytes'] / 1e6:,.1f} MB in {row['files']} file{'s' * (row['files'] != 1)}"
     who = f"{row['engine']} on {row['processes']} process{'es' * (row['processes'] != 1)}"
-    parts = [what, f"{row['time']}", who, loss, row["reason"]]
+    left = f"saved as {row['why']} said" if row["why"] else ""
+    parts = [what, f"{row['time']}", who, loss, left, row["reason"]]
     return f"{row['name']:<22}{row['state']:<11}{'  '.join(part for part in parts if part)}"
 
 

@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from hpclm import files
 from hpclm.config import LogConfig
+from hpclm.job.rows import STEP, parsed
 from hpclm.log import LIVE
 
 log = logging.getLogger(__name__)
@@ -53,9 +54,7 @@ class Meter:
     def __enter__(self) -> "Meter":
         rows = forget_after(self.path, self.start)
         self.losses = {
-            (row["step"], str(row.get("part", "valid"))): row["validation_loss"]
-            for row in rows
-            if isinstance(row.get("validation_loss", ""), (int, float, type(None)))
+            (row["step"], row.get("part", "valid")): row["validation_loss"] for row in rows if "validation_loss" in row
         }
         self._file = self._open.enter_context(self.path.open("a", buffering=1, encoding="utf-8"))
         self._boards = self.folder and (
@@ -186,10 +185,7 @@ def forget_after(path: Path, step: int) -> list[dict[str, Any]]:
 
 def _row(line: str) -> dict[str, Any] | None:
     """A whole line of metrics.jsonl, or None."""
-    with suppress(ValueError, RecursionError):
-        row = json.loads(line)
-        return row if line.endswith("\n") and isinstance(row, dict) and isinstance(row.get("step"), int) else None
-    return None
+    return parsed(line, STEP, ["step"]) if line.endswith("\n") else None
 
 
 def board(folder: Path, start: int, opened: ExitStack) -> Callable[[str, float, int], None]:

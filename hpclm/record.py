@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from importlib import metadata
@@ -18,6 +19,7 @@ from hpclm.cluster import bootstrap, secrets
 from hpclm.cluster.team import Team
 from hpclm.config.mixture import mixture
 from hpclm.errors import DivergedError
+from hpclm.job.rows import ATTEMPT, END, Check, sane
 
 LIBRARIES = (
     "torch",
@@ -57,7 +59,7 @@ def start(out: Path, run: config.RunConfig, team: Team, step: int, steps: int | 
     }
     with (out / "attempts.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
-    return len(rows(out / "attempts.jsonl"))
+    return len(rows(out / "attempts.jsonl", ATTEMPT))
 
 
 def end(out: Path, attempt: int, code: int, step: int) -> None:
@@ -70,8 +72,8 @@ def end(out: Path, attempt: int, code: int, step: int) -> None:
 def check_progress(out: Path, step: int) -> None:
     """DivergedError when Slurm has started this very job again and again from ``step``, and no start lived to a checkpoint."""
     job = bootstrap.job().get("job_id")
-    before = rows(out / "attempts.jsonl")
-    orderly = [row.get("attempt") for row in rows(out / "ends.jsonl")]
+    before = rows(out / "attempts.jsonl", ATTEMPT)
+    orderly = [row.get("attempt") for row in rows(out / "ends.jsonl", END)]
     failed = 0
     for number in range(len(before), 0, -1):
         row = before[number - 1]
@@ -85,14 +87,14 @@ def check_progress(out: Path, step: int) -> None:
         )
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file of JSON objects; none where there is no file."""
+def rows(path: Path, fields: Mapping[str, Check]) -> list[dict[str, Any]]:
+    """The lines of a file of JSON objects, empty where ``fields`` are not what they must be; none where there is no file."""
     found = []
     with suppress(OSError):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             with suppress(ValueError, RecursionError):
                 row = json.loads(line)
-                found.append(row if isinstance(row, dict) else {})
+                found.append(row if sane(row, fields) else {})
     return found
 
 

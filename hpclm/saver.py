@@ -27,10 +27,13 @@ class Saver:
 
     def due(self, progress: Progress, orders: Orders) -> bool:
         """Whether the state after this step is to be saved, and is not yet."""
+        return progress.step > self.step and (self._regular(progress, orders) or orders.save)
+
+    def _regular(self, progress: Progress, orders: Orders) -> bool:
+        """Whether checkpoint.every or checkpoint.minutes ask for a save now."""
         settings = self.config.checkpoint
         timed = settings.minutes is not None and orders.minutes - self._minutes >= settings.minutes
-        regular = settings.every > 0 and progress.step > 0 and progress.step % settings.every == 0
-        return progress.step > self.step and (timed or regular or orders.save)
+        return timed or (settings.every > 0 and progress.step > 0 and progress.step % settings.every == 0)
 
     def save(self, engine: Engine, progress: Progress, validation: float | None, orders: Orders) -> None:
         """Save; a failure is told, and training goes on with the checkpoints before it."""
@@ -70,7 +73,10 @@ class Saver:
                 progress.step,
             )
             return
-        self._begin(engine, progress, validation, beside=False)
+        # where nothing else saves, those made when leaving are the regular ones
+        often = self.config.checkpoint.every > 0 or self.config.checkpoint.minutes is not None
+        why = orders.leaving if often and not self._regular(progress, orders) else None
+        self._begin(engine, progress, validation, beside=False, why=why)
         self._commit()
 
     def seconds(self) -> float:
@@ -84,14 +90,16 @@ class Saver:
         warned = self.config.job.warn_seconds if orders.signal in ("SIGUSR1", "SIGUSR2") else 0
         return (warned or self.config.checkpoint.grace_seconds) - orders.hurry
 
-    def _begin(self, engine: Engine, progress: Progress, validation: float | None, beside: bool) -> None:
+    def _begin(
+        self, engine: Engine, progress: Progress, validation: float | None, beside: bool, why: str | None = None
+    ) -> None:
         self._began = time.monotonic()
         if self.store.flight:
             log.warning(
                 "step %d is still being written: training waits; save less often, or to a faster disk", self.step
             )
             self._finish_flight()
-        self.store.begin(engine, progress, validation, beside)
+        self.store.begin(engine, progress, validation, beside, why)
         self._before, self.step = self.step, progress.step
         self._stalled = time.monotonic() - self._began
 

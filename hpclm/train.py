@@ -4,11 +4,13 @@ import argparse
 import os
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 from hpclm import cli, log
 from hpclm.cluster import bootstrap, placement, secrets, team, threads
 from hpclm.config import RunConfig
 from hpclm.errors import ConfigError, HpclmError
+from hpclm.job import folder
 
 
 def main(argv: list[str]) -> int:
@@ -54,7 +56,8 @@ def together(settings: RunConfig, world: bootstrap.World) -> int:
 def train(settings: RunConfig, ours: team.Team) -> int:
     """Train as one of ``ours``; the exit code."""
     settings.plan(ours.size)  # which refuses what cannot be divided before PyTorch is loaded: that takes seconds
-
+    if ours.leads:
+        folder.check_kinds(Path(settings.out))
     import torch
 
     from hpclm import loop

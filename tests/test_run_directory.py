@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from tests.job.test_runs import make
 from tests.runs import ROOT, Ranks, figures, hpclm, lines, losses
 
 
@@ -124,6 +125,37 @@ def test_two_runs_on_one_directory_the_second_names_the_first_and_a_killed_one_i
     assert "goes on from step" in done.stdout + done.stderr
     attempts = [json.loads(line) for line in lines(out / "attempts.jsonl")]
     assert attempts
+
+
+WRONG = {
+    "a folder and must be a file": ["config.yaml", "attempts.jsonl", "ends.jsonl", "metrics.jsonl", "log.txt", "lock"],
+    "a file and must be a folder": ["checkpoints", "logs", "job"],
+    "a named pipe and must be a file": ["log.txt", "metrics.jsonl", "jobs.jsonl"],
+}
+
+
+@pytest.mark.parametrize("kind, name", [(kind, name) for kind, names in WRONG.items() for name in names])
+def test_what_is_of_the_wrong_kind_is_told_before_training_and_status_goes_on(tiny, tmp_path, kind, name):
+    out = make(tmp_path / "run", [{"from_step": 0, "steps": 12}], [{"step": 3, "loss": 2.5}])
+    out.chmod(0o700)
+    (out / name).unlink(missing_ok=True)
+    {"a fo": os.mkdir, "a fi": lambda path: path.touch(), "a na": os.mkfifo}[kind[:4]](out / name)
+    before = sorted(out.rglob("*"))
+    wanted = f"error: {out / name} is {kind}: a run writes there; move it away, or choose another out\n"
+    assert hpclm("train", *tiny(), check=64).stderr == wanted
+    assert hpclm("submit", "--cluster", "local", *tiny(), check=64).stderr == wanted
+    assert sorted(out.rglob("*")) == before
+    assert hpclm("status", out, check=0).stderr == ""
+    told = hpclm("checkpoints", out).stderr
+    assert "Traceback" not in told and (name != "checkpoints" or "is a file and must be a folder" in told)
+
+
+def test_of_two_ranks_both_end_with_64_and_one_says_what_is_of_the_wrong_kind(tiny, tmp_path):
+    (tmp_path / "run/metrics.jsonl").mkdir(parents=True)
+    with Ranks(2, tiny()) as ranks:
+        ended = ranks.wait()
+    assert [code for code, _ in ended.values()] == [64, 64]
+    assert "".join(said for _, said in ended.values()).count("metrics.jsonl is a folder and must be a file") == 1
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import pytest
 
 from hpclm.job import ledger
 from hpclm.job.ledger import Submission
-from tests.job.test_runs import make
+from tests.job.test_runs import checkpoint, make
 from tests.runs import ROOT, hpclm
 
 SLOW = "sleep 30"
@@ -53,7 +53,8 @@ def status(*words, env=None, code=0):
 
 def test_a_run_of_a_job_is_shown_with_its_queue_its_progress_and_the_time_left(tmp_path, squeue):
     run = make(tmp_path / "runs" / "a", [attempt(job_id="7")], rows(5))
-    (run / "checkpoints" / "step-00000004").mkdir(parents=True)
+    checkpoint(run / "checkpoints" / "step-00000004")
+    (run / "checkpoints" / "step-00000005").mkdir()
     env = squeue(RUNNING)
     [found] = status(run, env=env)
     wanted = dict(

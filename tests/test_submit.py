@@ -1,5 +1,6 @@
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -286,7 +287,9 @@ def test_of_two_launches_into_one_directory_the_second_changes_nothing(submit):
             assert time.monotonic() < until
             time.sleep(0.02)
         before = (out / "config.yaml").read_text()
-        submit("--cluster", "local", *words, "optim.lr=2e-3", check=75)
+        said = submit("--cluster", "local", *words, "optim.lr=2e-3", check=75).stderr
+        holder = f"process {first.pid} on {socket.gethostname()}"
+        assert f"error: {out} is in use by another run ({holder}); wait for it, end it (hpclm cancel {out}), or" in said
         assert (out / "config.yaml").read_text() == before and "lr: 0.001\n" in before
     finally:
         first.terminate()

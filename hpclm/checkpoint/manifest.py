@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import re
-import stat
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,8 +14,9 @@ from torch import Tensor
 
 from hpclm.checkpoint.format import contents, facts
 from hpclm.errors import ConfigError
+from hpclm.job import saved
 
-NAME = "MANIFEST.json"
+NAME = saved.MANIFEST
 SCHEMA = 2
 ROOM = 4 << 30  # bytes of files that a process keeps in memory between looking at them and loading them
 
@@ -34,7 +34,7 @@ class Manifest:
     identity: dict[str, Any]  # what a run that goes on must find unchanged
     tensors: dict[str, dict[str, Any]]  # name -> shape of the whole, and parts: file and start of each
     files: dict[str, dict[str, Any]]  # name -> size in bytes, xxh3
-    made: dict[str, Any] = field(default_factory=dict)  # for people: when, by which attempt, in which layout
+    made: dict[str, Any] = field(default_factory=dict)  # when and why, by which attempt, in which layout
     validation: float | None = None  # loss on held-out data at this step, where it was measured
 
     def write(self, folder: Path) -> Path:
@@ -46,6 +46,12 @@ class Manifest:
             file.flush()
             os.fsync(file.fileno())
         return path
+
+    @property
+    def why(self) -> str | None:
+        """What told the run to leave, where it was saved because of that: a signal, stop; None for a regular save."""
+        said = self.made.get("why")
+        return said if isinstance(said, str) else None
 
     @property
     def size(self) -> int:
@@ -92,15 +98,9 @@ def digest_of(content: dict[str, Any]) -> str:
 def check_sizes(folder: Path, manifest: Manifest, names: Collection[str] | None = None) -> None:
     """BadCheckpoint where a file (one of ``names``; None: any) is missing or of another size."""
     for name in manifest.files if names is None else names:
-        wanted, path = manifest.files[name]["size"], folder / name
-        try:
-            found = path.stat()
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR):
-                raise
-            raise BadCheckpoint(f"{name} is not there") from None
-        if not stat.S_ISREG(found.st_mode) or found.st_size != wanted:
-            raise BadCheckpoint(f"{name} has {found.st_size} bytes, not the {wanted} that were saved")
+        wrong = saved.fault(folder / name, manifest.files[name]["size"])
+        if wrong:
+            raise BadCheckpoint(wrong)
 
 
 def verify(

@@ -18,7 +18,7 @@ class Retention:
     """What is kept of a run's checkpoints; the rest may go once a newer one is published."""
 
     last: int = 3
-    """Newest ones."""
+    """Newest regular ones. One that was made because the run was told to leave stays beside them until a regular one follows."""
     every: int = 0
     """Also every step that is a multiple of it; 0: none."""
     best: int = 0
@@ -27,7 +27,12 @@ class Retention:
     def dispensable(self, folders: Sequence[Path]) -> list[Path]:
         """Those of ``folders``, oldest first, that need not stay. One that is not complete does not count as kept."""
         whole = [(folder, manifest) for folder in folders if (manifest := complete(folder))]
-        kept = {folder for folder, _ in whole[-max(self.last, LEAST) :]}
+        regular = [folder for folder, manifest in whole if manifest.why is None]
+        kept = set(regular[-max(self.last, LEAST) :])
+        kept |= {
+            folder for folder, _ in whole[-1:]
+        }  # however often a run is told to leave, only the last such one stays
+        kept |= {folder for folder, _ in whole[-LEAST:] if len(kept) < LEAST}
         if self.every:
             kept |= {folder for folder, manifest in whole if manifest.progress["step"] % self.every == 0}
         measured = [(m.validation, -m.progress["step"], folder) for folder, m in whole if m.validation is not None]

@@ -44,6 +44,7 @@ class Flight:
     """What this process wrote; waits for it."""
     over: Callable[[], bool]
     began: float
+    why: str | None
 
 
 class CheckpointStore:
@@ -73,10 +74,17 @@ class CheckpointStore:
         self.begin(engine, progress, validation, beside=False)
         return self.commit()
 
-    def begin(self, engine: Engine, progress: Progress, validation: float | None = None, beside: bool = True) -> None:
+    def begin(
+        self,
+        engine: Engine,
+        progress: Progress,
+        validation: float | None = None,
+        beside: bool = True,
+        why: str | None = None,
+    ) -> None:
         """Take the engine's state, and write it: ``beside`` the training that goes on, or before this returns.
 
-        HpclmError on every rank where there is no room. One save at a time: commit() the one before first.
+        ``why``: what told the run to leave, where that is the reason; None for a regular save. HpclmError on every rank where there is no room. One save at a time: commit() the one before first.
         """
         assert self.flight is None
         final = self.folder / f"step-{progress.step:08d}"
@@ -95,7 +103,7 @@ class CheckpointStore:
         else:
             found = work()
             result, over = lambda: found, lambda: True
-        self.flight = Flight(progress, engine.scalars(), validation, draft, final, result, over, began)
+        self.flight = Flight(progress, engine.scalars(), validation, draft, final, result, over, began, why)
 
     @property
     def generation(self) -> int:
@@ -202,6 +210,7 @@ class CheckpointStore:
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "seconds": round(time.time() - flight.began, 3),
             "generation": self.generation,
+            "why": flight.why,
         }
         listed = {name: facts for found in written for name, facts in found["files"].items()}
         return Manifest(

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shlex
 import socket
 from contextlib import suppress
 from pathlib import Path
@@ -28,7 +29,10 @@ def refuse_if_held(folder: Path, name: str = "lock") -> None:
 
 def in_use(folder: Path, holder: Holder) -> LockedError:
     """The error for a folder that ``holder`` has."""
-    return LockedError(f"{folder} is in use by another run ({told(holder)}); wait for it, end it, or give another out=")
+    return LockedError(
+        f"{folder} is in use by another run ({told(holder)}); wait for it, end it (hpclm cancel {shlex.quote(str(folder))}), "
+        "or give another out="
+    )
 
 
 def read(path: Path) -> Holder:
@@ -59,19 +63,20 @@ def told(holder: Holder) -> str:
 
 
 class Lock:
-    """Holds ``folder`` while the block runs; LockedError names the holder when another process has it."""
+    """Holds ``folder``, by the file ``name`` in it, while the block runs; LockedError names the holder when another has it."""
 
     def __init__(self, folder: Path, name: str):
-        self.path = folder / name
+        self.folder, self.path = folder, folder / name
         self._file: IO[str] | None = None
 
     def __enter__(self) -> "Lock":
         self._file = self.path.open("a+", encoding="utf-8")
         if not take(self._file):
             self._file.close()
-            raise in_use(self.path.parent, read(self.path))
+            raise in_use(self.folder, read(self.path))
         self._file.truncate(0)
-        self._file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
+        holder = {"host": socket.gethostname(), "pid": os.getpid(), "job": os.environ.get("SLURM_JOB_ID")}
+        self._file.write(json.dumps(holder))
         self._file.flush()
         return self
 

@@ -19,7 +19,8 @@ class CheckpointConfig(Checked):
     """Write while training goes on: a copy of the state is taken in the CPU's memory, 12 bytes for each parameter that this
     process holds. false: training waits until the disk has it."""
     keep_last: int = 3
-    """Newest checkpoints that are kept; at least 2, so that one can go bad."""
+    """Newest regular checkpoints that are kept; at least 2, so that one can go bad. One that is made because a signal, stop or
+    exit_minutes ends the attempt does not count: it stays beside them until the next regular one."""
     keep_every: int = 0
     """Keep the checkpoints of steps that are a multiple of this, too; 0: none."""
     keep_best: int = 0

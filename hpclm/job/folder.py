@@ -8,6 +8,13 @@ from pathlib import Path
 from hpclm.errors import ConfigError, unwritten
 from hpclm.job.runs import MARKS
 
+FILES = (
+    *("config.yaml", "jobs.jsonl", "attempts.jsonl", "ends.jsonl", "metrics.jsonl", "log.txt"),
+    *("lock", "lock.beat", "ranks.json", "checkpoints.saved"),
+)
+FOLDERS = ("checkpoints", "logs", "job", "tensorboard")
+KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe"}
+
 
 def check(out: Path) -> None:
     """ConfigError unless ``out`` is a folder of this user's in which only he can write, or can be made."""
@@ -30,6 +37,28 @@ def check(out: Path) -> None:
             "they like in your name; chmod go-w it, or choose another out"
         )
     _check_room(out, out)
+    check_kinds(out)
+
+
+def check_kinds(out: Path) -> None:
+    """ConfigError where a folder stands in ``out`` in the place of a file that a run writes, or a file in that of a folder."""
+    wanted = {**dict.fromkeys(FILES, stat.S_IFREG), **dict.fromkeys(FOLDERS, stat.S_IFDIR)}
+    problems = []
+    for name, kind in wanted.items():
+        try:
+            found = stat.S_IFMT((out / name).stat().st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            problems.append(f"{out / name}: {error.strerror}; remove it, or choose another out")
+            continue
+        if found != kind:
+            problems.append(
+                f"{out / name} is {KINDS.get(found, 'something else')} and must be {KINDS[kind]}: a run writes there; "
+                "move it away, or choose another out"
+            )
+    if problems:
+        raise ConfigError(problems)
 
 
 def make(out: Path) -> None:

@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from hpclm.job import rows
+
 NAME = "jobs.jsonl"
 
 
@@ -44,9 +46,12 @@ def append(out: Path, submission: Submission) -> None:
 
 def read(out: Path) -> list[Submission]:
     """Every submission, oldest first; none where there is no ledger. Lines that are no submission are passed over."""
-    found = []
+    found: list[Submission] = []
+    if not (out / NAME).is_file():
+        return found
     with suppress(FileNotFoundError):
         for line in (out / NAME).read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError, TypeError):
-                found.append(Submission(**json.loads(line)))
+            row = rows.parsed(line, rows.SUBMISSION)
+            with suppress(TypeError):  # it lacks something, or has too much
+                found.extend([Submission(**row)] if row else [])
     return found

@@ -2,8 +2,7 @@
 
 import json
 import os
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,13 +10,12 @@ from typing import Any
 
 from hpclm.cluster import lock
 from hpclm.errors import ConfigError
-from hpclm.job import ledger
+from hpclm.job import ledger, rows, saved
 from hpclm.job.ledger import Submission
 from hpclm.registry import hint
 
 MARKS = ("config.yaml", ledger.NAME, "attempts.jsonl")
 DEEP = 3  # folders below the one that is searched
-TAIL = 1 << 16  # bytes at the end of a file that are read
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Run:
     stepped: float | None
     """When the last of them was written, in seconds since 1970."""
     checkpoint: tuple[int, float] | None
-    """Step of the newest checkpoint, and when it was made."""
+    """Step of the newest complete checkpoint, and when it was made."""
     bad: int
     """Checkpoints that were set aside."""
     holder: Mapping[str, Any] | None
@@ -55,7 +53,7 @@ class Run:
     @property
     def step(self) -> int:
         """The last step that is done."""
-        return int(self.rows[-1]["step"]) if self.rows else int(self.attempt.get("from_step") or 0)
+        return self.rows[-1]["step"] if self.rows else self.attempt.get("from_step") or 0
 
     @property
     def jobs(self) -> list[str]:
@@ -130,26 +128,14 @@ def read(out: Path) -> Run:
     return Run(
         out=out,
         submissions=_or(ledger.read, out, []),
-        attempts=_objects(out / "attempts.jsonl", 1 << 20),
-        rows=[row for row in _objects(metrics) if isinstance(row.get("step"), int)],
-        stepped=_or(lambda path: path.stat().st_mtime, metrics, None),
-        checkpoint=_checkpoint(out / "checkpoints"),
+        attempts=_rows(out / "attempts.jsonl", rows.ATTEMPT, size=1 << 20),
+        rows=_rows(metrics, rows.STEP, ["step"]),
+        stepped=_or(lambda path: path.stat().st_mtime if path.is_file() else None, metrics, None),
+        checkpoint=saved.newest(out / "checkpoints"),
         bad=len(list((out / "checkpoints").glob(".bad-*"))),
         holder=_holder(out / "lock"),
         slow=_slow(out / "ranks.json"),
     )
-
-
-def tail(path: Path, size: int = TAIL) -> str:
-    """The last ``size`` bytes of a file, from the beginning of a line; empty where there is none."""
-    try:
-        with path.open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(0, end - size))
-            text = file.read(size)
-    except OSError:
-        return ""
-    return (text if end <= size else text.partition(b"\n")[2]).decode(errors="replace")
 
 
 def planned(path: Path) -> int | None:
@@ -157,7 +143,7 @@ def planned(path: Path) -> int | None:
     import yaml  # of use to few, and slow to load
 
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
         content = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         budget, batch = content["budget"], content["batch"]
         ends = [budget["steps"]] if budget.get("steps") else []
@@ -171,41 +157,26 @@ def planned(path: Path) -> int | None:
             rampup = Rampup(*batch["rampup"]) if batch.get("rampup") else None
             plan = Plan.divide(1, batch["global_size"], 1, rampup)
             ends += [plan.steps_within(count) for count in counts if count]
-        return min(ends, default=None)
-    except (OSError, KeyError, TypeError, ValueError, AttributeError, yaml.YAMLError):
+        return min(ends, default=None) if all(map(rows.count, ends)) else None
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, yaml.YAMLError):
         return None
 
 
-def _objects(path: Path, size: int = TAIL) -> list[Mapping[str, Any]]:
-    found: list[Mapping[str, Any]] = []
-    for line in tail(path, size).splitlines():
-        with suppress(ValueError):
-            row = json.loads(line)
-            if isinstance(row, dict):
-                found.append(row)
-    return found
-
-
-def _checkpoint(folder: Path) -> tuple[int, float] | None:
-    with suppress(OSError):
-        saved = [
-            (int(found[1]), entry) for entry in os.scandir(folder) if (found := re.fullmatch(r"step-(\d+)", entry.name))
-        ]
-        if saved:
-            step, entry = max(saved, key=lambda each: each[0])
-            return step, entry.stat().st_mtime
-    return None
+def _rows(
+    path: Path, fields: Mapping[str, rows.Check], needs: Iterable[str] = (), size: int = rows.TAIL
+) -> list[rows.Row]:
+    return [row for line in rows.tail(path, size).splitlines() if (row := rows.parsed(line, fields, needs))]
 
 
 def _holder(path: Path) -> Mapping[str, Any] | None:
-    holder = lock.read(path)
-    return holder if "pid" in holder else None
+    holder = lock.read(path) if path.is_file() else None  # a pipe would keep who reads it waiting
+    return holder if rows.sane(holder, rows.HOLDER, ["pid"]) else None
 
 
 def _slow(path: Path) -> list[Mapping[str, Any]]:
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        rows = json.loads(path.read_text(errors="replace"))["slow"]
-        return [row for row in rows if {"rank", "host", "times"} <= row.keys()]
+    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+        slow = json.loads(path.read_text(errors="replace"))["slow"] if path.is_file() else []
+        return [row for row in slow if rows.sane(row, rows.SLOW, rows.SLOW)]
     return []
 
 

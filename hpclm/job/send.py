@@ -86,7 +86,7 @@ def held(config: RunConfig) -> Iterator[None]:
     """
     out = Path(config.out)
     folder.make(out)
-    with Lock(out / "job", "launch"):
+    with Lock(out, "job/launch"):
         refuse_if_held(out)
         files.write_text(out / "config.yaml", dumped(config))
         yield

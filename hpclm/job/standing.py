@@ -10,7 +10,8 @@ from pathlib import Path
 
 from hpclm.cluster import process, slurm
 from hpclm.cluster.slurm import Silent, State
-from hpclm.job.runs import Run, tail
+from hpclm.job.rows import tail
+from hpclm.job.runs import Run
 
 LATELY = 30  # seconds: a step that recent is a sign of life
 RECENT = 50  # steps that speed is averaged over
@@ -238,7 +239,7 @@ def _seconds(text: str) -> float | None:
     for form in ("%Y-%m-%dT%H:%M:%S%z", "%Y-%m-%dT%H:%M:%S"):
         try:
             return datetime.strptime(text, form).timestamp()
-        except ValueError:
+        except (ValueError, OverflowError):
             continue
     return None
 

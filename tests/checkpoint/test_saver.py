@@ -90,6 +90,65 @@ def test_one_that_is_not_complete_is_not_counted_among_those_that_are_kept(tmp_p
     assert [int(path.name[5:]) for path in steps(tmp_path)] == [1, 3]
 
 
+@pytest.mark.parametrize(
+    "saves, left",
+    [
+        ("1000 2000 2300! 2600! 2900!", [1000, 2000, 2900]),  # told to leave again and again
+        ("1000 2000 2300! 2600! 2900! 3000", [2000, 3000]),
+        ("1000 2000 3000 3300!", [2000, 3000, 3300]),
+        ("100! 200! 300!", [200, 300]),
+        ("100! 200! 1000", [200, 1000]),
+        ("100! 200! 1000 1100!", [1000, 1100]),
+        ("100! 1000 2000", [1000, 2000]),
+    ],
+)
+def test_saves_made_when_told_to_leave_push_no_regular_one_out(saves, left, tmp_path):
+    store = CheckpointStore(tmp_path, Retention(2), {})
+    for word in saves.split():
+        store.begin(State(), Progress(int(word.strip("!"))), None, False, "SIGTERM" if word.endswith("!") else None)
+        store.commit()
+        assert len(steps(tmp_path)) >= min(2, saves.split().index(word) + 1)
+    assert [int(path.name[5:]) for path in steps(tmp_path)] == left
+
+
+@pytest.mark.parametrize(
+    "settings, step, orders, why",
+    [
+        (["checkpoint.every=5"], 7, Orders(signal="SIGTERM"), "SIGTERM"),
+        (["checkpoint.every=5"], 7, Orders(stop=True), "stop"),
+        (["checkpoint.every=5"], 7, Orders(out_of_time=True), "exit_minutes"),
+        (["checkpoint.every=5"], 7, Orders(), None),  # the end of a run
+        (["checkpoint.every=5"], 10, Orders(signal="SIGTERM"), None),  # due anyway
+        (["checkpoint.every=0", "checkpoint.minutes=9"], 7, Orders(stop=True, minutes=1.0), "stop"),
+        (["checkpoint.every=0", "checkpoint.minutes=9"], 7, Orders(stop=True, minutes=9.0), None),
+        (["checkpoint.every=0"], 7, Orders(signal="SIGTERM"), None),  # the only saves there are
+    ],
+)
+def test_a_checkpoint_says_whether_it_was_made_because_the_run_was_told_to_leave(settings, step, orders, why, tmp_path):
+    store = CheckpointStore(tmp_path, Retention(), {})
+    Saver(store, from_cli(["configs/debug.yaml", *settings], None), 0).leave(State(), Progress(step), None, orders)
+    assert [complete(path).why for path in steps(tmp_path)] == [why]
+
+
+def test_a_manifest_that_does_not_say_why_is_of_a_regular_save(tmp_path):
+    store = CheckpointStore(tmp_path, Retention(), {})
+    store.save(State(), Progress(1))
+    [folder] = steps(tmp_path)
+    manifest = complete(folder)
+    del manifest.made["why"]
+    manifest.write(folder)
+    assert complete(folder).why is None
+
+
+def test_the_verb_says_that_a_checkpoint_was_made_because_of_a_warning(tiny, tmp_path):
+    process = begun(tiny("run", *LONG[:2], "checkpoint.every=1000000"), tmp_path / "run")
+    process.send_signal(signal.SIGUSR1)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 85, errors
+    [told] = hpclm("checkpoints", tmp_path / "run", check=0).stdout.splitlines()
+    assert told.endswith("saved as SIGUSR1 said")
+
+
 def test_a_run_saves_by_the_clock_too(tiny, tmp_path):
     words = tiny("run", *LONG, "checkpoint.minutes=0.02", "checkpoint.keep_last=100", "exit_minutes=0.1")
     done = hpclm("train", *words, check=0)

@@ -1,10 +1,15 @@
 import json
+import os
+import shutil
+import time
 
 import pytest
 
+from hpclm.checkpoint.manifest import Manifest
 from hpclm.errors import ConfigError
-from hpclm.job import ledger, runs
+from hpclm.job import ledger, runs, saved
 from hpclm.job.ledger import Submission
+from tests.checkpoint import state
 
 
 def make(folder, attempts=(), rows=(), **files):
@@ -76,11 +81,93 @@ def test_only_the_end_of_the_metrics_is_read(tmp_path):
     assert run.step == 7 and run.steps == [{"step": 7, "loss": 1.5, "step_seconds": 2.0}]
 
 
+def checkpoint(folder, processes=1, tensors=1):
+    """A folder as a checkpoint is left, by names and sizes."""
+    folder.mkdir(parents=True)
+    files = {f"rank-{rank:05d}.safetensors": {"size": 100, "xxh3": "0" * 32} for rank in range(processes)}
+    parts = {
+        f"tensor-{number}": {"parts": [{"file": name, "start": [0, 0]} for name in files]} for number in range(tensors)
+    }
+    Manifest({"step": int(folder.name[5:])}, {}, {}, parts, files, {"processes": processes}).write(folder)
+    for name in files:
+        (folder / name).write_bytes(bytes(100))
+    return folder
+
+
 def test_the_newest_checkpoint_is_the_one_of_the_highest_step(tmp_path):
     for name in ("step-00000900", "step-100000000", ".bad-step-00000950", ".tmp-step-200000000", "latest"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        checkpoint(tmp_path / "checkpoints" / name) if name[0] == "s" else (tmp_path / "checkpoints" / name).mkdir()
     run = runs.read(tmp_path)
     assert run.checkpoint and run.checkpoint[0] == 100000000 and run.bad == 1
+
+
+def spoil(folder, what):
+    manifest, first = folder / "MANIFEST.json", folder / "rank-00000.safetensors"
+    text = manifest.read_text()
+    if what == "empty":
+        shutil.rmtree(folder)
+        folder.mkdir()
+    elif what == "a file":
+        shutil.rmtree(folder)
+        folder.touch()
+    elif what == "no manifest":
+        manifest.unlink()
+    elif what == "a file gone":
+        first.unlink()
+    elif what == "a file cut":
+        first.write_bytes(b"")
+    elif what == "a folder for a file":
+        first.unlink()
+        first.mkdir()
+    elif what == "a pipe for a manifest":
+        manifest.unlink()
+        os.mkfifo(manifest)
+    else:
+        manifest.write_text(text.replace(*what) if isinstance(what, tuple) else what)
+
+
+SPOILT = ["empty", "a file", "no manifest", "a file gone", "a file cut", "a folder for a file", "a pipe for a manifest"]
+TEXTS = [
+    "",
+    "[]",
+    "{}",
+    "[" * 5000,
+    '{"files": {}}',
+    ('"size": 100', '"size": "100"'),
+    ('"size": 100', '"size": 1e400'),
+]
+
+
+@pytest.mark.parametrize("what", [*SPOILT, *TEXTS, ('"rank-00000.safetensors": {', '"../x": {')], ids=str)
+def test_one_that_is_not_complete_is_not_the_newest_checkpoint(what, tmp_path):
+    checkpoint(tmp_path / "checkpoints/step-00000100")
+    spoil(checkpoint(tmp_path / "checkpoints/step-00000200"), what)
+    found = runs.read(tmp_path).checkpoint
+    assert found == (100, (tmp_path / "checkpoints/step-00000100").stat().st_mtime)
+
+
+def test_a_manifest_counts_however_long_it_is_and_without_line_breaks(tmp_path):
+    folder = checkpoint(tmp_path / "checkpoints/step-00000100", processes=64, tensors=600)
+    path = folder / "MANIFEST.json"
+    assert path.stat().st_size > 2 * saved.END and saved.complete(folder)
+    path.write_text(json.dumps(json.loads(path.read_text())))
+    assert saved.complete(folder)
+    (folder / "rank-00063.safetensors").unlink()
+    assert not saved.complete(folder)
+
+
+def test_what_the_store_has_saved_is_complete_and_a_thousand_that_are_not_cost_little_time(tmp_path):
+    state.saved(tmp_path / "checkpoints", (1, 2))
+    assert runs.read(tmp_path).checkpoint[0] == 2
+    for step in range(10, 1010):
+        (tmp_path / f"checkpoints/step-{step:08d}").mkdir()
+        (tmp_path / f"checkpoints/step-{step:08d}/MANIFEST.json").write_text('{\n "files": {"a": {"size": 1}}\n}')
+    times = []
+    for _ in range(3):  # another process may have the core for a moment
+        began = time.monotonic()
+        assert runs.read(tmp_path).checkpoint[0] == 2
+        times.append(time.monotonic() - began)
+    assert min(times) < 0.3
 
 
 @pytest.mark.parametrize(

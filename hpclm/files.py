@@ -81,7 +81,7 @@ def write_bytes(path: Path, content: bytes) -> None:
         written.replace(path)
     finally:
         written.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def aside(path: Path) -> Path:
@@ -142,8 +142,8 @@ def locked(path: Path, waiting: str | None = None) -> Iterator[None]:
         os.close(handle)
 
 
-def sync_folder(path: Path) -> None:
-    """Make renames inside the folder ``path`` survive a power cut."""
+def sync(path: Path) -> None:
+    """Make what a file holds, or the names in a folder, survive a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -130,7 +130,7 @@ def publish(draft: Path, final: Path) -> None:
     try:
         draft.rename(final)
         try:
-            files.sync_folder(final.parent)
+            files.sync(final.parent)
         except OSError:  # it may be gone after a power cut: then it does not count now either
             final.rename(draft)
             raise

@@ -180,7 +180,7 @@ class CheckpointStore:
             if failed:
                 raise HpclmError(f"checkpoint {flight.final} could not be saved: {'; '.join(failed[:3])}")
             self._describe(flight, written).write(flight.draft)
-            files.sync_folder(flight.draft)
+            files.sync(flight.draft)
             if self.lease:
                 self.lease.check()  # a later attempt that takes over removes drafts, so nothing comes between
             shelf.publish(flight.draft, flight.final)

@@ -190,7 +190,7 @@ class Lease:
         if self._file is not None:
             self._file.close()
         self._file = file
-        files.sync_folder(self.path.parent)
+        files.sync(self.path.parent)
 
     def _beat(self) -> None:
         number = 0

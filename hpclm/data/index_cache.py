@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpclm.files import aside, fingerprint, locked, sweep, sync_folder
+from hpclm.files import aside, fingerprint, locked, sweep, sync
 
 FORMAT = 1  # of an entry, and of the way indices are built
 Arrays = dict[str, NDArray[Any]]
@@ -79,7 +79,7 @@ def _save(arrays: Arrays, entry: Path, about: dict[str, Any]) -> None:
             text.flush()
             os.fsync(text.fileno())
         _put(written, entry, about)
-        sync_folder(entry.parent)
+        sync(entry.parent)
     finally:
         shutil.rmtree(written, ignore_errors=True)
 

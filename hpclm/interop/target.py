@@ -1,6 +1,5 @@
 """A folder that is there when all of it is written, and not before."""
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,20 +24,12 @@ def fresh(target: Path, mode: int = 0o777) -> Iterator[Path]:
     try:
         yield draft
         for path in (*draft.rglob("*"), draft):
-            _sync(path)
+            files.sync(path)
         if target.exists():  # made by another process in the meantime
             raise ConfigError(f"{target} is there already; give another place, or remove it")
         draft.rename(target)
-        files.sync_folder(target.parent)
+        files.sync(target.parent)
     except OSError as error:
         raise unwritten(error, target, "nothing was left there") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,34 +1,16 @@
 """Disks that are full or fail, at every system call of a save and of a load."""
 
-import os
 import shutil
-import tempfile
-from pathlib import Path
 
 import pytest
 
 from hpclm.checkpoint import shelf
 from tests import traced
-from tests.checkpoint.state import State, saved, store
+from tests.checkpoint.state import State, store
 from tests.checkpoint.victims import resume, save, save_beside, try_to_resume, try_to_save
 
 pytestmark = pytest.mark.skipif(not traced.usable(), reason="strace is not installed, or may not trace here")
 FAILING = f"{traced.WRITING},newfstatat,getdents64,read,pread64,preadv,statfs"
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("good") / "c"
-    saved(folder, (1, 2), keep=2)
-    return folder
-
-
-@pytest.fixture
-def folder(tmp_path):
-    memory = Path("/dev/shm")
-    made = Path(tempfile.mkdtemp(dir=memory if os.access(memory, os.W_OK) else tmp_path))
-    yield made / "c"
-    shutil.rmtree(made)
 
 
 def reset(folder, good):

@@ -1,16 +1,13 @@
 """A process is killed at every system call with which it saves, prunes, sweeps or sets aside: what stands must be whole."""
 
-import os
 import shutil
-import tempfile
-from pathlib import Path
 
 import pytest
 
 from hpclm.checkpoint import manifest as manifests
 from hpclm.checkpoint import shelf
 from tests import traced
-from tests.checkpoint.state import State, progress, saved, store
+from tests.checkpoint.state import State, progress, store
 from tests.checkpoint.victims import resume, save, save_as_rank, save_beside, write_beside
 
 pytestmark = pytest.mark.skipif(not traced.usable(), reason="strace is not installed, or may not trace here")
@@ -35,22 +32,6 @@ CASES = {
     "sweep at start": (resume, None, leave_half_done, {2}),
     "set a bad one aside": (resume, None, spoil, {1}),
 }
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("good") / "c"
-    saved(folder, (1, 2), keep=2)
-    return folder
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """In memory where there is such a place: a kill, unlike a power cut, does not tell the disk's cache from the disk."""
-    memory = Path("/dev/shm")
-    made = Path(tempfile.mkdtemp(dir=memory if os.access(memory, os.W_OK) else tmp_path))
-    yield made / "c"
-    shutil.rmtree(made)
 
 
 def reset(folder, good, damage=None):

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from hpclm.data.disk.formats import DTYPES, FAIRSEQ_HEADER, FAIRSEQ_ONLY, HEADER, MAGIC, VERSION
 from hpclm.data.disk.indexed import files
 from hpclm.errors import ConfigError, HpclmError
-from hpclm.files import aside, locked, sweep, sync_folder
+from hpclm.files import aside, locked, sweep, sync
 
 LONGEST = 2**31 - 1  # tokens of a sequence: sizes are int32
 BLOCK = 1 << 20  # sequences, and tokens, that are held at a time
@@ -183,7 +183,7 @@ class Writer:
             if not self.replaces and index.exists():
                 raise ConfigError(f"{index} has appeared while this dataset was written; it is left as it is")
             self._rename(tokens, index, note)
-        sync_folder(index.parent)
+        sync(index.parent)
 
     def _rename(self, tokens: Path, index: Path, note: Path) -> None:
         index.unlink(missing_ok=True)  # first: an old index must not open beside new tokens

@@ -123,12 +123,12 @@ def preempt(job, draw):
 # what ends a start of the job -> whether it can save before that
 FAULTS = {
     "TERM to one rank": (one(signal.SIGTERM), True),
-    "KILL of one rank": (one(signal.SIGKILL), False),
-    "USR1 to all": (everyone("USR1"), True),
     "preemption by another partition": (preempt, False),  # Slurm gives KillWait, 5 s here
-    "USR2 and USR1 to one rank": (twice, True),
+    "USR1 to all": (everyone("USR1"), True),
     "scontrol requeue": (requeue, False),
+    "USR2 and USR1 to one rank": (twice, True),
     "TERM to all": (everyone("TERM"), True),
+    "KILL of one rank": (one(signal.SIGKILL), False),
 }
 
 

@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hpclm.errors import HpclmError
@@ -21,8 +21,9 @@ class Console(logging.Handler):
         """Print the record, unless a live line on this terminal already says it."""
         from tqdm import tqdm
 
-        if not (getattr(record, "live", False) and sys.stderr.isatty()):
-            tqdm.write(self.format(record), file=sys.stderr)
+        with suppress(OSError):  # nobody listens any more, which is no reason for a run to end; its own file has it
+            if not (getattr(record, "live", False) and sys.stderr.isatty()):
+                tqdm.write(self.format(record), file=sys.stderr)
 
 
 class Early(logging.Handler):

@@ -122,15 +122,13 @@ def run(config: RunConfig, team: Team) -> int:
             except DivergedError:  # on every rank; what is being written was good
                 saver.land()
                 raise
-        if orders.stop and switches:
-            switches.done("stop")
-        code = REQUEUE if orders.signal and not over else 0
+        code = REQUEUE if orders.signal and not over and not orders.stop else 0
         if team.leads:
             record.end(out, attempt, code, saver.step)
+        if orders.stop and switches:
+            switches.done("stop")
         if code:
-            logger.warning(
-                "%s: saved at step %d and leaving; the same command goes on from here", orders.signal, saver.step
-            )
+            logger.warning("%s: %s and leaving; the same command goes on from here", orders.signal, saver.told())
         else:
             logger.info(ending(config, length, progress, "" if over else orders.leaving or "exit_interval"))
         return code

@@ -1,6 +1,7 @@
 """What was run: the settings, and for every attempt its command, versions and git revision."""
 
 import json
+import logging
 import os
 import platform
 import socket
@@ -21,6 +22,7 @@ from hpclm.config.mixture import mixture
 from hpclm.errors import DivergedError
 from hpclm.job.rows import ATTEMPT, END, Check, sane
 
+log = logging.getLogger(__name__)
 LIBRARIES = (
     "torch",
     "numpy",
@@ -65,8 +67,11 @@ def start(out: Path, run: config.RunConfig, team: Team, step: int, steps: int | 
 def end(out: Path, attempt: int, code: int, step: int) -> None:
     """Add a line to ends.jsonl: the attempt of this number ended in good order, with exit code ``code``, saved at ``step``."""
     line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "attempt": attempt, "code": code, "step": step}
-    with (out / "ends.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    try:
+        with (out / "ends.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    except OSError as error:  # the exit code says the same, and the state is saved
+        log.warning("%s cannot be written: %s", out / "ends.jsonl", error.strerror)
 
 
 def check_progress(out: Path, step: int) -> None:

@@ -79,16 +79,20 @@ class Saver:
         self._begin(engine, progress, validation, beside=False, why=why)
         self._commit()
 
+    def told(self) -> str:
+        """What is saved, in words."""
+        return f"saved at step {self.step}" if self.step else "nothing saved"
+
     def seconds(self) -> float:
         """Seconds that a save may take; 0 before the first."""
         return self._longest * MARGIN
 
     def seconds_left(self, orders: Orders) -> float | None:
         """Seconds until this process is killed; None where nobody has said that it will be."""
-        if orders.signal is None or orders.signal == "SIGINT":
-            return None
-        warned = self.config.job.warn_seconds if orders.signal in ("SIGUSR1", "SIGUSR2") else 0
-        return (warned or self.config.checkpoint.grace_seconds) - orders.hurry
+        grace = self.config.checkpoint.grace_seconds
+        warned = self.config.job.warn_seconds or grace
+        limits = {"SIGTERM": grace, "SIGUSR1": warned, "SIGUSR2": warned}  # after a Ctrl-C nobody kills
+        return min((limits[name] - passed for name, passed in orders.since.items() if name in limits), default=None)
 
     def _begin(
         self, engine: Engine, progress: Progress, validation: float | None, beside: bool, why: str | None = None

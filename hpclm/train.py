@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -42,8 +43,9 @@ def start(settings: RunConfig, alone: bool = False) -> int:
     except SystemExit as end:  # of a rank for which another speaks
         code = end.code if isinstance(end.code, int) else 1
     # what an exception still holds of the process group would abort the interpreter's own way out
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # nobody may be listening any more
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 

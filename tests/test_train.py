@@ -140,6 +140,33 @@ def test_a_warned_run_saves_and_asks_to_be_started_again(tiny, tmp_path, number)
     assert max(losses(tmp_path / "run")) == step + 2
 
 
+def test_a_warned_run_saves_though_nobody_hears_what_it_says(tiny, tmp_path):
+    words = tiny("run", "budget.steps=100000", "checkpoint.every=0", "optim.schedule=constant")
+    listening, told = os.pipe()
+    process = subprocess.Popen([sys.executable, "-m", "hpclm", "train", *words], cwd=ROOT, stdout=told, stderr=told)
+    os.close(told)
+    metrics = tmp_path / "run/metrics.jsonl"
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 3:
+        time.sleep(0.05)
+    os.close(listening)
+    process.terminate()
+    assert process.wait(60) == 85
+    assert (tmp_path / f"run/checkpoints/step-{max(losses(tmp_path / 'run')):08d}").is_dir()
+
+
+def test_an_order_to_stop_stands_before_a_signal_after_which_the_run_would_start_again(tiny, tmp_path):
+    words = tiny("run", "budget.steps=100000", "model.block=tests.faults:SlowBlock", "optim.schedule=constant")
+    env = os.environ | {"TEST_PAUSE": "0.5"}  # four times in a step
+    process = subprocess.Popen([sys.executable, "-m", "hpclm", "train", *words], cwd=ROOT, env=env)
+    metrics = tmp_path / "run/metrics.jsonl"
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 1:
+        time.sleep(0.05)
+    (tmp_path / "run/stop").touch()
+    process.terminate()
+    assert process.wait(60) == 0
+    assert not (tmp_path / "run/stop").exists()
+
+
 def test_a_warning_during_start_up_costs_no_step(tiny, tmp_path):
     words = tiny("run", "budget.steps=100000", "optim.schedule=constant")
     hpclm("train", *words, "stop_at=3", check=0)

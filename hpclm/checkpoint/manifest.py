@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from hpclm.job import saved
 
 NAME = saved.MANIFEST
 SCHEMA = 2
+LARGEST = 1 << 30  # bytes of a manifest
 ROOM = 4 << 30  # bytes of files that a process keeps in memory between looking at them and loading them
 
 
@@ -62,6 +64,9 @@ class Manifest:
 def read(folder: Path) -> Manifest:
     """The manifest in ``folder``, not yet held against the files; BadCheckpoint when it is no manifest."""
     try:
+        info = (folder / NAME).stat()
+        if not stat.S_ISREG(info.st_mode) or info.st_size > LARGEST:
+            raise BadCheckpoint(f"{NAME} is no file, or too large for a manifest")
         content = json.loads((folder / NAME).read_text(encoding="utf-8"))
         if content.pop("blake2b") != digest_of(content):
             raise BadCheckpoint(f"{NAME} differs from what was saved (its hash is wrong)")

@@ -162,7 +162,8 @@ def set_aside(folder: Path, reason: str) -> None:
     try:
         folder.rename(bad)
         with suppress(OSError):  # the log has it too
-            (bad / "REASON.txt").write_text(reason + "\n", encoding="utf-8")
+            if not bad.is_symlink():  # behind a link may be a good one
+                (bad / "REASON.txt").write_text(reason + "\n", encoding="utf-8")
     except OSError as error:
         log.error("checkpoint %s is bad: %s. It could not be set aside: %s", folder, reason, error)
         return

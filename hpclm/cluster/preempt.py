@@ -7,6 +7,7 @@ one more; a second Ctrl-C ends the process at once.
 import os
 import signal
 import time
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -17,8 +18,7 @@ class Preemption:
     """Remembers a warning signal until the loop is ready for it."""
 
     def __init__(self) -> None:
-        self.signal: str | None = None
-        self._since: float | None = None
+        self._when: dict[str, float] = {}
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Preemption":
@@ -35,13 +35,15 @@ class Preemption:
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.signal == "SIGINT" and number == signal.SIGINT:
-            raise KeyboardInterrupt
         name = signal.Signals(number).name
-        if self.signal is None:  # os.write and no log line: signals come in bursts, and a log is not reentrant
-            os.write(2, f"{name}: finishing this step if there is time, then saving and leaving\n".encode())
-        self.signal, self._since = name, self._since or time.monotonic()
+        if name == "SIGINT" and name in self._when:
+            raise KeyboardInterrupt
+        first = not self._when
+        self._when.setdefault(name, time.monotonic())
+        if first:  # os.write and no log line: signals come in bursts, and a log is not reentrant
+            with suppress(OSError):  # nobody may be listening any more
+                os.write(2, f"{name}: finishing this step if there is time, then saving and leaving\n".encode())
 
-    def seconds(self) -> float:
-        """Seconds since the first warning; 0 before it."""
-        return time.monotonic() - self._since if self._since else 0.0
+    def seconds(self, name: str) -> float:
+        """Seconds since the first signal of that name, more than 0; 0 where none has come."""
+        return max(time.monotonic() - self._when[name], 1e-9) if name in self._when else 0.0

@@ -1,10 +1,12 @@
 """Orders to a run that trains, given by a file in its directory: save-now and stop."""
 
+import logging
 import os
 import stat
 import time
 from pathlib import Path
 
+log = logging.getLogger(__name__)
 NAMES = ("save-now", "stop")
 PAUSE = 1.0  # seconds between looks: a file system of many nodes answers slowly
 
@@ -27,7 +29,10 @@ class Switches:
     def done(self, name: str) -> None:
         """Take the order away: it was followed."""
         self._found -= {name}
-        (self.folder / name).unlink(missing_ok=True)
+        try:
+            (self.folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("%s was followed and cannot be removed: %s", self.folder / name, error.strerror)
 
     def _stands(self, name: str) -> bool:
         try:

@@ -20,7 +20,7 @@ RECENT = 50  # steps that speed is averaged over
 ENDS = (
     ("done", re.compile(r"\b(done at step \d+.*?samples)")),
     ("stopped", re.compile(r"\b(stopped at step \d+ as \w+ says)")),
-    ("left", re.compile(r"\b(\w+: saved at step \d+ and leaving)")),
+    ("left", re.compile(r"\b(\w+: (?:saved at step \d+|nothing saved) and leaving)")),
     ("failed", re.compile(r"\b(DUE TO (?:NODE FAILURE|NODE_FAIL).*?)(?: \*\*\*|$)")),
     ("ended", re.compile(r"\b(CANCELLED AT \S+ DUE TO .*?|CANCELLED AT \S+)(?: \*\*\*|$)")),
     ("failed", re.compile(r"^[-\d]* ?[\d:,]* E (.*)$")),

@@ -114,20 +114,37 @@ def test_saves_made_when_told_to_leave_push_no_regular_one_out(saves, left, tmp_
 @pytest.mark.parametrize(
     "settings, step, orders, why",
     [
-        (["checkpoint.every=5"], 7, Orders(signal="SIGTERM"), "SIGTERM"),
+        (["checkpoint.every=5"], 7, Orders({"SIGTERM": 1.0}), "SIGTERM"),
         (["checkpoint.every=5"], 7, Orders(stop=True), "stop"),
         (["checkpoint.every=5"], 7, Orders(out_of_time=True), "exit_minutes"),
         (["checkpoint.every=5"], 7, Orders(), None),  # the end of a run
-        (["checkpoint.every=5"], 10, Orders(signal="SIGTERM"), None),  # due anyway
+        (["checkpoint.every=5"], 10, Orders({"SIGTERM": 1.0}), None),  # due anyway
         (["checkpoint.every=0", "checkpoint.minutes=9"], 7, Orders(stop=True, minutes=1.0), "stop"),
         (["checkpoint.every=0", "checkpoint.minutes=9"], 7, Orders(stop=True, minutes=9.0), None),
-        (["checkpoint.every=0"], 7, Orders(signal="SIGTERM"), None),  # the only saves there are
+        (["checkpoint.every=0"], 7, Orders({"SIGTERM": 1.0}), None),  # the only saves there are
     ],
 )
 def test_a_checkpoint_says_whether_it_was_made_because_the_run_was_told_to_leave(settings, step, orders, why, tmp_path):
     store = CheckpointStore(tmp_path, Retention(), {})
     Saver(store, from_cli(["configs/debug.yaml", *settings], None), 0).leave(State(), Progress(step), None, orders)
     assert [complete(path).why for path in steps(tmp_path)] == [why]
+
+
+@pytest.mark.parametrize(
+    "since, left",
+    [
+        ({"SIGTERM": 10.0}, 20.0),
+        ({"SIGUSR2": 70.0, "SIGTERM": 5.0}, 25.0),
+        ({"SIGUSR2": 110.0, "SIGTERM": 5.0}, 10.0),
+        ({"SIGTERM": 5.0, "SIGUSR1": 1.0}, 25.0),
+        ({"SIGTERM": 5.0, "SIGINT": 9.0}, 25.0),  # a Ctrl-C takes no time away, and gives none
+        ({"SIGINT": 9.0}, None),
+        ({}, None),
+    ],
+)
+def test_of_several_signals_the_earliest_end_counts(since, left, tmp_path):
+    saver = Saver(CheckpointStore(tmp_path, Retention(), {}), from_cli(["configs/debug.yaml"], None), 0)
+    assert saver.seconds_left(Orders(since)) == left
 
 
 def test_a_manifest_that_does_not_say_why_is_of_a_regular_save(tmp_path):
@@ -205,7 +222,7 @@ def test_a_save_that_would_not_be_done_in_time_is_not_begun(tmp_path, caplog, gr
     saver.save(State(), Progress(1), None, Orders())
     saver.settle(Orders())
     saver._longest = 1.0  # as if the disk were slow
-    saver.leave(State(), Progress(2), None, Orders(signal="SIGTERM", hurry=0.1))
+    saver.leave(State(), Progress(2), None, Orders({"SIGTERM": 0.1}))
     assert [path.name for path in steps(tmp_path)][-1] == f"step-0000000{2 if saves else 1}"
     assert ("left without one; steps 2 to 2 will be done again" in caplog.text) != saves
 

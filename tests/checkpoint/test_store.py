@@ -1,4 +1,5 @@
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -255,7 +256,7 @@ def test_a_run_that_has_saved_does_not_start_over_when_its_folder_is_gone(tmp_pa
         store.resume(State(), "auto")
 
 
-@pytest.mark.parametrize("kind", ["nested", "a folder", "a link to itself"])
+@pytest.mark.parametrize("kind", ["nested", "a folder", "a link to itself", "a pipe", "a huge file"])
 def test_a_manifest_that_is_no_text_of_ours_is_bad_and_the_one_before_is_used(tmp_path, kind):
     store = saved(tmp_path / "c", (1, 2))
     path = tmp_path / "c/step-00000002/MANIFEST.json"
@@ -264,6 +265,40 @@ def test_a_manifest_that_is_no_text_of_ours_is_bad_and_the_one_before_is_used(tm
         path.write_text("[" * 200_000)
     elif kind == "a folder":
         path.mkdir()
+    elif kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "a huge file":
+        path.touch()
+        os.truncate(path, 1 << 41)
     else:
         path.symlink_to(path)
     assert store.resume(State(), "auto").step == 1
+
+
+def test_what_cannot_be_told_to_be_bad_is_never_pruned_and_what_is_bad_is_set_aside(tmp_path):
+    folder = tmp_path / "c"
+    saved(folder, (1, 2, 3))
+    path = folder / "step-00000001/MANIFEST.json"
+    content = json.loads(path.read_text()) | {"schema": 99}
+    content.pop("blake2b")
+    path.write_text(json.dumps({**content, "blake2b": digest_of(content)}))
+    (folder / "step-00000002/rank-00000.safetensors").write_bytes(b"short")
+    run = store(folder, keep=2)
+    for number in (4, 5, 6):
+        run.save(State(float(number)), progress(number))
+    assert sorted(p.name for p in folder.iterdir() if p.is_dir()) == [
+        ".bad-step-00000002",
+        "step-00000001",
+        "step-00000005",
+        "step-00000006",
+    ]
+
+
+def test_of_a_link_under_a_wrong_name_only_the_link_is_set_aside(tmp_path):
+    folder = tmp_path / "c"
+    saved(folder, (1, 2))
+    (folder / "step-00000003").symlink_to("step-00000002")
+    state, before = State(), sorted((folder / "step-00000002").iterdir())
+    assert store(folder).resume(state, "auto").step == 2 and state.is_of(2)
+    assert (folder / ".bad-step-00000003").is_symlink()
+    assert sorted((folder / "step-00000002").iterdir()) == before

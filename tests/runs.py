@@ -63,7 +63,7 @@ class Ranks:
             found[rank] = (process.returncode, output)
         return found
 
-    def wait_for(self, out, step, seconds=120):
+    def wait_for(self, out, step, seconds=240):
         """Wait until metrics.jsonl has ``step``."""
         until = time.monotonic() + seconds
         while not any(f'"step": {step},' in line for line in lines(Path(out) / "metrics.jsonl")):

@@ -11,7 +11,7 @@ step() { printf '\n== %s\n' "$*"; "$@"; }
 step ruff format --check hpclm tools tests
 step ruff check hpclm tools tests
 step mypy hpclm tools
-workers=$(($(nproc) + 1)) # the one that has all the tests with a Slurm mostly waits
+workers=$(nproc)
 export OMP_NUM_THREADS=1 # the workers share the cores
 # loadgroup: one worker runs all tests that need a Slurm, which it brings up (as root, on Debian; else they are skipped)
 step pytest -n "$workers" --dist loadgroup -m "not gpu" "$@"

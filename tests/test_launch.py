@@ -64,7 +64,11 @@ def same(out, alone):
 
 @pytest.mark.parametrize(
     "layout",
-    [[], ["engine.name=deepspeed", "parallel.pipeline=2", "parallel.tensor=2"], ["engine.name=fsdp2"]],
+    [
+        [],
+        ["engine.name=deepspeed", "parallel.pipeline=2", "parallel.tensor=2"],
+        pytest.param(["engine.name=fsdp2"], marks=pytest.mark.whole),
+    ],
     ids=["native", "deepspeed-3d", "fsdp2"],
 )
 def test_a_job_of_submit_learns_what_one_process_does(layout, cluster, words, alone, tmp_path):
@@ -81,7 +85,7 @@ def test_a_job_of_submit_learns_what_one_process_does(layout, cluster, words, al
 
 @pytest.mark.parametrize("template", ["srun", "torchrun", pytest.param("mpirun", marks=pytest.mark.mpi)])
 def test_a_template_by_hand_learns_what_one_process_does(template, by_hand, cluster, words, alone, tmp_path):
-    job, log = by_hand(template, *words(template))
+    job, log = by_hand(template, *words(template), options=["--ntasks-per-node=2"])
     assert cluster.wait(job, timeout=300) == "COMPLETED", log.read_text()
     same(tmp_path / template, alone)
 

@@ -223,7 +223,7 @@ def test_a_slurmctld_that_is_away_while_a_run_leaves_starts_it_again_when_it_is_
 
 
 def test_a_run_leaves_before_its_time_is_up_and_is_started_again(cluster, tmp_path):
-    job = Job(cluster, tmp_path / "run", 1, 2, "budget.steps=100000", "job.warn_seconds=30", minutes=1)
+    job = Job(cluster, tmp_path / "run", 1, 2, "budget.steps=100000", "job.warn_seconds=30", minutes=2)
     job.wait_for_restart(1)
     row = json.loads(lines(job.out / "ends.jsonl")[0])
     assert row["code"] == 85 and row["step"] > 0

@@ -43,9 +43,9 @@ def main(asked: Request) -> int:
         print(f"{' and '.join(map(str, corpus.prefixes))}: this very job has written it already")
         return 0
     folder = _folder(asked)
-    if _read(folder / "joining") != identity(corpus, asked):  # else it was killed while it joined, with a dataset done
-        refuse_to_replace(asked, corpus.prefixes)
     try:
+        if _read(folder / "joining") != identity(corpus, asked):  # else killed while it joined, with a dataset done
+            refuse_to_replace(asked, corpus.prefixes)
         reports = _take_part(folder, asked)
     except (HpclmError, OSError):
         if not _joined(asked):  # else another has joined the parts, and removed them under this process's hands

@@ -254,7 +254,8 @@ def test_a_launchers_processes_find_their_parts(variables):
 def test_mpirun_writes_what_one_process_writes():
     words = [*corpus(), *BYTES, "--deduplicate"]
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "3", *COMMAND, *words]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     joined = content("x_text_document")
     assert preprocess(*words, "--overwrite") == 0
     assert content("x_text_document") == joined

@@ -62,17 +62,21 @@ def same(out, alone):
             assert other == pytest.approx(row, abs=1e-5)
 
 
+DEEPSPEED = ["engine.name=deepspeed", "parallel.pipeline=2", "parallel.tensor=2"]
+
+
 @pytest.mark.parametrize(
-    "layout",
+    "each, layout",
     [
-        [],
-        ["engine.name=deepspeed", "parallel.pipeline=2", "parallel.tensor=2"],
-        pytest.param(["engine.name=fsdp2"], marks=pytest.mark.whole),
+        (4, []),
+        (2, DEEPSPEED),
+        pytest.param(4, DEEPSPEED, marks=pytest.mark.whole),
+        pytest.param(4, ["engine.name=fsdp2"], marks=pytest.mark.whole),
     ],
-    ids=["native", "deepspeed-3d", "fsdp2"],
+    ids=["native", "deepspeed-2d", "deepspeed-3d", "fsdp2"],
 )
-def test_a_job_of_submit_learns_what_one_process_does(layout, cluster, words, alone, tmp_path):
-    asked = ["--nodes", 2, "--gpus", 4, "--time", 9]
+def test_a_job_of_submit_learns_what_one_process_does(each, layout, cluster, words, alone, tmp_path):
+    asked = ["--nodes", 2, "--gpus", each, "--time", 9]
     command = [sys.executable, "-m", "hpclm.submit", *asked, *words("sub mit", *layout)]
     env = {**cluster.env, "OMP_NUM_THREADS": "1", "HPCLM_SITE": ""}
     done = cluster.run(command, cwd=ROOT, env=env)
@@ -80,7 +84,7 @@ def test_a_job_of_submit_learns_what_one_process_does(layout, cluster, words, al
     assert cluster.wait(job, timeout=300) == "COMPLETED", Path(tmp_path / f"sub mit/logs/job-{job}.log").read_text()
     same(tmp_path / "sub mit", alone)
     status = cluster.run([sys.executable, "-m", "hpclm", "status", tmp_path / "sub mit"], env=env).stdout
-    assert "done" in status and "8 ranks by Slurm" in status
+    assert "done" in status and f"{2 * each} ranks by Slurm" in status
 
 
 @pytest.mark.parametrize("template", ["srun", "torchrun", pytest.param("mpirun", marks=pytest.mark.mpi)])

@@ -55,6 +55,10 @@ def test_a_dry_run_prints_a_script_and_writes_nothing(submit):
         ("modle.layers=3",): "Did you mean 'model.layers'",
         ("--nodes", "two"): "job.nodes='two' must be a whole number",
         ("--time", "soon"): "job.time='soon' must be minutes, HH:MM:SS or D-HH:MM:SS",
+        (
+            "--time",
+            "2",
+        ): "job.time=2 is not longer than job.warn_seconds=120: the run would be told to leave as it starts",
         ("--mem", "much"): "job.mem='much' must be a number and K, M, G or T",
         ("--partition", "a b"): "job.partition='a b' must not have spaces",
         ("--account", "a\nb"): "must be one line of text",

@@ -1,4 +1,4 @@
-"""safetensors files, written front to back and hashed on the way, and read block by block.
+"""safetensors files, written front to back, and read a block at a time, each held against its hash.
 
 The format is the safetensors library's: the length of a header (8 bytes, little endian), the header (JSON: name -> dtype,
 shape, data_offsets), then the values. Written here because the library writes a file in one go, which leaves the hash to a
@@ -29,8 +29,12 @@ NAMES = {
     torch.uint8: "U8",
 }
 TYPES = {name: dtype for dtype, name in NAMES.items()}
-BLOCK = 1 << 22  # bytes written, or read to be hashed, at once
-LONGEST = 100_000_000  # bytes of a header, as the library has it
+BLOCK = 1 << 22  # bytes of a tensor, from its first on, that have a hash of their own
+DIGEST = 16  # characters of a hash: xxh3 of 64 bits, in hex
+
+
+class Differs(ValueError):
+    """What a file holds is not what was written into it."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Facts:
     size: int
     """Bytes."""
     xxh3: str
-    """xxh3-128 of them, in hex."""
+    """Hashes, DIGEST characters each: of the header with its length, then of every tensor's blocks, in the file's order."""
 
 
 def write(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> Facts:
@@ -51,26 +55,16 @@ def write(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> Facts:
         header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that values are aligned
-    digest = xxhash.xxh3_128()
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        _put(handle, memoryview(struct.pack("<Q", len(text)) + text), digest)
+        digests = [_put(handle, memoryview(struct.pack("<Q", len(text)) + text))]
         for _, tensor in tensors:
-            _put(handle, memory(tensor.detach().cpu().contiguous()), digest)
+            content = memory(tensor.detach().cpu().contiguous())
+            digests += [_put(handle, content[begin : begin + BLOCK]) for begin in range(0, len(content), BLOCK)]
         os.fsync(handle)
     finally:
         os.close(handle)
-    return Facts(8 + len(text) + end, digest.hexdigest())
-
-
-def facts(path: Path) -> Facts:
-    """Size and hash of a file as it is now."""
-    digest, size, block = xxhash.xxh3_128(), 0, memoryview(bytearray(BLOCK))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(block):
-            digest.update(block[:count])
-            size += count
-    return Facts(size, digest.hexdigest())
+    return Facts(8 + len(text) + end, "".join(digests))
 
 
 def memory(tensor: Tensor) -> memoryview:
@@ -78,77 +72,93 @@ def memory(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _put(handle: int, content: memoryview, digest: Any) -> None:
-    for begin in range(0, len(content), BLOCK):
-        block = content[begin : begin + BLOCK]
-        digest.update(block)
-        while len(block):
-            block = block[os.write(handle, block) :]
-
-
-def contents(path: Path) -> tuple[Tensor, Facts]:
-    """The bytes of a file, and its size and hash: who uses these bytes uses what was hashed, and reads once."""
-    digest, size = xxhash.xxh3_128(), 0
-    with path.open("rb", buffering=0) as file:
-        found = torch.empty(os.fstat(file.fileno()).st_size, dtype=torch.uint8)
-        target = memory(found)
-        while count := file.readinto(target[size : size + BLOCK]):
-            digest.update(target[size : size + count])
-            size += count
-    return found, Facts(size, digest.hexdigest())
+def _put(handle: int, block: memoryview) -> str:
+    """Write a block; its hash."""
+    digest = xxhash.xxh3_64_hexdigest(block)
+    while len(block):
+        block = block[os.write(handle, block) :]
+    return digest
 
 
 class File:
-    """A safetensors file that is open for reading; ValueError where it is none."""
+    """A file that ``write`` wrote, open for reading; Differs where, or once, it is seen that it is not as it was written."""
 
-    def __init__(self, path: Path, content: Tensor | None = None):
-        """``content``: its bytes, where they are in memory already. What is read of them must not be written to."""
-        self.path, self._content = path, content
+    def __init__(self, path: Path, facts: Facts):
+        self.path, self._digests = path, facts.xxh3
         with ExitStack() as failing:
             self._handle = os.open(path, os.O_RDONLY)
             failing.callback(os.close, self._handle)
-            length = struct.unpack("<Q", self._read(0, 8))[0]
-            if length > LONGEST:
-                raise ValueError(f"{path} has a header of {length} bytes; it is no safetensors file")
-            self._begin = 8 + length
-            self._entries: dict[str, dict[str, Any]] = json.loads(self._read(8, length))
-            self._entries.pop("__metadata__", None)
+            length = self._read(0, 8) if os.fstat(self._handle).st_size == facts.size >= 8 else b"\xff" * 8
+            self._begin = 8 + struct.unpack("<Q", length)[0]
+            if self._begin > facts.size:
+                raise self._differs()
+            text = self._read(8, self._begin - 8)
+            self._hold(memoryview(length + text), 0)
+            self._entries: dict[str, dict[str, Any]] = json.loads(text)
+            self._first: dict[str, int] = {}
+            """Number of the hash of each tensor's first block."""
+            number = 1
+            for name in self._entries:
+                self._first[name], number = number, number + -(-self._size(name) // BLOCK)
             failing.pop_all()
 
     def close(self) -> None:
         """Let go of the file."""
         os.close(self._handle)
 
-    def names(self) -> list[str]:
-        """Names of its tensors."""
-        return list(self._entries)
+    def check(self) -> None:
+        """Read all of it; Differs where it is not as it was written."""
+        scratch = memoryview(bytearray(BLOCK))
+        for name in self._entries:
+            for begin in range(0, self._size(name), BLOCK):
+                self._block(name, begin, scratch)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of one of them."""
+        """Shape of a tensor."""
         return tuple(self._entries[name]["shape"])
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Type of its values."""
-        return TYPES[self._entries[name]["dtype"]]
-
-    def block(self, name: str, low: Sequence[int], high: Sequence[int]) -> Tensor:
-        """Values from ``low`` up to, without, ``high``. Read are the rows (of the first dimension) that they are in."""
-        shape, dtype = self.shape(name), self.dtype(name)
+    def values(self, name: str, low: Sequence[int], high: Sequence[int]) -> Tensor:
+        """Values from ``low`` up to, without, ``high``. Read are the blocks that their rows (of the first dimension) are in."""
+        shape, dtype = self.shape(name), TYPES[self._entries[name]["dtype"]]
         if not shape:
-            return self._values(self._entries[name]["data_offsets"][0], (), dtype)
-        row = prod(shape[1:])
-        begin = self._entries[name]["data_offsets"][0] + low[0] * row * dtype.itemsize
-        rows = self._values(begin, (high[0] - low[0], *shape[1:]), dtype)
+            low, high, shape = (0,), (1,), (1,)
+        row = prod(shape[1:]) * dtype.itemsize
+        rows = torch.empty((high[0] - low[0], *shape[1:]), dtype=dtype)
+        self._read_tensor(name, low[0] * row, memory(rows))
         inside = (slice(None), *(slice(a, b) for a, b in zip(low[1:], high[1:], strict=True)))
-        return rows[inside]
+        return rows[inside] if self.shape(name) else rows[0]
 
-    def _values(self, begin: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        begin += self._begin
-        if self._content is not None and begin % dtype.itemsize == 0:
-            return self._content[begin : begin + prod(shape) * dtype.itemsize].view(dtype).reshape(tuple(shape))
-        found = torch.empty(tuple(shape), dtype=dtype)
-        self._read_into(begin, memory(found))
-        return found
+    def _read_tensor(self, name: str, begin: int, target: memoryview) -> None:
+        """The bytes of a tensor from ``begin`` on."""
+        end = begin + len(target)
+        scratch: memoryview | None = None
+        for first in range(begin - begin % BLOCK, end, BLOCK):
+            last = min(first + BLOCK, self._size(name))
+            if begin <= first and last <= end:
+                self._block(name, first, target[first - begin :])
+                continue
+            scratch = scratch or memoryview(bytearray(BLOCK))
+            block, low, high = self._block(name, first, scratch), max(first, begin), min(last, end)
+            target[low - begin : high - begin] = block[low - first : high - first]
+
+    def _block(self, name: str, begin: int, target: memoryview) -> memoryview:
+        """Read the block of a tensor that begins at ``begin`` into the first bytes of ``target``, which are given back."""
+        target = target[: min(BLOCK, self._size(name) - begin)]
+        self._read_into(self._begin + int(self._entries[name]["data_offsets"][0]) + begin, target)
+        self._hold(target, self._first[name] + begin // BLOCK)
+        return target
+
+    def _hold(self, content: memoryview, number: int) -> None:
+        """Differs where a hash is not what it was."""
+        if xxhash.xxh3_64_hexdigest(content) != self._digests[DIGEST * number : DIGEST * (number + 1)]:
+            raise self._differs()
+
+    def _size(self, name: str) -> int:
+        begin, end = self._entries[name]["data_offsets"]
+        return int(end - begin)
+
+    def _differs(self) -> Differs:
+        return Differs(f"{self.path.name} differs from what was saved (its hash is wrong)")
 
     def _read(self, begin: int, size: int) -> bytes:
         found = bytearray(size)
@@ -156,11 +166,8 @@ class File:
         return bytes(found)
 
     def _read_into(self, begin: int, target: memoryview) -> None:
-        if self._content is not None and begin + len(target) <= len(self._content):
-            target[:] = memory(self._content)[begin : begin + len(target)]
-            return
         while len(target):
             count = os.preadv(self._handle, [target], begin)
             if not count:
-                raise ValueError(f"{self.path} ends {len(target)} bytes too early")
+                raise self._differs()
             begin, target = begin + count, target[count:]

@@ -7,20 +7,18 @@ import os
 import re
 import stat
 from collections.abc import Collection
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from hpclm.checkpoint.format import contents, facts
+from hpclm.checkpoint.format import Differs, Facts, File
 from hpclm.errors import ConfigError
 from hpclm.job import saved
 
 NAME = saved.MANIFEST
-SCHEMA = 2
+SCHEMA = 3
 LARGEST = 1 << 30  # bytes of a manifest
-ROOM = 4 << 30  # bytes of files that a process keeps in memory between looking at them and loading them
 
 
 class BadCheckpoint(Exception):
@@ -35,7 +33,7 @@ class Manifest:
     scalars: dict[str, Any]  # the engine's state that is no tensor
     identity: dict[str, Any]  # what a run that goes on must find unchanged
     tensors: dict[str, dict[str, Any]]  # name -> shape of the whole, and parts: file and start of each
-    files: dict[str, dict[str, Any]]  # name -> size in bytes, xxh3
+    files: dict[str, dict[str, Any]]  # name -> its Facts
     made: dict[str, Any] = field(default_factory=dict)  # when and why, by which attempt, in which layout
     validation: float | None = None  # loss on held-out data at this step, where it was measured
 
@@ -54,6 +52,10 @@ class Manifest:
         """What told the run to leave, where it was saved because of that: a signal, stop; None for a regular save."""
         said = self.made.get("why")
         return said if isinstance(said, str) else None
+
+    def facts(self, name: str) -> Facts:
+        """What the file ``name`` must be."""
+        return Facts(**self.files[name])
 
     @property
     def size(self) -> int:
@@ -76,6 +78,8 @@ def read(folder: Path) -> Manifest:
                 f"{folder / NAME} has schema {schema}, and this hpclm reads {SCHEMA}; use the hpclm that wrote it"
             )
         manifest = Manifest(**content)
+        for name in manifest.files:
+            manifest.facts(name)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise BadCheckpoint(f"{NAME} is not there") from None
     except OSError as error:
@@ -108,22 +112,15 @@ def check_sizes(folder: Path, manifest: Manifest, names: Collection[str] | None 
             raise BadCheckpoint(wrong)
 
 
-def verify(
-    folder: Path, manifest: Manifest, names: Collection[str] | None = None, kept: dict[str, Tensor] | None = None
-) -> None:
-    """Hold files (``names``; None: all) against their sizes and hashes; BadCheckpoint names the first that differs.
+def verify(folder: Path, manifest: Manifest, names: Collection[str] | None = None) -> None:
+    """Read files (``names``; None: all), and hold them against their sizes and hashes; BadCheckpoint names the first that differs.
 
-    ``kept`` is given the bytes that were read, file by file, as far as ROOM goes. A file that is there but cannot be read is
-    no proof of damage: that OSError is the caller's.
+    A file that is there but cannot be read is no proof of damage: that OSError is the caller's.
     """
     check_sizes(folder, manifest, names)
-    room = ROOM if kept is not None else 0
     for name in manifest.files if names is None else names:
-        size, wanted = manifest.files[name]["size"], manifest.files[name]["xxh3"]
-        if kept is not None and size <= room:
-            kept[name], found = contents(folder / name)
-            room -= size
-        else:
-            found = facts(folder / name)
-        if found.xxh3 != wanted:
-            raise BadCheckpoint(f"{name} differs from what was saved (its hash is wrong)")
+        try:
+            with closing(File(folder / name, manifest.facts(name))) as file:
+                file.check()
+        except Differs as reason:
+            raise BadCheckpoint(str(reason)) from None

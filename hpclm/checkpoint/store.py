@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from hpclm import files
 from hpclm.checkpoint import draft as drafts
 from hpclm.checkpoint import manifest as manifests
@@ -84,7 +82,8 @@ class CheckpointStore:
     ) -> None:
         """Take the engine's state, and write it: ``beside`` the training that goes on, or before this returns.
 
-        ``why``: what told the run to leave, where that is the reason; None for a regular save. HpclmError on every rank where there is no room. One save at a time: commit() the one before first.
+        ``why``: what told the run to leave, where that is the reason; None for a regular save. One save at a time: commit() the
+        one before first. HpclmError on every rank where there is no room.
         """
         assert self.flight is None
         final = self.folder / f"step-{progress.step:08d}"
@@ -125,34 +124,49 @@ class CheckpointStore:
     def resume(self, engine: Engine, policy: str) -> Progress:
         """Load the newest good checkpoint into ``engine``, or start from nothing where ``policy`` allows it.
 
-        A bad one is set aside with its reason. NoCheckpointError when the run has a history and nothing good is left of
-        it, ConfigError when the run that saved it was another.
+        All that is loaded is held against its hashes. A bad checkpoint is set aside with its reason, and the one before it
+        loaded in its place. NoCheckpointError when the run has a history and nothing good is left of it, ConfigError when the
+        run that saved it was another.
         """
-        kept: dict[str, Tensor] = {}
-        name = self._find(policy, kept)
-        if name is None:
-            return Progress()
-        manifest = shelf.manifest(self.folder / name)
-        with Tensors(self.folder / name, manifest, kept) as saved:
-            engine.load(saved, manifest.scalars)
-        return Progress(**manifest.progress)
-
-    def _find(self, policy: str, kept: dict[str, Tensor]) -> str | None:
-        """Name of the newest good checkpoint's folder, which all ranks verify together; None for a start from nothing.
-
-        ``kept`` is given the bytes of the files that this rank has looked at.
-        """
-        candidates = self.team.first(lambda: self._candidates(policy))
         lost: list[str] = []
-        for name in reversed(candidates):
-            kept.clear()
-            reason = self._damage(self.folder / name, kept)
-            if reason is None:
-                if lost:
-                    log.warning("going on from %s instead; the steps after it are done again", name)
-                return str(name)
+        for name in reversed(self.team.first(lambda: self._candidates(policy))):
+            folder = self.folder / name
+            manifest, reason = self._look(folder)
+            if manifest is not None and reason is None:
+                if lost and not manifest.scalars["optimizer_steps"]:  # nothing of the bad one may stay in the engine
+                    raise HpclmError(f"{lost[-1]}. It is set aside; start again, and the run goes on from {name}")
+                reason = self._load(folder, manifest, engine)
+                if reason is None:
+                    if lost:
+                        log.warning("going on from %s instead; the steps after it are done again", name)
+                    return Progress(**manifest.progress)
             lost.append(f"{name}: {reason}")
-        return self.team.first(lambda: self._nothing(lost, policy))
+        self.team.first(lambda: self._nothing(lost, policy))
+        return Progress()
+
+    def _look(self, folder: Path) -> tuple[Manifest | None, str | None]:
+        """The manifest of a checkpoint that this run can go on from, and what is wrong with it; a bad one is set aside.
+
+        Each rank looks at the sizes of its share of the files.
+        """
+        manifest, wrong = None, {}
+        try:
+            manifest = manifests.read(folder)
+            manifests.check_sizes(folder, manifest, sorted(manifest.files)[self.team.rank :: self.team.size])
+        except BadCheckpoint as reason:
+            wrong = {"bad": str(reason)}
+        except OSError as error:
+            wrong = {"failed": str(error)}
+        except ConfigError as error:
+            wrong = {"refused": str(error)}
+        return manifest, self._agree(folder, wrong, manifest)
+
+    def _load(self, folder: Path, manifest: Manifest, engine: Engine) -> str | None:
+        """Load a checkpoint; what is wrong with it, where the engine now holds nothing that can be used."""
+        wrong: dict[str, str] = {}
+        with Tensors(folder, manifest, wrong) as saved:
+            engine.load(saved, manifest.scalars)
+        return self._agree(folder, wrong, manifest)
 
     def _take(self, engine: Engine, beside: bool) -> list[Shard]:
         return self._snapshot.take(engine.tensors()) if beside else list(engine.tensors())
@@ -227,22 +241,12 @@ class CheckpointStore:
             )
         return [folder.name for folder in found]
 
-    def _damage(self, folder: Path, kept: dict[str, Tensor]) -> str | None:
-        """What is wrong with a checkpoint, each rank having looked at its share of the files; a bad one is set aside."""
-        found: dict[str, str] = {}
-        try:
-            manifest = manifests.read(folder)
-            manifests.verify(folder, manifest, sorted(manifest.files)[self.team.rank :: self.team.size], kept)
-        except BadCheckpoint as reason:
-            found = {"bad": str(reason)}
-        except OSError as error:
-            found = {"failed": str(error)}
-        except ConfigError as error:
-            found = {"refused": str(error)}
-        all_found = self.team.gather(found, patient=True)
-        return self.team.first(lambda: self._judge(folder, all_found))
+    def _agree(self, folder: Path, wrong: dict[str, str], manifest: Manifest | None) -> str | None:
+        """What is wrong with a checkpoint, by what every rank has found; a bad one is set aside."""
+        found = self.team.gather(wrong, patient=True)
+        return self.team.first(lambda: self._judge(folder, found, manifest))
 
-    def _judge(self, folder: Path, found: Sequence[dict[str, str]]) -> str | None:
+    def _judge(self, folder: Path, found: Sequence[dict[str, str]], manifest: Manifest | None) -> str | None:
         for one in found:
             if "refused" in one:
                 raise ConfigError(one["refused"])
@@ -252,9 +256,8 @@ class CheckpointStore:
         if reasons:
             shelf.set_aside(folder, reasons[0])
             return reasons[0]
-        saved = shelf.manifest(folder).identity
-        if saved:  # an import knows weights only, whose shapes the engine looks at
-            check_identity(folder, saved, self.identity)
+        if manifest is not None and manifest.identity:  # an import knows weights only, whose shapes the engine looks at
+            check_identity(folder, manifest.identity, self.identity)
         return None
 
     def _nothing(self, lost: Sequence[str], policy: str) -> None:

@@ -1,6 +1,6 @@
 """The logical tensors of a checkpoint, whatever blocks its files hold them in."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -8,17 +8,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hpclm.checkpoint.format import File
+from hpclm.checkpoint.format import Differs, File
 from hpclm.checkpoint.manifest import Manifest
 from hpclm.errors import HpclmError
 
 
 class Tensors:
-    """Reads blocks of a verified checkpoint's tensors; a file is opened when it is first needed, until ``close``."""
+    """Reads blocks of a checkpoint's tensors, and holds what it reads against the hashes; files stay open while it is entered."""
 
-    def __init__(self, folder: Path, manifest: Manifest, kept: Mapping[str, Tensor] | None = None):
-        """``kept``: the bytes of files that are in memory already. Blocks must not be written to."""
-        self.folder, self.manifest, self.kept = folder, manifest, kept or {}
+    def __init__(self, folder: Path, manifest: Manifest, wrong: dict[str, str] | None = None):
+        """``wrong``: is given what is found wrong, under "bad" (it differs) or "failed" (the disk), in place of an error; from
+        then on every block is 0. So all processes come to the end of a load, and agree there."""
+        self.folder, self.manifest, self.wrong = folder, manifest, wrong
         self._stack = ExitStack()
         self._open: dict[str, File] = {}
 
@@ -42,9 +43,14 @@ class Tensors:
         """A block of a tensor; HpclmError when the files do not hold all of it, or cannot be read."""
         if name not in self.manifest.tensors:
             raise HpclmError(f"checkpoint {self.folder} has no tensor {name}; it was saved by another kind of run")
+        if self.wrong:
+            return torch.zeros(tuple(size))
         try:
             return self._block(name, start, size)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, Differs) as error:
+            if self.wrong is not None:
+                self.wrong["bad" if isinstance(error, Differs) else "failed"] = str(error)
+                return torch.zeros(tuple(size))
             raise HpclmError(
                 f"checkpoint {self.folder} cannot be read now: {error}; look at the disk, then start again"
             ) from error
@@ -59,7 +65,7 @@ class Tensors:
                 continue
             low = [a - b for (a, _), b in zip(inside, part["start"], strict=True)]
             high = [a - b for (_, a), b in zip(inside, part["start"], strict=True)]
-            piece = file.block(key, low, high)
+            piece = file.values(key, low, high)
             if tuple(piece.shape) == tuple(size):
                 return piece
             if found is None:
@@ -72,7 +78,7 @@ class Tensors:
 
     def _file(self, name: str) -> File:
         if name not in self._open:
-            self._open[name] = file = File(self.folder / name, self.kept.get(name))
+            self._open[name] = file = File(self.folder / name, self.manifest.facts(name))
             self._stack.callback(file.close)
         return self._open[name]
 

@@ -1,5 +1,6 @@
 """The settings of a job: what to ask a scheduler for, and how its processes meet."""
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -96,7 +97,8 @@ class JobConfig(Checked):
     options: dict[str, str] = field(default_factory=dict)
     """Any other option of sbatch by its long name: {reservation: course, mail-type: END}; an empty value is a flag."""
     warn_seconds: int = 120
-    """Seconds before the end at which Slurm warns the run (USR2), so that it can save; 0: no warning."""
+    """Seconds before the end at which Slurm warns the run (USR2), so that it can save, or up to a minute
+    earlier; 0: no warning."""
     requeue: bool = True
     """Let Slurm start the job again after preemption or a failed node."""
     template: str = "srun"
@@ -145,6 +147,11 @@ class JobConfig(Checked):
 
     def _together(self) -> Iterator[str]:
         """What two settings cannot do at once."""
+        if self.time and SHAPES["time"][0].fullmatch(self.time) and _seconds(self.time) <= self.warn_seconds:
+            yield (
+                f"job.time={self.time} is not longer than job.warn_seconds={self.warn_seconds}: the run would be told to leave as "
+                "it starts; give it more time, or less warning"
+            )
         if self.venv and self.conda:
             yield f"job.venv={self.venv} and job.conda={self.conda} exclude each other"
         if self.container:
@@ -160,6 +167,16 @@ class JobConfig(Checked):
         if "/" not in self.template and not self.template.endswith(".sbatch") and self.template not in TEMPLATES:
             near = hint(self.template, list(TEMPLATES))
             yield f"job.template={self.template!r} must be one of {', '.join(TEMPLATES)}, or a path such as ./my.sbatch.{near}"
+
+
+def _seconds(time: str) -> float:
+    """Seconds of a time limit as sbatch(1) reads it: minutes[:seconds], h:m:s, days-h[:m[:s]]; 0 minutes and a word are no limit."""
+    if not time[0].isdigit():
+        return math.inf
+    days, _, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
+    return 86400 * int(days or 0) + sum(n * unit for n, unit in zip(parts, units, strict=False)) or math.inf
 
 
 def _is_text(value: str) -> bool:

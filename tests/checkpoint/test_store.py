@@ -204,7 +204,7 @@ def test_a_checkpoint_of_a_later_hpclm_is_refused_and_left_where_it_is(tmp_path)
     content = json.loads(path.read_text()) | {"schema": 99}
     content.pop("blake2b")
     path.write_text(json.dumps({**content, "blake2b": digest_of(content)}))
-    with pytest.raises(ConfigError, match="schema 99, and this hpclm reads 2"):
+    with pytest.raises(ConfigError, match="schema 99, and this hpclm reads 3"):
         store.resume(State(), "auto")
     assert path.exists()
 

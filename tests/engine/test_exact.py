@@ -47,6 +47,23 @@ def test_a_step_that_is_left_between_two_micro_batches_leaves_the_state_from_bef
     same(tmp_path / "before/step-00000002", tmp_path / "after/step-00000002")
 
 
+@pytest.mark.parametrize(
+    "name", ["deepspeed3", *(pytest.param(n, marks=pytest.mark.whole) for n in LAYOUTS if n != "deepspeed3")]
+)
+def test_after_damage_that_one_rank_finds_as_it_loads_all_go_on_from_the_checkpoint_before(tmp_path, name):
+    words = [*LAYOUTS[name], "batch.micro_size=1", "engine.precision=fp32"]
+    ranks.run(2, sharded.goes_on, tmp_path, 2, words)
+    ((_, first), _) = ranks.run(2, sharded.goes_on, tmp_path, 4, words)
+    spoiled = tmp_path / "step-00000004/rank-00001.safetensors"
+    content = bytearray(spoiled.read_bytes())
+    content[-1] ^= 1
+    spoiled.write_bytes(content)
+    ((_, again), _) = ranks.run(2, sharded.goes_on, tmp_path, 4, words)
+    assert [loss.hex() for loss in again] == [loss.hex() for loss in first]
+    reason = (tmp_path / ".bad-step-00000004/REASON.txt").read_text()
+    assert reason == "rank-00001.safetensors differs from what was saved (its hash is wrong)\n"
+
+
 def same(one, other):
     """Both checkpoints have the same tensors, to the last bit."""
     files = sorted(one.glob("rank-*"))

@@ -193,7 +193,7 @@ def test_an_sbatch_that_outlives_its_killed_submit_is_waited_for(submit, tmp_pat
 
 def test_submit_inside_a_job_starts_a_job_of_its_own_size(submit):
     inner = shlex.join(
-        [sys.executable, "-m", "hpclm", "submit", "--gpus", "2", "--time", "2", *SMALL, f"out={submit.here}/inner"]
+        [sys.executable, "-m", "hpclm", "submit", "--gpus", "2", "--time", "9", *SMALL, f"out={submit.here}/inner"]
     )
     outer = submit.cluster.batch(
         f"#!/bin/bash\n#SBATCH -N2 --ntasks-per-node=4 --cpus-per-task=2\nexport HPCLM_SITE=\nsrun -N1 -n1 {inner}\n",

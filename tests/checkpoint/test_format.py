@@ -1,0 +1,103 @@
+"""Files of tensors, block by block."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from hpclm.checkpoint import format as files
+from hpclm.checkpoint.format import Differs, Facts, File
+
+BLOCK = 64
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_blocks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "BLOCK", BLOCK)
+        yield
+
+
+def tensors(draw):
+    return {
+        "scalar": torch.tensor(3.0),
+        "none": torch.empty(0, 4),
+        "norm": torch.rand(16, generator=draw),  # one block to the byte
+        "table": torch.rand(37, 5, generator=draw),
+        "half": torch.rand(9, 4, 3, generator=draw).to(torch.bfloat16),
+        "count": torch.arange(7),
+    }
+
+
+@pytest.fixture
+def written(tmp_path):
+    held = tensors(torch.Generator().manual_seed(0))
+    return tmp_path / "x.safetensors", held, files.write(tmp_path / "x.safetensors", list(held.items()))
+
+
+def test_the_library_reads_what_is_written(written):
+    path, held, facts = written
+    assert path.stat().st_size == facts.size
+    found = load_file(path)
+    assert found.keys() == held.keys() and all(torch.equal(found[name], tensor) for name, tensor in held.items())
+
+
+def test_any_block_is_what_was_written(written):
+    path, held, facts = written
+    file = File(path, facts)
+
+    @given(st.data())
+    def holds(data):
+        name = data.draw(st.sampled_from(sorted(held)))
+        shape = held[name].shape
+        low = [data.draw(st.integers(0, n)) for n in shape]
+        high = [data.draw(st.integers(a, n)) for a, n in zip(low, shape, strict=True)]
+        inside = tuple(slice(a, b) for a, b in zip(low, high, strict=True))
+        assert torch.equal(file.values(name, low, high), held[name][inside])
+
+    holds()
+    file.check()
+    file.close()
+
+
+def test_every_flipped_bit_is_found_and_only_by_who_reads_its_block(written):
+    path, held, facts = written
+    good = path.read_bytes()
+    begin = len(good) - sum(t.numel() * t.element_size() for t in held.values())
+    row = begin + 4 + 64  # of the table: after the scalar and the norm
+    for place in range(len(good)):
+        path.write_bytes(good[:place] + bytes([good[place] ^ 1 << place % 8]) + good[place + 1 :])
+        with pytest.raises(Differs, match=r"^x\.safetensors differs from what was saved \(its hash is wrong\)$"):
+            File(path, facts).check()
+        if place >= begin:
+            file = File(path, facts)
+            second = row + BLOCK <= place < row + 2 * BLOCK
+            assert second == (not reads(file, "table", [4, 0], [6, 5]))  # bytes 80 to 120, of the block of 64 to 128
+            file.close()
+
+
+def reads(file, *where):
+    try:
+        file.values(*where)
+    except Differs:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("size", [0, 4, 8, 100, -1])
+def test_a_file_of_another_length_is_found(written, size):
+    path, _, facts = written
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(Differs):
+        File(path, facts)
+    with pytest.raises(Differs):  # whatever the manifest says
+        File(path, Facts(path.stat().st_size, facts.xxh3)).check()
+
+
+def test_a_file_that_gets_shorter_while_it_is_read_is_found(written):
+    path, _, facts = written
+    file = File(path, facts)
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(Differs):
+        file.check()

@@ -1,6 +1,7 @@
 """What one process writes of a checkpoint: at once, or in a thread beside the training that goes on."""
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -48,6 +49,7 @@ class Writing:
         self._thread.start()
 
     def _run(self, work: Callable[[], dict[str, Any]]) -> None:
+        time.sleep(0.001)  # else who started this thread waits for the interpreter, which switches every 5 ms
         try:
             self._found = work()
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""The whole way, on a real Slurm: whatever starts eight processes on two nodes, they train alike and end alike."""
+"""The whole way, on a real Slurm: whatever starts the processes on two nodes, they train alike and end alike."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ import pytest
 from tests.runs import ROOT, figures, hpclm, lines
 
 MARK = str(20_000_000 + os.getpid())
-TWO_BY_FOUR = ["--nodes=2", "--ntasks-per-node=4"]
+TWO_BY_TWO = ["--nodes=2", "--ntasks-per-node=2"]
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
@@ -24,7 +24,7 @@ def words(tmp_path):
 
 @pytest.fixture
 def by_hand(cluster, tmp_path):
-    """`sbatch slurm/TEMPLATE.sbatch WORDS`, on two nodes with four processes each; job id and log."""
+    """`sbatch slurm/TEMPLATE.sbatch WORDS`, on two nodes with two processes each; job id and log."""
     path = f"{Path(sys.executable).parent}:{cluster.env['PATH']}"
     env = {**cluster.env, "PATH": path, "OMP_NUM_THREADS": "1", "OMPI_MCA_btl": "self,tcp", "HPCLM_SITE": ""}
     env |= {"TEST_MARK": MARK, "PYTHONPATH": str(ROOT)}
@@ -36,7 +36,7 @@ def by_hand(cluster, tmp_path):
             "--parsable",
             "--time=9",
             f"--output={log}",
-            *TWO_BY_FOUR,
+            *TWO_BY_TWO,
             *options,
             ROOT / f"slurm/{template}.sbatch",
         ]
@@ -68,12 +68,13 @@ DEEPSPEED = ["engine.name=deepspeed", "parallel.pipeline=2", "parallel.tensor=2"
 @pytest.mark.parametrize(
     "each, layout",
     [
-        (4, []),
+        (2, []),
+        pytest.param(4, [], marks=pytest.mark.whole),
         (2, DEEPSPEED),
         pytest.param(4, DEEPSPEED, marks=pytest.mark.whole),
         pytest.param(4, ["engine.name=fsdp2"], marks=pytest.mark.whole),
     ],
-    ids=["native", "deepspeed-2d", "deepspeed-3d", "fsdp2"],
+    ids=["native", "native of eight", "deepspeed-2d", "deepspeed-3d", "fsdp2"],
 )
 def test_a_job_of_submit_learns_what_one_process_does(each, layout, cluster, words, alone, tmp_path):
     asked = ["--nodes", 2, "--gpus", each, "--time", 9]
@@ -89,7 +90,7 @@ def test_a_job_of_submit_learns_what_one_process_does(each, layout, cluster, wor
 
 @pytest.mark.parametrize("template", ["srun", "torchrun", pytest.param("mpirun", marks=pytest.mark.mpi)])
 def test_a_template_by_hand_learns_what_one_process_does(template, by_hand, cluster, words, alone, tmp_path):
-    job, log = by_hand(template, *words(template), options=["--ntasks-per-node=2"])
+    job, log = by_hand(template, *words(template))
     assert cluster.wait(job, timeout=300) == "COMPLETED", log.read_text()
     same(tmp_path / template, alone)
 
@@ -119,15 +120,15 @@ def test_when_a_rank_is_killed_nothing_is_left_on_any_node_and_the_log_names_it(
     while not any('"step": 3,' in line for line in lines(out / "metrics.jsonl")):
         assert time.monotonic() < until and cluster.state(job) in ("PENDING", "RUNNING"), log.read_text()
         time.sleep(0.2)
-    assert len({p.node for p in training(cluster)}) == 2 and len(cluster.processes(f"^sleep {MARK}$")) == 16
-    (doomed,) = [p for p in training(cluster) if is_rank(p.pid, template, 5)]
+    assert len({p.node for p in training(cluster)}) == 2 and len(cluster.processes(f"^sleep {MARK}$")) == 8
+    (doomed,) = [p for p in training(cluster) if is_rank(p.pid, template, 2)]
     os.kill(doomed.pid, signal.SIGKILL)
     began = time.monotonic()
     assert cluster.wait(job, timeout=60) == "FAILED"
     while cluster.processes(f"^sleep {MARK}$|hpclm"):
         assert time.monotonic() - began < 60  # some seconds on a quiet machine
         time.sleep(0.1)
-    assert f"rank 5 on {doomed.node}" in (out / "log.txt").read_text()
+    assert f"rank 2 on {doomed.node}" in (out / "log.txt").read_text()
     causes = [line for line in lines(out / "log.txt") if " E " in line]
     assert "is gone without a word" in causes[0]
 

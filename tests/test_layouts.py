@@ -12,18 +12,23 @@ LAYOUTS = [
     (4, ["engine.name=pipelining", "parallel.pipeline=2", "parallel.tensor=2"]),
     (2, ["engine.name=deepspeed", "engine.zero_stage=3"]),
     (1, []),
+    (2, ["engine.name=fsdp2"]),
+]
+MORE_LAYOUTS = [
     (2, ["engine.name=fairscale"]),
     (4, ["engine.name=deepspeed", "parallel.pipeline=2"]),
-    (2, ["engine.name=fsdp2"]),
     (2, ["engine.name=deepspeed", "engine.zero_stage=2", "parallel.tensor=2"]),
 ]
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_in_any_other_layout(tiny, tmp_path):
-    more = [*MORE, f"budget.steps={3 * len(LAYOUTS)}"]
+@pytest.mark.parametrize(
+    "layouts", [LAYOUTS, pytest.param([*LAYOUTS, *MORE_LAYOUTS], marks=pytest.mark.whole)], ids=len
+)
+def test_a_run_goes_on_in_any_other_layout(layouts, tiny, tmp_path):
+    more = [*MORE, f"budget.steps={3 * len(layouts)}"]
     hpclm("train", *tiny("whole", *more), check=0)
-    for number, (size, words) in enumerate(LAYOUTS, start=1):
+    for number, (size, words) in enumerate(layouts, start=1):
         with Ranks(size, tiny("pieces", *more, *words, f"stop_at={3 * number}")) as ranks:
             found = ranks.wait()
             assert {code for code, _ in found.values()} == {0}, found

@@ -35,7 +35,7 @@ def test_several_processes_learn_what_one_does(tiny, tmp_path):
 def test_a_run_goes_on_with_another_number_of_processes(tiny, tmp_path):
     more = ["batch.micro_size=1", "cluster.preflight=false"]
     hpclm("train", *tiny("whole", *more), check=0)
-    for size, stop in ((2, 5), (4, 9), (1, 12)):
+    for size, stop in ((2, 5), (1, 12)):
         with Ranks(size, tiny("pieces", *more, f"stop_at={stop}")) as ranks:
             assert {code for code, _ in ranks.wait().values()} == {0}
     whole, pieces = (figures(tmp_path / out, "step", "loss") for out in ("whole", "pieces"))

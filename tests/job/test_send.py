@@ -339,7 +339,9 @@ def test_every_preset_renders_to_a_script_that_slurm_would_take(cluster, tmp_pat
         assert done.returncode == 0, (path, done.stderr)
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize(
+    "template", [*(pytest.param(t, marks=pytest.mark.whole) for t in ("srun", "torchrun")), "container", TEMPLATES[-1]]
+)
 def test_a_job_trains_with_each_template(submit, tmp_path, template):
     words = ["--template", template]
     if template == "container":

@@ -73,4 +73,6 @@ class Agreement:
             self.team.first(lambda: self.lease.check() if self.lease else None)
         out_of_time = self.exit_minutes is not None and clock >= self.exit_minutes
         since = {name: passed for name, passed in zip(SIGNALS, seconds, strict=True) if passed}
+        if since and not stop:  # it goes before a signal, and may have been given since the last look
+            stop = self.team.highest(bool(self.switches and self.switches.given("stop", now=True)))
         return Orders(since, bool(stop), out_of_time, bool(save), not busy, clock)

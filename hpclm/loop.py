@@ -99,8 +99,9 @@ def run(config: RunConfig, team: Team) -> int:
                 orders = agreement()
             enough = due(config.exit_interval or 0, progress) and progress.step > begun[0]
             if over or enough or orders.leaving:
+                again = bool(orders.signal and not over and not orders.stop)
                 team.watch.at("save", progress.step)
-                saver.leave(engine, progress, meter.validation(progress.step), orders)
+                saver.leave(engine, progress, meter.validation(progress.step), orders, again)
                 break
             owed = owed or saver.due(progress, orders)
             if owed and not guard.in_a_row:  # what may have diverged takes no place from what is known to be good
@@ -122,7 +123,7 @@ def run(config: RunConfig, team: Team) -> int:
             except DivergedError:  # on every rank; what is being written was good
                 saver.land()
                 raise
-        code = REQUEUE if orders.signal and not over and not orders.stop else 0
+        code = REQUEUE if again else 0
         if team.leads:
             record.end(out, attempt, code, saver.step)
         if orders.stop and switches:

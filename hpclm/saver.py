@@ -57,8 +57,13 @@ class Saver:
         if self.store.flight:
             self._finish_flight()
 
-    def leave(self, engine: Engine, progress: Progress, validation: float | None, orders: Orders) -> None:
-        """Save before the run leaves, where the time is enough for it. HpclmError when it was and the save failed."""
+    def leave(
+        self, engine: Engine, progress: Progress, validation: float | None, orders: Orders, again: bool = False
+    ) -> None:
+        """Save before the run leaves, where the time is enough for it.
+
+        HpclmError when it was and the save failed, unless the run is started ``again``: then that costs some steps, and no run.
+        """
         self.land()
         if progress.step <= self.step:
             return
@@ -76,8 +81,13 @@ class Saver:
         # where nothing else saves, those made when leaving are the regular ones
         often = self.config.checkpoint.every > 0 or self.config.checkpoint.minutes is not None
         why = orders.leaving if often and not self._regular(progress, orders) else None
-        self._begin(engine, progress, validation, beside=False, why=why)
-        self._commit()
+        try:
+            self._begin(engine, progress, validation, beside=False, why=why)
+            self._commit()
+        except HpclmError as error:
+            if isinstance(error, LockedError) or not again:
+                raise
+            log.error("%s; the steps after %d will be done again", error, self.step)
 
     def told(self) -> str:
         """What is saved, in words."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -89,6 +90,27 @@ def test_a_disk_that_is_full_for_a_while_costs_saves_and_no_training(tiny, tmpfs
     names = sorted(path.name for path in (out / "checkpoints").iterdir())
     assert names == ["latest", *["step-00000004"] * (len(failed) == 3), "step-00000020", "step-00000024"]
     assert hpclm("checkpoints", out, check=0).stdout.count(" good") == len(names) - 1
+
+
+def test_a_run_that_is_warned_while_the_disk_is_full_asks_to_be_started_again_from_what_it_has(tiny, tmpfs):
+    out, more = tmpfs / "run", ["budget.steps=100000", "optim.schedule=constant"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hpclm", "train", *tiny("x", *more), f"out={out}"],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (out / "checkpoints/step-00000004").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    full(tmpfs)
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=60)
+    again = re.search(r"; the steps after (\d+) will be done again", told)
+    assert process.returncode == 85 and again, told
+    (tmpfs / "filler").unlink()
+    there = hpclm("train", *tiny("x", *more), f"out={out}", "stop_at=1", check=0).stderr
+    assert f"goes on from step {again[1]}" in there
 
 
 def test_when_every_checkpoint_is_bad_the_run_ends_with_66_within_ten_seconds(tiny, tmp_path):

@@ -121,7 +121,7 @@ def test_kill_9_at_any_time_costs_only_the_steps_since_the_last_checkpoint(tiny,
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP])
 def test_a_warned_run_saves_and_asks_to_be_started_again(tiny, tmp_path, number):
     words = tiny("run", "budget.steps=100000", "checkpoint.every=0", "optim.schedule=constant")
     process = subprocess.Popen(

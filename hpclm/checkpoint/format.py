@@ -85,10 +85,10 @@ class File:
 
     def __init__(self, path: Path, facts: Facts):
         self.path, self._digests = path, facts.xxh3
+        self._handle: int | None = None
         with ExitStack() as failing:
-            self._handle = os.open(path, os.O_RDONLY)
-            failing.callback(os.close, self._handle)
-            length = self._read(0, 8) if os.fstat(self._handle).st_size == facts.size >= 8 else b"\xff" * 8
+            failing.callback(self.close)
+            length = self._read(0, 8) if path.stat().st_size == facts.size >= 8 else b"\xff" * 8
             self._begin = 8 + struct.unpack("<Q", length)[0]
             if self._begin > facts.size:
                 raise self._differs()
@@ -103,8 +103,10 @@ class File:
             failing.pop_all()
 
     def close(self) -> None:
-        """Let go of the file."""
-        os.close(self._handle)
+        """Let go of the file; who reads on opens it again."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
 
     def check(self) -> None:
         """Read all of it; Differs where it is not as it was written."""
@@ -166,8 +168,14 @@ class File:
         return bytes(found)
 
     def _read_into(self, begin: int, target: memoryview) -> None:
+        if self._handle is None:
+            self._handle = os.open(self.path, os.O_RDONLY)
         while len(target):
-            count = os.preadv(self._handle, [target], begin)
+            try:
+                count = os.preadv(self._handle, [target], begin)
+            except OSError as error:
+                error.filename = str(self.path)
+                raise
             if not count:
                 raise self._differs()
             begin, target = begin + count, target[count:]

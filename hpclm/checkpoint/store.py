@@ -133,8 +133,6 @@ class CheckpointStore:
             folder = self.folder / name
             manifest, reason = self._look(folder)
             if manifest is not None and reason is None:
-                if lost and not manifest.scalars["optimizer_steps"]:  # nothing of the bad one may stay in the engine
-                    raise HpclmError(f"{lost[-1]}. It is set aside; start again, and the run goes on from {name}")
                 reason = self._load(folder, manifest, engine)
                 if reason is None:
                     if lost:

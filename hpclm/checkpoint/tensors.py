@@ -1,7 +1,6 @@
 """The logical tensors of a checkpoint, whatever blocks its files hold them in."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from math import prod
 from pathlib import Path
 
@@ -12,6 +11,10 @@ from hpclm.checkpoint.format import Differs, File
 from hpclm.checkpoint.manifest import Manifest
 from hpclm.errors import HpclmError
 
+AT_ONCE = (
+    128  # files that are open; a process may have no more than 1,024 in all, and a checkpoint has one of each rank
+)
+
 
 class Tensors:
     """Reads blocks of a checkpoint's tensors, and holds what it reads against the hashes; files stay open while it is entered."""
@@ -20,15 +23,18 @@ class Tensors:
         """``wrong``: is given what is found wrong, under "bad" (it differs) or "failed" (the disk), in place of an error; from
         then on every block is 0. So all processes come to the end of a load, and agree there."""
         self.folder, self.manifest, self.wrong = folder, manifest, wrong
-        self._stack = ExitStack()
+        self._files: dict[str, File] = {}
         self._open: dict[str, File] = {}
+        """Those of them that are open, the one not used for longest first."""
 
     def __enter__(self) -> "Tensors":
         return self
 
     def __exit__(self, *_: object) -> None:
+        for file in self._open.values():
+            file.close()
         self._open.clear()
-        self._stack.close()
+        self._files.clear()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every whole tensor by name."""
@@ -77,10 +83,13 @@ class Tensors:
         return found
 
     def _file(self, name: str) -> File:
-        if name not in self._open:
-            self._open[name] = file = File(self.folder / name, self.manifest.facts(name))
-            self._stack.callback(file.close)
-        return self._open[name]
+        if name not in self._files:
+            self._files[name] = File(self.folder / name, self.manifest.facts(name))
+        file = self._open.pop(name, self._files[name])
+        self._open[name] = file
+        if len(self._open) > AT_ONCE:
+            self._open.pop(next(iter(self._open))).close()
+        return file
 
 
 def _overlap(

@@ -1,7 +1,7 @@
 """Hear the warning signal, and let the loop finish its step before it saves and leaves.
 
 Which signal warns depends on the cluster: TERM on plain preemption, USR1 or USR2 where the job asked for it. Ctrl-C is
-one more; a second Ctrl-C ends the process at once.
+one more; a second Ctrl-C ends the process at once. HUP says that the terminal is gone, unless nohup has it ignored.
 """
 
 import os
@@ -11,7 +11,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 
 
 class Preemption:
@@ -22,7 +22,8 @@ class Preemption:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Preemption":
-        self._before = {number: signal.signal(number, self._note) for number in WARNINGS}
+        heard = [n for n in WARNINGS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._note) for number in heard}
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:

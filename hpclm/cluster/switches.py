@@ -19,9 +19,9 @@ class Switches:
         self._looked = -PAUSE
         self._found: frozenset[str] = frozenset()
 
-    def given(self, name: str) -> bool:
-        """Whether the order ``name`` stands."""
-        if time.monotonic() - self._looked >= PAUSE:
+    def given(self, name: str, now: bool = False) -> bool:
+        """Whether the order ``name`` stands, or stood a second ago; ``now``: whatever the look at the folder costs."""
+        if now or time.monotonic() - self._looked >= PAUSE:
             self._found = frozenset(name for name in NAMES if self._stands(name))
             self._looked = time.monotonic()
         return name in self._found

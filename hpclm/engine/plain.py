@@ -14,7 +14,7 @@ from hpclm.engine.step import Replica, Work, accumulate, gradient_norm, mean_los
 from hpclm.model import gpt
 from hpclm.model.loss import TokenLoss
 from hpclm.model.stack import Place, Stack, Stages, check_shapes
-from hpclm.optim.adamw import adamw, groups, restore, steps_taken, update
+from hpclm.optim.adamw import adamw, forget, groups, restore, steps_taken, update
 from hpclm.optim.scaler import LossScale
 from hpclm.parallel.collectives import all_reduce
 from hpclm.parallel.mesh import Mesh
@@ -102,8 +102,10 @@ class PlainEngine:
                     for m in MOMENTS
                 }
                 restore(self.optimizer, own, moments, steps)
-        if self.scale and scalars["loss_scale"]:
-            self.scale = LossScale(**scalars["loss_scale"])
+            else:
+                forget(self.optimizer, own)
+        if self.scale:
+            self.scale = LossScale.of(scalars["loss_scale"], self.config.scaler)
 
 
 def whole_model(config: RunConfig, mesh: Mesh, dtype: torch.dtype, place: Place) -> Stack:

@@ -82,6 +82,14 @@ def steps_taken(optimizer: torch.optim.Optimizer) -> int:
     return next((int(state["step"].item()) for state in optimizer.state.values() if "step" in state), 0)
 
 
+def forget(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
+    """Make the optimizer hold nothing of ``parameter``, as before the first step."""
+    optimizer.state.pop(parameter, None)
+    for group in optimizer.param_groups:
+        if "step" in group:  # apex counts for a group
+            group["step"] = 0
+
+
 def restore(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, moments: Mapping[str, Tensor], steps: int
 ) -> None:

@@ -3,7 +3,9 @@
 With hysteresis it is DeepSpeed's and Megatron's; with hysteresis 1 and at_minimum=stop it is fairseq's.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hpclm.config import ScalerConfig
 from hpclm.errors import DivergedError
@@ -21,6 +23,11 @@ class LossScale:
     def first(cls, config: ScalerConfig) -> "LossScale":
         """The scale that a run starts with."""
         return cls(config.initial, config.hysteresis)
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any] | None, config: ScalerConfig) -> "LossScale":
+        """The scale that was saved, as ``vars`` of it; where none was, the first."""
+        return cls(**saved) if saved else cls.first(config)
 
     def after(self, overflow: bool, config: ScalerConfig) -> "LossScale":
         """The scale after a step; DivergedError where the settings say to stop at the minimum."""

@@ -182,6 +182,14 @@ def test_a_run_leaves_at_every_multiple_of_exit_interval_and_goes_on(tiny, tmp_p
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
+def test_stop_goes_before_a_signal_that_comes_with_it(tiny, tmp_path):
+    process = begun(tiny("run", *LONG), tmp_path / "run")
+    (tmp_path / "run/stop").touch()
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0 and "as stop says" in errors and not (tmp_path / "run/stop").exists()
+
+
 def test_save_now_and_stop(tiny, tmp_path):
     out = tmp_path / "run"
     process = begun(tiny("run", *LONG), out)

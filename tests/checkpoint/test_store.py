@@ -5,11 +5,12 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
-from hpclm.checkpoint import CheckpointStore, Progress, Retention
+from hpclm.checkpoint import CheckpointStore, Progress, Retention, tensors
 from hpclm.checkpoint import draft as drafts
 from hpclm.checkpoint.identity import check_identity
 from hpclm.checkpoint.manifest import digest_of
@@ -122,6 +123,28 @@ def test_files_of_two_ranks_that_changed_places_are_found(tmp_path):
     second.rename(first)
     (tmp_path / "x").rename(second)
     assert store(folder).resume(state, "auto").step == 1 and state.is_of(1)
+
+
+def test_a_checkpoint_may_have_more_files_than_a_process_may_have_open(tmp_path, monkeypatch):
+    saved(tmp_path / "c", (1,))
+    many = store(tmp_path / "c")
+    many.begin(State(2.0), progress(2), beside=False)
+    draft = many.flight.draft
+    (draft / "rank-00000.safetensors").unlink()
+    many._publish(many.flight, [drafts.write_shards(draft, n, list(State(2.0, n, 40).tensors())) for n in range(40)])
+    monkeypatch.setattr(tensors, "AT_ONCE", 3)
+    most, read = [], tensors.File.values
+
+    def counted(*args):
+        found = read(*args)
+        held = (os.path.realpath(entry) for entry in Path("/proc/self/fd").iterdir())
+        most.append(sum("rank-" in path for path in held))
+        return found
+
+    monkeypatch.setattr(tensors.File, "values", counted)
+    state = State()
+    assert many.resume(state, "auto").step == 2 and state.is_of(2)
+    assert max(most) <= 4
 
 
 def test_a_run_with_only_bad_checkpoints_never_starts_over(tmp_path):

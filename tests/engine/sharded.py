@@ -11,7 +11,7 @@ from torch import nn
 
 from hpclm import config
 from hpclm import engine as engines
-from hpclm.checkpoint import CheckpointStore, Progress, Retention
+from hpclm.checkpoint import CheckpointStore, Progress, Retention, begin_from
 from hpclm.cluster.bootstrap import World
 from hpclm.cluster.team import Team
 from hpclm.data.batches import Batches
@@ -105,6 +105,15 @@ def left(folder, words):
         if name == "before":
             with pytest.raises(Left):
                 engine.train_step(batches.step(2 * size), 1e-2, 2, leave)
+
+
+def begun_anew(folder, words):
+    """Train two steps, take over the weights from before them and nothing else, and train them again: losses and scales."""
+    run, engine, batches, team = made(words)
+    CheckpointStore(Path(folder), Retention(2), {}, team).save(engine, Progress())
+    first = steps(run, engine, batches, 0, 2)
+    begin_from(Path(folder, "step-00000000"), engine, team, {})
+    return [[(r.loss.hex(), r.loss_scale) for r in results] for results in (first, steps(run, engine, batches, 0, 2))]
 
 
 class OwnBlock(Block):

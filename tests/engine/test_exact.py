@@ -64,6 +64,13 @@ def test_after_damage_that_one_rank_finds_as_it_loads_all_go_on_from_the_checkpo
     assert reason == "rank-00001.safetensors differs from what was saved (its hash is wrong)\n"
 
 
+@each(["native", "fsdp2", "fairscale", "deepspeed1", "deepspeed3", "pipelining-pp2", "deepspeed-pp2"])
+def test_nothing_of_a_state_stays_where_weights_alone_are_loaded_over_it(tmp_path, name):
+    words = [*LAYOUTS[name], "batch.micro_size=1", "engine.precision=fp16", "scaler.window=1", "scaler.initial=16"]
+    ((first, again), _) = ranks.run(2, sharded.begun_anew, tmp_path, words)
+    assert again == first and len({scale for _, scale in first}) == 2
+
+
 def same(one, other):
     """Both checkpoints have the same tensors, to the last bit."""
     files = sorted(one.glob("rank-*"))

@@ -45,7 +45,7 @@ class State:
 
     def load(self, all_held: Sequence[Held], saved: Saved, steps: int, mesh: Mesh) -> None:
         """Take over weights, and moments if there were ``steps`` updates."""
-        if steps:
+        if steps or self.steps():
             self._begin(steps)
         for held in all_held:
             self._set(held, read(held, f"model.{held.name}", saved, mesh.tp), None, mesh)
@@ -55,9 +55,9 @@ class State:
 
     def _begin(self, steps: int) -> None:
         """Moments of 0, after ``steps`` updates."""
-        tensor = isinstance(self.optimizer, torch.optim.AdamW)
+        tensor, untouched = isinstance(self.optimizer, torch.optim.AdamW), not steps and not self.steps()
         for number, flat in enumerate(self.flat):
-            if self._on_disk(number) and not steps:
+            if self._on_disk(number) and untouched:
                 continue  # the first update makes room there
             with self._present(number):
                 counted = {"step": torch.tensor(float(steps), device=flat.device) if tensor else steps}
@@ -144,8 +144,8 @@ class Wrapped:
         given = {name.removeprefix("model."): shape for name, shape in saved.shapes().items() if name[:6] == "model."}
         check_shapes(self.model.forms, self.answers_for(given))
         self.state.load(self.held, saved, scalars["optimizer_steps"], self.mesh)
-        if self.scale and scalars["loss_scale"]:
-            self.scale = LossScale(**scalars["loss_scale"])
+        if self.scale:
+            self.scale = LossScale.of(scalars["loss_scale"], self.config.scaler)
 
 
 def kept(held: Held, name: str, whole: Tensor, mesh: Mesh, owner: int) -> Iterator[Shard]:

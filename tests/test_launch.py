@@ -158,7 +158,7 @@ def test_a_job_with_a_stopped_rank_is_requeued_and_the_rank_is_gone(cluster, wor
     done = cluster.run([sys.executable, "-m", "hpclm.submit", *asked, *words("run", *watched)], cwd=ROOT, env=env)
     job, out, until = done.stdout.split()[1].rstrip(":"), tmp_path / "run", time.monotonic() + 240
     while not any('"step": 3,' in line for line in lines(out / "metrics.jsonl")):
-        assert time.monotonic() < until, done.stdout
+        assert time.monotonic() < until, [cluster.show(job), *(log.read_text() for log in out.glob("logs/job-*.log"))]
         time.sleep(0.2)
     ranks = [p for p in cluster.processes(r"^\S*python\S* -u -m hpclm\.train ") if str(out) in p.words]
     (stopped,) = [p for p in ranks if is_rank(p.pid, "srun", 1)]

@@ -37,8 +37,9 @@ def stop(rank, words, out):
         ended = ranks.wait(HANG + 5 + SLACK)
     assert {code for code, _ in ended.values()} == {85}, ended
     text = (out / "log.txt").read_text()
-    said = f"rank {rank} on {socket.gethostname()} (pid {pid}) holds up the others, in step "
-    assert text.count(" E no progress for ") == 1 and said in text and "stopped by a signal and woken to tell" in text
+    said = f"rank {rank} on {socket.gethostname()} (pid {pid}) holds up the others, in "
+    assert text.count(" E no progress for ") == 1, text
+    assert said in text and "stopped by a signal and woken to tell" in text, text
     found = stacks(out)
     assert sorted(found) == ["rank-00000.txt", "rank-00001.txt"]
     assert all("loop.py" in stack and "in run" in stack for stack in found.values())

@@ -256,7 +256,7 @@ def by_hand(cluster, tmp_path):
     env |= {"OMPI_MCA_btl": "self,tcp"}
 
     def call(template, *words, options=()):
-        command = ["sbatch", "--parsable", "--time=3", f"--output={tmp_path}/job-%j.log", *options]
+        command = ["sbatch", "--parsable", "--time=9", f"--output={tmp_path}/job-%j.log", *options]
         done = cluster.run([*command, ROOT / "slurm" / f"{template}.sbatch", "a b.yaml", *words], env=env, cwd=tmp_path)
         return done.stdout.strip(), tmp_path / f"job-{done.stdout.strip()}.log"
 

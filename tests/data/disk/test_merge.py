@@ -1,4 +1,3 @@
-import os
 import resource
 import subprocess
 import sys
@@ -183,9 +182,9 @@ def test_modes_are_for_all_or_for_none(tmp_path):
 
 def test_there_may_be_more_parts_than_files_may_be_open(tmp_path):
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken = {int(number) for number in os.listdir("/proc/self/fd")}
-    room = [number for number in range(10_000) if number not in taken][60]  # numbers below it: 60 more files may be open
-    resource.setrlimit(resource.RLIMIT_NOFILE, (room, limit[1]))
+    taken = {int(file.name) for file in Path("/proc/self/fd").iterdir()}
+    free = [number for number in range(10_000) if number not in taken]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[60], limit[1]))
     try:
         parts = [write(tmp_path / str(k), [[[k]]]) for k in range(120)]
         assert merge(tmp_path / "all", parts).flat.tolist() == list(range(120))

@@ -1,5 +1,7 @@
 """Files of tensors, block by block."""
 
+from contextlib import closing
+
 import pytest
 import torch
 from hypothesis import given
@@ -69,12 +71,12 @@ def test_every_flipped_bit_is_found_and_only_by_who_reads_its_block(written):
     for place in range(len(good)):
         path.write_bytes(good[:place] + bytes([good[place] ^ 1 << place % 8]) + good[place + 1 :])
         with pytest.raises(Differs, match=r"^x\.safetensors differs from what was saved \(its hash is wrong\)$"):
-            File(path, facts).check()
+            with closing(File(path, facts)) as file:
+                file.check()
         if place >= begin:
-            file = File(path, facts)
             second = row + BLOCK <= place < row + 2 * BLOCK
-            assert second == (not reads(file, "table", [4, 0], [6, 5]))  # bytes 80 to 120, of the block of 64 to 128
-            file.close()
+            with closing(File(path, facts)) as file:  # bytes 80 to 120, of the block of 64 to 128
+                assert second == (not reads(file, "table", [4, 0], [6, 5]))
 
 
 def reads(file, *where):

@@ -12,6 +12,7 @@ from hpclm.checkpoint import format as files
 from hpclm.checkpoint.format import Differs, Facts, File
 
 BLOCK = 64
+WRONG = r"^x\.safetensors differs from what was saved \(its hash is wrong\)$"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -70,9 +71,8 @@ def test_every_flipped_bit_is_found_and_only_by_who_reads_its_block(written):
     row = begin + 4 + 64  # of the table: after the scalar and the norm
     for place in range(len(good)):
         path.write_bytes(good[:place] + bytes([good[place] ^ 1 << place % 8]) + good[place + 1 :])
-        with pytest.raises(Differs, match=r"^x\.safetensors differs from what was saved \(its hash is wrong\)$"):
-            with closing(File(path, facts)) as file:
-                file.check()
+        with pytest.raises(Differs, match=WRONG), closing(File(path, facts)) as file:
+            file.check()
         if place >= begin:
             second = row + BLOCK <= place < row + 2 * BLOCK
             with closing(File(path, facts)) as file:  # bytes 80 to 120, of the block of 64 to 128

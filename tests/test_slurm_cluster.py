@@ -98,6 +98,8 @@ def test_a_job_of_low_is_requeued_when_high_wants_its_nodes(cluster):
 
 
 def test_a_power_cut_takes_the_tasks_of_the_node_and_nothing_else(cluster):
+    network = ["srun", "-N1", "-w", "node2", "cat", "/sys/class/net/eth0/address"]
+    hardware = cluster.run(network).stdout if cluster.isolated else ""
     job = cluster.batch(f"srun {SLEEP}", "-N2", "--no-requeue", "-o", "/dev/null")
     cluster.wait(job, "RUNNING")
     until(lambda: {"node1", "node2"} == set(sleepers(cluster)), 60, "tasks", cluster)
@@ -109,6 +111,7 @@ def test_a_power_cut_takes_the_tasks_of_the_node_and_nothing_else(cluster):
     until(lambda: not cluster.processes(ASLEEP), 60, "end of the other task", cluster)
     cluster.power_on("node2")
     assert len(everywhere(cluster, HERE)) == len(cluster.nodes)
+    assert not hardware or cluster.run(network).stdout == hardware, "the other nodes look for it where it was"
 
 
 def test_a_killed_slurmctld_is_brought_up_again_with_its_jobs(cluster):

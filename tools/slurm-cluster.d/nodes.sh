@@ -1,7 +1,7 @@
 # The nodes. In namespaces a node is one process, `unshare`, and what it holds: with it everything on the node is gone.
 
 node_up() { # NAME
-  local name=$1 number=${1#"$prefix"} pid link
+  local name=$1 number=${1#"$prefix"} pid link hardware
   link=hps${slot}n$number
   if alive "slurmd-$name" >/dev/null; then
     if [ "$isolate" = none ] || ip link show "$link" >/dev/null 2>&1; then return 0; fi
@@ -19,7 +19,8 @@ node_up() { # NAME
   pid=$(cat "$folder/run/slurmd-$name.pid")
   wait_for 20 own_network "$pid" || die "$name does not start"
   # the device is made inside the node's network; it vanishes with the node
-  wait_for 10 ip link add "$link" type veth peer name eth0 netns "$pid" || die "$name gets no network"
+  hardware=$(hardware_of "$(address_of "$number")")
+  wait_for 10 ip link add "$link" type veth peer name eth0 address "$hardware" netns "$pid" || die "$name gets no network"
   ip link set "$link" master "$bridge" up
 }
 own_network() { local network; network=$(readlink "/proc/$1/ns/net") && [ "$network" != "$(readlink /proc/self/ns/net)" ]; }

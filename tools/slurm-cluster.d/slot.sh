@@ -55,9 +55,14 @@ address_of() { # NUMBER of the node
   if [ "$isolate" = namespaces ]; then echo "$subnet.$((10 + $1))"; else echo "127.$((18 + slot)).0.$((10 + $1))"; fi
 }
 
+# A machine keeps its hardware address, also after a power cut: else the others look for the last one for seconds.
+hardware_of() { # ADDRESS
+  printf '02:00:%02x:%02x:%02x:%02x' ${1//./ }
+}
+
 network_up() {
   [ "$isolate" = namespaces ] || return 0
-  ip link show "$bridge" >/dev/null 2>&1 || ip link add "$bridge" type bridge || die "cannot make the bridge $bridge"
+  ip link show "$bridge" >/dev/null 2>&1 || ip link add "$bridge" address "$(hardware_of "$controller")" type bridge || die "cannot make the bridge $bridge"
   [[ $(ip -o -4 addr show dev "$bridge") == *" $controller/24 "* ]] || ip addr add "$controller/24" dev "$bridge"
   ip link set "$bridge" up
 }

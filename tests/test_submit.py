@@ -42,6 +42,17 @@ def test_a_dry_run_prints_a_script_and_writes_nothing(submit):
     assert done.stderr == "" and list(submit.here.iterdir()) == []
 
 
+@pytest.mark.parametrize("nodes", ["2", "4"])
+def test_the_job_that_the_readme_submits_may_be_divided_as_it_says(nodes, submit):
+    """On two nodes, and resumed on four."""
+    readme = (ROOT / "README.md").read_text()
+    [words] = [line.split()[3:] for line in readme.splitlines() if line.startswith("python -m hpclm.submit --nodes 2")]
+    words = [word.replace("configs/", f"{ROOT}/configs/") for word in words if not word.startswith("data.prefix=")]
+    done = submit(*words, "--nodes", nodes, "data.source=synthetic", "--dry-run", check=0)
+    assert f"#SBATCH --nodes={nodes}\n" in done.stdout and "#SBATCH --gpus-per-node=8\n" in done.stdout
+    assert "hpclm resume gpt2-124m --nodes 4 " in readme
+
+
 @pytest.mark.parametrize(
     "words, answer",
     {

@@ -1,51 +1,57 @@
-"""One entry for all verbs, ``hpclm VERB``, and how every verb ends.
+"""The command ``hpclm VERB``, and the error handling of all verbs.
 
-A verb is a module with ``main(argv)``; ``python -m hpclm.VERB`` runs the same function.
+A verb is a module with ``main(argv)``; ``python -m hpclm VERB`` runs the same function.
 """
 
+import argparse
+import io
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from hpclm import __version__
-from hpclm.cluster import secrets, site, threads
-from hpclm.errors import MACHINE, HpclmError
+from hpclm.errors import FULL, MACHINE, REFUSED, ConfigError, HpclmError
+from hpclm.node import affinity, environment, secrets
 from hpclm.registry import hint
+from hpclm.terminal import say
 
 if TYPE_CHECKING:
     from hpclm.config import RunConfig
 
 VERBS = {
-    "train": ("hpclm.train", "train a model, or go on with a run"),
-    "submit": ("hpclm.submit", "train on Slurm, on machines of a host file, or here"),
-    "status": ("hpclm.status", "show how runs stand: queue, step, loss, speed, time left"),
-    "logs": ("hpclm.logs", "print or follow the log of a run, of any rank or of its job"),
-    "cancel": ("hpclm.cancel", "let a run save and leave, and take its jobs out of the queue"),
-    "checkpoints": ("hpclm.checkpoints", "list and verify a run's checkpoints"),
-    "save-now": ("hpclm.save_now", "let a run save now, and go on"),
-    "stop": ("hpclm.stop", "let a run save and end"),
-    "resume": ("hpclm.resume", "submit a run again, from its last checkpoint, with changes if any"),
-    "planner": ("hpclm.planner", "say what a run will need of each GPU, and how fast it will be; suggest layouts"),
-    "config": ("hpclm.config.show", "print and explain settings"),
-    "preprocess": ("hpclm.data.preprocess", "turn text into a dataset"),
-    "data": ("hpclm.data.__main__", "inspect, verify, merge and convert datasets"),
-    "evaluate": ("hpclm.evaluate", "measure the loss of a run's model on held-out data"),
-    "generate": ("hpclm.generate", "continue a prompt with a run's model"),
-    "convert": (
-        "hpclm.convert",
-        "weights for Hugging Face transformers, and from there, Megatron and Megatron-DeepSpeed",
-    ),
-    "import-deepspeed": ("hpclm.import_deepspeed", "print the settings that a DeepSpeed JSON stands for"),
-    "doctor": ("hpclm.doctor", "show what each process really has, and what is wrong"),
-    "env": ("hpclm.doctor", "the same"),
+    "demo": ("hpclm.commands.demo", "train a small GPT on the sources of Python's standard library"),
+    "train": ("hpclm.train", "train a model, or continue a run"),
+    "submit": ("hpclm.submit", "train on Slurm, on the machines of a hostfile, or locally"),
+    "status": ("hpclm.commands.status", "show the status of runs: queue, step, loss, speed, time left"),
+    "logs": ("hpclm.commands.logs", "print or follow the log of a run, a rank or a job"),
+    "top": ("hpclm.commands.top", "show all runs live, with their loss curves"),
+    "report": ("hpclm.commands.report", "write a page about one or more runs: curves, attempts, what ended them"),
+    "cancel": ("hpclm.commands.cancel", "save and stop a run, and remove its jobs from the queue"),
+    "checkpoints": ("hpclm.commands.checkpoints", "list and verify a run's checkpoints"),
+    "save-now": ("hpclm.commands.save_now", "save a checkpoint now, and continue"),
+    "stop": ("hpclm.commands.stop", "save and stop a run"),
+    "resume": ("hpclm.commands.resume", "continue a run from its last checkpoint, optionally with changes"),
+    "sync": ("hpclm.commands.sync", "send a run's metrics to its sinks, such as W&B, whatever they lack"),
+    "planner": ("hpclm.commands.planner", "estimate memory and speed of a run, and suggest layouts"),
+    "config": ("hpclm.commands.config", "print and explain settings"),
+    "preprocess": ("hpclm.commands.preprocess", "convert text into a dataset"),
+    "data": ("hpclm.commands.data", "inspect, verify, hash, merge and convert datasets"),
+    "evaluate": ("hpclm.commands.evaluate", "measure the loss of a run's model on held-out data"),
+    "train-tokenizer": ("hpclm.data.train_tokenizer", "train a tokenizer on text"),
+    "generate": ("hpclm.commands.generate", "continue a prompt with a run's model"),
+    "convert": ("hpclm.commands.convert", "convert weights to Hugging Face, and from Hugging Face or Megatron"),
+    "import-deepspeed": ("hpclm.commands.import_deepspeed", "translate a DeepSpeed JSON into settings"),
+    "doctor": ("hpclm.commands.doctor", "show what each process has, and diagnose problems"),
+    "env": ("hpclm.commands.doctor", "the same"),
 }
 
-EPILOG = """exit codes: 0 done · 1 a fault of hpclm · 2 wrong arguments · 64 wrong settings or input files
-            66 no good checkpoint · 75 the run directory is in use · 85 saved, start me again · 93 do not restart
+EPILOG = """exit codes: 0 done · 1 error in hpclm · 2 invalid arguments · 64 invalid settings or input files
+            66 no good checkpoint · 75 run directory in use · 85 saved, restart · 93 do not restart
             128+n ended by signal n"""
 
 
@@ -58,7 +64,7 @@ def _dispatch(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         verbs = "\n".join(f"  {verb:<18}{what}" for verb, (_, what) in VERBS.items())
         print(
-            f"usage: hpclm VERB ...\n\nTrain GPT models on HPC clusters.\n\n{verbs}\n\nhpclm VERB --help says more.\n\n{EPILOG}"
+            f"usage: hpclm VERB ...\n\nTrain GPT models on HPC clusters.\n\n{verbs}\n\nSee also hpclm VERB --help.\n\n{EPILOG}"
         )
         return 0
     verb, *rest = words
@@ -67,16 +73,16 @@ def _dispatch(words: list[str]) -> int:
         return 0
     if verb not in VERBS:
         near = hint(verb, list(VERBS))
-        print(f"error: unknown verb {verb!r}; choose one of {', '.join(VERBS)}.{near}", file=sys.stderr)
+        say(f"error: unknown verb {verb!r}; choose one of {', '.join(VERBS)}.{near}", file=sys.stderr)
         return 2
     return import_module(VERBS[verb][0]).main(rest) or 0
 
 
 def run(verb: Callable[[list[str]], int | None], argv: Sequence[str] | None = None) -> int:
-    """Call a verb's main; what a person or the machine did wrong becomes one message and an exit code, no traceback."""
+    """Call a verb's main. Errors of the user or the machine become a message and an exit code, without a traceback."""
     _open_streams()
-    threads.wait_politely()
-    threads.open_many_files()
+    affinity.idle_threads_sleep()
+    affinity.raise_file_limit()
     redact = secrets.Redactor()
     try:
         code = verb(list(sys.argv[1:] if argv is None else argv)) or 0
@@ -84,53 +90,140 @@ def run(verb: Callable[[list[str]], int | None], argv: Sequence[str] | None = No
             sys.stdout.flush()
         return code
     except HpclmError as error:
-        for line in str(error).splitlines():
-            print(f"error: {redact(line)}", file=sys.stderr)
+        if not getattr(error, "told", False):
+            _tell(error, redact)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader, head or less, has gone
+    except BrokenPipeError:  # the reader, such as head, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except MemoryError as error:
         print(f"error: not enough memory: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        if error.errno not in MACHINE:
+        if error.errno in MACHINE:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise closing it would fail too
+            way_out = f"; {'free space on' if error.errno in FULL else 'check'} the disk, then start again"
+        elif error.errno in REFUSED and error.filename is not None:
+            way_out = "; check what it is, and its permissions"
+        else:
             return _fault(redact)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or closing it would fail in the same way
-        print(
-            f"error: {error.filename or 'writing'}: {error.strerror}; free the disk, then start again", file=sys.stderr
-        )
-        return 1
+        say(redact(f"error: {error.filename or 'writing'}: {error.strerror}{way_out}"), file=sys.stderr)
+        return 1 if error.errno in MACHINE else ConfigError.exit_code
     except Exception:
         return _fault(redact)
 
 
+class Each:
+    """A context for each of several runs in a verb: with more than one run, an error does not stop the others."""
+
+    def __init__(self, count: int):
+        self.several, self.codes = count > 1, set[int]()
+
+    @property
+    def code(self) -> int:
+        """The verb's exit code: that of the failed runs, or 1 if they differ."""
+        return max(self.codes) if len(self.codes) < 2 and self.codes else min(len(self.codes), 1)
+
+    def __enter__(self) -> None:
+        """Begin a block."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not self.several or not isinstance(error, HpclmError):
+            return False
+        self.codes.add(error.exit_code)
+        sys.stdout.flush()
+        _tell(error, secrets.Redactor())
+        return True
+
+
+def _tell(error: HpclmError, redact: Callable[[str], str]) -> None:
+    for line in str(error).splitlines():
+        say(f"error: {redact(line)}", file=sys.stderr)
+
+
 def _fault(redact: Callable[[str], str]) -> int:
-    """Print the traceback of the exception that is being handled, without secrets, and give the exit code."""
-    print(redact(traceback.format_exc()), end="", file=sys.stderr)
+    """Print the current traceback, without secrets; the exit code."""
+    say(redact(traceback.format_exc()), end="", file=sys.stderr)
     return 1
 
 
+class Parser(argparse.ArgumentParser):
+    """An argument parser for verbs that take key=value settings; for an unknown option it suggests the setting."""
+
+    given: Sequence[str] = ()
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        """As argparse; remembers all arguments, for ``error``."""
+        self.given = self.given or list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """As argparse, with a hint for options that are settings, or misspelt."""
+        unknown = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrecog") else []
+        said, words = [], []
+        for word in [each for each in unknown if each.startswith("--") and each in self.given]:
+            option = word.partition("=")[0]
+            near = get_close_matches(option, self._option_string_actions, n=1, cutoff=0.85)
+            if near:
+                said.append(f"did you mean {near[0]}?")
+            elif reason := _without(option):
+                said.append(f"{option}{reason}")
+            elif setting := self._setting(word):
+                words.append(setting)
+        if words:
+            said.append(f"settings are written without dashes, as key=value: {' '.join(words)}")
+        super().error("; ".join([message, *said]))
+
+    def _setting(self, word: str) -> str | None:
+        """``--optim.lr``, or its name in another project, as key=value, with the value that follows."""
+        from hpclm.config import compose, fields, hints
+
+        option, sign, value = word.partition("=")
+        if not sign:
+            after = [*self.given[list(self.given).index(word) + 1 :], "..."][0]
+            value = "..." if after.startswith("--") or compose.is_override(after) else after
+        name, known = option[2:].replace("-", "_"), fields.keys()
+        key = name if name in known else hints.meant(name, known)
+        return key and (key if "=" in key else f"{key}={value}")
+
+
+def _without(option: str) -> str | None:
+    """The message for an option of another project without a setting here."""
+    from hpclm.config.peers import WITHOUT
+
+    reason = WITHOUT.get(option[2:].replace("-", "_"))
+    return reason and f": {reason}"
+
+
 def settings(words: Sequence[str]) -> "RunConfig":
-    """``[FILE] key=value ...`` on top of the user's site file."""
+    """The settings of ``[FILE] key=value ...`` on top of the site file."""
     from hpclm import config
 
-    return config.from_cli(list(words), site.path())
+    return config.from_cli(list(words), environment.site_file())
+
+
+def step(text: str) -> int:
+    """Parse a step number."""
+    if not text.isdecimal() or len(text) > 15:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a step number")
+    return int(text)
 
 
 def _open_streams() -> None:
-    """Give a process that was started with closed standard streams something to write to."""
+    """Replace closed standard streams by /dev/null."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             while (opened := os.open(os.devnull, os.O_RDWR)) < number:  # the lowest that is free: 0, 1 or 2
                 continue
             os.set_inheritable(opened, True)
             setattr(sys, name, os.fdopen(opened, "r" if number == 0 else "w", closefd=False))
+        elif number and isinstance(getattr(sys, name), io.TextIOWrapper):
+            getattr(sys, name).reconfigure(errors="backslashreplace")  # for characters outside the locale's encoding
 
 
 def entry() -> None:
     """The ``hpclm`` command."""
-    raise SystemExit(main())
+    raise SystemExit(run(_dispatch))

@@ -1,32 +1,36 @@
-"""What can go wrong in words a person can act on, and the exit code each one ends the process with.
+"""Errors with a message for the user, and their exit codes.
 
 HpclmError
-├── ConfigError         64  settings, arguments or input files that cannot work as given
-├── NoCheckpointError   66  the run has history, but no good checkpoint to go on from
-├── LockedError         75  another job holds the run directory
-└── DivergedError       93  the run must not be restarted as it is
+├── ConfigError         64  invalid settings, arguments or input files
+├── NoCheckpointError   66  the run has saved before, but there is no good checkpoint
+├── LockedError         75  another process uses the run directory
+├── DivergedError       93  the run must not be restarted unchanged
+└── DeviceMemoryError   93  the same: a GPU, or the machine, has too little memory for its settings
 
-85 is not an error: the run was told to leave, saved, and asks to be started again.
+85 is not an error: the run has saved, exited as requested, and should be started again.
 """
 
 import errno
 from collections.abc import Iterable
 
 REQUEUE = 85
-MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
-"""Faults of a disk, full or failing, and not of what a person set."""
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+MACHINE = {*FULL, errno.EIO, errno.EROFS, errno.ESTALE, errno.EREMOTEIO}
+"""Faults of a disk: full, failing or unreachable."""
+REFUSED = {errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EINVAL}
+"""Faults of a path: no permission, or the wrong kind of file."""
 
 
 class HpclmError(Exception):
-    """An error whose message is all a person needs; command-line verbs print it without a traceback."""
+    """An error that command-line verbs print without a traceback."""
 
     exit_code = 1
     shared = False
-    """Every process of the run raises it alike, so one of them tells it."""
+    """Whether every process of the run raises it, so that only one of them reports it."""
 
 
 class ConfigError(HpclmError, ValueError):
-    """Something a person set cannot work; holds every problem found, not only the first."""
+    """Invalid settings or input; contains every problem, not only the first."""
 
     exit_code = 64
 
@@ -36,7 +40,7 @@ class ConfigError(HpclmError, ValueError):
 
 
 class NoCheckpointError(HpclmError):
-    """A checkpoint was expected and none can be trusted."""
+    """A checkpoint is required, but there is no good one."""
 
     exit_code = 66
 
@@ -48,12 +52,18 @@ class LockedError(HpclmError):
 
 
 class DivergedError(HpclmError):
-    """Training cannot go on, and starting it again would end the same way."""
+    """Training cannot continue, and a restart would fail again."""
+
+    exit_code = 93
+
+
+class DeviceMemoryError(HpclmError):
+    """Out of memory on a GPU, or on a machine that trains without; a restart would fail again."""
 
     exit_code = 93
 
 
 def unwritten(error: OSError, target: object, what: str) -> HpclmError:
-    """``error`` of writing ``target`` in a sentence that ends with ``what``: the machine's fault, or a person's."""
+    """The error for a failure to write ``target``; ``what`` follows. HpclmError for the disk, ConfigError for the path."""
     kind = HpclmError if error.errno in MACHINE else ConfigError
     return kind(f"{error.filename or target}: {error.strerror}; {what}")

@@ -1,13 +1,19 @@
-"""Files a person names: checked before they are used, written whole or not at all."""
+"""Open, read and write files safely: regular files only, without blocking, up to a size, and atomically.
 
+All code opens files for reading and appending with ``opened``.
+"""
+
+import errno
 import fcntl
 import glob
 import hashlib
+import io
 import logging
 import mmap
 import os
 import re
 import secrets
+import shlex
 import shutil
 import socket
 import stat
@@ -15,66 +21,210 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO, TextIO
 
 from hpclm.errors import ConfigError
 
 log = logging.getLogger(__name__)
-HASHED = 1 << 18  # bytes of a block of a file that goes into its fingerprint
-BLOCKS = 64  # of them
-ABANDONED = 24 * 3600  # seconds without a write after which what another machine left unfinished is swept too
+HASHED = 1 << 18  # bytes of each block in a file's fingerprint
+BLOCKS = 64  # in a fingerprint
+ABANDONED = 24 * 3600  # seconds after which unfinished files of other machines are removed
+LARGEST = 1 << 28  # default limit, in bytes, for reading a file
+OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+class Unfit(OSError):
+    """Not a regular file, or too large."""
+
+    def __init__(self, reason: str, path: str):
+        super().__init__(errno.EINVAL, reason, path)
+
+
+def opened(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
+    """A descriptor of the regular file at ``path``; OSError for anything else, without blocking (O_NONBLOCK) or reading."""
+    path = os.fspath(path)
+    try:
+        handle = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode)
+    except ValueError as error:
+        raise Unfit(f"invalid file name: {error}", path) from None
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a pipe without a reader, or a socket
+            raise Unfit("not a regular file", path) from None
+        if error.errno == errno.ELOOP and flags & os.O_NOFOLLOW:
+            raise OSError(errno.ELOOP, "is a link; links are not followed here", path) from None
+        raise
+    try:
+        kind = os.fstat(handle).st_mode
+        if stat.S_ISDIR(kind):
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        if not stat.S_ISREG(kind):
+            raise Unfit("not a regular file", path)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def reader(path: str | Path) -> BinaryIO:
+    """The regular file at ``path``, open for reading."""
+    return os.fdopen(opened(path), "rb")
+
+
+def text_reader(path: str | Path) -> TextIO:
+    """The regular file at ``path``, open for reading as lines of UTF-8."""
+    return io.TextIOWrapper(reader(path), encoding="utf-8")
+
+
+def appending(path: str | Path, mode: int = 0o644) -> int:
+    """A descriptor for appending to the file ``path``, which is created with ``mode`` if necessary; does not follow links."""
+    return opened(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, mode)
+
+
+def append(path: str | Path, text: str, mode: int = 0o644) -> None:
+    """Append ``text`` to the file ``path``; does not follow links."""
+    with os.fdopen(appending(path, mode), "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def overwrite(path: str | Path, text: str) -> None:
+    """Overwrite the file ``path`` with ``text``, not atomically; does not follow links."""
+    with os.fdopen(opened(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW), "w", encoding="utf-8") as file:
+        file.truncate(0)
+        file.write(text)
+
+
+def read(path: str | Path, most: int = LARGEST) -> tuple[bytes, os.stat_result]:
+    """The content of a regular file, and its status; OSError if it has more than ``most`` bytes."""
+    with reader(path) as file:
+        status = os.fstat(file.fileno())
+        content = file.read(most + 1) if status.st_size <= most else None
+    if content is None or len(content) > most:  # it may have grown
+        raise Unfit(f"larger than {most / 1e6:,.1f} MB, the limit", os.fspath(path))
+    return content, status
+
+
+def read_bytes(path: str | Path, most: int = LARGEST) -> bytes:
+    """The content of a regular file; OSError if it has more than ``most`` bytes."""
+    return read(path, most)[0]
+
+
+def read_text(path: str | Path, most: int = LARGEST, errors: str = "strict") -> str:
+    """The same as text; UnicodeDecodeError if it is not UTF-8."""
+    return read(path, most)[0].decode("utf-8", errors)
 
 
 def readable(path: str | Path, what: str) -> Path:
-    """``path`` if it is a file that can be opened; ``what`` names it in the error."""
+    """``path``; ConfigError, which calls it ``what``, if it is not a file that can be opened."""
     path = Path(path)
     try:
-        with path.open("rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ConfigError(f"{what} {path} is not a regular file")
+        os.close(opened(path))
     except FileNotFoundError:
         raise ConfigError(f"{what} {path} does not exist; looked in {path.absolute().parent}") from None
     except OSError as error:
+        if isinstance(error, (Unfit, IsADirectoryError)):
+            raise ConfigError(f"{what} {path} is not a regular file") from None
         raise ConfigError(f"{what} {path} cannot be read: {error.strerror}") from None
     return path
 
 
+def is_file(path: Path) -> bool:
+    """Whether ``path`` is a regular file, or a link to one; False if that is unknown."""
+    with suppress(OSError, ValueError):
+        return path.is_file()
+    return False
+
+
+def exposed(path: Path, status: os.stat_result) -> str | None:
+    """How another user could have written the file ``path`` with this ``status``; None if only this user and root could."""
+    found = _exposed(f"{path}", status, OTHERS)
+    for folder in dict.fromkeys([path.absolute().parent, Path(os.path.realpath(path)).parent]):
+        found = found or exposed_folder(folder, sticky=True)
+    return found
+
+
+def exposed_folder(folder: Path, sticky: bool = False) -> str | None:
+    """How another user could create files in ``folder``; with ``sticky``, replace existing files, which a sticky folder such as
+    /tmp prevents. None if only this user and root could."""
+    status = folder.stat()
+    return _exposed(f"folder {folder}", status, 0 if sticky and status.st_mode & stat.S_ISVTX else OTHERS)
+
+
+def _exposed(name: str, status: os.stat_result, modes: int) -> str | None:
+    if status.st_uid not in (0, os.geteuid()):
+        return f"{name} belongs to another user (number {status.st_uid})"
+    if status.st_mode & modes:
+        return f"{name} can be written by others (mode {stat.S_IMODE(status.st_mode):04o}; chmod go-w)"
+    return None
+
+
 def writable_folder(path: str | Path, what: str, mode: int = 0o777) -> Path:
-    """``path`` as a folder that files can be made in, created with ``mode`` if need be; ``what`` names it in the error."""
+    """``path`` as a writable folder, created with ``mode`` if necessary; ConfigError, which calls it ``what``, if that fails."""
     path = Path(path)
     try:
-        path.mkdir(mode, parents=True, exist_ok=True)
+        make_folder(path, mode)
         probe = aside(path / ".writable")
         probe.touch()
         probe.unlink()
     except OSError as error:
         raise ConfigError(
-            f"{what} {path} cannot be written: {error.strerror} (errno {error.errno}); choose another place or free this one"
+            f"{what} {path} cannot be written: {error.strerror} (errno {error.errno}); choose another place, or fix this one"
         ) from None
     return path
 
 
+def make_folder(path: Path, mode: int = 0o777) -> None:
+    """Create a folder and its missing parents, durably."""
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(mode, parents=True, exist_ok=True)
+    for made in missing:
+        with suppress(PermissionError):  # a folder that is writable, but not readable
+            sync(made.parent)
+
+
 def private_folder(path: str | Path, what: str) -> Path:
-    """``path`` as ``writable_folder``, made for its owner alone; ConfigError where others may write in it."""
+    """``path`` as ``writable_folder``, created with mode 0700; ConfigError if another user owns it or can write to it."""
+    check_private(path, what)
     path = writable_folder(path, what, mode=0o700)
-    mode = stat.S_IMODE(path.stat().st_mode)
-    if mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ConfigError(
-            f"{what} {path} can be written by others (mode {mode:04o}), who could change what a run reads back; "
-            f"chmod go-w {path}"
-        )
+    check_private(path, what)  # another user may have created it in the meantime
     return path
 
 
+def check_private(path: str | Path, what: str) -> None:
+    """ConfigError if the folder ``path`` exists and another user owns it or can write to it."""
+    try:
+        found = Path(path).stat()
+    except OSError:  # reported when it is created
+        return
+    if found.st_uid != os.geteuid():
+        raise ConfigError(f"{what} {path} belongs to another user (number {found.st_uid}); choose another out")
+    if found.st_mode & OTHERS:
+        raise ConfigError(
+            f"{what} {path} can be written by others (mode {stat.S_IMODE(found.st_mode):04o}), who could change files of "
+            f"the run; chmod go-w {path}"
+        )
+
+
+def shown(path: str | Path) -> str:
+    """``path`` for people: never mistaken for an option when it is copied."""
+    text = str(path)
+    return f"./{text}" if text.startswith("-") else text
+
+
+def typed(path: str | Path) -> str:
+    """``path`` for a command line: quoted, and never mistaken for an option."""
+    return shlex.quote(shown(path))
+
+
 def write_text(path: Path, text: str) -> None:
-    """Put ``text`` at ``path`` in one step: a reader, or a crash, sees the old file or the new one."""
+    """Write a file atomically."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Put ``content`` at ``path`` in one step, as ``write_text`` does."""
+    """Write a file atomically, writable only for its owner."""
     written = aside(path)
     try:
-        with written.open("wb") as file:
+        with os.fdopen(os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -85,13 +235,13 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def aside(path: Path) -> Path:
-    """A name beside ``path`` for what is not finished yet; it says whose it is, so that ``sweep`` can tell."""
-    return path.with_name(f"{path.name}.tmp-{_here()}-{os.getpid()}-{secrets.token_hex(3)}")
+    """A temporary name next to ``path``, with machine and process id for ``sweep``."""
+    return path.with_name(f"{path.name}.tmp-{here()}-{os.getpid()}-{secrets.token_hex(3)}")
 
 
 def sweep(path: Path) -> None:
-    """Remove what was left aside of ``path`` by processes that are gone."""
-    own = re.compile(rf"\.tmp-{re.escape(_here())}-(\d+)-[0-9a-f]+.*")
+    """Remove temporary files of ``path`` whose processes have ended."""
+    own = re.compile(rf"\.tmp-{re.escape(here())}-(\d+)-[0-9a-f]+.*")
     for old in path.parent.glob(f"{glob.escape(path.name)}.tmp-*"):
         owner = own.fullmatch(old.name.removeprefix(path.name))
         with suppress(FileNotFoundError):  # another process may be sweeping too
@@ -104,7 +254,7 @@ def sweep(path: Path) -> None:
 
 
 def fingerprint(content: mmap.mmap | bytes) -> str:
-    """blake2b of evenly spaced blocks of a file, its beginning and end among them; of all of a short one."""
+    """blake2b of evenly spaced blocks of a file, including both ends; of all of a short file."""
     digest, size = hashlib.blake2b(digest_size=16), len(content)
     whole = size <= HASHED * BLOCKS
     for k in range(BLOCKS):
@@ -113,8 +263,8 @@ def fingerprint(content: mmap.mmap | bytes) -> str:
     return digest.hexdigest()
 
 
-def _here() -> str:
-    """Where a process number means one process: this machine, and the container on it."""
+def here() -> str:
+    """This machine and PID namespace, in which process ids are unique."""
     try:
         space = str(Path("/proc/self/ns/pid").readlink())
     except OSError:
@@ -124,11 +274,12 @@ def _here() -> str:
 
 @contextmanager
 def locked(path: Path, waiting: str | None = None) -> Iterator[None]:
-    """Wait until no other process is in such a block for this folder or file, where the file system knows locks.
+    """Hold a lock on a folder or file (which is created) during the block, if the file system supports locks.
 
-    A file that is not there is made. ``waiting`` is logged before a wait.
+    ``waiting`` is logged if it has to wait.
     """
-    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o666)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+    handle = os.open(path, os.O_RDONLY) if path.is_dir() else opened(path, flags, 0o666)
     try:
         with suppress(OSError):
             try:
@@ -143,9 +294,12 @@ def locked(path: Path, waiting: str | None = None) -> Iterator[None]:
 
 
 def sync(path: Path) -> None:
-    """Make what a file holds, or the names in a folder, survive a power cut."""
+    """fsync a file or folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        error.filename = str(path)
+        raise
     finally:
         os.close(handle)

@@ -1,46 +1,35 @@
-"""Logging set-up for every verb: to the terminal, and to a run's own file."""
+"""Logging to the terminal and to log files."""
 
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from logging.handlers import MemoryHandler
 from pathlib import Path
 
+from hpclm import files, terminal
 from hpclm.errors import HpclmError
 
 FORMAT = "%(asctime)s %(levelname).1s %(message)s"
-EARLY = 1000  # lines at most that wait for a run's own file
-LIVE = {"live": True}  # as a record's ``extra``: a terminal's live line says the same
+NEVER = logging.CRITICAL + 1
+LIVE = {"live": True}  # ``extra`` of records that a progress bar shows too
 
 
 class Console(logging.Handler):
-    """Standard error, beside a progress bar if there is one."""
+    """Standard error, compatible with progress bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print the record, unless a live line on this terminal already says it."""
+        """Print the record, unless a progress bar shows it."""
         from tqdm import tqdm
 
-        with suppress(OSError):  # nobody listens any more, which is no reason for a run to end; its own file has it
+        with suppress(OSError):  # a closed terminal must not end the run, which has a log file
             if not (getattr(record, "live", False) and sys.stderr.isatty()):
                 tqdm.write(self.format(record), file=sys.stderr)
 
 
-class Early(logging.Handler):
-    """What is logged before a run has a file to log to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep the record."""
-        if len(self.records) < EARLY:
-            self.records.append(record)
-
-
 class Formatter(logging.Formatter):
-    """A line of the log, or several with a traceback, as ``redact`` gives them back."""
+    """Formats records, without secrets and control characters."""
 
     def __init__(self, redact: Callable[[str], str], dates: str | None = None, before: str = ""):
         super().__init__(before + FORMAT, dates)
@@ -48,32 +37,29 @@ class Formatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as text."""
-        return self.redact(super().format(record))
+        return terminal.plain(self.redact(super().format(record)))
 
 
-def setup(rank: int = 0, level: int = logging.INFO, redact: Callable[[str], str] = str, marked: bool = False) -> None:
-    """Send the log to standard error; of ranks other than 0 only warnings, until they have a file of their own.
-
-    ``redact`` takes out what must not be told, secrets. ``marked``: somebody else says of each line whose it is.
-    """
+def setup(rank: int = 0, level: int = logging.INFO, redact: Callable[[str], str] = str) -> None:
+    """Log to standard error; on ranks other than 0 only warnings. ``redact`` removes secrets."""
     console = Console()
-    console.setFormatter(Formatter(redact, "%H:%M:%S", f"[rank {rank}] " if rank and not marked else ""))
+    console.setFormatter(Formatter(redact, "%H:%M:%S", f"[rank {rank}] " if rank else ""))
     if rank:
         console.setLevel(logging.WARNING)
-    logging.basicConfig(level=level, handlers=[console, Early()], force=True)
+    logging.basicConfig(level=level, handlers=[console, MemoryHandler(0, flushLevel=NEVER)], force=True)
     logging.captureWarnings(True)
-    logging.raiseExceptions = False  # a log that cannot be written (a full disk) must not bury the error that matters
+    logging.raiseExceptions = False  # errors of logging (a full disk) must not hide others
 
 
 def instead_to(path: Path, redact: Callable[[str], str] = str) -> None:
-    """From here on, append all that this process says to ``path`` instead: the log, and whatever libraries print."""
+    """From now on, append the log and all output of this process to ``path`` instead."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    own = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    handle = files.appending(path, 0o600)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.dup2(own, 1)
-    os.dup2(own, 2)
-    os.close(own)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.close(handle)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(Formatter(redact))
     root = logging.getLogger()
@@ -83,27 +69,29 @@ def instead_to(path: Path, redact: Callable[[str], str] = str) -> None:
 
 
 def _take_over(handler: logging.Handler) -> None:
-    """Let ``handler`` have what was logged before it was there, and what comes."""
+    """Add ``handler``, and pass it all earlier records."""
     root = logging.getLogger()
-    for early in [each for each in root.handlers if isinstance(each, Early)]:
+    for early in [each for each in root.handlers if isinstance(each, MemoryHandler)]:
         root.removeHandler(early)
-        for record in early.records:
-            handler.handle(record)
+        early.setTarget(handler)
+        early.close()  # flushes it
     root.addHandler(handler)
 
 
 @contextmanager
 def also_to(path: Path, redact: Callable[[str], str] = str) -> Iterator[None]:
-    """Append the log to ``path`` too while the block runs, without what ``redact`` takes out."""
-    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+    """Also append the log to ``path`` during the block."""
+    file = os.fdopen(files.appending(path), "w", encoding="utf-8", errors="backslashreplace")
+    handler = logging.StreamHandler(file)
     handler.setFormatter(Formatter(redact))
     _take_over(handler)
     try:
         yield
-    except Exception as error:  # what ends a run is the line its log is read for; the terminal gets it elsewhere
+    except Exception as error:  # the terminal gets it elsewhere
         trace = None if isinstance(error, HpclmError) else sys.exc_info()
         handler.handle(logging.LogRecord("hpclm", logging.ERROR, __file__, 0, "%s", (error,), trace))
         raise
     finally:
         logging.getLogger().removeHandler(handler)
         handler.close()
+        file.close()

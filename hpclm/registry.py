@@ -1,37 +1,124 @@
-"""Turn a short name, or any ``package.module:attribute``, into the object it names."""
+"""Look up objects by a short name, or by ``package.module:attribute``."""
 
+import inspect
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from importlib import import_module
+from importlib import import_module, util
 from pathlib import Path
 from typing import Any
 
+from hpclm import extras, files
 from hpclm.errors import ConfigError
+
+Check = Callable[[Any], str | None]
+"""Returns what is wrong with an object, or None."""
+OWN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 def problem(kind: str, name: str, table: Mapping[str, str]) -> str | None:
-    """Why ``name`` cannot be looked up, without importing anything; None when it can."""
-    if name in table or ":" in name:
+    """Why ``name`` cannot be looked up, without importing anything; None if it can."""
+    if name in table or OWN.fullmatch(name):
         return None
     return f"unknown {kind} {name!r}; choose one of {sorted(table)} or 'package.module:Name'.{hint(name, table)}"
 
 
-def lookup(kind: str, name: str, table: Mapping[str, str]) -> Any:
-    """The object that ``name`` stands for; ConfigError when there is none."""
+def lookup(kind: str, name: str, table: Mapping[str, str], check: Check) -> Any:
+    """The object called ``name``; ConfigError if there is none, or if ``check`` rejects it.
+
+    Names in ``table`` are not checked. The object is not called.
+    """
     wrong = problem(kind, name, table)
     if wrong:
         raise ConfigError(wrong)
-    module, _, attribute = table.get(name, name).partition(":")
-    if name not in table and str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # a person's own module lies where they are; last, so that it hides nothing
+    if name in table:
+        with extras.needed_for(f"{kind} {name!r}"):
+            return load(table[name])
+    module, _, attribute = name.partition(":")
+    note = _allow_import(kind, name, module)
     try:
-        return getattr(import_module(module), attribute)
+        found = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{kind} {name!r} cannot be loaded: {error}") from error
+        raise ConfigError(f"{kind} {name!r} cannot be loaded: {error}{note}") from error
+    lacks = "is part of Python's standard library" if _standard(getattr(found, "__module__", None)) else check(found)
+    if lacks:
+        raise ConfigError(f"{kind} {name!r} {lacks}; ARCHITECTURE.md says what a {kind} of your own must be")
+    return found
+
+
+def load(path: str) -> Any:
+    """The object at ``path``, "package.module:attribute", of hpclm itself."""
+    module, _, attribute = path.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def a_class(*methods: str, made_with: Sequence[str] = (), named: bool = False, base: type = object) -> Check:
+    """Checks for a subclass of ``base`` with ``methods``, constructed with these arguments (``named``: keyword arguments)."""
+
+    def check(found: Any) -> str | None:
+        if not inspect.isclass(found):
+            return f"is not a class but {_article(type(found).__name__)}"
+        if not issubclass(found, base):
+            return f"is not a subclass of {base.__module__}.{base.__qualname__}"
+        missing = [name for name in methods if not callable(getattr(found, name, None))]
+        return f"has no {', '.join(missing)}" if missing else _refuses(found, made_with, named)
+
+    return check
+
+
+def a_function(*parameters: str) -> Check:
+    """Checks for a Python function or a class that can be called with ``parameters``."""
+
+    def check(found: Any) -> str | None:
+        if not (inspect.isfunction(found) or inspect.isclass(found)):
+            return f"is not a function but {_article(type(found).__name__)}"
+        return _refuses(found, parameters, False)
+
+    return check
+
+
+def _refuses(found: Any, parameters: Sequence[str], named: bool) -> str | None:
+    try:
+        signature = inspect.signature(found)
+        signature.bind(**dict.fromkeys(parameters)) if named else signature.bind(*parameters)
+    except (TypeError, ValueError):
+        return f"cannot be called with {', '.join(parameters)}"
+    return None
 
 
 def hint(name: str, known: Mapping[str, Any] | list[str]) -> str:
-    """`` Did you mean 'x'?`` for the nearest known name, or nothing."""
+    """`` Did you mean 'x'?`` for the most similar known name, or ""."""
     near = get_close_matches(name, list(known), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def _allow_import(kind: str, name: str, module: str) -> str:
+    """Make modules in the current folder importable if only the user can write there; otherwise a note for errors.
+
+    ConfigError if the module must not be imported.
+    """
+    top = module.partition(".")[0]
+    if _standard(top):
+        raise ConfigError(f"{kind} {name!r}: {top} is part of Python's standard library, which contains no {kind}")
+    here = Path.cwd()
+    exposed = files.exposed_folder(here)
+    if not exposed:
+        if str(here) not in sys.path:
+            sys.path.append(str(here))  # last, so that it does not shadow other modules
+        return ""
+    note = f"; this folder is not searched: {exposed}; PYTHONPATH names folders that are"
+    if str(here) not in sys.path[1:] and top not in sys.modules:  # python -m has put it first in sys.path
+        found = util.find_spec(top)
+        places = [found.origin or "", *(found.submodule_search_locations or [])] if found else []
+        if any(Path(place).is_relative_to(here) for place in places if place):
+            raise ConfigError(f"{kind} {name!r} is not loaded from {places[0] or places[-1]}{note}")
+    return note
+
+
+def _standard(module: Any) -> bool:
+    return isinstance(module, str) and module.partition(".")[0] in sys.stdlib_module_names
+
+
+def _article(word: str) -> str:
+    return f"{'an' if word[0] in 'aeiou' else 'a'} {word}"

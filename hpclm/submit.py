@@ -1,26 +1,33 @@
-"""The verb ``hpclm submit``: settings are composed and checked, and then trained with on Slurm, on other machines, or here."""
+"""The verb ``hpclm submit``: check settings, then train on Slurm, on other machines with mpirun, or locally."""
 
 import argparse
-import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-from hpclm import cli, config, record
-from hpclm.cluster import secrets
-from hpclm.config import JobConfig, RunConfig
+from hpclm import cli, config, extras, files, shipped
+from hpclm.config import JobConfig, RunConfig, show
 from hpclm.config.job import TEMPLATES
+from hpclm.diagnostics import report
 from hpclm.errors import ConfigError, HpclmError, LockedError
-from hpclm.job import exclusion, folder, local, sbatch, script, send, sweep
-from hpclm.job.options import options
+from hpclm.launch import local, sbatch, script, send, sweep
+from hpclm.launch.options import options
+from hpclm.node import gpus, notify, secrets
+from hpclm.rundir import folder, rollback
+from hpclm.rundir import runs as folders
+from hpclm.rundir.status import status_of
+from hpclm.terminal import say
+from hpclm.training import records
 
-# Option of the command line -> setting of the job. Short letters are sbatch's.
+# Command-line options -> job settings. Short options are sbatch's.
 FLAGS = {
     ("--nodes", "-N"): "nodes",
-    ("--gpus",): "gpus",  # no -G, which is the whole job's number to sbatch
+    ("--gpus",): "gpus",  # no -G, because sbatch counts those per job
     ("--time", "-t"): "time",
     ("--partition", "-p"): "partition",
     ("--account", "-A"): "account",
@@ -36,7 +43,13 @@ FLAGS = {
     ("--cluster",): "cluster",
     ("--hostfile", "-H"): "hostfile",
 }
-DEFAULT = Path(__file__).parents[1] / "configs" / "debug.yaml"
+MODES = {
+    "--dry-run": "print the job script, and write nothing",
+    "--interactive": "start the processes in the current allocation (salloc)",
+    "--debug": "run one process in the foreground, with additional checks",
+}
+STARTED_BY = {"local": "hpclm.launch.local", "mpirun": "hpclm.launch.mpi", "interactive": "hpclm.launch.srun"}
+DEFAULT = shipped.folder("configs") / "debug.yaml"
 METAVARS = {"nodes": "N", "gpus": "N", "cpus_per_task": "N", "hostfile": "FILE", "template": "NAME|FILE", "mem": "SIZE"}
 
 
@@ -44,94 +57,80 @@ def main(argv: list[str]) -> int:
     """``hpclm submit``."""
     parser = _parser()
     args = parser.parse_intermixed_args(argv)
+    if args.ranks and not args.dry_run:
+        parser.error("--ranks is for --dry-run")
     if args.pdb and not args.debug:
         parser.error("--pdb is for --debug")
+    if args.back_to is not None and (args.debug or args.sweep or args.again):
+        parser.error("--from is for a single run that is not running; it excludes --debug, --sweep and --again")
     runs = [_compose(args, variant) for variant in sweep.variants(args.sweep)]
     command = secrets.Redactor().words(["hpclm", "submit", *argv])
     where = _where(args, runs[0].job)
     if len(runs) > 1 and where != "slurm":
-        raise ConfigError(f"--sweep submits to Slurm, and this is {where}: start the runs one after another")
+        raise ConfigError(f"--sweep needs Slurm, not {where}: start the runs one after another")
     for run in runs:
-        check(run, where)
+        check(run, where, args.again, args.back_to)
     scripts = [_script(run) for run in runs] if where == "slurm" else []
+    if where == "slurm" and len(runs) == 1 and args.back_to is None:
+        refuse_done(runs[0])
+    if args.ranks:
+        return _ranks(runs, args.ranks, args.gpus_kind)
     if args.dry_run:
         return _show(where, runs, scripts)
     if where == "debug":
         return _debug(runs[0], args.pdb)
     if where != "slurm":
-        return _here(where, runs, command)
-    return _submit(runs, scripts, command, args.again)
+        return _here(where, runs, command, args.back_to)
+    return _submit(runs, scripts, command, args.again, args.back_to)
 
 
 def _parser() -> argparse.ArgumentParser:
-    explained = config_docs()
-    parser = argparse.ArgumentParser(
+    explained = show.docs(JobConfig)
+    parser = cli.Parser(
         prog="hpclm submit",
-        description="Train on Slurm, on the machines of a host file, or here. Settings are checked before anything is "
-        "submitted. The same command again goes on with the run.",
+        description="Train on Slurm, on the machines of a hostfile, or locally. Settings are checked before anything is "
+        "submitted. The same command continues the run.",
         epilog=cli.EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add(
-        "settings",
-        nargs="*",
-        metavar="FILE | key=value",
-        help="one settings file (none: configs/debug.yaml), and overrides",
-    )
-    add("--config", metavar="FILE", help="the settings file, said in another way")
-    job = parser.add_argument_group("what to ask for", "Each is short for a setting, job.NAME=, and goes before it.")
+    add("settings", nargs="*", metavar="FILE | key=value", help="settings file or preset (default: debug), overrides")
+    add("--config", metavar="FILE", help="the settings file, as an option")
+    job = parser.add_argument_group("resources", "Each option overrides the setting job.NAME.")
     for flags, name in FLAGS.items():
         text = explained[name].partition(". ")[0].replace("%", "%%")
         job.add_argument(*flags, dest=f"job.{name}", metavar=METAVARS.get(name, "TEXT"), help=text)
-    job.add_argument(
-        "--sbatch",
-        action="append",
-        default=[],
-        metavar="NAME[=VALUE]",
-        help="any other option of sbatch: reservation=course",
-    )
-    job.add_argument(
-        "--exclude-bad",
-        action="append",
-        default=[],
-        metavar="RUN",
-        help="not on nodes that preflight found bad in this run",
-    )
+    repeated: dict[str, Any] = dict(action="append", default=[])
+    more = "another option of sbatch: reservation=course"
+    job.add_argument("--sbatch", metavar="NAME[=VALUE]", help=more, **repeated)
+    bad = "exclude nodes that failed the preflight checks of this run"
+    job.add_argument("--exclude-bad", metavar="RUN", help=bad, **repeated)
+    values = "submit a separate run for each value; for each combination if repeated"
     several = parser.add_argument_group("several runs")
-    several.add_argument(
-        "--sweep",
-        "--array",
-        action="append",
-        default=[],
-        metavar="key=a,b,c",
-        help="a run, with a directory and a job of its own, for each value; given twice: for each combination",
-    )
+    several.add_argument("--sweep", "--array", metavar="key=a,b,c", help=values, **repeated)
     how = parser.add_argument_group("how").add_mutually_exclusive_group()
-    how.add_argument(
-        "--dry-run", action="store_true", help="print the script that would be submitted, and write nothing"
+    for name, text in MODES.items():
+        how.add_argument(name, action="store_true", help=text)
+    several_ranks = (
+        "with --dry-run: build these ranks here, without a GPU, and trace a step, instead of printing the script"
     )
-    how.add_argument(
-        "--interactive", action="store_true", help="start the processes in this allocation (salloc), here and now"
+    add("--ranks", metavar="0,511", help=several_ranks)
+    add(
+        "--gpus-kind",
+        default="H100",
+        metavar="KIND",
+        help="with --ranks: kind of GPU, for batch.micro_size=auto (H100)",
     )
-    how.add_argument(
-        "--debug", action="store_true", help="one process in the foreground, in which everything is checked"
-    )
-    add("--pdb", action="store_true", help="with --debug: look at a fault of the program in Python's debugger")
-    add("--again", action="store_true", help="submit although a job of the run is in the queue, to go on after it")
+    add("--pdb", action="store_true", help="with --debug: start Python's debugger at an exception")
+    add("--again", action="store_true", help="submit even if a job of the run is queued, to continue after it")
+    back = "continue from the checkpoint of this step; newer ones are set aside, not deleted"
+    add("--from", dest="back_to", type=cli.step, metavar="STEP", help=back)
     return parser
 
 
-def config_docs() -> dict[str, str]:
-    """What each setting of a job does."""
-    from hpclm.config import show
-
-    return show.docs(JobConfig)
-
-
 def _compose(args: argparse.Namespace, variant: sweep.Variant) -> RunConfig:
-    """The settings of one run, whole: paths in them mean the same anywhere."""
+    """The settings of one run, with absolute paths."""
     words = [*args.settings]
     if args.config:
         words.insert(0, args.config)
@@ -145,7 +144,7 @@ def _compose(args: argparse.Namespace, variant: sweep.Variant) -> RunConfig:
     run = cli.settings([*words, *variant.overrides])
     if variant.suffix:
         run = replace(run, name=run.name + variant.suffix, out=run.out + variant.suffix)
-    job, bad = run.job, exclusion.bad_nodes(args.exclude_bad)
+    job, bad = run.job, report.bad_nodes(args.exclude_bad)
     if bad:
         between = "@" if job.hostfile else ","  # DeepSpeed's syntax, or Slurm's
         job = replace(job, exclude=between.join(dict.fromkeys([*filter(None, [job.exclude]), *bad])))
@@ -153,20 +152,24 @@ def _compose(args: argparse.Namespace, variant: sweep.Variant) -> RunConfig:
 
 
 def whole(run: RunConfig) -> RunConfig:
-    """``run`` with paths that mean the same from any folder."""
+    """``run`` with absolute paths."""
 
     def absolute(path: str) -> str:
-        return str(Path(path).expanduser().absolute())
+        try:
+            return str(Path(path).expanduser().absolute())
+        except RuntimeError:  # ~NAME of a user that does not exist
+            raise ConfigError(f"{path}: there is no such home folder") from None
 
     job = run.job
     job = replace(job, hostfile=job.hostfile and absolute(job.hostfile), venv=job.venv and absolute(job.venv))
     if job.template not in TEMPLATES:
         job = replace(job, template=absolute(job.template))
-    return replace(run, out=absolute(run.out), job=job, data=record.absolute(run.data))
+    run = replace(run, kill_switch=run.kill_switch and absolute(run.kill_switch))
+    return replace(run, out=absolute(run.out), job=job, data=records.absolute(run.data))
 
 
 def _where(args: argparse.Namespace, job: JobConfig) -> str:
-    """slurm, local, mpirun, interactive or debug."""
+    """How to run: slurm, local, mpirun, interactive or debug."""
     if args.debug or args.interactive:
         return "debug" if args.debug else "interactive"
     if job.cluster != "auto":
@@ -176,9 +179,21 @@ def _where(args: argparse.Namespace, job: JobConfig) -> str:
     return "slurm" if args.dry_run or shutil.which("sbatch") else "local"
 
 
-def check(run: RunConfig, where: str) -> None:
-    """ConfigError with everything that cannot work, before anything is written."""
+def check(run: RunConfig, where: str, again: bool = False, back_to: int | None = None) -> None:
+    """ConfigError with every problem, before anything is written.
+
+    ``again``: it will follow a queued job; ``back_to``: the step of the checkpoint to continue from.
+    """
+    from hpclm.launch import prechecks
+
     problems = secrets.problems(asdict(run)) + ([] if where == "debug" else run.missing())
+    problems += run.engine.problems_on_cpu() + notify.missing(run.job.notify)
+    if here := not (run.job.venv or run.job.conda or run.job.container or run.job.modules):
+        problems += run.missing_libraries()
+    if here and (where == "mpirun" or run.job.template == "mpirun"):
+        problems += filter(None, [extras.missing("starting ranks with mpirun", "mpi4py")])
+    if run.job.spares and where != "slurm":
+        problems.append(f"job.spares={run.job.spares} needs a Slurm job: here the processes are started by {where}")
     processes = run.job.nodes * run.job.gpus
     try:
         if where in ("slurm", "local", "interactive") or (where == "mpirun" and not run.job.hostfile):
@@ -186,23 +201,44 @@ def check(run: RunConfig, where: str) -> None:
     except ConfigError as error:
         hint = f"; this job has job.nodes={run.job.nodes} x job.gpus={run.job.gpus} = {processes} processes"
         problems += [problem + hint for problem in error.problems]
-    looks = [lambda: folder.check(Path(run.out)), *[lambda: _check_data(run)] * (where != "debug")]
-    looks += [lambda: local.check(run)] * (where == "local")
-    for look in looks:
-        try:
-            look()
-        except ConfigError as error:
-            problems += [problem for problem in error.problems if problem not in problems]
+    misplaced = _problems(lambda: folder.check(Path(run.out)))
+    problems += misplaced + (_problems(lambda: local.check(run)) if where == "local" else [])
+    if where == "debug":  # always starts from scratch, with synthetic data if the run's are missing
+        problems += _problems(lambda: prechecks.check(run, data=False))
+    else:
+        problems += _problems(lambda: prechecks.check(run, back_to=back_to, again=again, there=not misplaced))
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(list(dict.fromkeys(problems)))
 
 
-def _check_data(run: RunConfig) -> None:
-    """ConfigError unless the datasets and the tokenizer are there and fit the model."""
-    if run.data.source == "indexed" and not run.missing():
-        from hpclm.data import sources
+class DoneError(ConfigError):
+    """The run has already done everything its settings ask for."""
 
-        sources.build(run)
+
+def refuse_done(run: RunConfig) -> None:
+    """DoneError if there is nothing left to do for this run."""
+    out = Path(run.out)
+    if not folders.is_run(out):
+        return
+    status = status_of(folders.read(out), None)
+    if status.name != "done" and "as stop_at says" not in status.ending:
+        return
+    with suppress(ConfigError):
+        before = config.load(out / "config.yaml")
+        if (run.budget, run.stop_at) != (before.budget, before.stop_at):
+            return
+    raise DoneError(
+        f"{out} is done: {status.ending}; extend it, for example with a larger budget.steps, go back with --from STEP, "
+        "or choose another out"
+    )
+
+
+def _problems(look: Callable[[], object]) -> list[str]:
+    try:
+        look()
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def _script(run: RunConfig) -> str:
@@ -212,65 +248,92 @@ def _script(run: RunConfig) -> str:
 
 
 def _show(where: str, runs: Sequence[RunConfig], scripts: Sequence[str]) -> int:
-    """Print the scripts, and what sbatch would say to them where it is installed."""
+    """Print the scripts, and sbatch's opinion if it is installed; or the command of mpirun."""
+    if where == "mpirun":
+        from hpclm.launch import mpi
+
+        sys.stdout.write(mpi.preview(runs[0], Path(runs[0].out) / "config.yaml"))
+        return 0
     if where != "slurm":
         raise ConfigError(f"--dry-run shows the script of a Slurm job; with job.cluster={where} there is none")
     for run, text in zip(runs, scripts, strict=True):
         sys.stdout.write(text)
         sys.stdout.flush()
         if shutil.which("sbatch"):
-            print(sbatch.rehearse(text, options(run, Path(run.out))), file=sys.stderr)
+            say(sbatch.rehearse(text, options(run, Path(run.out))), file=sys.stderr)
     return 0
 
 
-def _here(where: str, runs: Sequence[RunConfig], command: list[str]) -> int:
-    """Train in processes that are started from here."""
+def _ranks(runs: Sequence[RunConfig], ranks: str, kind: str) -> int:
+    """Print what some ranks of the run hold and send."""
+    from hpclm.planning import ranks as traced  # it loads torch
+
+    run = runs[0]
+    if len(runs) > 1:
+        raise ConfigError("--ranks is for one run, without --sweep")
+    numbers = traced.chosen(ranks, run.job.nodes * run.job.gpus)
+    for line in traced.report(run, numbers, gpus.known(kind)):
+        say(line)
+    return 0
+
+
+def _here(where: str, runs: Sequence[RunConfig], command: list[str], back_to: int | None) -> int:
+    """Train in processes started by this one."""
     run = runs[0]
     path = Path(run.out) / "config.yaml"
-    with send.held(run):
-        return int(import_module(f"hpclm.job.{where}").run(run, path, command=command))
+    with send.held(run, back_to):
+        return int(import_module(STARTED_BY[where]).run(run, path, command=command))
 
 
 def _debug(run: RunConfig, pdb: bool) -> int:
     """Train a few steps in this process."""
     from hpclm import train
-    from hpclm.job import debug
+    from hpclm.launch import debug
 
     return debug.run(run, lambda changed: train.start(changed, alone=True), pdb)
 
 
-def _submit(runs: Sequence[RunConfig], scripts: Sequence[str], command: list[str], again: bool) -> int:
-    """Put every run into the queue; one that is there already does not keep the others out."""
+def _submit(
+    runs: Sequence[RunConfig], scripts: Sequence[str], command: list[str], again: bool, back_to: int | None
+) -> int:
+    """Submit every run; one that fails because it is already queued or done does not affect the others."""
     code = 0
     for number, (run, text) in enumerate(zip(runs, scripts, strict=True)):
         if number:
             print()
         try:
-            job, new = send.send(run, text, command, again)
-        except LockedError as error:
+            if back_to is None:
+                refuse_done(run)
+            job, new = send.send(run, text, command, again, back_to)
+        except (DoneError, LockedError) as error:
             if len(runs) == 1:
                 raise
-            print(f"error: {error}", file=sys.stderr)
-            code = error.exit_code
+            say(f"error: {error}", file=sys.stderr)
+            code = code or error.exit_code
             continue
         except HpclmError:
             left = len(runs) - number
             if len(runs) > 1:
-                print(f"error: {left} of {len(runs)} runs are not submitted; the same command goes on", file=sys.stderr)
+                print(
+                    f"error: {left} of {len(runs)} runs were not submitted; repeat the command to continue",
+                    file=sys.stderr,
+                )
             raise
-        out = shlex.quote(_short(run.out))
-        state = "submitted" if new else "was in the queue already: an earlier submission was interrupted"
-        print(f"job {job.job_id}: {run.job.nodes} x {run.job.gpus} processes, {state}")
-        print(f"run directory  {run.out}\nlog            {job.log}")
-        print(
-            f"follow         hpclm logs -f {out}\nstop           hpclm cancel {out}\nresume         hpclm resume {out}"
-        )
+        out = files.typed(_short(run.out))
+        state = "submitted" if new else "already queued: an earlier submission was interrupted"
+        say(f"job {job.job_id}: {run.job.nodes} x {run.job.gpus} processes, {state}")
+        say(f"run directory  {run.out}\nlog            {job.log}")
+        step = rollback.pending(Path(run.out))
+        if step is not None:
+            earlier = "" if back_to is not None else f", as requested earlier ({rollback.NAME} in the run directory)"
+            say(f"goes back to   step {step}{earlier}")
+        say(f"follow         hpclm logs -f {out}\nstop           hpclm cancel {out}\nresume         hpclm resume {out}")
         sys.stdout.flush()
     return code
 
 
 def _short(out: str) -> str:
-    """``out`` as it may be typed here."""
+    """``out`` relative to the current folder, if it is inside."""
     path = Path(out)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else out
 

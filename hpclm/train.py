@@ -1,77 +1,140 @@
-"""The verb ``hpclm train``; what it does is in loop.py, which is loaded once the settings are known to be good."""
+"""The verb ``hpclm train``: checks settings, joins the other ranks, and runs training/loop.py."""
 
 import argparse
 import os
+import signal
 import sys
+import threading
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 
-from hpclm import cli, log
-from hpclm.cluster import bootstrap, placement, secrets, team, threads
+from hpclm import cli, files, log
 from hpclm.config import RunConfig
-from hpclm.errors import ConfigError, HpclmError
-from hpclm.job import folder
+from hpclm.config.compose import named
+from hpclm.distributed import bootstrap, restart
+from hpclm.distributed import context as distributed
+from hpclm.distributed.bootstrap import World
+from hpclm.errors import REQUEUE, ConfigError
+from hpclm.node import affinity, notify, preemption, secrets
+from hpclm.rundir import code, folder
+
+HONOURED = ("job.notify", "job.warn_seconds")
+"""Settings of the section job that a training process follows; all others are for what starts it."""
 
 
 def main(argv: list[str]) -> int:
     """``hpclm train``."""
-    parser = argparse.ArgumentParser(
+    parser = cli.Parser(
         prog="hpclm train",
-        description="Train a model. The same command goes on with a run that was stopped, killed or preempted.",
+        description="Train a model. The same command continues a run that was stopped, killed or preempted.",
         epilog=cli.EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("settings", nargs="+", metavar="FILE | key=value", help="one settings file, and overrides")
-    args = parser.parse_args(argv)
-    return start(cli.settings(args.settings))
+    parser.add_argument(
+        "settings", nargs="+", metavar="FILE | key=value", help="one settings file or preset, and overrides"
+    )
+    parser.add_argument(
+        "--from",
+        dest="back_to",
+        type=cli.step,
+        metavar="STEP",
+        help="continue from the checkpoint of this step; newer ones are set aside, not deleted. A requeued job does "
+        "this only once",
+    )
+    args = parser.parse_intermixed_args(argv)
+    settings = cli.settings(args.settings)
+    ignored = [key for key in named(args.settings) if key.startswith("job.") and not key.startswith(HONOURED)]
+    if ignored:  # in a file it is for hpclm submit, which may read the same file
+        raise ConfigError(
+            f"{', '.join(ignored)} would have no effect: hpclm train does not start jobs; use hpclm submit"
+        )
+    return start(settings, back_to=args.back_to)
 
 
-def start(settings: RunConfig, alone: bool = False) -> int:
-    """Find this process's peers and train with them; ``alone``: without peers, inside a job of several tasks too."""
-    wrong = settings.missing() + secrets.problems(asdict(settings))
+def start(settings: RunConfig, alone: bool = False, back_to: int | None = None) -> int:
+    """Join the other ranks and train. ``alone``: as a single process, even in a job of several tasks.
+
+    ``back_to``: the step of the checkpoint to continue from, instead of the newest.
+    """
+    code.check_snapshot()
+    wrong = (
+        settings.missing()
+        + settings.engine.problems_on_cpu()
+        + settings.missing_libraries()
+        + notify.missing(settings.job.notify)
+        + secrets.problems(asdict(settings))
+    )
     if wrong:
         raise ConfigError(wrong)
-    world = bootstrap.detect(alone=alone)
-    log.setup(world.rank, redact=secrets.Redactor(), marked=world.launcher == "local")
-    if world.local_size > 1:
-        threads.limit(placement.threads(world.local_size))
-    if world.size == 1 or world.launcher in bootstrap.OF_MPI:  # MPI wants to finish what it began
-        return together(settings, world)
+    world, parent = bootstrap.detect(alone=alone), os.getppid()
+    log.setup(world.rank, redact=secrets.Redactor())
     try:
-        code = cli.run(lambda _: together(settings, world), [])
-    except SystemExit as end:  # of a rank for which another speaks
-        code = end.code if isinstance(end.code, int) else 1
-    # what an exception still holds of the process group would abort the interpreter's own way out
-    with suppress(OSError):  # nobody may be listening any more
+        settings.plan(world.size)  # before PyTorch is loaded, which takes seconds
+    except ConfigError as error:
+        if world.rank:
+            raise SystemExit(error.exit_code) from None
+        raise
+    if world.local_size > 1:
+        affinity.limit_threads(affinity.threads(world.local_size))
+
+    if world.size == 1 or world.launcher in bootstrap.OF_MPI:  # MPI must be finalised
+        ended = train(settings, world, back_to)
+        if world.launcher == "Slurm":
+            restart.report(ended, parent)
+        return ended
+    try:
+        ended = cli.run(lambda _: train(settings, world, back_to), [])
+    except SystemExit as end:  # reported by another rank
+        ended = end.code if isinstance(end.code, int) else 1
+    if world.rank == 0 and world.launcher == "Slurm":
+        restart.report(ended, parent)
+    # skip the interpreter's shutdown, which may abort while exceptions refer to the process group
+    with suppress(OSError):  # closed by the reader
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(code)
+    os._exit(ended)
 
 
-def together(settings: RunConfig, world: bootstrap.World) -> int:
-    """Join the other processes of ``world`` and train; the exit code."""
-    with team.join(world, settings.cluster) as ours:
-        return train(settings, ours)
+def train(settings: RunConfig, world: World, back_to: int | None = None) -> int:
+    """Join the other ranks of ``world``, and train; returns the exit code."""
+    with distributed.join(world, settings.cluster) as context:
+        if context.is_main:
+            files.check_private(settings.out, "run directory")
+            folder.check_inside(Path(settings.out))
+        from hpclm.training import loop, micro_batch
+
+        return loop.run(micro_batch.resolved(settings, context), context, back_to)
 
 
-def train(settings: RunConfig, ours: team.Team) -> int:
-    """Train as one of ``ours``; the exit code."""
-    settings.plan(ours.size)  # which refuses what cannot be divided before PyTorch is loaded: that takes seconds
-    if ours.leads:
-        folder.check_kinds(Path(settings.out))
-    import torch
+def in_this_process(settings: RunConfig, back_to: int | None = None) -> Path:
+    """Train in the calling process, for notebooks and scripts; returns the run directory. Called again, it continues the run.
 
-    from hpclm import loop
-
+    KeyboardInterrupt after a signal, such as a notebook's interrupt: the run has saved then. Other errors are HpclmError.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError("hpclm.train catches signals, so it must be called in the main thread")
+    before = {number: signal.getsignal(number) for number in preemption.WARNINGS}
     try:
-        return loop.run(settings, ours)
-    except torch.OutOfMemoryError as error:
-        raise HpclmError(
-            f"{str(error).splitlines()[0]} Try a smaller batch.micro_size (now {settings.batch.micro_size}), "
-            f"engine.recompute=full, or a smaller model"
-        ) from error
+        ended = start(settings, alone=True, back_to=back_to)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    if ended == REQUEUE:
+        raise KeyboardInterrupt(f"{settings.out} has saved; train with the same settings to continue")
+    return Path(settings.out)
+
+
+class _Callable(ModuleType):
+    """Makes ``hpclm.train(settings)`` train: importing this module makes it the attribute ``train`` of hpclm."""
+
+    def __call__(self, settings: RunConfig, back_to: int | None = None) -> Path:
+        """As ``in_this_process``."""
+        return in_this_process(settings, back_to)
 
 
 if __name__ == "__main__":
     raise SystemExit(cli.run(main))
+
+sys.modules[__name__].__class__ = _Callable

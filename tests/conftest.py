@@ -1,3 +1,5 @@
+import signal
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -23,6 +25,26 @@ def tiny(tmp_path):
         return [shape, batch, *rest, *quiet, f"out={tmp_path / out}", *more]
 
     return words
+
+
+@pytest.fixture(autouse=True)
+def hear():
+    """What a test starts hears the signals that nohup, a shell without a terminal, or a run inside pytest's own process
+    left ignored."""
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_slurm(tmp_path_factory):
+    """Whatever asks Slurm outside a test cluster hears at once that there is none, and never asks one of this machine."""
+    conf = tmp_path_factory.mktemp("no-slurm") / "slurm.conf"
+    lines = ["ClusterName=none", "SlurmctldHost=localhost(127.0.0.1)", "SlurmctldPort=1", "MessageTimeout=1"]
+    conf.write_text("\n".join([*lines, "AuthType=auth/none", "NodeName=none", ""]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", str(conf))
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)

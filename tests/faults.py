@@ -12,29 +12,17 @@ from pathlib import Path
 from hpclm.config.data import SOURCES
 from hpclm.data.synthetic import synthetic
 from hpclm.model.gpt import Block
-from hpclm.registry import lookup
+from hpclm.registry import load
 
 
 def exploding(*words):
     """A data source that raises on rank 2, in the middle of training."""
-    source = synthetic(*words)
-    samples = source.samples
 
-    def wrapped(part, count):
-        found = samples(part, count)
-        if part == "train" and count and os.environ.get("HPCLM_RANK") == "2":
-            read, number = found.read, iter(range(10**9))
+    def explode(number):
+        if number > 20:
+            raise RuntimeError("boom in the data")
 
-            def explode(index, row):
-                if next(number) > 20:
-                    raise RuntimeError("boom in the data")
-                read(index, row)
-
-            object.__setattr__(found, "read", explode)
-        return found
-
-    object.__setattr__(source, "samples", wrapped)
-    return source
+    return wrapped(synthetic(*words), "train", explode, rank="2")
 
 
 def with_children(*words):
@@ -47,7 +35,7 @@ def with_children(*words):
 
 def forking(*words):
     """A data source whose rank 1 leaves a fork of itself behind, which never ends by itself, and a child of that."""
-    if os.environ["HPCLM_RANK"] == "1" and os.fork() == 0:
+    if os.environ["RANK"] == "1" and os.fork() == 0:
         subprocess.Popen(["sleep", os.environ["TEST_MARK"]])
         while True:
             time.sleep(60)
@@ -56,7 +44,7 @@ def forking(*words):
 
 def leaving(*words):
     """A data source that ends rank 1 as if all were well."""
-    if os.environ["HPCLM_RANK"] == "1":
+    if os.environ["RANK"] == "1":
         sys.exit(0)
     return synthetic(*words)
 
@@ -72,7 +60,7 @@ def warning_once(*words):
         read, number = found.read, iter(range(10**9))
 
         def fail(index, row):
-            rank, reads = os.environ.get("HPCLM_RANK"), next(number)
+            rank, reads = os.environ.get("RANK"), next(number)
             if rank == "1" and part == "valid" and reads == 4 and not warned.exists():
                 warned.touch()
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -88,13 +76,13 @@ def warning_once(*words):
     return source
 
 
-def wrapped(source, part, before):
-    """``source`` with ``before(read number)`` called before each sample of a part is read on rank 1."""
+def wrapped(source, part, before, rank="1"):
+    """``source`` with ``before(read number)`` called before each sample of a part is read on a rank."""
     samples = source.samples
 
     def watched(asked, count):
         found = samples(asked, count)
-        if asked == part and count and os.environ.get("HPCLM_RANK", "1") == "1":
+        if asked == part and count and os.environ.get("RANK", "1") == rank:
             read, number = found.read, iter(range(10**9))
 
             def slowly(index, row):
@@ -156,8 +144,8 @@ def killing(*words):
 
 def recording(*words):
     """A dataset; every process notes which training samples it has read, in order, in a file of TEST_READS."""
-    source = lookup("data.source", "indexed", SOURCES)(*words)
-    samples, notes = source.samples, Path(os.environ["TEST_READS"]) / f"{os.environ.get('HPCLM_RANK', '0')}.txt"
+    source = load(SOURCES["indexed"])(*words)
+    samples, notes = source.samples, Path(os.environ["TEST_READS"]) / f"{os.environ.get('RANK', '0')}.txt"
 
     def noted(part, count):
         found = samples(part, count)

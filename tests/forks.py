@@ -1,20 +1,52 @@
 """Processes that begin with PyTorch imported, by a fork of one that has done so: a hundred of them cost seconds.
 
-``python -m tests.forks ADDRESS`` is that one; it ends when its standard input is closed.
+`hpclm` and `Hpclm` run a command so: a process with its own number, signals, output and exit code, as if it had been
+started from nothing. What start-up itself does (the interpreter's options, closed streams, imports) needs tests.runs.
+
+``python -m tests.forks ADDRESS PADDING`` is the process that is forked; it ends when its standard input is closed.
 """
 
+import atexit
+import ctypes
 import functools
+import gc
 import importlib
 import os
 import select
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import traceback
+import warnings
+import weakref
 from contextlib import suppress
 from multiprocessing.connection import Client, Listener
+from pathlib import Path
 
+from tests import runs
 from tests.runs import ROOT
+
+# what `hpclm train` and the verbs that look at its run import, much of it only when it is needed
+PRELOADED = [
+    "torch._dynamo",
+    "hpclm.train",
+    "hpclm.submit",
+    "hpclm.commands.status",
+    "hpclm.commands.cancel",
+    "hpclm.commands.checkpoints",
+    "hpclm.commands.evaluate",
+    "hpclm.commands.generate",
+    "hpclm.engine.native",
+    "hpclm.commands.preprocess",
+    "hpclm.data.synthetic",
+    "tests.checkpoint.victims",
+    "tests.faults",
+]
+ROOM = 4000  # bytes for a fork's own command line
 
 
 @functools.cache
@@ -22,9 +54,12 @@ def _server():
     """The process to fork, and its address; it ends with this process."""
     folder = tempfile.TemporaryDirectory(prefix="hpclm-forks-")
     address = f"{folder.name}/socket"
-    command = [sys.executable, "-W", "ignore", "-m", "tests.forks", address]
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        [sys.executable, "-m", "tests.forks", address, "-" * ROOM],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert process.stdout.readline() == b"ready\n"
     return process, address, folder
@@ -44,14 +79,101 @@ def load(module):
         assert pipe.recv() == "loaded"
 
 
+class Hpclm:
+    """``hpclm WORDS`` in a fork, with the methods of subprocess.Popen; it is killed at the end of a with block.
+
+    It is killed, too, when this process ends or nobody refers to it any more: a test that fails leaves nothing running.
+    """
+
+    def __init__(self, *words, env=None, cwd=ROOT, merged=False, before=None):
+        """``merged``: what it says on stderr is in stdout; ``before``: a module's function to call first."""
+        self.args, self.returncode = [str(word) for word in words], None
+        folder = tempfile.mkdtemp(prefix="hpclm-said-")
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self._said = [Path(folder, name) for name in ("out", "out" if merged else "err")]
+        for path in self._said:
+            path.touch()
+        self._pipe = Client(_server()[1])
+        env = dict(os.environ if env is None else env)
+        said = [str(path) for path in self._said]
+        self._pipe.send((_command, (self.args, env, os.path.realpath(cwd), said, before)))
+        self.pid = self._pipe.recv()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.kill()
+        self.wait()
+
+    def poll(self):
+        return self.returncode if self._ended(0) else None
+
+    def wait(self, timeout=None):
+        if not self._ended(timeout):
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return self.returncode
+
+    def communicate(self, timeout=None):
+        """stdout and stderr as text, once it has ended."""
+        self.wait(timeout)
+        out, err = (path.read_text(errors="replace") for path in self._said)
+        return out, err
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self):
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+    def _ended(self, timeout):
+        if self.returncode is None and self._pipe.poll(timeout):
+            _, self.returncode = self._pipe.recv()
+            self._pipe.close()
+        return self.returncode is not None
+
+
+def hpclm(*words, check=None, timeout=300, **more):
+    """As tests.runs.hpclm: run ``hpclm WORDS``; ``check`` is the exit code it must end with."""
+    with Hpclm(*words, **more) as process:
+        out, err = process.communicate(timeout)
+    assert check is None or process.returncode == check, f"exit {process.returncode}\n{out}\n{err}"
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+class Ranks(runs.Ranks):
+    """As tests.runs.Ranks: the processes of one run on this machine, in forks."""
+
+    def __init__(self, size, words, only=None, **env):
+        launch, self.processes = {**runs.launch(size), **env}, {}
+        for rank in range(size) if only is None else only:
+            extra = runs.variables(rank, launch)
+            self.processes[rank] = Hpclm("train", *words, env=extra, merged=True)
+
+
+def steps(process, out, count, seconds=60):
+    """Wait until a process's run in ``out`` has written that many lines of metrics."""
+    until = time.monotonic() + seconds
+    while len(runs.lines(Path(out) / "metrics.jsonl")) < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until, f"no {count} steps in {out} within {seconds} s"
+        time.sleep(0.02)
+
+
 def serve(address):
     """Fork for everyone who asks."""
-    import torch
-    import torch.distributed
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torch
 
-    import tests.checkpoint.victims  # noqa: F401
-
+        for module in PRELOADED:
+            importlib.import_module(module)
     torch.set_num_threads(1)
+    gc.freeze()  # or each fork would copy what its collector looks at
     with Listener(address) as listener:
         print("ready", flush=True)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nobody reads what works print
@@ -77,17 +199,78 @@ def _one(pipe, work, args):
     worker = os.fork()
     if worker == 0:
         try:
+            if work is _command:
+                pipe.close()
+            else:
+                warnings.simplefilter("ignore")
             work(pipe, *args)
             os._exit(0)
         except BaseException:
             with suppress(OSError):  # nobody may be there any more to hear it
                 pipe.send(("failed", traceback.format_exc()))
             os._exit(1)
+    if work is _command:
+        _watch(pipe, worker)
     _, status = os.waitpid(worker, 0)
     with suppress(BrokenPipeError):
         pipe.send(("exit", os.waitstatus_to_exitcode(status)))
     os._exit(0)
 
 
+def _watch(pipe, worker):
+    """Until a command has ended; kill it when nobody waits for it any more."""
+    ended = os.pidfd_open(worker)
+    with suppress(BrokenPipeError):
+        pipe.send(worker)
+    if pipe in select.select([ended, pipe], [], [])[0]:  # its other end says nothing: it is closed
+        signal.pidfd_send_signal(ended, signal.SIGKILL)
+
+
+def _command(_, words, env, cwd, said, before):
+    """Be ``python -m hpclm WORDS``, started from a shell in ``cwd``."""
+    for number, path in zip((0, 1, 2), (os.devnull, *said), strict=True):
+        os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), number)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and a shell without a terminal SIGINT
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.path[:1] = [cwd, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+    importlib.invalidate_caches()
+    sys.argv = [str(ROOT / "hpclm" / "__main__.py"), *words]
+    sys.orig_argv = [sys.executable, "-m", "hpclm", *words]
+    _name("\0".join(sys.orig_argv))
+    from hpclm import cli
+
+    try:
+        if before:
+            before()
+        code = cli.main()
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()  # as the interpreter ends: threads, then atexit, then the streams
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:
+        code = 120
+    os._exit(code if isinstance(code, int) else code is not None)
+
+
+def _name(command):
+    """Let /proc show a command line of one's own, in the place of the server's."""
+    start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, os.fsencode(command), min(len(os.fsencode(command)), end - start - 1))
+
+
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    # the class that a client's request names is of the module, not of the program
+    from tests import forks
+
+    forks.serve(sys.argv[1])

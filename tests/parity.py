@@ -24,6 +24,7 @@ TINY = [
     "optim.warmup=2",
     "optim.eps=1e-5",  # or Adam would make steps of the rounding errors in gradients that are 0, as those of key biases
     "engine.device=cpu",
+    "checkpoint.file_mb=0",  # all ranks write, though there is little
 ]
 STYLES = {
     "gpt2": [],
@@ -45,7 +46,7 @@ STYLES["llamadocs"] = [*STYLES["llama"], *STYLES["documents"], "batch.loss_norm=
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def train(words, steps, first=0, saved=None):
+def train(words, steps, first=0, saved=None, device="cpu"):
     """Losses, gradient norms and an evaluation of this rank, and the shards it holds at the end; run on every rank.
 
     ``saved``: tensors (NumPy) and scalars of a run that came to step ``first``, which this one goes on from.
@@ -59,10 +60,10 @@ def train(words, steps, first=0, saved=None):
     run = config.load(None, [*TINY, *words])
     size = dist.get_world_size() if dist.is_initialized() else 1
     mesh = Mesh.build(dist.get_rank() if size > 1 else 0, size, run.parallel)
-    cpu = torch.device("cpu")
+    where = torch.device(device)
     source = synthetic(run.data, run.model.context, run.seed, run.model.vocab_size)
-    batches = Batches(source.samples("train", 1000), run, run.plan(size), source.eod, cpu, mesh.dp.rank)
-    engine = engines.build(run, mesh, cpu, TYPES[run.engine.precision])
+    batches = Batches(source.samples("train", 1000), run, run.plan(size), source.eod, where, mesh.dp.rank)
+    engine = engines.build(run, mesh, where, TYPES[run.engine.precision])
     each = run.batch.global_size
     if saved:
         engine.load(Kept({name: torch.from_numpy(array) for name, array in saved[0].items()}), saved[1])
@@ -70,10 +71,11 @@ def train(words, steps, first=0, saved=None):
         engine.train_step(batches.step(step * each), learning_rate(step, 1, STEPS, run.optim), step)
         for step in range(first, steps)
     ]
-    held = [(s.name, s.tensor.float().numpy().copy(), s.shape, s.start) for s in engine.tensors()]
+    held = [(s.name, s.tensor.float().cpu().numpy().copy(), s.shape, s.start) for s in engine.tensors()]
     return {
         "losses": [result.loss for result in results],
         "norms": [result.grad_norm for result in results],
+        "seconds": [dict(result.seconds) for result in results],
         "skipped": [result.skipped for result in results],
         "evaluation": engine.evaluate(batches.take(0, 5)),
         "scalars": engine.scalars(),

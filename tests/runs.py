@@ -3,9 +3,11 @@
 import json
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -19,6 +21,15 @@ def hpclm(*words, check=None, **kwargs):
     return done
 
 
+def shown_on(terminal):
+    """What programs print on a pseudo-terminal, until all of them have closed it."""
+    shown = b""
+    with suppress(OSError):
+        while data := os.read(terminal, 65536):
+            shown += data
+    return shown
+
+
 def losses(out):
     """step -> loss in hex, from metrics.jsonl; every step once."""
     rows = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
@@ -28,18 +39,33 @@ def losses(out):
     return found
 
 
+def launch(size):
+    """What torchrun tells all ranks of a launch on this machine; rank 0 opens the store."""
+    return {
+        "TORCHELASTIC_RUN_ID": secrets.token_hex(8),
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+        "OMP_NUM_THREADS": 1,
+    }
+
+
+def variables(rank, launched):
+    """The environment of one of them."""
+    numbers = {**launched, "RANK": rank, "LOCAL_RANK": rank}
+    return os.environ | {name: str(value) for name, value in numbers.items()}
+
+
 class Ranks:
-    """The processes of one run on this machine, each started as hpclm's own launcher starts it."""
+    """The processes of one run on this machine, each started as torchrun starts it; rank 0 has the store."""
 
     def __init__(self, size, words, only=None, **env):
-        own = {"HPCLM_WORLD_SIZE": size, "HPCLM_LOCAL_WORLD_SIZE": size, "HPCLM_RENDEZVOUS": secrets.token_hex(8)}
-        self.processes = {}
+        own, self.processes = {**launch(size), **env}, {}
         for rank in range(size) if only is None else only:
-            numbers = {"HPCLM_RANK": rank, "HPCLM_LOCAL_RANK": rank, "OMP_NUM_THREADS": 1}
-            extra = {**own, **numbers, **env}
             self.processes[rank] = subprocess.Popen(
                 [sys.executable, "-m", "hpclm", "train", *map(str, words)],
-                env=os.environ | {name: str(value) for name, value in extra.items()},
+                env=variables(rank, own),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -69,6 +95,13 @@ class Ranks:
         while not any(f'"step": {step},' in line for line in lines(Path(out) / "metrics.jsonl")):
             assert time.monotonic() < until, f"no step {step} within {seconds} s"
             time.sleep(0.05)
+
+
+def free_port():
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def lines(path):

@@ -105,11 +105,18 @@ class Cluster:
 
     def processes(self, pattern: str) -> list[Process]:
         """What jobs run on the nodes and whose command line matches; nothing that runs beside the nodes."""
+        return [each for each in self._on_nodes(pattern) if not OWN.match(each.words)]
+
+    def everything(self, pattern: str) -> list[Process]:
+        """What runs on the nodes and whose command line begins so, Slurm's own daemons too."""
+        return sorted(self._on_nodes(f"^(?:{pattern})"), key=lambda each: each.node)
+
+    def _on_nodes(self, pattern: str) -> list[Process]:
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                if words and re.search(pattern, words) and not OWN.match(words) and (node := self._node(folder)):
+                if words and re.search(pattern, words) and (node := self._node(folder)):
                     found.append(Process(int(folder.name), node, words))
             except OSError:  # it has just ended
                 continue

@@ -7,10 +7,11 @@ import time
 
 import pytest
 
-from hpclm.job import ledger
-from hpclm.job.ledger import Submission
-from tests.job.test_runs import make
-from tests.runs import ROOT, hpclm
+from hpclm.rundir import submissions
+from hpclm.rundir.submissions import Submission
+from tests.forks import Hpclm, hpclm
+from tests.rundir.test_runs import make
+from tests.runs import ROOT
 from tests.test_status import attempt, squeue  # noqa: F401 (a fixture)
 
 AGAIN = """again() {
@@ -42,20 +43,16 @@ def endless(tiny):
 
 
 def test_a_local_run_saves_and_leaves_and_cancelling_again_changes_nothing(tmp_path, tiny):
-    child = subprocess.Popen(
-        [sys.executable, "-m", "hpclm", "train", *endless(tiny)], cwd=ROOT, stderr=subprocess.DEVNULL
-    )
+    child = Hpclm("train", *endless(tiny))
     steps(tmp_path / "run")
     done = hpclm("cancel", tmp_path / "run", check=0)
     assert child.wait(10) == 85
-    assert f"process {child.pid}: told to save and leave" in done.stdout and "saved at step" in done.stdout
-    assert "is not running: left" in hpclm("cancel", tmp_path / "run", check=0).stdout
+    assert f"process {child.pid}: asked to save and exit" in done.stdout and "saved at step" in done.stdout
+    assert "is not running: exited" in hpclm("cancel", tmp_path / "run", check=0).stdout
 
 
 def test_now_ends_a_local_run_even_one_that_hangs(tmp_path, tiny):
-    child = subprocess.Popen(
-        [sys.executable, "-m", "hpclm", "train", *endless(tiny)], cwd=ROOT, stderr=subprocess.DEVNULL
-    )
+    child = Hpclm("train", *endless(tiny))
     steps(tmp_path / "run")
     child.send_signal(signal.SIGSTOP)
     assert "--now" in hpclm("cancel", tmp_path / "run", "--wait", 1, check=1).stderr
@@ -70,7 +67,7 @@ def test_the_launching_process_is_told_and_not_the_one_that_trains(tmp_path):
     rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "hpclm"])
     host = os.uname().nodename
     run = make(tmp_path / "a", [attempt(host=host, pid=rank.pid)])
-    ledger.append(run, Submission("local", str(launcher.pid), host, 1, 2, ""))
+    submissions.append(run, Submission("local", str(launcher.pid), host, 1, 2, ""))
     try:
         launcher.stdout.readline()
         subprocess_done = hpclm("cancel", run, "--wait", 20)
@@ -119,24 +116,26 @@ def by_hand(cluster, tiny, tmp_path, kind, *options):
     return job
 
 
-@pytest.mark.parametrize("kind", SCRIPTS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.whole] * (kind == "a script alone")) for kind in SCRIPTS]
+)
 def test_a_job_saves_leaves_and_does_not_come_back(kind, cluster, tiny, tmp_path):
     job = by_hand(cluster, tiny, tmp_path, kind)
     out = tmp_path / "run"
     [told] = json.loads(hpclm("status", "--json", out, env=cluster.env, check=0).stdout)
     assert told["state"] == "running" and told["job"]["id"] == job
     done = hpclm("cancel", out, env=cluster.env, check=0)
-    assert f"job {job}: told to save and leave" in done.stdout
+    assert f"job {job}: asked to save and exit" in done.stdout
     assert cluster.show(job)["JobState"] == "FAILED" and cluster.show(job)["Requeue"] == "0"
     [told] = json.loads(hpclm("status", "--json", out, env=cluster.env, check=0).stdout)
-    assert told["state"] == "left" and told["checkpoint"] == told["step"] > 0
+    assert told["state"] == "exited" and told["checkpoint"] == told["step"] > 0
     assert "is not running" in hpclm("cancel", out, env=cluster.env, check=0).stdout
 
 
 def test_a_pending_job_is_taken_out_of_the_queue(cluster, tmp_path):
     run = make(tmp_path / "a")
     job = cluster.batch("sleep 60", "--hold", "--output=/dev/null")
-    ledger.append(run, Submission("slurm", job, "login", 1, 1, ""))
+    submissions.append(run, Submission("slurm", job, "login", 1, 1, ""))
     done = hpclm("cancel", run, env=cluster.env, check=0)
     assert f"job {job}: cancelled" in done.stdout and cluster.state(job) == "CANCELLED"
 

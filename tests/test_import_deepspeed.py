@@ -5,8 +5,7 @@ import pytest
 import yaml
 
 from hpclm import cli, config
-from hpclm.config.found import words
-from hpclm.config.from_deepspeed import read
+from hpclm.config.from_deepspeed import read, words
 from hpclm.errors import ConfigError
 
 ZERO1 = {
@@ -106,9 +105,8 @@ def imported(tmp_path, capsys, tree, *words):
                     "warmup_start": 0.0,
                     "min_lr": pytest.approx(6e-5),
                 },
-                "log": {"every": 50},
             },
-            ["8 with 8 data-parallel replicas"],
+            ["8 with 8 data-parallel replicas", "steps_per_print: DeepSpeed prints nothing here; see log.every"],
         ),
         (
             ZERO2,
@@ -135,7 +133,7 @@ def imported(tmp_path, capsys, tree, *words):
                     "min_lr": 0.0,
                 },
             },
-            ["bias_correction", "warmup_type: log"],
+            ["bias_correction", "warmup_type: hpclm's warm-up is linear"],
         ),
         (
             HUGGING_FACE,
@@ -171,7 +169,7 @@ def imported(tmp_path, capsys, tree, *words):
     ],
     ids=["zero1", "zero2", "hugging-face", "pipeline"],
 )
-def test_a_json_becomes_settings_that_mean_the_same(tmp_path, capsys, tree, wanted, listed):
+def test_a_json_is_translated_into_equivalent_settings(tmp_path, capsys, tree, wanted, listed):
     code, out, err = imported(tmp_path, capsys, tree)
     assert (code, err) == (0, "")
     assert yaml.safe_load(out) == wanted
@@ -241,7 +239,7 @@ def test_contradictions_are_told_and_end_with_64(tmp_path, capsys, change, words
     assert yaml.safe_load(out)["engine"]["name"] == "deepspeed"
 
 
-@pytest.mark.parametrize("text, says", [("{", "is not JSON"), ("[]", "must hold an object"), (None, "cannot be read")])
+@pytest.mark.parametrize("text, says", [("{", "is not JSON"), ("[]", "must hold an object"), (None, "does not exist")])
 def test_a_file_that_is_no_json_is_refused(tmp_path, capsys, text, says):
     if text is not None:
         (tmp_path / "ds.json").write_text(text)

@@ -130,7 +130,7 @@ def test_when_a_rank_is_killed_nothing_is_left_on_any_node_and_the_log_names_it(
         time.sleep(0.1)
     assert f"rank 2 on {doomed.node}" in (out / "log.txt").read_text()
     causes = [line for line in lines(out / "log.txt") if " E " in line]
-    assert "is gone without a word" in causes[0]
+    assert "was killed" in causes[0]
 
 
 def test_when_a_node_loses_its_power_the_others_leave_before_slurm_notices(by_hand, cluster, words, tmp_path):
@@ -148,7 +148,7 @@ def test_when_a_node_loses_its_power_the_others_leave_before_slurm_notices(by_ha
         assert time.monotonic() - began < 60
         time.sleep(0.2)
     text = (out / "log.txt").read_text()
-    assert f"on {second}" in text and "is gone without a word" in text
+    assert f"on {second} (pid " in text and "cannot be reached: no heartbeat for" in text
 
 
 def test_a_job_with_a_stopped_rank_is_requeued_and_the_rank_is_gone(cluster, words, tmp_path):
@@ -170,5 +170,7 @@ def test_a_job_with_a_stopped_rank_is_requeued_and_the_rank_is_gone(cluster, wor
         assert time.monotonic() < until
         time.sleep(0.2)
     told = [line for line in lines(out / "log.txt") if " E " in line]
-    assert f"rank 1 on {stopped.node}" in told[0] and "stopped by a signal and woken to tell" in told[0]
+    assert (
+        f"rank 1 on {stopped.node}" in told[0] and "no heartbeat for" in told[0]
+    )  # alone on its node, nobody can wake it
     cluster.run(["scancel", job])

@@ -2,20 +2,23 @@
 
 import pytest
 
-from tests.runs import Ranks, figures, hpclm, lines
+from tests.forks import Ranks, hpclm
+from tests.runs import figures, lines
 from tests.test_train import corpus
 
 MORE = ["model={vocab_size: 64, layers: 4, hidden: 32, heads: 4, context: 16}", "cluster.preflight=false"]
-MORE += ["batch.micro_size=1", "evaluate.every=4", "evaluate.batches=2", "optim.eps=1e-5"]
+MORE += ["checkpoint.file_mb=0", "batch.micro_size=1", "evaluate.every=4", "evaluate.batches=2", "optim.eps=1e-5"]
 LAYOUTS = [
     (2, ["parallel.tensor=2"]),
-    (4, ["engine.name=pipelining", "parallel.pipeline=2", "parallel.tensor=2"]),
     (2, ["engine.name=deepspeed", "engine.zero_stage=3"]),
     (1, []),
-    (2, ["engine.name=fsdp2"]),
 ]
 MORE_LAYOUTS = [
+    (2, ["engine.name=pipelining", "parallel.pipeline=2"]),
+    (2, ["engine.name=fsdp2"]),
+    (4, ["engine.name=pipelining", "parallel.pipeline=2", "parallel.tensor=2"]),
     (2, ["engine.name=fairscale"]),
+    (4, ["engine.name=fsdp2", "parallel.shard=2"]),
     (4, ["engine.name=deepspeed", "parallel.pipeline=2"]),
     (2, ["engine.name=deepspeed", "engine.zero_stage=2", "parallel.tensor=2"]),
 ]
@@ -74,20 +77,21 @@ def test_a_run_that_shrinks_and_grows_reads_the_same_samples_at_every_step(tiny,
     "words, answer",
     {
         "parallel.tensor=3": "model.heads=4 must be a multiple of parallel.tensor=3",
-        "parallel.pipeline=2": "engine 'native' has no pipeline",
-        "engine.name=pipelining": "set parallel.pipeline, or engine.name=native",
+        "parallel.pipeline=2": "engine 'native' does not support parallel.pipeline=2",
+        "engine.name=pipelining": "set it, or engine.name=native",
         "engine.name=pipelining parallel.pipeline=8": "8 stages, but model.layers=4",
         "engine.name=fsdp2 engine.zero_stage=1": "it can do stages 2, 3",
-        "engine.zero_stage=1": "engine 'native' cannot do engine.zero_stage=1; it can do stage 0",
+        "engine.zero_stage=2": "engine 'native' cannot do engine.zero_stage=2; it can do stages 0, 1",
         "engine.overlap=false": "engine.overlap=False has no effect with engine 'native'; it is for deepspeed",
         "engine.name=pipelining parallel.pipeline=2 parallel.schedule=interleaved": "needs parallel.chunks",
         "engine.name=pipelining parallel.pipeline=2 batch.global_size=1": "it needs at least 2",
         "engine.name=pipelining parallel.pipeline=2 parallel.schedule=interleaved parallel.chunks=2 batch.global_size=6 "
         "batch.rampup=[4,1,12]": "cannot run 5 micro-batches a step",
-        "engine.anomaly=true engine.precision=fp16": "looks for no NaN with engine.precision=fp16",
+        "engine.anomaly=true engine.precision=fp16": "does not work with engine.precision=fp16",
         "engine.name=deepspeed engine.zero_stage=0 engine.overlap=false": "engine.overlap=False has no effect",
         "model.kv_heads=2 parallel.tensor=4": "model.kv_heads=2 must be a multiple of parallel.tensor=4",
-        "parallel.tensor=2": "1 process cannot be divided by parallel.tensor=2 x parallel.pipeline=1 = 2",
+        "parallel.tensor=2": "1 process cannot be divided by parallel.tensor=2 x parallel.pipeline=1 = 2; start 2 or a "
+        "multiple of it, such as hpclm submit --gpus 2",
     }.items(),
 )
 def test_a_layout_that_cannot_work_is_refused_before_the_queue(tiny, words, answer):
@@ -101,7 +105,7 @@ from torch import nn
 from hpclm.config.supports import Supports
 from hpclm.engine.native import NativeEngine
 from hpclm.model.gpt import Block
-from hpclm.parallel.collectives import share
+from hpclm.parallel.collectives import copy_to_tp
 
 class Gated(Block):
     def __init__(self, config, recompute_core, generator, tp):
@@ -109,7 +113,7 @@ class Gated(Block):
         self.tp, self.gate = tp, nn.Parameter(torch.full((config.hidden,), 0.5))
 
     def forward(self, x, layout):
-        return x + share(self.gate, self.tp) * (super().forward(x, layout) - x)
+        return x + copy_to_tp(self.gate, self.tp) * (super().forward(x, layout) - x)
 
 class Own(NativeEngine):
     supports = Supports("", options=("compile",))

@@ -6,10 +6,11 @@ import time
 
 import pytest
 
-from hpclm.job import ledger
-from hpclm.job.ledger import Submission
-from tests.job.test_runs import make
-from tests.runs import ROOT, hpclm
+from hpclm.rundir import submissions
+from hpclm.rundir.submissions import Submission
+from tests.forks import Hpclm, hpclm
+from tests.rundir.test_runs import make
+from tests.runs import ROOT
 from tests.test_status import RUNNING, attempt, squeue  # noqa: F401 (a fixture)
 
 LINES = [f"10:00:{n:02} I step {n}" for n in range(30)]
@@ -45,7 +46,7 @@ def test_any_log_of_a_run_is_printed_whole_or_its_end_or_what_matches(run):
 
 def test_a_rank_without_a_log_and_a_pattern_that_is_none_are_refused(run):
     assert "no logs/rank-00004.log; ranks with a log: 0 to 3" in hpclm("logs", run, "--rank", 4, check=64).stderr
-    assert "no regular expression" in hpclm("logs", run, "--grep", "(", check=2).stderr
+    assert "not a regular expression" in hpclm("logs", run, "--grep", "(", check=2).stderr
 
 
 def test_head_ends_it_quietly(run):
@@ -81,10 +82,9 @@ def test_following_a_run_that_is_over_ends_and_says_how_it_ended(run):
 
 
 def test_a_run_is_followed_from_before_its_first_line_to_its_end(tmp_path, tiny):
-    command = [sys.executable, "-m", "hpclm", "train", *tiny("run", "budget.steps=60", "log.every=20")]
     (tmp_path / "run").mkdir(mode=0o700)
-    trained = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-    ledger.append(tmp_path / "run", Submission("local", str(trained.pid), os.uname().nodename, 1, 1, ""))
+    trained = Hpclm("train", *tiny("run", "budget.steps=60", "log.every=20"))
+    submissions.append(tmp_path / "run", Submission("local", str(trained.pid), os.uname().nodename, 1, 1, ""))
     follower = start("-f", tmp_path / "run")
     out, error = follower.communicate(timeout=120)
     trained.wait()
@@ -97,13 +97,13 @@ def test_where_training_never_began_the_job_s_log_is_named_and_printed(tmp_path,
     run = make(tmp_path / "a")
     (run / "logs").mkdir()
     log = run / "logs" / "job-7.log"
-    ledger.append(run, Submission("slurm", "7", "login", 1, 1, str(log)))
+    submissions.append(run, Submission("slurm", "7", "login", 1, 1, str(log)))
     env = squeue("echo '7|PENDING|0:00|2:57|N/A|2||Priority'")
     said = hpclm("logs", run, env=env, check=64).stderr
     assert f"has no log yet; it is waiting job 7 PENDING (Priority); the job will print to {log}" in said
     log.write_text("error: data.prefix is not set\n")
     done = hpclm("logs", run, env=squeue("true"), check=0)
-    assert done.stdout == "error: data.prefix is not set\n" and f"the job's own log is {log}" in done.stderr
+    assert done.stdout == "error: data.prefix is not set\n" and f"the job's log, {log}" in done.stderr
 
 
 def test_a_job_by_hand_is_found_through_slurm(cluster, tmp_path):

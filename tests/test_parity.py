@@ -44,6 +44,7 @@ class Layout:
 
 LAYOUTS = [
     *(Layout("native", 0, *sizes) for sizes in [(2,), (4,), (1, 2), (1, 4), (2, 2)]),
+    *(Layout("native", 1, *sizes) for sizes in [(2,), (4,), (2, 2)]),
     *(Layout("pipelining", 0, *sizes) for sizes in [(1, 1, 2), (1, 1, 3), (2, 1, 2), (1, 2, 2), (2, 2, 2)]),
     Layout("pipelining", 0, pipeline=2, more=("parallel.schedule=gpipe",)),
     Layout("pipelining", 0, pipeline=2, more=("parallel.schedule=interleaved", "parallel.chunks=2")),
@@ -59,9 +60,13 @@ LAYOUTS = [
     *(Layout(engine, 3) for engine in ("fsdp2", "fairscale")),
     *(Layout("deepspeed", stage, *sizes) for stage in (0, 1, 2, 3) for sizes in [(2,), (2, 2)]),
     *(Layout("deepspeed", 1, *sizes) for sizes in [(1, 1, 2), (1, 1, 3), (1, 1, 4), (2, 1, 2), (1, 2, 2), (2, 2, 2)]),
+    *(Layout("fsdp2", stage, 4, more=("parallel.shard=2",)) for stage in (3, 2)),
+    Layout("fsdp2", 3, 4, 2, more=("parallel.shard=2",)),
+    Layout("native", 1, 4, more=("parallel.shard=2",)),
 ]
 RARE = {f"{engine}{stage}-dp4" for engine in ("fsdp2", "fairscale") for stage in (2, 3)}
-RARE |= {"deepspeed0-dp2tp2", "deepspeed2-dp2tp2", "deepspeed1-pp4", "native0-tp4"}
+RARE |= {"native1-dp4", "deepspeed0-dp2tp2", "deepspeed2-dp2tp2", "deepspeed1-pp4", "native0-tp4"}
+RARE |= {"fsdp22-dp4-2", "fsdp23-dp4tp2-2"}
 """Layouts of which the sample has nothing: each is between others."""
 RECOMPUTE = {"kept": [], "full": ["engine.recompute=full"], "selective": ["engine.recompute=selective"]}
 RECOMPUTE["every2"] = ["engine.recompute=full", "engine.recompute_every=2"]
@@ -94,7 +99,7 @@ def cases():
         found = sorted(combinations(layout), key=lambda case: zlib.crc32(case[0].encode()))
         exact = [name for name, _ in found if "-fp32-" in name]
         rounded = [name for name, _ in found if "-bf16-" in name]
-        sample = set() if layout.name in RARE else {exact[0], *rounded[: number % 4 == 0]}
+        sample = set() if layout.name in RARE else {exact[0], *rounded[: number % 12 == 0]}
         for name, words in found:
             marks = [] if name in sample else [pytest.mark.whole]
             yield pytest.param(layout, words, id=name, marks=marks)
@@ -114,6 +119,38 @@ def test_every_layout_learns_what_one_process_learns(layout, words):
         assert found["tensors"][name].shape == tensor.shape
         if exact:
             assert (found["tensors"][name] - tensor).abs().max().item() < 1e-5, name
+
+
+FP16 = ["engine.precision=fp16", "scaler.initial=1048576", "scaler.hysteresis=1", "scaler.window=4"]
+FP16 += ["batch.micro_size=2", "model.layers=2"]
+HALVES = [
+    Layout("native", 0, 2),
+    Layout("native", 1, 2),
+    Layout("pipelining", 0, pipeline=2),
+    *(Layout(engine, 3, 2, more=("engine.gradients=fp32",)) for engine in ("fsdp2", "fairscale", "deepspeed")),
+    Layout("fsdp2", 3, 4, more=("engine.gradients=fp32", "parallel.shard=2")),
+    Layout("deepspeed", 0, 2),
+    Layout("deepspeed", 1, 2, more=("engine.gradients=fp32",)),
+    Layout("deepspeed", 2, 3, more=("engine.gradients=fp32", "batch.global_size=12")),
+    Layout("deepspeed", 1, pipeline=2, more=("engine.gradients=fp32",)),
+    Layout("deepspeed", 1, 2, pipeline=2, more=("engine.gradients=fp32",)),
+]
+
+
+OFTEN = ("native0-dp2", "fsdp23-dp2-fp32", "deepspeed1-dp2pp2-fp32")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(each, id=each.name, marks=[pytest.mark.whole] * (each.name not in OFTEN)) for each in HALVES],
+)
+def test_in_fp16_every_engine_that_sums_gradients_in_fp32_skips_the_same_steps_while_the_scale_searches(layout):
+    size = [word for word in layout.more if word.startswith("batch.global")]
+    wanted = alone(*FP16, *size)
+    found = trained(layout.size, *FP16, *layout.words)
+    assert wanted["skipped"].count(True) > 2 and found["skipped"] == wanted["skipped"]
+    assert found["scalars"]["loss_scale"] == wanted["scalars"]["loss_scale"]
+    assert found["losses"] == pytest.approx(wanted["losses"], abs=5e-3)
 
 
 def test_the_losses_fall():

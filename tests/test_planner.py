@@ -2,12 +2,16 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
-from hpclm import cli, planner
-from hpclm.planning import suggest
-from tests.runs import ROOT, hpclm
+from hpclm import cli
+from hpclm.commands import planner
+from hpclm.model import count
+from hpclm.planning import forecast, suggest
+from tests.forks import hpclm
+from tests.runs import ROOT
 
 LLAMA = "configs/llama-7b.yaml"
 
@@ -19,7 +23,7 @@ def told(*words, capsys):
 
 
 def test_parts_add_up_and_every_figure_is_there(capsys):
-    text = told(LLAMA, "--nodes", 2, "--gpus", 8, "--gpus-kind", "h200", capsys=capsys)
+    text = told(LLAMA, "engine.recompute=full", "--nodes", 2, "--gpus", 8, "--gpus-kind", "h200", capsys=capsys)
     table = dict(re.findall(r"^  (\w+) +([\d.]+)", text.partition("a step  ")[0], re.M))
     assert list(table) == ["weights", "gradients", "optimizer", "activations", "buffers", "logits", "total"]
     total = float(table.pop("total"))
@@ -29,7 +33,13 @@ def test_parts_add_up_and_every_figure_is_there(capsys):
 
 
 def test_json_says_the_same_in_bytes_and_seconds(capsys):
-    pipeline = ("parallel.pipeline=4", "engine.name=deepspeed", "batch.micro_size=2")
+    pipeline = (
+        "parallel.pipeline=4",
+        "parallel.shard=null",
+        "engine.name=deepspeed",
+        "batch.micro_size=2",
+        "engine.recompute=full",
+    )
     found = json.loads(told(LLAMA, "--gpus", 8, "--json", *pipeline, capsys=capsys))
     assert len(found["memory"]) == 4 and found["layout"]["data"] == 2
     for part in found["memory"]:
@@ -53,10 +63,20 @@ def test_json_says_the_same_in_bytes_and_seconds(capsys):
 )
 def test_what_saves_memory_is_said_to(less, more, capsys):
     def need(words):
-        found = json.loads(told(LLAMA, "--gpus", 8, "--json", *words, capsys=capsys))
+        given = (LLAMA, "parallel.shard=null", "batch.micro_size=1", "--gpus", 8, "--json")
+        found = json.loads(told(*given, *words, capsys=capsys))
         return max(part["total"] for part in found["memory"])
 
     assert need(less) < need(more)
+
+
+def test_over_a_slow_network_weights_are_best_sharded_within_a_node():
+    run = cli.settings([LLAMA, "job.nodes=2", "job.gpus=8", "parallel.shard=null"])
+    ranked = suggest.ranked(run, planner.kind_of("H100", network=3))
+    best = next(one for one in ranked if one.words == ("parallel.shard=8", "batch.micro_size=2", "engine.zero_stage=3"))
+    assert best.forecast.volume.replicate == pytest.approx(4 * count.parameters(run.model) / 8)
+    everywhere = forecast.of(replace(best.run, parallel=run.parallel), best.forecast.kind)
+    assert best.forecast.step.total < 0.5 * everywhere.step.total and everywhere.volume.replicate == 0
 
 
 def test_suggestions_fit_are_ranked_and_are_what_their_words_give(capsys):
@@ -78,7 +98,9 @@ def test_suggestions_fit_are_ranked_and_are_what_their_words_give(capsys):
 def test_suggest_stands_before_a_file_and_takes_a_number(capsys):
     for words in (["--suggest", LLAMA], [LLAMA, "--suggest"], ["--suggest", "10", LLAMA], ["--suggest=10", LLAMA]):
         text = told(*words, "--gpus", 8, capsys=capsys)
-        assert len(text.splitlines()) == 12 and "layouts fit 8 x H100" in text
+        *table, doubling = text.splitlines()
+        assert len(table) == 12 and "layouts fit 8 x H100" in text
+        assert doubling.startswith("on 2 nodes the first would reach ")
 
 
 def test_nothing_fits_a_gpu_that_is_too_small(capsys):
@@ -122,7 +144,7 @@ def test_a_head_that_tensor_cores_do_not_like_is_told(capsys):
 
 def test_a_whole_forecast_loads_neither_torch_nor_numpy():
     code = (
-        "import sys; from hpclm import cli, planner; code = cli.run(planner.main); "
+        "import sys; from hpclm import cli; from hpclm.commands import planner; code = cli.run(planner.main); "
         "print({'torch', 'numpy'} & set(sys.modules)); sys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-c", code, LLAMA, "--gpus=8"], capture_output=True, text=True, cwd=ROOT)

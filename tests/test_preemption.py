@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from tests.runs import ROOT, Ranks, figures, lines, losses
+from tests.forks import Ranks
+from tests.runs import ROOT, figures, lines, losses
 from tests.slurm import ENDED, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -149,16 +150,20 @@ def disturb(job, names, draw):
     return lost
 
 
-@pytest.mark.parametrize("rounds", [1, pytest.param(3, marks=pytest.mark.whole)])
-def test_a_job_that_is_ended_in_every_way_learns_what_an_undisturbed_one_does(cluster, tmp_path, rounds):
-    steps = 150 * rounds
+OFTEN = ["preemption by another partition", "USR1 to all"]  # without and with time to save
+
+
+@pytest.mark.parametrize(
+    "names", [OFTEN, *(pytest.param([*FAULTS] * rounds, marks=pytest.mark.whole) for rounds in (1, 3))], ids=len
+)
+def test_a_job_that_is_ended_in_every_way_learns_what_an_undisturbed_one_does(cluster, tmp_path, names):
+    steps = 30 + 20 * len(names)
     alone = Job(
         cluster, tmp_path / "alone", 2, 2, f"budget.steps={steps}"
     )  # the order of gloo's sums is the nodes', too
     alone.finish()
     job = Job(cluster, tmp_path / "run", 2, 2, f"budget.steps={steps}", "job.partition=low")
-    names = [name for _ in range(rounds) for name in FAULTS]
-    disturb(job, names, random.Random(rounds))
+    disturb(job, names, random.Random(len(names)))
     job.finish()
     assert int(cluster.show(job.id)["Restarts"]) == len(names)  # each was one requeue, no more
     assert losses(job.out) == losses(alone.out)
@@ -178,6 +183,7 @@ def test_a_job_that_starts_again_on_another_number_of_nodes_learns_the_same(clus
     assert found == pytest.approx({step: float.fromhex(loss) for step, loss in expected.items()}, abs=1e-5)
 
 
+@pytest.mark.whole
 def test_what_slurm_has_given_up_but_not_killed_cannot_publish_and_ends_itself(cluster, tmp_path):
     """A slurmd hangs, its ranks live on; Slurm starts the job again on another node."""
     if not cluster.isolated:
@@ -222,6 +228,7 @@ def test_a_slurmctld_that_is_away_while_a_run_leaves_starts_it_again_when_it_is_
     assert losses(job.out) == expected
 
 
+@pytest.mark.whole  # Slurm counts a job's time in minutes
 def test_a_run_leaves_before_its_time_is_up_and_is_started_again(cluster, tmp_path):
     job = Job(cluster, tmp_path / "run", 1, 2, "budget.steps=100000", "job.warn_seconds=30", minutes=2)
     job.wait_for_restart(1)

@@ -1,12 +1,26 @@
 import os
+import shutil
 import subprocess
 import sys
 
-from hpclm import resume
-from hpclm.job import ledger, runs
-from hpclm.job.ledger import Submission
-from tests.job.test_runs import make
-from tests.runs import ROOT, hpclm
+import pytest
+
+from hpclm import cli
+from hpclm.checkpoint import CheckpointStore, Retention
+from hpclm.checkpoint.fingerprint import fingerprint
+from hpclm.commands import resume
+from hpclm.config import dump, from_cli
+from hpclm.data import sources
+from hpclm.data.disk.writer import Writer
+from hpclm.distributed.context import single
+from hpclm.errors import ConfigError
+from hpclm.rundir import runs, submissions
+from hpclm.rundir.submissions import Submission
+from hpclm.training import loop, records
+from tests.checkpoint.state import State, progress
+from tests.forks import Hpclm, hpclm
+from tests.rundir.test_runs import make
+from tests.runs import ROOT
 from tests.test_cancel import endless, steps
 from tests.test_status import attempt, squeue  # noqa: F401 (a fixture)
 
@@ -15,21 +29,15 @@ def test_a_run_that_waits_or_runs_is_not_started_twice(tmp_path, tiny, squeue): 
     run = make(tmp_path / "a", [attempt(job_id="7")], config_yaml="")
     said = hpclm("resume", run, env=squeue("echo '7|PENDING|0:00|2:57|N/A|2||Priority'"), check=75).stderr
     assert f"is waiting (job 7 PENDING (Priority)); wait for it, or end it: hpclm cancel {run}" in said
-    child = subprocess.Popen(
-        [sys.executable, "-m", "hpclm", "train", *endless(tiny)], cwd=ROOT, stderr=subprocess.DEVNULL
-    )
-    try:
+    with Hpclm("train", *endless(tiny)):
         steps(tmp_path / "run")
         assert "is running" in hpclm("resume", tmp_path / "run", check=75).stderr
-    finally:
-        child.kill()
-        child.wait()
 
 
 def test_a_run_that_is_done_is_not_started_without_more_to_do(tmp_path, tiny):
     hpclm("train", *tiny("run"), check=0)
     assert (
-        "is done: done at step 12, 96 samples; to go on, give it more"
+        "is done: done at step 12, 96 samples; to continue, extend it"
         in hpclm("resume", tmp_path / "run", check=64).stderr
     )
 
@@ -38,7 +46,7 @@ def test_a_run_is_submitted_again_by_its_own_settings_and_its_last_size(tmp_path
     make(tmp_path, config_yaml="")
     config = str(tmp_path / "config.yaml")
     for nodes in (1, 2):
-        ledger.append(tmp_path, Submission("slurm", str(nodes), "login", nodes, 8, ""))
+        submissions.append(tmp_path, Submission("slurm", str(nodes), "login", nodes, 8, ""))
     run = runs.read(tmp_path)
     again = ["--config", config, "--cluster", "slurm", "--nodes", "2", "--gpus", "8", f"out={tmp_path}"]
     assert resume.words(run, []) == again
@@ -54,3 +62,81 @@ def test_a_run_that_was_started_by_hand_keeps_its_size(tmp_path):
 def test_a_run_that_never_wrote_its_settings_cannot_be_resumed(tmp_path):
     run = make(tmp_path / "a", [attempt(host=os.uname().nodename)])
     assert "has no config.yaml" in hpclm("resume", run, check=64).stderr
+
+
+@pytest.fixture
+def run(tmp_path, tiny):
+    """A run directory with settings and a checkpoint, without training; and every byte in it."""
+    config = from_cli(tiny("run"))
+    out = tmp_path / "run"
+    made = CheckpointStore(out / "checkpoints", Retention(), fingerprint(config, sources.build(config)))
+    made.save(State(), progress(4))
+    dump(config, out / "config.yaml")
+    (out / "attempts.jsonl").write_text("")
+    out.chmod(0o700)
+    return out
+
+
+def content(out):
+    return {path: path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["model.layers=3"], ["model.layers was 2 and is now 3"]),
+        (["seed=5", "model.heads=2"], ["model.heads was 4 and is now 2", "seed was 1234 and is now 5"]),
+        (["checkpoint.resume=never"], ["already holds step-00000004, but checkpoint.resume=never"]),
+    ],
+)
+def test_settings_that_the_checkpoints_refuse_are_refused_before_anything_is_written(run, words, told, capsys):
+    before = content(run)
+    again = ["submit", "--config", str(run / "config.yaml"), "--cluster", "local"]
+    for command in (["resume", str(run), "--cluster", "local"], again):
+        assert cli.main([*command, *words]) == 64, command
+        said = capsys.readouterr().err
+        assert all(text in said for text in told), (command, said)
+        if "resume=never" not in told[0]:
+            assert "revert the following settings, or start a new run with another out=" in said
+    with pytest.raises(ConfigError) as caught:
+        loop.run(from_cli([str(run / "config.yaml"), *words]), single())
+    assert all(text in str(caught.value) for text in told)
+    assert content(run) == before
+
+
+def test_data_that_the_checkpoints_refuse_are_refused_before_anything_is_written(run, tmp_path, capsys):
+    with Writer(tmp_path / "text", "u2") as writer:
+        writer.add_document(range(40))
+    before = content(run)
+    assert (
+        cli.main(["resume", str(run), "--cluster", "local", "data.source=indexed", f"data.prefix={tmp_path}/text"])
+        == 64
+    )
+    assert "data.source was 'synthetic' and is now None" in capsys.readouterr().err
+    assert content(run) == before
+
+
+def test_settings_do_not_change_under_a_job_that_has_not_saved_yet(run, capsys):
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints.saved").unlink()
+    words = ["submit", "--config", str(run / "config.yaml"), "--again", "--dry-run"]
+    assert cli.main([*words, "model.layers=3"]) == 64
+    assert "model.layers was 2 and is now 3" in capsys.readouterr().err
+    assert cli.main([*words, "optim.lr=1e-4"]) == 0
+
+
+def test_a_refusal_costs_no_time_for_pytorch(run):
+    code = "import sys; from hpclm import cli; print(cli.main(sys.argv[1:]), 'torch' in sys.modules)"
+    words = ["resume", str(run), "--cluster", "local", "model.layers=3"]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "64 False\n", done.stderr
+
+
+def test_each_attempt_says_which_version_of_the_settings_it_used(tmp_path, tiny):
+    (tmp_path / "run").mkdir()
+    for lr in ("1e-3", "1e-3", "2e-3"):
+        records.start(tmp_path / "run", from_cli(tiny("run", f"optim.lr={lr}")), single(), 0, 12)
+    found = [each["config"] for each in runs.read(tmp_path / "run").attempts]
+    assert found == ["config-history/0001.yaml"] * 2 + ["config-history/0002.yaml"]
+    assert (tmp_path / "run" / found[2]).read_bytes() == (tmp_path / "run/config.yaml").read_bytes()
+    assert "config-history/0002.yaml" in hpclm("status", tmp_path / "run", check=0).stdout

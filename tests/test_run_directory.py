@@ -5,14 +5,14 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
-from contextlib import contextmanager
 
 import pytest
 
-from tests.job.test_runs import make
-from tests.runs import ROOT, Ranks, figures, hpclm, lines, losses
+from tests import runs
+from tests.forks import Hpclm, Ranks, hpclm
+from tests.rundir.test_runs import make
+from tests.runs import figures, lines, losses
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_a_disk_that_is_full_for_a_while_costs_saves_and_no_training(tiny, tmpfs
     failed = [line for line in said.splitlines() if "training goes on, the checkpoints before it are untouched" in line]
     # the one of step 4 may still be on its way, beside the training, when the disk fills up; 20 is after it was freed
     assert len(failed) in (3, 3 + (background == "true")), said
-    assert all("MB free, and a checkpoint takes" in line or "No space left on device" in line for line in failed), (
+    assert all("MB free, but a checkpoint needs" in line or "No space left on device" in line for line in failed), (
         failed
     )
     assert said.count("metrics.jsonl cannot be written: No space left") <= 1
@@ -94,18 +94,13 @@ def test_a_disk_that_is_full_for_a_while_costs_saves_and_no_training(tiny, tmpfs
 
 def test_a_run_that_is_warned_while_the_disk_is_full_asks_to_be_started_again_from_what_it_has(tiny, tmpfs):
     out, more = tmpfs / "run", ["budget.steps=100000", "optim.schedule=constant"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hpclm", "train", *tiny("x", *more), f"out={out}"],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while not (out / "checkpoints/step-00000004").exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    full(tmpfs)
-    process.send_signal(signal.SIGTERM)
-    _, told = process.communicate(timeout=60)
+    with Hpclm("train", *tiny("x", *more), f"out={out}") as process:
+        while not (out / "checkpoints/step-00000004").exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        full(tmpfs)
+        process.send_signal(signal.SIGTERM)
+        _, told = process.communicate(timeout=60)
     again = re.search(r"; the steps after (\d+) will be done again", told)
     assert process.returncode == 85 and again, told
     (tmpfs / "filler").unlink()
@@ -123,7 +118,7 @@ def test_when_every_checkpoint_is_bad_the_run_ends_with_66_within_ten_seconds(ti
     before = (out / "metrics.jsonl").read_bytes()
     for _ in range(2):
         began = os.times()
-        done = hpclm("train", *tiny(), "budget.steps=16", check=66)
+        done = runs.hpclm("train", *tiny(), "budget.steps=16", check=66)
         now = os.times()  # of the processor: other tests may run beside this one
         assert now.children_user + now.children_system - began.children_user - began.children_system < 10
         assert "no good checkpoint in" in done.stderr and "Traceback" not in done.stderr
@@ -134,7 +129,7 @@ def test_when_every_checkpoint_is_bad_the_run_ends_with_66_within_ten_seconds(ti
 def test_two_runs_on_one_directory_the_second_names_the_first_and_a_killed_one_is_followed_at_once(tiny, tmp_path):
     out = tmp_path / "run"
     words = [*tiny(), "budget.steps=100000", "checkpoint.every=5"]
-    with started(words) as first:
+    with Hpclm("train", *words) as first:
         until = time.monotonic() + 120
         while not (out / "checkpoints/latest").exists():
             assert time.monotonic() < until and first.poll() is None
@@ -180,18 +175,6 @@ def test_of_two_ranks_both_end_with_64_and_one_says_what_is_of_the_wrong_kind(ti
     assert "".join(said for _, said in ended.values()).count("metrics.jsonl is a folder and must be a file") == 1
 
 
-@contextmanager
-def started(words):
-    """A run in a process of its own; killed at the end of the block."""
-    command = [sys.executable, "-m", "hpclm", "train", *map(str, words)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
 def test_a_step_that_would_take_longer_than_the_grace_is_left_between_two_micro_batches(tiny, tmp_path):
     words = [
         "batch.micro_size=1",
@@ -207,7 +190,7 @@ def test_a_step_that_would_take_longer_than_the_grace_is_left_between_two_micro_
         ended = ranks.wait()
     assert {code for code, _ in ended.values()} == {85}, ended
     assert "micro-batches of this step would take" in ended[0][1]
-    assert "saved at step 2 and leaving" in ended[0][1]
+    assert "saved at step 2, exiting" in ended[0][1]
     for name in ("run", "whole"):
         with Ranks(2, [*words, f"out={tmp_path / name}"], TEST_PAUSE=0) as ranks:
             assert {code for code, _ in ranks.wait().values()} == {0}

@@ -78,6 +78,7 @@ def test_every_node_is_a_machine_with_a_name_an_address_and_eight_gpus(cluster):
     assert {tuple(line.split()) for line in found} == {tuple(sorted(address.strip() for address in addresses))}
 
 
+@pytest.mark.whole
 def test_nodes_share_neither_processes_nor_shared_memory_nor_network_devices(cluster):
     namespaces(cluster)
     seen = everywhere(
@@ -87,6 +88,7 @@ def test_nodes_share_neither_processes_nor_shared_memory_nor_network_devices(clu
     assert seen == [f"{node} 1 eth0 lo" for node in cluster.nodes]
 
 
+@pytest.mark.whole
 def test_a_job_of_low_is_requeued_when_high_wants_its_nodes(cluster):
     low = cluster.batch(f"srun {SLEEP}", "-p", "low", "-N4", "--gpus-per-node=8", "--requeue", "-o", "/dev/null")
     cluster.wait(low, "RUNNING")
@@ -97,6 +99,7 @@ def test_a_job_of_low_is_requeued_when_high_wants_its_nodes(cluster):
     assert cluster.show(low)["Restarts"] == "1"
 
 
+@pytest.mark.whole
 def test_a_power_cut_takes_the_tasks_of_the_node_and_nothing_else(cluster):
     network = ["srun", "-N1", "-w", "node2", "cat", "/sys/class/net/eth0/address"]
     hardware = cluster.run(network).stdout if cluster.isolated else ""
@@ -114,6 +117,7 @@ def test_a_power_cut_takes_the_tasks_of_the_node_and_nothing_else(cluster):
     assert not hardware or cluster.run(network).stdout == hardware, "the other nodes look for it where it was"
 
 
+@pytest.mark.whole
 def test_a_killed_slurmctld_is_brought_up_again_with_its_jobs(cluster):
     job = cluster.batch(SLEEP, "-o", "/dev/null")
     cluster.wait(job, "RUNNING")
@@ -125,6 +129,7 @@ def test_a_killed_slurmctld_is_brought_up_again_with_its_jobs(cluster):
     assert cluster.state(job) == "RUNNING"
 
 
+@pytest.mark.whole
 def test_up_again_changes_nothing_and_other_settings_are_refused(cluster):
     before = tool("status", "--folder", cluster.folder).stdout
     assert (done := tool("up", "--folder", cluster.folder)).returncode == 0, done.stdout
@@ -134,6 +139,7 @@ def test_up_again_changes_nothing_and_other_settings_are_refused(cluster):
     assert done.returncode == 1 and "take it down first" in done.stdout and "nodes=4" in done.stdout
 
 
+@pytest.mark.whole
 @pytest.mark.mpi
 @pytest.mark.parametrize("start", ["mpirun --oversubscribe -n 4", "srun --mpi=pmix"])
 def test_open_mpi_makes_one_world_of_the_tasks_of_a_job(cluster, start, tmp_path):
@@ -147,6 +153,7 @@ def test_open_mpi_makes_one_world_of_the_tasks_of_a_job(cluster, start, tmp_path
     assert re.findall(r"(?m)^\d+ \d+ \d+$", told) == ["4 6 2"], told  # four worlds of one would say so four times
 
 
+@pytest.mark.whole
 def test_without_namespaces_jobs_run_and_a_node_can_be_cut(plain):
     assert not plain.isolated
     host = os.uname().nodename
@@ -160,6 +167,7 @@ def test_without_namespaces_jobs_run_and_a_node_can_be_cut(plain):
     assert len(everywhere(plain, HERE)) == 2
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("options", [(), ("--isolate", "none", "--prefix", "gone")], ids=["namespaces", "plain"])
 def test_down_leaves_nothing_even_of_jobs_that_do_not_want_to_end(options, cluster):
     with slurm_cluster("--nodes", 2, "--kill-wait", 2, *options) as other:
@@ -178,6 +186,7 @@ def test_down_leaves_nothing_even_of_jobs_that_do_not_want_to_end(options, clust
     assert tool("status", "--folder", cluster.folder).returncode == 0, "the other cluster was not touched"
 
 
+@pytest.mark.whole
 @pytest.mark.slow
 def test_with_accounting_sacct_knows_jobs_and_a_half_dead_cluster_is_repaired():
     with slurm_cluster("--accounting", "--nodes", 1) as cluster:
@@ -196,6 +205,7 @@ def test_with_accounting_sacct_knows_jobs_and_a_half_dead_cluster_is_repaired():
         assert row() == "FAILED|3:0"
 
 
+@pytest.mark.whole
 def test_a_cluster_goes_down_with_the_process_that_wanted_it():
     code = "import sys, time; from tests.slurm import slurm_cluster\nwith slurm_cluster('--nodes', 1) as c: print(c.folder, flush=True); time.sleep(600)"
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=TOOL.parents[1])
@@ -209,6 +219,7 @@ def test_a_cluster_goes_down_with_the_process_that_wanted_it():
     assert traces(folder) == []
 
 
+@pytest.mark.whole
 def test_a_fault_is_told_with_the_end_of_the_log(tmp_path):
     folder = tmp_path / "cluster"
     done = tool("up", "--folder", folder, "--nodes", 1, "--conf", "SelectType=select/nonsense")

@@ -1,6 +1,8 @@
+import errno
 import fcntl
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -8,10 +10,14 @@ import time
 
 import pytest
 
-from hpclm.job import ledger
-from hpclm.job.ledger import Submission
-from tests.job.test_runs import checkpoint, make
-from tests.runs import ROOT, hpclm
+from hpclm import config
+from hpclm.config.compose import dumped
+from hpclm.rundir import submissions
+from hpclm.rundir.submissions import Submission
+from tests import forks, traced
+from tests.forks import Hpclm, hpclm
+from tests.rundir.test_runs import checkpoint, make
+from tests.runs import ROOT
 
 SLOW = "sleep 30"
 RUNNING = "echo '7|RUNNING|1:02:03|22:57:57|2026-01-01T00:00:00|2|node[1-2]|None'"
@@ -69,7 +75,7 @@ def test_a_run_of_a_job_is_shown_with_its_queue_its_progress_and_the_time_left(t
 
 def test_a_waiting_job_says_why_it_waits(tmp_path, squeue):
     make(tmp_path / "a")
-    ledger.append(tmp_path / "a", Submission("slurm", "8", "login", 2, 4, "logs/job-8.log"))
+    submissions.append(tmp_path / "a", Submission("slurm", "8", "login", 2, 4, "logs/job-8.log"))
     [found] = status(tmp_path / "a", env=squeue("echo '8|PENDING|0:00|2:00|2026-01-01T00:00:00|2||Priority'"))
     assert (found["state"], found["job"]["reason"]) == ("waiting", "Priority")
 
@@ -97,26 +103,20 @@ def test_whatever_squeue_does_the_rest_is_told_within_a_second(script, tmp_path,
 
 def test_a_local_run_is_alive_while_it_holds_its_lock(tmp_path, tiny):
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "hpclm", "train", *tiny("run", "budget.steps=100000")]
-    child = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-    try:
-        while not (out / "metrics.jsonl").exists():
-            assert child.poll() is None
-            time.sleep(0.1)
+    words = tiny("run", "budget.steps=100000")
+    with Hpclm("train", *words) as child:
+        forks.steps(child, out, 1)
         found = status(out)[0]
         assert found["process"] == child.pid and found["state"] in ("starting", "running")
-    finally:
-        child.kill()
-        child.wait()
     found = status(out)[0]
-    assert (found["state"], found["process"]) == ("ended", None) and "without a word" in found["ending"]
-    child = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-    while status(out)[0]["state"] != "running":
-        assert child.poll() is None
-    child.terminate()
-    assert child.wait(60) == 85
+    assert (found["state"], found["process"]) == ("ended", None) and "without a message" in found["ending"]
+    with Hpclm("train", *words) as child:
+        while status(out)[0]["state"] != "running":
+            assert child.poll() is None
+        child.terminate()
+        assert child.wait(60) == 85
     found = status(out)[0]
-    assert found["state"] == "left" and found["checkpoint"] == found["step"] > 0
+    assert found["state"] == "exited" and found["checkpoint"] == found["step"] > 0
 
 
 def test_a_run_that_is_done_says_so(tmp_path, tiny):
@@ -137,7 +137,8 @@ def test_how_an_attempt_failed_is_told_in_its_log_s_words(tmp_path, tiny):
     [
         ("slurmstepd: error: *** JOB 7 ON node1 CANCELLED AT 2026-01-01T10:00:00 DUE TO TIME LIMIT ***", "ended"),
         ("error: data.prefix is not set", "failed"),
-        ("10:00:00 W SIGUSR2: saved at step 5 and leaving; the same command goes on from here", "left"),
+        ("10:00:00 W SIGUSR2: saved at step 5 and leaving; the same command goes on from here", "exited"),
+        ("10:00:00 W SIGUSR2: saved at step 5, exiting; the same command resumes from here", "exited"),
         ("10:00:00 I done at step 5, 40 samples; next: ls", "done"),
     ],
 )
@@ -159,7 +160,7 @@ def test_the_cause_is_the_last_line_of_a_traceback_and_no_error_that_training_su
 {step}
 """
     run = make(tmp_path / "a", [attempt()], rows(5), log_txt=log, lock="")
-    assert status(run)[0]["state"] == "left"
+    assert status(run)[0]["state"] == "exited"
     trace = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\n    g()\nValueError: no luck\n'
     (run / "log.txt").write_text(f"{log}2026-01-01 10:00:02,000 E rank 3 on node2 (pid 5) failed: {trace}")
     [found] = status(run)
@@ -188,9 +189,104 @@ def test_a_lock_that_is_held_is_not_taken_by_looking(tmp_path):
 
 def test_without_runs_it_says_where_it_looked(tmp_path):
     assert "no run in runs" in hpclm("status", cwd=tmp_path, check=0).stdout
-    assert "no run directory" in hpclm("status", "x", cwd=tmp_path, check=64).stderr
+    assert "not a run directory" in hpclm("status", "x", cwd=tmp_path, check=64).stderr
+
+
+@pytest.mark.skipif(not traced.usable(), reason="strace is not installed, or may not trace")
+@pytest.mark.parametrize("error", ["ESTALE", "EACCES"])
+def test_a_run_on_a_disk_that_is_gone_hides_no_other(error, tmp_path):
+    for name in ("gone", "here"):
+        make(tmp_path / name, [attempt()], rows(5), log_txt="", config_yaml="")
+        checkpoint(tmp_path / name / "checkpoints" / "step-00000004")
+    names = ["config.yaml", "attempts.jsonl", "metrics.jsonl", "log.txt", "checkpoints", "lock"]
+    paths = [word for name in names for word in ("-P", str(tmp_path / "gone" / name))]
+    fault = ["-e", f"inject=openat,newfstatat,getdents64,read:error={error}"]
+    command = ["strace", "-f", "-qq", "-o", str(tmp_path / "calls"), *paths, *fault]
+    command += [sys.executable, "-m", "hpclm", "status", "--runs", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "") and "(INJECTED)" in (tmp_path / "calls").read_text()
+    gone, here = done.stdout.splitlines()[1:]
+    assert gone.split()[0] == f"{tmp_path}/gone" and here.split()[2] == "5/20"
+
+
+@pytest.mark.parametrize("number, code", [("ESTALE", 1), ("EIO", 1), ("ENOSPC", 1), ("EACCES", 64), ("ELOOP", 64)])
+def test_a_fault_of_a_disk_or_of_its_rights_is_one_line(number, code):
+    fault = f"raise OSError(errno.{number}, os.strerror(errno.{number}), '/disk/file')"
+    verb = f"import errno, os, sys\nfrom hpclm import cli\ndef verb(_):\n    {fault}\nsys.exit(cli.run(verb, []))"
+    done = subprocess.run([sys.executable, "-c", verb], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == code and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith(f"error: /disk/file: {os.strerror(getattr(errno, number))}; ")
 
 
 def test_status_loads_no_heavy_library():
-    code = "import sys, hpclm.status, hpclm.logs, hpclm.cancel, hpclm.resume; print({'torch', 'numpy', 'omegaconf'} & {*sys.modules})"
+    code = "import sys, hpclm.commands.status, hpclm.commands.logs, hpclm.commands.cancel, hpclm.commands.resume; print({'torch', 'numpy', 'omegaconf'} & {*sys.modules})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+def submitted(run, *jobs, log=True):
+    """A run directory in which these jobs of Slurm were submitted, the last of which has (or has not) a log."""
+    (run / "logs").mkdir(exist_ok=True)
+    for job in jobs:
+        submissions.append(run, Submission("slurm", job, "login", 1, 1, str(run / "logs" / f"job-{job}.log")))
+        if log or job != jobs[-1]:
+            (run / "logs" / f"job-{job}.log").write_text(f"start 1 of job {job} on node1\n")
+    return run
+
+
+def test_a_last_job_that_failed_before_training_is_not_hidden_behind_done(tmp_path, squeue):
+    run = make(
+        tmp_path / "a", [attempt(job_id="7", steps=5)], rows(5), log_txt="10:00:00 I done at step 5, 40 samples\n"
+    )
+    submitted(run, "7", "8")
+    (run / "logs" / "job-8.log").write_text("start 1 of job 8 on node1\nerror: data.prefix is not set\n")
+    known = (
+        "7|COMPLETED|0:10|0:00|2026-01-01T00:00:00|1|node1|None\n8|FAILED|0:01|0:00|2026-01-01T00:01:00|1|node1|NonZero"
+    )
+    [found] = status(run, env=squeue(f"echo '{known}'"))
+    assert found["state"] == "failed" and "data.prefix is not set; job 8 FAILED" in found["ending"]
+    [found] = status(run, env=squeue("true"))  # Slurm forgets a job after some minutes
+    assert found["state"] == "failed" and "data.prefix" in found["ending"]
+
+
+def test_a_run_that_failed_in_its_last_step_is_not_done(tmp_path, squeue):
+    log = "10:00:00,000 I run directory a, a new run\n10:00:01,000 E rank 1 on node2 failed: no luck\n"
+    run = make(tmp_path / "a", [attempt(job_id="7", steps=5)], rows(5), log_txt=log)
+    [found] = status(run, env=squeue("true"))
+    assert (found["state"], found["ending"]) == ("failed", "rank 1 on node2 failed: no luck")
+
+
+@pytest.mark.parametrize("known", ["8|CANCELLED|0:00|0:00|N/A|1||None", ""], ids=["known", "forgotten"])
+def test_a_job_that_was_cancelled_in_the_queue_has_not_failed(known, tmp_path, squeue):
+    run = submitted(make(tmp_path / "a", config_yaml=""), "8", log=False)
+    env = squeue(f"echo '{known}'" if known else "true")
+    [found] = status(run, env=env)
+    assert (found["state"], found["ending"]) == ("cancelled", "its job was cancelled before training started")
+    assert f"hpclm resume {run}" in hpclm("status", run, env=env, check=0).stdout
+    make(run, [attempt(job_id="7")], rows(20), log_txt="10:00:00 I done at step 20, 40 samples\n", config_yaml="")
+    [found] = status(run, env=env)
+    assert found["state"] == "done" and "its last job was cancelled" in found["ending"]
+
+
+@pytest.mark.skipif(not traced.usable(), reason="strace is not installed, or may not trace")
+def test_the_table_asks_slurm_once_and_the_disk_little_for_each_of_many_runs(tmp_path, squeue):
+    log = "10:00:00,000 I run directory a, a new run\n" + "10:00:01,000 I step 1/20  loss 2.5  lr 1  9 tokens/s\n" * 500
+    done = make(tmp_path / "one", [attempt(job_id="7")] * 30, rows(20), lock='{"generation": 3}')
+    (done / "log.txt").write_text(log + "10:00:02 I done at step 20, 40 samples; next: ls\n")
+    checkpoint(submitted(done, "7") / "checkpoints" / "step-00000020", processes=32, tensors=20)
+    settings = config.load(None, ["data.source=synthetic", "budget.tokens=100000", "batch.global_size=8"])
+    queued = submitted(make(tmp_path / "two", config_yaml=dumped(settings)), "8", log=False)
+    for number in range(50):
+        for run in (done, queued):
+            shutil.copytree(run, tmp_path / "runs" / f"sweep-{number // 20}" / f"{run.name}-{number}")
+    env = squeue(f"echo asked >> {tmp_path}/asked; echo '8|PENDING|0:00|1:00|N/A|1||Priority'")
+    command = ["strace", "-f", "-qq", "-o", str(tmp_path / "calls"), "-e", "trace=file"]
+    command += [sys.executable, "-m", "hpclm", "status", "--runs", str(tmp_path / "runs")]
+    said = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, check=True).stdout.splitlines()
+    assert sum(" done " in line and " 20/20 " in line for line in said) == 50
+    assert sum(" waiting " in line and " 0/12 " in line for line in said) == 50
+    assert (tmp_path / "asked").read_text() == "asked\n"
+    calls = (tmp_path / "calls").read_text().splitlines()
+    loaded = [line for line in calls if "/yaml/" in line]
+    assert loaded == []  # that takes longer than all the rest
+    asked = sum(str(tmp_path / "runs") in line for line in calls) / 100
+    assert asked < 13

@@ -8,11 +8,14 @@ import time
 
 import pytest
 
-from hpclm.cluster import site, surrounding
 from hpclm.config import compose
+from hpclm.diagnostics import report
 from hpclm.errors import ConfigError
-from hpclm.job import exclusion, sweep
-from tests.runs import ROOT, hpclm
+from hpclm.launch import sweep
+from hpclm.node import environment
+from tests.forks import hpclm
+from tests.rundir.test_runs import make
+from tests.runs import ROOT
 
 SMALL = ["budget.steps=5", "engine.device=cpu", "evaluate.every=0"]
 
@@ -69,23 +72,23 @@ def test_the_job_that_the_readme_submits_may_be_divided_as_it_says(nodes, submit
         (
             "--time",
             "2",
-        ): "job.time=2 is not longer than job.warn_seconds=120: the run would be told to leave as it starts",
+        ): "job.time=2 must be longer than job.warn_seconds=120: otherwise the warning would come at the start",
         ("--mem", "much"): "job.mem='much' must be a number and K, M, G or T",
         ("--partition", "a b"): "job.partition='a b' must not have spaces",
         ("--account", "a\nb"): "must be one line of text",
         ("--job-name", "a\nb"): "must be one line of text",
-        ("--sbatch", "Array=1"): "write sbatch's long name without dashes",
+        ("--sbatch", "Array=1"): "use long names without leading dashes",
         ("--sbatch", "array=1-5"): "job.options.array: a run is one job; --sweep submits several runs",
-        ("--sbatch", "gpus=4"): "set job.gpus, which is for each node",
-        ("job.env.1A=x",): "a variable's name is letters, digits and _",
-        ("job.env.SLURM_PROCID=1",): "belongs to the shell or to what starts the processes",
-        ("job.env.WANDB_API_KEY=abcdefgh",): "holds a secret",
+        ("--sbatch", "gpus=4"): "set job.gpus, which is per node",
+        ("job.env.1A=x",): "names of variables are letters, digits and _",
+        ("job.env.SLURM_PROCID=1",): "is set by the shell or the launcher",
+        ("job.env.WANDB_API_KEY=abcdefgh",): "contains a secret",
         ("job.env={A: true}",): "job.env.A=True must be text; put quotes around it",
         ("data.source=indexed", "data.prefix=/none/of_this"): "/none/of_this",
         ("data.source=indexed",): "data.prefix is not set",
         ("out=/dev/null/x",): "run directory /dev/null/x: Not a directory",
         ("job.setup=['if true']",): "bash cannot read the script",
-        ("--exclude-bad", "/none"): "/none is no run directory",
+        ("--exclude-bad", "/none"): "/none is not a run directory",
         ("--sweep", "optim.lr"): "is not key=a,b,c",
         ("--sweep", "optim.lr=1,,2"): "is not key=a,b,c",
         ("--sweep", "optim.lr=1e-3,1e-3"): "two runs would be called optim",
@@ -97,6 +100,27 @@ def test_a_mistake_ends_with_64_before_anything_is_written(submit, words, answer
     done = submit("--dry-run", *SMALL, *words, check=64)
     assert answer in done.stderr, done.stderr
     assert done.stdout == "" and list(submit.here.iterdir()) == []
+
+
+def test_a_run_that_is_done_is_not_queued_unless_it_has_more_to_do(submit, tmp_path):
+    words = [str(ROOT / "configs" / "debug.yaml"), *SMALL, f"out={tmp_path}/run"]
+    done = {"step": 5, "loss": 1.0}
+    make(
+        tmp_path / "run", [{"steps": 5}], [done], log_txt="10:00:00 I done at step 5, 80 samples; next: ls\n", lock="{}"
+    )
+    compose.dump(compose.load(words[0], words[1:]), tmp_path / "run" / "config.yaml")
+    before = sorted((tmp_path / "run").rglob("*"))
+    said = submit("--dry-run", *words, check=64).stderr
+    assert f"{tmp_path}/run is done: done at step 5, 80 samples; extend it" in said
+    assert sorted((tmp_path / "run").rglob("*")) == before
+    submit("--dry-run", *words, "budget.steps=6", check=0)
+    (tmp_path / "run" / "log.txt").write_text(
+        "10:00:00 I stopped at step 4 as stop_at says; the same command goes on\n"
+    )
+    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(done | {"step": 4}) + "\n")
+    compose.dump(compose.load(words[0], [*words[1:], "stop_at=4"]), tmp_path / "run" / "config.yaml")
+    assert "is done: stopped at step 4 as stop_at says" in submit("--dry-run", *words, "stop_at=4", check=64).stderr
+    submit("--dry-run", *words, check=0)
 
 
 def test_wrong_options_end_with_2(submit):
@@ -200,10 +224,7 @@ def test_a_site_file_lies_below_the_settings_file_and_mappings_are_joined(submit
     assert "partition" not in bare and "export A=" not in bare
     (folder / "site.yaml").write_text("model: {layers: 3}\n")
     wrong = submit("--dry-run", check=64)
-    assert (
-        f"model.layers does not describe a cluster; a site file has job and cluster only ({folder}/site.yaml)"
-        in wrong.stderr
-    )
+    assert f"model.layers cannot be set in a site file, only job and cluster ({folder}/site.yaml)" in wrong.stderr
     assert "site file /none does not exist" in submit("--dry-run", check=64, HPCLM_SITE="/none").stderr
     shown = hpclm("config", "debug", cwd=submit.here, env={**os.environ, "HPCLM_SITE": ""}, check=0).stdout
     assert "partition: null" in shown
@@ -217,14 +238,14 @@ def test_a_site_file_lies_below_the_settings_file_and_mappings_are_joined(submit
 def test_the_site_file_is_found_where_it_is_said_to_be(tmp_path):
     usual = tmp_path / ".config/hpclm/site.yaml"
     usual.parent.mkdir(parents=True)
-    assert site.path({"HOME": str(tmp_path)}) is None
+    assert environment.site_file({"HOME": str(tmp_path)}) is None
     usual.touch()
-    assert site.path({"HOME": str(tmp_path)}) == usual
-    assert site.path({"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path / "other")}) is None
-    assert site.path({"HOME": "/nonexistent", "XDG_CONFIG_HOME": str(tmp_path / ".config")}) == usual
-    assert str(site.path({"HOME": str(tmp_path), "HPCLM_SITE": "/a"})) == "/a"
-    assert site.path({"HOME": str(tmp_path), "HPCLM_SITE": ""}) is None
-    assert site.path({}) is None
+    assert environment.site_file({"HOME": str(tmp_path)}) == usual
+    assert environment.site_file({"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path / "other")}) is None
+    assert environment.site_file({"HOME": "/nonexistent", "XDG_CONFIG_HOME": str(tmp_path / ".config")}) == usual
+    assert str(environment.site_file({"HOME": str(tmp_path), "HPCLM_SITE": "/a"})) == "/a"
+    assert environment.site_file({"HOME": str(tmp_path), "HPCLM_SITE": ""}) is None
+    assert environment.site_file({}) is None
 
 
 def test_a_resolved_file_is_not_resolved_again(tmp_path):
@@ -251,7 +272,7 @@ def test_a_time_in_a_settings_file_is_not_a_number_to_the_base_of_60(tmp_path):
     job = compose.load(tmp_path / "a.yaml").job
     assert (job.time, job.account) == ("10:00:00", "0123")
     (tmp_path / "a.yaml").write_text("job: {partition: no}\n")
-    with pytest.raises(ConfigError, match="YAML takes this word for false, so put quotes around it"):
+    with pytest.raises(ConfigError, match="YAML reads this word as false, so put quotes around it"):
         compose.load(tmp_path / "a.yaml")
 
 
@@ -281,12 +302,12 @@ def test_bad_nodes_of_a_run_are_added_to_those_that_are_excluded(submit):
     run = submit.here / "old"
     run.mkdir()
     (run / "preflight.json").write_text(json.dumps({"bad": ["node3", "node5"]}))
-    assert exclusion.bad_nodes([str(run), str(run)]) == ["node3", "node5"]
+    assert report.bad_nodes([str(run), str(run)]) == ["node3", "node5"]
     script = submit("--dry-run", *SMALL, "--exclude", "node1", "--exclude-bad", "old", check=0).stdout
     assert "#SBATCH --exclude=node1,node3,node5\n" in script
     (run / "preflight.json").write_text(json.dumps({"bad": ["x; rm"]}))
-    with pytest.raises(ConfigError, match="which is no node"):
-        exclusion.bad_nodes([str(run)])
+    with pytest.raises(ConfigError, match="which is not a node name"):
+        report.bad_nodes([str(run)])
 
 
 def test_of_two_launches_into_one_directory_the_second_changes_nothing(submit):
@@ -322,7 +343,7 @@ def test_variables_of_the_surrounding_job_are_kept_from_a_new_one():
         "RANK": "0",
         "HPCLM_SITE": "x",
     }
-    assert set(job) - set(surrounding.variables([], job)) == {"SLURM_CONF", "HOME", "HPCLM_SITE"}
+    assert set(job) - set(environment.to_unset([], job)) == {"SLURM_CONF", "HOME", "HPCLM_SITE"}
     shell = {
         "SBATCH_ACCOUNT": "a",
         "SBATCH_PARTITION": "p",
@@ -330,10 +351,13 @@ def test_variables_of_the_surrounding_job_are_kept_from_a_new_one():
         "OMPI_MCA_btl": "x",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    assert surrounding.variables(["partition"], shell) == ["SBATCH_PARTITION", "SBATCH_TIMELIMIT"]
-    assert surrounding.without([], {"HOME": "/"}) == []
+    assert environment.to_unset(["partition"], shell) == ["SBATCH_PARTITION", "SBATCH_TIMELIMIT"]
+    assert environment.unset_command([], {"HOME": "/"}) == []
     told = subprocess.run(
-        [*surrounding.without([], job), "env"], env=job | {"PATH": "/usr/bin:/bin"}, capture_output=True, text=True
+        [*environment.unset_command([], job), "env"],
+        env=job | {"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
     )
     assert {line.partition("=")[0] for line in told.stdout.splitlines()} == {"SLURM_CONF", "HOME", "HPCLM_SITE", "PATH"}
 
@@ -341,7 +365,7 @@ def test_variables_of_the_surrounding_job_are_kept_from_a_new_one():
 def test_submit_loads_neither_torch_nor_submitit_for_help_or_a_dry_run(tmp_path):
     code = (
         "import sys; from hpclm import cli; code = cli.main(['submit', '--dry-run', 'engine.device=cpu', 'out=%s']); "
-        "print({'torch', 'submitit', 'numpy'} & set(sys.modules), file=sys.stderr)" % (tmp_path / "x")
+        "print({'torch', 'submitit'} & set(sys.modules), file=sys.stderr)" % (tmp_path / "x")
     )
     env = {**os.environ, "PATH": "/nonexistent:/bin", "HPCLM_SITE": ""}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ROOT)

@@ -1,12 +1,20 @@
 """Orders by files, to a run of two processes, at any time."""
 
+import os
 import random
+import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hpclm.checkpoint import shelf
-from tests.runs import Ranks, figures
+from hpclm import cli
+from hpclm.checkpoint import directory
+from tests.forks import Ranks
+from tests.rundir.test_runs import checkpoint, make
+from tests.runs import ROOT, figures
+from tests.test_status import attempt, rows
 
 RUN = ["budget.steps=1000000", "optim.schedule=constant", "checkpoint.every=0", "checkpoint.keep_last=1000"]
 RUN += ["cluster.preflight=false"]
@@ -39,7 +47,7 @@ def test_every_order_is_followed_once_by_both_and_its_file_is_gone(orders, tiny,
     assert len(saved(out)) == orders + 1 and saved(out)[-1] == figures(out, "step", "loss")[-1][0]
     assert not (out / "stop").exists()
     for step in saved(out):
-        shelf.verified(out / f"checkpoints/step-{step:08d}")
+        directory.verified(out / f"checkpoints/step-{step:08d}")
 
 
 @pytest.mark.whole
@@ -58,3 +66,85 @@ def test_both_orders_while_a_run_starts_are_followed_as_soon_as_it_can(tiny, tmp
         reached = max((step for step, _ in figures(out, "step", "loss")), default=0)
         assert before <= reached and (not reached or saved(out)[-1] == reached)
         before = reached
+
+
+def asked(tmp_path, verb, *more, runs):
+    """``hpclm VERB RUN`` of a run that trains, while its process is killed; how that ended, and its seconds."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "hpclm"])
+    host = os.uname().nodename
+    run = make(tmp_path / "a", [attempt(host=host, pid=process.pid)], runs, lock=f'{{"host": "{host}", "pid": 1}}')
+    began = time.monotonic()
+    verb = subprocess.Popen(
+        [sys.executable, "-m", "hpclm", verb, str(run), "--wait", "60"],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    wait(lambda: any((run / name).exists() for name in ("save-now", "stop")))
+    for act in more:
+        act(run)
+    process.kill()
+    process.wait()
+    said, _ = verb.communicate(timeout=100)
+    assert not (run / "save-now").exists() and not (run / "stop").exists()
+    return verb.returncode, said, time.monotonic() - began
+
+
+@pytest.mark.parametrize("verb", ["save-now", "stop"])
+def test_a_request_to_runs_that_are_not_training_gives_64_and_writes_nothing(verb, tmp_path, capsys):
+    out = [make(tmp_path / name, *how) for name, how in {"new": (), "ended": ([attempt()], rows(5))}.items()]
+    (out[1] / "log.txt").write_text(
+        "10:00:00 W SIGTERM: saved at step 5, exiting; the same command resumes from here\n"
+    )
+    (tmp_path / "gone").mkdir()
+    make(tmp_path / "far", [attempt()], rows(5), lock='{"host": "elsewhere", "pid": 12}')
+    os.utime(tmp_path / "far/metrics.jsonl", (1e9, 1e9))
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    for word, told in {
+        "new": "new is not training: new\n",
+        "ended": "is not training: exited, SIGTERM: saved at step 5, exiting\n",
+        "far": f"is not training: unknown; if it is training elsewhere, ask it with: touch {tmp_path}/far/{verb}\n",
+        "gone": "gone is not a run directory",
+    }.items():
+        assert cli.main([verb, "--runs", str(tmp_path), word]) == 64
+        assert told in capsys.readouterr().err
+    assert cli.main([verb, "--runs", str(tmp_path), "new", "ended", "f*"]) == 64
+    assert capsys.readouterr().err.count("is not training") == 3
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs another user")
+def test_a_request_to_another_user_s_run_which_would_not_follow_it_is_refused(tmp_path, capsys):
+    os.chown(make(tmp_path / "a", [attempt()], rows(5)), 12345, 12345)
+    assert cli.main(["stop", str(tmp_path / "a")]) == 64
+    assert "belongs to user number 12345: a run follows no requests but its owner's" in capsys.readouterr().err
+
+
+def test_several_runs_are_asked_before_any_is_waited_for(tmp_path, capsys):
+    for name in ("a", "b"):
+        make(tmp_path / name, [attempt()], rows(5), lock='{"host": "elsewhere", "pid": 12}')
+    files = [tmp_path / name / "stop" for name in ("a", "b")]
+
+    def comply():
+        wait(lambda: all(file.exists() for file in files))
+        for file in files:
+            file.unlink()
+
+    with ThreadPoolExecutor() as pool:
+        complied = pool.submit(comply)
+        assert cli.main(["stop", "--runs", str(tmp_path), "*"]) == 0
+        complied.result()
+    assert capsys.readouterr().out.count("saved and ended; continue with: hpclm resume") == 2
+
+
+def test_a_request_to_a_run_that_dies_is_withdrawn_at_once(tmp_path):
+    code, said, seconds = asked(tmp_path, "save-now", runs=rows(5))
+    assert code == 1 and "has ended meanwhile: ended" in said and seconds < 30
+    assert "it was at step 5, and nothing is saved. The request was withdrawn" in said
+
+
+def test_a_run_that_ends_with_all_saved_has_followed(tmp_path):
+    def leave(run):
+        checkpoint(run / "checkpoints" / "step-00000005")
+        (run / "log.txt").write_text("10:00:00 W SIGTERM: saved at step 5, exiting; the same command goes on\n")
+
+    code, said, seconds = asked(tmp_path, "save-now", leave, runs=rows(5))
+    assert code == 0 and "exited, SIGTERM: saved at step 5, exiting; saved at step 5" in said and seconds < 30

@@ -11,7 +11,10 @@ import time
 
 import pytest
 
-from tests.runs import ROOT, hpclm, losses
+from hpclm import cli, config
+from tests import forks, runs
+from tests.forks import Hpclm, hpclm
+from tests.runs import ROOT, losses
 
 RAMP = ["batch.rampup=[4,4,20]", "optim.unit=samples", "optim.warmup=30", "budget.steps=16"]
 DROPOUT = ["model.dropout=0.2", "model.attention_dropout=0.2"]
@@ -40,10 +43,10 @@ def corpus(tmp_path, name="data"):
 
 def test_a_run_learns_and_leaves_what_the_readme_says(tiny, tmp_path):
     words = tiny("run", "evaluate.every=6", "log.tensorboard=true", "budget.steps=30", "checkpoint.every=10")
-    done = hpclm("train", *words, check=0)
+    done = runs.hpclm("train", *words, check=0)
     out = tmp_path / "run"
     assert {p.name for p in out.iterdir()} == {
-        "attempts.jsonl", "checkpoints", "checkpoints.saved", "config.yaml", "ends.jsonl", "lock", "log.txt", "metrics.jsonl", "preflight.json", "tensorboard",
+        "attempts.jsonl", "checkpoints", "checkpoints.saved", "config-history", "config.yaml", "ends.jsonl", "lock", "log.txt", "metrics.jsonl", "preflight.json", "tensorboard",
     }  # fmt: skip
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     train = [row for row in rows if "loss" in row]
@@ -103,9 +106,7 @@ def test_kill_9_at_any_time_costs_only_the_steps_since_the_last_checkpoint(tiny,
     hpclm("train", *tiny("whole", *DROPOUT, "budget.steps=40", "checkpoint.every=5"), check=0)
     draw, killed = random.Random(time.time_ns()), 0
     for _ in range(40):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "hpclm", "train", *words], cwd=ROOT, stderr=subprocess.DEVNULL
-        )
+        process = Hpclm("train", *words)
         metrics = tmp_path / "run/metrics.jsonl"
         before = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
         while process.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") <= before):
@@ -124,14 +125,10 @@ def test_kill_9_at_any_time_costs_only_the_steps_since_the_last_checkpoint(tiny,
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP])
 def test_a_warned_run_saves_and_asks_to_be_started_again(tiny, tmp_path, number):
     words = tiny("run", "budget.steps=100000", "checkpoint.every=0", "optim.schedule=constant")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hpclm", "train", *words], cwd=ROOT, stderr=subprocess.PIPE, text=True
-    )
-    metrics = tmp_path / "run/metrics.jsonl"
-    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 3:
-        time.sleep(0.05)
-    process.send_signal(number)
-    _, told = process.communicate(timeout=60)
+    with Hpclm("train", *words) as process:
+        forks.steps(process, tmp_path / "run", 3)
+        process.send_signal(number)
+        _, told = process.communicate(timeout=60)
     assert process.returncode == 85
     step = max(losses(tmp_path / "run"))
     assert f"{signal.Signals(number).name}: saved at step {step}" in told
@@ -144,67 +141,61 @@ def test_a_warned_run_saves_though_nobody_hears_what_it_says(tiny, tmp_path):
     words = tiny("run", "budget.steps=100000", "checkpoint.every=0", "optim.schedule=constant")
     listening, told = os.pipe()
     process = subprocess.Popen([sys.executable, "-m", "hpclm", "train", *words], cwd=ROOT, stdout=told, stderr=told)
-    os.close(told)
-    metrics = tmp_path / "run/metrics.jsonl"
-    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 3:
-        time.sleep(0.05)
-    os.close(listening)
-    process.terminate()
-    assert process.wait(60) == 85
+    try:
+        os.close(told)
+        forks.steps(process, tmp_path / "run", 3)
+        os.close(listening)
+        process.terminate()
+        assert process.wait(60) == 85
+    finally:
+        process.kill()
+        process.wait()
     assert (tmp_path / f"run/checkpoints/step-{max(losses(tmp_path / 'run')):08d}").is_dir()
 
 
 def test_an_order_to_stop_stands_before_a_signal_after_which_the_run_would_start_again(tiny, tmp_path):
     words = tiny("run", "budget.steps=100000", "model.block=tests.faults:SlowBlock", "optim.schedule=constant")
-    env = os.environ | {"TEST_PAUSE": "0.5"}  # four times in a step
-    process = subprocess.Popen([sys.executable, "-m", "hpclm", "train", *words], cwd=ROOT, env=env)
-    metrics = tmp_path / "run/metrics.jsonl"
-    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 1:
-        time.sleep(0.05)
-    (tmp_path / "run/stop").touch()
-    process.terminate()
-    assert process.wait(60) == 0
+    with Hpclm("train", *words, env=os.environ | {"TEST_PAUSE": "0.3"}) as process:  # four times in a step
+        forks.steps(process, tmp_path / "run", 1)
+        (tmp_path / "run/stop").touch()
+        process.terminate()
+        assert process.wait(60) == 0
     assert not (tmp_path / "run/stop").exists()
 
 
 def test_a_warning_during_start_up_costs_no_step(tiny, tmp_path):
     words = tiny("run", "budget.steps=100000", "optim.schedule=constant")
     hpclm("train", *words, "stop_at=3", check=0)
-    code = (
-        "import os, signal, sys\n"
-        "from hpclm.data import synthetic\n"
-        "make = synthetic.synthetic\n"
-        "synthetic.synthetic = lambda *a: os.kill(os.getpid(), signal.SIGTERM) or make(*a)\n"
-        "from hpclm import cli\n"
-        "sys.exit(cli.main(['train', *sys.argv[1:]]))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 85, done.stderr
+    hpclm("train", *words, before=warned_as_data_is_opened, check=85)
     assert max(losses(tmp_path / "run")) == 3
+
+
+def warned_as_data_is_opened():
+    from hpclm.data import synthetic
+
+    make = synthetic.synthetic
+    synthetic.synthetic = lambda *words: os.kill(os.getpid(), signal.SIGTERM) or make(*words)
 
 
 def test_an_evaluation_that_a_warning_prevented_is_made_up_for(tiny, tmp_path):
     words = tiny("run", "evaluate.every=4", "checkpoint.every=0", "log.every=1")
-    code = (
-        "import os, signal, sys\n"
-        "from hpclm.engine.native import NativeEngine as E\n"
-        "step = E.train_step\n"
-        "def warned(self, batches, lr, number, between):\n"
-        "    if number in (3, 11):\n        os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    return step(self, batches, lr, number, between)\n"
-        "E.train_step = warned\n"
-        "from hpclm import cli\n"
-        "sys.exit(cli.main(['train', *sys.argv[1:]]))\n"
-    )
-    codes = []
-    for _ in range(3):
-        done = subprocess.run(
-            [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, timeout=60
-        )
-        codes.append(done.returncode)
-    assert codes == [85, 0, 0], done.stderr
+    for code in (85, 0, 0):
+        hpclm("train", *words, before=warned_in_two_steps, check=code)
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "validation_loss" in row] == [4, 8, 12]
+
+
+def warned_in_two_steps():
+    from hpclm.engine.native import NativeEngine
+
+    step = NativeEngine.train_step
+
+    def warned(self, batches, lr, number, between):
+        if number in (3, 11):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, batches, lr, number, between)
+
+    NativeEngine.train_step = warned
 
 
 def test_another_budget_is_warned_of_because_the_order_follows_from_it(tiny, tmp_path):
@@ -223,15 +214,10 @@ def test_the_learning_rate_in_the_metrics_is_the_schedules(tiny, tmp_path):
 
 def test_the_second_run_on_a_folder_is_sent_away_by_name(tiny, tmp_path):
     words = tiny("run", "budget.steps=100000", "optim.schedule=constant")
-    first = subprocess.Popen([sys.executable, "-m", "hpclm", "train", *words], cwd=ROOT, stderr=subprocess.DEVNULL)
-    try:
-        while not (tmp_path / "run/metrics.jsonl").exists():
-            time.sleep(0.05)
+    with Hpclm("train", *words) as first:
+        forks.steps(first, tmp_path / "run", 1)
         second = hpclm("train", *words, check=75)
         assert f"process {first.pid} on " in second.stderr
-    finally:
-        first.kill()
-        first.wait()
     hpclm("train", *words, "stop_at=1", "checkpoint.resume=auto", check=0)  # a dead process holds nothing
 
 
@@ -263,7 +249,7 @@ def test_what_is_not_finite_is_skipped_and_counted_or_stops_the_run(tiny, tmp_pa
     assert "3 steps in a row were not finite (optim.nonfinite_limit)" in skipping.stderr
     assert "skipped, 2 so far" in skipping.stderr
     stopping = hpclm("train", *tiny("stop", *wild, "optim.nonfinite=stop"), check=93)
-    assert "stopped as optim.nonfinite=stop says" in stopping.stderr
+    assert "stopped because optim.nonfinite=stop" in stopping.stderr
     for line in (tmp_path / "skip/metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
@@ -284,7 +270,7 @@ def test_a_run_that_ends_inside_its_warmup_is_warned_of(tiny):
 @pytest.mark.parametrize(
     "words, answer",
     {
-        ("data.source=indexed", "data.prefix=nowhere/x"): "a dataset is nowhere/x.bin and nowhere/x.idx",
+        ("data.source=indexed", "data.prefix=nowhere/x"): "a dataset consists of nowhere/x.bin and nowhere/x.idx",
         ("modle.layers=3",): "Did you mean 'model.layers'?",
         ("engine.device=cuda",): "PyTorch sees no GPU here",
         ("model.vocab_size=8",): "needs model.vocab_size of at least 16",
@@ -305,6 +291,14 @@ def test_a_mistake_ends_with_64_one_message_and_nothing_half_written(tiny, tmp_p
     assert not (tmp_path / "run").exists()
 
 
+def test_what_only_a_job_follows_is_refused_on_the_command_line_and_is_no_fault_of_a_file(tiny, tmp_path, capsys):
+    words = [*tiny("run", "budget.steps=1"), "job={snapshot: true, nodes: 2}", "job.warn_seconds=5"]
+    assert cli.main(["train", *words]) == 64 and not (tmp_path / "run").exists()
+    assert "job.snapshot, job.nodes would have no effect: hpclm train does not start jobs" in capsys.readouterr().err
+    config.dump(config.load(None, words), tmp_path / "config.yaml")
+    assert cli.main(["train", str(tmp_path / "config.yaml")]) == 0
+
+
 def test_mistakes_in_the_data_are_answered(tiny, tmp_path):
     prefix = corpus(tmp_path)
     data = ["data.source=indexed", f"data.prefix={prefix}"]
@@ -315,7 +309,7 @@ def test_mistakes_in_the_data_are_answered(tiny, tmp_path):
     valid = hpclm(
         "train", *tiny("run", *data, "model.vocab_size=257", "data.split=99999,1,0", "evaluate.every=5"), check=64
     )
-    assert "the valid part of" in valid.stderr and "evaluate.every=0" in valid.stderr
+    assert "the valid split of" in valid.stderr and "evaluate.every=0" in valid.stderr
     (tmp_path / "empty.txt").write_text("\n\n")
     nothing = hpclm(
         "preprocess",
@@ -341,7 +335,7 @@ def test_an_unwritable_run_directory_is_refused_with_its_reason(tiny, tmp_path):
     "words, answer",
     [
         (["engine.device=cuda"], "engine.device=cuda, but PyTorch sees no GPU here"),
-        (["engine.offload_activations=true"], "keeps activations of a GPU in the CPU's memory"),
+        (["engine.offload_activations=true"], "moves activations from the GPU to CPU memory"),
     ],
 )
 @pytest.mark.parametrize("verb", [["train"], ["submit", "--cluster=local", "--gpus=1"]], ids=["train", "submit"])
@@ -352,7 +346,9 @@ def test_what_needs_a_gpu_is_refused_without_one_before_anything_is_written(verb
     assert answer in done.stderr and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "closed", ["<&- >&- 2>&-", *(pytest.param(each, marks=pytest.mark.whole) for each in ("<&-", ">&-", "2>&-"))]
+)
 def test_closed_streams_keep_nobody_from_training(closed, tiny, tmp_path):
     command = shlex.join([sys.executable, "-m", "hpclm", "train", *tiny()])
     assert subprocess.run(["sh", "-c", f"{command} {closed}"], cwd=ROOT, timeout=120).returncode == 0
@@ -405,7 +401,7 @@ def test_a_run_reads_several_datasets_and_evaluates_each_held_out_one(tiny, tmp_
     )
     assert found["part"] == "valid/old" and found["step"] == 12
     unknown = hpclm("evaluate", tmp_path / "parts", "--part", "valid/new", check=64).stderr
-    assert "name no data for 'valid/new'; they do for train, valid, valid/old" in unknown
+    assert "define no data for 'valid/new', only for train, valid, valid/old" in unknown
 
 
 def test_generate_never_leaves_the_tokenizers_vocabulary_and_takes_settings(tiny, tmp_path):
@@ -422,7 +418,7 @@ def test_generate_never_leaves_the_tokenizers_vocabulary_and_takes_settings(tiny
 def test_a_runs_own_log_ends_with_what_ended_it(tiny, tmp_path):
     wild = ["optim.lr=1e30", "optim.min_lr=1e30", "optim.clip=0", "optim.schedule=constant", "optim.nonfinite=stop"]
     hpclm("train", *tiny("run", *wild), check=93)
-    assert "stopped as optim.nonfinite=stop says" in (tmp_path / "run/log.txt").read_text().splitlines()[-1]
+    assert "stopped because optim.nonfinite=stop" in (tmp_path / "run/log.txt").read_text().splitlines()[-1]
 
 
 def test_modules_in_the_current_folder_are_found(tiny, tmp_path):

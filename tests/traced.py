@@ -46,11 +46,11 @@ class Outcome:
 
 class Traced:
     """A process that runs ``work(gate, *args)``; the thread that calls ``gate()`` waits there until strace watches it, and
-    it alone, so that the n-th call is one for certain."""
+    it alone, so that the n-th call is one for certain. ``threads``: and those that it starts."""
 
-    def __init__(self, work, *args, calls=WRITING, inject=None):
+    def __init__(self, work, *args, calls=WRITING, inject=None, threads=False):
         self._pipe = forks.start(_work, work, args)
-        self._calls, self._inject = calls, inject
+        self._calls, self._inject, self._threads = calls, inject, threads
         self._strace = self._log = None
 
     def __enter__(self):
@@ -68,7 +68,7 @@ class Traced:
             handle, self._log = tempfile.mkstemp(suffix=".strace")
             os.close(handle)
             what = ["-e", f"trace={self._calls}", *(["-e", f"inject={self._inject}"] if self._inject else [])]
-            command = ["strace", "-y", "-p", str(self.tid), *what, "-o", self._log]
+            command = ["strace", "-y", *["-f"] * self._threads, "-p", str(self.tid), *what, "-o", self._log]
             self._strace = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
             said = self._strace.stderr.readline()
             assert "attached" in said, said
@@ -107,7 +107,8 @@ class Traced:
         return Outcome(code, answer, lines)
 
     def _lines(self):
-        return Path(self._log).read_text().splitlines()
+        lines = Path(self._log).read_text().splitlines()
+        return [line.partition(" ")[2].lstrip() for line in lines] if self._threads else lines
 
     def _hear(self):
         assert self._pipe.poll(LIMIT), "the work says nothing"
@@ -120,9 +121,9 @@ def run(work, *args, **options):
         return traced.go().end()
 
 
-def points(work, *args, calls=WRITING):
+def points(work, *args, **options):
     """The system calls of the work, which ends well without a fault."""
-    outcome = run(work, *args, calls=calls)
+    outcome = run(work, *args, **options)
     assert outcome.code == 0
     return named(outcome.calls)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hpclm.config import EngineConfig, ModelConfig
 from hpclm.interop.huggingface.families import of_network
-from hpclm.interop.megatron.names import ours
+from hpclm.interop.megatron.imported import ours
 from hpclm.model import gpt
 from hpclm.model.stack import Stack
 

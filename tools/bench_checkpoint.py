@@ -2,6 +2,7 @@
 
     python tools/bench_checkpoint.py                       # 504 tensors of fp32, 530 MB
     python tools/bench_checkpoint.py --megabytes 2000 --folder /lustre/me
+    python tools/bench_checkpoint.py --training --rounds 15   # steps of a small model while the state is written
 
 Durable: the time until all bytes are on the disk (fsync). Stall: the time a step waits before training may go on. Ratios are
 medians over the rounds, each within one round.
@@ -17,6 +18,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +31,7 @@ Named = dict[str, "Tensor"]
 Measured = dict[str, float]  # seconds: stall, durable, load
 
 
-class Held:
+class ShardedParameter:
     """An engine as the store sees it."""
 
     def __init__(self, tensors: Named):
@@ -76,12 +78,12 @@ def sync(folder: Path) -> None:
 
 
 class Subjects:
-    """Each is asked for what it took in one round, in a folder of its own that is empty."""
+    """Each is asked for what it took in one round, in an empty folder."""
 
     def __init__(self, tensors: Named):
         import torch
 
-        from hpclm.checkpoint.draft import Snapshot
+        from hpclm.checkpoint.staging import Snapshot
 
         self.tensors = tensors
         self.bytes = sum(4 * tensor.numel() for tensor in tensors.values())
@@ -94,9 +96,9 @@ class Subjects:
     def hpclm(self, folder: Path) -> Measured:
         """Saved before training goes on; loaded with every hash held against the files."""
         store = self._store(folder)
-        engine, progress = Held(self.tensors), self._progress(1)
+        engine, progress = ShardedParameter(self.tensors), self._progress(1)
         took = timed(lambda: store.save(engine, progress))
-        loaded = Held(self.other)
+        loaded = ShardedParameter(self.other)
         load = timed(lambda: store.resume(loaded, "require"))
         name = next(iter(self.tensors))
         assert bool((self.other[name] == self.tensors[name]).all())
@@ -106,7 +108,7 @@ class Subjects:
         """Saved beside the training: the copy, then written in a thread."""
         store = self._store(folder)
         store._snapshot = self._snapshot  # a run's second save, and every one after it
-        engine, progress = Held(self.tensors), self._progress(1)
+        engine, progress = ShardedParameter(self.tensors), self._progress(1)
         began = time.perf_counter()
         store.begin(engine, progress)
         stall = time.perf_counter() - began
@@ -228,6 +230,93 @@ class Subjects:
         return Progress(step)
 
 
+def core_waits() -> float:
+    """Seconds for which this thread has been ready and had no core: other programs on the machine are to blame, not the writer."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+
+def write_when_told(orders: Any, megabytes: int, count: int) -> None:
+    """A process that writes a separate state into each folder that it receives."""
+    from hpclm.checkpoint import staging
+
+    shards = list(ShardedParameter(state(megabytes, count)).tensors())
+    orders.send("ready")
+    with suppress(EOFError):  # no more orders
+        while True:
+            staging.write_shards(orders.recv(), 0, shards)
+            orders.send("done")
+
+
+def training(args: argparse.Namespace) -> int:
+    """Time steps of a small model while nothing else happens, while a thread writes a checkpoint, and while a process does."""
+    import multiprocessing
+    import shutil
+
+    import torch
+
+    from hpclm import config
+    from hpclm import engine as engines
+    from hpclm.checkpoint import CheckpointStore, Progress, Retention, staging
+    from hpclm.data.batches import Batch
+    from hpclm.parallel.mesh import Mesh
+
+    torch.set_num_threads(1)
+    shape = ["model.layers=4", "model.hidden=256", "model.heads=4", "model.vocab_size=1024", "model.context=256"]
+    rest = ["batch.global_size=4", "batch.micro_size=4", "data.source=synthetic", "budget.steps=1"]
+    run = config.load(None, [*shape, *rest, "engine.precision=fp32", "engine.device=cpu"])
+    engine = engines.build(run, Mesh(), torch.device("cpu"), torch.float32)
+    tokens = torch.randint(1024, (4, 257), generator=torch.Generator().manual_seed(0))
+    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None, None, None)
+    saved = ShardedParameter(state(args.megabytes, args.tensors))
+    snapshot = staging.Snapshot()
+
+    def steps(until: Callable[[int], bool]) -> list[float]:
+        taken: list[float] = []
+        while not until(len(taken)):
+            waited = core_waits()
+            seconds = timed(lambda: float(engine.train_step([batch], 1e-4, 0).loss))
+            taken.append(seconds - (core_waits() - waited))
+        return taken[:-1] if len(taken) > 1 else taken  # the last one may have outlived the writing
+
+    def beside_thread(folder: Path) -> list[float]:
+        store = CheckpointStore(folder / "checkpoints", Retention(), {})
+        store._snapshot = snapshot
+        store.begin(saved, Progress(1))  # type: ignore[arg-type]
+        found = steps(lambda _: store.written())
+        store.commit()
+        return found
+
+    def beside_process(folder: Path) -> list[float]:
+        orders.send(folder)
+        found = steps(lambda _: orders.poll())
+        orders.recv()
+        return found
+
+    spawn = multiprocessing.get_context("spawn")
+    orders, theirs = spawn.Pipe()
+    spawn.Process(target=write_when_told, args=(theirs, args.megabytes, args.tensors), daemon=True).start()
+    orders.recv()
+    steps(lambda done: done == 5)
+    kinds = {"a thread writes": beside_thread, "a process writes": beside_process}
+    ratios: dict[str, list[float]] = {name: [] for name in kinds}
+    for number in range(args.rounds + 1):
+        for name, beside in kinds.items():
+            before = steps(lambda done: done == 9)
+            folder = Path(tempfile.mkdtemp(dir=args.folder))
+            os.sync()
+            during = beside(folder)
+            shutil.rmtree(folder)
+            after = steps(lambda done: done == 9)
+            if number:
+                ratios[name].append(statistics.median(before + after) / statistics.median(during))
+    print(f"{args.megabytes} MB beside steps of {statistics.median(before):.3f} s, {args.rounds} rounds\n")
+    print("| | training speed, of that without |\n|---|---|")
+    for name, found in ratios.items():
+        low, *_, high = statistics.quantiles(found, n=4)
+        print(f"| {name} | {statistics.median(found):.3f} ({low:.3f}-{high:.3f}) |")
+    return 0
+
+
 NAMES = {
     "limits": "limits: copy / write + fsync / read",
     "hpclm": "hpclm",
@@ -249,11 +338,14 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", help="on the disk to measure (default: the system's for temporary files)")
     parser.add_argument("--only", nargs="*", choices=NAMES)
+    parser.add_argument("--training", action="store_true", help="time training beside the writing instead")
     args = parser.parse_args()
+    if args.training:
+        return training(args)
     import torch
     from tqdm import tqdm
 
-    from hpclm.cluster.hardware import keep_freed_memory
+    from hpclm.node.hardware import keep_freed_memory
 
     keep_freed_memory()  # for all of them, as hpclm train does on a CPU
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process needs none

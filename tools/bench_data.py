@@ -153,7 +153,7 @@ def sentencepiece(corpus: Path, model: str, rounds: int) -> Figures:
 
 def preprocessed(corpus: Path, kind: str, files: list[str]) -> float:
     """CPU-seconds of ``hpclm preprocess`` in this process, less those of a single line."""
-    from hpclm.data import preprocess
+    from hpclm.commands import preprocess
 
     tiny = corpus.with_name("tiny.jsonl")
     tiny.write_text('{"text": "x"}\n')
@@ -172,7 +172,7 @@ def memory(corpus: Path, files: list[str]) -> None:
     for workers in (1, 2):
         words = ["--input", str(corpus), "--output-prefix", str(corpus.with_name("ours")), "--tokenizer", "gpt2"]
         code = (
-            f"import resource, sys; from hpclm.data import preprocess; preprocess.main(sys.argv[1:]); {PEAK}\n"
+            f"import resource, sys; from hpclm.commands import preprocess; preprocess.main(sys.argv[1:]); {PEAK}\n"
             "print(max(peak(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024))"
         )
         command = [

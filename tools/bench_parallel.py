@@ -1,11 +1,13 @@
 """What engines and layouts cost: hpclm's engines beside the same libraries by hand, and 2 processes beside 1.
 
 All train the same model (hpclm's layers and loss) on the same global batch, a step of each in turn, so that a machine whose
-speed drifts drifts for all. ``engines`` runs in one process, which is a process group of its own where a library wants one;
-``layouts`` in two, of which one rests while the other trains alone.
+speed drifts drifts for all. ``engines`` runs in one process, with a process group where a library needs one;
+``layouts`` in two, of which one rests while the other trains alone; ``agreement`` in many, each with its own micro-batch,
+with what ranks agree on once a step and without.
 
     python tools/bench_parallel.py engines                                  # CPU: 4 layers x 256, one thread
     python tools/bench_parallel.py layouts
+    python tools/bench_parallel.py agreement --micro 1                      # 16 processes
     python tools/bench_parallel.py engines --shape 124m --context 1024      # on a GPU, bf16
 """
 
@@ -18,11 +20,14 @@ import os
 import statistics
 import sys
 import tempfile
-import time
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import bench_peers
+from bench_peers import Step
 
 if TYPE_CHECKING:  # loaded where they are used, so that --help answers at once
     import torch
@@ -35,10 +40,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "124m": dict(layers=12, hidden=768, heads=12, vocab_size=50257),
     "1.3b": dict(layers=24, hidden=2048, heads=16, vocab_size=50257),
 }
-Step = Callable[[], None]
 
 ENGINES = {
     "native": ["engine.name=native"],
+    "native, ZeRO 1": ["engine.name=native", "engine.zero_stage=1"],
     "deepspeed, ZeRO 1": ["engine.name=deepspeed", "engine.zero_stage=1"],
     "deepspeed, ZeRO 3": ["engine.name=deepspeed", "engine.zero_stage=3"],
     "fairscale, stage 3": ["engine.name=fairscale", "engine.zero_stage=3"],
@@ -97,7 +102,7 @@ def model_of(run: RunConfig, dtype: Any, place: Any) -> Stack:
     from hpclm.model.stack import Stack
 
     specs = gpt.layers(run.model, run.engine, dtype, run.seed)
-    return Stack(run.model, specs, dtype, loss=TokenLoss(), place=place)
+    return Stack(run.model, specs, dtype, loss=TokenLoss(), wrap=place)
 
 
 def loop(model: Any, batches: list[Any], parameters: list[torch.nn.Parameter], clip: Callable[[], Any]) -> Step:
@@ -199,18 +204,11 @@ def timed(steps: dict[str, Step], args: argparse.Namespace, wait: Step, show: bo
     """Seconds of every subject's step, round by round."""
     from tqdm import tqdm
 
+    tqdm.set_lock(threading.RLock())  # its own would be left behind by os._exit
     for name in tqdm(steps, desc="warm-up", disable=None if show else True):
         for _ in range(args.warmup):
             steps[name]()
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in tqdm(range(args.rounds), desc="rounds", disable=None if show else True):
-        for name, step in steps.items():
-            wait()
-            began = time.perf_counter()
-            step()
-            wait()
-            times[name].append(time.perf_counter() - began)
-    return times
+    return bench_peers.rounds(steps, args.rounds, wait, show)
 
 
 def prepare(args: argparse.Namespace, rank: int, size: int, file: str) -> tuple[Any, Any, str]:
@@ -218,8 +216,8 @@ def prepare(args: argparse.Namespace, rank: int, size: int, file: str) -> tuple[
     import torch
     import torch.distributed as dist
 
-    from hpclm.cluster import hardware
     from hpclm.config import EngineConfig
+    from hpclm.node import hardware
 
     device = hardware.device(EngineConfig(device=args.device), rank)
     if device.type == "cpu":
@@ -237,7 +235,7 @@ def prepare(args: argparse.Namespace, rank: int, size: int, file: str) -> tuple[
 
 def engines(args: argparse.Namespace) -> None:
     """Every engine beside native, and beside its library by hand, in one process."""
-    from hpclm.cluster import hardware
+    from hpclm.node import hardware
 
     device, dtype, words = prepare(args, 0, 1, "")
     subjects: dict[str, Callable[[], Step]] = {
@@ -257,11 +255,29 @@ def engines(args: argparse.Namespace) -> None:
 
 def layouts(args: argparse.Namespace) -> None:
     """Two processes in each layout, beside one of them alone on the same global batch."""
+    words, times = together(args, 2, one_of_two)
+    head(args, words)
+    print("| | tokens/s | times one process |\n|---|---|---|")
+    for name in times:
+        print(f"| {name} | {rate(args, times[name])} | {ratio(times, 'one process', name)} |")
+
+
+def agreement(args: argparse.Namespace) -> None:
+    """Many processes: a step with what ranks agree on once a step, beside the same step without."""
+    words, times = together(args, args.ranks, one_of_many)
+    head(args, f"{words}, {args.ranks} processes")
+    print("| | seconds a step | times a step without |\n|---|---|---|")
+    for name in times:
+        print(f"| {name} | {statistics.median(times[name]):.4f} | {ratio(times, name, ALONE)} |")
+
+
+def together(args: argparse.Namespace, size: int, work: Callable[..., None]) -> tuple[str, dict[str, list[float]]]:
+    """What rank 0 of ``size`` processes, which all do ``work``, says."""
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
         receiving, sending = context.Pipe(duplex=False)
         store = str(Path(folder, "store"))
-        ranks = [context.Process(target=one_of_two, args=(args, rank, store, sending)) for rank in range(2)]
+        ranks = [context.Process(target=work, args=(args, rank, size, store, sending)) for rank in range(size)]
         for process in ranks:
             process.start()
         sending.close()
@@ -272,25 +288,76 @@ def layouts(args: argparse.Namespace) -> None:
         finally:
             for process in ranks:
                 process.join()
-    head(args, words)
-    print("| | tokens/s | times one process |\n|---|---|---|")
-    for name in times:
-        print(f"| {name} | {rate(args, times[name])} | {ratio(times, 'one process', name)} |")
+    return words, times
 
 
-def one_of_two(args: argparse.Namespace, rank: int, store: str, answer: Any) -> None:
+def one_of_two(args: argparse.Namespace, rank: int, size: int, store: str, answer: Any) -> None:
     """One of the processes of ``layouts``."""
-    import torch.distributed as dist
-
-    from hpclm.cluster import hardware
-
-    device, dtype, words = prepare(args, rank, 2, store)
+    device, dtype, words = prepare(args, rank, size, store)
     steps: dict[str, Step] = {}
     for name, its in LAYOUTS.items():
         if its is not None:
-            steps[name] = engine_step(args, its, 2, rank, device, dtype)
+            steps[name] = engine_step(args, its, size, rank, device, dtype)
         else:
             steps[name] = engine_step(args, [], 1, 0, device, dtype) if rank == 0 else (lambda: None)
+    say(args, rank, steps, device, words, answer)
+
+
+ALONE = "no agreement"
+
+
+def one_of_many(args: argparse.Namespace, rank: int, size: int, store: str, answer: Any) -> None:
+    """One of the processes of ``agreement``; each subject makes ``--steps`` steps in a round, so that one waits for another."""
+    import torch
+    import torch.distributed as dist
+
+    from hpclm import engine as engines
+    from hpclm.parallel.mesh import Mesh
+    from hpclm.parallel.step_vector import Reduction, StepVector
+
+    device, dtype, words = prepare(args, rank, size, store)
+    run = settings(args, [f"batch.global_size={args.micro * size}"])
+    mesh = Mesh.build(rank, size, run.parallel)
+    engine, vector = engines.build(run, mesh, device, dtype), StepVector(mesh.world, device)
+    shape = argparse.Namespace(**vars(args) | {"batch": args.micro * size})
+    batches = micro_batches(shape, run, size, rank, device)
+    known = [float(number) for number in range(12)]
+
+    def without() -> None:
+        for _ in range(args.steps):
+            engine.train_step(batches, 1e-4, 0)
+
+    def late() -> None:
+        before: Reduction | None = None
+        for _ in range(args.steps):
+            result = engine.train_step(batches, 1e-4, 0)
+            queued = vector.start([*known, *result.values()])
+            if before is not None:
+                before.read()
+            before = queued
+
+    def at_once() -> None:
+        for _ in range(args.steps):
+            result = engine.train_step(batches, 1e-4, 0)
+            float(result.loss)
+            for count in (1, len(known)):
+                dist.all_reduce(torch.zeros(count, dtype=torch.float64), dist.ReduceOp.MAX)
+
+    say(args, rank, {ALONE: without, "one vector, read a step late": late, "two reductions between CPUs": at_once},
+        device, words, answer, args.steps)  # fmt: skip
+
+
+def say(
+    args: argparse.Namespace, rank: int, steps: dict[str, Step], device: Any, words: str, answer: Any, each: int = 1
+) -> None:
+    """Time the subjects on all ranks, which begin each step together, and have rank 0 answer; the end of this process.
+
+    ``each``: steps that a call makes.
+    """
+    import torch.distributed as dist
+
+    from hpclm.node import hardware
+
     synchronize = hardware.synchronizer(device)
 
     def wait() -> None:
@@ -299,7 +366,7 @@ def one_of_two(args: argparse.Namespace, rank: int, store: str, answer: Any) -> 
 
     times = timed(steps, args, wait, show=rank == 0)
     if rank == 0:
-        answer.send((words, times))
+        answer.send((words, {name: [seconds / each for seconds in found] for name, found in times.items()}))
     answer.close()
     sys.stdout.flush()
     os._exit(0)
@@ -329,7 +396,7 @@ def ratio(times: dict[str, list[float]], of: str, name: str) -> str:
 def main() -> None:
     """Read the arguments and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("engines", "layouts"))
+    parser.add_argument("what", choices=("engines", "layouts", "agreement"))
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--context", type=int, default=256, help="tokens in a sequence")
     parser.add_argument("--batch", type=int, default=16, help="sequences in a step")
@@ -340,8 +407,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=2, help="steps of each subject that are not counted")
     parser.add_argument("--only", nargs="*", help="engines: only subjects whose name contains one of these words")
+    parser.add_argument("--ranks", type=int, default=16, help="agreement: processes")
+    parser.add_argument("--steps", type=int, default=4, help="agreement: steps of a subject in a round")
     args = parser.parse_args()
-    {"engines": engines, "layouts": layouts}[args.what](args)
+    {"engines": engines, "layouts": layouts, "agreement": agreement}[args.what](args)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""Training speed of hpclm beside transformers' GPT2LMHeadModel and the machine's own limit, interleaved in one run.
+"""Training speed of hpclm beside plain PyTorch, transformers, Megatron-core and the machine's own limit, interleaved in one run.
 
-Same shape, data, precision and optimizer for both; one optimizer step of each, in turn, so that a machine whose speed
-drifts drifts for all. The limit is the step's matrix products back to back and nothing else: the linear layers and the
-output projection, forward and both gradients (attention's own products are left out, so the limit is a little high).
+Same shape, data, precision and optimizer for all; one optimizer step of each, in turn, so that a machine whose speed
+drifts drifts for all. Megatron-core runs on GPUs only, where it is installed. The limit is the step's matrix products and attention, forward and backward, and nothing else.
 
-    python tools/bench_train.py                                    # CPU: 6 layers x 384, one thread
-    python tools/bench_train.py --shape 124m --context 1024        # on a GPU, bf16
-    python tools/bench_train.py --shape 1.3b --context 2048 --batch 4
+    python tools/bench_train.py                                              # CPU: 6 layers x 384, one thread
+    python tools/bench_train.py --shape 124m --context 1024 --batch 16       # on a GPU, bf16
+    python tools/bench_train.py --shape llama-1b --context 2048 --batch 8 --only compiled limit
 """
 
 from __future__ import annotations
@@ -16,10 +15,14 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import bench_megatron
+import bench_peers
+from bench_peers import Step
 
 if TYPE_CHECKING:  # loaded where they are used, so that --help answers at once
     import torch
@@ -30,8 +33,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "small": dict(layers=6, hidden=384, heads=6, vocab_size=65, vocab_multiple=1),
     "124m": dict(layers=12, hidden=768, heads=12, vocab_size=50257),
     "1.3b": dict(layers=24, hidden=2048, heads=16, vocab_size=50257),
+    "llama-1b": dict(
+        **dict(layers=22, hidden=2048, heads=32, kv_heads=4, ffn=5632, vocab_size=32000, positions="rope"),
+        **dict(norm="rmsnorm", activation="swiglu", bias=False, tied=False),
+    ),
 }
-Step = Callable[[], None]
+LIMIT = "limit: products and attention"
 
 
 def ours(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype, compiled: bool = False) -> Step:
@@ -58,75 +65,15 @@ def ours(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype, compiled: b
     return step
 
 
-def theirs(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype, compiled: bool = False) -> Step:
-    """GPT2LMHeadModel with SDPA, autocast, fused AdamW and clipping."""
-    import torch
-    import torch.nn.functional as F
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    classes: tuple[Any, Any] = (GPT2Config, GPT2LMHeadModel)
-    shape = classes[0](
-        n_layer=model.layers,
-        n_embd=model.hidden,
-        n_head=model.heads,
-        n_positions=model.context,
-        vocab_size=model.padded_vocab,
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-        attn_implementation="sdpa",
-        use_cache=False,
-    )
-    torch.manual_seed(0)
-    plain = classes[1](shape).to(rows.device).train()
-    network: Any = torch.compile(plain) if compiled else plain
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-
-    def step() -> None:
-        with torch.autocast(rows.device.type, dtype, enabled=dtype != torch.float32):
-            logits = network(input_ids=tokens).logits
-        loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        loss.item()
-
-    return step
-
-
-def limit(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype) -> Step:
-    """The step's matrix products alone."""
-    import torch
-
-    n, c, f = rows[:, 1:].numel(), model.hidden, model.ffn_width
-    draw: dict[str, Any] = dict(device=rows.device, dtype=dtype)
-    products = []
-    for n_in, n_out, times in (
-        (c, 3 * c, model.layers),
-        (c, c, model.layers),
-        (c, f, model.layers),
-        (f, c, model.layers),
-        (c, model.padded_vocab, 1),
-    ):
-        x, w, g = torch.randn(n, n_in, **draw), torch.randn(n_out, n_in, **draw), torch.randn(n, n_out, **draw)
-        y, dx, dw = torch.empty_like(g), torch.empty_like(x), torch.empty_like(w)
-        products.append((times, ((x, w.t(), y), (g, w, dx), (g.t(), x, dw))))
-
-    def step() -> None:
-        for times, group in products:
-            for _ in range(times):
-                for a, b, out in group:
-                    torch.mm(a, b, out=out)
-
-    return step
-
-
 SUBJECTS: dict[str, Callable[[ModelConfig, torch.Tensor, torch.dtype], Step]] = {
     "hpclm": ours,
     "hpclm, compiled": partial(ours, compiled=True),
-    "GPT2LMHeadModel": theirs,
-    "GPT2LMHeadModel, compiled": partial(theirs, compiled=True),
-    "matrix products alone": limit,
+    "plain PyTorch": bench_peers.plain,
+    "plain PyTorch, compiled": partial(bench_peers.plain, compiled=True),
+    "transformers": bench_peers.transformers,
+    "transformers, compiled": partial(bench_peers.transformers, compiled=True),
+    "Megatron-core": bench_megatron.megatron,
+    LIMIT: bench_peers.limit,
 }
 
 
@@ -135,9 +82,9 @@ def measure(args: argparse.Namespace) -> None:
     import torch
     from tqdm import tqdm
 
-    from hpclm.cluster import hardware
     from hpclm.config import EngineConfig, ModelConfig
     from hpclm.model import count
+    from hpclm.node import hardware
 
     device = hardware.device(EngineConfig(device=args.device), 0)
     if device.type == "cpu":
@@ -159,44 +106,64 @@ def measure(args: argparse.Namespace) -> None:
         return
 
     names = [name for name in SUBJECTS if not args.only or any(word in name for word in args.only)]
-    memory = (
-        {name: peak_of(name) for name in tqdm(names, desc="peak memory, a process each", disable=None)}
-        if args.memory
-        else {}
-    )
-    steps = {name: SUBJECTS[name](model, rows, dtype) for name in names}
+    if device.type == "cpu":  # for which it is not made
+        names = [name for name in names if name != "Megatron-core"]
+    if model.positions == "rope":  # the page of PyTorch is GPT-2
+        names = [name for name in names if not name.startswith("plain")]
+    memory = dict[str, int]()
+    for name in tqdm(names if args.memory else [], desc="peak memory, a process each", disable=None):
+        memory |= peak_of(name)
+    steps = dict[str, Step]()
     for name in tqdm(names, desc="warm-up and compilation", disable=None):
-        for _ in range(args.warmup):
-            steps[name]()
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for _ in tqdm(range(args.rounds), desc="rounds", disable=None):
-        for name in names:
-            wait()
-            began = time.perf_counter()
-            steps[name]()
-            wait()
-            times[name].append(time.perf_counter() - began)
+        try:
+            step = SUBJECTS[name](model, rows, dtype)
+            for _ in range(args.warmup):
+                step()
+            steps[name] = step
+        except (RuntimeError, ImportError) as error:  # out of memory, a compiler that is not there: the others count
+            print(f"{name} is left out: {str(error).splitlines()[0][:200]}", file=sys.stderr)
+    times = bench_peers.rounds(steps, args.rounds, wait)
 
-    tokens = args.batch * args.context
     peak = hardware.peak_flops(device, dtype)
-    print(
-        f"\n{hardware.describe(device)}, torch {torch.__version__}, {str(dtype).removeprefix('torch.')}; fp32 products {products}"
-    )
+    found = [row(name, model, args.batch * args.context, times, memory, peak) for name in steps]
+    facts = [hardware.describe(device), f"torch {torch.__version__}", str(dtype).removeprefix("torch.")]
+    print(f"\n{', '.join(facts)}; fp32 products {products}")
     print(
         f"{args.shape}: {count.parameters(model):,} parameters, {args.batch} x {args.context} tokens, {args.rounds} rounds\n"
     )
-    print(
-        "| | tokens/s | of the limit | beside hpclm | peak memory |" + (" MFU (causal) | MFU (12LCT) |" if peak else "")
-    )
-    print("|---|---|---|---|---|" + ("---|---|" if peak else ""))
-    for name in names:
-        rate = tokens / statistics.median(times[name])
-        of_limit = ratio(times, "matrix products alone", name)
-        beside = ratio(times, "hpclm", name)
-        cells = [name, f"{rate:,.0f}", of_limit, beside, f"{memory[name] / 2**20:,.0f} MiB" if name in memory else "-"]
-        if peak:
-            cells += [f"{rate * count.flops_per_token(model, causal) / peak:.1%}" for causal in (True, False)]
-        print("| " + " | ".join(cells) + " |")
+    titles = list(found[0]) if found else []
+    print("| " + " | ".join(titles) + " |\n" + "|---" * len(titles) + "|")
+    for each in found:
+        print("| " + " | ".join(each.values()) + " |")
+    if args.json:
+        args.json.write_text(
+            json.dumps({"shape": args.shape, "facts": facts, "rows": found, "seconds": times}, indent=1)
+        )
+
+
+def row(
+    name: str,
+    model: ModelConfig,
+    tokens: int,
+    times: dict[str, list[float]],
+    memory: dict[str, int],
+    peak: float | None,
+) -> dict[str, str]:
+    """What was found of one subject, for the table."""
+    from hpclm.model import count
+
+    rate = tokens / statistics.median(times[name])
+    cells = {
+        "": name,
+        "tokens/s": f"{rate:,.0f}",
+        "of the limit": ratio(times, LIMIT, name),
+        "beside hpclm": ratio(times, "hpclm", name),
+        "peak memory": f"{memory[name] / 2**20:,.0f} MiB" if name in memory else "-",
+    }
+    if peak:
+        cells["MFU (causal)"] = f"{rate * count.flops_per_token(model, True) / peak:.1%}"
+        cells["MFU (12LCT)"] = f"{rate * count.flops_per_token(model, False) / peak:.1%}"
+    return cells
 
 
 def ratio(times: dict[str, list[float]], of: str, name: str) -> str:
@@ -207,11 +174,11 @@ def ratio(times: dict[str, list[float]], of: str, name: str) -> str:
     return f"{statistics.median(pairs):.2f} ({min(pairs):.2f}-{max(pairs):.2f})"
 
 
-def peak_of(name: str) -> int:
-    """Peak memory of one subject, in a process of its own."""
+def peak_of(name: str) -> dict[str, int]:
+    """Peak memory of one subject, by its name, in a separate process; empty where it does not run."""
     command = [sys.executable, __file__, *sys.argv[1:], "--memory-of", name]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return int(json.loads(done.stdout.splitlines()[-1]))
+    done = subprocess.run(command, capture_output=True, text=True)
+    return {} if done.returncode else {name: int(json.loads(done.stdout.splitlines()[-1]))}
 
 
 def main() -> None:
@@ -230,6 +197,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2, help="steps of each subject that are not counted")
     parser.add_argument("--only", nargs="*", help="only subjects whose name contains one of these words")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="do not measure peak memory")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was found there")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     measure(parser.parse_args())
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """``hpclm convert`` as a script."""
 
-from hpclm import cli, convert
+from hpclm import cli
+from hpclm.commands import convert
 
 if __name__ == "__main__":
     raise SystemExit(cli.run(convert.main))

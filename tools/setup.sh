@@ -6,10 +6,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-extra=""
+dev=""
 case "${1-}" in
   "") ;;
-  --dev) extra="[dev]" ;;
+  --dev) dev=yes ;;
   *) sed -n '2,5s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac
 say() { printf '\n== %s\n' "$*"; }
@@ -36,9 +36,9 @@ fi
 exec 9>.venv.lock # two set-ups at once would spoil each other
 command -v flock >/dev/null && flock 9
 
-wanted=$(cat setup.cfg pyproject.toml tools/setup.sh | cksum | cut -d' ' -f1)
+wanted=$(cat setup.cfg setup.py pyproject.toml tools/setup.sh | cksum | cut -d' ' -f1)
 ready() { [ -x .venv/bin/hpclm ] && [ "$(cat ".venv/$1" 2>/dev/null)" = "$wanted" ]; }
-if ready ready-dev || { [ -z "$extra" ] && ready ready; }; then
+if ready ready-dev || { [ -z "$dev" ] && ready ready; }; then
   say "environment: .venv is ready"
   exit 0
 fi
@@ -69,14 +69,15 @@ if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
   fi
 fi
 
-if [ -n "$extra" ] && command -v apt-get >/dev/null; then
+if [ -n "$dev" ] && command -v apt-get >/dev/null; then
   command -v g++ >/dev/null || install g++ python3-dev # torch.compile wants them
   command -v mpirun >/dev/null || install openmpi-bin  # for the tests marked mpi
   command -v strace >/dev/null || install strace       # for the tests that kill a save at each of its system calls
 fi
 
-say "hpclm and what it needs${extra:+, and what its tests need}"
-"${pip[@]}" --editable ".$extra"
+say "hpclm and what it needs${dev:+, and what its tests need}"
+extras=deepspeed,fairscale,mpi,plots,convert,text # W&B, MLflow, Trackio and lm-eval bring dozens of packages: docs/python.md
+"${pip[@]}" --editable ".[${dev:+dev,}$extras]"
 .venv/bin/python -m compileall -q hpclm
-printf '%s' "$wanted" > ".venv/ready${extra:+-dev}"
+printf '%s' "$wanted" > ".venv/ready${dev:+-dev}"
 say "environment: .venv is ready, $(.venv/bin/hpclm --version)"

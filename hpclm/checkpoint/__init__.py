@@ -1,8 +1,23 @@
-"""Checkpoints that are either whole or absent."""
+"""Atomic checkpoints.
 
-from hpclm.checkpoint.progress import Progress
-from hpclm.checkpoint.retention import Retention
-from hpclm.checkpoint.store import CheckpointStore
-from hpclm.checkpoint.weights import begin_from
+The names below are imported on first use: the store needs PyTorch, but reading manifests does not.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpclm.checkpoint.init_from import begin_from
+    from hpclm.checkpoint.retention import Retention
+    from hpclm.checkpoint.schema import Progress
+    from hpclm.checkpoint.store import CheckpointStore
 
 __all__ = ["CheckpointStore", "Progress", "Retention", "begin_from"]
+
+WHERE = {"CheckpointStore": "store", "Progress": "schema", "Retention": "retention", "begin_from": "init_from"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{WHERE[name]}"), name)

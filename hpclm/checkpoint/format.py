@@ -1,8 +1,8 @@
-"""safetensors files, written front to back, and read a block at a time, each held against its hash.
+"""Write safetensors files with a hash for every block, and read them block by block, verifying each.
 
-The format is the safetensors library's: the length of a header (8 bytes, little endian), the header (JSON: name -> dtype,
-shape, data_offsets), then the values. Written here because the library writes a file in one go, which leaves the hash to a
-second reading, and maps a file to read it, which ends the process where a disk fails.
+The format is that of the safetensors library: the length of the header (8 bytes, little endian), the header (JSON: name ->
+dtype, shape, data_offsets), then the values. It is implemented here because the library cannot hash while it writes, and
+reads through a memory map, which kills the process if the disk fails.
 """
 
 import json
@@ -10,7 +10,6 @@ import os
 import struct
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,11 @@ from typing import Any
 import torch
 import xxhash
 from torch import Tensor
+
+from hpclm import files
+from hpclm.checkpoint import schema
+from hpclm.checkpoint.schema import ChecksumMismatch, FileInfo
+from hpclm.rundir import rows
 
 NAMES = {
     torch.float32: "F32",
@@ -29,26 +33,18 @@ NAMES = {
     torch.uint8: "U8",
 }
 TYPES = {name: dtype for dtype, name in NAMES.items()}
-BLOCK = 1 << 22  # bytes of a tensor, from its first on, that have a hash of their own
+ENTRY = {
+    "dtype": lambda value: isinstance(value, str) and value in TYPES,
+    "shape": schema.shape,
+    "data_offsets": schema.shape,
+}
+LARGEST = 1 << 28  # bytes of a header
+BLOCK = 1 << 22  # bytes of a tensor that share a hash
 DIGEST = 16  # characters of a hash: xxh3 of 64 bits, in hex
 
 
-class Differs(ValueError):
-    """What a file holds is not what was written into it."""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What a file must still be when it is read again."""
-
-    size: int
-    """Bytes."""
-    xxh3: str
-    """Hashes, DIGEST characters each: of the header with its length, then of every tensor's blocks, in the file's order."""
-
-
-def write(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> Facts:
-    """Write tensors under their names; when this returns they are on the disk. OSError where they cannot be."""
+def write(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> FileInfo:
+    """Write named tensors; they are on disk when this returns. OSError if that fails."""
     header, end = {}, 0
     for name, tensor in tensors:
         begin, end = end, end + tensor.numel() * tensor.element_size()
@@ -64,63 +60,93 @@ def write(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> Facts:
         os.fsync(handle)
     finally:
         os.close(handle)
-    return Facts(8 + len(text) + end, "".join(digests))
+    return FileInfo(8 + len(text) + end, "".join(digests))
 
 
 def memory(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in the CPU's memory."""
+    """The bytes of a contiguous CPU tensor."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _put(handle: int, block: memoryview) -> str:
-    """Write a block; its hash."""
     digest = xxhash.xxh3_64_hexdigest(block)
     while len(block):
         block = block[os.write(handle, block) :]
     return digest
 
 
-class File:
-    """A file that ``write`` wrote, open for reading; Differs where, or once, it is seen that it is not as it was written."""
+def _entries(path: Path, text: bytes, room: int) -> dict[str, dict[str, Any]]:
+    """The entries of a header; ChecksumMismatch if they do not describe contiguous tensors of ``room`` bytes in all."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ChecksumMismatch(f"{path.name} has a header that cannot be read: {error}") from None
+    described: list[Any] = [*found.values()] if isinstance(found, dict) else [None]
+    end = 0
+    for entry in described:
+        if not rows.sane(entry, ENTRY, ENTRY) or entry["data_offsets"][:1] != [end]:
+            raise ChecksumMismatch(f"{path.name} has an invalid header")
+        end += prod(entry["shape"]) * TYPES[entry["dtype"]].itemsize
+        if entry["data_offsets"] != [entry["data_offsets"][0], end]:
+            raise ChecksumMismatch(f"{path.name} has a header with inconsistent offsets")
+    if end != room:
+        raise ChecksumMismatch(f"{path.name} has {room} bytes of values, but its header describes {end}")
+    return dict(found)
 
-    def __init__(self, path: Path, facts: Facts):
+
+def _finite(block: memoryview, dtype: torch.dtype) -> bool:
+    """Whether all values of a block are finite."""
+    if not dtype.is_floating_point:
+        return True
+    values = torch.frombuffer(block, dtype=dtype)
+    return bool(values.sum().isfinite() or values.isfinite().all())  # a sum is fast, but may overflow
+
+
+class File:
+    """A file written by ``write``, open for reading; raises ChecksumMismatch as soon as a mismatch is found."""
+
+    def __init__(self, path: Path, facts: FileInfo):
         self.path, self._digests = path, facts.xxh3
         self._handle: int | None = None
         with ExitStack() as failing:
             failing.callback(self.close)
             length = self._read(0, 8) if path.stat().st_size == facts.size >= 8 else b"\xff" * 8
             self._begin = 8 + struct.unpack("<Q", length)[0]
-            if self._begin > facts.size:
+            if self._begin > min(facts.size, LARGEST):
                 raise self._differs()
             text = self._read(8, self._begin - 8)
-            self._hold(memoryview(length + text), 0)
-            self._entries: dict[str, dict[str, Any]] = json.loads(text)
+            self._verify(memoryview(length + text), 0)
+            self._entries = _entries(path, text, facts.size - self._begin)
             self._first: dict[str, int] = {}
-            """Number of the hash of each tensor's first block."""
+            """Index of the hash of each tensor's first block."""
             number = 1
             for name in self._entries:
                 self._first[name], number = number, number + -(-self._size(name) // BLOCK)
             failing.pop_all()
 
     def close(self) -> None:
-        """Let go of the file; who reads on opens it again."""
+        """Close the file; it is reopened on the next read."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
 
-    def check(self) -> None:
-        """Read all of it; Differs where it is not as it was written."""
-        scratch = memoryview(bytearray(BLOCK))
-        for name in self._entries:
+    def check(self) -> list[str]:
+        """Read and verify the whole file; the names of tensors with values that are not finite."""
+        scratch, found = memoryview(bytearray(BLOCK)), dict[str, None]()
+        for name, entry in self._entries.items():
             for begin in range(0, self._size(name), BLOCK):
-                self._block(name, begin, scratch)
+                if not _finite(self._block(name, begin, scratch), TYPES[entry["dtype"]]):
+                    found[name] = None
+        return [*found]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
+        """Shape of a tensor; ChecksumMismatch if the file has no tensor of that name."""
+        if name not in self._entries:
+            raise ChecksumMismatch(f"{self.path.name} has no tensor {name}, which the manifest says it has")
         return tuple(self._entries[name]["shape"])
 
     def values(self, name: str, low: Sequence[int], high: Sequence[int]) -> Tensor:
-        """Values from ``low`` up to, without, ``high``. Read are the blocks that their rows (of the first dimension) are in."""
+        """Values from ``low`` up to but excluding ``high``. Reads the blocks that contain their rows (of the first dimension)."""
         shape, dtype = self.shape(name), TYPES[self._entries[name]["dtype"]]
         if not shape:
             low, high, shape = (0,), (1,), (1,)
@@ -131,7 +157,7 @@ class File:
         return rows[inside] if self.shape(name) else rows[0]
 
     def _read_tensor(self, name: str, begin: int, target: memoryview) -> None:
-        """The bytes of a tensor from ``begin`` on."""
+        """Read the bytes of a tensor from ``begin`` on into ``target``."""
         end = begin + len(target)
         scratch: memoryview | None = None
         for first in range(begin - begin % BLOCK, end, BLOCK):
@@ -144,14 +170,13 @@ class File:
             target[low - begin : high - begin] = block[low - first : high - first]
 
     def _block(self, name: str, begin: int, target: memoryview) -> memoryview:
-        """Read the block of a tensor that begins at ``begin`` into the first bytes of ``target``, which are given back."""
+        """Read the block of a tensor that starts at ``begin`` into the first bytes of ``target``, and return those."""
         target = target[: min(BLOCK, self._size(name) - begin)]
         self._read_into(self._begin + int(self._entries[name]["data_offsets"][0]) + begin, target)
-        self._hold(target, self._first[name] + begin // BLOCK)
+        self._verify(target, self._first[name] + begin // BLOCK)
         return target
 
-    def _hold(self, content: memoryview, number: int) -> None:
-        """Differs where a hash is not what it was."""
+    def _verify(self, content: memoryview, number: int) -> None:
         if xxhash.xxh3_64_hexdigest(content) != self._digests[DIGEST * number : DIGEST * (number + 1)]:
             raise self._differs()
 
@@ -159,8 +184,8 @@ class File:
         begin, end = self._entries[name]["data_offsets"]
         return int(end - begin)
 
-    def _differs(self) -> Differs:
-        return Differs(f"{self.path.name} differs from what was saved (its hash is wrong)")
+    def _differs(self) -> ChecksumMismatch:
+        return ChecksumMismatch(f"{self.path.name} differs from what was saved (its hash is wrong)")
 
     def _read(self, begin: int, size: int) -> bytes:
         found = bytearray(size)
@@ -169,7 +194,7 @@ class File:
 
     def _read_into(self, begin: int, target: memoryview) -> None:
         if self._handle is None:
-            self._handle = os.open(self.path, os.O_RDONLY)
+            self._handle = files.opened(self.path)
         while len(target):
             try:
                 count = os.preadv(self._handle, [target], begin)

@@ -1,87 +1,103 @@
-"""What a checkpoint's folder must hold for it to count: MANIFEST.json, and files of the sizes and hashes it names."""
+"""MANIFEST.json: what a checkpoint consists of, with the size and hashes of every file."""
 
 import errno
 import hashlib
 import json
 import os
 import re
-import stat
 from collections.abc import Collection
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpclm.checkpoint.format import Differs, Facts, File
+from hpclm import files
+from hpclm.checkpoint import schema
+from hpclm.checkpoint.parts import files_of
+from hpclm.checkpoint.schema import ChecksumMismatch, FileInfo
 from hpclm.errors import ConfigError
-from hpclm.job import saved
+from hpclm.optim.health import Health
+from hpclm.rundir import saved
 
 NAME = saved.MANIFEST
-SCHEMA = 3
+SCHEMA = 4
+READABLE = (3, 4)  # 3 has neither sizes of parts nor repeated ones
 LARGEST = 1 << 30  # bytes of a manifest
 
 
 class BadCheckpoint(Exception):
-    """A folder that does not hold what its manifest says; the message is the reason."""
+    """A checkpoint that does not match its manifest; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The description of one checkpoint."""
+    """The manifest of one checkpoint."""
 
     progress: dict[str, Any]
-    scalars: dict[str, Any]  # the engine's state that is no tensor
-    identity: dict[str, Any]  # what a run that goes on must find unchanged
-    tensors: dict[str, dict[str, Any]]  # name -> shape of the whole, and parts: file and start of each
-    files: dict[str, dict[str, Any]]  # name -> its Facts
-    made: dict[str, Any] = field(default_factory=dict)  # when and why, by which attempt, in which layout
-    validation: float | None = None  # loss on held-out data at this step, where it was measured
+    scalars: dict[str, Any]  # engine state other than tensors
+    fingerprint: dict[str, Any]  # what must not change when the run is resumed; named identity in the file
+    tensors: dict[str, dict[str, Any]]  # name -> shape of the whole tensor, and parts (hpclm.checkpoint.parts)
+    files: dict[str, dict[str, Any]]  # name -> FileInfo
+    made: dict[str, Any] = field(default_factory=dict)  # when and why it was saved, by which attempt, in which layout
+    validation: float | None = None  # validation loss at this step, if measured
 
     def write(self, folder: Path) -> Path:
-        """Write the manifest into ``folder``; when this returns it is on the disk."""
+        """Write the manifest into ``folder``; it is on disk when this returns."""
         path = folder / NAME
         content = {"schema": SCHEMA, **asdict(self)}
-        with path.open("w", encoding="utf-8") as file:
-            file.write(json.dumps({**content, "blake2b": digest_of(content)}, indent=1))
+        content["identity"] = content.pop("fingerprint")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        with os.fdopen(files.opened(path, flags, 0o644), "w", encoding="utf-8") as file:
+            content["blake2b"] = digest_of(content)
+            lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in content.items())
+            file.write(
+                "{\n" + ",\n".join(lines) + "\n}\n"
+            )  # a line each: the newest is found without reading the others
             file.flush()
             os.fsync(file.fileno())
         return path
 
     @property
     def why(self) -> str | None:
-        """What told the run to leave, where it was saved because of that: a signal, stop; None for a regular save."""
+        """What made the run exit, if it was saved for that reason: a signal, stop; None for a regular save."""
         said = self.made.get("why")
         return said if isinstance(said, str) else None
 
-    def facts(self, name: str) -> Facts:
-        """What the file ``name`` must be."""
-        return Facts(**self.files[name])
+    @property
+    def health(self) -> Health:
+        """Health of the run when this was saved."""
+        return Health.of(self.progress.get("health"))
+
+    def file_info(self, name: str) -> FileInfo:
+        """Expected size and hashes of the file ``name``."""
+        return FileInfo(**self.files[name])
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Total bytes of all files."""
         return sum(int(entry["size"]) for entry in self.files.values())
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest in ``folder``, not yet held against the files; BadCheckpoint when it is no manifest."""
+    """The manifest in ``folder``, without checking the files; BadCheckpoint if it is not a valid manifest."""
     try:
-        info = (folder / NAME).stat()
-        if not stat.S_ISREG(info.st_mode) or info.st_size > LARGEST:
-            raise BadCheckpoint(f"{NAME} is no file, or too large for a manifest")
-        content = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        content = json.loads(files.read_text(folder / NAME, LARGEST))
         if content.pop("blake2b") != digest_of(content):
             raise BadCheckpoint(f"{NAME} differs from what was saved (its hash is wrong)")
-        schema = content.pop("schema")
-        if schema != SCHEMA:
+        version = content.pop("schema")
+        if version not in READABLE:
             raise ConfigError(
-                f"{folder / NAME} has schema {schema}, and this hpclm reads {SCHEMA}; use the hpclm that wrote it"
+                f"{folder / NAME} has schema {version}, but this version of hpclm reads {' and '.join(map(str, READABLE))}; "
+                f"use the version that wrote it"
             )
-        manifest = Manifest(**content)
-        for name in manifest.files:
-            manifest.facts(name)
+        wrong = sorted(schema.invalid(content))
+        if wrong:
+            raise BadCheckpoint(f"{NAME} has invalid fields: {', '.join(wrong)}")
+        manifest = Manifest(fingerprint=content.pop("identity"), **content)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        raise BadCheckpoint(f"{NAME} is not there") from None
+        raise BadCheckpoint(f"{NAME} is missing") from None
+    except files.Unfit as error:
+        raise BadCheckpoint(f"{NAME}: {error.strerror}") from None
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise BadCheckpoint(f"{NAME} is a link to itself") from None
@@ -90,37 +106,45 @@ def read(folder: Path) -> Manifest:
         if isinstance(error, ConfigError):
             raise
         raise BadCheckpoint(f"{NAME} cannot be read: {error}") from None
-    named = {part["file"] for tensor in manifest.tensors.values() for part in tensor["parts"]}
+    named = files_of((part for each in manifest.tensors.values() for part in each["parts"]), len(manifest.files) + 1)
     if not manifest.files or named - manifest.files.keys() or any(Path(name).name != name for name in manifest.files):
-        raise BadCheckpoint(f"{NAME} names other files than it lists")
+        raise BadCheckpoint(f"{NAME} refers to files that it does not list")
     step = re.fullmatch(r"step-(\d+)", folder.name)
     if step and manifest.progress.get("step") != int(step[1]):
-        raise BadCheckpoint(f"{NAME} is of step {manifest.progress.get('step')}, and the folder says {int(step[1])}")
+        raise BadCheckpoint(
+            f"{NAME} is of step {manifest.progress.get('step')}, but the folder is named after step {int(step[1])}"
+        )
     return manifest
 
 
 def digest_of(content: dict[str, Any]) -> str:
-    """blake2b over the values of a manifest, whatever the white space around them."""
+    """blake2b of the values of a manifest, independent of white space."""
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def check_sizes(folder: Path, manifest: Manifest, names: Collection[str] | None = None) -> None:
-    """BadCheckpoint where a file (one of ``names``; None: any) is missing or of another size."""
+    """BadCheckpoint if a file (one of ``names``; None: any) is missing or has another size."""
     for name in manifest.files if names is None else names:
         wrong = saved.fault(folder / name, manifest.files[name]["size"])
         if wrong:
             raise BadCheckpoint(wrong)
 
 
-def verify(folder: Path, manifest: Manifest, names: Collection[str] | None = None) -> None:
-    """Read files (``names``; None: all), and hold them against their sizes and hashes; BadCheckpoint names the first that differs.
+def verify(folder: Path, manifest: Manifest, names: Collection[str] | None = None) -> list[str]:
+    """Read files (``names``; None: all) and verify their sizes and hashes; BadCheckpoint names the first mismatch.
 
-    A file that is there but cannot be read is no proof of damage: that OSError is the caller's.
+    Returns the names of tensors with values that are not finite.
+
+    A file that exists but cannot be read does not prove corruption: that OSError is left to the caller.
     """
+    from hpclm.checkpoint.format import File  # imports PyTorch, which reading manifests does not need
+
     check_sizes(folder, manifest, names)
+    found: list[str] = []
     for name in manifest.files if names is None else names:
         try:
-            with closing(File(folder / name, manifest.facts(name))) as file:
-                file.check()
-        except Differs as reason:
+            with closing(File(folder / name, manifest.file_info(name))) as file:
+                found += file.check()
+        except ChecksumMismatch as reason:
             raise BadCheckpoint(str(reason)) from None
+    return found

@@ -1,6 +1,6 @@
-"""Save and find again: a step is written under a name nobody reads, by all processes, then renamed by the first.
+"""Save and resume: all ranks write a checkpoint to a staging directory, and rank 0 renames it when it is complete.
 
-What carries a final name is complete; MANIFEST.json's hashes tell whether it still is.
+A checkpoint under its final name was complete when it got the name; the hashes in MANIFEST.json show whether it still is.
 """
 
 import logging
@@ -12,64 +12,67 @@ from pathlib import Path
 from typing import Any
 
 from hpclm import files
-from hpclm.checkpoint import draft as drafts
+from hpclm.checkpoint import directory, staging
 from hpclm.checkpoint import manifest as manifests
-from hpclm.checkpoint import shelf
-from hpclm.checkpoint.draft import Snapshot, Writing
-from hpclm.checkpoint.identity import check_identity
+from hpclm.checkpoint.fingerprint import check_fingerprint
 from hpclm.checkpoint.manifest import BadCheckpoint, Manifest
-from hpclm.checkpoint.progress import Progress
+from hpclm.checkpoint.parts import Plans
 from hpclm.checkpoint.retention import Retention
+from hpclm.checkpoint.schema import Progress
+from hpclm.checkpoint.staging import BackgroundWrite, Snapshot
 from hpclm.checkpoint.tensors import Tensors
-from hpclm.cluster.lease import Lease
-from hpclm.cluster.team import Team, alone
+from hpclm.distributed.context import DistributedContext, single
 from hpclm.engine import Engine, Shard
 from hpclm.errors import ConfigError, HpclmError, NoCheckpointError
+from hpclm.rundir.lease import Lease
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Flight:
-    """A checkpoint that is being written."""
+class PendingSave:
+    """A checkpoint that is still being written."""
 
     progress: Progress
     scalars: dict[str, Any]
     validation: float | None
-    draft: Path
+    staging_dir: Path
     final: Path
     result: Callable[[], dict[str, Any]]
-    """What this process wrote; waits for it."""
-    over: Callable[[], bool]
+    """Waits for this process's files, and returns their description."""
+    done: Callable[[], bool]
     began: float
     why: str | None
 
 
 class CheckpointStore:
-    """The checkpoints of one run, in one folder.
+    """The checkpoints of one run, in one directory.
 
-    The file ``latest`` names the newest, for people and scripts; its being there also says that the run has a history.
+    The file ``latest`` names the newest, for people and scripts; its existence also shows that the run has saved before.
     """
 
     def __init__(
         self,
         folder: Path,
         retention: Retention,
-        identity: dict[str, Any],
-        team: Team | None = None,
+        fingerprint: dict[str, Any],
+        context: DistributedContext | None = None,
         lease: Lease | None = None,
         made: dict[str, Any] | None = None,
+        before_publishing: Callable[[], None] = lambda: None,
     ):
-        """``identity``: what a run that goes on from these checkpoints must find unchanged; ``made``: what people may want to
-        know of the attempt that saves. ``lease``, which rank 0 has, is looked at before anything gets its final name."""
-        self.folder, self.retention, self.identity = folder, retention, identity
-        self.team, self.lease, self.made = team or alone(), lease, made or {}
-        self.flight: Flight | None = None
-        self._snapshot = Snapshot()
+        """``fingerprint``: what must not change when the run is resumed; ``made``: information on the attempt that saves.
+        ``lease`` (on rank 0) is checked before a checkpoint gets its final name; ``before_publishing`` is called just before
+        that, and an OSError from it does not fail the save."""
+        self.before_publishing = before_publishing
+        self.folder, self.retention, self.fingerprint = folder, retention, fingerprint
+        self.context, self.lease, self.made = context or single(), lease, made or {}
+        self.pending: PendingSave | None = None
+        self._snapshot, self._plans = Snapshot(), Plans()
 
     def save(self, engine: Engine, progress: Progress, validation: float | None = None) -> Path:
-        """Save the engine's state; after this returns, it is on the disk. HpclmError on every rank when it cannot be."""
-        self.begin(engine, progress, validation, beside=False)
+        """Save the engine's state; it is on disk when this returns. HpclmError on every rank if that fails."""
+        self.begin(engine, progress, validation, background=False)
         return self.commit()
 
     def begin(
@@ -77,80 +80,80 @@ class CheckpointStore:
         engine: Engine,
         progress: Progress,
         validation: float | None = None,
-        beside: bool = True,
+        background: bool = True,
         why: str | None = None,
     ) -> None:
-        """Take the engine's state, and write it: ``beside`` the training that goes on, or before this returns.
+        """Start to save the engine's state: in the background if ``background``, else it is written when this returns.
 
-        ``why``: what told the run to leave, where that is the reason; None for a regular save. One save at a time: commit() the
-        one before first. HpclmError on every rank where there is no room.
+        ``why``: what makes the run exit, if that is the reason; None for a regular save. Only one save can be pending:
+        commit() the previous one first. HpclmError on every rank if there is not enough space.
         """
-        assert self.flight is None
+        assert self.pending is None
         final = self.folder / f"step-{progress.step:08d}"
-        draft = self.folder / f".tmp-{final.name}-g{self.team.first(lambda: self.generation)}"
+        staging_dir = self.folder / f".tmp-{final.name}-g{self.context.run_on_main(lambda: self.generation)}"
         began = time.time()
-        held = self._take(engine, beside)
-        size = sum(self.team.gather(drafts.size(held)))
-        self.team.first(lambda: self._begin(draft, size))
+        shards = self._take(engine, background)
+        size = sum(self.context.all_gather(staging.size(shards)))
+        self.context.run_on_main(lambda: self._begin(staging_dir, size))
 
         def work() -> dict[str, Any]:
-            return drafts.write_shards(draft, self.team.rank, held)
+            return staging.write_shards(staging_dir, self.context.rank, shards)
 
-        if beside:
-            writing = Writing(work)
-            result, over = writing.result, writing.over
+        if background:
+            writing = BackgroundWrite(work)
+            result, done = writing.result, writing.done
         else:
             found = work()
-            result, over = lambda: found, lambda: True
-        self.flight = Flight(progress, engine.scalars(), validation, draft, final, result, over, began, why)
+            result, done = lambda: found, lambda: True
+        self.pending = PendingSave(progress, engine.scalars(), validation, staging_dir, final, result, done, began, why)
 
     @property
     def generation(self) -> int:
-        """Of the attempt that holds the run directory; 0 where nobody must. Rank 0 knows."""
+        """Generation of the lease on the run directory, 0 without a lease; known on rank 0."""
         return self.lease.generation if self.lease else 0
 
     def written(self) -> bool:
-        """Whether this process has nothing left to write."""
-        return self.flight is None or self.flight.over()
+        """Whether this process has finished writing."""
+        return self.pending is None or self.pending.done()
 
     def commit(self) -> Path:
-        """Wait until every rank has written, and publish; HpclmError on every rank when it cannot be."""
-        assert self.flight is not None
-        flight, self.flight = self.flight, None
-        found = self.team.gather(flight.result(), patient=True)
-        self.team.first(lambda: self._publish(flight, found))
-        return flight.final
+        """Wait until every rank has written, and publish the checkpoint; HpclmError on every rank if that fails."""
+        assert self.pending is not None
+        pending, self.pending = self.pending, None
+        found = self.context.gather(self._plans.message(pending.result()), unlimited=True)
+        self.context.run_on_main(lambda: self._publish(pending, self._plans.complete(found)))
+        return pending.final
 
     def resume(self, engine: Engine, policy: str) -> Progress:
-        """Load the newest good checkpoint into ``engine``, or start from nothing where ``policy`` allows it.
+        """Load the newest good checkpoint into ``engine``, or start from scratch if ``policy`` allows it.
 
-        All that is loaded is held against its hashes. A bad checkpoint is set aside with its reason, and the one before it
-        loaded in its place. NoCheckpointError when the run has a history and nothing good is left of it, ConfigError when the
-        run that saved it was another.
+        Everything that is loaded is verified against its hashes. A bad checkpoint is set aside with the reason, and the one
+        before it is loaded instead. NoCheckpointError if the run has saved before and no good checkpoint is left;
+        ConfigError if the checkpoint's fingerprint does not match.
         """
         lost: list[str] = []
-        for name in reversed(self.team.first(lambda: self._candidates(policy))):
+        for name in reversed(self.context.run_on_main(lambda: self._candidates(policy))):
             folder = self.folder / name
-            manifest, reason = self._look(folder)
+            manifest, reason = self._inspect(folder)
             if manifest is not None and reason is None:
                 reason = self._load(folder, manifest, engine)
                 if reason is None:
                     if lost:
-                        log.warning("going on from %s instead; the steps after it are done again", name)
-                    return Progress(**manifest.progress)
+                        log.warning("resuming from %s instead; the steps after it will be repeated", name)
+                    return Progress.of(manifest.progress)
             lost.append(f"{name}: {reason}")
-        self.team.first(lambda: self._nothing(lost, policy))
+        self.context.run_on_main(lambda: self._check_fresh_start(lost, policy))
         return Progress()
 
-    def _look(self, folder: Path) -> tuple[Manifest | None, str | None]:
-        """The manifest of a checkpoint that this run can go on from, and what is wrong with it; a bad one is set aside.
+    def _inspect(self, folder: Path) -> tuple[Manifest | None, str | None]:
+        """The manifest of a checkpoint, and what is wrong with it; a bad checkpoint is set aside.
 
-        Each rank looks at the sizes of its share of the files.
+        The ranks divide the check of file sizes among themselves.
         """
         manifest, wrong = None, {}
         try:
             manifest = manifests.read(folder)
-            manifests.check_sizes(folder, manifest, sorted(manifest.files)[self.team.rank :: self.team.size])
+            manifests.check_sizes(folder, manifest, sorted(manifest.files)[self.context.rank :: self.context.size])
         except BadCheckpoint as reason:
             wrong = {"bad": str(reason)}
         except OSError as error:
@@ -160,108 +163,118 @@ class CheckpointStore:
         return manifest, self._agree(folder, wrong, manifest)
 
     def _load(self, folder: Path, manifest: Manifest, engine: Engine) -> str | None:
-        """Load a checkpoint; what is wrong with it, where the engine now holds nothing that can be used."""
+        """Load a checkpoint; what is wrong with it, in which case the engine's state is unusable."""
         wrong: dict[str, str] = {}
         with Tensors(folder, manifest, wrong) as saved:
             engine.load(saved, manifest.scalars)
         return self._agree(folder, wrong, manifest)
 
-    def _take(self, engine: Engine, beside: bool) -> list[Shard]:
-        return self._snapshot.take(engine.tensors()) if beside else list(engine.tensors())
+    def _take(self, engine: Engine, background: bool) -> list[Shard]:
+        return self._snapshot.take(engine.tensors()) if background else list(engine.tensors())
 
-    def _begin(self, draft: Path, size: int) -> None:
-        """Make room for a checkpoint of ``size`` bytes, and a folder that nobody reads."""
+    def _begin(self, staging_dir: Path, size: int) -> None:
+        """Check the free space for a checkpoint of ``size`` bytes, and create its staging directory."""
         if self.lease:
             self.lease.check()
         try:
-            self.folder.mkdir(0o700, parents=True, exist_ok=True)
-            shelf.sweep(self.folder, self.generation)
+            files.make_folder(self.folder, 0o700)
+            directory.sweep(self.folder, self.generation)
             free = shutil.disk_usage(self.folder).free
             if free < 1.2 * size:
                 raise HpclmError(
-                    f"{self.folder} has {free / 1e6:,.1f} MB free, and a checkpoint takes {size / 1e6:,.1f} MB"
+                    f"{self.folder} has {free / 1e6:,.1f} MB free, but a checkpoint needs {size / 1e6:,.1f} MB"
                 )
-            draft.mkdir(mode=0o700)
+            staging_dir.mkdir(mode=0o700)
         except OSError as error:
-            raise HpclmError(f"checkpoint {draft} could not be saved: {error.strerror or error}") from error
+            raise HpclmError(f"checkpoint {staging_dir} could not be saved: {error.strerror or error}") from error
 
-    def _publish(self, flight: Flight, written: Sequence[dict[str, Any]]) -> None:
-        """Give the draft its final name, once what every rank wrote is found good."""
+    def _publish(self, pending: PendingSave, written: Sequence[dict[str, Any]]) -> None:
+        """Rename the staging directory to its final name, if every rank has written its files."""
         failed = [f"rank {rank}: {found['error']}" for rank, found in enumerate(written) if "error" in found]
         try:
             if failed:
-                raise HpclmError(f"checkpoint {flight.final} could not be saved: {'; '.join(failed[:3])}")
-            self._describe(flight, written).write(flight.draft)
-            files.sync(flight.draft)
+                raise HpclmError(f"checkpoint {pending.final} could not be saved: {'; '.join(failed[:3])}")
+            self._describe(pending, written).write(pending.staging_dir)
+            files.sync(pending.staging_dir)
+            self._call_before_publishing()
             if self.lease:
-                self.lease.check()  # a later attempt that takes over removes drafts, so nothing comes between
-            shelf.publish(flight.draft, flight.final)
+                self.lease.check()  # an attempt that takes over later removes staging directories, so it cannot interfere
+            directory.publish(pending.staging_dir, pending.final)
         except (OSError, HpclmError) as error:
             if isinstance(error, HpclmError) and not failed:
                 raise
-            shelf.discard([flight.draft])
+            directory.discard([pending.staging_dir])
             if isinstance(error, HpclmError):
                 raise
-            raise HpclmError(f"checkpoint {flight.final} could not be saved: {error.strerror or error}") from error
-        try:  # the checkpoint counts; the rest is tidying up
-            files.write_text(self.folder / "latest", flight.final.name + "\n")
-            shelf.mark(self.folder)
+            raise HpclmError(f"checkpoint {pending.final} could not be saved: {error.strerror or error}") from error
+        try:  # the checkpoint is published; the rest is cleanup
+            files.write_text(self.folder / "latest", pending.final.name + "\n")
+            directory.mark(self.folder)
         except OSError as error:
             log.warning("%s could not be written: %s", error.filename or self.folder / "latest", error.strerror)
         try:
-            shelf.discard(self.retention.dispensable(shelf.steps(self.folder)))
+            directory.discard(self.retention.dispensable(directory.steps(self.folder)))
         except HpclmError as error:
-            log.warning("older checkpoints stay: %s", error)
+            log.warning("older checkpoints are kept: %s", error)
 
-    def _describe(self, flight: Flight, written: Sequence[dict[str, Any]]) -> Manifest:
-        tensors: dict[str, dict[str, Any]] = {}
-        for found in written:
-            for name, shape, part in found["parts"]:
-                tensors.setdefault(name, {"shape": shape, "parts": []})["parts"].append(part)
+    def _call_before_publishing(self) -> None:
+        try:
+            self.before_publishing()
+        except OSError as error:
+            log.warning(
+                "%s cannot be synced: %s; a power failure could lose its last lines", error.filename, error.strerror
+            )
+
+    def _describe(self, pending: PendingSave, written: Sequence[dict[str, Any]]) -> Manifest:
         made = self.made | {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "seconds": round(time.time() - flight.began, 3),
+            "seconds": round(time.time() - pending.began, 3),
             "generation": self.generation,
-            "why": flight.why,
+            "why": pending.why,
         }
         listed = {name: facts for found in written for name, facts in found["files"].items()}
         return Manifest(
-            asdict(flight.progress), flight.scalars, self.identity, tensors, listed, made, flight.validation
+            asdict(pending.progress),
+            pending.scalars,
+            self.fingerprint,
+            self._plans.tensors(written),
+            listed,
+            made,
+            pending.validation,
         )
 
     def _candidates(self, policy: str) -> list[str]:
-        shelf.restore(self.folder)
-        shelf.sweep(self.folder, self.generation)
-        found = shelf.steps(self.folder)
+        directory.restore(self.folder)
+        directory.sweep(self.folder, self.generation)
+        found = directory.steps(self.folder)
         if policy == "never" and found:
             raise ConfigError(
-                f"{self.folder} already holds {found[-1].name}, and checkpoint.resume=never; give another out"
+                f"{self.folder} already holds {found[-1].name}, but checkpoint.resume=never; choose another out"
             )
         return [folder.name for folder in found]
 
     def _agree(self, folder: Path, wrong: dict[str, str], manifest: Manifest | None) -> str | None:
-        """What is wrong with a checkpoint, by what every rank has found; a bad one is set aside."""
-        found = self.team.gather(wrong, patient=True)
-        return self.team.first(lambda: self._judge(folder, found, manifest))
+        """What is wrong with a checkpoint according to any rank; a bad one is set aside."""
+        found = self.context.all_gather(wrong, unlimited=True)
+        return self.context.run_on_main(lambda: self._judge(folder, found, manifest))
 
     def _judge(self, folder: Path, found: Sequence[dict[str, str]], manifest: Manifest | None) -> str | None:
         for one in found:
             if "refused" in one:
                 raise ConfigError(one["refused"])
             if "failed" in one:
-                raise shelf.unreadable(folder, one["failed"])
+                raise directory.unreadable(folder, one["failed"])
         reasons = [one["bad"] for one in found if "bad" in one]
         if reasons:
-            shelf.set_aside(folder, reasons[0])
+            directory.set_aside(folder, reasons[0])
             return reasons[0]
-        if manifest is not None and manifest.identity:  # an import knows weights only, whose shapes the engine looks at
-            check_identity(folder, manifest.identity, self.identity)
+        if manifest is not None and manifest.fingerprint:  # imported checkpoints have none; the engine checks shapes
+            check_fingerprint(folder, manifest.fingerprint, self.fingerprint)
         return None
 
-    def _nothing(self, lost: Sequence[str], policy: str) -> None:
-        """NoCheckpointError unless a start from nothing is what is wanted."""
-        if lost or policy == "require" or shelf.history(self.folder):
+    def _check_fresh_start(self, lost: Sequence[str], policy: str) -> None:
+        if lost or policy == "require" or directory.has_history(self.folder):
             reasons = "; ".join(lost) or "there is none"
             raise NoCheckpointError(
-                f"no good checkpoint in {self.folder} ({reasons}); put one back, or start over with another out="
+                f"no good checkpoint in {self.folder} ({reasons}); restore one, or start over with another out="
             )

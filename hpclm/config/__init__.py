@@ -1,9 +1,9 @@
 """The settings of a run: typed, frozen, checked before anything starts."""
 
-from hpclm.config.checkpoint import CheckpointConfig
-from hpclm.config.compose import dump, from_cli, load
+from hpclm.config.compose import dump, from_cli, load, of_run
 from hpclm.config.data import DataConfig
 from hpclm.config.engine import EngineConfig, ParallelConfig
+from hpclm.config.evaluate import EvaluateConfig
 from hpclm.config.job import ClusterConfig, JobConfig
 from hpclm.config.model import ModelConfig
 from hpclm.config.optim import OptimConfig, ScalerConfig
@@ -11,7 +11,7 @@ from hpclm.config.plan import Plan
 from hpclm.config.schema import (
     BatchConfig,
     BudgetConfig,
-    EvaluateConfig,
+    CheckpointConfig,
     LogConfig,
     RunConfig,
 )
@@ -35,4 +35,5 @@ __all__ = [
     "dump",
     "from_cli",
     "load",
+    "of_run",
 ]

@@ -1,4 +1,4 @@
-"""What every section of the settings is made of: a class that checks itself, and the sentences of common checks."""
+"""The base class of all settings sections, and common checks."""
 
 import math
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from hpclm.errors import ConfigError
 
 
 class Checked:
-    """A settings class that refuses to exist with values that cannot work."""
+    """A settings class whose constructor raises ConfigError for invalid values."""
 
     def __post_init__(self) -> None:
         found = list(self.problems())
@@ -15,19 +15,23 @@ class Checked:
             raise ConfigError(found)
 
     def problems(self) -> Iterator[str]:
-        """Say what cannot work, one sentence each, with the way out."""
+        """Everything that is wrong, one sentence each, with what to do."""
         yield from ()
+
+    def _changed(self, name: str) -> bool:
+        """Whether a setting with a plain default differs from it."""
+        return bool(getattr(self, name) != getattr(type(self), name))
 
 
 def at_least(low: float, section: str, **values: float | None) -> Iterator[str]:
-    """A sentence for every value below ``low`` (or not a finite number)."""
+    """A problem for every value that is below ``low`` or not finite."""
     for name, value in values.items():
         if value is not None and not (value >= low and math.isfinite(value)):
             yield f"{section}.{name}={value} must be at least {low:g}"
 
 
 def fraction(section: str, **values: float) -> Iterator[str]:
-    """A sentence for every value outside [0, 1)."""
+    """A problem for every value outside [0, 1)."""
     for name, value in values.items():
         if not 0 <= value < 1:
             yield f"{section}.{name}={value} must be at least 0 and less than 1"

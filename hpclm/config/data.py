@@ -6,7 +6,6 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
 from hpclm.config.checks import Checked, at_least
-from hpclm.config.mixture import mixture, named
 from hpclm.errors import ConfigError
 from hpclm.registry import problem
 
@@ -26,61 +25,64 @@ TOKENIZERS = {
 }
 OF_FILES = frozenset(
     ["prefix", "blend", "split", "train", "valid", "test", "validation", "order", "break_mode", "keep_partial"]
-    + ["index_cache", "tokenizer", "eod", "extra_ids"]
+    + ["short_part", "index_cache", "tokenizer", "eod", "extra_ids"]
 )
-"""Fields of DataConfig that only datasets on disk have."""
+"""Fields that only apply to datasets on disk."""
 
 
 @dataclass(frozen=True)
 class DataConfig(Checked):
-    """Where the samples come from."""
+    """Training, validation and test data."""
 
     source: str = "indexed"
-    """indexed: a Megatron .bin/.idx dataset; synthetic: a made-up language that needs no file; or package.module:name."""
+    """indexed: a Megatron .bin/.idx dataset; synthetic: a synthetic language that needs no files; or package.module:name."""
     prefix: str | None = None
     """Path of the dataset without .bin or .idx; for source=indexed."""
     blend: list[str] = field(default_factory=list)
-    """Several datasets instead of one: weights and paths in turn, [0.3, a, 0.7, b], or paths alone to read each whole."""
+    """Several datasets instead of one: alternating weights and paths, [0.3, a, 0.7, b], or only paths, to read each completely."""
     split: str = "969,30,1"
-    """Parts of the documents of data.prefix or data.blend for training, validation and test, in any unit."""
+    """Proportions of the documents of data.prefix or data.blend for training, validation and test."""
     train: list[str] = field(default_factory=list)
-    """Training datasets, listed as in data.blend and read whole; instead of data.prefix or data.blend, and their split."""
+    """Training datasets, listed as in data.blend and used completely, instead of splitting data.prefix or data.blend."""
     valid: list[str] = field(default_factory=list)
-    """Validation datasets beside data.train."""
+    """Validation datasets, with data.train."""
     test: list[str] = field(default_factory=list)
-    """Test datasets beside data.train."""
+    """Test datasets, with data.train."""
     validation: list[str] = field(default_factory=list)
-    """Further validation datasets by name, [law=/data/law, code=/data/code], each evaluated on its own and read whole.
-    A name that comes again adds a dataset to its set."""
+    """Further validation datasets by name, [law=/data/law, code=/data/code], each evaluated separately.
+    Repeat a name to add another dataset to its set."""
     order: Literal["mcore", "bigscience", "dse"] = "mcore"
-    """Whose sample order to follow: Megatron-core, BigScience's Megatron-DeepSpeed, or Megatron-LM v1.1.5."""
+    """Sample order of: Megatron-core, BigScience's Megatron-DeepSpeed, or Megatron-LM v1.1.5."""
     break_mode: Literal["none", "complete", "complete_doc", "eos"] | None = None
-    """fairseq's --sample-break-mode: samples are blocks of lines, padded where shorter; null: Megatron's samples."""
+    """fairseq's --sample-break-mode: samples are blocks of lines, padded if shorter; null: Megatron's samples."""
     keep_partial: bool = False
-    """In validation and test, the tokens that are left over at the end are one more sample, padded and masked."""
+    """In validation and test, use the remaining tokens at the end as one more sample, padded and masked."""
+    short_part: Literal["refuse", "repeat"] = "refuse"
+    """What to do with a dataset or split with fewer tokens than one sample: refuse it, or repeat it to fill each sample, as Megatron
+    does."""
     index_cache: str | None = None
-    """Folder for the sample order's index files; null: PREFIX.index beside each dataset, and only for large ones."""
+    """Folder to cache the index files of the sample order; null: PREFIX.index next to each dataset, and only for large ones."""
     workers: int = 1
-    """Threads that read the next steps' samples while the current one is computed; 0: none."""
+    """Threads that prefetch samples of the next steps; 0: none."""
     tokenizer: str | None = None
     """bytes, fairseq, gpt2, json, sentencepiece, whitespace, wordpiece, wordpiece_lower, or package.module:Name; null: the
-    one the dataset was made with."""
+    tokenizer that the dataset was made with."""
     tokenizer_files: list[str] = field(default_factory=list)
     """The tokenizer's files: vocab.json and merges.txt (gpt2), a tokenizer.json (json), a .model (sentencepiece), vocab.json
-    (whitespace), vocab.txt (wordpiece), dict.txt and perhaps a .model (fairseq)."""
+    (whitespace), vocab.txt (wordpiece), dict.txt and optionally a .model (fairseq)."""
     eod: str | None = None
-    """Text of the token that ends a document, with data.tokenizer; null: the kind's own, such as <|endoftext|> or </s>."""
+    """Text of the end-of-document token of data.tokenizer; null: the default of its kind, such as <|endoftext|> or </s>."""
     extra_ids: int = 0
-    """How many <extra_id_N> to append to the vocabulary, as in T5 and mT5; for tokenizer=sentencepiece."""
+    """Number of <extra_id_N> tokens to append to the vocabulary, as in T5 and mT5; for tokenizer=sentencepiece."""
     eod_mask_loss: bool = False
-    """Do not learn to predict what follows an end-of-document token."""
+    """Mask the loss of the token that follows an end-of-document token."""
     reset_position_ids: bool = False
-    """Count positions from the start of each document, not of the sample."""
+    """Restart positions at each document instead of at each sample."""
     reset_attention_mask: bool = False
     """Attend only within a document."""
 
     def problems(self) -> Iterator[str]:
-        """What cannot work in the data settings."""
+        """Invalid data settings."""
         wrong = problem("data.source", self.source, SOURCES)
         if wrong:
             yield wrong
@@ -89,20 +91,22 @@ class DataConfig(Checked):
         else:
             yield from self._listing()
         if self.break_mode:
-            yield from self._unused(("order", "keep_partial", "index_cache"), f"data.break_mode={self.break_mode}")
+            yield from self._unused(
+                ("order", "keep_partial", "short_part", "index_cache"), f"data.break_mode={self.break_mode}"
+            )
         yield from at_least(0, "data", workers=self.workers)
         if self.tokenizer is not None:
             wrong = problem("data.tokenizer", self.tokenizer, TOKENIZERS)
             if wrong:
                 yield wrong
         if self.tokenizer_files and self.tokenizer is None:
-            yield "data.tokenizer_files is set but data.tokenizer is not; say which kind of tokenizer the files are"
+            yield "data.tokenizer_files is set but data.tokenizer is not; set the kind of tokenizer"
         yield from at_least(0, "data", extra_ids=self.extra_ids)
         for name in ("eod", "extra_ids"):
             if self.tokenizer is None and self.source != "synthetic" and getattr(self, name):
                 yield (
                     f"data.{name}={getattr(self, name)} is set but data.tokenizer is not; a dataset's own tokenizer is "
-                    "used as it was made with"
+                    "used with its own options"
                 )
         if self.extra_ids and self.tokenizer in TOKENIZERS and self.tokenizer != "sentencepiece":
             yield f"data.extra_ids={self.extra_ids} has no effect with data.tokenizer={self.tokenizer}; it is for sentencepiece"
@@ -115,14 +119,13 @@ class DataConfig(Checked):
             yield f"data.split={self.split!r} must be up to three non-negative numbers, such as 969,30,1"
 
     def prefixes(self) -> list[str]:
-        """Every dataset that the settings name."""
+        """The prefixes of all datasets."""
         lists = [self.blend, self.train, self.valid, self.test]
         found = [prefix for words in lists if words for prefix in mixture(words, "data").prefixes]
         found += [prefix for entry in named(self.validation, "data.validation").values() for prefix in entry.prefixes]
         return [self.prefix, *found] if self.prefix else found
 
     def _listing(self) -> Iterator[str]:
-        """What is wrong with the lists of datasets."""
         if self.train:
             yield from self._unused(("prefix", "blend", "split"), "data.train")
         else:
@@ -143,10 +146,60 @@ class DataConfig(Checked):
             yield from error.problems
 
     def _unused(self, names: Iterable[str], why: str) -> Iterator[str]:
-        """A sentence for every field of ``names`` that is set although it has no effect with ``why``."""
+        """A problem for every field of ``names`` that is set, because it has no effect with ``why``."""
         for setting in fields(self):
             factory: Any = setting.default_factory
             default = setting.default if factory is MISSING else factory()
             value = getattr(self, setting.name)
             if setting.name in names and value != default:
                 yield f"data.{setting.name}={value} has no effect with {why}"
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Datasets that are read as one, as Megatron lists them: paths, or weights and paths."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None
+    """In any unit; None: each dataset is read completely."""
+
+
+def mixture(words: list[str], setting: str) -> Mixture:
+    """Parse paths, or alternating weights and paths; ConfigError, which names ``setting``, if they are invalid."""
+    if _number(words[0]) is None:
+        stray = [word for word in words if _number(word) is not None]
+        if stray:
+            raise ConfigError(
+                f"{setting}={words}: {stray[0]} is a weight, but the first dataset has none; give all or none"
+            )
+        return Mixture(tuple(words), None)
+    weights, prefixes = [_number(word) for word in words[::2]], words[1::2]
+    if len(words) % 2 or None in weights or any(_number(prefix) is not None for prefix in prefixes):
+        raise ConfigError(
+            f"{setting}={words} must be alternating weights and paths, such as [0.3, a, 0.7, b], or only paths; "
+            "write ./2024 for a path that looks like a number"
+        )
+    found = tuple(weight for weight in weights if weight is not None)
+    if not all(weight > 0 and math.isfinite(weight) for weight in found):
+        raise ConfigError(f"{setting}={words}: weights must be more than 0; leave out datasets that should not be read")
+    if len(set(prefixes)) != len(prefixes):
+        raise ConfigError(f"{setting}={words} contains a dataset twice; add up its weights")
+    return Mixture(tuple(prefixes), found)
+
+
+def named(words: list[str], setting: str) -> dict[str, Mixture]:
+    """Parse a list of name=path; a repeated name adds a dataset."""
+    found: dict[str, list[str]] = {}
+    for word in words:
+        name, sign, prefix = word.partition("=")
+        if not (name and sign and prefix) or "/" in name or not name.isprintable():
+            raise ConfigError(f"{setting}: {word!r} must be name=path, such as law=/data/law_text_document")
+        found.setdefault(name, []).append(prefix)
+    return {name: Mixture(tuple(prefixes), None) for name, prefixes in found.items()}
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None

@@ -1,4 +1,4 @@
-"""The keys that DeepSpeed 0.19 has in the sections that engine.extra may add to, and the type of each."""
+"""The keys of DeepSpeed 0.19 that engine.extra may set, and their types."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -68,11 +68,11 @@ TYPES: dict[str, type] = {
 """Every key as a dotted path."""
 
 REMOVED = {
-    "zero_optimization.mics_shard_size": "MiCS",
+    "zero_optimization.mics_shard_size": "MiCS; engine.name=fsdp2 parallel.shard=N shards within groups",
     "zero_optimization.mics_hierarchical_params_gather": "MiCS",
     "zero_optimization.zeropp_loco_param": "LoCo",
 }
-"""Keys of older releases, and what went with them."""
+"""Keys of older releases, and their features."""
 
 WORDS = {
     bool: "true or false",
@@ -80,15 +80,15 @@ WORDS = {
     float: "a number",
     str: "text",
     list: "a list",
-    dict: "a section with keys of its own",
+    dict: "a section",
 }
 
 
 def unknown(key: str, top: Iterable[str] = ()) -> str:
-    """Why ``key``, which is not in TYPES, is none of DeepSpeed's; ``top`` are more keys that stand in no section."""
+    """A message about ``key``, which is not in TYPES; ``top``: more known keys outside of sections."""
     gone = next((old for old in REMOVED if key == old or key.startswith(f"{old}.")), None)
     if gone is not None:
-        return f"{key}: DeepSpeed 0.19 has {REMOVED[gone]} no longer"
+        return f"{key}: DeepSpeed 0.19 no longer has {REMOVED[gone]}"
     parts = key.split(".")
     heads = [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
     section = next((head for head in heads if head in SECTIONS), "")
@@ -97,7 +97,7 @@ def unknown(key: str, top: Iterable[str] = ()) -> str:
 
 
 def mistyped(key: str, given: Any) -> str | None:
-    """What ``given`` must be to be the value of a known ``key``; None where it is that."""
+    """The type that ``key`` must have; None if ``given`` has it."""
     kind = TYPES[key]
     if kind is list and key == "data_types.keep_in_fp32_modules" and given == "auto":
         return None
@@ -105,7 +105,7 @@ def mistyped(key: str, given: Any) -> str | None:
 
 
 def fits(given: Any, kind: type) -> bool:
-    """Whether ``given`` is of ``kind``; 5e8 is a whole number."""
+    """Whether ``given`` is of ``kind``; 5e8 is an integer."""
     if kind in (int, float):
         number = isinstance(given, (int, float)) and not isinstance(given, bool) and abs(given) < 2**63
         return number and (kind is float or given == int(given))
@@ -113,11 +113,7 @@ def fits(given: Any, kind: type) -> bool:
 
 
 def idle(key: str, stage: int, offload: str, folder: str | None) -> str | None:
-    """What would have to be set for ``key`` to have an effect; None where it has one.
-
-    ``stage``, ``offload`` and ``folder`` are engine.zero_stage, engine.offload and engine.offload_folder. At stage 0
-    gradients are still reduced in buckets.
-    """
+    """Why ``key`` has no effect; None if it has. ``stage``, ``offload``, ``folder``: engine.zero_stage, offload, offload_folder."""
     section, _, name = key.rpartition(".")
     if key.startswith("zero_optimization.") and stage == 0 and name not in ("stage", "reduce_bucket_size"):
         return "engine.zero_stage is 0; it needs 1, 2 or 3"

@@ -1,12 +1,14 @@
-"""Settings of what computes, and of how processes divide the work."""
+"""Settings of the engine and of parallelism."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
+from hpclm import extras
 from hpclm.config.checks import Checked, at_least
-from hpclm.config.supports import SUPPORTS
+from hpclm.config.supports import OPTIONAL, SUPPORTS, Supports
+from hpclm.errors import ConfigError
 from hpclm.registry import problem
 
 ENGINES = {name: supports.path for name, supports in SUPPORTS.items()}
@@ -14,82 +16,107 @@ ENGINES = {name: supports.path for name, supports in SUPPORTS.items()}
 
 @dataclass(frozen=True)
 class ParallelConfig(Checked):
-    """How processes divide the model; what is left of them are data-parallel replicas."""
+    """How the model is split over processes; the remaining processes are data-parallel replicas."""
 
     tensor: int = 1
-    """Processes that share every layer, and between layers the tokens of each sequence (Megatron's tensor parallelism, with
-    sequence parallelism); best inside a node."""
+    """Tensor-parallel size: processes that every layer is split over (Megatron's tensor parallelism, with sequence parallelism
+    between layers); best within a node."""
     pipeline: int = 1
-    """Stages, each on processes of its own, that the layers are divided over."""
+    """Pipeline-parallel size: stages that the layers are divided into, each on its own processes."""
+    shard: int | None = None
+    """Hybrid sharding: number of consecutive data-parallel ranks, usually those of a node, over which weights or optimizer state are
+    sharded (engine.zero_stage); groups of that many ranks hold copies of each other. null, or as many as there are: all."""
     partition: Literal["parameters", "blocks", "time"] = "parameters"
-    """What pipeline stages get as equal a share of: parameters, blocks, or the time that each layer takes here."""
+    """How to balance pipeline stages: by parameters, blocks, or the measured time of each layer."""
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = "1f1b"
-    """Order in which a pipeline works on micro-batches."""
+    """Pipeline schedule."""
     chunks: int = 1
-    """Stages of each process with schedule=interleaved or zero_bubble, for a smaller bubble and more communication."""
+    """Stages per process with schedule=interleaved or zero_bubble: a smaller bubble, but more communication."""
 
     def problems(self) -> Iterator[str]:
-        """What cannot work in the layout."""
+        """Invalid parallel settings."""
         yield from at_least(1, "parallel", tensor=self.tensor, pipeline=self.pipeline, chunks=self.chunks)
+        if self.shard is not None and self.shard < 2:
+            yield f"parallel.shard={self.shard} must be at least 2; to shard nothing, set parallel.shard=null engine.name=native engine.zero_stage=0"
         if self.pipeline == 1:
             for name in ("partition", "schedule", "chunks"):
-                if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                if self._changed(name):
                     yield f"parallel.{name}={getattr(self, name)} has no effect with parallel.pipeline=1"
         elif self.chunks > 1 and self.schedule not in ("interleaved", "zero_bubble"):
             yield f"parallel.chunks={self.chunks} has no effect with parallel.schedule={self.schedule}"
         elif self.chunks == 1 and self.schedule == "interleaved":
             yield "parallel.schedule=interleaved needs parallel.chunks of 2 or more; with 1 it is 1f1b"
 
+    def shard_size(self, data: int) -> int:
+        """Number of the ``data`` data-parallel ranks that share out weights or optimizer state; ConfigError if they cannot be divided."""
+        size = min(self.shard or data, data)
+        if data % size:
+            raise ConfigError(
+                f"{data} data-parallel ranks cannot be divided into groups of parallel.shard={size}; set parallel.shard to a "
+                f"divisor of {data}, or to null"
+            )
+        return size
+
     @property
     def model(self) -> int:
-        """Processes that hold one copy of the model."""
+        """Number of processes that hold one copy of the model."""
         return self.tensor * self.pipeline
 
 
 @dataclass(frozen=True)
 class EngineConfig(Checked):
-    """What computes, and how."""
+    """The engine that runs training steps, and how it computes."""
 
     name: str = "native"
     """native (plain PyTorch), deepspeed (ZeRO, and its pipeline), fairscale (its FSDP), fsdp2 (PyTorch's fully_shard),
     pipelining (PyTorch's pipelines), or package.module:Name."""
     zero_stage: int | None = None
-    """What replicas share out (Rajbhandari et al. 2020): 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too; null:
-    0 for native, 1 for deepspeed, 3 for fairscale and fsdp2."""
+    """What is sharded over the replicas (ZeRO, Rajbhandari et al. 2020): 0 nothing, 1 optimizer state, 2 also gradients, 3 also
+    weights; null: 0 for native (which can also do 1), 1 for deepspeed, 3 for fairscale and fsdp2."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
-    """What lies in the CPU's memory (or offload_folder) instead of the GPU's: the optimizer's state, or the weights too."""
+    """What is kept in CPU memory (or offload_folder) instead of GPU memory: optimizer state, or also the weights."""
     offload_folder: str | None = None
-    """Folder on an NVMe disk of each node that offload uses instead of the CPU's memory."""
+    """Folder on an NVMe disk of each node, used for offloading instead of CPU memory."""
     bucket_mb: float | None = None
-    """Gradients, in megabytes, that are reduced together; null: what the engine's library thinks best."""
+    """Size of gradient buckets in megabytes; null: the default of the engine's library, or with native 25, and on GPUs of several
+    nodes 4 a replica (at least 25, at most a quarter of the gradients)."""
     overlap: bool = True
-    """Reduce gradients while the backward pass goes on."""
-    gradients: Literal["auto", "fp32"] = "auto"
-    """Type in which gradients are reduced and, by deepspeed, accumulated: auto is the engine's own, which for fp16 and bf16 is
-    the type of its weights."""
+    """Reduce gradients during the backward pass."""
+    gradients: Literal["auto", "fp32", "compute"] = "auto"
+    """Type in which gradients are reduced and, by deepspeed, accumulated: fp32, or compute, the type of the activations (half the
+    traffic in bf16). auto: fp32 with native, pipelining and fsdp2; the compute type with deepspeed and fairscale. In fp16 only fp32
+    makes all engines skip the same steps while the loss scale searches."""
+    defer_reduction: bool = False
+    """fsdp2: reduce gradients once a step instead of after every micro-batch. Less traffic, but each process then holds the gradients
+    of the whole model (4 bytes a parameter, or 2 with gradients=compute)."""
     extra: dict[str, str] = field(default_factory=dict)
-    """More keys of DeepSpeed's JSON, dotted: engine.extra.zero_optimization.sub_group_size=1e8. None may contradict a setting."""
+    """More keys of DeepSpeed's JSON, dotted: engine.extra.zero_optimization.sub_group_size=1e8. They must not contradict other settings."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Type of activations and matrix products; weights and optimizer stay fp32. auto: bf16 on GPUs that have it, else fp32."""
+    """Type of activations and matrix products; weights and optimizer stay fp32. auto: bf16 on GPUs that support it, else fp32."""
     matmul: Literal["auto", "exact", "fast"] = "auto"
-    """How fp32 products run. fast: oneDNN on CPUs, TF32 on GPUs. auto: fast where fast keeps fp32's precision, else exact."""
-    compile: bool = False
-    """torch.compile for the blocks and the loss."""
+    """How fp32 matrix products run. fast: oneDNN on CPUs, TF32 on GPUs. auto: fast if that keeps fp32 precision, else
+    exact; never by speed, which is measured with noise, so that runs with the same settings are the same to the last bit."""
+    deterministic: bool = False
+    """Use only GPU kernels that give the same bits each time, so that a resumed run equals one that never stopped, bit for bit;
+    slower. CPU kernels do so anyway."""
+    compile: bool | None = None
+    """Use torch.compile for the blocks and the loss; null: on GPUs with the engines native and fsdp2, where a compiler is installed."""
     recompute: Literal["none", "full", "selective"] = "none"
-    """Forget activations and compute them again in the backward pass: none, whole blocks, or the attention core only."""
+    """Activation checkpointing: recompute nothing, whole blocks (full), or only the attention core (selective) in the backward pass."""
     recompute_every: int = 1
-    """With recompute=full, blocks that are forgotten and computed again together."""
+    """With recompute=full, number of consecutive blocks that are recomputed together."""
     offload_activations: bool = False
-    """Keep what the backward pass needs in the CPU's memory meanwhile; slower, and only for GPUs."""
+    """Keep activations in CPU memory until the backward pass needs them; slower, and only for GPUs."""
     loss_chunk: int | None = None
-    """Rows (tokens) of the logits that exist at a time while the loss is computed; null: 4096 on a GPU, 512 on a CPU."""
+    """Tokens whose logits are computed at a time for the loss; null: 512 on a CPU, 4096 on a GPU, and with 60 GiB or more of GPU
+    memory as many as take 4 GiB (8 bytes a logit), in equal chunks."""
     anomaly: bool = False
-    """Stop at the operation that made a gradient NaN, with the place in the forward pass it belongs to; slow."""
+    """Stop at the operation that produced a NaN gradient, and report its place in the forward pass; slow."""
 
     def problems(self) -> Iterator[str]:
-        """What cannot work in the engine's settings."""
+        """Invalid engine settings."""
         wrong = problem("engine.name", self.name, ENGINES)
         if wrong:
             yield wrong
@@ -101,23 +128,73 @@ class EngineConfig(Checked):
         if self.offload_folder and self.offload == "none":
             yield f"engine.offload_folder={self.offload_folder} has no effect with engine.offload=none"
         if self.anomaly and self.precision == "fp16":
-            yield "engine.anomaly=true looks for no NaN with engine.precision=fp16, whose overflows the loss scale answers; use bf16"
+            yield "engine.anomaly=true does not work with engine.precision=fp16, where overflows are normal; use bf16"
         if self.anomaly and self.compile:
             yield "engine.anomaly=true finds nothing inside compiled blocks; set engine.compile=false"
         if self.recompute_every > 1 and self.recompute != "full":
             yield f"engine.recompute_every={self.recompute_every} has no effect with engine.recompute={self.recompute}"
 
     def problems_without_gpu(self) -> Iterator[str]:
-        """What cannot work where training would be on the CPU."""
+        """Settings that need a GPU."""
         if self.device == "cuda":
             yield "engine.device=cuda, but PyTorch sees no GPU here; use engine.device=cpu or auto"
         if self.offload_activations:
             yield (
-                "engine.offload_activations=true keeps activations of a GPU in the CPU's memory, and this run computes on the "
-                "CPU, where they are already; leave it out, or use engine.recompute=full to keep fewer"
+                "engine.offload_activations=true moves activations from the GPU to CPU memory, but this run computes on the "
+                "CPU; leave it out, or use engine.recompute=full to keep fewer"
             )
 
+    def problems_on_cpu(self) -> list[str]:
+        """Settings that cannot be trained with engine.device=cpu, though evaluated."""
+        return list(self.problems_without_gpu()) if self.device == "cpu" else []
+
+    def missing_libraries(self) -> list[str]:
+        """Libraries that the engine needs and that are not installed here."""
+        wrong = extras.missing(f"engine.name={self.name}", self.name) if self.name in extras.EXTRAS else None
+        return [wrong] if wrong else []
+
     def chosen(self) -> dict[str, object]:
-        """The settings that differ from their defaults."""
-        mine = {f.name: getattr(self, f.name) for f in fields(self)}
+        """The settings that differ from their defaults; not to compile is what any engine can do."""
+        mine = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "compile" or self.compile}
         return {name: value for name, value in mine.items() if value != getattr(EngineConfig(), name)}
+
+
+def unsupported(engine: EngineConfig, parallel: ParallelConfig, optimizer: str, can: Supports) -> Iterator[str]:
+    """The settings that an engine with the capabilities ``can`` does not support, one sentence each."""
+    name, pipeline, chosen = engine.name, parallel.pipeline, engine.chosen()
+    allowed = can.pipeline_stages if pipeline > 1 else can.zero_stages
+    if pipeline > 1 and not allowed:
+        able = ", ".join(sorted(other for other, its in SUPPORTS.items() if its.pipeline_stages))
+        yield f"engine {name!r} does not support parallel.pipeline={pipeline}; engines that do: {able}"
+        return
+    if pipeline == 1 and not can.alone:
+        yield f"engine {name!r} needs parallel.pipeline of 2 or more; set it, or engine.name=native"
+        return
+    stage = engine.zero_stage
+    if stage is not None and stage not in allowed:
+        with_pipeline = f" with parallel.pipeline={pipeline}" if pipeline > 1 else ""
+        yield (
+            f"engine {name!r} cannot do engine.zero_stage={stage}{with_pipeline}; "
+            f"it can do stage{'s' * (len(allowed) > 1)} {', '.join(map(str, sorted(allowed)))}"
+        )
+        return
+    stage = allowed[0] if stage is None else stage
+    if parallel.shard is not None and (pipeline > 1 or stage not in can.hybrid):
+        ways = [f"engine.name={other} engine.zero_stage={at}" for other, its in SUPPORTS.items() for at in its.hybrid]
+        with_pipeline = f" and parallel.pipeline={pipeline}" if pipeline > 1 else ""
+        yield (
+            f"engine {name!r} at engine.zero_stage={stage}{with_pipeline} cannot do parallel.shard={parallel.shard}; set "
+            f"parallel.shard=null, or one of these without a pipeline: {', '.join(ways)}"
+        )
+    if pipeline > 1 and parallel.schedule not in can.schedules:
+        yield f"engine {name!r} cannot do parallel.schedule={parallel.schedule}; it can do {', '.join(can.schedules)}"
+    if engine.offload != "none" and (engine.offload, stage) not in can.offload:
+        ways = [f"{what} at zero_stage={at}" for what, at in can.offload]
+        way_out = f"it can do {', '.join(ways)}" if ways else "engines that can: deepspeed"
+        yield f"engine {name!r} cannot do engine.offload={engine.offload} at engine.zero_stage={stage}; {way_out}"
+    for option in OPTIONAL:
+        if option in chosen and option not in can.options:
+            able = ", ".join(other for other, its in SUPPORTS.items() if option in its.options)
+            yield f"engine.{option}={chosen[option]} has no effect with engine {name!r}; it is for {able}"
+    if optimizer not in can.optimizers:
+        yield f"engine {name!r} cannot do optim.name={optimizer}; it can do {', '.join(can.optimizers)}"

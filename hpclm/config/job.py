@@ -1,4 +1,4 @@
-"""The settings of a job: what to ask a scheduler for, and how its processes meet."""
+"""The settings of a job: what to request from the scheduler, and how its processes find each other."""
 
 import math
 import re
@@ -11,16 +11,16 @@ from hpclm.registry import hint
 
 TEMPLATES = ("srun", "mpirun", "torchrun", "container")
 
-# What a field of sbatch is, so that a slip is found here and not by Slurm, or worse, taken for something else by it.
+# Syntax of sbatch fields, so that a typo is found here and not by Slurm, or silently misread.
 SHAPES = {
     "time": (
-        re.compile(r"\d+(:[0-5]?\d){0,2}|\d+-\d+(:[0-5]?\d){0,2}|UNLIMITED|INFINITE", re.IGNORECASE),
+        re.compile(r"\d{1,9}(:[0-5]?\d){0,2}|\d{1,9}-\d{1,9}(:[0-5]?\d){0,2}|UNLIMITED|INFINITE", re.IGNORECASE),
         "minutes, HH:MM:SS or D-HH:MM:SS",
     ),
     "mem": (re.compile(r"\d+[KMGT]?B?", re.IGNORECASE), "a number and K, M, G or T, such as 64G"),
 }
-IN_ONE_WORD = ("partition", "account", "qos", "constraint", "exclude", "nodelist", "dependency")
-# Options of sbatch that a job has a setting for, or that would break what it promises.
+WITHOUT_SPACES = ("partition", "account", "qos", "constraint", "exclude", "nodelist", "dependency")
+# Options of sbatch that have a setting, or that would break hpclm's jobs.
 INSTEAD = {
     "job-name": "set job.name",
     "time": "set job.time",
@@ -35,17 +35,18 @@ INSTEAD = {
     "cpus-per-task": "set job.cpus_per_task",
     "dependency": "set job.dependency",
     "nodes": "set job.nodes",
-    "gpus": "set job.gpus, which is for each node",
-    "gpus-per-task": "set job.gpus, which is for each node",
+    "gpus": "set job.gpus, which is per node",
+    "gpus-per-task": "set job.gpus, which is per node",
     "ntasks": "set job.nodes and job.gpus",
     "ntasks-per-node": "set job.nodes and job.gpus",
     "ntasks-per-gpu": "set job.nodes and job.gpus",
     "requeue": "set job.requeue",
     "no-requeue": "set job.requeue",
+    "no-kill": "set job.spares",
     "signal": "set job.warn_seconds",
     "output": "the log is in the run directory",
     "error": "the log is in the run directory",
-    "open-mode": "the log is appended to, or a requeue would empty it",
+    "open-mode": "logs are always appended to, so that a requeue does not erase them",
     "array": "a run is one job; --sweep submits several runs",
     "wrap": "set job.setup or job.template",
     "input": "a job reads no input",
@@ -53,9 +54,10 @@ INSTEAD = {
         ("hold-input", "help", "usage", "version", "parsable", "test-only", "wait", "quiet"), "leave it out"
     ),
 }
+NOTIFY = re.compile(r"https?://[^\s/]\S*|mailto:[^\s@?,]+@[^\s@?,]+(\?smtp=[^\s:]+:\d{1,5})?|\$[A-Za-z_]\w*")
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# Variables that bash will not let go, or that say to a process who it is among the others.
-OWN_NAMES = re.compile(
+# Variables that bash does not allow to be set, and those by which a process learns its rank.
+RESERVED = re.compile(
     r"BASHOPTS|BASH_VERSINFO|EUID|PPID|SHELLOPTS|UID|IFS|BASH_ENV|ENV|(SLURM|SLURMD|OMPI_COMM|PMI|PMIX|TORCHELASTIC|HPCLM)_\w*"
     r"|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)"
 )
@@ -63,105 +65,132 @@ OWN_NAMES = re.compile(
 
 @dataclass(frozen=True)
 class JobConfig(Checked):
-    """What `hpclm submit` asks a scheduler for. A site file (docs/launch.md) describes a cluster once for all runs."""
+    """What `hpclm submit` requests from the scheduler. A site file (docs/launch.md) describes a cluster once for all runs."""
 
     name: str | None = None
-    """What the job is called in the queue; null: as the run. Letters, digits and ._- stay, others become _."""
+    """Name of the job in the queue; null: the name of the run. Characters other than letters, digits and ._- become _."""
     cluster: Literal["auto", "slurm", "local", "mpirun"] = "auto"
-    """Where the processes run: slurm asks for a job; local is this machine; mpirun goes by job.hostfile.
-    auto: mpirun where a hostfile is set, slurm where sbatch is installed, else local."""
+    """Where the processes run: in a Slurm job, on this machine (local), or on the machines of job.hostfile (mpirun).
+    auto: mpirun if job.hostfile is set, slurm if sbatch is installed, otherwise local."""
     nodes: int = 1
-    """Nodes."""
+    """Number of nodes."""
     gpus: int = 1
-    """GPUs of each node; one process runs on each. On machines without GPUs: processes of each node."""
+    """GPUs per node; one process runs on each. Without GPUs: processes per node."""
     time: str | None = None
-    """Time limit as Slurm writes it: minutes, HH:MM:SS or D-HH:MM:SS; null: the partition's."""
+    """Time limit in Slurm's syntax: minutes, HH:MM:SS or D-HH:MM:SS; null: the partition's limit."""
     partition: str | None = None
-    """Partition (queue) to ask."""
+    """Partition (queue)."""
     account: str | None = None
     """Account to charge."""
     qos: str | None = None
     """Quality of service."""
     constraint: str | None = None
-    """Features that nodes must have."""
+    """Features that the nodes must have."""
     exclude: str | None = None
-    """Nodes that must not be used; with a hostfile also slots of them, as in job.nodelist."""
+    """Nodes to exclude; with a hostfile also individual slots, as in job.nodelist."""
     nodelist: str | None = None
-    """Nodes that must be used; with a hostfile in DeepSpeed's syntax: node1@node2:4,5 is all of node1, two slots of node2."""
+    """Nodes to use; with a hostfile in DeepSpeed's syntax: node1@node2:4,5 selects all of node1 and two slots of node2."""
     mem: str | None = None
-    """Memory of each node as Slurm writes it: 64G; 0 is all of it."""
+    """Memory per node in Slurm's syntax, such as 64G; 0: all of it. null: the node's memory in proportion to the requested GPUs
+    (from sinfo), or the cluster's default."""
     cpus_per_task: int | None = None
-    """CPU cores of each process; null: what the cluster gives."""
+    """CPU cores per process; null: the node's cores per GPU (from sinfo), or the cluster's default."""
     dependency: str | None = None
-    """What must have ended before: afterok:1234."""
+    """Jobs to wait for, in Slurm's syntax: afterok:1234."""
     options: dict[str, str] = field(default_factory=dict)
-    """Any other option of sbatch by its long name: {reservation: course, mail-type: END}; an empty value is a flag."""
+    """Other options of sbatch by their long names: {reservation: course, mail-type: END}; a flag has an empty value."""
     warn_seconds: int = 120
-    """Seconds before the end at which Slurm warns the run (USR2), so that it can save, or up to a minute
-    earlier; 0: no warning."""
+    """How many seconds before the time limit Slurm sends USR2, so that the run can save (Slurm may send it up to a minute
+    earlier); 0: no warning."""
     requeue: bool = True
-    """Let Slurm start the job again after preemption or a failed node."""
+    """Let Slurm requeue the job after preemption or a node failure."""
+    restarts: int = 0
+    """How often the ranks are restarted in the same allocation, from the last checkpoint, if one fails; for template=torchrun and
+    local runs. 0: the job ends, and Slurm requeues it if job.requeue is set."""
+    spares: int = 0
+    """Nodes to ask Slurm for beyond job.nodes, with template=torchrun and job.restarts: a node that is lost, or whose ranks
+    fail, is replaced by a spare one, and the run goes on from the last checkpoint. They are charged as the others are."""
     template: str = "srun"
-    """Script to submit: srun, mpirun, torchrun or container of slurm/, or the path of your own. With job.container, srun
-    is container."""
+    """Job script: srun, mpirun, torchrun or container (in slurm/), or the path of your own. With job.container, srun means
+    container."""
     modules: list[str] = field(default_factory=list)
     """Environment modules to load."""
     venv: str | None = None
-    """Python virtual environment to activate; null: the one hpclm submit runs in."""
+    """Python virtual environment to activate; null: that of hpclm submit."""
     conda: str | None = None
     """conda environment to activate, by name or path."""
     setup: list[str] = field(default_factory=list)
-    """Lines of shell for the job's script, before the processes start. They run as they stand."""
+    """Shell commands for the job script, run verbatim before the processes start."""
+    notify: list[str] = field(default_factory=list)
+    """Who gets notified that the run has failed, finished or restarted: https://... gets a JSON object (a webhook), mailto:you@example.org
+    a mail through the node's sendmail, mailto:you@example.org?smtp=HOST:PORT one through that server; $NAME is an environment
+    variable that holds one of these. docs/sinks.md."""
+    snapshot: bool = False
+    """Copy the code (hpclm, and your own modules that settings name) to the run directory, and use the copy in every attempt.
+    false: each attempt uses the current code, with a warning if it has changed."""
     env: dict[str, str] = field(default_factory=dict)
-    """Environment variables of every process. Secrets do not belong here: export them where you submit."""
+    """Environment variables for all processes. Do not put secrets here: export them before you submit."""
     container: str | None = None
-    """Container image to run in: a .sif or image name; null: none."""
+    """Container image to run in: a .sif file or an image name; null: no container."""
     runtime: Literal["apptainer", "pyxis", "docker"] = "apptainer"
-    """What runs job.container."""
+    """Container runtime."""
     mounts: list[str] = field(default_factory=list)
-    """Folders the container sees too: /data, or /outside:/inside."""
+    """Folders to mount in the container: /data, or /outside:/inside."""
     hostfile: str | None = None
-    """Machines to run on through mpirun, in DeepSpeed's syntax: a line "host slots=8" for each."""
+    """File with the machines for mpirun, in DeepSpeed's syntax: a line "host slots=8" for each."""
 
     def problems(self) -> Iterator[str]:
-        """What cannot work in the job settings."""
+        """Invalid job settings."""
         yield from at_least(1, "job", nodes=self.nodes, gpus=self.gpus, cpus_per_task=self.cpus_per_task)
-        yield from at_least(0, "job", warn_seconds=self.warn_seconds)
+        yield from at_least(0, "job", warn_seconds=self.warn_seconds, restarts=self.restarts, spares=self.spares)
+        if self.restarts and self.cluster == "mpirun":
+            yield f"job.restarts={self.restarts}: mpirun cannot restart ranks; use job.cluster=local or Slurm"
+        if self.spares and self.cluster in ("local", "mpirun"):
+            yield f"job.spares={self.spares} needs a Slurm job, not job.cluster={self.cluster}: no other launcher has spare nodes"
+        if self.spares > 0 and not self.restarts:
+            yield f"job.spares={self.spares} needs job.restarts=N: a spare node takes over when the ranks are started again"
         for name, (shape, words) in SHAPES.items():
             value = getattr(self, name)
             if value is not None and not shape.fullmatch(value):
                 yield f"job.{name}={value!r} must be {words}"
-        for name in (*IN_ONE_WORD, "name", "template", "venv", "conda", "container", "hostfile"):
-            yield from _line(f"job.{name}", getattr(self, name), blank=name not in IN_ONE_WORD)
+        for name in (*WITHOUT_SPACES, "name", "template", "venv", "conda", "container", "hostfile"):
+            yield from _line(f"job.{name}", getattr(self, name), blank=name not in WITHOUT_SPACES)
         for name in ("modules", "mounts"):
             for value in getattr(self, name):
                 yield from _line(f"job.{name}", value, blank=name == "mounts")
         for value in self.setup:
             if not _is_text(value.replace("\n", " ").replace("\t", " ")):
-                yield f"job.setup has the line {value!r}; it must be text without control characters"
+                yield f"job.setup contains {value!r}; it must be text without control characters"
         for option, value in self.options.items():
             yield from _option(option, value)
         for variable, value in self.env.items():
             yield from _variable(variable, value)
+        for target in self.notify:
+            if not NOTIFY.fullmatch(target):
+                yield (
+                    f"job.notify contains {target!r}; it must be https://..., http://..., mailto:you@example.org, "
+                    "mailto:you@example.org?smtp=HOST:PORT, or $NAME of an environment variable"
+                )
         yield from self._together()
 
     def _together(self) -> Iterator[str]:
-        """What two settings cannot do at once."""
         if self.time and SHAPES["time"][0].fullmatch(self.time) and _seconds(self.time) <= self.warn_seconds:
             yield (
-                f"job.time={self.time} is not longer than job.warn_seconds={self.warn_seconds}: the run would be told to leave as "
-                "it starts; give it more time, or less warning"
+                f"job.time={self.time} must be longer than job.warn_seconds={self.warn_seconds}: otherwise the warning would come at "
+                "the start"
             )
         if self.venv and self.conda:
             yield f"job.venv={self.venv} and job.conda={self.conda} exclude each other"
         if self.container:
             for name in ("venv", "conda"):
                 if getattr(self, name):
-                    yield f"job.{name}={getattr(self, name)} has no effect in job.container; Python is the container's"
+                    yield f"job.{name}={getattr(self, name)} has no effect with job.container, which has its own Python"
+            if self.snapshot:
+                yield "job.snapshot=true has no effect with job.container, which has its own code; leave it out"
             if self.template in ("mpirun", "torchrun"):
-                yield f"job.container wants job.template=container, not {self.template}"
+                yield f"job.container needs job.template=container, not {self.template}"
         elif self.template == "container":
-            yield "job.template=container wants an image; set job.container"
+            yield "job.template=container needs an image; set job.container"
         elif self.mounts:
             yield "job.mounts has no effect without job.container"
         if "/" not in self.template and not self.template.endswith(".sbatch") and self.template not in TEMPLATES:
@@ -170,7 +199,7 @@ class JobConfig(Checked):
 
 
 def _seconds(time: str) -> float:
-    """Seconds of a time limit as sbatch(1) reads it: minutes[:seconds], h:m:s, days-h[:m[:s]]; 0 minutes and a word are no limit."""
+    """Seconds of a time limit (sbatch(1)): minutes[:seconds], h:m:s, days-h[:m[:s]]; 0 minutes and words mean no limit."""
     if not time[0].isdigit():
         return math.inf
     days, _, rest = time.rpartition("-")
@@ -180,12 +209,11 @@ def _seconds(time: str) -> float:
 
 
 def _is_text(value: str) -> bool:
-    """Whether ``value`` has only characters that can be written, and read back, in a line of a file."""
     return all(c.isprintable() or c == "\u00a0" for c in value)
 
 
 def _line(setting: str, value: str | None, blank: bool) -> Iterator[str]:
-    """A sentence where ``value`` is not a line of text, or has spaces though it must not be ``blank``."""
+    """What is wrong with a one-line text; ``blank``: it may contain spaces."""
     if value is None:
         return
     if not value.strip() or not _is_text(value):
@@ -193,13 +221,13 @@ def _line(setting: str, value: str | None, blank: bool) -> Iterator[str]:
     elif not blank and re.search(r"\s", value):
         yield f"{setting}={value!r} must not have spaces"
     elif len(value) > 1000:
-        yield f"{setting} has {len(value)} characters; Slurm takes at most some 1000"
+        yield f"{setting} has {len(value)} characters; Slurm allows about 1000"
 
 
 def _option(name: str, value: str) -> Iterator[str]:
     long = name.removeprefix("--").lower()
     if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
-        yield f"job.options has {name!r}; write sbatch's long name without dashes before it, such as mail-type"
+        yield f"job.options contains {name!r}; use long names without leading dashes, such as mail-type"
     elif long in INSTEAD:
         yield f"job.options.{name}: {INSTEAD[long]}"
     elif value:
@@ -208,50 +236,43 @@ def _option(name: str, value: str) -> Iterator[str]:
 
 def _variable(name: str, value: str) -> Iterator[str]:
     if not ENV_NAME.fullmatch(name):
-        yield f"job.env has {name!r}; a variable's name is letters, digits and _, and does not begin with a digit"
-    elif OWN_NAMES.fullmatch(name):
-        yield f"job.env.{name} belongs to the shell or to what starts the processes; leave it out"
-    if "\0" in value or not _is_unicode(value):
-        yield f"job.env.{name} holds a character that no environment can hold"
-
-
-def _is_unicode(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        yield f"job.env contains {name!r}; names of variables are letters, digits and _, and do not begin with a digit"
+    elif RESERVED.fullmatch(name):
+        yield f"job.env.{name} is set by the shell or the launcher; leave it out"
+    if re.search("[\0\ud800-\udfff]", value):
+        yield f"job.env.{name} contains a character that is not allowed in environment variables"
 
 
 @dataclass(frozen=True)
 class ClusterConfig(Checked):
-    """How the processes of a run meet, and what is checked before they train."""
+    """Start-up, timeouts and checks of the processes of a run."""
 
     start_seconds: int = 300
-    """Seconds within which every process must have answered the roll call; the missing ones are named."""
+    """Seconds within which all processes must connect; an error names the missing ones."""
     timeout_minutes: float = 10.0
-    """Minutes after which a collective operation that does not return ends the run."""
+    """Timeout of collective operations in minutes; the run ends if it expires."""
     hang_minutes: float = 5.0
-    """Minutes without progress on any process after which the run counts as hung: all write their Python stacks, the log
-    names who holds up the others and where, and the run ends. The first step, starting, evaluating and saving have six
-    times as long (two minutes at least), building the data any time; a step has twice the longest so far. 0: no watch."""
+    """Minutes without progress on any process after which the run is considered hung: all processes write their Python stacks, the
+    log says which rank is blocking the others and where, and the run ends. The limit is six times as long (at least two minutes)
+    for start-up, the first step, evaluations and saves, at least twice the longest step so far, and does not apply while data are
+    built. 0: no hang detection."""
     hang: Literal["requeue", "stop"] = "requeue"
-    """How a hung run ends: requeue with exit code 85, which starts the job again from the last checkpoint; stop with 1."""
+    """How a hung run ends. requeue: exit code 85, so that the job restarts from the last checkpoint; stop: exit code 1."""
     slow: float = 1.5
-    """How many times the others' median a process must take for its own part of a step to be named as slow; 0: never."""
+    """A process is reported as slow if its own part of a step takes this many times the median of the others; 0: never."""
     interface: str | None = None
-    """Network interface for traffic between nodes; null: for gloo the one that reaches the first node, for NCCL its own
-    choice. NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, where set, go before it."""
+    """Network interface between nodes; null: the one that reaches the first node for gloo, NCCL's own choice for NCCL.
+    NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME override it."""
     preflight: bool = True
-    """Check hosts, devices, versions, disk and network before a run of several processes begins."""
+    """Check hosts, devices, versions, disk and network before a run of several processes starts."""
     bind: bool = True
-    """Keep each process of several on the cores near its GPU, or on its share of the NUMA nodes, unless the launcher has."""
+    """Bind each process to the cores near its GPU, or to its share of the NUMA nodes, unless the launcher has bound it."""
 
     def problems(self) -> Iterator[str]:
-        """What cannot work in the cluster settings."""
+        """Invalid cluster settings."""
         yield from at_least(1, "cluster", start_seconds=self.start_seconds)
         yield from at_least(0, "cluster", hang_minutes=self.hang_minutes)
         if self.slow and not 1 < self.slow < float("inf"):
-            yield f"cluster.slow={self.slow} must be more than 1, or 0 to name no process"
+            yield f"cluster.slow={self.slow} must be more than 1, or 0 to disable the check"
         if not self.timeout_minutes > 0:
             yield f"cluster.timeout_minutes={self.timeout_minutes} must be more than 0"

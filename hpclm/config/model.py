@@ -15,27 +15,27 @@ class ModelConfig(Checked):
     """Shape of the network. The defaults are GPT-2's 124M."""
 
     vocab_size: int = 50257
-    """Entries of the tokenizer's vocabulary, padding not counted."""
+    """Size of the tokenizer's vocabulary, without padding."""
     vocab_multiple: int = 128
-    """The token table is padded to a multiple of this, for speed; a padding entry never gets probability."""
+    """Pad the embedding to a multiple of this, for speed; padding entries never get probability."""
     layers: int = 12
     """Transformer blocks."""
     hidden: int = 768
-    """Width of the activations between blocks."""
+    """Hidden size."""
     heads: int = 12
-    """Attention heads; hidden / heads is the width of one."""
+    """Attention heads; hidden / heads is the size of a head."""
     kv_heads: int | None = None
     """Key and value heads for grouped-query attention; null: as many as heads."""
     ffn: int | None = None
-    """Inner width of the MLP; null: 4 x hidden, or for gated activations 8/3 x hidden, rounded up to a multiple of 256."""
+    """Inner size of the MLP; null: 4 x hidden, or for gated activations 8/3 x hidden, rounded up to a multiple of 256."""
     context: int = 1024
     """Tokens in a sample, and the longest sequence that learned positions cover."""
     positions: Literal["learned", "sinusoidal", "rope", "alibi", "none"] = "learned"
-    """How the model knows where a token stands. sinusoidal is fairseq's table (sines, then cosines, from position 2)."""
+    """Position embeddings. sinusoidal is fairseq's table (sines, then cosines, from position 2)."""
     rope_base: float = 10000.0
-    """Base of the rotary wavelengths; only for positions=rope."""
+    """Base of the rotary frequencies; only for positions=rope."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Normalisation before each sublayer and at the end."""
+    """Normalisation before each sublayer and after the last block."""
     norm_eps: float = 1e-5
     """Added to the variance inside the norm."""
     activation: Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu"] = "gelu_tanh"
@@ -43,7 +43,7 @@ class ModelConfig(Checked):
     bias: bool = True
     """Biases in the linear layers and in LayerNorm."""
     tied: bool = True
-    """The output projection is the token table itself."""
+    """Tie the output projection to the token embedding."""
     embed_norm: bool = False
     """A norm right after the embedding (BLOOM's --embed-layernorm)."""
     embed_scale: bool = False
@@ -55,14 +55,17 @@ class ModelConfig(Checked):
     attention_dropout: float = 0.0
     """Probability of zeroing an attention weight in training."""
     init_std: float = 0.02
-    """Standard deviation of initial weights; projections back into the residual use it / sqrt(2 x layers)."""
+    """Standard deviation of initial weights; output projections of attention and MLP use it / sqrt(2 x layers)."""
     block: str = "gpt"
     """Transformer block: gpt, or your own module as package.module:Name."""
     kernels: Literal["torch", "apex"] = "torch"
-    """Norms and rotary positions on GPUs: PyTorch's operations, or NVIDIA apex's fused ones where they are installed."""
+    """Norms and rotary positions on GPUs: PyTorch's operations, or NVIDIA apex's fused ones if apex is installed."""
+    attention: Literal["auto", "cudnn", "flash", "flex", "math"] = "auto"
+    """Attention's kernel on GPUs: cuDNN's, FlashAttention (3 if it is installed, on Hopper), FlexAttention, or plain matrix products.
+    auto: the fastest for the GPU and the shape, and FlexAttention for documents and ALiBi. On CPUs always PyTorch's."""
 
     def problems(self) -> Iterator[str]:
-        """What cannot work in the shape."""
+        """Invalid model settings."""
         positive = dict(layers=self.layers, hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads, ffn=self.ffn)
         positive |= dict(vocab_size=self.vocab_size, vocab_multiple=self.vocab_multiple, context=self.context)
         wrong = list(at_least(1, "model", **positive))
@@ -88,7 +91,7 @@ class ModelConfig(Checked):
             yield wrong_block
 
     def unsplit(self, tensor: int) -> Iterator[str]:
-        """Sizes that ``tensor`` processes cannot share equally."""
+        """Sizes that cannot be divided over ``tensor`` processes."""
         sizes = {"model.heads": self.heads, "the MLP's inner width (model.ffn)": self.ffn_width}
         sizes |= {"model.context": self.context, "the padded vocabulary (model.vocab_multiple)": self.padded_vocab}
         for name, size in sizes.items():
@@ -112,7 +115,7 @@ class ModelConfig(Checked):
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP multiplies two branches."""
+        """Whether the MLP is gated."""
         return self.activation in ("swiglu", "geglu")
 
     @property
@@ -124,5 +127,5 @@ class ModelConfig(Checked):
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of the token table."""
+        """Rows of the token embedding."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple

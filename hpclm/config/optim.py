@@ -8,36 +8,25 @@ from typing import Literal
 from hpclm.config.checks import Checked, at_least, fraction
 from hpclm.registry import problem
 
-SCHEDULES = {
-    name: f"hpclm.optim.schedules:{name}"
-    for name in [
-        "constant",
-        "linear",
-        "cosine",
-        "inverse_sqrt",
-        "wsd",
-        "megatron1_linear",
-        "megatron1_cosine",
-        "megatron1_exponential",
-        "fairseq_polynomial",
-        "fairseq_cosine",
-        "fairseq_inverse_sqrt",
-    ]
-}
+_NAMES = (
+    "constant linear cosine inverse_sqrt wsd megatron1_linear megatron1_cosine megatron1_exponential "
+    "fairseq_polynomial fairseq_cosine fairseq_inverse_sqrt"
+)
+SCHEDULES = {name: f"hpclm.optim.schedules:{name}" for name in _NAMES.split()}
 
 
 @dataclass(frozen=True)
 class OptimConfig(Checked):
-    """AdamW and the path of its learning rate."""
+    """AdamW and its learning-rate schedule."""
 
     name: Literal["adamw", "apex_adam", "cpu_adam"] = "adamw"
-    """Whose AdamW: PyTorch's fused one, NVIDIA apex's FusedAdam, or DeepSpeed's for offloaded optimizers."""
+    """Implementation of AdamW: PyTorch's fused one, NVIDIA apex's FusedAdam, or DeepSpeed's for offloaded optimizers."""
     lr: float = 6e-4
-    """Highest learning rate."""
+    """Peak learning rate."""
     min_lr: float = 6e-5
-    """Lowest learning rate, where the schedule ends."""
+    """Minimum learning rate, at the end of the schedule."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of Adam's running means of the gradient and of its square."""
+    """Adam's betas."""
     eps: float = 1e-8
     """Added to Adam's denominator."""
     weight_decay: float = 0.1
@@ -45,7 +34,7 @@ class OptimConfig(Checked):
     decayed: Literal["matrices", "all"] = "matrices"
     """What decays: matrices (Megatron: no biases, no norms) or all (fairseq)."""
     clip: float = 1.0
-    """Largest global gradient norm; 0: no clipping."""
+    """Maximum global gradient norm; 0: no clipping."""
     schedule: str = "cosine"
     """constant, linear, cosine, inverse_sqrt, wsd (Megatron-core's); megatron1_linear, megatron1_cosine,
     megatron1_exponential (v1.1.5's); fairseq_polynomial, fairseq_cosine, fairseq_inverse_sqrt; or package.module:name,
@@ -55,9 +44,9 @@ class OptimConfig(Checked):
     warmup: float = 0
     """Units over which the learning rate rises linearly to lr."""
     warmup_fraction: float | None = None
-    """The warm-up as a part of the schedule's length (Megatron's --warmup); instead of warmup."""
+    """Warm-up as a fraction of the schedule's length (Megatron's --warmup); instead of warmup."""
     warmup_start: float | None = None
-    """Learning rate the warm-up rises from, used in the first step (Megatron: 0); null: the first step is one rung up from 0."""
+    """Learning rate at the start of the warm-up, used in the first step (Megatron: 0); null: the first step is one increment above 0."""
     schedule_length: int | None = None
     """Units until the schedule reaches its end; null: the whole budget."""
     power: float = 1.0
@@ -78,30 +67,26 @@ class OptimConfig(Checked):
     """On a NaN or infinite loss or gradient: skip the step and count it, or stop the run (exit 93)."""
     nonfinite_limit: int = 20
     """With nonfinite=skip, stop (exit 93) after this many skipped steps in a row."""
+    spike: float = 0.5
+    """A step is a loss spike if its loss exceeds the median of the last 100 steps by more than this many nats and by more than 10
+    deviations. The log warns, and checkpoints saved in a spike do not replace healthy ones. 0: no spike detection."""
 
     def problems(self) -> Iterator[str]:
-        """What cannot work in the optimizer's settings."""
-        amounts = dict(lr=self.lr, min_lr=self.min_lr, eps=self.eps, weight_decay=self.weight_decay, clip=self.clip)
-        yield from at_least(0, "optim", **amounts, warmup=self.warmup, warmup_start=self.warmup_start)
-        lengths = dict(
-            schedule_length=self.schedule_length,
-            period=self.period,
-            wsd_decay=self.wsd_decay,
-            period_growth=self.period_growth,
-        )
-        yield from at_least(1, "optim", **lengths, nonfinite_limit=self.nonfinite_limit)
+        """Invalid optimizer settings."""
+        amounts = ("lr", "min_lr", "eps", "weight_decay", "clip", "spike", "warmup", "warmup_start")
+        yield from at_least(0, "optim", **{name: getattr(self, name) for name in amounts})
+        counts = ("schedule_length", "period", "wsd_decay", "period_growth", "nonfinite_limit")
+        yield from at_least(1, "optim", **{name: getattr(self, name) for name in counts})
         if not (self.power > 0 and math.isfinite(self.power)):
             yield f"optim.power={self.power} must be more than 0"
         if not (0 < self.period_shrink <= 1):
             yield f"optim.period_shrink={self.period_shrink} must be more than 0 and at most 1"
-        for beta in self.betas:
-            if not 0 <= beta < 1:
-                yield f"optim.betas={list(self.betas)} must each be at least 0 and less than 1"
-                break
+        if not all(0 <= beta < 1 for beta in self.betas):
+            yield f"optim.betas={list(self.betas)} must each be at least 0 and less than 1"
         wrong = problem("optim.schedule", self.schedule, SCHEDULES)
         if wrong:
             yield wrong
-        if self.min_lr > self.lr and self.schedule not in ("constant",):
+        if self.min_lr > self.lr and self.schedule != "constant":
             yield f"optim.min_lr={self.min_lr} must not be more than optim.lr={self.lr}"
         if self.warmup_fraction is not None:
             yield from fraction("optim", warmup_fraction=self.warmup_fraction)
@@ -109,25 +94,22 @@ class OptimConfig(Checked):
                 yield f"optim.warmup={self.warmup} and optim.warmup_fraction={self.warmup_fraction} exclude each other"
         warmed = self.warmup or self.warmup_fraction
         if self.schedule in ("inverse_sqrt", "fairseq_inverse_sqrt") and not warmed:
-            yield f"optim.schedule={self.schedule} starts at the end of a warm-up; set optim.warmup"
+            yield f"optim.schedule={self.schedule} needs a warm-up; set optim.warmup"
         if self.warmup_start is not None and self.warmup_start > self.lr:
             yield f"optim.warmup_start={self.warmup_start} must not be more than optim.lr={self.lr}"
         if self.schedule_length is not None and self.warmup >= self.schedule_length:
             yield f"optim.warmup={self.warmup:g} must be less than optim.schedule_length={self.schedule_length}"
         if self.schedule == "fairseq_cosine" and not self.restarts:
             for name in ("period_growth", "period_shrink"):
-                if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                if self._changed(name):
                     yield f"optim.{name}={getattr(self, name)} has no effect with optim.restarts=false"
-        if self.nonfinite == "stop" and self.nonfinite_limit != type(self).nonfinite_limit:
+        if self.nonfinite == "stop" and self._changed("nonfinite_limit"):
             yield f"optim.nonfinite_limit={self.nonfinite_limit} has no effect with optim.nonfinite=stop"
         if self.schedule_length is not None and self.period is not None:
             yield f"optim.schedule_length={self.schedule_length} has no effect with optim.period={self.period}"
-        rise = self.warmup or (self.warmup_fraction or 0.0) * (self.schedule_length or 0)
-        if self.wsd_decay and self.schedule_length is not None and self.wsd_decay + rise > self.schedule_length:
-            yield (
-                f"the warm-up of {rise:g} + optim.wsd_decay={self.wsd_decay} must be at most "
-                f"optim.schedule_length={self.schedule_length}"
-            )
+        too_long = self.outlasting(None)
+        if too_long:
+            yield too_long
         if self.warmup_start is not None and not warmed:
             yield f"optim.warmup_start={self.warmup_start} has no effect without optim.warmup"
         owners = {
@@ -137,9 +119,27 @@ class OptimConfig(Checked):
         }
         for schedule, names in owners.items():
             for name in names:
-                changed = getattr(self, name) != type(self).__dataclass_fields__[name].default
-                if changed and self.schedule != schedule and self.schedule in SCHEDULES:
+                if self._changed(name) and self.schedule != schedule and self.schedule in SCHEDULES:
                     yield f"optim.{name}={getattr(self, name)} has no effect with optim.schedule={self.schedule}; it is for {schedule}"
+
+    def outlasting(self, budget: int | None) -> str | None:
+        """A problem if warm-up and final decay of wsd overlap, so that the learning rate would jump.
+
+        ``budget``: length of the run in ``unit``, if known; schedule_length overrides it.
+        """
+        length = budget if self.schedule_length is None else self.schedule_length
+        if self.schedule != "wsd" or length is None:
+            return None
+        rise = self.warmup or (self.warmup_fraction or 0.0) * length
+        decay = self.wsd_decay or max(1, length // 10)
+        if rise >= length or rise + decay <= length:  # a run that ends during the warm-up only causes a warning
+            return None
+        whole = "optim.schedule_length" if self.schedule_length is not None else "the budget"
+        shown = f"optim.wsd_decay={self.wsd_decay}" if self.wsd_decay else f"the final decay of {decay} (a tenth)"
+        return (
+            f"the warm-up of {rise:g} + {shown} = {rise + decay:g} {self.unit} must be at most {whole}={length}: otherwise the "
+            f"learning rate would jump; shorten them, or extend the budget"
+        )
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class ScalerConfig(Checked):
     """When the scale would fall to the minimum: stay there, or stop the run (fairseq; exit 93)."""
 
     def problems(self) -> Iterator[str]:
-        """What cannot work in the scaler."""
+        """Invalid loss-scale settings."""
         yield from at_least(1, "scaler", window=self.window, hysteresis=self.hysteresis)
         if not 0 < self.minimum <= self.initial < math.inf:
             yield f"scaler.initial={self.initial} must be at least scaler.minimum={self.minimum}, which must be more than 0"

@@ -1,8 +1,12 @@
-"""How a step's samples divide over processes and micro-batches: pure arithmetic."""
+"""How a step's samples are divided over processes and micro-batches, and how long a run is: pure arithmetic."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hpclm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hpclm.config.schema import RunConfig
 
 
 @dataclass(frozen=True)
@@ -16,7 +20,7 @@ class Rampup:
 
 @dataclass(frozen=True)
 class Plan:
-    """What follows from a run's settings once the number of processes is known."""
+    """How a run's batches are divided, for a given number of data-parallel replicas."""
 
     data: int
     global_size: int
@@ -25,7 +29,7 @@ class Plan:
 
     @classmethod
     def divide(cls, processes: int, global_size: int, micro_size: int, rampup: Rampup | None = None) -> "Plan":
-        """A plan, or a ConfigError that names the numbers that do not fit."""
+        """A plan; ConfigError if the batch sizes are not multiples of micro-batch size x replicas."""
         unit = micro_size * processes
         sizes = {"batch.global_size": global_size}
         if rampup:
@@ -41,20 +45,20 @@ class Plan:
         return cls(processes, global_size, micro_size, rampup)
 
     def batch_size(self, samples: int) -> int:
-        """Samples in the step that begins when ``samples`` have been consumed."""
+        """Samples in the step that begins after ``samples`` samples."""
         ramp = self.rampup
         if ramp is None or samples > ramp.samples or ramp.start == self.global_size:
             return self.global_size
         increments = (self.global_size - ramp.start) // ramp.increment
-        rung = int(samples / (ramp.samples / increments))
-        return min(self.global_size, ramp.start + rung * ramp.increment)
+        level = int(samples / (ramp.samples / increments))
+        return min(self.global_size, ramp.start + level * ramp.increment)
 
     def accumulation(self, samples: int) -> int:
         """Micro-batches per replica in that step."""
         return self.batch_size(samples) // (self.micro_size * self.data)
 
     def accumulations(self) -> list[int]:
-        """Micro-batches per replica of every kind of step there is, in their order."""
+        """Micro-batches per replica of every batch size of the run, ascending."""
         ramp = self.rampup
         sizes = range(ramp.start, self.global_size + 1, ramp.increment) if ramp else [self.global_size]
         return [size // (self.micro_size * self.data) for size in sizes]
@@ -68,7 +72,7 @@ class Plan:
         return samples + (steps - done) * self.global_size
 
     def steps_within(self, samples: int) -> int:
-        """Whole steps that ``samples`` samples are enough for."""
+        """Number of whole steps in ``samples`` samples."""
         steps = used = 0
         while self.batch_size(used) < self.global_size and used + self.batch_size(used) <= samples:
             used += self.batch_size(used)
@@ -76,3 +80,39 @@ class Plan:
         if self.batch_size(used) < self.global_size:
             return steps
         return steps + (samples - used) // self.global_size
+
+
+@dataclass(frozen=True)
+class Length:
+    """Where a run ends; None if only budget.hours limits it."""
+
+    steps: int | None
+    samples: int | None
+
+    def in_unit(self, unit: str) -> int | None:
+        """The length in "steps" or "samples"."""
+        return self.steps if unit == "steps" else self.samples
+
+
+def run_length(config: "RunConfig", plan: Plan, samples_per_epoch: int) -> Length:
+    """The end of the run by the tightest budget; ConfigError if that is before the first step."""
+    budget = config.budget
+    ends = [] if budget.steps is None else [budget.steps]
+    samples = {"samples": budget.samples}
+    samples["tokens"] = None if budget.tokens is None else budget.tokens // config.model.context
+    samples["epochs"] = None if budget.epochs is None else int(budget.epochs * samples_per_epoch)
+    for name, count in samples.items():
+        if count is None:
+            continue
+        ends.append(plan.steps_within(count))
+        if not ends[-1]:
+            raise ConfigError(
+                f"budget.{name}={getattr(budget, name)} is {count} samples of {config.model.context} tokens, "
+                f"less than the first step's {plan.batch_size(0)}; raise it, or lower batch.global_size"
+            )
+    steps = min(ends, default=None)
+    found = Length(steps, None if steps is None else plan.samples_after(steps))
+    wrong = config.optim.outlasting(found.in_unit(config.optim.unit))
+    if wrong:
+        raise ConfigError(wrong)
+    return found

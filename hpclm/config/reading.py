@@ -1,13 +1,19 @@
-"""YAML as a person means it."""
+"""Read YAML and JSON that people write."""
 
+import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from hpclm import files
 from hpclm.errors import ConfigError
 
+LARGEST = 4 << 20  # bytes of a settings file
+MOST = 500_000  # values in a file, with every alias (*name) expanded
+DIGITS = 400  # of a number; the largest float has 309
 NUMBERS = {
     "tag:yaml.org,2002:int": re.compile(r"[-+]?(0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)$"),
     "tag:yaml.org,2002:float": re.compile(
@@ -17,39 +23,100 @@ NUMBERS = {
 
 
 class Loader(yaml.SafeLoader):
-    """YAML as it is, but a key that stands twice is an error: the first one would be lost without a word.
-
-    And 10:00:00 is text, not a number to the base of 60, and so is 0123, not a number to the base of 8.
-    """
+    """YAML, but duplicate keys are an error, 10:00:00 is text (not base 60), and so is 0123 (not base 8)."""
 
     yaml_implicit_resolvers: dict = {  # noqa: RUF012
         first: [(tag, NUMBERS.get(tag, pattern)) for tag, pattern in rows]
         for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
+    def get_single_node(self) -> yaml.Node | None:
+        """The document, after checking its size with all aliases expanded."""
+        node = super().get_single_node()
+        if node is not None:
+            _count(node, {})
+        return node
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        """A mapping whose keys stand once each."""
+        """A mapping with unique scalar keys."""
         seen = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise _wrong(key, "a key must be a word, not a list or a mapping")
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} stands twice", key.start_mark)
+                raise _wrong(key, f"key {key.value!r} appears twice")
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
+@dataclass(frozen=True)
+class Content:
+    """The content of a settings file."""
+
+    text: str
+    tree: dict
+    exposed: str | None
+    """How another user could have written it; None if only this user and root could."""
+
+
 def value(text: str) -> Any:
-    """What ``text`` stands for; yaml.YAMLError where it is not YAML."""
-    return yaml.load(text, Loader=Loader)
-
-
-def mapping(path: Path, what: str) -> dict:
-    """The mapping that the file holds, {} where it is empty; ConfigError calls it ``what``."""
+    """The value of a YAML text; yaml.YAMLError if it is not valid."""
     try:
-        content = value(path.read_text(encoding="utf-8"))
+        return yaml.load(text, Loader=Loader)
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
+        # a scalar that does not match its form or tag: February 31, !!int x
+        raise yaml.YAMLError(f"it has an invalid value: {error}") from None
+
+
+def content(path: Path, what: str) -> Content:
+    """The mapping in a YAML file, {} if it is empty; ConfigError, which calls the file ``what``, if there is none."""
+    try:
+        raw, status = files.read(path, LARGEST)
+        text = raw.decode("utf-8")
+        tree = value(text)
+    except OSError as error:
+        raise ConfigError(f"{what} {path} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{what} {path} is not YAML: {' '.join(str(error).split())}") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"{what} {path} must be a mapping of sections, not a {type(content).__name__}")
-    return content
+    if tree is not None and not isinstance(tree, dict):
+        raise ConfigError(f"{what} {path} must be a mapping of sections, not a {type(tree).__name__}")
+    return Content(text, tree or {}, files.exposed(path, status))
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; ConfigError if there is none."""
+    path = files.readable(path, "file")
+    try:
+        tree = json.loads(files.read_text(path))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold an object, not a {type(tree).__name__}")
+    return tree
+
+
+def _count(node: yaml.Node, known: dict[int, int]) -> int:
+    """Number of values in ``node`` with every alias expanded; YAMLError for more than ``MOST`` and for recursive aliases."""
+    if isinstance(node, yaml.ScalarNode):
+        if len(node.value) > DIGITS and node.tag in NUMBERS:
+            raise _wrong(node, f"a number has {len(node.value)} digits; at most {DIGITS} are allowed")
+        return 1
+    if id(node) in known:
+        if not known[id(node)]:
+            raise _wrong(node, "an alias refers to a node that contains it")
+        return known[id(node)]
+    known[id(node)] = 0
+    inner = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+    found = 1 + sum(_count(part, known) for part in inner)
+    if found > MOST:
+        raise _wrong(node, f"it holds more than {MOST:,} values")
+    known[id(node)] = found
+    return found
+
+
+def _wrong(node: yaml.Node, problem: str) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)

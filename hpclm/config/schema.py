@@ -1,44 +1,49 @@
-"""Every knob of a run: its type, its default and what it does.
+"""All settings of a run: types, defaults and documentation.
 
-The string under a field is its documentation; ``hpclm config`` and docs/settings.md print it.
-A section's ``problems`` yields what cannot work inside it; RunConfig adds what two sections cannot do together.
+The string under a field is its documentation, for ``hpclm config`` and docs/settings.md. ``problems`` of a section yields what is
+wrong inside it; RunConfig adds contradictions between sections.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hpclm.config import supports
-from hpclm.config.checkpoint import CheckpointConfig
+from hpclm.config import sinks
 from hpclm.config.checks import Checked, at_least
 from hpclm.config.data import DataConfig
-from hpclm.config.engine import EngineConfig, ParallelConfig
+from hpclm.config.engine import EngineConfig, ParallelConfig, unsupported
+from hpclm.config.evaluate import EvaluateConfig
 from hpclm.config.job import ClusterConfig, JobConfig
 from hpclm.config.model import ModelConfig
 from hpclm.config.optim import SCHEDULES, OptimConfig, ScalerConfig
 from hpclm.config.plan import Plan, Rampup
 from hpclm.config.supports import SUPPORTS
 from hpclm.errors import ConfigError
-from hpclm.registry import lookup
+from hpclm.registry import load
+
+MOST = 10**9  # epochs, or hours
+MOST_PROFILED = 100  # steps
 
 
 @dataclass(frozen=True)
 class BatchConfig(Checked):
-    """How many samples make a step."""
+    """Batch sizes."""
 
     global_size: int = 32
     """Samples in one optimizer step."""
     micro_size: int = 4
-    """Samples in one forward and backward pass; the rest is accumulated."""
+    """Samples in one forward and backward pass on each replica; gradients are accumulated over micro-batches. auto (or 0): the
+    fastest size that fits into the memory of the GPUs, by the planner's estimate; training chooses it once, when it starts
+    for the first time, and writes the number to config.yaml."""
     rampup: tuple[int, int, int] | None = None
-    """[start, increment, samples]: begin with start samples a step and reach global_size after that many samples."""
+    """[start, increment, samples]: start with this many samples per step and reach global_size after that many samples (Megatron's --rampup-batch-size)."""
     loss_norm: Literal["token", "microbatch"] = "token"
-    """Mean of the loss over the step's tokens, or the mean of micro-batch means (differs only with eod_mask_loss)."""
+    """Average the loss over all tokens of the step, or average the means of the micro-batches (they differ only with eod_mask_loss)."""
 
     def problems(self) -> Iterator[str]:
-        """What cannot work in the batch sizes."""
-        yield from at_least(1, "batch", global_size=self.global_size, micro_size=self.micro_size)
+        """Invalid batch sizes."""
+        yield from at_least(1, "batch", global_size=self.global_size)
+        yield from at_least(0, "batch", micro_size=self.micro_size)
         if self.rampup is None:
             return
         start, increment, samples = self.rampup
@@ -49,80 +54,160 @@ class BatchConfig(Checked):
             )
         elif (self.global_size - start) % increment:
             yield (
-                f"batch.rampup={list(self.rampup)} does not arrive: batch.global_size={self.global_size} - start={start} "
+                f"batch.rampup={list(self.rampup)} does not reach batch.global_size: batch.global_size={self.global_size} - start={start} "
                 f"= {self.global_size - start} must be a multiple of increment={increment}"
             )
 
 
 @dataclass(frozen=True)
 class BudgetConfig(Checked):
-    """When the run is done: at the first of these that is reached."""
+    """How long to train: until the first of these limits is reached."""
 
     steps: int | None = None
     """Optimizer steps."""
     samples: int | None = None
-    """Samples; a last batch that would not be full is left out."""
+    """Samples; an incomplete last batch is dropped."""
     tokens: int | None = None
     """Tokens, counted as samples x model.context."""
     epochs: float | None = None
-    """Passes over the training documents; of a weighted data.blend, times until its first dataset has been read whole."""
+    """Passes over the training data; with a weighted data.blend, an epoch ends when the first dataset is exhausted."""
     hours: float | None = None
     """Hours spent in training steps over all attempts; start-up, evaluations and saves are not counted."""
 
     def problems(self) -> Iterator[str]:
-        """What cannot work in the budget."""
+        """Invalid budgets."""
         given = dict(steps=self.steps, samples=self.samples, tokens=self.tokens)
         yield from at_least(1, "budget", **given)
         for name, value in (("epochs", self.epochs), ("hours", self.hours)):
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                yield f"budget.{name}={value} must be a finite number of more than 0"
+            if value is not None and not 0 < value <= MOST:
+                yield f"budget.{name}={value} must be a finite number of more than 0, at most {MOST:,}"
 
 
 @dataclass(frozen=True)
-class EvaluateConfig(Checked):
-    """Loss on held-out data while training."""
+class CheckpointConfig(Checked):
+    """Saving and resuming."""
 
+    enabled: bool = True
+    """false: save nothing, not even at the end (fairseq's --no-save), for benchmarks. A run that is stopped starts from scratch."""
     every: int = 1000
-    """Steps between evaluations; 0: never. The last step is evaluated too."""
-    batches: int = 10
-    """Batches of batch.global_size samples an evaluation reads, always the same ones."""
+    """Steps between saves; 0: only on exit. The last step is always saved."""
+    minutes: float | None = None
+    """Also save after this many minutes since the last save."""
+    epochs: float | None = None
+    """Also save after this many epochs; 1 is fairseq's --save-interval 1."""
+    background: bool = True
+    """Write in the background while training continues; needs CPU memory for a copy of the state, 12 bytes per parameter that this
+    process holds. false: training waits until the checkpoint is on disk."""
+    file_mb: float = 16.0
+    """Ranks that hold the same weights each write an even part of them, if that is at least this many MB; otherwise fewer ranks
+    write, so that a thousand ranks do not make a thousand small files. 0: all of them write."""
+    keep_last: int = 3
+    """Newest healthy regular checkpoints to keep; at least 2, in case one becomes corrupt. The newest two are kept in addition if they
+    were saved during a loss spike or skipped steps. A checkpoint that is saved because a signal, stop or exit_minutes ends the attempt
+    does not count: it is kept until the next regular one."""
+    keep_every: int = 0
+    """Also keep checkpoints of steps that are a multiple of this; 0: none."""
+    keep_best: int = 0
+    """Also keep this many checkpoints with the lowest validation loss, among steps that are both evaluated and saved."""
+    keep_epochs: int = 0
+    """Also keep the newest checkpoints that were saved because of checkpoint.epochs, this many (fairseq's --keep-last-epochs)."""
+    resume: Literal["auto", "require", "never"] = "auto"
+    """auto: resume from the newest good checkpoint, if there is one; require: exit with 66 if there is none; never: refuse a run directory that has any."""
+    init_from: str | None = None
+    """Run directory or checkpoint whose weights a new run starts from, for fine-tuning. Optimizer, step and data start from scratch."""
+    grace_seconds: float = 30.0
+    """Seconds between TERM and KILL: the partition's GraceTime, or Slurm's KillWait. A save that would take longer is not started.
+    For USR1 and USR2 it is job.warn_seconds."""
 
     def problems(self) -> Iterator[str]:
-        """What cannot work in the evaluation."""
-        yield from at_least(0, "evaluate", every=self.every)
-        yield from at_least(1, "evaluate", batches=self.batches)
+        """Invalid checkpoint settings."""
+        yield from at_least(0, "checkpoint", every=self.every, keep_every=self.keep_every, keep_best=self.keep_best)
+        yield from at_least(2, "checkpoint", keep_last=self.keep_last)
+        yield from at_least(0, "checkpoint", keep_epochs=self.keep_epochs, file_mb=self.file_mb)
+        if self.keep_epochs and self.epochs is None:
+            yield f"checkpoint.keep_epochs={self.keep_epochs} has no effect without checkpoint.epochs, which saves at the ends of epochs"
+        if not self.enabled and self.resume == "require":
+            yield "checkpoint.enabled=false saves nothing, so there is nothing for checkpoint.resume=require to resume from"
+        given = dict(minutes=self.minutes, grace_seconds=self.grace_seconds, epochs=self.epochs)
+        for name, value in given.items():
+            if value is not None and not value > 0:
+                yield f"checkpoint.{name}={value} must be more than 0"
+        if self.init_from is not None and self.resume == "require":
+            yield "checkpoint.init_from starts a new run, which checkpoint.resume=require forbids; leave one of them out"
 
 
 @dataclass(frozen=True)
 class LogConfig(Checked):
-    """What is told while training."""
+    """Logging while training."""
 
     every: int = 10
     """Steps between log lines; metrics.jsonl gets every step."""
     tensorboard: bool = True
     """Write TensorBoard files."""
+    sinks: list[str] = field(default_factory=list)
+    """Experiment trackers that metrics go to in addition: wandb, mlflow, trackio, or your own as package.module:Name. One run in
+    each over all attempts; a sink that fails or blocks never stops or slows training (docs/sinks.md)."""
+    project: str = "hpclm"
+    """Project of the run in Weights & Biases and Trackio, experiment in MLflow."""
+    style: Literal["hpclm", "megatron", "fairseq"] = "hpclm"
+    """How log lines look: hpclm's own, or as Megatron-LM or fairseq (--log-format simple, losses in bits) print them, for
+    scripts that read their logs. metrics.jsonl stays the same."""
+    timers: bool = False
+    """Measure forward pass, backward pass and update of every step, for metrics.jsonl and TensorBoard (Megatron's
+    --log-timers-to-tensorboard, DeepSpeed's --profile-backward); in a pipeline, forward and backward together."""
 
     def problems(self) -> Iterator[str]:
-        """What cannot work in the log settings."""
+        """Invalid log settings."""
         yield from at_least(1, "log", every=self.every)
+        yield from sinks.problems(self.sinks)
+        if not self.project.strip() or not self.project.isprintable():
+            yield f"log.project={self.project!r} must be one line of text that is not empty"
+
+    def missing_libraries(self) -> list[str]:
+        """Libraries that the sinks need and that are not installed here."""
+        return sinks.missing_libraries(self.sinks)
+
+
+@dataclass(frozen=True)
+class ProfileConfig(Checked):
+    """Where the time of a step goes, by torch.profiler."""
+
+    steps: tuple[int, int] | None = None
+    """[first, last]: record these steps. Writes profile/rank-00000.json in the run directory, a trace for Perfetto or
+    chrome://tracing, and a table of the ten most expensive operations; null: off, at no cost."""
+    ranks: list[int] = field(default_factory=lambda: [0])
+    """Ranks that record."""
+
+    def problems(self) -> Iterator[str]:
+        """What cannot work in the profile settings."""
+        if self.steps is not None and not 1 <= self.steps[0] <= self.steps[1] < self.steps[0] + MOST_PROFILED:
+            yield (
+                f"profile.steps={list(self.steps)} must be [first, last], from step 1, in order, and at most {MOST_PROFILED} "
+                "steps: a trace is held in memory"
+            )
+        if not self.ranks or any(rank < 0 for rank in self.ranks):
+            yield f"profile.ranks={self.ranks} must name ranks, from 0"
 
 
 @dataclass(frozen=True)
 class RunConfig(Checked):
-    """Everything a run is made from."""
+    """All settings of a run."""
 
     name: str = "run"
-    """What the run is called."""
+    """Name of the run."""
     out: str = "runs/${name}"
-    """Run directory; everything the run leaves behind is in it."""
+    """Run directory, for all files of the run."""
     seed: int = 1234
-    """Initial weights, dropout and sample order follow from it."""
+    """Seed of the initial weights, dropout and the sample order."""
     stop_at: int | None = None
-    """Save and leave once this step is done, whatever the budget; the schedule does not change. For trying things out."""
+    """Save and exit after this step, without changing budget or schedule; for experiments."""
     exit_interval: int | None = None
-    """Save and leave after each step that is a multiple of this; the same command goes on."""
+    """Save and exit after each step that is a multiple of this; the same command continues the run."""
     exit_minutes: float | None = None
-    """Save and leave when this start has lasted so many minutes; the same command goes on."""
+    """Save and exit after this many minutes of an attempt; the same command continues the run."""
+    kill_switch: str | None = None
+    """Save and exit when this file exists (Megatron's --kill-switch-path); several runs can share it. It must be a regular file that
+    belongs to you or root, and is not removed. To stop a single run, use hpclm stop RUN."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -134,50 +219,48 @@ class RunConfig(Checked):
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     job: JobConfig = field(default_factory=JobConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def problems(self) -> Iterator[str]:
-        """What cannot work between the sections."""
-        if not self.name or "\n" in self.name:
-            yield f"name={self.name!r} must be one line that is not empty"
+        """What is wrong at the top level and between sections."""
+        if not self.name or not self.name.isprintable():
+            yield f"name={self.name!r} must be one line of text that is not empty"
         if not self.out.strip():
             yield "out is empty; give the run directory"
         if not 0 <= self.seed < 2**32:
-            yield f"seed={self.seed} must be at least 0 and less than 2^32, as the sample order's generator wants it"
+            yield f"seed={self.seed} must be at least 0 and less than 2^32, because the sample order's generator requires it"
         yield from at_least(1, "run", stop_at=self.stop_at, exit_interval=self.exit_interval)
+        if self.kill_switch is not None and not self.kill_switch.strip():
+            yield "kill_switch is empty; give a path, or null"
         if self.exit_minutes is not None and not self.exit_minutes > 0:
             yield f"exit_minutes={self.exit_minutes} must be more than 0"
         if self.engine.precision != "fp16" and self.scaler != ScalerConfig():
             yield f"scaler.* has no effect with engine.precision={self.engine.precision}; it is for fp16"
         if self.batch.loss_norm == "microbatch" and not (self.data.eod_mask_loss or self.data.break_mode):
             yield "batch.loss_norm=microbatch has no effect without data.eod_mask_loss=true"
-        timed = self.budget != BudgetConfig() and all(
-            v is None for v in (self.budget.steps, self.budget.samples, self.budget.tokens, self.budget.epochs)
-        )
-        if (
-            timed
-            and self.optim.schedule_length is None
-            and self.optim.schedule in SCHEDULES
-            and self.optim.schedule not in ("constant", "fairseq_inverse_sqrt")
-        ):
+        open_ended = self.budget.hours is not None and self.budget == BudgetConfig(hours=self.budget.hours)
+        unbounded = open_ended and self.optim.schedule_length is None
+        endless = self.optim.schedule in ("constant", "fairseq_inverse_sqrt")
+        if unbounded and self.optim.schedule in SCHEDULES and not endless:
             yield (
                 f"budget.hours alone does not say how long optim.schedule={self.optim.schedule} is; "
                 f"set optim.schedule_length in {self.optim.unit}, or optim.schedule=constant"
             )
-        if timed and self.optim.warmup_fraction and self.optim.schedule_length is None:
+        if unbounded and self.optim.warmup_fraction:
             yield "optim.warmup_fraction needs a length; set optim.schedule_length, or optim.warmup"
         yield from self.model.unsplit(self.parallel.tensor)
         if self.engine.name in SUPPORTS:
             can = SUPPORTS[self.engine.name]
-            yield from supports.problems(self.engine, self.parallel, self.optim.name, can)
+            yield from unsupported(self.engine, self.parallel, self.optim.name, can)
             if can.more:
-                yield from lookup("check", can.more, {can.more: can.more})(self)
+                yield from load(can.more)(self)
         if self.optim.name == "cpu_adam" and self.engine.offload == "none":
             yield "optim.name=cpu_adam needs engine.offload=optimizer or parameters"
         if self.parallel.schedule == "zero_bubble" and self.engine.recompute != "none":
             yield (
-                f"parallel.schedule=zero_bubble goes backward twice, and engine.recompute={self.engine.recompute} can only once; "
+                f"parallel.schedule=zero_bubble splits the backward pass in two, which engine.recompute={self.engine.recompute} does not support; "
                 f"set engine.recompute=none, or another schedule"
             )
         stages = self.parallel.pipeline * self.parallel.chunks
@@ -192,7 +275,7 @@ class RunConfig(Checked):
             yield from error.problems
 
     def missing(self) -> list[str]:
-        """What a run still needs to be told; settings may be looked at without it."""
+        """Settings that are required for a run, but not for inspecting settings."""
         found = []
         if self.data.source == "indexed" and not (self.data.prefix or self.data.blend or self.data.train):
             found.append(
@@ -203,16 +286,25 @@ class RunConfig(Checked):
             found.append("no budget: set budget.steps, budget.samples, budget.tokens, budget.epochs or budget.hours")
         return found
 
+    def missing_libraries(self) -> list[str]:
+        """Optional libraries that these settings need and that are not installed here."""
+        return self.engine.missing_libraries() + self.evaluate.missing_libraries() + self.log.missing_libraries()
+
     def plan(self, processes: int = 1) -> Plan:
-        """How the work divides over ``processes``; ConfigError says which two numbers do not fit."""
+        """How the batches are divided over ``processes``; ConfigError if the numbers do not fit.
+
+        Until batch.micro_size=auto is resolved, it counts as 1.
+        """
         parallel = self.parallel
         if processes % parallel.model:
             raise ConfigError(
                 f"{processes} process{'es' * (processes != 1)} cannot be divided by parallel.tensor={parallel.tensor} x "
-                f"parallel.pipeline={parallel.pipeline} = {parallel.model}"
+                f"parallel.pipeline={parallel.pipeline} = {parallel.model}; start {parallel.model} or a multiple of it, such "
+                f"as hpclm submit --gpus {parallel.model}"
             )
         rampup = Rampup(*self.batch.rampup) if self.batch.rampup else None
-        plan = Plan.divide(processes // parallel.model, self.batch.global_size, self.batch.micro_size, rampup)
+        plan = Plan.divide(processes // parallel.model, self.batch.global_size, self.batch.micro_size or 1, rampup)
+        parallel.shard_size(plan.data)
         can = SUPPORTS.get(self.engine.name)
         for count in plan.accumulations() if can and can.counts and parallel.pipeline > 1 else ():
             needs = can.counts(count, parallel.pipeline, parallel.schedule) if can and can.counts else None

@@ -1,11 +1,12 @@
-"""Samples to micro-batches: which samples a step reads is a function of the samples consumed before it, and nothing else.
+"""Samples to micro-batches, prefetched: the samples of a step depend only on the number of samples consumed before it.
 
-B sequences in a micro-batch, T tokens in a sequence, R data-parallel replicas. Each R micro-batches in a row are one for
-every replica, as Megatron's sequential sampler deals them out.
+B sequences in a micro-batch, T tokens in a sequence, R data-parallel replicas. Of every R consecutive micro-batches
+each replica gets one, as with Megatron's sequential sampler.
 """
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -13,9 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hpclm.config import Plan, RunConfig
-from hpclm.data.prefetch import Prefetch
-from hpclm.data.sources import PADDING, Samples
+from hpclm.data.sources import PADDING, Samples, needs_eod
 from hpclm.errors import ConfigError
+
+T = TypeVar("T")
 
 
 class Batch(NamedTuple):
@@ -23,9 +25,9 @@ class Batch(NamedTuple):
 
     tokens: Tensor  # [B, T] int64; this and labels may be views of one tensor, and not contiguous
     labels: Tensor  # [B, T] int64: the token after each
-    loss_mask: Tensor | None  # [B, T] bool: what counts in the loss; None: everything
-    positions: Tensor | None  # [B, T] int64, where they restart inside the sample
-    documents: Tensor | None  # [B, T] int64, number of the document, where attention stays inside it
+    loss_mask: Tensor | None  # [B, T] bool: tokens that count in the loss; None: all
+    positions: Tensor | None  # [B, T] int64, if positions restart inside the sample
+    documents: Tensor | None  # [B, T] int64 document indices, if attention must not cross documents
 
 
 class Batches:
@@ -41,16 +43,9 @@ class Batches:
         replica: int = 0,
     ):
         data = config.data
-        wanted = [
-            name
-            for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
-            if getattr(data, name) and eod is None
-        ]
-        if wanted:
-            raise ConfigError(
-                f"data.{wanted[0]} needs the end-of-document token, which the dataset does not name; "
-                f"set data.tokenizer and data.tokenizer_files"
-            )
+        lacking = list(needs_eod(data, eod))
+        if lacking:
+            raise ConfigError(lacking)
         self.samples, self.plan, self.data, self.device, self.replica = samples, plan, data, device, replica
         self.width, self.vocab_size, self.eod = config.model.context + 1, config.model.vocab_size, eod
         self._ahead = Prefetch(self._read_step, lambda consumed: consumed + plan.batch_size(consumed), data.workers)
@@ -60,14 +55,14 @@ class Batches:
         return [self._place(loaded) for loaded in self._ahead(consumed)]
 
     def take(self, start: int, count: int) -> Iterator[Batch]:
-        """Samples ``start`` to ``start + count``, a micro-batch at a time; past the end the samples begin anew.
+        """Samples ``start`` to ``start + count``, one micro-batch at a time; past the end the samples repeat.
 
-        Every replica gets as many micro-batches as the first, the last perhaps one of which nothing counts.
+        Every replica gets as many micro-batches as the first, the last one possibly fully masked.
         """
         return map(self._place, self._read(start, count))
 
     def close(self) -> None:
-        """Read no further ahead."""
+        """Stop prefetching."""
         self._ahead.close()
 
     def _read_step(self, consumed: int) -> "list[_Loaded]":
@@ -100,16 +95,17 @@ class Batches:
             inside = tokens != self.eod
             mask = inside if mask is None else mask & inside
         if self.data.reset_attention_mask or self.data.reset_position_ids:
-            number = np.cumsum(tokens == self.eod, 1) - (tokens == self.eod)  # an end-of-document token ends its own
+            ends = tokens == self.eod  # an end-of-document token belongs to the document that it ends
+            number = np.cumsum(ends, 1) - ends
             documents = number if self.data.reset_attention_mask else None
             positions = _restarted(number) if self.data.reset_position_ids else None
         tensors: list[Any] = [None if x is None else torch.from_numpy(x) for x in (wide, mask, positions, documents)]
-        if self.device.type == "cuda":  # copies from pinned memory do not make the host wait
+        if self.device.type == "cuda":  # copies from pinned memory are asynchronous
             tensors = [None if x is None else x.pin_memory() for x in tensors]
         return _Loaded(*tensors)
 
     def _check(self, rows: NDArray[np.integer], indices: range) -> bool:
-        """Whether some samples are short; ConfigError where a token is none of the model's."""
+        """Whether some samples are padded; ConfigError if a token is outside the model's vocabulary."""
         low, high = int(rows.min()), int(rows.max())
         padded = low == PADDING
         if padded:
@@ -118,18 +114,18 @@ class Batches:
             row, column = np.argwhere((rows >= self.vocab_size) | ((rows < 0) & (rows != PADDING)))[0]
             raise ConfigError(
                 f"sample {indices[row]} holds token {rows[row, column]}, outside model.vocab_size={self.vocab_size}; "
-                f"set model.vocab_size to the tokenizer's size, or look at the dataset"
+                f"set model.vocab_size to the tokenizer's size, or check the dataset"
             )
         return padded
 
     def _place(self, loaded: "_Loaded") -> Batch:
         moved: list[Any] = [None if x is None else x.to(self.device, non_blocking=True) for x in loaded]
         rows, *others = moved
-        return Batch(rows[:, :-1], rows[:, 1:], *others)  # views: two copies would take as long as reading did
+        return Batch(rows[:, :-1], rows[:, 1:], *others)  # views, because two copies would take as long as reading
 
 
 class _Loaded(NamedTuple):
-    """A micro-batch on its way: rows [B, T + 1], tokens and labels in one; the rest as in Batch."""
+    """A micro-batch on the CPU: rows [B, T + 1] hold tokens and labels; the rest as in Batch."""
 
     rows: Tensor
     loss_mask: Tensor | None
@@ -138,7 +134,39 @@ class _Loaded(NamedTuple):
 
 
 def _restarted(documents: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[B, T] document numbers -> positions that begin at 0 in each document."""
+    """[B, T] document indices -> positions that start at 0 in each document."""
     where = np.broadcast_to(np.arange(documents.shape[1]), documents.shape)
     starts = np.diff(documents, axis=1, prepend=-1) != 0
     return where - np.maximum.accumulate(np.where(starts, where, 0), axis=1)
+
+
+class Prefetch(Generic[T]):
+    """Calls ``make(key)`` ahead of time for the keys that will be requested next.
+
+    ``following`` returns the key after a key. Values depend only on their key, so neither the number of threads nor the order of
+    requests changes results; threads=0 computes values on request.
+    """
+
+    def __init__(self, make: Callable[[int], T], following: Callable[[int], int], threads: int):
+        self._make, self._following, self._threads = make, following, threads
+        self._pool = ThreadPoolExecutor(threads, "prefetch") if threads else None
+        self._coming: dict[int, Future[T]] = {}
+
+    def __call__(self, key: int) -> T:
+        """The result of ``make(key)``, or its exception."""
+        if self._pool is None:
+            return self._make(key)
+        wanted = [key]
+        for _ in range(self._threads + 1):
+            wanted.append(self._following(wanted[-1]))
+        for stale in set(self._coming) - set(wanted):
+            self._coming.pop(stale).cancel()
+        for ahead in wanted:
+            if ahead not in self._coming:
+                self._coming[ahead] = self._pool.submit(self._make, ahead)
+        return self._coming.pop(key).result()
+
+    def close(self) -> None:
+        """Stop prefetching; calls in progress finish."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)

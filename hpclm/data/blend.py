@@ -1,6 +1,6 @@
-"""Several datasets as one: which of them gives the i-th sample.
+"""Blend several datasets: which of them provides the i-th sample.
 
-K datasets, N samples wanted. Greedy: at i the dataset that is furthest behind its weight comes next, the first of equals.
+K datasets, N samples wanted. Greedy: the next sample comes from the dataset that is furthest behind its weight; ties go to the first.
 Source: NVIDIA/Megatron-LM megatron/core/datasets/blended_megatron_dataset_builder.py and helpers.cpp;
 bigscience-workshop/Megatron-DeepSpeed megatron/data/blendable_dataset.py.
 """
@@ -12,24 +12,24 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hpclm.data.compiled import compiled
+from hpclm.data.order import compiled
 from hpclm.errors import ConfigError
 
-MOST = 2**15 - 1  # datasets, whose numbers are int16
-BLOCK = 1 << 20  # turns that are counted at a time
-SURPLUS = 1.005  # the peers ask each dataset for half a percent more than its share
+MOST = 2**15 - 1  # datasets; their indices are int16
+BLOCK = 1 << 20  # samples counted at a time
+SURPLUS = 1.005  # the other projects request half a percent more than needed from each dataset
 
 
 @dataclass(frozen=True, eq=False)
 class Turns:
-    """Whose turn it is: sample i is sample index[i] of dataset which[i], [N] each."""
+    """The blend order: sample i is sample index[i] of dataset which[i], [N] each."""
 
     which: NDArray[np.int16]
     index: NDArray[np.int64]
 
 
 def shares(weights: Sequence[float], wanted: int, policy: str) -> tuple[list[int], int]:
-    """Samples to ask of each dataset so that ``wanted`` come together, and how many the blend then has."""
+    """Samples to request from each dataset for ``wanted`` in all, and the resulting size of the blend."""
     whole = sum(weights)
     parts = [weight / whole for weight in weights]
     if policy == "mcore":
@@ -39,19 +39,19 @@ def shares(weights: Sequence[float], wanted: int, policy: str) -> tuple[list[int
 
 
 def weighted(weights: Sequence[float], total: int) -> Turns:
-    """``total`` turns in proportion to the weights."""
+    """A blend of ``total`` samples in proportion to the weights."""
     whole = sum(weights)
     return _turns(np.array([weight / whole for weight in weights]), np.full(len(weights), total), total)
 
 
 def exhaustive(sizes: Sequence[int]) -> Turns:
-    """Turns in which every sample of every dataset comes once; sizes: samples of each."""
+    """A blend in which every sample of every dataset occurs once; sizes: samples of each."""
     total = sum(sizes)
     return _turns(np.array(sizes) / total, np.array(sizes), total)
 
 
 def counts(turns: Turns, datasets: int) -> list[int]:
-    """How many samples each of the datasets gives."""
+    """Number of samples from each dataset."""
     found = np.zeros(datasets, np.int64)
     for first in range(0, len(turns.which), BLOCK):
         found += np.bincount(turns.which[first : first + BLOCK], minlength=datasets)

@@ -1,19 +1,23 @@
-"""The datasets on disk that a run reads: which parts it has, and the tokenizer they share."""
+"""The datasets on disk that a run reads, divided into splits, and their common tokenizer."""
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
 from hpclm.config import DataConfig
-from hpclm.config.mixture import Mixture, mixture, named
+from hpclm.config.data import Mixture, mixture, named
 from hpclm.data import tokenizers
+from hpclm.data.disk.content import DIGEST, check_some, noted
 from hpclm.data.disk.indexed import IndexedDataset, sidecar
 from hpclm.data.order import split_bounds, split_parts
-from hpclm.data.portions import Part, Portion, Reading
 from hpclm.data.sources import Samples
+from hpclm.data.splits import DatasetSlice, SampleSettings, Split
 from hpclm.errors import ConfigError
 
-PARTS = ("train", "valid", "test")
-NAMED = "valid/"  # before the names of further validation sets
+SPLITS = ("train", "valid", "test")
+SAMPLED = 64  # blocks, over all datasets, that are verified when a run starts
+FIRST = 1 << 20  # tokens of a dataset without PREFIX.json that are checked against the vocabulary at start
+NAMED = "valid/"  # prefix of the names of further validation sets
 
 
 class Corpus:
@@ -27,6 +31,9 @@ class Corpus:
             for prefix in entry.prefixes:
                 self._datasets.setdefault(prefix, opened(prefix))
         tokenizer = shared_tokenizer(settings, list(self._datasets), vocab_size)
+        if not tokenizer:
+            for dataset in self._datasets.values():
+                check_tokens(dataset, vocab_size)
         self.eod: int | None = tokenizer.get("eod")
         if not settings.break_mode:
             eos = -1
@@ -37,50 +44,87 @@ class Corpus:
                 "data.break_mode needs the end-of-line token, which the dataset does not name; set data.tokenizer and "
                 "data.tokenizer_files, for example to fairseq and its dict.txt"
             )
-        self._reading = Reading(context, seed, settings.order, settings.break_mode, settings.index_cache, eos)
-        self.parts = {name: self._part(name, entry) for name, entry in wanted.items()}
-        self.held_out = [name for name in self.parts if name.startswith("valid")]
-        train = self.parts["train"]
-        self.identity: dict[str, Any] = {
-            "datasets": [portion.identity() for portion in train.portions],
+        repeat = settings.short_part == "repeat"
+        self._sampling = SampleSettings(
+            context, seed, settings.order, settings.break_mode, settings.index_cache, eos, repeat
+        )
+        self.splits = {name: self._split(name, entry) for name, entry in wanted.items()}
+        self.held_out = [name for name in self.splits if name.startswith("valid")]
+        train = self.splits["train"]
+        self.fingerprint: dict[str, Any] = {
+            "datasets": [each.fingerprint() for each in train.slices],
             "weights": train.weights and list(train.weights),
             "order": settings.order,
             "break_mode": settings.break_mode,
             "tokenizer": tokenizer or None,
         }
 
-    def per_epoch(self, part: str) -> int:
-        """Samples in one pass of the part; 0 where it is shorter than one."""
-        return self.parts[part].per_epoch if part in self.parts else 0
+    def check_content(self) -> list[str]:
+        """Verify random blocks of the datasets against the hashes in their notes; returns what was found, one sentence each.
 
-    def samples(self, part: str, wanted: int | None) -> Samples:
-        """At least ``wanted`` samples of the part, or those of one pass; ConfigError where it is shorter than one."""
-        if part not in self.parts:
-            raise ConfigError(f"the settings name no data for {part!r}; they do for {', '.join(self.parts)}")
-        return self.parts[part].samples(wanted, self.settings, self.context)
+        ConfigError if one differs.
+        """
+        each, draw = max(1, SAMPLED // len(self._datasets)), random.Random()
+        looked, total, unknown = 0, 0, []
+        for prefix, dataset in self._datasets.items():
+            content = noted(prefix)
+            if content is None:
+                unknown.append(prefix)
+                continue
+            looked += check_some(dataset, content, each, draw)
+            total += len(content.blocks) // DIGEST
+        said = []
+        if looked:
+            said.append(
+                f"data: {looked:,} of {total:,} blocks of 1 MiB, chosen at random, are intact; "
+                "hpclm data verify reads all"
+            )
+        if unknown:
+            names = ", ".join(unknown[:3]) + f" and {len(unknown) - 3} more" * (len(unknown) > 3)
+            said.append(
+                f"data: lengths and index of {names} are valid; their tokens cannot be verified without hashes: hpclm data hash adds them"
+            )
+        return said
 
-    def _part(self, name: str, entry: Mixture) -> Part:
+    def per_epoch(self, split: str) -> int:
+        """Samples in one epoch of the split; 0 if it is shorter than one."""
+        return self.splits[split].per_epoch if split in self.splits else 0
+
+    def check(self, split: str, wanted: int | None) -> None:
+        """ConfigError if ``samples`` cannot provide that many; reads and builds nothing large."""
+        self._known(split).check(wanted, self.settings, self.context)
+
+    def samples(self, split: str, wanted: int | None) -> Samples:
+        """At least ``wanted`` samples of the split, or one epoch; ConfigError if it is shorter than one."""
+        return self._known(split).samples(wanted, self.settings, self.context)
+
+    def _known(self, split: str) -> Split:
+        if split not in self.splits:
+            raise ConfigError(f"the settings define no data for {split!r}, only for {', '.join(self.splits)}")
+        return self.splits[split]
+
+    def _split(self, name: str, entry: Mixture) -> Split:
         keep = self.settings.keep_partial and name != "train"
-        own = self.settings.train or name.startswith(NAMED)  # datasets of its own, read whole
-        portions = []
+        separate = self.settings.train or name.startswith(NAMED)  # not split
+        slices = []
         for prefix in entry.prefixes:
             dataset = self._datasets[prefix]
             span = range(len(dataset))
-            if not own:
-                span = range(*split_bounds(self.settings.split, len(dataset), self.settings.order)[PARTS.index(name)])
-            portions.append(Portion(dataset, span, self._reading, keep))
-        return Part(name, tuple(portions), entry.weights)
+            if not separate:
+                span = range(*split_bounds(self.settings.split, len(dataset), self.settings.order)[SPLITS.index(name)])
+            slices.append(DatasetSlice(dataset, span, self._sampling, keep))
+        return Split(name, tuple(slices), entry.weights)
 
 
 def listed(settings: DataConfig) -> Iterator[tuple[str, Mixture]]:
-    """The parts that the settings keep data for, and their datasets."""
+    """The splits that the settings define, and their datasets."""
     if settings.train:
-        for name in PARTS:
+        for name in SPLITS:
             if getattr(settings, name):
                 yield name, mixture(getattr(settings, name), f"data.{name}")
     else:
         whole = mixture(settings.blend, "data.blend") if settings.blend else Mixture((settings.prefix or "",), None)
-        for name, share in zip(PARTS, split_parts(settings.split), strict=True):
+        for name, share in zip(SPLITS, split_parts(settings.split), strict=True):
             if name == "train" or share:
                 yield name, whole
     for name, entry in named(settings.validation, "data.validation").items():
@@ -88,37 +132,46 @@ def listed(settings: DataConfig) -> Iterator[tuple[str, Mixture]]:
 
 
 def opened(prefix: str) -> IndexedDataset:
-    """The dataset; ConfigError where there is none, or nothing in it."""
+    """The dataset; ConfigError if there is none, or if it is empty."""
     if not prefix:
         raise ConfigError("data.prefix is not set; give the path of a dataset made by 'hpclm preprocess'")
     dataset = IndexedDataset(prefix)
     if not len(dataset.flat):
-        raise ConfigError(f"dataset {dataset.prefix} holds no tokens ({len(dataset)} sequences)")
+        raise ConfigError(f"dataset {dataset.prefix} has no tokens ({len(dataset)} sequences)")
     return dataset
 
 
+def check_tokens(dataset: IndexedDataset, vocab_size: int) -> None:
+    """ConfigError if one of the first tokens is outside the vocabulary; others are checked when they are read."""
+    first = dataset.block(0, FIRST)
+    low, high = int(first.min()), int(first.max())
+    if low < 0 or high >= vocab_size:
+        raise ConfigError(
+            f"dataset {dataset.prefix} holds token {high if low >= 0 else low}, outside model.vocab_size={vocab_size}; set "
+            "model.vocab_size to the size of the tokenizer it was made with, or check the dataset"
+        )
+
+
 def corpus(data: DataConfig, context: int, seed: int, vocab_size: int) -> Corpus:
-    """The source for ``data.source=indexed``; ConfigError where datasets or tokenizer do not fit the settings."""
+    """The source for ``data.source=indexed``; ConfigError if datasets or tokenizer do not match the settings."""
     return Corpus(data, context, seed, vocab_size)
 
 
 def shared_tokenizer(settings: DataConfig, prefixes: list[str], vocab_size: int) -> dict[str, Any]:
-    """Identity of the tokenizer that the settings or the datasets' notes name; {} where none does.
-
-    ConfigError where two of them differ, or the model's vocabulary is smaller.
-    """
+    """Fingerprint of the tokenizer of settings and datasets; {} if unknown. ConfigError if they differ, or if the model's
+    vocabulary is smaller."""
     known: list[tuple[str, dict[str, Any]]] = []
     if settings.tokenizer is not None:
         options = tokenizers.Options(settings.eod, settings.extra_ids)
         known.append(
-            ("data.tokenizer", tokenizers.build(settings.tokenizer, settings.tokenizer_files, options).identity)
+            ("data.tokenizer", tokenizers.build(settings.tokenizer, settings.tokenizer_files, options).fingerprint)
         )
     for prefix in prefixes:
         note = sidecar(prefix)
-        if note:
+        if "tokenizer" in note:
             known.append((f"dataset {prefix}", note["tokenizer"]))
-    for place, identity in known[1:]:
-        differs = tokenizers.mismatch(identity, known[0][1])
+    for place, fingerprint in known[1:]:
+        differs = tokenizers.mismatch(fingerprint, known[0][1])
         if differs:
             way_out = (
                 "leave data.tokenizer out to use the dataset's own"
@@ -128,10 +181,10 @@ def shared_tokenizer(settings: DataConfig, prefixes: list[str], vocab_size: int)
             raise ConfigError(f"{place} and {known[0][0]} do not have the same tokenizer: {differs}; {way_out}")
     if not known:
         return {}
-    place, identity = known[0]
-    if identity["size"] > vocab_size:
+    place, fingerprint = known[0]
+    if fingerprint["size"] > vocab_size:
         raise ConfigError(
-            f"model.vocab_size={vocab_size} is smaller than the {identity['size']} entries of the {identity['kind']} "
-            f"tokenizer of {place}; set model.vocab_size={identity['size']}"
+            f"model.vocab_size={vocab_size} is smaller than the {fingerprint['size']} entries of the {fingerprint['kind']} "
+            f"tokenizer of {place}; set model.vocab_size={fingerprint['size']}"
         )
-    return identity
+    return fingerprint

@@ -1,8 +1,8 @@
-"""Indices of samples kept on disk: built once, memory-mapped by everyone, and never stale.
+"""A cache of sample indices on disk: built once, memory-mapped by all processes, and never stale.
 
 An entry is a folder named by the hash of its key: each array as .npy, and about.json with the key in full and the
-files' sizes and fingerprints. It is written aside and renamed, so that of processes that build the same one, on one machine or on several
-that share the folder, the first to finish wins and the others use what it made. Anything in the folder may be deleted.
+files' sizes and fingerprints. It is written under a temporary name and renamed. If several processes build the same entry, on one machine or
+several, the first to finish wins and the others use its result. Anything in the folder may be deleted.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpclm.files import aside, fingerprint, locked, sweep, sync
+from hpclm.files import aside, fingerprint, locked, read_text, reader, sweep, sync
 
 FORMAT = 1  # of an entry, and of the way indices are built
 Arrays = dict[str, NDArray[Any]]
@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 
 
 def kept(folder: Path, key: dict[str, Any], build: Callable[[], Arrays]) -> Arrays:
-    """The arrays that ``build`` makes for ``key`` (JSON: all that they depend on), from ``folder`` where they are there.
+    """The arrays that ``build`` creates for ``key`` (JSON: everything they depend on), from the cache in ``folder`` if possible.
 
-    A folder that cannot be written costs a warning, and the arrays are held in memory.
+    If the folder cannot be written, a warning is logged and the arrays are kept in memory.
     """
     about = {"format": FORMAT, **key}
     entry = folder / hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=16).hexdigest()
@@ -52,15 +52,15 @@ def kept(folder: Path, key: dict[str, Any], build: Callable[[], Arrays]) -> Arra
 
 
 def _load(entry: Path, about: dict[str, Any]) -> Arrays | None:
-    """The arrays of an entry, memory-mapped; None where it is not there, or not whole."""
+    """The arrays of an entry, memory-mapped; None if it is missing or incomplete."""
     try:
-        written = json.loads((entry / "about.json").read_text("utf-8"))
+        written = json.loads(read_text(entry / "about.json"))
         if written.pop("files") != _account(entry) or written != about:
             raise ValueError("it is not what about.json says")
         return {path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in entry.glob("*.npy")}
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # any other OSError says nothing of the entry
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # not OSError: a failing disk
         log.warning("the index in %s is damaged (%s); it is built again", entry, error)
         return None
 
@@ -85,10 +85,9 @@ def _save(arrays: Arrays, entry: Path, about: dict[str, Any]) -> None:
 
 
 def _account(entry: Path) -> dict[str, list[Any]]:
-    """Size and fingerprint of each array's file."""
     found: dict[str, list[Any]] = {}
     for path in sorted(entry.glob("*.npy")):
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        with reader(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             found[path.name] = [len(content), fingerprint(content)]
     return found
 

@@ -1,25 +1,32 @@
-"""The order of a dataset's samples: which documents a part has, how they are shuffled, where each sample begins.
+"""The order of a dataset's samples: which documents a split has, how they are shuffled, where each sample starts.
 
 S tokens in a sample (model.context), n sequences in the dataset, N samples wanted, E epochs. Sample i is S + 1 tokens of
-the shuffled documents laid end to end, so neighbours share one. Source: NVIDIA/Megatron-LM
+the concatenated shuffled documents, so neighbours share one. Source: NVIDIA/Megatron-LM
 megatron/core/datasets/gpt_dataset.py, bigscience-workshop/Megatron-DeepSpeed megatron/data/gpt_dataset.py, and
-Megatron-LM v1.1.5; what their C++ helper does one token count at a time is done here in blocks of documents.
+Megatron-LM v1.1.5; what their C++ helper does one document at a time is done here in blocks of documents.
+
+fairseq's samples are ``blocks`` of at most S tokens instead, divided according to ``data.break_mode``. Source:
+facebookresearch/fairseq fairseq/data/token_block_dataset.py and token_block_utils_fast.pyx.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 LAST_EPOCH_APART = {"mcore": 0.80, "bigscience": 0.95, "dse": 0.0}
-"""The last epoch is shuffled on its own when less than this part of it is wanted."""
-BLOCK = 1 << 16  # documents that are looked at together, so that they stay in the processor's cache
+"""The last epoch is shuffled separately if less than this fraction of it is wanted."""
+BLOCK = 1 << 16  # documents processed at a time, to stay in the processor's cache
+WORTHWHILE = 1_000_000  # iterations of the innermost loop; fewer finish before the compiler has started
+SEPARATOR = 1  # tokens of a line that ends a document: only </s>
 
 
 @dataclass(frozen=True)
 class Order:
-    """What decides the order, apart from the documents' sizes."""
+    """The parameters of the order, besides the sizes of the documents."""
 
     context: int
     """S"""
@@ -27,16 +34,16 @@ class Order:
     policy: str = "mcore"
     """mcore, bigscience or dse."""
     wanted: int | None = None
-    """N; None: one pass."""
+    """N; None: one epoch."""
     keep_partial: bool = False
-    """The tokens after the last whole sample are one more, shorter sample."""
+    """Use the remaining tokens after the last whole sample as a shorter sample."""
 
 
 @dataclass(frozen=True, eq=False)
 class Index:
     """The order of the samples.
 
-    documents [E x sequences]: sequence ids in the order they are laid end to end, E times over.
+    documents [E x sequences]: sequence ids in the order of concatenation, E times over.
     samples [M + 1, 2]: where sample i starts, as a place in documents and an offset in tokens; the last row ends the last.
     shuffle [M]: which sample comes i-th.
     """
@@ -53,7 +60,7 @@ def split_parts(split: str) -> list[float]:
 
 
 def split_bounds(split: str, sequences: int, policy: str) -> list[tuple[int, int]]:
-    """First and last + 1 sequence of the training, validation and test part of ``sequences``."""
+    """First and last + 1 sequence of the training, validation and test split of ``sequences``."""
     given = split_parts(split)
     parts = (np.array(given) / sum(given)).tolist()
     bounds = [0.0]
@@ -74,21 +81,36 @@ def samples_in(tokens: int, context: int, keep_partial: bool = False) -> int:
     return max(0, -(-(tokens - 1) // context) if keep_partial else (tokens - 1) // context)
 
 
+def passes(tokens: int, order: Order) -> int:
+    """E: number of epochs over a split of ``tokens`` tokens that the wanted samples need."""
+    return 1 if order.wanted is None else max(1, -(-(order.wanted * order.context + 1) // tokens))
+
+
+def index_bytes(sequences: int, tokens: int, order: Order) -> int:
+    """Bytes of the index of a split with so many sequences and tokens."""
+    epochs = passes(tokens, order)
+    samples = samples_in(epochs * tokens, order.context, order.keep_partial)
+    width = 8 if epochs * sequences > 2**31 - 1 else 4
+    return width * (epochs * sequences + 2 * samples) + (4 if samples < 2**32 - 2 else 8) * samples
+
+
 def build_index(sizes: NDArray[np.int32], span: range, order: Order) -> Index:
     """The order of at least ``order.wanted`` samples of the sequences ``span``, which hold enough tokens for one.
+
+    A split shorter than one sample is repeated, as in Megatron; with ``wanted`` None it has no sample.
 
     sizes [n]: tokens of every sequence of the dataset.
     """
     context, wanted = order.context, order.wanted
     per_epoch = int(sizes[span.start : span.stop].sum(dtype=np.int64))
-    epochs = 1 if wanted is None else max(1, -(-(wanted * context + 1) // per_epoch))
+    epochs = passes(per_epoch, order)
     total = samples_in(epochs * per_epoch, context, order.keep_partial)
     before_last = ((epochs - 1) * per_epoch - 1) // context
     enough = int(LAST_EPOCH_APART[order.policy] * ((per_epoch - 1) // context))
     apart = wanted is not None and epochs > 1 and wanted - before_last < enough
     runs = [epochs - 1, 1] if apart else [epochs]
 
-    rng = np.random.RandomState(order.seed)  # the peers' generator, drawn from in their order
+    rng = np.random.RandomState(order.seed)  # the same generator, used in the same sequence, as in the other projects
     longest = int(sizes[span.start : span.stop].max())
     wide = max(len(sizes), epochs * len(span), longest) > 2**31 - 1
     documents = np.arange(span.start, span.stop, dtype=np.int64 if wide else np.int32)
@@ -102,7 +124,6 @@ def build_index(sizes: NDArray[np.int32], span: range, order: Order) -> Index:
 
 
 def _shuffle(rng: np.random.RandomState, values: NDArray, lengths: list[int]) -> None:
-    """Shuffle consecutive stretches of ``values`` in place, each within itself."""
     begin = 0
     for length in lengths:
         rng.shuffle(values[begin : begin + length])
@@ -110,15 +131,15 @@ def _shuffle(rng: np.random.RandomState, values: NDArray, lengths: list[int]) ->
 
 
 def _starts(sizes: NDArray[np.int32], documents: NDArray[np.integer], total: int, context: int) -> NDArray:
-    """Where each sample starts, and after them where the last ends: [total + 1, 2], place in documents and offset.
+    """Start of each sample, and end of the last: [total + 1, 2], index in documents and offset.
 
-    A document that ends after e tokens holds the starts number ceil(e' / S) up to ceil(e / S), where the one before it
-    ended after e'; so one pass over the documents finds all, with nothing searched for.
+    A document that covers tokens e' to e contains the starts number ceil(e' / S) to ceil(e / S) - 1, so one pass over the
+    documents finds all of them.
     """
     rows = np.empty((total + 1, 2), documents.dtype)
     end = done = 0
     for first in range(0, len(documents), BLOCK):
-        lengths = np.take(sizes, documents[first : first + BLOCK], mode="clip")  # none is outside; saves looking
+        lengths = np.take(sizes, documents[first : first + BLOCK], mode="clip")  # "clip" skips the bounds check
         ends = np.cumsum(lengths, dtype=np.int64)
         ends += end
         reached = np.minimum(-(-ends // context), total + 1)  # starts before the end of each document
@@ -129,9 +150,76 @@ def _starts(sizes: NDArray[np.int32], documents: NDArray[np.integer], total: int
         rows[done:stop, 0] = place + first
         rows[done:stop, 1] = np.arange(done, stop, dtype=np.int64) * context - (ends - lengths)[place]
         done, end = stop, int(ends[-1])
-    if done <= total:  # the last sample is cut short where the documents end
+    if done <= total:  # the last sample ends with the documents
         last = len(documents) - 1
         while sizes[documents[last]] == 0:
             last -= 1
         rows[done:] = last, sizes[documents[last]] - 1
     return rows
+
+
+def compiled(loop: Callable[..., Any], turns: int) -> Callable[..., Any]:
+    """``loop``, or for many iterations its numba translation, which gives bit-identical results."""
+    if turns < WORTHWHILE:
+        return loop
+    from numba import njit
+
+    translated: Callable[..., Any] = njit(loop)
+    return translated
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Blocks of the concatenated lines: tokens bounds[i, 0] to bounds[i, 1], [M, 2]; fresh [M]: starts with a line."""
+
+    bounds: NDArray[np.int64]
+    fresh: NDArray[np.bool_]
+
+
+def blocks(sizes: NDArray[np.int32], longest: int, mode: str) -> Blocks:
+    """The blocks of lines of these sizes, in their order.
+
+    none: every ``longest`` tokens; eos: each line; complete: as many whole lines as fit, at least one;
+    complete_doc: the same within documents, which lines of one token end and which blocks of one token are left out of.
+    """
+    ends = np.cumsum(sizes, dtype=np.int64)
+    total = int(ends[-1]) if len(ends) else 0
+    if mode == "none":
+        starts = np.arange(0, total, longest, dtype=np.int64)
+        bounds = np.stack((starts, np.minimum(starts + longest, total)), 1)
+    elif mode == "eos":
+        bounds = np.stack((ends - sizes, ends), 1)[sizes > 0]
+    else:
+        bounds = np.empty((len(sizes), 2), np.int64)
+        found = compiled(_pack, len(sizes))(sizes, longest, mode == "complete_doc", bounds)
+        bounds = bounds[:found].copy()
+    begins = np.concatenate(([0], ends[:-1]))
+    near = np.minimum(np.searchsorted(begins, bounds[:, 0]), max(len(begins) - 1, 0))
+    return Blocks(bounds, begins[near] == bounds[:, 0])
+
+
+def _pack(sizes: NDArray[np.int32], longest: int, by_document: bool, bounds: NDArray[np.int64]) -> int:
+    """Fill ``bounds`` with blocks of whole lines; returns their number."""
+    found = 0
+    start = end = 0
+    for i in range(len(sizes)):
+        size = sizes[i]
+        separator = by_document and size == SEPARATOR
+        if separator or (end > start and end - start + size > longest):
+            if end - start > (1 if by_document else 0):
+                bounds[found, 0], bounds[found, 1] = start, end
+                found += 1
+            start = end
+        end += size
+        if separator:
+            start = end
+    if end - start > (1 if by_document else 0):
+        bounds[found, 0], bounds[found, 1] = start, end
+        found += 1
+    return found
+
+
+def shuffled(count: int, wanted: int, seed: int) -> NDArray[np.int64]:
+    """The order of ``wanted`` out of ``count`` blocks, shuffled anew in each epoch."""
+    passes = -(-wanted // count)
+    return np.concatenate([np.random.RandomState((seed + i) % 2**32).permutation(count) for i in range(passes)])

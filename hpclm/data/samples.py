@@ -1,7 +1,7 @@
-"""Samples read from datasets on disk. Row: [S + 1], the inputs and the last one's label; PADDING after a shorter one.
+"""Samples read from datasets on disk. A row is [S + 1] tokens: the inputs, and the label of the last one; PADDING at the end of shorter samples.
 
-A sample costs a few lookups and one copy per document it crosses. Both go through memoryviews: of what Python offers, they
-are the fastest at turning an index into a number, and at copying a few hundred tokens of one type.
+A sample costs a few lookups and one copy per document it spans. Both use memoryviews, the fastest way in Python to index numbers
+and to copy a few hundred tokens of one type.
 """
 
 from collections.abc import Sequence
@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpclm.data.blend import Turns
-from hpclm.data.blocks import Blocks
 from hpclm.data.disk.indexed import IndexedDataset
-from hpclm.data.order import Index
+from hpclm.data.order import Blocks, Index
 from hpclm.data.sources import PADDING, Samples
 from hpclm.errors import ConfigError
 
@@ -21,7 +20,7 @@ WIDE = np.dtype(np.int64)
 
 
 class PackedSamples:
-    """Megatron's samples: S + 1 tokens of the documents in an index's order, whatever documents they cross."""
+    """Megatron's samples: S + 1 tokens of the concatenated documents in the order of an index."""
 
     def __init__(self, dataset: IndexedDataset, index: Index, keep_partial: bool = False):
         self.dataset = dataset
@@ -39,10 +38,10 @@ class PackedSamples:
         shuffle, starts, documents, sizes, pointers = self._columns
         source: Any = self._flat
         target: Any = row
-        if row.dtype is self._same:  # numpy has one object for each of its types
+        if row.dtype is self._same:  # numpy types are singletons
             target = memoryview(target)
         else:
-            source = self.dataset.flat  # numpy turns one type into the other
+            source = self.dataset.flat  # numpy converts the type
         at, width = 2 * shuffle[index], self._width
         place, offset = starts[at], starts[at + 1]
         filled, needed, last = 0, len(row), len(documents)
@@ -60,19 +59,19 @@ class PackedSamples:
                 offset = 0
         except (ValueError, IndexError):
             raise ConfigError(
-                f"{self.dataset.prefix}: sample {index} does not lie where the index says; hpclm data verify "
-                f"{self.dataset.prefix} says whether the dataset is damaged; if not, remove {self.dataset.prefix}.index"
+                f"{self.dataset.prefix}: sample {index} is not at the indexed position; hpclm data verify "
+                f"{self.dataset.prefix} shows whether the dataset is corrupt; if not, remove {self.dataset.prefix}.index"
             ) from None
         row[filled:] = PADDING
 
 
 class BlockSamples:
-    """fairseq's samples: a block is what is learned, and the tokens one place before it are the inputs."""
+    """fairseq's samples: a block is the labels, and the tokens shifted by one are the inputs."""
 
     dtype = WIDE
 
     def __init__(self, flat: NDArray, blocks: Blocks, order: NDArray[np.integer], eos: int):
-        """``flat``: the tokens that the blocks count; ``eos``: what stands before a block that begins with a line."""
+        """``flat``: the tokens that the blocks index; ``eos``: the input before a block that starts with a line."""
         self.flat, self.eos = flat, eos
         self._bounds, self._fresh, self._order = _view(blocks.bounds.reshape(-1)), _view(blocks.fresh), _view(order)
 
@@ -89,7 +88,7 @@ class BlockSamples:
 
 
 class BlendedSamples:
-    """Samples of several datasets in turns."""
+    """Samples of several datasets, interleaved."""
 
     def __init__(self, parts: Sequence[Samples], turns: Turns):
         types = {part.dtype for part in parts}
@@ -106,7 +105,7 @@ class BlendedSamples:
 
 
 def _view(array: NDArray) -> "memoryview[int]":
-    """A one-dimensional array, aligned or not, as a view that gives Python numbers."""
+    """A one-dimensional array, aligned or not, as a memoryview of Python numbers."""
     plain: Any = np.asarray(array)
     kind: Any = plain.dtype.char
     return memoryview(plain.view(np.uint8)).cast(kind) if plain.size else memoryview(b"")

@@ -1,52 +1,137 @@
-"""Where samples come from, behind one interface."""
+"""The data of a run (data.source): the interface, building a source, and checking it without reading samples."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpclm.config import RunConfig
+from hpclm.config import DataConfig, Plan, RunConfig
 from hpclm.config.data import SOURCES
-from hpclm.registry import lookup
+from hpclm.config.plan import run_length
+from hpclm.errors import ConfigError
+from hpclm.registry import a_function, lookup
 
+CHECK = a_function("data", "context", "seed", "vocab_size")
+NEED_EOD = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+REQUIRED = ("eod", "fingerprint", "held_out", "per_epoch", "samples")
 PADDING = np.iinfo(np.int64).min
-"""Stands after the end of a sample that is shorter than the others; no token is it, not even a wrong one."""
+"""Fills the end of samples that are shorter than the others; never a valid token."""
 
 
 class Samples(Protocol):
     """A sequence of samples; each is context + 1 token ids: the inputs, and the last one's label."""
 
     dtype: np.dtype
-    """Type of the rows: int64, or a smaller one that holds every token, where no sample is short."""
+    """Type of the rows: int64, or a smaller integer type if it can hold every token and no sample is padded."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of samples."""
         ...
 
     def read(self, index: int, row: NDArray[np.integer]) -> None:
-        """Fill ``row`` [context + 1], of ``dtype``, with sample ``index``, and with PADDING after the end of a shorter one."""
+        """Fill ``row`` [context + 1], of ``dtype``, with sample ``index``; a shorter one is padded with PADDING."""
         ...
 
 
 class Source(Protocol):
-    """A dataset with its parts; ``part`` is "train", "valid", "test", or the name of a further validation set."""
+    """The data of a run; ``split`` is "train", "valid", "test", or the name of a further validation set.
 
-    eod: int | None  # end-of-document token, None where it is not known
-    identity: dict[str, Any]  # JSON: what a run that goes on must find unchanged; "tokenizer": its identity, or None
-    held_out: Sequence[str]  # parts that a run evaluates; empty where the settings keep nothing for it
+    It may have ``check_content() -> list[str]``, which verifies some of the data when a run starts, and describes what.
+    """
 
-    def per_epoch(self, part: str) -> int:
-        """Samples in one pass over the part; 0 where it has fewer tokens than one sample."""
+    eod: int | None
+    """End-of-document token; None if unknown."""
+    fingerprint: dict[str, Any]
+    """JSON: what must not change when a run is resumed; "tokenizer": its fingerprint, or None."""
+    held_out: Sequence[str]
+    """Splits that a run evaluates."""
+
+    def per_epoch(self, split: str) -> int:
+        """Samples in one epoch of the split; 0 if it is shorter than one sample."""
         ...
 
-    def samples(self, part: str, wanted: int | None) -> Samples:
-        """At least ``wanted`` samples, or one pass where that is None; ConfigError where the part cannot give one."""
+    def samples(self, split: str, wanted: int | None) -> Samples:
+        """At least ``wanted`` samples, or one epoch if that is None; ConfigError if the split has none."""
         ...
 
 
 def build(config: RunConfig) -> Source:
-    """The source that the settings name."""
-    make = lookup("data.source", config.data.source, SOURCES)
+    """The configured source; ConfigError if there is none, or if a user-defined one is not valid."""
+    make = lookup("data.source", config.data.source, SOURCES, CHECK)
     made: Source = make(config.data, config.model.context, config.seed, config.model.vocab_size)
+    lacks = [name for name in REQUIRED if not hasattr(made, name)]
+    if lacks:
+        raise ConfigError(
+            f"data.source {config.data.source} gives {type(made).__name__}, which lacks {', '.join(lacks)}; "
+            "hpclm/data/sources.py says what a source needs"
+        )
     return made
+
+
+def check_content(source: Source) -> list[str]:
+    """Verify some of the data, if the source supports that; returns what was found. ConfigError if data are corrupt."""
+    look = getattr(source, "check_content", list)
+    found: list[str] = look()
+    return found
+
+
+def check(config: RunConfig, plan: Plan) -> Source | None:
+    """Check the data of a run before it starts, without building an index or reading samples; ConfigError lists every problem.
+
+    Returns the source; None for a user-defined one, of which only the name is checked, because building it may take long.
+    """
+    if config.data.source not in SOURCES:
+        lookup("data.source", config.data.source, SOURCES, CHECK)
+        return None
+    problems: list[str] = []
+    source = build(config)
+    try:
+        length = run_length(config, plan, samples_per_epoch(source))
+        _check_part(source, "train", length.samples)
+    except ConfigError as error:
+        problems += error.problems
+    problems += needs_eod(config.data, source.eod)
+    for part in source.held_out if config.evaluate.every else ():
+        try:
+            _check_part(source, part, evaluated(source, config, part))
+        except ConfigError as error:
+            problems += without_evaluation(source, part, error).problems
+    if problems:
+        raise ConfigError(problems)
+    return source
+
+
+def samples_per_epoch(source: Source) -> int:
+    """Samples in one epoch of the training data; ConfigError if there are none."""
+    found = source.per_epoch("train")
+    if not found:
+        _check_part(source, "train", None)
+    return found
+
+
+def evaluated(source: Source, config: RunConfig, part: str) -> int:
+    """Samples that an evaluation reads from a split."""
+    return max(1, min(config.evaluate.batches * config.batch.global_size, source.per_epoch(part)))
+
+
+def without_evaluation(source: Source, part: str, error: ConfigError) -> ConfigError:
+    """``error`` of a validation split, with a hint if the split is too short."""
+    if source.per_epoch(part):
+        return error
+    return ConfigError(f"{error}; or evaluate.every=0, to train without evaluations")
+
+
+def needs_eod(data: DataConfig, eod: int | None) -> Iterator[str]:
+    """Data settings that need the end-of-document token, if it is unknown."""
+    for name in NEED_EOD:
+        if getattr(data, name) and eod is None:
+            yield (
+                f"data.{name} needs the end-of-document token, which the dataset does not name; "
+                f"set data.tokenizer and data.tokenizer_files"
+            )
+
+
+def _check_part(source: Source, part: str, wanted: int | None) -> None:
+    look: Any = getattr(source, "check", source.samples)
+    look(part, wanted)

@@ -1,4 +1,4 @@
-"""A made-up language with a rule to learn, for tests and for trying things out: no file, no download."""
+"""A synthetic language with a simple rule to learn, for tests and experiments; needs no files."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from hpclm.config import DataConfig
 from hpclm.errors import ConfigError
 
 STRIDES = (1, 3, 5, 7)
-PARTS = ("train", "valid", "test")
+SPLITS = ("train", "valid", "test")
 
 
 class SyntheticSamples:
@@ -36,23 +36,23 @@ class SyntheticSamples:
 
 
 class SyntheticSource:
-    """The made-up language; training, validation and test never share a seed."""
+    """The synthetic language; training, validation and test have different seeds."""
 
     def __init__(self, context: int, seed: int, vocab_size: int):
         self.context, self.seed, self.vocab_size, self.eod = context, seed, vocab_size, vocab_size - 1
-        self.identity: dict[str, Any] = {"source": "synthetic"}
+        self.fingerprint: dict[str, Any] = {"source": "synthetic"}
         self.held_out = ["valid"]
 
-    def per_epoch(self, part: str) -> int:
-        """Samples in one pass: a round number, since there is no end."""
+    def per_epoch(self, split: str) -> int:
+        """Samples per epoch: an arbitrary number, since the data are unlimited."""
         return 10_000
 
-    def samples(self, part: str, wanted: int | None) -> SyntheticSamples:
+    def samples(self, split: str, wanted: int | None) -> SyntheticSamples:
         """``wanted`` samples of "train", "valid" or "test"."""
-        if part not in PARTS:
-            raise ConfigError(f"data.source=synthetic has no part {part!r}; it has {', '.join(PARTS)}")
-        number = PARTS.index(part)
-        return SyntheticSamples(wanted or self.per_epoch(part), self.context, (self.seed, number), self.eod)
+        if split not in SPLITS:
+            raise ConfigError(f"data.source=synthetic has no split {split!r}; it has {', '.join(SPLITS)}")
+        number = SPLITS.index(split)
+        return SyntheticSamples(wanted or self.per_epoch(split), self.context, (self.seed, number), self.eod)
 
 
 def synthetic(data: DataConfig, context: int, seed: int, vocab_size: int) -> SyntheticSource:

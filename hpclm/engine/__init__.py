@@ -1,53 +1,125 @@
-"""What trains: one optimizer step over one global batch, behind one small interface."""
+"""The engine interface: one optimizer step over one global batch."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import logging
+import shutil
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hpclm.config import RunConfig, supports
-from hpclm.config.engine import ENGINES
+from hpclm.config import RunConfig
+from hpclm.config.engine import ENGINES, unsupported
+from hpclm.config.model import BLOCKS
 from hpclm.config.supports import Supports
 from hpclm.data.batches import Batch
-from hpclm.engine.compiler import check_compiler
 from hpclm.errors import ConfigError
 from hpclm.model import gpt
 from hpclm.parallel.mesh import Mesh
-from hpclm.registry import lookup
+from hpclm.registry import a_class, lookup
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step gave."""
+    """The result of one optimizer step."""
 
     loss: float  # mean over the step's tokens, before the update
     grad_norm: float  # global L2 norm before clipping
     loss_scale: float = 1.0
-    skipped: bool = False  # the weights did not change: something was not finite
+    skipped: bool = False  # the weights did not change because the loss or gradients were not finite
+    seconds: Mapping[str, float] = field(default_factory=dict)  # of the step's phases, with log.timers
+
+    def values(self) -> tuple["float | Tensor", ...]:
+        """Loss, gradient norm, and 1 if the step was skipped, without a wait for the device."""
+        return self.loss, self.grad_norm, float(self.skipped)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the host knows that the device has finished the step."""
+        return True
+
+
+class DeviceResult(StepResult):
+    """The result of a step that the device may still be computing: to look at its numbers is to wait for them."""
+
+    on_device: Tensor
+
+    def __init__(self, on_device: Tensor, loss_scale: float = 1.0, seconds: Mapping[str, float] = MappingProxyType({})):
+        """``on_device``: [3] loss, gradient norm, and 1 if the step was skipped."""
+        vars(self).update(on_device=on_device, loss_scale=loss_scale, seconds=seconds)
+
+    @classmethod
+    def of(
+        cls,
+        loss: Tensor,
+        grad_norm: Tensor | float,
+        skipped: bool,
+        loss_scale: float,
+        seconds: Mapping[str, float] = MappingProxyType({}),
+    ) -> "DeviceResult":
+        """The result with this ``loss``, of which the host may know the other numbers."""
+        norm, bad = (
+            value.double() if isinstance(value, Tensor) else loss.new_full((), float(value), dtype=torch.float64)
+            for value in (grad_norm, skipped)
+        )
+        return cls(torch.stack([loss.double(), norm.to(loss.device), bad]), loss_scale, seconds)
+
+    def values(self) -> tuple[float | Tensor, ...]:
+        """Scalars on the device."""
+        return self.on_device.unbind()
+
+    @property
+    def finished(self) -> bool:
+        """Whether somebody has waited for it."""
+        return self.on_device.device.type == "cpu" or "_read" in vars(self)
+
+    @cached_property
+    def _read(self) -> list[float]:
+        return self.on_device.tolist()
+
+    @property
+    def loss(self) -> float:
+        """Mean over the step's tokens, before the update."""
+        return self._read[0]
+
+    @property
+    def grad_norm(self) -> float:
+        """Global L2 norm before clipping."""
+        return self._read[1]
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the weights did not change."""
+        return bool(self._read[2])
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A block of one logical tensor that this process holds, and saves."""
+    """A block of one logical tensor that this process holds and saves."""
 
     name: str
     tensor: Tensor
-    shape: tuple[int, ...]  # of the whole
-    start: tuple[int, ...]  # where the block begins in the whole
+    shape: tuple[int, ...]  # of the whole tensor
+    start: tuple[int, ...]  # offset of the block in the whole tensor
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor) -> "Shard":
-        """All of it."""
+        """A shard that is the whole tensor."""
         return cls(name, tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 
 
-def go_on(done: int) -> None:
-    """Nothing keeps a step from its next micro-batch."""
+def keep_going(done: int) -> None:
+    """The default for ``between``: always continue with the next micro-batch."""
 
 
-class Saved(Protocol):
+class SavedState(Protocol):
     """The logical tensors of a saved state."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -60,57 +132,112 @@ class Saved(Protocol):
 
 
 class Engine(Protocol):
-    """The seam between the loop and whatever computes."""
+    """The interface between the training loop and an engine."""
 
     def train_step(
-        self, batches: Sequence[Batch], lr: float, step: int, between: Callable[[int], None] = go_on
+        self, batches: Sequence[Batch], lr: float, step: int, between: Callable[[int], None] = keep_going
     ) -> StepResult:
         """One optimizer step over this replica's micro-batches of step number ``step`` (it seeds dropout).
 
-        ``between`` is called between two micro-batches with how many are done, on every rank at the same places, by
-        engines that can leave a step there: it may raise, and then weights and optimizer state are those from before.
+        The result may be a DeviceResult, which saves a wait for the device.
+
+        Engines that can abandon a step call ``between`` between micro-batches, on every rank at the same points, with the
+        number that are done. It may raise; weights and optimizer state are then unchanged.
         """
         ...
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Mean loss per token over all replicas, without learning from it; holds one batch at a time."""
+        """Mean loss per token over all replicas, without an update; holds one batch at a time."""
         ...
 
     def tensors(self) -> Iterator[Shard]:
-        """The training state, ``model.*`` and ``optim.*``: what this process saves of it. All processes together give
-        every logical tensor once; they call this together, and take every turn together."""
+        """This process's shards of the training state, ``model.*`` and ``optim.*``. All processes together yield every
+        logical tensor exactly once. A collective: all processes must iterate it in lockstep."""
         ...
 
     def scalars(self) -> dict[str, Any]:
         """The rest of the training state, as JSON; the same on every process."""
         ...
 
-    def load(self, saved: Saved, scalars: dict[str, Any]) -> None:
-        """Take over a saved state, whatever layout saved it; ConfigError when it is of another shape."""
+    def load(self, saved: SavedState, scalars: dict[str, Any]) -> None:
+        """Load a state saved by any layout; ConfigError if shapes differ."""
         ...
 
 
+CHECK = a_class("train_step", "evaluate", "tensors", "scalars", "load", made_with=("config", "mesh", "device", "dtype"))
 Maker = Callable[[RunConfig, Mesh, torch.device, torch.dtype], Engine]
 
 
 def named(config: RunConfig, device: torch.device) -> Maker:
-    """The engine that the settings name, not yet built; ConfigError where it, or what it needs, cannot be loaded, and for
-    settings that ``device`` cannot follow."""
-    lacking = list(config.engine.problems_without_gpu()) if device.type == "cpu" else []
-    if lacking:
-        raise ConfigError(lacking)
-    maker = lookup("engine", config.engine.name, ENGINES)
-    gpt.layers(config.model, config.engine, torch.float32, config.seed)  # which loads a block of the user's own
+    """The class of the configured engine; ConfigError if it or its requirements cannot be loaded, or if ``device`` does not
+    support the settings."""
+    problems = list(config.engine.problems_without_gpu()) if device.type == "cpu" else []
+    if problems:
+        raise ConfigError(problems)
+    maker = lookup("engine", config.engine.name, ENGINES, CHECK)
+    gpt.layers(config.model, config.engine, torch.float32, config.seed)  # loads a user-defined block
     if config.engine.compile:
         check_compiler()
+    check_supports(config, maker)
+    compiled, why = compiles(config, device)
+    if why:
+        log.info("torch.compile is off: %s", why)
+
+    def make(run: RunConfig, *where: Any) -> Engine:
+        changed = compiled and not run.engine.compile
+        return maker(replace(run, engine=replace(run.engine, compile=True)) if changed else run, *where)
+
+    return make
+
+
+COMPILED = ("native", "fsdp2")
+"""Engines that compile on GPUs unless they are told not to."""
+
+
+def compiles(config: RunConfig, device: torch.device) -> tuple[bool, str | None]:
+    """Whether to use torch.compile, and why not where it would be used by default."""
+    engine, model = config.engine, config.model
+    if engine.compile is not None or device.type == "cpu":
+        return bool(engine.compile), None
+    reasons = {
+        f"engine {engine.name!r} is compiled only with engine.compile=true": engine.name not in COMPILED,
+        "engine.anomaly=true finds nothing in compiled blocks": engine.anomaly,
+        f"model.block={model.block} is compiled only with engine.compile=true": model.block not in BLOCKS,
+        "model.kernels=apex cannot be compiled into the blocks": model.kernels != "torch",
+    }
+    why = next((reason for reason, holds in reasons.items() if holds), None)
+    why = why or (f"it needs {lacking}, which was not found" if (lacking := lacking_compiler()) else None)
+    return why is None, why
+
+
+def lacking_compiler() -> str | None:
+    """What torch.compile needs and this machine does not have."""
+    compiler = next(filter(shutil.which, ("g++", "clang++", "gcc")), None)
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not compiler:
+        return "a C++ compiler on the PATH"
+    return None if header.exists() else str(header)
+
+
+def check_compiler() -> None:
+    """ConfigError if torch.compile cannot work on this machine."""
+    missing = lacking_compiler()
+    if missing:
+        raise ConfigError(
+            f"engine.compile=true needs {missing}, which was not found; set engine.compile=false, "
+            f"or install it (Debian: apt-get install g++ python3-dev)"
+        )
+
+
+def check_supports(config: RunConfig, maker: Maker) -> None:
+    """ConfigError if a user-defined engine declares that it does not support the settings."""
     its: Supports | None = getattr(maker, "supports", None)
     if config.engine.name not in ENGINES and its:
-        wrong = list(supports.problems(config.engine, config.parallel, config.optim.name, its))
+        wrong = list(unsupported(config.engine, config.parallel, config.optim.name, its))
         if wrong:
             raise ConfigError(wrong)
-    return maker
 
 
 def build(config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> Engine:
-    """The engine that the settings name, with a freshly initialised model."""
+    """The configured engine, with a freshly initialised model."""
     return named(config, device)(config, mesh, device, dtype)

@@ -1,7 +1,7 @@
-"""FairScale's FullyShardedDataParallel: replicas share out weights, gradients and optimizer state (Xu et al. 2020).
+"""FairScale's FullyShardedDataParallel: weights, gradients and optimizer state are sharded over the replicas (Xu et al. 2020).
 
-Every block is a unit that is gathered for its forward and its backward pass, and the rest of the model is one more. Each
-replica holds an equal run of every weight's values, filled up with zeros.
+Each block is one FSDP unit, gathered for its forward and its backward pass; the rest of the model is another unit. Each
+replica holds an equal slice of every flattened weight, padded with zeros.
 """
 
 import warnings
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from fairscale.internal import reduce_scatter_bucketer as buckets
 from fairscale.nn import FullyShardedDataParallel
 from fairscale.nn.data_parallel import fully_sharded_data_parallel as library
@@ -23,28 +22,30 @@ from fairscale.nn.data_parallel.fully_sharded_data_parallel import TrainingState
 from torch import Tensor, nn
 
 from hpclm.config import RunConfig
-from hpclm.engine.held import Held, gather_parts, own_part
-from hpclm.engine.native import replicate
-from hpclm.engine.plain import PlainEngine, whole_model
-from hpclm.engine.step import Replica
-from hpclm.model.draw import Initial, move, on
+from hpclm.engine.base import BaseEngine, whole_model
+from hpclm.engine.native import NativeEngine
+from hpclm.engine.sharded_parameter import ShardedParameter
+from hpclm.model.init import InitSpec, move
 from hpclm.model.stack import Stack
 from hpclm.parallel.collectives import gather_into, scatter_into
-from hpclm.parallel.form import Form
-from hpclm.parallel.mesh import Axis, Mesh
+from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.placement import Placement
 
 BACKWARD = (TrainingState.BACKWARD_PRE, TrainingState.BACKWARD_POST)
 
 
-class FairScaleEngine(PlainEngine):
-    """Stage 3 keeps a block's weights only while it computes; stage 2 keeps them from its forward to its backward pass."""
+def build(config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> BaseEngine:
+    """The engine named fairscale; with one replica there is nothing to shard."""
+    return (FairScaleEngine if mesh.dp.size > 1 else NativeEngine)(config, mesh, device, dtype)
+
+
+class FairScaleEngine(BaseEngine):
+    """Stage 3 reshards a block's weights after each use; stage 2 keeps them gathered from its forward to its backward pass."""
+
+    sharded = True
 
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
         dp, engine = mesh.dp, config.engine
-        if dp.size == 1:  # nobody to share with
-            model = whole_model(config, mesh, dtype, on(device, mesh.tp))
-            super().__init__(config, mesh, device, model, lambda stack: replicate(stack, dp, device, None))
-            return
         modernise()
         if device.type == "cpu":
             without_streams()
@@ -53,10 +54,10 @@ class FairScaleEngine(PlainEngine):
         shard = partial(
             Sharded,
             process_group=dp.group,
-            # of its own, so that gradients are summed while the next block's weights are gathered
-            process_group_reduce_scatter=dist.new_group(dp.ranks, limit, use_local_synchronization=True),
+            # a separate one, so that gradients are summed while the next block's weights are gathered
+            process_group_reduce_scatter=dist.new_group(dp.ranks, limit, dp.backend, use_local_synchronization=True),
             reshard_after_forward=engine.zero_stage != 2,
-            flatten_parameters=False,  # what is flattened has no shape: it could not be saved, nor decay as it should
+            flatten_parameters=False,  # flattened weights lose their shapes, which checkpoints and weight decay need
             mixed_precision=mixed,
             compute_dtype=dtype,
             buffer_dtype=torch.float32,
@@ -66,37 +67,48 @@ class FairScaleEngine(PlainEngine):
         )
         weights: dict[str, nn.Parameter] = {}
 
-        def place(name: str, layer: nn.Module) -> nn.Module:
+        def wrap(name: str, layer: nn.Module) -> nn.Module:
             move(layer, device)
             weights.update((f"{name}.{own}", weight) for own, weight in layer.named_parameters())
             return shard(layer) if name.startswith("block") else layer
 
-        model = whole_model(config, mesh, dtype, place)
-        root = shard(Sealed(model))
-        for name, initial in model.initial.items():
+        model = whole_model(config, mesh, dtype, wrap)
+        self.root = shard(Sealed(model))
+        for name, initial in model.init_specs.items():
             fill(weights[name], initial, mesh, device)
-        root.set_gradient_divide_factors(1.0, 1.0, recursive=True)
-        super().__init__(config, mesh, device, model, lambda stack: sharded(root, weights, stack.forms, mesh))
+        self.root.set_gradient_divide_factors(1.0, 1.0, recursive=True)
+        own = [sharded(*pair, model.placements, mesh) for pair in weights.items()]
+        super().__init__(config, mesh, device, model, own, lambda *inputs: self.root(Inputs(inputs)))
+
+    def finish_backward(self) -> None:
+        """Remove the hooks that the library leaves on the weights; otherwise one more is added every step."""
+        for weight in self.weights:
+            vars(weight.parameter).pop("_shard_bwd_hook")
+
+    def reshard(self) -> None:
+        """Free the weights that an evaluation has gathered."""
+        for unit in units(self.root):
+            unit._free_full_params()
 
 
 class Sharded(FullyShardedDataParallel):
-    """A unit that knows a recomputation from a forward pass."""
+    """An FSDP unit that tells recomputation during the backward pass from a normal forward pass."""
 
-    params: list[Any]  # parameters with notes of the library's on them
+    params: list[Any]  # parameters with attributes that the library sets on them
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module that it holds."""
         if self.training_state not in BACKWARD:
             return super().forward(*args, **kwargs)
         done = [weight for weight in self.params if weight.shape != weight._orig_size]
-        self._gather(done)  # those whose gradients are on their way already, as may be those of biases
+        self._gather(done)  # their gradients are already being reduced, as may happen to biases
         try:
             return self.module(*args, **kwargs)
-        finally:  # the others stay for the backward pass, which comes now
+        finally:  # the others stay gathered for the backward pass that follows
             self._use_fp32_param_shard(done)
 
     def _gather(self, weights: list[Any]) -> None:
-        """Gather some of the weights; the others are there."""
+        """Gather these weights; the others are gathered already."""
         if weights:
             everything, self.params = self.params, weights
             self.has_full_params = False
@@ -106,7 +118,7 @@ class Sharded(FullyShardedDataParallel):
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the stack is given; as a value, of which the library does not cast the tensors to fp16."""
+    """The inputs of the stack, wrapped so that the library does not cast the tensors to fp16."""
 
     args: tuple[Any, ...]
 
@@ -123,53 +135,29 @@ class Sealed(nn.Module):
         return self.stack(*inputs.args)
 
 
-def sharded(root: Sharded, weights: dict[str, nn.Parameter], forms: dict[str, Form], mesh: Mesh) -> Replica:
-    """The model in ``root`` as one of the replicas that share its ``weights`` out."""
-
-    def held(name: str, weight: nn.Parameter) -> Held:
-        shape = forms[name].local(mesh.tp)
-        return Held(name, weight, forms[name], partial(whole, shape=shape, dp=mesh.dp), partial(part, dp=mesh.dp))
-
-    def finish() -> None:
-        for weight in weights.values():  # what it notes there would live on, and get one more hook every step
-            vars(weight).pop("_shard_bwd_hook")
-
-    def rest() -> None:
-        for unit in units(root):
-            unit._free_full_params()
-
-    all_held = tuple(held(*pair) for pair in weights.items())
-    return Replica(lambda *args: root(Inputs(args)), all_held, sharded=True, finish=finish, rest=rest)
+def sharded(name: str, weight: nn.Parameter, placements: dict[str, Placement], mesh: Mesh) -> ShardedParameter:
+    """A weight of which each replica holds a slice of the flattened values."""
+    begin, count = mesh.dp.rank * len(weight), prod(placements[name].local(mesh.tp))
+    return ShardedParameter(name, weight, placements[name], begin, min(max(0, count - begin), len(weight)))
 
 
-def fill(weight: nn.Parameter, initial: Initial, mesh: Mesh, device: torch.device) -> None:
-    """Give a weight, of which this replica's run is a shape only, memory on ``device`` and its first values."""
-    run, count = torch.zeros(weight.shape, device=device), prod(initial.form.local(mesh.tp))
+def fill(weight: nn.Parameter, initial: InitSpec, mesh: Mesh, device: torch.device) -> None:
+    """Allocate this replica's slice of a weight on ``device`` (it is on the meta device) and initialise it."""
+    run, count = torch.zeros(weight.shape, device=device), prod(initial.placement.local(mesh.tp))
     begin = mesh.dp.rank * len(run)
     initial.fill(run[: max(0, count - begin)], begin, mesh.tp)
     there = nn.Parameter(run)
-    vars(there).update(vars(weight))  # what the library notes there
+    vars(there).update(vars(weight))  # attributes that the library has set
     torch.utils.swap_tensors(weight, there)
 
 
-def whole(run: Tensor, shape: tuple[int, ...], dp: Axis) -> Tensor:
-    """This replica's run of a weight's values -> the weight."""
-    return gather_parts(run, prod(shape), dp).view(shape)
-
-
-def part(weight: Tensor, dp: Axis) -> Tensor:
-    """A weight -> this replica's run of its values, filled up with zeros to the length of the others'."""
-    run = own_part(weight.flatten(), dp)
-    return F.pad(run, (0, -(-weight.numel() // dp.size) - len(run)))
-
-
 def units(root: nn.Module) -> Iterator[Sharded]:
-    """What is gathered together: each block, and the rest."""
+    """The FSDP units: each block, and the rest of the model."""
     return (module for module in root.modules() if isinstance(module, Sharded))
 
 
 class Names:
-    """A module, with some of its names standing for something else."""
+    """A module with some of its names replaced."""
 
     def __init__(self, module: ModuleType, **others: Any):
         self.module = module
@@ -181,7 +169,7 @@ class Names:
 
 @cache
 def modernise() -> None:
-    """Let the library, whose last release is of 2022, call what PyTorch has today: in its own modules, for nobody else."""
+    """Map the collectives that the library (last released in 2022) calls to current PyTorch ones, inside its modules only."""
 
     def gather(out: Tensor, x: Tensor, group: Any) -> None:
         gather_into(out, x, group=group)
@@ -190,13 +178,13 @@ def modernise() -> None:
         scatter_into(out, x.flatten(), group=group)
 
     library.dist = buckets.dist = Names(dist, _all_gather_base=gather, _reduce_scatter_base=scatter)
-    with warnings.catch_warnings():  # PyTorch says this once, to whoever is first; the library cannot do without
+    with warnings.catch_warnings():  # PyTorch warns once per process; the library cannot avoid the call
         warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
         torch.empty(0).storage().size()
 
 
 class NoStream(torch.Stream):
-    """The order in which a CPU does things, for a library that asks for streams."""
+    """A stand-in for a CUDA stream on CPUs, where operations are ordered anyway."""
 
     def wait_stream(self, stream: Any) -> None:
         """Nothing to wait for."""
@@ -204,7 +192,7 @@ class NoStream(torch.Stream):
 
 @cache
 def without_streams() -> torch.library.Library:
-    """Let the library compute on a CPU: what it sees of torch.cuda has one stream, which is no stream."""
+    """Let the library run on a CPU: inside it, torch.cuda has a single no-op stream."""
     stream = NoStream(device="cpu")
     cuda = SimpleNamespace(
         is_available=lambda: True,
@@ -214,6 +202,6 @@ def without_streams() -> torch.library.Library:
         synchronize=lambda: None,
     )
     library.torch = Names(torch, cuda=cuda)
-    kernels = torch.library.Library("aten", "IMPL")  # for as long as it is held
+    kernels = torch.library.Library("aten", "IMPL")  # active as long as this object lives
     kernels.impl("record_stream", lambda tensor, stream: None, "CPU")
     return kernels

@@ -1,10 +1,12 @@
-"""PyTorch's fully_shard: replicas share out weights, gradients and optimizer state (ZeRO; Rajbhandari et al. 2020).
+"""PyTorch's fully_shard: replicas shard weights, gradients and optimizer state (ZeRO; Rajbhandari et al. 2020).
 
-Every block is a group that is gathered for its forward and its backward pass, and the rest of the model (token table,
-entry, last norm, output) is one more. What the optimizer sees are plain tensors: this replica's rows of each weight.
+Each block is an FSDP group, gathered for its forward and its backward pass; the rest of the model (embeddings, final norm,
+output) is another group. The optimizer sees plain tensors: this replica's rows of each weight. With parallel.shard, weights are
+sharded within groups of replicas, and the gradients of a shard are all-reduced between them (hybrid sharding; Zhao et al. 2023).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from math import prod
 
@@ -15,79 +17,110 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hpclm.config import RunConfig
-from hpclm.engine.held import Held, gather_parts, own_part
-from hpclm.engine.native import replicate
-from hpclm.engine.plain import PlainEngine, whole_model
-from hpclm.engine.step import Replica
-from hpclm.model.draw import move, on
+from hpclm.engine.base import BaseEngine, sum_later, whole_model
+from hpclm.engine.native import NativeEngine
+from hpclm.engine.sharded_parameter import ShardedParameter
+from hpclm.model.init import move
 from hpclm.model.stack import Stack
 from hpclm.parallel.mesh import Mesh
 
 
-class FSDP2Engine(PlainEngine):
-    """Stage 3 keeps a block's weights only while it computes; stage 2 keeps them from its forward to its backward pass."""
+def build(config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> BaseEngine:
+    """The engine named fsdp2; with one replica there is nothing to shard."""
+    return (FSDP2Engine if mesh.dp.size > 1 else NativeEngine)(config, mesh, device, dtype)
+
+
+class FSDP2Engine(BaseEngine):
+    """Stage 3 reshards a block's weights after each use; stage 2 gathers them once a step, and keeps them until the update."""
+
+    model: Stack
+    sharded = True
 
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
-        dp, engine = mesh.dp, config.engine
+        engine = config.engine
+        # sums of a group are added up over the micro-batches only in fp32
+        self._keeps_sums = mesh.replicate.size > 1 and (engine.gradients != "compute" or dtype == torch.float32)
         policy = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype,
-            reduce_dtype=torch.float32 if engine.gradients == "fp32" else None,
+            reduce_dtype=None if engine.gradients == "compute" else torch.float32,
             cast_forward_inputs=False,  # the weights of the tokens in the loss stay fp32
         )
-        axis = DeviceMesh.from_group(dp.group, device.type) if dp.size > 1 else None
-        shard = partial(fully_shard, mesh=axis, mp_policy=policy)
+        shard = partial(fully_shard, mesh=device_mesh(mesh, device.type), mp_policy=policy)
 
-        def place(name: str, layer: nn.Module) -> nn.Module:
+        def wrap(name: str, layer: nn.Module) -> nn.Module:
             move(layer, device)
             if name.startswith("block"):
                 shard(layer, reshard_after_forward=engine.zero_stage != 2)
             return layer
 
-        model = whole_model(config, mesh, dtype, place if axis else on(device, mesh.tp))
+        model = whole_model(config, mesh, dtype, wrap)
+        sum_later(model, config, mesh, device)
         if engine.compile:
             model.compile_blocks()
-        if axis is None:  # nobody to share with
-            super().__init__(config, mesh, device, model, lambda stack: replicate(stack, dp, device, None))
-            return
-        shard(model, reshard_after_forward=False)  # its backward pass begins with what its forward pass ends with
-        move(model, device, make=True)
+        shard(model, reshard_after_forward=False)  # its backward pass starts with the layers its forward pass ends with
+        move(model, device, allocate=True)
         for group in groups(model):
             group.set_gradient_divide_factor(1.0)
             group.set_force_sum_reduction_for_comms(True)
-        super().__init__(config, mesh, device, model, lambda stack: sharded(stack, mesh))
+        if engine.zero_stage == 2:
+            model.set_reshard_after_backward(False)  # type: ignore[operator]  # of every group
+        found = [sharded(name, weight, model, mesh) for name, weight in model.weights()]
+        self._pairs = [(dtensor, weight.parameter) for dtensor, weight in found]
+        super().__init__(config, mesh, device, model, [weight for _, weight in found])
 
+    def no_sync(self) -> AbstractContextManager:
+        """Inside this context, backward passes reduce gradients within groups of parallel.shard replicas only; with
+        engine.defer_reduction not even there: they are added up whole, in the type that they are reduced in."""
+        if self.config.engine.defer_reduction:
+            return without(self.model.set_requires_gradient_sync)  # type: ignore[arg-type]  # of every group
+        return without(self.model.set_requires_all_reduce) if self._keeps_sums else nullcontext()  # type: ignore[arg-type]
 
-def sharded(model: Stack, mesh: Mesh) -> Replica:
-    """``model`` as one of the replicas that share its weights out, those it has only room for filled."""
-    dp, pairs, held = mesh.dp, [], []
-    for name, weight in model.weights():
-        assert isinstance(weight, DTensor)
-        rows, *row = model.forms[name].local(mesh.tp)
-        own = nn.Parameter(weight.to_local().detach())  # the same memory, without DTensor's cost for each operation
-        if name in model.initial:
-            begin = dp.rank * -(-rows // dp.size) * prod(row)
-            model.initial[name].fill(own.detach().view(-1), begin, mesh.tp)
-        pairs.append((weight, own))
-        held.append(
-            Held(name, own, model.forms[name], partial(gather_parts, rows=rows, dp=dp), partial(own_part, dp=dp))
-        )
+    def finish_backward(self) -> None:
+        """Give the optimizer's parameters this replica's rows of the gradients."""
+        for dtensor, own in self._pairs:
+            gradient = dtensor.grad
+            own.grad, dtensor.grad = gradient.to_local() if isinstance(gradient, DTensor) else None, None
 
-    def finish() -> None:
-        for weight, own in pairs:
-            own.grad, weight.grad = local(weight.grad), None
+    def refresh(self) -> None:
+        """Free gathered weights, which are no longer those of the optimizer."""
+        self.reshard()
 
-    def rest() -> None:
-        for group in groups(model):
+    def reshard(self) -> None:
+        """Free the weights that an evaluation, or the micro-batches of a step, have gathered."""
+        for group in groups(self.model):
             group.reshard()
 
-    return Replica(model, tuple(held), sharded=True, finish=finish, rest=rest)
+
+@contextmanager
+def without(switch: Callable[[bool], None]) -> Iterator[None]:
+    """Inside this context, what ``switch`` controls is off."""
+    switch(False)
+    try:
+        yield
+    finally:
+        switch(True)
 
 
-def local(gradient: Tensor | None) -> Tensor | None:
-    """This replica's rows of a gradient."""
-    return gradient.to_local() if isinstance(gradient, DTensor) else None
+def device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
+    """The replicas as fully_shard wants them: in a row, or a row for each group that shares out the weights."""
+    shard, replicate, ranks = mesh.shard, mesh.replicate, mesh.dp.ranks
+    if replicate.size == 1:
+        return DeviceMesh.from_group(shard.group, kind)
+    rows = [ranks[first : first + shard.size] for first in range(0, len(ranks), shard.size)]
+    return DeviceMesh.from_group([replicate.group, shard.group], kind, rows, mesh_dim_names=("replicate", "shard"))
+
+
+def sharded(name: str, weight: Tensor, model: Stack, mesh: Mesh) -> tuple[DTensor, ShardedParameter]:
+    """A sharded weight, and this replica's rows of it, initialised."""
+    assert isinstance(weight, DTensor)
+    rows, *row = model.placements[name].local(mesh.tp)
+    own = nn.Parameter(weight.to_local().detach())  # the same memory, without DTensor's overhead on every operation
+    begin = mesh.shard.rank * -(-rows // mesh.shard.size) * prod(row)
+    if name in model.init_specs:
+        model.init_specs[name].fill(own.detach().view(-1), begin, mesh.tp)
+    return weight, ShardedParameter(name, own, model.placements[name], begin, copies=mesh.replicate)
 
 
 def groups(model: Stack) -> Iterator[FSDPModule]:
-    """What is gathered together: each block, and the rest."""
+    """The FSDP groups: each block, and the rest of the model."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))

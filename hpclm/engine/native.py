@@ -1,67 +1,74 @@
-"""Plain PyTorch, one model a process: fp32 weights and optimizer, activations in the compute type.
+"""Plain PyTorch with data parallelism: fp32 weights and optimizer, activations in the compute type.
 
-Several replicas are kept the same by DistributedDataParallel, which sums gradients while the last micro-batch's backward
-pass is under way (Li et al. 2020).
+In bf16 and fp16 the model computes with copies of the weights in that type, which are made once a step.
 """
 
+from contextlib import AbstractContextManager
+
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from hpclm.config import RunConfig
-from hpclm.engine.held import Held
-from hpclm.engine.plain import PlainEngine, whole_model
-from hpclm.engine.step import Replica
-from hpclm.model import gpt
-from hpclm.model.draw import on
+from hpclm.engine.base import BaseEngine, sum_later, whole_model
+from hpclm.engine.compute_copies import ComputeCopies, adds_in_place
+from hpclm.engine.gradient_buckets import Bucket, GradientBuckets, groups, megabytes
+from hpclm.engine.sharded_parameter import ShardedParameter
+from hpclm.model.init import materialize_on
 from hpclm.model.stack import Stack
-from hpclm.parallel.mesh import Axis, Mesh
+from hpclm.parallel.mesh import Mesh
 
 
-class NativeEngine(PlainEngine):
-    """One model, one optimizer, one device; the same on every replica."""
+class ReplicatedEngine(BaseEngine):
+    """The model and optimizer replicated on every data-parallel rank."""
+
+    def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, model: Stack):
+        self.copies = ComputeCopies(model, adds_in_place(config, device))
+        leaves = {self.copies.master(p): p for _, p in model.weights()}
+        weights = [
+            ShardedParameter(name, self.copies.master(p), model.placements[name], copies=mesh.dp)
+            for name, p in model.weights()
+        ]
+        super().__init__(config, mesh, device, model, weights)
+        self.kept_gradients = frozenset(self.copies.masters.values())
+        self.gradients = None
+        if mesh.dp.size > 1:
+            reduced = model.dtype if config.engine.gradients == "compute" else torch.float32
+            size = megabytes(config.engine.bucket_mb, sum(p.numel() for p in leaves), mesh, device)
+            buckets = [Bucket(group) for group in groups(list(leaves), size)]
+            self.gradients = GradientBuckets(buckets, leaves, mesh.dp, reduced)
+        self.copies.attach()
+
+    def no_sync(self) -> AbstractContextManager:
+        """Inside this context, backward passes accumulate gradients locally."""
+        return self.gradients.no_sync() if self.gradients else super().no_sync()
+
+    def finish_backward(self) -> None:
+        """Wait for the all-reduces to finish."""
+        if self.gradients:
+            self.gradients.finish()
+
+    def zero_grad(self) -> None:
+        """Reset the gradients; those that gradients are added to in place are zeroed in place."""
+        if self.gradients:
+            self.gradients.zero()
+        else:
+            super().zero_grad()
+
+    def refresh(self) -> None:
+        """Cast the weights again."""
+        self.copies.refresh()
+
+
+class NativeEngine(ReplicatedEngine):
+    """The engine named native."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
-        engine = config.engine
-        model = whole_model(config, mesh, dtype, on(device, mesh.tp))
-        if engine.compile:
-            model.compile_blocks()
-        super().__init__(config, mesh, device, model, lambda stack: replicate(stack, mesh.dp, device, engine.bucket_mb))
-        if mesh.dp.size > 1:
-            self.choose_buckets()
-
-    def choose_buckets(self) -> None:
-        """Run an empty micro-batch: after its first one DistributedDataParallel divides the gradients anew, by when they come.
-
-        Sums are rounded in another order then. So that a run that goes on sums as one that never stopped, no step comes before.
-        """
-        shape = (self.config.batch.micro_size, self.config.model.context)
-        tokens = torch.zeros(shape, dtype=torch.int64, device=self.device)
-        seed = 0 if gpt.random(self.config.model) else None
-        weights = torch.zeros(shape, device=self.device)
-        self.model.train()
-        self.replica.forward(tokens, None, None, tokens, weights, seed).backward()
-        for held in self.replica.held:
-            held.parameter.grad = None
+        super().__init__(config, mesh, device, native_model(config, mesh, device, dtype))
 
 
-def replicate(model: Stack, dp: Axis, device: torch.device, bucket_mb: float | None) -> Replica:
-    """``model`` as one of the replicas of ``dp``."""
-    held = tuple(Held(name, p, model.forms[name]) for name, p in model.weights())
-    if dp.size == 1:
-        return Replica(model, held)
-    wrapped = nn.parallel.DistributedDataParallel(
-        model,
-        [device.index] if device.type == "cuda" else None,
-        process_group=dp.group,
-        gradient_as_bucket_view=True,
-        bucket_cap_mb=bucket_mb,
-    )
-    wrapped.register_comm_hook(dp.group, summed)
-    return Replica(wrapped, held, wrapped.no_sync)
-
-
-def summed(group: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """Sum a bucket of gradients over the replicas, where DistributedDataParallel would take the mean."""
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])
+def native_model(config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> Stack:
+    """The whole model, initialised on every replica."""
+    model = whole_model(config, mesh, dtype, materialize_on(device, mesh.tp))
+    sum_later(model, config, mesh, device)
+    if config.engine.compile:
+        model.compile_blocks()
+    return model

@@ -1,6 +1,6 @@
 """PyTorch's pipelines (torch.distributed.pipelining): GPipe, 1F1B, interleaved 1F1B and the zero-bubble schedule.
 
-Every process of a replica reads its micro-batches itself, so only activations travel: [t, B, C] from stage to stage, and
+Every process of a replica reads its own micro-batches, so only activations are sent: [t, B, C] from stage to stage, and
 their gradients back. T tokens in a sequence, t = T / tp, B sequences in a micro-batch, C hidden width.
 """
 
@@ -21,17 +21,18 @@ from torch.distributed.pipelining import (
 )
 
 from hpclm.config import RunConfig
-from hpclm.engine.held import Held
-from hpclm.engine.plain import PlainEngine
+from hpclm.engine.base import BaseEngine, sum_later
+from hpclm.engine.counted_reduction import CountedReduction
+from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.stages import stages
-from hpclm.engine.step import Replica, Work
+from hpclm.engine.step import StepInputs
 from hpclm.errors import ConfigError
 from hpclm.model import gpt
-from hpclm.model.draw import on
+from hpclm.model.init import materialize_on
 from hpclm.model.loss import TokenLoss
 from hpclm.model.stack import Stack, Stages
-from hpclm.parallel.collectives import all_reduce, sum_together
-from hpclm.parallel.mesh import ALONE, Axis, Mesh, among
+from hpclm.parallel.collectives import all_reduce, all_reduce_buckets
+from hpclm.parallel.mesh import ALONE, Axis, Mesh, sub_axis
 
 SCHEDULES = {
     "gpipe": ScheduleGPipe,
@@ -43,8 +44,8 @@ SINGLE = ("gpipe", "1f1b")
 """Schedules that take one stage, not a list."""
 
 
-class PipeliningEngine(PlainEngine):
-    """One or more stages of a model on each process; replicas are kept the same by summing gradients after a step."""
+class PipeliningEngine(BaseEngine):
+    """One or more pipeline stages on each process; gradients are all-reduced over the replicas as the last backward passes run."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
         engine = config.engine
@@ -57,14 +58,25 @@ class PipeliningEngine(PlainEngine):
                 parts[index],
                 dtype,
                 mesh.tp,
-                TokenLoss(engine.loss_chunk, twice=config.parallel.schedule == "zero_bubble"),
+                TokenLoss(engine.loss_chunk, backward="twice" if config.parallel.schedule == "zero_bubble" else "once"),
                 engine.recompute_every,
-                place=on(device, mesh.tp),
+                wrap=materialize_on(device, mesh.tp),
             )
             for index in mine
         ]
+        for stack in stacks:
+            sum_later(stack, config, mesh, device)
         self.pipeline = Pipeline(config, mesh, device, dict(zip(mine, stacks, strict=True)), len(parts))
-        super().__init__(config, mesh, device, Stages(stacks), lambda _: self.pipeline.replica())
+        super().__init__(config, mesh, device, Stages(stacks), self.pipeline.weights, self.pipeline.evaluate)
+
+    def forward_backward(self, inputs: StepInputs, factor: float) -> Tensor:
+        """Run the micro-batches through all stages."""
+        with self.timers("forward_backward"):  # of several micro-batches at a time
+            return self.pipeline.train(inputs, factor)
+
+    def finish_backward(self) -> None:
+        """All-reduce gradients over the copies of each weight."""
+        self.pipeline.sum_gradients()
 
 
 @dataclass
@@ -76,57 +88,63 @@ class Pipeline:
     device: torch.device
     stacks: dict[int, Stack]
     count: int
-    held: tuple[Held, ...] = field(init=False)
+    weights: tuple[ShardedParameter, ...] = field(init=False)
     tied: nn.Parameter | None = field(init=False)
-    """The token table, where the first and the last stage have one each."""
+    """The tied embedding, if the first and the last stage each hold a copy."""
 
     ends: Axis = field(init=False)
-    """The processes that have the tied table."""
+    """The processes that hold the tied embedding."""
 
     def __post_init__(self) -> None:
         tie = self.config.model.tied and self.count > 1
         found = [(index, name, p) for index, stack in self.stacks.items() for name, p in stack.weights()]
-        self.held = tuple(
-            Held(name, p, self.stacks[index].forms[name], copy=tie and index > 0 and name == "tokens.weight")
+        self.weights = tuple(
+            ShardedParameter(
+                name,
+                p,
+                self.stacks[index].placements[name],
+                copies=self.mesh.dp,
+                duplicate=tie and index > 0 and name == "tokens.weight",
+            )
             for index, name, p in found
         )
         self.tied = next((p for _, name, p in found if tie and name == "tokens.weight"), None)
         limit = timedelta(minutes=self.config.cluster.timeout_minutes)
-        self.ends = among(self.mesh.pp, [0, self.mesh.pp.size - 1], limit) if self.tied is not None else ALONE
+        self.ends = sub_axis(self.mesh.pp, [0, self.mesh.pp.size - 1], limit) if self.tied is not None else ALONE
+        every = [weight.parameter for weight in self.weights]
+        # the zero-bubble schedule adds gradients of weights outside of autograd, which calls no hooks
+        late = every if self.config.parallel.schedule == "zero_bubble" else [p for p in every if p is self.tied]
+        self.reduction = CountedReduction(every, self.mesh.dp, set(late))
         self.schedule = cache(self._schedule)
         self.loaded: list[tuple[Any, ...]] = []
 
-    def replica(self) -> Replica:
-        """The whole pipeline as one of the data-parallel replicas."""
-        return Replica(self.evaluate, self.held, pipeline=self.train, finish=self.finish)
-
-    def train(self, work: Work, factor: float) -> Tensor:
+    def train(self, inputs: StepInputs, factor: float) -> Tensor:
         """Run the micro-batches forward and backward; the sum of their weighted losses, on every stage."""
         self.loaded = [
             (batch.positions, batch.documents, batch.labels, weight * factor, seed)
-            for batch, weight, seed in zip(work.batches, work.weights, work.seeds, strict=True)
+            for batch, weight, seed in zip(inputs.batches, inputs.weights, inputs.seeds, strict=True)
         ]
-        numbers = torch.arange(len(work.batches))
+        numbers = torch.arange(len(inputs.batches))
         losses: list[Tensor] = []
-        tokens = [torch.cat([batch.tokens for batch in work.batches])] if self.mesh.pp.first else []
-        schedule = self.schedule(len(work.batches), len(work.batches[0].tokens))
+        tokens = [torch.cat([batch.tokens for batch in inputs.batches])] if self.mesh.pp.first else []
+        schedule = self.schedule(len(inputs.batches), len(inputs.batches[0].tokens))
         last = dict(target=numbers, losses=losses) if self.mesh.pp.last else {}
+        self.reduction.begin(len(inputs.batches))
         schedule.step(*tokens, number=numbers, return_outputs=False, **last)
         self.loaded = []
         total = torch.stack(losses).sum() / factor if losses else torch.zeros((), device=self.device)
         return all_reduce(total.detach(), self.mesh.pp)
 
-    def finish(self) -> None:
-        """Sum gradients over the copies of a weight: the tied table's two, then the replicas'."""
+    def sum_gradients(self) -> None:
+        """Finish reducing gradients over the copies of each weight: the two tied embeddings, then the replicas."""
         if self.tied is not None and self.tied.grad is not None:
-            sum_together([self.tied.grad], self.ends)
-        gradients = [held.parameter.grad for held in self.held if held.parameter.grad is not None]
-        sum_together(gradients, self.mesh.dp)
+            all_reduce_buckets([self.tied.grad], self.ends)
+        self.reduction.finish()
 
     def evaluate(
         self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None, labels: Tensor, weights: Tensor
     ) -> Tensor:
-        """The weighted loss of one micro-batch, which goes from stage to stage; on every stage."""
+        """The weighted loss of one micro-batch, passed from stage to stage; returned on every stage."""
         pp, x = self.mesh.pp, tokens
         value = torch.zeros((), device=self.device)
         for index in range(self.count):
@@ -148,7 +166,7 @@ class Pipeline:
         return model.context // self.mesh.tp.size, sequences, model.hidden
 
     def _schedule(self, micro_batches: int, sequences: int) -> Any:
-        """PyTorch's schedule for so many micro-batches of so many sequences; ConfigError where it has none."""
+        """PyTorch's schedule for this number of micro-batches and sequences; ConfigError if it cannot run them."""
         pieces = [self._stage(index, sequences) for index in self.stacks]
         name = self.config.parallel.schedule
         kind = SCHEDULES[name]
@@ -156,8 +174,8 @@ class Pipeline:
             return kind(
                 pieces[0] if name in SINGLE else pieces,
                 micro_batches,
-                loss_fn=lambda loss, _: loss,  # the last stage computes it itself
-                scale_grads=False,  # the weights of the loss do that
+                loss_fn=lambda loss, _: loss,  # the last stage returns the loss itself
+                scale_grads=False,  # the token weights already do that
             )
         except ValueError as error:
             raise ConfigError(
@@ -166,7 +184,7 @@ class Pipeline:
             ) from error
 
     def _stage(self, index: int, sequences: int) -> PipelineStage:
-        """A stage as PyTorch's schedules drive it; shapes are given, so that nothing is run to find them."""
+        """A stage for PyTorch's schedules; shapes are given, so that no trial run is needed to infer them."""
         between = torch.empty(self._activations(sequences), dtype=self.stacks[index].dtype, device="meta")
         between.requires_grad_()
         ids = torch.empty(sequences, self.config.model.context, dtype=torch.int64, device="meta")
@@ -185,12 +203,12 @@ class Pipeline:
         )
 
     def loaded_of(self, number: int) -> tuple[Any, ...]:
-        """Positions, documents, labels, weights and seed of a micro-batch of the step under way."""
+        """Positions, documents, labels, weights and seed of one micro-batch of the current step."""
         return self.loaded[number]
 
 
 class Numbered(nn.Module):
-    """A stage that is told the number of the micro-batch it gets."""
+    """A stage that receives the index of its micro-batch, to look up labels and weights."""
 
     def __init__(self, stack: Stack, loaded: Any):
         super().__init__()

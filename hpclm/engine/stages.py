@@ -1,4 +1,4 @@
-"""Which layers each stage of a pipeline has."""
+"""Assign layers to pipeline stages."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +20,9 @@ REPEATS = 3
 def stages(
     config: RunConfig, specs: Sequence[LayerSpec], mesh: Mesh, device: torch.device, dtype: torch.dtype
 ) -> list[list[LayerSpec]]:
-    """The specs of every stage, first to last, as parallel.partition divides them; each stage has a block.
+    """The specs of every stage in order, divided as parallel.partition says; each stage has at least one block.
 
-    There are parallel.pipeline x parallel.chunks stages. All processes call this together, and all find the same.
+    There are parallel.pipeline x parallel.chunks stages. A collective with the same result on every process.
     """
     if config.parallel.partition == "time":
         found = seconds(config, specs, mesh, device, dtype)
@@ -33,7 +33,7 @@ def stages(
 
 
 def owners(parts: Sequence[Sequence[LayerSpec]]) -> dict[str, list[int]]:
-    """The stages that have each layer, by its name: one, or for tied tables two. The first of them counts its weights."""
+    """The stages that hold each layer, by name: one, or two for tied embeddings. The first of them counts its weights."""
     found: dict[str, list[int]] = {}
     for stage, part in enumerate(parts):
         for name in dict.fromkeys(spec.name for spec in part):
@@ -41,10 +41,10 @@ def owners(parts: Sequence[Sequence[LayerSpec]]) -> dict[str, list[int]]:
     return found
 
 
-def share(
+def owned_weights(
     given: Mapping[str, tuple[int, ...]], all_specs: Sequence[LayerSpec], own: Stack
 ) -> dict[str, tuple[int, ...]]:
-    """What of the saved weights ``given`` a stage answers for: those of its layers, and those of no layer at all."""
+    """The saved weights, out of ``given``, that a stage must hold: those of its layers, and any that belong to no layer."""
     known, mine = {spec.name for spec in all_specs}, set(own.layers)
     return {name: shape for name, shape in given.items() if (layer := name.split(".")[0]) in mine or layer not in known}
 
@@ -55,25 +55,25 @@ def is_block(spec: LayerSpec) -> bool:
 
 
 def blocks(specs: Sequence[LayerSpec]) -> list[float]:
-    """1 for a block, 0 for anything else."""
+    """Costs for partition=blocks: 1 for a block, 0 for any other layer."""
     return [float(is_block(spec)) for spec in specs]
 
 
 def parameters(specs: Sequence[LayerSpec]) -> list[float]:
-    """Weights that each layer holds; a table that two stages have counts in both."""
+    """Costs for partition=parameters; a tied embedding counts on both of its stages."""
     return by_kind(specs, lambda spec: float(sum(p.numel() for p in spec.build().parameters())))
 
 
 def seconds(
     config: RunConfig, specs: Sequence[LayerSpec], mesh: Mesh, device: torch.device, dtype: torch.dtype
 ) -> list[float]:
-    """Seconds of each layer's forward and backward pass of a micro-batch, as rank 0 measures them here and now."""
+    """Costs for partition=time: seconds of each layer's forward and backward pass of a micro-batch, measured on rank 0."""
     found = by_kind(specs, lambda spec: measured(config, spec, mesh, device, dtype))
     return broadcast(torch.tensor(found, dtype=torch.float64, device=device), mesh.world, 0).tolist()
 
 
 def measured(config: RunConfig, spec: LayerSpec, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> float:
-    """Seconds of one layer's forward and backward pass; its tensor-parallel processes run it together."""
+    """Seconds of one layer's forward and backward pass; a collective over its tensor-parallel ranks."""
     model, size = config.model, config.batch.micro_size
     stack = Stack(model, [spec], dtype, mesh.tp, TokenLoss(config.engine.loss_chunk)).to(device)
     ids = torch.zeros(size, model.context, dtype=torch.int64, device=device)
@@ -91,13 +91,13 @@ def measured(config: RunConfig, spec: LayerSpec, mesh: Mesh, device: torch.devic
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done what it was given."""
+    """Synchronise with the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def by_kind(specs: Sequence[LayerSpec], cost: Callable[[LayerSpec], float]) -> list[float]:
-    """The cost of each layer; blocks are alike, so one is looked at for all."""
+    """The cost of each layer; all blocks are alike, so only one is evaluated."""
     known: dict[str, float] = {}
     for spec in specs:
         kind = "block" if is_block(spec) else str(spec.number)

@@ -1,61 +1,37 @@
-"""What one step is made of: seeds, the share of each token in the loss, micro-batches, and the norm of the gradients."""
+"""The parts of a training step: inputs, seeds, token weights, gradient norm, timers."""
 
 import random
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hpclm.data.batches import Batch
-from hpclm.engine.held import Held
-from hpclm.model.seeds import mix
+from hpclm.engine.sharded_parameter import ShardedParameter
+from hpclm.model.layers import mix_seed
 from hpclm.parallel.collectives import all_reduce
 from hpclm.parallel.mesh import Axis, Mesh
 
 
 @dataclass(frozen=True)
-class Replica:
-    """A model as one of the data-parallel replicas trains it."""
-
-    forward: Callable[..., Any]
-    """Stack's forward. After the backward pass of the last micro-batch, gradients are those of all replicas."""
-    held: tuple[Held, ...]
-    """The weights that the optimizer moves."""
-    hold: Callable[[], AbstractContextManager] = nullcontext
-    """Inside it, micro-batches only add to this replica's own gradients."""
-    mean: bool = False
-    """Whether gradients are the mean over the replicas; otherwise they are the sum."""
-    sharded: bool = False
-    """Whether each replica holds parts of the weights."""
-    pipeline: "Callable[[Work, float], Tensor] | None" = None
-    """Runs all micro-batches instead of ``forward``, as accumulate() does; for pipelines."""
-    finish: Callable[[], None] = lambda: None
-    """Called after the backward pass: puts the gradients where the held parameters have them."""
-    rest: Callable[[], None] = lambda: None
-    """Called after an evaluation: gives back what forward passes without a backward pass left behind."""
-    backward: Callable[[Tensor], Any] = Tensor.backward
-    """Runs the backward pass of a loss."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """A step's micro-batches of one replica, and what goes with each."""
+class StepInputs:
+    """The micro-batches of one replica in a step, with their token weights and seeds."""
 
     batches: Sequence[Batch]
     weights: Sequence[Tensor]
-    """[B, T] fp32 that make the weighted losses of all replicas sum to the mean."""
+    """[B, T] fp32 token weights, such that the weighted losses of all replicas sum to the mean loss."""
     seeds: Sequence[int | None]
-    """Of what is random in each."""
+    """Dropout seed of each micro-batch."""
     between: Callable[[int], None]
     """As of Engine.train_step."""
 
 
 def seed_step(seed: int, step: int, rank: int = 0) -> None:
-    """Seed what a block of a user's own may use outside PyTorch, and what no layer seeds, from seed, step and rank."""
+    """Seed the global generators of PyTorch, Python and NumPy, which user-defined blocks may use, from seed, step and rank."""
     words = np.random.SeedSequence([seed, step, *([rank] if rank else [])]).generate_state(2, np.uint64)
     torch.manual_seed(int(words[0] >> 1))
     random.seed(int(words[1]))
@@ -63,12 +39,12 @@ def seed_step(seed: int, step: int, rank: int = 0) -> None:
 
 
 def seeds(seed: int, step: int, count: int, dp: Axis) -> list[int]:
-    """The seed of each of this replica's ``count`` micro-batches, the same however many replicas share them."""
-    return [mix(seed, step, number * dp.size + dp.rank) for number in range(count)]
+    """The seed of each of this replica's ``count`` micro-batches, independent of the number of replicas."""
+    return [mix_seed(seed, step, number * dp.size + dp.rank) for number in range(count)]
 
 
 def token_weights(batches: Sequence[Batch], loss_norm: str, dp: Axis) -> list[Tensor]:
-    """For each micro-batch, [B, T] fp32 weights that make the weighted losses of all, of all replicas, sum to the mean."""
+    """[B, T] fp32 token weights of each micro-batch, such that the weighted losses of all replicas sum to the mean loss."""
     masks = [
         torch.ones_like(batch.labels, dtype=torch.float32) if batch.loss_mask is None else batch.loss_mask.float()
         for batch in batches
@@ -81,9 +57,9 @@ def token_weights(batches: Sequence[Batch], loss_norm: str, dp: Axis) -> list[Te
 
 @torch.no_grad()
 def mean_loss(forward: Callable[..., Tensor], batches: Iterable[Batch], device: torch.device, world: Axis) -> float:
-    """Mean loss per token that counts, in nats, over the micro-batches of all replicas; one is held at a time.
+    """Mean loss per unmasked token, in nats, over the micro-batches of all replicas; holds one at a time.
 
-    ``forward`` is Stack's. All processes of a replica count the same tokens, so their shares in the sums are equal.
+    ``forward`` has the signature of Stack.forward.
     """
     found = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in batches:
@@ -94,36 +70,60 @@ def mean_loss(forward: Callable[..., Tensor], batches: Iterable[Batch], device: 
     return (total / counted.clamp(min=1)).item()
 
 
-def accumulate(replica: Replica, work: Work, factor: float = 1.0) -> Tensor:
-    """Run this replica's micro-batches and sum their weighted losses; gradients are those of the loss times ``factor``."""
-    if replica.pipeline:
-        total = replica.pipeline(work, factor)
-        replica.finish()
-        return total
-    total = torch.zeros((), device=work.batches[0].tokens.device)
-    last = len(work.batches) - 1
-    for number, (batch, weight, seed) in enumerate(zip(work.batches, work.weights, work.seeds, strict=True)):
-        if number:
-            work.between(number)
-        with replica.hold() if number < last else nullcontext():
-            tokens, labels, _, positions, documents = batch
-            value = replica.forward(tokens, positions, documents, labels, weight * factor, seed)
-            replica.backward(value)
-        total += value.detach() / factor
-    replica.finish()
-    return total
-
-
-def gradient_norm(all_held: Iterable[Held], mesh: Mesh, sharded: bool) -> Tensor:
-    """L2 norm over all gradients of the model as one vector, in fp32; each weight counts once, wherever it lies."""
+def gradient_norm(weights: Iterable[ShardedParameter], mesh: Mesh, sharded: bool) -> Tensor:
+    """Global L2 norm of the gradients, in fp32; each weight counts once, however it is split or replicated."""
     counted = [
-        held.parameter.grad
-        for held in all_held
-        if held.parameter.grad is not None and not held.copy and (held.form.dim is not None or mesh.tp.first)
+        weight.parameter.grad
+        for weight in weights
+        if weight.parameter.grad is not None
+        and not weight.duplicate
+        and (weight.placement.dim is not None or mesh.tp.first)
     ]
     norm = torch.nn.utils.get_total_norm(counted)
     if mesh.model.size == 1 and not sharded:
         return norm
-    device = next(held.parameter.device for held in all_held)
+    device = next(weight.parameter.device for weight in weights)
     square = all_reduce(norm.to(device, torch.float32).square(), mesh.model)
-    return (all_reduce(square, mesh.dp) if sharded else square).sqrt()
+    if sharded:  # summed over all replicas, although groups of them hold the same: every rank gets the same bits
+        square = all_reduce(square, mesh.dp)
+        square = square / mesh.replicate.size if mesh.replicate.size > 1 else square
+    return square.sqrt()
+
+
+class Timers:
+    """Seconds spent in the named phases of a step; free if off.
+
+    On a GPU, CUDA events are recorded and read after the step, for which the host then waits.
+    """
+
+    def __init__(self, device: torch.device, on: bool):
+        self.on, self._gpu = on, device.type == "cuda"
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Time the block as part of phase ``name``."""
+        if not self.on:
+            yield
+        elif self._gpu:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            yield
+            end.record()
+            self._events.append((name, begin, end))
+        else:
+            began = time.perf_counter()
+            yield
+            self._add(name, time.perf_counter() - began)
+
+    def take(self) -> dict[str, float]:
+        """The seconds of each phase since the last call, as ``NAME_seconds``."""
+        for name, begin, end in self._events:
+            end.synchronize()
+            self._add(name, begin.elapsed_time(end) / 1000)
+        found, self._seconds, self._events = self._seconds, {}, []
+        return {f"{name}_seconds": seconds for name, seconds in found.items()}
+
+    def _add(self, name: str, seconds: float) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds

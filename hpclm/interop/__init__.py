@@ -1,1 +1,1 @@
-"""Weights from and to other projects' formats: nothing is downloaded, and no code comes with a file."""
+"""Convert weights from and to other projects' formats. Nothing is downloaded, and no code in a file is run."""

@@ -1,13 +1,14 @@
-"""Files of torch.save, of which only plain data comes back: tensors, containers, and a few kinds that hold settings.
+"""Read files of torch.save that contain only data: tensors, containers, and a few types for settings.
 
-A pickle names classes and functions to call. None is imported or called here but those listed below; a file that names
-another is refused.
+A pickle names classes and functions to call. Only those listed below are allowed; a file that names others is refused.
 """
 
+import io
 import re
 import zipfile
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -19,13 +20,13 @@ from torch import Tensor
 from hpclm import files
 from hpclm.errors import ConfigError
 
-STOOD_FOR = re.compile(r"(megatron|deepspeed|pathlib)\.[\w.]+|_io\.BytesIO")
-"""What Megatron's files have beside weights and settings: a ``StandIn`` is made of each, and nothing is imported."""
+REPLACED = re.compile(r"(megatron|deepspeed|pathlib)\.[\w.]+|_io\.BytesIO")
+"""Classes in Megatron's files besides weights and settings: replaced by a ``StandIn``, and never imported."""
 ARRAYS = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
 
 
 class StandIn:
-    """Stands for an object of a class that is not used here; keeps the value of an enumeration's member."""
+    """Replaces an object of a class that is not imported; keeps the value of enum members."""
 
     def __init__(self, *words: Any):
         self.value = words[0] if len(words) == 1 else None
@@ -35,12 +36,12 @@ class StandIn:
 
 
 class Pickles:
-    """The tensors of a file that holds a dictionary of them, as one of safetensors would give them."""
+    """The tensors of a file that holds a dictionary of tensors, with the interface of safetensors."""
 
     def __init__(self, path: Path):
         found = load(path)
         if not isinstance(found, dict) or not all(isinstance(x, Tensor) for x in found.values()):
-            raise ConfigError(f"{path} is no dictionary of tensors")
+            raise ConfigError(f"{path} is not a dictionary of tensors")
         self._found: dict[str, Tensor] = found
 
     def keys(self) -> Iterable[str]:
@@ -53,23 +54,39 @@ class Pickles:
 
 
 def load(path: Path) -> Any:
-    """What a file of torch.save holds; tensors are mapped, not read. ConfigError where it holds more than data."""
+    """The contents of a torch.save file, memory-mapped; ConfigError if it contains anything but data."""
     files.readable(path, "weights file")
-    try:
+    with _refused(str(path)):
         mapped = zipfile.is_zipfile(path)  # files from before PyTorch 1.6 are not
         with torch.serialization.safe_globals([*_allowed(path, mapped)]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+
+
+def tensor_of(data: bytes, place: str) -> Tensor:
+    """The tensor that torch.save wrote as ``data``; ConfigError, which names ``place``, if it is anything else."""
+    with _refused(place):
+        found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    if not isinstance(found, Tensor):
+        raise ConfigError(f"{place} is no tensor")
+    return found
+
+
+@contextmanager
+def _refused(path: str) -> Iterator[None]:
+    """ConfigError where torch.load finds anything but data, or no data at all."""
+    try:
+        yield
     except UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+) (?:was not an allowed global|whose module)", str(error))
         why = f"it names {named[1]}, which is not data" if named else str(error).splitlines()[-1]
-        raise ConfigError(f"{path} is not read: {why}") from None
+        raise ConfigError(f"{path} is refused: {why}") from None
     except (RuntimeError, EOFError, KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{path} is no file of torch.save: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"{path} is not a torch.save file: {str(error).splitlines()[0]}") from None
 
 
 def _allowed(path: Path, listed: bool) -> Iterable[Any]:
-    """Classes that may be made, with a ``StandIn`` under other names."""
+    """The classes that may be constructed, with ``StandIn`` for the others."""
     array = np.empty(0, np.uint32).__reduce__()[0]
     yield from (Namespace, np.ndarray, np.dtype, type(np.dtype(np.uint32)), *((array, name) for name in ARRAYS))
     named = torch.serialization.get_unsafe_globals_in_checkpoint(path) if listed else []
-    yield from ((StandIn, name) for name in named if STOOD_FOR.fullmatch(name))
+    yield from ((StandIn, name) for name in named if REPLACED.fullmatch(name))

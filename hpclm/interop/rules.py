@@ -1,6 +1,6 @@
-"""How one weight of ours and the tensors that another format has instead of it are made of each other.
+"""Conversion rules between our weights and the tensors of another format.
 
-C hidden width, G key/value heads, D width of one head, V vocabulary.
+C hidden size, G key/value heads, D size of one head, V vocabulary.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,12 +13,12 @@ from hpclm.config import EngineConfig, ModelConfig
 from hpclm.errors import ConfigError
 from hpclm.model import gpt
 from hpclm.model.stack import Stack
-from hpclm.parallel.form import Form
+from hpclm.parallel.placement import Placement
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One weight of ours, ``theirs`` that stand for it, and the way between them in both directions."""
+    """One of our weights, the tensors ``theirs`` that correspond to it, and the conversion in both directions."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -32,29 +32,29 @@ def same(ours: str, theirs: str) -> Rule:
 
 
 def transposed(ours: str, theirs: str) -> Rule:
-    """A linear layer's weight that is stored [in, out]; a bias as it is."""
+    """The weight of a linear layer, stored as [in, out]."""
     return Rule(ours, (theirs,), lambda x: [x.t()], lambda found: found[0].t())
 
 
 def table(ours: str, theirs: str, config: ModelConfig) -> Rule:
-    """A token table: V rows there, padded to model.vocab_multiple here."""
+    """An embedding: V rows there, padded to model.vocab_multiple here."""
 
     def padded(found: Sequence[Tensor]) -> Tensor:
         [rows] = found
         if len(rows) != config.vocab_size:
-            raise ConfigError(f"{theirs} has {len(rows)} rows, and model.vocab_size is {config.vocab_size}")
+            raise ConfigError(f"{theirs} has {len(rows)} rows, but model.vocab_size is {config.vocab_size}")
         return torch.cat([rows, rows.new_zeros(config.padded_vocab - len(rows), *rows.shape[1:])])
 
     return Rule(ours, (theirs,), lambda x: [x[: config.vocab_size]], padded)
 
 
 def stacked(ours: str, theirs: Sequence[str]) -> Rule:
-    """Equal blocks of rows that are tensors of their own there: a gated MLP's gate and its other branch."""
+    """Equal blocks of rows that are separate tensors there: gate and up projection of a gated MLP."""
     return Rule(ours, tuple(theirs), lambda x: x.chunk(len(theirs)), lambda found: torch.cat(list(found)))
 
 
 def separate(ours: str, theirs: Sequence[str], config: ModelConfig) -> Rule:
-    """The fused projection [G x (queries, key, value) x D, ...] and one tensor for each of q, k and v."""
+    """The fused projection [G x (queries, key, value) x D, ...], and separate tensors for q, k and v."""
     return Rule(
         ours,
         tuple(theirs),
@@ -64,7 +64,7 @@ def separate(ours: str, theirs: Sequence[str], config: ModelConfig) -> Rule:
 
 
 def side_by_side(ours: str, theirs: str, config: ModelConfig) -> Rule:
-    """The fused projection and GPT-2's: all queries, all keys, all values, stored [in, out]."""
+    """The fused projection, and GPT-2's: all queries, all keys, all values, stored as [in, out]."""
 
     def split(x: Tensor) -> list[Tensor]:
         return [torch.cat(unfused(x, config.groups, config.head_width)).t()]
@@ -73,7 +73,7 @@ def side_by_side(ours: str, theirs: str, config: ModelConfig) -> Rule:
 
 
 def fused(qkv: Sequence[Tensor], groups: int) -> Tensor:
-    """Separate projections [heads x D, ...] -> for each key/value head its queries, its key, its value."""
+    """Separate projections [heads x D, ...] -> the fused projection, grouped by key/value head."""
     return torch.cat([x.unflatten(0, (groups, -1)) for x in qkv], 1).flatten(0, 1)
 
 
@@ -94,17 +94,17 @@ def norm_kinds(config: ModelConfig) -> tuple[str, ...]:
     return kinds(config.bias and config.norm == "layernorm")
 
 
-def forms(config: ModelConfig) -> dict[str, Form]:
-    """Every weight of a model by logical name: its shape, and how processes split it; nothing is allocated."""
+def placements(config: ModelConfig) -> dict[str, Placement]:
+    """Shape and placement of every weight of a model, by logical name; allocates nothing."""
     with torch.device("meta"):
-        return Stack(config, gpt.layers(config, EngineConfig(), torch.float32, 0), torch.float32).forms
+        return Stack(config, gpt.layers(config, EngineConfig(), torch.float32, 0), torch.float32).placements
 
 
 def check_names(needed: Iterable[str], there: Iterable[str], place: str) -> None:
-    """ConfigError that names tensors which ``place`` lacks, and those that no weight is made of."""
+    """ConfigError that names tensors missing in ``place``, and unexpected ones."""
     wanted, found = set(needed), set(there)
     missing, spare = wanted - found, found - wanted
-    wrong = [*_named("has no", missing, place), *_named("has tensors that this network has no use for:", spare, place)]
+    wrong = [*_named("has no", missing, place), *_named("has tensors that this network does not use:", spare, place)]
     if wrong:
         raise ConfigError(wrong)
 

@@ -1,8 +1,9 @@
-"""Run directories: the checkpoint to take weights from, and a new one that weights are put into."""
+"""Read weights from the checkpoint of a run, and write imported weights as a new run."""
 
-import logging
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,22 +12,21 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hpclm import config as configs
-from hpclm.checkpoint import CheckpointStore, Progress, Retention, manifest, shelf
+from hpclm import files
+from hpclm.checkpoint import CheckpointStore, Progress, Retention, directory, manifest
 from hpclm.checkpoint.manifest import BadCheckpoint, Manifest
 from hpclm.config import DataConfig, ModelConfig, RunConfig
-from hpclm.config.compose import as_yaml
+from hpclm.config.fields import as_yaml
 from hpclm.engine import Shard
-from hpclm.errors import ConfigError, NoCheckpointError
-from hpclm.interop.rules import Rule, check_names, forms
-
-log = logging.getLogger(__name__)
+from hpclm.errors import ConfigError, NoCheckpointError, unwritten
+from hpclm.interop.rules import Rule, check_names, placements
 
 
 class Source(Protocol):
-    """Where another format's tensors come from."""
+    """The tensors of another format."""
 
     def names(self) -> set[str]:
-        """Names of all of them."""
+        """Their names."""
         ...
 
     def read(self, name: str) -> Tensor:
@@ -45,85 +45,134 @@ class Found:
 
     @property
     def step(self) -> int:
-        """Steps that its weights were trained for."""
+        """The step of the checkpoint."""
         return int(self.manifest.progress["step"])
 
 
 def is_run(path: Path) -> bool:
-    """Whether ``path`` is a run directory, or one checkpoint's folder."""
+    """Whether ``path`` is a run directory or a checkpoint."""
     return (path / "checkpoints").is_dir() or (path / manifest.NAME).is_file()
 
 
 def find(path: Path, overrides: list[str]) -> Found:
     """The newest good checkpoint of the run ``path``, or the checkpoint ``path`` itself.
 
-    ConfigError where it belongs to no run, NoCheckpointError where nothing good is there.
+    ConfigError if it is not part of a run, NoCheckpointError if there is no good checkpoint.
     """
     if (path / manifest.NAME).is_file():
         run = path.absolute().parent.parent
-        config = _settings(run, overrides)
+        config = configs.of_run(run, overrides)
         try:
             known = manifest.read(path)
             manifest.verify(path, known)
         except BadCheckpoint as reason:
-            raise NoCheckpointError(f"checkpoint {path} is bad: {reason}; take another of {run}") from None
+            raise NoCheckpointError(f"checkpoint {path} is bad: {reason}; choose another of {run}") from None
         return Found(run, path, known, config)
-    config = _settings(path, overrides)
-    folder, known = shelf.newest(path / "checkpoints")
+    config = configs.of_run(path, overrides)
+    folder, known = directory.newest(path / "checkpoints")
     return Found(path, folder, known, config)
 
 
-def _settings(run: Path, overrides: list[str]) -> RunConfig:
-    path = run / "config.yaml"
-    if not path.is_file():
-        raise ConfigError(f"{run} is not a run directory: it has no config.yaml")
-    return configs.load(path, overrides)
-
-
 class Weights:
-    """What a checkpoint store saves of a network that comes from another format: the weights, and nothing else."""
+    """Imported weights, in the form in which CheckpointStore saves an engine."""
 
     def __init__(
-        self, config: ModelConfig, source: Source, rules: Iterable[Rule], place: str, spare: Iterable[str] = ()
+        self,
+        config: ModelConfig,
+        source: Source,
+        rules: Iterable[Rule],
+        place: str,
+        spare: Iterable[str] = (),
+        moments: Mapping[str, Source] | None = None,
+        steps: int = 0,
     ):
-        """``place`` names the source in errors; ``spare`` are tensors there that no weight needs.
+        """``place`` names the source in errors; ``spare`` are tensors there that are not needed. ``moments``: Adam's, by name,
+        after ``steps`` steps.
 
-        ConfigError where tensors are missing, or more are there.
+        ConfigError if tensors are missing or unexpected.
         """
         self.rules, self.source, self.place = list(rules), source, place
-        self.shapes = {name: form.shape for name, form in forms(config).items()}
-        check_names((name for rule in self.rules for name in rule.theirs), source.names() - set(spare), place)
+        self.moments, self.steps = moments or {}, steps
+        self.shapes = {name: placement.shape for name, placement in placements(config).items()}
+        for each in (source, *self.moments.values()):
+            check_names((name for rule in self.rules for name in rule.theirs), each.names() - set(spare), place)
 
     def tensors(self) -> Iterator[Shard]:
-        """Every weight whole, in fp32."""
+        """Every weight whole, in fp32, and its moments."""
         with tqdm(self.rules, unit="weight", disable=None) as bar:
             for rule in bar:
-                try:
-                    tensor = rule.join([self.source.read(name) for name in rule.theirs])
-                except RuntimeError as error:  # torch's word for shapes that do not go together
-                    raise ConfigError(f"{self.place}: {', '.join(rule.theirs)}: {str(error).splitlines()[0]}") from None
-                if tuple(tensor.shape) != self.shapes[rule.ours]:
-                    raise ConfigError(
-                        f"{self.place}: {', '.join(rule.theirs)} makes {rule.ours} {tuple(tensor.shape)}, and the settings "
-                        f"need {self.shapes[rule.ours]}"
-                    )
-                yield Shard.whole(f"model.{rule.ours}", tensor.to(torch.float32).contiguous())
+                yield Shard.whole(f"model.{rule.ours}", self._converted(rule, self.source))
+                for moment, source in self.moments.items():
+                    yield Shard.whole(f"optim.{moment}.{rule.ours}", self._converted(rule, source))
+
+    def _converted(self, rule: Rule, source: Source) -> Tensor:
+        try:
+            tensor = rule.join([source.read(name) for name in rule.theirs])
+        except RuntimeError as error:  # torch's error for shapes that do not match
+            raise ConfigError(f"{self.place}: {', '.join(rule.theirs)}: {str(error).splitlines()[0]}") from None
+        if tuple(tensor.shape) != self.shapes[rule.ours]:
+            raise ConfigError(
+                f"{self.place}: {', '.join(rule.theirs)} gives {rule.ours} of shape {tuple(tensor.shape)}, but the settings "
+                f"need {self.shapes[rule.ours]}"
+            )
+        if not tensor.isfinite().all():
+            raise ConfigError(f"{self.place}: {', '.join(rule.theirs)}: values are not finite")
+        return tensor.to(torch.float32).contiguous()
 
     def scalars(self) -> dict[str, Any]:
-        """No step of an optimizer was done."""
-        return {"optimizer_steps": 0, "loss_scale": None}
+        """The optimizer's step count."""
+        return {"optimizer_steps": self.steps, "loss_scale": None}
 
 
-def save(draft: Path, target: Path, model: ModelConfig, data: Mapping[str, Any], weights: Weights) -> None:
-    """Make ``draft``, which will be ``target``, a run directory whose checkpoint at step 0 holds ``weights``."""
-    config = RunConfig(name=target.name, out=str(target), model=model, data=DataConfig(**data))
-    configs.dump(config, draft / "config.yaml")
-    CheckpointStore(draft / "checkpoints", Retention(), {}).save(weights, Progress())  # type: ignore[arg-type]
+def save(
+    staging_dir: Path,
+    target: Path,
+    model: ModelConfig,
+    data: Mapping[str, Any],
+    weights: Weights,
+    words: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> None:
+    """Make ``staging_dir``, which will be ``target``, a run directory whose checkpoint holds ``weights``.
+
+    ``words``: more settings of the run, as key=value. ``progress``: of the checkpoint; None: at step 0.
+    """
+    begun = configs.load(None, list(words))
+    data_settings = replace(begun.data, **data) if words else DataConfig(**data)
+    config = replace(begun, name=target.name, out=str(target), model=model, data=data_settings)
+    configs.dump(config, staging_dir / "config.yaml")
+    CheckpointStore(staging_dir / "checkpoints", Retention(), {}).save(weights, progress or Progress())  # type: ignore[arg-type]
 
 
 def network(derived: Mapping[str, Any], words: list[str]) -> ModelConfig:
-    """The network of ``derived`` model settings and ``model.key=value`` words on top; ConfigError where it cannot be."""
+    """The network of ``derived`` model settings and ``model.key=value`` overrides; ConfigError if it is invalid."""
     other = [word for word in words if not word.startswith("model.")]
     if other:
-        raise ConfigError(f"{other[0]}: an import takes model.… settings only; the others are for hpclm train")
+        raise ConfigError(f"{other[0]}: an import accepts only model.… settings; give the others to hpclm train")
     return configs.load(None, [*(f"model.{name}={as_yaml(value)}" for name, value in derived.items()), *words]).model
+
+
+@contextmanager
+def fresh(target: Path, mode: int = 0o777) -> Iterator[Path]:
+    """A staging directory that is renamed to ``target`` at the end of the block, or removed if the block fails."""
+    if target.exists() or target.is_symlink():
+        raise ConfigError(f"{target} exists; remove it, or choose another target")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        files.sweep(target)
+        staging_dir = files.aside(target)
+        staging_dir.mkdir(mode)
+    except OSError as error:
+        raise unwritten(error, target, "choose another place") from error
+    try:
+        yield staging_dir
+        for path in (*staging_dir.rglob("*"), staging_dir):
+            files.sync(path)
+        if target.exists():  # made by another process in the meantime
+            raise ConfigError(f"{target} exists; remove it, or choose another target")
+        staging_dir.rename(target)
+        files.sync(target.parent)
+    except OSError as error:
+        raise unwritten(error, target, "nothing was written") from error
+    finally:
+        shutil.rmtree(staging_dir, ignore_errors=True)

@@ -1,7 +1,7 @@
 """A GPT as a list of layers that an engine builds and runs.
 
-T tokens in a sequence, t = T / tp of them on this process between layers, B sequences in a micro-batch, C hidden width, V
-padded vocabulary. Activations are [t, B, C].
+T tokens in a sequence, t = T / tp of them on this process between layers, B sequences in a micro-batch, C hidden size, V
+padded vocabulary size. Activations are [t, B, C].
 """
 
 from collections.abc import Callable
@@ -15,82 +15,95 @@ from torch import Tensor, nn
 from hpclm.config import EngineConfig, ModelConfig
 from hpclm.config.model import BLOCKS
 from hpclm.model.attention import Attention
-from hpclm.model.draw import Initial, Part
-from hpclm.model.layers import Norm, TokenTable, dropout
-from hpclm.model.mlp import MLP
-from hpclm.model.position import Layout, sinusoids
-from hpclm.parallel.collectives import share
-from hpclm.parallel.form import Form
+from hpclm.model.dropout import dropout
+from hpclm.model.init import InitSpec, TensorParallelModule
+from hpclm.model.layers import MLP, Norm, VocabParallelEmbedding
+from hpclm.model.position import AttentionMetadata, sinusoids
 from hpclm.parallel.mesh import ALONE, Axis
-from hpclm.registry import lookup
+from hpclm.parallel.placement import Placement
+from hpclm.registry import a_class, lookup
+
+CHECK = a_class("forward", made_with=("config", "recompute_core", "generator", "tp"), named=True, base=nn.Module)
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """How to build one layer. Specs with the same ``name`` are one module; ``call`` says how this one uses it."""
+    """How to build one layer. Specs with the same ``name`` share one module; ``call`` says how this one uses it."""
 
     name: str
     module: Callable[..., nn.Module]
     kwargs: dict[str, Any] = field(default_factory=dict)
-    call: Callable[[nn.Module, Any, Layout], Any] | None = None  # None: module(x, layout)
+    call: Callable[[nn.Module, Any, AttentionMetadata], Any] | None = None  # None: module(x, metadata)
     recompute: bool = False
     number: int = 0
-    """Its place among all layers of the model; dropout follows from it."""
-    late: bool = False
-    """Whether its weights may be filled after it is built: its modules are ours and know their values (model.draw)."""
+    """Index among all layers of the model; seeds its dropout."""
+    on_meta: bool = False
+    """Whether to build it on the meta device and initialise it later; our own modules declare their init (model.init)."""
 
     def build(self) -> nn.Module:
-        """The layer: on the meta device, as shapes that are filled later, or where that cannot be, whole on the CPU."""
-        with torch.device("meta" if self.late else "cpu"):
+        """The layer, on the meta device if its modules support that, else on the CPU."""
+        with torch.device("meta" if self.on_meta else "cpu"):
             return self.module(**self.kwargs)
 
 
 class Head(NamedTuple):
-    """What the model gives: the last activations, and the rows that turn them into logits."""
+    """The output of the model: the final activations, and the weight that projects them to logits."""
 
     hidden: Tensor  # [t, B, C]
-    weight: Tensor  # [V / tp, C], fp32
-    vocab_size: int  # rows that stand for a token; the others are padding
+    weight: Tensor  # [V / tp, C], fp32, or in the compute type with main_grad
+    vocab_size: int  # the remaining rows are padding
     tp: Axis = ALONE
+    cast: Tensor | None = None  # the weight in the compute type, if it has been cast already
+    main_grad: Tensor | None = (
+        None  # what the gradient of the weight is added to, if the backward pass does that in place
+    )
+
+    def rows(self) -> Tensor:
+        """[V / tp, C] in the compute type; gradients belong to ``weight``."""
+        return self.weight.to(self.hidden.dtype) if self.cast is None else self.cast
 
     def logits(self) -> Tensor:
-        """[B, T, vocabulary] in the compute type; for a model that one process holds."""
-        rows = self.weight[: self.vocab_size].to(self.hidden.dtype)
-        return F.linear(self.hidden, rows).transpose(0, 1)
+        """[B, T, vocabulary] logits in the compute type; without tensor parallelism."""
+        return F.linear(self.hidden, self.rows()[: self.vocab_size]).transpose(0, 1)
 
 
 def layers(
     config: ModelConfig, engine: EngineConfig, dtype: torch.dtype, seed: int, tp: Axis = ALONE
 ) -> list[LayerSpec]:
-    """The model, first to last, split over ``tp``; activations are of type ``dtype``, initial weights follow from ``seed``."""
-    block = lookup("model.block", config.block, BLOCKS)
+    """The layers in order, split over ``tp``; activations have type ``dtype``, initial weights depend on ``seed``."""
+    block = lookup("model.block", config.block, BLOCKS, CHECK)
     table = dict(config=config, dtype=dtype)
     recompute_core = engine.recompute == "selective"
 
-    def draw(index: int) -> dict[str, Any]:
+    def init(index: int) -> dict[str, Any]:
         return dict(seed=seed * 100_003 + index, tp=tp)
 
     specs = [
-        LayerSpec("tokens", _seeded, dict(module=TokenTable, **table, **draw(0)), call=_embed),
-        LayerSpec("entry", _seeded, dict(module=Entry, config=config, **draw(1))),
+        LayerSpec("tokens", _seeded, dict(module=VocabParallelEmbedding, **table, **init(0)), call=_embed),
+        LayerSpec("entry", _seeded, dict(module=InputEmbedding, config=config, **init(1))),
     ]
     for index in range(config.layers):
-        kwargs = dict(module=block, config=config, recompute_core=recompute_core, **draw(3 + index))
+        kwargs = dict(module=block, config=config, recompute_core=recompute_core, **init(3 + index))
         specs.append(LayerSpec(f"block{index}", _seeded, kwargs, recompute=engine.recompute == "full"))
     specs.append(LayerSpec("norm", Norm, dict(config=config, width=config.hidden, tp=tp), call=_plain))
     output = "tokens" if config.tied else "output"
     specs.append(
-        LayerSpec(output, _seeded, dict(module=TokenTable, **table, **draw(0 if config.tied else 2)), call=_head)
+        LayerSpec(
+            output,
+            _seeded,
+            dict(module=VocabParallelEmbedding, **table, **init(0 if config.tied else 2)),
+            call=_tied_head if config.tied else _head,
+        )
     )
-    own = config.block not in BLOCKS  # a block of the user's may set its weights as it likes
+    own = config.block not in BLOCKS  # user-defined blocks initialise their own weights
     return [
-        replace(spec, number=number, late=not (own and spec.name.startswith("block")))
+        replace(spec, number=number, on_meta=not (own and spec.name.startswith("block")))
         for number, spec in enumerate(specs)
     ]
 
 
 def random(config: ModelConfig) -> bool:
-    """Whether something random happens in training: dropout, or a block that is not ours to know."""
+    """Whether training uses random numbers: dropout, or a user-defined block that may."""
     return bool(config.dropout or config.attention_dropout or config.block not in BLOCKS)
 
 
@@ -98,57 +111,67 @@ def _seeded(module: Callable[..., nn.Module], seed: int, **kwargs: Any) -> nn.Mo
     return module(**kwargs, generator=torch.Generator().manual_seed(seed))
 
 
-def _embed(table: nn.Module, ids: Tensor, _: Layout) -> Tensor:
+def _embed(table: nn.Module, ids: Tensor, _: AttentionMetadata) -> Tensor:
     return table(ids)
 
 
-def _plain(module: nn.Module, x: Tensor, _: Layout) -> Tensor:
+def _plain(module: nn.Module, x: Tensor, _: AttentionMetadata) -> Tensor:
     return module(x)
 
 
-def _head(table: nn.Module, x: Tensor, _: Layout) -> Head:
-    assert isinstance(table, TokenTable)
-    return Head(x, table.weight, table.vocab_size, table.tp)
+def _head(table: nn.Module, x: Tensor, _: AttentionMetadata) -> Head:
+    assert isinstance(table, VocabParallelEmbedding)
+    return Head(x, table.weight, table.vocab_size, table.tp, table.rows, table.main_grad)
 
 
-class Entry(Part):
-    """Positions, the embedding's norm and dropout: [t, B, C] -> [t, B, C]."""
+def _tied_head(table: nn.Module, x: Tensor, metadata: AttentionMetadata) -> Head:
+    head = _head(table, x, metadata)  # where it is added to in place, the input embedding completes the gradient
+    return head if head.main_grad is None else head._replace(weight=head.weight.detach())
+
+
+class InputEmbedding(TensorParallelModule):
+    """Position embeddings, embedding norm and dropout: [t, B, C] -> [t, B, C]."""
 
     def __init__(self, config: ModelConfig, generator: torch.Generator, tp: Axis):
         super().__init__(tp)
         self.dropout = config.dropout
         learned = config.positions == "learned"
-        form = Form((config.context, config.hidden))
-        self.table = self.held("table", Initial.normal(form, config.init_std, generator)) if learned else None
+        placement = Placement((config.context, config.hidden))
+        self.table = (
+            self.new_parameter("table", InitSpec.normal(placement, config.init_std, generator)) if learned else None
+        )
         fixed = sinusoids(config.context, config.hidden) if config.positions == "sinusoidal" else None
         self.fixed: Tensor | None
         self.register_buffer("fixed", fixed, persistent=False)
         self.norm = Norm(config, config.hidden, tp) if config.embed_norm else None
 
-    def forward(self, x: Tensor, layout: Layout) -> Tensor:
+    def forward(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
         """[t, B, C] -> [t, B, C]."""
-        table = self.fixed if self.table is None else share(self.table, self.tp)
+        table = self.fixed if self.table is None else self.replicated(self.table)
         if table is not None:
             mine = slice(self.tp.rank * len(x), (self.tp.rank + 1) * len(x))
-            where = table[mine, None] if layout.positions is None else F.embedding(layout.positions.t()[mine], table)
+            where = (
+                table[mine, None] if metadata.positions is None else F.embedding(metadata.positions.t()[mine], table)
+            )
             x = x + where.to(x.dtype)
         if self.norm is not None:
             x = self.norm(x)
-        return dropout(x, self.dropout, self.training)
+        return dropout(x, self.dropout, self.training, metadata.keys, 0, self.tp.rank)
 
 
 class Block(nn.Module):
-    """Attention and MLP, each normalised on the way in and added on the way out: [t, B, C] -> [t, B, C]."""
+    """A pre-norm transformer block, attention and MLP with residual connections: [t, B, C] -> [t, B, C]."""
 
     def __init__(self, config: ModelConfig, recompute_core: bool, generator: torch.Generator, tp: Axis):
         super().__init__()
-        self.dropout = config.dropout
+        self.dropout, self.rank = config.dropout, tp.rank
         self.norm1 = Norm(config, config.hidden, tp)
         self.attention = Attention(config, recompute_core, generator, tp)
         self.norm2 = Norm(config, config.hidden, tp)
         self.mlp = MLP(config, generator, tp)
 
-    def forward(self, x: Tensor, layout: Layout) -> Tensor:
+    def forward(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
         """[t, B, C] -> [t, B, C]."""
-        x = x + dropout(self.attention(self.norm1(x), layout), self.dropout, self.training)
-        return x + dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
+        y = self.attention(self.norm1(x), metadata)
+        x = x + dropout(y, self.dropout, self.training, metadata.keys, 0, self.rank)
+        return x + dropout(self.mlp(self.norm2(x)), self.dropout, self.training, metadata.keys, 1, self.rank)

@@ -1,110 +1,156 @@
-"""Linear, norm and token table: fp32 weights, computed in the type of the activations they meet.
+"""Linear layers, norms, embedding and MLP: fp32 weights, computed in the type of the activations.
 
-T tokens in a sequence, t = T / tp the slice of it that a tensor-parallel process holds between layers, B sequences in a
-micro-batch, C hidden width, V vocabulary. A weight's initial values come from the generator that is passed in, so they
-depend on the seed and the layer, not on who builds it. With one process t is T and nothing is communicated.
+T tokens in a sequence, t = T / tp the slice that a tensor-parallel rank holds between layers, B sequences in a micro-batch,
+C hidden size, V vocabulary size. Initial weights come from the generator that is passed in, so they depend on the seed and
+the layer, not on the layout. With one process t is T and nothing is communicated.
 """
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from hpclm import apex
 from hpclm.config import ModelConfig
-from hpclm.model.draw import Initial, Part
-from hpclm.parallel.collectives import gathered_linear, scatter, share
-from hpclm.parallel.form import Form
+from hpclm.model.init import InitSpec, TensorParallelModule
+from hpclm.node import apex
+from hpclm.parallel.collectives import gathered_linear, scatter
+from hpclm.parallel.main_gradients import embedding, linear
 from hpclm.parallel.mesh import Axis
+from hpclm.parallel.placement import Placement
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+}
+MASK = (1 << 64) - 1  # 64-bit arithmetic
 
 
-class ColumnLinear(Part):
+class ColumnLinear(TensorParallelModule):
     """y = x W^T + b with the rows of W split: [t, ..., n_in] -> [T, ..., n_out / tp].
 
-    ``parts``: blocks of rows that are each split for themselves.
+    ``parts``: blocks of rows that are each split separately.
     """
 
     def __init__(
         self, n_in: int, n_out: int, bias: bool, std: float, generator: torch.Generator, tp: Axis, parts: int = 1
     ):
         super().__init__(tp)
-        self.weight = self.held("weight", Initial.normal(Form((n_out, n_in), 0, parts), std, generator))
-        self.bias = self.held("bias", Initial(Form((n_out,), 0, parts))) if bias else None
+        self.weight = self.new_parameter("weight", InitSpec.normal(Placement((n_out, n_in), 0, parts), std, generator))
+        self.bias = self.new_parameter("bias", InitSpec(Placement((n_out,), 0, parts))) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[t, ..., n_in] -> [T, ..., n_out / tp]."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return gathered_linear(x, self.weight.to(x.dtype), bias, self.tp)
+        return gathered_linear(x, self.weight.to(x.dtype), bias, self.tp, self.main_grad)
 
 
-class RowLinear(Part):
+class RowLinear(TensorParallelModule):
     """y = x W^T + b with the columns of W split: [T, ..., n_in / tp] -> [t, ..., n_out]."""
 
     def __init__(self, n_in: int, n_out: int, bias: bool, std: float, generator: torch.Generator, tp: Axis):
         super().__init__(tp)
-        self.weight = self.held("weight", Initial.normal(Form((n_out, n_in), 1), std, generator))
-        self.bias = self.held("bias", Initial(Form((n_out,)))) if bias else None
+        self.weight = self.new_parameter("weight", InitSpec.normal(Placement((n_out, n_in), 1), std, generator))
+        self.bias = self.new_parameter("bias", InitSpec(Placement((n_out,)))) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, ..., n_in / tp] -> [t, ..., n_out]."""
         weight, bias = self.weight.to(x.dtype), self.bias
         if self.tp.size == 1:
-            return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
-        y = scatter(F.linear(x, weight), self.tp)
-        return y if bias is None else y + share(bias, self.tp).to(x.dtype)
+            return linear(x, weight, None if bias is None else bias.to(x.dtype), self.main_grad)
+        y = scatter(linear(x, weight, None, self.main_grad), self.tp)
+        return y if bias is None else y + self.replicated(bias).to(x.dtype)
 
 
-class Norm(Part):
+class Norm(TensorParallelModule):
     """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) over the last dimension.
 
-    Every process of ``tp`` has the whole weight and meets its own slice of the activations.
+    Every rank of ``tp`` holds the whole weight and applies it to its own slice of the activations.
     """
 
     def __init__(self, config: ModelConfig, width: int, tp: Axis):
         super().__init__(tp)
         self.rms, self.eps = config.norm == "rmsnorm", config.norm_eps
         self.fused = apex.kernels() if config.kernels == "apex" else None
-        self.weight = self.held("weight", Initial(Form((width,)), mean=1.0))
-        self.bias = self.held("bias", Initial(Form((width,)))) if config.bias and not self.rms else None
+        self.weight = self.new_parameter("weight", InitSpec(Placement((width,)), mean=1.0))
+        self.bias = self.new_parameter("bias", InitSpec(Placement((width,)))) if config.bias and not self.rms else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width]."""
-        weight = share(self.weight, self.tp).to(x.dtype)
+        weight = self.replicated(self.weight).to(x.dtype)
         fused = self.fused if x.is_cuda else None
         if self.rms:
             if fused and fused.rms_norm:
                 return fused.rms_norm(x, weight, weight.shape, self.eps)
             return F.rms_norm(x, weight.shape, weight, self.eps)
-        bias = None if self.bias is None else share(self.bias, self.tp).to(x.dtype)
+        bias = None if self.bias is None else self.replicated(self.bias).to(x.dtype)
         if fused and fused.layer_norm and bias is not None:
             return fused.layer_norm(x, weight, bias, weight.shape, self.eps)
         return F.layer_norm(x, weight.shape, weight, bias, self.eps)
 
 
-class TokenTable(Part):
-    """One row for each entry of the padded vocabulary; the rows are split."""
+class VocabParallelEmbedding(TensorParallelModule):
+    """Token embedding with the padded vocabulary split over the ranks; also the output projection if tied."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, generator: torch.Generator, tp: Axis):
         super().__init__(tp)
-        self.dtype = dtype  # of the activations, from here on
+        self.dtype = dtype  # of the activations
         self.vocab_size = config.vocab_size
         self.scale = config.hidden**0.5 if config.embed_scale else 1.0
-        form = Form((config.padded_vocab, config.hidden), 0)
-        self.weight = self.held("weight", Initial.normal(form, config.init_std, generator))
+        placement = Placement((config.padded_vocab, config.hidden), 0)
+        self.weight = self.new_parameter("weight", InitSpec.normal(placement, config.init_std, generator))
+        self.rows: Tensor | None = None
+        """The weight in the compute type, if an engine casts it once a step; without a gradient."""
 
     def forward(self, ids: Tensor) -> Tensor:
         """[B, T] ids -> [t, B, C] in the compute type."""
-        found = self._found(ids.t()).to(self.dtype)
+        found = self._look_up(ids.t()).to(self.dtype)
         return found if self.scale == 1.0 else found * self.scale
 
-    def _found(self, ids: Tensor) -> Tensor:
+    def _look_up(self, ids: Tensor) -> Tensor:
         if self.tp.size == 1:
-            return F.embedding(ids, self.weight)
+            return embedding(ids, self.weight, self.main_grad)
         mine = ids - self.tp.rank * len(self.weight)
         outside = (mine < 0) | (mine >= len(self.weight))
-        found = F.embedding(mine.masked_fill(outside, 0), self.weight).to(self.dtype)
-        return scatter(found.masked_fill(outside[..., None], 0.0), self.tp)  # one process has the row, the others 0
+        found = embedding(mine.masked_fill(outside, 0), self.weight, self.main_grad).to(self.dtype)
+        return scatter(found.masked_fill(outside[..., None], 0.0), self.tp)  # one rank has the row, the others add 0
 
 
-def dropout(x: Tensor, probability: float, training: bool) -> Tensor:
-    """Dropout that costs nothing when it is off."""
-    return F.dropout(x, probability) if training and probability else x
+class MLP(nn.Module):
+    """[t, B, C] -> [t, B, C]. Gated: ``up`` holds the rows of the gate, then those of the up projection."""
+
+    def __init__(self, config: ModelConfig, generator: torch.Generator, tp: Axis):
+        super().__init__()
+        self.activation, self.gated = ACTIVATIONS[config.activation], config.gated
+        inner = config.ffn_width
+        branches, std = 1 + self.gated, config.init_std / (2 * config.layers) ** 0.5
+        self.up = ColumnLinear(
+            config.hidden, inner * branches, config.bias, config.init_std, generator, tp, parts=branches
+        )
+        self.down = RowLinear(inner, config.hidden, config.bias, std, generator, tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[t, B, C] -> [t, B, C]."""
+        x = self.up(x)
+        if self.gated:
+            gate, x = x.chunk(2, -1)
+            return self.down(self.activation(gate) * x)
+        return self.down(self.activation(x))
+
+
+def mix_seed(*words: int) -> int:
+    """A 63-bit seed derived from ``words`` and their order (finaliser of SplitMix64, Steele et al. 2014).
+
+    Dropout is seeded by the place where it happens, never by what happened before. So it is the same in every layout of
+    layers and micro-batches, and when a layer is recomputed; only tensor-parallel ranks differ.
+    """
+    state = 0x9E3779B97F4A7C15
+    for word in words:
+        state = (state ^ (word & MASK)) * 0xBF58476D1CE4E5B9 & MASK
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & MASK
+        state ^= state >> 31
+    return state >> 1

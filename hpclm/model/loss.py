@@ -1,28 +1,34 @@
-"""Next-token loss without ever holding all logits.
+"""Cross-entropy loss computed in chunks, without ever materialising all logits.
 
-Rows of logits are made in chunks; each chunk's gradient is formed while its logits are there, so nothing is computed
-twice and memory is chunk x V instead of T x B x V (as in Hsu et al. 2024, Liger Kernel, and others before).
+The gradient of each chunk is computed while its logits are in memory, so nothing is computed twice and memory is chunk x V
+instead of T x B x V (as in Hsu et al. 2024, Liger Kernel, and others before).
 """
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hpclm.model import loss_chunk
 from hpclm.model.gpt import Head
-from hpclm.parallel.collectives import all_max, all_reduce, gather
+from hpclm.parallel.collectives import all_reduce, all_reduce_max, gather
+from hpclm.parallel.main_gradients import add_product, unfilled
 from hpclm.parallel.mesh import Axis
 
 ChunkMath = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+Backward = Literal["once", "twice", "unscaled"]
+"""How backward runs: once; maybe twice, as in zero-bubble schedules, which costs a copy of the weight gradient; or once from the
+loss itself, whose gradient is 1, so that nothing is multiplied."""
 
 
 def nll_and_gradient(logits: Tensor, labels: Tensor, weights: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     """[n, V] logits, [n] labels and weights -> weighted losses [n] in fp32, and their gradient [n, V] in the logits' type.
 
-    Entries from ``vocab`` on are padding and get no probability. Written without scatter, so that a compiler makes it one
-    pass that never holds [n, V] in fp32.
+    Entries from ``vocab`` on are padding and get no probability. Written without scatter, so that torch.compile fuses it
+    into one pass that never holds [n, V] in fp32.
     """
     entry = torch.arange(logits.shape[-1], device=logits.device)
     scores = logits.float()
@@ -35,7 +41,7 @@ def nll_and_gradient(logits: Tensor, labels: Tensor, weights: Tensor, vocab: int
 
 
 def nll_and_gradient_in_place(logits: Tensor, labels: Tensor, weights: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """The same without a compiler: fewer passes over memory than the formula above would take step by step."""
+    """The same for eager mode, in place, with fewer passes over memory."""
     if vocab < logits.shape[-1]:
         logits[:, vocab:] = -torch.inf
     log_p = F.log_softmax(logits, -1, dtype=torch.float32)
@@ -48,9 +54,9 @@ def nll_and_gradient_in_place(logits: Tensor, labels: Tensor, weights: Tensor, v
 def split_nll_and_gradient(
     logits: Tensor, labels: Tensor, weights: Tensor, vocab: int, tp: Axis
 ) -> tuple[Tensor, Tensor]:
-    """The same where each process of ``tp`` has [n, V / tp] logits of its own rows: losses of all, and its own gradient.
+    """Vocabulary-parallel version: each rank of ``tp`` has [n, V / tp] logits and gets all losses, and the gradient of its logits.
 
-    The greatest logit, then the sums that softmax needs, travel: 3 n numbers (Shoeybi et al. 2019, section 3).
+    Communicates the maximum logit, then the sums of the softmax: 3 n numbers (Shoeybi et al. 2019, section 3).
     """
     first = tp.rank * logits.shape[-1]
     scores = logits.float()
@@ -59,7 +65,7 @@ def split_nll_and_gradient(
     mine = labels - first
     outside = (mine < 0) | (mine >= logits.shape[-1])
     mine = mine.masked_fill(outside, 0)[:, None]
-    scores -= all_max(scores.amax(-1), tp)[:, None]
+    scores -= all_reduce_max(scores.amax(-1), tp)[:, None]
     target = scores.gather(-1, mine)[:, 0].masked_fill(outside, 0.0)
     p = scores.exp_()
     normaliser, target = all_reduce(torch.stack([p.sum(-1), target]), tp)
@@ -69,75 +75,96 @@ def split_nll_and_gradient(
     return losses, gradient.to(logits.dtype)
 
 
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` compiled as one graph."""
+    return torch.compile(function, dynamic=False, fullgraph=True)
+
+
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        rows: Tensor,
         labels: Tensor,
         weights: Tensor,
         vocab: int,
         chunk: int,
         math: ChunkMath,
-        tp: Axis,
-        twice: bool,
+        backward: Backward,
+        main_grad: Tensor | None,
     ) -> Tensor:
-        """[n, C] hidden, [V / tp, C] weight, [n] labels, [n] weights -> the weighted sum of losses."""
-        rows = weight.to(hidden.dtype)
+        """[n, C] hidden, [V / tp, C] weight and the same in hidden's type, [n] labels, [n] weights -> the weighted sum of losses.
+
+        ``main_grad``: what the gradient of the weight is added to in place, which needs ``backward`` unscaled.
+        """
         d_hidden, d_weight = torch.empty_like(hidden), None
         total = hidden.new_zeros((), dtype=torch.float32)
         for begin in range(0, len(hidden), chunk):
             part = slice(begin, begin + chunk)
             logits = F.linear(hidden[part], rows)
-            if tp.size > 1:
-                losses, gradient = split_nll_and_gradient(logits, labels[part], weights[part], vocab, tp)
-            else:
-                losses, gradient = math(logits, labels[part], weights[part], vocab)
+            losses, gradient = math(logits, labels[part], weights[part], vocab)
             total += losses.sum()
             torch.mm(gradient, rows, out=d_hidden[part])
+            if main_grad is not None:
+                add_product(main_grad, gradient, hidden[part])
+                continue
             piece = gradient.t() @ hidden[part]
             d_weight = piece.float() if d_weight is None else d_weight.add_(piece)
-        ctx.save_for_backward(d_hidden, d_weight)
-        ctx.twice = twice
+        ctx.save_for_backward(d_hidden, weight if d_weight is None else d_weight)
+        ctx.how, ctx.added = backward, main_grad is not None
         return total
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
-        """Scale the gradients formed in the forward pass."""
+        """Scale the gradients computed in the forward pass."""
         d_hidden, d_weight = ctx.saved_tensors
         [factor] = outer
-        if ctx.twice:
+        if ctx.added:
+            found = d_hidden, unfilled(d_weight) if ctx.needs_input_grad[1] else None
+        elif ctx.how == "unscaled":
+            found = d_hidden, d_weight
+        elif ctx.how == "twice":
             found = d_hidden * factor.to(d_hidden.dtype), d_weight * factor
         else:
             found = d_hidden.mul_(factor.to(d_hidden.dtype)), d_weight.mul_(factor)
-        return *found, None, None, None, None, None, None, None
+        return *found, *[None] * 8
 
 
 class TokenLoss:
     """Sum over tokens of weight x cross entropy; padding entries of the vocabulary get no probability."""
 
-    def __init__(self, chunk: int | None = None, compile: bool = False, twice: bool = False):
-        """``twice``: whether one backward pass may go through it twice, which costs a copy of the weight's gradient."""
-        self.chunk, self.twice = chunk, twice
-        self.math: ChunkMath = torch.compile(nll_and_gradient, dynamic=False) if compile else nll_and_gradient_in_place
+    def __init__(self, chunk: int | None = None, compile: bool = False, backward: Backward = "once"):
+        self.chunk, self.backward = chunk, backward
+        self.whole: ChunkMath = compiled(nll_and_gradient) if compile else nll_and_gradient_in_place
+        self.split = compiled(split_nll_and_gradient) if compile else split_nll_and_gradient
 
     def __call__(self, head: Head, labels: Tensor, weights: Tensor) -> Tensor:
         """``labels`` and ``weights`` [B, T] -> a scalar in fp32, differentiable once.
 
-        The weights carry every factor of the loss (mask, 1 / tokens, loss scale): gradients are formed in the compute
-        type with those factors in, so that fp16 does not lose them.
+        The weights include every factor of the loss (mask, 1 / tokens, loss scale): gradients are computed in the compute
+        type with those factors, so that fp16 does not underflow.
         """
-        chunk = self.chunk or (4096 if labels.is_cuda else 512)  # large products on GPUs, caches on CPUs
+        chunk = self.chunk or self._chosen(head, labels)
         whole = gather(head.hidden, head.tp)
         hidden, labels, weights = whole.flatten(0, 1), labels.t().reshape(-1), weights.t().reshape(-1)
         if torch.is_grad_enabled():
             return _ChunkedLoss.apply(
-                hidden, head.weight, labels, weights, head.vocab_size, chunk, self.math, head.tp, self.twice
+                hidden,
+                head.weight,
+                head.rows().detach(),
+                labels,
+                weights,
+                head.vocab_size,
+                chunk,
+                self.whole if head.tp.size == 1 else partial(self.split, tp=head.tp),
+                self.backward,
+                head.main_grad,
             )
         if head.tp.size > 1:
             return self._split(head, hidden, labels, weights, chunk)
-        rows = head.weight[: head.vocab_size].to(hidden.dtype)
+        rows = head.rows()[: head.vocab_size]
         total = hidden.new_zeros((), dtype=torch.float32)
         for begin in range(0, len(hidden), chunk):
             part = slice(begin, begin + chunk)
@@ -145,9 +172,17 @@ class TokenLoss:
             total += (losses * weights[part]).sum()
         return total
 
+    @staticmethod
+    def _chosen(head: Head, labels: Tensor) -> int:
+        """Tokens at a time: large matrix products on GPUs, cache-sized ones on CPUs."""
+        if not labels.is_cuda:
+            return 512
+        memory = torch.cuda.get_device_properties(labels.device).total_memory
+        return loss_chunk.chosen(labels.numel(), len(head.weight), memory)
+
     def _split(self, head: Head, hidden: Tensor, labels: Tensor, weights: Tensor, chunk: int) -> Tensor:
-        """The weighted sum without a gradient, where each process has rows of its own."""
-        rows = head.weight.to(hidden.dtype)
+        """The weighted sum without a gradient, with a vocabulary-parallel head."""
+        rows = head.rows()
         total = hidden.new_zeros((), dtype=torch.float32)
         for begin in range(0, len(hidden), chunk):
             part = slice(begin, begin + chunk)

@@ -1,33 +1,168 @@
-"""What the backward pass needs, in the CPU's memory until then."""
+"""Activations in pinned CPU memory between the forward and the backward pass, copied on separate streams.
+
+While a block computes, the activations of the block before it are copied to the CPU. In the backward pass those of the block that
+comes next are copied back. The GPU holds the activations of AHEAD blocks at a time, and the host waits for nothing.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 
-SMALL = 1 << 16  # values; a copy of fewer takes longer to begin than to make
-Kept = Tensor | tuple[Tensor, torch.device]
+SMALL = 1 << 16  # values; smaller activations are not worth offloading
+AHEAD = 2
+"""Blocks whose activations may be on the GPU at a time: the one that computes and the one that is copied."""
 
 
-def on_the_cpu(small: int = SMALL) -> saved_tensors_hooks:
-    """While this is entered, activations that a backward pass needs are kept on the CPU; weights stay where they are.
+class Streams:
+    """Streams of a GPU for copies to the CPU and back. On a CPU there are none, and copies happen at once."""
 
-    The copies from and to pinned memory are made in the order of the device's own work, which waits for nothing else.
-    """
+    def __init__(self, device: torch.device):
+        self.gpu = device.type == "cuda"
+        self.out: Any = torch.cuda.Stream(device) if self.gpu else IDLE
+        self.back: Any = torch.cuda.Stream(device) if self.gpu else IDLE
 
-    def keep(tensor: Tensor) -> Kept:
-        if tensor.numel() < small or not tensor.is_floating_point() or weight(tensor):
+    def computing(self) -> Any:
+        """The stream of the operations that run now."""
+        return torch.cuda.current_stream() if self.gpu else IDLE
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Inside this context, copies are queued on ``stream``."""
+        return torch.cuda.stream(stream) if self.gpu else nullcontext()
+
+
+class Idle:
+    """A stream on which nothing is ever queued."""
+
+    def wait_stream(self, other: Any) -> None:
+        """Nothing to wait for."""
+
+    wait_event = wait_stream
+
+    def record_event(self) -> "Idle":
+        """An event that has happened."""
+        return self
+
+
+IDLE = Idle()
+
+
+@dataclass(eq=False)
+class Block:
+    """The activations of one block in one micro-batch."""
+
+    number: int
+    saved: list["weakref.ref[Saved]"] = field(default_factory=list)
+    """Dead once the backward pass has no more use for them."""
+    copied: Any = None
+    """Event: all of them are on the CPU."""
+    fetched: bool = False
+
+
+@dataclass(eq=False)
+class Saved:
+    """One activation, on the CPU and for some time also on the GPU."""
+
+    block: Block
+    copy: Tensor
+    streams: Streams
+    device: torch.device
+    version: int
+    tensor: Tensor | None
+    """On the GPU."""
+    arriving: Any = None
+    """Event: it is back on the GPU; None once the computing stream has waited for it."""
+
+    def arrived(self) -> None:
+        """Let the computing stream wait until it is back."""
+        if self.arriving is not None:
+            self.streams.computing().wait_event(self.arriving)
+            self.arriving = None
+
+    def __del__(self) -> None:
+        self.arrived()  # or what reuses its memory could be overwritten by a copy that nothing waited for
+
+
+class ActivationOffload:
+    """Moves what the blocks of one micro-batch save for the backward pass."""
+
+    def __init__(self, streams: Streams, small: int = SMALL):
+        self.streams, self.small = streams, small
+        self.blocks: list[Block] = []
+
+    @contextmanager
+    def next_block(self) -> Iterator[None]:
+        """Inside this context, what is saved for the backward pass is that of the next block; weights stay on the device."""
+        number = len(self.blocks)
+        if number >= AHEAD:
+            self._leave(self.blocks[number - AHEAD])
+        block = Block(number)
+        self.blocks.append(block)
+        with saved_tensors_hooks(lambda tensor: self._pack(tensor, block), self._unpack):
+            yield
+        block.copied = self.streams.out.record_event()
+
+    def _leave(self, block: Block) -> None:
+        """Free the GPU's memory, for operations that follow on the computing stream, once the copies are done."""
+        self.streams.computing().wait_event(block.copied)
+        for saved in alive(block):
+            saved.tensor = None
+
+    def _pack(self, tensor: Tensor, block: Block) -> Any:
+        if tensor.numel() < self.small or not tensor.is_floating_point() or is_weight(tensor):
             return tensor
-        place = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
-        return place.copy_(tensor.detach(), non_blocking=True), tensor.device
+        out, found = self.streams.out, tensor.detach()
+        copy = torch.empty_like(found, device="cpu", pin_memory=found.is_cuda, requires_grad=False)
+        out.wait_stream(self.streams.computing())
+        with self.streams.on(out):
+            copy.copy_(found, non_blocking=True)
+        saved = Saved(block, copy, self.streams, tensor.device, tensor._version, found)
+        block.saved.append(weakref.ref(saved))
+        return saved
 
-    def bring(kept: Kept) -> Tensor:
-        return kept if isinstance(kept, Tensor) else kept[0].to(kept[1], non_blocking=True)
+    def _unpack(self, saved: Any) -> Any:
+        if isinstance(saved, Tensor):
+            return saved
+        if saved.tensor is not None and saved.tensor._version != saved.version:
+            raise RuntimeError(
+                "an activation that is being offloaded was changed in place; leave out engine.offload_activations"
+            )
+        for number in range(saved.block.number, max(-1, saved.block.number - AHEAD), -1):
+            self._fetch(self.blocks[number])
+        saved.arrived()
+        return saved.tensor
 
-    return saved_tensors_hooks(keep, bring)
+    def _fetch(self, block: Block) -> None:
+        """Start to copy the activations of a block back, if they are not on the GPU any more."""
+        if block.fetched:
+            return
+        block.fetched = True
+        back = self.streams.back
+        missing = [saved for saved in alive(block) if saved.tensor is None]
+        # allocated on the computing stream, so that it can use the memory again without waiting for this one
+        for saved in missing:
+            saved.tensor = torch.empty_like(saved.copy, device=saved.device)
+        back.wait_stream(self.streams.computing())
+        back.wait_event(block.copied)
+        for saved in missing:
+            assert saved.tensor is not None
+            with self.streams.on(back):
+                saved.tensor.copy_(saved.copy, non_blocking=True)
+            saved.version, saved.arriving = saved.tensor._version, back.record_event()
 
 
-def weight(tensor: Tensor) -> bool:
-    """Whether this is a parameter, or a parameter in another type or turned round."""
+def alive(block: Block) -> list[Saved]:
+    """The activations of a block that the backward pass may still need."""
+    return [saved for reference in block.saved if (saved := reference()) is not None]
+
+
+def is_weight(tensor: Tensor) -> bool:
+    """Whether this is a parameter, or a cast or transposed parameter."""
     if tensor.grad_fn is None:
         return tensor.requires_grad
     node: Node | None = tensor.grad_fn

@@ -1,10 +1,10 @@
-"""Where a token stands: sinusoidal tables, rotary embeddings, ALiBi, and documents inside a sample.
+"""Position embeddings (sinusoidal, rotary, ALiBi) and attention masks.
 
-T tokens in a sequence, B sequences, H heads of this process, D width of one head.
+T tokens in a sequence, B sequences, H heads of this process, D size of one head.
 """
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,21 +12,38 @@ from torch import Tensor
 from hpclm.config import ModelConfig
 from hpclm.parallel.mesh import ALONE, Axis
 
+if TYPE_CHECKING:
+    from hpclm.model.cache import KeyValueCache
+
 FAIRSEQ_FIRST = 2  # fairseq counts positions from padding_idx + 1 = 2
 
 
-class Layout(NamedTuple):
-    """What attention and position embeddings must know of a micro-batch; made once, read by every layer."""
+class AttentionMetadata(NamedTuple):
+    """Positions and masks of a micro-batch; made once, read by every layer."""
 
-    positions: Tensor | None  # [B, T], only where they restart; None: 0 .. T-1
-    mask: Tensor | None  # [B or 1, 1 or H, T, T]: True may be seen, or added to the scores; None: causal
+    positions: Tensor | None  # [B, T] if they restart inside a sample; None: 0 .. T-1
+    mask: Tensor | None  # [B or 1, 1 or H, T, T]: True where attention is allowed, or added to the scores; None: causal
     cos: Tensor | None  # [T, B or 1, 1, D], for rotary positions
     sin: Tensor | None
-    seed: int | None = None  # what dropout in this micro-batch follows from; None: nothing random happens
+    seed: int | None = None  # seeds dropout in this micro-batch; None: no dropout
+    flex: "Flex | None" = None  # for FlexAttention, in place of a mask
+    keys: Tensor | None = (
+        None  # [SITES] int64, of the layer that runs, for dropout by counters; None: PyTorch's generator
+    )
+    cache: "KeyValueCache | None" = None  # keys and values of earlier tokens, when text is generated
 
 
-class Kind(NamedTuple):
-    """What the activations of a micro-batch are."""
+class Flex(NamedTuple):
+    """What FlexAttention needs to know of a micro-batch; it makes no [T, T] tensor."""
+
+    blocks: Any
+    """BlockMask: which blocks of 128 x 128 scores have any that count, and which scores in them do."""
+    slopes: Tensor | None
+    """[H] ALiBi slopes of this process's heads."""
+
+
+class ActivationSpec(NamedTuple):
+    """Length, type and device of the activations of a micro-batch."""
 
     length: int
     """Tokens in a sequence."""
@@ -34,19 +51,38 @@ class Kind(NamedTuple):
     device: torch.device
 
 
-def layout(
+def attention_metadata(
     config: ModelConfig,
-    kind: Kind,
+    kind: ActivationSpec,
     tp: Axis,
     positions: Tensor | None = None,
     documents: Tensor | None = None,
     seed: int | None = None,
-) -> Layout:
-    """The layout of a micro-batch.
+    slopes: Tensor | None = None,
+    flex: bool = False,
+) -> AttentionMetadata:
+    """The layout of a micro-batch. ``slopes``: of ALiBi, if they exist already. ``flex``: for FlexAttention.
 
-    ``positions`` [B, T] restart inside a sample, or None. ``documents`` [B, T] number the document of every token when
-    attention must stay inside it, or None.
+    ``positions`` [B, T] restart inside a sample, or None. ``documents`` [B, T] holds the document index of every
+    token if attention must not cross documents, or None.
     """
+    length, dtype, device = kind
+    mask, flexible = None, None
+    if flex:
+        flexible = Flex(block_mask(kind, documents), slopes)
+    else:
+        mask = dense_mask(config, kind, tp, documents, slopes)
+    cos = sin = None
+    if config.positions == "rope":
+        where = torch.arange(length, device=device)[:, None] if positions is None else positions.t()
+        cos, sin = (x.to(dtype) for x in rotary(where, config.head_width, config.rope_base))
+    return AttentionMetadata(positions, mask, cos, sin, seed, flexible)
+
+
+def dense_mask(
+    config: ModelConfig, kind: ActivationSpec, tp: Axis, documents: Tensor | None, slopes: Tensor | None
+) -> Tensor | None:
+    """As AttentionMetadata.mask."""
     length, dtype, device = kind
     mask = (
         None
@@ -54,31 +90,49 @@ def layout(
         else causal(length, device) & (documents[:, None, :, None] == documents[:, None, None, :])
     )
     if config.positions == "alibi":
-        bias = alibi(config.heads, length, device, tp)
+        bias = alibi(config.heads, length, device, tp, slopes)
         seen = causal(length, device) if mask is None else mask
         mask = bias.masked_fill(~seen, -torch.inf).to(dtype)
-    cos = sin = None
-    if config.positions == "rope":
-        where = torch.arange(length, device=device)[:, None] if positions is None else positions.t()
-        cos, sin = (x.to(dtype) for x in rotary(where, config.head_width, config.rope_base))
-    return Layout(positions, mask, cos, sin, seed)
+    return mask
+
+
+def block_mask(kind: ActivationSpec, documents: Tensor | None) -> Any:
+    """FlexAttention's mask: causal, and inside ``documents`` [B, T] if there are any."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return q >= k
+
+    def inside(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        assert documents is not None
+        return (q >= k) & (documents[b, q] == documents[b, k])
+
+    length, cuda = kind.length, kind.device.type == "cuda"
+    if documents is None:
+        return create_block_mask(causal, None, None, length, length, device=kind.device, _compile=cuda)
+    return create_block_mask(inside, len(documents), None, length, length, device=kind.device, _compile=cuda)
 
 
 def causal(length: int, device: torch.device) -> Tensor:
-    """[1, 1, T, T]: True where the row's token may see the column's."""
+    """[1, 1, T, T]: True where the row's token may attend to the column's."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None]
 
 
-def alibi(heads: int, length: int, device: torch.device, tp: Axis = ALONE) -> Tensor:
-    """[1, H, T, T] distances times a slope for each of this process's share of ``heads`` (Press et al. 2022)."""
+def alibi_slopes(heads: int, device: torch.device, tp: Axis = ALONE) -> Tensor:
+    """[H] ALiBi slopes of this process's heads out of ``heads`` (Press et al. 2022)."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
-    slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]  # the paper's filling for other counts
-    share = heads // tp.size
-    slopes = slopes[tp.rank * share : (tp.rank + 1) * share]
+    slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]  # the paper's rule for other counts
+    local = heads // tp.size
+    return torch.tensor(slopes[tp.rank * local : (tp.rank + 1) * local], device=device)
+
+
+def alibi(heads: int, length: int, device: torch.device, tp: Axis = ALONE, slopes: Tensor | None = None) -> Tensor:
+    """[1, H, T, T] ALiBi biases, distance times slope, for this process's heads out of ``heads``."""
+    slopes = alibi_slopes(heads, device, tp) if slopes is None else slopes
     where = torch.arange(length, device=device)
     distance = where[None, :] - where[:, None]
-    return torch.tensor(slopes, device=device)[None, :, None, None] * distance
+    return slopes[None, :, None, None] * distance
 
 
 def rotary(positions: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:
@@ -90,7 +144,7 @@ def rotary(positions: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair of features of x [T, B, H, D] by its position's angle."""
+    """Apply rotary embeddings to x [T, B, H, D]."""
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
 
@@ -98,7 +152,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def sinusoids(length: int, width: int) -> Tensor:
     """[length, width] fixed positions (Vaswani et al. 2017) as fairseq arranges them: sines, then cosines, from position 2.
 
-    Computed also where a model is built as shapes only.
+    Computed on the CPU even if the model is built on the meta device.
     """
     half = width // 2
     steps = torch.arange(half, dtype=torch.float32, device="cpu")

@@ -1,6 +1,6 @@
-"""Layers that one process builds and runs one after the other: the whole model, or a pipeline's stage.
+"""The layers that one process runs in sequence: the whole model, or a pipeline stage.
 
-T tokens in a sequence, t = T / tp of them on this process between layers, B sequences in a micro-batch, C hidden width.
+T tokens in a sequence, t = T / tp of them on this process between layers, B sequences in a micro-batch, C hidden size.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,22 +12,28 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hpclm.config import ModelConfig
+from hpclm.config.model import BLOCKS
 from hpclm.errors import ConfigError
-from hpclm.model import draw
-from hpclm.model.draw import Initial
+from hpclm.model import init
+from hpclm.model.attention_backend import flexible
+from hpclm.model.cache import KeyValueCache
+from hpclm.model.compiled import compile_layers
+from hpclm.model.dropout import SITES, to_device
 from hpclm.model.gpt import Head, LayerSpec
+from hpclm.model.init import InitSpec
+from hpclm.model.layers import mix_seed
 from hpclm.model.loss import TokenLoss
-from hpclm.model.offload import on_the_cpu
-from hpclm.model.position import Kind, Layout, layout
-from hpclm.model.seeds import mix
-from hpclm.parallel.form import Form
+from hpclm.model.offload import ActivationOffload, Streams
+from hpclm.model.position import ActivationSpec, AttentionMetadata, alibi_slopes, attention_metadata
 from hpclm.parallel.mesh import ALONE, Axis
+from hpclm.parallel.placement import Placement
 
-Place = Callable[[str, nn.Module], nn.Module]
+WrapLayer = Callable[[str, nn.Module], nn.Module]
+"""Given each layer, by name, right after it is built: places, shards or wraps it, and returns what takes its place."""
 
 
 class Stack(nn.Module):
-    """Layers in one process."""
+    """A sequence of layers."""
 
     def __init__(
         self,
@@ -37,27 +43,30 @@ class Stack(nn.Module):
         tp: Axis = ALONE,
         loss: TokenLoss | None = None,
         recompute_every: int = 1,
-        place: Place | None = None,
+        wrap: WrapLayer | None = None,
         offload: bool = False,
     ):
-        """``dtype``: of the activations. ``place`` is given every layer, by name, as soon as it is built, most of them as
-        shapes only: to put it on a device, or only a part of it; what it gives takes the layer's place. Without it the
-        layers are on the CPU. ``offload``: what the backward pass needs of the blocks is kept on the CPU."""
+        """``dtype``: of the activations. ``wrap`` is called with every layer as soon as it is built, most of them on the meta
+        device, and returns the layer to use; by default layers are placed on the CPU. ``offload``: activations of the blocks
+        are kept on the CPU until the backward pass."""
         super().__init__()
         self.config, self.specs, self.dtype, self.tp = config, tuple(specs), dtype, tp
         self.loss, self.recompute_every, self.offload = loss or TokenLoss(), recompute_every, offload
-        self.forms: dict[str, Form] = {}
-        """How each weight lies on the tensor axis, by logical name."""
-        self.initial: dict[str, Initial] = {}
-        """The first values of the weights that were built as shapes only, by logical name."""
+        self.compiled = False
+        self.slopes: Tensor | None = None
+        self.streams: Streams | None = None
+        self.placements: dict[str, Placement] = {}
+        """How each weight is split over the tensor-parallel axis, by logical name."""
+        self.init_specs: dict[str, InitSpec] = {}
+        """How to initialise the weights that were built on the meta device, by logical name."""
         self.layers = nn.ModuleDict()
-        place = place or draw.on(torch.device("cpu"), tp)
+        wrap = wrap or init.materialize_on(torch.device("cpu"), tp)
         for spec in specs:
             if spec.name not in self.layers:
                 layer = spec.build()
-                self.forms |= {f"{spec.name}.{name}": form for name, form in forms(layer)}
-                self.initial |= {f"{spec.name}.{name}": initial for name, initial in draw.shapes(layer)}
-                self.layers[spec.name] = place(spec.name, layer)
+                self.placements |= {f"{spec.name}.{name}": placement for name, placement in placements(layer)}
+                self.init_specs |= {f"{spec.name}.{name}": initial for name, initial in init.uninitialized(layer)}
+                self.layers[spec.name] = wrap(spec.name, layer)
 
     def forward(
         self,
@@ -67,86 +76,138 @@ class Stack(nn.Module):
         labels: Tensor | None = None,
         weights: Tensor | None = None,
         seed: int | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Any:
-        """[B, T] ids, or a stage's [t, B, C] activations -> activations, or at the end the head or a loss.
+        """[B, T] ids, or a stage's [t, B, C] activations -> activations, or from the last layer the head or a loss.
 
-        ``positions`` and ``documents`` [B, T] as in layout(). With ``labels`` and ``weights`` [B, T] the last layer gives the
-        weighted sum of losses, a scalar in fp32. ``seed``: of what is random in this micro-batch, in training.
+        ``positions`` and ``documents`` [B, T] as in attention_metadata(). With ``labels`` and ``weights`` [B, T] the last layer returns
+        the weighted sum of losses, a scalar in fp32. ``seed``: for dropout in this micro-batch, in training. ``cache``: of the
+        tokens before these, when text is generated.
         """
         length = x.shape[0] * self.tp.size if x.is_floating_point() else x.shape[1]
-        where = layout(self.config, Kind(length, self.dtype, x.device), self.tp, positions, documents, seed)
-        for together in groups(self.specs, self.recompute_every):
-            with on_the_cpu() if self.offload and together[0].name.startswith("block") else nullcontext():
-                if together[0].recompute and self.training and torch.is_grad_enabled():
-                    again = seed is None  # otherwise every layer seeds itself, the second time too
-                    x = checkpoint(self._run, together, x, where, use_reentrant=False, preserve_rng_state=again)
+        if cache is not None:
+            metadata, keys = cache.extend(length), None
+        else:
+            kind = ActivationSpec(length, self.dtype, x.device)
+            flex = flexible(self.config, self.compiled, x.device, documents is not None)
+            slopes = self._slopes(x.device)
+            metadata = attention_metadata(self.config, kind, self.tp, positions, documents, seed, slopes, flex)
+            keys = self._keys(seed, x.device)
+        offload = ActivationOffload(self._streams(x.device)) if self.offload else None
+        for group in groups(self.specs, self.recompute_every):
+            with offload.next_block() if offload and group[0].name.startswith("block") else nullcontext():
+                if group[0].recompute and self.training and torch.is_grad_enabled():
+                    # what is random is seeded, also when it is recomputed
+                    x = checkpoint(self._run, group, x, metadata, keys, use_reentrant=False, preserve_rng_state=False)
                 else:
-                    x = self._run(together, x, where)
+                    x = self._run(group, x, metadata, keys)
         if isinstance(x, Head) and labels is not None and weights is not None:
             return self.loss(x, labels, weights)
         return x
 
-    def compile_blocks(self) -> None:
-        """Have torch.compile make each block faster when it first runs."""
-        for name, layer in self.layers.items():
-            if name.startswith("block"):
-                layer.compile(dynamic=False)
+    def compile_blocks(self, whole: bool = True) -> None:
+        """Compile the blocks and the other layers between embedding and loss, ``whole``: each as one graph."""
+        self.compiled = True
+        names = [name for name in self.layers if name.startswith("block") or name in ("entry", "norm")]
+        own = self.config.block not in BLOCKS or self.config.kernels != "torch"  # they may break graphs
+        compile_layers([self.layers[name] for name in names], whole and not own)
 
     def weights(self) -> list[tuple[str, nn.Parameter]]:
-        """Every parameter under its logical name, such as block0.attention.qkv.weight; a shared one once."""
+        """Every parameter under its logical name, such as block0.attention.qkv.weight; tied weights once."""
         return [(name.removeprefix("layers."), p) for name, p in self.named_parameters()]
 
     @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over all weights by logical name; ConfigError names what is missing, left over or of another shape."""
+        """Load all weights by logical name; ConfigError names any that are missing, unexpected or of another shape."""
         mine = dict(self.weights())
-        check_shapes(self.forms, {name: tuple(t.shape) for name, t in tensors.items()})
+        check_shapes(self.placements, {name: tuple(t.shape) for name, t in tensors.items()})
         for name, parameter in mine.items():
             parameter.copy_(tensors[name])
 
-    def _run(self, specs: list[LayerSpec], x: Any, where: Layout) -> Any:
+    def _streams(self, device: torch.device) -> Streams:
+        """The streams on which activations are offloaded, made once."""
+        if self.streams is None:
+            self.streams = Streams(device)
+        return self.streams
+
+    def _slopes(self, device: torch.device) -> Tensor | None:
+        """ALiBi's slopes, made once: a copy from the host in every micro-batch would wait for the device."""
+        if self.config.positions != "alibi":
+            return None
+        if self.slopes is None or self.slopes.device != device:
+            self.slopes = alibi_slopes(self.config.heads, device, self.tp)
+        return self.slopes
+
+    def _keys(self, seed: int | None, device: torch.device) -> list[Tensor] | None:
+        """The keys of each layer, if this micro-batch's dropout goes by counters."""
+        if seed is None or not self.config.dropout or not (self.training and self.counts(device)):
+            return None
+        numbers = range(self.specs[-1].number + 1)
+        return list(to_device([[mix_seed(seed, n, site) for site in range(SITES)] for n in numbers], device).unbind())
+
+    def counts(self, device: torch.device) -> bool:
+        """Whether dropout outside of attention goes by counters: in compiled blocks of our own, on GPUs."""
+        return self.compiled and device.type == "cuda" and self.config.block in BLOCKS
+
+    def _run(self, specs: list[LayerSpec], x: Any, metadata: AttentionMetadata, keys: list[Tensor] | None) -> Any:
+        seeded = metadata.seed is not None and self.training and (keys is None or self.config.attention_dropout)
         for spec in specs:
-            if where.seed is not None and self.training:
-                torch.manual_seed(mix(where.seed, spec.number, self.tp.rank))
+            if seeded and metadata.seed is not None:
+                seed_generators(mix_seed(metadata.seed, spec.number, self.tp.rank), keys)
+            given = metadata if keys is None else metadata._replace(seed=None, keys=keys[spec.number])
             module = self.layers[spec.name]
-            x = module(x, where) if spec.call is None else spec.call(module, x, where)
+            x = module(x, given) if spec.call is None else spec.call(module, x, given)
         return x
 
 
+def seed_generators(seed: int, keys: list[Tensor] | None) -> None:
+    """Seed PyTorch's generators; with ``keys`` only the GPU's own, which the attention kernels use."""
+    if keys is None or not keys[0].is_cuda:
+        torch.manual_seed(seed)
+    else:
+        torch.cuda.default_generators[keys[0].get_device()].manual_seed(seed)
+
+
 class Stages(nn.ModuleList):
-    """The stages of a pipeline that one process has; the whole says what its stages say."""
+    """The pipeline stages of one process, presented as one module."""
 
     def __init__(self, stacks: Sequence[Stack]):
         super().__init__(stacks)
         self.stacks = tuple(stacks)
         self.dtype = stacks[0].dtype
-        self.forms = {name: form for stack in stacks for name, form in stack.forms.items()}
+        self.placements = {name: placement for stack in stacks for name, placement in stack.placements.items()}
 
     def weights(self) -> list[tuple[str, nn.Parameter]]:
         """Every parameter under its logical name."""
         return [pair for stack in self.stacks for pair in stack.weights()]
 
 
-def forms(layer: nn.Module) -> Iterator[tuple[str, Form]]:
-    """Name and form of every weight of a layer as it was built; what no module says it splits, every process has whole."""
+def placements(layer: nn.Module) -> Iterator[tuple[str, Placement]]:
+    """Name and placement of every weight of a layer; weights without a declared placement are replicated."""
     for name, parameter in layer.named_parameters():
         owner, _, last = name.rpartition(".")
-        split: dict[str, Form] = getattr(layer.get_submodule(owner), "forms", {})
-        yield name, split.get(last, Form(tuple(parameter.shape)))
+        split: dict[str, Placement] = getattr(layer.get_submodule(owner), "placements", {})
+        yield name, split.get(last, Placement(tuple(parameter.shape)))
 
 
-def check_shapes(mine: Mapping[str, Form], given: Mapping[str, tuple[int, ...]]) -> None:
-    """ConfigError that names the weights which are missing, left over or of another shape."""
-    shapes = {name: form.shape for name, form in mine.items()}
+def check_shapes(mine: Mapping[str, Placement], given: Mapping[str, tuple[int, ...]]) -> None:
+    """ConfigError that names the weights that are missing, unexpected or of another shape."""
+    shapes = {name: placement.shape for name, placement in mine.items()}
     wrong = sorted(name for name in shapes.keys() | given.keys() if shapes.get(name) != given.get(name))
     if wrong:
-        raise ConfigError(
-            [f"weight {name} is {given.get(name)} there and {shapes.get(name)} here" for name in wrong[:10]]
-        )
+        raise ConfigError([_mismatch(name, given.get(name), shapes.get(name)) for name in wrong[:10]])
+
+
+def _mismatch(name: str, saved: tuple[int, ...] | None, expected: tuple[int, ...] | None) -> str:
+    if saved is None:
+        return f"the checkpoint has no weight {name} (expected shape {expected})"
+    if expected is None:
+        return f"the checkpoint has a weight {name} of shape {saved}, which this model does not have"
+    return f"weight {name} has shape {saved} in the checkpoint, but this model expects {expected}"
 
 
 def groups(specs: Sequence[LayerSpec], recompute_every: int) -> list[list[LayerSpec]]:
-    """Neighbouring layers that are forgotten together, ``recompute_every`` at most; any other layer alone."""
+    """Consecutive layers that are recomputed together, at most ``recompute_every``; every other layer is its own group."""
     found: list[list[LayerSpec]] = []
     for spec in specs:
         full = bool(found) and (len(found[-1]) == recompute_every or not found[-1][0].recompute)

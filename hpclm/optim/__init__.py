@@ -1,1 +1,1 @@
-"""Which weights decay, how far a step goes, and how the learning rate and the loss scale move."""
+"""Optimizer, gradient clipping, learning-rate schedules, loss scale, and checks for divergence."""

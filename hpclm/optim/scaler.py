@@ -1,6 +1,6 @@
-"""Dynamic loss scale for fp16: an immutable value and how it moves (Micikevicius et al. 2018).
+"""Dynamic loss scaling for fp16 (Micikevicius et al. 2018).
 
-With hysteresis it is DeepSpeed's and Megatron's; with hysteresis 1 and at_minimum=stop it is fairseq's.
+With hysteresis it behaves like DeepSpeed's and Megatron's; with hysteresis 1 and at_minimum=stop like fairseq's.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from hpclm.errors import DivergedError
 
 @dataclass(frozen=True)
 class LossScale:
-    """The scale of the next step, and what the next change depends on."""
+    """The scale of the next step, and the counters that decide its next change."""
 
     value: float
     hysteresis: int
@@ -21,16 +21,16 @@ class LossScale:
 
     @classmethod
     def first(cls, config: ScalerConfig) -> "LossScale":
-        """The scale that a run starts with."""
+        """The initial scale."""
         return cls(config.initial, config.hysteresis)
 
     @classmethod
     def of(cls, saved: Mapping[str, Any] | None, config: ScalerConfig) -> "LossScale":
-        """The scale that was saved, as ``vars`` of it; where none was, the first."""
+        """The saved scale (``vars`` of it), or the initial one if none was saved."""
         return cls(**saved) if saved else cls.first(config)
 
     def after(self, overflow: bool, config: ScalerConfig) -> "LossScale":
-        """The scale after a step; DivergedError where the settings say to stop at the minimum."""
+        """The scale after a step; DivergedError if it reaches the minimum with scaler.at_minimum=stop."""
         if overflow:
             if self.hysteresis > 1:
                 return replace(self, hysteresis=self.hysteresis - 1, good_steps=0)

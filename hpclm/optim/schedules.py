@@ -11,15 +11,16 @@ from dataclasses import replace
 
 from hpclm.config import OptimConfig
 from hpclm.config.optim import SCHEDULES
-from hpclm.registry import lookup
+from hpclm.registry import a_function, lookup
 
 Schedule = Callable[[float, float, OptimConfig], float]
+CHECK = a_function("position", "length", "optim")
 
 
 def learning_rate(position: float, size: float, length: float | None, optim: OptimConfig) -> float:
     """The rate of the step that begins at ``position`` and advances it by ``size``, in ``optim.unit``.
 
-    ``length`` is the whole budget in that unit, or None when it is not known; ``optim.schedule_length`` goes before it.
+    ``length`` is the whole budget in that unit, or None when it is not known; ``optim.schedule_length`` overrides it.
     """
     end = float(optim.schedule_length or length or 0)
     warmup = float(optim.warmup) if optim.warmup_fraction is None else optim.warmup_fraction * end
@@ -35,7 +36,7 @@ def learning_rate(position: float, size: float, length: float | None, optim: Opt
 
 def shape(optim: OptimConfig) -> Schedule:
     """The function that ``optim.schedule`` names."""
-    found: Schedule = lookup("optim.schedule", optim.schedule, SCHEDULES)
+    found: Schedule = lookup("optim.schedule", optim.schedule, SCHEDULES, CHECK)
     return found
 
 

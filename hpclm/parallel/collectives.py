@@ -1,85 +1,103 @@
-"""The collectives that a split model needs, each with its transpose as gradient.
+"""The collectives of tensor and sequence parallelism, each with its conjugate as gradient.
 
-Activations are [sequence, batch, hidden]. Between layers every tensor-parallel process holds one slice of the sequence;
-inside attention and MLP it holds the whole sequence and a slice of the weights (Korthikanti et al. 2022). ``gather``
-enters such a region and ``scatter`` leaves it. With one process all are free.
+Activations are [sequence, batch, hidden]. Between layers each tensor-parallel rank holds one slice of the sequence; inside
+attention and MLP it holds the whole sequence and a slice of the weights (Korthikanti et al. 2022). ``gather`` enters such a
+region and ``scatter`` leaves it. With one process they are no-ops.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpclm.parallel.main_gradients import add_product, linear, unfilled
 from hpclm.parallel.mesh import Axis
 
-# torch 2.13 has new names for these two and warns of the old ones
+# torch 2.13 renames these two and deprecates the old names
 gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+functional: Any = torch.ops._c10d_functional  # of compiled code, which cannot trace work objects
 Op = Callable[[Tensor, Axis], Tensor]
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 
 def start_gather(x: Tensor, axis: Axis) -> tuple[Tensor, Any]:
-    """Begin to gather [t, ...] slices: the [T, ...] tensor they will be in, and the work to wait for."""
+    """Start to gather [t, ...] slices: the [T, ...] output, and the work that finish() waits for."""
+    if torch.compiler.is_compiling():
+        return functional.all_gather_into_tensor(x.contiguous(), axis.size, axis.name), None
     out = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
     return out, gather_into(out, x.contiguous(), group=axis.group, async_op=True)
 
 
 def start_scatter(x: Tensor, axis: Axis) -> tuple[Tensor, Any]:
-    """Begin to sum [T, ...] tensors: the [t, ...] slice of the total, and the work to wait for."""
+    """Start to reduce-scatter [T, ...] tensors: the [t, ...] output, and the work that finish() waits for."""
+    if torch.compiler.is_compiling():
+        return functional.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.name), None
     out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
     return out, scatter_into(out, x.contiguous(), group=axis.group, async_op=True)
 
 
-def all_gather(x: Tensor, axis: Axis) -> Tensor:
-    """[t, ...] slices -> [T, ...] on every process; no gradient."""
-    if axis.size == 1:
-        return x
-    out, work = start_gather(x, axis)
+def finish(out: Tensor, work: Any) -> Tensor:
+    """``out`` once the collective that fills it is done; in compiled code the collective has no work object."""
+    if work is None:
+        return functional.wait_tensor(out)
     work.wait()
     return out
 
 
-def all_reduce(x: Tensor, axis: Axis, op: Any = None) -> Tensor:
-    """The sum (or another ``op``) over processes, in a new tensor; no gradient."""
+def wait(work: Any) -> None:
+    """Wait for a collective; ``stacks`` knows by this function what a thread that hangs here waits for."""
+    work.wait()
+
+
+def all_gather(x: Tensor, axis: Axis) -> Tensor:
+    """[t, ...] slices -> [T, ...] on every process; no gradient."""
+    return x if axis.size == 1 else finish(*start_gather(x, axis))
+
+
+def all_reduce(x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tensor:
+    """The sum (or maximum) over processes, in a new tensor; no gradient."""
     if axis.size == 1:
         return x
+    if torch.compiler.is_compiling():
+        return functional.wait_tensor(functional.all_reduce(x.contiguous(), op, axis.name))
     out = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out, op or dist.ReduceOp.SUM, group=axis.group)
+    dist.all_reduce(out, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=axis.group)
     return out
 
 
-def all_max(x: Tensor, axis: Axis) -> Tensor:
-    """The greatest over processes; no gradient."""
-    return all_reduce(x, axis, dist.ReduceOp.MAX)
+def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
+    """The maximum over processes; no gradient."""
+    return all_reduce(x, axis, "max")
 
 
 def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:
-    """What process ``source`` of the axis holds, in place on every process."""
+    """Broadcast ``x`` from rank ``source`` of the axis, in place."""
     if axis.size > 1:
         dist.broadcast(x, axis.ranks[source], group=axis.group)
     return x
 
 
-def sum_together(tensors: Sequence[Tensor], axis: Axis, bucket: int = 1 << 25) -> None:
-    """Sum tensors over processes, in place, about ``bucket`` bytes at a time."""
+def all_reduce_buckets(tensors: Sequence[Tensor], axis: Axis, bucket: int = 1 << 25) -> None:
+    """All-reduce (sum) tensors in place, in buckets of about ``bucket`` bytes."""
     if axis.size == 1:
         return
-    flights = []
-    for together in _buckets(tensors, bucket):
-        flat = torch.cat([tensor.flatten() for tensor in together])
-        flights.append((together, flat, dist.all_reduce(flat, group=axis.group, async_op=True)))
-    for together, flat, work in flights:
+    pending = []
+    for group in buckets(tensors, bucket):
+        flat = torch.cat([tensor.flatten() for tensor in group])
+        pending.append((group, flat, dist.all_reduce(flat, group=axis.group, async_op=True)))
+    for group, flat, work in pending:
         work.wait()
-        for tensor, part in zip(together, flat.split([tensor.numel() for tensor in together]), strict=True):
+        for tensor, part in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
 
-def _buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
-    """Tensors in their order, as many of one type together as ``limit`` bytes hold, at least one."""
-    found: list[Tensor] = []
+def buckets(tensors: Sequence[AnyTensor], limit: int = 1 << 25) -> Iterator[list[AnyTensor]]:
+    """Tensors in order, grouped by type into buckets of at most ``limit`` bytes, or a single larger tensor."""
+    found: list[AnyTensor] = []
     for tensor in tensors:
         size = sum(other.numel() * other.element_size() for other in found)
         if found and (size + tensor.numel() * tensor.element_size() > limit or found[0].dtype != tensor.dtype):
@@ -91,35 +109,39 @@ def _buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
 
 
 def gather(x: Tensor, axis: Axis) -> Tensor:
-    """[t, ...] slices -> [T, ...] on every process; gradients are summed and sliced again."""
+    """[t, ...] slices -> [T, ...] on every process; gradients are reduce-scattered."""
     return _apply(x, axis, all_gather, _reduce_scatter)
 
 
 def scatter(x: Tensor, axis: Axis) -> Tensor:
-    """[T, ...] partial sums -> [t, ...] slice of the total; gradients are gathered."""
+    """[T, ...] partial sums -> [t, ...] slice of the total; gradients are all-gathered."""
     return _apply(x, axis, _reduce_scatter, all_gather)
 
 
-def share(parameter: Tensor, axis: Axis) -> Tensor:
-    """A parameter that every process holds but each uses on its own slice: gradients are summed."""
+def copy_to_tp(parameter: Tensor, axis: Axis) -> Tensor:
+    """A replicated parameter that each rank applies to its own slice of the sequence: gradients are all-reduced.
+
+    Megatron's copy_to_tensor_parallel_region.
+    """
     return _apply(parameter, axis, _same, all_reduce)
 
 
-def gathered_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
+def gathered_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, main_grad: Tensor | None = None
+) -> Tensor:
     """F.linear of the gathered [t, ..., n_in] slices: [T, ..., n_out].
 
-    The backward pass gathers the slices anew, which need not be kept whole, while the gradient of the input is computed,
-    and sums that gradient over processes while the gradient of the weight is (as in Korthikanti et al. 2022).
+    The gathered input is not saved: the backward pass gathers it again while it computes the gradient of the input, and
+    reduce-scatters that gradient while it computes the gradient of the weight (Korthikanti et al. 2022). ``main_grad``: what the
+    gradient of the weight is added to in place, if anything.
     """
     if axis.size == 1:
-        return torch.nn.functional.linear(x, weight, bias)
-    return _GatheredLinear.apply(x, weight, bias, axis)
+        return linear(x, weight, bias, main_grad)
+    return _GatheredLinear.apply(x, weight, bias, axis, main_grad)
 
 
 def _reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
-    out, work = start_scatter(x, axis)
-    work.wait()
-    return out
+    return finish(*start_scatter(x, axis))
 
 
 def _same(x: Tensor, axis: Axis) -> Tensor:
@@ -139,24 +161,30 @@ class _Collective(torch.autograd.Function):
 
 class _GatheredLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, main_grad: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, main_grad)
         ctx.axis, ctx.biased = axis, bias is not None
         return torch.nn.functional.linear(all_gather(x, axis), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
+        x, weight, main_grad = ctx.saved_tensors
         [d_y] = outer
         whole, gathering = start_gather(x, ctx.axis)
         d_whole = d_y @ weight
-        gathering.wait()
+        whole = finish(whole, gathering)
         d_x, scattering = start_scatter(d_whole, ctx.axis)
         rows = d_y.flatten(0, -2)
-        d_weight = rows.t() @ whole.flatten(0, -2)
+        if main_grad is None:
+            d_weight = rows.t() @ whole.flatten(0, -2)
+        else:
+            add_product(main_grad, rows, whole.flatten(0, -2))
+            d_weight = unfilled(weight)
         d_bias = rows.sum(0) if ctx.biased else None
-        scattering.wait()
-        return d_x, d_weight, d_bias, None
+        d_x = finish(d_x, scattering)
+        return d_x, d_weight, d_bias, None, None
 
 
 def _apply(x: Tensor, axis: Axis, forward: Op, backward: Op) -> Tensor:

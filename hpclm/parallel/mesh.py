@@ -1,4 +1,4 @@
-"""The pipeline x data x tensor grid of processes, as a value that is passed and never looked up."""
+"""The pipeline x data x tensor mesh of processes, passed as a value."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,14 +12,19 @@ from hpclm.config import ParallelConfig
 
 @dataclass(frozen=True)
 class Axis:
-    """One direction of the mesh, seen from this process."""
+    """One axis of the mesh, seen from this process."""
 
     size: int = 1
     rank: int = 0
     group: Any = None
-    """Process group; None for one process, which never speaks."""
+    """Process group; None for a single process, which needs no communication."""
     ranks: tuple[int, ...] = (0,)
     """Global ranks of its processes, in order."""
+
+    name: str = ""
+    """The group's name, by which compiled code finds it."""
+    backend: str | None = None
+    """Of its group and of groups of some of its ranks; None: as the group of all."""
 
     @property
     def first(self) -> bool:
@@ -37,38 +42,58 @@ ALONE = Axis()
 
 @dataclass(frozen=True)
 class Mesh:
-    """Tensor is the fastest-varying axis, so that its processes share a node; pipeline the slowest (as in Megatron-LM)."""
+    """Tensor is the fastest-varying axis, so that its ranks share a node; pipeline is the slowest (as in Megatron-LM)."""
 
     pp: Axis = ALONE
     dp: Axis = ALONE
+    shard: Axis = ALONE
+    """The ranks of dp that this rank's weights or optimizer state are sharded over (parallel.shard): all of dp, or consecutive ones."""
+    replicate: Axis = ALONE
+    """The ranks of dp that hold the same shards as this one."""
     tp: Axis = ALONE
     model: Axis = ALONE
-    """The pp x tp processes that hold one copy of the model."""
+    """The pp x tp processes that together hold one copy of the model."""
     world: Axis = ALONE
-    """All of them."""
+    """All processes."""
+    nodes: int = 1
+    """Number of nodes that this process's data axis is spread over."""
 
     @classmethod
-    def build(cls, rank: int, size: int, parallel: ParallelConfig, limit: timedelta | None = None) -> "Mesh":
-        """The mesh of ``size`` processes seen from ``rank``; all of them call this, with the same settings.
+    def build(
+        cls,
+        rank: int,
+        size: int,
+        parallel: ParallelConfig,
+        limit: timedelta | None = None,
+        backend: str | None = None,
+    ) -> "Mesh":
+        """The mesh of ``size`` processes seen from ``rank``; every process must call this with the same settings.
 
-        ``size`` is a multiple of tensor x pipeline. A collective that takes longer than ``limit`` raises.
+        ``size`` is a multiple of tensor x pipeline. A collective that takes longer than ``limit`` raises an error.
+        ``backend``: of the groups of some of them; None: as the group of all.
         """
         tensor, pipeline = parallel.tensor, parallel.pipeline
         data = size // parallel.model
+        shard = parallel.shard_size(data)
 
         def at(stage: int, replica: int, slot: int) -> int:
             return (stage * data + replica) * tensor + slot
 
         stages, replicas, slots = range(pipeline), range(data), range(tensor)
+        sharing = [replicas[first : first + shard] for first in replicas[::shard]]
 
         groups: dict[tuple[int, ...], Any] = {}
 
-        def axis(lines: Sequence[Sequence[int]]) -> Axis:
-            return _axis(rank, size, lines, groups, limit)
+        def axis(members: Sequence[Sequence[int]]) -> Axis:
+            return _axis(rank, size, members, groups, limit, backend)
 
         return cls(
             pp=axis([[at(p, d, t) for p in stages] for d in replicas for t in slots]),
             dp=axis([[at(p, d, t) for d in replicas] for p in stages for t in slots]),
+            shard=axis([[at(p, d, t) for d in group] for p in stages for group in sharing for t in slots]),
+            replicate=axis(
+                [[at(p, d, t) for d in group] for p in stages for group in zip(*sharing, strict=True) for t in slots]
+            ),
             tp=axis([[at(p, d, t) for t in slots] for p in stages for d in replicas]),
             model=axis([[at(p, d, t) for p in stages for t in slots] for d in replicas]),
             world=axis([range(size)]),
@@ -76,23 +101,35 @@ class Mesh:
 
 
 def _axis(
-    rank: int, size: int, lines: Sequence[Sequence[int]], groups: dict[tuple[int, ...], Any], limit: timedelta | None
+    rank: int,
+    size: int,
+    members: Sequence[Sequence[int]],
+    groups: dict[tuple[int, ...], Any],
+    limit: timedelta | None,
+    backend: str | None,
 ) -> Axis:
-    """The axis that consists of ``lines`` of ranks, seen from ``rank``; the same ranks share a group.
+    """The axis whose groups are ``members``, seen from ``rank``; equal sets of ranks share one process group.
 
-    Only a line's own processes make its group, so a large mesh costs no process more than its few.
+    Only the members of a group create it, so a process creates few groups even in a large mesh.
     """
-    mine = next((tuple(line) for line in lines if rank in line), (rank,))
+    mine = next((tuple(ranks) for ranks in members if rank in ranks), (rank,))
     if len(mine) > 1 and mine not in groups:
-        whole = len(mine) == size
-        groups[mine] = dist.group.WORLD if whole else dist.new_group(list(mine), limit, use_local_synchronization=True)
-    return Axis(len(mine), mine.index(rank), groups.get(mine), mine)
+        groups[mine] = dist.group.WORLD if len(mine) == size else _new_group(mine, limit, backend)
+    return Axis(len(mine), mine.index(rank), groups.get(mine), mine, _name(groups.get(mine)), backend)
 
 
-def among(axis: Axis, members: Sequence[int], limit: timedelta | None = None) -> Axis:
-    """The processes of ``axis`` at ``members``, of which this is one, as an axis of their own; only they call this."""
+def sub_axis(axis: Axis, members: Sequence[int], limit: timedelta | None = None) -> Axis:
+    """The processes of ``axis`` at ``members``, including this one, as a separate axis; only they call this."""
     if list(members) == list(range(axis.size)):
         return axis
     ranks = tuple(axis.ranks[member] for member in members)
-    group = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True) if len(ranks) > 1 else None
-    return Axis(len(ranks), list(members).index(axis.rank), group, ranks)
+    group = _new_group(ranks, limit, axis.backend) if len(ranks) > 1 else None
+    return Axis(len(ranks), list(members).index(axis.rank), group, ranks, _name(group), axis.backend)
+
+
+def _new_group(ranks: Sequence[int], limit: timedelta | None, backend: str | None) -> Any:
+    return dist.new_group(list(ranks), limit, backend, use_local_synchronization=True)
+
+
+def _name(group: Any) -> str:
+    return getattr(group, "group_name", "")

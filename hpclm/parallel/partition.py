@@ -1,4 +1,4 @@
-"""Neighbouring layers, divided into stages that cost as nearly the same as they can."""
+"""Divide consecutive layers into pipeline stages of nearly equal cost."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,14 +8,14 @@ from hpclm.errors import ConfigError
 
 
 def balanced(costs: Sequence[float], stages: int, needed: Sequence[bool] | None = None) -> list[range]:
-    """The layers of each of ``stages`` stages, of which the dearest costs the least possible; then as even as possible.
+    """The layers of each stage: the most expensive stage is as cheap as possible, and then the others as even as possible.
 
-    ``costs``: of each layer, in their order. ``needed``: the layers of which every stage has at least one; all, unless given.
+    ``costs``: of each layer, in order. ``needed``: each stage has at least one of these layers; all layers by default.
     """
     wanted = [True] * len(costs) if needed is None else list(needed)
     if not 1 <= stages <= sum(wanted):
         raise ConfigError(
-            f"{sum(wanted)} layers cannot be divided over {stages} pipeline stages; each stage needs one of them"
+            f"{sum(wanted)} layers cannot be divided over {stages} pipeline stages; each stage needs at least one"
         )
     total = [0.0, *accumulate(map(float, costs))]
     seen = [0, *accumulate(wanted)]
@@ -36,8 +36,8 @@ def balanced(costs: Sequence[float], stages: int, needed: Sequence[bool] | None 
 def _divided(
     layers: int, stages: int, cost: Callable[[int, int], float], join: Callable[[float, float], float]
 ) -> tuple[float, list[range]]:
-    """The division with the least ``cost(first, end)`` of all stages, joined by ``join``: dynamic programming."""
-    best = [0.0, *[math.inf] * layers]  # of the first so many layers, in as many stages as were looked at
+    """The division that minimises the stages' ``cost(first, end)``, combined by ``join``: dynamic programming."""
+    best = [0.0, *[math.inf] * layers]  # best[n]: of the first n layers, in the stages considered so far
     cuts: list[list[int]] = []
     for _ in range(stages):
         found = [math.inf] * (layers + 1)

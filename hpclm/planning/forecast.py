@@ -1,11 +1,11 @@
-"""What a run will need and how fast it will be on GPUs of a kind."""
+"""Memory and speed of a run on a given kind of GPU."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hpclm.cluster.kinds import Kind
 from hpclm.config import ModelConfig, RunConfig
 from hpclm.model import count
+from hpclm.node.gpus import Kind
 from hpclm.planning import code, layout, memory, time
 from hpclm.planning.code import Code
 from hpclm.planning.layout import Layout
@@ -17,7 +17,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Forecast:
-    """A run's settings and what follows from them. Only the parts that are asked for are computed."""
+    """The forecast of a run; its parts are computed on first use."""
 
     model: ModelConfig
     layout: Layout
@@ -26,52 +26,60 @@ class Forecast:
 
     @cached_property
     def memory(self) -> list[Memory]:
-        """Of a GPU of each pipeline stage."""
+        """Memory of a GPU of each pipeline stage."""
         return memory.each(self.model, self.layout, self.code)
 
     @cached_property
     def worst(self) -> int:
-        """The stage that needs most memory."""
+        """The stage that needs the most memory."""
         return max(range(len(self.memory)), key=lambda i: self.memory[i].total)
+
+    def tensors(self, stage: int) -> float:
+        """Bytes of a GPU's tensors, without the process and the allocator's overhead."""
+        return (self.memory[stage].total - self.code.fixed) / (1 + self.code.slack)
 
     @property
     def room(self) -> str:
-        """fits; tight, where it does if the allocator gives back what it keeps beside tensors; or does not fit."""
+        """ "fits", "tight" (only if the allocator releases its overhead), or "does not fit"."""
         need, have = self.memory[self.worst].total, self.kind.memory * GIB
         if need <= have:
             return "fits"
-        tensors = (need - self.code.fixed) / (1 + self.code.slack)
-        return "tight" if tensors + self.code.fixed <= have else "does not fit"
+        return "tight" if self.tensors(self.worst) + self.code.fixed <= have else "does not fit"
 
     @cached_property
     def step(self) -> Step | None:
-        """Seconds of a step; None in fp32, for which the kinds have no peak."""
+        """Seconds of a step; None in fp32, for which no peak rates are known."""
         return None if self.code.element > 2 else time.step(self.model, self.layout, self.code, self.kind)
 
     @cached_property
+    def volumes(self) -> list[Volume]:
+        """Bytes that a GPU of each pipeline stage sends per step."""
+        return time.volumes(self.model, self.layout, self.code)
+
+    @cached_property
     def volume(self) -> Volume:
-        """Bytes that a GPU sends in a step."""
+        """Bytes that a GPU of the busiest stage sends per step."""
         return time.volume(self.model, self.layout, self.code)
 
     @property
     def samples(self) -> int:
-        """In a step."""
+        """Samples per step."""
         return self.layout.data * self.layout.micro_size * self.layout.accumulation
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all GPUs."""
+        """Tokens per second of all GPUs."""
         return self.samples * self.model.context / self.step.total if self.step else None
 
     @property
     def mfu(self) -> float | None:
-        """Part of the peak that the model's own arithmetic uses (Chowdhery et al. 2022, appendix B)."""
+        """Model FLOPs utilisation (Chowdhery et al. 2022, appendix B)."""
         return self._used(count.flops_per_token(self.model))
 
     @property
     def hfu(self) -> float | None:
-        """The same with what is computed again (Korthikanti et al. 2022, section 6.3)."""
-        return self._used(count.flops_per_token(self.model) + count.flops_again(self.model, self.layout.recompute))
+        """Hardware FLOPs utilisation, which includes recomputation (Korthikanti et al. 2022, section 6.3)."""
+        return self._used(count.flops_per_token(self.model) + count.recompute_flops(self.model, self.layout.recompute))
 
     def _used(self, flops: float) -> float | None:
         rate = self.tokens_per_second
@@ -79,12 +87,14 @@ class Forecast:
 
 
 def of(run: RunConfig, kind: Kind) -> Forecast:
-    """The forecast for ``run`` on job.nodes x job.gpus GPUs; ConfigError when the layout does not divide them."""
+    """The forecast for ``run`` on job.nodes x job.gpus GPUs; ConfigError if the layout does not fit that number."""
     where = layout.of(run)
-    return Forecast(run.model, where, code.of(run.engine, element(run, kind), where.pipeline), kind)
+    own = code.of(run.engine, element(run, kind), where.pipeline)
+    own = own if run.engine.loss_chunk else replace(own, memory=kind.memory * GIB)
+    return Forecast(run.model, where, own, kind)
 
 
 def element(run: RunConfig, kind: Kind) -> int:
-    """Bytes of an activation: engine.precision, of which auto is bf16 where the GPU multiplies it."""
+    """Bytes per activation for engine.precision; auto is bf16 on GPUs that support it."""
     precision = run.engine.precision
     return 4 if precision == "fp32" or (precision == "auto" and not kind.bf16) else 2

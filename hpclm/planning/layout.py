@@ -1,4 +1,4 @@
-"""How a step is divided over processes, and what each pipeline stage holds."""
+"""The parallel layout of a run, and the contents of each pipeline stage."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -9,9 +9,11 @@ from hpclm.model import count
 
 @dataclass(frozen=True)
 class Layout:
-    """A step over data x pipeline x tensor GPUs, ``node`` of them in each node; tensor ranks are neighbours, then data."""
+    """A step over data x pipeline x tensor GPUs, ``node`` of them per node; tensor ranks are adjacent, then data."""
 
     data: int = 1
+    shard: int | None = None
+    """Data-parallel ranks that weights or optimizer state are sharded over; None: all."""
     tensor: int = 1
     pipeline: int = 1
     micro_size: int = 1
@@ -20,27 +22,38 @@ class Layout:
     chunks: int = 1
     partition: str = "parameters"
     blocks: tuple[int, ...] | None = None
-    """Blocks of each stage, where they are known; None: as ``partition`` says."""
+    """Blocks of each stage, if known; None: according to ``partition``."""
     recompute: str = "none"
     recompute_every: int = 1
     node: int = 8
 
     @property
     def gpus(self) -> int:
-        """All of them."""
+        """Number of GPUs."""
         return self.data * self.tensor * self.pipeline
 
+    @property
+    def sharing(self) -> int:
+        """Number of data-parallel ranks that together hold one copy of what is sharded."""
+        return self.shard or self.data
+
+    @property
+    def copies(self) -> int:
+        """Number of such copies."""
+        return self.data // self.sharing
+
     def within(self, size: int, stride: int) -> int:
-        """Members in one node of a group of ``size`` ranks that are ``stride`` apart."""
+        """Number of members in one node of a group of ``size`` ranks that are ``stride`` apart."""
         return max(1, min(size, self.node // stride))
 
 
 def of(run: RunConfig) -> Layout:
-    """The layout that a run asks for; ConfigError when its sizes do not divide."""
+    """The layout of a run; ConfigError if its sizes do not divide."""
     parallel, engine = run.parallel, run.engine
     plan = run.plan(run.job.nodes * run.job.gpus)
     return Layout(
         data=plan.data,
+        shard=parallel.shard_size(plan.data) if parallel.shard else None,
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
         micro_size=run.batch.micro_size,
@@ -56,33 +69,33 @@ def of(run: RunConfig) -> Layout:
 
 @dataclass(frozen=True)
 class Stage:
-    """What one process of a pipeline holds."""
+    """The layers on one rank of the pipeline."""
 
     index: int
     blocks: int
     first: bool
-    """It has the embedding."""
+    """Whether it has the embedding."""
     last: bool
-    """It has the head and the loss."""
+    """Whether it has the head and the loss."""
 
 
 @lru_cache(maxsize=512)
 def stages(model: ModelConfig, layout: Layout) -> tuple[Stage, ...]:
-    """Every stage, first to last. With several chunks a process holds stages that are ``pipeline`` apart, together."""
+    """The layers on every pipeline rank, in order. With several chunks, a rank holds every ``pipeline``-th stage."""
     size = layout.pipeline
     held = layout.blocks or _divided(model, size * layout.chunks, layout.partition)
     return tuple(Stage(i, sum(held[i::size]), i == 0, i == size - 1) for i in range(size))
 
 
 def _divided(model: ModelConfig, parts: int, by: str) -> tuple[int, ...]:
-    """Blocks of each of ``parts`` stages, one at least, so that the heaviest stage weighs as little as can be."""
+    """Blocks of each of ``parts`` stages, at least one, so that the heaviest stage is as light as possible."""
     if by == "blocks":
         return tuple(model.layers * (i + 1) // parts - model.layers * i // parts for i in range(parts))
     table = model.hidden * model.padded_vocab
-    if by == "time":  # attention counts as well, and the embedding takes next to none
+    if by == "time":  # attention counts too, and the embedding takes almost no time
         first, block, last = 0, count.block(model) + model.hidden * model.context, table
     else:
-        first, block, last = count.entry(model), count.block(model), table + count.norm(model)
+        first, block, last = count.embedding(model), count.block(model), table + count.norm(model)
     ends = [first * (i == 0) + last * (i == parts - 1) for i in range(parts)]
     for most in sorted({end + block * n for end in ends for n in range(1, model.layers + 1)}):
         room = [(most - end) // block for end in ends]
@@ -94,16 +107,17 @@ def _divided(model: ModelConfig, parts: int, by: str) -> tuple[int, ...]:
 
 
 def parameters(model: ModelConfig, layout: Layout, stage: Stage) -> float:
-    """Parameters of one GPU of a stage; a tied table is there twice when the ends are on different stages."""
+    """Parameters of one GPU of a stage; a tied embedding counts twice if first and last stage differ."""
     table = model.padded_vocab * model.hidden
-    ends = stage.first * count.entry(model) + stage.last * count.norm(model)
+    ends = stage.first * count.embedding(model) + stage.last * count.norm(model)
     if stage.last and not (model.tied and stage.first):
         ends += table
-    return (stage.blocks * count.block(model) + ends) / layout.tensor
+    whole = count.unsplit(model, stage.blocks, stage.first, stage.last)
+    return (stage.blocks * count.block(model) + ends - whole) / layout.tensor + whole
 
 
 def micro_batches_held(layout: Layout, stage: Stage) -> float:
-    """Micro-batches whose activations a stage holds at its fullest moment.
+    """Largest number of micro-batches whose activations a stage holds at once.
 
     1F1B: as many as there are stages from here to the end (Narayanan et al. 2021, section 2.2); GPipe: all of them;
     interleaved: 1 + (p - 1) / (p v) times as many as 1F1B's in the first stage (Korthikanti et al. 2022, section 4.2.3).

@@ -1,17 +1,17 @@
-"""Layouts that fit, fastest first."""
+"""Suggest layouts that fit, fastest first."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from hpclm.cluster.kinds import Kind
 from hpclm.config import RunConfig
 from hpclm.config.supports import SUPPORTS
 from hpclm.errors import ConfigError
+from hpclm.node.gpus import Kind
 from hpclm.planning import forecast
 from hpclm.planning.forecast import Forecast
 
 VARIED = {
-    "parallel": ("tensor", "pipeline", "schedule", "chunks"),
+    "parallel": ("tensor", "pipeline", "shard", "schedule", "chunks"),
     "batch": ("micro_size",),
     "engine": ("name", "zero_stage", "recompute", "recompute_every"),
 }
@@ -20,7 +20,7 @@ VARIED = {
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A layout, what to expect of it, and the words that ask for it."""
+    """A layout, its forecast, and the options that select it."""
 
     run: RunConfig
     forecast: Forecast
@@ -42,11 +42,21 @@ def ranked(run: RunConfig, kind: Kind) -> list[Suggestion]:
         )
     for other in others:
         sizes = other.parallel.tensor, other.parallel.pipeline, other.engine.name, other.engine.zero_stage
-        for found in _fitting(other, kind):
+        for found in fitting(other, kind):
             if sizes not in best or _speed(found) > _speed(best[sizes].forecast):
                 changed = replace(other, batch=replace(other.batch, micro_size=found.layout.micro_size))
                 best[sizes] = Suggestion(changed, found, words(run, changed))
     return sorted(best.values(), key=lambda s: -_speed(s.forecast))
+
+
+def doubled(best: Suggestion, kind: Kind) -> Forecast | None:
+    """The forecast of a suggestion on twice as many nodes, with the same batch and its best micro-batch; None if nothing fits."""
+    run = best.run
+    run = replace(run, job=replace(run.job, nodes=2 * run.job.nodes), batch=replace(run.batch, micro_size=1))
+    try:
+        return max(fitting(run, kind), key=_speed, default=None)
+    except ConfigError:
+        return None
 
 
 def _speed(found: Forecast) -> float:
@@ -54,7 +64,7 @@ def _speed(found: Forecast) -> float:
 
 
 def variants(run: RunConfig) -> Iterator[RunConfig]:
-    """``run`` in every layout that its engine's settings, its model and its GPUs allow, with the smallest micro-batches."""
+    """``run`` in every layout that its settings, model and GPUs allow, with micro-batches of 1."""
     gpus = run.job.nodes * run.job.gpus
     batch = replace(run.batch, micro_size=1)
     for tensor in _divisors(run.job.gpus):
@@ -62,30 +72,38 @@ def variants(run: RunConfig) -> Iterator[RunConfig]:
             continue
         for pipeline in _divisors(gpus // tensor):
             if batch.global_size % (gpus // tensor // pipeline) == 0:
-                for engine, shape in _engines(pipeline):
+                for engine, shape in _engines(pipeline, _shards(run, tensor)):
                     for recompute in ("none", "full"):
                         try:
                             parallel = replace(run.parallel, tensor=tensor, pipeline=pipeline, **shape)
                             changed = replace(run.engine, **engine, recompute=recompute, recompute_every=1)
                             yield replace(run, batch=batch, parallel=parallel, engine=changed)
-                        except ConfigError:  # this engine cannot do that, or not with the other settings
+                        except ConfigError:  # the engine does not support this combination
                             continue
 
 
-def _engines(pipeline: int) -> Iterator[tuple[dict, dict]]:
-    """Settings of the engine and of the pipeline: each engine, with each of its ZeRO stages and schedules."""
+def _shards(run: RunConfig, tensor: int) -> list[int | None]:
+    """Values of parallel.shard: all replicas, those of a node if there are several nodes, and what is set."""
+    node = run.job.gpus // tensor
+    found = {run.parallel.shard or 1, node if run.job.nodes > 1 else 1}
+    return [None, *sorted(found - {1})]
+
+
+def _engines(pipeline: int, shards: list[int | None]) -> Iterator[tuple[dict, dict]]:
+    """Settings of each engine, with each of its ZeRO stages and pipeline schedules; ``shards``: values of parallel.shard."""
     for name, can in SUPPORTS.items():
         for stage in (can.pipeline_stages if pipeline > 1 else can.zero_stages) if can.alone or pipeline > 1 else ():
             engine = dict(name=name, zero_stage=stage)
             if pipeline == 1:
-                yield engine, dict(partition="parameters", schedule="1f1b", chunks=1)
+                for shard in shards if stage in can.hybrid else (None,):
+                    yield engine, dict(shard=shard, partition="parameters", schedule="1f1b", chunks=1)
                 continue
             for schedule in can.schedules:
-                yield engine, dict(schedule=schedule, chunks=2 if schedule == "interleaved" else 1)
+                yield engine, dict(shard=None, schedule=schedule, chunks=2 if schedule == "interleaved" else 1)
 
 
-def _fitting(run: RunConfig, kind: Kind) -> Iterator[Forecast]:
-    """``run`` with micro-batches of 1, 2, 4 and so on, as long as they divide the batch and fit."""
+def fitting(run: RunConfig, kind: Kind) -> Iterator[Forecast]:
+    """Forecasts with micro-batches of 1, 2, 4, ... times the given size, as long as they divide the batch and fit."""
     found = forecast.of(run, kind)
     while found.room == "fits":
         where = found.layout
@@ -98,7 +116,7 @@ def _fitting(run: RunConfig, kind: Kind) -> Iterator[Forecast]:
 
 
 def _runs(run: RunConfig, micro_size: int) -> bool:
-    """Whether ``run`` can do every step with micro-batches of that size."""
+    """Whether every step of ``run`` can be divided into micro-batches of that size."""
     try:
         other = replace(run, batch=replace(run.batch, micro_size=micro_size))
         other.plan(run.job.nodes * run.job.gpus)
@@ -108,9 +126,9 @@ def _runs(run: RunConfig, micro_size: int) -> bool:
 
 
 def words(run: RunConfig, other: RunConfig) -> tuple[str, ...]:
-    """The settings of ``other`` that differ from those of ``run``, as one types them."""
+    """The settings of ``other`` that differ from those of ``run``, as key=value words."""
     return tuple(
-        f"{section}.{name}={new}"
+        f"{section}.{name}={'null' if new is None else new}"
         for section, names in VARIED.items()
         for name in names
         if (new := getattr(getattr(other, section), name)) != getattr(getattr(run, section), name)

@@ -1,14 +1,14 @@
-"""Time of an optimizer step, in seconds: products, memory traffic and communication, one after another where nothing
-overlaps them.
+"""Time of an optimizer step, in seconds: matrix products, memory traffic and communication, in sequence unless they overlap.
 
 n = tokens of a micro-batch, T tokens of a sample, C hidden width, F the MLP's inner width, V padded vocabulary,
 t tensor-parallel ranks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from hpclm.cluster.kinds import Kind
 from hpclm.config import ModelConfig
+from hpclm.model import count
+from hpclm.node.gpus import Kind
 from hpclm.planning.code import Code
 from hpclm.planning.layout import Layout, Stage, parameters, stages
 
@@ -21,27 +21,34 @@ ATTENTION = {"Ampere": 0.55, "Hopper": 0.33}
 ACHIEVED = 0.8
 """Part of a link's nominal rate that collectives reach."""
 
+EXPOSED = 0.1
+"""Part of the communication that overlaps with computation and still costs time: it slows the products down, and its first and last
+messages have nothing to hide behind. Fitted to every second of the published multi-node runs (docs/planner.md)."""
+
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of one optimizer step, by what they are spent on; they add up."""
+    """Seconds of one optimizer step, by cause; they add up."""
 
     compute: float
-    """Products and memory traffic of the stage that takes longest."""
+    """Matrix products and memory traffic of the slowest stage."""
     tensor: float
-    """Gathers and scatters among tensor-parallel ranks."""
+    """Gathers and scatters between tensor-parallel ranks."""
     bubble: float
-    """Waiting for other pipeline stages to fill and to drain."""
+    """Waiting while the pipeline fills and drains."""
     pipeline: float
-    """Activations and their gradients on their way between stages."""
+    """Sending activations and their gradients between stages."""
     data: float
-    """Gradients and weights among replicas, as far as nothing hides it."""
+    """Communication of gradients and weights between replicas that computation does not hide; with hybrid sharding between those that
+    share out the weights."""
+    replicate: float
+    """The same between replicas that hold the same shard."""
     optimizer: float
 
     @property
     def total(self) -> float:
         """Seconds."""
-        return self.compute + self.tensor + self.bubble + self.pipeline + self.data + self.optimizer
+        return self.compute + self.tensor + self.bubble + self.pipeline + self.data + self.replicate + self.optimizer
 
 
 @dataclass(frozen=True)
@@ -51,11 +58,14 @@ class Volume:
     tensor: float
     pipeline: float
     data: float
+    """To replicas; with hybrid sharding to those that share out the weights."""
+    replicate: float = 0.0
+    """To replicas that hold the same shard."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a GPU does for one micro-batch."""
+    """The work of one GPU for one micro-batch."""
 
     products: float = 0.0
     """FLOPs of matrix products."""
@@ -79,7 +89,7 @@ class Work:
 
 
 def bubble(layout: Layout) -> float:
-    """Part of a step that a pipeline of equal stages waits: (p - 1) / (v m + p - 1) (Narayanan et al. 2021, section 2.2).
+    """Fraction of a step that a pipeline of equal stages is idle: (p - 1) / (v m + p - 1) (Narayanan et al. 2021, section 2.2).
 
     A zero-bubble schedule (ZB-H1 of Qi et al. 2023) fills two thirds of it with gradients of weights.
     """
@@ -88,28 +98,65 @@ def bubble(layout: Layout) -> float:
 
 
 def volume(model: ModelConfig, layout: Layout, code: Code) -> Volume:
-    """Bytes that one GPU of the busiest stage sends in a step.
+    """Bytes that one GPU of the busiest stage sends in a step, for each axis."""
+    every = volumes(model, layout, code)
+    return Volume(*(max(getattr(v, axis.name) for v in every) for axis in fields(Volume)))
 
-    tensor: a layer's forward pass makes 4 gathers and scatters of its activations, its backward pass 4 (Korthikanti et al.
-    2022, section 4.2.2). data: 2 psi elements a step for ZeRO stages 0 to 2, 3 psi for stage 3 (Rajbhandari et al. 2020,
-    section 7), of which each further micro-batch repeats what is not kept.
+
+def volumes(model: ModelConfig, layout: Layout, code: Code) -> list[Volume]:
+    """Bytes that one GPU of each stage sends in a step.
+
+    tensor: a layer's forward pass makes 4 gathers and scatters of its activations, its backward pass 4 and with sequence
+    parallelism 2 more (Korthikanti et al. 2022, section 4.2.2). data: 2 psi elements a step for ZeRO stages 0 to 2, 3 psi for
+    stage 3 (Rajbhandari et al. 2020, section 7); what is not kept is sent again for each micro-batch. replicate: an all-reduce of
+    the gradients of a shard.
     """
-    every = stages(model, layout)
-    tensor = max(_passes(model, layout, code, stage).sent for stage in every) * layout.accumulation
-    line = layout.micro_size * model.context * model.hidden * code.element / (layout.tensor if code.sequence else 1)
-    pipeline = 2 * line * layout.chunks * layout.accumulation * (layout.pipeline > 1)
-    psi = max(parameters(model, layout, stage) for stage in every) * (layout.data - 1) / layout.data
-    gradients = psi * code.reduced * (layout.accumulation if code.zero >= 2 else 1)
-    again = (
-        psi * code.reduced if code.zero == 0 else psi * code.sent
-    )  # the second half of an all-reduce, or the new weights
-    if code.zero == 3:
-        again = 2 * psi * code.sent * layout.accumulation
-    return Volume(tensor, pipeline, gradients + again)
+    found = []
+    for stage in stages(model, layout):
+        tensor = _passes(model, layout, code, stage).sent * layout.accumulation
+        boundaries = (2 * layout.chunks - stage.first - stage.last) * (layout.pipeline > 1)
+        pipeline = between_stages(model, layout, code) * layout.accumulation * boundaries
+        if model.tied and layout.pipeline > 1:  # the two copies of the embedding sum their gradients
+            pipeline += 4 * model.hidden * model.padded_vocab / layout.tensor * (stage.first or stage.last)
+        data, between = _replicas(model, layout, code, stage), _between_copies(model, layout, code, stage)
+        found.append(Volume(tensor, pipeline, data, between))
+    return found
+
+
+def between_stages(model: ModelConfig, layout: Layout, code: Code) -> float:
+    """Bytes of the activations of a micro-batch between two stages."""
+    between = layout.tensor if code.sequence else 1
+    return layout.micro_size * model.context * model.hidden * code.element / between
+
+
+def _replicas(model: ModelConfig, layout: Layout, code: Code, stage: Stage) -> float:
+    """Bytes that one GPU of a stage sends in a step to the replicas that it shares weights or optimizer state with, or to all."""
+    others = (layout.sharing - 1) / layout.sharing
+    psi, m = parameters(model, layout, stage) * others, layout.accumulation
+    gradients = psi * code.reduced * (m if code.zero >= 2 and not code.deferred else 1)
+    if code.zero == 0:
+        return 2 * gradients
+    if code.all_reduced:
+        gradients *= 2
+    gathers = {3: 2}.get(code.zero, 0) if code.gathers is None else code.gathers
+    table = model.hidden * model.padded_vocab / layout.tensor * others
+    again = code.sent_table * table * (stage.first + (stage.last and not (model.tied and stage.first)))
+    if not gathers:
+        return gradients + psi * code.sent + again
+    blocks = stage.blocks * count.block(model) / layout.tensor * others
+    return gradients + m * code.sent * (gathers * blocks + psi - blocks)
+
+
+def _between_copies(model: ModelConfig, layout: Layout, code: Code, stage: Stage) -> float:
+    """Bytes that one GPU of a stage sends in a step to the replicas that hold the same shard: once, but sums of gradients that are
+    not in fp32 are not kept until the last micro-batch."""
+    times = layout.accumulation if code.zero >= 2 and code.reduced < 4 and not code.deferred else 1
+    own = parameters(model, layout, stage) / layout.sharing
+    return 2 * own * code.reduced * times * (layout.copies - 1) / layout.copies
 
 
 def step(model: ModelConfig, layout: Layout, code: Code, kind: Kind, efficiency: float | None = None) -> Step:
-    """One optimizer step; ``efficiency`` instead of the constant of the GPU's generation."""
+    """One optimizer step; ``efficiency`` replaces the constant of the GPU's generation."""
     reached = efficiency or EFFICIENCY.get(kind.family, UNMEASURED)
     every = [_passes(model, layout, code, stage) for stage in stages(model, layout)]
     computing = [_seconds(work, code, kind, reached) for work in every]
@@ -120,20 +167,31 @@ def step(model: ModelConfig, layout: Layout, code: Code, kind: Kind, efficiency:
     waiting = others / layout.chunks * (1 / 3 if layout.schedule == "zero_bubble" else 1.0)
     m, bytes_ = layout.accumulation, volume(model, layout, code)
     compute = m * computing[slowest]
-    between = bytes_.pipeline / _rate(layout, kind, layout.pipeline, layout.tensor * layout.data)
-    reducing = bytes_.data / _rate(layout, kind, layout.data, layout.tensor)
-    hidden = 0.0
-    if code.overlap:
-        hidden = compute if code.zero == 3 else computing[slowest] * 2 / 3 * (m if code.zero == 2 else 1)
+    messages = 2 * layout.chunks * m * (layout.pipeline > 1)
+    between = (
+        messages
+        * between_stages(model, layout, code)
+        / _rate(layout, kind, layout.pipeline, layout.tensor * layout.data)
+    )
+    last = computing[slowest] * 2 / 3  # the backward pass of the last micro-batch
+    hidden = compute if code.zero == 3 else last * (m if code.zero == 2 else 1)
+    sharing = _exposed(bytes_.data / _rate(layout, kind, layout.sharing, layout.tensor), hidden * code.overlap)
+    across = _rate(layout, kind, layout.copies, layout.tensor * layout.sharing)
+    copying = _exposed(bytes_.replicate / across, last * code.overlap)
     own = max(parameters(model, layout, stage) for stage in stages(model, layout))
     update = (
-        own * 28 / (layout.data if code.zero else 1) / kind.bandwidth
+        own * 28 / (layout.sharing if code.zero else 1) / kind.bandwidth
     )  # fp32: reads w, g, m and v, writes w, m and v
-    return Step(compute, m * talking[slowest], waiting, between, max(0.0, reducing - hidden), update)
+    return Step(compute, m * talking[slowest], waiting, between, sharing, copying, update)
+
+
+def _exposed(seconds: float, hidden: float) -> float:
+    """Seconds that communication costs if computation of ``hidden`` seconds goes on beside it."""
+    return max(0.0, seconds - hidden) + EXPOSED * min(seconds, hidden)
 
 
 def _rate(layout: Layout, kind: Kind, size: int, stride: int) -> float:
-    """Bytes/s of each member of a group of ``size`` ranks, ``stride`` apart; members in one node use their adapters together."""
+    """Bytes/s of each member of a group of ``size`` ranks, ``stride`` apart; members in one node share their adapters."""
     if size * stride <= layout.node:
         return kind.link * ACHIEVED
     return min(kind.link, kind.network * layout.within(size, stride)) * ACHIEVED
@@ -147,26 +205,28 @@ def _seconds(work: Work, code: Code, kind: Kind, efficiency: float) -> float:
 
 
 def _passes(model: ModelConfig, layout: Layout, code: Code, stage: Stage) -> Work:
-    """Forward and backward pass of one micro-batch through a stage, and what is computed again."""
+    """Forward and backward pass of one micro-batch through a stage, including recomputation."""
     tokens, c = layout.micro_size * model.context, model.hidden
     layer, core = _layer(model, layout, code), _core(model, layout, code)
-    again = Work()
+    recomputed = Work()
     if layout.recompute == "full":
-        again = layer + core
+        recomputed = layer + core
     elif layout.recompute == "selective":
-        again = core
+        recomputed = core
     # the backward pass does each product twice, for the inputs' gradient and for the weights', but communicates once
-    there_and_back = (layer + core) * 3 + Work(sent=-layer.sent)
+    there_and_back = (layer + core) * 3 + Work(sent=-layer.sent * (0.5 if code.sequence else 1.0))
+    # the embedding's output is scattered, the head's input gathered, and their gradients the other way
+    ends = Work(sent=layer.sent / 2 * (stage.first + stage.last) * code.sequence)
     table = c * model.padded_vocab / layout.tensor
     head = Work(6 * tokens * table, 0, tokens * model.padded_vocab / layout.tensor * 2 * code.logit)
     weights = Work(traffic=parameters(model, layout, stage) * code.touched)
-    return (there_and_back + again) * stage.blocks + head * stage.last + weights
+    return (there_and_back + recomputed) * stage.blocks + head * stage.last + weights + ends
 
 
 def _layer(model: ModelConfig, layout: Layout, code: Code) -> Work:
     """A block's forward pass without attention's core: 2 FLOPs a weight and token (Kaplan et al. 2020).
 
-    Every operand of a product and of what stands between products is read or written once.
+    Every operand of a product, and of the operations between products, is read or written once.
     """
     tokens, c, t = layout.micro_size * model.context, model.hidden, layout.tensor
     between = t if code.sequence else 1
@@ -183,7 +243,7 @@ def _layer(model: ModelConfig, layout: Layout, code: Code) -> Work:
 
 
 def _core(model: ModelConfig, layout: Layout, code: Code) -> Work:
-    """Scores, softmax and mean of the values, forward: 4 T C FLOPs a token, half of them with a kernel that skips the mask."""
+    """Forward pass of the attention core: 4 T C FLOPs per token, or half with a kernel that skips the causal mask."""
     tokens, c, t = layout.micro_size * model.context, model.hidden, layout.tensor
     flops = 4 * tokens * model.context * c / t
     if code.flash:

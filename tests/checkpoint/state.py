@@ -5,7 +5,7 @@ import torch
 from hpclm.checkpoint import CheckpointStore, Progress, Retention
 from hpclm.engine import Shard
 
-IDENTITY = {"model": {"layers": 2}, "seed": 1}
+FINGERPRINT = {"model": {"layers": 2}, "seed": 1}
 
 
 class State:
@@ -35,7 +35,7 @@ class State:
 
 
 def store(folder, keep=3, **more):
-    return CheckpointStore(folder, Retention(keep), IDENTITY, **more)
+    return CheckpointStore(folder, Retention(keep), FINGERPRINT, **more)
 
 
 def progress(step):

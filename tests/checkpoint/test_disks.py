@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from hpclm.checkpoint import shelf
+from hpclm.checkpoint import directory
 from tests import traced
 from tests.checkpoint.state import State, store
 from tests.checkpoint.victims import resume, save, save_beside, try_to_resume, try_to_save
@@ -36,8 +36,8 @@ def test_a_save_that_fails_at_any_system_call_says_so_and_leaves_the_others_alon
         assert said is None or (words in said and "\n" not in said and str(folder) in said), (line, said)
         state = State()
         assert store(folder, keep=2).resume(state, "require").step == 4 and state.is_of(4), line
-        steps = shelf.steps(folder)
-        assert len(steps) >= 2 and all(shelf.verified(path) for path in steps), line
+        steps = directory.steps(folder)
+        assert len(steps) >= 2 and all(directory.verified(path) for path in steps), line
         left = {p.name for p in folder.iterdir()} - {p.name for p in steps} - {"latest"}
         assert not left, (line, left)
     assert failed >= 10

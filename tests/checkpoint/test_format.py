@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from hpclm.checkpoint import format as files
-from hpclm.checkpoint.format import Differs, Facts, File
+from hpclm.checkpoint.format import File
+from hpclm.checkpoint.schema import ChecksumMismatch, FileInfo
 
 BLOCK = 64
 WRONG = r"^x\.safetensors differs from what was saved \(its hash is wrong\)$"
@@ -71,7 +72,7 @@ def test_every_flipped_bit_is_found_and_only_by_who_reads_its_block(written):
     row = begin + 4 + 64  # of the table: after the scalar and the norm
     for place in range(len(good)):
         path.write_bytes(good[:place] + bytes([good[place] ^ 1 << place % 8]) + good[place + 1 :])
-        with pytest.raises(Differs, match=WRONG), closing(File(path, facts)) as file:
+        with pytest.raises(ChecksumMismatch, match=WRONG), closing(File(path, facts)) as file:
             file.check()
         if place >= begin:
             second = row + BLOCK <= place < row + 2 * BLOCK
@@ -82,7 +83,7 @@ def test_every_flipped_bit_is_found_and_only_by_who_reads_its_block(written):
 def reads(file, *where):
     try:
         file.values(*where)
-    except Differs:
+    except ChecksumMismatch:
         return False
     return True
 
@@ -91,15 +92,15 @@ def reads(file, *where):
 def test_a_file_of_another_length_is_found(written, size):
     path, _, facts = written
     path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(Differs):
+    with pytest.raises(ChecksumMismatch):
         File(path, facts)
-    with pytest.raises(Differs):  # whatever the manifest says
-        File(path, Facts(path.stat().st_size, facts.xxh3)).check()
+    with pytest.raises(ChecksumMismatch):  # whatever the manifest says
+        File(path, FileInfo(path.stat().st_size, facts.xxh3)).check()
 
 
 def test_a_file_that_gets_shorter_while_it_is_read_is_found(written):
     path, _, facts = written
     file = File(path, facts)
     path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(Differs):
+    with pytest.raises(ChecksumMismatch):
         file.check()

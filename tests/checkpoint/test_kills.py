@@ -4,11 +4,11 @@ import shutil
 
 import pytest
 
+from hpclm.checkpoint import directory
 from hpclm.checkpoint import manifest as manifests
-from hpclm.checkpoint import shelf
 from tests import traced
 from tests.checkpoint.state import State, progress, store
-from tests.checkpoint.victims import resume, save, save_as_rank, save_beside, write_beside
+from tests.checkpoint.victims import resume, save, save_as_rank, save_beside, train, write_beside
 
 pytestmark = pytest.mark.skipif(not traced.usable(), reason="strace is not installed, or may not trace here")
 
@@ -46,10 +46,10 @@ def check(folder, allowed, at):
     found, state = store(folder, keep=2), State()
     step = found.resume(state, "auto").step
     assert step in allowed and state.is_of(step), at
-    good = sum(is_good(path) for path in shelf.steps(folder))
+    good = sum(is_good(path) for path in directory.steps(folder))
     found.save(State(9.0), progress(9))
     assert found.resume(state, "require").step == 9 and state.is_of(9), at
-    left = {p.name for p in folder.iterdir()} - {p.name for p in shelf.steps(folder)} - {"latest"}
+    left = {p.name for p in folder.iterdir()} - {p.name for p in directory.steps(folder)} - {"latest"}
     assert left <= {".bad-step-00000002"}, (at, left)
     return good
 
@@ -91,24 +91,60 @@ def test_a_kill_of_either_of_two_ranks_leaves_the_old_or_the_new(victim, good, f
 
 
 def test_what_gets_its_name_is_on_the_disk_and_so_is_the_name(good, folder):
-    """In the order of system calls: each file, the draft's folder, the new name, the folder that has it."""
+    """In the order of system calls: each file, the staging_dir's folder, the new name, the folder that has it."""
     reset(folder, good)
     lines = [line for *_, line in traced.points(save, folder, 3)]
 
     def where(*words):
         return [n for n, line in enumerate(lines) if all(word in line for word in words)]
 
-    draft = f"{folder}/.tmp-step-00000003-g0"
-    (published,) = where("rename(", f'"{draft}", "{folder}/step-00000003"')
+    staging_dir = f"{folder}/.tmp-step-00000003-g0"
+    (published,) = where("rename(", f'"{staging_dir}", "{folder}/step-00000003"')
     for name in ("rank-00000.safetensors", "MANIFEST.json"):
-        assert max(where("write(", f"<{draft}/{name}>")) < max(where("fsync(", f"<{draft}/{name}>")) < published
-    assert max(where("fsync(", f"<{draft}/")) < max(where("fsync(", f"<{draft}>")) < published
+        assert (
+            max(where("write(", f"<{staging_dir}/{name}>"))
+            < max(where("fsync(", f"<{staging_dir}/{name}>"))
+            < published
+        )
+    assert max(where("fsync(", f"<{staging_dir}/")) < max(where("fsync(", f"<{staging_dir}>")) < published
     assert published < where("fsync(", f"<{folder}>")[0] < where("step-00000001", ".trash")[0]
+
+
+@pytest.mark.parametrize("more", [[], ["checkpoint.background=false"], ["exit_interval=6"]], ids=str)
+def test_what_a_run_has_told_is_on_the_disk_before_a_checkpoint_has_its_name(more, tiny, tmp_path):
+    """Metrics, attempts and log, and their names: beside the training, at once, and when the run must leave."""
+    words = tiny("deep/run", "cluster.preflight=false", "cluster.bind=false", *more)
+    lines = [line for *_, line in traced.points(train, words, threads=True)]
+    out = tmp_path / "deep/run"
+
+    def where(*words):
+        return [n for n, line in enumerate(lines) if all(word in line for word in words)]
+
+    published = where("rename(", f'"{out}/checkpoints/.tmp-step-')
+    assert len(published) == (2 if more == ["exit_interval=6"] else 3)
+    for at in published:
+        for name in ("metrics.jsonl", "attempts.jsonl", "log.txt"):
+            written = max(n for n in where("write(", f"<{out}/{name}>") if n < at)
+            assert any(written < n < at for n in where("fsync(", f"<{out}/{name}>")), (name, lines[written:at])
+    for folder, name in ((out.parent.parent, "deep"), (out.parent, "run"), (out, "checkpoints")):
+        made = where("mkdir(", f'"{folder}/{name}"')[0]
+        assert any(made < n < published[0] for n in where("fsync(", f"<{folder}>")), name
+    created = max(where("openat(", f'"{out}/{name}"', "O_CREAT")[0] for name in ("metrics.jsonl", "attempts.jsonl"))
+    assert any(created < n < published[0] for n in where("fsync(", f"<{out}>"))
+
+
+def test_records_that_cannot_be_synced_cost_no_checkpoint(folder, caplog):
+    def fail():
+        raise OSError(5, "Input/output error", "metrics.jsonl")
+
+    store(folder, before_publishing=fail).save(State(1.0), progress(1))
+    assert "metrics.jsonl cannot be synced: Input/output error" in caplog.text
+    assert is_good(folder / "step-00000001")
 
 
 def is_good(path):
     try:
-        shelf.verified(path)
+        directory.verified(path)
     except manifests.BadCheckpoint:
         return False
     return True

@@ -3,24 +3,24 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
 
-from hpclm import record
-from hpclm.agreement import Orders
 from hpclm.checkpoint import CheckpointStore, Progress, Retention
+from hpclm.checkpoint.directory import steps
 from hpclm.checkpoint.retention import complete
-from hpclm.checkpoint.shelf import steps
-from hpclm.cluster.switches import Switches
 from hpclm.config import from_cli
 from hpclm.engine import Shard
 from hpclm.errors import DivergedError
-from hpclm.saver import Saver
-from tests.runs import ROOT, hpclm, lines, losses
+from hpclm.rundir.control_files import ControlFiles
+from hpclm.training import records
+from hpclm.training.agreement import Orders
+from hpclm.training.saver import Saver
+from tests import forks
+from tests.forks import Hpclm, hpclm
+from tests.runs import lines, losses
 
 LONG = ["budget.steps=100000", "optim.schedule=constant", "checkpoint.every=0"]
 
@@ -41,18 +41,13 @@ def names(out):
 
 def begun(words, out, step=3):
     """A run that trains, past ``step``."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hpclm", "train", *map(str, words)], cwd=ROOT, stderr=subprocess.PIPE, text=True
-    )
-    until = time.monotonic() + 60
-    while len(lines(out / "metrics.jsonl")) < step:
-        assert process.poll() is None and time.monotonic() < until, process.communicate()
-        time.sleep(0.02)
+    process = Hpclm("train", *words)
+    forks.steps(process, out, step)
     return process
 
 
 @pytest.mark.parametrize("background", ["true", "false"])
-def test_saves_beside_training_and_before_it_goes_on_are_the_same_bytes(tiny, tmp_path, background):
+def test_background_and_blocking_saves_write_the_same_bytes(tiny, tmp_path, background):
     hpclm("train", *tiny("one", "checkpoint.background=true"), check=0)
     hpclm("train", *tiny(background, f"checkpoint.background={background}"), check=0)
     for step in names(tmp_path / "one"):
@@ -115,12 +110,12 @@ def test_saves_made_when_told_to_leave_push_no_regular_one_out(saves, left, tmp_
     "settings, step, orders, why",
     [
         (["checkpoint.every=5"], 7, Orders({"SIGTERM": 1.0}), "SIGTERM"),
-        (["checkpoint.every=5"], 7, Orders(stop=True), "stop"),
+        (["checkpoint.every=5"], 7, Orders(stop="stop"), "stop"),
         (["checkpoint.every=5"], 7, Orders(out_of_time=True), "exit_minutes"),
         (["checkpoint.every=5"], 7, Orders(), None),  # the end of a run
         (["checkpoint.every=5"], 10, Orders({"SIGTERM": 1.0}), None),  # due anyway
-        (["checkpoint.every=0", "checkpoint.minutes=9"], 7, Orders(stop=True, minutes=1.0), "stop"),
-        (["checkpoint.every=0", "checkpoint.minutes=9"], 7, Orders(stop=True, minutes=9.0), None),
+        (["checkpoint.every=0", "checkpoint.minutes=9"], 7, Orders(stop="stop", minutes=1.0), "stop"),
+        (["checkpoint.every=0", "checkpoint.minutes=9"], 7, Orders(stop="stop", minutes=9.0), None),
         (["checkpoint.every=0"], 7, Orders({"SIGTERM": 1.0}), None),  # the only saves there are
     ],
 )
@@ -203,23 +198,22 @@ def test_save_now_and_stop(tiny, tmp_path):
     assert process.returncode == 0 and "as stop says; the same command goes on" in errors
     assert len(names(out)) == 2 and not (out / "stop").exists()
     assert "stopped" in hpclm("status", out).stdout
-    assert "does not train: stopped" in hpclm("stop", out, check=0).stdout
-    assert "does not train" in hpclm("save-now", out, check=0).stdout
+    assert "is not training: stopped" in hpclm("stop", out, check=64).stderr
 
 
 def test_an_order_is_a_file_of_the_owner_and_no_link(tmp_path):
     (tmp_path / "elsewhere").touch()
     (tmp_path / "stop").symlink_to("elsewhere")
-    assert not Switches(tmp_path).given("stop")
+    assert not ControlFiles(tmp_path).requested("stop")
     (tmp_path / "stop").unlink()
     (tmp_path / "stop").touch()
-    switches = Switches(tmp_path)
-    assert switches.given("stop") and not switches.given("save-now")
+    switches = ControlFiles(tmp_path)
+    assert switches.requested("stop") and not switches.requested("save-now")
     if os.getuid() == 0:
         os.chown(tmp_path / "stop", 12345, 12345)
-        assert not Switches(tmp_path).given("stop")
-    switches.done("stop")
-    assert not switches.given("stop") and not (tmp_path / "stop").exists()
+        assert not ControlFiles(tmp_path).requested("stop")
+    switches.remove("stop")
+    assert not switches.requested("stop") and not (tmp_path / "stop").exists()
 
 
 @pytest.mark.parametrize("grace, saves", [(60, True), (0.5, False)])
@@ -228,7 +222,7 @@ def test_a_save_that_would_not_be_done_in_time_is_not_begun(tmp_path, caplog, gr
     config = from_cli(["configs/debug.yaml", f"checkpoint.grace_seconds={grace}"], None)
     saver = Saver(store, config, 0)
     saver.save(State(), Progress(1), None, Orders())
-    saver.settle(Orders())
+    saver.poll(Orders())
     saver._longest = 1.0  # as if the disk were slow
     saver.leave(State(), Progress(2), None, Orders({"SIGTERM": 0.1}))
     assert [path.name for path in steps(tmp_path)][-1] == f"step-0000000{2 if saves else 1}"
@@ -280,7 +274,7 @@ def test_the_verb_lists_and_verifies(tiny, tmp_path):
     assert told[1]["reason"] == "rank-00000.safetensors differs from what was saved (its hash is wrong)"
     quick = hpclm("checkpoints", tmp_path / "run", "--no-verify", check=0).stdout
     assert quick.count(" complete ") == 3
-    assert "is no run directory" in hpclm("checkpoints", tmp_path, check=64).stderr
+    assert "is not a run directory" in hpclm("checkpoints", tmp_path, check=64).stderr
 
 
 def test_a_job_that_starts_again_and_again_without_a_checkpoint_is_stopped(tmp_path, monkeypatch):
@@ -291,13 +285,13 @@ def test_a_job_that_starts_again_and_again_without_a_checkpoint_is_stopped(tmp_p
         path.write_text("".join(json.dumps({"job_id": job, "from_step": step}) + "\n" for job, step in rows))
 
     attempts(("7", 0), ("7", 10), ("7", 10))
-    record.check_progress(tmp_path, 10)
+    records.check_progress(tmp_path, 10)
     attempts(("7", 0), ("7", 10), ("7", 10), ("7", 10))
     with pytest.raises(DivergedError, match="has started 3 times from step 10"):
-        record.check_progress(tmp_path, 10)
-    record.check_progress(tmp_path, 20)
+        records.check_progress(tmp_path, 10)
+    records.check_progress(tmp_path, 20)
     attempts(("7", 0), ("6", 10), ("7", 10), ("7", 10))  # a person has started it anew
-    record.check_progress(tmp_path, 10)
+    records.check_progress(tmp_path, 10)
     attempts(("7", 10), ("7", 10), ("7", 10))
     (tmp_path / "ends.jsonl").write_text(json.dumps({"attempt": 2, "code": 85}) + "\n")
-    record.check_progress(tmp_path, 10)  # one was told to leave before its first step
+    records.check_progress(tmp_path, 10)  # one was told to leave before its first step

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpclm.checkpoint import CheckpointStore, Progress, Retention, tensors
-from hpclm.checkpoint import draft as drafts
-from hpclm.checkpoint.identity import check_identity
+from hpclm.checkpoint import CheckpointStore, Progress, Retention, staging, tensors
+from hpclm.checkpoint.directory import steps
+from hpclm.checkpoint.fingerprint import check_fingerprint
 from hpclm.checkpoint.manifest import digest_of
-from hpclm.checkpoint.shelf import steps
 from hpclm.errors import ConfigError, HpclmError, NoCheckpointError
-from tests.checkpoint.state import IDENTITY, State, progress, saved, store
+from tests.checkpoint.state import FINGERPRINT, State, progress, saved, store
 from tests.runs import ROOT
 
 
@@ -28,7 +27,7 @@ def test_what_is_saved_comes_back(tmp_path):
     manifest = json.loads((tmp_path / "c/step-00000003/MANIFEST.json").read_text())
     assert manifest["tensors"]["model.a"] == {
         "shape": [40, 8],
-        "parts": [{"file": "rank-00000.safetensors", "start": [0, 0]}],
+        "parts": [{"file": "rank-00000.safetensors", "start": [0, 0], "size": [40, 8]}],
     }
 
 
@@ -110,12 +109,12 @@ def test_files_of_two_ranks_that_changed_places_are_found(tmp_path):
     folder = tmp_path / "c"
     saved(folder, (1,))
     halves = store(folder)
-    halves.begin(State(2.0), progress(2), beside=False)
-    draft, found = halves.flight.draft, []
-    (draft / "rank-00000.safetensors").unlink()
+    halves.begin(State(2.0), progress(2), background=False)
+    staging_dir, found = halves.pending.staging_dir, []
+    (staging_dir / "rank-00000.safetensors").unlink()
     for rank in range(2):
-        found.append(drafts.write_shards(draft, rank, list(State(2.0, rank, 2).tensors())))
-    halves._publish(halves.flight, found)
+        found.append(staging.write_shards(staging_dir, rank, list(State(2.0, rank, 2).tensors())))
+    halves._publish(halves.pending, found)
     first, second = (folder / f"step-00000002/rank-0000{rank}.safetensors" for rank in range(2))
     state = State()
     assert store(folder).resume(state, "auto").step == 2 and state.is_of(2)
@@ -128,10 +127,12 @@ def test_files_of_two_ranks_that_changed_places_are_found(tmp_path):
 def test_a_checkpoint_may_have_more_files_than_a_process_may_have_open(tmp_path, monkeypatch):
     saved(tmp_path / "c", (1,))
     many = store(tmp_path / "c")
-    many.begin(State(2.0), progress(2), beside=False)
-    draft = many.flight.draft
-    (draft / "rank-00000.safetensors").unlink()
-    many._publish(many.flight, [drafts.write_shards(draft, n, list(State(2.0, n, 40).tensors())) for n in range(40)])
+    many.begin(State(2.0), progress(2), background=False)
+    staging_dir = many.pending.staging_dir
+    (staging_dir / "rank-00000.safetensors").unlink()
+    many._publish(
+        many.pending, [staging.write_shards(staging_dir, n, list(State(2.0, n, 40).tensors())) for n in range(40)]
+    )
     monkeypatch.setattr(tensors, "AT_ONCE", 3)
     most, read = [], tensors.File.values
 
@@ -157,11 +158,11 @@ def test_a_run_with_only_bad_checkpoints_never_starts_over(tmp_path):
 
 
 def test_resume_policies(tmp_path):
-    empty = CheckpointStore(tmp_path / "empty", Retention(2), IDENTITY)
+    empty = CheckpointStore(tmp_path / "empty", Retention(2), FINGERPRINT)
     assert empty.resume(State(), "auto") == Progress() == empty.resume(State(), "never")
     with pytest.raises(NoCheckpointError):
         empty.resume(State(), "require")
-    with pytest.raises(ConfigError, match=r"already holds step-00000003, and checkpoint.resume=never"):
+    with pytest.raises(ConfigError, match=r"already holds step-00000003, but checkpoint.resume=never"):
         saved(tmp_path / "c").resume(State(), "never")
 
 
@@ -171,14 +172,14 @@ def test_another_runs_checkpoints_are_refused_and_every_difference_named(tmp_pat
     with pytest.raises(ConfigError) as caught:
         other.resume(State(), "auto")
     assert caught.value.problems[1:] == ["data.split was None and is now '1'", "model.layers was 2 and is now 4"]
-    check_identity(tmp_path, IDENTITY, json.loads(json.dumps(IDENTITY)))
+    check_fingerprint(tmp_path, FINGERPRINT, json.loads(json.dumps(FINGERPRINT)))
 
 
 def test_a_full_disk_leaves_the_older_ones_alone(tmp_path, monkeypatch):
     store = saved(tmp_path / "c")
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10))
-    with pytest.raises(HpclmError, match="free, and a checkpoint takes"):
+    with pytest.raises(HpclmError, match="free, but a checkpoint needs"):
         store.save(State(), Progress(4))
     assert [p.name for p in steps(store.folder)] == ["step-00000001", "step-00000002", "step-00000003"]
 
@@ -194,13 +195,13 @@ def test_a_disk_that_fills_up_during_a_save_leaves_the_older_ones_alone(tmp_path
         "from tests.checkpoint.test_store import *\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room}))\n"
-        "store = CheckpointStore(Path(sys.argv[1]), Retention(), IDENTITY)\n"
+        "store = CheckpointStore(Path(sys.argv[1]), Retention(), FINGERPRINT)\n"
         "try:\n    store.save(State(), Progress(3))\nexcept HpclmError as error:\n    print('said:', error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "c")], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.startswith("said: ") and "could not be saved" in done.stdout, done.stderr
     assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["latest", "step-00000001", "step-00000002"]
-    CheckpointStore(tmp_path / "c", Retention(), IDENTITY).save(State(), Progress(4))
+    CheckpointStore(tmp_path / "c", Retention(), FINGERPRINT).save(State(), Progress(4))
 
 
 @pytest.mark.parametrize("left", ["latest", ".bad-step-00000002"])
@@ -227,7 +228,7 @@ def test_a_checkpoint_of_a_later_hpclm_is_refused_and_left_where_it_is(tmp_path)
     content = json.loads(path.read_text()) | {"schema": 99}
     content.pop("blake2b")
     path.write_text(json.dumps({**content, "blake2b": digest_of(content)}))
-    with pytest.raises(ConfigError, match="schema 99, and this hpclm reads 3"):
+    with pytest.raises(ConfigError, match="schema 99, but this version of hpclm reads 3"):
         store.resume(State(), "auto")
     assert path.exists()
 
@@ -258,7 +259,7 @@ def test_a_folder_with_the_name_of_another_step_is_bad_and_pushes_nothing_out(tm
     state = State()
     assert saved(tmp_path / "c", ()).resume(state, "auto").step == 2
     reason = (tmp_path / "c/.bad-step-00000102/REASON.txt").read_text()
-    assert reason == "MANIFEST.json is of step 1, and the folder says 102\n"
+    assert reason == "MANIFEST.json is of step 1, but the folder is named after step 102\n"
     assert torch.equal(state.held["model.a"], torch.full((40, 8), 2.0))
     shutil.copytree(tmp_path / "c/step-00000001", tmp_path / "c/step-00000100")
     saved(tmp_path / "c", (3,), keep=2)
@@ -274,7 +275,7 @@ def test_a_run_that_has_saved_does_not_start_over_when_its_folder_is_gone(tmp_pa
     if how == "not mounted":
         (tmp_path / "c").symlink_to(tmp_path / "nowhere")
     with pytest.raises(
-        HpclmError, match="no good checkpoint" if how != "not mounted" else "is a link to what is not there"
+        HpclmError, match="no good checkpoint" if how != "not mounted" else "is a link to a missing target"
     ):
         store.resume(State(), "auto")
 

@@ -1,13 +1,16 @@
 """What a process does when a fault strikes it: works for tests.traced. The gate stands where the fault may come from."""
 
+import logging
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from hpclm.checkpoint import draft as drafts
-from hpclm.cluster.bootstrap import World
-from hpclm.cluster.team import Team
+from hpclm.checkpoint import rollback, staging
+from hpclm.config import from_cli
+from hpclm.distributed.bootstrap import World
+from hpclm.distributed.context import DistributedContext, single
 from hpclm.errors import HpclmError
+from hpclm.training import loop
 from tests.checkpoint.state import State, progress, store
 
 
@@ -30,13 +33,13 @@ def save_beside(gate, folder, step, keep=2):
 
 def write_beside(gate, folder, step, keep=2):
     """Save beside the training; the side that writes is watched."""
-    made, write = store(folder, keep), drafts.write_shards
+    made, write = store(folder, keep), staging.write_shards
 
     def watched(*args):
         gate()
         return write(*args)
 
-    drafts.write_shards = watched
+    staging.write_shards = watched
     made.begin(State(float(step)), progress(step))
     made.commit()
     return "saved"
@@ -47,7 +50,9 @@ def save_as_rank(gate, folder, step, rank, meeting):
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(meeting), 2), rank=rank, world_size=2, timeout=timedelta(seconds=30)
     )
-    made = store(folder, keep=2, team=Team(World("test", rank, 2), ("here", "here")))
+    made = store(
+        folder, keep=2, context=DistributedContext(World("test", rank, 2), single().ranks * 2, single().watchdog)
+    )
     engine = State(float(step), rank, 2)
     gate()
     made.save(engine, progress(step))
@@ -60,11 +65,11 @@ def try_to_save(gate, folder, step, beside):
     gate()
     said = None
     try:
-        made.begin(State(float(step)), progress(step), beside=beside)
+        made.begin(State(float(step)), progress(step), background=beside)
         made.commit()
     except HpclmError as error:
         said = str(error)
-    made.flight = None
+    made.pending = None
     there = (folder / f"step-{step:08d}").exists()
     made.save(State(float(step + 1)), progress(step + 1))
     return said, there
@@ -87,3 +92,16 @@ def resume(gate, folder, *_):
     gate()
     found = made.resume(state, "auto").step
     return found, state.is_of(found)
+
+
+def roll_back(gate, out):
+    """Go back to where a request says."""
+    gate()
+    return rollback.carry_out(out)
+
+
+def train(gate, words):
+    """Train; the exit code."""
+    logging.getLogger().setLevel("INFO")
+    gate()
+    return loop.run(from_cli(words), single())

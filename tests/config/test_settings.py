@@ -5,10 +5,11 @@ import pytest
 
 from hpclm import config
 from hpclm.config import ModelConfig, RunConfig, show
-from hpclm.config.budget import Length, length
-from hpclm.config.compose import keys
+from hpclm.config.fields import keys
+from hpclm.config.plan import Length, run_length
 from hpclm.errors import ConfigError
-from tests.runs import ROOT, hpclm
+from tests.forks import hpclm
+from tests.runs import ROOT
 
 DEBUG = ROOT / "configs/debug.yaml"
 
@@ -26,7 +27,7 @@ def test_every_shipped_settings_file_loads_and_plans(path):
     assert [m.split()[0] for m in run.missing()] == ["data.prefix"] * needs_data
     plan = run.plan(run.parallel.model)
     assert plan.global_size == run.batch.global_size
-    found = length(run, plan, 100_000)
+    found = run_length(run, plan, 100_000)
     assert found.steps > 0
     assert run.name == path.stem
     assert run.optim.warmup < found.steps
@@ -64,7 +65,7 @@ def test_settings_files_hold_only_what_differs_from_the_defaults():
         "model.dropout=1": "must be at least 0 and less than 1",
         "model.dropout=nan": "must be at least 0 and less than 1",
         "batch.micro_size=3": "batch.global_size=16 must be a multiple of batch.micro_size=3 x 1 data-parallel replica = 3",
-        "batch.rampup=[8,3,100]": "does not arrive",
+        "batch.rampup=[8,3,100]": "does not reach batch.global_size",
         "batch={micro_size: 8, rampup: [4,4,100]}": "batch.rampup's start=4 must be a multiple of batch.micro_size=8",
         "budget.hours=.inf": "must be a finite number",
         "budget.steps=0": "must be at least 1",
@@ -78,7 +79,7 @@ def test_settings_files_hold_only_what_differs_from_the_defaults():
         "checkpoint.keep_last=1": "must be at least 2",
         "data.split=a,b": "data.split='a,b' must be up to three non-negative numbers",
         "data.split=0,0,0": "must be up to three non-negative numbers",
-        "data.tokenizer_files=[a]": "data.tokenizer is not; say which kind",
+        "data.tokenizer_files=[a]": "data.tokenizer is not; set the kind",
         "data.eod=x": "has no effect with data.source=synthetic",
         "data.extra_ids=-1": "data.extra_ids=-1 must be at least 0",
         "scaler.window=5": "it is for fp16",
@@ -152,12 +153,12 @@ def test_what_is_written_reads_back_as_the_same_settings(tmp_path):
     assert config.load(tmp_path / "config.yaml") == run
 
 
-def test_a_settings_file_that_is_not_one_is_said_to_be_so(tmp_path):
+def test_an_invalid_settings_file_is_refused_with_the_reason(tmp_path):
     for content, answer in {
         "a: [": "is not YAML",
         "- a\n": "must be a mapping",
         "a: {b: 1}\n": "unknown setting a.b",
-        "seed: 1\nseed: 2\n": "key .seed. stands twice",
+        "seed: 1\nseed: 2\n": "key .seed. appears twice",
     }.items():
         path = tmp_path / "wrong.yaml"
         path.write_text(content)
@@ -165,9 +166,27 @@ def test_a_settings_file_that_is_not_one_is_said_to_be_so(tmp_path):
             config.load(path)
     with pytest.raises(ConfigError, match=r"does not exist; configs/ has .*Did you mean 'debug.yaml'"):
         config.load("configs/debgu.yaml")
+    (tmp_path / "mine.yaml").touch()
+    with pytest.raises(ConfigError, match=f"Did you mean '{tmp_path}/mine.yaml'"):
+        config.load(tmp_path / "myne.yaml")
+    with pytest.raises(ConfigError, match=r"small\.yaml\.$"):  # that both end with .yaml is no likeness
+        config.load("nosuch.yaml")
 
 
-def test_a_later_word_goes_before_an_earlier_one():
+def test_a_preset_is_found_from_any_folder_and_a_file_of_that_name_comes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "debug").mkdir()  # a folder is no settings file
+    for name in ("debug", "debug.yaml", "configs/debug.yaml", "configs/debug"):
+        assert config.load(name) == config.load(DEBUG)
+    (tmp_path / "configs").mkdir()
+    for name in ("debug.yaml", "configs/debug.yaml"):
+        (tmp_path / name).write_text("seed: 77\n")
+        assert config.load(name).seed == 77
+    with pytest.raises(ConfigError, match=r"elsewhere/debug\.yaml does not exist"):
+        config.load("elsewhere/debug.yaml")
+
+
+def test_a_later_override_wins():
     assert config.load(DEBUG, ["seed=1", "seed=2"]).seed == 2
 
 
@@ -201,19 +220,19 @@ def test_config_prints_settings_that_load_as_the_same_run(tmp_path):
 )
 def test_a_budget_ends_where_it_says(words, steps):
     run = config.load(DEBUG, list(words))
-    assert length(run, run.plan(), samples_per_epoch=100).steps == steps
+    assert run_length(run, run.plan(), samples_per_epoch=100).steps == steps
 
 
 def test_a_budget_of_less_than_a_step_is_refused():
     run = config.load(DEBUG, ["budget.steps=null", "budget.samples=15"])
     with pytest.raises(ConfigError, match="less than the first step's 16"):
-        length(run, run.plan(), 100)
+        run_length(run, run.plan(), 100)
 
 
 def test_a_run_by_the_clock_needs_a_length_for_its_schedule():
     assert "set optim.schedule_length" in problems("budget.steps=null", "budget.hours=1")[0]
     run = config.load(DEBUG, ["budget.steps=null", "budget.hours=1", "optim.schedule=constant"])
-    assert length(run, run.plan(), 1) == Length(None, None)
+    assert run_length(run, run.plan(), 1) == Length(None, None)
 
 
 @pytest.mark.parametrize("bad", [dict(hidden=10, heads=3), dict(layers=0), dict(vocab_size=-1)])
@@ -222,7 +241,7 @@ def test_a_section_refuses_to_exist_with_values_that_cannot_work(bad):
         ModelConfig(**bad)
 
 
-def test_settings_can_be_looked_at_before_there_is_data():
+def test_settings_can_be_inspected_without_data():
     assert "prefix: null" in hpclm("config", "gpt2-124m", check=0).stdout
     assert "steps: null" in hpclm("config", check=0).stdout
     done = hpclm("train", "gpt2-124m", "budget.steps=null", check=64)

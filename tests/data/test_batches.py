@@ -7,8 +7,7 @@ import torch
 
 from hpclm.config import BatchConfig, BudgetConfig, DataConfig, ModelConfig, RunConfig
 from hpclm.data import sources
-from hpclm.data.batches import Batches
-from hpclm.data.prefetch import Prefetch
+from hpclm.data.batches import Batches, Prefetch
 from hpclm.data.sources import PADDING
 from hpclm.errors import ConfigError
 
@@ -63,7 +62,7 @@ def first(found):
     return [batch.tokens[:, 0].tolist() for batch in found]
 
 
-def test_a_step_reads_what_follows_the_samples_before_it():
+def test_a_step_reads_the_samples_after_those_consumed():
     made = batches()
     assert first(made.step(0)) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
     assert first(made.step(24))[0] == [24, 25]
@@ -72,7 +71,7 @@ def test_a_step_reads_what_follows_the_samples_before_it():
     assert batch.loss_mask is batch.positions is batch.documents is None
 
 
-def test_past_the_end_the_samples_begin_anew():
+def test_past_the_end_the_samples_repeat():
     assert first(batches(Counting(10)).take(8, 4)) == [[8, 9], [0, 1]]
 
 
@@ -96,7 +95,7 @@ def test_reading_ahead_follows_a_batch_ramp_and_any_jump(workers):
         assert first(ahead.step(consumed)) == first(plain.step(consumed))
 
 
-def test_what_comes_next_is_made_while_nobody_waits():
+def test_the_next_steps_are_prefetched():
     made, done = queue.Queue(), []
 
     def make(key):
@@ -112,7 +111,7 @@ def test_what_comes_next_is_made_while_nobody_waits():
     prefetch.close()
 
 
-def test_closing_leaves_unmade_what_nobody_needs():
+def test_closing_cancels_pending_prefetches():
     begun, go = threading.Event(), threading.Event()
     made = []
 
@@ -146,7 +145,7 @@ def test_a_token_outside_the_vocabulary_is_refused(token):
         batches(Rows([0] * 5 + [PADDING] * 2, [0, 1, 2, token, 4, 5, 6])).step(0)
 
 
-def test_what_is_missing_of_a_short_sample_is_left_out_of_the_loss():
+def test_padding_of_a_short_sample_is_masked_in_the_loss():
     [batch] = batches(Counting(padded=True)).take(5, 2)
     assert batch.loss_mask.tolist() == [[True] * 4 + [False] * 2, [True] * 6]
     assert batch.tokens[0].tolist() == [5, 6, 7, 8, 9, 0] and batch.labels[0].tolist() == [6, 7, 8, 9, 0, 0]
@@ -157,7 +156,7 @@ def test_what_is_missing_of_a_short_sample_is_left_out_of_the_loss():
 DOCUMENTS = [1, 2, EOD, 3, EOD, EOD, 4]
 
 
-def test_the_loss_leaves_out_what_follows_an_end_of_document():
+def test_tokens_after_an_end_of_document_are_masked_in_the_loss():
     [batch] = batches(Rows(DOCUMENTS), eod=EOD, eod_mask_loss=True).take(0, 1)
     assert batch.loss_mask.tolist() == [[True, True, False, True, False, False]]
     [both] = batches(Rows([*DOCUMENTS[:4], EOD, PADDING, PADDING]), eod=EOD, eod_mask_loss=True).take(0, 1)
@@ -176,7 +175,7 @@ def test_they_need_to_know_the_end_of_document_token(option):
         batches(**{option: True})
 
 
-def test_the_made_up_language_is_a_source_like_any_other():
+def test_the_synthetic_language_is_a_source_like_any_other():
     config = RunConfig(data=DataConfig(source="synthetic"), model=ModelConfig(vocab_size=64, context=CONTEXT))
     source = sources.build(config)
     assert source.held_out == ["valid"]

@@ -58,7 +58,7 @@ def test_a_dataset_that_is_wanted_more_than_it_has_comes_again(make):
     assert found.count(0) == found.count(1) == 50
 
 
-def test_without_weights_everything_comes_once_in_a_pass(make):
+def test_without_weights_every_sample_occurs_once_per_epoch(make):
     made = source(blend=[make("a", [41]), make("b", [81], 1000)], split="1")
     assert made.per_epoch("train") == 30
     found = rows(made.samples("train", None))
@@ -80,7 +80,7 @@ def test_training_validation_and_test_can_be_datasets_of_their_own(make):
     assert made.held_out == ["valid"] and made.per_epoch("test") == 0
     assert set(origins(made.samples("train", None))) == {0}
     assert origins(made.samples("valid", 9), 9).count(1) == 6
-    with pytest.raises(ConfigError, match="name no data for 'test'; they do for train, valid"):
+    with pytest.raises(ConfigError, match="define no data for 'test', only for train, valid"):
         made.samples("test", 1)
     assert source(train=[make("a", [50])]).held_out == []
 
@@ -95,7 +95,7 @@ def test_validation_sets_have_names(make):
 
 
 def test_lines_are_read_in_blocks_as_fairseq_reads_them(make):
-    note = {"tokenizer": build("bytes", []).identity}  # 256 ends a document here
+    note = {"tokenizer": build("bytes", []).fingerprint}  # 256 ends a document here
     prefix = make("a", [3, 1, 2, 4], note=note)
     made = source(prefix=prefix, split="1", break_mode="complete")
     found = rows(made.samples("train", None))
@@ -119,7 +119,7 @@ def test_the_end_of_a_held_out_part_can_be_kept(make):
 
 def test_a_runs_own_evaluation_reads_the_kept_end_and_nothing_twice(make):
     from hpclm.config import BatchConfig, ModelConfig, RunConfig
-    from hpclm.validation import held_out
+    from hpclm.training.validation import held_out
 
     prefix = make("a", [23])
     model = ModelConfig(layers=1, hidden=8, heads=2, context=CONTEXT, vocab_size=64)
@@ -133,10 +133,10 @@ def test_a_runs_own_evaluation_reads_the_kept_end_and_nothing_twice(make):
 
 
 @pytest.mark.parametrize("break_mode", [None, "none", "complete", "complete_doc", "eos"])
-def test_a_large_dataset_that_is_damaged_inside_is_not_read(break_mode, tmp_path, monkeypatch):
+def test_a_large_dataset_that_is_corrupt_in_the_middle_is_not_read(break_mode, tmp_path, monkeypatch):
     from hpclm.data.disk import indexed
 
-    note = {"tokenizer": build("bytes", []).identity}
+    note = {"tokenizer": build("bytes", []).fingerprint}
     with Writer(tmp_path / "x", "u2") as writer:
         writer.note = note
         writer.extend(np.arange(300), np.full(100, 3), np.full(100, 1))
@@ -150,7 +150,10 @@ def test_a_large_dataset_that_is_damaged_inside_is_not_read(break_mode, tmp_path
 
 
 def test_datasets_of_two_tokenizers_are_not_read_as_one(make):
-    notes = [{"tokenizer": build("bytes", []).identity}, {"tokenizer": {**build("bytes", []).identity, "size": 300}}]
+    notes = [
+        {"tokenizer": build("bytes", []).fingerprint},
+        {"tokenizer": {**build("bytes", []).fingerprint, "size": 300}},
+    ]
     one, other = (make(str(i), [50], note=note) for i, note in enumerate(notes))
     for data in (
         dict(blend=[one, other]),
@@ -164,26 +167,26 @@ def test_datasets_of_two_tokenizers_are_not_read_as_one(make):
     assert source(blend=[one, make("2", [50])]).eod == 256  # what has no note is taken at its word
 
 
-def test_the_identity_is_the_training_datas(make):
+def test_the_fingerprint_is_the_training_datas(make):
     a, b = make("a", [50] * 9), make("b", [50] * 9, 1000)
-    first = source(blend=["1", a, "2", b], split="1").identity
-    assert source(blend=["1", a, "2", b], split="1", validation=[f"x={a}"]).identity == first
+    first = source(blend=["1", a, "2", b], split="1").fingerprint
+    assert source(blend=["1", a, "2", b], split="1", validation=[f"x={a}"]).fingerprint == first
     changed = [dict(blend=["2", a, "1", b]), dict(blend=["1", b, "2", a]), dict(blend=[a, b]), dict(prefix=a)]
-    identities = [first, *(source(split="1", **data).identity for data in changed)]
-    identities.append(source(blend=["1", a, "2", b], split="1,1,1").identity)
-    assert all(x != y for i, x in enumerate(identities) for y in identities[:i])
+    fingerprints = [first, *(source(split="1", **data).fingerprint for data in changed)]
+    fingerprints.append(source(blend=["1", a, "2", b], split="1,1,1").fingerprint)
+    assert all(x != y for i, x in enumerate(fingerprints) for y in fingerprints[:i])
 
 
 def test_a_blend_with_a_dataset_that_is_too_small_names_it(make):
-    with pytest.raises(ConfigError, match=r"the train part of .*/small has 3 tokens \(1 of 1 sequences\)"):
+    with pytest.raises(ConfigError, match=r"the train split of .*/small has 3 tokens \(1 of 1 sequences\)"):
         source(blend=[make("large", [50]), make("small", [3])], split="1").samples("train", 5)
 
 
 WRONG = {
-    ("blend=[0.3,a,b]",): "must be weights and paths in turn",
+    ("blend=[0.3,a,b]",): "must be alternating weights and paths",
     ("blend=[a,0.3]",): "0.3 is a weight, but the first dataset has none",
     ("blend=[0.3,a,0,b]",): "weights must be more than 0",
-    ("blend=[1,a,1,a]",): "names a dataset twice",
+    ("blend=[1,a,1,a]",): "contains a dataset twice",
     ("blend=[1,a,nan,b]",): "weights must be more than 0",
     ("blend=[a]", "prefix=b"): "data.prefix=b and data.blend=['a'] exclude each other",
     ("train=[a]", "prefix=b"): "data.prefix=b has no effect with data.train",
@@ -204,3 +207,57 @@ def test_lists_that_cannot_be_read_are_refused_with_the_settings(words, message)
     with pytest.raises(ConfigError) as error:
         config.from_cli([f"data.{word}" for word in words])
     assert message in str(error.value)
+
+
+def test_a_budget_of_millions_of_passes_is_refused_with_the_arithmetic_before_memory_is_taken(make):
+    made = source(prefix=make("a", [40] * 200), split="1")
+    with pytest.raises(ConfigError) as told:
+        made.samples("train", 500_000_000)
+    said = str(told.value)
+    assert "500,000,000 samples of model.context=4 tokens are 250,001 passes over the train split of" in said
+    assert "which has 8,000 tokens, and their index would take 5.8 GiB of memory" in said
+    assert "set budget.epochs=10 (at most budget.epochs=" in said
+    fits = int(said.partition("at most budget.epochs=")[2].split()[0])
+    made.check("train", fits * made.per_epoch("train"))  # what it says fits is not refused
+    made.check("train", 90 * made.per_epoch("train"))
+    with pytest.raises(ConfigError, match="passes over"):
+        made.check("train", (fits + 1000) * made.per_epoch("train"))
+
+
+def test_a_small_dataset_of_a_blend_is_not_read_millions_of_times(make):
+    small, large = make("small", [40]), make("large", [400] * 20, 1000)
+    made = source(blend=["1", small, "1", large], split="1")
+    with pytest.raises(ConfigError, match=r"are 12,\d+,\d+ passes over the train split of \S*small"):
+        made.samples("train", 250_000_000)
+
+
+def test_blocks_of_lines_are_not_repeated_millions_of_times(make):
+    note = {"tokenizer": build("bytes", []).fingerprint}
+    made = source(prefix=make("a", [3, 1, 2, 4], note=note), split="1", break_mode="complete")
+    with pytest.raises(ConfigError, match=r"200,000,000 samples .* are 66,666,667 passes"):
+        made.samples("train", 200_000_000)
+
+
+def test_a_part_shorter_than_a_sample_is_refused_or_repeated(make):
+    short, valid = make("a", [3]), make("v", [2, 1], 1000)
+    with pytest.raises(
+        ConfigError, match=r"has 3 tokens .* needs model.context \+ 1 = 5; .*set data.short_part=repeat"
+    ):
+        source(train=[short]).samples("train", 7)
+    empty = source(prefix=make("one", [20]), split="50,50,0", short_part="repeat")
+    for part in empty.splits.values():
+        if not part.slices[0].tokens:
+            with pytest.raises(ConfigError, match=r"nothing that data.short_part=repeat could repeat"):
+                empty.samples(part.name, 7)
+            break
+    else:
+        raise AssertionError("no part is empty")
+    made = source(train=[short], valid=[valid], short_part="repeat")
+    assert made.per_epoch("train") == made.per_epoch("valid") == 1
+    found = rows(made.samples("train", 7))
+    assert len(found) >= 7 and all(np.array_equal(row, np.arange(row[0], row[0] + 5) % 3) for row in found)
+    assert set(rows(made.samples("valid", None))[0].tolist()) == {1000, 1001, 1002}
+    blend = source(train=["1", short, "1", make("b", [400], 1000)], short_part="repeat")
+    assert origins(blend.samples("train", 60), 60).count(0) == 30
+    whole = source(train=[short, make("c", [9], 1000)], short_part="repeat")
+    assert sorted(origins(whole.samples("train", None))) == [0, 1, 1]

@@ -26,7 +26,7 @@ def entries(folder):
     return sorted(path for path in folder.iterdir() if path.is_dir() and ".tmp-" not in path.name)
 
 
-def test_what_was_built_once_is_read_and_not_built_again(tmp_path):
+def test_an_index_is_built_once_and_then_read(tmp_path):
     first = kept(tmp_path / "new", {"seed": 1}, arrays)
     again = kept(tmp_path / "new", {"seed": 1}, never)
     for found in (first, again):
@@ -68,7 +68,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
-def test_a_damaged_entry_is_built_again(damage, tmp_path):
+def test_a_corrupt_entry_is_rebuilt(damage, tmp_path):
     kept(tmp_path, {"seed": 1}, arrays)
     damage(entries(tmp_path)[0])
     assert kept(tmp_path, {"seed": 1}, arrays)["a"].tolist() == list(range(10))
@@ -110,7 +110,7 @@ def test_an_entry_that_cannot_be_read_now_is_left_alone(tmp_path, monkeypatch, c
     assert kept(tmp_path, {"seed": 1}, never) and entry.stat().st_ino == before
 
 
-def test_of_processes_that_start_at_once_one_builds_and_all_have_it(tmp_path):
+def test_of_processes_that_start_together_one_builds_the_index(tmp_path):
     script = (
         "import pathlib, time, numpy as np; from hpclm.data.index_cache import kept\n"
         "def build(): print('built'); time.sleep(1); return {'a': np.arange(10)}\n"
@@ -122,7 +122,7 @@ def test_of_processes_that_start_at_once_one_builds_and_all_have_it(tmp_path):
     assert b"".join(told).split() == [b"built"]
 
 
-def test_without_locks_the_first_to_finish_wins_and_nothing_is_left_over(tmp_path):
+def test_without_locks_the_first_to_finish_wins_and_nothing_is_left(tmp_path):
     other = kept(tmp_path, {"seed": 1}, arrays)
 
     def late():  # what a machine does whose locks the others do not see: it did not find the entry when it began
@@ -139,7 +139,7 @@ def test_without_locks_the_first_to_finish_wins_and_nothing_is_left_over(tmp_pat
     assert entries(tmp_path) == [entry]
 
 
-def test_what_a_killed_process_left_unfinished_is_no_entry_and_is_swept(tmp_path):
+def test_unfinished_entries_of_killed_processes_are_not_used_and_are_removed(tmp_path):
     script = (
         "import os, pathlib, numpy as np; from hpclm.data import index_cache\n"
         "index_cache._put = lambda *_: os._exit(9)\n"  # killed just before the entry gets its name
@@ -180,10 +180,10 @@ def test_an_index_is_kept_under_all_that_it_depends_on(tmp_path):
 def test_small_indices_are_not_kept_unless_a_folder_is_named(tmp_path):
     prefix = dataset(tmp_path / "x", [20] * 50)
     corpus(DataConfig(prefix=prefix), 8, 1, 1000).samples("train", 10)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx", "x.json"]
 
 
-def test_large_ones_are_kept_beside_the_dataset(tmp_path):
+def test_large_ones_are_cached_next_to_the_dataset(tmp_path):
     with Writer(tmp_path / "x", "u1") as writer:
         sizes = np.ones(1_100_000, np.int64)
         writer.extend(np.ones(1_100_000, np.uint8), sizes, sizes)

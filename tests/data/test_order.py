@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 
 from hpclm.data import order as orders
 from hpclm.data.blend import exhaustive, shares, weighted
-from hpclm.data.blocks import blocks, shuffled
-from hpclm.data.compiled import WORTHWHILE, compiled
 from hpclm.data.disk.indexed import IndexedDataset
-from hpclm.data.order import Order, build_index, samples_in
+from hpclm.data.order import WORTHWHILE, Order, blocks, build_index, compiled, samples_in, shuffled
 from hpclm.data.samples import BlendedSamples, BlockSamples, PackedSamples
 from hpclm.data.sources import PADDING
 
@@ -67,7 +65,7 @@ def test_samples_start_where_walking_over_the_tokens_finds_them(sizes, span, con
     sizes = np.array(sizes, np.int32)
     span = range(span[0], min(len(sizes), span[0] + span[1]))
     tokens = int(sizes[span.start : span.stop].sum())
-    if not samples_in(tokens, context, partial):
+    if not (samples_in(tokens, context, partial) or (tokens and wanted)):
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(orders, "BLOCK", block)
@@ -76,7 +74,35 @@ def test_samples_start_where_walking_over_the_tokens_finds_them(sizes, span, con
     assert total >= (wanted or 1)
     assert sorted(index.shuffle.tolist()) == list(range(total))
     assert set(index.documents.tolist()) == set(span)
+    passes, rest = divmod(len(index.documents), len(span))
+    assert not rest
+    assert orders.index_bytes(len(span), tokens, Order(context, 5, policy, wanted, partial)) == sum(
+        array.nbytes for array in (index.documents, index.samples[1:], index.shuffle)
+    )
+    if wanted:  # the fewest passes that hold the samples and the last label
+        assert passes * tokens > wanted * context and (passes == 1 or (passes - 1) * tokens <= wanted * context)
     assert [tuple(row) for row in index.samples.tolist()] == one_by_one(sizes, index.documents, total, context)
+
+
+@pytest.mark.parametrize("policy", sorted(orders.LAST_EPOCH_APART))
+@pytest.mark.parametrize(
+    "lengths, context, wanted", [([3], 4, 7), ([2, 0, 1, 5], 32, 11), ([1], 1, 1), ([7, 9], 16, 100)]
+)
+def test_a_part_shorter_than_one_sample_is_repeated_in_megatrons_order(policy, lengths, context, wanted):
+    """The peers' steps, one by one: no epoch apart, since a pass holds no whole sample."""
+    tokens, passes = sum(lengths), 1
+    while passes * tokens < wanted * context + 1:
+        passes += 1
+    rng = np.random.RandomState(99)
+    documents = np.mgrid[0:passes, 0 : len(lengths)][1].reshape(-1).astype(np.int32)
+    rng.shuffle(documents)
+    total = (passes * tokens - 1) // context
+    shuffle = np.arange(total, dtype=np.uint32)
+    rng.shuffle(shuffle)
+    index = build_index(np.array(lengths, np.int32), range(len(lengths)), Order(context, 99, policy, wanted))
+    assert np.array_equal(index.documents, documents) and index.documents.dtype == np.int32
+    assert np.array_equal(index.shuffle, shuffle) and index.shuffle.dtype == np.uint32
+    assert [tuple(row) for row in index.samples.tolist()] == one_by_one(lengths, documents, total, context)
 
 
 @needs_reference
@@ -101,7 +127,7 @@ def test_a_last_partial_sample_is_padded_as_megatron_core_pads_it():
 @needs_reference
 @pytest.mark.parametrize("policy", ["mcore", "bigscience"])
 @pytest.mark.parametrize("part, wanted", [("train", 500), ("valid", 20), ("test", 20)])
-def test_a_blend_takes_the_turns_and_gives_the_samples_that_the_peers_give(policy, part, wanted):
+def test_a_blend_matches_the_other_projects_sample_for_sample(policy, part, wanted):
     theirs = np.load(REFERENCE / f"sample_order/{policy}/blend_30_70_{part}.npz")
     facts = json.loads((REFERENCE / f"sample_order/{policy}/summary.json").read_text())[f"blend_30_70_{part}"]
     asked, total = shares([3, 7], wanted, policy)
@@ -135,7 +161,7 @@ def test_an_exhaustive_blend_is_megatron_cores():
 
 
 @given(weights=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=12), total=st.integers(1, 400))
-def test_turns_stay_within_one_sample_of_their_weights_or_so(weights, total):
+def test_a_blend_stays_within_about_one_sample_of_its_weights(weights, total):
     turns = weighted(weights, total)
     for k, weight in enumerate(weights):
         mine = turns.index[turns.which == k]
@@ -144,14 +170,14 @@ def test_turns_stay_within_one_sample_of_their_weights_or_so(weights, total):
 
 
 @given(sizes=st.lists(st.integers(1, 60), min_size=1, max_size=8))
-def test_an_exhaustive_blend_gives_everything_once(sizes):
+def test_an_exhaustive_blend_contains_every_sample_once(sizes):
     turns = exhaustive(sizes)
     assert sorted(zip(turns.which.tolist(), turns.index.tolist(), strict=True)) == [
         (k, i) for k, size in enumerate(sizes) for i in range(size)
     ]
 
 
-def test_what_is_compiled_gives_the_same_turns_as_what_is_not():
+def test_compiled_loops_give_the_same_results():
     weights = np.random.default_rng(1).random(7).tolist()
     long = weighted(weights, WORTHWHILE // 7 + 1)
     short = weighted(weights, 10_000)
@@ -186,7 +212,7 @@ def test_blocks_of_large_sets_are_packed_by_compiled_code_in_the_same_way():
         assert np.array_equal(whole.bounds[: len(start.bounds) - 1], start.bounds[:-1])
 
 
-def test_every_pass_over_the_blocks_has_an_order_of_its_own():
+def test_every_epoch_of_blocks_has_a_different_order():
     order = shuffled(50, 120, seed=3)
     passes = [order[i : i + 50] for i in range(0, 150, 50)]
     assert all(sorted(each.tolist()) == list(range(50)) for each in passes)

@@ -8,6 +8,7 @@ import pytest
 from hpclm import cli
 from hpclm.data.disk.indexed import IndexedDataset, sidecar
 from hpclm.data.text.inputs import CHUNK, chunks, find
+from tests.shared import shared
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT.parent / "shared" / "reference"
@@ -90,7 +91,7 @@ def test_a_document_is_a_line_an_object_or_a_file_and_empty_ones_are_counted(
     assert note["tokens"] == sum(len(text.encode()) for text in expected)
     told = capsys.readouterr().out
     assert f"{len(expected)} documents, {note['tokens']} tokens; {skipped} empty documents skipped" in told
-    assert "data.prefix=x_text_document model.vocab_size=257" in told
+    assert "next: more text" in told
 
 
 def test_another_key_names_the_dataset_too(run):
@@ -103,7 +104,7 @@ def test_every_document_ends_with_the_token_when_asked(run):
     assert IndexedDataset("x_text_document").flat.tolist() == [97, 98, 256, 99, 256]
 
 
-def test_the_note_says_which_tokenizer_and_where_its_files_are(tmp_path, monkeypatch):
+def test_the_json_file_names_the_tokenizer_and_its_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("x y")
     Path("v.json").write_text('{"<unk>": 0, "<|endoftext|>": 1, "x": 2}')
@@ -135,7 +136,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("content, message", BROKEN.values(), ids=BROKEN.keys())
-def test_a_bad_line_is_named_and_nothing_is_left_behind(content, message, run, tmp_path, capsys):
+def test_an_unreadable_line_is_named_and_nothing_is_left(content, message, run, tmp_path, capsys):
     assert run({"a.jsonl": content}) == 64
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
@@ -155,7 +156,7 @@ def test_an_input_without_documents_is_refused(inputs, run, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == list(inputs)
 
 
-def test_a_dataset_is_replaced_only_when_told(run, capsys):
+def test_a_dataset_is_replaced_only_with_overwrite(run, capsys):
     assert run({"a.txt": "one"}) == 0
     assert run({"a.txt": "two"}) == 64
     assert "x_text_document.idx exists; give --overwrite" in capsys.readouterr().err
@@ -198,3 +199,35 @@ def test_arguments_that_cannot_be_honoured_are_wrong_arguments(words, capsys):
         preprocess("--input", "a.txt", "--output-prefix", "x", *words)
     assert left.value.code == 2
     assert "error:" in capsys.readouterr().err
+
+
+CHINESE = "".join(chr(0x4E00 + (7 * i * i + 13 * i) % 997) for i in range(6000))
+
+
+def test_text_without_spaces_and_a_vocabulary_of_words_is_warned_of(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sentences = [CHINESE[i : i + 10] for i in range(0, 6000, 10)]
+    thai = CHINESE.translate({0x4E00 + i: 0x0E01 + i % 46 for i in range(997)})
+    Path("th.txt").write_text("\n".join(thai[i : i + 10] for i in range(0, 6000, 10)), encoding="utf-8")
+    Path("zh.txt").write_text("\n".join(sentences), encoding="utf-8")
+    Path("vocab.json").write_text(json.dumps({"<unk>": 0, "<|endoftext|>": 1, "the": 2}))
+    assert preprocess("--only-source", "--trainpref", "th.txt", "--destdir", "th") == 0
+    assert "598 of 600 words are different ones (types/tokens 1.00); text without spaces" in capsys.readouterr().err
+    words = ["--output-prefix", "x", "--tokenizer", "whitespace", "--tokenizer-files", "vocab.json", "--overwrite"]
+    assert preprocess("--input", "zh.txt", *words) == 0
+    assert "100% of the words are not in the vocabulary (<unk>)" in capsys.readouterr().err
+    assert preprocess("--input", "zh.txt", *words, "--part", "0/1") == 0
+    english = shared("data/tinyshakespeare.txt").read_text()[:60_000]
+    Path("en.txt").write_text(english)
+    assert preprocess("--only-source", "--trainpref", "en.txt", "--destdir", "en") == 0
+    Path("three.txt").write_text("今天天气很好。\n我们去公园散步吧。\n好的,走吧!\n", encoding="utf-8")
+    assert preprocess("--only-source", "--trainpref", "three.txt", "--destdir", "three") == 0
+    said = capsys.readouterr().err
+    assert said.count("text without spaces") == 2 and "have 4 or more Chinese characters or kana" in said
+    Path("pieces.txt").write_text("\n".join(" ".join(sentence) for sentence in sentences), encoding="utf-8")
+    assert preprocess("--only-source", "--trainpref", "pieces.txt", "--destdir", "pieces") == 0
+    Path("words.txt").write_text("今天 天气 很 好 。\n我们 去 公园 散步 吧 。\n", encoding="utf-8")
+    assert preprocess("--only-source", "--trainpref", "words.txt", "--destdir", "words") == 0
+    Path("few.txt").write_text("to be or not to be\n")
+    assert preprocess("--only-source", "--trainpref", "few.txt", "--destdir", "few") == 0
+    assert "text without spaces" not in capsys.readouterr().err

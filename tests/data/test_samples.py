@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hpclm.config import DataConfig
-from hpclm.data.corpus import PARTS, corpus
+from hpclm.data.corpus import SPLITS, corpus
 from hpclm.data.disk.indexed import IndexedDataset
 from hpclm.data.disk.writer import Writer
 from hpclm.data.order import Order, build_index, split_bounds
@@ -17,7 +17,7 @@ from hpclm.errors import ConfigError
 
 REFERENCE = Path(__file__).parents[2].parent / "shared" / "reference"
 ORDERS = {"mcore": "mcore", "bigscience": "bigscience", "dse": "dse_v1.1.5"}
-BYTES = build("bytes", []).identity
+BYTES = build("bytes", []).fingerprint
 needs_reference = pytest.mark.skipif(not REFERENCE.is_dir(), reason="the peers' files are not here")
 
 
@@ -48,19 +48,19 @@ def cases():
         for order, folder in ORDERS.items():
             summary = json.loads((REFERENCE / "sample_order" / folder / "summary.json").read_text())
             for name, facts in summary.items():
-                if name.endswith(PARTS) and not name.startswith("blend"):
+                if name.endswith(SPLITS) and not name.startswith("blend"):
                     yield pytest.param(order, name, facts, id=f"{order}-{name}")
 
 
 @needs_reference
 @pytest.mark.parametrize("order, name, facts", list(cases()))
-def test_indices_and_samples_are_the_ones_the_peer_made(order, name, facts):
+def test_indices_and_samples_match_the_other_project(order, name, facts):
     of_lines = name.startswith("lines")
     data = IndexedDataset(
         REFERENCE / ("seed2_lines/lines_text_sentence" if of_lines else "mcore_docs/docs_text_document")
     )
     bounds = split_bounds(facts["split"], len(data), order)
-    span = range(*bounds[PARTS.index(name.rpartition("_")[2])])
+    span = range(*bounds[SPLITS.index(name.rpartition("_")[2])])
     index = build_index(data.sizes, span, Order(facts["seq_length"], facts["seed"], order, facts["num_samples"]))
 
     theirs = np.load(REFERENCE / "sample_order" / ORDERS[order] / f"{name}.npz")
@@ -147,8 +147,8 @@ def test_the_order_follows_from_the_seed_alone():
 
 def test_a_source_divides_the_dataset_and_counts_samples(tmp_path):
     made = source(dataset(tmp_path, [10] * 10), split="8,1,1")
-    assert [made.parts[part].portions[0].tokens for part in PARTS] == [80, 10, 10]
-    assert [made.per_epoch(part) for part in PARTS] == [9, 1, 1]
+    assert [made.splits[part].slices[0].tokens for part in SPLITS] == [80, 10, 10]
+    assert [made.per_epoch(part) for part in SPLITS] == [9, 1, 1]
     assert rows(made.samples("valid", None))[0].tolist() == list(range(80, 89))
     assert len(made.samples("train", None)) == 9
     assert len(made.samples("train", 100)) >= 100
@@ -157,28 +157,28 @@ def test_a_source_divides_the_dataset_and_counts_samples(tmp_path):
 
 def test_a_part_that_is_too_small_says_what_it_has_and_what_it_needs(tmp_path):
     made = source(dataset(tmp_path, [8, 8, 8]), context=16, split="1,1,1")
-    for part in PARTS:
+    for part in SPLITS:
         assert made.per_epoch(part) == 0
         with pytest.raises(ConfigError) as error:
             made.samples(part, 1)
-        for word in (f"the {part} part", "has 8 tokens (1 of 3", "data.split=1,1,1", "model.context + 1 = 17"):
+        for word in (f"the {part} split", "has 8 tokens (1 of 3", "data.split=1,1,1", "model.context + 1 = 17"):
             assert word in str(error.value)
 
 
 def test_a_split_without_training_documents_is_refused_when_training_asks(tmp_path):
     made = source(dataset(tmp_path, [20, 20]), split="0,1,1")
     assert made.per_epoch("train") == 0 and made.per_epoch("valid") == 2
-    with pytest.raises(ConfigError, match=r"the train part of .* has 0 tokens"):
+    with pytest.raises(ConfigError, match=r"the train split of .* has 0 tokens"):
         made.samples("train", None)
 
 
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
 def test_an_empty_corpus_is_refused(lengths, tmp_path):
-    with pytest.raises(ConfigError, match="holds no tokens"):
+    with pytest.raises(ConfigError, match="has no tokens"):
         source(dataset(tmp_path, lengths))
 
 
-def test_the_end_of_document_token_comes_from_the_datasets_note_or_the_settings(tmp_path):
+def test_the_end_of_document_token_comes_from_the_dataset_or_the_settings(tmp_path):
     assert source(dataset(tmp_path, [20])).eod is None
     assert source(dataset(tmp_path, [20], {"tokenizer": BYTES})).eod == 256
     assert source(dataset(tmp_path, [20]), tokenizer="bytes").eod == 256
@@ -198,7 +198,7 @@ def test_a_tokenizer_the_dataset_was_not_made_with_is_refused(tmp_path):
     for name, words in (("a", ["<unk>", "<|endoftext|>", "x"]), ("b", ["<unk>", "<|endoftext|>", "y"])):
         vocabularies.append(tmp_path / f"{name}.json")
         vocabularies[-1].write_text(json.dumps({word: i for i, word in enumerate(words)}))
-    note = {"tokenizer": build("whitespace", [str(vocabularies[0])]).identity}
+    note = {"tokenizer": build("whitespace", [str(vocabularies[0])]).fingerprint}
     prefix = dataset(tmp_path, [20], note)
     assert source(prefix, tokenizer="whitespace", tokenizer_files=[str(vocabularies[0])]).eod == 1
     with pytest.raises(ConfigError, match=r"made with .*a\.json.*given .*b\.json.*the content of the files"):
@@ -207,17 +207,17 @@ def test_a_tokenizer_the_dataset_was_not_made_with_is_refused(tmp_path):
         source(prefix, tokenizer="bytes")
 
 
-def test_the_identity_changes_with_data_split_order_and_tokenizer_but_not_with_the_place(tmp_path):
+def test_the_fingerprint_changes_with_data_split_order_and_tokenizer_but_not_with_the_place(tmp_path):
     folders = [tmp_path / name for name in "abc"]
     for folder in folders:
         folder.mkdir()
-    first = source(dataset(folders[0], [20, 20])).identity
+    first = source(dataset(folders[0], [20, 20])).fingerprint
     assert json.loads(json.dumps(first)) == first
-    assert source(dataset(folders[1], [20, 20])).identity == first
+    assert source(dataset(folders[1], [20, 20])).fingerprint == first
     others = [
-        source(dataset(folders[2], [21, 19])).identity,
-        source(str(folders[0] / "x"), split="1,1,1").identity,
-        source(str(folders[0] / "x"), order="dse").identity,
-        source(dataset(folders[2], [20, 20], {"tokenizer": BYTES})).identity,
+        source(dataset(folders[2], [21, 19])).fingerprint,
+        source(str(folders[0] / "x"), split="1,1,1").fingerprint,
+        source(str(folders[0] / "x"), order="dse").fingerprint,
+        source(dataset(folders[2], [20, 20], {"tokenizer": BYTES})).fingerprint,
     ]
     assert first not in others

@@ -44,7 +44,7 @@ KINDS = {
 @pytest.mark.parametrize("words", KINDS.values(), ids=KINDS.keys())
 def test_it_learns_from_all_inputs_and_measures_on_all_of_them(words, capsys):
     write(**{"a.txt": "\n".join(ENGLISH), "b.jsonl.gz": gzip.compress(jsonl(*CHINESE).encode())})
-    assert train("--input", "[ab].*", "--vocab-size", 293, *words) == 0
+    assert train("--input", "[ab].*", "--vocab-size", 293, *words, "--json-key", "text") == 0
     told = capsys.readouterr().out
     size, ratio, measured, seen = figures(told)
     assert (measured, seen) == (1000, 6000)
@@ -55,7 +55,7 @@ def test_it_learns_from_all_inputs_and_measures_on_all_of_them(words, capsys):
     only_chinese = lengths["zh"] / len(CHINESE[0])
     assert min(only_english, only_chinese) < ratio < max(only_english, only_chinese)
     assert 1 < size < 60
-    assert "next: hpclm preprocess --input '[ab].*'" in told
+    assert "next: hpclm preprocess --input '[ab].*' --json-keys text --output-prefix" in told
 
 
 def test_standard_input_teaches_too():
@@ -74,7 +74,7 @@ def test_lines_that_cannot_be_read_stop_it_or_are_skipped_and_counted(capsys):
     assert train(*words, "--on-error", "skip") == 0
     told = capsys.readouterr()
     assert figures(told.out)[3] == 100
-    assert "1 lines skipped that cannot be read (not JSON: 1)" in told.out
+    assert "1 unreadable lines skipped (not JSON: 1)" in told.out
     assert "skipped: a.jsonl:51 is not JSON" in told.err
 
 
@@ -82,13 +82,13 @@ def test_sentencepiece_learns_from_a_sample_of_bounded_size(capsys):
     write(**{"a.txt": "\n".join(ENGLISH + CHINESE)})
     words = ["--input", "a.txt", "--output", "t.model", "--vocab-size", 320]
     assert train(*words, "--sentences", 500) == 0
-    assert "learning from 500 of 6,000 lines" in capsys.readouterr().err
+    assert "training on 500 of 6,000 lines" in capsys.readouterr().err
     tokenizer = tokenizers.build("sentencepiece", ["t.model"])
     assert len(tokenizer.encode(CHINESE[0])) < len(CHINESE[0])  # which come last
 
 
 @pytest.mark.parametrize("limit, seen", [(10, 0), (10, 7), (10, 10), (10, 1000)])
-def test_a_sample_is_of_what_was_shown_and_no_larger(limit, seen):
+def test_a_random_sample_is_a_subset_of_limited_size(limit, seen):
     sample = Sample(limit)
     for item in range(seen):
         sample.add(item)

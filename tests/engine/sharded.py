@@ -12,10 +12,10 @@ from torch import nn
 from hpclm import config
 from hpclm import engine as engines
 from hpclm.checkpoint import CheckpointStore, Progress, Retention, begin_from
-from hpclm.cluster.bootstrap import World
-from hpclm.cluster.team import Team
 from hpclm.data.batches import Batches
 from hpclm.data.synthetic import synthetic
+from hpclm.distributed.bootstrap import World
+from hpclm.distributed.context import DistributedContext, single
 from hpclm.model.gpt import Block
 from hpclm.optim.schedules import learning_rate
 from hpclm.parallel.mesh import Mesh
@@ -25,14 +25,15 @@ CPU = torch.device("cpu")
 
 
 def made(words):
-    """An engine, its batches and its settings, and this process's team."""
+    """An engine, its batches and its settings, and this process's context."""
     run = config.load(None, [*TINY, *words])
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     mesh = Mesh.build(rank, size, run.parallel)
     engine = engines.build(run, mesh, CPU, TYPES[run.engine.precision])
     source = synthetic(run.data, run.model.context, run.seed, run.model.vocab_size)
     batches = Batches(source.samples("train", 1000), run, run.plan(size), source.eod, CPU, mesh.dp.rank)
-    return run, engine, batches, Team(World("test", rank, size), ("here",) * size)
+    alone = single()
+    return run, engine, batches, DistributedContext(World("test", rank, size), alone.ranks * size, alone.watchdog)
 
 
 def steps(run, engine, batches, start, stop):
@@ -46,8 +47,8 @@ def steps(run, engine, batches, start, stop):
 
 def goes_on(folder, stop, words):
     """Resume from a folder's newest checkpoint, evaluate, train until ``stop``, save: the losses on the way."""
-    run, engine, batches, team = made(words)
-    store = CheckpointStore(Path(folder), Retention(2), {}, team)
+    run, engine, batches, context = made(words)
+    store = CheckpointStore(Path(folder), Retention(2), {}, context)
     begun = engine.evaluate(batches.take(0, 5))  # what it gathers must not outlive the loading
     progress = store.resume(engine, "auto")
     losses = [engine.evaluate(batches.take(0, 5))]
@@ -63,7 +64,7 @@ def memory(words):
     """Bytes of the weights this process holds after the build, and by how much its memory grew on the way."""
     before = fresh(words)
     _, engine, _, _ = made(words)
-    return sum(held.parameter.untyped_storage().nbytes() for held in engine.replica.held), status("VmHWM") - before
+    return sum(held.parameter.untyped_storage().nbytes() for held in engine.weights), status("VmHWM") - before
 
 
 def fresh(words):
@@ -97,11 +98,11 @@ def left(folder, words):
         if done == 2:
             raise Left
 
-    run, engine, batches, team = made(words)
+    run, engine, batches, context = made(words)
     steps(run, engine, batches, 0, 2)
     size = run.batch.global_size
     for name in ("before", "after"):
-        CheckpointStore(Path(folder, name), Retention(2), {}, team).save(engine, Progress(step=2, samples=2 * size))
+        CheckpointStore(Path(folder, name), Retention(2), {}, context).save(engine, Progress(step=2, samples=2 * size))
         if name == "before":
             with pytest.raises(Left):
                 engine.train_step(batches.step(2 * size), 1e-2, 2, leave)
@@ -109,10 +110,10 @@ def left(folder, words):
 
 def begun_anew(folder, words):
     """Train two steps, take over the weights from before them and nothing else, and train them again: losses and scales."""
-    run, engine, batches, team = made(words)
-    CheckpointStore(Path(folder), Retention(2), {}, team).save(engine, Progress())
+    run, engine, batches, context = made(words)
+    CheckpointStore(Path(folder), Retention(2), {}, context).save(engine, Progress())
     first = steps(run, engine, batches, 0, 2)
-    begin_from(Path(folder, "step-00000000"), engine, team, {})
+    begin_from(Path(folder, "step-00000000"), engine, context, {})
     return [[(r.loss.hex(), r.loss_scale) for r in results] for results in (first, steps(run, engine, batches, 0, 2))]
 
 
@@ -144,7 +145,7 @@ def left_alone(words):
         engine.scale = type(engine.scale)(2.0**40, 1)
     elif dist.get_rank() == 1:
         with torch.no_grad():
-            next(held for held in engine.replica.held if held.name == "norm.weight").parameter[0] = torch.nan
+            next(held for held in engine.weights if held.name == "norm.weight").parameter[0] = torch.nan
     before = mine(engine)
     [result] = steps(run, engine, batches, 2, 3)
     same = all(torch.equal(a, b) for a, b in zip(before, mine(engine), strict=True))
@@ -155,7 +156,7 @@ def left_alone(words):
 def mine(engine):
     """A copy of all that the optimizer moves on this rank."""
     state = engine.optimizer.state
-    tensors = [[held.parameter, *state[held.parameter].values()] for held in engine.replica.held]
+    tensors = [[held.parameter, *state[held.parameter].values()] for held in engine.weights]
     return [tensor.detach().nan_to_num().clone() for each in tensors for tensor in each]
 
 

@@ -19,6 +19,12 @@ EXTRA = "engine.extra"
 NATIVE = ["engine.precision=fp32", "batch.micro_size=2"]
 
 
+def cases(given, *often):
+    """A table, name -> settings, of which some cases run always and the others with -m whole."""
+    marked = [pytest.param(v, id=k, marks=[pytest.mark.whole] * (k not in often)) for k, v in given.items()]
+    return pytest.mark.parametrize("words", marked)
+
+
 def close(found, wanted):
     """Whether a run of some steps was the beginning of another."""
     steps = len(found["losses"])
@@ -26,11 +32,14 @@ def close(found, wanted):
     assert found["norms"] == pytest.approx(wanted["norms"][:steps], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [[*ZERO, f"engine.zero_stage={stage}"] for stage in (0, 1, 2, 3)] + [PIPELINE],
-    ids=["stage0", "stage1", "stage2", "stage3", "pipeline"],
-)
+STAGES = {f"stage{stage}": [*ZERO, f"engine.zero_stage={stage}"] for stage in (0, 1, 2, 3)}
+BF16 = {
+    "bf16": [*ZERO, "engine.precision=bf16"],
+    "bf16-fp32": [*ZERO, "engine.precision=bf16", "engine.gradients=fp32"],
+}
+
+
+@cases({**STAGES, "pipeline": PIPELINE}, "stage1", "stage3", "pipeline")
 def test_a_run_goes_on_from_any_engine_to_any_other(words):
     native = [*NATIVE, "model.layers=3"]
     wanted = alone(*native)
@@ -42,16 +51,7 @@ def test_a_run_goes_on_from_any_engine_to_any_other(words):
     assert found["losses"] == pytest.approx(wanted["losses"][8:12], abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        *([*ZERO, f"engine.zero_stage={stage}"] for stage in (0, 1, 2, 3)),
-        [*ZERO, "engine.precision=bf16"],
-        [*ZERO, "engine.precision=bf16", "engine.gradients=fp32"],
-        PIPELINE,
-    ],
-    ids=["stage0", "stage1", "stage2", "stage3", "bf16", "bf16-fp32", "pipeline"],
-)
+@cases({**STAGES, **BF16, "pipeline": PIPELINE}, "stage3", "bf16-fp32", "pipeline")
 def test_a_step_that_is_not_finite_changes_nothing(words):
     layers = "model.layers=3"
     saved = trained(1, *NATIVE, layers, steps=3)
@@ -62,6 +62,12 @@ def test_a_step_that_is_not_finite_changes_nothing(words):
     assert found["tensors"].keys() == saved["tensors"].keys()
     for name, tensor in saved["tensors"].items():
         assert torch.equal(found["tensors"][name], tensor), name
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.whole)])
+def test_gradients_that_go_only_to_the_replica_that_keeps_them_give_the_same_losses(stage):
+    reduced = f"{EXTRA}.zero_optimization.use_multi_rank_bucket_allreduce=false"
+    close(trained(2, *ZERO, f"engine.zero_stage={stage}", reduced, steps=6), alone(*NATIVE))
 
 
 def test_no_process_holds_the_whole_model_at_stage_3():
@@ -146,7 +152,9 @@ def held_numbers(words):
     return held, max(seen), count.parameters(run.model)
 
 
-@pytest.mark.parametrize("partition", ["parameters", "blocks", "time"])
+@pytest.mark.parametrize(
+    "partition", ["parameters", *(pytest.param(each, marks=pytest.mark.whole) for each in ("blocks", "time"))]
+)
 def test_stages_of_unequal_length_learn_the_same(partition):
     wanted = alone(*NATIVE, "model.layers=5")
     words = [*ZERO, "model.layers=5", "parallel.pipeline=2", f"parallel.partition={partition}"]
@@ -159,18 +167,16 @@ def test_the_number_of_micro_batches_may_grow_and_tokens_may_not_count(words):
     close(trained(2, *ZERO, *words, *ramp), alone(*NATIVE, *ramp))
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["engine.zero_stage=1", "engine.offload=optimizer"],
-        ["engine.zero_stage=2", "engine.offload=optimizer", "engine.bucket_mb=0.01", "engine.overlap=false"],
-        ["engine.zero_stage=3", "engine.offload=parameters"],
-        pytest.param(
-            ["engine.zero_stage=2", "engine.offload=optimizer", "optim.name=cpu_adam"], marks=pytest.mark.slow
-        ),  # compiles DeepSpeed's Adam, once
-    ],
-    ids=["optimizer1", "optimizer2", "parameters3", "cpu_adam"],
-)
+OFFLOADED = {
+    "optimizer1": ["engine.zero_stage=1", "engine.offload=optimizer"],
+    "optimizer2": ["engine.zero_stage=2", "engine.offload=optimizer", "engine.bucket_mb=0.01", "engine.overlap=false"],
+    "parameters3": ["engine.zero_stage=3", "engine.offload=parameters"],
+    # compiles DeepSpeed's Adam, once
+    "cpu_adam": ["engine.zero_stage=2", "engine.offload=optimizer", "optim.name=cpu_adam"],
+}
+
+
+@cases(OFFLOADED, "optimizer1", "parameters3")
 def test_what_lies_in_other_memory_learns_the_same(words):
     close(trained(2, *ZERO, *words, steps=6), alone(*NATIVE))
 
@@ -180,6 +186,7 @@ def test_second_parts_inside_nodes_begin_with_the_same_weights():
     close(trained(4, *ZERO, "engine.zero_stage=3", second, steps=2), alone(*NATIVE))
 
 
+@pytest.mark.whole  # compiles DeepSpeed's access to disks, once
 @pytest.mark.slow
 @pytest.mark.skipif(not DISKS, reason="DeepSpeed's access to disks needs libaio and its headers")
 @pytest.mark.parametrize("what", ["optimizer", "parameters"])
@@ -193,7 +200,7 @@ def test_what_lies_on_a_disk_learns_the_same_and_is_saved(what, tmp_path):
     assert any(path.stat().st_size for path in tmp_path.rglob("*.swp"))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.whole), 3])
 def test_bf16_gradients_may_be_summed_in_fp32(stage):
     wanted = alone(*NATIVE)
     words = [*ZERO, "engine.precision=bf16", f"engine.zero_stage={stage}"]
@@ -202,7 +209,11 @@ def test_bf16_gradients_may_be_summed_in_fp32(stage):
     assert exact["losses"] == pytest.approx(wanted["losses"][:4], abs=0.03)
 
 
-@pytest.mark.parametrize("words", [["engine.zero_stage=1"], ["engine.zero_stage=3"], ["parallel.pipeline=2"]], ids=str)
+@cases(
+    {"stage1": ["engine.zero_stage=1"], "stage3": ["engine.zero_stage=3"], "pipeline": ["parallel.pipeline=2"]},
+    "stage3",
+    "pipeline",
+)
 def test_fp16_skips_overflows_and_lowers_the_scale(words):
     fp16 = [*ZERO, "engine.precision=fp16"]
     for found in ranks.run(2, train, [*fp16, *words], 4):

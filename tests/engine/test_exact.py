@@ -9,7 +9,11 @@ LAYOUTS = {
     "native": [],
     "native-tp2": ["parallel.tensor=2"],
     "native-small-buckets": ["engine.bucket_mb=0.02"],
+    "native1": ["engine.zero_stage=1"],
+    "native1-tp2": ["engine.zero_stage=1", "parallel.tensor=2"],
     "fsdp2": ["engine.name=fsdp2"],
+    "native1-shard2": ["engine.zero_stage=1", "parallel.shard=2"],
+    "fsdp2-shard2": ["engine.name=fsdp2", "parallel.shard=2"],
     "fairscale": ["engine.name=fairscale"],
     "deepspeed0": ["engine.name=deepspeed", "engine.zero_stage=0"],
     "deepspeed1": ["engine.name=deepspeed", "engine.zero_stage=1"],
@@ -20,8 +24,8 @@ LAYOUTS = {
 }
 
 
-ALWAYS = ["native", "fsdp2", "fairscale", "deepspeed1", "deepspeed3", "deepspeed-pp2"]
-STOPPABLE = ["native", "fsdp2", "fairscale", "deepspeed0", "deepspeed1", "deepspeed2", "deepspeed3"]
+ALWAYS = ["native", "native1", "fsdp2", "deepspeed3", "deepspeed-pp2"]
+STOPPABLE = ["native", "native1", "fsdp2", "fairscale", "deepspeed0", "deepspeed1", "deepspeed2", "deepspeed3"]
 
 
 def each(names):
@@ -31,12 +35,13 @@ def each(names):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.whole)])
 @each(LAYOUTS)
-def test_a_run_of_four_processes_that_goes_on_is_the_same_to_the_last_bit(tmp_path, name):
+def test_a_run_of_several_processes_that_goes_on_is_the_same_to_the_last_bit(tmp_path, name, processes):
     words = [*LAYOUTS[name], "batch.micro_size=1", "model.dropout=0.1", "engine.precision=fp32"]
-    ((_, whole), *_) = ranks.run(4, sharded.goes_on, tmp_path / "whole", 8, words)
-    ((_, first), *_) = ranks.run(4, sharded.goes_on, tmp_path / "parts", 4, words)
-    ((_, second), *_) = ranks.run(4, sharded.goes_on, tmp_path / "parts", 8, words)
+    ((_, whole), *_) = ranks.run(processes, sharded.goes_on, tmp_path / "whole", 8, words)
+    ((_, first), *_) = ranks.run(processes, sharded.goes_on, tmp_path / "parts", 4, words)
+    ((_, second), *_) = ranks.run(processes, sharded.goes_on, tmp_path / "parts", 8, words)
     assert [loss.hex() for loss in first[1:] + second[1:]] == [loss.hex() for loss in whole[1:]]
     same(tmp_path / "whole/step-00000008", tmp_path / "parts/step-00000008")
 

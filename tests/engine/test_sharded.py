@@ -9,10 +9,12 @@ import pytest
 
 from tests import ranks
 from tests.engine import sharded
+from tests.forks import Ranks, hpclm
 from tests.parity import alone, trained
-from tests.runs import Ranks, figures, hpclm
+from tests.runs import figures
 
 ENGINES = ["fsdp2", "fairscale"]
+FAIRSCALE_TOO = pytest.mark.parametrize("engine", ["fsdp2", pytest.param("fairscale", marks=pytest.mark.whole)])
 HEADER = Path(sysconfig.get_path("include"), "Python.h")
 
 
@@ -45,7 +47,7 @@ def test_a_model_that_no_process_has_room_for_is_built_in_parts(engine, fits):
     assert ranks.run(4, sharded.within, words(engine, *WIDE), int(1.4 * TABLE)) == [fits] * 4
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, "deepspeed"])
+@pytest.mark.parametrize("engine", ["fsdp2", "deepspeed", pytest.param("fairscale", marks=pytest.mark.whole)])
 def test_a_block_that_sets_its_own_weights_is_shared_out_with_them(engine):
     own = ["model.block=tests.engine.sharded:OwnBlock", "batch.micro_size=4"]
     exact = alone(*words("native", *own))
@@ -79,6 +81,7 @@ def test_a_checkpoint_goes_from_any_engine_to_any_other_on_any_number_of_process
     assert last == pytest.approx(same, abs=1e-5) and last < min(evaluated)
 
 
+@pytest.mark.whole
 @pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++") and HEADER.exists()), reason="no C++ compiler, or no Python.h")
 def test_compiled_blocks_that_are_shared_out_and_recomputed_learn_the_same():
@@ -94,7 +97,7 @@ def test_a_nan_on_one_rank_leaves_all_weights_and_moments_alone(engine):
         assert (skipped, same, count) == (True, True, 2)
 
 
-@pytest.mark.parametrize("gradients", ["auto", "fp32"])
+@pytest.mark.parametrize("gradients", [pytest.param("auto", marks=pytest.mark.whole), "fp32"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_fp16_overflow_lowers_the_scale_and_otherwise_fp16_tracks_fp32(engine, gradients):
     more = ["batch.micro_size=4"]
@@ -110,7 +113,7 @@ def test_fairscale_does_not_pile_up_hooks():
     assert first == fifth > 0
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@FAIRSCALE_TOO
 def test_a_run_that_is_killed_and_warned_while_it_evaluates_is_the_run_of_one_process(engine, tiny, tmp_path):
     more = ["evaluate.every=4", "evaluate.batches=3", "cluster.preflight=false", "model.ffn=44"]
     hpclm("train", *tiny("one", *more), check=0)
@@ -133,7 +136,7 @@ def test_a_run_that_is_killed_and_warned_while_it_evaluates_is_the_run_of_one_pr
         (["engine.zero_stage=1"], "cannot do engine.zero_stage=1; it can do stages 2, 3"),
         (["engine.overlap=false"], "engine.overlap=False has no effect with engine"),
         (["engine.offload=optimizer"], "cannot do engine.offload=optimizer"),
-        (["parallel.pipeline=2"], "has no pipeline"),
+        (["parallel.pipeline=2"], "does not support parallel.pipeline"),
     ],
 )
 @pytest.mark.parametrize("engine", ENGINES)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from hpclm import config
-from hpclm.engine.stages import owners, parameters, share, stages
+from hpclm.engine.stages import owned_weights, owners, parameters, stages
 from hpclm.model import count, gpt
 from hpclm.model.stack import Stack
 from hpclm.parallel.mesh import Mesh
@@ -56,4 +56,4 @@ def test_a_tied_table_is_on_two_stages_and_each_answers_for_its_layers():
     given = {f"{name}.weight": (1,) for name in ("tokens", "block0", "block1", "norm", "stray")}
     run, *_ = divided("model.layers=4", "parallel.pipeline=4")
     second = Stack(run.model, parts[1], torch.float32)
-    assert share(given, specs, second).keys() == {"block1.weight", "stray.weight"}
+    assert owned_weights(given, specs, second).keys() == {"block1.weight", "stray.weight"}

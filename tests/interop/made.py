@@ -2,10 +2,10 @@
 
 import torch
 
-from hpclm.checkpoint import CheckpointStore, Progress, Retention, trained
+from hpclm.checkpoint import CheckpointStore, Progress, Retention, inference
 from hpclm.config import DataConfig, ModelConfig, RunConfig, dump, load
 from hpclm.engine import Shard
-from hpclm.interop.rules import forms
+from hpclm.interop.rules import placements
 
 SHAPE = dict(vocab_size=93, vocab_multiple=8, layers=2, hidden=48, heads=6, context=16)
 LLAMA = dict(
@@ -26,6 +26,16 @@ NETWORKS = {
     "neox": ("GPTNeoXForCausalLM", dict(**SHAPE, positions="rope", rope_base=5000.0, tied=False)),
     "neox tied": ("GPTNeoXForCausalLM", dict(**SHAPE, positions="rope", activation="gelu")),
 }
+OWN = {
+    "bigscience": dict(**SHAPE, embed_norm=True),
+    "fairseq": dict(**SHAPE, positions="sinusoidal", embed_scale=True, activation="relu", tied=False),
+    "sinusoidal, tied": dict(**SHAPE, positions="sinusoidal", activation="gelu"),
+    "no positions": dict(**SHAPE, positions="none", bias=False, norm="rmsnorm", qk_norm=True),
+    "alibi": dict(**SHAPE, positions="alibi", norm_eps=1e-3),
+    "rotary, scaled, grouped": dict(LLAMA, embed_scale=True, kv_heads=2),
+    "rotary, layer norms, geglu": dict(**SHAPE, positions="rope", kv_heads=3, qk_norm=True, activation="geglu"),
+}
+"""Networks that transformers has no class for."""
 TOKENS = torch.randint(0, SHAPE["vocab_size"], (2, 16), generator=torch.Generator().manual_seed(3))
 
 
@@ -36,9 +46,9 @@ class Drawn:
         draw = torch.Generator().manual_seed(5)
         self.blocks = blocks
         self.weights = {}
-        for name, form in forms(model).items():
+        for name, placement in placements(model).items():
             gain = "norm" in name and name.endswith("weight")
-            self.weights[name] = torch.randn(form.shape, generator=draw) * 0.2 + gain
+            self.weights[name] = torch.randn(placement.shape, generator=draw) * 0.2 + gain
 
     def tensors(self):
         for name, whole in self.weights.items():
@@ -52,20 +62,20 @@ class Drawn:
         return {"optimizer_steps": 7, "loss_scale": None}
 
 
-def run(folder, network, blocks=1, **data):
+def run(folder, network, blocks=1, fingerprint=None, **data):
     """A run directory whose checkpoint at step 7 holds drawn weights, which are returned."""
     model = ModelConfig(**network)
     folder.mkdir(mode=0o700)
     dump(RunConfig(name="made", out=str(folder), model=model, data=DataConfig(**data)), folder / "config.yaml")
     drawn = Drawn(model, blocks)
-    CheckpointStore(folder / "checkpoints", Retention(), {}).save(drawn, Progress(step=7))
+    CheckpointStore(folder / "checkpoints", Retention(), fingerprint or {}).save(drawn, Progress(step=7))
     return drawn.weights
 
 
 def logits(folder, tokens=TOKENS):
     """What the newest checkpoint of a run gives for tokens."""
     config = load(folder / "config.yaml")
-    model, _ = trained.model(folder, config, None, torch.device("cpu"), torch.float32)
+    model, _ = inference.load_model(folder, config, None, torch.device("cpu"), torch.float32)
     with torch.no_grad():
         return model(tokens).logits()
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hpclm import convert
+from hpclm.commands import convert
 from hpclm.errors import ConfigError
 from hpclm.interop.huggingface import shards
+from tests.forks import Ranks, hpclm
 from tests.interop import made
-from tests.runs import ROOT, Ranks, hpclm
+from tests.runs import ROOT
 
 LLAMA = [
     "model.positions=rope",
@@ -57,7 +58,7 @@ def test_from_an_import_one_can_evaluate_and_generate(tmp_path):
 
 def test_mistakes_end_with_the_documented_codes_and_no_traceback(tmp_path):
     made.run(tmp_path / "run", made.NETWORKS["gpt2"][1])
-    cases = {(tmp_path / "run",): (64, "is there already; give another place"), ("/proc/hf",): (64, "/proc/hf")}
+    cases = {(tmp_path / "run",): (64, "exists; remove it, or choose another target"), ("/proc/hf",): (64, "/proc/hf")}
     cases[tmp_path / "hf", "--shard-gb", "0"] = (2, "--shard-gb must be more than 0")
     for words, (code, answer) in cases.items():
         done = hpclm("convert", tmp_path / "run", *words, check=code)
@@ -87,7 +88,7 @@ SLOW = (
     "add = shards.Writer.add\n"
     "def slow(self, *words):\n    add(self, *words)\n    self._flush()\n    print('one', flush=True)\n    time.sleep(60)\n"
     "shards.Writer.add = slow\n"
-    "from hpclm import convert\n"
+    "from hpclm.commands import convert\n"
     "sys.exit(convert.main(sys.argv[1:]))\n"
 )
 

@@ -1,18 +1,19 @@
 """Weights go to transformers and come back: the same logits there, the same bits here."""
 
 import json
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hpclm.checkpoint import shelf
+from hpclm.checkpoint import directory, inference
 from hpclm.checkpoint.tensors import Tensors
+from hpclm.commands.convert import main
 from hpclm.config import ModelConfig
-from hpclm.convert import main
 from hpclm.errors import ConfigError, NoCheckpointError
 from hpclm.interop.huggingface import families
-from hpclm.interop.rules import forms
+from hpclm.interop.rules import placements
 from tests.interop import made
 
 
@@ -31,7 +32,7 @@ def peer_logits(model):
 
 
 def weights(run):
-    folder, manifest = shelf.newest(run / "checkpoints")
+    folder, manifest = directory.newest(run / "checkpoints")
     with Tensors(folder, manifest) as saved:
         return {name.removeprefix("model."): saved.whole(name) for name in saved.shapes()}
 
@@ -55,11 +56,11 @@ def test_transformers_computes_what_the_run_does_and_the_weights_come_back_bit_f
 
 
 @pytest.mark.parametrize("kind", made.NETWORKS)
-def test_every_weight_of_a_network_has_its_rule_once(kind):
+def test_every_weight_has_exactly_one_rule(kind):
     _, network = made.NETWORKS[kind]
     config = ModelConfig(**network)
     ours = [rule.ours for rule in families.of_network(config).rules(config)]
-    assert sorted(ours) == sorted(forms(config))
+    assert sorted(ours) == sorted(placements(config))
 
 
 def louder(model):
@@ -138,6 +139,70 @@ def test_one_checkpoint_can_be_exported_by_its_folder(tmp_path):
     made.close(made.logits(tmp_path / "run"), peer_logits(peer(tmp_path / "hf")))
 
 
+@pytest.fixture
+def trusted(tmp_path, monkeypatch):
+    """transformers.AutoModelForCausalLM for folders with code of their own, which it copies to a cache."""
+    transformers = pytest.importorskip("transformers")
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def load(folder):
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+
+    return load
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(each, marks=[pytest.mark.whole] * (each not in ("bigscience", "fairseq"))) for each in made.OWN],
+)
+def test_a_network_that_transformers_has_not_brings_its_class_along(kind, trusted, tmp_path, caplog):
+    drawn = made.run(tmp_path / "run", made.OWN[kind], blocks=2)
+    convert(tmp_path / "run", tmp_path / "hf")
+    assert "no class of transformers supports this network" in caplog.text and "trust_remote_code=True" in caplog.text
+    there = trusted(tmp_path / "hf")
+    assert type(there).__name__ == "HpclmForCausalLM" and there.config.vocab_size == 93
+    logits = peer_logits(there)
+    made.close(made.logits(tmp_path / "run"), logits)
+    prompt, more = made.TOKENS[:, :5], dict(max_new_tokens=6, do_sample=False, pad_token_id=0)
+    written = there.generate(prompt, **more)
+    assert torch.equal(written, there.generate(prompt, use_cache=False, **more))
+    best = made.logits(tmp_path / "run", written[:, :-1])[:, 4:].argmax(-1)
+    assert torch.equal(written[:, 5:], best)
+    padded, mask = (torch.cat([torch.zeros(2, 3, dtype=torch.long), x], 1) for x in (prompt, torch.ones_like(prompt)))
+    assert torch.equal(there.generate(padded, attention_mask=mask, **more)[:, 3:], written)
+    convert(tmp_path / "hf", tmp_path / "back")
+    back = weights(tmp_path / "back")
+    assert back.keys() == drawn.keys() and torch.equal(
+        back["block1.attention.qkv.weight"], drawn["block1.attention.qkv.weight"]
+    )
+    made.close(made.logits(tmp_path / "back"), logits)
+
+
+def test_a_network_of_ours_is_fine_tuned_and_saved_by_transformers(trusted, tmp_path):
+    made.run(tmp_path / "run", made.OWN["fairseq"])
+    convert(tmp_path / "run", tmp_path / "hf")
+    there = trusted(tmp_path / "hf")
+    loss = there.train()(made.TOKENS, labels=made.TOKENS).loss
+    loss.backward()
+    logits = peer_logits(there.eval())
+    wanted = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), made.TOKENS[:, 1:].flatten())
+    assert loss.item() == pytest.approx(wanted.item(), abs=1e-5)
+    assert all(parameter.grad is not None for parameter in there.parameters())
+    there.save_pretrained(tmp_path / "saved")
+    convert(tmp_path / "saved", tmp_path / "back")  # its code is not run
+    made.close(made.logits(tmp_path / "back"), logits)
+    made.close(peer_logits(trusted(tmp_path / "saved")), logits)
+
+
+@pytest.mark.parametrize("kind", made.OWN)
+def test_every_weight_of_our_own_class_has_exactly_one_rule(kind):
+    config = ModelConfig(**made.OWN[kind])
+    assert sorted(rule.ours for rule in families.of_network(config).rules(config)) == sorted(placements(config))
+
+
 @pytest.mark.parametrize(
     "settings, answer",
     {
@@ -154,17 +219,30 @@ def test_one_checkpoint_can_be_exported_by_its_folder(tmp_path):
     }.items(),
     ids=lambda case: case if isinstance(case, str) else "",
 )
-def test_a_network_without_a_form_is_refused_with_the_setting_in_its_way(settings, answer, tmp_path):
+def test_what_keeps_a_network_from_the_nearest_class_is_told(settings, answer):
     case, wanted = answer
-    made.run(tmp_path / "run", made.SHAPE | case)
-    with pytest.raises(ConfigError) as error:
-        convert(tmp_path / "run", tmp_path / "hf")
-    assert wanted in str(error.value)
-    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+    assert wanted in families.why_own(ModelConfig(**(made.SHAPE | case)))
+
+
+def test_a_block_of_ones_own_has_no_form(tmp_path):
+    with pytest.raises(ConfigError, match=r"no Hugging Face form:\nmodel\.block=mine:Block, where it has gpt"):
+        families.of_network(ModelConfig(**made.SHAPE, block="mine:Block"))
+
+
+def test_two_dropouts_of_gpt2_of_which_one_is_lost_are_told(tmp_path, caplog):
+    made.run(tmp_path / "run", made.NETWORKS["gpt2"][1])
+    convert(tmp_path / "run", tmp_path / "hf")
+    path = tmp_path / "hf/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | dict(embd_pdrop=0.3, resid_pdrop=0.2)))
+    convert(tmp_path / "hf", tmp_path / "back")
+    assert (
+        "embd_pdrop=0.3 and resid_pdrop=0.2: hpclm has one model.dropout for both, and takes resid_pdrop" in caplog.text
+    )
+    assert inference.settings(tmp_path / "back", []).model.dropout == 0.2
 
 
 CHANGES = {
-    "another kind": ("llama", dict(model_type="t5"), "model_type=t5 is not known here"),
+    "another kind": ("llama", dict(model_type="t5"), "model_type=t5 is not supported"),
     "scaled": ("llama", dict(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), "rope_type=yarn"),
     "old scaled": ("llama", dict(rope_scaling={"type": "linear", "factor": 2.0}), "rope_type=linear"),
     "head width": ("llama", dict(head_dim=16), "head_dim=16 x num_attention_heads=6 is not hidden_size=48"),
@@ -178,13 +256,13 @@ CHANGES = {
     "part of a head": ("neox", dict(rotary_pct=0.25), "rotary_pct=0.25"),
     "attention": ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=true"),
     "more layers": ("gpt2", dict(n_layer=3), "has no transformer.h.2."),
-    "fewer layers": ("gpt2", dict(n_layer=1), "that this network has no use for: transformer.h.1."),
+    "fewer layers": ("gpt2", dict(n_layer=1), "that this network does not use: transformer.h.1."),
     "wider": (
         "gpt2",
         dict(n_inner=80),
-        "transformer.h.0.mlp.c_fc.weight makes block0.mlp.up.weight (192, 48), and the settings",
+        "transformer.h.0.mlp.c_fc.weight gives block0.mlp.up.weight of shape (192, 48), but the settings",
     ),
-    "rows": ("gpt2", dict(vocab_size=90), "transformer.wte.weight has 93 rows, and model.vocab_size is 90"),
+    "rows": ("gpt2", dict(vocab_size=90), "transformer.wte.weight has 93 rows, but model.vocab_size is 90"),
     "untied": ("gpt2", dict(tie_word_embeddings=False), "has no lm_head.weight"),
 }
 
@@ -234,15 +312,15 @@ def touch(path):
 
 def test_damaged_files_are_told_and_an_existing_target_is_left_alone(tmp_path):
     made.run(tmp_path / "run", made.NETWORKS["gpt2"][1])
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists; remove it"):
         convert(tmp_path / "run", tmp_path / "run")
     convert(tmp_path / "run", tmp_path / "hf")
     (tmp_path / "hf/model.safetensors").write_bytes(b"garbage")
-    with pytest.raises(ConfigError, match="is no safetensors file"):
+    with pytest.raises(ConfigError, match="is not a safetensors file"):
         convert(tmp_path / "hf", tmp_path / "back")
     (tmp_path / "hf/model.safetensors").unlink()
     (tmp_path / "hf/model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../run/x.safetensors"}}))
-    with pytest.raises(ConfigError, match="has no weight_map from names to files beside it"):
+    with pytest.raises(ConfigError, match="has no weight_map from names to files in the same folder"):
         convert(tmp_path / "hf", tmp_path / "back")
     with pytest.raises(ConfigError, match="is nothing that can be converted"):
         convert(tmp_path, tmp_path / "back")

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from hpclm.checkpoint import shelf
+from hpclm.checkpoint import directory
 from hpclm.checkpoint.tensors import Tensors
+from hpclm.commands.convert import main
 from hpclm.config import ModelConfig, load
-from hpclm.convert import main
 from hpclm.errors import ConfigError
 from tests.interop import made
 from tests.shared import shared
@@ -184,7 +184,7 @@ def megatron_deepspeed(folder, weights, args, tp=1, gaps=True):
 
 
 def same_weights(run, drawn):
-    folder, manifest = shelf.newest(run / "checkpoints")
+    folder, manifest = directory.newest(run / "checkpoints")
     with Tensors(folder, manifest) as saved:
         assert set(saved.shapes()) == {f"model.{name}" for name in drawn}
         for name, whole in drawn.items():
@@ -307,9 +307,9 @@ def test_the_vocabularys_padding_goes_and_ours_comes(tmp_path, caplog):
     drawn = made.Drawn(ModelConfig(**SHAPE)).weights
     megatron_lm(tmp_path / "megatron", drawn, ARGS, 2)
     convert(tmp_path / "megatron", tmp_path / "padded")
-    assert "model.vocab_size=96 is what the checkpoint says" in caplog.text
+    assert "model.vocab_size=96 is the checkpoint's" in caplog.text
     convert(tmp_path / "megatron", tmp_path / "run", "model.vocab_size=91", "model.vocab_multiple=64")
-    folder, manifest = shelf.newest(tmp_path / "run/checkpoints")
+    folder, manifest = directory.newest(tmp_path / "run/checkpoints")
     with Tensors(folder, manifest) as saved:
         table = saved.whole("model.tokens.weight")
     assert table.shape == (128, 48) and torch.equal(table[:91], drawn["tokens.weight"][:91]) and not table[91:].any()
@@ -338,13 +338,13 @@ REFUSED = {
     "positions": (dict(position_embedding_type="mrope"), "position_embedding_type=mrope"),
     "layers": (dict(num_layers=None), "does not say num_layers"),
     "more layers": (dict(num_layers=5), "has no block4."),
-    "a tensor too many": (dict(num_layers=3), "that this network has no use for: block3."),
-    "too few rows": (dict(padded_vocab_size=200), "has 96 rows, and model.vocab_size is 200"),
+    "a tensor too many": (dict(num_layers=3), "that this network does not use: block3."),
+    "too few rows": (dict(padded_vocab_size=200), "has 96 rows, but model.vocab_size is 200"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_hpclm_has_no_network_for_is_refused_and_leaves_nothing(case, tmp_path):
+def test_unsupported_networks_are_refused_and_nothing_is_left(case, tmp_path):
     change, answer = REFUSED[case]
     drawn = made.Drawn(ModelConfig(**SHAPE)).weights
     megatron_lm(tmp_path / "megatron", drawn, ARGS)
@@ -370,12 +370,12 @@ def test_missing_ranks_foreign_classes_and_other_formats_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"it names os\.system|it names posix\.system"):
         convert(tmp_path / "a", tmp_path / "run")
     first.write_bytes(held[: len(held) // 2])
-    with pytest.raises(ConfigError, match=r"is no file of torch\.save|is not read"):
+    with pytest.raises(ConfigError, match=r"is not a torch\.save file|is refused"):
         convert(tmp_path / "a", tmp_path / "run")
     (tmp_path / "b/iter_0000007").mkdir(parents=True)
     (tmp_path / "b/iter_0000007/__0_0.distcp").touch()
     (tmp_path / "b/latest_checkpointed_iteration.txt").write_text("7")
-    with pytest.raises(ConfigError, match=r"save it with --ckpt-format torch"):
+    with pytest.raises(ConfigError, match=r"has no \.metadata: it was not saved completely"):
         convert(tmp_path / "b", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -394,12 +394,12 @@ def test_settings_that_the_files_do_not_have_are_given_as_words(tmp_path, caplog
     megatron_deepspeed(tmp_path / "megatron", drawn, ARGS, 2)
     for path in (tmp_path / "megatron/global_step7").glob("mp_rank_*"):
         path.unlink()
-    with pytest.raises(ConfigError, match=r"does not say the network's settings; give them: model\.layers"):
+    with pytest.raises(ConfigError, match=r"does not contain the network's settings; give model\.layers"):
         convert(tmp_path / "megatron", tmp_path / "run")
     words = [f"model.{name}={value}" for name, value in SHAPE.items()]
     save(tmp_path / "megatron/global_step7/mp_rank_00_model_states.pt", {"args": Code()})
     convert(tmp_path / "megatron", tmp_path / "run", *words)
     assert "are not used: " in caplog.text and "posix.system, which is not data" in caplog.text
     same_weights(tmp_path / "run", drawn)
-    with pytest.raises(ConfigError, match=r"optim\.lr=1: an import takes model.… settings only"):
+    with pytest.raises(ConfigError, match=r"optim\.lr=1: an import accepts only model.… settings"):
         convert(tmp_path / "megatron", tmp_path / "more", "optim.lr=1")

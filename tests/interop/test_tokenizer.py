@@ -1,14 +1,18 @@
 """The tokenizer goes along with the weights, both ways, and gives the same ids."""
 
+import io
 import json
 import random
+import re
 
 import pytest
 
-from hpclm.checkpoint import trained
-from hpclm.convert import main
+from hpclm.checkpoint import inference
+from hpclm.commands.convert import main
 from hpclm.data import tokenizers
+from hpclm.interop.huggingface import special
 from tests.interop import made
+from tests.shared import shared
 
 WORDS = [
     "so",
@@ -30,7 +34,20 @@ WORDS = [
 ]
 DRAW = random.Random(1)
 TEXTS = [" ".join(DRAW.choices(WORDS, k=DRAW.randrange(3, 30))) for _ in range(300)]
-ODD = ["two  spaces", "", "trail ", "new\nline", "emoji 😀 x", "ÀÉ", "don't"]
+ODD = [
+    "two  spaces",
+    "",
+    "trail ",
+    " lead",
+    "line\nbreak",
+    "emoji 😀 x",
+    "ÀÉ ﬁne ①",
+    "don't",
+    "so<sep>it goes",
+    "--- ...",
+    "\n",
+    "▁so",
+]
 NETWORK = dict(made.LLAMA, vocab_size=400, vocab_multiple=1)
 
 
@@ -38,17 +55,51 @@ def convert(*words):
     return main([str(word) for word in words])
 
 
-@pytest.fixture(params=["json", "gpt2", "wordpiece", "bpe", "unigram"])
+# sentencepiece's own trainer, with its defaults where nothing else is said
+TRAINED = {
+    "bpe": dict(model_type="bpe"),
+    "bpe, bytes": dict(model_type="bpe", byte_fallback=True),
+    "bpe, no space before": dict(model_type="bpe", add_dummy_prefix=False),
+    "bpe, no normaliser": dict(model_type="bpe", normalization_rule_name="identity", remove_extra_whitespaces=False),
+    "bpe, lower case": dict(model_type="bpe", normalization_rule_name="nmt_nfkc_cf"),
+    "bpe, own pieces": dict(model_type="bpe", user_defined_symbols=["<sep>", "goes"]),
+    "unigram": dict(model_type="unigram"),
+    "word": dict(model_type="word"),
+}
+RUN_BY_SENTENCEPIECE = ("bpe, bytes", "bpe, own pieces", "unigram", "our unigram", "word")
+"""bpe, bytes: the two libraries replace stacked accents in different ways, and unknown characters are not one <unk> here."""
+
+
+@pytest.fixture(params=["json", "gpt2", "wordpiece", "our bpe", "our unigram", *TRAINED])
 def kind(request):
     return request.param
+
+
+def by_its_own_trainer(texts, **options):
+    from sentencepiece import SentencePieceTrainer
+
+    made = io.BytesIO()
+    size = 18 if options["model_type"] == "word" else 90 + 256 * options.get("byte_fallback", False)
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(texts),
+        model_writer=made,
+        vocab_size=size,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **options,
+    )
+    return made.getvalue()
 
 
 @pytest.fixture
 def files(kind, tmp_path):
     """Our kind, and files of it."""
-    if kind in ("bpe", "unigram"):
-        path = tmp_path / "x.model"
-        path.write_bytes(tokenizers.train_sentencepiece(TEXTS, kind, 300))
+    path = tmp_path / "x.model"
+    if kind.startswith("our"):
+        path.write_bytes(tokenizers.train_sentencepiece(TEXTS, kind.split()[1], 300))
+        return "sentencepiece", [path]
+    if kind in TRAINED:
+        path.write_bytes(by_its_own_trainer(TEXTS, **TRAINED[kind]))
         return "sentencepiece", [path]
     if kind == "wordpiece":
         path = tmp_path / "vocab.txt"
@@ -71,31 +122,122 @@ def test_transformers_gives_the_same_ids_and_an_import_takes_the_tokenizer_along
     made.run(tmp_path / "run", NETWORK, source="indexed", tokenizer=ours, tokenizer_files=[str(path) for path in paths])
     convert(tmp_path / "run", tmp_path / "hf")
     config = json.loads((tmp_path / "hf/config.json").read_text())
-    assert config["eos_token_id"] == tokenizer.eod is not None
-    if kind == "unigram":
-        assert "spiece.model is no BPE" in caplog.text and not (tmp_path / "hf/tokenizer_config.json").exists()
-    else:
-        transformers = pytest.importorskip("transformers")
-        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", model_max_length=10**6)
-        assert theirs.eos_token_id == tokenizer.eod
-        for text in TEXTS[:50] + ODD:
-            assert theirs.encode(text, add_special_tokens=False) == tokenizer.encode(text), text
+    assert config["eos_token_id"] == config["bos_token_id"] == tokenizer.eod is not None
+    assert "will return other ids" not in caplog.text
+    assert (tmp_path / "hf/tokenizer.json").exists() == (kind not in RUN_BY_SENTENCEPIECE)
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", model_max_length=10**6)
+    assert theirs.eos_token_id == theirs.bos_token_id == tokenizer.eod and len(theirs) == tokenizer.size
+    for text in TEXTS[:50] + ODD:
+        assert theirs.encode(text, add_special_tokens=False) == tokenizer.encode(text), text
+    some = tokenizer.encode(TEXTS[0])
+    assert theirs.decode(some, clean_up_tokenization_spaces=False).strip() == tokenizer.decode(some).strip()
     convert(tmp_path / "hf", tmp_path / "back")
-    data = trained.settings(tmp_path / "back", []).data
+    data = inference.settings(tmp_path / "back", []).data
     back = tokenizers.of_run(data)
     assert all(str(tmp_path / "back/tokenizer") in path for path in data.tokenizer_files)
     assert back.eod == tokenizer.eod and all(back.encode(text) == tokenizer.encode(text) for text in TEXTS[:50] + ODD)
 
 
-def test_a_tokenizer_without_a_form_or_a_usable_file_is_told_and_left_out(tmp_path, caplog):
+def test_a_tokenizer_that_cannot_be_converted_is_skipped_with_a_warning(tmp_path, caplog):
     made.run(tmp_path / "run", NETWORK, source="indexed", tokenizer="bytes")
     convert(tmp_path / "run", tmp_path / "hf")
     assert "the bytes tokenizer (257 entries) has no Hugging Face form" in caplog.text
     (tmp_path / "hf/tokenizer.json").write_text("{}")
     convert(tmp_path / "hf", tmp_path / "back")
     assert "is left out: tokenizer json cannot use" in caplog.text
-    assert not (tmp_path / "back/tokenizer").exists()
-    assert trained.settings(tmp_path / "back", []).data.tokenizer is None
+    assert not (tmp_path / "back/tokenizer/tokenizer.json").exists()
+    assert inference.settings(tmp_path / "back", []).data.tokenizer is None
     (tmp_path / "hf/tokenizer.json").write_bytes(tokenizers.train_bpe([f"{n**4:x}" for n in range(2000)], 420))
     convert(tmp_path / "hf", tmp_path / "more")
-    assert "it has 420 entries, and the network 400" in caplog.text
+    assert "it has 420 entries, but the network 400" in caplog.text
+
+
+def test_a_real_model_of_chinese_gives_the_same_ids_there(tmp_path, caplog):
+    transformers = pytest.importorskip("transformers")
+    path = shared("data/cpm-30k.model")
+    made.run(
+        tmp_path / "run",
+        dict(made.LLAMA, vocab_size=30000),
+        source="indexed",
+        tokenizer="sentencepiece",
+        tokenizer_files=[str(path)],
+    )
+    convert(tmp_path / "run", tmp_path / "hf")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", model_max_length=10**6)
+    ours = tokenizers.build("sentencepiece", [str(path)])
+    lines = shared("data/medical-zh.jsonl").read_text("utf-8").splitlines()[:30]
+    for text in [json.loads(line)["text"] for line in lines] + ODD:
+        assert theirs.encode(text, add_special_tokens=False) == ours.encode(text), text
+
+
+def test_different_ids_are_reported_with_an_example(tmp_path, caplog):
+    path = tmp_path / "x.model"
+    path.write_bytes(tokenizers.train_sentencepiece(TEXTS, "bpe", 300))
+    data = dict(source="indexed", tokenizer="sentencepiece", tokenizer_files=[str(path)], extra_ids=4)
+    made.run(tmp_path / "run", NETWORK, **data)
+    convert(tmp_path / "run", tmp_path / "hf")
+    assert re.search(
+        r"will return other ids for some texts: 'a<extra_id_0>b' is .*\[.*\] here and \[.*\] there", caplog.text
+    )
+
+
+IDS = {"bos_token_id": 301, "eos_token_id": [302, 303], "pad_token_id": 7}
+
+
+def test_ids_and_texts_of_special_tokens_come_back_from_an_import(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(tokenizers.train_bpe(TEXTS, 390))
+    made.run(tmp_path / "run", NETWORK, source="indexed", tokenizer="json", tokenizer_files=[str(path)])
+    convert(tmp_path / "run", tmp_path / "hf")
+    text = json.loads(path.read_text())["model"]["vocab"]
+    words = {id: word for word, id in text.items()}
+    named = {"bos_token": words[301], "pad_token": {"content": words[7], "lstrip": False}, "add_bos_token": True}
+    for file, more, gone in (
+        ("config.json", {"bos_token_id": 5, "eos_token_id": 6}, ()),
+        ("generation_config.json", IDS, ()),
+        ("tokenizer_config.json", named, ("eos_token",)),
+    ):
+        tree = json.loads((tmp_path / "hf" / file).read_text()) | more
+        (tmp_path / "hf" / file).write_text(
+            json.dumps({name: value for name, value in tree.items() if name not in gone})
+        )
+    convert(tmp_path / "hf", tmp_path / "back")
+    data = inference.settings(tmp_path / "back", []).data
+    assert data.eod == words[302] and tokenizers.of_run(data).eod == 302  # of what config.json says, the first
+    convert(tmp_path / "back", tmp_path / "again")
+    for file in ("config.json", "generation_config.json"):
+        assert {name: json.loads((tmp_path / "again" / file).read_text())[name] for name in IDS} == IDS
+    there = json.loads((tmp_path / "again/tokenizer_config.json").read_text())
+    assert (there["bos_token"], there["eos_token"], there["pad_token"]) == (words[301], words[302], words[7])
+    assert there["add_bos_token"] is True
+
+
+def test_special_ids_are_kept_without_a_tokenizer_unless_the_run_has_another_end(tmp_path, caplog):
+    made.run(tmp_path / "run", NETWORK)
+    convert(tmp_path / "run", tmp_path / "hf")
+    assert json.loads((tmp_path / "hf/config.json").read_text())["eos_token_id"] is None
+    path = tmp_path / "hf/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | IDS))
+    (tmp_path / "hf/generation_config.json").unlink()
+    convert(tmp_path / "hf", tmp_path / "back")
+    convert(tmp_path / "back", tmp_path / "again")
+    assert IDS.items() <= json.loads((tmp_path / "again/config.json").read_text()).items()
+    assert special.ids(IDS, 303) == IDS and special.ids(IDS, 9) == IDS | {"eos_token_id": 9}
+    (tmp_path / "back/tokenizer/special_tokens.json").write_text(
+        '{"bos_token_id": "x", "eos_token_id": [], "pad_token_id": -1}'
+    )
+    convert(tmp_path / "back", tmp_path / "more")
+    assert json.loads((tmp_path / "more/config.json").read_text())["bos_token_id"] is None
+
+
+def test_the_end_of_a_document_is_known_though_the_tokenizers_files_are_gone(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(tokenizers.train_bpe(TEXTS, 300))
+    known = {"data": {"tokenizer": tokenizers.build("json", [str(path)]).fingerprint}}
+    made.run(
+        tmp_path / "run", NETWORK, fingerprint=known, source="indexed", tokenizer="json", tokenizer_files=[str(path)]
+    )
+    path.unlink()
+    convert(tmp_path / "run", tmp_path / "hf")
+    assert json.loads((tmp_path / "hf/config.json").read_text())["eos_token_id"] == 0

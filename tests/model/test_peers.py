@@ -60,7 +60,7 @@ def test_golden_weights_give_the_same_logits_in_transformers(golden):
 
 
 def louder(peer):
-    """Initial weights large enough that every part of the model matters to the logits."""
+    """InitSpec weights large enough that every part of the model matters to the logits."""
     with torch.no_grad():
         draw = torch.Generator().manual_seed(5)
         for name, p in peer.named_parameters():

@@ -7,6 +7,9 @@ from torch import nn
 
 from hpclm.config import OptimConfig
 from hpclm.optim.adamw import adamw, groups, restore, steps_taken, update
+from tests.engine.test_native import GPT2, settings, train
+
+NAMES = ("adamw", "apex_adam")
 
 
 def parameters():
@@ -32,6 +35,10 @@ class FusedAdam(torch.optim.Optimizer):
     def __init__(self, params, lr, betas, eps, adam_w_mode):
         assert adam_w_mode
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0))
+    def zero_grad(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
@@ -73,6 +80,12 @@ def test_apex_takes_the_same_steps_as_pytorch(apex):
     assert steps_taken(ours) == steps_taken(theirs) == 3
     for a, b in zip(found, wanted, strict=True):
         assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_an_engine_trains_with_apexs_adam_as_with_pytorchs(apex):
+    found = {name: train(settings(GPT2, optim=dict(name=name, lr=3e-3, min_lr=1e-4)))[1] for name in NAMES}
+    for ours, theirs in zip(*found.values(), strict=True):
+        assert (ours.loss, ours.grad_norm) == pytest.approx((theirs.loss, theirs.grad_norm), rel=1e-4)
 
 
 def test_a_bad_step_moves_nothing_with_either(apex):

@@ -36,9 +36,9 @@ def act(name):
         y = collectives.scatter(x, axis)
         y.backward(given("dy", T, B, C).chunk(axis.size)[axis.rank])
         return y.detach(), x.grad
-    if name == "share":
+    if name == "copy_to_tp":
         x = given("x", C).requires_grad_()
-        y = collectives.share(x, axis)
+        y = collectives.copy_to_tp(x, axis)
         y.backward(given(f"dy{axis.rank}", C))
         return y.detach(), x.grad
     x = slices(given("x", T, B, C), axis)
@@ -62,7 +62,7 @@ def test_each_collective_is_its_sum_or_slice_and_its_gradient_the_transpose(size
     xs = [given(f"x{rank}", T, B, C) for rank in range(size)]
     for rank, (y, d_x) in enumerate(ranks.run(size, act, "scatter")):
         assert close(y, sum(xs).chunk(size)[rank]) and close(d_x, given("dy", T, B, C))
-    for y, d_x in ranks.run(size, act, "share"):
+    for y, d_x in ranks.run(size, act, "copy_to_tp"):
         assert close(y, given("x", C)) and close(d_x, sum(given(f"dy{rank}", C) for rank in range(size)))
 
 

@@ -3,12 +3,12 @@ import itertools
 import pytest
 
 from hpclm.config import ParallelConfig
-from hpclm.parallel.mesh import ALONE, Axis, Mesh, among
+from hpclm.parallel.mesh import ALONE, Axis, Mesh, sub_axis
 
 
 def lines(axis, size, tensor, pipeline, monkeypatch):
     """Ranks of every line of an axis, as each rank sees it."""
-    monkeypatch.setattr("torch.distributed.new_group", lambda ranks, timeout, use_local_synchronization: tuple(ranks))
+    monkeypatch.setattr("torch.distributed.new_group", lambda ranks, *_, **__: tuple(ranks))
     parallel = ParallelConfig(tensor=tensor, pipeline=pipeline)
     return [getattr(Mesh.build(rank, size, parallel), axis) for rank in range(size)]
 
@@ -46,9 +46,28 @@ def test_axes_of_the_same_ranks_share_a_group(monkeypatch):
     assert made == [[1, 3, 5, 7], [4, 5]] and mesh.dp == Axis(1, 0, None, (5,))
 
 
+def test_weights_are_sharded_over_neighbouring_data_ranks_and_replicated_between_such_groups(monkeypatch):
+    monkeypatch.setattr("torch.distributed.new_group", lambda ranks, *_, **__: tuple(ranks))
+    parallel = ParallelConfig(tensor=2, shard=2)
+    seen = [Mesh.build(rank, 8, parallel) for rank in range(8)]
+    assert [mesh.dp.ranks for mesh in seen[:2]] == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    assert [mesh.shard.ranks for mesh in seen] == [(0, 2), (1, 3), (0, 2), (1, 3), (4, 6), (5, 7), (4, 6), (5, 7)]
+    assert [mesh.replicate.ranks for mesh in seen[:4]] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert [(mesh.shard.rank, mesh.replicate.rank) for mesh in seen[::2]] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("shard", [None, 4, 8])
+def test_all_data_ranks_share_out_weights_unless_there_are_more_than_asked_for(shard, monkeypatch):
+    made = []
+    monkeypatch.setattr("torch.distributed.new_group", lambda ranks, *_, **__: made.append(ranks) or object())
+    mesh = Mesh.build(5, 8, ParallelConfig(tensor=2, shard=shard))
+    assert mesh.shard == mesh.dp and mesh.shard.group is mesh.dp.group and made == [[1, 3, 5, 7], [4, 5]]
+    assert mesh.replicate == Axis(1, 0, None, (5,))
+
+
 def test_a_part_of_an_axis_is_an_axis_of_those_that_ask(monkeypatch):
     monkeypatch.setattr("torch.distributed.new_group", lambda ranks, *_, **__: tuple(ranks))
     pp = Mesh.build(7, 8, ParallelConfig(tensor=2, pipeline=4)).pp
-    ends = among(pp, [0, 3])
+    ends = sub_axis(pp, [0, 3])
     assert (ends.size, ends.rank, ends.ranks, ends.group) == (2, 1, (1, 7), (1, 7))
-    assert among(pp, [0, 1, 2, 3]) is pp
+    assert sub_axis(pp, [0, 1, 2, 3]) is pp

@@ -6,31 +6,54 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil
 
-from hpclm.cluster.kinds import KINDS, Kind
 from hpclm.config import ModelConfig
-from hpclm.planning.code import Code, Kept
+from hpclm.node.gpus import KINDS, Kind
+from hpclm.planning.code import BytesPerParameter, Code
 from hpclm.planning.layout import Layout
 from tests.shared import shared
 
 # Megatron-DeepSpeed of 2022, fp16: weights, and gradients that become fp32 for the update, in the shard of each replica.
 # No flash attention, no sequence parallelism, whole logits (a 16-bit logit, its fp32 copy and the gradient).
 FP16 = dict(
-    weights=Kept(2), element=2, casts=0, flash=False, sequence=False, outputs=True, rows=None, logit=10, table=0
+    weights=BytesPerParameter(2),
+    element=2,
+    casts=0,
+    flash=False,
+    sequence=False,
+    outputs=True,
+    rows=None,
+    logit=10,
+    table=0,
 )
 FP16 |= dict(reduced=2, sent=2, touched=10, overlap=False)
-SHARDED = Code(gradients=Kept(2, 6), optimizer=Kept(0, 12), zero=1, **FP16)
+SHARDED = Code(gradients=BytesPerParameter(2, 6), optimizer=BytesPerParameter(0, 12), zero=1, **FP16)
 # Without ZeRO: fp32 copies of all gradients, first apart and then in one piece.
-WHOLE = Code(gradients=Kept(10), optimizer=Kept(12), **FP16)
+WHOLE = Code(gradients=BytesPerParameter(10), optimizer=BytesPerParameter(12), **FP16)
 # Its bf16 optimizer accumulates gradients in fp32 beside the 16-bit ones.
-BF16 = Code(gradients=Kept(6), optimizer=Kept(0, 12), zero=1, **FP16)
+BF16 = Code(gradients=BytesPerParameter(6), optimizer=BytesPerParameter(0, 12), zero=1, **FP16)
 # Korthikanti's Megatron: the same without ZeRO, gradients in fp32, and sequence parallelism where the row says so.
 MEGATRON = replace(WHOLE, outputs=False)
 # Megatron-core of 2024 on H100: flash attention, sequence parallelism, a sharded optimizer, communication during products.
-CORE = Code(weights=Kept(2), gradients=Kept(4), optimizer=Kept(0, 12), casts=0, rows=None, logit=10, table=0)
+CORE = Code(
+    weights=BytesPerParameter(2),
+    gradients=BytesPerParameter(4),
+    optimizer=BytesPerParameter(0, 12),
+    casts=0,
+    rows=None,
+    logit=10,
+    table=0,
+)
 CORE = replace(CORE, zero=1, reduced=4, sent=2, touched=14, overlap_tensor=True)
 # llm-foundry: PyTorch's FSDP with a 16-bit copy, and the Triton kernel of the first FlashAttention, which Dao (2023)
 # measures at half the speed of the second.
-FSDP = Code(weights=Kept(0, 4), gradients=Kept(0, 4), optimizer=Kept(0, 8), gathered=Kept(0, 2), casts=0, rows=None)
+FSDP = Code(
+    weights=BytesPerParameter(0, 4),
+    gradients=BytesPerParameter(0, 4),
+    optimizer=BytesPerParameter(0, 8),
+    gathered=BytesPerParameter(0, 2),
+    casts=0,
+    rows=None,
+)
 FSDP = replace(FSDP, logit=4, table=0, zero=3, reduced=2, sent=2, touched=20, kernel=0.5)
 
 PLACES = {
@@ -131,7 +154,7 @@ def code(cells):
     """Whose code, as the row's settings make it."""
     source, zero = cells["source"], int(cells["zero"])
     if "llm-foundry" in source:
-        return replace(FSDP, zero=zero, gathered=FSDP.gathered if zero == 3 else Kept(2))
+        return replace(FSDP, zero=zero, gathered=FSDP.gathered if zero == 3 else BytesPerParameter(2))
     if "model_table" in source:
         return CORE
     if "bigscience" in source:

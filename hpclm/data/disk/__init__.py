@@ -1,1 +1,1 @@
-"""Datasets on disk: read, written, checked, joined, shown."""
+"""Datasets on disk: reading, writing, verifying, merging, inspecting."""

@@ -1,14 +1,14 @@
-"""The layouts of ``.idx``, the index that says where each of n token sequences lies in ``.bin``. All are little-endian, unaligned.
+"""The layouts of ``.idx``, the index of the n token sequences in ``.bin``. All are little-endian and unaligned.
 
 megatron  magic MMIDIDX, u64 version, u8 dtype code, u64 n, u64 d, i32 sizes[n], i64 pointers[n] (bytes), i64 documents[d];
           multimodal datasets have i8 modes[n] after that. (NVIDIA/Megatron-LM megatron/core/datasets/indexed_dataset.py)
 fairseq   the same without d and documents: each sequence is a document. (facebookresearch/fairseq fairseq/data/indexed_dataset.py)
 tntidx    magic TNTIDX, u64 version, u64 dtype code, u64 bytes of a token, u64 n, u64 s, i64 dimension offsets[n + 1],
           i64 token offsets[n + 1], i64 sizes[s]: fairseq's before mmap, which stores each token plus 1. Megatron v1's has
-          u64 d after s and i64 documents[d] at the end, and stores tokens as they are. hpclm reads it and does not write it.
+          u64 d after s and i64 documents[d] at the end, and stores tokens unchanged. Read, never written.
 
-Which of two layouts a file has follows from its exact length, for no length fits both: with the n of the header, fairseq's is
-26 + 12 n, and Megatron's at least 34 + 12 n; the same n and s make Megatron's TNTIDX at least 8 bytes longer than fairseq's.
+The length of a file tells the layouts apart: with the n of the header, fairseq's is 26 + 12 n bytes, and Megatron's at least
+34 + 12 n; with the same n and s, Megatron's TNTIDX is at least 8 bytes longer than fairseq's.
 """
 
 import mmap
@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpclm.errors import ConfigError
+from hpclm.files import reader
 
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
@@ -31,7 +32,7 @@ OLD_HEADER = struct.Struct("<8sQQQQQ")
 VERSION = 1
 _NAMES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2", 9: "<u4", 10: "<u8"}
 DTYPES = {code: np.dtype(name) for code, name in _NAMES.items()}
-FAIRSEQ_ONLY = {9, 10}  # codes that Megatron does not know
+FAIRSEQ_ONLY = {9, 10}  # codes that Megatron does not have
 FLOATS = {6: "float64", 7: "float32 in Megatron, float64 in fairseq"}
 
 Layout = Literal["megatron", "fairseq", "tntidx"]
@@ -39,28 +40,28 @@ Layout = Literal["megatron", "fairseq", "tntidx"]
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """What an index holds, as views of the file; nothing but its header and its length has been checked."""
+    """The contents of an index, as views of the file; only header and length have been checked."""
 
     layout: Layout
     dtype: np.dtype
     sizes: NDArray[np.int32 | np.int64]
-    """[n] tokens of each sequence."""
+    """[n] tokens in each sequence."""
     starts: NDArray[np.int64]
-    """[n] where each begins in ``.bin``, in units of ``unit`` bytes."""
+    """[n] start of each in ``.bin``, in units of ``unit`` bytes."""
     unit: int = 1
     documents: NDArray[np.int64] | None = None
-    """[d] bounds of the documents in sequences; None: each sequence is one."""
+    """[d] bounds of the documents in sequences; None: each sequence is a document."""
     modes: NDArray[np.int8] | None = None
     """[n] of multimodal datasets."""
     offsets: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
-    """[n + 1] each, of TNTIDX: where the dimensions and the tokens of each sequence begin, and the end of the last."""
+    """Of TNTIDX, [n + 1] each: start of the dimensions and of the tokens of each sequence, and the end of the last."""
     shift: int = 0
-    """What the file stores in excess of each token."""
+    """Added to each token in the file."""
 
 
 def mapped(path: Path) -> tuple[mmap.mmap | bytes, int]:
-    """The content of a file, read when it is touched, b"" of an empty one; and when it was last written, in ns."""
-    with path.open("rb") as file:
+    """A memory-mapped file (b"" if it is empty), and its modification time in ns."""
+    with reader(path) as file:
         status = os.fstat(file.fileno())
         if not status.st_size:
             return b"", status.st_mtime_ns
@@ -71,14 +72,14 @@ def mapped(path: Path) -> tuple[mmap.mmap | bytes, int]:
 
 
 def read_index(path: Path, content: mmap.mmap | bytes) -> Index:
-    """The index in the file ``path``; ConfigError where its header lies or its length is not what the header says."""
+    """The index in the file ``path``; ConfigError if its header is invalid or does not match its length."""
     head = content[: OLD_HEADER.size + 8]
     if head.startswith(OLD_MAGIC):
         return _tntidx(path, content, head)
     if not head.startswith(MAGIC):
         raise ConfigError(
-            f"{path} is not an index of tokens: it starts with {head[:9]!r}, and should with {MAGIC!r} (Megatron, fairseq) "
-            f"or {OLD_MAGIC!r} (the layout before it); is it another file, or a pointer to one?"
+            f"{path} is not an index of tokens: it starts with {head[:9]!r}, not with {MAGIC!r} (Megatron, fairseq) "
+            f"or {OLD_MAGIC!r} (the older layout); is it another file, or a Git LFS pointer?"
         )
     _need(path, head, FAIRSEQ_HEADER.size)
     _, version, code, n = FAIRSEQ_HEADER.unpack_from(head)
@@ -93,7 +94,7 @@ def read_index(path: Path, content: mmap.mmap | bytes) -> Index:
     if length not in (needed, needed + n):
         raise ConfigError(
             f"{path} is {length} bytes long, but {n} sequences and {d} document bounds need {needed} "
-            f"({needed + n} with modes, {fairseq} in fairseq's layout): it is damaged, make or copy it again"
+            f"({needed + n} with modes, {fairseq} in fairseq's layout): it is corrupt; create or copy it again"
         )
     at = HEADER.size
     return Index(
@@ -111,18 +112,16 @@ def _tntidx(path: Path, content: mmap.mmap | bytes, head: bytes) -> Index:
     _, version, code, width, n, s = OLD_HEADER.unpack_from(head)
     dtype = _dtype(path, version, code)
     if width != dtype.itemsize:
-        raise ConfigError(
-            f"{path} says that a token has {width} bytes, but its dtype {dtype.name} has {dtype.itemsize}"
-        )
+        raise ConfigError(f"{path} declares tokens of {width} bytes, but its dtype {dtype.name} has {dtype.itemsize}")
     if s != n:
-        raise ConfigError(f"{path} has {n} sequences and {s} dimensions; tokens have one dimension a sequence")
+        raise ConfigError(f"{path} has {n} sequences and {s} dimensions; sequences of tokens have one dimension each")
     length, fairseq = len(content), OLD_HEADER.size + 16 * (n + 1) + 8 * n
     d = int.from_bytes(head[OLD_HEADER.size :], "little")
     megatron = fairseq + 8 + 8 * d
     if length not in (fairseq, megatron):
         raise ConfigError(
             f"{path} is {length} bytes long, but {n} sequences need {fairseq} in fairseq's old layout, and with {d} "
-            f"document bounds {megatron} in Megatron's: it is damaged, make or copy it again"
+            f"document bounds {megatron} in Megatron's: it is corrupt; create or copy it again"
         )
     at = OLD_HEADER.size + (0 if length == fairseq else 8)
     offsets = np.frombuffer(content, "<i8", 2 * (n + 1), at)
@@ -141,15 +140,17 @@ def _tntidx(path: Path, content: mmap.mmap | bytes, head: bytes) -> Index:
 
 def _need(path: Path, head: bytes, size: int) -> None:
     if len(head) < size:
-        raise ConfigError(f"{path} is cut short: {len(head)} bytes, and its header alone has {size}")
+        raise ConfigError(f"{path} is truncated: it has {len(head)} bytes, but its header needs {size}")
 
 
 def _dtype(path: Path, version: int, code: int) -> np.dtype:
     if version != VERSION:
         raise ConfigError(f"{path} has format version {version}; hpclm reads version {VERSION}")
     if code in FLOATS:
-        raise ConfigError(f"{path} has dtype code {code} ({FLOATS[code]}): it holds numbers that are no token ids")
+        raise ConfigError(
+            f"{path} has dtype code {code} ({FLOATS[code]}): it holds floating-point numbers, not token ids"
+        )
     if code not in DTYPES:
         known = {code: dtype.name for code, dtype in DTYPES.items()}
-        raise ConfigError(f"{path} has dtype code {code}; tokens are one of {known}")
+        raise ConfigError(f"{path} has dtype code {code}; tokens have one of {known}")
     return DTYPES[code]

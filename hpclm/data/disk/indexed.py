@@ -1,7 +1,4 @@
-"""A dataset is n token sequences in one flat file, ``.bin``, and an index, ``.idx``, that says where each one lies.
-
-hpclm/data/disk/formats.py describes the layouts of the index; ``.bin`` is the tokens, nothing else.
-"""
+"""Read a dataset: n token sequences, concatenated in ``.bin``, and their index ``.idx`` (layouts: formats.py)."""
 
 import json
 import mmap
@@ -16,46 +13,50 @@ from numpy.typing import NDArray
 from hpclm.data.disk.formats import mapped, read_index
 from hpclm.data.disk.scan import check_all, check_ends
 from hpclm.errors import ConfigError
-from hpclm.files import fingerprint, readable
+from hpclm.files import fingerprint, read_text, readable
 
-SCANNED = 1 << 20  # sequences, or documents, up to which opening looks at all of them: some 10 ms
-SHIFTED = 64 << 20  # bytes of tokens that are turned into others in memory
+SCANNED = 1 << 20  # sequences or documents that are all checked when a dataset is opened: some 10 ms
+SHIFTED = 64 << 20  # bytes of tokens that are converted in memory
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The type that Megatron stores the ids of ``vocab_size`` tokens in."""
+    """The type in which Megatron stores token ids of a vocabulary of this size."""
     return np.dtype("<u2" if vocab_size < 65500 else "<i4")
 
 
 def files(prefix: str | Path) -> tuple[Path, Path, Path]:
-    """Where the tokens, the index and the note about them lie: PREFIX.bin, PREFIX.idx, PREFIX.json."""
+    """The files of a dataset: PREFIX.bin (tokens), PREFIX.idx (index), PREFIX.json (tokenizer, content hash, counts)."""
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx"), Path(f"{prefix}.json")
 
 
 def sidecar(prefix: str | Path) -> dict[str, Any]:
-    """What ``hpclm preprocess`` noted about the dataset; {} where there is no note, ConfigError where it is garbage."""
+    """The content of PREFIX.json, such as "tokenizer" and "content"; {} if there is no such file, ConfigError if it is invalid."""
     path = files(prefix)[2]
     try:
-        note = json.loads(path.read_text("utf-8"))
+        note = json.loads(read_text(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"note {path} cannot be read: {error}; it belongs to the dataset: restore it, or remove it and set data.tokenizer"
-        ) from None
+        raise ConfigError(f"{path} cannot be read: {error}; restore it, or remove it and set data.tokenizer") from None
     if not _is_note(note):
-        raise ConfigError(f"note {path} is not what hpclm preprocess writes; remove it and set data.tokenizer")
+        raise ConfigError(f"{path} was not written by hpclm; remove it and set data.tokenizer")
     return note
 
 
 def _is_note(note: Any) -> bool:
-    tokenizer = note.get("tokenizer") if isinstance(note, dict) else None
+    if not isinstance(note, dict):
+        return False
+    tokenizer = note.get("tokenizer")
+    if tokenizer is None:  # made by another project, and hashed by hpclm
+        return isinstance(note.get("content"), dict)
     if not isinstance(tokenizer, dict):
         return False
-    wanted = {"kind": str, "size": int, "files": dict}
+    wanted = {"kind": str, "files": dict}
     paths = note.get("tokenizer_files", [])
     return (
         all(isinstance(tokenizer.get(key), kind) for key, kind in wanted.items())
+        and type(tokenizer.get("size")) is int
+        and type(tokenizer.get("eod")) in (int, type(None))
         and all(isinstance(content, str) for content in tokenizer["files"].values())
         and isinstance(paths, list)
         and all(isinstance(path, str) for path in paths)
@@ -65,13 +66,13 @@ def _is_note(note: Any) -> bool:
 class IndexedDataset:
     """A dataset on disk, memory-mapped; ConfigError says what is wrong with its files.
 
-    layout: "megatron", "fairseq" or "tntidx". dtype: as the tokens are stored.
-    changed_ns: when the index was last written.
-    sizes [n] int32 (TNTIDX: int64): tokens of each sequence.
-    modes [n] int8: what Megatron's multimodal datasets say of each sequence; None in others.
+    layout: "megatron", "fairseq" or "tntidx". dtype: type of the tokens in the file.
+    changed_ns: modification time of the index.
+    sizes [n] int32 (TNTIDX: int64): tokens in each sequence.
+    modes [n] int8: of Megatron's multimodal datasets; None in others.
 
-    Opening looks at the header, the exact lengths of both files, and the first and last sequence and document, and at
-    everything where that is at most ``SCANNED`` sequences; ``check`` always looks at everything.
+    Opening checks the header, the exact lengths of both files, and the first and last sequence and document; with at most
+    ``SCANNED`` sequences, everything, as ``check`` always does.
     """
 
     def __init__(self, prefix: str | Path):
@@ -101,48 +102,48 @@ class IndexedDataset:
 
     @cached_property
     def flat(self) -> NDArray:
-        """[tokens] all tokens in the order of the file, a view of it.
+        """[tokens] all tokens, a view of the file.
 
-        A fairseq TNTIDX dataset stores other numbers than its tokens: a small one is turned into them in memory, a
-        larger one is a ConfigError; ``tokens`` and ``block`` read any.
+        fairseq's TNTIDX stores each token plus 1: a small dataset is converted in memory, a larger one is a ConfigError;
+        ``tokens`` and ``block`` can read any.
         """
         if not self._index.shift:
             return self._stored
         if self._bytes > SHIFTED:
             raise ConfigError(
-                f"{self.prefix} has fairseq's old layout, whose tokens cannot be used as they are stored; "
+                f"{self.prefix} has fairseq's old layout, which cannot be read directly; "
                 f"convert it first: hpclm data convert {self.prefix} NEW --layout megatron"
             )
         return self.block(0, self.token_count)
 
     @cached_property
     def pointers(self) -> NDArray[np.int64]:
-        """[n] the first byte of each sequence in ``.bin``."""
+        """[n] offset of each sequence in ``.bin``, in bytes."""
         return self._index.starts if self._index.unit == 1 else self._index.starts * self._index.unit
 
     @cached_property
     def documents(self) -> NDArray[np.int64]:
-        """[d] document k is the sequences documents[k] up to documents[k + 1]; made in memory where the file has none."""
+        """[d] document k consists of the sequences documents[k] to documents[k + 1] - 1."""
         return self.bounds(0, self.document_count)
 
     @property
     def document_count(self) -> int:
-        """Documents; in layouts without them, sequences."""
+        """Number of documents; of sequences, in layouts without documents."""
         documents = self._index.documents
         return len(self) if documents is None else len(documents) - 1
 
     @property
     def token_count(self) -> int:
-        """Tokens of all sequences."""
+        """Number of tokens."""
         return len(self._stored)
 
     def bounds(self, begin: int, end: int) -> NDArray[np.int64]:
-        """``documents[begin : end + 1]``, without holding the others."""
+        """``documents[begin : end + 1]``, without loading the others."""
         documents = self._index.documents
         return np.arange(begin, end + 1) if documents is None else documents[begin : end + 1]
 
     def place(self, i: int) -> int:
-        """Where sequence ``i`` begins in ``flat``; where they all end for i = n."""
+        """Start of sequence ``i`` in ``flat``; for i = n the end of the last."""
         if i == len(self):
             return self.token_count
         return int(self._index.starts[i]) * self._index.unit // self.dtype.itemsize
@@ -155,17 +156,17 @@ class IndexedDataset:
         return found
 
     def tokens(self, i: int) -> NDArray:
-        """Sequence ``i``, [sizes[i]], a view of the file; ConfigError where the index is wrong about it."""
+        """Sequence ``i``, [sizes[i]], a view of the file; ConfigError if the index is wrong."""
         begin, size = self.place(i), int(self.sizes[i])
         if not (0 <= begin <= begin + size <= self.token_count):
             raise ConfigError(
                 f"{self.idx_path}: sequence {i} is tokens {begin} to {begin + size} of {self.token_count}; "
-                f"the index is damaged: hpclm data verify {self.prefix} says where it begins to be"
+                f"the index is corrupt: hpclm data verify {self.prefix} says where"
             )
         return self.block(begin, begin + size)
 
     def block(self, begin: int, end: int) -> NDArray:
-        """``flat[begin:end]``, without holding the others."""
+        """``flat[begin:end]``, without loading the others."""
         stored, shift = self._stored[begin:end], self._index.shift
         if not shift:
             return stored
@@ -173,30 +174,39 @@ class IndexedDataset:
             where = begin + int(np.argmax(stored < shift))
             raise ConfigError(
                 f"{self.bin_path}: token {where} is stored as {self._stored[where]}, but fairseq's old layout stores "
-                "each token plus 1; it is damaged"
+                "each token plus 1; the file is corrupt"
             )
         return stored - self.dtype.type(shift)
 
-    def check(self, seen: Callable[[int], object] = lambda entries: None) -> None:
-        """Look at every entry of the index, n + documents; ConfigError for the first that is wrong."""
+    def raw(self, begin: int, end: int) -> memoryview:
+        """The bytes of ``flat[begin:end]`` in the file."""
+        width = self.dtype.itemsize
+        return memoryview(self._maps[1])[begin * width : end * width]
+
+    def raw_index(self) -> memoryview:
+        """The bytes of the index."""
+        return memoryview(self._maps[0])
+
+    def check(self, progress: Callable[[int], object] = lambda entries: None) -> None:
+        """Check every entry of the index, n + documents; ConfigError for the first that is wrong."""
 
         def done(entries: int) -> None:
             self.release()
-            seen(entries)
+            progress(entries)
 
         check_all(self._index, self.idx_path, self._bytes, done)
 
     def release(self) -> None:
-        """Let go of what reading has brought into memory; it is read again when it is asked for."""
+        """Release the memory of everything read so far; it is read again when needed."""
         for content in self._maps:
             if isinstance(content, mmap.mmap) and hasattr(content, "madvise"):
                 content.madvise(mmap.MADV_DONTNEED)
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """What changes when the dataset does, cheap to make, the same for a copy of it (JSON).
+        """Identifies the content of the dataset, without reading all of it (JSON).
 
-        Lengths and layout, and hashes of the files, whole up to 16 MB and of 64 blocks spread over longer ones.
+        Lengths, layout, and hashes of the files: of all of a file up to 16 MB, of 64 blocks of a larger one.
         """
         return {
             "bin_bytes": self._bytes,
@@ -212,5 +222,5 @@ def _not_there(prefix: Path, missing: list[str]) -> str:
     bin_path, idx_path, _ = files(prefix)
     folder = prefix.parent
     near = sorted(str(path.with_suffix("")) for path in folder.glob("*.idx")) if folder.is_dir() else []
-    hint = f"; {folder} has {', '.join(near[:5])}" if near else f"; no dataset lies in {folder.absolute()}"
-    return f"a dataset is {bin_path} and {idx_path}, but {' and '.join(missing)} does not exist{hint}"
+    hint = f"; {folder} has {', '.join(near[:5])}" if near else f"; there is no dataset in {folder.absolute()}"
+    return f"a dataset consists of {bin_path} and {idx_path}, but {' and '.join(missing)} {'do' if len(missing) > 1 else 'does'} not exist{hint}"

@@ -1,4 +1,4 @@
-"""What is in a dataset: counts, lengths, tokenizer, and the first documents as text."""
+"""Describe a dataset: counts, lengths, tokenizer, and the first documents as text."""
 
 import shutil
 from pathlib import Path
@@ -7,27 +7,29 @@ from typing import Any
 from hpclm.config.data import DataConfig
 from hpclm.data import tokenizers
 from hpclm.data.disk import lengths
+from hpclm.data.disk.content import noted
 from hpclm.data.disk.indexed import IndexedDataset, sidecar
 from hpclm.errors import ConfigError
 
 SHOWN = 300  # characters of a document
-READ = 4 * SHOWN  # tokens that are turned into them: a character of UTF-8 has at most 4 bytes
+READ = 4 * SHOWN  # tokens that are decoded for them: a character has at most 4 bytes of UTF-8
 
 
 def report(
     dataset: IndexedDataset, documents: int, kind: str | None = None, files: list[str] | None = None
 ) -> dict[str, Any]:
-    """Everything there is to say of ``dataset``, with its first ``documents`` (JSON).
+    """A description of ``dataset``, with its first ``documents`` (JSON).
 
-    kind, files: the tokenizer that shows them as text; None: the one in the dataset's note. Where that cannot be had, they
-    are token ids, and "tokenizer_missing" says why. ConfigError where the index is damaged, or ``kind`` cannot be had.
+    kind, files: the tokenizer for decoding them; None: the dataset's own. If that is not available, they are token ids, and
+    "tokenizer_missing" says why. ConfigError if the index is corrupt, or if ``kind`` is not available.
     """
     from tqdm import tqdm
 
     with tqdm(total=len(dataset) + dataset.document_count, unit_scale=True, disable=None, desc="index") as bar:
         dataset.check(bar.update)
     tokenizer, missing = _tokenizer(dataset.prefix, kind, files or [])
-    noted = sidecar(dataset.prefix).get("tokenizer")
+    named = sidecar(dataset.prefix).get("tokenizer")
+    content = noted(dataset.prefix)
     of_documents = lengths.document_lengths(dataset)
     of_sequences = lengths.sequence_lengths(dataset)
     return {
@@ -43,8 +45,9 @@ def report(
         "document_lengths": of_documents.summary(),
         "sequence_lengths": of_sequences.summary(),
         "histogram": [[bin.low, bin.high, bin.count] for bin in lengths.bins(of_documents)],
-        "tokenizer": tokenizer.identity if tokenizer else noted,
+        "tokenizer": tokenizer.fingerprint if tokenizer else named,
         "tokenizer_missing": missing,
+        "content": content and content.bin,
         "first": [_document(dataset, k, tokenizer) for k in range(min(documents, dataset.document_count))],
     }
 
@@ -58,8 +61,9 @@ def words(found: dict[str, Any]) -> str:
         "documents": f"{found['documents']:,}",
         "sequences": f"{found['sequences']:,}",
         "tokens": f"{found['tokens']:,}",
-        "tokenizer": tokenizers.describe(found["tokenizer"]) if found["tokenizer"] else "not known",
+        "tokenizer": tokenizers.describe(found["tokenizer"]) if found["tokenizer"] else "unknown",
         "": found["tokenizer_missing"] or "",
+        "content hash": found["content"] or "none; hpclm data hash adds one",
         "tokens in a document": _summary(found["document_lengths"]),
     }
     if found["sequence_lengths"] != found["document_lengths"]:
@@ -69,25 +73,24 @@ def words(found: dict[str, Any]) -> str:
         bins = [lengths.Bin(*bin) for bin in found["histogram"]]
         parts += ["", "documents by their tokens", lengths.bars(bins, min(size.columns, 100))]
     for document in found["first"]:
-        parts += ["", f"document {document['document']}, {document['tokens']:,} tokens", _printable(_shown(document))]
+        parts += ["", f"document {document['document']}, {document['tokens']:,} tokens", _shown(document)]
     return "\n".join(parts)
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Write the histogram of a ``report`` as a picture."""
+    """Write the histogram of a ``report`` to a file."""
     title = f"{Path(found['prefix']).name}: {found['documents']:,} documents, {found['tokens']:,} tokens"
     lengths.draw([lengths.Bin(*bin) for bin in found["histogram"]], title, path)
 
 
 def _tokenizer(prefix: Path, kind: str | None, files: list[str]) -> tuple[tokenizers.Tokenizer | None, str | None]:
-    """The tokenizer that can be had, and why there is none."""
     try:
         return tokenizers.of_run(DataConfig(prefix=str(prefix), tokenizer=kind, tokenizer_files=files)), None
     except ConfigError as error:
         if kind is not None:
             raise
-        why = str(error) if sidecar(prefix) else "the dataset has no note that names one"
-        return None, f"{why}; --tokenizer and --tokenizer-files name one to read it with"
+        why = str(error) if "tokenizer" in sidecar(prefix) else "the dataset does not name one"
+        return None, f"{why}; --tokenizer and --tokenizer-files select one"
 
 
 def _document(dataset: IndexedDataset, k: int, tokenizer: tokenizers.Tokenizer | None) -> dict[str, Any]:
@@ -104,11 +107,6 @@ def _document(dataset: IndexedDataset, k: int, tokenizer: tokenizers.Tokenizer |
 def _shown(document: dict[str, Any]) -> str:
     text = document["text"] if "text" in document else " ".join(map(str, document["ids"]))
     return text + (" … (cut)" if document["cut"] else "")
-
-
-def _printable(text: str) -> str:
-    """``text`` with what would steer the terminal written out."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def _summary(summary: dict[str, float]) -> str:

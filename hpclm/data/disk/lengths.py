@@ -1,4 +1,4 @@
-"""How long the documents of a dataset are, exactly, and a picture of it; memory does not grow with their number."""
+"""Exact document lengths of a dataset, and their histogram as text, SVG or HTML; in constant memory."""
 
 import math
 from collections.abc import Iterator
@@ -13,20 +13,20 @@ from hpclm.data.disk.indexed import IndexedDataset
 from hpclm.errors import ConfigError
 from hpclm.files import write_text
 
-BLOCK = 1 << 18  # documents that are looked at at a time
-PERCENTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}  # the least length that this part of them does not exceed
-WIDE = 50  # times that the longest is the median from which bins grow by a factor
+BLOCK = 1 << 18  # documents that are read at a time
+PERCENTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
+WIDE = 50  # longest / median from which the bins are logarithmic
 
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
-    """values [k], ascending: the lengths that occur, in tokens; counts [k]: how often each does."""
+    """values [k], ascending: lengths in tokens; counts [k]: how often each occurs."""
 
     values: NDArray[np.int64]
     counts: NDArray[np.int64]
 
     def summary(self) -> dict[str, float]:
-        """Smallest, mean, median, 90th and 99th percentile, largest and number of empty ones; {} of nothing."""
+        """Minimum, mean, median, 90th and 99th percentile, maximum and number of empty ones; {} without documents."""
         if not len(self.values):
             return {}
         reached = np.cumsum(self.counts)
@@ -40,7 +40,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Bin:
-    """``count`` documents have ``low`` up to ``high`` tokens, both among them."""
+    """``count`` documents have ``low`` to ``high`` tokens, inclusive."""
 
     low: int
     high: int
@@ -48,17 +48,17 @@ class Bin:
 
 
 def document_lengths(dataset: IndexedDataset) -> Lengths:
-    """The lengths of the documents of ``dataset``, whose index must have been checked."""
+    """The lengths of documents; the index must have been checked."""
     return _gathered(_of_documents(dataset))
 
 
 def sequence_lengths(dataset: IndexedDataset) -> Lengths:
-    """The lengths of its sequences."""
+    """The lengths of sequences."""
     return _gathered(_of_sequences(dataset))
 
 
 def bins(lengths: Lengths, wanted: int = 16) -> list[Bin]:
-    """At most about ``wanted`` bins from the shortest to the longest; each is wider than the last where the range is wide."""
+    """About ``wanted`` bins at most, of equal width, or logarithmic for a wide range."""
     if not len(lengths.values):
         return []
     low, high = int(lengths.values[0]), int(lengths.values[-1])
@@ -70,12 +70,12 @@ def bins(lengths: Lengths, wanted: int = 16) -> list[Bin]:
         edges = [low, *range((low // width + 1) * width, high + 1, width), high + 1]
     counts = np.add.reduceat(np.append(lengths.counts, 0), np.searchsorted(lengths.values, edges[:-1]))
     places = np.searchsorted(lengths.values, edges)
-    filled = np.where(np.diff(places) > 0, counts, 0)  # reduceat gives an empty stretch its first element
+    filled = np.where(np.diff(places) > 0, counts, 0)  # reduceat returns the first element for an empty range
     return [Bin(a, b - 1, int(n)) for a, b, n in zip(edges, edges[1:], filled, strict=False)]
 
 
 def bars(found: list[Bin], width: int) -> str:
-    """The bins as lines of text of ``width`` characters."""
+    """The bins as a bar chart of ``width`` characters."""
     names = [_name(bin) for bin in found]
     margin = max(map(len, names), default=0)
     room = max(8, width - margin - 2 - max((len(f" {bin.count:,}") for bin in found), default=0))
@@ -89,9 +89,9 @@ def bars(found: list[Bin], width: int) -> str:
 
 
 def draw(found: list[Bin], title: str, path: Path) -> None:
-    """Write the bins as a picture, .svg, or a page that shows it, .html."""
+    """Write the bins as a bar chart, .svg or .html."""
     if path.suffix not in (".svg", ".html"):
-        raise ConfigError(f"--histogram {path}: pictures are .svg or .html, which browsers show and print")
+        raise ConfigError(f"--histogram {path} must end in .svg or .html")
     svg = _svg(found, title)
     page = f"<!DOCTYPE html>\n<meta charset='utf-8'>\n<title>{escape(title)}</title>\n{svg}\n"
     try:
@@ -141,7 +141,7 @@ def _name(bin: Bin) -> str:
 
 
 def _round_number(value: float) -> int:
-    """The smallest of 1, 2, 5, 10, 20, ... that is not below ``value``."""
+    """The smallest of 1, 2, 5, 10, 20, ... that is at least ``value``."""
     power = 10 ** max(0, math.ceil(math.log10(max(value, 1))) - 1)
     return next(step * power for step in (1, 2, 5, 10, 20) if step * power >= value)
 

@@ -1,4 +1,4 @@
-"""Whether an index and its ``.bin`` agree: at both ends, which is cheap, and everywhere, in blocks of constant memory."""
+"""Check that an index matches its ``.bin``: only at both ends, which is cheap, or completely, in constant memory."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 from hpclm.data.disk.formats import Index
 from hpclm.errors import ConfigError
 
-BLOCK = 1 << 18  # sequences, or document bounds, that are looked at at a time
+BLOCK = 1 << 18  # sequences or document bounds that are checked at a time
 
 
 def check_ends(index: Index, idx: Path, bin: Path, size: int) -> None:
-    """ConfigError unless the first and last sequence and document bound fit ``size``, the bytes of ``.bin``."""
+    """ConfigError unless the first and last sequence and document bound match ``size``, the bytes of ``.bin``."""
     n, width = len(index.sizes), index.dtype.itemsize
     end = 0
     if n:
@@ -25,10 +25,12 @@ def check_ends(index: Index, idx: Path, bin: Path, size: int) -> None:
         end = start + tokens * width
     if end != size:
         raise ConfigError(
-            f"{bin} is {size} bytes long, but {idx} describes {end}: one of them is cut short or belongs to another dataset"
+            f"{bin} is {size} bytes long, but {idx} describes {end}: one of them is truncated or belongs to another dataset"
         )
     if size % width:
-        raise ConfigError(f"{bin} is {size} bytes long, no multiple of the {width} that a token has: it is cut short")
+        raise ConfigError(
+            f"{bin} is {size} bytes long, which is not a multiple of {width}, the bytes of a token: it is truncated"
+        )
     if index.offsets is not None:
         for what, column, last in zip(("dimensions", "tokens"), index.offsets, (n, size // width), strict=True):
             if column[0] != 0 or column[-1] != last:
@@ -38,13 +40,13 @@ def check_ends(index: Index, idx: Path, bin: Path, size: int) -> None:
     if index.documents is not None:
         ends = (int(index.documents[0]), int(index.documents[-1])) if len(index.documents) else None
         if ends != (0, n):
-            raise ConfigError(f"{idx}: document bounds must go from 0 to {n}, the sequences; they go {ends}")
+            raise ConfigError(f"{idx}: document bounds must go from 0 to {n}, the number of sequences, but go {ends}")
 
 
-def check_all(index: Index, idx: Path, size: int, seen: Callable[[int], object] = lambda sequences: None) -> None:
-    """ConfigError for the first sequence or document bound that does not follow the one before it; after ``check_ends``.
+def check_all(index: Index, idx: Path, size: int, progress: Callable[[int], object] = lambda entries: None) -> None:
+    """ConfigError for the first sequence or document bound that does not follow the previous one; after ``check_ends``.
 
-    ``seen`` hears of sequences and bounds as they are done with.
+    ``progress`` is called with numbers of checked sequences and bounds.
     """
     n, tokens = len(index.sizes), index.dtype.itemsize // index.unit
     end, last = 0, size // index.unit
@@ -67,16 +69,16 @@ def check_all(index: Index, idx: Path, size: int, seen: Callable[[int], object] 
         if index.offsets is not None:
             wrong = index.offsets[0][start : start + len(sizes)] != np.arange(start, start + len(sizes))
             if wrong.any():
-                raise ConfigError(f"{idx}: sequence {start + int(np.argmax(wrong))} has not one dimension")
+                raise ConfigError(f"{idx}: sequence {start + int(np.argmax(wrong))} does not have one dimension")
         end = int(expected[-1])
         if end > last:
             raise ConfigError(f"{idx}: sequence {start + len(sizes) - 1} ends past the tokens' {size} bytes")
-        seen(len(sizes))
+        progress(len(sizes))
     if index.documents is not None:
-        _check_documents(index.documents, idx, seen)
+        _check_documents(index.documents, idx, progress)
 
 
-def _check_documents(documents: NDArray[np.int64], idx: Path, seen: Callable[[int], object]) -> None:
+def _check_documents(documents: NDArray[np.int64], idx: Path, progress: Callable[[int], object]) -> None:
     for start in range(0, len(documents) - 1, BLOCK):
         block = documents[start : start + BLOCK + 1]
         falls = block[1:] < block[:-1]
@@ -86,7 +88,7 @@ def _check_documents(documents: NDArray[np.int64], idx: Path, seen: Callable[[in
                 f"{idx}: document bounds must not decrease; document {start + where} goes from sequence {block[where]} "
                 f"to {block[where + 1]}: the index is damaged"
             )
-        seen(len(block) - 1)
+        progress(len(block) - 1)
 
 
 def _negative(idx: Path, sequence: int, size: int) -> ConfigError:
@@ -95,6 +97,6 @@ def _negative(idx: Path, sequence: int, size: int) -> ConfigError:
 
 def _misplaced(idx: Path, sequence: int, expected: int, found: int) -> ConfigError:
     return ConfigError(
-        f"{idx}: sequence {sequence} should start at byte {expected} of the tokens, where the one before ends, "
+        f"{idx}: sequence {sequence} should start at byte {expected} of the tokens, where the previous one ends, "
         f"but the index says {found}"
     )

@@ -1,4 +1,4 @@
-"""Whether a dataset is whole: every entry of its index, every token, and what its note says of it."""
+"""Verify a dataset: every entry of its index, every token, and its PREFIX.json."""
 
 from bisect import bisect_right
 from collections.abc import Callable
@@ -7,52 +7,80 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hpclm.data.disk.content import Recording, Verification, index_damaged, index_hash
 from hpclm.data.disk.indexed import IndexedDataset, files, sidecar
 from hpclm.errors import ConfigError
 
-TOKENS = 1 << 22  # tokens that are looked at at a time
+TOKENS = 1 << 22  # tokens that are read at a time
 
 
 def verify(dataset: IndexedDataset, vocab_size: int | None = None) -> dict[str, Any]:
-    """Read all of ``dataset``, with a progress bar; ConfigError says which entry or token is wrong, and where it is.
+    """Read all of ``dataset``, with a progress bar; ConfigError says which entry or token is wrong, and where.
 
-    vocab_size: more than every token; None: that of the tokenizer in the dataset's note, and of any where there is none.
-    The result says what was looked at: sequences, documents, tokens, the highest token, and the size it was held against.
+    vocab_size: limit of the token ids; None: the size of the dataset's tokenizer, or no limit if that is unknown.
+    Returns counts of sequences, documents and tokens, the highest token, the limit, and the content hash; if there is no hash
+    (None), a change to another valid token is not detected.
     """
     from tqdm import tqdm
 
     note = sidecar(dataset.prefix)
-    size = note["tokenizer"]["size"] if note and vocab_size is None else vocab_size
+    size = vocabulary(note, vocab_size)
     entries = len(dataset) + dataset.document_count
     with tqdm(total=entries, unit_scale=True, disable=None, desc="index") as bar:
         dataset.check(bar.update)
     _check_counts(dataset, note)
-    with tqdm(total=dataset.token_count, unit=" tokens", unit_scale=True, disable=None, desc="tokens") as bar:
-        highest = _check_tokens(dataset, size, bar.update)
+    verification = Verification(dataset)
+    if verification.noted and index_hash(dataset) != verification.noted.idx:
+        raise index_damaged(dataset)
+    highest = check_tokens(dataset, size, verification, "tokens")
     return {
         "sequences": len(dataset),
         "documents": dataset.document_count,
         "tokens": dataset.token_count,
         "highest_token": highest,
         "vocab_size": size,
+        "content": verification.noted and verification.noted.bin,
+        "content_added": verification.noted and verification.noted.added,
+        "zeros": verification.zeros.told() or None,
     }
+
+
+def vocabulary(note: dict[str, Any], vocab_size: int | None) -> int | None:
+    """The limit of the token ids: ``vocab_size``, or the size of the tokenizer in PREFIX.json; None if it is unknown."""
+    return note["tokenizer"]["size"] if "tokenizer" in note and vocab_size is None else vocab_size
 
 
 def _check_counts(dataset: IndexedDataset, note: dict[str, Any]) -> None:
     found = {"documents": dataset.document_count, "sequences": len(dataset), "tokens": dataset.token_count}
-    wrong = [
-        f"{found[key]} {key} where it says {note[key]}" for key in found if key in note and note[key] != found[key]
-    ]
+    wrong = [f"{found[key]} {key}, not {note[key]!r}" for key in found if key in note and note[key] != found[key]]
     if wrong:
         path = files(dataset.prefix)[2]
         raise ConfigError(f"{path} belongs to another dataset: {dataset.idx_path} has {' and '.join(wrong)}")
 
 
-def _check_tokens(dataset: IndexedDataset, size: int | None, seen: Callable[[int], object]) -> int | None:
-    """The highest token, None where there is none; ConfigError for tokens below 0 or not below ``size``."""
+def check_tokens(
+    dataset: IndexedDataset, size: int | None, verification: Verification | Recording, name: str
+) -> int | None:
+    """The highest token, None if there is none; ConfigError for tokens outside [0, ``size``), or that do not match the hash.
+
+    Shows a progress bar with this ``name``.
+    """
+    from tqdm import tqdm
+
+    with tqdm(total=dataset.token_count, unit=" tokens", unit_scale=True, disable=None, desc=name) as bar:
+        return _check_tokens(dataset, size, verification, bar.update)
+
+
+def _check_tokens(
+    dataset: IndexedDataset,
+    size: int | None,
+    verification: Verification | Recording,
+    progress: Callable[[int], object],
+) -> int | None:
     highest, outside, first = None, 0, None
     for start in range(0, dataset.token_count, TOKENS):
         block = dataset.block(start, min(start + TOKENS, dataset.token_count))
+        verification.update(start, start + len(block))
         low, high = int(block.min()), int(block.max())
         highest = high if highest is None else max(highest, high)
         if low < 0 or (size is not None and high >= size):
@@ -62,14 +90,21 @@ def _check_tokens(dataset: IndexedDataset, size: int | None, seen: Callable[[int
                 at = int(np.argmax(wrong))
                 first = start + at, int(block[at])
         dataset.release()
-        seen(len(block))
+        progress(len(block))
+    problems = []
+    try:
+        verification.end()
+    except ConfigError as error:
+        problems = error.problems
     if first is not None:
         place, token = first
         expected = "at least 0" if size is None else f"0 to {size - 1}"
-        raise ConfigError(
-            f"{dataset.bin_path}: token {token} at {whereabouts(dataset, place)} is not one of the vocabulary, {expected}; "
-            f"{outside} of {dataset.token_count} tokens are not: the tokens are damaged, or of another tokenizer"
+        problems.append(
+            f"{dataset.bin_path}: token {token} at {whereabouts(dataset, place)} is not in the vocabulary, {expected}; "
+            f"{outside} of {dataset.token_count} tokens are not: the dataset is corrupt, or belongs to another tokenizer"
         )
+    if problems:
+        raise ConfigError(problems)
     return highest
 
 
@@ -79,7 +114,7 @@ def _outside(block: NDArray, size: int | None) -> NDArray[np.bool_]:
 
 
 def whereabouts(dataset: IndexedDataset, place: int) -> str:
-    """Byte, document and sequence of the token ``flat[place]``, in words."""
+    """Byte, document and sequence of the token ``flat[place]``, for messages."""
     sequence = bisect_right(range(len(dataset)), place, key=dataset.place) - 1
     document = bisect_right(range(dataset.document_count), sequence, key=lambda k: int(dataset.bounds(k, k)[0])) - 1
     return (

@@ -1,6 +1,6 @@
-"""Writes datasets: tokens stream to files aside, which take the dataset's name only when all of them are whole.
+"""Write datasets under temporary names; they are renamed when all files are complete.
 
-Layouts as hpclm/data/disk/formats.py describes them: Megatron's, and fairseq's, whose index has no documents.
+formats.py describes the layouts: Megatron's, and fairseq's, whose index has no documents.
 """
 
 import json
@@ -14,22 +14,23 @@ from typing import IO, Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from hpclm.data.disk.content import KEY, Content, HashedFile
 from hpclm.data.disk.formats import DTYPES, FAIRSEQ_HEADER, FAIRSEQ_ONLY, HEADER, MAGIC, VERSION
 from hpclm.data.disk.indexed import files
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.files import aside, locked, sweep, sync
 
-LONGEST = 2**31 - 1  # tokens of a sequence: sizes are int32
-BLOCK = 1 << 20  # sequences, and tokens, that are held at a time
+LONGEST = 2**31 - 1  # tokens in a sequence: sizes are int32
+BLOCK = 1 << 20  # sequences or tokens that are written at a time
 
 Layout = Literal["megatron", "fairseq"]
 
 
 class Writer:
-    """Writes a dataset, replacing one of that name; it exists only once the ``with`` block ends well.
+    """Writes a dataset, which appears, or replaces one of that name, when the ``with`` block ends without an exception.
 
-    What an exception, a kill or a full disk leaves behind does not open: ``.idx`` is renamed last. Memory does not grow
-    with the dataset. ConfigError for tokens that the type or the layout cannot hold.
+    After a crash in between there is no dataset that can be opened: ``.idx`` is renamed last. Memory use does not depend on the
+    size. ConfigError for tokens that the type or the layout cannot store.
     """
 
     def __init__(self, prefix: str | Path, dtype: DTypeLike, layout: Layout = "megatron"):
@@ -44,16 +45,11 @@ class Writer:
         self._open = ExitStack()
         self._ended = 0
         self._finished = False
-        self.tokens = 0
-        """Tokens so far."""
-        self.sequences = 0
-        """Sequences so far."""
-        self.documents = 0
-        """Documents so far."""
+        self.tokens = self.sequences = self.documents = 0  # written so far
         self.note: dict[str, Any] | None = None
-        """Goes into PREFIX.json, which ``indexed.sidecar`` reads."""
+        """For PREFIX.json, together with the content hash."""
         self.replaces = True
-        """Whether a dataset of that name may be replaced; where not, one that appears meanwhile is a ConfigError."""
+        """Whether to replace a dataset that another process writes meanwhile; otherwise that is a ConfigError."""
 
     def add(self, tokens: ArrayLike) -> None:
         """Append one sequence, [tokens]."""
@@ -61,7 +57,7 @@ class Writer:
         self._append(given, np.array([given.size]))
 
     def end_document(self) -> None:
-        """The sequences since the last call are a document."""
+        """End a document of the sequences since the last call."""
         self._bound(np.array([self.sequences]))
 
     def add_document(self, tokens: ArrayLike) -> None:
@@ -76,9 +72,9 @@ class Writer:
         documents: NDArray[np.integer],
         modes: NDArray[np.integer] | None = None,
     ) -> None:
-        """Append whole documents: tokens [t] laid end to end, tokens of each sequence [s], sequences of each document [k].
+        """Append documents: concatenated tokens [t], tokens in each sequence [s], sequences in each document [k].
 
-        modes [s]: of multimodal datasets, a small number for each sequence; for all calls or for none.
+        modes [s]: of multimodal datasets, a number for each sequence; in every call or in none.
         """
         if sizes.sum() != tokens.size or documents.sum() != sizes.size:
             raise ValueError(
@@ -97,12 +93,11 @@ class Writer:
             raise ConfigError(f"a sequence of {sizes.max()} tokens is too long: an index holds at most {LONGEST}")
         self._sizes.write(sizes.astype("<i4", copy=False).tobytes())
         for start in range(0, tokens.size, BLOCK):
-            self._tokens.write(self._fitting(tokens[start : start + BLOCK]).data)
+            self._stream.write(self._fitting(tokens[start : start + BLOCK]).data)
         self.tokens += tokens.size
         self.sequences += sizes.size
 
     def _fitting(self, tokens: NDArray) -> NDArray:
-        """``tokens``, at least one, in the type of the file."""
         if tokens.dtype != self.dtype:
             low, high = int(tokens.min()), int(tokens.max())
             if low < self._range.min or high > self._range.max:
@@ -110,10 +105,9 @@ class Writer:
         return np.ascontiguousarray(tokens, self.dtype)
 
     def _bound(self, bounds: NDArray[np.integer]) -> None:
-        """Documents end before the sequences numbered ``bounds``."""
         if self.layout == "fairseq" and not np.array_equal(bounds, np.arange(len(bounds)) + self.documents + 1):
             raise ConfigError(
-                "fairseq's layout has one sequence in each document; write Megatron's, or do not split documents"
+                "in fairseq's layout each document is one sequence; use Megatron's, or do not split documents"
             )
         self._bounds.write(bounds.astype("<i8", copy=False).tobytes())
         self.documents += len(bounds)
@@ -127,6 +121,7 @@ class Writer:
         self._sizes, self._bounds, self._modes = (
             self._new(Path(f"{index}-{part}")) for part in ("sizes", "bounds", "modes")
         )
+        self._stream, self._indexed = HashedFile(self._tokens), HashedFile(self._index)
         self._bounds.write(bytes(8))  # the first document begins at sequence 0
         return self
 
@@ -138,11 +133,11 @@ class Writer:
                 self._publish()
 
     def _new(self, path: Path) -> IO[bytes]:
-        """A new file, closed and removed at the end unless it was renamed."""
+        """A new file, which is closed at the end, and removed unless it was renamed."""
         file = path.open("w+b")
 
         def discard() -> None:
-            with suppress(OSError):  # on a full disk closing fails as writing did
+            with suppress(OSError):  # on a full disk closing fails too
                 file.close()
             path.unlink(missing_ok=True)
 
@@ -150,9 +145,8 @@ class Writer:
         return file
 
     def finish(self) -> None:
-        """Write and check what is left, so that only renaming remains; nothing can be added after it.
-
-        The end of the ``with`` block does so by itself; called before, several datasets appear together or not at all.
+        """Complete and check the files, so that only renaming remains. Called at the end of the ``with`` block; call it
+        earlier so that of several datasets none appears if one fails.
         """
         if self._ended != self.sequences:
             raise ValueError("sequences after the last end_document() belong to no document")
@@ -160,8 +154,9 @@ class Writer:
         if modes not in (0, self.sequences):
             raise ValueError("either all sequences have modes or none")
         self._write_index()
-        if self.note is not None:
-            self._note.write(json.dumps(self.note, indent=1, ensure_ascii=False).encode() + b"\n")
+        bin, blocks = self._stream.hasher.end()
+        noted = (self.note or {}) | {KEY: Content(bin, self._indexed.hasher.end()[0], blocks).note()}
+        self._note.write(json.dumps(noted, indent=1, ensure_ascii=False).encode() + b"\n")
         columns = 12 * self.sequences
         wanted = {
             self._tokens: self.tokens * self.dtype.itemsize,
@@ -174,43 +169,38 @@ class Writer:
         for file, size in wanted.items():
             found = os.fstat(file.fileno()).st_size
             if found != size:
-                raise HpclmError(f"{file.name} has {found} bytes after writing {size}; no dataset was written")
+                raise HpclmError(f"{file.name} has {found} bytes, but {size} were written; no dataset was written")
         self._finished = True
 
     def _publish(self) -> None:
         tokens, index, note = self._final
-        with locked(index.parent):  # of two writers of one name the later must not mix its files with the other's
+        with locked(index.parent):  # so that two processes do not mix their files
             if not self.replaces and index.exists():
-                raise ConfigError(f"{index} has appeared while this dataset was written; it is left as it is")
-            self._rename(tokens, index, note)
+                raise ConfigError(f"{index} was written by another process in the meantime; it is not replaced")
+            index.unlink(missing_ok=True)  # first: an old index must not be opened with new tokens
+            note.unlink(missing_ok=True)
+            for file, final in ((self._tokens, tokens), (self._note, note), (self._index, index)):
+                Path(file.name).replace(final)
         sync(index.parent)
-
-    def _rename(self, tokens: Path, index: Path, note: Path) -> None:
-        index.unlink(missing_ok=True)  # first: an old index must not open beside new tokens
-        note.unlink(missing_ok=True)
-        Path(self._tokens.name).replace(tokens)
-        if self.note is not None:
-            Path(self._note.name).replace(note)
-        Path(self._index.name).replace(index)
 
     def _write_index(self) -> None:
         counts = (self.sequences, self.documents + 1)
         head = HEADER.pack(MAGIC, VERSION, self._code, *counts)
-        self._index.write(head[: FAIRSEQ_HEADER.size] if self.layout == "fairseq" else head)
-        _copy(self._sizes, self._index)
+        self._indexed.write(head[: FAIRSEQ_HEADER.size] if self.layout == "fairseq" else head)
+        _copy(self._sizes, self._indexed)
         self._sizes.seek(0)
         end = 0
         while block := self._sizes.read(4 * BLOCK):
             bytes_ = np.frombuffer(block, "<i4").astype("<i8") * self.dtype.itemsize
             ends = end + np.cumsum(bytes_)
-            self._index.write((ends - bytes_).tobytes())
+            self._indexed.write((ends - bytes_).tobytes())
             end = int(ends[-1])
         if self.layout == "megatron":
-            _copy(self._bounds, self._index)
-            _copy(self._modes, self._index)
+            _copy(self._bounds, self._indexed)
+            _copy(self._modes, self._indexed)
 
 
-def _copy(source: IO[bytes], target: IO[bytes]) -> None:
+def _copy(source: IO[bytes], target: HashedFile) -> None:
     source.seek(0)
     shutil.copyfileobj(source, target, 1 << 20)
 

@@ -1,1 +1,1 @@
-"""From text to tokens, whatever the text comes in: the parts of hpclm preprocess."""
+"""hpclm preprocess: from text to datasets."""

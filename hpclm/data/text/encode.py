@@ -1,6 +1,7 @@
-"""What a worker does: some lines of text become tokens of a dataset, in the type that the dataset stores."""
+"""Encode a chunk of text as tokens of a dataset; runs in worker processes."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -16,90 +17,91 @@ from hpclm.data.text.inputs import Chunk
 from hpclm.errors import ConfigError
 
 DIGEST = 16  # bytes of a document's hash
-SHOWN = 5  # bad lines of a chunk that are described
+SHOWN = 5  # unreadable lines of a chunk that are described
+SPACE = re.compile(r"\s*")
 
 OnError = Literal["stop", "skip"]
 
 
 @dataclass(frozen=True)
 class Job:
-    """All that decides what a text becomes; the same in every worker and every process."""
+    """Everything that determines the tokens of a text; the same in every process."""
 
     tokenizer: str
     files: tuple[str, ...]
     options: tokenizers.Options = field(default_factory=tokenizers.Options)
     keys: tuple[str, ...] = ("text",)
-    """Where a JSON object has its texts; one dataset for each."""
+    """Keys of the texts in a JSON object; each becomes a dataset."""
     append_eod: bool = False
     empty: Literal["skip", "keep", "error"] = "skip"
-    """What to do with a document without a token."""
+    """What to do with documents without tokens."""
     on_error: OnError = "stop"
-    """What to do with a line that cannot be read."""
+    """What to do with unreadable lines."""
     language: str | None = None
-    """Split documents into this language's sentences."""
+    """Split documents into sentences of this language."""
     keep_newlines: bool = False
-    """Sentences keep the white space after them."""
+    """Keep the white space after sentences."""
     deduplicate: bool = False
     layout: Literal["megatron", "fairseq"] = "megatron"
 
 
 @dataclass(frozen=True)
 class Column:
-    """What became of one key's documents."""
+    """The encoded documents of one key."""
 
     tokens: NDArray
-    """[t] in the dataset's type, all sequences laid end to end."""
+    """[t] all sequences, concatenated, in the dataset's type."""
     sizes: NDArray[np.int64]
-    """[s] tokens of each sequence."""
+    """[s] tokens in each sequence."""
     documents: NDArray[np.int64]
-    """[k] sequences of each document."""
+    """[k] sequences in each document."""
     digests: NDArray[np.void] | None = None
-    """[k] hashes of the documents' texts, where they are asked for."""
+    """[k] hashes of the documents' texts, for deduplication."""
     empty: int = 0
-    """Documents without a token, whether they were kept or not."""
+    """Number of documents without tokens, kept or not."""
     unsplit: int = 0
-    """Documents that are one sequence because their sentences could not be told apart."""
+    """Number of documents that could not be split into sentences."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A line that cannot be read."""
+    """An unreadable line."""
 
     line: int
-    """From 0, in its chunk."""
+    """Its number in the chunk, from 0."""
     reason: str
-    """What is counted."""
+    """Category, for counting."""
     message: str
-    """What follows the file's name and the line's number."""
+    """Description, to follow file name and line number."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """What became of a chunk."""
+    """An encoded chunk."""
 
     chunk: Chunk
-    """Without its text."""
+    """The chunk, without its text."""
     columns: tuple[Column, ...]
     """One for each key."""
     records: int
-    """Lines, JSON objects or files that were read well."""
+    """Number of lines, JSON objects or files that were read."""
     bad: dict[str, int] = field(default_factory=dict)
-    """How many lines could not be read, by reason."""
+    """Number of unreadable lines, by reason."""
     problems: tuple[Problem, ...] = ()
-    """The first of them."""
+    """The first unreadable lines."""
 
 
 @cache
 def tokenizer_of(job: Job) -> tokenizers.Tokenizer:
-    """The job's tokenizer, built once in each process."""
+    """The tokenizer of a job, built once per process."""
     return tokenizers.build(job.tokenizer, list(job.files), job.options)
 
 
 def encode(chunk: Chunk, job: Job) -> Encoded:
-    """The tokens of a chunk's documents; its text is used up. ConfigError names file and line of what cannot be."""
+    """Encode a chunk, whose text is discarded; ConfigError, with file and line, if that fails."""
     texts, problems = read(chunk, job.keys, job.on_error)
     if job.empty != "error":
-        chunk.text.clear()  # a line of gigabytes need not be held beside its tokens
+        chunk.text.clear()  # it may be gigabytes
     columns = tuple(_column(found, job, chunk, key) for key, found in enumerate(texts))
     bad: dict[str, int] = {}
     for problem in problems:
@@ -108,7 +110,7 @@ def encode(chunk: Chunk, job: Job) -> Encoded:
 
 
 def read(chunk: Chunk, keys: tuple[str, ...], on_error: OnError) -> tuple[list[list[str]], list[Problem]]:
-    """The texts of a chunk, a list for each key, and what cannot be read; with "stop" that is a ConfigError."""
+    """The texts of a chunk, a list for each key, and its unreadable lines; ConfigError for those if ``on_error`` is "stop"."""
     texts = _read_quickly(chunk, keys)
     if texts is not None:
         return texts, []
@@ -125,7 +127,7 @@ def read(chunk: Chunk, keys: tuple[str, ...], on_error: OnError) -> tuple[list[l
 
 
 def _read_quickly(chunk: Chunk, keys: tuple[str, ...]) -> list[list[str]] | None:
-    """What ``read_carefully`` finds, or None where a line is anything but usual."""
+    """The same texts as ``read_carefully``; None if any line needs that."""
     if chunk.source.format != "jsonl":
         try:
             text = chunk.text.decode()
@@ -160,7 +162,7 @@ def _read_quickly(chunk: Chunk, keys: tuple[str, ...]) -> list[list[str]] | None
 
 
 def read_carefully(chunk: Chunk, keys: tuple[str, ...]) -> Iterator[tuple[int, list[str] | Problem]]:
-    """(line, its texts or what is wrong with it); JSON is what Python's json accepts. A blank line of JSONL is nothing."""
+    """(line number, its texts or what is wrong with it); accepts the JSON that Python's json does, and skips blank lines of JSONL."""
     single = chunk.source.format == "files"
     raws = [bytes(chunk.text)] if single else bytes(chunk.text).split(b"\n")
     if not single and not raws[-1]:
@@ -182,16 +184,18 @@ def read_carefully(chunk: Chunk, keys: tuple[str, ...]) -> Iterator[tuple[int, l
 
 def _texts(line: str, keys: tuple[str, ...], number: int) -> list[str] | Problem:
     try:
-        record = json.loads(line, parse_int=lambda _: 0)  # numbers are not looked at; Python refuses very long ones
+        record = json.loads(line, parse_int=lambda _: 0)  # Python refuses very long numbers
     except (ValueError, RecursionError) as error:
-        return Problem(number, "not JSON", f" is not JSON: {error}; a .jsonl file has one JSON object in each line")
+        return Problem(number, "not JSON", f" is not JSON: {error}; a .jsonl file has one JSON object per line")
     if not isinstance(record, dict):
         what = f" holds a JSON {type(record).__name__}, not an object with the key {keys[0]!r}"
         return Problem(number, "not an object", what)
     texts: list[Any] = []
     for key in keys:
         if key not in record:
-            return Problem(number, "no key", f" has no key {key!r}; it has {sorted(record)}: name one with --json-keys")
+            return Problem(
+                number, "no key", f" has no key {key!r}; it has {sorted(record)}; select one with --json-keys"
+            )
         text = record[key]
         if not isinstance(text, str):
             return Problem(number, "not text", f": {key!r} holds a {type(text).__name__}, not text")
@@ -205,7 +209,7 @@ def _texts(line: str, keys: tuple[str, ...], number: int) -> list[str] | Problem
 
 
 def _column(texts: list[str], job: Job, chunk: Chunk, key: int) -> Column:
-    """The tokens of ``texts``, one for each document."""
+    """Encode ``texts``, one for each document."""
     tokenizer = tokenizer_of(job)
     unsplit = 0
     pieces, of = texts, np.ones(len(texts), np.int64)
@@ -214,8 +218,8 @@ def _column(texts: list[str], job: Job, chunk: Chunk, key: int) -> Column:
     ids, counts = tokenizer.encode_batch(pieces)
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < tokenizer.size:
         raise ConfigError(
-            f"the {job.tokenizer} tokenizer gave ids {ids.min()} to {ids.max()} in {chunk.source.name}, "
-            f"but says that it has {tokenizer.size} entries"
+            f"the {job.tokenizer} tokenizer returned ids {ids.min()} to {ids.max()} in {chunk.source.name}, "
+            f"but its size is {tokenizer.size}"
         )
     ids = ids.astype(token_dtype(tokenizer.size), copy=False)
     bounds = np.concatenate(([0], np.cumsum(of)))
@@ -228,7 +232,7 @@ def _column(texts: list[str], job: Job, chunk: Chunk, key: int) -> Column:
         records = [line for line, found in read_carefully(chunk, job.keys) if not isinstance(found, Problem)]
         what = f" in {job.keys[key]!r}" if chunk.source.format == "jsonl" else ""
         raise ConfigError(
-            f"{chunk.where(records[int(np.argmin(full))])} has no token{what}; --empty skip or --empty keep goes on"
+            f"{chunk.where(records[int(np.argmin(full))])} has no tokens{what}; give --empty skip or --empty keep to allow that"
         )
     digests = None
     if job.deduplicate:
@@ -245,8 +249,8 @@ def _column(texts: list[str], job: Job, chunk: Chunk, key: int) -> Column:
 
 
 def _split(texts: list[str], job: Job) -> tuple[list[str], NDArray[np.int64], int]:
-    """All sentences, how many each text has, and how many texts were left whole."""
-    from hpclm.data.text.sentences import sentences
+    """All sentences, the number in each text, and the number of texts that could not be split."""
+    from hpclm.data.text.encode import sentences
 
     pieces: list[str] = []
     of = np.empty(len(texts), np.int64)
@@ -259,3 +263,18 @@ def _split(texts: list[str], job: Job) -> tuple[list[str], NDArray[np.int64], in
         pieces += found if job.keep_newlines else (sentence.rstrip() for sentence in found)
         of[i] = len(found)
     return pieces, of, unsplit
+
+
+def sentences(text: str, language: str) -> list[str] | None:
+    """The sentences of ``text``, each with the white space after it; None if the library has changed the text."""
+    from sentencex import segment
+
+    found: list[str] = []
+    for piece in segment(language, text):
+        lead = SPACE.match(piece)
+        space = len(lead[0]) if lead and found else 0  # white space belongs to the previous sentence
+        if space:
+            found[-1] += piece[:space]
+        if piece[space:]:
+            found.append(piece[space:])
+    return found if "".join(found) == text else None

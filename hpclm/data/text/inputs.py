@@ -1,6 +1,6 @@
-"""The text that people have: JSONL and plain text, as it is or compressed, many files at once, or a pipe.
+"""Input files of preprocessing: JSONL or plain text, compressed or not, or a pipe.
 
-Inputs are read in order, a block of whole lines at a time, so that memory does not grow with a file.
+They are read in order, in chunks of whole lines, so memory use does not depend on the size of a file.
 """
 
 import gzip
@@ -17,17 +17,18 @@ from glob import glob
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol, cast
 
+from hpclm import extras
 from hpclm.errors import ConfigError
-from hpclm.files import readable
+from hpclm.files import opened, readable, reader
 
 log = logging.getLogger(__name__)
-CHUNK = 1 << 19  # bytes of text in a chunk, more where one line is longer
-PIECE = 1 << 13  # compressed bytes that zstandard is given at a time: what it makes of them is held in memory
-WINDOW = 1 << 31  # bytes of window that zstandard may use: what `zstd --long=31` writes
-MARK = b"\xef\xbb\xbf"  # at the start of UTF-8 files that Windows writes
+CHUNK = 1 << 19  # bytes of text in a chunk, unless a single line is longer
+PIECE = 1 << 13  # compressed bytes passed to zstandard at a time; all of their text is held in memory
+WINDOW = 1 << 31  # bytes of zstandard's largest window, for files of `zstd --long=31`
+BOM = b"\xef\xbb\xbf"  # byte order mark of UTF-8
 
 Format = Literal["jsonl", "lines", "files"]
-Packing = Literal["", "gz", "zst"]
+Compression = Literal["", "gz", "zst"]
 
 
 @dataclass(frozen=True)
@@ -36,38 +37,38 @@ class Input:
 
     path: str
     format: Format
-    packing: Packing
+    compression: Compression
     size: int
     """Bytes on disk; 0 for standard input."""
     changed: int
-    """When it was last written, in ns."""
+    """Modification time in ns."""
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """Its name in messages."""
         return "standard input" if self.path == "-" else self.path
 
     @property
-    def whole(self) -> bool:
-        """Whether reading can only begin at its first byte."""
-        return bool(self.packing) or self.format == "files" or self.path == "-"
+    def unsplittable(self) -> bool:
+        """Whether it can only be read from the start."""
+        return bool(self.compression) or self.format == "files" or self.path == "-"
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some whole lines of an input, or with format "files" all of it."""
+    """Whole lines of an input, or all of it with format "files"."""
 
     source: Input
     text: bytearray
     first: int
-    """Number of the first line, from 1, counted from byte ``begin``."""
+    """Number of the first line, counting from 1 at byte ``begin``."""
     begin: int
-    """Byte of the input that reading began at."""
+    """Byte of the input at which reading began."""
     consumed: int
-    """Bytes of the file, compressed if it is, that were read for this chunk."""
+    """Bytes of the file, as stored, that were read for this chunk."""
 
     def where(self, line: int) -> str:
-        """FILE:LINE of the chunk's line number ``line``, counted from 0; FILE for an input that is one document."""
+        """FILE:LINE of line number ``line`` (from 0) of the chunk; FILE if the input is a single document."""
         if self.source.format == "files":
             return self.source.name
         return f"{self.source.name}:{self.first + line + lines_before(self.source.path, self.begin)}"
@@ -75,22 +76,22 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Share:
-    """Part ``part``, from 0, of the ``parts`` that the inputs' bytes are cut into."""
+    """Part ``part`` (from 0) of ``parts`` parts of the inputs, divided by bytes."""
 
     part: int = 0
     parts: int = 1
 
 
 def find(words: list[str], format: Format | None) -> list[Input]:
-    """The inputs that ``words`` name: files, patterns such as 'data/*.jsonl.zst', or "-" for standard input.
+    """The inputs ``words``: files, patterns such as 'data/*.jsonl.zst' (their files are sorted), "-" for standard input.
 
-    A pattern's files are sorted. ``format`` None: as each name suggests. ConfigError for what is not there.
+    ``format`` None: guessed from each name. ConfigError for files that do not exist.
     """
     found = []
     for word in words:
         if word == "-":
             if format is None:
-                raise ConfigError("--input - has no name to guess from; give --format jsonl, lines or files")
+                raise ConfigError("--input - needs --format jsonl, lines or files")
             found.append(Input("-", format, "", 0, 0))
             continue
         paths = [word]
@@ -101,32 +102,35 @@ def find(words: list[str], format: Format | None) -> list[Input]:
                 raise ConfigError(f"input {word} matches no file; looked from {Path.cwd()}")
         for path in paths:
             status = readable(path, "input").stat()
-            found.append(Input(path, format or guess(path), packing(path), status.st_size, status.st_mtime_ns))
+            found.append(Input(path, format or guess(path), compression(path), status.st_size, status.st_mtime_ns))
     twice = [path for path, count in Counter(Path(each.path).resolve() for each in found).items() if count > 1]
+    packed = next((source.path for source in found if source.compression == "zst"), None)
+    if packed and (wrong := extras.missing(f"reading {packed}", "zstandard")):
+        raise ConfigError(wrong)
     if twice:
-        log.warning("%s is given several times, and is read as often", ", ".join(map(str, twice)))
+        log.warning("%s is given several times, and will be read several times", ", ".join(map(str, twice)))
     if sum(source.path == "-" for source in found) > 1:
         raise ConfigError("--input - is given twice; standard input can be read once")
     return found
 
 
-def packing(path: str | Path) -> Packing:
-    """How a file's name says it is compressed."""
+def compression(path: str | Path) -> Compression:
+    """The compression of a file, by its name."""
     suffix = Path(path).suffix[1:]
-    return cast(Packing, suffix) if suffix in ("gz", "zst") else ""
+    return cast(Compression, suffix) if suffix in ("gz", "zst") else ""
 
 
 def guess(path: str | Path) -> Format:
-    """The format that a file's name suggests: jsonl for .jsonl and .json, else lines; .gz and .zst do not count."""
+    """The format of a file, by its name without .gz or .zst: jsonl for .jsonl and .json, otherwise lines."""
     name = Path(path)
-    return "jsonl" if Path(name.stem if packing(name) else name).suffix in (".jsonl", ".json") else "lines"
+    return "jsonl" if Path(name.stem if compression(name) else name).suffix in (".jsonl", ".json") else "lines"
 
 
 def chunks(inputs: list[Input], share: Share = Share()) -> Iterator[Chunk]:
-    """The share's part of the inputs in order, some lines at a time; ConfigError for a damaged compressed file.
+    """The chunks of a share of the inputs, in order; ConfigError for a corrupt compressed file.
 
-    A document belongs to the share that its first byte lies in; compressed files and files that are one document are
-    not cut, and belong to the share that they begin in.
+    A document belongs to the share that contains its first byte. Compressed files, and files that are single documents, are not
+    split: they belong to the share in which they begin.
     """
     total = sum(source.size for source in inputs)
     low, high = (total * part // share.parts for part in (share.part, share.part + 1))
@@ -136,7 +140,7 @@ def chunks(inputs: list[Input], share: Share = Share()) -> Iterator[Chunk]:
         begin, end = max(low - start, 0), min(high - start, source.size)
         mine = low <= start and (start < high or last)  # the last share takes empty files at the end
         start += source.size
-        if source.whole:
+        if source.unsplittable:
             if mine:
                 yield from _whole(source)
         elif begin < end:
@@ -144,10 +148,10 @@ def chunks(inputs: list[Input], share: Share = Share()) -> Iterator[Chunk]:
 
 
 def lines_before(path: str, byte: int) -> int:
-    """Lines that end before ``byte`` of a file."""
+    """Number of lines that end before ``byte`` of a file."""
     count = 0
     if byte:
-        with open(path, "rb") as file:
+        with reader(path) as file:
             while byte and (block := file.read(min(CHUNK, byte))):
                 count += block.count(b"\n")
                 byte -= len(block)
@@ -159,11 +163,11 @@ class _Reader(Protocol):
 
 
 def _lines(source: Input, begin: int, end: int) -> Iterator[Chunk]:
-    """The lines whose first byte lies in [begin, end) of a plain file."""
-    with open(source.path, "rb", buffering=0) as file:
+    """The lines of an uncompressed file whose first byte is in [begin, end)."""
+    with os.fdopen(opened(source.path), "rb", buffering=0) as file:
         here = begin
         if begin:
-            file.seek(begin - 1)  # a line begins here if the byte before ends one
+            file.seek(begin - 1)  # a line begins here if the previous byte is a newline
             here = begin - 1
             while block := file.read(CHUNK):
                 newline = block.find(b"\n") + 1
@@ -176,33 +180,32 @@ def _lines(source: Input, begin: int, end: int) -> Iterator[Chunk]:
         for text in _blocks(file, end - here):
             consumed += len(text)
             lines = text.count(b"\n")
-            yield Chunk(source, text if begin else _unmarked(text, first), first, begin, consumed)
+            yield Chunk(source, text if begin else _without_bom(text, first), first, begin, consumed)
             first, consumed = first + lines, 0
 
 
 def _whole(source: Input) -> Iterator[Chunk]:
-    """All of an input."""
     with _opened(source) as (file, raw):
         if source.format == "files":
             text = bytearray()
             while block := file.read(CHUNK):
                 text += block
-            yield Chunk(source, _unmarked(text, 1), 1, 0, source.size or len(text))
+            yield Chunk(source, _without_bom(text, 1), 1, 0, source.size or len(text))
             return
         first, before = 1, 0
         for text in _blocks(file):
-            here = raw.tell() if source.packing else before + len(text)
+            here = raw.tell() if source.compression else before + len(text)
             lines = text.count(b"\n")
-            yield Chunk(source, _unmarked(text, first), first, 0, here - before)
+            yield Chunk(source, _without_bom(text, first), first, 0, here - before)
             first, before = first + lines, here
 
 
 def _blocks(file: _Reader, limit: int | None = None) -> Iterator[bytearray]:
-    """Whole lines, about CHUNK bytes of them at a time; with ``limit`` those that begin before that byte from here."""
+    """Whole lines, about CHUNK bytes at a time; with ``limit`` those that begin within so many bytes."""
     if limit is not None and limit <= 0:
         return
     given = 0
-    lines = bytearray()  # grows in place: a line of gigabytes is held once
+    lines = bytearray()  # grows in place, so that a line of gigabytes is in memory only once
     while block := file.read(CHUNK):
         whole = block.rfind(b"\n") + 1
         lines += memoryview(block)[: whole or None]
@@ -219,42 +222,44 @@ def _blocks(file: _Reader, limit: int | None = None) -> Iterator[bytearray]:
         yield lines
 
 
-def _unmarked(text: bytearray, first: int) -> bytearray:
-    """``text``, which begins with line ``first``, without the mark that some UTF-8 files begin with."""
-    if first == 1 and text.startswith(MARK):
-        del text[: len(MARK)]
+def _without_bom(text: bytearray, first: int) -> bytearray:
+    """``text`` without a byte order mark; it begins with line ``first``."""
+    if first == 1 and text.startswith(BOM):
+        del text[: len(BOM)]
     return text
 
 
 @contextmanager
 def _opened(source: Input) -> Iterator[tuple[_Reader, BinaryIO]]:
-    """What reads the input's text, and the file whose position says how far; ConfigError if it is damaged."""
+    """A reader of the decompressed text, and the file itself, for its position; ConfigError if it is corrupt."""
     if source.path == "-":
         yield sys.stdin.buffer, sys.stdin.buffer
         return
-    with open(source.path, "rb") as raw:
-        if source.packing and not os.fstat(raw.fileno()).st_size:
-            raise ConfigError(f"{source.path} is empty, which no .{source.packing} file is; copy or make it again")
+    with reader(source.path) as raw:
+        if source.compression and not os.fstat(raw.fileno()).st_size:
+            raise ConfigError(
+                f"{source.path} is empty, so it is not a valid .{source.compression} file; copy or create it again"
+            )
         try:
-            if source.packing == "gz":
+            if source.compression == "gz":
                 with gzip.GzipFile(fileobj=raw) as file:
                     yield cast(_Reader, file), raw
-            elif source.packing == "zst":
+            elif source.compression == "zst":
                 yield io.BufferedReader(_Zstandard(raw), CHUNK), raw
             else:
                 yield raw, raw
-        except (EOFError, zlib.error, gzip.BadGzipFile, _Damaged) as error:
+        except (EOFError, zlib.error, gzip.BadGzipFile, _Corrupt) as error:
             raise ConfigError(
-                f"{source.path} is cut short, damaged, or no .{source.packing} file: {error}; copy or make it again"
+                f"{source.path} is truncated, corrupt, or not a .{source.compression} file: {error}; copy or create it again"
             ) from None
 
 
-class _Damaged(Exception):
-    """zstandard refuses the file."""
+class _Corrupt(Exception):
+    """zstandard rejects the file."""
 
 
 class _Zstandard(io.RawIOBase):
-    """All frames of a .zst file; notices when the last one is cut short, as the library's own reader does not."""
+    """Reads all frames of a .zst file. Unlike the library's own reader, it detects that the last one is truncated."""
 
     def __init__(self, raw: BinaryIO):
         import zstandard
@@ -277,12 +282,12 @@ class _Zstandard(io.RawIOBase):
             piece = self._rest or self._raw.read(PIECE)
             if not piece:
                 if self._within:
-                    raise _Damaged("it ends within a frame")
+                    raise _Corrupt("it ends within a frame")
                 return 0
             try:
                 self._text, self._given = self._frame.decompress(piece), 0
             except self._error as error:
-                raise _Damaged(error) from None
+                raise _Corrupt(error) from None
             self._within, self._rest = not self._frame.eof, self._frame.unused_data
             if not self._within:
                 self._frame = self._library.decompressobj()

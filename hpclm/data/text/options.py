@@ -1,14 +1,15 @@
-"""The command line of preprocessing: hpclm's own names, Megatron's and fairseq's, turned into one request."""
+"""The command line of preprocessing: hpclm's own options, Megatron's and fairseq's."""
 
 import argparse
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpclm.cluster import bootstrap
+from hpclm.config.data import TOKENIZERS
 from hpclm.data import tokenizers
 from hpclm.data.text.encode import Job
 from hpclm.data.text.inputs import Input, Share, find
+from hpclm.distributed import bootstrap
 from hpclm.errors import ConfigError
 
 # Megatron's --tokenizer-type: our kind, and the options that name its files
@@ -29,22 +30,22 @@ LANGUAGES = dict(
 )  # fmt: skip
 FAIRSEQ_ONLY = ("validpref", "testpref", "srcdict", "thresholdsrc", "nwordssrc", "padding_factor", "destdir")
 UNREAD = {
-    "lazy": "hpclm writes the one layout that all of Megatron's versions read, mmap",
-    "cached": "hpclm writes the one layout that all of Megatron's versions read, mmap",
-    "raw": "hpclm writes binary datasets, mmap",
+    "lazy": "hpclm only writes mmap, which all versions of Megatron can read",
+    "cached": "hpclm only writes mmap, which all versions of Megatron can read",
+    "raw": "hpclm only writes binary datasets (mmap)",
 }
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """What goes into one dataset, or into one for each key."""
+    """The inputs of one dataset, or of one per key."""
 
     inputs: tuple[Input, ...]
     prefixes: tuple[Path, ...]
 
     @property
     def names(self) -> str:
-        """Its inputs, for a message."""
+        """The names of its inputs, for messages."""
         return ", ".join(source.name for source in self.inputs)
 
 
@@ -62,7 +63,7 @@ class Dictionary:
 
 @dataclass(frozen=True)
 class Request:
-    """What a person asks for."""
+    """The parsed command line."""
 
     corpora: tuple[Corpus, ...]
     job: Job
@@ -75,7 +76,7 @@ class Request:
 
 
 def request(argv: list[str]) -> Request:
-    """What the arguments ask for; exits with 2 where they exclude each other, ConfigError for inputs that cannot be."""
+    """Parse the arguments; exits with 2 if they are contradictory. ConfigError for invalid inputs."""
     parser = _parser()
     args = parser.parse_args(argv)
     for name, low in (("workers", 1), ("log_interval", 1), ("extra_ids", 0), ("make_vocab_size_divisible_by", 1)):
@@ -95,16 +96,16 @@ def request(argv: list[str]) -> Request:
         parser.error("give --input FILE... and --output-prefix P, or fairseq's --only-source --trainpref F --destdir D")
     inputs = find(args.input, args.format)
     keys = tuple(args.json_keys or ["text"])
-    told = f"--json-keys {' '.join(keys)}"
+    option = f"--json-keys {' '.join(keys)}"
     if len(set(keys)) < len(keys):
-        raise ConfigError(f"{told} names a key twice")
+        raise ConfigError(f"{option} contains a key twice")
     plain = [source.name for source in inputs if source.format != "jsonl"]
     if args.json_keys and len(plain) == len(inputs):
-        raise ConfigError(f"{told} has no effect: no input is JSONL")
+        raise ConfigError(f"{option} has no effect: no input is JSONL")
     if len(keys) > 1 and plain:
-        raise ConfigError(f"{told} needs JSONL, but {plain[0]} is plain text: preprocess it by itself")
+        raise ConfigError(f"{option} needs JSONL, but {plain[0]} is plain text: preprocess it separately")
     if share.parts > 1 and any(source.path == "-" for source in inputs):
-        raise ConfigError(f"--input - cannot be shared by {share.parts} processes; give files, or start one process")
+        raise ConfigError(f"--input - cannot be divided over {share.parts} processes; give files, or start one process")
     level = "sentence" if args.split_sentences else "document"
     prefixes = tuple(Path(f"{args.output_prefix}_{key}_{level}") for key in keys)
     return _request(args, (Corpus(tuple(inputs), prefixes),), keys, share)
@@ -119,7 +120,7 @@ def _request(
 ) -> Request:
     language = args.language or "en"
     if language not in LANGUAGES and not re.fullmatch("[a-z]{2,3}", language):
-        raise ConfigError(f"--language {language!r} is no language's code, such as en or de")
+        raise ConfigError(f"--language {language!r} is not a language code, such as en or de")
     job = Job(
         tokenizer="fairseq" if dictionary else args.tokenizer,
         files=(str(dictionary.path),) if dictionary else tuple(args.tokenizer_files),
@@ -138,9 +139,8 @@ def _request(
 
 
 def _fairseq(parser: argparse.ArgumentParser, args: argparse.Namespace, share: Share) -> Request:
-    """The request of fairseq-preprocess's form."""
     if not args.only_source:
-        parser.error("hpclm trains language models, on one text: give --only-source (a pair of languages is not read)")
+        parser.error("hpclm trains language models on one language: give --only-source")
     if args.input or args.output_prefix or args.json_keys or args.format:
         parser.error("--input, --format, --json-keys and --output-prefix exclude fairseq's --trainpref and --destdir")
     if not (args.trainpref or args.validpref or args.testpref):
@@ -157,7 +157,7 @@ def _fairseq(parser: argparse.ArgumentParser, args: argparse.Namespace, share: S
     if not (args.tokenizer or args.srcdict or args.trainpref):
         parser.error("without --trainpref there is no text to count words in; give --srcdict dict.txt")
     if share.parts > 1:
-        raise ConfigError(f"fairseq's form runs in one process, not {share.parts}; give --workers to use more cores")
+        raise ConfigError(f"fairseq's options run in one process, not {share.parts}; give --workers to use more cores")
     folder = Path(args.destdir or "data-bin")
     corpora = []
     for split in ("train", "valid", "test"):
@@ -165,7 +165,9 @@ def _fairseq(parser: argparse.ArgumentParser, args: argparse.Namespace, share: S
         for i, file in enumerate(filter(None, files)):
             corpora.append(Corpus(tuple(find([file], "lines")), (folder / f"{split}{i or ''}",)))
     if args.trainpref and "," in args.trainpref:
-        parser.error(f"--trainpref {args.trainpref}: fairseq's form has one training text; join the files first")
+        parser.error(
+            f"--trainpref {args.trainpref}: fairseq's options allow one training text; concatenate the files first"
+        )
     dictionary = None
     if not args.tokenizer:
         given = Path(args.srcdict) if args.srcdict else None
@@ -176,14 +178,14 @@ def _fairseq(parser: argparse.ArgumentParser, args: argparse.Namespace, share: S
 
 
 def _tokenizer(parser: argparse.ArgumentParser, args: argparse.Namespace, fairseq: bool) -> None:
-    """Put what Megatron's names say into --tokenizer and --tokenizer-files."""
+    """Translate Megatron's options into --tokenizer and --tokenizer-files."""
     if not args.tokenizer_type:
         if any(getattr(args, name) for name in FILE_OPTIONS):
             parser.error(f"{', '.join(map(_flag, FILE_OPTIONS))} go with --tokenizer-type; or give --tokenizer-files")
         if args.tokenizer_files and not args.tokenizer:
             parser.error("--tokenizer-files go with --tokenizer KIND")
         if not (args.tokenizer or fairseq):
-            parser.error("give --tokenizer KIND and --tokenizer-files FILE...")
+            parser.error(f"give --tokenizer KIND and --tokenizer-files FILE...; kinds: {', '.join(sorted(TOKENIZERS))}")
         return
     if args.tokenizer or args.tokenizer_files:
         parser.error("--tokenizer-type excludes --tokenizer and --tokenizer-files")
@@ -200,7 +202,6 @@ def _tokenizer(parser: argparse.ArgumentParser, args: argparse.Namespace, fairse
 
 
 def _local(name: str) -> str:
-    """The tokenizer.json that --tokenizer-name-or-path means."""
     path = Path(name)
     if path.is_dir():
         path /= "tokenizer.json"
@@ -213,11 +214,11 @@ def _local(name: str) -> str:
 
 
 def _share(parser: argparse.ArgumentParser, part: str | None) -> Share:
-    """Which part of the inputs this process takes: --part, or its rank among those that a launcher started."""
+    """The part of the inputs for this process, from --part or its rank."""
     if part is None:
         world = bootstrap.detect()
         return Share(world.rank, world.size)
-    found = re.fullmatch(r"(\d+)/(\d+)", part)
+    found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", part)
     if not found or int(found[1]) >= int(found[2]):
         parser.error(f"--part {part} must be I/N, part I of N, with I from 0 to N - 1")
     return Share(int(found[1]), int(found[2]))
@@ -230,51 +231,38 @@ def _flag(name: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hpclm preprocess",
-        description="Turn text into a dataset. Started by srun or mpirun, each process takes a part of the input.",
+        description="Convert text into a dataset. With srun or mpirun, each process handles a part of the input.",
         allow_abbrev=False,
     )
     add = parser.add_argument_group("input").add_argument
     add("--input", nargs="+", metavar="FILE", help="UTF-8 text or JSONL, .gz, .zst, a quoted pattern, or - (a pipe)")
-    add(
-        "--format",
-        choices=["jsonl", "lines", "files"],
-        help="a document is a JSON object per line, a line, or a whole file; default: jsonl for .jsonl and .json, else lines",
-    )
-    add(
-        "--json-keys",
-        "--json-key",
-        nargs="+",
-        metavar="KEY",
-        help="where a JSON object has its text; a dataset is written for each key; default: text",
-    )
-    add("--part", metavar="I/N", help="take part I (from 0) of N of the input; whoever finishes last joins the parts")
+    documents = "documents: JSON objects, lines or files; default: jsonl for .jsonl and .json, otherwise lines"
+    add("--format", choices=["jsonl", "lines", "files"], help=documents)
+    keys = "keys of the texts in JSON; a dataset is written for each; default: text"
+    add("--json-keys", "--json-key", nargs="+", metavar="KEY", help=keys)
+    add("--part", metavar="I/N", help="process part I (from 0) of N of the input; the last to finish joins the parts")
 
     add = parser.add_argument_group("tokenizer").add_argument
-    kinds = "bytes, gpt2, json, sentencepiece, whitespace, wordpiece, wordpiece_lower, fairseq"
-    add("--tokenizer", metavar="KIND", help=f"{kinds}, or package.module:Name")
-    add("--tokenizer-files", nargs="+", default=[], metavar="FILE", help="in the kind's order")
-    add("--eod", metavar="TOKEN", help="the end-of-document token; default: the kind's own")
+    add("--tokenizer", metavar="KIND", help=f"{', '.join(sorted(TOKENIZERS))}, or package.module:Name")
+    add("--tokenizer-files", nargs="+", default=[], metavar="FILE", help="its files, in the order of docs/data.md")
+    add("--eod", metavar="TOKEN", help="the end-of-document token; default: the tokenizer's own")
     add("--extra-ids", "--vocab-extra-ids", type=int, default=0, metavar="N", help="add <extra_id_0> and so on")
 
     add = parser.add_argument_group("documents").add_argument
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
-    add("--empty", choices=["skip", "keep", "error"], default="skip", help="documents without a token; default: skip")
-    add("--on-error", choices=["stop", "skip"], default="stop", help="lines that cannot be read; default: stop")
-    add("--deduplicate", action="store_true", help="leave out exact repeats; up to 35 bytes of scratch disk a document")
-    add("--split-sentences", action="store_true", help="a sequence for each sentence; writes P_text_sentence")
-    add(
-        "--language",
-        "--lang",
-        metavar="CODE",
-        help="whose sentences, as en or de; where sentencex has no rules of its own, as for zh, English ones; default: en",
-    )
+    add("--empty", choices=["skip", "keep", "error"], default="skip", help="documents without tokens; default: skip")
+    add("--on-error", choices=["stop", "skip"], default="stop", help="what to do with unreadable lines; default: stop")
+    add("--deduplicate", action="store_true", help="drop exact duplicates; needs 35 bytes of disk per document")
+    add("--split-sentences", action="store_true", help="one sequence per sentence; writes P_text_sentence")
+    language = "for --split-sentences, such as de; English rules if sentencex has none, as for zh; default: en"
+    add("--language", "--lang", metavar="CODE", help=language)
     add("--keep-newlines", action="store_true", help="sentences keep the white space after them")
 
     add = parser.add_argument_group("output").add_argument
     add("--output-prefix", metavar="P", help="writes P_text_document.bin, .idx and .json (text: the key)")
     add("--overwrite", action="store_true", help="replace a dataset of that name")
-    add("--workers", type=int, default=1, metavar="N", help="processes that encode, one core each; default: 1")
-    add("--log-interval", type=int, metavar="N", help="documents between lines of the log; default: a line a minute")
+    add("--workers", type=int, default=1, metavar="N", help="encoding processes, one core each; default: 1")
+    add("--log-interval", type=int, metavar="N", help="documents between log lines; default: one line per minute")
 
     add = parser.add_argument_group("Megatron's names").add_argument
     add("--tokenizer-type", choices=list(MEGATRON_TYPES), help="GPT2BPETokenizer is --tokenizer gpt2, and so on")
@@ -282,8 +270,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--merge-file", metavar="FILE", help="GPT-2's merges.txt")
     add("--tokenizer-model", metavar="FILE", help="sentencepiece's .model")
     add("--tokenizer-name-or-path", metavar="PATH", help="a tokenizer.json, or its folder; nothing is downloaded")
-    add("--dataset-impl", choices=["mmap", *UNREAD], default="mmap", help="mmap is the only layout that is written")
-    add("--make-vocab-size-divisible-by", type=int, metavar="N", help="goes into the command to train with")
+    add("--dataset-impl", choices=["mmap", *UNREAD], default="mmap", help="only mmap is written")
+    add("--make-vocab-size-divisible-by", type=int, metavar="N", help="passed on to the training command")
 
     add = parser.add_argument_group("fairseq-preprocess's names (documents are lines)").add_argument
     add("--only-source", action="store_true", help="one language; needed")
@@ -292,7 +280,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--testpref", metavar="FILE[,FILE...]", help="writes D/test, D/test1, ...")
     add("--destdir", metavar="D", help="folder of the datasets and dict.txt; default: data-bin")
     add("--srcdict", metavar="FILE", help="a dict.txt; default: count the words of the training text")
-    add("--thresholdsrc", type=int, metavar="N", help="leave out words that are rarer than this")
-    add("--nwordssrc", type=int, metavar="N", help="words that the dictionary has at most")
+    add("--thresholdsrc", type=int, metavar="N", help="drop words that occur less often than this")
+    add("--nwordssrc", type=int, metavar="N", help="maximum number of words in the dictionary")
     add("--padding-factor", type=int, metavar="N", help="pad the dictionary to a multiple of this; default: 8")
     return parser

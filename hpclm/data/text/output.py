@@ -1,4 +1,4 @@
-"""Where encoded documents go: a dataset being written, what was counted, and the memory of what was seen."""
+"""The output of preprocessing: a dataset being written, counters, and deduplication."""
 
 from collections import Counter
 from contextlib import ExitStack
@@ -17,7 +17,7 @@ from hpclm.data.text.repeats import Repeats
 
 @dataclass(frozen=True)
 class Report:
-    """What a dataset has, and what it has not."""
+    """Summary of a dataset: what was written, and what was dropped."""
 
     prefix: Path
     documents: int
@@ -29,7 +29,7 @@ class Report:
 
 
 class Output:
-    """One key's dataset; it exists once the ``with`` block ends well.
+    """The dataset of one key; it exists once the ``with`` block ends without an exception.
 
     ``digests``: also write the hashes of its documents there, for a merge that finds repeats. ``replaces``: as of Writer.
     """
@@ -44,7 +44,7 @@ class Output:
 
     @property
     def tokens(self) -> int:
-        """Tokens so far."""
+        """Number of tokens so far."""
         return self._writer.tokens
 
     def add(self, column: Column) -> None:
@@ -64,7 +64,7 @@ class Output:
         self._writer.extend(tokens, sizes, documents)
 
     def report(self) -> Report:
-        """What it has so far."""
+        """The summary so far."""
         counts = {name: self.counts[name] for name in ("skipped", "repeated", "unsplit")}
         bad = {reason: self.bad[reason] for reason in sorted(self.bad)}
         return Report(self.prefix, self._writer.documents, self._writer.tokens, counts, bad)
@@ -76,7 +76,7 @@ class Output:
         """
         job, report = self._job, self.report()
         noted = {
-            "tokenizer": tokenizer_of(job).identity,
+            "tokenizer": tokenizer_of(job).fingerprint,
             "tokenizer_files": [str(Path(file).absolute()) for file in job.files],
             "documents": report.documents,
             "tokens": report.tokens,

@@ -1,7 +1,7 @@
-"""Processes that encode: results come in the order of the work, and nobody outlives the parent.
+"""A pool of encoding processes: results arrive in the order of the work, and no worker outlives the parent.
 
-Each worker has a pipe of its own. In concurrent.futures all of them write into one, and a worker that is killed in the
-middle of a result leaves the parent waiting for the rest of it for ever.
+Each worker has its own pipe. In concurrent.futures they share one, so if a worker is killed while it writes a result, the
+parent waits for the rest of it forever.
 """
 
 import multiprocessing
@@ -21,13 +21,13 @@ from hpclm.errors import HpclmError
 
 Work = TypeVar("Work")
 Done = TypeVar("Done")
-HELD = 3  # pieces of work that a worker has at a time: one in hand, and the next ones
+QUEUED = 3  # pieces of work that a worker has at a time, including the current one
 
 
 def ordered(function: Callable[[Work], Done], work: Iterable[Work], workers: int) -> Generator[Done, None, None]:
-    """``function`` of each piece of work, in order; at most a few pieces per worker are held at a time.
+    """The results of ``function`` for each piece of work, in order, with a few pieces per worker in memory.
 
-    One worker is this process. HpclmError when a worker is killed; what ``function`` raises is raised here.
+    With ``workers`` 1 it runs in this process. HpclmError if a worker is killed; exceptions of ``function`` are raised here.
     """
     if workers == 1:
         yield from map(function, work)
@@ -36,10 +36,10 @@ def ordered(function: Callable[[Work], Done], work: Iterable[Work], workers: int
         pipes = [_worker(function, opened) for _ in range(workers)]
         given = taken = 0
         for piece in work:
-            if given - taken == HELD * workers:
+            if given - taken == QUEUED * workers:
                 yield _result(pipes[taken % workers])
                 taken += 1
-            with _heard():
+            with _detecting_killed_worker():
                 pipes[given % workers].send(piece)
             given += 1
             del piece
@@ -49,24 +49,24 @@ def ordered(function: Callable[[Work], Done], work: Iterable[Work], workers: int
 
 
 @contextmanager
-def _heard() -> Iterator[None]:
-    """A worker that does not answer was killed."""
+def _detecting_killed_worker() -> Iterator[None]:
+    """HpclmError if a worker does not answer, because it was killed."""
     try:
         yield
-    except (EOFError, OSError) as error:  # OSError: in the middle of an answer
-        time.sleep(0.2)  # a signal to all of the job ends workers too; what it asks of this process comes first
+    except (EOFError, OSError) as error:  # OSError: while it answered
+        time.sleep(0.2)  # a signal to the whole job kills workers too; let this process handle it first
         raise HpclmError(
             "a worker was killed, most likely for memory; try fewer --workers, no dataset was written"
         ) from error
 
 
 def _worker(function: Callable[[Work], Done], opened: ExitStack) -> Connection:
-    """A new worker's pipe; the worker ends when it is closed."""
+    """Start a worker; it exits when the returned pipe is closed."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    resource_tracker.ensure_running()  # starting it lets Ctrl-C through again
+    resource_tracker.ensure_running()  # because starting it unblocks SIGINT
     process = context.Process(target=_serve, args=(theirs, function), daemon=True)
-    with _deaf_children():
+    with _children_ignoring_ctrl_c():
         process.start()
     theirs.close()
     opened.callback(process.join)
@@ -75,7 +75,7 @@ def _worker(function: Callable[[Work], Done], opened: ExitStack) -> Connection:
 
 
 def _result(pipe: Connection) -> Any:
-    with _heard():
+    with _detecting_killed_worker():
         done, error = pipe.recv()
     if error is not None:
         raise error
@@ -83,15 +83,15 @@ def _result(pipe: Connection) -> Any:
 
 
 def _serve(pipe: Connection, function: Callable[[Any], Any]) -> None:
-    """Do what comes through the pipe, in order, until its other end is closed."""
+    """Process what arrives through the pipe, in order, until its other end is closed."""
     waiting: SimpleQueue[Any] = SimpleQueue()
 
-    def receive() -> None:  # always, so that the parent never waits to send to a worker that waits to send to it
+    def receive() -> None:  # in a thread, so that parent and worker never block on sending to each other
         try:
             while True:
                 waiting.put(pipe.recv())
         except (EOFError, OSError):
-            os._exit(1)  # the parent has no more use for what is in hand, or is gone
+            os._exit(1)  # the parent is done, or dead
 
     threading.Thread(target=receive, daemon=True).start()
     while True:
@@ -109,8 +109,8 @@ def _serve(pipe: Connection, function: Callable[[Any], Any]) -> None:
 
 
 @contextmanager
-def told_to_end() -> Iterator[None]:
-    """TERM and HUP end the block as Ctrl-C does, so that it can tidy up; the exit code says which."""
+def exit_on_signals() -> Iterator[None]:
+    """TERM and HUP raise SystemExit in the block, so that it can clean up, with exit code 128 + signal."""
 
     def leave(number: int, _: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -127,8 +127,7 @@ def told_to_end() -> Iterator[None]:
 
 
 @contextmanager
-def _deaf_children() -> Iterator[None]:
-    """Processes started in the block leave Ctrl-C to the parent, from their first moment on."""
+def _children_ignoring_ctrl_c() -> Iterator[None]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield

@@ -1,7 +1,7 @@
-"""Which documents were seen before, in little memory: their hashes lie in a B-tree on disk.
+"""Deduplication with little memory: hashes of documents in a B-tree on disk (sqlite).
 
-A Bloom filter of fixed size knows most new documents for new, so that the tree is asked about few, and grows by sorted
-batches. Some 25 to 35 bytes of disk for each new document; the file has no name, so that nothing is left of a killed run.
+A Bloom filter of fixed size recognises most new documents, so few are looked up in the tree, which grows in sorted batches. It
+needs 25 to 35 bytes of disk per new document, in an unlinked file, so that nothing is left if the process is killed.
 """
 
 import errno
@@ -13,13 +13,13 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-TREE = 32  # MiB of the tree that are held in memory
-FILTER = 1 << 26  # bytes of the filter: up to 50 million documents one in a thousand is looked up in vain
-BATCH = 1 << 18  # hashes that wait in memory for their place in the tree
+TREE = 32  # MiB of the tree in memory
+FILTER = 1 << 26  # bytes of the filter: one needless lookup in a thousand up to 50 million documents
+BATCH = 1 << 18  # hashes that are inserted into the tree at a time
 
 
 class Repeats:
-    """Remembers hashes in a file beside ``path`` while the ``with`` block runs; OSError when the disk is full."""
+    """Remembers hashes in a file next to ``path`` during the ``with`` block; OSError if the disk is full."""
 
     def __init__(self, path: Path):
         self._path = path.with_name(f"{path.name}.seen-{os.getpid()}-{secrets.token_hex(3)}")
@@ -32,7 +32,7 @@ class Repeats:
         self._error = sqlite3.Error
         self._tree = sqlite3.connect(self._path, isolation_level=None)
         try:
-            # one connection and no journal: the file is scratch, and may lose its name as soon as it is open
+            # a scratch file with one connection, unlinked as soon as it is open
             for pragma in (
                 "journal_mode=OFF",
                 "synchronous=OFF",
@@ -62,12 +62,12 @@ class Repeats:
         np.bitwise_or.at(self._bits, places, bits)
         every = digests.tolist()
         self._waiting.update(every[i] for i in np.flatnonzero(new))
-        for i in np.flatnonzero(~new):  # most likely, but not surely, seen before
+        for i in np.flatnonzero(~new):  # probably seen before
             if every[i] not in self._waiting and not self._in_tree(every[i]):
                 new[i] = True
                 self._waiting.add(every[i])
         if len(self._waiting) > BATCH:
-            self._plant()
+            self._insert()
         return new
 
     def _in_tree(self, digest: bytes) -> bool:
@@ -76,8 +76,7 @@ class Repeats:
         except self._error as error:
             raise self._full(error) from error
 
-    def _plant(self) -> None:
-        """Move the waiting hashes into the tree, in its order."""
+    def _insert(self) -> None:
         try:
             self._tree.executemany("INSERT INTO seen VALUES (?)", ((digest,) for digest in sorted(self._waiting)))
         except self._error as error:
@@ -85,4 +84,4 @@ class Repeats:
         self._waiting.clear()
 
     def _full(self, error: Exception) -> OSError:
-        return OSError(errno.ENOSPC, f"the hashes of documents cannot be kept: {error}", str(self._path))
+        return OSError(errno.ENOSPC, f"the hashes for --deduplicate cannot be stored: {error}", str(self._path))

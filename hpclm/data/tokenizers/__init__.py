@@ -1,6 +1,6 @@
-"""Text to token ids and back, by the libraries and file formats that people have vocabularies in.
+"""Tokenizers: text to token ids and back, for common libraries and file formats.
 
-Nothing is downloaded, no code comes with a vocabulary, and a library is imported when a tokenizer that needs it is built.
+Nothing is downloaded, no code is loaded with a vocabulary, and libraries are imported only when they are used.
 """
 
 from dataclasses import fields
@@ -10,11 +10,20 @@ from hpclm.config.data import TOKENIZERS, DataConfig
 from hpclm.data.disk.indexed import sidecar
 from hpclm.data.tokenizers.fairseq import dictionary
 from hpclm.data.tokenizers.huggingface import train_bpe
-from hpclm.data.tokenizers.identities import describe, identity, mismatch
-from hpclm.data.tokenizers.interface import DEFAULTS, END, Batch, Options, Tokenizer, flat
+from hpclm.data.tokenizers.interface import (
+    DEFAULTS,
+    END,
+    Batch,
+    Options,
+    Tokenizer,
+    describe,
+    fingerprint,
+    flat,
+    mismatch,
+)
 from hpclm.data.tokenizers.sentencepieces import train_sentencepiece
 from hpclm.errors import ConfigError
-from hpclm.registry import lookup
+from hpclm.registry import a_class, lookup
 
 __all__ = [
     "END",
@@ -25,29 +34,30 @@ __all__ = [
     "describe",
     "dictionary",
     "end",
+    "fingerprint",
     "flat",
-    "identity",
     "mismatch",
     "of_run",
     "train_bpe",
     "train_sentencepiece",
 ]
 
-NEEDED = ("size", "eod", "identity", "encode", "encode_batch", "decode")
-"""What a person's own class must have; ``ends_itself`` is False where it does not say."""
+CHECK = a_class("encode", "encode_batch", "decode", made_with=["files"])
+REQUIRED = ("size", "eod", "fingerprint", "encode", "encode_batch", "decode")
+"""Attributes of a user-defined tokenizer; ``ends_itself`` is optional."""
 
 
 def build(kind: str, files: list[str], options: Options = DEFAULTS) -> Tokenizer:
-    """The tokenizer ``kind`` (data.tokenizer) made from its ``files``; ConfigError when they do not fit together."""
-    make = lookup("tokenizer", kind, TOKENIZERS)
+    """Build the tokenizer ``kind`` (data.tokenizer) from its ``files``; ConfigError if they do not match."""
+    make = lookup("tokenizer", kind, TOKENIZERS, CHECK)
     if kind in TOKENIZERS:
         known: Tokenizer = make(files) if options == DEFAULTS else make(files, options)
         return known
     try:
         made: Tokenizer = make(files) if options == DEFAULTS else make(files, options)
     except TypeError as error:
-        raise ConfigError(f"tokenizer {kind} cannot be made with a list of files: {error}") from error
-    lacks = [name for name in NEEDED if not hasattr(made, name)]
+        raise ConfigError(f"tokenizer {kind} cannot be built from a list of files: {error}") from error
+    lacks = [name for name in REQUIRED if not hasattr(made, name)]
     if lacks:
         raise ConfigError(
             f"tokenizer {kind} lacks {', '.join(lacks)}; hpclm/data/tokenizers/interface.py says what it needs"
@@ -56,50 +66,50 @@ def build(kind: str, files: list[str], options: Options = DEFAULTS) -> Tokenizer
 
 
 def end(tokenizer: Tokenizer) -> int:
-    """The id of the end-of-document token; ConfigError where there is none."""
+    """The id of the end-of-document token; ConfigError if there is none."""
     if tokenizer.eod is None:
         raise ConfigError(
-            f"the {describe(tokenizer.identity)} has no end-of-document token; name one of its entries with data.eod "
-            "(--eod in preprocessing)"
+            f"the {describe(tokenizer.fingerprint)} has no end-of-document token; set data.eod "
+            "(--eod in preprocessing) to one of its entries"
         )
     return tokenizer.eod
 
 
 def of_run(data: DataConfig) -> Tokenizer:
-    """The tokenizer of a run: the one its settings name, or the one its dataset was made with."""
+    """The tokenizer of a run, from its settings or from its dataset."""
     if data.tokenizer is not None:
         return build(data.tokenizer, data.tokenizer_files, Options(data.eod, data.extra_ids))
     notes = ((prefix, sidecar(prefix)) for prefix in data.prefixes())
-    prefix, note = next(((prefix, note) for prefix, note in notes if note), ("", {}))
+    prefix, note = next(((prefix, note) for prefix, note in notes if "tokenizer" in note), ("", {}))
     if not note:
         raise ConfigError("the run's dataset does not name its tokenizer; set data.tokenizer and data.tokenizer_files")
     kind, paths = note["tokenizer"]["kind"], note.get("tokenizer_files")
-    if kind not in TOKENIZERS:  # a file that came with a dataset does not say what code is run
+    if kind not in TOKENIZERS:  # a dataset must not decide which code is run
         raise ConfigError(
-            f"the note about dataset {prefix} names tokenizer {kind!r}, which is none of hpclm's own; if you know it, "
-            f"set data.tokenizer={kind} and data.tokenizer_files"
+            f"{prefix}.json names the user-defined tokenizer {kind!r}; if you trust it, set data.tokenizer={kind} and "
+            "data.tokenizer_files"
         )
     if not isinstance(paths, list):
-        raise ConfigError(f"the note about dataset {prefix} names no tokenizer_files; set data.tokenizer")
+        raise ConfigError(f"{prefix}.json names no tokenizer_files; set data.tokenizer")
     tokenizer = build(kind, paths, noted(note["tokenizer"]))
-    wrong = mismatch(note["tokenizer"], tokenizer.identity)
+    wrong = mismatch(note["tokenizer"], tokenizer.fingerprint)
     if wrong:
         raise ConfigError(
-            f"the tokenizer of dataset {prefix} has changed: {wrong}; put the old {', '.join(paths) or 'one'} back, "
+            f"the tokenizer of dataset {prefix} has changed: {wrong}; restore {', '.join(paths) or 'it'}, "
             "or set data.tokenizer"
         )
     return tokenizer
 
 
-def noted(identity: dict[str, Any]) -> Options:
-    """The options that a tokenizer of this identity was built with."""
-    options = identity.get("options", {})
+def noted(fingerprint: dict[str, Any]) -> Options:
+    """The options in a tokenizer's fingerprint."""
+    options = fingerprint.get("options", {})
     types = {"eod": str, "extra_ids": int}
     known = {field.name for field in fields(Options)}
     if not isinstance(options, dict) or not all(
         name in known and type(value) is types[name] for name, value in options.items()
     ):
         raise ConfigError(
-            f"the tokenizer in a dataset's note has options {options!r}; this hpclm knows {sorted(known)}"
+            f"the dataset's tokenizer has options {options!r}; this version of hpclm supports {sorted(known)}"
         )
     return Options(**options)

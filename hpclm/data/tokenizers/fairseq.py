@@ -1,8 +1,9 @@
-"""fairseq's dictionaries: reading one as a tokenizer, and making one from text.
+"""fairseq's dictionaries, as tokenizers, and how to create one from text.
 
 Source: facebookresearch/fairseq fairseq/data/dictionary.py and fairseq/tokenizer.py.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,18 +11,18 @@ from pathlib import Path
 import numpy as np
 
 from hpclm.data.tokenizers import sentencepieces
-from hpclm.data.tokenizers.files import expect, no_extra_ids, only_end
-from hpclm.data.tokenizers.identities import identity
-from hpclm.data.tokenizers.interface import DEFAULTS, Batch, Options, flat
+from hpclm.data.tokenizers.interface import DEFAULTS, Batch, Options, expect, fingerprint, flat, no_extra_ids, only_end
 from hpclm.errors import ConfigError
+from hpclm.files import text_reader
 
 SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 EOS, UNKNOWN = 2, 3
 OVERWRITE = "#fairseq:overwrite"
+INTEGER = re.compile(r"\s*[-+]?\d+(_\d+)*\s*")  # as Python's int() accepts
 
 
 class Fairseq:
-    """Words between white space, or the pieces of a sentencepiece .model, looked up in a dict.txt; every text ends with </s>."""
+    """Words separated by white space, or pieces of a sentencepiece .model, looked up in a dict.txt; every text ends with </s>."""
 
     ends_itself = True
 
@@ -31,17 +32,17 @@ class Fairseq:
         only_end("fairseq", options, SPECIALS[EOS])
         self.symbols, self.ids = read(path)
         self.size, self.eod = len(self.symbols), EOS
-        self.identity = identity("fairseq", files, self.size, self.eod, DEFAULTS)
+        self.fingerprint = fingerprint("fairseq", files, self.size, self.eod, DEFAULTS)
         self.model = sentencepieces.processor("fairseq", models[0]) if models else None
         if self.model is not None:
             spelled = [self.model.id_to_piece(id) for id in range(self.model.get_piece_size())]
             self._looked_up = np.array([self.ids.get(piece, UNKNOWN) for piece in spelled], np.int32)
-            # The text of these pieces is not their name, or not one word of the line that fairseq reads.
+            # pieces whose text is not their name, or not a single word for fairseq
             odd = [self.model.is_unknown(id) or piece.split() != [piece] for id, piece in enumerate(spelled)]
             self._odd = np.array(odd, bool)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the words or pieces, <unk> for unknown ones, and </s>."""
+        """Ids of the words or pieces (or <unk>), and </s>."""
         words = text if self.model is None else " ".join(self.model.encode(text, out_type=str))
         return [*(self.ids.get(word, UNKNOWN) for word in words.split()), EOS]
 
@@ -56,20 +57,19 @@ class Fairseq:
         return np.insert(self._looked_up[found], ends, np.int32(EOS)), lengths + 1
 
     def decode(self, ids: list[int]) -> str:
-        """The words with single spaces between them, </s> spelled out; or the text of the pieces, </s> left out."""
+        """The words separated by spaces, including </s>; or the text of the pieces, without </s>."""
         words = [self.symbols[id] if 0 <= id < self.size else SPECIALS[UNKNOWN] for id in ids]
         return " ".join(words) if self.model is None else str(self.model.decode(words))
 
 
 def read(path: Path) -> tuple[list[str], dict[str, int]]:
-    """The symbols of a dict.txt in the order of their ids, and {symbol: id}; ConfigError names a line that is wrong.
+    """The symbols of a dict.txt by id, and {symbol: id}; ConfigError names an invalid line.
 
-    A line is "symbol count". A symbol that comes twice is refused unless the flag #fairseq:overwrite follows its count;
-    then it gets a new id.
+    A line is "symbol count". A duplicate is refused unless #fairseq:overwrite follows its count, which gives it a new id.
     """
     symbols, ids = list(SPECIALS), {symbol: id for id, symbol in enumerate(SPECIALS)}
     try:
-        with path.open(encoding="utf-8") as file:
+        with text_reader(path) as file:
             lines = file.readlines()
     except UnicodeDecodeError as error:
         raise ConfigError(f"fairseq dictionary {path} is not UTF-8: {error}") from None
@@ -77,25 +77,27 @@ def read(path: Path) -> tuple[list[str], dict[str, int]]:
         rest = line.rstrip()
         overwrite = rest.endswith(" " + OVERWRITE)
         symbol, _, count = rest.removesuffix(" " + OVERWRITE).rpartition(" ")
-        if not symbol or not _integer(count):
-            raise ConfigError(f"fairseq dictionary {path}:{number} holds {rest!r}, not a symbol, a space and its count")
+        if not symbol or not INTEGER.fullmatch(count):
+            raise ConfigError(
+                f"fairseq dictionary {path}:{number} contains {rest!r}, not a symbol, a space and a count"
+            )
         if symbol in ids and not overwrite:
             raise ConfigError(
-                f"fairseq dictionary {path}:{number}: {symbol!r} is there already, with id {ids[symbol]}; "
+                f"fairseq dictionary {path}:{number}: {symbol!r} is a duplicate of id {ids[symbol]}; "
                 f"remove one, or end the line with {OVERWRITE} to give it a new id"
             )
         ids[symbol] = len(symbols)
         symbols.append(symbol)
     if len(symbols) == len(SPECIALS):
-        raise ConfigError(f"fairseq dictionary {path} holds no symbols")
+        raise ConfigError(f"fairseq dictionary {path} contains no symbols")
     return symbols, ids
 
 
 def dictionary(texts: Iterable[str], threshold: int = 0, words: int = -1, padding: int = 8) -> str:
-    """The content of a dict.txt: the words of ``texts`` by falling count, ties in alphabetical order.
+    """The content of a dict.txt: the words of ``texts`` by descending count, ties in alphabetical order.
 
-    threshold: smallest count of a word that is kept. words: entries at most, specials included; 0 or less: no limit.
-    padding: entries are made up (madeupword0000 ...) until it divides their number, specials included.
+    threshold: minimum count of a word. words: maximum number of entries, including specials; 0 or less: no limit. padding: add
+    entries (madeupword0000 ...) until their number, including specials, is a multiple of this.
     """
     counts: Counter[str] = Counter()
     for text in texts:
@@ -114,11 +116,3 @@ def dictionary(texts: Iterable[str], threshold: int = 0, words: int = -1, paddin
         if word not in known:
             kept.append((word, 0))
     return "".join(f"{word} {count}\n" for word, count in kept)
-
-
-def _integer(text: str) -> bool:
-    try:
-        int(text)
-    except ValueError:
-        return False
-    return True

@@ -1,7 +1,7 @@
-"""GPT-2's byte-level BPE by the gigatoken library, which only this file imports: fast, and the ids of ``tokenizers``.
+"""GPT-2's byte-level BPE with the gigatoken library, which only this file imports: fast, with the ids of ``tokenizers``.
 
-The two libraries carry tables of different Unicode versions, and so may cut a text at different places. A text with a
-character that they see differently goes to ``tokenizers``; tests/data/tokenizers/test_gigatoken.py tries all of Unicode.
+The libraries have tables of different Unicode versions, so they may split text differently. Texts with characters that they
+classify differently are encoded with ``tokenizers``; tests/data/tokenizers/test_gigatoken.py compares all of Unicode.
 """
 
 import logging
@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from hpclm import extras
 from hpclm.data.tokenizers.interface import Batch
 
 log = logging.getLogger("hpclm")
 
-# Letters and digits that Unicode 17 added: gigatoken 0.10 knows them, tokenizers 0.23 does not.
+# Letters and digits of Unicode 17, which gigatoken 0.10 supports and tokenizers 0.23 does not.
 ADDED = [
     (0x88F, 0x88F),  # Arabic
     (0xC5C, 0xC5C),  # Telugu
@@ -47,12 +48,12 @@ ADDED = [
     (0x2CEA2, 0x2CEAD),
     (0x323B0, 0x33479),
 ]
-COMPARED = {"gigatoken": "0.10", "tokenizers": "0.23"}  # with other tables of Unicode, ADDED would be others
+COMPARED = {"gigatoken": "0.10", "tokenizers": "0.23"}  # ADDED is valid for these versions
 SLICE = 1 << 21  # characters that are encoded at a time
-MARKERS = 32  # looking for more of them in every text takes longer than is saved
+MARKERS = 32  # searching every text for more of them takes too long
 LOOKED_UP = 1 << 18  # characters that are looked up in the table at a time
-GROWTH = 48 << 20  # bytes that the process may grow by before the library's object is made anew
-KEPT = 6  # bytes that the library keeps, at most, for each byte of words that it has not met
+GROWTH = 48 << 20  # bytes of memory growth after which the library's object is recreated
+KEPT = 6  # bytes that the library caches, at most, per byte of new words
 
 SLOWER = "encoding with tokenizers, many times slower"
 
@@ -60,36 +61,46 @@ Encode = Callable[[list[str]], Batch]
 
 
 def faster(settings: str, exact: Encode, markers: list[str]) -> "Fast | None":
-    """What does ``exact`` faster, or None where that cannot be had; the log says so where it is a pity.
+    """A faster ``exact``; None, with a warning, if that is not possible.
 
-    settings: tokenizer.json of a GPT-2-style BPE without added tokens; exact: encode_batch of that BPE, with them, by the
-    tokenizers library; markers: texts that ``exact`` may treat in its own way, such as added tokens.
+    settings: tokenizer.json of a GPT-2-style BPE without added tokens; exact: encode_batch of that BPE with added tokens, by
+    the tokenizers library; markers: the added tokens.
     """
     if len(markers) > MARKERS:
-        log.warning("%s: it has %d added tokens, and gigatoken is used with up to %d", SLOWER, len(markers), MARKERS)
+        log.warning(
+            "%s: the tokenizer has %d added tokens, and gigatoken is only used with up to %d",
+            SLOWER,
+            len(markers),
+            MARKERS,
+        )
+        return None
+    if extras.missing("encoding", "gigatoken"):
+        log.warning("%s: gigatoken is not installed; %s", SLOWER, extras.install("gigatoken"))
         return None
     try:
         found_versions = {name: ".".join(version(name).split(".")[:2]) for name in COMPARED}
         if found_versions != COMPARED:
-            log.warning("%s: %s were never compared; %s were", SLOWER, _words(found_versions), _words(COMPARED))
+            log.warning(
+                "%s: hpclm has been tested with %s, not with %s", SLOWER, _words(COMPARED), _words(found_versions)
+            )
             return None
         fast = Fast(settings, exact, markers)
         texts = probe()
         wanted, _ = exact(texts)
         found = [id for text in texts for id in fast.encode(text)]
-    except BaseException as error:  # a panic in Rust code is no Exception
+    except BaseException as error:  # a panic in Rust is not an Exception
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
-        log.warning("%s: gigatoken cannot be used here (%s)", SLOWER, error)
+        log.warning("%s: gigatoken does not work here (%s)", SLOWER, error)
         return None
     if not np.array_equal(wanted, found):
-        log.warning("%s: gigatoken's ids for a short text differ", SLOWER)
+        log.warning("%s: gigatoken returns other ids for a test text", SLOWER)
         return None
     return fast
 
 
 class Fast:
-    """gigatoken where its ids are those of ``exact``, and ``exact`` where they may not be."""
+    """Encodes with gigatoken, and texts for which its ids may differ with ``exact``."""
 
     def __init__(self, settings: str, exact: Encode, markers: list[str]):
         self._settings, self._exact, self._markers = settings, exact, [marker for marker in markers if marker]
@@ -124,8 +135,8 @@ class Fast:
         return ids, lengths
 
     def _slow(self, texts: list[str]) -> list[int]:
-        """Which texts have a character that the libraries see differently, or a marker."""
-        together = "".join(texts)  # one look at all is faster than one at each
+        """Indices of texts with characters that the libraries classify differently, or with markers."""
+        together = "".join(texts)  # one search is faster than many
         suspects = [i for i, text in enumerate(texts) if self._differ(text)] if self._differ(together) else []
         markers = [marker for marker in self._markers if marker in together]
         if markers:
@@ -153,9 +164,8 @@ class Fast:
         return ids, np.diff(bounds)
 
     def _renew(self, characters: int) -> None:
-        """Make the library's object anew when the process has grown: it keeps every word it meets, for ever.
-
-        On text without a known word that is about 5 bytes for each byte; making it anew takes 0.1 s.
+        """Recreate the library's object, in 0.1 s, after memory has grown: it caches every new word forever, in about 5
+        bytes per byte.
         """
         self._read += characters
         if self._read - self._looked < SLICE:
@@ -165,15 +175,15 @@ class Fast:
         if self._base is None:
             self._base = held
         elif held - self._base > GROWTH:
-            self._library = None  # before the new one is made
+            self._library = None  # free it first
             self._library, self._base = _load(self._settings), None
 
 
 def probe() -> list[str]:
-    """Short texts that the two libraries must agree on, or they are of versions that were never compared.
+    """Test texts for which both libraries must return the same ids.
 
-    In the first stand the ends of every run of letters, digits, white space and other characters; "'s" is a word of its
-    own behind a letter or a digit, and a part of one behind the others.
+    The first has both ends of every range of letters, digits, white space and other characters, each followed by "'s", which is
+    a separate word after letters and digits only.
     """
     codes = [code for code in range(0x20000) if not 0xD800 <= code < 0xE000]
     kinds = [_kind(chr(code)) for code in codes]
@@ -204,7 +214,7 @@ def _load(settings: str) -> Any:
 
 
 def _slices(texts: list[str]) -> Iterator[tuple[list[str], int]]:
-    """``texts`` in order, about SLICE characters at a time, and how many they are."""
+    """``texts`` in order, in slices of about SLICE characters, and their characters."""
     first = held = 0
     for last, length in enumerate(map(len, texts)):
         if held and held + length > SLICE:
@@ -216,7 +226,7 @@ def _slices(texts: list[str]) -> Iterator[tuple[list[str], int]]:
 
 
 def _resident(read: int) -> int:
-    """Bytes of memory that this process holds; where the system does not tell, what ``read`` characters may have cost."""
+    """Resident memory in bytes; an estimate from ``read`` characters if it is unknown."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:

@@ -1,4 +1,4 @@
-"""Tokenizers of the Hugging Face tokenizers library, which only this file imports: BPE, WordPiece, any tokenizer.json."""
+"""Tokenizers with Hugging Face's tokenizers library, which only this file imports: BPE, WordPiece, any tokenizer.json."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -6,16 +6,30 @@ from pathlib import Path
 from typing import Any
 
 from hpclm.data.tokenizers import gigatokens
-from hpclm.data.tokenizers.files import expect, load, named_end, no_extra_ids, vocabulary
-from hpclm.data.tokenizers.identities import identity
-from hpclm.data.tokenizers.interface import DEFAULTS, END, Batch, Options, flat
+from hpclm.data.tokenizers.interface import (
+    DEFAULTS,
+    END,
+    Batch,
+    Options,
+    expect,
+    fingerprint,
+    flat,
+    load,
+    named_end,
+    no_extra_ids,
+    vocabulary,
+)
+from hpclm.data.tokenizers.sentencepieces import Merging
 from hpclm.errors import ConfigError
+from hpclm.files import text_reader
+
+SPACE = "\u2581"  # sentencepiece's space
 
 
 class Library:
-    """Shared by the kinds that run on the library, on one thread; ``model`` is its Tokenizer.
+    """Base of all kinds that use the library, on one thread; ``model`` is its Tokenizer.
 
-    Where the model is a byte-level BPE like GPT-2's, ``fast`` encodes: gigatoken, with the same ids.
+    A byte-level BPE like GPT-2's is encoded by ``fast``, with gigatoken and the same ids.
     """
 
     ends_itself = False
@@ -23,20 +37,20 @@ class Library:
     def __init__(
         self, kind: str, files: list[str], options: Options, make: Callable[[], Any], ends: Iterable[str], hinted: str
     ):
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # --workers says how many cores to use
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # --workers determines the number of cores
         no_extra_ids(kind, options)
         self.model = load(kind, [Path(file) for file in files], make)
         ids: dict[str, int] = self.model.get_vocab()
         self.size = max(ids.values(), default=-1) + 1
         named = named_end(kind, Path(files[0]), options, ids, [word for word in ids if word.startswith(hinted)])
         self.eod = next((ids[word] for word in ends if word in ids), None) if named is None else named
-        self.identity = identity(kind, files, self.size, self.eod, options)
+        self.fingerprint = fingerprint(kind, files, self.size, self.eod, options)
         settings = bare(self.model)
         added = [token.content for token in self.model.get_added_tokens_decoder().values()]
         self.fast = gigatokens.faster(settings, self.exact, added) if settings else None
 
     def encode(self, text: str) -> list[int]:
-        """Ids of ``text``, without a template's special tokens."""
+        """Ids of ``text``, without the special tokens of a template."""
         return self.fast.encode(text) if self.fast else self.exact([text])[0].tolist()
 
     def encode_batch(self, texts: list[str]) -> Batch:
@@ -44,18 +58,18 @@ class Library:
         return self.fast.encode_batch(texts) if self.fast else self.exact(texts)
 
     def exact(self, texts: list[str]) -> Batch:
-        """``encode_batch`` by the tokenizers library itself."""
+        """``encode_batch`` with the tokenizers library."""
         return flat([found.ids for found in self.model.encode_batch_fast(texts, add_special_tokens=False)])
 
     def decode(self, ids: list[int]) -> str:
-        """The text, special tokens spelled out."""
+        """The text, including special tokens."""
         return str(self.model.decode(ids, skip_special_tokens=False))
 
 
 class GPT2(Library):
     """GPT-2's byte-level BPE: vocab.json and merges.txt; a document ends with <|endoftext|>.
 
-    As in Megatron, <|endoftext|> inside a text is ordinary characters: no text can fake the end of a document.
+    As in Megatron, <|endoftext|> inside a text is encoded as ordinary characters, so that no text can end a document.
     """
 
     def __init__(self, files: list[str], options: Options = DEFAULTS):
@@ -74,7 +88,7 @@ class GPT2(Library):
 
 
 class TokenizerJson(Library):
-    """Any tokenizer.json, with neither its truncation, nor its padding, nor its template; ends with <|endoftext|> or </s>."""
+    """Any tokenizer.json, without its truncation, padding and template; a document ends with <|endoftext|> or </s>."""
 
     def __init__(self, files: list[str], options: Options = DEFAULTS):
         from tokenizers import Tokenizer
@@ -91,9 +105,9 @@ class TokenizerJson(Library):
 
 
 class WordPiece(Library):
-    """BERT's tokenizer, which keeps case: vocab.txt, a word or ##piece a line; a document ends with [SEP].
+    """BERT's cased tokenizer: vocab.txt, with a word or ##piece per line; a document ends with [SEP].
 
-    As in Megatron, [SEP] and the like inside a text are ordinary characters.
+    As in Megatron, special tokens inside a text are encoded as ordinary characters.
     Source: google-research/bert tokenization.py, BasicTokenizer and WordpieceTokenizer.
     """
 
@@ -116,13 +130,13 @@ class WordPiece(Library):
 
 
 class WordPieceLower(WordPiece):
-    """BERT's tokenizer, which lowers case and strips accents: vocab.txt; a document ends with [SEP]."""
+    """BERT's uncased tokenizer, which also strips accents."""
 
     kind, lower = "wordpiece_lower", True
 
 
 def bare(model: Any) -> str | None:
-    """The tokenizer.json of ``model`` without its added tokens, if it is a byte-level BPE just like GPT-2's; else None."""
+    """The tokenizer.json of ``model`` without added tokens if it is a byte-level BPE like GPT-2's; otherwise None."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     bpe, words = model.model, model.pre_tokenizer
@@ -146,8 +160,46 @@ def bare(model: Any) -> str | None:
     return str(plain.to_str())
 
 
+def of_sentencepiece(found: Merging) -> str:
+    """The tokenizer.json that is equivalent to a sentencepiece BPE."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers
+
+    ids = {piece: id for id, (piece, _) in enumerate(found.pieces)}
+    unknown = found.pieces[found.unknown][0]
+    model = Tokenizer(models.BPE(ids, _merges(found), unk_token=unknown, fuse_unk=True, byte_fallback=found.bytes))
+    steps: list[Any] = [normalizers.Precompiled(found.charsmap)] if found.charsmap else []
+    if found.squeezed:
+        steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    if found.prefix:
+        steps.append(normalizers.Prepend(SPACE))
+    model.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    parts = [decoders.Replace(SPACE, " "), *([decoders.ByteFallback()] if found.bytes else []), decoders.Fuse()]
+    model.decoder = decoders.Sequence([*parts, *([decoders.Strip(" ", 1, 0)] if found.prefix else [])])
+    return str(model.to_str(pretty=True))
+
+
+def _merges(found: Merging) -> list[tuple[str, str]]:
+    """The merges of a sentencepiece BPE in order: all pairs of pieces that form another piece, by its score."""
+    ids = {piece: id for id, (piece, _) in enumerate(found.pieces)}
+    merges = []
+    for piece, score in found.pieces:
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in ids and right in ids:
+                merges.append((-score, ids[left], ids[right], left, right))
+    return [(left, right) for *_, left, right in sorted(merges)]
+
+
+def encoder(text: str) -> Callable[[str], list[int]]:
+    """A function from text to ids, by a tokenizer.json without its template."""
+    from tokenizers import Tokenizer
+
+    model = Tokenizer.from_str(text)
+    return lambda words: list(model.encode(words, add_special_tokens=False).ids)
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
-    """The tokenizer.json of a byte-level BPE learned from ``texts``, at most ``vocab_size`` entries; id 0 is <|endoftext|>."""
+    """Train a byte-level BPE on ``texts``, with at most ``vocab_size`` entries; its tokenizer.json. Id 0 is <|endoftext|>."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -164,12 +216,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
 
 
 def _lines(kind: str, path: Path) -> dict[str, int]:
-    """{line: its number from 0} of a vocab.txt; of a word that comes twice, the last."""
+    """{line: its number from 0} of a vocab.txt; the last number for duplicates."""
     try:
-        with path.open(encoding="utf-8") as file:
+        with text_reader(path) as file:
             ids = {line.rstrip("\n"): id for id, line in enumerate(file)}
     except UnicodeDecodeError as error:
         raise ConfigError(f"tokenizer {kind}: {path} is not UTF-8: {error}") from None
     if "[UNK]" not in ids:
-        raise ConfigError(f"tokenizer {kind}: {path} has no line [UNK], which stands for unknown words")
+        raise ConfigError(f"tokenizer {kind}: {path} has no line [UNK], the token for unknown words")
     return ids

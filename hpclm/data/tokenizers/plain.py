@@ -1,14 +1,24 @@
-"""The tokenizers that need no library: bytes, and words between white space."""
+"""Tokenizers without a library: bytes, and words separated by white space."""
 
 import numpy as np
 
-from hpclm.data.tokenizers.files import expect, named_end, no_extra_ids, only_end, vocabulary
-from hpclm.data.tokenizers.identities import identity
-from hpclm.data.tokenizers.interface import DEFAULTS, END, Batch, Options, flat
+from hpclm.data.tokenizers.interface import (
+    DEFAULTS,
+    END,
+    Batch,
+    Options,
+    expect,
+    fingerprint,
+    flat,
+    named_end,
+    no_extra_ids,
+    only_end,
+    vocabulary,
+)
 
 
 class Bytes:
-    """The bytes of UTF-8, and 256 for the end of a document."""
+    """UTF-8 bytes, and 256 as the end-of-document token."""
 
     ends_itself = False
 
@@ -17,7 +27,7 @@ class Bytes:
         no_extra_ids("bytes", options)
         only_end("bytes", options, END)
         self.size, self.eod = 257, 256
-        self.identity = identity("bytes", files, self.size, self.eod, DEFAULTS)
+        self.fingerprint = fingerprint("bytes", files, self.size, self.eod, DEFAULTS)
 
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``."""
@@ -29,13 +39,13 @@ class Bytes:
         return np.frombuffer(b"".join(raw), np.uint8), np.fromiter(map(len, raw), np.int64, len(raw))
 
     def decode(self, ids: list[int]) -> str:
-        """The text; a broken character becomes U+FFFD."""
+        """The text; invalid UTF-8 becomes U+FFFD."""
         raw = b"".join(END.encode() if id == self.eod else bytes([id]) for id in ids)
         return raw.decode(errors="replace")
 
 
 class Whitespace:
-    """Words between white space, looked up in a vocab.json {word: id}; every text ends with the end-of-document token."""
+    """Words separated by white space, looked up in a vocab.json {word: id}; every text ends with the end-of-document token."""
 
     ends_itself = True
 
@@ -46,10 +56,10 @@ class Whitespace:
         named = named_end("whitespace", path, options, self.ids, [word for word in self.ids if word.startswith("<")])
         self.words = {id: word for word, id in self.ids.items()}
         self.size, self.eod = max(self.words) + 1, self.ids[END] if named is None else named
-        self.identity = identity("whitespace", files, self.size, self.eod, options)
+        self.fingerprint = fingerprint("whitespace", files, self.size, self.eod, options)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the words, <unk> for unknown ones, and the end of the document."""
+        """Ids of the words (or <unk>), and the end-of-document token."""
         unknown = self.ids["<unk>"]
         return [*(self.ids.get(word, unknown) for word in text.split()), self.eod]
 
@@ -58,5 +68,5 @@ class Whitespace:
         return flat([self.encode(text) for text in texts])
 
     def decode(self, ids: list[int]) -> str:
-        """The words with single spaces between them."""
+        """The words separated by spaces."""
         return " ".join(self.words.get(id, "<unk>") for id in ids)

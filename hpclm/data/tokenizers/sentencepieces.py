@@ -1,18 +1,19 @@
-"""Models of the sentencepiece library, which only this file imports."""
+"""Tokenizers with the sentencepiece library, which only this file imports."""
 
 import io
 import re
 import struct
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hpclm.data.tokenizers.files import expect, load, named_end
-from hpclm.data.tokenizers.identities import identity
-from hpclm.data.tokenizers.interface import DEFAULTS, Batch, Options, flat
+from hpclm import extras
+from hpclm.data.tokenizers.interface import DEFAULTS, Batch, Options, expect, fingerprint, flat, load, named_end
 from hpclm.errors import ConfigError
+from hpclm.files import read_bytes
 
 USER_DEFINED = 4  # ModelProto.SentencePiece.Type
 EXTRA = "\u2581<extra_id_{}>"
@@ -20,10 +21,9 @@ BEFORE_EXTRA = re.compile(r"(?<=[^ ])(?=<extra_id_)")
 
 
 class SentencePiece:
-    """A sentencepiece .model; the end of a document is its </s>, or the piece that the options name.
+    """A sentencepiece .model; documents end with its </s>, or with the piece in the options.
 
-    <extra_id_N> follow the model's own pieces as in T5 and mT5: <extra_id_0> has the last id, and takes the space before
-    it along. Source: google/seqio seqio/vocabularies.py, SentencePieceVocabulary.
+    <extra_id_N> are appended as in T5 and mT5: <extra_id_0> has the last id, and includes the space before it. Source: google/seqio seqio/vocabularies.py, SentencePieceVocabulary.
     """
 
     ends_itself = False
@@ -42,7 +42,7 @@ class SentencePiece:
             controls = [piece for piece, id in pieces.items() if self.model.is_control(id)]
             angled = [piece for piece in pieces if re.fullmatch(r"<[^0].*>", piece) and piece not in controls]
             self.eod = named_end("sentencepiece", path, options, pieces, controls + angled)
-        self.identity = identity("sentencepiece", files, self.size, self.eod, options)
+        self.fingerprint = fingerprint("sentencepiece", files, self.size, self.eod, options)
 
     def encode(self, text: str) -> list[int]:
         """Ids of the pieces."""
@@ -53,33 +53,74 @@ class SentencePiece:
         return pieces(self.model, [self._spaced(text) for text in texts] if self.extra_ids else texts)
 
     def decode(self, ids: list[int]) -> str:
-        """The text; control pieces such as </s> are left out."""
+        """The text, without control pieces such as </s>."""
         return str(self.model.decode(ids))
 
     def _spaced(self, text: str) -> str:
-        """``text`` with a space before each <extra_id_N>, which is a part of that piece."""
+        """``text`` with a space before each <extra_id_N>, because it is part of that piece."""
         return BEFORE_EXTRA.sub(" ", text) if self.extra_ids and "<extra_id_" in text else text
 
 
+@dataclass(frozen=True)
+class Merging:
+    """The parameters of a sentencepiece BPE."""
+
+    pieces: tuple[tuple[str, float], ...]
+    """Text and score of every piece, by id; pairs that form the piece with the highest score are merged first."""
+    unknown: int
+    """Id of <unk>."""
+    charsmap: bytes
+    """Compiled normalisation rules; empty: none."""
+    prefix: bool
+    """Whether a space is prepended to a text."""
+    squeezed: bool
+    """Whether spaces are stripped from both ends, and repeated ones merged."""
+    bytes: bool
+    """Whether unknown characters become byte pieces."""
+
+
+def merging(tokenizer: SentencePiece) -> Merging | None:
+    """The parameters of the tokenizer's model; None if it is not a BPE, or has features that other libraries lack."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    messages: Any = sentencepiece_model_pb2  # its classes are created at run time
+    proto = messages.ModelProto()
+    proto.ParseFromString(tokenizer.model.serialized_model_proto())
+    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+    whole = any(piece.type == USER_DEFINED for piece in proto.pieces)  # user-defined pieces are never split
+    usual = normalizer.escape_whitespaces and not trainer.treat_whitespace_as_suffix
+    if trainer.model_type != trainer.BPE or whole or not usual:
+        return None
+    return Merging(
+        tuple((piece.piece, piece.score) for piece in proto.pieces),
+        tokenizer.model.unk_id(),
+        normalizer.precompiled_charsmap,
+        normalizer.add_dummy_prefix,
+        normalizer.remove_extra_whitespaces,
+        trainer.byte_fallback,
+    )
+
+
 def processor(kind: str, path: Path, extra_ids: int = 0) -> Any:
-    """The library's object for the model at ``path``, with ``extra_ids`` pieces appended."""
-    from sentencepiece import SentencePieceProcessor
+    """The library's processor for the model at ``path``, with ``extra_ids`` appended."""
+    with extras.needed_for("a sentencepiece tokenizer"):
+        from sentencepiece import SentencePieceProcessor
 
     model = load(kind, [path], lambda: SentencePieceProcessor(model_file=str(path)))
     if not extra_ids:
         return model
     there = [k for k in range(extra_ids) if model.id_to_piece(model.piece_to_id(EXTRA.format(k))) == EXTRA.format(k)]
     if there:
-        raise ConfigError(f"{path} has <extra_id_{there[0]}> and {len(there) - 1} more already; leave out extra_ids")
+        raise ConfigError(f"{path} already has <extra_id_{there[0]}> and {len(there) - 1} more; leave out extra_ids")
     # A protobuf message is the concatenation of its fields, so pieces are added by appending them.
     added = b"".join(_piece(EXTRA.format(k)) for k in reversed(range(extra_ids)))
-    return SentencePieceProcessor(model_proto=path.read_bytes() + added)
+    return SentencePieceProcessor(model_proto=read_bytes(path) + added)
 
 
 def pieces(model: Any, texts: list[str]) -> Batch:
     """Ids of ``texts`` by the library's ``model``, on one thread."""
     try:
-        found = model.encode(texts, num_threads=1, out_type="numpy")  # of newer versions; saves making Python integers
+        found = model.encode(texts, num_threads=1, out_type="numpy")  # newer versions only; faster
     except (ValueError, RuntimeError):
         return flat(model.encode(texts, num_threads=1))
     lengths = np.fromiter(map(len, found), np.int64, len(found))
@@ -87,11 +128,12 @@ def pieces(model: Any, texts: list[str]) -> Batch:
 
 
 def train_sentencepiece(texts: Iterable[str], kind: str, vocab_size: int) -> bytes:
-    """The .model of a sentencepiece tokenizer, ``kind`` bpe or unigram, learned from the lines of ``texts``.
+    """Train a sentencepiece tokenizer, ``kind`` bpe or unigram, on the lines of ``texts``; its .model.
 
-    Text comes back from its ids unchanged: no normalisation, and bytes for rare characters. All lines are held in memory.
+    Decoding restores the text: no normalisation, and byte fallback. All lines are in memory.
     """
-    from sentencepiece import SentencePieceTrainer
+    with extras.needed_for("a sentencepiece tokenizer"):
+        from sentencepiece import SentencePieceTrainer
 
     model = io.BytesIO()
     lines: Iterator[str] = (line for text in texts for line in text.splitlines() if line)
@@ -104,11 +146,11 @@ def train_sentencepiece(texts: Iterable[str], kind: str, vocab_size: int) -> byt
             byte_fallback=True,
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
-            max_sentence_length=1 << 20,  # bytes; the library's own limit drops longer lines
+            max_sentence_length=1 << 20,  # bytes; longer lines are dropped
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise ConfigError(f"sentencepiece cannot learn {vocab_size} entries from this text: {error}") from None
+        raise ConfigError(f"sentencepiece cannot train {vocab_size} entries on this text: {error}") from None
     return model.getvalue()
 
 

@@ -2,10 +2,10 @@
 
 import torch
 
-from hpclm.cluster import environment
 from hpclm.config import RunConfig
 from hpclm.config.deepspeed import stage_of
 from hpclm.engine import Engine
+from hpclm.node import environment
 from hpclm.parallel.mesh import Mesh
 
 

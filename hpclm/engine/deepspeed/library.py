@@ -1,4 +1,4 @@
-"""DeepSpeed brought up on our own process groups, and our mesh in its words."""
+"""Initialises DeepSpeed on our process groups, and presents our mesh through its interface."""
 
 import contextlib
 import io
@@ -16,7 +16,7 @@ from deepspeed.runtime.config import DeepSpeedConfigError
 from pydantic import ValidationError
 
 from hpclm.config import OptimConfig
-from hpclm.engine.held import Held
+from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.errors import ConfigError
 from hpclm.optim.adamw import adamw
 from hpclm.parallel.mesh import Axis, Mesh
@@ -34,8 +34,33 @@ SECTIONS = {
 """The section that each of DeepSpeed's models reads."""
 
 
+@contextlib.contextmanager
+def reducing_without_waits(optimizer: Any, device: torch.device) -> Iterator[None]:
+    """Inside this context, DeepSpeed's streams wait for each other where it would make the host wait for both.
+
+    That is as safe: what one stream reads or frees, the other has finished with. But the host can launch what follows.
+    """
+    reducing = getattr(optimizer, "reduction_stream", None)
+    if reducing is None or device.type != "cuda":
+        yield
+        return
+    accelerator, computing = get_accelerator(), torch.cuda.current_stream(device)
+
+    def order(*_: Any) -> None:
+        current = torch.cuda.current_stream(device)  # of the thread that runs the backward pass
+        for stream in (computing, current):
+            reducing.wait_stream(stream)
+            stream.wait_stream(reducing)
+
+    accelerator.synchronize = order
+    try:
+        yield
+    finally:
+        del accelerator.synchronize
+
+
 class MeshView:
-    """A mesh under the names that DeepSpeed calls. "Model parallel" is what holds one copy of the model together."""
+    """A mesh with the methods of DeepSpeed's mpu. "Model parallel" is the group that holds one copy of the model."""
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
@@ -44,44 +69,44 @@ class MeshView:
         self.model = group(mesh.model)
 
     def get_data_parallel_group(self) -> Any:
-        """Replicas of what this process holds."""
+        """The data-parallel replicas of this process's weights."""
         return self.data
 
     def get_data_parallel_rank(self) -> int:
-        """This process among them."""
+        """This process's rank in that group."""
         return self.mesh.dp.rank
 
     def get_data_parallel_world_size(self) -> int:
-        """How many there are."""
+        """Size of that group."""
         return self.mesh.dp.size
 
     def get_model_parallel_group(self) -> Any:
-        """Pipeline and tensor processes of one replica: norms and overflows are summed over them."""
+        """The pipeline and tensor processes of one replica: norms and overflows are reduced over them."""
         return self.model
 
     def get_model_parallel_rank(self) -> int:
-        """This process among them."""
+        """This process's rank in that group."""
         return self.mesh.model.rank
 
     def get_model_parallel_world_size(self) -> int:
-        """How many there are."""
+        """Size of that group."""
         return self.mesh.model.size
 
     def get_tensor_model_parallel_group(self) -> Any:
-        """Processes that share every layer."""
+        """The tensor-parallel processes."""
         return self.tensor
 
     def get_tensor_model_parallel_rank(self) -> int:
-        """This process among them; the first counts what all of them have."""
+        """This process's rank in that group; rank 0 counts the weights that all ranks hold."""
         return self.mesh.tp.rank
 
     def get_tensor_model_parallel_world_size(self) -> int:
-        """How many there are."""
+        """Size of that group."""
         return self.mesh.tp.size
 
 
 class Grid(MeshView):
-    """A mesh with stages, as DeepSpeed's pipeline sees it."""
+    """A mesh with pipeline stages, with the methods of DeepSpeed's PipelineParallelGrid."""
 
     def __init__(self, mesh: Mesh):
         super().__init__(mesh)
@@ -90,7 +115,7 @@ class Grid(MeshView):
         self.pp_group = list(mesh.pp.ranks)
 
     def get_global_rank(self) -> int:
-        """This process among all."""
+        """This process's global rank."""
         return self.mesh.world.rank
 
     def get_stage_id(self) -> int:
@@ -108,7 +133,7 @@ class Grid(MeshView):
         return self.mesh.pp.group
 
     def get_slice_parallel_group(self) -> Any:
-        """Processes that share every layer."""
+        """The tensor-parallel processes."""
         return self.tensor
 
     def stage_to_global(self, stage_id: int) -> int:
@@ -117,29 +142,28 @@ class Grid(MeshView):
 
 
 def group(axis: Axis) -> Any:
-    """The process group of ``axis``; one of this process alone where it has no peers, since None means everybody to
-    DeepSpeed."""
+    """The process group of ``axis``; a single process gets a new group, since DeepSpeed takes None for all ranks."""
     if axis.group is not None:
         return axis.group
     return dist.new_group(list(axis.ranks), use_local_synchronization=True)
 
 
 def begin(device: torch.device) -> None:
-    """Let DeepSpeed take over the process group that is up; a process without peers gets one for itself."""
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # its warnings are about choices that were made on purpose
-    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):  # it uses the names that torch 2.13 gave up
+    """Let DeepSpeed use the existing process group; a single process gets a new one."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns about settings that were chosen on purpose
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):  # it uses names that torch 2.13 deprecates
         warnings.filterwarnings("ignore", f".*{name}.* is deprecated", FutureWarning)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if device.type == "cpu":
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it compiles a collective that gloo has
-        get_accelerator().is_fp16_supported = lambda: True  # PyTorch computes in fp16 on every CPU, if slowly on most
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it compiles a collective that gloo provides
+        get_accelerator().is_fp16_supported = lambda: True  # PyTorch supports fp16 on every CPU, slowly on most
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
 
 
 def initialize(**arguments: Any) -> Any:
-    """deepspeed.initialize's engine; what it prints meanwhile is of no use to anybody."""
+    """The engine of deepspeed.initialize, with its output suppressed."""
     with contextlib.redirect_stdout(io.StringIO()), refusals():
         engine, *_ = deepspeed.initialize(**arguments, dist_init_required=False)
     return engine
@@ -147,7 +171,7 @@ def initialize(**arguments: Any) -> Any:
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Tell what DeepSpeed refuses in its JSON by the names of engine.extra, from which it must come."""
+    """Report what DeepSpeed rejects in its JSON under the names of engine.extra, where it must come from."""
     try:
         yield
     except ValidationError as error:
@@ -174,14 +198,14 @@ def optimizer(parameter_groups: list[dict[str, Any]], optim: OptimConfig) -> tor
     settings: dict[str, Any] = dict(lr=optim.lr, betas=optim.betas, eps=optim.eps, adamw_mode=True)
     try:
         return DeepSpeedCPUAdam(parameter_groups, **settings)
-    except Exception as error:  # what its compiler says may be anything
+    except Exception as error:  # the extension build may raise anything
         raise ConfigError(
             f"optim.name=cpu_adam: DeepSpeed could not compile it: {str(error).splitlines()[0] if str(error) else error!r}; "
             f"it needs a C++ compiler and Python's headers (Debian: apt-get install g++ python3-dev), or use optim.name=adamw"
         ) from error
 
 
-def mark_split(all_held: Iterable[Held]) -> None:
-    """Tell DeepSpeed's norm which weights are parts of a whole: others count once for all tensor-parallel processes."""
-    for held in all_held:
-        held.parameter.tensor_model_parallel = held.form.dim is not None  # type: ignore[attr-defined]
+def mark_split(weights: Iterable[ShardedParameter]) -> None:
+    """Mark tensor-parallel weights for DeepSpeed's gradient norm; it counts the others once."""
+    for weight in weights:
+        weight.parameter.tensor_model_parallel = weight.placement.dim is not None  # type: ignore[attr-defined]

@@ -1,11 +1,12 @@
 """DeepSpeed's pipeline: 1F1B over stages, each with ZeRO-1 among its replicas.
 
-Every process of a stage reads its replica's micro-batches itself, so only activations [t, B, C] and their gradients travel.
+Every process of a stage reads its replica's micro-batches itself, so only activations [t, B, C] and their gradients are sent.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from itertools import groupby, islice
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,35 +17,35 @@ from torch import Tensor, nn
 from hpclm.config import RunConfig
 from hpclm.config.deepspeed import settings
 from hpclm.data.batches import Batch
-from hpclm.engine import StepResult, go_on
+from hpclm.engine import DeviceResult, StepResult, keep_going
 from hpclm.engine.deepspeed import library
 from hpclm.engine.deepspeed.state import State, Wrapped
 from hpclm.engine.deepspeed.zero import finite_or_nan
-from hpclm.engine.held import Held, decay_groups
-from hpclm.engine.stages import owners, share, stages
+from hpclm.engine.sharded_parameter import ShardedParameter, decay_groups
+from hpclm.engine.stages import owned_weights, owners, stages
 from hpclm.engine.step import seed_step, seeds, token_weights
 from hpclm.model import gpt
-from hpclm.model.draw import on
+from hpclm.model.init import materialize_on
 from hpclm.model.loss import TokenLoss
 from hpclm.model.stack import Stack
 from hpclm.optim.adamw import groups
 from hpclm.optim.scaler import LossScale
 from hpclm.parallel.collectives import all_reduce
-from hpclm.parallel.mesh import Mesh, among
+from hpclm.parallel.mesh import Mesh, sub_axis
 
 
 class Stage(PipelineModule):
-    """A stage as DeepSpeed's pipeline runs it: our layers over our groups, in place of what it would build for itself."""
+    """A stage as DeepSpeed's pipeline runs it, built from our layers and process groups."""
 
     def __init__(self, stack: Stack, grid: library.Grid, tied: list[tuple[nn.Parameter, Any]]):
         nn.Module.__init__(self)
         self.stack, self._grid, self.tied = stack, grid, tied
         self.queue: Iterator[tuple[Batch, Tensor, int | None]] = iter(())
-        """Micro-batches that are to come, with their tokens' weights and their seeds."""
+        """The upcoming micro-batches, with their token weights and seeds."""
         self.factor = 1.0
-        """What the loss is multiplied by, beyond its tokens' weights."""
+        """Factor on the loss, beyond the token weights."""
         self._local_start, self._local_stop = stack.specs[0].number, stack.specs[-1].number + 1
-        self.loss_fn = None  # the last layer gives the loss
+        self.loss_fn = None  # the last layer returns the loss
         self.tied_comms: dict[str, Any] = {}
         self.dynamic_shape = False
         self.activation_checkpoint_interval = 0  # the stack recomputes
@@ -56,9 +57,13 @@ class Stage(PipelineModule):
         y = self.stack(x, positions, documents, labels, weights, seed)
         return finite_or_nan(y) * self.factor if y.ndim == 0 else y
 
-    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
-        """Weights whose gradients are summed with those of other stages."""
-        return self.tied
+    def get_tied_weights_and_groups(self) -> list[tuple[Any, Any]]:
+        """Weights whose gradients are summed with those of other stages.
+
+        If DeepSpeed accumulates gradients in another type, it keeps them in ``grad_accum`` but does not look for them there.
+        """
+        accumulated = [(getattr(weight, "grad_accum", None), weight, group) for weight, group in self.tied]
+        return [(weight if kept is None else SimpleNamespace(grad=kept), group) for kept, weight, group in accumulated]
 
 
 class PipelineEngine(Wrapped):
@@ -74,37 +79,41 @@ class PipelineEngine(Wrapped):
             parts[mesh.pp.rank],
             dtype,
             mesh.tp,
-            TokenLoss(config.engine.loss_chunk, compile=config.engine.compile),
+            TokenLoss(config.engine.loss_chunk, compile=bool(config.engine.compile)),
             config.engine.recompute_every,
-            place=on(device, mesh.tp),
+            wrap=materialize_on(device, mesh.tp),
         )
         if config.engine.compile:
-            self.model.compile_blocks()
+            self.model.compile_blocks(whole=False)  # its hooks break graphs
         where = {name: found for name, found in owners(parts).items() if mesh.pp.rank in found}
-        self.held = tuple(
-            Held(name, p, self.model.forms[name], copy=where[name.split(".")[0]][0] != mesh.pp.rank)
+        self.weights = tuple(
+            ShardedParameter(
+                name, p, self.model.placements[name], duplicate=where[name.split(".")[0]][0] != mesh.pp.rank
+            )
             for name, p in self.model.weights()
         )
-        library.mark_split(self.held)
-        for held in self.held:
-            held.parameter.ds_pipe_replicated = held.copy  # type: ignore[attr-defined]  # the norm counts it once
+        library.mark_split(self.weights)
+        for weight in self.weights:
+            weight.parameter.ds_pipe_replicated = weight.duplicate  # type: ignore[attr-defined]  # the norm counts it once
         self.plan = config.plan(mesh.world.size)
-        decaying, others = decay_groups(self.held, config.optim.decayed == "all")
+        decaying, others = decay_groups(self.weights, config.optim.decayed == "all")
         optimizer = library.optimizer(groups(decaying, others, config.optim), config.optim)
         limit = timedelta(minutes=config.cluster.timeout_minutes)
         self.stage = Stage(self.model, library.Grid(mesh), tied(self.model, where, mesh, limit))
         self.engine = library.initialize(
-            model=self.stage, optimizer=optimizer, config=settings(config, self.plan, library.NAMES[dtype])
+            model=self.stage,
+            optimizer=optimizer,
+            config=settings(config, self.plan, library.NAMES[dtype], device.type == "cuda"),
         )
         self.state = State(self.engine.optimizer, optimizer)
         self.scale = LossScale.first(config.scaler) if dtype == torch.float16 else None
 
     def train_step(
-        self, batches: Sequence[Batch], lr: float, step: int, between: Callable[[int], None] = go_on
+        self, batches: Sequence[Batch], lr: float, step: int, between: Callable[[int], None] = keep_going
     ) -> StepResult:
         """All micro-batches through all stages; DeepSpeed reduces, clips, updates, and skips what is not finite.
 
-        ``between`` is not called: the stages are never between the same micro-batches.
+        ``between`` is not called: the stages are never between the same two micro-batches.
         """
         config, mesh, engine, stage = self.config, self.mesh, self.engine, self.stage
         scale = self.scale.value if self.scale else 1.0
@@ -116,8 +125,8 @@ class PipelineEngine(Wrapped):
             engine.set_train_batch_size(count * self.plan.micro_size * mesh.dp.size)
         random = gpt.random(config.model)
         found = seeds(config.seed, step, count, mesh.dp) if random else [None] * count
-        # it takes the mean over micro-batches and replicas; the scale is in the weights already, where fp16 needs it
-        weights = [w * (scale * mesh.dp.size) for w in token_weights(batches, config.batch.loss_norm, mesh.dp)]
+        # DeepSpeed averages over micro-batches; the token weights include the scale already, where fp16 needs it
+        weights = [w * scale for w in token_weights(batches, config.batch.loss_norm, mesh.dp)]
         stage.queue, stage.factor = iter(zip(batches, weights, found, strict=True)), count / scale
         for group in engine.optimizer.param_groups:
             group["lr"] = lr
@@ -126,11 +135,12 @@ class PipelineEngine(Wrapped):
         skipped = bool(engine.optimizer.overflow)
         if self.scale:
             self.scale = self.scale.after(skipped, config.scaler)
-        return StepResult(loss.item(), float(engine.get_global_grad_norm()), scale, skipped)
+        mean = loss.double() * mesh.dp.size  # DeepSpeed returns the mean over replicas of their contributions
+        return DeviceResult.of(mean, engine.get_global_grad_norm(), skipped, scale)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Mean loss per token; as many micro-batches are held as there are stages, so that each has one to work on."""
+        """Mean loss per token; holds one micro-batch per stage, so that every stage is busy."""
         found = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.stage.factor = 1.0
         for _, alike in groupby(batches, lambda batch: batch.tokens.shape):
@@ -148,21 +158,21 @@ class PipelineEngine(Wrapped):
         total, counted = all_reduce(found, self.mesh.world)
         return (total / counted.clamp(min=1)).item()
 
-    def answers_for(self, given: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Those of this stage's layers, and those of no layer at all."""
-        return share(given, self.specs, self.model)
+    def expected_weights(self, given: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """The weights of this stage's layers, and any that belong to no layer."""
+        return owned_weights(given, self.specs, self.model)
 
 
 def ids(batches: Sequence[Batch]) -> Iterator[tuple[Tensor, None]]:
-    """What the first stage reads; labels are where the last stage finds them."""
+    """The inputs of the first stage; the last stage takes labels from its own queue."""
     return ((batch.tokens, None) for batch in batches)
 
 
 def tied(model: Stack, where: dict[str, list[int]], mesh: Mesh, limit: timedelta) -> list[tuple[nn.Parameter, Any]]:
-    """Weights of this stage that other stages have too, each with the group of those that have it."""
+    """Weights of this stage that other stages hold too, each with the process group of its holders."""
     found: list[tuple[nn.Parameter, Any]] = []
     for name, members in where.items():
         if len(members) > 1:
-            group = among(mesh.pp, members, limit).group
+            group = sub_axis(mesh.pp, members, limit).group
             found += [(parameter, group) for parameter in model.layers[name].parameters()]
     return found

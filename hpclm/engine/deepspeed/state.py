@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -9,56 +11,87 @@ from deepspeed import utils
 from torch import Tensor
 
 from hpclm.config import RunConfig
-from hpclm.engine import Saved, Shard
-from hpclm.engine.held import Held, read, shards
-from hpclm.engine.plain import MOMENTS
+from hpclm.engine import SavedState, Shard
+from hpclm.engine.base import MOMENTS
+from hpclm.engine.sharded_parameter import ShardedParameter
+from hpclm.engine.sharing import Sharing
 from hpclm.model.stack import Stack, check_shapes
 from hpclm.optim.scaler import LossScale
 from hpclm.parallel.mesh import Mesh
 
 
 class State:
-    """What ``wrapper``, DeepSpeed's optimizer, makes of ``optimizer``, ours, whose parameters are flat parts of many weights."""
+    """The state of ``wrapper``, DeepSpeed's ZeRO optimizer, around ``optimizer``, ours, whose parameters are flat partitions."""
 
     def __init__(self, wrapper: Any, optimizer: torch.optim.Optimizer):
         self.wrapper, self.optimizer = wrapper, optimizer
         self.sharded = hasattr(wrapper, "fp32_partitioned_groups_flat")  # stage 3
         names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
         self.flat: list[Tensor] = next(getattr(wrapper, name) for name in names if hasattr(wrapper, name))
-        self.by_group = type(optimizer).__module__.startswith("apex")  # it counts steps there, others with the moments
-        self._begin(0)  # DeepSpeed would connect the moments of its first parameter group only
+        self.by_group = type(optimizer).__module__.startswith(
+            "apex"
+        )  # apex counts steps per group, others per parameter
+        self._begin(0)  # DeepSpeed alone would link the moments of its first parameter group only
 
     def steps(self) -> int:
         """Updates so far."""
         counting = self.optimizer.param_groups if self.by_group else self.optimizer.state.values()
-        return max((int(held["step"]) for held in counting if "step" in held), default=0)
+        return max((int(state["step"]) for state in counting if "step" in state), default=0)
 
-    def tensors(self, all_held: Sequence[Held], mesh: Mesh) -> Iterator[Shard]:
-        """What this process saves; the replicas come together for each tensor."""
+    def tensors(self, sharing: Sharing) -> Iterator[Shard]:
+        """The shards that this process saves."""
         moments = MOMENTS if self.steps() else ()
-        for number, held in enumerate(all_held):
-            parameter = held.parameter
-            yield from kept(held, f"model.{held.name}", utils.safe_get_full_fp32_param(parameter), mesh, number)
+        for number, weight in enumerate(sharing.weights):
+            yield from sharing.shards(number, f"model.{weight.name}", self._values(weight))
             for moment in moments:
-                whole = utils.safe_get_full_optimizer_state(parameter, moment)
-                yield from kept(held, f"optim.{moment}.{held.name}", whole, mesh, number)
+                yield from sharing.shards(number, f"optim.{moment}.{weight.name}", self._values(weight, moment))
 
-    def load(self, all_held: Sequence[Held], saved: Saved, steps: int, mesh: Mesh) -> None:
-        """Take over weights, and moments if there were ``steps`` updates."""
+    def load(self, sharing: Sharing, saved: SavedState, steps: int) -> None:
+        """Load the weights, and the moments if there were ``steps`` updates."""
         if steps or self.steps():
             self._begin(steps)
-        for held in all_held:
-            self._set(held, read(held, f"model.{held.name}", saved, mesh.tp), None, mesh)
-            for moment in MOMENTS if steps else ():
-                self._set(held, read(held, f"optim.{moment}.{held.name}", saved, mesh.tp), moment, mesh)
+        for number, weight in enumerate(sharing.weights):
+            for moment in (None, *(MOMENTS if steps else ())):
+                values = torch.empty(self._size(weight), device=weight.parameter.device)
+                name = f"optim.{moment}.{weight.name}" if moment else f"model.{weight.name}"
+                sharing.load(number, name, saved, values)
+                self._set(weight, values, moment)
         self._publish()
 
+    def sharing(self, weights: Sequence[ShardedParameter], mesh: Mesh, least: float) -> Sharing:
+        """What this process saves and reads: the runs of values in its partitions; ``least`` as in Sharing.among."""
+        return Sharing.among([self._run(weight, mesh) for weight in weights], mesh, least)
+
+    def _run(self, weight: ShardedParameter, mesh: Mesh) -> ShardedParameter:
+        parameter: Any = weight.parameter
+        if self.sharded:
+            begin, size = mesh.shard.rank * self._size(weight), self._size(weight)  # the last partitions are padded
+            return replace(weight, begin=begin, values=min(max(0, parameter.ds_numel - begin), size))
+        mapping = parameter._hp_mapping
+        address = mapping and mapping.lp_fragment_address
+        return replace(weight, begin=address.start if address else 0, values=self._size(weight))
+
+    def _size(self, weight: ShardedParameter) -> int:
+        """Values of a weight in this process's partition, with padding."""
+        parameter: Any = weight.parameter
+        if self.sharded:
+            return int(parameter.ds_tensor.ds_numel)
+        return parameter._hp_mapping.lp_fragment_address.numel if parameter._hp_mapping else 0
+
+    def _values(self, weight: ShardedParameter, moment: str | None = None) -> Tensor:
+        """This process's values of a weight, or of one of its moments."""
+        parameter: Any = weight.parameter
+        if not self.sharded:
+            return parameter._hp_mapping.get_hp_fragment(moment) if parameter._hp_mapping else torch.empty(0)
+        values, number = self.wrapper._get_fp32_opt_state_partition(parameter, True, moment)
+        return values.clone() if self._on_disk(number) else values  # the next one is swapped in where this one was
+
     def _begin(self, steps: int) -> None:
-        """Moments of 0, after ``steps`` updates."""
+        """Set the moments to 0 and the step count to ``steps``."""
         tensor, untouched = isinstance(self.optimizer, torch.optim.AdamW), not steps and not self.steps()
         for number, flat in enumerate(self.flat):
             if self._on_disk(number) and untouched:
-                continue  # the first update makes room there
+                continue  # the first update allocates it there
             with self._present(number):
                 counted = {"step": torch.tensor(float(steps), device=flat.device) if tensor else steps}
                 moments = {moment: torch.zeros_like(flat) for moment in MOMENTS}
@@ -71,12 +104,12 @@ class State:
             self.wrapper._lazy_init_hp_params_optimizer_state()
 
     def _on_disk(self, number: int) -> bool:
-        """Whether a flat part and its moments lie on a disk (engine.offload_folder)."""
+        """Whether a flat partition and its moments are offloaded to disk (engine.offload_folder)."""
         return self.sharded and self.wrapper._swappable_optimizer_subgroup(number)
 
     @contextmanager
     def _present(self, number: int) -> Iterator[None]:
-        """While the block runs, a flat part is in memory."""
+        """Keep a flat partition in memory for the duration of the block."""
         on_disk = self._on_disk(number)
         if on_disk:
             self.wrapper._optimizer_states_and_gradient_swap_in(number)
@@ -84,25 +117,18 @@ class State:
         if on_disk:
             self.wrapper._optimizer_states_and_gradient_swap_out(number)
 
-    def _set(self, held: Held, value: Tensor, moment: str | None, mesh: Mesh) -> None:
-        """Write this process's part of one tensor."""
-        parameter: Any = held.parameter
-        if self.sharded:
-            size = parameter.ds_tensor.ds_numel
-            flat = value.new_zeros(size * mesh.dp.size)
-            flat[: value.numel()] = value.flatten()
-            value = flat[size * mesh.dp.rank :][:size]
-            if moment is None:
-                utils.safe_set_local_fp32_param(parameter, value)
-            else:
-                utils.safe_set_local_optimizer_state(parameter, value, moment)
+    def _set(self, weight: ShardedParameter, values: Tensor, moment: str | None) -> None:
+        """Write this process's values of one tensor."""
+        parameter: Any = weight.parameter
+        if not self.sharded:
+            self._values(weight, moment).copy_(values)
         elif moment is None:
-            utils.safe_set_full_fp32_param(parameter, value)
+            utils.safe_set_local_fp32_param(parameter, values)
         else:
-            utils.safe_set_full_optimizer_state(parameter, value, moment)
+            utils.safe_set_local_optimizer_state(parameter, values, moment)
 
     def _publish(self) -> None:
-        """Give the model the weights that the optimizer holds."""
+        """Copy the optimizer's fp32 weights into the model."""
         wrapper = self.wrapper
         if not self.sharded:
             wrapper.update_lp_params()
@@ -116,39 +142,37 @@ class State:
 
 
 class Wrapped:
-    """What engines around one of DeepSpeed's optimizers have in common: their state on its way into a checkpoint and back."""
+    """What the engines on DeepSpeed's ZeRO optimizers share: saving and loading their state."""
 
     config: RunConfig
     mesh: Mesh
     model: Stack
-    held: tuple[Held, ...]
+    weights: tuple[ShardedParameter, ...]
     state: State
     scale: LossScale | None
 
-    def answers_for(self, given: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Of the saved weights, by name and shape, those that this process must know."""
+    def expected_weights(self, given: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """The saved weights, by name and shape, that this process must hold."""
         return given
 
-    @torch.no_grad()
+    @cached_property
+    def sharing(self) -> Sharing:
+        """What this process saves and reads."""
+        return self.state.sharing(self.weights, self.mesh, self.config.checkpoint.file_mb)
+
     def tensors(self) -> Iterator[Shard]:
         """Weights, and Adam's moments once there are any."""
-        yield from self.state.tensors(self.held, self.mesh)
+        yield from self.state.tensors(self.sharing)
 
     def scalars(self) -> dict[str, Any]:
         """Adam's step count, and the loss scale."""
         return {"optimizer_steps": self.state.steps(), "loss_scale": self.scale and vars(self.scale).copy()}
 
     @torch.no_grad()
-    def load(self, saved: Saved, scalars: dict[str, Any]) -> None:
-        """Take over a saved state."""
+    def load(self, saved: SavedState, scalars: dict[str, Any]) -> None:
+        """Load a saved state."""
         given = {name.removeprefix("model."): shape for name, shape in saved.shapes().items() if name[:6] == "model."}
-        check_shapes(self.model.forms, self.answers_for(given))
-        self.state.load(self.held, saved, scalars["optimizer_steps"], self.mesh)
+        check_shapes(self.model.placements, self.expected_weights(given))
+        self.state.load(self.sharing, saved, scalars["optimizer_steps"])
         if self.scale:
             self.scale = LossScale.of(scalars["loss_scale"], self.config.scaler)
-
-
-def kept(held: Held, name: str, whole: Tensor, mesh: Mesh, owner: int) -> Iterator[Shard]:
-    """What this process saves of ``whole``, off the device: many such tensors would not fit there beside the model."""
-    for shard in shards(held, name, whole, mesh, owner):
-        yield Shard(shard.name, shard.tensor.cpu(), shard.shape, shard.start)

@@ -1,40 +1,39 @@
-"""Which kinds of model of transformers there are here, by their model_type."""
+"""The classes of transformers that hpclm converts, by model_type."""
 
 from typing import Any
 
 from hpclm.config import ModelConfig
 from hpclm.errors import ConfigError
-from hpclm.interop.huggingface import bloom, gpt2, llama, neox
+from hpclm.interop.huggingface import bloom_neox, gpt2, llama, own
 from hpclm.interop.huggingface.family import Family, Json
 
-FAMILIES: dict[str, Family] = {
-    "gpt2": gpt2.FAMILY,
-    "bloom": bloom.FAMILY,
-    "llama": llama.LLAMA,
-    "qwen3": llama.QWEN3,
-    "gpt_neox": neox.FAMILY,
-    "mistral": llama.MISTRAL,
-}
-WRITTEN = ("gpt2", "bloom", "llama", "qwen3", "gpt_neox")
-"""Those that networks are written as; a Mistral is a Llama."""
+WRITTEN = (gpt2.FAMILY, bloom_neox.BLOOM, llama.LLAMA, llama.QWEN3, bloom_neox.NEOX)
+"""Classes for an export; a Mistral is exported as a Llama."""
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (*WRITTEN, llama.MISTRAL, own.FAMILY)}
 
 
 def of_network(config: ModelConfig) -> Family:
-    """The kind that a network is; ConfigError says what keeps it from being the nearest."""
-    found = {kind: FAMILIES[kind].obstacles(config) for kind in WRITTEN}
-    fewest = min(map(len, found.values()))
-    nearest = [FAMILIES[kind] for kind, obstacles in found.items() if len(obstacles) == fewest]
-    if fewest:
-        wrong = [f"{family.architecture}: {'; '.join(family.obstacles(config))}" for family in nearest]
-        raise ConfigError(["this network has no Hugging Face form; what keeps it from the nearest:", *wrong])
-    return nearest[0]
+    """The class for a network: one of transformers, or else ours; ConfigError for a user-defined block."""
+    found = next((family for family in WRITTEN if not family.obstacles(config)), own.FAMILY)
+    obstacles = found.obstacles(config)
+    if obstacles:
+        raise ConfigError(["this network has no Hugging Face form:", *obstacles])
+    return found
+
+
+def why_own(config: ModelConfig) -> str:
+    """Why none of the nearest classes of transformers covers a network."""
+    obstacles = [(family, family.obstacles(config)) for family in WRITTEN]
+    fewest = min(len(wrong) for _, wrong in obstacles)
+    nearest = [(family, wrong) for family, wrong in obstacles if len(wrong) == fewest]
+    return " | ".join(f"{family.architecture}: {'; '.join(wrong)}" for family, wrong in nearest)
 
 
 def of_config(tree: Json) -> Family:
-    """The kind that a config.json describes; ConfigError where hpclm has no such network."""
+    """The class that a config.json describes; ConfigError if hpclm does not support the network."""
     kind = tree.get("model_type")
     if kind not in FAMILIES:
-        raise ConfigError(f"model_type={kind} is not known here; hpclm reads {', '.join(FAMILIES)}")
+        raise ConfigError(f"model_type={kind} is not supported; hpclm reads {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
     wrong = family.problems(tree)
     if tree.get("quantization_config") is not None:
@@ -45,7 +44,7 @@ def of_config(tree: Json) -> Family:
 
 
 def settings(tree: Json) -> dict[str, Any]:
-    """The model settings that a config.json stands for; ConfigError where hpclm has no such network."""
+    """The model settings for a config.json; ConfigError if hpclm does not support the network."""
     family = of_config(tree)
     if tree.get("vocab_size") is None:
         raise ConfigError("it does not say vocab_size")

@@ -1,8 +1,9 @@
-"""What a kind of model of transformers is: which of our networks it can be, its config.json, and its weights."""
+"""A class of models in transformers: which networks it covers, its config.json, and the names of its weights."""
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hpclm.config import ModelConfig
@@ -10,6 +11,13 @@ from hpclm.errors import ConfigError
 from hpclm.interop.rules import Rule
 
 Json = Mapping[str, Any]
+log = logging.getLogger(__name__)
+REQUIRED: Any = object()
+GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
+"""transformers' names of activations, and ours."""
+PLAIN = dict(embed_norm=(False,), embed_scale=(False,), qk_norm=(False,), block=("gpt",))
+LAYERNORM = dict(norm=("layernorm",), activation=("gelu", "gelu_tanh", "relu"), bias=(True,), **PLAIN)
+"""Settings that most classes need."""
 
 
 @dataclass(frozen=True)
@@ -17,29 +25,68 @@ class Family:
     """One class of transformers."""
 
     architecture: str
-    needs: Mapping[str, tuple[Any, ...]]
-    """Our settings, and the values of each that it has."""
-    fixed: Mapping[str, tuple[Any, ...]]
-    """Keys of config.json, and the values with which it is a network of ours; the first is what its absence means."""
-    described: Callable[[ModelConfig], dict[str, Any]]
-    """config.json of a network."""
-    settings: Callable[[Json], dict[str, Any]]
-    """Settings of the network that a config.json describes."""
+    model_type: str
+    keys: Mapping[str, tuple[str, Any]]
+    """Our setting -> its key in config.json, and its value if the key is missing; or REQUIRED."""
     rules: Callable[[ModelConfig], Iterable[Rule]]
-    """Every weight."""
+    """How each weight is converted."""
     prefix: str
-    """Before the names of all tensors but the output projection's; files of the bare model leave it out."""
+    """Begins the names of all tensors except the output projection; missing in files of the bare model."""
+    needs: Mapping[str, tuple[Any, ...]]
+    """Settings of ours, and the values that the class supports."""
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Keys of config.json, and the values that hpclm supports; the first is the value if the key is missing."""
+    constant: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
+    """More keys to write to config.json."""
+    activations: Mapping[str, str] = field(default_factory=lambda: GELUS)
+    """Names of activations in config.json, and ours."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Keys of old config.json files, and their current names."""
     more: Callable[[ModelConfig], Iterable[str]] = lambda config: ()
-    """What else stands in the way of a network, in sentences without a subject."""
+    """More reasons why a network is not covered."""
     grouped: bool = False
-    """Whether key/value heads may be fewer than heads."""
+    """Whether there may be fewer key/value heads than heads."""
     buffers: tuple[str, ...] = ()
-    """Ends of names that old files have and that are no weights."""
+    """Endings of tensor names in old files that are not weights."""
     wrong: Callable[[Json], Iterable[str]] = lambda tree: ()
-    """What else in a config.json is no network of ours."""
+    """What else in a config.json hpclm does not support."""
+    remark: Callable[[Json], str | None] = lambda tree: None
+    """A warning about a config.json."""
+
+    def described(self, config: ModelConfig) -> dict[str, Any]:
+        """config.json of a network."""
+        names = {ours: theirs for theirs, ours in reversed([*self.activations.items()])}
+        derived = {
+            "ffn": config.ffn_width,
+            "kv_heads": config.groups,
+            "activation": names.get(config.activation, config.activation),
+        }
+        values = {theirs: derived.get(ours, getattr(config, ours)) for ours, (theirs, _) in self.keys.items()}
+        return {"model_type": self.model_type, **values, **self.constant(config)}
+
+    def settings(self, tree: Json) -> dict[str, Any]:
+        """Settings of the network that a config.json describes."""
+        tree = {self.aliases.get(key, key): value for key, value in tree.items() if self.aliases.get(key) not in tree}
+        missing = [key for key, absent in self.keys.values() if absent is REQUIRED and tree.get(key) is None]
+        if missing:
+            raise ConfigError(f"it does not say {', '.join(missing)}")
+        found = {ours: absent if tree.get(key) is None else tree[key] for ours, (key, absent) in self.keys.items()}
+        if "activation" in found:
+            key, theirs = self.keys["activation"][0], found["activation"]
+            if theirs not in self.activations:
+                raise ConfigError(f"{key}={_shown(theirs)}, and hpclm has {', '.join(self.activations)}")
+            found["activation"] = self.activations[theirs]
+        if "rope_base" in found:
+            found["rope_base"] = float(_rope(tree).get("rope_theta", found["rope_base"]))
+        derived = {"ffn": 4 * found["hidden"], "kv_heads": found["heads"]}
+        found |= {name: value for name, value in derived.items() if name in found and not found[name]}
+        remark = self.remark(tree)
+        if remark:
+            log.warning(remark)
+        return found
 
     def obstacles(self, config: ModelConfig) -> list[str]:
-        """Why a network of these settings is none of this family."""
+        """Why this class does not cover a network."""
         found = [
             f"model.{name}={_shown(getattr(config, name))}, where it has {' or '.join(map(_shown, values))}"
             for name, values in self.needs.items()
@@ -50,7 +97,7 @@ class Family:
         return [*found, *self.more(config)]
 
     def problems(self, tree: Json) -> list[str]:
-        """What in a config.json is no network of ours."""
+        """What in a config.json hpclm does not support."""
         found = [
             f"{key}={_shown(tree.get(key, values[0]))}, and hpclm has {' or '.join(map(_shown, values))}"
             for key, values in self.fixed.items()
@@ -59,21 +106,23 @@ class Family:
         return [*found, *self.wrong(tree)]
 
 
-def activation(tree: Json, key: str, default: str, names: Mapping[str, str]) -> str:
-    """Our name of the activation that a config.json gives under ``key``."""
-    theirs = tree.get(key, default)
-    if theirs not in names:
-        raise ConfigError(f"{key}={_shown(theirs)}, and hpclm has {', '.join(names)}")
-    return names[theirs]
+def unsupported_rope(tree: Json, part: str = "partial_rotary_factor", absent: float = 1.0) -> Iterator[str]:
+    """Rotary positions that hpclm does not have: scaled frequencies, or only a part of each head rotated.
+
+    ``absent``: the rotated part if the key ``part`` is missing.
+    """
+    parameters = _rope(tree)
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind != "default":
+        yield f"rope_type={kind}, and hpclm's rotary positions are not scaled"
+    factor = parameters.get("partial_rotary_factor", tree.get(part, absent))
+    if factor != 1.0:
+        yield f"{part}={factor}, and hpclm rotates every feature of a head"
 
 
-def needed(tree: Json, *keys: str) -> Iterator[Any]:
-    """The values of keys that a config.json must have."""
-    missing = [key for key in keys if tree.get(key) is None]
-    if missing:
-        raise ConfigError(f"it does not say {', '.join(missing)}")
-    for key in keys:
-        yield tree[key]
+def _rope(tree: Json) -> Json:
+    """Parameters of rotary positions: rope_parameters since transformers 5, rope_scaling before."""
+    return tree.get("rope_parameters") or tree.get("rope_scaling") or {}
 
 
 def _shown(value: Any) -> str:

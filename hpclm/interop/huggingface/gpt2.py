@@ -1,13 +1,11 @@
-"""transformers' GPT2LMHeadModel, whose linear layers are stored transposed."""
+"""transformers' GPT2LMHeadModel, which stores the weights of linear layers transposed."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from hpclm.config import ModelConfig
-from hpclm.interop.huggingface.family import Family, Json, activation, needed
+from hpclm.interop.huggingface.family import LAYERNORM, REQUIRED, Family, Json
 from hpclm.interop.rules import Rule, same, side_by_side, table, transposed
 
-ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 NAMES = {"attention.out": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
 
 
@@ -30,56 +28,37 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
         yield table("output.weight", "lm_head.weight", config)
 
 
-def described(config: ModelConfig) -> dict[str, Any]:
-    """config.json of a network."""
-    return dict(
-        model_type="gpt2",
-        n_layer=config.layers,
-        n_embd=config.hidden,
-        n_head=config.heads,
-        n_inner=config.ffn_width,
-        n_positions=config.context,
-        activation_function={ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}[config.activation],
-        layer_norm_epsilon=config.norm_eps,
-        embd_pdrop=config.dropout,
-        resid_pdrop=config.dropout,
-        attn_pdrop=config.attention_dropout,
-    )
-
-
-def settings(tree: Json) -> dict[str, Any]:
-    """Settings of the network that a config.json describes."""
-    layers, hidden, heads = needed(tree, "n_layer", "n_embd", "n_head")
-    return dict(
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        ffn=tree.get("n_inner") or 4 * hidden,
-        context=tree.get("n_positions", 1024),
-        activation=activation(tree, "activation_function", "gelu_new", ACTIVATIONS),
-        norm_eps=tree.get("layer_norm_epsilon", 1e-5),
-        dropout=tree.get("resid_pdrop", 0.1),
-        attention_dropout=tree.get("attn_pdrop", 0.1),
-        tied=tree.get("tie_word_embeddings", True),
+def remark(tree: Json) -> str | None:
+    """hpclm has one setting for two dropouts."""
+    embedded, added = (tree.get(name, 0.1) for name in ("embd_pdrop", "resid_pdrop"))
+    if embedded == added:
+        return None
+    return (
+        f"embd_pdrop={embedded} and resid_pdrop={added}: hpclm has one model.dropout for both, and takes resid_pdrop; give "
+        "model.dropout=... for another"
     )
 
 
 FAMILY = Family(
     "GPT2LMHeadModel",
-    needs=dict(
-        positions=("learned",),
-        norm=("layernorm",),
-        activation=("gelu", "gelu_tanh", "relu"),
-        bias=(True,),
-        embed_norm=(False,),
-        embed_scale=(False,),
-        qk_norm=(False,),
-        block=("gpt",),
+    "gpt2",
+    keys=dict(
+        layers=("n_layer", REQUIRED),
+        hidden=("n_embd", REQUIRED),
+        heads=("n_head", REQUIRED),
+        ffn=("n_inner", None),
+        context=("n_positions", 1024),
+        activation=("activation_function", "gelu_new"),
+        norm_eps=("layer_norm_epsilon", 1e-5),
+        dropout=("resid_pdrop", 0.1),
+        attention_dropout=("attn_pdrop", 0.1),
+        tied=("tie_word_embeddings", True),
     ),
-    fixed=dict(scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,)),
-    described=described,
-    settings=settings,
     rules=rules,
     prefix="transformer.",
+    needs=dict(positions=("learned",), **LAYERNORM),
+    fixed=dict(scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,)),
+    constant=lambda config: dict(embd_pdrop=config.dropout),
     buffers=(".attn.bias", ".attn.masked_bias"),
+    remark=remark,
 )

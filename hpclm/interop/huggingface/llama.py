@@ -1,16 +1,12 @@
-"""transformers' LlamaForCausalLM, and two like it: MistralForCausalLM, and Qwen3ForCausalLM with its norms of q and k."""
+"""transformers' LlamaForCausalLM, and two like it: MistralForCausalLM, and Qwen3ForCausalLM with norms of q and k."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from hpclm.config import ModelConfig
-from hpclm.interop.huggingface.family import Family, Json, activation, needed
-from hpclm.interop.huggingface.rope import base, turned
+from hpclm.interop.huggingface.family import PLAIN, REQUIRED, Family, Json, unsupported_rope
 from hpclm.interop.rules import Rule, kinds, same, separate, stacked, table
-
-ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu"}
 
 
 def rules(config: ModelConfig) -> Iterator[Rule]:
@@ -34,56 +30,11 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
         yield table("output.weight", "lm_head.weight", config)
 
 
-def described(config: ModelConfig, model_type: str) -> dict[str, Any]:
-    """config.json of a network."""
-    bias = dict(attention_bias=config.bias) | (dict(mlp_bias=config.bias) if model_type == "llama" else {})
-    return dict(
-        model_type=model_type,
-        num_hidden_layers=config.layers,
-        hidden_size=config.hidden,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.groups,
-        head_dim=config.head_width,
-        intermediate_size=config.ffn_width,
-        max_position_embeddings=config.context,
-        hidden_act={ours: theirs for theirs, ours in ACTIVATIONS.items()}[config.activation],
-        rms_norm_eps=config.norm_eps,
-        rope_theta=config.rope_base,
-        attention_dropout=config.attention_dropout,
-        **bias,
-    )
-
-
-def settings(tree: Json, qk_norm: bool = False) -> dict[str, Any]:
-    """Settings of the network that a config.json describes."""
-    layers, hidden, heads, inner = needed(
-        tree, "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"
-    )
-    return dict(
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=tree.get("num_key_value_heads") or heads,
-        ffn=inner,
-        context=tree.get("max_position_embeddings", 2048),
-        positions="rope",
-        rope_base=base(tree),
-        norm="rmsnorm",
-        norm_eps=tree.get("rms_norm_eps", 1e-6),
-        activation=activation(tree, "hidden_act", "silu", ACTIVATIONS),
-        bias=bool(tree.get("attention_bias", False)),
-        qk_norm=qk_norm,
-        attention_dropout=tree.get("attention_dropout", 0.0),
-        tied=tree.get("tie_word_embeddings", False),
-    )
-
-
 def wrong(tree: Json, width: int | None = None, mlp_bias: bool = False, window: int | None = None) -> Iterator[str]:
-    """What is no network of ours; ``width`` and ``window``: what the absence of head_dim and sliding_window means."""
-    yield from turned(tree)
-    hidden, heads = needed(tree, "hidden_size", "num_attention_heads")
-    given = tree.get("head_dim", width)
-    if given is not None and given * heads != hidden:
+    """What hpclm does not support; ``width`` and ``window``: head_dim and sliding_window if the keys are missing."""
+    yield from unsupported_rope(tree)
+    hidden, heads, given = tree.get("hidden_size"), tree.get("num_attention_heads"), tree.get("head_dim", width)
+    if None not in (hidden, heads, given) and given * heads != hidden:
         yield f"head_dim={given} x num_attention_heads={heads} is not hidden_size={hidden}, as it is in hpclm"
     attention, mlp = bool(tree.get("attention_bias")), bool(tree.get("mlp_bias")) and mlp_bias
     if attention != mlp:
@@ -94,38 +45,44 @@ def wrong(tree: Json, width: int | None = None, mlp_bias: bool = False, window: 
 
 
 def more(config: ModelConfig) -> Iterator[str]:
-    """What else stands in the way of a Qwen3."""
+    """A Qwen3 has no biases in its MLP."""
     if config.bias:
         yield "model.bias=true, where its MLP has none"
 
 
 LLAMA = Family(
     "LlamaForCausalLM",
-    needs=dict(
-        positions=("rope",),
-        norm=("rmsnorm",),
-        activation=("swiglu", "geglu"),
-        embed_norm=(False,),
-        embed_scale=(False,),
-        qk_norm=(False,),
-        block=("gpt",),
+    "llama",
+    keys=dict(
+        layers=("num_hidden_layers", REQUIRED),
+        hidden=("hidden_size", REQUIRED),
+        heads=("num_attention_heads", REQUIRED),
+        kv_heads=("num_key_value_heads", None),
+        ffn=("intermediate_size", REQUIRED),
+        context=("max_position_embeddings", 2048),
+        rope_base=("rope_theta", 10000.0),
+        norm_eps=("rms_norm_eps", 1e-6),
+        activation=("hidden_act", "silu"),
+        bias=("attention_bias", False),
+        attention_dropout=("attention_dropout", 0.0),
+        tied=("tie_word_embeddings", False),
     ),
-    fixed={},
-    described=partial(described, model_type="llama"),
-    settings=settings,
     rules=rules,
     prefix="model.",
+    needs=dict(positions=("rope",), norm=("rmsnorm",), activation=("swiglu", "geglu"), **PLAIN),
+    constant=lambda config: dict(head_dim=config.head_width, mlp_bias=config.bias),
+    activations={"silu": "swiglu", "gelu": "geglu"},
     grouped=True,
     buffers=(".rotary_emb.inv_freq",),
     wrong=partial(wrong, mlp_bias=True),
 )
-MISTRAL = replace(LLAMA, architecture="MistralForCausalLM", wrong=partial(wrong, window=4096))
+MISTRAL = replace(LLAMA, architecture="MistralForCausalLM", model_type="mistral", wrong=partial(wrong, window=4096))
 QWEN3 = replace(
     LLAMA,
     architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
     needs={**LLAMA.needs, "qk_norm": (True,)},
-    described=partial(described, model_type="qwen3"),
-    settings=partial(settings, qk_norm=True),
+    constant=lambda config: dict(head_dim=config.head_width),
     more=more,
     wrong=partial(wrong, width=128),
 )

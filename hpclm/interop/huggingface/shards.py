@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face folder: one, or several with an index."""
+"""The safetensors files of a Hugging Face folder: one file, or several with an index."""
 
 import json
 import math
@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hpclm import files
+from hpclm.config.reading import json_object
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.interop.pickles import Pickles
 
@@ -20,24 +21,24 @@ PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 class Writer:
-    """Puts tensors into files of at most ``limit`` bytes (one tensor at least) as they come, holding one file's."""
+    """Writes tensors to files of at most ``limit`` bytes (at least one tensor each), with one file in memory."""
 
     def __init__(self, folder: Path, limit: float = math.inf):
         self.folder, self.limit = folder, limit
-        self._held: dict[str, Tensor] = {}
+        self._pending: dict[str, Tensor] = {}
         self._size = self._total = 0
         self._files: list[list[str]] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take one tensor."""
+        """Add a tensor."""
         size = tensor.numel() * tensor.element_size()
-        if self._held and self._size + size > self.limit:
+        if self._pending and self._size + size > self.limit:
             self._flush()
-        self._held[name] = tensor.contiguous()
+        self._pending[name] = tensor.contiguous()
         self._size, self._total = self._size + size, self._total + size
 
     def finish(self) -> None:
-        """Write what is left, and give the files the names that are known when their number is."""
+        """Write the last file, and rename all files, whose names contain their number."""
         self._flush()
         if len(self._files) == 1:
             self._part(0).rename(self.folder / WHOLE)
@@ -53,18 +54,18 @@ class Writer:
     def _flush(self) -> None:
         path = self._part(len(self._files))
         try:
-            save_file(self._held, path, metadata={"format": "pt"})
-        except SafetensorError as error:  # its exception for a full disk
+            save_file(self._pending, path, metadata={"format": "pt"})
+        except SafetensorError as error:  # raised for a full disk
             raise HpclmError(f"{path.name} could not be written: {error}") from error
-        self._files.append(list(self._held))
-        self._held, self._size = {}, 0
+        self._files.append(list(self._pending))
+        self._pending, self._size = {}, 0
 
     def _part(self, number: int) -> Path:
         return self.folder / f".part-{number:05d}"
 
 
 class Reader:
-    """The tensors of a Hugging Face folder, each read when it is asked for; ``pickle`` allows pytorch_model.bin."""
+    """The tensors of a Hugging Face folder, read on demand; ``pickle`` allows pytorch_model.bin."""
 
     def __init__(self, folder: Path, pickle: bool = False):
         self.folder = folder
@@ -99,13 +100,13 @@ class Reader:
         pickled = any((self.folder / name).exists() for name in (PICKLED, PICKLED_INDEX))
         raise ConfigError(
             f"{self.folder} has neither {WHOLE} nor {INDEX}"
-            + (f"; --pickle reads its {PICKLED}, tensors and nothing else" if pickled else "")
+            + (f"; --pickle reads its {PICKLED}, but only tensors" if pickled else "")
         )
 
     def _indexed(self, path: Path) -> Iterator[tuple[str, str]]:
-        where = read_json(path).get("weight_map")
+        where = json_object(path).get("weight_map")
         if not isinstance(where, dict) or not all(isinstance(x, str) and Path(x).name == x for x in where.values()):
-            raise ConfigError(f"{path} has no weight_map from names to files beside it")
+            raise ConfigError(f"{path} has no weight_map from names to files in the same folder")
         for file in sorted(set(where.values())):
             there = set(self._file(file).keys())
             lacking = [name for name, place in where.items() if place == file and name not in there]
@@ -121,16 +122,5 @@ class Reader:
                 opened: Any = Pickles(path) if pickled else safe_open(path, framework="pt")
                 self._open[name] = opened if pickled else self._stack.enter_context(opened)
             except SafetensorError as error:
-                raise ConfigError(f"{path} is no safetensors file: {error}") from None
+                raise ConfigError(f"{path} is not a safetensors file: {error}") from None
         return self._open[name]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; ConfigError where there is none."""
-    try:
-        tree = json.loads(files.readable(path, "file").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must hold an object, not a {type(tree).__name__}")
-    return tree

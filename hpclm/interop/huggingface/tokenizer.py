@@ -1,31 +1,60 @@
-"""The tokenizer beside the weights: written for transformers, and found in its folders."""
+"""The tokenizer next to the weights: export for transformers, and import from its folders."""
 
 import json
 import logging
 import shutil
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hpclm import files
 from hpclm.config import DataConfig
 from hpclm.data import tokenizers
+from hpclm.data.disk.indexed import sidecar
 from hpclm.data.tokenizers import Options, Tokenizer
-from hpclm.data.tokenizers.huggingface import Library
-from hpclm.data.tokenizers.sentencepieces import SentencePiece
+from hpclm.data.tokenizers.huggingface import Library, encoder, of_sentencepiece
+from hpclm.data.tokenizers.sentencepieces import SentencePiece, merging
 from hpclm.errors import ConfigError
-from hpclm.interop.huggingface.shards import read_json
+from hpclm.interop.huggingface import special
 
 log = logging.getLogger(__name__)
+PROBES = (
+    *["line\nbreak", "two  spaces", " before", "after ", "", "   ", "tab\there", "a\r\nb", "\n\n", "x\n\n\ny", "don't"],
+    *[
+        "I'LL",
+        "12,345.67 + 8%",
+        "...---...",
+        "aaaaaaaaaaaa",
+        "ﬁne ①② Ｈｅｌｌｏ",
+        "caf\u00e9 cafe\u0301 a\u0301\u0323",
+        "ÀÉÎõß",
+    ],
+    *[
+        "x\u00a0y\u200bz",
+        "日本語のテキスト。",
+        "中文，没有空格。",
+        "한국어 문장",
+        "Привет, мир",
+        "مرحبا ١٢٣",
+        "\u2581under",
+    ],
+    *["😀 x 👩\u200d👩\u200d👧", "a\x01b", "\ufeffbom", "def f(x):\n    return x  # a comment\n"],
+    "The quick brown fox jumps over the lazy dog; so it goes, and then it comes back again.",
+)
+"""Texts on which tokenizers tend to differ."""
+WIDTH, CHUNKS = 16, 256
+"""The vocabulary is tested in up to CHUNKS runs of WIDTH consecutive ids."""
 KINDS = (
     ("json", ("tokenizer.json",)),
     ("gpt2", ("vocab.json", "merges.txt")),
     ("sentencepiece", ("tokenizer.model",)),
     ("sentencepiece", ("spiece.model",)),
 )
-"""Our kinds, and the files of each in a Hugging Face folder; the first that is there is taken."""
+"""Our kinds, and their files in a Hugging Face folder; the first that exists is used."""
 
 
 def of_run(data: DataConfig) -> Tokenizer | None:
-    """The run's tokenizer; None, with a word, where it is not known or its files are gone."""
+    """The run's tokenizer; None, with a warning, if it is unknown or its files are missing."""
     if data.source != "indexed" and data.tokenizer is None:
         return None
     try:
@@ -35,67 +64,126 @@ def of_run(data: DataConfig) -> Tokenizer | None:
         return None
 
 
-def write(folder: Path, tokenizer: Tokenizer, paths: list[str], context: int) -> None:
-    """Put what transformers' AutoTokenizer reads into ``folder``; ``paths`` are the tokenizer's own files."""
-    kind = tokenizer.identity["kind"]
+def paths(data: DataConfig) -> list[str]:
+    """The files of the run's tokenizer, by its settings or by the note beside a dataset."""
+    if data.tokenizer is not None:
+        return data.tokenizer_files
+    notes = (sidecar(prefix) for prefix in data.prefixes())
+    return next((list(note["tokenizer_files"]) for note in notes if "tokenizer_files" in note), [])
+
+
+def write(folder: Path, tokenizer: Tokenizer, paths: list[str], context: int, known: Mapping[str, Any]) -> None:
+    """Write the tokenizer for transformers' AutoTokenizer into ``folder``; ``paths`` are its own files.
+
+    ``known``: special tokens of an imported run. The result is tested on ``PROBES``, with a warning if ids differ.
+    """
+    kind = tokenizer.fingerprint["kind"]
     settings: dict[str, Any] = {"model_max_length": context, "clean_up_tokenization_spaces": False}
+    end = None
     if isinstance(tokenizer, Library):
-        text = Path(paths[0]).read_text(encoding="utf-8") if kind == "json" else tokenizer.model.to_str(pretty=True)
-        (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+        text = files.read_text(paths[0]) if kind == "json" else tokenizer.model.to_str(pretty=True)
+        settings |= _fast(folder, text)
         if kind == "gpt2":
             for path, name in zip(paths, ("vocab.json", "merges.txt"), strict=True):
                 shutil.copyfile(path, folder / name)
+        wrong = differing(tokenizer, encoder(text))
+        if wrong:
+            log.warning("transformers will return other ids for some texts: %s", wrong)
         end = None if tokenizer.eod is None else tokenizer.model.id_to_token(tokenizer.eod)
-        settings |= {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"eos_token": end} if end else {})
     elif isinstance(tokenizer, SentencePiece):
-        bpe = merges(tokenizer)
-        name = "tokenizer.model" if bpe else "spiece.model"  # a class that takes one for the other gives wrong ids
-        (folder / name).write_bytes(tokenizer.model.serialized_model_proto())
-        if not bpe:
-            log.warning("%s is no BPE, which transformers would read otherwise; use it with sentencepiece itself", name)
-            return
+        settings |= _sentencepiece(folder, tokenizer)
         end = None if tokenizer.eod is None else tokenizer.model.id_to_piece(tokenizer.eod)
-        settings |= {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False, "legacy": False, "eos_token": end}
     else:
-        log.warning("the %s has no Hugging Face form; no tokenizer is written", tokenizers.describe(tokenizer.identity))
+        log.warning(
+            "the %s has no Hugging Face form; no tokenizer is written", tokenizers.describe(tokenizer.fingerprint)
+        )
         return
+    texts = {name: value for name, value in known.items() if name in special.TEXTS}
+    settings |= {"bos_token": end, "eos_token": end} | texts | ({"eos_token": end} if end else {})
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def merges(tokenizer: SentencePiece) -> bool:
-    """Whether a sentencepiece model is a BPE: its scores are the ranks of merges, where others have probabilities."""
-    return all(float(tokenizer.model.get_score(id)).is_integer() for id in range(tokenizer.size))
+def _fast(folder: Path, text: str) -> dict[str, Any]:
+    """Write a tokenizer.json; the entries for tokenizer_config.json."""
+    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+    return {"tokenizer_class": "PreTrainedTokenizerFast"}
 
 
-def take(folder: Path, entries: int, draft: Path, final: Path) -> dict[str, Any]:
-    """Copy the tokenizer of a Hugging Face folder into the run ``draft``, and give the data settings that name it.
+def _sentencepiece(folder: Path, tokenizer: SentencePiece) -> dict[str, Any]:
+    """Write a sentencepiece model; the entries for tokenizer_config.json.
 
-    ``entries``: of the network's vocabulary. ``final``: where the run will be. {} where there is none that hpclm reads, with a word.
+    A BPE becomes a tokenizer.json; if that cannot express it, a class of transformers that uses the sentencepiece library.
+    """
+    model = tokenizer.model.serialized_model_proto()
+    found = merging(tokenizer)
+    text = None if found is None else of_sentencepiece(found)
+    wrong = None if text is None else differing(tokenizer, encoder(text))
+    if text is not None and wrong is None:
+        (folder / "tokenizer.model").write_bytes(model)  # for programs that do not read tokenizer.json
+        return _fast(folder, text)
+    if wrong:
+        log.info("a tokenizer.json would return other ids (%s); exporting the sentencepiece model instead", wrong)
+    (folder / "spiece.model").write_bytes(model)
+    wrong = differing(tokenizer, lambda words: list(tokenizer.model.encode(words)))
+    if wrong:  # transformers does not add the space before <extra_id_N>
+        log.warning("transformers will return other ids for some texts: %s", wrong)
+    unknown = tokenizer.model.id_to_piece(tokenizer.model.unk_id())
+    return {"tokenizer_class": "BertGenerationTokenizer", "unk_token": unknown, "pad_token": None, "sep_token": None}
+
+
+def differing(tokenizer: Tokenizer, other: Callable[[str], list[int]]) -> str | None:
+    """The first test text for which ``other`` returns other ids, with both; None if there is none."""
+    size = tokenizer.size
+    pieces = (range(begin, min(begin + WIDTH, size)) for begin in range(0, size, max(WIDTH, size // CHUNKS)))
+    written = (tokenizer.decode(list(ids)) for ids in pieces)
+    for text in (*PROBES, *written, *_extra(tokenizer)):
+        ours, theirs = tokenizer.encode(text), other(text)
+        if ours != theirs:
+            shown = text if len(text) < 60 else f"{text[:57]}..."
+            same = next(
+                (i for i, (one, two) in enumerate(zip(ours, theirs, strict=False)) if one != two),
+                min(len(ours), len(theirs)),
+            )
+            begin = f"from id {same} on " if same else ""
+            return f"{shown!r} is {begin}{ours[same : same + 6]} here and {theirs[same : same + 6]} there"
+    return None
+
+
+def _extra(tokenizer: Tokenizer) -> Iterator[str]:
+    if getattr(tokenizer, "extra_ids", 0):
+        yield "a<extra_id_0>b"
+
+
+def take(folder: Path, entries: int, staging_dir: Path, final: Path, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy the tokenizer of a Hugging Face folder into the run ``staging_dir``; the data settings that name it.
+
+    ``entries``: size of the network's vocabulary. ``final``: final path of the run. ``known``: the folder's special tokens. {},
+    with a warning, if there is no tokenizer that hpclm supports.
     """
     found = next(((kind, names) for kind, names in KINDS if all((folder / name).is_file() for name in names)), None)
     if found is None:
-        log.warning("%s has no tokenizer that hpclm reads; set data.tokenizer and data.tokenizer_files", folder)
+        log.warning("%s has no tokenizer that hpclm supports; set data.tokenizer and data.tokenizer_files", folder)
         return {}
     kind, names = found
     try:
-        made = _built(kind, [str(folder / name) for name in names], _end(folder))
+        made = _built(kind, [str(folder / name) for name in names], known)
         if made.size > entries:
-            raise ConfigError(f"it has {made.size} entries, and the network {entries}")
+            raise ConfigError(f"it has {made.size} entries, but the network {entries}")
     except ConfigError as error:
         log.warning("the tokenizer in %s is left out: %s", folder, "; ".join(error.problems))
         return {}
-    place = draft / "tokenizer"
-    place.mkdir()
+    place = staging_dir / "tokenizer"
+    place.mkdir(exist_ok=True)
     for name in names:
         shutil.copyfile(folder / name, place / name)
     settings = dict(tokenizer=kind, tokenizer_files=[str(final.absolute() / "tokenizer" / name) for name in names])
-    end = made.identity.get("options", {}).get("eod")
+    end = made.fingerprint.get("options", {}).get("eod")
     return settings | ({"eod": end} if end else {})
 
 
-def _built(kind: str, paths: list[str], end: str | None) -> Tokenizer:
-    """The tokenizer, with the folder's end-of-text token where its kind finds no end itself or another."""
+def _built(kind: str, paths: list[str], known: Mapping[str, Any]) -> Tokenizer:
     made = tokenizers.build(kind, paths)
+    end = known.get("eos_token") or _text(made, special.first(known.get("eos_token_id")))
     if end is None:
         return made
     try:
@@ -106,12 +194,9 @@ def _built(kind: str, paths: list[str], end: str | None) -> Tokenizer:
     return made if made.eod == other.eod else other
 
 
-def _end(folder: Path) -> str | None:
-    """Text of the end-of-text token that the folder's notes name."""
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        if (folder / name).is_file():
-            end = read_json(folder / name).get("eos_token")
-            text = end.get("content") if isinstance(end, dict) else end
-            if isinstance(text, str) and text:
-                return text
-    return None
+def _text(tokenizer: Tokenizer, id: int | None) -> str | None:
+    if id is None or id >= tokenizer.size:
+        return None
+    if isinstance(tokenizer, SentencePiece):
+        return str(tokenizer.model.id_to_piece(id))
+    return tokenizer.model.id_to_token(id) if isinstance(tokenizer, Library) else None

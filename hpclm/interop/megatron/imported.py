@@ -1,33 +1,56 @@
-"""A checkpoint of Megatron's as a run directory."""
+"""Import a Megatron checkpoint as a run directory."""
 
 import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from hpclm import config as configs
+from hpclm.checkpoint import Progress
 from hpclm.config import ModelConfig
 from hpclm.errors import ConfigError
 from hpclm.interop import run
-from hpclm.interop.megatron.layout import State, read
-from hpclm.interop.megatron.names import ours
+from hpclm.interop.megatron import torch_dist, training
+from hpclm.interop.megatron.layout import State, distributed, read
 from hpclm.interop.megatron.settings import settings, swapped
-from hpclm.interop.rules import forms, same, table
-from hpclm.interop.target import fresh
-from hpclm.parallel.form import Form
+from hpclm.interop.rules import placements, same, table
+from hpclm.interop.run import fresh
+from hpclm.parallel.placement import Placement
 
 log = logging.getLogger(__name__)
-TABLES = ("tokens.weight", "output.weight")
+EMBEDDINGS = ("tokens.weight", "output.weight")
+OURS = [
+    (r"embedding\.word_embeddings\.weight", "tokens.weight"),
+    (r"embedding\.word_embeddings\.norm\.(weight|bias)", r"entry.norm.\1"),
+    (r"embedding\.position_embeddings\.weight", "entry.table"),
+    (r"(?:output_layer|lm_head)\.weight", "output.weight"),
+    (r"(?:encoder|transformer|decoder)\.(?:final_layernorm|final_norm)\.(weight|bias)", r"norm.\1"),
+]
+IN_LAYER = [
+    (r"(?:input_layernorm|input_norm)\.(weight|bias)", r"norm1.\1"),
+    (r"self_attention\.linear_qkv\.layer_norm_(weight|bias)", r"norm1.\1"),
+    (r"(?:post_attention_layernorm|post_attention_norm|pre_mlp_layernorm)\.(weight|bias)", r"norm2.\1"),
+    (r"mlp\.linear_fc1\.layer_norm_(weight|bias)", r"norm2.\1"),
+    (r"(?:self_attention|attention)\.(?:query_key_value|linear_qkv)\.(weight|bias)", r"attention.qkv.\1"),
+    (r"(?:self_attention|attention)\.(?:dense|linear_proj)\.(weight|bias)", r"attention.out.\1"),
+    (r"(?:self_attention|attention)\.([qk])_layernorm\.(weight|bias)", r"attention.\1_norm.\2"),
+    (r"mlp\.(?:dense_h_to_4h|linear_fc1)\.(weight|bias)", r"mlp.up.\1"),
+    (r"mlp\.(?:dense_4h_to_h|linear_fc2)\.(weight|bias)", r"mlp.down.\1"),
+]
 
 
 class Merged:
-    """The weights of a checkpoint under our names, the parts of the tensor ranks put together."""
+    """The weights of a checkpoint under our names, with the shards of all tensor-parallel ranks merged."""
 
-    def __init__(self, state: State, config: ModelConfig):
-        self.state, self.config, self.forms = state, config, forms(config)
-        self._names = {ours(name): name for name in state.parts}
-        if config.tied:  # a last stage has the token table again
+    def __init__(self, state: State, config: ModelConfig, moment: str | None = None):
+        """``moment``: that of Adam's in place of the weights."""
+        self.state, self.config, self.placements = state, config, placements(config)
+        self.parts = state.moments[moment] if moment else state.parts
+        self._names = {ours(name): name for name in self.parts}
+        if config.tied:  # the last stage has a copy of the embedding
             self._names.pop("output.weight", None)
 
     def names(self) -> set[str]:
@@ -35,55 +58,55 @@ class Merged:
         return set(self._names)
 
     def read(self, name: str) -> Tensor:
-        """One of them; a token table without its padding."""
-        parts = self.state.parts[self._names[name]]
+        """One of them; an embedding without padding."""
+        parts = self.parts[self._names[name]]
         if ".qkv." in name:
             parts = [reordered(part, self.state.version, self.config) for part in parts]
-        whole = merged(parts, self.forms[name], swapped(self.state.args))
-        if name in TABLES and len(whole) < self.config.vocab_size:
+        whole = merged(parts, self.placements[name], swapped(self.state.args))
+        if name in EMBEDDINGS and len(whole) < self.config.vocab_size:
             raise ConfigError(
-                f"{self._names[name]} has {len(whole)} rows, and model.vocab_size is {self.config.vocab_size}"
+                f"{self._names[name]} has {len(whole)} rows, but model.vocab_size is {self.config.vocab_size}"
             )
-        return whole[: self.config.vocab_size] if name in TABLES else whole
+        return whole[: self.config.vocab_size] if name in EMBEDDINGS else whole
 
 
-def merged(parts: Sequence[Tensor], form: Form, swap: bool = False) -> Tensor:
-    """A tensor of the parts that the tensor ranks have of it; ``swap``: of two blocks the second comes first."""
-    if form.dim is None or (len(parts) == 1 and not (swap and form.parts == 2)):
+def merged(parts: Sequence[Tensor], placement: Placement, swap: bool = False) -> Tensor:
+    """A tensor from its shards on all tensor-parallel ranks; ``swap`` exchanges its two blocks."""
+    if placement.dim is None or (len(parts) == 1 and not (swap and placement.parts == 2)):
         return parts[0]
-    blocks = [part.chunk(form.parts, form.dim) for part in parts]
-    order = reversed(range(form.parts)) if swap else range(form.parts)
-    return torch.cat([block[number] for number in order for block in blocks], form.dim)
+    blocks = [part.chunk(placement.parts, placement.dim) for part in parts]
+    order = reversed(range(placement.parts)) if swap else range(placement.parts)
+    return torch.cat([block[number] for number in order for block in blocks], placement.dim)
 
 
 def reordered(x: Tensor, version: float, config: ModelConfig) -> Tensor:
-    """A rank's fused projection in today's order, heads x (q, k, v) x D: version 0 has the three first, version 1 last."""
+    """A rank's fused projection in current order, heads x (q, k, v) x D: (q, k, v) is first in version 0, last in 1."""
     width = config.head_width
     if version >= 2:
         return x
     if config.groups != config.heads:
         raise ConfigError(
-            f"checkpoint version {version} knows no grouped queries, and model.kv_heads={config.kv_heads}"
+            f"checkpoint version {version} does not support grouped queries, but model.kv_heads={config.kv_heads}"
         )
     if version == 0:
         return x.unflatten(0, (3, -1, width)).transpose(0, 1).flatten(0, 2)
     if version == 1:
         return x.unflatten(0, (-1, width, 3)).transpose(1, 2).flatten(0, 2)
-    raise ConfigError(f"checkpoint version {version} is not known here; 0, 1, 2 and 3 are")
+    raise ConfigError(f"checkpoint version {version} is not supported; 0 to 3 are")
 
 
 def convert(folder: Path, target: Path, words: list[str]) -> ModelConfig:
-    """Make the run directory ``target`` from the checkpoint in ``folder``; ``words``: model.… settings it does not say.
+    """Import the checkpoint in ``folder`` as the run directory ``target``; ``words``: more model.… settings.
 
-    ConfigError where hpclm has no such network, or settings and weights do not fit together.
+    ConfigError if hpclm does not support the network, or if settings and weights do not match.
     """
-    state = read(folder)
+    state = torch_dist.read(folder) if distributed(folder) else read(folder)
     if state.unread:
         log.warning("the settings in the checkpoint are not used: %s", state.unread)
     if state.args is None and not words:
         raise ConfigError(
-            f"{folder} does not say the network's settings; give them: model.layers=… model.hidden=… model.heads=… and what "
-            "else differs from hpclm's defaults"
+            f"{folder} does not contain the network's settings; give model.layers=… model.hidden=… model.heads=… and all "
+            "others that differ from hpclm's defaults"
         )
     try:
         config = run.network({} if state.args is None else settings(state.args), words)
@@ -91,12 +114,38 @@ def convert(folder: Path, target: Path, words: list[str]) -> ModelConfig:
         raise ConfigError([f"{folder}: {line}" for line in error.problems]) from None
     if not any(word.startswith("model.vocab_size=") for word in words):
         log.warning(
-            "model.vocab_size=%d is what the checkpoint says; where rows of its table are padding, give the tokenizer's size",
+            "model.vocab_size=%d is the checkpoint's, which may include padding; if so, give the tokenizer's size",
             config.vocab_size,
         )
     source = Merged(state, config)
-    rules = [table(name, name, config) if name in TABLES else same(name, name) for name in source.forms]
-    weights = run.Weights(config, source, rules, str(folder))
-    with fresh(target, mode=0o700) as draft:
-        run.save(draft, target, config, {}, weights)
+    rules = [table(name, name, config) if name in EMBEDDINGS else same(name, name) for name in source.placements]
+    moments = {moment: Merged(state, config, moment) for moment in state.moments}
+    weights = run.Weights(config, source, rules, str(folder), moments=moments, steps=state.steps)
+    goes_on = bool(state.moments) and state.args is not None
+    settings_of_run = _training(folder, state) if goes_on else []
+    with fresh(target, mode=0o700) as staging_dir:
+        progress = training.progress(state) if goes_on else Progress()
+        run.save(staging_dir, target, config, {}, weights, settings_of_run, progress)
     return config
+
+
+def _training(folder: Path, state: State) -> list[str]:
+    """The run's training settings as key=value; those that hpclm cannot use are left out, with a warning."""
+    words = training.words(state.args) if state.args is not None else []
+    try:
+        configs.load(None, words)
+    except ConfigError as error:
+        log.warning("%s: the training settings are not taken over: %s", folder, "; ".join(error.problems))
+        return []
+    return words
+
+
+def ours(name: str) -> str:
+    """Our name of a weight; unchanged if there is none."""
+    layer = re.fullmatch(r"(?:encoder|transformer|decoder)\.layers\.(\d+)\.(.*)", name)
+    inner, table = (layer[2], IN_LAYER) if layer else (name, OURS)
+    for pattern, replacement in table:
+        found = re.fullmatch(pattern, inner)
+        if found:
+            return (f"block{layer[1]}." if layer else "") + found.expand(replacement)
+    return name

@@ -1,7 +1,7 @@
-"""Where Megatron's files are, which part of the network each holds, and what else they say.
+"""The files of a Megatron checkpoint, and the part of the network in each.
 
-Megatron-DeepSpeed's pipeline saves a file for each layer and tensor-parallel rank, and the settings apart; without the
-pipeline it saves one for each tensor-parallel rank. Megatron-LM saves one for each tensor- and pipeline-parallel rank, with the
+Megatron-DeepSpeed's pipeline saves a file for each layer and tensor-parallel rank, and another one with the settings; without
+the pipeline it saves one for each tensor-parallel rank. Megatron-LM saves one for each tensor- and pipeline-parallel rank, with the
 settings and, under model0, model1, …, the parts of an interleaved pipeline: part 0 of every stage comes before part 1 of the first.
 """
 
@@ -14,60 +14,75 @@ from typing import Any
 
 from torch import Tensor
 
+from hpclm import files
 from hpclm.errors import ConfigError
-from hpclm.interop.megatron.names import LAYER, full
 from hpclm.interop.pickles import load
 
 LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 RANK_FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
 RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
 DEEPSPEED_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+LAYER = re.compile(r"^(input_layernorm|self_attention|attention)\.")
+"""How names in a layer's own file begin."""
+NO_WEIGHTS = re.compile(r"(\._extra_state|rotary_pos_emb\.inv_freq|rotary_emb\.inv_freq)$")
+OUTER = re.compile(r"^(module\.)*(model\.)?(language_model\.)?")
+LONGEST = 1 << 10  # bytes of a file that names the newest checkpoint
 
 
 @dataclass
 class State:
-    """What a checkpoint holds."""
+    """The contents of a checkpoint."""
 
-    parts: dict[str, list[Tensor]] = field(default_factory=dict)
-    """Megatron-core's name of each tensor, layers counted over the whole network -> the parts of the tensor ranks."""
+    parts: Mapping[str, list[Tensor]] = field(default_factory=dict)
+    """Megatron-core's name of each tensor, with global layer numbers -> its shards on the tensor-parallel ranks."""
     args: Namespace | None = None
-    """The settings it was trained with; None where they are not there."""
+    """The training arguments, if there are any."""
     version: float = 3.0
-    """Of the order in the fused projection."""
+    """checkpoint_version: determines the order in the fused projection."""
     unread: str | None = None
-    """Why the settings could not be read."""
+    """Why the arguments could not be read."""
+    moments: Mapping[str, Mapping[str, list[Tensor]]] = field(default_factory=dict)
+    """Adam's moments, by their name and the weight's, if they are imported."""
+    steps: int = 0
+    """Of the optimizer."""
+    iteration: int = 0
+    """Of the run."""
 
 
 def recognised(source: Path) -> Path | None:
-    """The folder with the files of a checkpoint: ``source``, or what its note of the newest names; None for no Megatron."""
+    """The folder of a checkpoint: ``source``, or the newest one in it; None if it is not from Megatron."""
     folder = source
     for note, pattern in (("latest_checkpointed_iteration.txt", "iter_{:07d}"), ("latest", None)):
         if (source / note).is_file():
-            text = (source / note).read_text(encoding="utf-8").strip()
-            named = pattern.format(int(text)) if pattern and text.isdigit() else text
+            try:
+                text = files.read_text(source / note, LONGEST).strip()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"{source / note} cannot be read: {error}") from None
+            named = pattern.format(int(text)) if pattern and re.fullmatch("[0-9]+", text) else text
             if Path(named).name != named:
-                raise ConfigError(f"{source / note} must name a folder beside it, not {text!r}")
+                raise ConfigError(f"{source / note} must name a folder next to it, not {text!r}")
             folder = source / named
-    if any(folder.glob("*.distcp")):
-        raise ConfigError(
-            f"{folder} is in torch.distributed's format, which is not read here; have Megatron save it with --ckpt-format torch"
-        )
-    there = any(folder.glob("layer_*-model_*-model_states.pt")) or _rank_files(folder)
+    there = distributed(folder) or any(folder.glob("layer_*-model_*-model_states.pt")) or _rank_files(folder)
     return folder if there else None
 
 
+def distributed(folder: Path) -> bool:
+    """Whether ``folder`` is a torch_dist checkpoint."""
+    return any(folder.glob("*.distcp"))
+
+
 def read(folder: Path) -> State:
-    """The checkpoint in ``folder``; tensors are mapped, not read."""
+    """The checkpoint in ``folder``, unless it is a distributed one; tensors are memory-mapped."""
     return _layers(folder) if any(folder.glob("layer_*-model_*-model_states.pt")) else _ranks(folder)
 
 
 def _layers(folder: Path) -> State:
-    """Megatron-DeepSpeed's: what a layer is shows in the names that its file has."""
+    """Megatron-DeepSpeed's layer files; the names in a file show what the layer is."""
     files: dict[int, dict[int, Path]] = {}
     for path in sorted(folder.glob("layer_*")):
         found = LAYER_FILE.fullmatch(path.name)
         if not found:
-            raise ConfigError(f"{path} is of no layer that is known here; experts are not")
+            raise ConfigError(f"{path} is not a supported layer file; experts are not supported")
         files.setdefault(int(found[1]), {})[int(found[2])] = path
     state, blocks = State(), 0
     for _, by_rank in sorted(files.items()):
@@ -77,7 +92,7 @@ def _layers(folder: Path) -> State:
             prefix, blocks = f"decoder.layers.{blocks}.", blocks + 1
         elif any(name.startswith("word_embeddings.") for name in names):
             prefix = "embedding."
-            if "embedding.word_embeddings.weight" in state.parts:  # the output projection, where it is the table itself
+            if "embedding.word_embeddings.weight" in state.parts:  # a copy, as tied output projection
                 continue
         elif names <= {"weight", "bias"} and all(tensor.ndim == 1 for tensor in held[0].values()):
             prefix = "decoder.final_layernorm."
@@ -87,15 +102,15 @@ def _layers(folder: Path) -> State:
     note = next((p for p in sorted(folder.glob("mp_rank_*_model_states.pt"))), None)
     if note is not None:
         try:
-            told = _mapping(load(note), note)
-            state.args, state.version = _args(told), _version(told, 3.0)
-        except ConfigError as error:  # the layers may do without it
+            saved = _mapping(load(note), note)
+            state.args, state.version = _args(saved), _version(saved, 3.0)
+        except ConfigError as error:  # the layers may not need it
             state.unread = str(error)
     return state
 
 
 def _ranks(folder: Path) -> State:
-    """Megatron-LM's, and Megatron-DeepSpeed's without a pipeline."""
+    """Rank files of Megatron-LM, and of Megatron-DeepSpeed without a pipeline."""
     files = _rank_files(folder)
     stages: dict[int, dict[int, Path]] = {}
     for (tensor, stage), path in files.items():
@@ -104,7 +119,7 @@ def _ranks(folder: Path) -> State:
         [_mapping(load(path), path) for path in _complete(by_rank, folder)] for _, by_rank in sorted(stages.items())
     ]
     first = states[0][0]
-    # Megatron itself takes a file that does not say its version for one of version 0
+    # Megatron assumes version 0 if a file has none
     state, blocks = State(args=_args(first), version=_version(first, 0.0)), 0
     chunks = sorted(
         (key for key in first if re.fullmatch(r"model\d*|module", str(key))), key=lambda key: (len(key), key)
@@ -120,13 +135,12 @@ def _ranks(folder: Path) -> State:
 
 
 def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
-    """(tensor rank, stage) -> its file."""
     found = {}
     for path in sorted(folder.glob("mp_rank_*")):
         numbers = RANK_FOLDER.fullmatch(path.name)
         file = next((path / name for name in RANK_FILES if (path / name).is_file()), None)
         if file and not numbers:
-            raise ConfigError(f"{path} is of no rank that is known here; experts are not")
+            raise ConfigError(f"{path} is not a supported rank folder; experts are not supported")
         if file and numbers:
             found[int(numbers[1]), int(numbers[2] or 0)] = file
         if path.is_file() and (rank := DEEPSPEED_FILE.fullmatch(path.name)):
@@ -137,38 +151,36 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
 def _complete(by_rank: Mapping[int, Path], folder: Path) -> list[Path]:
     missing = set(range(max(by_rank) + 1)) - by_rank.keys()
     if missing:
-        raise ConfigError(f"{folder} has no file of tensor rank {min(missing)} beside {by_rank[max(by_rank)].name}")
+        raise ConfigError(f"{folder} has no file of tensor rank {min(missing)}, but {by_rank[max(by_rank)].name}")
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def _add(state: State, found: Mapping[str, list[Tensor]], folder: Path) -> None:
     twice = state.parts.keys() & found.keys()
     if twice:
-        raise ConfigError(f"{folder} has {min(twice)} twice")
-    state.parts |= found
+        raise ConfigError(f"{folder} contains {min(twice)} twice")
+    state.parts = {**state.parts, **found}
 
 
 def _mapping(found: Any, path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
-        raise ConfigError(f"{path} holds no dictionary")
+        raise ConfigError(f"{path} does not contain a dictionary")
     return found
 
 
-def _args(told: Mapping[str, Any]) -> Namespace | None:
-    args = told.get("args")
+def _args(saved: Mapping[str, Any]) -> Namespace | None:
+    args = saved.get("args")
     return args if isinstance(args, Namespace) else None
 
 
-def _version(told: Mapping[str, Any], silent: float) -> float:
-    """Of the checkpoint; ``silent`` where it does not say."""
-    given = told.get("checkpoint_version")
+def _version(saved: Mapping[str, Any], default: float) -> float:
+    given = saved.get("checkpoint_version")
     if given is not None and not isinstance(given, int | float):
-        raise ConfigError(f"checkpoint_version={given} is no number")
-    return silent if given is None else float(given)
+        raise ConfigError(f"checkpoint_version={given} is not a number")
+    return default if given is None else float(given)
 
 
 def _tensors(found: Any, path: Path) -> dict[str, Tensor]:
-    """The tensors of nested dictionaries, under names joined with dots."""
     flat: dict[str, Tensor] = {}
 
     def walk(value: Any, name: str) -> None:
@@ -180,3 +192,14 @@ def _tensors(found: Any, path: Path) -> dict[str, Tensor]:
 
     walk(_mapping(found, path), "")
     return flat
+
+
+def full(name: str, first: int) -> str | None:
+    """The global name of a tensor in a stage that begins with layer ``first``.
+
+    None if it is not a weight, or a copy of the embedding in the last stage.
+    """
+    name = OUTER.sub("", name)
+    if NO_WEIGHTS.search(name) or name.startswith("word_embeddings_for_head."):
+        return None
+    return re.sub(r"\blayers\.(\d+)\.", lambda found: f"layers.{first + int(found[1])}.", name)

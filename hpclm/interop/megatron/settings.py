@@ -1,7 +1,7 @@
-"""The network that Megatron's arguments describe."""
+"""The model settings for Megatron's arguments."""
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hpclm.errors import ConfigError
@@ -25,88 +25,79 @@ FIXED: Mapping[str, tuple[Any, ...]] = {
     "glu_activation": (None, "geglu", "swiglu"),
     "num_tokentypes": (0,),
 }
-"""Arguments, and the values of each with which it is a network of ours."""
+"""Arguments, and the values that hpclm supports."""
 ROTARY, ALIBI = 1, 3  # BigScience's PositionEmbeddingType
 
 
 def settings(args: Namespace) -> dict[str, Any]:
-    """Model settings; ConfigError where hpclm has no such network."""
+    """Model settings; ConfigError if hpclm does not support the network."""
     wrong = [
         f"{name}={getattr(args, name)}, and hpclm has {' or '.join(map(str, values))}"
         for name, values in FIXED.items()
         if getattr(args, name, values[0]) not in values
     ]
-    lacking = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if not _get(args, name)]
+    lacking = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if not argument(args, name)]
     wrong += [f"it does not say {name}" for name in lacking]
     if not lacking:
         width = args.hidden_size // args.num_attention_heads
-        if _get(args, "kv_channels", default=width) != width:
+        if argument(args, "kv_channels", default=width) != width:
             wrong.append(f"kv_channels={args.kv_channels}, where hidden_size / num_attention_heads = {width}")
     if wrong:
         raise ConfigError(wrong)
+    grouped = argument(args, "group_query_attention", default=False)
     found = dict(
         layers=args.num_layers,
         hidden=args.hidden_size,
         heads=args.num_attention_heads,
-        kv_heads=_groups(args),
-        ffn=_get(args, "ffn_hidden_size", default=4 * args.hidden_size),
-        context=_get(args, "max_position_embeddings", "seq_length"),
-        vocab_size=_get(args, "padded_vocab_size"),
+        kv_heads=argument(args, "num_query_groups" if grouped else "num_key_value_heads"),
+        ffn=argument(args, "ffn_hidden_size", default=4 * args.hidden_size),
+        context=argument(args, "max_position_embeddings", "seq_length"),
+        vocab_size=argument(args, "padded_vocab_size"),
         positions=_positions(args),
-        norm=str(_get(args, "normalization", default="layernorm")).lower(),
-        norm_eps=_get(args, "norm_epsilon", "layernorm_epsilon", default=1e-5),
+        norm=str(argument(args, "normalization", default="layernorm")).lower(),
+        norm_eps=argument(args, "norm_epsilon", "layernorm_epsilon", default=1e-5),
         activation=_activation(args),
-        bias=_get(args, "add_bias_linear", default=True),
-        tied=not _get(args, "untie_embeddings_and_output_weights", default=False),
-        embed_norm=_get(args, "embed_layernorm", default=False),
-        qk_norm=_get(args, "qk_layernorm", default=False),
-        dropout=_get(args, "hidden_dropout", default=0.0),
-        attention_dropout=_get(args, "attention_dropout", default=0.0),
+        bias=argument(args, "add_bias_linear", default=True),
+        tied=not argument(args, "untie_embeddings_and_output_weights", default=False),
+        embed_norm=argument(args, "embed_layernorm", default=False),
+        qk_norm=argument(args, "qk_layernorm", default=False),
+        dropout=argument(args, "hidden_dropout", default=0.0),
+        attention_dropout=argument(args, "attention_dropout", default=0.0),
     )
     if found["positions"] == "rope":
-        found["rope_base"] = float(_get(args, "rotary_base", "rope_theta", default=10000.0))
+        found["rope_base"] = float(argument(args, "rotary_base", "rope_theta", default=10000.0))
     return {name: value for name, value in found.items() if value is not None}
 
 
 def swapped(args: Namespace | None) -> bool:
-    """Whether the second half of a gated MLP's first weight is the gate, as with BigScience's --glu-activation."""
-    return args is not None and _get(args, "glu_activation") is not None
+    """Whether the gate is the second half of a gated MLP's first weight, as with BigScience's --glu-activation."""
+    return args is not None and argument(args, "glu_activation") is not None
 
 
-def _get(args: Namespace, *names: str, default: Any = None) -> Any:
-    """The first argument of ``names`` that is set."""
-    return next((value for value in _values(args, names) if value is not None), default)
-
-
-def _values(args: Namespace, names: tuple[str, ...]) -> Iterator[Any]:
-    for name in names:
-        value = getattr(args, name, None)
-        yield value.value if isinstance(value, StandIn) else value
-
-
-def _groups(args: Namespace) -> int | None:
-    grouped = _get(args, "group_query_attention", default=False)
-    found: int | None = _get(args, "num_query_groups") if grouped else _get(args, "num_key_value_heads")
-    return found
+def argument(args: Namespace, *names: str, default: Any = None) -> Any:
+    """The first of ``names`` that the arguments have a value for; ``default`` if there is none."""
+    values = (getattr(args, name, None) for name in names)
+    plain = (value.value if isinstance(value, StandIn) else value for value in values)
+    return next((value for value in plain if value is not None), default)
 
 
 def _positions(args: Namespace) -> str:
-    kind = _get(args, "position_embedding_type", default="learned_absolute")
-    if _get(args, "use_rotary_position_embeddings", default=False) or kind in ("rope", ROTARY):
+    kind = argument(args, "position_embedding_type", default="learned_absolute")
+    if argument(args, "use_rotary_position_embeddings", default=False) or kind in ("rope", ROTARY):
         return "rope"
     if kind in ("alibi", ALIBI):
         return "alibi"
-    if kind == "none" or not _get(args, "add_position_embedding", default=True):
+    if kind == "none" or not argument(args, "add_position_embedding", default=True):
         return "none"
     if kind in ("learned_absolute", "absolute", 2):
         return "learned"
-    raise ConfigError(f"position_embedding_type={kind} is not known here")
+    raise ConfigError(f"position_embedding_type={kind} is not supported")
 
 
 def _activation(args: Namespace) -> str:
     """The fused bias-GELU is the tanh approximation, as is --openai-gelu."""
-    glu = _get(args, "glu_activation")
-    if glu or _get(args, "swiglu", default=False):
+    glu = argument(args, "glu_activation")
+    if glu or argument(args, "swiglu", default=False):
         return glu or "swiglu"
-    approximate = _get(args, "bias_gelu_fusion", default=False) or _get(args, "openai_gelu", default=False)
+    approximate = argument(args, "bias_gelu_fusion", default=False) or argument(args, "openai_gelu", default=False)
     return "gelu_tanh" if approximate else "gelu"

@@ -79,11 +79,16 @@ def test_a_megatron_index_that_was_cut_is_not_taken_for_fairseqs(kept, tmp_path)
 
 
 DAMAGE = {
-    "bytes of a token": ("tntidx-megatron", 24, struct.pack("<Q", 8), "a token has 8 bytes, but its dtype int32 has 4"),
+    "bytes of a token": (
+        "tntidx-megatron",
+        24,
+        struct.pack("<Q", 8),
+        "declares tokens of 8 bytes, but its dtype int32 has 4",
+    ),
     "float tokens": ("tntidx-megatron", 16, struct.pack("<Q", 7), "dtype code 7"),
     "two dimensions": ("tntidx-fairseq", 40, struct.pack("<Q", 8), "4 sequences and 8 dimensions"),
     "a count that lies": ("tntidx-fairseq", 32, struct.pack("<2Q", 2**61, 2**61), f"{2**61} sequences need"),
-    "dimensions": ("tntidx-fairseq", 48 + 8, longs(2), "sequence 1 has not one dimension"),
+    "dimensions": ("tntidx-fairseq", 48 + 8, longs(2), "sequence 1 does not have one dimension"),
     "the end": (
         "tntidx-fairseq",
         48 + 40 + 32,
@@ -110,7 +115,7 @@ def test_tokens_that_end_within_one_are_refused(tmp_path):
     pack(tmp_path / "x", "fairseq", [[1], [2]], dtype="u2")
     changed(tmp_path / "x.idx", 26 + 8 + 8, longs(1))
     (tmp_path / "x.bin").write_bytes(bytes(3))
-    with pytest.raises(ConfigError, match="no multiple of the 2"):
+    with pytest.raises(ConfigError, match="not a multiple of 2"):
         IndexedDataset(tmp_path / "x")
 
 
@@ -145,7 +150,7 @@ def large(prefix):
 
 
 @pytest.mark.parametrize("pointer", [-1, 2**62, SCANNED + 5])
-def test_what_opening_a_large_dataset_does_not_look_at_is_found_when_it_is_used_or_checked(pointer, tmp_path):
+def test_corruption_that_opening_does_not_detect_is_detected_on_use_or_check(pointer, tmp_path):
     n = large(tmp_path / "x")
     changed(tmp_path / "x.idx", 34 + 4 * n + 8 * 777, longs(pointer))
     dataset = IndexedDataset(tmp_path / "x")
@@ -157,7 +162,7 @@ def test_what_opening_a_large_dataset_does_not_look_at_is_found_when_it_is_used_
 
 
 @pytest.mark.parametrize("sequence", [0, SCANNED + 4])
-def test_both_ends_of_a_large_index_are_looked_at(sequence, tmp_path):
+def test_both_ends_of_a_large_index_are_checked(sequence, tmp_path):
     n = large(tmp_path / "x")
     changed(tmp_path / "x.idx", 34 + 4 * n + 8 * sequence, longs(3))
     with pytest.raises(ConfigError, match=r"x\.idx"):
@@ -172,7 +177,7 @@ def test_a_dataset_travels_to_another_process_as_its_path(tmp_path):
 
 
 @pytest.mark.parametrize("offset, length", [(0, 1), (40 << 20, 2 << 20), ((100 << 20) - 1, 1)])
-def test_the_fingerprint_of_a_long_file_sees_its_ends_and_what_lies_between(offset, length, tmp_path):
+def test_the_fingerprint_of_a_long_file_covers_its_ends_and_its_middle(offset, length, tmp_path):
     prefix = tmp_path / "x"
     pack(prefix, "megatron", [[0]], [0, 1], "u1")
     changed(tmp_path / "x.idx", 34, struct.pack("<i", 100 << 20))

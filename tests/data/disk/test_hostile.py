@@ -109,7 +109,7 @@ def prefix(tmp_path_factory):
 
 @fuzz
 @given(datasets(), st.lists(harm(), max_size=2), st.lists(harm(), max_size=1))
-def test_a_dataset_that_was_harmed_is_refused_or_lies_within_its_files(prefix, dataset, to_index, to_tokens):
+def test_a_corrupted_dataset_is_refused_or_stays_within_its_files(prefix, dataset, to_index, to_tokens):
     layout, sequences, documents, dtype, modes = dataset
     pack(prefix, layout, sequences, documents, dtype, modes)
     for path, changes in ((Path(f"{prefix}.idx"), to_index), (Path(f"{prefix}.bin"), to_tokens)):
@@ -129,9 +129,7 @@ def test_a_dataset_that_was_harmed_is_refused_or_lies_within_its_files(prefix, d
     st.sampled_from(list(CODES.values())),
     st.integers(0, 40),
 )
-def test_an_index_of_the_right_length_with_any_numbers_is_refused_or_lies_within_its_files(
-    prefix, layout, n, d, values, code, tokens
-):
+def test_an_index_with_random_numbers_is_refused_or_stays_within_its_files(prefix, layout, n, d, values, code, tokens):
     column = [value - 2**64 if value >= 2**63 else value for value in values]
     if layout.startswith("tntidx"):
         width = next(np.dtype(name).itemsize for name, known in CODES.items() if known == code)
@@ -150,14 +148,14 @@ def test_an_index_of_the_right_length_with_any_numbers_is_refused_or_lies_within
 
 @fewer
 @given(datasets())
-def test_a_dataset_that_nobody_harmed_opens(prefix, dataset):
+def test_an_intact_dataset_opens(prefix, dataset):
     layout, sequences, documents, dtype, modes = dataset
     assert opened(pack(prefix, layout, sequences, documents, dtype, modes))
 
 
 @fewer
 @given(st.sampled_from([b"", b"MMIDIDX\0\0", b"TNTIDX\0\0"]), st.binary(max_size=120), st.binary(max_size=20))
-def test_garbage_is_refused_or_lies_within_its_files(prefix, magic, index, tokens):
+def test_garbage_is_refused_or_stays_within_its_files(prefix, magic, index, tokens):
     Path(f"{prefix}.idx").write_bytes(magic + index)
     Path(f"{prefix}.bin").write_bytes(tokens)
     opened(prefix)

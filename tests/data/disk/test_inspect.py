@@ -71,7 +71,7 @@ def test_documents_of_several_sequences_are_whole(tmp_path, capsys):
 def test_without_a_tokenizer_it_shows_token_ids(layout, tmp_path, capsys):
     prefix = pack(tmp_path / "x", layout, [[7, 8], [9] * 100], [0, 1, 2])
     out = inspected(capsys, prefix)
-    assert "tokenizer             not known" in out and "no note that names one; --tokenizer and" in out
+    assert "tokenizer             unknown" in out and "the dataset does not name one; --tokenizer and" in out
     assert "\n7 8\n" in out and "9 9 … (cut)" in out
     assert "\n\\x07\\x08\n" in inspected(capsys, prefix, "--tokenizer", "bytes")
 
@@ -80,8 +80,8 @@ def test_a_tokenizer_whose_files_are_gone_is_described_and_the_rest_is_shown(tmp
     prefix = tmp_path / "x"
     with Writer(prefix, "u2") as writer:
         writer.add_document([7, 8])
-        identity = {"kind": "whitespace", "files": {"vocab.json": "0123456789abcdef"}, "size": 211, "eod": 3}
-        writer.note = {"tokenizer": identity, "tokenizer_files": [str(tmp_path / "gone.json")]}
+        fingerprint = {"kind": "whitespace", "files": {"vocab.json": "0123456789abcdef"}, "size": 211, "eod": 3}
+        writer.note = {"tokenizer": fingerprint, "tokenizer_files": [str(tmp_path / "gone.json")]}
     out = inspected(capsys, prefix)
     assert "whitespace tokenizer (vocab.json 01234567; 211 entries)" in out
     assert "gone.json does not exist" in out and "\n7 8\n" in out
@@ -94,9 +94,9 @@ def test_a_token_outside_the_vocabulary_is_shown_as_ids_and_found_by_verify(tmp_
     assert "token 300 at byte 2" in capsys.readouterr().err
 
 
-def test_what_would_steer_a_terminal_is_written_out(tmp_path, capsys):
+def test_control_characters_are_escaped(tmp_path, capsys):
     out = inspected(capsys, of_texts(tmp_path / "x", ["\x1b[2J\tred\r\n"]))
-    assert "\\x1b[2J\tred\\r\n" in out and "\x1b" not in out
+    assert "\\x1b[2J\tred\\x0d\n" in out and "\x1b" not in out
 
 
 def test_an_empty_dataset_is_shown(tmp_path, capsys):
@@ -117,7 +117,7 @@ def test_the_histogram_is_a_picture_with_a_bar_for_each_bin(end, tmp_path, capsy
     assert {"a&b: 40 documents, 780 tokens", "tokens in a document", "documents"} <= set(words)
 
 
-def test_other_pictures_are_refused_with_what_there_is(tmp_path, capsys):
+def test_other_picture_formats_are_refused_with_the_supported_ones(tmp_path, capsys):
     prefix = of_texts(tmp_path / "x")
     for path, why in {"p.png": ".svg or .html", "nowhere/p.svg": "cannot be written: No such file"}.items():
         assert cli.main(["data", "inspect", prefix, "--histogram", str(tmp_path / path)]) == 64
@@ -136,7 +136,7 @@ SPREADS = {
 
 
 @pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS)
-def test_bins_follow_each_other_and_hold_every_length_once(spread):
+def test_bins_are_adjacent_and_contain_every_length_once(spread):
     found = bins(Lengths(*np.unique(spread, return_counts=True)))
     assert 1 <= len(found) <= 18
     assert (found[0].low, found[-1].high) == (min(spread), max(spread))

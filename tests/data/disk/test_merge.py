@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hpclm import cli
-from hpclm.data.disk import copying
+from hpclm.data.disk import merge as merging
 from hpclm.data.disk.indexed import IndexedDataset, sidecar
 from hpclm.data.disk.merge import merge
 from hpclm.data.disk.writer import Writer
@@ -75,7 +75,7 @@ def test_the_old_layouts_become_those_of_today(old, layout, tmp_path):
     assert content(tmp_path / "new") == content(tmp_path / "expected")
 
 
-def test_what_fairseqs_layout_cannot_hold_is_refused_or_let_go(tmp_path, monkeypatch, capsys):
+def test_what_fairseqs_layout_cannot_store_is_refused_or_dropped(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     pack("sentences", "megatron", LINES, [0, 1, 1, 4])
     pack("pictures", "megatron", LINES, [0, 1, 2, 3, 4], modes=[0, 1, 0, 1])
@@ -113,22 +113,27 @@ def test_a_token_that_the_type_asked_for_cannot_hold_is_refused_and_leaves_nothi
     assert not [name for name in names(tmp_path) if name.startswith("all")]
 
 
-def test_the_notes_of_the_parts_are_summed_up(tmp_path):
+def without_content(prefix):
+    """What a note says besides the hash of the dataset's own content."""
+    return {key: value for key, value in sidecar(prefix).items() if key != "content"}
+
+
+def test_the_counts_of_the_inputs_are_summed(tmp_path):
     parts = [
         write(tmp_path / "a", [[[1], [2, 3]]], skipped=2),
         write(tmp_path / "b", [[[4]], []], skipped=3),
     ]
     merge(tmp_path / "all", parts)
     expected = {"tokenizer": TOKENIZER, "tokenizer_files": [], "documents": 3, "tokens": 4, "skipped": 5}
-    assert sidecar(tmp_path / "all") == expected
+    assert without_content(tmp_path / "all") == expected
     merge(tmp_path / "given", parts, note={"tokenizer": TOKENIZER, "skipped": 7})
-    assert sidecar(tmp_path / "given") == {"tokenizer": TOKENIZER, "skipped": 7, "documents": 3, "tokens": 4}
+    assert without_content(tmp_path / "given") == {"tokenizer": TOKENIZER, "skipped": 7, "documents": 3, "tokens": 4}
 
 
 OTHERS = {
     "another size": (TOKENIZER | {"size": 300}, "different tokenizers"),
     "another file": (TOKENIZER | {"files": {"v.json": "ab12"}}, "different tokenizers"),
-    "no note": (None, "has no note"),
+    "no note": (None, "is unknown, but that of"),
 }
 
 
@@ -141,7 +146,7 @@ def test_datasets_of_different_tokenizers_are_not_merged_unasked(other, why, tmp
     assert why in said and parts[0] in said and parts[1] in said
     assert cli.main([*words, "--no-note"]) == 0
     assert IndexedDataset(tmp_path / "all").flat.tolist() == [1, 2]
-    assert sidecar(tmp_path / "all") == {}
+    assert without_content(tmp_path / "all") == {}
 
 
 def test_the_name_of_a_tokenizers_file_does_not_matter(tmp_path):
@@ -156,14 +161,14 @@ def test_a_dataset_is_not_replaced_unless_asked_and_never_by_itself(tmp_path, mo
     Path("link.bin").symlink_to("a.bin")
     for words in (["a", "a", "b"], ["./a", "b", "a", "--overwrite"], ["link", "a", "--overwrite"]):
         assert cli.main(["data", "merge", *words]) == 64
-        assert "to be written and to be read" in capsys.readouterr().err
+        assert "is both input and output" in capsys.readouterr().err
     assert cli.main(["data", "merge", "b", "a"]) == 64
     assert "b.bin and b.idx and b.json exists" in capsys.readouterr().err
     assert cli.main(["data", "merge", "b", "a", "--overwrite"]) == 0
     assert (IndexedDataset("a").flat.tolist(), IndexedDataset("b").flat.tolist()) == ([1], [1])
 
 
-def test_what_a_shell_makes_of_a_star_names_each_dataset_once(tmp_path, monkeypatch):
+def test_a_shell_pattern_names_each_dataset_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write("part1", [[[1]]]), write("part2", [[[2]]])
     assert cli.main(["data", "merge", "all", *names(tmp_path)]) == 0
@@ -175,7 +180,7 @@ def test_what_a_shell_makes_of_a_star_names_each_dataset_once(tmp_path, monkeypa
 def test_modes_are_for_all_or_for_none(tmp_path):
     with_modes = pack(tmp_path / "a", "megatron", [[1]], [0, 1], modes=[3])
     plain = pack(tmp_path / "b", "megatron", [[2]], [0, 1])
-    with pytest.raises(ConfigError, match="b has no modes and others have"):
+    with pytest.raises(ConfigError, match="b has no modes, but others have"):
         merge(tmp_path / "all", [with_modes, plain])
     assert merge(tmp_path / "all", [with_modes, with_modes]).modes.tolist() == [3, 3]
 
@@ -192,7 +197,7 @@ def test_there_may_be_more_parts_than_files_may_be_open(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 
 
-def test_a_damaged_part_is_named_and_nothing_is_written(tmp_path):
+def test_a_corrupt_input_is_named_and_nothing_is_written(tmp_path):
     parts = [write(tmp_path / "a", [[[1]]]), write(tmp_path / "b", [[[2, 3]]])]
     Path(f"{parts[1]}.bin").write_bytes(bytes(2))
     with pytest.raises(ConfigError, match=r"b\.bin is 2 bytes long"):
@@ -200,15 +205,15 @@ def test_a_damaged_part_is_named_and_nothing_is_written(tmp_path):
     assert names(tmp_path) == [f"{name}.{end}" for name in "ab" for end in ("bin", "idx", "json")]
 
 
-def test_stretches_of_documents_are_whole_and_in_order_whatever_their_lengths(tmp_path):
-    big, rng = copying.TOKENS, np.random.default_rng(0)
+def test_ranges_of_documents_are_complete_and_in_order_for_any_lengths(tmp_path):
+    big, rng = merging.TOKENS, np.random.default_rng(0)
     documents = np.concatenate((np.zeros(5, int), rng.integers(0, 3, 400_000), [1] * 3, np.zeros(9, int)))
     sizes = rng.integers(0, 9, documents.sum())
     sizes[[3, 70_000, len(sizes) - 1]] = [big * 2, big - 1, big]
     with Writer(tmp_path / "x", "u1") as writer:
         writer.extend(np.arange(sizes.sum(), dtype="u8").astype("u1"), sizes, documents)
     dataset = IndexedDataset(tmp_path / "x")
-    found = list(copying.stretches(dataset))
+    found = list(merging.document_ranges(dataset))
     assert [begin for begin, _ in found] == [0, *(end for _, end in found[:-1])] and found[-1][1] == len(documents)
     tokens = [dataset.place(int(dataset.documents[end])) - dataset.place(int(dataset.documents[a])) for a, end in found]
     assert all(count <= big or end - begin == 1 for count, (begin, end) in zip(tokens, found))
@@ -216,7 +221,7 @@ def test_stretches_of_documents_are_whole_and_in_order_whatever_their_lengths(tm
     assert content(tmp_path / "y") == content(tmp_path / "x")
 
 
-def test_help_says_what_each_command_takes(capsys):
+def test_help_describes_each_command(capsys):
     for command in ("inspect", "verify", "merge", "convert"):
         with pytest.raises(SystemExit, match="0"):
             cli.main(["data", command, "--help"])
@@ -225,7 +230,7 @@ def test_help_says_what_each_command_takes(capsys):
 
 def test_memory_does_not_grow_with_the_dataset(tmp_path):
     script = (
-        "import resource, sys, numpy as np; from hpclm.data.disk.writer import Writer; from hpclm.data.__main__ import main\n"
+        "import resource, sys, numpy as np; from hpclm.data.disk.writer import Writer; from hpclm.commands.data import main\n"
         "n, ones = int(sys.argv[1]), np.ones(100_000, 'i8')\n"
         "with Writer('x', 'i4') as writer:\n"
         "    for _ in range(n): writer.extend(ones, ones, ones)\n"

@@ -73,9 +73,9 @@ def test_fairseqs_index_has_no_documents(tmp_path):
 
 
 @pytest.mark.parametrize("documents", [[[[1], [2]]], [[]]])
-def test_fairseqs_layout_refuses_what_it_cannot_tell(documents, tmp_path):
+def test_fairseqs_layout_refuses_what_it_cannot_store(documents, tmp_path):
     with (
-        pytest.raises(ConfigError, match="one sequence in each document"),
+        pytest.raises(ConfigError, match="each document is one sequence"),
         Writer(tmp_path / "x", "u2", "fairseq") as w,
     ):
         extend(w, documents)
@@ -90,7 +90,7 @@ def test_counts_that_do_not_add_up_are_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_killed_writers_left_is_swept_and_what_others_write_is_not(tmp_path):
+def test_files_of_killed_writers_are_removed_and_those_of_others_are_not(tmp_path):
     script = "import os; from hpclm.data.disk.writer import Writer\nWriter('x', 'u2').__enter__(); os._exit(9)"
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path)
     killed = set(tmp_path.iterdir())

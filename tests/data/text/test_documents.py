@@ -45,9 +45,9 @@ def test_an_empty_document_is_skipped_and_counted_or_kept_without_a_sequence(pol
 def test_an_empty_document_can_be_an_error_that_names_its_line(capsys):
     write(**{"a.jsonl": "\n" + jsonl("a", "", "b"), "b.txt": "one\n\n"})
     assert preprocess("--input", "a.jsonl", *BYTES, "--empty", "error") == 64
-    assert "a.jsonl:3 has no token in 'text'" in capsys.readouterr().err
+    assert "a.jsonl:3 has no tokens in 'text'" in capsys.readouterr().err
     assert preprocess("--input", "b.txt", *BYTES, "--empty", "error") == 64
-    assert "b.txt:2 has no token;" in capsys.readouterr().err
+    assert "b.txt:2 has no tokens;" in capsys.readouterr().err
     assert not list(Path().glob("x*"))
 
 
@@ -73,7 +73,7 @@ def test_several_keys_are_several_datasets_each_as_if_it_were_alone():
 
 
 KEYS = {
-    "twice": (["--json-keys", "text", "text"], "names a key twice"),
+    "twice": (["--json-keys", "text", "text"], "contains a key twice"),
     "plain text": (["b.txt", "--json-keys", "text", "title"], "b.txt is plain text"),
     "missing": (["--json-keys", "text", "title"], "a.jsonl:1 has no key 'title'"),
 }
@@ -92,19 +92,19 @@ REASONS = {"half a character": 1, "no key": 1, "not JSON": 2, "not UTF-8": 1, "n
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_lines_that_cannot_be_read_are_skipped_counted_and_told_when_asked(workers):
+def test_unreadable_lines_are_skipped_counted_and_shown_on_request(workers):
     write(**{"a.jsonl": jsonl("one").encode() + BAD + jsonl("two").encode()})
     words = ["--input", "a.jsonl", *BYTES, "--on-error", "skip", "--workers", str(workers)]
     done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, check=True)
     assert documents("x_text_document") == [["one"], ["two"]]
     assert sidecar("x_text_document")["bad"] == REASONS
-    assert "7 lines skipped that cannot be read (half a character: 1, no key: 1, not JSON: 2" in done.stdout
+    assert "7 unreadable lines skipped (half a character: 1, no key: 1, not JSON: 2" in done.stdout
     told = done.stderr.splitlines()
     assert len(told) == 5
     assert "skipped: a.jsonl:2 is not JSON" in told[0] and "a.jsonl:4 is not UTF-8" in told[2]
 
 
-def test_repeats_are_left_out_wherever_they_are():
+def test_duplicates_are_dropped_wherever_they_are():
     draw = random.Random(1)
     texts = [draw.choice("abcdefgh") * draw.randint(0, 400) for _ in range(9000)]
     write(**{"a.txt": "\n".join(texts[:5000]), "b.jsonl": jsonl(*texts[5000:])})
@@ -151,14 +151,14 @@ def test_sentences_lose_nothing_of_real_text():
 
 
 @pytest.mark.parametrize("ending, pack", [("gz", gzip.compress), ("zst", zstandard.ZstdCompressor().compress)])
-def test_compressed_files_are_their_text_and_cut_short_they_are_no_dataset(ending, pack, capsys):
+def test_compressed_files_give_the_same_dataset_and_truncated_ones_give_none(ending, pack, capsys):
     text = jsonl(*(f"document {i} {hash((1, i))}" for i in range(5000)))
     write(**{"a.jsonl": text, f"b.jsonl.{ending}": pack(text.encode()), f"c.jsonl.{ending}": pack(text.encode())[:-9]})
     assert preprocess("--input", "a.jsonl", *BYTES) == 0
     assert preprocess("--input", f"b*.{ending}", "--output-prefix", "y", "--tokenizer", "bytes") == 0
     assert content("x_text_document") == content("y_text_document")
     assert preprocess("--input", f"c*.{ending}", "--output-prefix", "z", "--tokenizer", "bytes") == 64
-    assert f"c.jsonl.{ending} is cut short" in capsys.readouterr().err
+    assert f"c.jsonl.{ending} is truncated" in capsys.readouterr().err
     assert not list(Path().glob("z*"))
 
 
@@ -196,7 +196,7 @@ LINE = some.one_of(
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(some.lists(LINE, max_size=6), some.sampled_from(["jsonl", "lines", "files"]))
-def test_the_quick_reader_finds_what_the_careful_one_finds(lines, format):
+def test_the_fast_reader_returns_what_the_careful_one_returns(lines, format):
     raw = b"\n".join(lines)
     texts, problems = read(chunk(raw, format), ("text",), "skip")
     careful = [found for _, found in read_carefully(chunk(raw, format), ("text",))]
@@ -204,11 +204,11 @@ def test_the_quick_reader_finds_what_the_careful_one_finds(lines, format):
     assert problems == [found for found in careful if isinstance(found, Problem)]
 
 
-def test_a_tokenizer_that_lies_about_its_size_is_found(tmp_path, monkeypatch, capsys):
+def test_a_tokenizer_with_a_wrong_size_is_detected(tmp_path, monkeypatch, capsys):
     write(**{"a.txt": "one", "liar.py": LIAR})
     monkeypatch.syspath_prepend(str(tmp_path))
     assert preprocess("--input", "a.txt", "--output-prefix", "x", "--tokenizer", "liar:Liar") == 64
-    assert "gave ids 70000 to 70000 in a.txt, but says that it has 10 entries" in capsys.readouterr().err
+    assert "returned ids 70000 to 70000 in a.txt, but its size is 10" in capsys.readouterr().err
     assert not list(Path().glob("x*"))
 
 
@@ -216,9 +216,10 @@ LIAR = """
 import numpy
 class Liar:
     size, eod, ends_itself = 10, None, False
-    identity = {"kind": "liar:Liar", "files": {}, "size": 10, "eod": None}
+    fingerprint = {"kind": "liar:Liar", "files": {}, "size": 10, "eod": None}
     def __init__(self, files, options=None): pass
-    encode = decode = None
+    def encode(self, text): return [70000]
+    def decode(self, ids): return ""
     def encode_batch(self, texts): return numpy.array([70000] * len(texts)), numpy.ones(len(texts), int)
 """
 
@@ -262,7 +263,7 @@ def test_a_dataset_that_appears_meanwhile_is_not_replaced(monkeypatch, capsys):
 
     monkeypatch.setattr(Writer, "finish", once)
     assert preprocess("--input", "a.txt", *BYTES) == 64
-    assert "has appeared while this dataset was written" in capsys.readouterr().err
+    assert "was written by another process in the meantime" in capsys.readouterr().err
     assert IndexedDataset("x_text_document").flat.tolist() == [7]
 
 

@@ -37,7 +37,7 @@ def _streamed(raw):
 
 @pytest.mark.parametrize("name, pack", PACKINGS.values(), ids=PACKINGS.keys())
 @pytest.mark.parametrize("raw", [LINES, b"one\ntwo", b"\n\n", b"x"], ids=["long", "no newline", "blank", "one byte"])
-def test_a_file_is_read_in_whole_lines_whatever_packs_it(name, pack, raw, tmp_path):
+def test_a_file_is_read_in_whole_lines_with_any_compression(name, pack, raw, tmp_path):
     path = tmp_path / name
     path.write_bytes(pack(raw))
     [source] = find([str(path)], None)
@@ -54,18 +54,18 @@ def test_a_file_is_read_in_whole_lines_whatever_packs_it(name, pack, raw, tmp_pa
 
 @pytest.mark.parametrize("name", ["a.txt.gz", "a.txt.zst"])
 @pytest.mark.parametrize("kept", [0, 1, 5, 0.5, 0.99, -1], ids=str)
-def test_a_compressed_file_that_is_cut_short_is_an_error_that_names_it(name, kept, tmp_path):
+def test_a_truncated_compressed_file_is_an_error_that_names_it(name, kept, tmp_path):
     path = tmp_path / name
     packed = PACKINGS["gzip" if name.endswith("gz") else "zstandard"][1](LINES)
     path.write_bytes(packed[: int(kept * len(packed)) if 0 < kept < 1 else kept])
-    with pytest.raises(ConfigError, match=r"a\.txt\.(gz|zst) is (cut short|empty)"):
+    with pytest.raises(ConfigError, match=r"a\.txt\.(gz|zst) is (truncated|empty)"):
         list(chunks(find([str(path)], None)))
 
 
 @pytest.mark.parametrize("name", ["a.gz", "a.zst"])
-def test_a_file_that_is_not_what_its_ending_says_is_an_error(name, tmp_path):
+def test_a_file_that_does_not_match_its_suffix_is_an_error(name, tmp_path):
     (tmp_path / name).write_bytes(b"just text\n" * 100)
-    with pytest.raises(ConfigError, match="damaged, or no"):
+    with pytest.raises(ConfigError, match="corrupt, or no"):
         list(chunks(find([str(tmp_path / name)], None)))
 
 
@@ -76,7 +76,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name, format", NAMES.items())
-def test_the_format_follows_from_the_name_under_the_packing(name, format):
+def test_the_format_is_guessed_from_the_name_without_the_compression_suffix(name, format):
     assert guess(name) == format
 
 
@@ -92,7 +92,7 @@ def test_patterns_are_expanded_in_order_and_names_with_signs_are_taken_as_they_a
         find(["a.txt", "*.gz"], None)
 
 
-def test_a_line_longer_than_many_chunks_comes_whole(tmp_path):
+def test_a_line_longer_than_many_chunks_is_not_split(tmp_path):
     raw = b"short\n" + b"x" * (9 * CHUNK + 7) + b"\nlast"
     (tmp_path / "a.txt").write_bytes(raw)
     found = [bytes(chunk.text) for chunk in chunks(find([str(tmp_path / "a.txt")], None))]
@@ -100,7 +100,7 @@ def test_a_line_longer_than_many_chunks_comes_whole(tmp_path):
     assert [len(text) for text in found] == [6, 9 * CHUNK + 8, 4]
 
 
-def test_a_very_long_line_is_held_about_once(tmp_path):
+def test_a_very_long_line_is_in_memory_about_once(tmp_path):
     with (tmp_path / "a.txt").open("wb") as file:
         file.writelines(b"x" * (1 << 20) for _ in range(300))
     code = (
@@ -145,7 +145,7 @@ def test_line_numbers_are_right_in_every_share(tmp_path):
 
 
 def test_standard_input_needs_a_format_and_is_read_once():
-    with pytest.raises(ConfigError, match="give --format"):
+    with pytest.raises(ConfigError, match="needs --format"):
         find(["-"], None)
     with pytest.raises(ConfigError, match="given twice"):
         find(["-", "-"], "lines")

@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,8 @@ def folder(original, tmp_path):
 def start(folder, *words):
     """A process of its own group."""
     command = [*COMMAND, *WORDS, "--workers", "2", *words]
-    return subprocess.Popen(
-        command, cwd=folder, start_new_session=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
-    )
+    quiet = dict(stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    return subprocess.Popen(command, cwd=folder, start_new_session=True, **quiet)
 
 
 def alive(group):
@@ -63,8 +63,29 @@ def started(folder, process):
     """Wait until tokens are written."""
     until = time.monotonic() + 30
     while not any(path.stat().st_size for path in folder.glob("x_text_document.bin.tmp-*")):
-        assert process.poll() is None and time.monotonic() < until
+        if process.poll() is not None:
+            return
+        assert time.monotonic() < until
         time.sleep(0.005)
+
+
+def struck(folder, strike):
+    """A process that ``strike(process)`` has met while it wrote tokens, and what it said; one that was quicker does not count."""
+    for _ in range(5):
+        process = start(folder)
+        started(folder, process)
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGSTOP)  # on a busy machine it would be done before it is struck
+            strike(process)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGCONT)
+        said = process.communicate(timeout=60)[1]
+        if process.returncode:
+            return process, said
+        for path in folder.glob("x_*"):
+            path.unlink()
+    raise AssertionError("five times it was done before it was struck")
 
 
 def names(folder):
@@ -76,19 +97,19 @@ ENDS = [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, ""), (signa
 
 @pytest.mark.parametrize("sent, code, said", ENDS)
 def test_a_signal_ends_it_tidily(sent, code, said, folder):
-    process = start(folder)
-    started(folder, process)
-    if sent == signal.SIGINT:  # a terminal's Ctrl-C reaches the workers too
-        os.killpg(process.pid, sent)
-    else:
-        process.send_signal(sent)
-    assert process.communicate(timeout=30)[1] == said
-    assert process.returncode == code
+    def strike(process):
+        if sent == signal.SIGINT:  # a terminal's Ctrl-C reaches the workers too
+            os.killpg(process.pid, sent)
+        else:
+            process.send_signal(sent)
+
+    process, heard = struck(folder, strike)
+    assert (process.returncode, heard) == (code, said)
     assert gone(process.pid)
     assert names(folder) == ["a.txt"]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.whole) for seed in range(2, 5))])
 def test_killed_at_a_random_moment_it_leaves_no_dataset_and_no_workers_and_starts_over(seed, folder, original):
     whole, seconds = original
     process = start(folder)
@@ -103,18 +124,19 @@ def test_killed_at_a_random_moment_it_leaves_no_dataset_and_no_workers_and_start
     assert names(folder) == ["a.txt", *(f"x_text_document.{end}" for end in ("bin", "idx", "json"))]
 
 
-def test_a_killed_worker_ends_it_in_words(folder):
-    process = start(folder)
-    started(folder, process)
-    worker = next(pid for pid, command in alive(process.pid).items() if "spawn_main" in command)
-    os.kill(worker, signal.SIGKILL)
-    assert "a worker was killed" in process.communicate(timeout=30)[1]
-    assert process.returncode == 1
+def test_a_killed_worker_is_an_error_with_a_message(folder):
+    def strike(process):
+        workers = [pid for pid, command in alive(process.pid).items() if "spawn_main" in command]
+        for worker in workers[:1]:  # none where it was done already
+            os.kill(worker, signal.SIGKILL)
+
+    process, said = struck(folder, strike)
+    assert "a worker was killed" in said and process.returncode == 1
     assert gone(process.pid)
     assert names(folder) == ["a.txt"]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.whole) for seed in range(2, 6))])
 def test_a_worker_killed_at_any_moment_never_leaves_it_waiting(seed, original, folder):
     process = start(folder)
     started(folder, process)
@@ -126,9 +148,9 @@ def test_a_worker_killed_at_any_moment_never_leaves_it_waiting(seed, original, f
     assert process.returncode in (0, 1) and gone(process.pid)
 
 
-@pytest.mark.parametrize("kilobytes", [1, 100, 3000, 20_000])
+@pytest.mark.parametrize("kilobytes", [1, 3000, *(pytest.param(n, marks=pytest.mark.whole) for n in (100, 20_000))])
 @pytest.mark.parametrize("words", [[], ["--workers", "2"]], ids=["alone", "workers"])
-def test_a_file_that_may_not_grow_is_an_error_in_words_that_leaves_nothing(kilobytes, words, folder):
+def test_a_file_size_limit_is_an_error_with_a_message_that_leaves_nothing(kilobytes, words, folder):
     limited = ["bash", "-c", f'ulimit -f {kilobytes}; exec "$@"', "bash", *COMMAND, *WORDS, *words]
     done = subprocess.run(limited, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
@@ -137,7 +159,7 @@ def test_a_file_that_may_not_grow_is_an_error_in_words_that_leaves_nothing(kilob
     assert names(folder) == ["a.txt"]
 
 
-def test_a_full_disk_is_an_error_in_words_that_leaves_nothing(folder):
+def test_a_full_disk_is_an_error_with_a_message_that_leaves_nothing(folder):
     disk = folder / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True)

@@ -1,6 +1,7 @@
 """Megatron's and fairseq's command lines."""
 
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -78,15 +79,16 @@ def test_a_name_on_the_hub_is_refused_as_nothing_is_downloaded(capsys):
 
 
 def test_the_vocabularys_multiple_goes_into_the_next_command(capsys):
+    write(**{"a.txt": "b a b\n" * 40})
     words = ["--input", "a.txt", "--output-prefix", "x", "--tokenizer", "bytes", "--make-vocab-size-divisible-by", "64"]
     assert preprocess(*words) == 0
-    assert "model.vocab_size=257 model.vocab_multiple=64\n" in capsys.readouterr().out
+    assert "model.vocab_size=257 model.vocab_multiple=64 " in capsys.readouterr().out
 
 
 BYTES = "--input a.txt --output-prefix x --tokenizer bytes"
 PAIR = "--trainpref a.txt --destdir d"
 WRONG = {
-    f"{BYTES} --dataset-impl lazy": "hpclm writes the one layout that all of Megatron's versions read",
+    f"{BYTES} --dataset-impl lazy": "hpclm only writes mmap, which all versions of Megatron can read",
     f"{BYTES} --workers 0": "--workers 0 must be at least 1",
     f"{BYTES} --log-interval 0": "--log-interval 0 must be at least 1",
     f"{BYTES} --extra-ids -1": "--extra-ids -1 must be at least 0",
@@ -97,7 +99,7 @@ WRONG = {
     f"{BYTES} --vocab-file v": "go with --tokenizer-type",
     f"{BYTES} --tokenizer-type GPT2BPETokenizer": "--tokenizer-type excludes --tokenizer",
     f"{BYTES} --only-source --trainpref a.txt": "exclude fairseq's --trainpref",
-    "--input a.txt --output-prefix x": "give --tokenizer KIND",
+    "--input a.txt --output-prefix x": "give --tokenizer KIND and --tokenizer-files FILE...; kinds: bytes, fairseq, gpt2, json, sent",
     "--input a.txt --output-prefix x --tokenizer-files f": "go with --tokenizer KIND",
     "--input a.txt --tokenizer bytes": "give --input FILE... and --output-prefix P",
     "--input a.txt --output-prefix x --tokenizer-type BertWordPieceCase": "needs --vocab-file",
@@ -107,7 +109,7 @@ WRONG = {
     f"{PAIR} --only-source --tokenizer bytes --srcdict a.txt": "--srcdict have no effect with --tokenizer",
     "--only-source --destdir d": "give --trainpref FILE",
     "--only-source --destdir d --validpref v.txt": "no text to count words in",
-    "--only-source --destdir d --trainpref a.txt,v.txt": "has one training text",
+    "--only-source --destdir d --trainpref a.txt,v.txt": "allow one training text",
 }
 
 
@@ -137,25 +139,30 @@ def tokens(prefix):
 FAIRSEQ = "--only-source --trainpref a.txt --validpref v.txt,t.txt --testpref t.txt --destdir d"
 
 
-def test_fairseqs_splits_lie_under_fairseqs_names(capsys):
+def test_fairseqs_splits_get_fairseqs_names(capsys):
     assert preprocess(*FAIRSEQ.split()) == 0
     assert sorted(path.name for path in Path("d").glob("*.idx")) == ["test.idx", "train.idx", "valid.idx", "valid1.idx"]
     assert Path("d/dict.txt").read_text() == "a 2\nb 2\nc 1\nmadeupword0000 0\n"
     assert tokens("d/train") == [5, 4, 5, 2, 2, 4, 6, 2]
     assert [path.read_bytes() for path in (Path("d/valid1.bin"), Path("d/test.bin"))] == [bytes([4, 0, 2, 0])] * 2
     assert sidecar("d/valid")["tokenizer"]["kind"] == "fairseq"
-    words = "data.train='[d/train]' data.valid='[d/valid]' data.test='[d/test]' data.validation='[valid1=d/valid1]'"
-    assert f"next: hpclm train gpt2-124m {words} model.vocab_size=8" in capsys.readouterr().out
+    shutil.rmtree("d")
+    write(**{name: text * 60 for name, text in (("a.txt", "b a b\n\na c\n"), ("v.txt", "b b c\n"), ("t.txt", "a\n"))})
+    capsys.readouterr()
+    assert preprocess(*FAIRSEQ.split()) == 0
+    words = ["data.train=[d/train]", "data.valid=[d/valid]", "data.test=[d/test]", "data.validation=[valid1=d/valid1]"]
+    next_command = shlex.split(capsys.readouterr().out.partition("next: ")[2])
+    assert next_command[:8] == ["hpclm", "train", "small", *words, "model.vocab_size=8"]
 
 
-def test_a_dictionary_that_is_given_is_used_and_kept_beside_the_datasets():
+def test_a_given_dictionary_is_used_and_copied_to_the_datasets():
     write(**{"given.txt": "c 9\na 1\n"})
     assert preprocess("--only-source", "--validpref", "v.txt", "--destdir", "d", "--srcdict", "given.txt") == 0
     assert Path("d/dict.txt").read_text() == "c 9\na 1\n"
     assert tokens("d/valid") == [3, 3, 4, 2]
 
 
-def test_rare_words_are_left_out_when_asked():
+def test_rare_words_are_dropped_on_request():
     assert preprocess(*FAIRSEQ.split(), "--thresholdsrc", "2", "--padding-factor", "1") == 0
     assert Path("d/dict.txt").read_text() == "a 2\nb 2\n"
     assert preprocess(*FAIRSEQ.split(), "--nwordssrc", "5", "--padding-factor", "1", "--overwrite") == 0
@@ -170,7 +177,7 @@ def test_fairseqs_form_takes_other_tokenizers_too():
     assert not Path("d/dict.txt").exists()
 
 
-def test_fairseqs_datasets_are_replaced_only_when_told(capsys):
+def test_fairseqs_datasets_are_replaced_only_with_overwrite(capsys):
     assert preprocess(*FAIRSEQ.split()) == 0
     assert preprocess(*FAIRSEQ.split()) == 64
     assert "d/train.idx and d/valid.idx and d/valid1.idx and d/test.idx exist" in capsys.readouterr().err
@@ -186,12 +193,12 @@ def test_fairseqs_datasets_are_replaced_only_when_told(capsys):
 
 def test_fairseqs_form_in_several_processes_is_refused(capsys):
     assert preprocess(*FAIRSEQ.split(), "--part", "0/2") == 64
-    assert "runs in one process, not 2" in capsys.readouterr().err
+    assert "run in one process, not 2" in capsys.readouterr().err
 
 
 def test_help_is_instant_and_a_small_file_takes_no_torch():
     code = (
-        "import sys; from hpclm.data import preprocess; sys.argv = ['x']\n"
+        "import sys; from hpclm.commands import preprocess; sys.argv = ['x']\n"
         "code = preprocess.main(['--input', 'a.txt', '--output-prefix', 'x', '--tokenizer', 'bytes'])\n"
         "print(code, {'torch', 'tqdm', 'zstandard', 'sqlite3', 'sentencex', 'tokenizers', 'sentencepiece'} & set(sys.modules))"
     )

@@ -96,7 +96,7 @@ def test_parts_at_the_same_time_are_what_one_process_writes(seed):
     assert left() == ["joined.json"]
 
 
-def test_a_part_that_was_killed_is_made_again_and_the_others_are_kept():
+def test_a_killed_part_is_rewritten_and_the_others_are_reused():
     words = [*corpus(lines=60_000), *BYTES, "--deduplicate"]
     assert preprocess(*words) == 0
     alone = content("x_text_document")
@@ -127,7 +127,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_a_part_that_belongs_to_another_job_or_is_damaged_is_not_used(change):
+def test_a_part_of_another_job_or_a_corrupt_part_is_not_used(change):
     words = [*corpus(), *BYTES, "--deduplicate"]
     assert preprocess(*words, "--part", "0/2") == 0
     change(words)
@@ -150,7 +150,7 @@ def test_a_join_that_was_killed_between_two_keys_is_finished():
         path.unlink()
     assert preprocess(*words, "--part", "0/2") == 0
     script = (
-        "import os, sys; from hpclm.data import preprocess; from hpclm.data.disk.writer import Writer\n"
+        "import os, sys; from hpclm.commands import preprocess; from hpclm.data.disk.writer import Writer\n"
         "publish = Writer._publish\n"
         "def once(self):\n"
         "    publish(self)\n"
@@ -172,7 +172,7 @@ def test_processes_that_come_late_or_again_find_the_work_done_and_nothing_is_rep
     for more in ([], ["--overwrite"]):
         capsys.readouterr()
         assert preprocess(*words, *more, "--part", "1/3") == 0
-        assert "this very job has written it already" in capsys.readouterr().out
+        assert "already written by this job" in capsys.readouterr().out
     assert {name: Path(name).stat().st_mtime_ns for name in FILES} == written and left() == ["joined.json"]
     assert preprocess("--input", "b.txt", *BYTES, "--part", "0/2") == 64  # another job may not replace it
     assert preprocess("--input", "b.txt", *BYTES, "--overwrite") == 0
@@ -180,7 +180,7 @@ def test_processes_that_come_late_or_again_find_the_work_done_and_nothing_is_rep
     assert preprocess(*words, "--overwrite", "--part", "1/3") == 0
 
 
-def test_parts_that_are_all_there_are_joined_by_processes_that_start_at_once(monkeypatch):
+def test_complete_parts_are_joined_once_by_processes_that_start_together(monkeypatch):
     words = [*corpus(lines=300), *BYTES]
     assert preprocess(*words) == 0
     alone = content("x_text_document")
@@ -203,14 +203,14 @@ def test_a_bad_line_is_named_by_its_number_in_the_whole_file(capsys):
 
 
 REFUSED = {
-    "standard input": (["--input", "-", "--format", "lines"], "cannot be shared by 2 processes"),
+    "standard input": (["--input", "-", "--format", "lines"], "cannot be divided over 2 processes"),
     "no token": (["--input", "empty.txt"], "no documents in empty.txt"),
     "a dataset of that name": (["--input", "a.txt"], "x_text_document.idx exists"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_several_processes_cannot_do_is_refused(case, capsys):
+def test_unsupported_options_of_several_processes_are_refused(case, capsys):
     words, message = REFUSED[case]
     write(**{"a.txt": "one\ntwo\n", "empty.txt": "\n\n"})
     if case == "a dataset of that name":
@@ -259,3 +259,14 @@ def test_mpirun_writes_what_one_process_writes():
     joined = content("x_text_document")
     assert preprocess(*words, "--overwrite") == 0
     assert content("x_text_document") == joined
+
+
+def test_a_part_that_is_corrupted_before_joining_is_detected(capsys):
+    write(**{"a.jsonl": jsonl(*["some text"] * 100)})
+    words = ["--input", "a.jsonl", *BYTES]
+    assert preprocess(*words, "--part", "0/2") == 0
+    [tokens] = Path().glob("*.parts/*.bin")
+    tokens.write_bytes(bytes(tokens.stat().st_size))
+    assert preprocess(*words, "--part", "1/2") == 64
+    assert f"{tokens} is corrupt" in capsys.readouterr().err
+    assert not Path("x_text_document.idx").exists()

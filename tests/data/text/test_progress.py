@@ -11,6 +11,7 @@ import termios
 import pytest
 
 from tests.data.text.texts import COMMAND, write
+from tests.runs import shown_on
 
 WORDS = ["--input", "a.txt", "--output-prefix", "x", "--tokenizer", "bytes"]
 
@@ -26,25 +27,16 @@ def test_a_terminal_shows_a_bar_with_bytes_and_tokens_a_second_and_the_time_left
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 140, 0, 0))
     with subprocess.Popen([*COMMAND, *WORDS], stderr=theirs, stdout=subprocess.DEVNULL):
         os.close(theirs)
-        shown = b""
-        while block := _read(ours):
-            shown += block
+        shown = shown_on(ours)
     os.close(ours)
     assert re.search(r"100%\|█+\| 3\.00M/3\.00M \[\d+:\d\d<\d+:\d\d, [\d.]+MB/s, [\d,]+ tokens/s\]", shown.decode())
-
-
-def _read(terminal):
-    try:
-        return os.read(terminal, 1 << 16)
-    except OSError:  # the other side is closed
-        return b""
 
 
 def test_a_log_has_a_quiet_line_after_as_many_documents_as_asked():
     done = subprocess.run([*COMMAND, *WORDS, "--log-interval", "60000"], capture_output=True, text=True, check=True)
     lines = done.stderr.splitlines()
     assert 1 <= len(lines) <= 3
-    pattern = r"x_text_document: [\d,]+ documents, [\d.]+ MB/s, [\d,]+ tokens/s, \d+%, \d:\d\d left"
+    pattern = r"x_text_document: [\d,]+ documents, [\d.]+ MB/s, [\d,]+ tokens/s, \d+%, \d:\d\d:\d\d left"
     assert all(re.search(pattern, line) for line in lines)
 
 

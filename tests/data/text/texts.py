@@ -8,7 +8,7 @@ from pathlib import Path
 from hpclm import cli
 from hpclm.data.disk.indexed import IndexedDataset
 
-COMMAND = [sys.executable, "-m", "hpclm.preprocess"]
+COMMAND = [sys.executable, "-m", "hpclm", "preprocess"]
 
 
 def preprocess(*words):

@@ -56,9 +56,9 @@ def test_unknown_words_are_unk_and_a_text_comes_back_as_words(tmp_path):
 
 
 def test_a_symbol_that_comes_twice_needs_the_flag(tmp_path):
-    with pytest.raises(ConfigError, match=r"dict.txt:3: 'the' is there already, with id 4; .*#fairseq:overwrite"):
+    with pytest.raises(ConfigError, match=r"dict.txt:3: 'the' is a duplicate of id 4; .*#fairseq:overwrite"):
         built(tmp_path, "the 9\ncat 3\nthe 1\n")
-    with pytest.raises(ConfigError, match="'<unk>' is there already, with id 3"):
+    with pytest.raises(ConfigError, match="'<unk>' is a duplicate of id 3"):
         built(tmp_path, "<unk> 9\n")
     tokenizer = built(tmp_path, "the 9\ncat 3\nthe 1 #fairseq:overwrite\n")
     assert tokenizer.size == 7 and tokenizer.encode("the cat") == [6, 5, 2]
@@ -66,7 +66,7 @@ def test_a_symbol_that_comes_twice_needs_the_flag(tmp_path):
 
 @pytest.mark.parametrize("line", ["word", "word many", "", " 3", "3"])
 def test_a_line_that_is_no_symbol_and_count_is_named(line, tmp_path):
-    with pytest.raises(ConfigError, match=r"dict.txt:2 holds .*, not a symbol, a space and its count"):
+    with pytest.raises(ConfigError, match=r"dict.txt:2 contains .*, not a symbol, a space and a count"):
         built(tmp_path, f"the 9\n{line}\n")
 
 

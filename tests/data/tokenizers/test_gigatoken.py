@@ -106,7 +106,7 @@ def test_every_character_of_the_planes_in_use_is_cut_off_at_the_same_places(seam
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("context", [*CONTEXTS[:1], *(pytest.param(c, marks=pytest.mark.whole) for c in CONTEXTS[1:])])
 def test_every_character_of_unicode_has_the_same_ids_among_all_kinds_of_neighbours(context, gpt2, seams):
     texts = list(blocks([context], COMMON))
     assert same(gpt2, texts) is True
@@ -276,16 +276,16 @@ def test_a_tokenizer_json_that_is_otherwise_is_encoded_by_tokenizers(change, tmp
 def test_without_gigatoken_the_ids_are_the_same_and_the_log_says_so(gpt2, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "gigatoken.gigatoken_rs", None)  # as if it were not installed
     slow = build("gpt2", GPT2)
-    assert slow.fast is None and slow.identity == gpt2.identity
+    assert slow.fast is None and slow.fingerprint == gpt2.fingerprint
     assert all(map(np.array_equal, slow.encode_batch(CORPUS), gpt2.encode_batch(CORPUS)))
     [record] = caplog.records
-    assert record.levelno == logging.WARNING and "gigatoken cannot be used" in record.message
+    assert record.levelno == logging.WARNING and "gigatoken does not work" in record.message
 
 
 def test_versions_that_were_never_compared_are_not_trusted(gpt2, monkeypatch, caplog):
     monkeypatch.setitem(gigatokens.COMPARED, "tokenizers", "0.19")
     assert build("gpt2", GPT2).fast is None
-    assert "were never compared; gigatoken 0.10 and tokenizers 0.19 were" in caplog.text
+    assert "has been tested with gigatoken 0.10 and tokenizers 0.19, not with" in caplog.text
 
 
 @pytest.mark.parametrize("settings", ["{}", "garbage", None], ids=["empty", "garbage", "another vocabulary"])
@@ -300,12 +300,15 @@ def test_where_gigatoken_does_not_fit_tokenizers_encodes(settings, gpt2, caplog)
 def test_memory_does_not_grow_with_the_words_that_were_met():
     script = (
         "import re, numpy as np; from hpclm.data.tokenizers import build\n"
+        "def held(): return int(re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1]) * 1024\n"
         f"tokenizer, draw = build('gpt2', {GPT2}), np.random.default_rng(0)\n"
-        "for _ in range(120):\n"
+        "for number in range(120):\n"
+        "    if number == 70: before = held()\n"
         "    raw = draw.integers(97, 123, 500_000, dtype=np.uint8); raw[draw.random(500_000) < 0.15] = 32\n"
         "    ids, lengths = tokenizer.encode_batch([raw[i : i + 5000].tobytes().decode() for i in range(0, 500_000, 5000)])\n"
         "    assert tokenizer.decode(ids[: lengths[0]].tolist()) == raw[:5000].tobytes().decode()\n"
-        "print(re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1])"
+        "print(before, held())"
     )
-    kib = int(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout)
-    assert kib * 1024 < 300e6
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    before, after = map(int, told.split())
+    assert after < 400e6 and after - before < 30e6  # 150 MB more if the words of 50 rounds were kept

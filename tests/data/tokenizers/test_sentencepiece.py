@@ -49,7 +49,7 @@ def test_extra_ids_come_last_and_backwards_as_in_t5(model):
     assert lists(tokenizer, [text, "the cat", text]) == [ids, plain.encode("the cat"), ids]
 
 
-def test_an_extra_id_stands_for_itself_wherever_it_is_and_no_other_does(model):
+def test_only_the_extra_ids_are_encoded_as_themselves(model):
     tokenizer = build("sentencepiece", [model], Options(extra_ids=3))
     zero, one = tokenizer.size - 1, tokenizer.size - 2
     for text in ["a<extra_id_0>b", "<extra_id_0>\n<extra_id_1>", "<extra_id_0><extra_id_1>x", "  <extra_id_0>  "]:
@@ -67,7 +67,7 @@ def test_extra_ids_may_end_documents_and_are_not_appended_twice(model, tmp_path)
     tokenizer = build("sentencepiece", [model], Options(eod="<extra_id_1>", extra_ids=2))
     assert tokenizer.eod == tokenizer.size - 2
     (tmp_path / "more.model").write_bytes(tokenizer.model.serialized_model_proto())
-    with pytest.raises(ConfigError, match=r"has <extra_id_0> and 1 more already; leave out extra_ids"):
+    with pytest.raises(ConfigError, match=r"already has <extra_id_0> and 1 more; leave out extra_ids"):
         build("sentencepiece", [str(tmp_path / "more.model")], Options(extra_ids=2))
 
 

@@ -94,19 +94,19 @@ def test_a_tokenizer_that_ends_every_text_says_so(kind, made):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_identity_follows_the_content_of_the_files(kind, made, tmp_path):
+def test_the_fingerprint_follows_the_content_of_the_files(kind, made, tmp_path):
     tokenizer = build(kind, made[kind])
-    identity = tokenizer.identity
-    assert json.loads(json.dumps(identity)) == identity
-    assert (identity["kind"], identity["size"], identity["eod"]) == (kind, tokenizer.size, tokenizer.eod)
-    assert list(identity["files"]) == [Path(file).name for file in made[kind]]
+    fingerprint = tokenizer.fingerprint
+    assert json.loads(json.dumps(fingerprint)) == fingerprint
+    assert (fingerprint["kind"], fingerprint["size"], fingerprint["eod"]) == (kind, tokenizer.size, tokenizer.eod)
+    assert list(fingerprint["files"]) == [Path(file).name for file in made[kind]]
     copies = [tmp_path / Path(file).name for file in made[kind]]
     for copy, file in zip(copies, made[kind], strict=True):
         copy.write_bytes(Path(file).read_bytes())
-    assert build(kind, list(map(str, copies))).identity == identity
+    assert build(kind, list(map(str, copies))).fingerprint == fingerprint
     if copies and kind not in ("sentencepiece", "fairseq"):
         copies[0].write_bytes(copies[0].read_bytes() + b"\n")
-        assert build(kind, list(map(str, copies))).identity != identity
+        assert build(kind, list(map(str, copies))).fingerprint != fingerprint
 
 
 def test_words_become_ids_and_every_text_ends(made):
@@ -198,7 +198,7 @@ def test_a_class_of_ones_own_is_a_tokenizer_too():
 
 def test_the_libraries_are_not_loaded_before_they_are_needed():
     script = (
-        "import sys; from hpclm.data import preprocess, train_tokenizer\n"
+        "import sys; from hpclm.commands import preprocess; from hpclm.data import train_tokenizer\n"
         "print({'torch', 'sentencepiece', 'tokenizers', 'gigatoken', 'tqdm'} & set(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "set()\n"
@@ -240,30 +240,28 @@ def test_a_vocabulary_without_an_end_says_how_to_name_one(made, tmp_path):
     (tmp_path / "vocab.txt").write_text("[UNK]\nthe\n")
     tokenizer = build("wordpiece", [str(tmp_path / "vocab.txt")])
     assert tokenizer.eod is None
-    with pytest.raises(
-        ConfigError, match=r"vocab.txt .*2 entries.* has no end-of-document token; name one .*data\.eod"
-    ):
+    with pytest.raises(ConfigError, match=r"vocab.txt .*2 entries.* has no end-of-document token; set data\.eod"):
         end(tokenizer)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "sentencepiece"])
 def test_extra_ids_are_for_sentencepiece(kind, made):
-    with pytest.raises(ConfigError, match=f"extra_ids=3 is for tokenizer sentencepiece; the kind {kind} has none"):
+    with pytest.raises(ConfigError, match=f"extra_ids=3 is only for tokenizer sentencepiece, not {kind}"):
         build(kind, made[kind], Options(extra_ids=3))
 
 
-def test_options_that_are_not_the_defaults_are_a_part_of_the_identity(made):
+def test_options_that_are_not_the_defaults_are_a_part_of_the_fingerprint(made):
     plain = build("sentencepiece", made["sentencepiece"])
     more = build("sentencepiece", made["sentencepiece"], Options(eod="<s>", extra_ids=2))
-    assert "options" not in plain.identity
-    assert more.identity["options"] == {"eod": "<s>", "extra_ids": 2}
+    assert "options" not in plain.fingerprint
+    assert more.fingerprint["options"] == {"eod": "<s>", "extra_ids": 2}
     assert (more.size, more.eod) == (plain.size + 2, 1)
 
 
 def test_two_tokenizers_mean_the_same_ids_or_the_difference_is_named(made, tmp_path):
-    known = {kind: build(kind, files).identity for kind, files in made.items()}
+    known = {kind: build(kind, files).fingerprint for kind, files in made.items()}
     (tmp_path / "renamed.json").write_bytes(Path(made["json"][0]).read_bytes())
-    assert mismatch(known["json"], build("json", [str(tmp_path / "renamed.json")]).identity) is None
+    assert mismatch(known["json"], build("json", [str(tmp_path / "renamed.json")]).fingerprint) is None
     said = mismatch(known["wordpiece"], known["json"])
     assert describe(known["wordpiece"]) in said and describe(known["json"]) in said
     assert "kind wordpiece against json" in said and "size 9 against 300" in said and "the content of the files" in said
@@ -279,23 +277,23 @@ def test_two_files_of_one_name_both_count(made, tmp_path):
     for folder, content in (("a", vocab), ("b", merges)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "file").write_bytes(content)
-    identity = build("gpt2", [str(tmp_path / "a" / "file"), str(tmp_path / "b" / "file")]).identity
-    assert len(identity["files"]) == 2 and mismatch(identity, build("gpt2", made["gpt2"]).identity) is None
+    fingerprint = build("gpt2", [str(tmp_path / "a" / "file"), str(tmp_path / "b" / "file")]).fingerprint
+    assert len(fingerprint["files"]) == 2 and mismatch(fingerprint, build("gpt2", made["gpt2"]).fingerprint) is None
 
 
 def noted(tmp_path, made, **change):
     """Settings of a run on a dataset that was made with a sentencepiece model with extra ids."""
     tokenizer = build("sentencepiece", made["sentencepiece"], Options(eod="<s>", extra_ids=2))
-    note = {"tokenizer": tokenizer.identity | change, "tokenizer_files": made["sentencepiece"]}
+    note = {"tokenizer": tokenizer.fingerprint | change, "tokenizer_files": made["sentencepiece"]}
     (tmp_path / "d.json").write_text(json.dumps(note))
     return tokenizer, DataConfig(prefix=str(tmp_path / "d"))
 
 
 def test_a_datasets_tokenizer_is_built_again_with_its_options(made, tmp_path):
     tokenizer, data = noted(tmp_path, made)
-    assert of_run(data).identity == tokenizer.identity
+    assert of_run(data).fingerprint == tokenizer.fingerprint
     named = DataConfig(tokenizer="sentencepiece", tokenizer_files=made["sentencepiece"], eod="<s>", extra_ids=2)
-    assert of_run(named).identity == tokenizer.identity
+    assert of_run(named).fingerprint == tokenizer.fingerprint
 
 
 def test_a_datasets_tokenizer_that_has_changed_is_refused(made, tmp_path):
@@ -312,10 +310,14 @@ def test_a_datasets_tokenizer_that_has_changed_is_refused(made, tmp_path):
 class Own:
     """A tokenizer of a person's own, which says how it was built."""
 
-    size = eod = identity = encode = encode_batch = decode = None
+    size = eod = fingerprint = None
 
     def __init__(self, *given):
         self.given = given
+
+    def encode(self, text): ...
+
+    encode_batch = decode = encode
 
 
 def test_a_class_of_ones_own_is_given_options_only_where_some_are_set():
@@ -388,7 +390,7 @@ def test_what_cannot_be_learned_is_refused_and_nothing_is_written(words, message
     assert [path.name for path in tmp_path.iterdir()] == ["corpus.txt"]
 
 
-def test_a_tokenizer_is_replaced_only_when_told(tmp_path, capsys):
+def test_a_tokenizer_is_replaced_only_with_overwrite(tmp_path, capsys):
     (tmp_path / "corpus.txt").write_text("\n".join(CORPUS))
     (tmp_path / "t.json").write_text("old")
     words = ["--input", tmp_path / "corpus.txt", "--output", tmp_path / "t.json", "--vocab-size", 260]
@@ -398,7 +400,7 @@ def test_a_tokenizer_is_replaced_only_when_told(tmp_path, capsys):
     assert build("json", [str(tmp_path / "t.json")]).size == 260
 
 
-def test_a_datasets_note_does_not_say_what_code_is_run(tmp_path, monkeypatch):
+def test_a_dataset_does_not_decide_which_code_is_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     note = {
         "tokenizer": {"kind": "subprocess:call", "files": {}, "size": 9, "eod": 2},
@@ -407,7 +409,7 @@ def test_a_datasets_note_does_not_say_what_code_is_run(tmp_path, monkeypatch):
     with Writer("x", "u2") as writer:
         writer.note = note
         writer.add_document([1, 2])
-    with pytest.raises(ConfigError, match=r"names tokenizer 'subprocess:call', which is none of hpclm's own"):
+    with pytest.raises(ConfigError, match=r"names the user-defined tokenizer 'subprocess:call'"):
         of_run(DataConfig(prefix="x"))
 
     assert cli.main(["data", "inspect", "x"]) == 0  # shows ids, and says why
@@ -415,7 +417,13 @@ def test_a_datasets_note_does_not_say_what_code_is_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "kind, message", [("builtins:dict", "lacks size, eod, identity"), ("os:system", "cannot be made")]
+    "kind, message",
+    [
+        ("builtins:dict", "part of Python's standard library"),
+        ("os:system", "part of Python's standard library"),
+        (f"{__name__}:test_lists_of_ids_are_laid_end_to_end", "is not a class"),
+        ("tests.runs:Ranks", "has no encode"),
+    ],
 )
 def test_a_class_that_is_no_tokenizer_is_refused(kind, message):
     with pytest.raises(ConfigError, match=message):

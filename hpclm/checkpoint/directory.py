@@ -1,0 +1,208 @@
+"""The checkpoint directory of a run: list, publish, remove and set aside checkpoints.
+
+step-00001000 is a checkpoint, complete when it got its name. The others are never read: .tmp-* is being written, .old-* is
+being replaced by another checkpoint of its step, .trash-* is being removed, .bad-* did not match its manifest, and
+.rolled-back-* is newer than the checkpoint to which the run was rolled back.
+"""
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from hpclm import files
+from hpclm.checkpoint import manifest as manifests
+from hpclm.checkpoint.manifest import BadCheckpoint, Manifest
+from hpclm.errors import REFUSED, ConfigError, HpclmError, NoCheckpointError
+
+log = logging.getLogger(__name__)
+
+
+def names(folder: Path) -> list[str]:
+    """The entries of ``folder``, sorted; empty if it does not exist. HpclmError if it cannot be read."""
+    try:
+        return sorted(path.name for path in folder.iterdir())
+    except FileNotFoundError as error:
+        if folder.is_symlink():
+            raise HpclmError(f"{folder} is a link to a missing target; mount it, then start again") from error
+        return []
+    except OSError as error:  # not the same as empty: the run must not start from scratch because of it
+        if error.errno in REFUSED:
+            raise ConfigError(
+                f"{folder} cannot be read: {error.strerror}; check what it is, and its permissions"
+            ) from None
+        raise HpclmError(f"{folder} cannot be read now: {error.strerror}; check the disk, then start again") from error
+
+
+def steps(folder: Path) -> list[Path]:
+    """The checkpoints, oldest first; complete when they were saved, not verified."""
+    found = [name for name in names(folder) if re.fullmatch(r"step-[0-9]+", name)]
+    return [folder / name for name in sorted(found, key=lambda name: (int(name[5:]), name))]
+
+
+def has_history(folder: Path) -> bool:
+    """Whether a run has ever saved here, even if nothing is left, not even the directory."""
+    known = any(name == "latest" or name.startswith(("step-", ".bad-", ".rolled-back-")) for name in names(folder))
+    return known or marker(folder).exists()
+
+
+def marker(folder: Path) -> Path:
+    """The file next to ``folder`` that records that something was saved in it."""
+    return folder.with_name(f"{folder.name}.saved")
+
+
+def mark(folder: Path) -> None:
+    """Create the marker of ``folder``."""
+    os.close(files.appending(marker(folder), 0o600))
+
+
+def verified(folder: Path) -> Manifest:
+    """The manifest of a checkpoint after verifying all hashes; BadCheckpoint, or HpclmError for a failing disk."""
+    try:
+        manifest = manifests.read(folder)
+        manifests.verify(folder, manifest)
+    except OSError as error:
+        raise unreadable(folder, error) from error
+    return manifest
+
+
+def sized(folder: Path) -> Manifest:
+    """The manifest of a checkpoint after verifying file sizes only; BadCheckpoint on a mismatch."""
+    manifest = manifests.read(folder)
+    manifests.check_sizes(folder, manifest)
+    return manifest
+
+
+def newest(folder: Path, look: Callable[[Path], Manifest] = verified) -> tuple[Path, Manifest]:
+    """The newest good checkpoint; changes nothing on disk. NoCheckpointError if there is none.
+
+    ``look`` returns the manifest of a checkpoint, or raises BadCheckpoint.
+    """
+    for step in reversed(steps(folder)):
+        try:
+            return step, look(step)
+        except BadCheckpoint as reason:
+            log.warning("checkpoint %s is bad: %s", step, reason)
+    raise NoCheckpointError(f"no good checkpoint in {folder}; train first, with hpclm train")
+
+
+def manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint that was good before; HpclmError if it cannot be read any more."""
+    try:
+        return manifests.read(folder)
+    except (OSError, BadCheckpoint) as error:
+        raise unreadable(folder, error) from error
+
+
+def unreadable(folder: Path, error: object) -> HpclmError:
+    """The error for files that exist but cannot be read."""
+    return HpclmError(f"checkpoint {folder} cannot be read now: {error}; check the disk, then start again")
+
+
+def sweep(folder: Path, generation: int) -> None:
+    """Remove staging directories of this or earlier attempts (up to ``generation``).
+
+    They are renamed first, so that a process that is still writing one cannot publish it.
+    """
+    found = [folder / name for name in names(folder)]
+    discard(
+        staging_dir
+        for staging_dir in found
+        if staging_dir.name.startswith(".tmp-") and _generation(staging_dir) <= generation
+    )
+    for old in found:
+        if old.name.startswith(".trash-"):
+            _remove(old)
+    with suppress(OSError):
+        files.sweep(folder / "latest")
+
+
+def discard(folders: Iterable[Path]) -> None:
+    """Remove directories, renaming each first, so that none is ever incomplete under its own name."""
+    for old in folders:
+        doomed = old.with_name(f".trash-{old.name.lstrip('.')}")
+        _remove(doomed)
+        try:
+            old.rename(doomed)
+        except FileNotFoundError:
+            continue
+        except OSError as error:  # an extra checkpoint does no harm
+            log.warning("%s could not be removed: %s", old, error)
+            continue
+        _remove(doomed)
+
+
+def publish(staging_dir: Path, final: Path) -> None:
+    """Durably rename a staging directory to its final name. An existing checkpoint of that name is moved away meanwhile,
+    and moved back if this fails.
+
+    ``restore`` repairs a crash between the two renames. If a later attempt has taken over and swept the staging directory,
+    nothing of that attempt is lost.
+    """
+    old = final.with_name(f".old-{final.name}")
+    with suppress(FileNotFoundError):
+        final.rename(old)
+    try:
+        staging_dir.rename(final)
+        try:
+            files.sync(final.parent)
+        except OSError:  # it might not survive a power failure, so it does not count now either
+            final.rename(staging_dir)
+            raise
+    except OSError:
+        restore(final.parent)
+        raise
+    discard([old])
+
+
+def restore(folder: Path) -> None:
+    """Move replaced checkpoints (.old-*) back if their name is free; remove the others."""
+    for name in names(folder):
+        old = folder / name
+        if not name.startswith(".old-step-"):
+            continue
+        try:
+            old.rename(old.with_name(old.name.removeprefix(".old-")))
+        except FileNotFoundError:
+            continue
+        except OSError:  # the name is taken
+            discard([old])
+
+
+def set_aside(folder: Path, reason: str) -> None:
+    """Set a bad checkpoint aside under a name that is never read, with the reason next to its files."""
+    try:
+        name = put_away(folder, "bad", reason)
+    except OSError as error:
+        log.error("checkpoint %s is bad: %s. It could not be set aside: %s", folder, reason, error)
+        return
+    log.error("checkpoint %s is bad: %s. Set aside as %s", folder, reason, name)
+
+
+def put_away(folder: Path, kind: str, reason: str) -> str:
+    """Rename a checkpoint to .KIND-step-…, with the reason next to its files; returns the new name. OSError if that fails."""
+    away, number = folder.with_name(f".{kind}-{folder.name}"), 1
+    while os.path.lexists(away):
+        away, number = folder.with_name(f".{kind}-{folder.name}-{number}"), number + 1
+    folder.rename(away)
+    with suppress(OSError):  # the log has it too
+        if not away.is_symlink():  # a link may point to a good checkpoint
+            files.overwrite(away / "REASON.txt", reason + "\n")
+    return away.name
+
+
+def _remove(folder: Path) -> None:
+    """Remove as much as possible; the next sweep tries again."""
+    with suppress(OSError):  # rmtree raises some of them even with ignore_errors
+        if folder.is_symlink() or folder.is_file():
+            folder.unlink()
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _generation(staging_dir: Path) -> int:
+    found = re.search(r"-g(\d+)$", staging_dir.name)
+    return int(found[1]) if found else 0

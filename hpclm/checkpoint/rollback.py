@@ -1,0 +1,63 @@
+"""Roll a run back to an older checkpoint: newer ones are set aside, not deleted.
+
+A checkpoint becomes checkpoints/.rolled-back-step-00000040, and its lines of metrics.jsonl move to
+metrics.rolled-back-1.jsonl. Every operation is idempotent, so the next attempt completes a rollback that was interrupted.
+"""
+
+import logging
+from pathlib import Path
+
+from hpclm import files
+from hpclm.checkpoint import directory, resumable
+from hpclm.errors import ConfigError
+from hpclm.rundir import rollback, rows
+
+log = logging.getLogger(__name__)
+LARGEST = 1 << 33  # bytes of metrics.jsonl
+
+
+def carry_out(out: Path) -> int | None:
+    """Carry out a pending rollback in the run directory ``out``, whose lease this process holds; the step, or None."""
+    step = rollback.pending(out)
+    if step is None:
+        return None
+    folder = out / "checkpoints"
+    directory.restore(folder)  # otherwise a replaced checkpoint would reappear later
+    there = {int(path.name[5:]): path for path in directory.steps(folder)}
+    if step not in there:
+        raise ConfigError(
+            f"{out / rollback.NAME} asks to resume from step {step}, but {folder} has {resumable.listed(list(there.values()))}; remove that file, "
+            "or ask for another step with --from"
+        )
+    for number in sorted(there, reverse=True):
+        if number > step:
+            directory.put_away(there[number], "rolled-back", f"a later start went back to step {step}")
+    files.sync(folder)
+    files.write_text(folder / "latest", there[step].name + "\n")
+    _move_rows(out, step)
+    rollback.withdraw(out)
+    newer = [f"step {number}" for number in sorted(there) if number > step]
+    log.warning(
+        "rolling back to step %d as requested by --from; set aside: %s",
+        step,
+        ", ".join(newer) or "nothing, it is the newest",
+    )
+    return step
+
+
+def _move_rows(out: Path, step: int) -> None:
+    path = out / "metrics.jsonl"
+    if not path.is_file():
+        return
+    lines = files.read_text(path, LARGEST, errors="replace").splitlines(keepends=True)
+    late = [line for line in lines if (row := rows.parsed(line, rows.STEP, ["step"])) and row["step"] > step]
+    if not late:
+        return
+    number = 1
+    while (target := out / f"metrics.rolled-back-{number}.jsonl").exists():
+        if files.read_text(target, LARGEST, errors="replace") == "".join(late):
+            break  # written by an attempt that was killed here
+        number += 1
+    files.write_text(target, "".join(late))
+    gone = set(late)
+    files.write_text(path, "".join(line for line in lines if line not in gone))

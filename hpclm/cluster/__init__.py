@@ -1,1 +1,0 @@
-"""How processes start, what they run on, and how they leave."""

@@ -1,0 +1,115 @@
+"""``hpclm checkpoints``: list a run's checkpoints, and verify them."""
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hpclm import files, terminal
+from hpclm.commands import arguments
+from hpclm.errors import ConfigError, NoCheckpointError
+from hpclm.rundir import runs as folders
+from hpclm.terminal import say
+
+LONGEST = 1 << 16  # bytes of a reason
+
+
+def main(argv: list[str]) -> int:
+    """``hpclm checkpoints``."""
+    parser = arguments.parser(
+        "checkpoints",
+        "List a run's checkpoints, oldest first, and verify the sizes and hashes of their files, and that all values are finite.",
+        epilog="exit code: 0 · 66 if the run has saved, but no good checkpoint is left",
+    )
+    parser.add_argument("--no-verify", action="store_true", help="check only names and sizes, which is quick")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    args = parser.parse_args(argv)
+    folder = folders.resolve(args.run, args.runs) / "checkpoints"
+    if not folder.is_dir():
+        wrong = "is a file and must be a folder" if folder.exists() else "does not exist: the run has saved nothing yet"
+        raise ConfigError(f"{folder} {wrong}")
+    found = []
+    for row in rows(folder, verify=not args.no_verify):
+        found.append(row)
+        say(json.dumps(row) if args.json else line(row), flush=True)
+    usable = [row for row in found if row["state"] in ("good", "complete")]
+    healthy = [row for row in usable if row["healthy"]]
+    if healthy and not usable[-1]["healthy"] and not args.json:
+        out = files.typed(folder.parent)
+        say(f"to go back to the newest healthy one: hpclm resume {files.typed(out)} --from {healthy[-1]['step']}")
+    if not usable:
+        raise NoCheckpointError(f"no good checkpoint in {folder}")
+    return 0
+
+
+def rows(folder: Path, verify: bool) -> Iterator[dict[str, Any]]:
+    """One row for each checkpoint in ``folder``, and for each one that was set aside."""
+    from tqdm import tqdm
+
+    from hpclm.checkpoint import directory
+    from hpclm.checkpoint import manifest as manifests
+    from hpclm.checkpoint.manifest import BadCheckpoint
+
+    good = _healthy(directory.steps(folder))
+    for step in directory.steps(folder):
+        row: dict[str, Any] = {"name": step.name, "state": "complete", "reason": ""}
+        try:
+            manifest = manifests.read(step)
+            made = manifest.made
+            row |= {"step": manifest.progress["step"], "bytes": manifest.size, "files": len(manifest.files)}
+            row |= {"validation_loss": manifest.validation, "time": made.get("time"), "seconds": made.get("seconds")}
+            row |= {"engine": made.get("engine"), "processes": made.get("processes")}
+            row |= {"why": manifest.why, "healthy": good.get(step.name, True), "health": manifest.health.words()}
+            if not row["healthy"] and not row["health"]:
+                row["health"] = "the loss spiked in the next step"
+            manifests.check_sizes(step, manifest)
+            if verify:
+                nan: list[str] = []
+                for name in tqdm(manifest.files, desc=step.name, unit="file", disable=None, leave=False):
+                    nan += manifests.verify(step, manifest, [name])
+                row["state"] = "good"
+                if nan:
+                    more = f" and {len(nan) - 1} other tensors" if len(nan) > 1 else ""
+                    row |= {"healthy": False, "health": f"values are not finite in {nan[0]}{more}"}
+        except BadCheckpoint as reason:
+            row |= {"state": "bad", "reason": str(reason)}
+        except (OSError, ConfigError) as error:
+            row |= {"state": "unreadable", "reason": str(error)}
+        yield row
+    for away in sorted([*folder.glob(".bad-*"), *folder.glob(".rolled-back-*")]):
+        yield {"name": away.name, "state": "set aside", "reason": why_set_aside(away / "REASON.txt")}
+
+
+def why_set_aside(note: Path) -> str:
+    """The recorded reason why a checkpoint was set aside."""
+    with suppress(OSError):
+        return files.read_text(note, LONGEST, errors="replace").strip()
+    return ""
+
+
+def _healthy(steps: list[Path]) -> dict[str, bool]:
+    """Name -> whether the checkpoint is healthy, for those whose manifest can be read."""
+    from hpclm.checkpoint import manifest as manifests
+    from hpclm.checkpoint import retention
+    from hpclm.checkpoint.manifest import BadCheckpoint
+
+    found = []
+    for step in steps:
+        with suppress(BadCheckpoint, OSError, ConfigError):
+            found.append(manifests.read(step))
+    good = retention.healthy(found)
+    return {step.name: good.get(int(step.name[5:]), True) for step in steps}
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row for people."""
+    row = {name: terminal.line(value) if isinstance(value, str) else value for name, value in row.items()}
+    if "bytes" not in row:
+        return f"{row['name']:<28}{row['state']:<11}{row['reason']}"
+    loss = f"validation loss {row['validation_loss']:.4f}" if row["validation_loss"] is not None else ""
+    what = f"{row['bytes'] / 1e6:,.1f} MB in {row['files']} file{'s' * (row['files'] != 1)}"
+    who = f"{row['engine']} on {row['processes']} process{'es' * (row['processes'] != 1)}"
+    left = f"saved as {row['why']} said" if row["why"] else ""
+    parts = [what, f"{row['time']}", who, loss, left, row["health"], row["reason"]]
+    return f"{row['name']:<28}{row['state']:<11}{'  '.join(part for part in parts if part)}"

@@ -1,0 +1,83 @@
+"""The verb ``hpclm convert``: a run's weights for Hugging Face transformers, and other projects' weights as a run."""
+
+import argparse
+from pathlib import Path
+
+from hpclm import cli, extras
+from hpclm.errors import ConfigError
+from hpclm.terminal import say
+
+DESCRIPTION = """Convert weights, in the direction that SOURCE says:
+
+  a run directory, or one checkpoint step-*    -> a folder that transformers reads
+  a folder with config.json and safetensors    -> a run directory
+  layer_XX-model_YY-model_states.pt, or
+  mp_rank_XX_model_states.pt                   -> a run directory (Megatron-DeepSpeed)
+  mp_rank_XX[_YYY]/model_optim_rng.pt          -> a run directory (Megatron-LM)
+  .metadata and *.distcp                       -> a run directory, with the optimizer (Megatron-core's torch_dist)
+
+evaluate, generate and fine-tuning can start from such a run directory. TARGET must not exist; it is there when all of it is
+written, and not before. Nothing is downloaded, and no code that comes with a file is run."""
+
+
+def main(argv: list[str]) -> int:
+    """``hpclm convert``."""
+    parser = cli.Parser(
+        prog="hpclm convert",
+        description=DESCRIPTION,
+        epilog="exit codes: 0 done, 2 wrong arguments, 64 what cannot be converted, with the reason, 66 no good checkpoint",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", type=Path, metavar="SOURCE")
+    parser.add_argument("target", type=Path, metavar="TARGET")
+    parser.add_argument(
+        "settings",
+        nargs="*",
+        metavar="key=value",
+        help="settings that differ from the run's own, such as data.tokenizer_files; in an import, model.… settings that "
+        "its files do not say",
+    )
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of an export's weights (default: fp32)")
+    parser.add_argument("--shard-gb", type=float, metavar="GB", help="start another file beyond this (default: 5)")
+    parser.add_argument("--allow-nan", action="store_true", help="export weights that are not finite, too")
+    parser.add_argument(
+        "--pickle",
+        action="store_true",
+        help="read pytorch_model.bin where there is no safetensors: tensors, nothing else",
+    )
+    args = parser.parse_intermixed_args(argv)  # settings may follow options
+    if args.shard_gb is not None and not args.shard_gb > 0:
+        parser.error("--shard-gb must be more than 0")
+    say(converted(args))
+    return 0
+
+
+def converted(args: argparse.Namespace) -> str:
+    """Convert, and say what was made of what."""
+    with extras.needed_for("hpclm convert"):
+        from hpclm.interop import megatron, run
+        from hpclm.interop.huggingface import folder
+
+    source, target, words = args.source, args.target, args.settings
+    if not source.is_dir():
+        raise ConfigError(f"{source} is no folder")
+    if run.is_run(source):
+        if args.pickle:
+            raise ConfigError("--pickle has no effect: an export reads safetensors")
+        found = run.find(source, words)
+        name = folder.export_run(found, target, args.dtype or "fp32", (args.shard_gb or 5.0) * 1e9, args.allow_nan)
+        return f"{target}: {name}, from step {found.step} of {found.run}"
+    if args.dtype or args.shard_gb or args.allow_nan:
+        raise ConfigError("--dtype, --shard-gb and --allow-nan are for exports; a run's weights are fp32 and finite")
+    if (source / "config.json").is_file():
+        model = folder.import_folder(source, target, words, args.pickle)
+    elif (kind := megatron.recognised(source)) is not None:
+        model = megatron.convert(kind, target, words)
+    else:
+        raise ConfigError(
+            f"{source} is nothing that can be converted: no run directory or checkpoint of one, no config.json of Hugging "
+            "Face, no *_model_states.pt of Megatron-DeepSpeed, no mp_rank_*/model_optim_rng.pt or *.distcp of Megatron-LM"
+        )
+    return (
+        f"{target}: a run directory of {model.layers} layers x {model.hidden}; try hpclm generate {target} --prompt ..."
+    )

@@ -1,0 +1,76 @@
+"""The verb ``hpclm demo``: corpus, tokenizer, dataset, a training run that is stopped half-way and continued, and its text."""
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpclm import cli, files
+from hpclm.config import RunConfig
+from hpclm.terminal import say
+
+FOLDER = Path("demo")
+PROMPT = 'def read(self, size):\n    """'
+STOP = 150  # the step after which training is stopped once
+
+
+def main(argv: list[str]) -> int:
+    """``hpclm demo``."""
+    parser = cli.Parser(
+        prog="hpclm demo",
+        description=f"Train a small GPT on the sources of Python's standard library, in the folder {FOLDER}/: some minutes on "
+        "two CPU cores. Nothing is downloaded. The same command continues where it was stopped.",
+    )
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of the training: budget.steps=100")
+    words = parser.parse_intermixed_args(argv).settings
+    settings = cli.settings(["demo", *words])  # mistakes are reported before anything is written
+    files.writable_folder(FOLDER, "folder")
+    return _prepare() or _train(settings, words)
+
+
+def _prepare() -> int:
+    """Make what is not there yet of corpus, tokenizer and dataset; the exit code."""
+    corpus, tokenizer, data = FOLDER / "corpus.jsonl", FOLDER / "tokenizer.json", FOLDER / "data"
+    if not corpus.exists():
+        from hpclm.data.text import standard_library
+
+        say("\n== 1/6 corpus: the sources of Python's standard library, one document for each file")
+        say(standard_library.write(corpus), flush=True)
+    code = 0
+    if not tokenizer.exists():
+        words = ["train-tokenizer", "--input", str(corpus), "--output", str(tokenizer), "--vocab-size", "4096"]
+        code = _step("2/6 tokenizer: byte-level BPE, 4,096 entries", words)
+    if not code and not Path(f"{data}_text_document.idx").exists():
+        words = ["preprocess", "--input", str(corpus), "--output-prefix", str(data), "--append-eod", "--workers", "2"]
+        words += ["--tokenizer", "json", "--tokenizer-files", str(tokenizer)]
+        code = _step("3/6 dataset: Megatron's .bin and .idx", words)
+    return code
+
+
+def _train(settings: RunConfig, words: Sequence[str]) -> int:
+    """Train in two parts, draw the loss, and generate; the exit code."""
+    from hpclm.reporting import curve, history
+
+    first = f"4/6 training, up to step {STOP}, where it is to stop; a run that is further along stays where it is"
+    code = _step(first, ["train", "demo", f"stop_at={STOP}", *words])
+    code = code or _step("5/6 training: the same command continues the run", ["train", "demo", *words])
+    if code:
+        return code
+    for line in curve.text(history.read(Path(settings.out))).splitlines():
+        say(line)
+    code = _step("6/6 the model writes", ["generate", settings.out, "--prompt", PROMPT, "--tokens", "120"])
+    if not code:
+        say(f"\n== done. {settings.out} holds the run. Type next:\n")
+        say(f"   hpclm generate {shlex.quote(settings.out)} --prompt 'import '")
+        say(f"   tensorboard --logdir {shlex.quote(settings.out)}/tensorboard")
+        say("   hpclm config demo --changed\n")
+    return code
+
+
+def _step(title: str, words: Sequence[str]) -> int:
+    """Show and run an hpclm command; its exit code."""
+    say(f"\n== {title}")
+    say(f"   $ hpclm {shlex.join(words)}", flush=True)
+    code = subprocess.run([sys.executable, "-m", "hpclm", *words]).returncode
+    return code if code >= 0 else 128 - code

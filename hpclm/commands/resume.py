@@ -1,0 +1,101 @@
+"""``hpclm resume``: submit a run again, with its settings and the size of its last job, and with changes if any."""
+
+import argparse
+import re
+from importlib import import_module
+from pathlib import Path
+
+from hpclm import cli, files
+from hpclm.commands import arguments
+from hpclm.errors import ConfigError, LockedError
+from hpclm.rundir import runs as folders
+from hpclm.rundir.runs import Run
+from hpclm.rundir.status import RunStatus, query
+from hpclm.terminal import say
+
+PATIENCE = 5.0  # seconds squeue may take
+SETTING = re.compile(r"[A-Za-z_][\w.-]*\s*=")
+EXTENDS = ("budget", "stop_at", "--from")  # changes that let a run that is done continue
+
+
+def main(argv: list[str]) -> int:
+    """``hpclm resume``."""
+    parser = cli.Parser(
+        prog="hpclm resume",
+        usage="hpclm resume [-h] [--runs FOLDER] RUN [RUN ...] [--from STEP] [option of hpclm submit ...] [key=value ...]",
+        description="Submit runs again: each continues from its last checkpoint, with its own settings and as many nodes and GPUs as "
+        "before. Everything after the runs changes that, and is passed to hpclm submit: hpclm resume RUN --nodes 4",
+        epilog="--from STEP continues from an older checkpoint (hpclm checkpoints RUN lists them); newer ones are set aside.",
+    )
+    arguments.add_runs(parser)
+    parser.add_argument("run", help=arguments.SEVERAL)
+    parser.add_argument(
+        "rest", nargs=argparse.REMAINDER, metavar="...", help="what to change, as hpclm submit takes it"
+    )
+    parser.add_argument("--from", dest="back_to", metavar="STEP", help=argparse.SUPPRESS)  # before RUN, too
+    args = parser.parse_args(argv)
+    named, changes = split([args.run, *args.rest], args.runs)
+    changes = [*(["--from", args.back_to] if args.back_to is not None else []), *changes]
+    chosen = [folders.read(out) for out in folders.choose(named, args.runs)]
+    if len(chosen) > 1 and "--from" in changes:
+        parser.error("--from takes one run: several runs have different steps")
+    each = cli.Each(len(chosen))
+    for number, status in enumerate(query(chosen, PATIENCE), start=1):
+        with each:
+            folders.check_own(status.run.out, "resumed")
+            may_start(status, changes)
+            code: int | None = import_module("hpclm.submit").main(words(status.run, changes))
+            if code:  # of a run that trained here, in the foreground
+                if number < len(chosen):
+                    say(
+                        f"{files.shown(status.run.out)} ended with {code}; the {len(chosen) - number} after it are not started"
+                    )
+                return code
+    return each.code
+
+
+def split(given: list[str], runs: Path) -> tuple[list[str], list[str]]:
+    """The arguments that name runs, and those that change them, which begin with the first option or setting."""
+    for number, word in enumerate(given[1:], start=1):
+        if word.startswith("-") or (SETTING.match(word) and not any(map(folders.is_run, (Path(word), runs / word)))):
+            return given[:number], given[number:]
+    return given, []
+
+
+def may_start(status: RunStatus, changes: list[str]) -> None:
+    """LockedError if the run is waiting or running, ConfigError if it is done or has no config.yaml."""
+    out, where = status.run.out, status.where()
+    if status.live:
+        raise LockedError(
+            f"{out} is {status.name}{f' ({where})' if where else ''}; wait for it, or end it: hpclm cancel {files.typed(out)}"
+        )
+    if status.name == "done" and not any(word.startswith(EXTENDS) for word in changes):
+        raise ConfigError(
+            f"{out} is done: {status.ending}; to continue, extend it: hpclm resume {files.typed(out)} budget.steps=..., "
+            "or go back: --from STEP"
+        )
+    if not (out / "config.yaml").is_file():
+        raise ConfigError(f"{out} has no config.yaml; start it with hpclm submit")
+
+
+def words(run: Run, changes: list[str]) -> list[str]:
+    """The arguments of hpclm submit that submit ``run`` again: ``changes`` come last, so that they win."""
+    out = run.out.absolute()
+    return ["--config", str(out / "config.yaml"), *before(run, changes), f"out={out}", *changes]
+
+
+def before(run: Run, changes: list[str]) -> list[str]:
+    """Cluster and size of the last job, or of a run's own processes if it was started by hand, unless they are changed."""
+
+    def said(name: str) -> bool:
+        return any(word == f"--{name}" or word.startswith((f"--{name}=", f"job.{name}=")) for word in changes)
+
+    if run.submissions:
+        last = run.submissions[-1]
+        choices = {"cluster": last.cluster, "nodes": str(last.nodes), "gpus": str(last.tasks_per_node)}
+    else:
+        attempt = run.attempt
+        nodes = len(attempt.get("hosts") or [1])
+        size = int(attempt.get("size") or 1)
+        choices = {"nodes": str(nodes), "gpus": str(max(1, size // nodes))}
+    return [word for name, value in choices.items() if not said(name) for word in (f"--{name}", value)]

@@ -1,0 +1,50 @@
+"""``hpclm sync``: send a run's metrics to its sinks, whatever they lack; for runs on nodes without a network."""
+
+from pathlib import Path
+
+from hpclm import cli, files
+from hpclm.commands import arguments
+from hpclm.config import compose
+from hpclm.errors import ConfigError, HpclmError
+from hpclm.rundir import runs
+from hpclm.sinks import lookup, position
+from hpclm.sinks.feed import Feed
+from hpclm.terminal import say
+
+
+def main(argv: list[str]) -> int:
+    """``hpclm sync``."""
+    parser = arguments.parser("sync", "Send the metrics that the sinks of a run (log.sinks) lack.")
+    parser.add_argument(
+        "--sink", action="append", metavar="NAME", help="another sink than those of the run; repeatable"
+    )
+    args = parser.parse_args(argv)
+    out = runs.resolve(args.run, args.runs)
+    if other := runs.other_owner(out):  # even root would leave files there that its owner cannot write
+        raise ConfigError(f"{files.shown(out)} belongs to {other}, and only {other} can send its metrics")
+    names = args.sink or compose.of_run(out, []).log.sinks
+    if not names:
+        raise ConfigError(f"{out} has no log.sinks; name one: hpclm sync {files.typed(args.run)} --sink wandb")
+    each = cli.Each(len(names))
+    for name in names:
+        with each:
+            sync(out, name)
+    return each.code
+
+
+def sync(out: Path, name: str) -> None:
+    """Send all rows that the sink ``name`` lacks; HpclmError if it fails."""
+    lookup(name)
+    said: list[str] = []
+    with files.locked(position.lock(out, name), f"waiting for the process of {out} that sends to {name}"):
+        feed = Feed(name, out, said.append)
+        before = feed.position.rows
+        complete = feed.send()
+        feed.close(0)
+    if not complete:
+        raise HpclmError(said[-1] if said else f"{name}: not all rows were sent; try again")
+    say(f"{name}: {feed.position.rows - before} rows sent; it has everything up to step {feed.position.step}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(cli.run(main))

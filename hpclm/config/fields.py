@@ -1,0 +1,80 @@
+"""The fields of the schema by dotted key: their types, in Python and in words, and their values as YAML."""
+
+import types
+import typing
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import yaml
+
+from hpclm.config.schema import RunConfig
+
+WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
+def keys() -> list[str]:
+    """Every setting's dotted key, in the order of the schema."""
+    found = []
+    for field in fields(RunConfig):
+        kind: Any = field.type
+        found += [f"{field.name}.{f.name}" for f in fields(kind)] if is_dataclass(kind) else [field.name]
+    return found
+
+
+def type_of(key: str) -> Any:
+    """Declared type of a dotted key; None if the schema has no such key."""
+    kind: Any = RunConfig
+    for part in key.split("."):
+        if typing.get_origin(kind) is dict:  # the rest of the key is a name in the mapping, dots included
+            return typing.get_args(kind)[1]
+        found = {f.name: f.type for f in fields(kind)} if is_dataclass(kind) else {}
+        if part not in found:
+            return None
+        kind = found[part]
+    return kind
+
+
+def required(wanted: Any) -> Any:
+    """``X`` of ``X | None``; any other type unchanged."""
+    if isinstance(wanted, types.UnionType) or typing.get_origin(wanted) is typing.Union:  # Literal | None is the latter
+        return next(kind for kind in typing.get_args(wanted) if kind is not types.NoneType)
+    return wanted
+
+
+def split_key(key: str) -> tuple[str, str | None]:
+    """The field of a dotted key, and the name inside the field if it is a mapping."""
+    section, _, rest = key.partition(".")
+    field, _, name = rest.partition(".")
+    return (f"{section}.{field}", name) if name else (key, None)
+
+
+def type_words(wanted: Any) -> str:
+    """A type in plain words, for messages and the reference page."""
+    inner = required(wanted)
+    found = {
+        typing.Literal: f"one of {', '.join(map(str, typing.get_args(inner)))}",
+        tuple: f"a list of {len(typing.get_args(inner))} numbers",
+        list: "a list of text",
+        dict: "a mapping of names to text",
+        None: WORDS.get(inner, str(inner)),
+    }[typing.get_origin(inner)]
+    return found + (" or null" if inner is not wanted else "")
+
+
+class _OneLine(yaml.SafeDumper):
+    """YAML without line breaks inside text."""
+
+
+def _text(dumper: _OneLine, text: str) -> yaml.Node:
+    style = '"' if text.splitlines() not in ([], [text]) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_OneLine.add_representer(str, _text)
+
+
+def as_yaml(value: Any) -> str:
+    """One value as it is written in a settings file, on one line."""
+    plain = list(value) if isinstance(value, tuple) else value
+    text = yaml.dump(plain, Dumper=_OneLine, default_flow_style=True, allow_unicode=True, width=10**6, sort_keys=False)
+    return text.removesuffix("\n...\n").strip()

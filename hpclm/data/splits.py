@@ -1,0 +1,218 @@
+"""The splits of a run's data (train, valid, test): slices of datasets, alone or blended."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpclm.config import DataConfig
+from hpclm.data import blend, index_cache
+from hpclm.data.disk.content import noted
+from hpclm.data.disk.indexed import IndexedDataset
+from hpclm.data.order import Blocks, Index, Order, blocks, build_index, index_bytes, passes, samples_in, shuffled
+from hpclm.data.samples import BlendedSamples, BlockSamples, PackedSamples
+from hpclm.data.sources import Samples
+from hpclm.errors import ConfigError
+
+WORTH_KEEPING = 1 << 20  # entries of an index; smaller ones are built in less time than files take
+MANY_PASSES = 100  # over one split; up to this number an index may have any size
+LARGE_INDEX = 256 << 20  # bytes of the index of a split that is read more often
+
+
+@dataclass(frozen=True)
+class SampleSettings:
+    """How samples are cut from a dataset and ordered."""
+
+    context: int
+    seed: int
+    order: str
+    break_mode: str | None
+    cache: str | None
+    eos: int
+    """Token before each line; for break_mode."""
+    repeat: bool = False
+    """Repeat a split that is shorter than one sample; otherwise it has no samples."""
+
+
+@dataclass(frozen=True)
+class DatasetSlice:
+    """The sequences ``span`` of a dataset."""
+
+    dataset: IndexedDataset
+    span: range
+    sampling: SampleSettings
+    keep_partial: bool
+
+    @cached_property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return int(self.dataset.sizes[self.span.start : self.span.stop].sum(dtype=np.int64))
+
+    @cached_property
+    def per_epoch(self) -> int:
+        """Samples in one epoch; 1 for a short split that is repeated."""
+        return self._whole or int(self.sampling.repeat and self.tokens > 0)
+
+    @cached_property
+    def _whole(self) -> int:
+        """Samples in one epoch, without repetition."""
+        if self.sampling.break_mode:
+            return len(self._blocks.bounds)
+        return samples_in(self.tokens, self.sampling.context, self.keep_partial)
+
+    def check(self, wanted: int | None, split: str) -> None:
+        """ConfigError if ``wanted`` samples are so many epochs that their index would not fit in memory."""
+        if self.sampling.break_mode:
+            often, size, each = -(-(wanted or 1) // self.per_epoch), 8 * (wanted or 0), 8 * self.per_epoch
+        else:
+            order = self._order(wanted)
+            often, size = passes(self.tokens, order), index_bytes(len(self.span), self.tokens, order)
+            each = size // often
+        if often <= MANY_PASSES or size <= LARGE_INDEX:
+            return
+        fits = max(MANY_PASSES, LARGE_INDEX // max(1, each))
+        raise ConfigError(
+            f"{wanted:,} samples of model.context={self.sampling.context} tokens are {often:,} passes over the {split} split of "
+            f"{self.dataset.prefix}, which has {self.tokens:,} tokens, and their index would take {size / 2**30:.1f} GiB of "
+            f"memory; set budget.epochs=10 (at most budget.epochs={fits} fits), or give more data"
+        )
+
+    def _order(self, wanted: int | None) -> Order:
+        if self.keep_partial and wanted is not None and wanted <= self.per_epoch:
+            wanted = None  # otherwise the last token would come from a second epoch
+        if wanted is None and not self._whole:
+            wanted = 1
+        sampling = self.sampling
+        return Order(sampling.context, sampling.seed, sampling.order, wanted, self.keep_partial)
+
+    def samples(self, wanted: int | None) -> Samples:
+        """At least ``wanted`` samples, or one epoch; there must be at least one sample."""
+        if self.sampling.break_mode:
+            return self._block_samples(wanted or self.per_epoch)
+        sampling, order = self.sampling, self._order(wanted)
+
+        def build() -> index_cache.Arrays:
+            self.dataset.check()  # completely, once; opening a large dataset only checks its ends
+            return vars(build_index(self.dataset.sizes, self.span, order))
+
+        often = -(-(wanted or 1) // max(1, self.per_epoch))
+        large = often * (len(self.span) + self.per_epoch) > WORTH_KEEPING
+        if not (large or sampling.cache):
+            return PackedSamples(self.dataset, Index(**build()), self.keep_partial)
+        key = {"dataset": self.dataset.fingerprint, "changed_ns": self.dataset.changed_ns, "order": asdict(order)}
+        key["span"] = [self.span.start, self.span.stop]
+        return PackedSamples(self.dataset, Index(**index_cache.kept(self.folder, key, build)), self.keep_partial)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must not change when a run is resumed (JSON)."""
+        content = noted(self.dataset.prefix)
+        return self.dataset.fingerprint | {
+            "span": [self.span.start, self.span.stop],
+            "content": content and content.bin,
+        }
+
+    def _block_samples(self, wanted: int) -> Samples:
+        first = int(self.dataset.sizes[: self.span.start].sum(dtype=np.int64))
+        flat = self.dataset.flat[first : first + self.tokens]
+        order = shuffled(self.per_epoch, wanted, self.sampling.seed)
+        return BlockSamples(flat, self._blocks, order, self.sampling.eos)
+
+    @property
+    def folder(self) -> Path:
+        """Where its index files are cached."""
+        return Path(self.sampling.cache) if self.sampling.cache else Path(f"{self.dataset.prefix}.index")
+
+    @cached_property
+    def _blocks(self) -> Blocks:
+        self.dataset.check()
+        sizes = self.dataset.sizes[self.span.start : self.span.stop]
+        found = blocks(sizes, self.sampling.context, self.sampling.break_mode or "")
+        longest = int(np.diff(found.bounds).max(initial=0))
+        if longest > self.sampling.context:
+            raise ConfigError(
+                f"dataset {self.dataset.prefix} has a line of {longest} tokens, but data.break_mode={self.sampling.break_mode} "
+                f"keeps lines whole and model.context is {self.sampling.context}; set model.context={longest} or "
+                "data.break_mode=none"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class Split:
+    """A split of the data: slices of datasets, and their blending weights."""
+
+    name: str
+    slices: tuple[DatasetSlice, ...]
+    weights: tuple[float, ...] | None
+
+    @property
+    def per_epoch(self) -> int:
+        """Samples in one epoch: all, or with weights until the first dataset is exhausted."""
+        found = [each.per_epoch for each in self.slices]
+        if self.weights is None or len(found) == 1:
+            return sum(found)
+        passes = [count * sum(self.weights) / weight for count, weight in zip(found, self.weights, strict=True)]
+        return int(min(passes) + 1e-6)  # rounding may have put a whole number slightly below itself
+
+    def check(self, wanted: int | None, settings: DataConfig, context: int) -> None:
+        """ConfigError, naming the dataset, if ``samples`` would give none or not fit in memory."""
+        for each in self.slices:
+            if not each.per_epoch:
+                raise ConfigError(self._too_small(each, settings, context))
+        asked: list[int | None] = [wanted]
+        if len(self.slices) > 1:
+            asked = [None] * len(self.slices) if self._once(wanted) else [*self._shares(wanted, settings)[0]]
+        for each, number in zip(self.slices, asked, strict=True):
+            each.check(number, self.name)
+
+    def samples(self, wanted: int | None, settings: DataConfig, context: int) -> Samples:
+        """At least ``wanted`` samples, or one epoch; ConfigError names a dataset that has none."""
+        self.check(wanted, settings, context)
+        if len(self.slices) == 1:
+            return self.slices[0].samples(wanted)
+        if self._once(wanted):
+            counts = [each.per_epoch for each in self.slices]
+            turns = self._turns({"counts": counts}, sum(counts), lambda: blend.exhaustive(counts))
+            return BlendedSamples([each.samples(None) for each in self.slices], turns)
+        weights = self._weights()
+        asked, total = self._shares(wanted, settings)
+        turns = self._turns({"weights": list(weights)}, total, lambda: blend.weighted(weights, total))
+        sizes = [max(number, least) for number, least in zip(asked, blend.counts(turns, len(asked)), strict=True)]
+        samples = [each.samples(size) for each, size in zip(self.slices, sizes, strict=True)]
+        return BlendedSamples(samples, turns)
+
+    def _once(self, wanted: int | None) -> bool:
+        """Whether every dataset is read at most once, because there are no weights."""
+        return self.weights is None and (wanted is None or wanted <= self.per_epoch)
+
+    def _weights(self) -> Sequence[float]:
+        return [each.per_epoch for each in self.slices] if self.weights is None else self.weights
+
+    def _shares(self, wanted: int | None, settings: DataConfig) -> tuple[list[int], int]:
+        return blend.shares(self._weights(), self.per_epoch if wanted is None else wanted, settings.order)
+
+    def _turns(self, key: dict[str, Any], total: int, take: Callable[[], blend.Turns]) -> blend.Turns:
+        """The blend order computed by ``take``, which depends only on ``key`` and ``total``."""
+        if total <= WORTH_KEEPING:
+            return take()
+        folder = self.slices[0].folder
+        return blend.Turns(**index_cache.kept(folder, {**key, "total": total}, lambda: vars(take())))
+
+    def _too_small(self, each: DatasetSlice, settings: DataConfig, context: int) -> str:
+        if settings.short_part == "repeat":
+            ways = (
+                "set another data.split, or give more data: there is nothing that data.short_part=repeat could repeat"
+            )
+        else:
+            ways = (
+                "set a shorter model.context or another data.split, give more data, or set data.short_part=repeat to read it "
+                "several times for one sample, as Megatron does"
+            )
+        share = f", data.split={settings.split}" if len(each.span) < len(each.dataset) else ""
+        return (
+            f"the {self.name} split of {each.dataset.prefix} has {each.tokens} tokens ({len(each.span)} of "
+            f"{len(each.dataset)} sequences{share}), but one sample needs model.context + 1 = {context + 1}; {ways}"
+        )

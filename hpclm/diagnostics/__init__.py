@@ -1,0 +1,1 @@
+"""Checks of nodes before a run begins, and what `hpclm doctor` shows."""

@@ -1,0 +1,279 @@
+"""The processes of a run as one object: collectives, work on rank 0, and a common end."""
+
+import gc
+import json
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hpclm import errors
+from hpclm.config import ClusterConfig
+from hpclm.distributed import bootstrap, failure, flight_recorder, network
+from hpclm.distributed.bootstrap import World
+from hpclm.distributed.failure import Failure
+from hpclm.distributed.heartbeat import POLL, Heartbeat, LocalPeers
+from hpclm.distributed.rendezvous import RankInfo, connect
+from hpclm.distributed.shutdown import Shutdown
+from hpclm.distributed.watchdog import Watchdog
+from hpclm.errors import ConfigError, HpclmError
+from hpclm.node import processes, secrets
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store
+
+T = TypeVar("T")
+CAUSE = 5.0  # seconds that a rank which lost a connection waits for another rank to publish the cause
+
+
+class DistributedContext:
+    """This rank among its peers. With one process there is no process group, and everything here is free."""
+
+    def __init__(self, world: World, ranks: tuple[RankInfo, ...], watchdog: Watchdog, store: "Store | None" = None):
+        self.launcher, self.rank, self.size = world.launcher, world.rank, world.size
+        self.local_rank, self.local_size = world.local_rank, world.local_size
+        self.ranks, self.watchdog = ranks, watchdog
+        self.hosts = tuple(info.host for info in ranks)
+        self._store = store
+        self._unlimited: Any = None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.all_gather(None)
+
+    def all_gather(self, value: Any, unlimited: bool = False) -> list[Any]:
+        """Every rank's ``value`` (JSON), in rank order, on every rank.
+
+        ``unlimited``: without a time limit, since one rank may arrive hours after another.
+        """
+        return self._gather(value, unlimited, everywhere=True)
+
+    def gather(self, value: Any, unlimited: bool = False) -> list[Any]:
+        """The same on rank 0; an empty list on the others, which receive nothing."""
+        return self._gather(value, unlimited, everywhere=False)
+
+    def _gather(self, value: Any, unlimited: bool, everywhere: bool) -> list[Any]:
+        self.watchdog.tick()
+        if self.size == 1:
+            return [value]
+        import torch
+        import torch.distributed as dist
+
+        group = self._unlimited if unlimited else None
+        own = json.dumps(value).encode()
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(own)]), group=group)
+        width = int(max(sizes))
+        text = torch.frombuffer(bytearray(own.ljust(width)), dtype=torch.uint8)
+        if not (everywhere or self.is_main):
+            dist.gather(text, dst=0, group=group)
+            return []
+        texts = [torch.zeros(width, dtype=torch.uint8) for _ in range(self.size)]
+        if everywhere:
+            dist.all_gather(texts, text, group=group)
+        else:
+            dist.gather(text, texts, dst=0, group=group)
+        return [json.loads(bytes(text[: int(size)].numpy())) for text, size in zip(texts, sizes, strict=True)]
+
+    def all_reduce_max(self, *values: float) -> list[float]:
+        """The maximum over all ranks of the first values, of the second ones, …, on every rank."""
+        self.watchdog.tick()
+        if self.size == 1:
+            return list(values)
+        import torch
+        import torch.distributed as dist
+
+        held = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(held, dist.ReduceOp.MAX)
+        return held.tolist()
+
+    def run_on_main(self, act: Callable[[], T]) -> T:
+        """``act()`` on rank 0 only; its result (JSON), or its HpclmError, on every rank."""
+        self.watchdog.tick()
+        if self.size == 1:
+            return act()
+        import torch
+        import torch.distributed as dist
+
+        said, failed = b"", None
+        result: Any = None
+        if self.is_main:
+            try:
+                result = act()
+                said = json.dumps({"result": result}).encode()
+            except HpclmError as error:
+                failed = error
+                problems = error.problems if isinstance(error, ConfigError) else str(error)
+                said = json.dumps({"error": type(error).__name__, "what": problems}).encode()
+        length = torch.tensor([len(said)])
+        dist.broadcast(length, 0, group=self._unlimited)  # rank 0 may write, or read, for hours
+        text = torch.frombuffer(bytearray(said.ljust(int(length))), dtype=torch.uint8)
+        dist.broadcast(text, 0, group=self._unlimited)
+        if not self.is_main:
+            heard = json.loads(bytes(text.numpy()))
+            if "error" in heard:
+                failed = getattr(errors, heard["error"], HpclmError)(heard["what"])
+            result = heard.get("result")
+        if failed:
+            failed.shared = True
+            raise failed
+        return result
+
+    def init_process_group(self, device: "torch.device", minutes: float, logs: Path | None = None) -> None:
+        """Set up PyTorch's process group: gloo between CPUs, and NCCL beside it, with its flight recorder, between
+        GPUs.
+
+        A collective that takes longer than ``minutes`` raises; PyTorch then writes the recorder's content to ``logs``.
+        """
+        if self._store is None:
+            return
+        if device.type == "cuda" and logs is not None:
+            flight_recorder.switch_on(logs)
+        import torch.distributed as dist
+
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        limit = timedelta(minutes=minutes)
+        self._store.set_timeout(limit)
+        dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.size, timeout=limit)
+        self._unlimited = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+
+    @contextmanager
+    def guard(self, run_log: Path | None = None) -> Iterator[None]:
+        """During the block, a failure of this rank ends all ranks, and the first failure is logged.
+
+        ``run_log``: the file of rank 0's log, to which another rank writes the failure if rank 0 cannot. An error that
+        all ranks raise (``HpclmError.shared``) needs none of this.
+        """
+        if self._store is None or self.watchdog.heartbeat is None:
+            yield
+            return
+        self.watchdog.shutdown.log = run_log or self.watchdog.shutdown.log
+        try:
+            yield
+        except BaseException as error:
+            if getattr(error, "shared", False):
+                raise
+            self._fail(error)
+            error.shared = True  # type: ignore[attr-defined]  # an outer guard only passes it on
+            raise
+
+    def finish(self) -> None:
+        """Disconnect from the other ranks once all are here."""
+        self.watchdog.enter("leaving")
+        import torch.distributed as dist
+
+        gc.collect()  # what still holds the process group would abort at exit
+        self.watchdog.leaving = True
+        if self.watchdog.heartbeat:
+            self.watchdog.heartbeat.finish()
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+        self.watchdog.stop()
+
+    def _fail(self, error: BaseException) -> None:
+        """Publish ``error`` to the other ranks, or wait for a rank that knows the cause; returns when this process may exit."""
+        heart, shutdown = self.watchdog.heartbeat, self.watchdog.shutdown
+        assert heart is not None
+        if failure.lost_a_peer(error):
+            heart.join(CAUSE)  # it ends when it has read the cause
+        if heart.failure or heart.lost or not shutdown.claim():
+            time.sleep(60)  # the watchdog ends this process
+        text = failure.shortened(secrets.Redactor()(_text(error)))
+        own = Failure(self.rank, "raised", exit_code(error), text)
+        try:
+            first = failure.publish(heart.store, own)
+        except RuntimeError:
+            first = own
+        shutdown.log_failure(first.describe(self.ranks), heart.store)
+        error.told = self.is_main  # type: ignore[attr-defined]  # the command line need not say it again
+        shutdown.wait_for_others(heart.store)
+        shutdown.exit_soon(exit_code(error))
+
+
+def single(settings: ClusterConfig | None = None) -> DistributedContext:
+    """The context of a process without peers; ``settings``: for its watchdog."""
+    world = World("single", 0, 1)
+    me = RankInfo.of(world)
+    watchdog = Watchdog(settings or ClusterConfig(hang_minutes=0, slow=0), (me,), me, Shutdown(me, (me,)))
+    return DistributedContext(world, (me,), watchdog)
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit code of a process that raises ``error``."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code or 1  # the others still need this process
+    return error.exit_code if isinstance(error, HpclmError) else 1
+
+
+@contextmanager
+def join(world: World, settings: ClusterConfig) -> Iterator[DistributedContext]:
+    """Connect to the other ranks of ``world``, and disconnect at the end of the block.
+
+    ConfigError if the ranks contradict each other, HpclmError if some do not arrive. An error that all ranks raise is
+    printed by rank 0 only.
+    """
+    if world.launcher != "single":
+        processes.adopt_orphans()  # so that orphans of its children end with this rank
+    if world.size == 1:
+        context = single(settings)
+        context.launcher = world.launcher
+        context.watchdog.start(launched=world.launcher in ("torchrun", "local"))
+        try:
+            yield context
+        finally:
+            context.watchdog.stop()
+        return
+    met = connect(world, settings)
+    me = met.ranks[world.rank]
+    network.use_interface(settings.interface, met.interface)
+    lost_code = bootstrap.lost_code(world.launcher, bootstrap.restarts_left())
+    watchdog = Watchdog(settings, met.ranks, me, Shutdown(me, met.ranks, bootstrap.marker(world)), lost_code)
+    watched = range(world.size) if world.rank == 0 else (0,)
+    # a run survives the death of its slurmstepd: Slurm, or the end of the run, ends the job
+    local = LocalPeers(me, met.ranks, watch_launcher=world.launcher != "Slurm")
+    heartbeat = Heartbeat(met.store, world.rank, watched, watchdog.progress, local, lost_code)
+    heartbeat.start()
+    watchdog.start(heartbeat)
+    context = DistributedContext(world, met.ranks, watchdog, met.store)
+    try:
+        with context.guard():
+            yield context
+            sys.stdout.flush()
+            context.finish()
+    except HpclmError as error:
+        watchdog.leaving = True
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # the first rank to end has its launcher end the others
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with suppress(RuntimeError):
+            heartbeat.finish()
+        if not context.is_main:
+            raise SystemExit(error.exit_code) from None
+        time.sleep(2 * POLL)
+        raise
+
+
+def _text(error: BaseException) -> str:
+    """The message of an error of the user or the machine, otherwise the traceback."""
+    if isinstance(error, HpclmError):
+        return str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    text = traceback.format_exc()
+    return f"it called sys.exit({error.code!r})\n{text}" if isinstance(error, SystemExit) else text

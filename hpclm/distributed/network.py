@@ -1,0 +1,142 @@
+"""Ports and network interfaces: where rank 0 listens, for which hosts, and which interface leads to the other nodes."""
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import random
+import socket
+import struct
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from contextlib import suppress
+
+from hpclm.errors import HpclmError
+
+PORTS = range(10_240, 32_000)
+"""Below the ephemeral range (Linux: 32768 and up), from which any outgoing connection may take a port."""
+CANDIDATES = 32
+BACKLOG = 4096
+SIOCGIFADDR = 0x8915
+SO_ATTACH_FILTER = 26
+VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def candidates(seed: str) -> list[int]:
+    """Ports to try one after another: the same on every host for the same ``seed``."""
+    number = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest(), "big")
+    return random.Random(number).sample(PORTS, CANDIDATES)
+
+
+def listen(ports: Sequence[int], address: str = "") -> socket.socket:
+    """A socket that listens on the first free one of ``ports``; HpclmError if all are in use.
+
+    ``address``: of one interface; empty: all. Always IPv4: PyTorch looks up the name of every peer of an IPv6 socket,
+    one after another.
+    """
+    for port in ports:
+        try:
+            return socket.create_server((address, port), family=socket.AF_INET, backlog=BACKLOG)
+        except OSError as error:
+            if address and error.errno not in (98, 13):  # in use, not permitted: the next port may do
+                raise HpclmError(f"cannot listen on {address}: {error.strerror}; check cluster.interface") from None
+    raise HpclmError(f"no free port on {socket.gethostname()}: {', '.join(map(str, ports))} are all in use")
+
+
+def admit_only(listener: socket.socket, hosts: Collection[str]) -> None:
+    """Have the kernel drop every packet to ``listener`` that does not come from one of ``hosts``, IPv4 addresses.
+
+    Existing connections stay. If the kernel refuses the filter (too many hosts, or a container that forbids it),
+    nothing changes.
+    """
+    # Linux, Documentation/networking/filter.rst: load the source address of the packet; accept it at the first match
+    load, equal, give = 0x20, 0x15, 0x06
+    program = [(load, 0, 0, 0xFFF0_0000 + 12)]
+    for host in sorted(hosts):
+        program += [(equal, 0, 1, int.from_bytes(socket.inet_aton(host), "big")), (give, 0, 0, 0xFFFF_FFFF)]
+    program.append((give, 0, 0, 0))
+    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *each) for each in program))
+    with suppress(OSError):
+        listener.setsockopt(
+            socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", len(program), ctypes.addressof(code))
+        )
+
+
+def resolved(host: str) -> str:
+    """The IPv4 address of ``host``; ``host`` itself if it cannot be resolved."""
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        return host
+
+
+def answers(host: str, port: int, seconds: float) -> bool:
+    """Whether a server accepts a connection within ``seconds``."""
+    try:
+        socket.create_connection((host, port), timeout=seconds).close()
+    except OSError:
+        return False
+    return True
+
+
+def reachable(host: str, seconds: float) -> bool:
+    """Whether the machine ``host`` responds at all, even by refusing a connection."""
+    try:
+        socket.create_connection((host, 9), timeout=seconds).close()  # the discard port, where usually nothing listens
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def addresses() -> dict[str, str]:
+    """Interface -> IPv4 address, for interfaces that have one."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def own_address(host: str) -> str:
+    """The address of ``host``, a name of this machine, for other machines; empty if only loopback is known."""
+    with suppress(OSError):
+        known = set(addresses().values())
+        for *_, (address, *_) in socket.getaddrinfo(host, None, socket.AF_INET):
+            if address in known and not address.startswith("127."):
+                return str(address)
+    return ""
+
+
+def address_towards(host: str) -> str:
+    """This machine's address on the route to ``host``; nothing is sent. Empty without a route."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])
+    return ""
+
+
+def interface_of(address: str) -> str | None:
+    """The interface with the IPv4 ``address``, or None."""
+    return next((name for name, own in addresses().items() if own == address), None)
+
+
+def use_interface(chosen: str | None, found: str | None, env: MutableMapping[str, str] = os.environ) -> str:
+    """Set the interface that gloo and NCCL use; returns it in words.
+
+    ``chosen`` (by the user) is for both; ``found`` (leads to the other nodes) for gloo only: NCCL finds the fastest
+    itself, and reads /etc/nccl.conf.
+    """
+    if chosen or found:
+        env.setdefault("GLOO_SOCKET_IFNAME", str(chosen or found))
+    if chosen:
+        env.setdefault("NCCL_SOCKET_IFNAME", f"={chosen}")  # without "=" it is a prefix: eth1 would match eth10
+    return interfaces_in_use(env)
+
+
+def interfaces_in_use(env: Mapping[str, str] = os.environ) -> str:
+    """The interfaces that gloo and NCCL use, in words."""
+    told = {env.get(variable) for variable in VARIABLES} - {None}
+    return ", ".join(sorted(str(name) for name in told)) or "the libraries' choice"

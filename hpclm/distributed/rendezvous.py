@@ -1,0 +1,315 @@
+"""The rendezvous of a run's ranks: they connect to one key-value store, PyTorch's TCPStore.
+
+torchrun's agent already has one. Under MPI, rank 0 opens it and broadcasts its address. Under Slurm, the host of rank 0
+is known, and the port follows from job, step and restart; a client recognises the right server by a token. Every rank
+registers in the store, and rank 0 either starts the run or refuses it, with the reason.
+"""
+
+import json
+import os
+import resource
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from hpclm import __version__, extras, files
+from hpclm.config import ClusterConfig
+from hpclm.distributed import network
+from hpclm.distributed.bootstrap import OF_MPI, World
+from hpclm.errors import ConfigError, HpclmError
+from hpclm.node.processes import wait_until
+
+if TYPE_CHECKING:
+    from torch.distributed import Store, TCPStore
+
+Endpoint = tuple[str, int]
+"""Host and port."""
+TOKEN, ARRIVED, RANKS = "hpclm/token", "hpclm/arrived", "hpclm/ranks"
+PATIENCE = 1.0  # seconds for a server to answer before the next port is tried; a later answer still counts
+SEARCH = 0.1  # seconds between two looks for the server
+CROWD = 128  # with more clients, each asks less often
+LINGER = 2.0  # seconds that rank 0 stays, so that others can read why the run is refused
+POLL = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """A rank, as the others know it."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = 0
+    version: str = __version__
+    address: str = ""
+    """Its IPv4 address on the route to rank 0."""
+    machine: str = ""
+    """Where PIDs are unique: a host, and the container on it."""
+
+    @classmethod
+    def of(cls, world: World, address: str = "") -> "RankInfo":
+        """This process."""
+        numbers = (world.rank, world.size, world.local_rank, world.local_size)
+        return cls(*numbers, pid=os.getpid(), address=address, machine=files.here())
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} (pid {self.pid})"
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """What a rank knows after the rendezvous."""
+
+    store: "Store"
+    ranks: tuple[RankInfo, ...]
+    interface: str | None
+    """The interface that leads to the other nodes; lo when there are none."""
+
+
+def connect(world: World, settings: ClusterConfig) -> Rendezvous:
+    """Connect to the other ranks of ``world``. Called by every rank, when there are several.
+
+    ConfigError if the ranks contradict each other, HpclmError if some have not arrived within
+    ``cluster.start_seconds``; both name them.
+    """
+    store, host, filtered = _store(world, settings)
+    address = network.address_towards(host) if host else network.own_address(socket.gethostname())
+    ranks = _register(store, RankInfo.of(world, address), world, settings.start_seconds)
+    others = [info for info in ranks if info.host != ranks[world.rank].host]
+    if filtered:
+        with filtered:  # the filter stays with the store's own copy of this socket
+            if all(info.address for info in others):
+                network.admit_only(filtered, {*network.addresses().values(), *(info.address for info in others)})
+    if not others:
+        return Rendezvous(store, ranks, "lo")
+    towards = network.address_towards(host or others[0].address)
+    return Rendezvous(store, ranks, network.interface_of(towards))
+
+
+def serve(listener: socket.socket, token: str) -> "TCPStore":
+    """Rank 0's store on the socket ``listener``, which it takes over, so that no other process can take the port in between."""
+    from torch.distributed import TCPStore
+
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(ValueError, OSError):  # two connections for each rank
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    host, port = listener.getsockname()[:2]
+    own = "127.0.0.1" if host == "0.0.0.0" else host
+    limit = timedelta(seconds=60)
+    store = TCPStore(own, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
+    store.set(TOKEN, token)
+    return store
+
+
+def find(
+    endpoints: Sequence[Endpoint], token: str, seconds: float, who: str, clients: int = 1
+) -> "tuple[TCPStore, str]":
+    """Rank 0's store at one of ``endpoints``, and its host; ``who`` names this rank, one of ``clients``, in errors.
+
+    HpclmError when it is not found within ``seconds``.
+    """
+    until, attempts = time.monotonic() + seconds, dict[Endpoint, _Attempt]()
+    while time.monotonic() < until:
+        known = {host: network.resolved(host) for host, _ in endpoints}  # one question, not one for each port
+        for host, port in endpoints:
+            endpoint = known[host], port
+            attempt = attempts.get(endpoint)
+            if attempt is None or not (attempt.is_alive() or attempt.store):
+                if not network.answers(*endpoint, seconds=2.0):
+                    continue
+                attempt = attempts[endpoint] = _Attempt(endpoint, token)
+                attempt.start()
+            attempt.join(PATIENCE)
+            if attempt.store is not None:
+                return attempt.store, endpoint[0]
+        time.sleep(_pause(SEARCH, clients))
+    where = ", ".join(sorted({host for host, _ in endpoints}))
+    raise HpclmError(
+        f"{who} found no rank 0 on {where} within {seconds:g} s; look at rank 0's output, check that {where} can be "
+        "reached from here, or raise cluster.start_seconds"
+    )
+
+
+def _pause(least: float, clients: int) -> float:
+    """Seconds between two questions of one of ``clients``, of which all together ask no more often than CROWD would."""
+    return least * max(1.0, clients / CROWD)
+
+
+class _Attempt(threading.Thread):
+    """An attempt to connect, in a thread: PyTorch's client waits forever for a server that accepts and never answers."""
+
+    def __init__(self, endpoint: Endpoint, token: str):
+        super().__init__(name=f"hpclm-connect-{endpoint[1]}", daemon=True)
+        self.endpoint, self.token = endpoint, token
+        self.store: TCPStore | None = None
+
+    def run(self) -> None:
+        from torch.distributed import TCPStore
+
+        with suppress(RuntimeError):
+            store = TCPStore(*self.endpoint, None, False, timedelta(seconds=30), wait_for_workers=False)
+            if store.get(TOKEN) == self.token.encode():
+                self.store = store
+
+
+def _store(world: World, settings: ClusterConfig) -> "tuple[Store, str, socket.socket | None]":
+    """The run's store, its host if known, and its socket if this rank opened it."""
+    who = f"rank {world.rank} on {socket.gethostname()}"
+    if world.launcher in ("torchrun", "local"):
+        return _of_torchrun(world, settings, who), world.master, None
+    one_host = world.local_size == world.size
+    if world.launcher in OF_MPI:
+        listener, endpoints, token = _by_mpi(world, settings, one_host)
+    else:
+        token = world.run_id
+        ports = network.candidates(token)
+        address = "127.0.0.1" if one_host else _bind_address(settings, world.first_host)
+        listener = network.listen(ports, address) if world.rank == 0 else None
+        endpoints = [("127.0.0.1" if one_host else world.first_host, port) for port in ports]
+    if listener is not None:
+        filtered = listener.dup()
+        return serve(listener, token), "", filtered
+    return *find(endpoints, token, settings.start_seconds, who, world.size), None
+
+
+def _of_torchrun(world: World, settings: ClusterConfig, who: str, env: Mapping[str, str] = os.environ) -> "Store":
+    """The store that torchrun names: its agent's, or rank 0's."""
+    from torch.distributed import DistNetworkError, PrefixStore, TCPStore
+
+    serves = world.rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    port, limit = int(env["MASTER_PORT"]), timedelta(seconds=settings.start_seconds)
+    try:
+        store = TCPStore(world.master, port, None, serves, limit, wait_for_workers=False)
+    except DistNetworkError as error:
+        raise HpclmError(
+            f"{who} found no rank 0 on {world.master}:{port} within {settings.start_seconds:g} s: {str(error).splitlines()[0]}"
+        ) from None
+    store.set_timeout(timedelta(minutes=10))
+    return PrefixStore(world.run_id, store)
+
+
+def _bind_address(settings: ClusterConfig, name: str) -> str:
+    """The address that rank 0 listens on: of the chosen interface, else of its host ``name``, else any."""
+    if settings.interface:
+        return network.addresses().get(settings.interface, "")
+    return network.own_address(name)
+
+
+def _by_mpi(world: World, settings: ClusterConfig, one_host: bool) -> tuple[socket.socket | None, list[Endpoint], str]:
+    """Rank 0's socket, its endpoints, and its token, which MPI broadcasts."""
+    try:
+        with extras.needed_for(f"{world.launcher}, which started this process,"):
+            from mpi4py import MPI  # importing it initialises MPI: only ever under an MPI launcher
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(
+            f"{world.launcher} started this process, but mpi4py cannot load its library: {error}. Make the MPI whose "
+            "mpirun you use visible to the loader (LD_LIBRARY_PATH, a module), or use another launcher"
+        ) from None
+    comm = MPI.COMM_WORLD
+    if (comm.rank, comm.size) != (world.rank, world.size):
+        library = MPI.Get_library_version().split(",")[0].strip()
+        raise ConfigError(
+            f"{world.launcher} says rank {world.rank} of {world.size}, but MPI itself ({library}) rank {comm.rank} of "
+            f"{comm.size}: mpirun and the library that mpi4py loads belong to different MPIs, or the variables of another "
+            "launch have leaked in (check env | grep -E 'OMPI|PMI')"
+        )
+    listener, endpoints, token = None, list[Endpoint](), secrets.token_hex(16)
+    if world.rank == 0:
+        address = "127.0.0.1" if one_host else _bind_address(settings, "") if settings.interface else ""
+        listener = network.listen(network.candidates(token), address)
+        port = listener.getsockname()[1]
+        own = [each for each in network.addresses().values() if not each.startswith("127.")]
+        hosts = [address] if address else [*own, socket.gethostname()]
+        endpoints = [(host, port) for host in hosts]
+    endpoints, token = comm.bcast((endpoints, token) if world.rank == 0 else None)
+    return listener, endpoints, token
+
+
+def _register(store: "Store", me: RankInfo, world: World, seconds: float) -> tuple[RankInfo, ...]:
+    """Register this rank, and wait until rank 0 lists all ranks, or refuses the run."""
+    mine = json.dumps(asdict(me))
+    first = store.compare_set(f"hpclm/rank/{me.rank}", "", mine).decode()
+    if first != mine:
+        _refuse(store, ConfigError(f"two processes are rank {me.rank}: {_info(first)} and {me}; start each rank once"))
+    store.add(ARRIVED, 1)
+    if me.rank == 0:
+        _decide(store, me, world, seconds)
+    if not wait_until(lambda: store.check([RANKS]), seconds + LINGER, _pause(POLL, me.size)):
+        raise HpclmError(f"{me} got no answer from rank 0 within {seconds:g} s; see its output")
+    word = json.loads(store.get(RANKS))
+    if "refused" in word:
+        if me.rank == 0:
+            time.sleep(LINGER)  # the store ends with this process
+        raise (ConfigError if word["settings"] else HpclmError)(word["refused"])
+    ranks = roster(word)
+    if len(ranks) != me.size:
+        raise ConfigError(f"the processes disagree: {ranks[0]} is one of {len(ranks)}, {me} one of {me.size}")
+    return ranks
+
+
+def _decide(store: "Store", me: RankInfo, world: World, seconds: float) -> None:
+    """On rank 0: wait for all ranks, then start or refuse the run."""
+    wait_until(lambda: store.add(ARRIVED, 0) >= me.size or store.check([RANKS]), seconds, POLL / 5)
+    keys = [f"hpclm/rank/{rank}" for rank in range(me.size)]
+    missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+    if missing:
+        hosts = [f" ({host})" if (host := world.host_of(rank)) else "" for rank in missing]
+        named = ", ".join(f"rank {rank}{host}" for rank, host in zip(missing[:16], hosts, strict=False))
+        more = f" and {len(missing) - 16} more" * (len(missing) > 16)
+        _refuse(
+            store,
+            HpclmError(
+                f"{len(missing)} of {me.size} processes did not arrive within {seconds:g} s: {named}{more}; look at their "
+                "output, or raise cluster.start_seconds"
+            ),
+        )
+        return
+    found = [_info(text.decode()) for text in store.multi_get(keys)]
+    wrong = next(_contradictions(found), None)
+    if wrong:
+        _refuse(store, ConfigError(wrong))
+    else:
+        store.compare_set(RANKS, "", json.dumps({"ranks": _columns(found)}))
+
+
+def _columns(ranks: Sequence[RankInfo]) -> dict[str, tuple[list[Any], list[int]]]:
+    """Of each field the different values, and which of them each rank has: every rank reads this."""
+    found = {}
+    for name in (each.name for each in fields(RankInfo)):
+        values = [getattr(info, name) for info in ranks]
+        number = {value: i for i, value in enumerate(dict.fromkeys(values))}
+        found[name] = list(number), [number[value] for value in values]
+    return found
+
+
+def roster(word: Mapping[str, Any]) -> tuple[RankInfo, ...]:
+    """All ranks, of rank 0's answer."""
+    columns = ([different[i] for i in which] for different, which in word["ranks"].values())
+    return tuple(map(RankInfo, *columns))
+
+
+def _contradictions(found: Sequence[RankInfo]) -> Iterator[str]:
+    first = found[0]
+    for info in found:
+        if info.size != first.size:
+            yield f"the processes disagree: {first} is one of {first.size}, {info} one of {info.size}; start them together"
+        if info.version != first.version:
+            yield f"{first} runs hpclm {first.version}, {info} {info.version}; use one installation on all nodes"
+
+
+def _refuse(store: "Store", error: HpclmError) -> None:
+    """Publish that the run is refused; the first decision counts."""
+    store.compare_set(RANKS, "", json.dumps({"refused": str(error), "settings": isinstance(error, ConfigError)}))
+
+
+def _info(text: str) -> RankInfo:
+    known: dict[str, Any] = json.loads(text)
+    return RankInfo(**known)

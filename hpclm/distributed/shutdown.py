@@ -1,0 +1,114 @@
+"""How a rank exits after a failure of the run: the failure is logged once, its children are killed, and it exits."""
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NoReturn
+
+from hpclm import files
+from hpclm.distributed.rendezvous import RankInfo
+from hpclm.node import processes
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+log = logging.getLogger(__name__)
+LOGGED, READ = "hpclm/logged", "hpclm/read"
+LATEST = 3.0  # seconds until this process exits, even if a lock or a dead disk blocks it
+PATIENCE = 2.0  # seconds for rank 0 to write the cause into the log
+TAIL = 1 << 17  # bytes at the end of the log that are searched for the failure
+
+
+class Shutdown:
+    """Logs what ended the run, and ends this process; one of its threads does so."""
+
+    def __init__(self, me: RankInfo, ranks: Sequence[RankInfo], marker: Mapping[str, str] = MappingProxyType({})):
+        """``marker``: variables and values in the environment of everything that this launch has started."""
+        self.me, self.ranks, self.marker = me, ranks, marker
+        self.log: Path | None = None
+        """The run's log, once it exists; rank 0's handler writes there too."""
+        self.notify: Callable[[str], None] = lambda text: None
+        """Passes the cause on to people, within seconds."""
+        self._once = threading.Lock()
+
+    def claim(self) -> bool:
+        """Whether the calling thread is the one that ends this process."""
+        return self._once.acquire(blocking=False)
+
+    def log_failure(self, text: str, store: "Store | None" = None) -> None:
+        """Log ``text``; if rank 0 does not (it sets a key in ``store``), append it to the run's log too."""
+        if (
+            self.me.rank == 0 or self.log is not None
+        ):  # on other ranks without a log it would only be repeated on the console
+            log.error(text)
+        if self.me.rank == 0:
+            with suppress(RuntimeError):
+                if store is not None:
+                    store.set(LOGGED, "1")
+            self.notify(text)
+        elif not _is_logged(store):
+            with suppress(OSError):
+                if self.log is None:
+                    log.error(text)
+                elif _append_once(self.log, text):
+                    self.notify(text)
+
+    def wait_for_others(self, store: "Store | None") -> None:
+        """On rank 0, whose end closes the store: wait a moment until the others have read the failure."""
+        if self.me.rank == 0 and store is not None:
+            with suppress(RuntimeError):
+                processes.wait_until(lambda: store.add(READ, 0) >= len(self.ranks) - 1, PATIENCE)
+
+    def clean_up(self) -> None:
+        """Kill this rank's children, and orphans of killed ranks on this machine."""
+        processes.kill_children()
+        if self.marker:
+            processes.kill_strays(self.marker, [info.pid for info in self.ranks if info.machine == self.me.machine])
+
+    def exit_soon(self, code: int) -> None:
+        """Let the main thread exit, and exit with ``code`` if that takes long: a collective may hang."""
+        self.clean_up()
+        _exit_after(15.0, code)
+
+    def exit(self, text: str, code: int, store: "Store | None" = None) -> NoReturn:
+        """Log the cause and end this process with ``code``; the main thread may never return from where it is."""
+        _exit_after(LATEST, code)
+        self.clean_up()
+        if text:
+            self.log_failure(text, store)
+        self.wait_for_others(store)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _exit_after(seconds: float, code: int) -> None:
+    """End this process with ``code`` after ``seconds``."""
+    late = threading.Timer(seconds, os._exit, args=(code,))
+    late.daemon = True
+    late.start()
+
+
+def _is_logged(store: "Store | None") -> bool:
+    """Whether rank 0 has written the cause into the log."""
+    with suppress(RuntimeError):
+        return store is not None and processes.wait_until(lambda: store.check([LOGGED]), PATIENCE)
+    return False
+
+
+def _append_once(path: Path, text: str) -> bool:
+    """Append a line to the log, unless another rank did; whether this one did."""
+    told = text.encode(errors="backslashreplace")
+    handle = files.opened(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)
+    with files.locked(path), os.fdopen(handle, "ab+") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+        if told in file.read():
+            return False
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} E ".encode() + told + b"\n")
+    return True

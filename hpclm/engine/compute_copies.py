@@ -1,0 +1,105 @@
+"""The weights of linear layers and norms in the compute type, cast once a step from the fp32 weights of the optimizer.
+
+A forward pass then casts no weights. Each gradient arrives in the compute type, is added to the fp32 gradient in place, and is
+freed: there is no fp32 copy of the gradient of a micro-batch. The sums are those of casting in every forward pass, bit for bit.
+
+On GPUs the backward pass adds the gradients of matrices and tables to the fp32 ones itself (hpclm.parallel.main_gradients). They
+are then never rounded to the compute type.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hpclm.config import RunConfig
+from hpclm.config.model import BLOCKS
+from hpclm.model.init import TensorParallelModule
+from hpclm.model.layers import ColumnLinear, Norm, RowLinear, VocabParallelEmbedding
+from hpclm.model.stack import Stack
+
+
+class ComputeCopies:
+    """The copies in the model, and the fp32 weights that they are made from."""
+
+    def __init__(self, model: Stack, in_place: bool = False):
+        """``in_place``: the backward pass adds the gradients of matrices and tables to the fp32 ones."""
+        self._added: dict[nn.Parameter, TensorParallelModule] = {}
+        """The module of each copy whose gradient the backward pass adds in place."""
+        self.masters: dict[nn.Parameter, nn.Parameter] = {}
+        """The fp32 weight of each parameter of the model that is a copy."""
+        self._tables: list[VocabParallelEmbedding] = []
+        if model.dtype == torch.float32:
+            return
+        for module in model.modules():
+            if isinstance(module, VocabParallelEmbedding) and not in_place:
+                module.rows = module.weight.detach().to(model.dtype)
+                self._tables.append(module)
+            elif isinstance(module, ColumnLinear | RowLinear | Norm | VocabParallelEmbedding):
+                for name, weight in _castable(module):
+                    copy = nn.Parameter(weight.detach().to(model.dtype))
+                    setattr(module, name, copy)
+                    self.masters[copy] = weight
+                    copy.register_post_accumulate_grad_hook(self._collect)
+                    if in_place and weight.ndim == 2:
+                        self._added[copy] = module
+
+    def attach(self) -> None:
+        """Tell the modules where the fp32 gradients are, which the engine has placed or which are allocated now."""
+        for copy, module in self._added.items():
+            master = self.masters[copy]
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+            module.main_grad = master.grad.data  # counts its changes apart from other views of a bucket
+
+    def master(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What the optimizer updates for a parameter of the model."""
+        return self.masters.get(parameter, parameter)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Cast the fp32 weights again, after they have changed."""
+        _cast([*self.masters.items(), *self._rows()])
+
+    @torch.no_grad()
+    def refresh_tables(self) -> None:
+        """Cast only the tables, whose fp32 weights the model computes with too."""
+        _cast(list(self._rows()))
+
+    def _rows(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return ((table.rows, table.weight) for table in self._tables if table.rows is not None)
+
+    def _collect(self, copy: Tensor) -> None:
+        """Add the gradient of one backward pass to the fp32 gradient, unless the backward pass has."""
+        if copy in self._added:
+            copy.grad = None
+            return
+        master = self.masters[copy]  # type: ignore[index]
+        if master.grad is None:
+            master.grad = torch.zeros_like(master)
+        master.grad.add_(copy.grad)  # type: ignore[arg-type]
+        copy.grad = None
+
+
+def adds_in_place(config: RunConfig, device: torch.device) -> bool:
+    """Whether backward passes add gradients to the fp32 ones: on GPUs, in blocks of our own. On CPUs, which multiply no two
+    bf16 matrices into an fp32 one, gradients stay what they were.
+
+    Offloading would move the fp32 gradients with the activations, since the forward pass saves both.
+    """
+    engine = config.engine
+    return device.type == "cuda" and config.model.block in BLOCKS and not (engine.anomaly or engine.offload_activations)
+
+
+def _cast(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy the second tensor of each pair into the first."""
+    if pairs:
+        copies, weights = zip(*pairs, strict=True)
+        torch._foreach_copy_([copy.detach() for copy in copies], [weight.detach() for weight in weights])
+
+
+def _castable(module: TensorParallelModule) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters to copy: all but those whose gradients tensor-parallel ranks sum in every backward pass, in fp32."""
+    for name, weight in list(module.named_parameters(recurse=False)):
+        if module.tp.size == 1 or module.sums_later or module.placements[name].dim is not None:
+            yield name, weight

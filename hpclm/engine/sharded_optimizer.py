@@ -1,0 +1,188 @@
+"""Plain PyTorch with the optimizer sharded over the replicas (ZeRO stage 1; Rajbhandari et al. 2020).
+
+Every replica computes with all weights and accumulates all gradients. It keeps Adam's moments, and in bf16 and fp16 the fp32
+weights, only for its shard: an equal run of values of each bucket. After the update the replicas all-gather the weights, or
+their copies in the compute type. With parallel.shard this happens in groups of replicas, between which the sums of gradients are
+all-reduced.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hpclm.config import RunConfig
+from hpclm.engine.base import BaseEngine
+from hpclm.engine.compute_copies import ComputeCopies, adds_in_place
+from hpclm.engine.gradient_buckets import Bucket, GradientBuckets, groups, megabytes
+from hpclm.engine.native import NativeEngine, native_model
+from hpclm.engine.sharded_parameter import ShardedParameter
+from hpclm.engine.step import gradient_norm
+from hpclm.parallel.collectives import gather_into, scatter_into
+from hpclm.parallel.mesh import Axis, Mesh
+
+ALIGN = 64  # values; then CPU kernels use the same vector instructions for a value as without sharding
+
+
+def build(config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> BaseEngine:
+    """The engine named native; with one replica there is nothing to shard."""
+    sharded = config.engine.zero_stage == 1 and mesh.dp.size > 1
+    return (ShardedOptimizerEngine if sharded else NativeEngine)(config, mesh, device, dtype)
+
+
+def scatters(device: torch.device) -> bool:
+    """Whether gradients are reduce-scattered on this device. On CPUs they are all-reduced, which costs gloo the same: the norm
+    is then computed in the same order as without sharding, and results do not differ by a bit."""
+    return device.type == "cuda"
+
+
+class ShardedOptimizerEngine(BaseEngine):
+    """The engine named native with engine.zero_stage=1."""
+
+    def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
+        model = native_model(config, mesh, device, dtype)
+        self.copies = ComputeCopies(model, adds_in_place(config, device))
+        self.scatter = scatters(device)
+        found = [(name, p, self.copies.master(p)) for name, p in model.weights()]
+        leaves = {master: p for _, p, master in found}
+        kinds = [
+            [m for m, p in leaves.items() if p.dtype == kind]
+            for kind in dict.fromkeys(p.dtype for p in leaves.values())
+        ]
+        size = megabytes(config.engine.bucket_mb, sum(p.numel() for p in leaves), mesh, device)
+        self.buckets = [
+            ShardedBucket([(m, leaves[m]) for m in group], mesh.shard) for kind in kinds for group in groups(kind, size)
+        ]
+        runs = {p: (begin, own) for bucket in self.buckets for p, begin, own in bucket.runs()}
+        self.whole = [ShardedParameter(name, master, model.placements[name]) for name, _, master in found]
+        weights = [
+            ShardedParameter(name, runs[master][1], model.placements[name], runs[master][0], copies=mesh.replicate)
+            for name, _, master in found
+        ]
+        super().__init__(config, mesh, device, model, weights)
+        reduced = dtype if config.engine.gradients == "compute" else torch.float32
+        self.gradients = ShardedBuckets(self.buckets, leaves, mesh, reduced, self.scatter)
+        self.copies.attach()
+
+    def no_sync(self) -> AbstractContextManager:
+        """Inside this context, backward passes accumulate gradients locally."""
+        return self.gradients.no_sync()
+
+    def finish_backward(self) -> None:
+        """Wait until the gradients are reduced."""
+        self.gradients.finish()
+
+    def gradient_norm(self) -> Tensor:
+        """Global norm of the gradients: of all of them where they are all here, else summed over the replicas' shards."""
+        if self.scatter or self.summed_later:
+            return gradient_norm(self.weights, self.mesh, sharded=True)
+        return gradient_norm(self.whole, self.mesh, sharded=False)
+
+    def zero_grad(self) -> None:
+        """Zero the gradients in place."""
+        self.gradients.zero()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """All-gather the weights."""
+        pending = [bucket.gather() for bucket in self.buckets]
+        for work in pending:
+            work.wait()
+        self.copies.refresh_tables()
+
+
+class ShardedBucket(Bucket):
+    """A bucket of gradients, the weights in the same layout, and the fp32 weights of this replica's shard."""
+
+    def __init__(self, parameters: Sequence[tuple[nn.Parameter, nn.Parameter]], axis: Axis):
+        """``parameters``: each parameter with an fp32 gradient, and the one that the model computes with: itself or a copy."""
+        sizes = [aligned(p.numel(), ALIGN) for p, _ in parameters]
+        self.axis = axis
+        self.starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        share = aligned(sum(sizes), ALIGN * axis.size) // axis.size
+        self.begin, self.end = axis.rank * share, (axis.rank + 1) * share
+        super().__init__([p for p, _ in parameters], share * axis.size)
+        self.weights = self.buffer.new_zeros(len(self.buffer), dtype=parameters[0][1].dtype)
+        self.masters = self.weights[self.begin : self.end]
+        if self.weights.dtype != torch.float32:
+            self.masters = self.buffer.new_zeros(share)
+        self._adopt(parameters)
+
+    def views(self) -> Iterator[Tensor]:
+        """The gradient of each parameter, as a view of the buffer."""
+        return (self.view(self.buffer, p, start) for p, start in zip(self.parameters, self.starts, strict=True))
+
+    @staticmethod
+    def view(buffer: Tensor, parameter: nn.Parameter, start: int) -> Tensor:
+        """The part of a flat buffer that belongs to a parameter, in its shape."""
+        return buffer[start : start + parameter.numel()].view(parameter.shape)
+
+    def runs(self) -> Iterator[tuple[nn.Parameter, int, nn.Parameter]]:
+        """Of each parameter: where the run of its values in this replica's shard begins, and that run, perhaps empty, as a
+        parameter of the optimizer."""
+        for parameter, start in zip(self.parameters, self.starts, strict=True):
+            low = min(max(start, self.begin), start + parameter.numel())
+            high = max(low, min(start + parameter.numel(), self.end))
+            at = min(max(low - self.begin, 0), len(self.masters))
+            own = nn.Parameter(self.masters[at : at + high - low])
+            own.grad = self.buffer[low:high]
+            yield parameter, low - start, own
+
+    def gather(self) -> Any:
+        """Start to all-gather the weights from the replicas' shards; the work to wait for."""
+        own = self.weights[self.begin : self.end]
+        if self.masters.dtype != own.dtype:
+            own.copy_(self.masters)
+        return gather_into(self.weights, own, group=self.axis.group, async_op=True)
+
+    @torch.no_grad()
+    def _adopt(self, parameters: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
+        """Move the weights into the flat buffers, and free the fp32 weights of other shards."""
+        for (parameter, used), start in zip(parameters, self.starts, strict=True):
+            view = self.view(self.weights, parameter, start)
+            view.copy_(used)
+            if used is not parameter:
+                low, high = max(start, self.begin), min(start + parameter.numel(), self.end)
+                if low < high:
+                    self.masters[low - self.begin : high - self.begin] = parameter.view(-1)[low - start : high - start]
+                parameter.data = parameter.new_zeros(1).expand(
+                    parameter.shape
+                )  # it only names its gradient from now on
+            used.data = view
+
+
+class ShardedBuckets(GradientBuckets):
+    """Buckets that are reduce-scattered, so that each replica gets the sums of its shard only."""
+
+    def __init__(
+        self,
+        buckets: Sequence[ShardedBucket],
+        leaves: Mapping[nn.Parameter, nn.Parameter],
+        mesh: Mesh,
+        dtype: torch.dtype,
+        scatter: bool,
+    ):
+        super().__init__(buckets, leaves, mesh.dp, dtype)
+        self.mesh, self.scatter = mesh, scatter
+        self._stream = torch.cuda.Stream() if mesh.replicate.size > 1 and buckets[0].buffer.is_cuda else None
+        """Waits for the sums of a group before they are sent to the others, so that the backward pass does not; None on CPUs."""
+
+    def _reduce(self, bucket: Bucket) -> None:
+        if not self.scatter or not isinstance(bucket, ShardedBucket):
+            super()._reduce(bucket)
+            return
+        bucket.sent = bucket.buffer.to(self.dtype)
+        own = bucket.sent[bucket.begin : bucket.end]
+        bucket.work = scatter_into(own, bucket.sent, group=self.mesh.shard.group, async_op=True)
+        if self.mesh.replicate.size > 1:
+            with torch.cuda.stream(self._stream):
+                bucket.work.wait()
+                bucket.work = dist.all_reduce(own, group=self.mesh.replicate.group, async_op=True)
+
+
+def aligned(count: int, unit: int) -> int:
+    """``count`` rounded up to a multiple of ``unit``."""
+    return -(-count // unit) * unit

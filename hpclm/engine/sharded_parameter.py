@@ -1,0 +1,83 @@
+"""The weights as an optimizer sees them: which values of each logical tensor this process holds."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor, nn
+
+from hpclm.parallel.mesh import ALONE, Axis
+from hpclm.parallel.placement import Placement
+
+
+@dataclass(frozen=True)
+class ShardedParameter:
+    """One weight as the optimizer sees it: a run of values of this process's tensor-parallel slice, flattened."""
+
+    name: str
+    """Logical name."""
+    parameter: nn.Parameter
+    """What the optimizer updates: the whole slice, or the part of it that this process keeps."""
+    placement: Placement
+    begin: int = 0
+    """Index in the flattened slice of the first value that this process holds."""
+    values: int | None = None
+    """How many it holds; None: all of ``parameter``, which has no padding then."""
+    copies: Axis = ALONE
+    """The ranks of the data axis that hold the same values; they share the work of saving and loading them."""
+    duplicate: bool = False
+    """Whether another pipeline stage holds it too, and that stage saves and counts it."""
+
+    @property
+    def count(self) -> int:
+        """How many values this process holds."""
+        return self.parameter.numel() if self.values is None else self.values
+
+
+def blocks(weight: ShardedParameter, begin: int, run: Tensor, tp: Axis) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """The blocks of the whole weight that ``run``, flattened values of the slice from ``begin`` on, consists of: the offset of each in the
+    whole weight, and a view of it."""
+    placement = weight.placement
+    dim, used = placement.dim, 0
+    for start, size in rectangles(placement.local(tp), begin, begin + run.numel()):
+        block = run[used : used + prod(size)].view(size)
+        used += block.numel()
+        if dim is None:
+            yield start, block
+            continue
+        for piece in placement.pieces(tp):
+            low, high = max(start[dim], piece.offset), min(start[dim] + size[dim], piece.offset + piece.size[dim])
+            if low < high:
+                whole = (*start[:dim], piece.start[dim] + low - piece.offset, *start[dim + 1 :])
+                yield whole, block.narrow(dim, low - start[dim], high - low)
+
+
+def rectangles(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Start and size of the blocks that the values ``begin`` to ``end`` of a flattened tensor of ``shape`` consist of, in order:
+    the rest of a row, whole rows, and the beginning of a row."""
+    if len(shape) <= 1:
+        if begin < end:
+            yield (begin,) * len(shape), (end - begin,) * len(shape)
+        return
+    row = prod(shape[1:])
+    while begin < end:
+        first, rows = begin // row, (end - begin) // row
+        if begin % row == 0 and rows:
+            yield (first, *[0] * (len(shape) - 1)), (rows, *shape[1:])
+            begin += rows * row
+            continue
+        until = min(end, (first + 1) * row)
+        for start, size in rectangles(shape[1:], begin - first * row, until - first * row):
+            yield (first, *start), (1, *size)
+        begin = until
+
+
+def decay_groups(
+    weights: Iterable[ShardedParameter], everything: bool
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Parameters with weight decay, and those without: ``everything`` decays, or only matrices."""
+    yes: list[nn.Parameter] = []
+    no: list[nn.Parameter] = []
+    for weight in weights:
+        (yes if everything or len(weight.placement.shape) >= 2 else no).append(weight.parameter)
+    return yes, no

@@ -1,0 +1,51 @@
+"""Optional libraries: the extra of the package that installs each, and the error for one that is missing."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import util
+
+from hpclm.errors import ConfigError
+
+EXTRAS = {
+    "deepspeed": "deepspeed",
+    "fairscale": "fairscale",
+    "mpi4py": "mpi",
+    "matplotlib": "plots",
+    "safetensors": "convert",
+    "transformers": "convert",
+    "sentencepiece": "text",
+    "sentencex": "text",
+    "zstandard": "text",
+    "gigatoken": "text",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
+    "lm_eval": "lm-eval",
+}
+"""Library -> extra; setup.cfg has the versions."""
+
+
+def install(library: str) -> str:
+    """The command that installs ``library``."""
+    return f"pip install 'hpclm[{EXTRAS[library]}]'"
+
+
+def missing(what: str, library: str) -> str | None:
+    """The message that ``what`` needs ``library``, or None if it is installed; imports nothing."""
+    return None if util.find_spec(library) else _message(what, library)
+
+
+@contextmanager
+def needed_for(what: str) -> Iterator[None]:
+    """ConfigError that ``what`` needs an optional library if one that the block imports is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        library = error.name or ""
+        if library not in EXTRAS:
+            raise
+        raise ConfigError(_message(what, library)) from None
+
+
+def _message(what: str, library: str) -> str:
+    return f"{what} needs {library}, which is not installed: {install(library)}"

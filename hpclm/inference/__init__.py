@@ -1,0 +1,1 @@
+"""What a trained model is used for: text that it continues, and how well it predicts other text."""

@@ -1,0 +1,108 @@
+"""Continue text with a run's model: prompts to ids, ids to text, and where a continuation ends."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from hpclm.checkpoint import inference
+from hpclm.config.checks import Checked
+from hpclm.data import tokenizers
+from hpclm.errors import ConfigError
+from hpclm.inference.generation import continue_all
+from hpclm.inference.sampling import Sampling
+from hpclm.node import hardware
+
+SPARE = 8  # tokens beyond the longest stop string that are decoded to look for it
+Streamed = Callable[[int, str], None]
+"""Called with a prompt's number and its continuation so far."""
+
+
+@dataclass(frozen=True)
+class Limits(Checked):
+    """Where a continuation ends, besides the end of the document."""
+
+    tokens: int = 100
+    """New tokens at most."""
+    stop: tuple[str, ...] = ()
+    """Texts that end it; they are not part of it."""
+
+    def problems(self) -> Iterator[str]:
+        """What cannot work."""
+        if self.tokens < 1:
+            yield f"--tokens {self.tokens} must be at least 1"
+        if not all(self.stop):
+            yield "--stop is empty; give the text to stop at"
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a model made of a prompt."""
+
+    prompt: str
+    text: str
+    """The continuation, without the prompt."""
+    tokens: int
+    finish: Literal["end", "stop", "length"]
+    """What ended it: the end of the document, a stop string, or the number of tokens."""
+
+
+class Completer:
+    """A run's newest checkpoint and its tokenizer."""
+
+    def __init__(self, run: Path, overrides: list[str]):
+        config = inference.settings(run, overrides)
+        self.tokenizer = tokenizers.of_run(config.data)
+        self.vocabulary = config.model.vocab_size
+        device = hardware.device(config.engine, 0)
+        dtype = hardware.compute_type(config.engine, device)
+        hardware.set_matmul(config.engine, device)
+        model, _ = inference.load_model(run, config, self.tokenizer.fingerprint, device, dtype)
+        self.model = model.to(dtype)  # layers would cast their weights for every token
+
+    def ids(self, prompt: str) -> list[int]:
+        """The tokens to continue; ConfigError where the model cannot read them."""
+        ids = list(self.tokenizer.encode(prompt))
+        eod = self.tokenizer.eod
+        while ids and ids[-1] == eod:  # some tokenizers end every text; a prompt has not ended
+            ids.pop()
+        ids = ids or ([] if eod is None else [eod])
+        if not ids:
+            raise ConfigError("the prompt is empty, and the tokenizer has no end-of-document token to start from")
+        if max(ids) >= self.vocabulary:
+            raise ConfigError(f"the tokenizer gives id {max(ids)}, but the run's model.vocab_size is {self.vocabulary}")
+        return ids
+
+    def complete(
+        self, prompts: Sequence[str], limits: Limits, sampling: Sampling, streamed: Streamed | None = None
+    ) -> list[Completion]:
+        """Continue a batch of prompts."""
+        starts = [self.ids(prompt) for prompt in prompts]
+        finishes: list[Literal["end", "stop", "length"]] = ["length"] * len(prompts)
+
+        def ended(number: int, new: list[int]) -> bool:
+            if new[-1] == self.tokenizer.eod:
+                finishes[number] = "end"
+            elif limits.stop and self._stops(starts[number], new, limits.stop):
+                finishes[number] = "stop"
+            elif streamed:
+                streamed(number, self._text(starts[number], new))
+            return finishes[number] != "length"
+
+        found = continue_all(self.model, starts, limits.tokens, self.tokenizer.size, sampling, ended)
+        completions = []
+        for prompt, ids, new, finish in zip(prompts, starts, found, finishes, strict=True):
+            text = self._text(ids, new[:-1] if finish == "end" else new)
+            cut = min([at for stop in limits.stop if (at := text.find(stop)) >= 0], default=len(text))
+            completions.append(Completion(prompt, text[:cut], len(new), finish))
+        return completions
+
+    def _text(self, ids: list[int], new: list[int]) -> str:
+        """The text of ``new`` after ``ids``; decoded together, or the space between the two is lost."""
+        return self.tokenizer.decode(ids + new)[len(self.tokenizer.decode(ids)) :]
+
+    def _stops(self, ids: list[int], new: list[int], stop: tuple[str, ...]) -> bool:
+        """Whether the end of ``new`` has a stop string; only the tokens that could hold it are decoded."""
+        tail = max(len(each.encode()) for each in stop) + SPARE
+        text = self._text(ids, new) if len(new) <= tail else self.tokenizer.decode(new[-tail:])
+        return any(each in text for each in stop) and any(each in self._text(ids, new) for each in stop)

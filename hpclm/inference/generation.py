@@ -1,0 +1,106 @@
+"""Continue token sequences with a model, several at a time."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hpclm.config.model import BLOCKS
+from hpclm.inference.sampling import Sampler, Sampling, choose
+from hpclm.model.cache import KeyValueCache
+from hpclm.model.stack import Stack
+
+MANY = 16  # new tokens from which a transposed copy of the output weights is worth making
+
+Ended = Callable[[int, list[int]], bool]
+"""Called with a sequence's number and its new tokens after each of them: whether it ends here."""
+
+
+def window_start(length: int, context: int) -> int:
+    """The first of ``length`` tokens that the model sees when it predicts the next one.
+
+    Beyond the context the window moves in strides of a quarter of it, so that the cache is rebuilt only once a stride.
+    """
+    stride = max(1, context // 4)
+    return -(-max(0, length - context) // stride) * stride
+
+
+@torch.inference_mode()
+def continue_all(
+    model: Stack, prompts: Sequence[list[int]], most: int, vocabulary: int, sampling: Sampling, ended: Ended
+) -> list[list[int]]:
+    """Up to ``most`` new tokens, each below ``vocabulary``, for every prompt of a batch; prompts must not be empty.
+
+    What a sequence becomes does not depend on the others, but for rounding.
+    """
+    batch = Batch(model, prompts, most, vocabulary)
+    samplers = [Sampler(sampling, sampling.first + number) for number in range(len(prompts))]
+    new: list[list[int]] = [[] for _ in prompts]
+    for _ in range(most):
+        tokens = choose(batch.logits(), [samplers[number] for number in batch.live])
+        going = []
+        for row, (number, token) in enumerate(zip(batch.live, tokens, strict=True)):
+            new[number].append(token)
+            if not ended(number, new[number]):
+                going.append(row)
+        batch.advance(tokens, going)
+        if not batch.live:
+            break
+    return new
+
+
+class Batch:
+    """Sequences that are continued together, and the cache of their keys and values."""
+
+    def __init__(self, model: Stack, prompts: Sequence[list[int]], most: int, vocabulary: int):
+        self.model, self.context, self.most = model, model.config.context, most
+        self.vocabulary = min(vocabulary, model.config.vocab_size)
+        self.ids = [list(prompt) for prompt in prompts]
+        self.live = list(range(len(prompts)))
+        """Numbers of the sequences that go on; the rows of the batch."""
+        self.device = next(model.parameters()).device
+        # what a person's own block keeps of earlier tokens is not known
+        self.cached = model.config.block in BLOCKS
+        self._cache: KeyValueCache | None = None
+        self._starts: list[int] = []
+        self._output: Tensor | None = None  # [C, V], which CPUs multiply a few rows with in half the time
+
+    def logits(self) -> Tensor:
+        """[rows, V] logits of each sequence's next token."""
+        starts = [window_start(len(self.ids[number]), self.context) for number in self.live]
+        if not self.cached:
+            windows = [self.ids[number][start:] for number, start in zip(self.live, starts, strict=True)]
+            return torch.cat([self._last(torch.tensor([window], device=self.device)) for window in windows])
+        if self._cache is not None and starts == self._starts and self._cache.used < self._cache.room:
+            last = torch.tensor([self.ids[number][-1:] for number in self.live], device=self.device)
+            return self._last(last, self._cache)
+        self._starts = starts
+        return self._begin([self.ids[number][start:] for number, start in zip(self.live, starts, strict=True)])
+
+    def advance(self, tokens: Sequence[int], going: Sequence[int]) -> None:
+        """Append a token to each row's sequence, and go on with the rows ``going``."""
+        for number, token in zip(self.live, tokens, strict=True):
+            self.ids[number].append(token)
+        if len(going) < len(self.live):
+            self.live = [self.live[row] for row in going]
+            self._starts = [self._starts[row] for row in going] if self._starts else []
+            if self._cache is not None and going:
+                self._cache.keep(going)
+
+    def _begin(self, windows: list[list[int]]) -> Tensor:
+        """Fill a new cache with the windows, padded on the left."""
+        lengths = [len(window) for window in windows]
+        longest = max(lengths)
+        room = min(self.context, longest + self.most)
+        self._cache = KeyValueCache(self.model.config, lengths, room, self.model.dtype, self.device)
+        padded = [[0] * (longest - len(window)) + window for window in windows]
+        return self._last(torch.tensor(padded, device=self.device), self._cache)
+
+    def _last(self, ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """[rows, V] logits after the last of [rows, T] ids."""
+        head = self.model(ids, cache=cache)
+        if self.device.type == "cpu" and self.most >= MANY:
+            if self._output is None:
+                self._output = head.weight[: self.vocabulary].to(head.hidden.dtype).t().contiguous()
+            return head.hidden[-1] @ self._output
+        return head._replace(hidden=head.hidden[-1:], vocab_size=self.vocabulary).logits()[:, 0]

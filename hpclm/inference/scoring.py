@@ -1,0 +1,163 @@
+"""How well a model predicts given text or a given dataset: loss, perplexity, bits per byte.
+
+Every document begins with the end-of-document token, which is not scored, where the tokenizer has one. A document longer than
+the context is read in windows; each token is scored once.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from hpclm import files
+from hpclm.checkpoint import Progress
+from hpclm.data.batches import Batch
+from hpclm.data.disk.indexed import IndexedDataset
+from hpclm.data.tokenizers import Tokenizer
+from hpclm.engine.step import mean_loss
+from hpclm.errors import ConfigError
+from hpclm.model.stack import Stack
+from hpclm.parallel.mesh import ALONE
+
+LARGEST = 1 << 32  # bytes of a text
+
+
+@dataclass(frozen=True)
+class Document:
+    """Tokens to score, and the bytes of the text that they stand for; None where that is not known."""
+
+    ids: Sequence[int]
+    bytes: int | None
+
+
+@dataclass
+class Score:
+    """What was scored so far."""
+
+    documents: int = 0
+    tokens: int = 0
+    bytes: int | None = 0
+    nats: float = field(default=0.0)
+
+    def result(self, progress: Progress) -> dict[str, float | int]:
+        """The figures to print."""
+        mean = self.nats / max(1, self.tokens)
+        found: dict[str, float | int] = {"loss": mean, "perplexity": perplexity(mean)}
+        if self.bytes:
+            found["bits_per_byte"] = self.nats / math.log(2) / self.bytes
+            found["bytes"] = self.bytes
+        return {**found, "tokens": self.tokens, "documents": self.documents, "step": progress.step}
+
+
+def perplexity(mean: float) -> float:
+    """Of a mean loss in nats; at most exp(20), and NaN where the loss is."""
+    return math.nan if math.isnan(mean) else math.exp(min(20.0, mean))
+
+
+class Ticks(Protocol):
+    """A progress bar."""
+
+    def update(self, n: float) -> object:
+        """So many more tokens are done."""
+        ...
+
+
+def of_text(path: str, text: str, tokenizer: Tokenizer) -> Iterator[Document]:
+    """The documents of a text: one, or in a .jsonl file one in the "text" of each line."""
+    for number, document in enumerate(_lines(path, text), 1):
+        ids = list(tokenizer.encode(document))
+        while ids and ids[-1] == tokenizer.eod:
+            ids.pop()
+        if not ids and document:
+            raise ConfigError(f"{path}: the tokenizer makes no tokens of document {number}")
+        yield Document(ids, len(document.encode()))
+
+
+def _lines(path: str, text: str) -> Iterator[str]:
+    if not path.endswith(".jsonl"):
+        yield text
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                document = json.loads(line)["text"]
+            except (ValueError, KeyError, TypeError, RecursionError):
+                document = None
+            if not isinstance(document, str):
+                raise ConfigError(f'{path}, line {number} must be a JSON object with a document as "text"')
+            yield document
+
+
+def text_of(path: str) -> str:
+    """The text of a file; ConfigError where it is none."""
+    try:
+        return files.read_text(path, LARGEST)
+    except UnicodeError:
+        raise ConfigError(f"{path} is not UTF-8 text") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+
+
+def of_dataset(prefix: Path, tokenizer: Tokenizer | None) -> Iterator[Document]:
+    """The sequences of a dataset; their bytes where ``tokenizer``, with which it was made, is known."""
+    dataset = IndexedDataset(prefix)
+    for number in range(len(dataset)):
+        ids = dataset.tokens(number).tolist()
+        size = None
+        if tokenizer is not None:
+            text = [token for token in ids if token != tokenizer.eod]
+            size = len(tokenizer.decode(text).encode(errors="surrogatepass"))
+        yield Document(ids, size)
+
+
+def score(
+    model: Stack, documents: Iterable[Document], eod: int | None, size: int, most: int | None, bar: Ticks
+) -> Score:
+    """Score documents, ``size`` windows at a time, until ``most`` tokens are."""
+    found = Score()
+    device, context = next(model.parameters()).device, model.config.context
+    waiting: list[list[int]] = []
+
+    def flush() -> None:
+        batch = _batch(waiting, device)
+        count = sum(len(window) - 1 for window in waiting)
+        found.nats += mean_loss(model, [batch], device, ALONE) * count
+        found.tokens += count
+        waiting.clear()
+        bar.update(count)
+
+    for document in documents:
+        if most is not None and found.tokens + sum(len(window) - 1 for window in waiting) >= most:
+            break
+        _check(document.ids, model.config.vocab_size)
+        found.documents += 1
+        ids = list(document.ids) if eod is None else [eod, *document.ids]
+        found.bytes = None if found.bytes is None or document.bytes is None else found.bytes + document.bytes
+        for begin in range(0, len(ids) - 1, context):
+            waiting.append(ids[begin : begin + context + 1])
+            if len(waiting) == size:
+                flush()
+    if waiting:
+        flush()
+    if not found.tokens:
+        raise ConfigError("there is nothing to score: no document has a token that follows another")
+    return found
+
+
+def _batch(windows: Sequence[Sequence[int]], device: torch.device) -> Batch:
+    """Windows of tokens, each with the label of its last one, padded on the right."""
+    width = max(map(len, windows))
+    rows = torch.tensor([[*window, *[0] * (width - len(window))] for window in windows])
+    lengths = torch.tensor([len(window) - 1 for window in windows])
+    mask = torch.arange(width - 1) < lengths[:, None]
+    rows, mask = rows.to(device), mask.to(device)
+    return Batch(rows[:, :-1], rows[:, 1:], mask, None, None)
+
+
+def _check(ids: Sequence[int], vocabulary: int) -> None:
+    if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+        raise ConfigError(f"a document holds token {max(ids)}, outside the run's model.vocab_size={vocabulary}")

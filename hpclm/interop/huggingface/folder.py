@@ -1,0 +1,154 @@
+"""Export a run to a Hugging Face folder, and import such a folder as a run."""
+
+import json
+import logging
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from hpclm.checkpoint.tensors import Tensors
+from hpclm.config import ModelConfig
+from hpclm.config.reading import json_object
+from hpclm.data.tokenizers import Tokenizer
+from hpclm.errors import ConfigError
+from hpclm.interop import run
+from hpclm.interop.huggingface import card, families, own, special, tokenizer
+from hpclm.interop.huggingface.family import Family
+from hpclm.interop.huggingface.shards import Reader, Writer
+from hpclm.interop.rules import Rule, check_names
+from hpclm.interop.run import Found, fresh
+
+log = logging.getLogger(__name__)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def export_run(
+    found: Found, target: Path, dtype: str = "fp32", limit: float = math.inf, allow_nan: bool = False
+) -> str:
+    """Export to ``target``, with weights of ``dtype`` in files of at most ``limit`` bytes; the class in transformers.
+
+    ConfigError if the network has no Hugging Face form, or a weight is too large for fp16, or not finite without ``allow_nan``.
+    """
+    config = found.config.model
+    family = families.of_network(config)
+    rules = list(family.rules(config))
+    words = tokenizer.of_run(found.config.data)
+    with fresh(target) as staging_dir:
+        with Tensors(found.folder, found.manifest) as saved:
+            there = [name.removeprefix("model.") for name in saved.shapes() if name.startswith("model.")]
+            check_names([rule.ours for rule in rules], there, str(found.folder))
+            writer = Writer(staging_dir, limit)
+            with tqdm(rules, unit="weight", disable=None) as bar:
+                for rule in bar:
+                    whole = saved.whole(f"model.{rule.ours}")
+                    if not allow_nan and not whole.isfinite().all():
+                        raise ConfigError(
+                            f"{found.folder}: model.{rule.ours} has values that are not finite; export another checkpoint (hpclm "
+                            "checkpoints shows which are healthy), or give --allow-nan"
+                        )
+                    _add(writer, rule, whole, DTYPES[dtype])
+            writer.finish()
+        paths = tokenizer.paths(found.config.data)
+        known = special.of_run(found.run, paths)
+        ids = special.ids(known, _end(found, words))
+        if family is own.FAMILY:
+            shutil.copyfile(own.CODE, staging_dir / own.CODE.name)
+            log.warning(
+                "no class of transformers supports this network (%s); %s is written next to the weights: load them with trust_remote_code=True",
+                families.why_own(config),
+                own.CODE.name,
+            )
+        _write(staging_dir / "config.json", config_json(config, ids, dtype))
+        _write(staging_dir / "generation_config.json", ids)
+        if words is not None:
+            tokenizer.write(staging_dir, words, paths, config.context, known)
+        has_tokenizer = (staging_dir / "tokenizer_config.json").is_file()
+        text = card.written(found, target.name, family.architecture, family is own.FAMILY, has_tokenizer)
+        (staging_dir / "README.md").write_text(text, encoding="utf-8")
+    return family.architecture
+
+
+def config_json(config: ModelConfig, ids: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The folder's config.json; ``ids``: of special tokens."""
+    family = families.of_network(config)
+    kind = str(DTYPES[dtype]).removeprefix("torch.")
+    return {"architectures": [family.architecture], **family.described(config)} | dict(
+        vocab_size=config.vocab_size,
+        tie_word_embeddings=config.tied,
+        initializer_range=config.init_std,
+        torch_dtype=kind,
+        **ids,
+    )
+
+
+def _end(found: Found, words: Tokenizer | None) -> int | None:
+    """Id of the end-of-document token, from the run's tokenizer, or from the checkpoint if its files are missing."""
+    if words is not None:
+        return words.eod
+    noted = found.manifest.fingerprint.get("data", {}).get("tokenizer") or {}
+    return special.first(noted.get("eod"))
+
+
+def _add(writer: Writer, rule: Rule, whole: Tensor, dtype: torch.dtype) -> None:
+    for name, piece in zip(rule.theirs, rule.split(whole), strict=True):
+        cast = piece.to(dtype)
+        if not cast.isfinite().all() and piece.isfinite().all():
+            raise ConfigError(
+                f"{name} has values up to {piece.abs().max():.3g}, which fp16 cannot represent; use --dtype bf16"
+            )
+        writer.add(name, cast)
+
+
+def _write(path: Path, tree: dict[str, Any]) -> None:
+    path.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+
+
+class Prefixed:
+    """The tensors of a folder, named as in the model with its head even if the bare model was saved."""
+
+    def __init__(self, reader: Reader, family: Family, config: ModelConfig):
+        there = {name for name in reader.names() if not name.endswith(family.buffers or ("\0",))}
+        bare = not any(name.startswith(family.prefix) for name in there)
+        self._reader = reader
+        self._names = {family.prefix + name if bare and not _head(name) else name: name for name in there}
+        if config.tied:  # some files contain the embedding twice
+            self._names = {name: own for name, own in self._names.items() if not _head(name)}
+
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._names)
+
+    def read(self, name: str) -> Tensor:
+        """One of them."""
+        return self._reader.read(self._names[name])
+
+
+def import_folder(folder: Path, target: Path, words: list[str], pickle: bool = False) -> ModelConfig:
+    """Import ``folder`` as the run directory ``target``; ``words``: model.… settings that override config.json.
+
+    ConfigError if hpclm does not support the network, or if config.json and weights do not match.
+    """
+    tree = json_object(folder / "config.json")
+    try:
+        family = families.of_config(tree)
+        config = run.network(families.settings(tree), words)
+    except ConfigError as error:
+        raise ConfigError([f"{folder / 'config.json'}: {line}" for line in error.problems]) from None
+    with Reader(folder, pickle) as reader:
+        weights = run.Weights(config, Prefixed(reader, family, config), family.rules(config), str(folder))
+        with fresh(target, mode=0o700) as staging_dir:
+            known = special.of_folder(folder, tree)
+            data = tokenizer.take(folder, config.vocab_size, staging_dir, target, known)
+            special.keep(staging_dir / "tokenizer", known)
+            run.save(staging_dir, target, config, data, weights)
+    return config
+
+
+def _head(name: str) -> bool:
+    return name in ("lm_head.weight", "embed_out.weight")

@@ -1,0 +1,72 @@
+"""How a Megatron run goes on here: its progress, and the training settings for its arguments."""
+
+from argparse import Namespace
+from typing import Any
+
+from hpclm.checkpoint import Progress
+from hpclm.config.fields import as_yaml
+from hpclm.interop.megatron.layout import State
+from hpclm.interop.megatron.settings import argument
+
+SCHEDULES = {
+    "constant": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "inverse-square-root": "inverse_sqrt",
+    "WSD": "wsd",
+}
+OPTIM = dict(lr="lr", min_lr="min_lr", eps="adam_eps", weight_decay="weight_decay", clip="clip_grad")
+DATA = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "split")
+
+
+def progress(state: State) -> Progress:
+    """How far the run had come when it saved."""
+    args = state.args or Namespace()
+    size = argument(args, "global_batch_size", default=0)
+    samples = argument(args, "consumed_train_samples", default=state.iteration * size)
+    rows = argument(args, "train_samples") or (argument(args, "train_iters", default=0) * size) or None
+    return Progress(step=state.iteration, samples=samples, planned=rows)
+
+
+def words(args: Namespace) -> list[str]:
+    """Settings of optimizer, schedule, batches and precision, as key=value; what the arguments do not say is left out."""
+    by_samples = bool(argument(args, "train_samples"))
+    unit = "samples" if by_samples else "iters"
+    warmup = argument(args, f"lr_warmup_{unit}", default=0)
+    style = argument(args, "lr_decay_style")
+    fraction = argument(args, "lr_warmup_fraction")
+    found: dict[str, Any] = {f"optim.{ours}": argument(args, theirs) for ours, theirs in OPTIM.items()}
+    found |= {f"data.{name}": argument(args, name) for name in DATA}
+    betas = [argument(args, name) for name in ("adam_beta1", "adam_beta2")]
+    ramp = argument(args, "rampup_batch_size")
+    found |= {
+        "optim.betas": betas if None not in betas else None,
+        "optim.schedule": SCHEDULES.get(str(style)) if style else None,
+        "optim.unit": "samples" if by_samples else "steps",
+        "optim.warmup": warmup if not fraction else None,
+        "optim.warmup_fraction": fraction,
+        "optim.warmup_start": argument(args, "lr_warmup_init") if warmup or fraction else None,
+        "optim.schedule_length": argument(args, f"lr_decay_{unit}"),
+        "batch.global_size": argument(args, "global_batch_size"),
+        "batch.micro_size": argument(args, "micro_batch_size"),
+        "batch.rampup": [int(each) for each in ramp] if ramp else None,
+        "budget.samples" if by_samples else "budget.steps": argument(
+            args, "train_samples" if by_samples else "train_iters"
+        ),
+        "seed": argument(args, "seed"),
+        "engine.precision": _precision(args),
+    }
+    if style == "WSD":
+        found |= {
+            "optim.wsd_decay": argument(args, f"lr_wsd_decay_{unit}"),
+            "optim.wsd_style": argument(args, "lr_wsd_decay_style"),
+        }
+    return [f"{name}={as_yaml(value)}" for name, value in found.items() if value is not None]
+
+
+def _precision(args: Namespace) -> str | None:
+    if argument(args, "bf16", default=False):
+        return "bf16"
+    if argument(args, "fp16", default=False):
+        return "fp16"
+    return "fp32" if hasattr(args, "bf16") else None

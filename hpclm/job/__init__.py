@@ -1,1 +1,0 @@
-"""Jobs: what is asked of a scheduler, what is started here, and the record of both."""

@@ -1,0 +1,137 @@
+"""One process in the foreground that finds a mistake fast: small data, few steps, anomaly detection, a debugger."""
+
+import faulthandler
+import logging
+import math
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+from hpclm import config as settings
+from hpclm import files
+from hpclm.config import DataConfig, RunConfig
+from hpclm.config.data import OF_FILES
+from hpclm.config.fields import as_yaml
+from hpclm.errors import ConfigError, HpclmError
+from hpclm.rundir.lease import Lease
+from hpclm.terminal import say
+
+log = logging.getLogger(__name__)
+
+MARK = "debug"  # a file that marks the directory of a debug run
+STEPS = 5
+BUDGET = 1000  # steps at most, so that the order of the data is computed quickly
+MICRO = 2
+
+
+def run(config: RunConfig, train: Callable[[RunConfig], int], pdb: bool = False) -> int:
+    """Call ``train`` in this process with ``config`` and the ``overrides``; returns its exit code.
+
+    The run directory is OUT-debug, and is emptied first. ``pdb``: on a terminal, open the debugger at an exception that
+    is not an HpclmError.
+    """
+    words = overrides(config)
+    changed = applied(config, words)
+    print("debug: one process, in the foreground, with these settings changed:", file=sys.stderr)
+    for word in words:
+        say(f"  {word}", file=sys.stderr)
+    out = Path(changed.out)
+    if out.exists() and any(out.iterdir()) and not (out / MARK).exists():
+        raise ConfigError(f"{out} is not the directory of a debug run, and would be overwritten; choose another out=")
+    files.private_folder(out, "run directory")
+    with Lease(out):  # another debug run may be in it
+        (out / MARK).touch()
+        shutil.rmtree(out / "checkpoints", ignore_errors=True)
+        (out / "checkpoints.saved").unlink(missing_ok=True)
+        (out / "metrics.jsonl").unlink(missing_ok=True)
+    settings.dump(changed, out / "config.yaml")
+    os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # a GPU's error appears where its cause is
+    faulthandler.enable()
+    try:
+        return train(changed)
+    except HpclmError:
+        raise
+    except Exception as error:
+        if not pdb:
+            raise
+        traceback.print_exc()
+        if sys.stdin is None or not (sys.stdin.isatty() and sys.stdout.isatty()):
+            log.error("--pdb needs a terminal, so no debugger was started")
+            return 1
+        from pdb import post_mortem
+
+        post_mortem(error.__traceback__)
+        return 1
+
+
+def applied(config: RunConfig, words: list[str]) -> RunConfig:
+    """``config`` with the overrides ``words`` on top."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        settings.dump(config, Path(folder) / "config.yaml")
+        return settings.load(Path(folder) / "config.yaml", words)
+
+
+def overrides(config: RunConfig) -> list[str]:
+    """What debugging changes in the settings, as key=value words."""
+    micro = min(config.batch.micro_size or MICRO, MICRO)
+    wanted: dict[str, object] = {
+        "out": f"{Path(config.out)!s}-debug",
+        "stop_at": min(config.stop_at or STEPS, STEPS),
+        "job.nodes": 1,
+        "job.gpus": 1,
+        "batch.micro_size": micro,
+        "batch.global_size": 2 * micro,
+        "batch.rampup": None,
+        **{f"budget.{name}": None for name in ("samples", "tokens", "epochs", "hours")},
+        "budget.steps": min(config.budget.steps or BUDGET, BUDGET),
+        "data.workers": 0,
+        "engine.compile": False,
+        "engine.anomaly": True,
+        "evaluate.every": STEPS if config.evaluate.every else 0,
+        "evaluate.batches": 1,
+        "checkpoint.every": 0,
+        "checkpoint.resume": "auto",
+        "log.every": 1,
+    }
+    if (
+        config.optim.schedule == "wsd" and config.optim.schedule_length is None
+    ):  # its decay may be longer than this budget
+        wanted["optim.schedule_length"] = schedule_length(config)
+    if missing(config.data):
+        defaults = {field.name: field for field in fields(DataConfig)}
+        for name in sorted(OF_FILES | {"tokenizer_files", "break_mode"}):
+            field = defaults[name]
+            made = field.default if field.default_factory is MISSING else field.default_factory()
+            wanted[f"data.{name}"] = made
+        wanted["data.source"] = "synthetic"
+    return [f"{key}={as_yaml(value)}" for key, value in wanted.items() if value != _now(config, key)]
+
+
+def schedule_length(config: RunConfig) -> int:
+    """A length that wsd's warm-up and final decay fit into, at least ``BUDGET``."""
+    optim = config.optim
+    return max(
+        BUDGET, *(math.ceil(2 * n / (1 - (optim.warmup_fraction or 0))) for n in (optim.warmup, optim.wsd_decay or 0))
+    )
+
+
+def missing(data: DataConfig) -> list[str]:
+    """Missing files of the settings' datasets; nothing for a source without files."""
+    if data.source != "indexed":
+        return []
+    prefixes = data.prefixes()
+    lost = [f"{prefix}{end}" for prefix in prefixes for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]
+    return lost if prefixes else ["data.prefix"]
+
+
+def _now(config: RunConfig, key: str) -> object:
+    value: object = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value

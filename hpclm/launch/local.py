@@ -1,0 +1,84 @@
+"""Start a run's ranks on this machine through torchrun's agent: one for each GPU, or as many as requested on a CPU."""
+
+import secrets
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hpclm.config import JobConfig, RunConfig
+from hpclm.errors import ConfigError
+from hpclm.launch import foreground
+from hpclm.node import environment, gpus
+
+IGNORED = ("modules", "conda", "setup", "container", "snapshot")
+"""Settings that only have an effect in a job script."""
+
+
+def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Sequence[str] = ()) -> int:
+    """Train here with the settings at ``path`` (those of ``config``), in the foreground; the exit code.
+
+    ``command``: what the user typed, for the record; ``program``: what runs instead of training. ConfigError if the
+    machine has too few GPUs.
+    """
+    env = environment.inherited() | config.job.env
+    found = 0 if config.engine.device == "cpu" else gpus.count(env)
+    count = process_count(config, found)
+    from hpclm.launch import one_machine  # with PyTorch
+
+    notes = [placement(config, count, found, environment.cores()), *unused(config.job, "local")]
+    log = foreground.begin(config, "local", (1, count), notes, command)
+    env.setdefault("OMP_NUM_THREADS", str(threads(count, environment.cores())))
+    environment.replace(env)
+    return one_machine.run_here(program or train(path), count, log, secrets.token_hex(8), config.job.restarts)
+
+
+def check(config: RunConfig) -> None:
+    """ConfigError if the settings need a GPU and this machine has none."""
+    engine = config.engine
+    wrong = list(engine.problems_without_gpu())
+    if wrong and (engine.device == "cpu" or not gpus.count(environment.inherited() | config.job.env)):
+        raise ConfigError(wrong)
+
+
+def train(path: Path) -> tuple[str, ...]:
+    """The command of every rank."""
+    return (sys.executable, "-u", "-m", "hpclm.train", str(path.absolute()))
+
+
+def process_count(config: RunConfig, found: int) -> int:
+    """The number of ranks on a machine with ``found`` GPUs; ConfigError if those are too few."""
+    nodes, each = config.job.nodes, config.job.gpus
+    count = nodes * each
+    if found and count > found:
+        raise ConfigError(
+            f"job.nodes={nodes} x job.gpus={each} = {count} processes, but this machine has {found} "
+            f"GPU{'s' * (found != 1)}; give job.nodes=1 job.gpus={found}, engine.device=cpu to train on the CPU, or "
+            f"job.cluster=slurm or a job.hostfile for more machines"
+        )
+    return count
+
+
+def placement(config: RunConfig, count: int, found: int, cores: int) -> str:
+    """A note on what the ranks run on."""
+    nodes, each = config.job.nodes, config.job.gpus
+    many = f"{count} process{'es' * (count != 1)}"
+    if found:
+        idle = f"; {found - count} of {found} GPUs stay idle (job.gpus={found} uses all)" if count < found else ""
+        return f"{many} on this machine, one GPU each{idle}"
+    why = "engine.device=cpu" if config.engine.device == "cpu" else "no GPU here"
+    return (
+        f"{why}: job.nodes={nodes} x job.gpus={each} = {many} of this machine, on its {cores} CPU "
+        f"core{'s' * (cores != 1)}, {threads(count, cores)} for each"
+    )
+
+
+def unused(job: JobConfig, cluster: str) -> Iterator[str]:
+    """A note on settings that have no effect without a job script."""
+    names = [f"job.{name}" for name in IGNORED if getattr(job, name)]
+    if names:
+        yield f"{', '.join(names)} has no effect with job.cluster={cluster}, which has no job script: set it up in your shell"
+
+
+def threads(count: int, cores: int) -> int:
+    """Threads of each of ``count`` ranks that share ``cores`` cores."""
+    return max(1, cores // count)

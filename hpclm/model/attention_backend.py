@@ -1,0 +1,134 @@
+"""Which kernel computes attention on a GPU: cuDNN's, FlashAttention, FlexAttention or plain matrix products."""
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from importlib import util
+from pathlib import Path
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from hpclm.config import ModelConfig
+
+log = logging.getLogger(__name__)
+CUDNN, FLASH, EFFICIENT, MATH = (
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+)
+NAMES = {CUDNN: "cuDNN", FLASH: "FlashAttention", EFFICIENT: "memory-efficient", MATH: "math"}
+FAST_CUDNN = 91500  # from here on its kernels are the fastest on Hopper and later
+WIDE_CUDNN = 92200  # from here on they take heads wider than 128
+FLASH_3 = "flash_attn_interface"  # the package of FlashAttention 3, for Hopper
+FLASH_4 = "flash_attn", "cute/interface.py"  # FlashAttention 4, for Hopper and Blackwell: a package, and a file of it
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Kernels in order of preference, why the best one is not first, and FlashAttention's version."""
+
+    order: tuple[SDPBackend, ...]
+    warning: str | None = None
+    flash: str | None = None
+    """An implementation that PyTorch is to use in place of its own FlashAttention 2."""
+
+    def words(self) -> str:
+        """The order in words."""
+        names = [
+            f"{NAMES[FLASH]} {self.flash.removeprefix('FA')}" if b is FLASH and self.flash else NAMES[b]
+            for b in self.order
+        ]
+        return names[0] if len(names) == 1 else f"{names[0]}, else {', '.join(names[1:])}"
+
+
+def choose(
+    model: ModelConfig, capability: tuple[int, int], cudnn: int | None, installed: Collection[str] = ()
+) -> Choice:
+    """The kernels for a GPU of this compute capability, with this version of cuDNN (91500 is 9.15) and these FlashAttentions."""
+    asked, flash = model.attention, newest_flash(model, capability, installed)
+    if asked == "math":
+        return Choice((MATH,))
+    if capability < (8, 0):
+        told = f"model.attention={asked}: this GPU is too old for it" if asked in ("cudnn", "flash") else None
+        return Choice((EFFICIENT, MATH), told)
+    if asked == "flash":
+        return Choice((FLASH, CUDNN, EFFICIENT, MATH), flash=flash)
+    wrong = refused(model, cudnn)
+    if asked == "cudnn":
+        return Choice((CUDNN, FLASH, EFFICIENT, MATH), wrong and f"model.attention=cudnn: {wrong}", flash)
+    if capability < (9, 0):
+        return Choice((FLASH, CUDNN, EFFICIENT, MATH), flash=flash)
+    if wrong:
+        return Choice((FLASH, CUDNN, EFFICIENT, MATH), f"{wrong}; FlashAttention is used, which is slower here", flash)
+    return Choice((CUDNN, FLASH, EFFICIENT, MATH), flash=flash)
+
+
+def newest_flash(model: ModelConfig, capability: tuple[int, int], installed: Collection[str]) -> str | None:
+    """FA3 on Hopper, FA4 on Blackwell and on Hopper without FA3; None: PyTorch's own FlashAttention 2."""
+    if model.attention_dropout:  # neither has any
+        return None
+    made_for = {"FA3": capability[0] == 9, "FA4": capability[0] in (9, 10) and model.head_width <= 128}
+    return next((name for name, suits in made_for.items() if suits and name in installed), None)
+
+
+def installed_flash() -> set[str]:
+    """FA3 and FA4, if they are installed; nothing is imported."""
+    found = {"FA3"} if util.find_spec(FLASH_3) is not None else set()
+    package, file = FLASH_4
+    spec = util.find_spec(package)
+    folders = spec.submodule_search_locations if spec is not None else None
+    return found | {"FA4" for folder in folders or () if Path(folder, file).is_file()}
+
+
+def refused(model: ModelConfig, cudnn: int | None) -> str | None:
+    """Why cuDNN's attention cannot be used, or is slow."""
+    if cudnn is None:
+        return "this PyTorch has no cuDNN"
+    if model.attention_dropout * 16 % 1:
+        return (
+            f"cuDNN's attention takes only multiples of 1/16 as model.attention_dropout, not {model.attention_dropout}"
+        )
+    needed = WIDE_CUDNN if model.head_width > 128 else FAST_CUDNN
+    if cudnn < needed:
+        return (
+            f"cuDNN {version(cudnn)} is older than {version(needed)}, which attention with heads of {model.head_width} needs "
+            f"(an older one on LD_LIBRARY_PATH shadows PyTorch's own)"
+        )
+    return None
+
+
+def version(number: int) -> str:
+    """91500 as 9.15."""
+    return f"{number // 10000}.{number // 100 % 100}"
+
+
+def use(model: ModelConfig, device: torch.device) -> Choice | None:
+    """Set the order for this process; None on a CPU, where there is nothing to choose."""
+    if device.type != "cuda":
+        return None
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    return prefer(choose(model, torch.cuda.get_device_capability(device), cudnn, installed_flash()))
+
+
+def prefer(choice: Choice) -> Choice:
+    """Let scaled_dot_product_attention take the first of these kernels that can do what it is asked for; what it was given."""
+    from torch.nn import attention
+
+    attention._sdpa_kernel(choice.order, set_priority=True)  # for good; PyTorch only has a context manager for it
+    if choice.flash:
+        try:
+            attention.activate_flash_attention_impl(choice.flash)
+        except (ImportError, RuntimeError, OSError) as error:  # built for another PyTorch or CUDA
+            why = str(error).partition("\n")[0]
+            log.warning("FlashAttention %s is installed but cannot be used: %s", choice.flash.removeprefix("FA"), why)
+            return replace(choice, flash=None)
+    return choice
+
+
+def flexible(model: ModelConfig, compiled: bool, device: torch.device, documents: bool) -> bool:
+    """Whether FlexAttention computes it: documents and ALiBi without a mask of length x length, in compiled blocks on GPUs."""
+    needed = documents or model.positions == "alibi"
+    wanted = model.attention == "flex" or (model.attention == "auto" and needed)
+    return wanted and compiled and device.type == "cuda" and not model.attention_dropout

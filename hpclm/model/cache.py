@@ -1,0 +1,99 @@
+"""Keys and values of the tokens so far, so that generating a token computes only that token.
+
+T new tokens of each sequence, S slots in use, B sequences, D size of one head; H query heads, G key/value heads.
+Sequences of different lengths are padded on the left, so that all of them continue in the same slot.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hpclm.config import ModelConfig
+from hpclm.model.attention import dot_product_attention
+from hpclm.model.position import AttentionMetadata, alibi_slopes, rotary
+
+
+class KeyValueCache:
+    """The keys and values of one batch, for every attention layer of a model on one process."""
+
+    def __init__(
+        self, config: ModelConfig, lengths: Sequence[int], room: int, dtype: torch.dtype, device: torch.device
+    ):
+        """``lengths``: tokens of each sequence in the first forward pass. ``room``: the most slots that will be used."""
+        longest = max(lengths)
+        self.config, self.room, self.used = config, max(room, longest), 0
+        self._first = 0
+        self._kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._slots = torch.arange(self.room, device=device)
+        self._pads: Tensor | None = None  # [B, 1]
+        if min(lengths) < longest:
+            self._pads = torch.tensor([[longest - length] for length in lengths], device=device)
+        self._slopes: Tensor | None = None
+        if config.positions == "alibi":
+            self._slopes = alibi_slopes(config.heads, device)[None, :, None, None]
+        self._rotary: tuple[Tensor, Tensor] | None = None
+        if config.positions == "rope":
+            cos, sin = rotary(self._slots[:, None], config.head_width, config.rope_base)
+            self._rotary = cos[:, 0].to(dtype), sin[:, 0].to(dtype)  # [room, 1, D]
+        self.dtype = dtype
+
+    def extend(self, count: int) -> AttentionMetadata:
+        """Take the next ``count`` slots: the positions and the mask of the tokens in them.
+
+        The first call is for all tokens there are, each one after it for a single token.
+        """
+        self._first, self.used = self.used, self.used + count
+        positions = self._slots[None, self._first : self.used]
+        if self._pads is not None:
+            positions = (positions - self._pads).clamp(min=0)
+        cos = sin = None
+        if self._rotary is not None:
+            cos, sin = (table[positions.t()] for table in self._rotary)
+        return AttentionMetadata(positions, self._mask(), cos, sin, cache=self)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with only these sequences of the batch."""
+        index = torch.tensor(rows, device=self._slots.device)
+        self._kept = {layer: (k[index], v[index]) for layer, (k, v) in self._kept.items()}
+        self._pads = None if self._pads is None else self._pads[index]
+
+    def attend(self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Queries, keys and values of the new tokens, [T, B, H or G, D] -> [T, B, H x D]; they attend to all before them."""
+        q, k, v = (z.permute(1, 2, 0, 3) for z in (q, k, v))
+        k, v = self._stored(layer, k, v)
+        if q.shape[2] > 1:
+            return dot_product_attention(q, k, v, mask, 0.0).permute(2, 0, 1, 3).flatten(2)
+        # one token has no order among its queries, so those of a group take the place of a sequence
+        q = q.reshape(len(q), k.shape[1], -1, q.shape[3])  # [B, G, H/G, D]
+        if mask is not None and mask.shape[1] > 1:
+            mask = mask.reshape(len(mask), k.shape[1], -1, mask.shape[3])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).reshape(1, len(q), -1)
+
+    def _stored(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add [B, G, T, D] keys and values; all of them, [B, G, S, D]."""
+        if layer not in self._kept:
+            shape = (*k.shape[:2], self.room, k.shape[3])
+            self._kept[layer] = k.new_empty(shape), v.new_empty(shape)
+        keys, values = self._kept[layer]
+        keys[:, :, self._first : self.used] = k
+        values[:, :, self._first : self.used] = v
+        return keys[:, :, : self.used], values[:, :, : self.used]
+
+    def _mask(self) -> Tensor | None:
+        """[B or 1, 1 or H, T, S] for the new tokens: True where attention is allowed, or added to the scores.
+
+        None: causal for many tokens, and for one token no mask at all.
+        """
+        rows, columns = self._slots[self._first : self.used, None], self._slots[: self.used]
+        seen = None
+        if self._pads is not None:
+            seen = (columns >= self._pads)[:, None, None, :]
+            if len(rows) > 1:
+                seen = (seen & (columns <= rows)) | (columns == rows)  # padding attends to itself, or it would be NaN
+        if self._slopes is None:
+            return seen
+        if seen is None:
+            seen = columns <= rows
+        return (self._slopes * (columns - rows)).masked_fill(~seen, -torch.inf).to(self.dtype)

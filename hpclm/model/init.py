@@ -1,0 +1,136 @@
+"""Initial weights that do not depend on the layout.
+
+A weight is initialised in bands of rows, each with its own seed. A process generates only the bands that overlap its
+slice, and never holds more than the slice and one band. Layers can be built on the meta device: their modules record how to
+initialise each weight, so that any slice of it can be filled later.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hpclm.parallel.collectives import copy_to_tp
+from hpclm.parallel.mesh import Axis
+from hpclm.parallel.placement import Placement
+
+BAND = 1 << 20  # values
+
+
+@dataclass(frozen=True)
+class InitSpec:
+    """How to initialise a weight: N(mean, std) from ``seed``, or ``mean`` everywhere if std is 0."""
+
+    placement: Placement
+    mean: float = 0.0
+    std: float = 0.0
+    seed: int = 0
+
+    @classmethod
+    def normal(cls, placement: Placement, std: float, generator: torch.Generator) -> "InitSpec":
+        """N(0, std), with a seed taken from ``generator``."""
+        return cls(placement, std=std, seed=int(torch.randint(1 << 62, (), generator=generator, device="cpu")))
+
+    def parameter(self, tp: Axis, device: torch.device | None = None) -> nn.Parameter:
+        """The local slice of the weight, on ``device`` or the current one; not filled on the meta device."""
+        local = torch.empty(self.placement.local(tp), device=device)
+        if not local.is_meta:
+            self.fill(local.view(-1), 0, tp)
+        return nn.Parameter(local)
+
+    def fill(self, run: Tensor, begin: int, tp: Axis) -> None:
+        """Fill the vector ``run`` with the values of the flattened local slice from index ``begin`` on."""
+        if not self.std:
+            run.fill_(self.mean)
+            return
+        end, width = begin + len(run), math.prod(self.placement.local(tp)[1:])
+        for row, drawn in self._rows(begin // width, -(-end // width), tp):
+            low, high = max(begin, row * width), min(end, (row + len(drawn)) * width)
+            run[low - begin : high - begin] = drawn.reshape(-1)[low - row * width : high - row * width]
+
+    def _rows(self, first: int, last: int, tp: Axis) -> Iterator[tuple[int, Tensor]]:
+        """Rows ``first`` to ``last`` of the local slice, a band at a time, with the index of each band's first row."""
+        rows = self.placement.shape[0]
+        count = max(1, BAND // math.prod(self.placement.shape[1:]))
+        pieces = list(self.placement.pieces(tp))
+        split = pieces if self.placement.dim == 0 else pieces[:1]  # otherwise the pieces differ in columns only
+        for piece in split:
+            shift = piece.start[0] - (
+                piece.offset if self.placement.dim == 0 else 0
+            )  # from local rows to rows of the whole weight
+            begin, end = max(first + shift, piece.start[0]), min(last + shift, piece.start[0] + piece.size[0])
+            for band in range(begin // count, -(-end // count) if begin < end else 0):
+                a, b = max(begin, band * count), min(end, rows, (band + 1) * count)
+                drawn = self._band(band, min(count, rows - band * count))[a - band * count : b - band * count]
+                yield a - shift, drawn if self.placement.dim == 0 else self._columns(drawn, tp)
+
+    def _band(self, number: int, rows: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed + number)
+        drawn = torch.empty((rows, *self.placement.shape[1:]), device="cpu")
+        return drawn.normal_(self.mean, self.std, generator=generator)
+
+    def _columns(self, rows: Tensor, tp: Axis) -> Tensor:
+        """The columns of these whole rows that this process holds."""
+        dim = self.placement.dim
+        if dim is None or tp.size == 1:
+            return rows
+        cut = [rows.narrow(dim, piece.start[dim], piece.size[dim]) for piece in self.placement.pieces(tp)]
+        return cut[0] if len(cut) == 1 else torch.cat(cut, dim)
+
+
+class TensorParallelModule(nn.Module):
+    """A module whose weights may be split over ``tp``, and which records how to initialise them."""
+
+    sums_later = False
+    """Whether the engine sums the gradients of replicated weights over ``tp``, once a step."""
+    main_grad: Tensor | None = None
+    """The fp32 gradient of ``weight``, if the backward pass adds to it in place."""
+
+    def __init__(self, tp: Axis):
+        super().__init__()
+        self.tp = tp
+        self.placements: dict[str, Placement] = {}
+        """How each weight is split over the tensor-parallel axis."""
+        self.init_specs: dict[str, InitSpec] = {}
+
+    def new_parameter(self, name: str, spec: InitSpec) -> nn.Parameter:
+        """The local slice of the weight ``name``."""
+        self.placements[name], self.init_specs[name] = spec.placement, spec
+        return spec.parameter(self.tp)
+
+    def replicated(self, parameter: Tensor) -> Tensor:
+        """A weight that every rank of ``tp`` holds whole and applies to its own slice of the sequence."""
+        return parameter if self.sums_later else copy_to_tp(parameter, self.tp)
+
+
+def uninitialized(layer: nn.Module) -> Iterator[tuple[str, InitSpec]]:
+    """The weights of a layer that are still on the meta device, by name, and how to initialise them."""
+    for path, module in layer.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                yield f"{path}.{name}" if path else name, module.init_specs[name]
+
+
+def materialize_on(device: torch.device, tp: Axis) -> Callable[[str, nn.Module], nn.Module]:
+    """A function that moves a layer to ``device`` and initialises its weights that are on the meta device."""
+
+    def wrap(_: str, layer: nn.Module) -> nn.Module:
+        for name, spec in list(uninitialized(layer)):
+            path, _, last = name.rpartition(".")
+            setattr(layer.get_submodule(path), last, spec.parameter(tp, device))
+        return layer.to(device)
+
+    return wrap
+
+
+def move(layer: nn.Module, device: torch.device, allocate: bool = False) -> None:
+    """Move a layer to ``device``, except weights on the meta device; with ``allocate``, allocate those there too, unfilled."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            return torch.empty_like(tensor, device=device) if allocate else tensor
+        return tensor.to(device)
+
+    layer._apply(moved)  # to_empty() would drop the values of buffers, and of weights that have some

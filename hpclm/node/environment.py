@@ -1,0 +1,101 @@
+"""The environment of this process: what it passes on to what it starts, and the user's own files that it names."""
+
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Mapping, MutableMapping
+from pathlib import Path
+
+SNAPSHOT = "HPCLM_SNAPSHOT"
+"""The snapshot of the code that a job runs."""
+LAUNCH = ("HPCLM_RENDEZVOUS", "HPCLM_LAUNCHER")
+"""Set by hpclm for its ranks; a launch inside another must not inherit them."""
+
+# Set by Slurm, by mpirun and by torchrun for the processes that they start.
+TORCHRUN = re.compile(r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|(GROUP|ROLE)_NAME|MASTER_(ADDR|PORT)")
+MPI = re.compile(r"(OMPI|PMIX|PMI|PRTE|ORTE|HYDRA|HYDI|MPI)_\w+|MPIR_\w+")
+SLURM = re.compile(
+    r"(SLURM|SLURMD|SRUN|SBATCH|SALLOC)_\w+|(CUDA|ROCR|HIP)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|ZE_AFFINITY_MASK"
+)
+OPTIONS = {
+    f"SBATCH_{option.upper()}": option
+    for option in ("account", "clusters", "constraint", "partition", "qos", "reservation", "wckey")
+}
+"""Variables that a user may set for all jobs; they count unless the job's own settings give the option."""
+
+
+def inherited(env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """A copy of the environment, without the variables of an outer launch by hpclm or torchrun."""
+    return {name: value for name, value in env.items() if name not in LAUNCH and not TORCHRUN.fullmatch(name)}
+
+
+def replace(env: Mapping[str, str]) -> None:
+    """Make ``env`` the environment of this process and of its children."""
+    for name in os.environ.keys() - env.keys():
+        del os.environ[name]
+    os.environ.update(env)
+
+
+def snapshot(env: Mapping[str, str] = os.environ) -> Path | None:
+    """The snapshot of the code that this process should run; None without one."""
+    return Path(env[SNAPSHOT]) if env.get(SNAPSHOT) else None
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def for_deepspeed(kind: str, index: int, builds: bool = False, env: MutableMapping[str, str] = os.environ) -> None:
+    """Set the device that DeepSpeed uses in this process, number ``index`` of ``kind``; call it before DeepSpeed is imported.
+
+    ``builds``: DeepSpeed will compile extensions. A job then does so in a separate folder on each node: a process that is
+    killed during the build leaves a lock behind, and every later run would wait for it forever.
+    """
+    env["DS_ACCELERATOR"] = kind
+    env["LOCAL_RANK"] = str(index)
+    if "OMPI_COMM_WORLD_LOCAL_RANK" in env:  # must equal LOCAL_RANK; it does not if each task sees only one GPU
+        env["OMPI_COMM_WORLD_LOCAL_RANK"] = str(index)
+    if builds and "TORCH_EXTENSIONS_DIR" not in env and "SLURM_JOB_ID" in env:
+        name = f"hpclm-extensions-{os.getuid()}-{env['SLURM_JOB_ID']}-{env.get('SLURM_RESTART_COUNT', '0')}"
+        env["TORCH_EXTENSIONS_DIR"] = str(Path(env.get("TMPDIR") or tempfile.gettempdir()) / name)
+
+
+def to_unset(options: Iterable[str], env: Mapping[str, str] = os.environ) -> list[str]:
+    """Variables to unset before sbatch is called; ``options``: those that the job sets itself.
+
+    SBATCH_* variables override a script's options, and sbatch passes all other variables on to the job.
+    """
+    in_job, in_mpi = "SLURM_JOB_ID" in env, "OMPI_COMM_WORLD_RANK" in env or "PMIX_RANK" in env or "PMI_RANK" in env
+    kept = {"SLURM_CONF", "HPCLM_SITE"}
+    if not in_job:
+        kept |= {name for name, option in OPTIONS.items() if option not in set(options)}
+        kept |= {name for name in env if name.endswith("_VISIBLE_DEVICES")}
+    if not in_mpi:  # OMPI_MCA_* and the like were then set by the user
+        kept |= {name for name in env if MPI.fullmatch(name) and not name.startswith("PMI_")}
+    found = (
+        name
+        for name in env
+        if name.startswith("HPCLM_") or any(launcher.fullmatch(name) for launcher in (SLURM, MPI, TORCHRUN))
+    )
+    return sorted(name for name in found if name not in kept)
+
+
+def unset_command(options: Iterable[str], env: Mapping[str, str] = os.environ) -> list[str]:
+    """The prefix of a command that unsets those variables: env -u NAME …; empty if there are none."""
+    names = to_unset(options, env)
+    return ["env", *(word for name in names for word in ("-u", name))] if names else []
+
+
+def site_file(env: Mapping[str, str] = os.environ) -> Path | None:
+    """The site file, None without one: $HPCLM_SITE (empty: none), or hpclm/site.yaml in the user's ~/.config.
+
+    $XDG_CONFIG_HOME replaces ~/.config if it is set. The file that HPCLM_SITE names may be missing; reading it then fails.
+    """
+    named = env.get("HPCLM_SITE")
+    if named is not None:
+        return Path(named) if named else None
+    folder = env.get("XDG_CONFIG_HOME", "")
+    home = Path(env.get("HOME") or "/nonexistent")
+    usual = (Path(folder) if folder.startswith("/") else home / ".config") / "hpclm" / "site.yaml"
+    return usual if usual.exists() else None

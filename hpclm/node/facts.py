@@ -1,0 +1,229 @@
+"""The facts of a node: the only place that asks the system, its libraries and its programs what there is.
+
+The preflight check gathers ``of_process`` from every rank and compares; ``hpclm doctor`` shows all of it. ``ask_python`` and
+``ask_program`` ask in a separate process, so that a library or program that crashes or hangs is an answer too.
+"""
+
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import metadata, util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from hpclm import __version__
+from hpclm.node import affinity, programs
+from hpclm.node.programs import NoAnswerError
+
+if TYPE_CHECKING:
+    import torch
+
+Facts = dict[str, Any]
+"""What was found, as JSON; {"error": reason} if a library or program did not answer."""
+
+LIBRARIES = ("deepspeed", "fairscale", "apex", "mpi4py", "submitit", "numpy", "safetensors", "tokenizers")
+LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDRA_", "MPI_", "SLURM_STEP")
+
+TORCH = """
+import json, warnings
+warnings.simplefilter("ignore")
+from hpclm.node import facts
+print(json.dumps(facts.pytorch()))
+"""
+MPI = """
+import json, mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+print(json.dumps(dict(version=mpi4py.__version__, library=MPI.Get_library_version().split(",")[0].strip())))
+"""
+APEX = """
+import importlib, json
+from apex.optimizers import FusedAdam
+found = {"FusedAdam": True}
+for name, module in {"norms": "fused_layer_norm_cuda", "rotary positions": "fused_rotary_positional_embedding"}.items():
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        found[name] = False
+    else:
+        found[name] = True
+print(json.dumps(found))
+"""
+
+
+def of_process(launcher: str, device: "torch.device", env: Mapping[str, str] = os.environ) -> Facts:
+    """What the preflight check compares between processes: the node at this moment, its versions, and the device."""
+    found = {
+        "time": time.time(),
+        "node": node_name(launcher, env),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "hpclm": __version__,
+        "python": platform.python_version(),
+        **_device(device),
+        "visible": env.get("CUDA_VISIBLE_DEVICES"),
+        **machine(),
+    }
+    if device.type != "cuda":
+        found["driver"] = None  # it does not matter to a run on CPUs
+    return found
+
+
+def node_name(launcher: str, env: Mapping[str, str] = os.environ) -> str:
+    """This machine's name in Slurm, otherwise its host name.
+
+    HOSTNAME is that of the machine the job script runs on; under mpirun, SLURMD_NODENAME may be, too.
+    """
+    return (launcher == "Slurm" and env.get("SLURMD_NODENAME")) or socket.gethostname()
+
+
+def machine() -> Facts:
+    """Cores, memory, limits and devices of this node."""
+    allowed = os.sched_getaffinity(0)
+    return {
+        "cores": os.cpu_count(),
+        "allowed": affinity.described(allowed),
+        "physical": affinity.physical(allowed),
+        "numa": [affinity.described(cores) for cores in affinity.numa()],
+        "load": os.getloadavg()[0],
+        "memory_free": psutil.virtual_memory().available,
+        "shm": disk(Path("/dev/shm")),
+        "open_files": limit(resource.RLIMIT_NOFILE),
+        "locked_memory": limit(resource.RLIMIT_MEMLOCK),
+        "gpu_files": len(list(Path("/dev").glob("nvidia[0-9]*"))),
+        "infiniband": sorted(path.name for path in Path("/sys/class/infiniband").glob("*")),
+        "driver": driver(),
+    }
+
+
+def limit(which: int) -> int | None:
+    """The soft limit of a resource; None if it is unlimited."""
+    soft = resource.getrlimit(which)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def disk(folder: Path) -> dict[str, int] | None:
+    """Size and free bytes of the file system of ``folder``."""
+    with suppress(OSError):
+        usage = shutil.disk_usage(folder)
+        return {"size": usage.total, "free": usage.free}
+    return None
+
+
+def driver() -> str | None:
+    """Version of NVIDIA's kernel driver; None without one."""
+    with suppress(OSError, IndexError, StopIteration):
+        words = Path("/proc/driver/nvidia/version").read_text().splitlines()[0].split()
+        return next(word for word in words if word[:1].isdigit() and "." in word)
+    return None
+
+
+def software() -> dict[str, str | None]:
+    """Installed versions; None for packages that are not installed."""
+    found: dict[str, str | None] = {"hpclm": __version__, "python": platform.python_version()}
+    found["interpreter"] = sys.executable
+    for name in LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def has_nvidia_apex() -> bool:
+    """Whether an installed apex is NVIDIA's; the package of that name on PyPI is something else."""
+    spec = util.find_spec("apex")  # finds, does not import
+    return bool(spec and any((Path(place) / "optimizers").is_dir() for place in spec.submodule_search_locations or ()))
+
+
+def pytorch() -> Facts:
+    """Versions, backends and GPUs that PyTorch sees; loads PyTorch."""
+    import torch
+    import torch.distributed as dist
+
+    return {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "nccl": _nccl(),
+        "backends": [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()],
+        "threads": torch.get_num_threads(),
+        "architectures": torch.cuda.get_arch_list(),
+        "gpus": [gpu(i) for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)],
+    }
+
+
+def gpu(index: int) -> Facts:
+    """One GPU, as PyTorch describes it."""
+    import torch
+
+    from hpclm.node import hardware
+
+    properties = torch.cuda.get_device_properties(index)
+    return {
+        "name": properties.name,
+        "memory": properties.total_memory,
+        "uuid": str(getattr(properties, "uuid", "")) or None,
+        "pci": hardware.pci_address(torch.device("cuda", index)),
+        "capability": f"{properties.major}.{properties.minor}",
+    }
+
+
+def _device(device: "torch.device") -> Facts:
+    """The device of a training process, and the versions of what drives it."""
+    import torch
+
+    found: Facts = {"device": str(device), "torch": torch.__version__, "cuda": torch.version.cuda}
+    if device.type != "cuda":
+        return found | {"device_name": "CPU"}
+    its = gpu(torch.cuda.current_device() if device.index is None else device.index)
+    free, total = torch.cuda.mem_get_info(device)
+    used = max(0, total - free - torch.cuda.memory_reserved(device))
+    found |= {"device_name": its["name"], "uuid": its["uuid"], "pci": its["pci"]}
+    return found | {"device_total": total, "device_used": used, "nccl": _nccl()}
+
+
+def _nccl() -> str | None:
+    import torch
+    import torch.distributed as dist
+
+    has_nccl = torch.version.cuda and dist.is_nccl_available()
+    return ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None
+
+
+def ask_python(code: str, env: Mapping[str, str], seconds: float = 30) -> Facts:
+    """What ``code`` prints as JSON, run by this interpreter without the launcher's variables."""
+    clean = {name: value for name, value in env.items() if not name.startswith(LAUNCHERS)}
+    try:
+        status, output, errors = programs.ask([sys.executable, "-c", code], seconds, clean)
+    except NoAnswerError as error:
+        return {"error": str(error)}
+    if status:
+        exited = f"ended by signal {-status}" if status < 0 else f"exit code {status}"
+        return {"error": (errors.strip().splitlines() or [exited])[-1]}
+    try:
+        return dict(json.loads(output.splitlines()[-1]))
+    except (ValueError, IndexError):
+        return {"error": "no answer"}
+
+
+def ask_program(*words: str, seconds: float = 5.0) -> Facts:
+    """The first line that a program prints, and where the program is."""
+    path = shutil.which(words[0])
+    if not path:
+        return {"error": f"{words[0]} is not in PATH"}
+    try:
+        status, output, errors = programs.ask(words, seconds)
+    except NoAnswerError as error:
+        return {"error": str(error), "path": path}
+    lines = (output + errors).strip().splitlines() or [""]
+    return {"error": lines[-1], "path": path} if status else {"says": lines[0], "path": path}

@@ -1,0 +1,87 @@
+"""GPU models as their vendors describe them, and how many GPUs this machine has; nothing here loads PyTorch."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpclm.errors import ConfigError, HpclmError
+from hpclm.node import facts
+from hpclm.registry import hint
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A GPU model, and the links it usually has."""
+
+    peak: float
+    """Dense FLOP/s of 16-bit matrix products (not the sparse figure, which is double)."""
+    memory: float
+    """GiB that programs can use, which is less than what the name says."""
+    bandwidth: float
+    """Bytes/s between its memory and its processors."""
+    link: float
+    """Bytes/s in one direction to the other GPUs of a node: NVLink, or PCI Express."""
+    network: float
+    """Bytes/s in one direction to other nodes, a GPU's share: a property of the cluster, here of the usual one."""
+    family: str
+    """Generation, as far as speed is concerned."""
+    bf16: bool = True
+    """Whether it multiplies bf16."""
+
+
+KINDS = {
+    "B200": Kind(2250e12, 179, 8.0e12, 900e9, 50e9, "Blackwell"),
+    "H200": Kind(989e12, 140, 4.8e12, 450e9, 50e9, "Hopper"),
+    "GH200": Kind(989e12, 94, 4.0e12, 450e9, 25e9, "Hopper"),
+    "H100 PCIe": Kind(756e12, 79, 2.0e12, 64e9, 25e9, "Hopper"),
+    "H100 NVL": Kind(835e12, 93, 3.9e12, 300e9, 25e9, "Hopper"),
+    "H100": Kind(989e12, 79, 3.35e12, 450e9, 50e9, "Hopper"),
+    "H800": Kind(989e12, 79, 3.35e12, 200e9, 50e9, "Hopper"),
+    "A100": Kind(312e12, 79, 2.04e12, 300e9, 25e9, "Ampere"),
+    "A100-40GB": Kind(312e12, 39, 1.56e12, 300e9, 25e9, "Ampere"),
+    "A800": Kind(312e12, 79, 2.04e12, 200e9, 25e9, "Ampere"),
+    "L40S": Kind(362e12, 44, 0.86e12, 32e9, 12.5e9, "Ada"),
+    "L40": Kind(181e12, 44, 0.86e12, 32e9, 12.5e9, "Ada"),
+    "L4": Kind(121e12, 22, 0.30e12, 32e9, 12.5e9, "Ada"),
+    "A10": Kind(125e12, 22, 0.60e12, 32e9, 12.5e9, "Ampere"),
+    "V100": Kind(125e12, 31, 0.90e12, 150e9, 12.5e9, "Volta", bf16=False),
+}
+
+
+def known(name: str) -> Kind:
+    """The kind of that name, in any case; ConfigError."""
+    kind = {key.lower(): kind for key, kind in KINDS.items()}.get(name.lower())
+    if kind is None:
+        raise ConfigError(f"unknown kind of GPU {name!r}; choose one of {', '.join(KINDS)}.{hint(name, list(KINDS))}")
+    return kind
+
+
+def named(name: str) -> Kind | None:
+    """The kind of the GPU that calls itself ``name``; None if it is not known."""
+    found = [key for key in KINDS if re.search(rf"\b{key}\b", name)]
+    return KINDS[max(found, key=len)] if found else None
+
+
+def peak_of(name: str) -> float | None:
+    """The peak of the GPU that calls itself ``name``; None if it is not known."""
+    kind = named(name)
+    return kind.peak if kind else None
+
+
+DEVICE_FILES = ("dev/nvidia[0-9]*", "dev/kfd", "dev/dxg")
+"""Device files of GPUs that PyTorch supports: NVIDIA's, AMD's, and those that Windows gives Linux (WSL)."""
+COUNT = "import json, torch; print(json.dumps({'gpus': torch.cuda.device_count() if torch.cuda.is_available() else 0}))"
+
+
+def count(env: Mapping[str, str], root: Path = Path("/")) -> int:
+    """GPUs that PyTorch sees in the environment ``env``.
+
+    PyTorch is asked in a separate process, which takes seconds, and only if there is a GPU's device file below ``root``.
+    """
+    if not any(next(root.glob(pattern), None) for pattern in DEVICE_FILES):
+        return 0
+    found = facts.ask_python(COUNT, env, seconds=120)
+    if "error" in found:
+        raise HpclmError(f"PyTorch cannot count the GPUs here: {found['error']}; hpclm doctor shows more")
+    return int(found["gpus"])

@@ -1,0 +1,211 @@
+"""The device of this process: which one, its precision, how matrix products run, and its peak."""
+
+import ctypes
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from statistics import median
+from typing import Any
+
+import torch
+
+from hpclm.config import EngineConfig
+from hpclm.errors import ConfigError, HpclmError
+from hpclm.node.gpus import peak_of
+
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+NOTABLE = 1.25  # times as fast: less is within the noise of a measurement on a busy machine
+ASKED = ("SLURM_GPUS_PER_NODE", "SLURM_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS")
+"""Variables of a job that has GPUs."""
+
+
+def device(
+    config: EngineConfig, local_rank: int, local_size: int = 1, env: Mapping[str, str] = os.environ
+) -> torch.device:
+    """The device of this process, one of ``local_size`` on its host, made ready.
+
+    ConfigError if the settings ask for a device that does not exist, or if there are fewer GPUs than processes.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.device == "cuda" and not gpus:
+        raise ConfigError(next(config.problems_without_gpu()))
+    asked = next((f"{name}={env[name]}" for name in ASKED if env.get(name) and "SLURM_JOB_ID" in env), None)
+    visible = env.get("CUDA_VISIBLE_DEVICES", "")
+    why = f"this job asked Slurm for GPUs ({asked})" if asked else None
+    if not why and visible[:1].isalnum() and visible != "NoDevFiles":  # Slurm's word for none
+        why = f"CUDA_VISIBLE_DEVICES={visible} names GPUs"
+    if config.device == "auto" and not gpus and why:
+        raise HpclmError(
+            f"{why}, but PyTorch finds none on {socket.gethostname()}: see hpclm doctor there; "
+            "engine.device=cpu trains on the CPU"
+        )
+    if config.device == "cpu" or not gpus:
+        keep_freed_memory()
+        return torch.device("cpu")
+    chosen = torch.device("cuda", gpu_of(local_rank, local_size, gpus, env.get("CUDA_VISIBLE_DEVICES")))
+    torch.cuda.set_device(chosen)
+    if config.deterministic:
+        use_deterministic_kernels()
+    return chosen
+
+
+def gpu_of(local_rank: int, local_size: int, gpus: int, visible: str | None) -> int:
+    """Which of the ``gpus`` that this process sees it uses; ConfigError if there are too few.
+
+    A launcher may make a single GPU visible to each process (``visible`` is CUDA_VISIBLE_DEVICES); the preflight check
+    finds out if it is the same one for all.
+    """
+    if gpus >= local_size:
+        return local_rank
+    if gpus == 1 and visible:
+        return 0
+    shown = f"CUDA_VISIBLE_DEVICES={visible}" if visible else "CUDA_VISIBLE_DEVICES is not set"
+    raise ConfigError(
+        f"{local_size} processes run on {socket.gethostname()}, but there {'is' if gpus == 1 else 'are'} {gpus} "
+        f"GPU{'s' * (gpus != 1)} for them ({shown}); start {gpus} on each node, ask for {local_size} GPUs (job.gpus), or use "
+        f"engine.device=cpu"
+    )
+
+
+def use_deterministic_kernels() -> None:
+    """Have PyTorch use, in this process, only kernels whose results do not depend on the order in which threads finish.
+
+    To be called before the first matrix product: cuBLAS reads its variable once.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)  # warn_only would leave attention its faster, inexact backward pass
+    memory: Any = torch.utils.deterministic
+    memory.fill_uninitialized_memory = False  # only code that reads what it never wrote needs it
+    torch.backends.cudnn.benchmark = False
+
+
+def pci_address(device: torch.device) -> str | None:
+    """PCI address of the device, as 0000:17:00.0; None for a CPU, or if PyTorch does not know it."""
+    if device.type != "cuda":
+        return None
+    facts: Any = torch.cuda.get_device_properties(device)
+    with suppress(AttributeError):
+        return f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+    return None
+
+
+def compute_type(config: EngineConfig, device: torch.device) -> torch.dtype:
+    """Type of activations and matrix products."""
+    if config.precision != "auto":
+        return TYPES[config.precision]
+    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.bfloat16
+    return torch.float32
+
+
+def slow_type(device: torch.device, dtype: torch.dtype, cpuinfo: str = "/proc/cpuinfo") -> str | None:
+    """A warning if the CPU has no instructions for products of ``dtype``; otherwise None."""
+    names = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+    if device.type != "cpu" or dtype not in names:
+        return None
+    flags = ""
+    with suppress(OSError, StopIteration), open(cpuinfo, encoding="utf-8", errors="replace") as lines:
+        flags = next(line for line in lines if line.startswith(("flags", "Features")))
+    name = names[dtype]
+    native = {f"avx512_{name}", f"amx_{name}", {"fp16": "asimdhp", "bf16": "bf16"}[name]}  # Intel's and AMD's, Arm's
+    if native & set(flags.split()):
+        return None
+    return (
+        f"engine.precision={name}: this CPU has no {name} instructions, so training is about 20 times slower than with "
+        f"engine.precision=fp32; use {name} here only to try out what will run on GPUs"
+    )
+
+
+def set_matmul(config: EngineConfig, device: torch.device) -> str:
+    """Choose how fp32 products run in this process; returns what was chosen and why."""
+    torch.set_float32_matmul_precision("highest")
+    if config.matmul == "exact":
+        return "exact, as set"
+    if config.matmul == "fast":
+        torch.set_float32_matmul_precision("high" if device.type == "cuda" else "medium")
+        return "fast, as set"
+    if device.type == "cuda":
+        return "exact: TF32 would round fp32 products"
+    exact = _product_error()
+    torch.set_float32_matmul_precision("medium")
+    fast = _product_error()
+    if fast > 2 * exact + 1e-7:
+        torch.set_float32_matmul_precision("highest")
+        return f"exact: oneDNN would round fp32 products here (relative error {fast:.0e})"
+    return f"fast: oneDNN, with fp32's precision here (relative error {fast:.0e}){_advice(_slowdown())}"
+
+
+def _advice(slowdown: float) -> str:
+    """What to do if oneDNN takes ``slowdown`` times as long as exact products.
+
+    Speed does not decide: it is measured, with noise, and runs with the same settings would differ in their last bits.
+    """
+    if slowdown < NOTABLE:
+        return ""
+    return f"; engine.matmul=exact is about {slowdown:.1f} times as fast here, with other rounding"
+
+
+def _slowdown(repeats: int = 5) -> float:
+    """Time of an fp32 product by oneDNN over that of an exact one: medians, measured in turn. Leaves oneDNN chosen."""
+    a, b = _operands()
+    seconds: dict[str, list[float]] = {"highest": [], "medium": []}
+    for _ in range(repeats + 1):
+        for precision, found in seconds.items():
+            torch.set_float32_matmul_precision(precision)
+            began = time.perf_counter()
+            torch.mm(a, b)
+            found.append(time.perf_counter() - began)
+    exact, fast = (median(found[1:]) for found in seconds.values())  # the first prepares
+    return fast / exact
+
+
+def _operands(size: int = 256) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return torch.randn(size, size, generator=draw), torch.randn(size, size, generator=draw)
+
+
+def _product_error() -> float:
+    """Relative error of one fp32 product against fp64."""
+    a, b = _operands()
+    truth = a.double() @ b.double()
+    return float(((a @ b).double() - truth).norm() / truth.norm())
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Dense peak of 16-bit products on this device in FLOP/s; None if unknown."""
+    if device.type != "cuda" or dtype == torch.float32:
+        return None
+    return peak_of(torch.cuda.get_device_name(device))
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep freed memory instead of returning it to the system; saves a fifth of a CPU step."""
+    with suppress(OSError, AttributeError):  # another C library: nothing to tune
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
+        libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
+
+
+def describe(device: torch.device) -> str:
+    """The device in words."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)} ({device})"
+    return f"CPU, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() != 1)}"
+
+
+def synchronizer(device: torch.device) -> Callable[[], None]:
+    """A function that waits for the device."""
+    return torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes of this process: allocated on the GPU, or resident on a CPU machine."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with suppress(OSError, ValueError, IndexError), open("/proc/self/status", encoding="ascii") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+    return 0

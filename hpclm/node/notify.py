@@ -1,0 +1,121 @@
+"""Tell people that a run has failed, finished or restarted: by webhook or mail (job.notify)."""
+
+import json
+import logging
+import os
+import shutil
+import smtplib
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from email.message import EmailMessage
+from types import MappingProxyType
+from typing import Any, Literal
+
+from hpclm.config.job import NOTIFY
+from hpclm.errors import LockedError
+from hpclm.node import secrets
+
+log = logging.getLogger(__name__)
+SECONDS = 2.0  # that a run may wait for a message when it ends; it is killed soon after
+LONGEST = 4000  # characters of a message
+EVENTS = {"failed": "has failed", "finished": "has finished", "restarted": "was restarted"}
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class Notifier:
+    """Sends an attempt's messages; as a context manager also that of an error. Nothing in it raises."""
+
+    def __init__(self, targets: Sequence[str], run: str, out: str, env: Mapping[str, str] = os.environ):
+        self.targets, self.run, self.out, self.env = targets, run, out, env
+        self.about = NOTHING
+        """More fields of every message."""
+        self._failed = False
+
+    def __enter__(self) -> "Notifier":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, LockedError):
+            self.failed(str(error) or type(error).__name__)
+
+    def failed(self, message: str) -> None:
+        """The run ends with this error; told once."""
+        if not self._failed:
+            self._failed = True
+            self.send("failed", message)
+
+    def send(self, event: Literal["failed", "finished", "restarted"], message: str, seconds: float = SECONDS) -> None:
+        """Send to all targets at once, and wait ``seconds`` for them; with 0 it goes on in the background."""
+        if not self.targets:
+            return
+        message = secrets.Redactor(self.env)(message)[:LONGEST]
+        host = socket.gethostname()
+        text = f"hpclm: {self.run} {EVENTS[event]} ({self.out} on {host}): {message}"
+        said = {"event": event, "run": self.run, "out": self.out, "host": host, **self.about, "message": message}
+        content = {**said, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "text": text}
+        threads = [
+            threading.Thread(target=_deliver, args=(target, content, self.env), name="hpclm-notify", daemon=True)
+            for target in self.targets
+        ]
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + seconds
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+            if seconds and thread.is_alive():
+                log.warning("job.notify: a message that the run %s was not delivered within %.0f s", event, seconds)
+
+
+def missing(targets: Sequence[str], env: Mapping[str, str] = os.environ) -> list[str]:
+    """What is wrong with the targets on this machine: variables without a target."""
+    found = []
+    for target in targets:
+        value = env.get(target[1:], "") if target.startswith("$") else target
+        if not NOTIFY.fullmatch(value) or value.startswith("$"):
+            found.append(
+                f"job.notify={target}: the environment variable {target[1:]} must hold https://... or mailto:...; export it "
+                "where you start or submit the run"
+            )
+    return found
+
+
+def _deliver(target: str, content: Mapping[str, Any], env: Mapping[str, str]) -> None:
+    """Send to one target; a failure is a warning."""
+    name, target = target, env.get(target[1:], "") if target.startswith("$") else target
+    try:
+        if target.startswith("mailto:"):
+            _mail(target.removeprefix("mailto:"), content)
+        elif target:
+            _post(target, content)
+    except Exception as error:  # of a network, a server or a program
+        where = name if name.startswith("$") else name.split("/")[2] if "://" in name else name
+        log.warning("job.notify: %s was not told that the run %s: %s", where, content["event"], error)
+
+
+def _post(url: str, content: Mapping[str, Any]) -> None:
+    request = urllib.request.Request(
+        url, json.dumps(content).encode(), {"Content-Type": "application/json", "User-Agent": "hpclm"}
+    )
+    with urllib.request.urlopen(request, timeout=30):
+        return
+
+
+def _mail(target: str, content: Mapping[str, Any]) -> None:
+    address, _, server = target.partition("?smtp=")
+    mail = EmailMessage()
+    mail["To"] = mail["From"] = address
+    mail["Subject"] = f"hpclm: {content['run']} {EVENTS[content['event']]}"
+    mail.set_content("".join(f"{key}: {value}\n" for key, value in content.items() if key != "text"))
+    if server:
+        host, _, port = server.partition(":")
+        with smtplib.SMTP(host, int(port), timeout=30) as connection:
+            connection.send_message(mail)
+        return
+    program = shutil.which("sendmail", path=f"{os.defpath}:/usr/sbin:/usr/lib") or shutil.which("sendmail")
+    if program is None:
+        raise FileNotFoundError("this node has no sendmail; name a server: mailto:you@example.org?smtp=HOST:PORT")
+    subprocess.run([program, "-t", "-i"], input=mail.as_bytes(), check=True, timeout=30, capture_output=True)

@@ -1,0 +1,208 @@
+"""Processes of this machine: find them, check that a PID still is the process that was recorded, find the owner of a lock, end them."""
+
+import ctypes
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import psutil
+
+PROC = Path("/proc")
+OURS = r"(.*/)?hpclm([.][a-z_.]+)?"  # an argument of our command lines: hpclm, its path, or the module after -m
+TOLERANCE = 60  # seconds by which a process may seem younger than its record: clocks are adjusted
+PR_SET_CHILD_SUBREAPER = 36
+Locks = dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of this user."""
+
+    pid: int
+    parent: int
+    started: float
+    """Seconds since 1970."""
+    command: list[str]
+    env: dict[str, str]
+    """The environment it was started with."""
+    handle: psutil.Process
+
+
+def of_this_user() -> dict[int, Process]:
+    """PID -> every running process of this user that can be read."""
+    found = {}
+    for each in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if each.uids().real == os.getuid() and is_running(each) and (command := each.cmdline()):
+                found[each.pid] = Process(each.pid, each.ppid(), each.create_time(), command, each.environ(), each)
+    return found
+
+
+def is_running(process: psutil.Process) -> bool:
+    """Whether a process exists and is not a zombie, and its PID has not been reused."""
+    with suppress(psutil.Error):
+        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return False
+
+
+def started(pid: int) -> float | None:
+    """When a process started, in seconds since 1970; None if there is none, or only a zombie."""
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        return process.create_time() if is_running(process) else None
+    return None
+
+
+def is_ours(pid: int, recorded: str) -> bool:
+    """Whether ``pid`` is the process of hpclm that was recorded at the time ``recorded`` (``time.strftime`` with %z).
+
+    The PID may have been reused since: that process is younger, or has another command line.
+    """
+    start = started(pid)
+    if start is None:
+        return False
+    with suppress(ValueError):
+        if start > datetime.strptime(recorded, "%Y-%m-%dT%H:%M:%S%z").timestamp() + TOLERANCE:
+            return False
+    with suppress(psutil.Error):
+        return any(re.fullmatch(OURS, word) for word in psutil.Process(pid).cmdline())
+    return False
+
+
+def ancestors(pid: int) -> list[int]:
+    """The parent of ``pid``, its parent, and so on."""
+    with suppress(psutil.Error):
+        return [process.pid for process in psutil.Process(pid).parents()]
+    return []
+
+
+def open_files(process: psutil.Process) -> list[Path]:
+    """The files that a process has open."""
+    with suppress(psutil.Error, OSError):
+        return [Path(file.path) for file in process.open_files()]
+    return []
+
+
+def with_file_open(path: Path) -> int | None:
+    """A process on this machine that has ``path`` open."""
+    wanted = path.resolve()
+    return next((each.pid for each in psutil.process_iter() if wanted in open_files(each)), None)
+
+
+def locks() -> Locks:
+    """PIDs on this machine that hold a lock (flock) on a file, by its device and inode."""
+    found: Locks = {}
+    with suppress(OSError):
+        for line in (PROC / "locks").read_text().splitlines():
+            words = line.split()
+            if len(words) > 5 and words[1] == "FLOCK":
+                found.setdefault(words[5], []).append(int(words[4]))
+    return found
+
+
+def lock_holders(path: Path | str, known: Locks | None = None) -> list[int] | None:
+    """PIDs on this machine that hold a lock on a file, from ``known`` if given; None if the file does not exist."""
+    try:
+        info = os.stat(path)  # noqa: PTH116 - for many runs
+    except OSError:
+        return None
+    wanted = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
+    return (locks() if known is None else known).get(wanted, [])
+
+
+def send_signal(pid: int, number: signal.Signals = signal.SIGTERM) -> None:
+    """Send a signal to a process, if it still exists."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def wait_until(condition: Callable[[], object], seconds: float, pause: float = 0.05) -> bool:
+    """Whether ``condition()`` becomes true within ``seconds``; it is evaluated once in any case, and after every ``pause``."""
+    until = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(pause)
+    return True
+
+
+def wait(pid: int, seconds: float) -> bool:
+    """Whether a process exits within ``seconds``."""
+    return wait_until(lambda: started(pid) is None, seconds)
+
+
+def terminate(processes: Sequence[Process], grace: float) -> list[Process]:
+    """Send TERM, and KILL after ``grace`` seconds; returns the processes that are still running.
+
+    psutil never signals a PID that was reused.
+    """
+    running = list(processes)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for each in running:
+            with suppress(psutil.Error):
+                each.handle.send_signal(number)
+        wait_until(lambda: not any(is_running(each.handle) for each in processes), grace)
+        running = [each for each in running if is_running(each.handle)]
+    return running
+
+
+def machine_memory() -> int:
+    """Bytes of this machine's memory."""
+    return int(psutil.virtual_memory().total)
+
+
+def kill_children(pid: int | None = None) -> int:
+    """Kill all descendants of process ``pid`` (this one) until none are left; returns how many there were."""
+    found: set[int] = set()
+    for _ in range(20):
+        with suppress(psutil.Error):
+            children = psutil.Process(pid or os.getpid()).children(recursive=True)
+            new = [child for child in children if child.pid not in found]
+            if not new:
+                break
+            for child in new:
+                with suppress(psutil.Error):
+                    child.kill()
+            found |= {child.pid for child in new}
+    return len(found)
+
+
+def kill_strays(marker: Mapping[str, str], keep: Collection[int]) -> int:
+    """Kill this user's processes whose environment contains all of ``marker``, except ``keep``; returns how many.
+
+    They are children of a rank that was killed, so no rank is their parent any more.
+    """
+    keep, killed = {os.getpid(), *keep}, 0
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            ours = process.pid not in keep and process.uids().real == os.getuid()
+            if ours and marker.items() <= process.environ().items():
+                process.kill()
+                killed += 1
+    return killed
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent exits, so that ``kill_children`` finds them (Linux)."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def stopped(pid: int) -> bool:
+    """Whether a process of this host was stopped by a signal (not by a debugger)."""
+    with suppress(psutil.Error):
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    return False
+
+
+def wake(pids: Iterable[int]) -> None:
+    """Continue processes that a signal has stopped."""
+    for pid in filter(stopped, pids):
+        with suppress(OSError):
+            os.kill(pid, signal.SIGCONT)

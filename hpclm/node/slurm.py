@@ -1,0 +1,191 @@
+"""Slurm's commands: every call has a time limit, and its answer may be garbage.
+
+squeue and scontrol only: sacct needs a database that many clusters lack.
+"""
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from hpclm.errors import HpclmError
+from hpclm.node import programs
+from hpclm.node.processes import OURS
+from hpclm.node.programs import Env, NoAnswerError
+
+FORMAT = "%i|%T|%M|%L|%S|%D|%N|%r"
+SQUEUE = ["squeue", "-h", "-r", "-a", "-t", "all", "-o", FORMAT]
+TEMPORARY = re.compile("Unable to contact|timed out|temporarily|Connection refused|try again", re.IGNORECASE)
+WAITING = frozenset(
+    {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
+)
+RUNNING = frozenset({"RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT", "COMPLETING"})
+
+
+@dataclass(frozen=True)
+class State:
+    """A job as squeue shows it."""
+
+    id: str
+    """Job ID; of an array task 12_3."""
+    name: str
+    """PENDING, RUNNING, COMPLETING, COMPLETED, FAILED, CANCELLED, TIMEOUT, …"""
+    elapsed: str
+    """Run time, as D-HH:MM:SS."""
+    left: str
+    """Time until its limit, in the same format."""
+    start: str
+    """Actual or expected start: YYYY-MM-DDTHH:MM:SS, or N/A."""
+    nodes: int
+    nodelist: str
+    reason: str
+    """Why it is pending, or how it ended."""
+
+    @property
+    def live(self) -> bool:
+        """Whether it is pending or running."""
+        return self.name in WAITING or self.name in RUNNING
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is pending."""
+        return self.name in WAITING
+
+
+def states(
+    ids: Collection[str], users: Collection[int] = (), seconds: float = 10, env: Env = os.environ
+) -> dict[str, State]:
+    """Jobs among ``ids`` that Slurm still knows, including those that ended some minutes ago. NoAnswerError if it does not answer.
+
+    ``users``: owners of the jobs, so that squeue does not list every job of a large cluster.
+    """
+    if not ids:
+        return {}
+    only = ["-u", ",".join(map(str, users))] if users and len(ids) > 1 else ["-j", ",".join(sorted(ids))]
+    return read_squeue(start([*SQUEUE, *only], env), ids, seconds)
+
+
+def start_squeue(users: Collection[int], env: Env = os.environ) -> subprocess.Popen[bytes] | None:
+    """Start squeue for all jobs of these users; ``read_squeue`` reads its answer. None if it cannot be started."""
+    try:
+        return start([*SQUEUE, "-u", ",".join(map(str, users))], env)
+    except NoAnswerError:
+        return None
+
+
+def read_squeue(asked: subprocess.Popen[bytes], ids: Collection[str], seconds: float) -> dict[str, State]:
+    """The jobs among ``ids`` in the answer, which must arrive within ``seconds``; NoAnswerError as in ``states``."""
+    code, answer, error = programs.finish(asked, seconds)
+    if code and "Invalid job id" in error:
+        return {}
+    if code:
+        raise NoAnswerError(f"squeue: {_last_line(error) or f'exit code {code}'}")
+    lines = answer.splitlines()
+    found = [state for line in lines if (state := _state(line))]
+    if lines and not found:
+        raise NoAnswerError(f"squeue's answer cannot be parsed: {lines[0][:60]!r}")
+    return {state.id: state for state in found if state.id in ids or state.id.partition("_")[0] in ids}
+
+
+def steps(job: str, seconds: float = 10, env: Env = os.environ) -> list[str]:
+    """Names of a job's running steps."""
+    code, answer, error = ask(["squeue", "-h", "-s", "-j", job, "-o", "%i|%j"], seconds, env)
+    if code:
+        raise NoAnswerError(f"squeue: {_last_line(error) or f'exit code {code}'}")
+    found = [line.strip().partition("|") for line in answer.splitlines()]
+    return [name for step, _, name in found if re.fullmatch(r".*\.\d+", step)]
+
+
+def job_log(job: str, seconds: float = 10, env: Env = os.environ) -> str | None:
+    """Path of a job's output file; None for a job that Slurm has forgotten."""
+    code, answer, _ = ask(["scontrol", "show", "job", job], seconds, env)
+    found = re.search(r"^\s*StdOut=(.+)$", answer, re.MULTILINE)
+    return found[1].strip() if found and not code else None
+
+
+def update(job: str, env: Env = os.environ, **fields: str | int) -> bool:
+    """Change a job: ``update("12", requeue=0)``; whether that worked."""
+    words = [f"{name}={value}" for name, value in fields.items()]
+    return retry(["scontrol", "update", f"jobid={job}", *words], env) == ""
+
+
+def requeue(job: str, env: Env = os.environ) -> bool:
+    """Requeue a running job; whether it is requeued, by this call or by Slurm itself."""
+    wrong = retry(["scontrol", "requeue", job], env)
+    return wrong == "" or "pending execution" in wrong
+
+
+def send(job: str, name: str, whole: bool = False, env: Env = os.environ) -> bool:
+    """Send the signal ``name`` to a job's steps, or to the ``whole`` job with its script; whether the job still existed."""
+    return _gone_or(retry(["scancel", *(["--full"] if whole else []), "-s", name, job], env))
+
+
+def signal_process(job: str, node: str, pid: int, name: str, seconds: float = 10, env: Env = os.environ) -> bool:
+    """Send the signal ``name`` to one process of hpclm in a running job, by an overlapping job step."""
+    step = [
+        "srun",
+        f"--jobid={job}",
+        f"--nodelist={node}",
+        *["--overlap", "-N1", "-n1", "--mem=0", "--gres=none", "--quiet"],
+    ]
+    act = f"tr '\\0' '\\n' < /proc/{int(pid)}/cmdline | grep -Eqx '{OURS}' && kill -s {name} {int(pid)}"
+    outside = {key: value for key, value in env.items() if not re.match("SLURM_(?!CONF$|CLUSTERS$)|SRUN_", key)}
+    try:
+        return ask([*step, "--chdir=/", "/bin/sh", "-c", act], seconds, outside)[0] == 0
+    except NoAnswerError:
+        return False
+
+
+def cancel(job: str, env: Env = os.environ) -> bool:
+    """scancel a job: TERM to its processes, KILL some seconds later; whether the job still existed."""
+    return _gone_or(retry(["scancel", job], env))
+
+
+def retry(words: list[str], env: Env = os.environ, tries: int = 3, seconds: float = 10, pause: float = 1) -> str:
+    """Run a command of Slurm, again if it does not answer; returns its error, or "". NoAnswerError if it never answers."""
+    for attempt in range(tries):
+        time.sleep(pause if attempt else 0)
+        try:
+            code, _, error = ask(words, seconds, env)
+        except NoAnswerError as missing:
+            failure = missing
+            continue
+        if not code or not TEMPORARY.search(error):
+            return "" if not code else _last_line(error) or f"exit code {code}"
+        failure = NoAnswerError(f"{words[0]}: {_last_line(error)}")
+    raise failure
+
+
+def ask(words: list[str], seconds: float, env: Env = os.environ) -> tuple[int, str, str]:
+    """As ``programs.ask``, for a command of Slurm."""
+    return programs.finish(start(words, env), seconds)
+
+
+def start(words: list[str], env: Env = os.environ) -> subprocess.Popen[bytes]:
+    """As ``programs.start``, for a command of Slurm."""
+    # SQUEUE_PARTITION, SCANCEL_INTERACTIVE and the like are meant for the user's own commands
+    clean = {name: value for name, value in env.items() if not re.match("(SQUEUE|SCANCEL|SCONTROL)_", name)}
+    return programs.start(words, {**clean, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"})
+
+
+def _state(line: str) -> State | None:
+    parts = line.strip().split("|", 7)
+    if len(parts) != 8 or not re.fullmatch(r"\d+(_\d+|\+\d+)?", parts[0]) or not re.fullmatch("[A-Z_]+", parts[1]):
+        return None
+    job, name, elapsed, left, start, nodes, nodelist, reason = parts
+    return State(job, name, elapsed, left, start, int(nodes) if nodes.isdecimal() else 0, nodelist, reason)
+
+
+def _gone_or(wrong: str) -> bool:
+    """True without an error, False if the job is already over; HpclmError for any other error."""
+    if re.search("Invalid job id|already (completing|completed)|Job/step already", wrong, re.IGNORECASE):
+        return False
+    if wrong:
+        raise HpclmError(f"Slurm refused: {wrong}")
+    return True
+
+
+def _last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")

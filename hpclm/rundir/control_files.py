@@ -1,0 +1,120 @@
+"""Requests to a training run by files in its directory: save-now and stop. The run polls them; commands create them and wait."""
+
+import logging
+import os
+import stat
+import time
+from pathlib import Path
+
+from hpclm import files
+from hpclm.errors import ConfigError, HpclmError
+from hpclm.rundir import runs
+from hpclm.rundir.lock import Heartbeat
+from hpclm.rundir.status import RunStatus, query
+from hpclm.terminal import say
+
+log = logging.getLogger(__name__)
+NAMES = ("save-now", "stop")
+KILL_SWITCH = "kill_switch"
+INTERVAL = 1.0  # seconds between checks by the run: a shared file system answers slowly
+SQUEUE_SECONDS = 5.0  # that squeue may take
+STATUS_INTERVAL = 2.0  # seconds between checks whether the run still exists
+SILENT = 60.0  # seconds without a heartbeat after which a run that cannot be seen from here has ended
+POLL = 0.3  # seconds between checks whether the run has complied
+
+
+class ControlFiles:
+    """The requests in ``folder``. Only its owner's files count, and no links, since others might create them."""
+
+    def __init__(self, folder: Path, kill_switch: str | None = None):
+        """``kill_switch``: a file anywhere that means stop for as long as it exists."""
+        self.folder = folder
+        self._kill_switch = None if kill_switch is None else Path(kill_switch)
+        self._checked = -INTERVAL
+        self._found: frozenset[str] = frozenset()
+
+    def requested(self, name: str, now: bool = False) -> bool:
+        """Whether ``name``, one of NAMES or KILL_SWITCH, is requested, as of a second ago; ``now``: check the folder in any case."""
+        if now or time.monotonic() - self._checked >= INTERVAL:
+            owners = (os.getuid(), self.folder.stat().st_uid)
+            self._found = frozenset(name for name in NAMES if _counts(self.folder / name, owners))
+            if self._kill_switch is not None and _counts(self._kill_switch, (os.getuid(), 0)):
+                log.warning("kill_switch: %s exists, so the run saves and exits", self._kill_switch)
+                self._found |= {KILL_SWITCH}
+            self._checked = time.monotonic()
+        return name in self._found
+
+    def remove(self, name: str) -> None:
+        """Remove a request that was carried out."""
+        self._found -= {name}
+        try:
+            (self.folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("%s was carried out and cannot be removed: %s", self.folder / name, error.strerror)
+
+
+def _counts(path: Path, owners: tuple[int, int]) -> bool:
+    """Whether ``path`` is a regular file of one of ``owners``, not a link."""
+    try:
+        info = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISREG(info.st_mode) and info.st_uid in owners
+
+
+def request(verb: str, out: Path) -> Path:
+    """Create the file ``verb`` for a run that is training; returns its path. ConfigError, and no file, for any other run."""
+    if other := runs.other_owner(out):
+        raise ConfigError(f"{files.shown(out)} belongs to {other}: a run follows no requests but its owner's")
+    status = query([runs.read(out)], SQUEUE_SECONDS)[0]
+    if status.name not in ("running", "starting"):
+        way = {
+            "waiting": f"; hpclm cancel {files.typed(out)} takes it out of the queue",
+            "unknown": f"; if it is training elsewhere, ask it with: touch {files.typed(out / verb)}",
+        }.get(status.name, "")
+        raise ConfigError(f"{files.shown(out)} is not training: {status.how()}{way}")
+    return create(out, verb)
+
+
+def followed(path: Path, until: float) -> bool:
+    """Wait until a run has complied with the request ``path``; False if it has ended meanwhile, with everything saved.
+
+    HpclmError if it has not complied at the time ``until`` of the monotonic clock (the request then stays pending), or has
+    ended without saving (the request is then withdrawn).
+    """
+    out = path.parent
+    heartbeat, checked = Heartbeat(out), time.monotonic()
+    while path.exists():
+        if time.monotonic() > until:
+            raise HpclmError(
+                f"{files.shown(out)} has not responded in time; the request stays pending until its current step ends. Look with "
+                f"hpclm status {files.typed(out)}; rm {files.typed(path)} withdraws it"
+            )
+        if time.monotonic() - checked > STATUS_INTERVAL:
+            now, checked = query([runs.read(out)], SQUEUE_SECONDS)[0], time.monotonic()
+            if not now.live and (now.name != "unknown" or heartbeat.silent()[1] > SILENT):
+                path.unlink(missing_ok=True)
+                return _ended(now)
+        time.sleep(POLL)
+    return True
+
+
+def create(out: Path, verb: str) -> Path:
+    """Create a request in a run directory; returns its path."""
+    path = out / verb
+    try:
+        os.close(files.appending(path, 0o600))
+    except OSError as error:
+        raise HpclmError(f"{path} cannot be written: {error.strerror}") from None
+    return path
+
+
+def _ended(status: RunStatus) -> bool:
+    """Print that the run has ended meanwhile with everything saved (False); HpclmError if something is not saved."""
+    run = status.run
+    how = f"{files.shown(run.out)} has ended meanwhile: {status.how()}"
+    if not run.checkpoint or run.checkpoint[0] < run.step:
+        saved = f"step {run.checkpoint[0]}" if run.checkpoint else "nothing"
+        raise HpclmError(f"{how}; it was at step {run.step}, and {saved} is saved. The request was withdrawn")
+    say(f"{how}; saved at step {run.checkpoint[0]}")
+    return False

@@ -1,0 +1,104 @@
+"""Check a run directory without writing to it, then create it with access for its owner only."""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from hpclm import files
+from hpclm.errors import ConfigError, unwritten
+from hpclm.files import make_folder
+from hpclm.rundir.runs import MARKS
+
+FILES = (
+    *("config.yaml", "jobs.jsonl", "attempts.jsonl", "ends.jsonl", "metrics.jsonl", "log.txt", "lock", "lock.beat"),
+    *("ranks.json", "preflight.json", "hang.json", "checkpoints.saved", "rollback.json", "compiled.bin"),
+)
+FOLDERS = ("checkpoints", "config-history", "logs", "job", "tensorboard")
+TRUSTED = ("checkpoints", "logs", "job")  # created for their owner only, whatever the umask; may be links to elsewhere
+KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link", stat.S_IFIFO: "a named pipe"}
+
+
+def check(out: Path) -> None:
+    """ConfigError unless ``out`` is a folder that only this user can write to, or can be created."""
+    try:
+        found = out.stat()
+    except FileNotFoundError:
+        _makeable(out)
+        return
+    except OSError as error:
+        raise ConfigError(f"run directory {out}: {error.strerror} (errno {error.errno}); choose another out") from None
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"run directory {out} is a file; choose another out")
+    if not any((out / mark).exists() for mark in MARKS) and out.resolve() in (Path("/"), Path.home(), Path.cwd()):
+        raise ConfigError(f"run directory {out} is not a folder for a run's files; choose another out")
+    files.check_private(out, "run directory")
+    _check_room(out, out)
+    check_inside(out)
+
+
+def check_inside(out: Path) -> None:
+    """ConfigError if a file or folder of a run in ``out`` has the wrong type, another owner, or can be written by others.
+
+    Its folders may be links, to a disk with more space; its files may not, as a run would write through them.
+    """
+    wanted = {**dict.fromkeys(FILES, stat.S_IFREG), **dict.fromkeys(FOLDERS, stat.S_IFDIR)}
+    problems, reach = [], _reach(out)
+    for name, kind in wanted.items():
+        try:
+            found = (out / name).stat(follow_symlinks=kind == stat.S_IFDIR)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            problems.append(f"{out / name}: {error.strerror}; remove it, or choose another out")
+            continue
+        open_to = files.OTHERS if name in TRUSTED else reach
+        problems += [f"{out / name} {wrong}, or choose another out" for wrong in _wrong(found, kind, open_to)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _reach(out: Path) -> int:
+    """The mode bits that let others write a file in the folder ``out``: none if they cannot enter it."""
+    mode = out.stat().st_mode if out.is_dir() else 0
+    return (stat.S_IWGRP if mode & stat.S_IXGRP else 0) | (stat.S_IWOTH if mode & stat.S_IXOTH else 0)
+
+
+def _wrong(found: os.stat_result, kind: int, open_to: int) -> Iterator[str]:
+    """What is wrong with a file or folder of a run directory, and what to do about it."""
+    if stat.S_IFMT(found.st_mode) != kind:
+        is_a = KINDS.get(stat.S_IFMT(found.st_mode), "something else")
+        yield f"is {is_a} and must be {KINDS[kind]}: a run writes there; move it away"
+    elif found.st_uid != os.geteuid():
+        yield f"belongs to another user (number {found.st_uid}): a run trusts what is there; move it away"
+    elif found.st_mode & open_to:
+        mode = stat.S_IMODE(found.st_mode)
+        yield f"can be written by others (mode {mode:04o}): a run trusts what is there; chmod go-w it"
+
+
+def make(out: Path) -> None:
+    """Create the run directory and the folders that a job needs before it starts."""
+    try:
+        for folder in (out, out / "job", out / "logs"):
+            make_folder(folder, 0o700)
+    except OSError as error:
+        raise unwritten(error, out, "choose another out, or free some space") from None
+
+
+def _makeable(out: Path) -> None:
+    _check_room(out, next(folder for folder in out.parents if folder.exists()))
+
+
+def _check_room(out: Path, folder: Path) -> None:
+    """ConfigError if nothing can be written in ``folder``, which is ``out`` or the folder it will be created in."""
+    disk, number = os.statvfs(folder), 0
+    if not os.access(folder, os.W_OK | os.X_OK):
+        number = errno.EROFS if disk.f_flag & os.ST_RDONLY else errno.EACCES
+    elif disk.f_bavail == 0 or (disk.f_files and disk.f_favail == 0):  # some file systems count no files
+        number = errno.ENOSPC
+    if number:
+        where = "" if folder == out else f" in {folder}"
+        raise ConfigError(
+            f"run directory {out} cannot be written{where}: {os.strerror(number)} (errno {number}); choose another out"
+        )

@@ -1,0 +1,226 @@
+"""The lease of a run directory: only one attempt at a time holds it, and a later attempt can take it over.
+
+The file ``lock`` names the holder and its generation, a number that only grows. The holder keeps the file locked (flock) and
+writes a heartbeat to ``lock.beat`` every few seconds. A lock ends with its process. If the holder's node is cut off, or an old
+attempt of the same job was not killed, the next attempt takes over with a higher generation. The old one checks before it
+publishes anything (fencing, as in Burrows 2006), and exits. Clocks are not compared: a waiting attempt watches for heartbeats.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from hpclm import files
+from hpclm.errors import HpclmError, LockedError
+from hpclm.rundir.lock import LARGEST, Holder, in_use, parse, read, take, told, whole
+
+log = logging.getLogger(__name__)
+PATIENCE = 10.0  # seconds to wait for another attempt that is taking over at the same time
+SECONDS = 30.0  # without a heartbeat after which a holder on another host counts as dead
+
+
+class Lease:
+    """Holds ``folder`` while the block runs; LockedError names the holder if another process has it.
+
+    The lease of an earlier attempt of the same Slurm job is taken over: Slurm restarts a job only after it has given up the
+    earlier attempt. The lease of a process on another host is taken over after ``seconds`` without a heartbeat.
+    """
+
+    def __init__(self, folder: Path, name: str = "lock", seconds: float = SECONDS, env: Mapping[str, str] = os.environ):
+        self.path, self.seconds = folder / name, seconds
+        self._beats = folder / f"{name}.beat"
+        self.generation = 0
+        """Of this holder, from 1."""
+        self._me: Holder = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "job": env.get("SLURM_JOB_ID"),
+            "start": int(env.get("SLURM_RESTART_COUNT") or 0),
+            "token": secrets.token_hex(8),
+        }
+        self._written = ""
+        self._file: IO[bytes] | None = None
+        self._over = threading.Event()
+        self._lost = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="hpclm-lease", daemon=True)
+        os.register_at_fork(after_in_child=self._forget)  # a child must not keep the lock when this process has exited
+
+    def __enter__(self) -> "Lease":
+        self._wait_for_turn()
+        with self._alone():
+            holder = read(self.path)
+            free = self._is_earlier_attempt(holder) if self._file is None else same_file(self._file, self.path)
+            if not free:  # another attempt was faster
+                if self._file is not None:
+                    self._file.close()
+                raise in_use(self.path.parent, holder)
+            if self._file is None:
+                log.warning("taking %s over from %s", self.path.parent, told(holder))
+            self._take(whole(holder, "generation") + 1)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        if self._file is not None:
+            with suppress(OSError):  # written to the open file, so that a file of a newer holder is not touched
+                known = {"generation": self.generation, "job": self._me["job"], "start": self._me["start"]}
+                signed_off = json.dumps(known).ljust(len(self._written))
+                if self._mine():
+                    self._beats.unlink(missing_ok=True)
+                os.pwrite(self._file.fileno(), signed_off.encode(), 0)
+                os.fsync(self._file.fileno())
+            self._file.close()
+
+    @property
+    def lost(self) -> bool:
+        """Whether another attempt has taken over, as far as is known."""
+        return self._lost.is_set()
+
+    def check(self) -> None:
+        """LockedError if another attempt has taken over: this one must not write any more."""
+        try:
+            mine = self._mine()
+        except OSError as error:
+            raise HpclmError(
+                f"{self.path} cannot be read: {error.strerror}; it names the holder of the run directory"
+            ) from error
+        if not mine:
+            self._lost.set()
+            raise LockedError(
+                f"{self.path.parent} was taken over by {told(read(self.path))}; this attempt ends without saving"
+            )
+
+    def _mine(self) -> bool:
+        """Whether no other attempt has written its name to the file. A missing or damaged file counts as ours."""
+        text = ""
+        with suppress(FileNotFoundError, files.Unfit):
+            text = files.read_text(self.path, LARGEST, errors="replace")
+        found = parse(text)
+        if "token" in found:
+            return bool(found["token"] == self._me["token"])
+        return whole(found, "generation") <= self.generation
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Attempts that take over at the same time do so one after the other, if the file system can lock a folder."""
+        handle, until = os.open(self.path.parent, os.O_RDONLY), time.monotonic() + PATIENCE
+        try:
+            while time.monotonic() < until:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:  # lasts milliseconds, unless that process was stopped meanwhile
+                    time.sleep(0.01)
+                except OSError:
+                    break
+            yield
+        finally:
+            os.close(handle)
+
+    def _wait_for_turn(self) -> None:
+        """Return once the last holder has certainly ended; LockedError while it holds the lease.
+
+        Afterwards its file is locked by this process, or belongs to an earlier attempt of this job.
+        """
+        while True:
+            try:
+                flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+                file: IO[bytes] = os.fdopen(files.opened(self.path, flags, 0o644), "ab+")
+            except OSError as error:
+                raise HpclmError(f"{self.path} cannot be opened: {error.strerror}; remove it") from error
+            if not take(file):
+                file.close()
+                holder = read(self.path)
+                if self._is_earlier_attempt(holder):
+                    return
+                raise in_use(self.path.parent, holder)
+            if not same_file(file, self.path):  # replaced meanwhile
+                file.close()
+                continue
+            self._file = file
+            holder = read(self.path)
+            elsewhere = holder.get("host") not in (None, self._me["host"])
+            if elsewhere and not self._is_earlier_attempt(holder):
+                self._wait_for_silence(holder)
+            return
+
+    def _is_earlier_attempt(self, holder: Holder) -> bool:
+        """Whether ``holder`` is this job before its last requeue."""
+        return bool(self._me["job"]) and (
+            holder.get("job") == self._me["job"] and whole(holder, "start") < self._me["start"]
+        )
+
+    def _wait_for_silence(self, holder: Holder) -> None:
+        """Return when ``holder``, on a host whose processes are not visible, has sent no heartbeat for long enough."""
+        log.info(
+            "waiting %.0f s for a heartbeat of %s, which has not released the run directory", self.seconds, told(holder)
+        )
+        until, first = time.monotonic() + self.seconds, self._last_beat()
+        while time.monotonic() < until:
+            time.sleep(min(1.0, self.seconds / 10))
+            if self._last_beat() != first:
+                assert self._file is not None
+                self._file.close()
+                raise in_use(self.path.parent, holder)
+
+    def _take(self, generation: int) -> None:
+        """Replace the file by one that is locked and names this holder."""
+        self.generation = generation
+        new = files.aside(self.path)
+        file = os.fdopen(files.opened(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644), "wb+")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        self._written = json.dumps({"generation": generation, **self._me})
+        try:
+            file.write(self._written.encode())
+            file.flush()
+            os.fsync(file.fileno())
+            new.replace(self.path)
+        except OSError as error:
+            file.close()
+            new.unlink(missing_ok=True)
+            raise HpclmError(f"{self.path} cannot be written: {error.strerror}; free the disk") from error
+        if self._file is not None:
+            self._file.close()
+        self._file = file
+        files.sync(self.path.parent)
+
+    def _beat(self) -> None:
+        number = 0
+        while not self._over.wait(self.seconds / 6):
+            number += 1
+            with suppress(OSError, ValueError):
+                if not self._mine():
+                    self._lost.set()
+                    return
+                files.overwrite(self._beats, f"{self.generation} {number}\n")
+
+    def _last_beat(self) -> str:
+        try:
+            return files.read_text(self._beats, LARGEST, errors="replace")
+        except OSError:
+            return ""
+
+    def _forget(self) -> None:
+        if self._file is not None and not self._file.closed:
+            nothing = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nothing, self._file.fileno(), inheritable=False)
+            os.close(nothing)
+
+
+def same_file(file: IO[bytes], path: Path) -> bool:
+    """Whether ``path`` still is the open ``file``."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except OSError:
+        return False

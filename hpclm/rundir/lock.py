@@ -1,0 +1,122 @@
+"""A lock on a folder, released when its process ends; its owner, and whether the owner is alive."""
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from hpclm import files
+from hpclm.errors import HpclmError, LockedError
+from hpclm.rundir import rows
+
+Holder = dict[str, Any]
+LARGEST = 1 << 16  # bytes of a lock file
+
+
+def refuse_if_held(folder: Path, name: str = "lock") -> None:
+    """LockedError if another process holds ``folder``; nothing is written."""
+    with suppress(FileNotFoundError), files.reader(folder / name) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise in_use(folder, read(folder / name)) from None
+        except OSError as error:
+            raise HpclmError(
+                f"{folder / name} cannot be locked: {error.strerror}; use a file system with flock"
+            ) from None
+
+
+def in_use(folder: Path, holder: Holder) -> LockedError:
+    """The error for a folder that ``holder`` is using."""
+    return LockedError(
+        f"{folder} is in use by another run ({told(holder)}); wait for it, end it (hpclm cancel {files.typed(folder)}), "
+        "or choose another out="
+    )
+
+
+def read(path: Path | str) -> Holder:
+    """The holder that a lock file names: host, pid and more; empty without one."""
+    with suppress(OSError):
+        return parse(files.read_text(path, LARGEST, errors="replace"))
+    return {}
+
+
+def parse(text: str) -> Holder:
+    """The holder named in the text of a lock file."""
+    with suppress(ValueError, RecursionError):
+        content = json.loads(text)
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
+def whole(holder: Holder, name: str) -> int:
+    """A number in a lock file; 0 if it is missing."""
+    value = holder.get(name)
+    return value if isinstance(value, int) and 0 < value < 1 << 53 else 0
+
+
+def told(holder: Holder) -> str:
+    """A holder in words."""
+    job = f", job {holder['job']}" if holder.get("job") else ""
+    return f"process {holder.get('pid', 'unknown')} on {holder.get('host', 'unknown')}{job}"
+
+
+class Lock:
+    """Holds ``folder`` by the file ``name`` in it while the block runs; LockedError names the holder if another process has it."""
+
+    def __init__(self, folder: Path, name: str):
+        self.folder, self.path = folder, folder / name
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> "Lock":
+        self._file = os.fdopen(files.opened(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW), "a+")
+        if not take(self._file):
+            self._file.close()
+            raise in_use(self.folder, read(self.path))
+        self._file.truncate(0)
+        holder = {"host": socket.gethostname(), "pid": os.getpid(), "job": os.environ.get("SLURM_JOB_ID")}
+        self._file.write(json.dumps(holder))
+        self._file.flush()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.truncate(0)
+            self._file.close()
+
+
+def take(file: IO[Any]) -> bool:
+    """Lock an open file; False if another process has. HpclmError if the file system has no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise HpclmError(f"{file.name} cannot be locked: {error.strerror}; use a file system with flock") from None
+    return True
+
+
+def holder(path: Path | str) -> Mapping[str, Any] | None:
+    """The process that a lock file names as using the run directory; None if there is none, or it has released the folder."""
+    found = read(path)
+    return found if rows.sane(found, rows.HOLDER, ["pid"]) else None
+
+
+class Heartbeat:
+    """Watches whether a process still uses a run directory, by its lease; clocks of two machines are never compared."""
+
+    def __init__(self, out: Path):
+        self.out = out
+        self._last, self._when = "", time.monotonic()
+
+    def silent(self) -> tuple[bool, float]:
+        """Whether no process holds the run directory (any more), and the seconds since the last heartbeat."""
+        process, beat = holder(self.out / "lock"), rows.tail(self.out / "lock.beat")
+        if process and beat != self._last:
+            self._last, self._when = beat, time.monotonic()
+        return not process, time.monotonic() - self._when

@@ -1,0 +1,55 @@
+"""The jobs of a run: jobs.jsonl has a line for each submission, to Slurm, mpirun or this machine."""
+
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from hpclm import files
+from hpclm.rundir import rows
+
+NAME = "jobs.jsonl"
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One job of a run."""
+
+    cluster: str
+    """slurm, mpirun or local."""
+    job_id: str
+    """Slurm's number (of an array's task: 12_3); elsewhere the number of the launching process."""
+    host: str
+    """Where it was submitted, or where the launching process is."""
+    nodes: int
+    tasks_per_node: int
+    log: str
+    """Path of the job's own log: what the processes printed, rank 0's stream."""
+    script: str | None = None
+    """Path of the script that was submitted."""
+    command: list[str] = field(default_factory=list)
+    """The command that submitted it, secrets removed."""
+    folder: str = ""
+    """Working directory of that command."""
+    time: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+
+
+def append(out: Path, submission: Submission) -> None:
+    """Add a line to jobs.jsonl in the run directory ``out``."""
+    rows.append(out / NAME, asdict(submission))
+
+
+def read(out: Path, count: int | None = None) -> list[Submission]:
+    """Every submission, or the last ``count``, oldest first; lines that are not a submission are skipped."""
+    found: list[Submission] = []
+    try:
+        text = files.read_text(f"{out}/{NAME}", errors="replace")
+    except FileNotFoundError:
+        return []
+    for line in reversed(text.splitlines()):
+        row = rows.parsed(line, rows.SUBMISSION)
+        with suppress(TypeError):  # it lacks something, or has too much
+            found.extend([Submission(**row)] if row else [])
+        if len(found) == count:
+            break
+    return found[::-1]

@@ -1,0 +1,32 @@
+"""Trackio; TRACKIO_DIR, TRACKIO_SPACE_ID and the others of its variables are honoured."""
+
+from collections.abc import Sequence
+
+import trackio
+
+from hpclm.sinks import Row, RunInfo, figures
+
+
+class TrackioSink:
+    """A run of Trackio's project ``run.project``. Trackio finds runs by name, so the id is part of it."""
+
+    def __init__(self, run: RunInfo) -> None:
+        """Create or resume the run."""
+        self.run = trackio.init(
+            project=run.project,
+            name=f"{run.name}-{run.id}",
+            config=dict(run.settings),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def send(self, rows: Sequence[Row], before: int) -> None:
+        """Trackio keeps a copy on disk until it is uploaded."""
+        for row in rows:
+            self.run.log(figures(row), step=row["step"])
+
+    def close(self, code: int) -> None:
+        """Write out what is left."""
+        self.run.finish()

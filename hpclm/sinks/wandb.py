@@ -1,0 +1,34 @@
+"""Weights & Biases; WANDB_MODE=offline, WANDB_ENTITY, WANDB_API_KEY and the others of its variables are honoured."""
+
+from collections.abc import Sequence
+
+import wandb
+
+from hpclm.sinks import Row, RunInfo, figures
+
+
+class WandbSink:
+    """A run in W&B. Its own files, and those of an offline run, are in the run directory's folder wandb."""
+
+    def __init__(self, run: RunInfo) -> None:
+        """Create or resume the run."""
+        self.run = wandb.init(
+            project=run.project,
+            id=run.id,
+            name=run.name,
+            dir=str(run.out),
+            config=dict(run.settings),
+            resume="allow",
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
+
+    def send(self, rows: Sequence[Row], before: int) -> None:
+        """W&B ignores steps that are not greater than the last one, so it counts rows; charts are over ``step``."""
+        for place, row in enumerate(rows, before):
+            self.run.log({**figures(row), "step": row["step"]}, step=place)
+
+    def close(self, code: int) -> None:
+        """Upload what is left, and set the run's state."""
+        self.run.finish(exit_code=code)

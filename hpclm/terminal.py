@@ -1,0 +1,64 @@
+"""Print text of other origin safely: without control characters, which could control the terminal."""
+
+import codecs
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import TextIO
+
+HIDDEN = (
+    r"\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters except tab and newline
+    r"\u2028-\u202e\u2066-\u2069"  # line separators and bidirectional controls
+    r"\ud800-\udfff"  # surrogates: bytes that are not UTF-8, and half characters
+)
+_HIDDEN = re.compile(f"[{HIDDEN}]")
+_HIDDEN_IN_LINE = re.compile(f"[{HIDDEN}\n]")
+
+
+def plain(text: str) -> str:
+    """``text`` with control characters escaped (``\\x1b``), except tabs and newlines."""
+    return _HIDDEN.sub(_escaped, text)
+
+
+def line(text: object) -> str:
+    """The same on one line: newlines are escaped too."""
+    return _HIDDEN_IN_LINE.sub(_escaped, str(text))
+
+
+def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Decode chunks of a file incrementally, and encode them as ``plain`` UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+    for chunk in chain(chunks, [None]):
+        text = decoder.decode(chunk or b"", final=chunk is None)
+        yield plain(text.replace("\r\n", "\n")).encode()
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines, in aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """[1, 3, 4, 5] -> ``1, 3-5``."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
+def say(text: str = "", end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
+    """``print``, with ``plain`` text."""
+    print(plain(text), end=end, file=file, flush=flush)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    if code == 0x0A:
+        return r"\n"
+    if 0xDC80 <= code <= 0xDCFF:  # surrogateescape
+        code -= 0xDC00
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

@@ -1,0 +1,29 @@
+"""The training loop. Nothing in it knows an engine, a launcher or a data format."""
+
+from hpclm.config import RunConfig
+from hpclm.distributed.context import DistributedContext
+from hpclm.training.deadline import StepLeft
+from hpclm.training.opening import open_session
+
+
+def run(config: RunConfig, context: DistributedContext, back_to: int | None = None) -> int:
+    """Train until the budget is used up, ``stop_at`` is reached or a signal warns; the exit code.
+
+    ``back_to``: the step of a checkpoint to go on from, in place of the newest. Every rank of ``context`` runs this, and all
+    take every turn together.
+    """
+    with open_session(config, context, back_to) as session:
+        control, progress = session.control, session.progress
+        while True:
+            if session.must_synchronize(progress):  # otherwise the next step is queued before the last one is known
+                progress = session.synchronize(progress)
+                if session.evaluation_is_due(progress):
+                    session.evaluate(progress)
+                    control.poll()
+                if control.exit_is_due(progress):
+                    return session.exit(progress)
+                control.save_if_due(progress)
+            try:
+                progress = session.train_step(progress)
+            except StepLeft:
+                control.synchronize_soon()  # a signal leaves no time to finish the step; the next turn exits

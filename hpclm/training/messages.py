@@ -1,0 +1,116 @@
+"""What a run's log says of the run as a whole: at its start and at its end."""
+
+import logging
+from pathlib import Path
+
+import torch
+
+from hpclm import files
+from hpclm.checkpoint import Progress
+from hpclm.config import Plan, RunConfig
+from hpclm.config.plan import Length
+from hpclm.distributed.context import DistributedContext
+from hpclm.model import attention_backend, count
+from hpclm.node import apex, hardware
+from hpclm.training.control import RunControl
+
+logger = logging.getLogger(__name__)
+
+
+def device(config: RunConfig, where: torch.device, dtype: torch.dtype, context: DistributedContext) -> None:
+    """Log what the run computes on, and in which types."""
+    products = hardware.set_matmul(config.engine, where)
+    logger.info("%s, %s; fp32 products %s", hardware.describe(where), str(dtype).removeprefix("torch."), products)
+    slow = hardware.slow_type(where, dtype)
+    if slow and context.is_main:
+        logger.warning("%s", slow)
+
+
+def hello(config: RunConfig, plan: Plan, context: DistributedContext, length: Length, samples: int) -> None:
+    """Log what is about to happen, and warn of what is probably not meant."""
+    steps = "until the time is up" if length.steps is None else f"{length.steps} steps"
+    logger.info(
+        "%s parameters; %s of %d samples x %d tokens, %s samples of training data",
+        f"{count.parameters(config.model):,}",
+        steps,
+        plan.global_size,
+        config.model.context,
+        f"{samples:,}",
+    )
+    if context.size > 1:
+        logger.info(
+            "%d processes, started by %s, on %s; micro-batches of %d, %d a step for each",
+            context.size,
+            context.launcher,
+            ", ".join(dict.fromkeys(context.hosts)),
+            plan.micro_size,
+            plan.accumulation(0),
+        )
+    end, limit = length.in_unit(config.optim.unit), config.optim.schedule_length
+    warmup = config.optim.warmup or (config.optim.warmup_fraction or 0) * (limit or end or 0)
+    if end is not None and warmup >= end:
+        logger.warning(
+            "the run ends after %d %s, inside its warm-up of %d: optim.lr is never reached",
+            end,
+            config.optim.unit,
+            warmup,
+        )
+
+
+def attention(config: RunConfig, device: torch.device) -> None:
+    """Choose attention's kernel for this process, and log it."""
+    choice = attention_backend.use(config.model, device)
+    if choice is None:
+        if config.model.attention != "auto":
+            logger.warning("model.attention=%s is for GPUs; a CPU uses PyTorch's own", config.model.attention)
+        return
+    if choice.warning:
+        logger.warning("%s", choice.warning)
+    logger.info("attention: %s", choice.words())
+
+
+def kernels(config: RunConfig, device: torch.device) -> None:
+    """Log whose fused operations are used, where the settings ask for apex's."""
+    if config.model.kernels != "apex":
+        return
+    found = apex.kernels().names() if device.type == "cuda" else []
+    if found:
+        logger.info("kernels: NVIDIA apex's %s; PyTorch's for the rest", ", ".join(found))
+    else:
+        why = "it is for GPUs" if device.type != "cuda" else "it is not usable here (hpclm doctor says why)"
+        logger.warning("model.kernels=apex: %s; PyTorch's own operations", why)
+
+
+def ending(config: RunConfig, length: Length, progress: Progress, leaving: str) -> str:
+    """The last words: where the run is, and what to type next. ``leaving``: what ends it before its time."""
+    if leaving:
+        way = (
+            f"once {config.kill_switch} is removed, the same command"
+            if leaving == "kill_switch"
+            else "the same command"
+        )
+        return f"stopped at step {progress.step} as {leaving} says; {way} goes on"
+    if config.stop_at == progress.step and progress.step != length.steps:
+        return f"stopped at step {progress.step} as stop_at says; the same command without stop_at goes on"
+    out = files.typed(Path(config.out))
+    usable = config.data.source == "indexed" and config.checkpoint.enabled
+    follow = f"hpclm generate {out} --prompt ..." if usable else f"ls {out}"
+    return f"done at step {progress.step}, {progress.samples:,} samples; next: {follow}"
+
+
+def goodbye(
+    config: RunConfig, length: Length, progress: Progress, control: RunControl, code: int, unmeasured: bool
+) -> None:
+    """Log how the run ends, and what follows. ``unmeasured``: it has finished, but its last step has yet to be measured."""
+    leaving = control.orders.leaving
+    if unmeasured:
+        logger.warning("%s left no time to measure the model after step %d, the last one", leaving, progress.step)
+    if not progress.health.good:
+        logger.warning(
+            "%s; hpclm checkpoints %s shows which are healthy", progress.health.words(), files.typed(config.out)
+        )
+    if code:
+        logger.warning("%s: %s", control.orders.signal, control.saver.told())
+        return
+    over = control.finished(progress) and not unmeasured
+    logger.info(ending(config, length, progress, "" if over else leaving or "exit_interval"))

@@ -1,0 +1,282 @@
+"""What a run tells while it trains: metrics.jsonl, TensorBoard, log lines, and a live line on a terminal."""
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from hpclm import files
+from hpclm.config import LogConfig
+from hpclm.errors import ConfigError
+from hpclm.log import LIVE
+from hpclm.rundir.rows import LOST, STEP, parsed
+from hpclm.training import log_lines
+from hpclm.training.writer import Writer
+
+log = logging.getLogger(__name__)
+
+# BigScience's names for the same scalars, so that their dashboards go on working.
+TAGS = {
+    "loss": "lm-loss-training/lm loss",
+    "lr": "learning-rate/learning-rate",
+    "batch_size": "batch-size/batch-size",
+    "grad_norm": "grad-norm/grad-norm",
+    "loss_scale": "loss-scale/loss-scale",
+    "step_seconds": "iteration-time/iteration-time",
+    "tokens_per_second": "iteration-time/tokens per second",
+    "mfu": "iteration-time/mfu",
+    "hfu": "iteration-time/hfu",
+    "data_fraction": "iteration-time/fraction waiting for data",
+    "forward_seconds": "time/forward-compute-time",
+    "backward_seconds": "time/backward-compute-time",
+    "forward_backward_seconds": "time/forward-backward-time",
+    "optimizer_seconds": "time/optimizer-time",
+    "data_seconds": "time/batch-generator-time",
+    "validation_loss": "lm-loss-validation/lm loss validation",
+    "validation_perplexity": "lm-loss-validation/lm loss validation ppl",
+}
+LARGEST = 1 << 32  # bytes of metrics.jsonl: some ten million steps
+
+
+class Meter:
+    """Has a thread write what each step measured; use it as a context manager."""
+
+    def __init__(
+        self,
+        out: Path,
+        config: LogConfig,
+        start: tuple[int, int],
+        total: int | None,
+        speed: "Speed",
+        per_epoch: float = math.inf,
+    ):
+        """``start``: the step and samples the run goes on from. ``total``: its last step, where that is known.
+        ``per_epoch``: samples of one pass over the training data."""
+        self.say_steps, self.say_evaluation = log_lines.STYLES[config.style]
+        self.per_epoch, self._skipped = per_epoch, 0
+        self.every, (self.start, self.samples), self.total, self.speed = config.every, start, total, speed
+        self.path = out / "metrics.jsonl"
+        self.losses: dict[tuple[int, str], float | None] = {}
+        """On held-out data, by step and part."""
+        self.scored: set[int] = set()
+        """Steps whose scores at tasks are known."""
+        self.folder = out / "tensorboard" if config.tensorboard else None
+        self._open, self._writer = ExitStack(), Writer()
+        self._since: list[dict[str, Any]] = []
+        self._behind = False
+
+    def __enter__(self) -> "Meter":
+        rows = forget_after(self.path, self.start)
+        self.losses = {
+            (row["step"], row.get("part", "valid")): row["validation_loss"] for row in rows if "validation_loss" in row
+        }
+        self.scored = {row["step"] for row in rows if "tasks" in row}
+        self._file = self._open.enter_context(os.fdopen(files.appending(self.path), "w", buffering=1, encoding="utf-8"))
+        self._boards = self.folder and (
+            board(self.folder, self.start, self._open),
+            # a separate folder, since TensorBoard hides what lies past a step whatever the tag counts
+            board(self.folder / "samples", self.samples, self._open),
+        )
+        self._bar = self._open.enter_context(
+            tqdm(total=self.total, initial=self.start, unit="step", dynamic_ncols=True, disable=None, file=sys.stderr)
+        )
+        self._open.enter_context(self._writer)
+        return self
+
+    def __exit__(self, *ending: Any) -> None:
+        try:
+            self._open.__exit__(*ending)
+        except OSError as error:
+            log.warning("%s lacks its last rows: %s", self.path, error.strerror)
+
+    def step(self, step: int, samples: int, measured: dict[str, float]) -> None:
+        """One step, its number and the samples consumed so far; ``measured`` has batch_size and step_seconds among others."""
+        row = {"step": step, "samples": samples, "time": round(time.time(), 3), **measured}
+        row |= self.speed(int(measured["batch_size"]), measured["step_seconds"])
+        self._writer(lambda: self._step(row))
+
+    def _step(self, row: dict[str, Any]) -> None:
+        step = row["step"]
+        self._write(row)
+        self._since.append(row)
+        self._bar.update()
+        if not self._bar.disable:
+            self._bar.set_postfix_str(log_lines.words(row), refresh=False)
+        if step % self.every == 0 or step == self.total or step == self.start + 1:
+            self._tell(step)
+
+    def evaluated(self, step: int, samples: int, loss: float, part: str) -> None:
+        """A loss on held-out data; perplexity is exp(loss), cut at exp(20) as the peers do."""
+        self.losses[step, part] = loss
+        row = {"step": step, "samples": samples, "time": round(time.time(), 3), "part": part}
+        row |= {"validation_loss": loss, "validation_perplexity": log_lines.perplexity(loss)}
+        self._writer(lambda: self._evaluated(row))
+
+    def _evaluated(self, row: dict[str, Any]) -> None:
+        name = row["part"].removeprefix("valid").removeprefix("/")
+        self._write(row, f" {name}" if name else "")
+        for line in self.say_evaluation(row["step"], row["validation_loss"], name):
+            log.info("%s", line)
+
+    def at_tasks(self, step: int, samples: int, scores: dict[str, dict[str, float]]) -> None:
+        """Scores at tasks: task -> metric -> value; empty where they could not be measured."""
+        self.scored.add(step)
+        if not scores:
+            return
+        rows = {task: finite(row) for task, row in scores.items()}
+        row = {"step": step, "samples": samples, "time": round(time.time(), 3), "tasks": rows}
+        self._writer(lambda: self._scored(row))
+
+    def _scored(self, row: dict[str, Any]) -> None:
+        self._write(row)
+        for task, scores in row["tasks"].items():
+            shown = [f"{name} {value:.4f}" for name, value in scores.items() if value is not None]
+            log.info("step %d  %s  %s", row["step"], task, "  ".join(shown))
+            for name, value in scores.items():
+                self._board(f"tasks/{task} {name}", value, row["step"], row["samples"])
+
+    def flush(self) -> None:
+        """Return once everything is written; an error of the thread that writes is raised here, or at the next step."""
+        self._writer.flush()
+
+    def validation(self, step: int) -> float | None:
+        """The loss on held-out data at ``step``, where that was measured; of several parts the mean."""
+        found = [loss for (at, _), loss in self.losses.items() if at == step and loss is not None]
+        return sum(found) / len(found) if found and all(map(math.isfinite, found)) else None
+
+    def _tell(self, step: int) -> None:
+        """The log line: means over the steps since the last one."""
+        rows, self._since = self._since, []
+        seconds = sum(row["step_seconds"] for row in rows)
+        row = rows[-1] | self.speed(sum(r["batch_size"] for r in rows), seconds)
+        row["loss"] = sum(r["loss"] for r in rows) / len(rows)
+        row["data_fraction"] = sum(r["data_seconds"] for r in rows) / seconds
+        skipped, self._skipped = int(row["skipped"]) - self._skipped, int(row["skipped"])
+        steps = log_lines.Interval(rows, row, seconds, self.total, skipped, self.per_epoch)
+        log.info("%s", self.say_steps(steps), extra=LIVE)
+
+    def _write(self, row: dict[str, Any], suffix: str = "") -> None:
+        """A row of metrics.jsonl, and its scalars under their tags, each followed by ``suffix``."""
+        row = finite(row)
+        try:
+            self._file.write(json.dumps(row) + "\n")
+            self._behind = False
+        except OSError as error:  # the file keeps what it could not write, and tries again with the next row
+            if not self._behind:
+                log.warning("%s cannot be written: %s; training goes on", self.path, error.strerror)
+            self._behind = True
+        for key, tag in TAGS.items():
+            self._board(tag + suffix, row.get(key), row["step"], row["samples"])
+
+    def _board(self, tag: str, value: float | None, step: int, samples: int) -> None:
+        """A scalar of TensorBoard's, where there is one."""
+        if self._boards and value is not None:
+            by_step, by_samples = self._boards
+            by_step(tag, value, step)
+            by_samples(f"{tag} vs samples", value, samples)
+
+
+class Mute(Meter):
+    """A meter of a rank other than 0: writes nothing."""
+
+    def __init__(self) -> None:
+        self.losses, self.scored = {}, set()
+
+    def __enter__(self) -> "Mute":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is open."""
+
+    def step(self, step: int, samples: int, measured: dict[str, float]) -> None:
+        """Rank 0 tells of it."""
+
+    def evaluated(self, step: int, samples: int, loss: float, part: str) -> None:
+        """Rank 0 tells of it; here it is only remembered."""
+        self.losses[step, part] = loss
+
+    def at_tasks(self, step: int, samples: int, scores: dict[str, dict[str, float]]) -> None:
+        """The same."""
+        self.scored.add(step)
+
+    def flush(self) -> None:
+        """Nothing is written."""
+
+
+def finite(row: Mapping[str, Any]) -> dict[str, Any]:
+    """``row`` with None for numbers that are not finite, which JSON has not."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
+    }
+
+
+class Speed:
+    """Tokens a second, and the part of the device's peak that the model's own arithmetic uses: MFU, and HFU with what is
+    computed again."""
+
+    def __init__(self, context: int, flops_per_token: float, peak_flops: float | None, again: float = 0.0):
+        """``again``: floating-point operations of a token that only repeat others."""
+        self.context, self.flops, self.peak, self.again = context, flops_per_token, peak_flops, again
+
+    def __call__(self, samples: int, seconds: float) -> dict[str, float]:
+        """Figures of ``samples`` samples in ``seconds``."""
+        rate = samples * self.context / seconds
+        found = {"tokens_per_second": rate}
+        if self.peak:
+            found["mfu"] = rate * self.flops / self.peak
+            if self.again:
+                found["hfu"] = rate * (self.flops + self.again) / self.peak
+        return found
+
+
+def forget_after(path: Path, step: int) -> list[dict[str, Any]]:
+    """Drop the lines of steps past ``step``, which will be done again, and a last line cut short; give the others.
+
+    What those steps cost stays known: their lines go to metrics.lost.jsonl.
+    """
+    try:
+        lines = files.read_text(path, LARGEST, errors="replace").splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; move it away, or choose another out") from None
+    kept = [(line, row) for line in lines if (row := _row(line)) and row["step"] <= step]
+    if len(kept) != len(lines):
+        log.info(
+            "%s: %d lines past step %d are dropped; those steps come again", path.name, len(lines) - len(kept), step
+        )
+        lost = [line for line in lines if (row := _row(line)) and row["step"] > step]
+        if lost:  # before they are dropped: if it is killed in between, they are there twice
+            files.append(path.with_name(LOST), "".join(lost))
+        files.write_text(path, "".join(line for line, _ in kept))
+    return [row for _, row in kept]
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    """A whole line of metrics.jsonl, or None."""
+    return parsed(line, STEP, ["step"]) if line.endswith("\n") else None
+
+
+def board(folder: Path, start: int, opened: ExitStack) -> Callable[[str, float, int], None]:
+    """A function that adds a scalar to the TensorBoard files in ``folder``; what was written past ``start`` is hidden."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    writer = EventFileWriter(str(folder))
+    opened.callback(writer.close)
+    writer.add_event(Event(wall_time=time.time(), step=start + 1, session_log=SessionLog(status=SessionLog.START)))
+
+    def add(tag: str, value: float, step: int) -> None:
+        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
+        writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+
+    return add

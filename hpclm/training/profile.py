@@ -1,0 +1,64 @@
+"""A torch.profiler trace of some steps, and a table of what they spent their time on (profile.steps)."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpclm import files
+from hpclm.config.schema import ProfileConfig
+
+log = logging.getLogger(__name__)
+ROWS = 10  # operations in the table
+
+
+class Profile:
+    """Records the steps that the settings name, on the ranks that they name; use it as a context manager."""
+
+    def __init__(self, config: ProfileConfig, out: Path, rank: int, device: torch.device):
+        self.steps = config.steps if rank in config.ranks else None
+        self.path, self.cuda = out / "profile" / f"rank-{rank:05d}.json", device.type == "cuda"
+        self._recording: Any = None
+        self._first = 0
+
+    def __enter__(self) -> "Profile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._recording is not None:  # the run ends inside the steps that were asked for
+            self._finish(None)
+
+    def before(self, step: int) -> None:
+        """Begin to record where ``step``, which comes now, is one of them."""
+        if self.steps is not None and self._recording is None and self.steps[0] <= step <= self.steps[1]:
+            kinds = [torch.profiler.ProfilerActivity.CPU]
+            kinds += [torch.profiler.ProfilerActivity.CUDA] if self.cuda else []
+            self._recording, self._first = torch.profiler.profile(activities=kinds, profile_memory=True), step
+            self._recording.start()
+
+    def after(self, step: int) -> None:
+        """Write what was recorded where ``step``, which is done, was the last of them."""
+        if self._recording is not None and self.steps is not None and step >= self.steps[1]:
+            self._finish(step)
+
+    def _finish(self, last: int | None) -> None:
+        recorded, self._recording, self.steps = self._recording, None, None
+        recorded.stop()
+        try:
+            files.make_folder(self.path.parent, 0o700)
+            recorded.export_chrome_trace(str(self.path))
+            order = "self_cuda_time_total" if self.cuda else "self_cpu_time_total"
+            table = recorded.key_averages().table(sort_by=order, row_limit=ROWS, max_name_column_width=60)
+            files.write_text(self.path.with_suffix(".txt"), table + "\n")
+        except (OSError, RuntimeError) as error:  # a trace is no reason for a run to end
+            log.warning("the profile of %s cannot be written: %s; training goes on", self.path, error)
+            return
+        to = "the last" if last is None else last
+        log.info(
+            "profile of steps %d to %s: %s, for ui.perfetto.dev; the most expensive operations: %s",
+            self._first,
+            to,
+            self.path,
+            self.path.with_suffix(".txt"),
+        )

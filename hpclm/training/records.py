@@ -1,0 +1,203 @@
+"""What was run: the settings, and for every attempt its command, versions and git revision."""
+
+import json
+import logging
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from hpclm import __version__, config, files
+from hpclm.config.compose import dumped
+from hpclm.config.data import mixture
+from hpclm.distributed import bootstrap, restart
+from hpclm.distributed.context import DistributedContext
+from hpclm.errors import DivergedError
+from hpclm.node import secrets
+from hpclm.rundir import code, config_history
+from hpclm.rundir.rows import ATTEMPT, END, Check, append, sane
+
+log = logging.getLogger(__name__)
+LIBRARIES = (
+    "torch",
+    "numpy",
+    "deepspeed",
+    "fairscale",
+    "safetensors",
+    "tokenizers",
+    "gigatoken",
+    "sentencepiece",
+    "omegaconf",
+)
+
+
+LASTING = ("attempts.jsonl", "ends.jsonl", "jobs.jsonl", "metrics.jsonl", "log.txt")
+"""Files that grow line by line, and are read after a power cut."""
+MOST = 3  # starts of a job without a checkpoint in between, which was not made because they failed
+
+
+def start(
+    out: Path,
+    run: config.RunConfig,
+    context: DistributedContext,
+    step: int,
+    steps: int | None,
+    back_to: int | None = None,
+) -> int:
+    """Write config.yaml and add a line to attempts.jsonl: an attempt begins after ``step``, of ``steps`` in all; its number.
+
+    ``back_to``: the step of the checkpoint that it went back to.
+    """
+    used = config_history.use(out, dumped(replace(run, data=absolute(run.data))))
+    line = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "from_step": step,
+        **({} if back_to is None else {"back_to": back_to}),
+        "steps": steps,
+        "config": used,
+        "launcher": context.launcher,
+        "size": context.size,
+        "hosts": list(dict.fromkeys(context.hosts)),
+        **bootstrap.job(),
+        **({"after": inside} if (inside := restart.inside_the_job()) else {}),
+        "command": secrets.Redactor().command([sys.executable, *sys.orig_argv[1:]]),
+        "folder": str(Path.cwd()),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "hpclm": __version__,
+        "git": code.revision(),
+        "code": code.digest(code.sources(run)),
+        "python": platform.python_version(),
+        "versions": versions(),
+    }
+    warn_of_other_code(out, line)
+    append(out / "attempts.jsonl", line)
+    return len(rows(out / "attempts.jsonl", ATTEMPT))
+
+
+def warn_of_other_code(out: Path, line: Mapping[str, Any]) -> None:
+    """Warn where the code is not the one that the last attempt ran."""
+    before: Mapping[str, Any] = next(iter(rows(out / "attempts.jsonl", ATTEMPT)[-1:]), {})
+    if before.get("code", line["code"]) == line["code"]:
+        return
+    if before.get("git") != line["git"]:
+        change = f"git {before.get('git')}, now {line['git']}"
+    else:
+        change = "files have changed" + (f", at git {line['git']}" if line["git"] else "")
+    log.warning(
+        "the code is not the one that the last attempt ran: %s; job.snapshot=true keeps a job to the code it was submitted with",
+        change,
+    )
+
+
+def end(out: Path, attempt: int, code: int, step: int) -> None:
+    """Add a line to ends.jsonl: the attempt of this number ended in good order, with exit code ``code``, saved at ``step``."""
+    line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "attempt": attempt, "code": code, "step": step}
+    try:
+        append(out / "ends.jsonl", line)
+        sync(out)
+    except OSError as error:  # the exit code says the same, and the state is saved
+        log.warning("%s cannot be written: %s", out / "ends.jsonl", error.strerror)
+
+
+def sync(out: Path) -> None:
+    """Have on the disk what the run in ``out`` has told so far, so that a power cut leaves no checkpoint without it."""
+    for name in LASTING:
+        with suppress(FileNotFoundError):
+            files.sync(out / name)
+    files.sync(out)
+
+
+def went_back(out: Path, step: int) -> bool:
+    """Whether this job, before Slurm started it again, went back to the checkpoint of ``step``: now it is to go on."""
+    mine = bootstrap.job()
+    return any(
+        row.get("back_to") == step and row.get("job_id") == mine["job_id"] and row.get("restart", 0) < mine["restart"]
+        for row in (rows(out / "attempts.jsonl", ATTEMPT) if mine else [])
+    )
+
+
+def tell_restart(out: Path, context: DistributedContext) -> str:
+    """Log why Slurm has started this job again, or torchrun's agent the ranks, as far as it is known; what was logged."""
+    if inside := restart.inside_the_job():
+        log.warning("%s", inside)
+        return inside
+    job = bootstrap.job()
+    if not job.get("restart") or context.launcher == "local":
+        return ""
+    before = rows(out / "attempts.jsonl", ATTEMPT)
+    why = restart.reasons(before[-1].get("hosts", []) if before else [])
+    told = "; ".join(why) or "neither Slurm's records nor the job's log say"
+    text = f"start {int(job['restart']) + 1} of job {job['job_id']}; why the last one ended: {told}"
+    log.warning("%s", text)
+    return text
+
+
+def check_progress(out: Path, step: int) -> None:
+    """DivergedError when Slurm has started this very job again and again from ``step``, and no start lived to a checkpoint."""
+    job = bootstrap.job().get("job_id")
+    before = rows(out / "attempts.jsonl", ATTEMPT)
+    orderly = [row.get("attempt") for row in rows(out / "ends.jsonl", END)]
+    failed = 0
+    for number in range(len(before), 0, -1):
+        row = before[number - 1]
+        if not job or row.get("job_id") != job or row.get("from_step") != step or number in orderly:
+            break
+        failed += 1
+    if failed >= MOST:
+        raise DivergedError(
+            f"job {job} has started {failed} times from step {step} and never came to a checkpoint: it is not started again. "
+            f"See {out / 'log.txt'} for how the starts ended, then hpclm resume {files.typed(out)}"
+        )
+
+
+def rows(path: Path, fields: Mapping[str, Check]) -> list[dict[str, Any]]:
+    """The lines of a file of JSON objects, empty where ``fields`` are not what they must be; none where there is no file."""
+    found = []
+    with suppress(OSError):
+        for line in files.read_text(path, errors="replace").splitlines():
+            with suppress(ValueError, RecursionError):
+                row = json.loads(line)
+                found.append(row if sane(row, fields) else {})
+    return found
+
+
+def absolute(data: config.DataConfig) -> config.DataConfig:
+    """``data`` with paths that mean the same from any folder."""
+
+    def whole(path: str) -> str:
+        return str(Path(path).absolute())
+
+    def listed(words: list[str]) -> list[str]:
+        paths = set(mixture(words, "data").prefixes) if words else set()
+        return [whole(word) if word in paths else word for word in words]
+
+    return replace(
+        data,
+        prefix=data.prefix and whole(data.prefix),
+        blend=listed(data.blend),
+        train=listed(data.train),
+        valid=listed(data.valid),
+        test=listed(data.test),
+        validation=[f"{name}={whole(path)}" for name, _, path in (word.partition("=") for word in data.validation)],
+        index_cache=data.index_cache and whole(data.index_cache),
+        tokenizer_files=[whole(file) for file in data.tokenizer_files],
+    )
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the libraries that decide a run's numbers."""
+    found: dict[str, str] = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

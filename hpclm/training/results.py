@@ -1,0 +1,86 @@
+"""The results of steps: judged and written down in order, once the device has them."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hpclm.checkpoint import Progress
+from hpclm.engine import StepResult
+from hpclm.optim.guard import Guard
+from hpclm.parallel.step_vector import Reduction
+from hpclm.training.agreement import Agreement, Orders, Trained
+from hpclm.training.metrics import Meter
+
+
+@dataclass
+class QueuedStep:
+    """A step that the device may still be computing."""
+
+    progress: Progress
+    """After it, as far as that is known without its result."""
+    result: StepResult
+    answer: Reduction
+    measured: Mapping[str, Any]
+    """What the host knows of it, for metrics.jsonl."""
+    micro_batches: int
+    waited: float
+    """Seconds for its data."""
+    began: float
+    finished: tuple[float, float] | None
+    """By the clocks of time.perf_counter and time.time; None while it is computed."""
+
+
+class Results:
+    """Takes every step as it is queued, and reads it when the next one is, or when it is asked to."""
+
+    def __init__(self, agreement: Agreement, trained: Trained, guard: Guard, meter: Meter, least_scale: float):
+        """``least_scale``: the smallest fp16 loss scale."""
+        self.agreement, self.trained, self.guard, self.meter = agreement, trained, guard, meter
+        self.least_scale = least_scale
+        self._queued: QueuedStep | None = None
+        self._finished = 0.0
+
+    def device_is_idle(self) -> bool:
+        """Whether the device has nothing to compute, as far as is known without a wait; if it has just finished, that is
+        when."""
+        step = self._queued
+        if step is not None and step.finished is None and step.answer.done():
+            step.finished = time.perf_counter(), time.time()
+        return step is None or step.finished is not None
+
+    def queue(self, step: QueuedStep) -> Orders | None:
+        """Take a step, and read the one before it: what all ranks had to say after that one."""
+        orders = self.read()
+        self._queued = step
+        return orders
+
+    def read(self) -> Orders | None:
+        """Wait for the step that was queued, if there is one. DivergedError where it ends the run."""
+        if self._queued is None:
+            return None
+        step, self._queued = self._queued, None
+        *known, loss, norm, skipped = step.answer.read()
+        self._record(step, loss, norm, bool(skipped))
+        return self.agreement.orders(known)
+
+    def read_arrived(self) -> None:
+        """Record the step that was queued if its result is here; for a rank that ends because of an error, whose peers may
+        never send theirs."""
+        if self._queued is not None and self._queued.answer.done():
+            self.read()
+
+    def _record(self, step: QueuedStep, loss: float, norm: float, skipped: bool) -> None:
+        finished, clock = step.finished or (time.perf_counter(), time.time())
+        seconds = finished - max(step.began, self._finished)  # while the one before it ran, it had to wait
+        self._finished = finished
+        self.trained.seconds += seconds
+        self.trained.micro_batch = seconds / step.micro_batches
+        searching = step.result.loss_scale > self.least_scale
+        health = self.guard.look(step.progress.step, loss, skipped, searching)
+        waited = min(step.waited, seconds)
+        row = dict(time=round(clock, 3), loss=loss, grad_norm=norm, skipped=self.guard.skipped + skipped)
+        row |= dict(step_seconds=seconds, data_seconds=waited, data_fraction=waited / seconds)
+        row |= {**step.measured, **step.result.seconds, **health.row()}
+        self.meter.step(step.progress.step, step.progress.samples, row)
+        self.guard.check(step.progress.step, loss, norm, skipped, searching)

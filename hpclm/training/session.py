@@ -1,0 +1,190 @@
+"""A run from the inside: what each turn of the training loop does on this rank."""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from hpclm.checkpoint import Progress
+from hpclm.config import Plan, RunConfig
+from hpclm.config.plan import Length
+from hpclm.data.batches import Batches
+from hpclm.distributed import restart
+from hpclm.distributed.context import DistributedContext
+from hpclm.engine import Engine
+from hpclm.errors import DivergedError
+from hpclm.node import hardware
+from hpclm.node.notify import Notifier
+from hpclm.optim.guard import Guard
+from hpclm.optim.schedules import learning_rate
+from hpclm.sinks.process import Sinks
+from hpclm.training import compile_cache, messages, out_of_memory, records
+from hpclm.training.control import RunControl, due
+from hpclm.training.deadline import Deadline, StepLeft
+from hpclm.training.metrics import Meter
+from hpclm.training.profile import Profile
+from hpclm.training.results import QueuedStep, Results
+from hpclm.training.tasks import TaskScores
+from hpclm.training.validation import HeldOut, evaluate
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Session:
+    """An attempt of a run, on one rank."""
+
+    config: RunConfig
+    context: DistributedContext
+    plan: Plan
+    length: Length
+    device: torch.device
+    engine: Engine
+    train: Batches
+    held_out: list[HeldOut]
+    guard: Guard
+    control: RunControl
+    deadline: Deadline
+    results: Results
+    meter: Meter
+    progress: Progress
+    """Where it begins."""
+    profile: Profile
+    attempt: int | None
+    """Its number, on rank 0."""
+    sinks: Sinks
+    notifier: Notifier
+    tasks: TaskScores | None = None
+    """What measures evaluate.tasks, where there are any."""
+    compiled: bool = False
+    """Whether it uses torch.compile, and keeps what that makes."""
+
+    def must_synchronize(self, progress: Progress) -> bool:
+        """Whether something may have to be done between the last step and the next."""
+        return self.control.must_synchronize(progress, self.plan.accumulation(progress.samples))
+
+    def synchronize(self, progress: Progress) -> Progress:
+        """Wait for the last step, and agree with all ranks; how far the run is. DivergedError where it has."""
+        with self._saved_before_it_ends():
+            self.results.read()
+        self.control.poll()
+        seconds = self.control.orders.trained
+        return replace(progress, seconds=seconds, skipped=self.guard.skipped, health=self.guard.health)
+
+    def evaluation_is_due(self, progress: Progress) -> bool:
+        """Whether the model is to be measured after this step."""
+        return self._held_out_is_due(progress) or self._tasks_are_due(progress)
+
+    def _held_out_is_due(self, progress: Progress) -> bool:
+        return self.control.finished(progress) or due(self.config.evaluate.every, progress)
+
+    def _tasks_are_due(self, progress: Progress) -> bool:
+        every = self.config.evaluate.tasks_interval()
+        return self.tasks is not None and (self.control.finished(progress) or due(every, progress))
+
+    def _unmeasured(self, step: int) -> bool:
+        """Whether a figure that is due after the last step is missing."""
+        held_out = any((step, each.part) not in self.meter.losses for each in self.held_out)
+        return held_out or (self.tasks is not None and step not in self.meter.scored)
+
+    def evaluate(self, progress: Progress) -> None:
+        """Measure the loss on held-out data, and the scores at tasks, where they are due and until a signal warns."""
+        self.context.watchdog.enter("evaluation", progress.step)
+
+        def warned() -> bool:
+            return bool(self.control.agreement().leaving)
+
+        if self._held_out_is_due(progress):
+            with out_of_memory.explained(self.config, self.context, self.device):
+                evaluate(self.held_out, self.engine, self.meter, progress, warned, self.deadline.every())
+        if self.tasks is not None and self._tasks_are_due(progress) and not warned():
+            self.tasks.measure(self.engine, progress, self.meter, warned)
+
+    def train_step(self, progress: Progress) -> Progress:
+        """Learn from the next batch; how far the run is then, as far as that is known.
+
+        The device may still compute when this returns; the step before is finished. StepLeft on every rank, when a signal
+        leaves no time to finish it; DivergedError where the run has.
+        """
+        step = progress.step + 1
+        self.results.device_is_idle()  # notes that, before this waits for data
+        self.context.watchdog.enter("step", step)
+        self.profile.before(step)
+        began = time.perf_counter()
+        lr = rate(self.config, self.plan, self.length, progress)
+        size = self.plan.batch_size(progress.samples)
+        with self._saved_before_it_ends():
+            batches = self.train.step(progress.samples)
+            waited = time.perf_counter() - began if self.results.device_is_idle() else 0.0
+            with out_of_memory.explained(self.config, self.context, self.device):
+                result = self.engine.train_step(batches, lr, progress.step, self.deadline.of_step(len(batches)))
+            answer = self.control.agreement.start(result.values())
+            finished = (time.perf_counter(), time.time()) if result.finished else None
+            self.profile.after(step)
+            progress = replace(progress, step=step, samples=progress.samples + size)
+            measured = dict(
+                lr=lr, loss_scale=result.loss_scale, batch_size=size, memory=hardware.peak_memory(self.device)
+            )
+            queued = QueuedStep(progress, result, answer, measured, len(batches), waited, began, finished)
+            orders = self.results.queue(queued)
+        if step == self.progress.step + 1:
+            self._keep_compiled()
+        if orders is None:
+            return progress
+        self.control.hear(orders)
+        return replace(progress, seconds=orders.trained)
+
+    def exit(self, progress: Progress) -> int:
+        """Save, and record how the attempt ends; the exit code."""
+        self.meter.flush()
+        self._keep_compiled()
+        if self.control.finished(progress):
+            with self._saved_before_it_ends():
+                held_out = [loss for (step, _), loss in self.meter.losses.items() if step == progress.step]
+                self.guard.check_end(progress.step, held_out)
+        self.context.watchdog.enter("save", progress.step)
+        unmeasured = self.control.finished(progress) and self._unmeasured(progress.step)
+        code = self.control.exit(progress, unmeasured)
+        if self.attempt is not None:
+            records.end(Path(self.config.out), self.attempt, code, self.control.saver.step)
+        self.sinks.code = code
+        if self.context.is_main and self.control.finished(progress) and not code:
+            self.notifier.send("finished", messages.ending(self.config, self.length, progress, ""))
+        messages.goodbye(self.config, self.length, progress, self.control, code, unmeasured)
+        if code and self.context.is_main and restart.abandoned():
+            logger.warning("the job's script was killed (JobLaunchFailure): Slurm was asked to start the job again")
+        return code
+
+    def _keep_compiled(self) -> None:
+        if self.compiled and self.context.is_main:
+            compile_cache.save(Path(self.config.out))
+
+    @contextmanager
+    def _saved_before_it_ends(self) -> Iterator[None]:
+        """Where the run ends here because it has diverged, on every rank: what is being written was good. StepLeft ends none,
+        and any other error may be this rank's alone, which then waits for nothing."""
+        try:
+            yield
+        except DivergedError:
+            try:
+                self.results.read()  # the step before it, if it is not known yet
+            finally:
+                self.control.saver.wait()
+            raise
+        except StepLeft:
+            raise
+        except Exception:
+            with suppress(Exception):  # whatever fails here must not hide the error itself
+                self.results.read_arrived()
+            raise
+
+
+def rate(config: RunConfig, plan: Plan, length: Length, progress: Progress) -> float:
+    """Learning rate of the next step."""
+    by_step = config.optim.unit == "steps"
+    position, amount = (progress.step, 1) if by_step else (progress.samples, plan.batch_size(progress.samples))
+    return learning_rate(position, amount, length.in_unit(config.optim.unit), config.optim)

@@ -1,0 +1,131 @@
+"""The steps of a run's set-up: its data, its run directory, where it begins, its logs."""
+
+import logging
+import math
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from hpclm import __version__, files, log
+from hpclm import engine as engines
+from hpclm.checkpoint import CheckpointStore, Progress, Retention, begin_from, resumable, rollback
+from hpclm.checkpoint.fingerprint import fingerprint
+from hpclm.checkpoint.init_from import check_init_from
+from hpclm.config import Plan, RunConfig
+from hpclm.config.plan import Length, run_length
+from hpclm.data import sources
+from hpclm.data.batches import Batches
+from hpclm.data.sources import Source, samples_per_epoch
+from hpclm.distributed import bootstrap
+from hpclm.distributed.context import DistributedContext
+from hpclm.model import count
+from hpclm.node import secrets
+from hpclm.rundir import rollback as asked
+from hpclm.rundir.lease import Lease
+from hpclm.training import records
+from hpclm.training.validation import HeldOut, held_out
+
+logger = logging.getLogger(__name__)
+
+
+def data(
+    config: RunConfig, plan: Plan, context: DistributedContext, replica: int, device: torch.device
+) -> tuple[Source, Batches, list[HeldOut], Length]:
+    """The source of the samples, the micro-batches of this rank's ``replica``, what evaluations read, and the run's length."""
+
+    def build() -> tuple[Source, Batches, list[HeldOut], Length]:
+        source = sources.build(config)
+        length = run_length(config, plan, samples_per_epoch(source))
+        train = Batches(source.samples("train", length.samples), config, plan, source.eod, device, replica)
+        return source, train, held_out(source, config, plan, device, replica), length
+
+    def first() -> None:  # it writes the index cache, which the others read
+        mine.append(build())
+        for said in sources.check_content(mine[0][0]):
+            logger.info(said)
+
+    mine: list[tuple[Source, Batches, list[HeldOut], Length]] = []
+    context.run_on_main(first)
+    return mine[0] if mine else build()
+
+
+def checkpoint_bytes(config: RunConfig) -> int:
+    """Bytes of a checkpoint: weights and Adam's two moments in fp32."""
+    return 12 * count.parameters(config.model)
+
+
+def occupy(out: Path, opened: ExitStack) -> Lease:
+    """Make the run directory, and keep other runs out of it while ``opened`` lasts."""
+    files.private_folder(out, "run directory")
+    return opened.enter_context(Lease(out))
+
+
+def between_saves(config: RunConfig, source: Source) -> float:
+    """Samples of as many passes as checkpoint.epochs says."""
+    passes = config.checkpoint.epochs
+    return math.inf if passes is None else passes * source.per_epoch("train")
+
+
+def retention(config: RunConfig, per_pass: float) -> Retention:
+    """Which checkpoints stay."""
+    settings = config.checkpoint
+    return Retention(settings.keep_last, settings.keep_every, settings.keep_best, settings.keep_epochs, per_pass)
+
+
+def made(config: RunConfig, context: DistributedContext) -> dict[str, object]:
+    """What a checkpoint says of the attempt that made it."""
+    return {
+        "processes": context.size,
+        "engine": config.engine.name,
+        "parallel": vars(config.parallel),
+        "hpclm": __version__,
+        **bootstrap.job(),
+    }
+
+
+def check(config: RunConfig, source: Source, back_to: int | None) -> None:
+    """ConfigError where the run cannot begin, or go on, with these settings from the checkpoint that it would take."""
+    out = Path(config.out)
+    if back_to is not None and records.went_back(out, back_to):
+        back_to = None
+    resumable.check(resumable.candidate(out, back_to), config, source)
+    check_init_from(config, fingerprint(config, source))
+
+
+def go_back(out: Path, back_to: int | None) -> int | None:
+    """Set aside checkpoints newer than the one that this start was asked to continue from; its step, if there is one."""
+    if back_to is not None and not records.went_back(out, back_to):
+        asked.ask(out, back_to)
+    return rollback.carry_out(out)
+
+
+def start(store: CheckpointStore, engine: engines.Engine, config: RunConfig, context: DistributedContext) -> Progress:
+    """Take over the state to go on from: the run's own, or at its beginning the weights it is to begin with."""
+    progress = store.resume(engine, config.checkpoint.resume)
+    if config.checkpoint.init_from and not progress.step:
+        found = begin_from(Path(config.checkpoint.init_from), engine, context, store.fingerprint)
+        logger.info("weights of %s; optimizer, step and data begin anew", found)
+    return progress
+
+
+def log_files(out: Path, context: DistributedContext, opened: ExitStack) -> None:
+    """Send this rank's log to its file: rank 0's to log.txt beside the terminal, another's to its own instead."""
+    if context.is_main:
+        opened.enter_context(log.also_to(out / "log.txt", secrets.Redactor()))
+    else:
+        log.instead_to(out / "logs" / f"rank-{context.rank:05d}.log", secrets.Redactor())
+    opened.enter_context(context.guard(out / "log.txt"))
+
+
+def begin(progress: Progress, length: Length) -> Progress:
+    """Note what the data's order was made for; warn where going on with another budget changes it."""
+    if progress.step and progress.planned != length.samples:
+        logger.warning(
+            "the budget was %s samples and is %s: as with Megatron, the order of the data follows from it, so from here on "
+            "samples may come again or be left out unless all of it is within one epoch",
+            progress.planned,
+            length.samples,
+        )
+    return replace(progress, planned=length.samples)

@@ -1,0 +1,144 @@
+"""Going back to an older checkpoint: what is newer is set aside, whatever is killed in between."""
+
+import json
+import shutil
+
+import pytest
+
+from hpclm.checkpoint import directory, resumable, rollback
+from hpclm.errors import ConfigError
+from hpclm.rundir import rollback as asked
+from hpclm.training.metrics import forget_after
+from tests import traced
+from tests.checkpoint.state import State, saved, store
+from tests.checkpoint.victims import roll_back
+
+ROWS = "".join(json.dumps({"step": step, "loss": 1.0 / step}) + "\n" for step in range(1, 8))
+
+
+@pytest.fixture
+def out(folder):
+    made = folder / "run"
+    saved(made / "checkpoints", (1, 2, 4, 6), keep=4)
+    (made / "metrics.jsonl").write_text(ROWS)
+    return made
+
+
+def steps(path):
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def check(out, before):
+    """All that was newer than step 2 is set aside, with every byte, and nothing is left to do."""
+    checkpoints = out / "checkpoints"
+    assert [path.name for path in directory.steps(checkpoints)] == ["step-00000001", "step-00000002"]
+    for number in (4, 6):
+        found = {p.name: p.read_bytes() for p in (checkpoints / f".rolled-back-step-0000000{number}").iterdir()}
+        assert found.pop("REASON.txt", b"") in (
+            b"",
+            b"a later start went back to step 2\n",
+        )  # a kill may come before it
+        assert found == before[number]
+    assert steps(out / "metrics.jsonl") == [1, 2] and steps(out / "metrics.rolled-back-1.jsonl") == [3, 4, 5, 6, 7]
+    assert not (out / "metrics.rolled-back-2.jsonl").exists() and not (out / "rollback.json").exists()
+    assert (checkpoints / "latest").read_text() == "step-00000002\n"
+    state = State()
+    assert store(checkpoints).resume(state, "require").step == 2 and state.is_of(2)
+
+
+def newer(out):
+    return {n: {p.name: p.read_bytes() for p in (out / f"checkpoints/step-0000000{n}").iterdir()} for n in (4, 6)}
+
+
+def test_what_is_newer_is_set_aside_once(out):
+    before = newer(out)
+    assert rollback.carry_out(out) is None
+    asked.ask(out, 2)
+    assert asked.pending(out) == 2 and resumable.candidate(out)[0].name == "step-00000002"
+    assert rollback.carry_out(out) == 2
+    check(out, before)
+    assert rollback.carry_out(out) is None
+    assert forget_after(out / "metrics.jsonl", 2)[-1]["step"] == 2
+
+
+def test_it_can_be_done_again_and_again(out):
+    for _ in range(2):
+        asked.ask(out, 2)
+        rollback.carry_out(out)
+        saved(out / "checkpoints", (4,), keep=9)
+        with (out / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 3, "loss": 2.0}\n{"step": 4, "loss": 2.0}\n')
+    asked.ask(out, 2)
+    rollback.carry_out(out)
+    away = sorted(path.name for path in (out / "checkpoints").glob(".rolled-back-*"))
+    assert away == [f".rolled-back-step-0000000{end}" for end in ("4", "4-1", "4-2", "6")]
+    assert [steps(out / f"metrics.rolled-back-{n}.jsonl") for n in (1, 2)] == [[3, 4, 5, 6, 7], [3, 4]]
+    shutil.move(out / "checkpoints/.rolled-back-step-00000006", out / "checkpoints/step-00000006")
+    assert store(out / "checkpoints").resume(State(), "auto").step == 6  # as the documentation says
+
+
+@pytest.mark.parametrize(
+    "spoil, told",
+    [
+        (
+            lambda out: asked.ask(out, 3),
+            "has no complete checkpoint of step 3, which .*rollback.json asks for .* steps 1, 2, 4, 6",
+        ),
+        (lambda out: (out / "rollback.json").write_text('{"step": "2"}'), "has no step to go back to; remove it"),
+    ],
+)
+def test_a_request_that_cannot_be_followed_changes_nothing(out, spoil, told):
+    spoil(out)
+    with pytest.raises(ConfigError, match=told):
+        resumable.candidate(out)
+    with pytest.raises(ConfigError):
+        rollback.carry_out(out)
+    assert len(directory.steps(out / "checkpoints")) == 4 and (out / "metrics.jsonl").read_text() == ROWS
+
+
+def test_a_step_that_is_not_there_or_not_complete_is_refused_with_those_that_are(out):
+    with pytest.raises(
+        ConfigError, match="no complete checkpoint of step 5; it has steps 1, 2, 4, 6: hpclm checkpoints"
+    ):
+        resumable.candidate(out, 5)
+    (out / "checkpoints/step-00000002/rank-00000.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"step-00000002 is bad: rank-00000\.safetensors has 0 bytes"):
+        resumable.candidate(out, 2)
+
+
+@pytest.mark.skipif(not traced.usable(), reason="strace is not installed, or may not trace here")
+def test_a_kill_at_any_system_call_is_made_good_by_the_next_start(out, folder):
+    asked.ask(out, 2)
+    before, good = newer(out), folder / "good"
+    shutil.copytree(out, good)
+
+    def reset():
+        shutil.rmtree(out)
+        shutil.copytree(good, out)
+
+    points = traced.points(roll_back, out)
+    assert len(points) > 20
+    for call, number, line in points:
+        reset()
+        outcome = traced.run(roll_back, out, inject=f"{call}:signal=KILL:when={number}")
+        assert outcome.code == -9, (line, outcome)
+        rollback.carry_out(out)
+        check(out, before)
+
+
+@pytest.mark.skipif(not traced.usable(), reason="strace is not installed, or may not trace here")
+def test_the_request_goes_once_all_that_it_asked_for_is_on_the_disk(out):
+    asked.ask(out, 2)
+    lines = [line for *_, line in traced.points(roll_back, out)]
+
+    def where(*words):
+        return [n for n, line in enumerate(lines) if all(word in line for word in words)]
+
+    gone = where("unlink", "rollback.json")[0]
+    renamed = max(where("rename(", ".rolled-back-step-"))
+    assert any(renamed < n < gone for n in where("fsync(", f"<{out}/checkpoints>"))
+    archived, cut = (
+        where("rename(", '"' + str(out / "metrics.rolled-back-1.jsonl") + '"')[0],
+        where("rename(", '/metrics.jsonl"')[0],
+    )
+    assert archived < cut < gone and any(archived < n < cut for n in where("fsync(", f"<{out}>"))

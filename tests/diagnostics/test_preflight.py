@@ -1,0 +1,186 @@
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.diagnostics import peers
+from tests.runs import ROOT
+
+
+def alive(process):
+    return process.poll() is None
+
+
+def report(out):
+    return json.loads((out / "preflight.json").read_text())
+
+
+def test_healthy_ranks_log_one_line_and_leave_only_a_report(tmp_path):
+    results = peers.hold(tmp_path, ["a", "a", "b", "b"])
+    assert [code for _, code in results] == [0, 0, 0, 0]
+    assert results[0][0].startswith("preflight: 4 ranks on 2 nodes agree; slowest pair ")
+    assert results[0][0].count("\n") == 1 and {text for text, _ in results[1:]} == {""}
+    found = report(tmp_path)
+    assert found["ok"] and found["bad"] == [] and [each["rank"] for each in found["ranks"]] == [0, 1, 2, 3]
+    assert [pair["nodes"] for pair in found["pairs"]] == [["a", "b"]] and found["pairs"][0]["speed"] > 0
+    assert abs(found["ranks"][3]["clock"]) < 2
+    assert [path.name for path in tmp_path.iterdir()] == ["preflight.json"]
+
+
+def test_the_check_can_be_disabled(tmp_path):
+    assert peers.hold(tmp_path, ["a", "b"], "cluster.preflight=off") == [("", 0), ("", 0)]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_summaries_of_earlier_reports_are_kept(tmp_path):
+    for _ in range(2):
+        peers.hold(tmp_path, ["a", "b"])
+    (earlier,) = report(tmp_path)["earlier"]
+    assert earlier["ok"] and earlier["problems"] == [] and "ranks" not in earlier
+
+
+def mounts():
+    """Whether this process may make mounts."""
+    return shutil.which("unshare") and not subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode
+
+
+@pytest.mark.skipif(not mounts(), reason="needs the right to unshare mounts")
+@pytest.mark.parametrize(
+    "nodes, bad", [(["a", "b"], []), (["a", "b", "c"], ["c"])], ids=["each node its own", "one node lost the mount"]
+)
+def test_a_run_directory_that_is_not_shared_is_refused(nodes, bad, tmp_path):
+    alone = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs none "{tmp_path}" && exec "$@"', "sh"]
+    results = peers.hold(tmp_path, nodes, before={nodes[-1]: alone})
+    assert [code for _, code in results] == [1] * len(nodes)
+    last = nodes[-1]
+    assert f"{tmp_path} on {last} is not the folder that a has" in results[0][0]
+    found = report(tmp_path)
+    assert found["bad"] == bad and not found["ok"]
+    assert (
+        f"bad node: {last}; start again without: hpclm resume {tmp_path} --exclude-bad {tmp_path}" in results[0][0]
+    ) == bool(bad)
+
+
+@pytest.mark.skipif(not mounts(), reason="needs the right to unshare mounts")
+def test_a_node_that_cannot_write_is_named(tmp_path):
+    frozen = [
+        "unshare",
+        "-m",
+        "sh",
+        "-c",
+        f'mount --bind "{tmp_path}" "{tmp_path}" && mount -o remount,ro,bind "{tmp_path}"',
+    ]
+    frozen[-1] += ' && exec "$@"'
+    results = peers.hold(tmp_path, ["a", "b", "c"], before={"b": [*frozen, "sh"]})
+    assert f"{tmp_path} cannot be written on b: Read-only file system" in results[0][0]
+    assert report(tmp_path)["bad"] == ["b"]
+
+
+def test_a_folder_without_room_is_refused(tmp_path, monkeypatch):
+    import torch
+
+    from hpclm import config
+    from hpclm.diagnostics import preflight
+    from hpclm.distributed import bootstrap, context
+    from hpclm.errors import HpclmError
+
+    settings = config.from_cli(["data.source=synthetic", f"out={tmp_path}"])
+    with context.join(bootstrap.World("single", 0, 1), settings.cluster) as alone:
+        cpu = torch.device("cpu")
+        made = preflight.check(alone, cpu, settings, tmp_path, env={})
+        assert made.ok and made.pairs == [] and report(tmp_path)["ok"]
+        with pytest.raises(HpclmError, match=r"MiB free on .*a checkpoint may take 1,125,899,906,842,624"):
+            preflight.check(alone, cpu, settings, tmp_path, env={}, room=1 << 70)
+
+
+@pytest.fixture
+def started():
+    """Start processes that are gone after the test."""
+    running = []
+
+    def start(*words, **kwargs):
+        running.append(
+            subprocess.Popen([*map(str, words)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **kwargs)
+        )
+        return running[-1]
+
+    yield start
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+def until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_only_processes_of_earlier_attempts_are_terminated_and_listed(tmp_path, tiny, started):
+    trains = started(sys.executable, "-m", "hpclm.train", *tiny("run", "budget.steps=1000000"), cwd=ROOT)
+    other = started(sys.executable, "-m", "hpclm.train", *tiny("other", "budget.steps=1000000"), cwd=ROOT)
+    out = tmp_path / "run"
+    until(lambda: (out / "metrics.jsonl").exists() and (tmp_path / "other/metrics.jsonl").exists())
+    below = started(sys.executable, "-m", "hpclm.train", *tiny("run/below", "budget.steps=1000000"), cwd=ROOT)
+    copied = [out / "config.yaml", f"out={tmp_path / 'copy'}"]  # as the README repeats a run
+    copy = started(sys.executable, "-m", "hpclm.train", *map(str, copied), cwd=ROOT)
+    until(lambda: (out / "below/metrics.jsonl").exists() and (tmp_path / "copy/metrics.jsonl").exists())
+    reads = started("tail", "-f", out / "log.txt")
+    env = os.environ | {"SLURM_JOB_ID": "77"}
+    stubborn = started("sh", "-c", "trap '' TERM; while :; do sleep 1; done", env=env)
+    foreign = started("sleep", "1000", env=env | {"SLURM_JOB_ID": "78"})
+    own = started("sleep", "1000", env=env | {"SLURM_RESTART_COUNT": "1"})
+    time.sleep(0.3)
+
+    results = peers.hold(out, ["a", "a"], SLURM_JOB_ID="77", SLURM_RESTART_COUNT="1")
+    assert [code for _, code in results] == [0, 0]
+    assert not alive(trains) and not alive(stubborn)
+    assert all(map(alive, (other, below, copy, reads, foreign, own)))
+    ended = report(out)["ended"]
+    assert any(f"a: {trains.pid}: " in line and "hpclm.train" in line for line in ended)
+    assert f"terminated a process that an earlier attempt left on a: {stubborn.pid}: sh -c" in results[0][0]
+
+
+def test_a_run_without_open_files_is_found_by_its_command_and_launchers_are_spared(tmp_path, started):
+    (tmp_path / "config.yaml").write_text("")
+    (tmp_path / "torchrun").write_text("import time; time.sleep(1000)")
+    words = [sys.executable, "-u", "-m", "hpclm.train", "config.yaml"]
+    stopped = [started(*words, cwd=tmp_path), started(*words, cwd=tmp_path.parent)]
+    for process in stopped:
+        process.send_signal(signal.SIGSTOP)
+    launchers = [
+        started("sh", "-c", "sleep 1000; :", "srun", *words, cwd=tmp_path),
+        started(sys.executable, "torchrun", "--nproc-per-node", "2", "-m", *words[3:], cwd=tmp_path),
+    ]
+    time.sleep(0.3)
+    peers.hold(tmp_path, ["a", "a"])
+    assert not alive(stopped[0]) and alive(stopped[1]) and all(map(alive, launchers))
+    assert len(report(tmp_path)["ended"]) == 1
+
+
+def test_locks_of_extension_builds(tmp_path, started):
+    out, cache = tmp_path / "out", tmp_path / "extensions"
+    out.mkdir()
+    for name in ("old", "new", "held"):
+        (cache / name).mkdir(parents=True)
+        (cache / name / "lock").touch()
+    long_ago = time.time() - 3600
+    for name in ("old", "held"):
+        for path in (cache / name / "lock", cache / name):
+            os.utime(path, (long_ago, long_ago))
+    with (cache / "held/lock").open() as lock:
+        builds = started("sleep", "1000", stdin=lock)
+
+    results = peers.hold(out, ["a", "b"], TORCH_EXTENSIONS_DIR=str(cache))
+    assert [code for _, code in results] == [0, 0] and alive(builds)
+    assert not (cache / "old/lock").exists() and (cache / "new/lock").exists() and (cache / "held/lock").exists()
+    assert f"{cache}/old/lock locks a build" in results[0][0] and re.search(r"6\d minutes ago: removed", results[0][0])
+    assert f"builds wait for it; if no other job is building: rm {cache}/new/lock" in results[0][0]
+    assert "held" not in results[0][0] and report(out)["removed"] == [f"{cache}/old/lock"]

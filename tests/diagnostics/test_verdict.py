@@ -1,0 +1,134 @@
+import itertools
+
+import pytest
+
+from hpclm.diagnostics import verdict
+from hpclm.diagnostics.verdict import Pair, judge, rounds
+
+GIB = 1 << 30
+
+
+def rank(node, **more):
+    same = {"hpclm": "1", "python": "3.11", "torch": "2.6", "cuda": None, "driver": None, "device_name": "CPU"}
+    rest = {"device": "cpu", "clock": 0.0, "open_files": 4096, "shm": {"size": GIB, "free": GIB}}
+    return {"node": node, **same, **rest, **more}
+
+
+def said(findings):
+    return [(finding.text, finding.bad) for finding in findings]
+
+
+def test_equal_ranks_give_no_finding():
+    ranks = [rank("a"), rank("a"), rank("b")]
+    assert [*verdict.agreement(ranks), *verdict.devices(ranks), *verdict.machines(ranks)] == []
+
+
+@pytest.mark.parametrize("key", verdict.AGREE)
+def test_the_node_that_differs_from_the_majority_is_bad(key):
+    ranks = [rank("a"), rank("b", **{key: "other"}), rank("b", **{key: "other"}), rank("c")]
+    (finding,) = verdict.agreement(ranks)
+    assert finding.bad == ("b",) and finding.serious
+    assert finding.text.startswith(key.replace("_", " ")) and finding.text.endswith("other on b")
+
+
+def test_if_two_nodes_differ_neither_is_bad():
+    (finding,) = verdict.agreement([rank("a"), rank("a"), rank("b", torch="2.5")])
+    assert finding == verdict.Finding("torch differs: 2.6 on a; 2.5 on b", (), True)
+
+
+def test_a_node_whose_ranks_differ_is_bad():
+    ranks = [rank("a"), rank("b"), rank("c"), rank("c", device_name="H200")]
+    assert said(verdict.agreement(ranks)) == [("device name differs: CPU on a and b; CPU and H200 on c", ("c",))]
+
+
+def test_ranks_that_share_a_gpu_are_refused_with_CUDA_VISIBLE_DEVICES():
+    gpu = {"device": "cuda:0", "uuid": "GPU-1", "visible": "0", "device_used": 0, "device_total": 80 * GIB}
+    (finding,) = verdict.devices([rank("a", **gpu), rank("a", **gpu), rank("b", **gpu | {"uuid": "GPU-2"})])
+    assert finding.serious and "ranks 0 and 1 on a all use cuda:0 (GPU-1)" in finding.text
+    assert "CUDA_VISIBLE_DEVICES=0" in finding.text
+
+
+def test_a_gpu_that_other_processes_use_is_reported():
+    gpu = {"device": "cuda:0", "uuid": "GPU-1", "device_used": 40 * GIB, "device_total": 80 * GIB}
+    (finding,) = verdict.devices([rank("a", **gpu)])
+    assert (
+        "40.0 of 80.0 GiB of cuda:0 on a (rank 0) are in use by other processes" in finding.text and not finding.serious
+    )
+
+
+@pytest.mark.parametrize(
+    "facts, text",
+    [
+        ({"clock": -60.0}, "the clock of b is 60 s behind that of a"),
+        ({"shm": {"size": 64 << 20, "free": 60 << 20}}, "/dev/shm of b has 60 of 64 MiB free, and 2 processes"),
+        ({"open_files": 256}, "b allows a process 256 open files"),
+    ],
+)
+def test_a_clock_skew_or_a_low_limit_is_reported_and_not_refused(facts, text):
+    (finding,) = verdict.machines([rank("a"), rank("b", **facts), rank("b", **facts)])
+    assert finding.text.startswith(text) and not finding.serious and not finding.bad
+
+
+FINE = {"free": GIB, "same": True, "back": True}
+
+
+@pytest.mark.parametrize(
+    "looks, text, bad",
+    [
+        (
+            {"a": FINE, "b": FINE, "c": {"error": "Read-only file system"}},
+            "out cannot be written on c: Read-only",
+            ("c",),
+        ),
+        ({"a": FINE, "b": FINE | {"same": False}, "c": FINE}, "out on b is not the folder that a has", ("b",)),
+        ({"a": FINE, "b": FINE | {"back": False}, "c": FINE}, "out on b is not the folder that a has", ("b",)),
+        ({"a": FINE, "b": FINE | {"same": False}}, "out on b is not the folder", ()),  # a folder of each node's own
+        ({"a": FINE | {"free": 5}, "b": FINE | {"free": 5}}, "out has 0.0 MiB free on a and b", ()),
+    ],
+)
+def test_a_run_directory_must_be_shared_writable_and_have_room(looks, text, bad):
+    (finding,) = verdict.disks("out", looks, room=1 << 20)
+    assert finding.text.startswith(text) and finding.bad == bad and finding.serious
+
+
+def links(speeds):
+    return [Pair(nodes, speed) for nodes, speed in speeds.items()]
+
+
+def uniform(nodes, slow=(), speed=1.0):
+    return links({pair: 0.01 if set(pair) & set(slow) else speed for pair in itertools.combinations(nodes, 2)})
+
+
+@pytest.mark.parametrize("nodes, slow", [("abc", "c"), ("abcd", "d"), ("abcde", "bd"), ("abcdefgh", "")])
+def test_the_node_that_slow_pairs_have_in_common_is_bad(nodes, slow):
+    assert judge(uniform(nodes, slow))[1] == list(slow)
+    assert [finding.bad for finding in verdict.links(uniform(nodes, slow))] == [(node,) for node in slow]
+
+
+def test_a_slow_link_between_good_nodes_makes_neither_bad():
+    pairs = [*uniform("abcd")[:-1], Pair(("c", "d"), 0.01)]
+    (finding,) = verdict.links(pairs)
+    assert (
+        finding.bad == () and not finding.serious and finding.text.startswith("c and d reach each other at 0.01 GB/s")
+    )
+
+
+def test_of_two_nodes_neither_is_bad_but_a_very_slow_link_is_reported():
+    assert verdict.links(uniform("ab")) == []
+    (finding,) = verdict.links(uniform("ab", "b"))
+    assert "is cluster.interface right?" in finding.text and not finding.serious
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5, 8, 13])
+def test_every_pair_of_few_nodes_is_measured_once_and_none_twice_at_a_time(nodes):
+    made = rounds(nodes, most=100)
+    assert sorted(pair for each in made for pair in each) == list(itertools.combinations(range(nodes), 2))
+    for each in made:
+        busy = [node for pair in each for node in pair]
+        assert len(busy) == len(set(busy))
+
+
+def test_each_of_many_nodes_is_measured_a_few_times():
+    made = rounds(500)
+    assert len(made) == 7 and all(len(each) == 250 for each in made)
+    assert len({pair for each in made for pair in each}) == 7 * 250

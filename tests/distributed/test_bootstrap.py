@@ -1,0 +1,109 @@
+import pytest
+
+from hpclm.distributed.bootstrap import World, detect, expand, job, tasks_per_node
+from hpclm.errors import ConfigError
+
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_NTASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+}
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "x",
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+}
+OMPI = {f"OMPI_COMM_WORLD_{k}": v for k, v in dict(RANK="2", SIZE="4", LOCAL_RANK="0", LOCAL_SIZE="2").items()}
+TWO = OMPI | {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+HYDRA = {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_RANK": "1", "PMI_SIZE": "2"}
+DAEMON = SLURM | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+LOCAL = TORCHRUN | {"HPCLM_LAUNCHER": "local", "HPCLM_RENDEZVOUS": "ab"}
+NODES = (("gpu07", 2), ("gpu08", 2))
+IN_SLURM = World("Slurm", 3, 4, 1, 2, "7.0.0.", NODES)
+
+
+@pytest.mark.parametrize(
+    "env, world",
+    {
+        "nobody": ({}, World("single", 0, 1)),
+        "a batch script, not a step": (BATCH, World("single", 0, 1)),
+        "srun": (SLURM, IN_SLURM),
+        "srun after a requeue": (SLURM | {"SLURM_RESTART_COUNT": "2"}, World("Slurm", 3, 4, 1, 2, "7.0.2.", NODES)),
+        "srun --mpi=pmi2, with no MPI behind it": (SLURM | {"PMI_RANK": "3", "PMI_SIZE": "4"}, IN_SLURM),
+        "mpirun": (OMPI, World("Open MPI", 2, 4, 0, 2)),
+        "MPICH or Intel MPI": (HYDRA, World("MPI", 1, 2, 1, 2)),
+        "mpirun in a batch script": (BATCH | OMPI, World("Open MPI", 2, 4, 0, 2)),
+        "mpirun's daemons started by srun": (DAEMON | OMPI, World("Open MPI", 2, 4, 0, 2)),
+        "torchrun in srun": (SLURM | TORCHRUN, World("torchrun", 1, 2, 1, 2, "x.0")),
+        "torchrun in mpirun in srun": (DAEMON | TWO | TORCHRUN, World("torchrun", 1, 2, 1, 2, "x.0")),
+        "hpclm's own": (LOCAL | BATCH, World("local", 1, 2, 1, 2, "x.ab")),
+    }.values(),
+)
+def test_the_innermost_launcher_says_who_this_process_is(env, world):
+    assert detect(env) == world
+
+
+@pytest.mark.parametrize(
+    "env, message",
+    [
+        ({k: v for k, v in SLURM.items() if k != "SLURM_LOCALID"}, "SLURM_LOCALID is missing"),
+        (OMPI | {"OMPI_COMM_WORLD_SIZE": "four"}, "four"),
+        (SLURM | {"SLURM_PROCID": "4"}, "rank 4 of 4"),
+        (SLURM | {"SLURM_NODEID": "2"}, "node 2 of SLURM_STEP_TASKS_PER_NODE"),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "$(x)"}, "is not a list of task counts"),
+        (SLURM | {"SLURM_NTASKS": "16"}, "SLURM_STEP_NUM_TASKS=4 but SLURM_NTASKS=16"),  # sbatch inside a step
+        (SLURM | OMPI | {"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2 but SLURM_STEP_NUM_TASKS=4"),
+        (SLURM | HYDRA, "PMI_SIZE=2 but SLURM_STEP_NUM_TASKS=4"),
+        (OMPI | TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, "and MPI 4"),
+        (OMPI | LOCAL | {"WORLD_SIZE": "2"}, "and MPI 4"),
+        (OMPI | {"PMIX_RANK": "0"}, "OMPI_COMM_WORLD_RANK=2 but PMIX_RANK=0"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "4"}, "PMI_SIZE=4 says that there are more processes"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE=2 says that there are more processes"),
+    ],
+)
+def test_what_does_not_add_up_is_refused_with_what_was_seen(env, message):
+    with pytest.raises(ConfigError, match=message.replace("$", r"\$").replace("(", r"\(").replace(")", r"\)")):
+        detect(env)
+
+
+def test_a_process_without_its_peers_may_look_but_not_train():
+    assert detect(BATCH).size == 1
+    with pytest.raises(ConfigError, match="SLURM_NTASKS=8 tasks, but this process was started alone"):
+        detect(BATCH, alone=False)
+    assert detect(BATCH | {"SLURM_NTASKS": "1"}, alone=False).size == 1
+    assert detect(BATCH | LOCAL, alone=False).size == 2
+
+
+@pytest.mark.parametrize(
+    "nodes, first",
+    [
+        ("node1", "node1"),
+        ("gpu[07-09,12],login1", "gpu07"),
+        ("a,b[1-2]", "a"),
+        ("r[1-2]n[03,05]", "r1n03"),
+        ("gpu[3]-ib,x", "gpu3-ib"),
+    ],
+)
+def test_rank_0_is_on_the_first_host_of_a_node_list(nodes, first):
+    assert expand(nodes)[0] == first
+
+
+def test_task_counts_are_written_out():
+    assert tasks_per_node("4(x2),3") == [4, 4, 3] and tasks_per_node("8") == [8]
+
+
+def test_a_job_is_named_as_squeue_names_it():
+    assert job(BATCH | {"SLURM_RESTART_COUNT": ""})["restart"] == 0
+    assert job({}) == {} and job(BATCH) == {"job_id": "7", "restart": 0}
+    array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "1"}
+    assert job(BATCH | array) == {"job_id": "5_3", "restart": 1}

@@ -1,0 +1,327 @@
+"""Several processes train as one, meet, refuse to start together, and end together."""
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import pytest
+
+from hpclm.config import ClusterConfig
+from hpclm.distributed import network, rendezvous
+from hpclm.distributed.bootstrap import World
+from hpclm.errors import HpclmError
+from hpclm.node import facts
+from tests.runs import Ranks, figures, free_port, hpclm, lines, losses
+
+
+def test_several_processes_learn_what_one_does(tiny, tmp_path):
+    more = ["model.ffn=48", "batch.micro_size=1", "evaluate.every=6", "evaluate.batches=3", "cluster.preflight=false"]
+    hpclm("train", *tiny("one", *more), check=0)
+    with Ranks(4, tiny("four", *more)) as ranks:
+        assert {code for code, _ in ranks.wait().values()} == {0}
+    one, four = (figures(tmp_path / out, "loss", "grad_norm") for out in ("one", "four"))
+    assert len(one) == 12
+    for alone, together in zip(one, four, strict=True):
+        assert together == pytest.approx(alone, abs=1e-5)
+    held_out = [figures(tmp_path / out, "validation_loss") for out in ("one", "four")]
+    assert held_out[1][0] == pytest.approx(held_out[0][0], abs=1e-5) and len(held_out[1]) == 2
+    assert sorted(p.name for p in (tmp_path / "four/logs").iterdir()) == [f"rank-0000{rank}.log" for rank in (1, 2, 3)]
+
+
+def test_a_run_goes_on_with_another_number_of_processes(tiny, tmp_path):
+    more = ["batch.micro_size=1", "cluster.preflight=false"]
+    hpclm("train", *tiny("whole", *more), check=0)
+    for size, stop in ((2, 5), (1, 12)):
+        with Ranks(size, tiny("pieces", *more, f"stop_at={stop}")) as ranks:
+            assert {code for code, _ in ranks.wait().values()} == {0}
+    whole, pieces = (figures(tmp_path / out, "step", "loss") for out in ("whole", "pieces"))
+    for alone, together in zip(whole, pieces, strict=True):
+        assert together == pytest.approx(alone, abs=1e-5)
+
+
+def test_a_signal_to_one_rank_saves_and_stops_all(tiny, tmp_path):
+    more = ["budget.steps=60", "checkpoint.every=0", "cluster.preflight=false"]
+    with Ranks(2, tiny("whole", *more)) as ranks:
+        ranks.wait()
+    with Ranks(2, tiny("run", *more)) as ranks:
+        ranks.wait_for(tmp_path / "run", 3)
+        ranks.processes[1].send_signal(signal.SIGUSR2)
+        assert {code for code, _ in ranks.wait().values()} == {85}
+    assert "SIGUSR2: saved at step" in (tmp_path / "run/log.txt").read_text()
+    with Ranks(2, tiny("run", *more)) as ranks:
+        assert {code for code, _ in ranks.wait().values()} == {0}
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def left(mark):
+    return subprocess.run(["pgrep", "-f", f"^sleep {mark}$"], capture_output=True, text=True).stdout.split()
+
+
+@pytest.mark.parametrize("killed", [2, 0])
+def test_when_a_rank_is_killed_all_are_gone_with_their_children_and_the_log_names_it(killed, tiny, tmp_path):
+    mark = str(10_000_000 + os.getpid() * 10 + killed)
+    words = tiny("run", "budget.steps=100000", "data.source=tests.faults:with_children", "batch.micro_size=1")
+    with Ranks(4, [*words, "cluster.preflight=false"], TEST_MARK=mark) as ranks:
+        ranks.wait_for(tmp_path / "run", 3)
+        assert len(left(mark)) == 8
+        pid = ranks.processes[killed].pid
+        ranks.processes[killed].kill()
+        began = time.monotonic()
+        ended = ranks.wait(60)
+    assert time.monotonic() - began < 20  # a second on a quiet machine
+    until = time.monotonic() + 10
+    while left(mark) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not left(mark)
+    assert ended.pop(killed)[0] == -signal.SIGKILL and {code for code, _ in ended.values()} == {1}
+    said = f"rank {killed} on {socket.gethostname()} (pid {pid}) was killed"
+    assert said in (tmp_path / "run/log.txt").read_text()
+
+
+@pytest.mark.parametrize("source", ["forking", "with_children"])
+def test_a_fork_that_outlives_a_killed_rank_hides_nothing(source, tiny, tmp_path):
+    mark = str(30_000_000 + os.getpid())
+    words = tiny("run", "budget.steps=100000", f"data.source=tests.faults:{source}", "cluster.preflight=false")
+    with Ranks(2, words, TEST_MARK=mark) as ranks:
+        ranks.wait_for(tmp_path / "run", 3)
+        ranks.processes[1].kill()
+        assert ranks.processes[0].wait(30) == 1
+        assert "rank 1 on" in (tmp_path / "run/log.txt").read_text()
+    until = time.monotonic() + 10
+    while left(mark):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def test_when_ranks_0_and_1_die_together_another_writes_it_down(tiny, tmp_path):
+    words = tiny("run", "budget.steps=100000", "batch.micro_size=1", "cluster.preflight=false")
+    with Ranks(4, words) as ranks:
+        ranks.wait_for(tmp_path / "run", 3)
+        for rank in (1, 0):
+            ranks.processes[rank].kill()
+        ranks.wait(60)
+    assert (tmp_path / "run/log.txt").read_text().count("rank 0 on") == 1
+
+
+def test_a_rank_that_ends_as_if_all_were_well_is_named(tiny, tmp_path):
+    with Ranks(2, tiny("run", "data.source=tests.faults:leaving", "cluster.preflight=false")) as ranks:
+        ended = ranks.wait()
+    assert ended[0][0] == 1 and "it called sys.exit(0)" in ended[0][1]
+
+
+def test_a_pause_of_rank_0_before_the_last_rank_comes_is_no_contradiction(tiny, tmp_path):
+    words, store = tiny("run", "cluster.preflight=false", "batch.global_size=12"), launch()
+    with Ranks(3, words, only=[0, 1], **store) as ranks:
+        time.sleep(4)
+        ranks.processes[0].send_signal(signal.SIGSTOP)
+        with Ranks(3, words, only=[2], **store) as more:
+            time.sleep(8)  # it connects, and hears nothing
+            ranks.processes[0].send_signal(signal.SIGCONT)
+            ended = [*ranks.wait().values(), *more.wait().values()]
+    assert [code for code, _ in ended] == [0, 0, 0], ended
+
+
+def test_the_first_cause_stands_first_with_its_traceback(tiny, tmp_path):
+    words = tiny(
+        "run", "budget.steps=1000", "data.source=tests.faults:exploding", "data.workers=0", "batch.micro_size=1"
+    )
+    with Ranks(4, [*words, "cluster.preflight=false"]) as ranks:
+        ended = ranks.wait()
+    assert {code for code, _ in ended.values()} == {1}
+    told = [line for line in lines(tmp_path / "run/log.txt") if " E " in line or "Error" in line]
+    assert "rank 2 on" in told[0] and "failed: Traceback" in told[0]
+    text = (tmp_path / "run/log.txt").read_text()
+    assert "RuntimeError: boom in the data" in text and "in explode" in text
+    assert "boom in the data" in ended[0][1]
+
+
+def test_what_all_ranks_find_wrong_is_said_once(tiny, tmp_path):
+    with Ranks(3, tiny("run", "data.source=indexed", "data.prefix=/nowhere/x", "batch.global_size=12")) as ranks:
+        ended = ranks.wait()
+    assert {code for code, _ in ended.values()} == {64}
+    assert sum("/nowhere/x" in output for _, output in ended.values()) == 1 and not (tmp_path / "run").exists()
+
+
+def test_processes_that_the_layout_does_not_divide_are_refused_with_the_arithmetic(tiny, tmp_path):
+    began = os.times()
+    with Ranks(3, tiny("run", "parallel.tensor=2", "batch.global_size=12")) as ranks:
+        ended = ranks.wait()
+    now = os.times()
+    assert {code for code, _ in ended.values()} == {64}
+    said = "".join(output for _, output in ended.values())
+    assert said.count("3 processes cannot be divided by parallel.tensor=2 x parallel.pipeline=1 = 2") == 1, said
+    assert not (tmp_path / "run").exists()
+    # seconds of the processor, for each: other tests may run beside this one
+    assert (now.children_user + now.children_system - began.children_user - began.children_system) / 3 < 5
+
+
+@pytest.mark.parametrize(
+    "env, answer",
+    [
+        ({"WORLD_SIZE": "4", "RANK": "0"}, "WORLD_SIZE=4 says that there are more processes"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "PMI_SIZE=2 says that there are more processes"),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}, "but this process was started alone, without srun or mpirun"),
+    ],
+)
+def test_a_process_whose_environment_tells_of_others_is_refused(env, answer, tiny, tmp_path):
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "OMPI", "PMI"))}
+    done = hpclm("train", *tiny(), env=own | env, check=64)
+    assert answer in done.stderr and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "only, env, code, message",
+    [
+        ([0, 1, 3], {}, 1, "1 of 4 processes did not arrive within 5 s: rank 2"),
+        ([1, 2], {}, 1, "found no rank 0"),
+    ],
+)
+def test_who_does_not_come_is_named(only, env, code, message, tiny, tmp_path):
+    with Ranks(4, tiny("run", "cluster.start_seconds=5", "batch.micro_size=1"), only, **env) as ranks:
+        ended = ranks.wait()
+    assert {found for found, _ in ended.values()} == {code}
+    assert message in "".join(output for _, output in ended.values()) and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "first, second, message",
+    [
+        (dict(size=2, only=[0]), dict(size=3, only=[1]), "the processes disagree: rank 0"),
+        (dict(size=3, only=[0, 1]), dict(size=3, only=[1]), "two processes are rank 1"),
+    ],
+)
+def test_ranks_that_contradict_each_other_are_refused_at_once(first, second, message, tiny, tmp_path):
+    words = tiny("run", "batch.global_size=12", "batch.micro_size=1")
+    began, store = time.monotonic(), launch()
+    with Ranks(**first, words=words, **store) as some, Ranks(**second, words=words, **store) as others:
+        ended = [*some.wait().values(), *others.wait().values()]
+    assert {code for code, _ in ended} == {64} and all(message in output for _, output in ended)
+    assert time.monotonic() - began < 60
+
+
+def launch():
+    """What two sets of ranks need to be those of one launch."""
+    return {"TORCHELASTIC_RUN_ID": secrets.token_hex(8), "MASTER_PORT": free_port()}
+
+
+class Stranger:
+    """Somebody else's server on a port: it accepts, and says nothing."""
+
+    def __init__(self, port):
+        self.socket = socket.create_server(("127.0.0.1", port))
+
+
+def in_a_job(rank, size, job):
+    """The world of a rank that srun started on this machine."""
+    host = socket.gethostname()
+    return World("Slurm", rank, size, rank, size, job, ((host, size),))
+
+
+def test_with_strangers_on_its_ports_a_meeting_is_over_in_seconds():
+    job = secrets.token_hex(8)
+    strangers = [Stranger(port) for port in network.candidates(job)[:3]]
+    began = time.monotonic()
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            worlds = [in_a_job(rank, 2, job) for rank in range(2)]
+            met = list(pool.map(lambda world: rendezvous.connect(world, ClusterConfig()), worlds))
+    finally:
+        for stranger in strangers:
+            stranger.socket.close()
+    assert time.monotonic() - began < 15
+    met[0].store.set("word", "heard")
+    assert met[1].store.get("word") == b"heard" and [info.rank for info in met[1].ranks] == [0, 1]
+    assert {each.interface for each in met} == {"lo"}
+
+
+def test_the_store_of_another_job_on_the_same_port_is_passed_over():
+    job = secrets.token_hex(8)
+    other = rendezvous.serve(network.listen(network.candidates(job)[:1], "127.0.0.1"), "another job")
+    with ThreadPoolExecutor(2) as pool:
+        met = list(pool.map(lambda rank: rendezvous.connect(in_a_job(rank, 2, job), ClusterConfig()), range(2)))
+    assert other.num_keys() <= 3 and all(len(each.ranks) == 2 for each in met)
+
+
+def test_ranks_of_one_machine_meet_where_no_other_machine_can_reach_them():
+    job = secrets.token_hex(8)
+    with ThreadPoolExecutor(2) as pool:
+        met = list(pool.map(lambda rank: rendezvous.connect(in_a_job(rank, 2, job), ClusterConfig()), range(2)))
+    assert len(met) == 2
+    with open("/proc/net/tcp") as file:
+        rows = [line.split() for line in file.readlines()[1:]]
+    mine = {port for port in network.candidates(job)}
+    listening = [row[1] for row in rows if row[3] == "0A" and int(row[1].partition(":")[2], 16) in mine]
+    assert listening and all(address.startswith("0100007F:") for address in listening), listening
+
+
+def test_once_all_have_met_other_hosts_cannot_connect_to_the_store():
+    job = secrets.token_hex(8)
+    with ThreadPoolExecutor(2) as pool:
+        met = list(pool.map(lambda rank: rendezvous.connect(in_a_job(rank, 2, job), ClusterConfig()), range(2)))
+    store = met[1].store
+    address = (store.host, store.port)
+    with pytest.raises(TimeoutError):
+        socket.create_connection(address, timeout=0.5, source_address=("127.0.0.2", 0))
+    socket.create_connection(address, timeout=5).close()
+    store.set("word", "heard")
+    assert met[0].store.get("word") == b"heard"
+
+
+def test_of_many_that_want_the_same_ports_at_once_each_gets_one_of_its_own():
+    """There is no moment between the choice of a port and its being taken: to take it is to choose it."""
+    doors = network.candidates("many")
+    with ThreadPoolExecutor(16) as pool:
+        together = Barrier(16)
+        listeners = list(pool.map(lambda _: (together.wait(), network.listen(doors))[1], range(16)))
+    try:
+        taken = [listener.getsockname()[1] for listener in listeners]
+        assert len(set(taken)) == 16 and set(taken) <= set(doors)
+        with pytest.raises(HpclmError, match=r"no free port on .* are all in use"):
+            network.listen(taken)
+    finally:
+        for listener in listeners:
+            listener.close()
+
+
+def test_ports_are_below_those_the_system_hands_out_and_follow_from_the_launch():
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+        lowest = int(file.read().split()[0])
+    assert all(1024 < port < lowest for port in network.candidates("a"))
+    assert network.candidates("a") == network.candidates("a") != network.candidates("b")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_process_that_its_mpi_left_alone_is_refused_before_anything_is_written(rank, tiny, tmp_path):
+    """The variables are those of a launch of two, but MPI_Init finds nobody: a singleton."""
+    found = facts.ask_python(facts.MPI, os.environ)  # not imported here: MPI's variables would be every later process's
+    if "error" in found:
+        pytest.skip(f"mpi4py: {found['error']}")
+    numbers = {"RANK": rank, "SIZE": "2", "LOCAL_RANK": rank, "LOCAL_SIZE": "2"}
+    env = os.environ | {f"OMPI_COMM_WORLD_{name}": value for name, value in numbers.items()}
+    done = hpclm("train", *tiny(), env=env, check=64)
+    assert f"says rank {rank} of 2, but MPI itself (" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.mpi
+def test_mpirun_and_torchrun_give_the_same_run(tiny, tmp_path):
+    import sys
+
+    env = dict(os.environ, OMP_NUM_THREADS="1", OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+    train = ["-m", "hpclm", "train"]
+    hpclm("train", *tiny("one"), check=0)
+    starts = {
+        "mpirun": ["mpirun", "-n", "2", "--oversubscribe", sys.executable, *train],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *train],
+    }
+    for name, start in starts.items():
+        done = subprocess.run([*start, *tiny(name)], env=env, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+        for alone, together in zip(figures(tmp_path / "one", "loss"), figures(tmp_path / name, "loss"), strict=True):
+            assert together == pytest.approx(alone, abs=1e-5)

@@ -1,0 +1,36 @@
+"""Why a job was started again, as Slurm's own records have it."""
+
+import time
+
+import pytest
+
+from hpclm.distributed import restart
+from tests.slurm import slurm_cluster, until
+
+
+@pytest.mark.slurm
+@pytest.mark.whole
+def test_sacct_and_the_job_s_own_log_say_why_the_last_start_ended(tmp_path):
+    with slurm_cluster("--accounting", "--nodes", 1) as cluster:
+        log = tmp_path / "job.log"
+        script = 'echo "start $((SLURM_RESTART_COUNT + 1)) of job $SLURM_JOB_ID on $SLURM_JOB_NODELIST"; sleep 987'
+        job = cluster.batch(script, "--requeue", f"--output={log}", "--open-mode=append")
+        cluster.wait(job, "RUNNING")
+        time.sleep(1)
+        cluster.run(["scontrol", "requeue", job])
+        until(lambda: cluster.show(job)["Restarts"] == "1" and cluster.state(job) == "RUNNING", 60, "restart", cluster)
+        env = {**cluster.env, "SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": "1"}
+        accounted, logged = until(lambda: len(found := restart.reasons(env=env)) == 2 and found, 60, "reasons", cluster)
+        assert accounted.startswith("sacct says REQUEUED, exit code 0:0, on node1, ended 20")
+        assert logged.startswith(f"JOB {job} ON node1 CANCELLED AT 20") and logged.endswith("DUE TO JOB REQUEUE")
+        assert restart.trouble("node1.cluster.example", env=env) == ""
+        cluster.run(["scontrol", "update", "nodename=node1", "state=drain", "reason=a broken GPU"])
+        assert restart.trouble("node1.cluster.example", env=env).startswith(
+            "node1 is MIXED+DRAIN (a broken GPU [root@20"
+        )
+        assert restart.trouble("unknown", env=env) == ""
+
+
+def test_without_slurm_there_is_nothing_to_tell():
+    env = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1", "PATH": "/nowhere"}
+    assert restart.reasons(["node1"], env) == [] and not restart.abandoned(env)

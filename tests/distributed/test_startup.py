@@ -1,0 +1,57 @@
+"""What a start costs a rank does not grow with the number of ranks: counted, not timed."""
+
+import secrets
+import socket
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from hpclm.config import ClusterConfig, ParallelConfig
+from hpclm.distributed import rendezvous
+from hpclm.distributed.bootstrap import World
+from hpclm.parallel.mesh import Mesh
+
+OPERATIONS = ("set", "get", "add", "check", "wait", "compare_set", "multi_get", "multi_set")
+
+
+def counted(store):
+    """A store class, each of whose stores counts what is asked of it."""
+
+    def method(name):
+        def call(self, *args):
+            self.counts[name] += 1
+            return getattr(store, name)(self, *args)
+
+        return call
+
+    def connect(self, *args, **kwargs):
+        self.counts = Counter()
+        with one_at_a_time:  # PyTorch mixes up the addresses of two clients of a process that connect at once
+            store.__init__(self, *args, **kwargs)
+
+    one_at_a_time = threading.Lock()
+    return type("Counted", (store,), {"__init__": connect} | {name: method(name) for name in OPERATIONS})
+
+
+@pytest.mark.parametrize("size", [4, 16])
+def test_at_the_rendezvous_a_rank_writes_and_reads_once_however_many_they_are(size, monkeypatch):
+    monkeypatch.setattr(dist, "TCPStore", counted(dist.TCPStore))
+    job, host = secrets.token_hex(8), socket.gethostname()
+    worlds = [World("Slurm", rank, size, rank, size, job, ((host, size),)) for rank in range(size)]
+    with ThreadPoolExecutor(size) as pool:
+        met = list(pool.map(lambda world: rendezvous.connect(world, ClusterConfig()), worlds))
+    assert [info.rank for info in met[-1].ranks] == list(range(size)) and len({each.ranks for each in met}) == 1
+    for each in met[1:]:
+        asked = {name: number for name, number in each.store.counts.items() if name != "check"}  # while it waits
+        assert asked == {"compare_set": 1, "add": 1, "get": 2}
+    assert met[0].store.counts["multi_get"] == 1 and met[0].store.counts["get"] == 1
+
+
+def test_the_group_of_an_axis_has_the_backend_it_is_given(monkeypatch):
+    made = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, limit, backend, **_: made.append(backend) or tuple(ranks))
+    mesh = Mesh.build(0, 8, ParallelConfig(tensor=2, pipeline=2), backend="nccl")
+    assert made == ["nccl"] * 4 and mesh.tp.backend == "nccl"

@@ -1,0 +1,179 @@
+"""Runs that hang end, and say why; slow ranks are named; what only takes long is left alone."""
+
+import json
+import os
+import pickle
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from hpclm.config import ClusterConfig
+from hpclm.distributed.rendezvous import RankInfo
+from hpclm.distributed.watchdog import Watchdog
+from tests.runs import ROOT, Ranks, hpclm, lines, losses
+
+HANG = 3.0  # seconds that count as a hang here
+WATCHED = [f"cluster.hang_minutes={HANG / 60}", "cluster.preflight=false"]
+SLACK = 25  # seconds more than the five that a quiet machine needs at most
+
+
+def stacks(out):
+    """Files with the stacks of ranks."""
+    [folder] = (out / "logs").glob("stacks-*")
+    return {path.name: path.read_text() for path in folder.glob("rank-*.txt")}
+
+
+LONG = ["budget.steps=120", "checkpoint.every=20", "batch.micro_size=1"]
+
+
+def stop(rank, words, out):
+    """Stop a rank in the middle of a run of two, and read what is said of it."""
+    with Ranks(2, words) as ranks:
+        ranks.wait_for(out, 7)
+        pid = ranks.processes[rank].pid
+        ranks.processes[rank].send_signal(signal.SIGSTOP)
+        ended = ranks.wait(HANG + 5 + SLACK)
+    assert {code for code, _ in ended.values()} == {85}, ended
+    text = (out / "log.txt").read_text()
+    said = f"rank {rank} on {socket.gethostname()} (pid {pid}) is blocking the others, in "
+    assert text.count(" E no progress for ") == 1, text
+    assert said in text and "stopped by a signal" in text, text
+    found = stacks(out)
+    assert sorted(found) == ["rank-00000.txt", "rank-00001.txt"]
+    assert all("loop.py" in stack and "in run" in stack for stack in found.values())
+    report = json.loads((out / "hang.json").read_text())
+    assert report["culprits"] == [rank] and [row["rank"] for row in report["ranks"]] == [0, 1]
+
+
+def test_a_stopped_rank_0_is_named_by_another_and_woken(tiny, tmp_path):
+    stop(0, tiny("run", *LONG, *WATCHED), tmp_path / "run")
+
+
+def test_a_stopped_rank_is_named_and_woken_and_the_run_goes_on_as_if_nothing_had_been(tiny, tmp_path):
+    stop(1, tiny("run", *LONG, *WATCHED), tmp_path / "run")
+    for name in ("run", "whole"):
+        with Ranks(2, tiny(name, *LONG, "cluster.preflight=false")) as ranks:
+            assert {code for code, _ in ranks.wait().values()} == {0}
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("hang, code", [("requeue", 85), ("stop", 1)])
+def test_a_rank_that_never_returns_from_its_own_code_is_named_with_the_line(hang, code, tiny, tmp_path):
+    words = tiny("run", "budget.steps=1000", "data.source=tests.faults:stuck", "batch.micro_size=1", *WATCHED)
+    with Ranks(2, [*words, f"cluster.hang={hang}"], TORCH_FR_BUFFER_SIZE="100") as ranks:
+        assert {found for found, _ in ranks.wait().values()} == {code}
+    told = [line for line in lines(tmp_path / "run/log.txt") if " E " in line or line.startswith("rank")]
+    assert re.search(r"rank 1 on .* is blocking the others, in step \d+, at .*tests/faults.py:\d+ in wait", told[0])
+    assert re.fullmatch(r"rank 0: step \d+, (waiting in \w+|in the backward pass) \(hpclm/\S+ in \w+\)", told[1])
+    assert "in wait" in stacks(tmp_path / "run")["rank-00001.txt"]
+    [folder] = (tmp_path / "run/logs").glob("stacks-*/flight-recorder")
+    for rank in range(2):
+        entries = pickle.loads((folder / f"rank_{rank}").read_bytes())["entries"]
+        assert entries and all(entry["profiling_name"].startswith("gloo:") for entry in entries)
+    assert (
+        f"each rank's last collectives: torchfrtrace --prefix rank_ {folder}; the run ends"
+        in (tmp_path / "run/log.txt").read_text()
+    )
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_even_be_asked_is_killed_and_leaves_its_stacks_in_its_log(tiny, tmp_path):
+    words = tiny("run", "budget.steps=1000", "data.source=tests.faults:holding", "batch.micro_size=1", *WATCHED)
+    with Ranks(2, words) as ranks:
+        ended = ranks.wait()
+    assert (ended[0][0], ended[1][0]) == (85, -signal.SIGKILL)
+    assert "its process cannot answer, or its node is down" in (tmp_path / "run/log.txt").read_text()
+    assert "faults.py" in (tmp_path / "run/logs/rank-00001.log").read_text()
+
+
+@pytest.mark.parametrize("cluster", ["local", pytest.param("mpirun", marks=pytest.mark.mpi)])
+def test_a_launcher_ends_with_its_stopped_rank_and_asks_to_be_started_again(cluster, tiny, tmp_path):
+    words = tiny("run", "budget.steps=100000", "batch.micro_size=1", *WATCHED, f"job.cluster={cluster}", "job.gpus=2")
+    command = [sys.executable, "-m", "hpclm", "submit", *words]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HPCLM_SITE": ""}
+    launcher = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        until = time.monotonic() + 120
+        while not any('"step": 3,' in line for line in lines(tmp_path / "run/metrics.jsonl")):
+            assert time.monotonic() < until and launcher.poll() is None
+            time.sleep(0.05)
+        ranks = [json.loads(line)["pid"] for line in lines(tmp_path / "run/attempts.jsonl")]
+        others = [pid for pid in descendants(launcher.pid) if training(pid) and pid not in ranks]
+        os.kill(others[0], signal.SIGSTOP)
+        said, _ = launcher.communicate(timeout=HANG + 5 + SLACK)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 85, said
+    assert "rank 1 on" in said and "stopped by a signal" in said
+
+
+def descendants(pid):
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+
+
+def training(pid):
+    """Whether a process is a rank, and not a launcher, a guard or a guardian."""
+    with open(f"/proc/{pid}/cmdline") as file:
+        words = file.read().split("\0")
+    return words[1:4] == ["-u", "-m", "hpclm.train"]
+
+
+def test_what_takes_long_and_a_pause_of_all_ranks_are_no_hang(tiny, tmp_path):
+    words = tiny("run", "budget.steps=60", "data.source=tests.faults:late", "batch.micro_size=1", *WATCHED)
+    with Ranks(2, words, TEST_PAUSE=HANG + 2) as ranks:  # rank 0 builds the data while the other waits, then that one
+        ranks.wait_for(tmp_path / "run", 5)
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for process in ranks.processes.values():
+                process.send_signal(number)
+            time.sleep(HANG + 2 if number == signal.SIGSTOP else 0)
+        ended = ranks.wait()
+    assert {code for code, _ in ended.values()} == {0}, ended
+    assert not (tmp_path / "run/hang.json").exists()
+
+
+def test_a_slow_rank_is_named_in_the_log_and_the_status_within_twenty_steps(tiny, tmp_path):
+    more = ["budget.steps=100000", "batch.micro_size=1", "data.workers=0", "cluster.preflight=false"]
+    with Ranks(2, tiny("run", *more, "data.source=tests.faults:slow"), TEST_PAUSE=0.1) as ranks:
+        until = time.monotonic() + 120
+        while not (tmp_path / "run/ranks.json").exists():
+            assert time.monotonic() < until
+            time.sleep(0.2)
+        told = [line for line in lines(tmp_path / "run/log.txt") if "is slow: " in line]
+        [found] = json.loads(hpclm("status", tmp_path / "run", "--json", check=0).stdout)
+        words = hpclm("status", tmp_path / "run", check=0).stdout
+        for process in ranks.processes.values():
+            process.terminate()
+        ranks.wait()
+    assert len(told) == 1 and f"rank 1 on {socket.gethostname()}" in told[0]
+    assert int(re.search(r"\(step (\d+)\)", told[0])[1]) <= 20
+    assert found["slow"][0]["rank"] == 1 and "slower than the others: rank 1 on" in words
+
+
+@pytest.mark.parametrize("steps, hangs", [(0, False), (1, True)])
+def test_a_silent_rank_whose_last_word_is_from_before_the_first_step_hangs_once_others_have_done_one(steps, hangs):
+    """A word is sent every second; a node may freeze in the first second of training, when the last one still said "data"."""
+
+    class Claimed:
+        times = 0
+
+        def claim(self):
+            self.times += 1
+            return False
+
+    ranks = [RankInfo(rank, 2, 0, 1, host=f"node{rank}") for rank in range(2)]
+    watchdog = Watchdog(ClusterConfig(hang_minutes=0.1), ranks, ranks[0], Claimed())
+    watchdog.heartbeat = SimpleNamespace(received={1: {"phase": "data", "step": 0, "ticks": 3}})
+    watchdog.enter("step", 1)
+    watchdog.steps = steps
+    watchdog._judge()
+    watchdog.now += 13
+    watchdog.tick()  # this rank itself is well
+    watchdog._judge()
+    assert bool(watchdog.shutdown.times) == hangs

@@ -1,0 +1,149 @@
+"""What a step on a GPU costs: memory as the planner says, no waiting for the host, one compilation, two ranks on one GPU."""
+
+import math
+
+import pytest
+import torch
+
+from hpclm import config
+from hpclm import engine as engines
+from hpclm.data.batches import Batch
+from hpclm.node.gpus import KINDS
+from hpclm.parallel import main_gradients
+from hpclm.parallel.mesh import Mesh
+from hpclm.planning import forecast
+from tests import parity, ranks
+from tests.forks import hpclm
+from tests.runs import figures
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # what torch.compile warns of inside itself
+
+SHAPES = {
+    "cuda": "model={vocab_size: 50257, layers: 4, hidden: 768, heads: 12, context: 512}",  # 67 M parameters
+    "cpu": "model={vocab_size: 5000, layers: 2, hidden: 128, heads: 4, context: 64}",
+}
+BATCH = "batch={global_size: 8, micro_size: 4}"
+REST = ["data.source=synthetic", "budget.steps=100", "optim.lr=1e-4", "optim.min_lr=1e-5"]
+
+
+def stepper(device, *words):
+    """A function that does a step of a model on random tokens, and its settings."""
+    run = config.load(None, [SHAPES[device.type], BATCH, *REST, f"engine.device={device.type}", *words])
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    engine = engines.build(run, Mesh(), device, dtype)
+    rows = torch.randint(
+        0, run.model.vocab_size, (4, run.model.context + 1), generator=torch.Generator().manual_seed(0)
+    ).to(device)
+    batch = Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), None, None, None)
+    count = iter(range(1000))
+    return lambda: engine.train_step([batch, batch], 1e-4, next(count)), run
+
+
+@pytest.mark.parametrize(
+    "more",
+    [[], ["engine.recompute=full"], ["engine.recompute=selective"], ["engine.compile=true"], ["model.dropout=0.1"]],
+    ids=str,
+)
+def test_the_planner_knows_the_memory_of_a_step_within_three_percent(more, gpu):
+    step, run = stepper(gpu, *more)
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    found = torch.cuda.max_memory_allocated()
+    plan = forecast.of(run, KINDS["H200"])  # the kind tells how fast and whether it fits, not how much it takes
+    tensors = (plan.memory[0].total - plan.code.fixed) / (1 + plan.code.slack)
+    print(f"planner {tensors / 2**20:,.0f} MiB, allocated {found / 2**20:,.0f} MiB: {tensors / found:.3f}")
+    assert tensors == pytest.approx(found, rel=0.03)
+
+
+@pytest.mark.parametrize("more", [[], ["engine.compile=true"], ["model.dropout=0.1"]], ids=str)
+def test_the_host_waits_for_the_gpu_at_most_once_a_step(more, gpu):
+    step, _ = stepper(gpu, *more)
+    for _ in range(3):
+        step()
+    steps = 5
+    with torch.profiler.profile(activities=list(torch.profiler.ProfilerActivity.__members__.values())[:2]) as trace:
+        for _ in range(steps):
+            step()
+    waits = {e.key: e.count for e in trace.key_averages() if "Synchronize" in e.key}
+    waits.pop("cudaDeviceSynchronize", None)  # the profiler's own, at its end
+    assert sum(waits.values()) <= steps, waits
+
+
+def test_every_kernel_of_a_bf16_step_that_multiplies_matrices_is_bf16(gpu):
+    step, _ = stepper(gpu)
+    step()
+    with torch.profiler.profile(record_shapes=True) as trace:
+        step()
+    rows = [e for e in trace.events() if e.name in ("aten::mm", "aten::addmm", "aten::bmm", "aten::linear")]
+    assert rows
+    wide = [e.name for e in rows if e.kernels and any("sgemm" in kernel.name for kernel in e.kernels)]
+    assert not wide
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_product_is_added_to_an_fp32_gradient_where_it_lies(dtype, device):
+    draw = torch.Generator().manual_seed(1)
+    a, b = (torch.randn(512, n, generator=draw).to(device, dtype) for n in (96, 160))
+    total, rounding = (
+        torch.ones(96, 160, device=device),
+        2.0**-8 if device.type == "cpu" else 1e-5,
+    )  # CPUs round products
+    where = total.data_ptr()
+    main_gradients.add_product(total, a, b)
+    wanted = 1 + a.double().t() @ b.double()
+    assert total.data_ptr() == where and (total - wanted).abs().max() <= rounding * wanted.abs().max()
+
+
+@pytest.mark.parametrize("more", [[], ["engine.compile=true"], ["engine.recompute=full"]], ids=str)
+def test_a_step_that_offloads_activations_is_one_that_does_not(more, gpu):
+    kept, _ = stepper(gpu, "engine.compile=false", *more)
+    moved, _ = stepper(gpu, "engine.compile=false", "engine.offload_activations=true", *more)
+    for _ in range(4):
+        assert moved().loss == pytest.approx(kept().loss, rel=2e-3)
+
+
+def test_a_compiled_step_learns_what_an_eager_one_does(device):
+    eager, _ = stepper(device)
+    compiled, _ = stepper(device, "engine.compile=true")
+    steps = 4 if device.type == "cuda" else 1
+    tolerance = 2e-2 if device.type == "cuda" else 1e-5
+    for _ in range(steps):
+        assert compiled().loss == pytest.approx(eager().loss, rel=tolerance)
+
+
+def test_nothing_is_compiled_again_after_the_first_step(device):
+    step, _ = stepper(device, "engine.compile=true")
+    step()
+    step()
+    known = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for _ in range(2):
+        step()
+    assert known and torch._dynamo.utils.counters["stats"]["unique_graphs"] == known
+
+
+def test_a_step_reports_a_loss_that_is_that_of_chance_at_first(device):
+    step, run = stepper(device)
+    assert step().loss == pytest.approx(math.log(run.model.vocab_size), rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["native", "native-tp2"])
+def test_two_ranks_on_one_gpu_learn_what_one_does(name, device):
+    """Over gloo, since NCCL refuses two ranks on one GPU."""
+    words = ["engine.precision=fp32", *(["parallel.tensor=2"] if name == "native-tp2" else [])]
+    found = ranks.run(2, parity.train, words, 6, 0, None, device.type)
+    alone = ranks.run(1, parity.train, ["engine.precision=fp32"], 6, 0, None, "cpu")
+    assert found[0]["losses"] == pytest.approx(alone[0]["losses"], rel=1e-4)
+    assert found[0]["losses"] == found[1]["losses"]
+
+
+def test_metrics_name_the_device_and_how_much_of_it_is_used(words):
+    ran = words("run", "budget.steps=20", "log.every=1")
+    hpclm("train", *ran, check=0)
+    folder = next(word.partition("=")[2] for word in ran if word.startswith("out="))
+    rows = figures(folder, "step", "tokens_per_second")
+    assert len(rows) == 20 and all(rate > 0 for _, rate in rows[2:])

@@ -1,0 +1,119 @@
+"""``hpclm evaluate --text`` and ``--data``: every token scored once, by the model as it is."""
+
+import io
+import json
+import math
+
+import pytest
+import torch
+
+from hpclm import cli
+from hpclm.checkpoint import inference
+from hpclm.config import load
+from hpclm.inference import scoring
+from tests.interop import made
+
+TEXTS = ["so it goes, and then it does not", "ö, a short one", "x" * 70]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("made") / "run"
+    made.run(folder, dict(made.SHAPE, vocab_size=257, context=16), tokenizer="bytes")
+    return folder
+
+
+def evaluate(capsys, *words, code=0):
+    assert cli.main(["evaluate", *map(str, words)]) == code
+    said = capsys.readouterr()
+    return said.err if code else json.loads(said.out)
+
+
+def by_hand(run, documents):
+    """Nats and tokens of documents, a window of the context at a time, straight from the logits."""
+    config = load(run / "config.yaml")
+    model, _ = inference.load_model(run, config, None, torch.device("cpu"), torch.float32)
+    nats = count = 0
+    for document in documents:
+        ids = [256, *document]
+        for begin in range(0, len(ids) - 1, 16):
+            window = ids[begin : begin + 17]
+            with torch.no_grad():
+                likelihood = model(torch.tensor([window[:-1]])).logits()[0].double().log_softmax(-1)
+            nats -= likelihood[range(len(window) - 1), window[1:]].sum().item()
+            count += len(window) - 1
+    return nats, count
+
+
+def check(found, nats, tokens, size, documents):
+    assert (found["tokens"], found["bytes"], found["documents"]) == (tokens, size, documents)
+    assert found["loss"] == pytest.approx(nats / tokens, rel=1e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(min(20, nats / tokens)), rel=1e-4)
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
+
+
+def test_a_text_is_one_document_and_a_jsonl_file_one_a_line(run, tmp_path, capsys, monkeypatch):
+    (tmp_path / "t.txt").write_text("\n".join(TEXTS))
+    whole = "\n".join(TEXTS).encode()
+    found = evaluate(capsys, run, "--text", tmp_path / "t.txt", "--json")
+    check(found, *by_hand(run, [whole]), len(whole), 1)
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in TEXTS))
+    each = [text.encode() for text in TEXTS]
+    lines = evaluate(capsys, run, "--text", tmp_path / "t.jsonl", "--json")
+    check(lines, *by_hand(run, each), sum(map(len, each)), 3)
+    assert lines["loss"] != found["loss"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(TEXTS)))
+    assert evaluate(capsys, run, "--text", "-", "--json")["loss"] == found["loss"]
+
+
+def test_a_dataset_gives_what_its_text_gives_but_for_the_ends_of_documents(run, tmp_path, capsys):
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in TEXTS))
+    words = ["--input", tmp_path / "t.jsonl", "--output-prefix", tmp_path / "d", "--tokenizer", "bytes", "--append-eod"]
+    assert cli.main(["preprocess", *map(str, words)]) == 0
+    capsys.readouterr()
+    found = evaluate(capsys, run, "--data", tmp_path / "d_text_document", "--json")
+    each = [[*text.encode(), 256] for text in TEXTS]
+    check(found, *by_hand(run, each), sum(map(len, each)) - 3, 3)
+    some = evaluate(capsys, run, "--data", tmp_path / "d_text_document", "--json", "--tokens", 20)
+    check(some, *by_hand(run, each[:1]), len(TEXTS[0]), 1)
+
+
+@pytest.mark.parametrize(
+    "words, code, said",
+    [
+        (["--text", "/nowhere"], 64, "/nowhere: No such file"),
+        (["--data", "/nowhere"], 64, "/nowhere"),
+        (["--text", "x", "--data", "y"], 2, "not allowed with"),
+        (["--text", "x", "--samples", "3"], 2, "use --tokens"),
+        (["--tokens", "3"], 2, "use --samples"),
+    ],
+)
+def test_wrong_options_are_named(run, words, code, said, capsys):
+    try:
+        got = cli.main(["evaluate", str(run), *words])
+    except SystemExit as ended:
+        got = ended.code
+    assert got == code and said in capsys.readouterr().err
+
+
+def test_a_text_that_cannot_be_scored_is_refused(run, tmp_path, capsys):
+    (tmp_path / "empty.txt").write_text("")
+    assert "nothing to score" in evaluate(capsys, run, "--text", tmp_path / "empty.txt", code=64)
+    (tmp_path / "no.jsonl").write_text('{"text": 1}\n')
+    assert "no.jsonl, line 1 must be" in evaluate(capsys, run, "--text", tmp_path / "no.jsonl", code=64)
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    assert "not UTF-8" in evaluate(capsys, run, "--text", tmp_path / "latin.txt", code=64)
+
+
+def test_the_perplexity_of_a_model_that_gives_nan_is_no_number():
+    assert math.isnan(scoring.perplexity(math.nan))
+    assert scoring.perplexity(0.0) == 1.0 and scoring.perplexity(1e9) == math.exp(20)
+
+
+def test_a_model_whose_loss_is_not_finite_is_an_error(tmp_path, capsys, monkeypatch):
+    with monkeypatch.context() as drawn:
+        drawn.setattr(made.torch, "randn", lambda shape, **_: torch.full(shape, math.nan))
+        made.run(tmp_path / "run", dict(made.SHAPE, vocab_size=257, context=16), tokenizer="bytes")
+    (tmp_path / "t.txt").write_text(TEXTS[0])
+    said = evaluate(capsys, tmp_path / "run", "--text", tmp_path / "t.txt", "--json", code=64)
+    assert "the loss is nan: the model gives values that are not finite" in said and "hpclm checkpoints" in said

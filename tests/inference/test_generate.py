@@ -1,0 +1,147 @@
+"""The verb ``hpclm generate``, on a run that was trained on bytes."""
+
+import io
+import json
+
+import pytest
+
+from hpclm import cli
+from hpclm.inference.completion import Completer, Limits
+from hpclm.inference.sampling import Sampling
+from hpclm.terminal import plain
+from tests.interop import made
+from tests.runs import Ranks
+
+SHAPE = dict(made.SHAPE, vocab_size=257, context=64)
+GREEDY = ["--temperature", "0", "--tokens", "12"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("made") / "run"
+    made.run(folder, SHAPE, tokenizer="bytes")
+    return folder
+
+
+def generate(capsys, *words, code=0):
+    assert cli.main(["generate", *map(str, words)]) == code
+    said = capsys.readouterr()
+    return said.err if code else said.out
+
+
+def test_a_file_of_prompts_gives_what_each_prompt_gives_alone(run, tmp_path, capsys):
+    prompts = ["so it", "a", "the cat sat\\on", ""]
+    alone = [generate(capsys, run, "--prompt", each, *GREEDY)[:-1] for each in prompts]
+    (tmp_path / "p.txt").write_text("\n".join(prompts) + "\n")
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": each}) + "\n" for each in prompts))
+    for name in ("p.txt", "p.jsonl"):
+        rows = map(json.loads, generate(capsys, run, "--prompts", tmp_path / name, "--batch", 3, *GREEDY).splitlines())
+        rows = list(rows)
+        assert [row["prompt"] for row in rows] == prompts
+        assert [row["prompt"] + row["text"] for row in rows] == alone
+        assert {row["finish"] for row in rows} <= {"length", "end"} and all(1 <= row["tokens"] <= 12 for row in rows)
+
+
+def test_sampled_text_depends_on_the_seed_and_the_place_in_the_file_and_not_on_the_batch(run, tmp_path, capsys):
+    (tmp_path / "p.txt").write_text("so\n" * 5)
+    options = ["--prompts", tmp_path / "p.txt", "--temperature", "1", "--tokens", "12"]
+    one, four = (generate(capsys, run, *options, "--batch", size) for size in (1, 4))
+    assert one == four and len(set(one.splitlines())) == 5
+    assert generate(capsys, run, *options, "--seed", 1) != one
+
+
+def test_standard_input_is_a_prompt_or_a_prompt_a_line(run, monkeypatch, capsys):
+    def said(option):
+        monkeypatch.setattr("sys.stdin", io.StringIO("so\nit"))
+        return generate(capsys, run, option, "-", "--json", *GREEDY)
+
+    assert json.loads(said("--prompt"))["prompt"] == "so\nit"
+    assert [json.loads(line)["prompt"] for line in said("--prompts").splitlines()] == ["so", "it"]
+
+
+def test_a_stop_string_ends_the_text_before_it(run):
+    completer, drawn = Completer(run, []), Sampling(temperature=1.0, seed=7)
+
+    def text(*stop):
+        (done,) = completer.complete(["so"], Limits(60, stop), drawn)
+        return done.text, done.finish
+
+    whole, finish = text()
+    assert finish == "length" and len(whole) > 40
+    for stop in ([whole[20:22]], [whole[2:35]], [whole[0]], [whole[30:33], whole[12:14]], ["nowhere", whole[25:28]]):
+        end = min(at for each in stop if (at := whole.find(each)) >= 0)
+        assert text(*stop) == (whole[:end], "stop"), stop
+    assert text("nowhere") == (whole, "length")
+
+
+def test_interactive_continues_the_text_line_by_line(run, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("so\n\n/clear\na\n"))
+    first, second, third = generate(capsys, run, "--interactive", *GREEDY).split("\n")[:3]
+    assert "so" + first == plain(generate(capsys, run, "--prompt", "so", *GREEDY)[:-1])
+    assert "so" + first + second == plain(generate(capsys, run, "--prompt", "so" + first, *GREEDY)[:-1])
+    assert "a" + third == plain(generate(capsys, run, "--prompt", "a", *GREEDY)[:-1])
+
+
+def test_a_run_may_be_named_below_runs(run, capsys):
+    below = ["--runs", str(run.parent)]
+    assert generate(capsys, run.name, *below, "--prompt", "so", *GREEDY) == generate(
+        capsys, run, "--prompt", "so", *GREEDY
+    )
+    assert cli.main(["evaluate", "nowhere", *below]) == 64
+    assert "nowhere is not a run directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, code, said",
+    [
+        ([], 2, "give --prompt TEXT, --prompts FILE or --interactive"),
+        (["--prompts", "p", "--prompt", "x"], 2, "goes with neither"),
+        (["--prompt", "x", "--top-p", "0"], 64, "--top-p 0.0 must be more than 0"),
+        (["--prompt", "x", "--tokens", "0"], 64, "--tokens 0 must be at least 1"),
+        (["--prompt", "x", "--temperature", "nan"], 64, "--temperature nan must be a finite number"),
+        (["--prompt", "x", "--stop", ""], 64, "--stop is empty"),
+        (["--prompts", "/nowhere"], 64, "--prompts /nowhere: No such file"),
+    ],
+)
+def test_wrong_options_are_named(run, words, code, said, capsys):
+    try:
+        got = cli.main(["generate", str(run), *words])
+    except SystemExit as ended:
+        got = ended.code
+    assert got == code and said in capsys.readouterr().err
+
+
+def test_a_line_that_is_no_prompt_is_named(run, tmp_path, capsys):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "x"}\n{"text": "x"}\n')
+    assert "p.jsonl, line 2 must be a JSON object" in generate(capsys, run, "--prompts", tmp_path / "p.jsonl", code=64)
+
+
+LAYOUTS = {
+    "tensor": ["parallel.tensor=2"],
+    "pipeline": ["engine.name=pipelining", "parallel.pipeline=2", "batch.micro_size=2"],
+    "ZeRO 1": ["engine.zero_stage=1"],
+    "fsdp2": ["engine.name=fsdp2"],
+}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_a_checkpoint_of_any_layout_continues_text_as_one_process_does(layout, tiny, tmp_path, capsys):
+    settings = ["model.vocab_size=257", "budget.steps=4"]
+    assert cli.main(["train", *tiny("alone", *settings)]) == 0
+    with Ranks(2, tiny("split", *settings, *layout)) as ranks:
+        assert [code for code, _ in ranks.wait().values()] == [0, 0]
+    (tmp_path / "p.txt").write_text("so it goes\nand then\na cat\n")
+    words = [
+        "--prompts",
+        tmp_path / "p.txt",
+        "--temperature",
+        1,
+        "--tokens",
+        12,
+        "data.source=indexed",
+        "data.tokenizer=bytes",
+    ]
+    capsys.readouterr()
+    alone, split = (generate(capsys, tmp_path / name, *words) for name in ("alone", "split"))
+    assert split == alone and sum(json.loads(line)["tokens"] for line in split.splitlines()) > 20

@@ -1,0 +1,138 @@
+"""A GPT that Megatron-core trains on a CPU and saves in its torch_dist format: python -m tests.interop.mcore_run OUT [--distributed].
+
+Eight steps; the checkpoint is that after the fourth, and OUT/losses.json has loss and gradient norm of each. Megatron-core only
+knows GPUs, so what asks for one gets the CPU.
+"""
+
+import argparse
+import contextlib
+import json
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+LR, DECAY = 1e-2, 0.1
+SHAPE = dict(num_layers=2, hidden_size=32, num_attention_heads=4)
+ARGS = dict(
+    **SHAPE, ffn_hidden_size=128, kv_channels=8, max_position_embeddings=16, padded_vocab_size=128, normalization="LayerNorm",
+    position_embedding_type="learned_absolute", hidden_dropout=0.0, attention_dropout=0.0, bias_gelu_fusion=False,
+    consumed_train_samples=16, train_iters=8, global_batch_size=4, micro_batch_size=2, seed=77, bf16=False, fp16=False,
+    adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, weight_decay=DECAY, clip_grad=1.0, lr=LR, min_lr=LR, lr_decay_style="constant",
+)  # fmt: skip
+
+
+def batch(step):
+    """[4, 17] tokens, the second half of which repeats the first."""
+    ids = torch.randint(0, 128, (4, 17), generator=torch.Generator().manual_seed(step))
+    ids[:, 8:] = ids[:, :9]
+    return ids
+
+
+class OnCPU(TorchFunctionMode):
+    """Makes tensors on the CPU where the GPU is named."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if "cuda" in str(kwargs.get("device", "")):
+            kwargs["device"] = "cpu"
+        return func(*("cpu" if isinstance(x, str) and x.startswith("cuda") else x for x in args), **kwargs)
+
+
+def pretend():
+    """Replace what Megatron-core calls of torch.cuda."""
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    kind = torch.Tensor.type
+
+    def named(tensor, *words, **more):
+        found = kind(tensor, *words, **more)
+        return f"torch.cuda.{found.rpartition('.')[2]}" if isinstance(found, str) else found
+
+    torch.Tensor.type, torch.Tensor.cuda = named, lambda tensor, *_, **__: tensor
+    torch.cuda.synchronize, torch.cuda.current_device = lambda *_: None, lambda: "cpu"
+    for name in ("LongTensor", "FloatTensor", "ByteTensor", "IntTensor"):
+        setattr(torch.cuda, name, getattr(torch, name))
+    CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
+
+
+def model_and_optimizer(distributed):
+    """Both wrapped as Megatron-LM wraps them."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        **SHAPE, use_cpu_initialization=True, hidden_dropout=0.0, attention_dropout=0.0, bias_activation_fusion=False,
+        gradient_accumulation_fusion=False, masked_softmax_fusion=False, bias_dropout_fusion=False, persist_layer_norm=False,
+    )  # fmt: skip
+    torch.manual_seed(7)
+    model = GPTModel(
+        config, get_gpt_layer_local_spec(), vocab_size=128, max_sequence_length=16,
+        share_embeddings_and_output_weights=True, position_embedding_type="learned_absolute",
+    )  # fmt: skip
+    ddp = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=distributed), model)
+    settings = OptimizerConfig(
+        optimizer="adam", lr=LR, weight_decay=DECAY, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0,
+        params_dtype=torch.float32, use_distributed_optimizer=distributed,
+    )  # fmt: skip
+    return model, ddp, get_megatron_optimizer(settings, [ddp])
+
+
+def step(ddp, optimizer, number):
+    """Loss and gradient norm of one step."""
+    ddp.zero_grad_buffer()
+    optimizer.zero_grad()
+    ids = batch(number)
+    mask = torch.ones(16, 16, dtype=torch.bool).triu(1)[None, None]
+    positions = torch.arange(16).expand(4, -1).contiguous()
+    loss = ddp(ids[:, :-1].contiguous(), positions, mask, labels=ids[:, 1:].contiguous()).mean()
+    loss.backward()
+    ddp.finish_grad_sync()
+    for group in optimizer.param_groups:  # as Megatron-LM's scheduler does
+        group["lr"], group["weight_decay"] = LR, DECAY * group["wd_mult"]
+    _, norm, _ = optimizer.step()
+    return loss.item(), float(norm)
+
+
+def main():
+    """Train, save, train on."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--distributed", action="store_true", help="with the distributed optimizer")
+    args = parser.parse_args()
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    pretend()
+    with OnCPU():
+        parallel_state.initialize_model_parallel(1, 1)
+        model, ddp, optimizer = model_and_optimizer(args.distributed)
+        losses = [step(ddp, optimizer, number) for number in range(1, 5)]
+        folder = args.out / "iter_0000004"
+        folder.mkdir(parents=True)
+        sharded = model.sharded_state_dict()
+        kind = {"distrib_optim_sharding_type": "fully_reshardable"}
+        state = {
+            "args": argparse.Namespace(**ARGS),
+            "checkpoint_version": 3.0,
+            "iteration": 4,
+            "model": sharded,
+            "optimizer": optimizer.sharded_state_dict(sharded, metadata=kind),
+            "rng_state": ShardedObject(
+                "rng_state", [{"cpu_rng_state": torch.get_rng_state()}], (1,), (0,), replica_id=0
+            ),
+        }
+        dist_checkpointing.save(state, str(folder), ("torch_dist", 1))
+        (args.out / "latest_checkpointed_iteration.txt").write_text("4")
+        losses += [step(ddp, optimizer, number) for number in range(5, 9)]
+    (args.out / "losses.json").write_text(json.dumps(losses))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""The launcher on this machine, with small programs in the place of training processes."""
+
+import json
+import os
+import pty
+import random
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from fcntl import ioctl
+
+import pytest
+
+from hpclm import config
+from hpclm.errors import ConfigError
+from hpclm.launch import local
+from hpclm.node import gpus
+from hpclm.rundir import submissions
+from tests.launch import launched
+from tests.launch.launched import job_log, left, ready, until
+from tests.runs import ROOT, lines, shown_on
+
+
+def start(out, count, *acts, **more):
+    return launched.start("local", out, f"job.gpus={count}", *acts, **more)
+
+
+def run(out, count, *acts):
+    return launched.launched("local", out, f"job.gpus={count}", *acts)
+
+
+def test_every_rank_learns_who_it_is_and_process_count_threads_are_its_own(tmp_path):
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "HPCLM_LAUNCHER", "OMP_NUM_THREADS", "MASTER_ADDR")
+    code, told, errors = run(tmp_path, 2, *(f"env={name}" for name in names))
+    assert code == 0, errors
+    shown = {line.split()[2] for line in told.splitlines()}
+    threads = os.environ.get("OMP_NUM_THREADS") or max(1, len(os.sched_getaffinity(0)) // 2)
+    assert shown == {
+        *("RANK=0", "WORLD_SIZE=2", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=2", "HPCLM_LAUNCHER=local"),
+        *(f"OMP_NUM_THREADS={threads}", "MASTER_ADDR=127.0.0.1"),
+    }
+
+
+def test_more_processes_than_gpus_are_refused_and_a_cpu_takes_as_many_as_are_asked_for():
+    settings = config.load(None, ["job.nodes=2", "job.gpus=4"])
+    with pytest.raises(ConfigError, match=r"job.nodes=2 x job.gpus=4 = 8 processes, but this machine has 2 GPUs"):
+        local.process_count(settings, 2)
+    assert local.process_count(settings, 8) == 8 and local.process_count(settings, 0) == 8
+    assert "no GPU here: job.nodes=2 x job.gpus=4 = 8 processes" in local.placement(settings, 8, 0, 2)
+    assert "2 CPU cores, 1 for each" in local.placement(settings, 8, 0, 2)
+    assert "8 of 16 GPUs stay idle" in local.placement(settings, 8, 16, 2)
+    forced = config.load(None, ["job.gpus=4", "engine.device=cpu"])
+    assert "engine.device=cpu: " in local.placement(forced, 4, 0, 8)
+
+
+def test_gpus_are_only_asked_for_where_a_device_file_is(tmp_path):
+    assert gpus.count({}, tmp_path) == 0
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidia0").touch()
+    assert gpus.count(dict(os.environ, CUDA_VISIBLE_DEVICES=""), tmp_path) == 0  # PyTorch was asked
+
+
+def test_the_first_ranks_output_is_shown_and_logged_the_others_have_files_while_they_run(tmp_path):
+    code, told, errors = run(tmp_path, 3, "print=0:from zero", "error=0:zero's error", "print=2:from two", "exit=2:7")
+    assert code == 7 and told == "from zero\n" and "zero's error\n" in errors
+    log = job_log(tmp_path)
+    assert "from zero\n" in log and "zero's error\n" in log and "3 processes of this machine" in log
+    [job] = submissions.read(tmp_path)
+    assert (job.cluster, job.nodes, job.tasks_per_node, job.folder) == ("local", 1, 3, str(ROOT))
+    assert job.log == str(tmp_path / f"logs/job-local-{job.job_id}.log")
+    assert (tmp_path / "logs").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / f"logs/job-local-{job.job_id}/rank-00002.out").read_text() == "from two\n"
+
+
+def test_a_rank_that_fails_before_it_met_the_others_has_its_last_words_told(tmp_path):
+    code, _, errors = run(tmp_path, 2, "error=1:no module named x", "exit=1:3", "sleep=60")
+    assert code == 3 and "ended with exit code 3; it printed:" in errors and "no module named x" in errors
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
+    process = start(tmp_path, 1, "ready", "sleep=1", "print=late", "error=later")
+    ready(tmp_path, 1)
+    process.stdout.close()
+    process.stderr.close()
+    assert process.wait(timeout=30) == 0
+    assert "late\n" in job_log(tmp_path) and "later\n" in job_log(tmp_path)
+
+
+def test_a_terminal_stays_one_for_the_first_rank(tmp_path):
+    code = (
+        "import sys, time\n"
+        "from tqdm import tqdm\n"
+        "assert sys.stderr.isatty() and sys.stdout.isatty()\n"
+        "for i in tqdm(range(20), file=sys.stderr, mininterval=0, ncols=70):\n"
+        "    if i == 9: tqdm.write('a line', file=sys.stderr)\n"
+    )
+    (tmp_path / "progress.py").write_text(code)
+    launcher = (
+        "import sys\nfrom pathlib import Path\nfrom hpclm import config\nfrom hpclm.launch import local\n"
+        "run = config.load(None, ['out=' + sys.argv[2]])\n"
+        "sys.exit(local.run(run, Path(), program=[sys.executable, sys.argv[1]]))\n"
+    )
+    mine, theirs = pty.openpty()
+    ioctl(mine, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    words = [sys.executable, "-c", launcher, str(tmp_path / "progress.py"), str(tmp_path)]
+    process = subprocess.Popen(words, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = shown_on(mine)
+    assert process.wait(timeout=30) == 0
+    assert shown.count(b"\r") > 20 and b"a line\r\n" in shown and b"20/20" in shown
+
+
+@pytest.mark.parametrize(
+    "acts, code, told",
+    [
+        (["exit=0"], 0, ""),
+        (["exit=1:85"], 85, ""),
+        (["exit=85"], 85, ""),
+        (["exit=2:93", "sleep=60"], 93, ""),
+        (["kill=1:9", "sleep=60"], 137, "was killed by SIGKILL; perhaps out of memory"),
+        (["kill=1:11", "sleep=60"], 139, "was killed by SIGSEGV: a crash inside a library"),
+        (["sleep=0:0.5", "exit=0:1", "sleep=60"], 1, ""),
+        (["exit=64"], 64, ""),
+    ],
+)
+def test_the_exit_code_is_the_first_failing_ranks(tmp_path, acts, code, told):
+    found, _, errors = run(tmp_path, 4, *acts)
+    assert found == code and told in errors, errors
+    assert told in job_log(tmp_path) and not left(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
+def test_a_warning_reaches_every_rank_once_and_all_may_save(tmp_path, number):
+    process = start(tmp_path, 3, "ready", "children", "warned=1.5")
+    ready(tmp_path, 3)
+    for _ in range(1 if number == signal.SIGINT else 3):
+        process.send_signal(number)
+        time.sleep(0.1)
+    process.communicate(timeout=30)
+    assert process.returncode == 85 and not left(tmp_path)
+    name = "SIGTERM" if number == signal.SIGHUP else signal.Signals(number).name
+    assert [(tmp_path / f"signals-{rank}").read_text() for rank in range(3)] == [f"{name}\n"] * 3
+
+
+def test_ctrl_c_on_a_terminal_reaches_the_ranks_once_and_a_second_ends_them(tmp_path):
+    mine, theirs = pty.openpty()
+    words = launched.words("local", tmp_path, "job.gpus=3", "ready", "children", "warned=60")
+    code = "import os, fcntl, termios, sys; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *words], cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    ready(tmp_path, 3)
+    os.write(mine, b"\x03")
+    until(lambda: all((tmp_path / f"signals-{rank}").exists() for rank in range(3)), what="the first Ctrl-C")
+    time.sleep(0.5)
+    assert [(tmp_path / f"signals-{rank}").read_text() for rank in range(3)] == ["SIGINT\n"] * 3
+    assert process.poll() is None
+    os.write(mine, b"\x03")
+    assert process.wait(timeout=10) == 130 and not left(tmp_path)
+    os.close(mine)
+
+
+def test_a_killed_rank_ends_all_with_their_children(tmp_path):
+    """The children are in the background, in sessions of their own and daemons with no trace of their origin, and ignore
+    every signal they can."""
+    process = start(tmp_path, 3, "children", "ready", "sleep=60")
+    ranks = ready(tmp_path, 3)
+    until(lambda: len(left(tmp_path)) == 13, what="the start of all children")  # 1 + 3 + 3 x 3
+    os.kill(random.Random(time.time_ns()).choice(ranks), signal.SIGKILL)
+    until(lambda: not left(tmp_path), 15, "the end of all processes")
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == 137, errors
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_when_the_launcher_is_killed_its_ranks_end(count, tiny, tmp_path):
+    words = tiny("run", "budget.steps=100000", "batch.micro_size=1", "job.cluster=local", f"job.gpus={count}")
+    command = [sys.executable, "-m", "hpclm", "submit", *words, "cluster.preflight=false"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    out = tmp_path / "run"
+    until(lambda: '"step": 3,' in "".join(lines(out / "metrics.jsonl")), 120, "step 3")
+    process.kill()
+    process.wait()
+    until(lambda: not [pid for pid in left(out) if pid != process.pid], 10, "the end of all ranks")
+    assert "the launcher of rank " in (out / "log.txt").read_text()
+
+
+def test_what_ranks_leave_running_is_ended_with_them(tmp_path):
+    code, _, _ = run(tmp_path, 2, "children", "exit=0")
+    assert code == 0 and not left(tmp_path)
+
+
+def test_a_program_that_is_not_there_is_one_message(tmp_path):
+    launcher = (
+        "import sys\nfrom pathlib import Path\nfrom hpclm import cli, config\nfrom hpclm.launch import local\n"
+        "run = config.load(None, ['out=' + sys.argv[1]])\n"
+        "sys.exit(cli.run(lambda _: local.run(run, Path(), program=['/nowhere/python']), []))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", launcher, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 1 and "/nowhere/python" in done.stderr
+
+
+def test_a_run_of_one_process_trains_here_and_its_exit_code_and_log_are_the_runs(tiny, tmp_path):
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom hpclm import config, files\nfrom hpclm.launch import local\n"
+        "settings = config.from_cli(sys.argv[1:])\n"
+        "out = files.private_folder(settings.out, 'run directory')\n"
+        "config.dump(settings, out / 'config.yaml')\n"
+        "sys.exit(local.run(settings, out / 'config.yaml', ['hpclm', 'submit']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *tiny("run")], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "engine.device=cpu: job.nodes=1 x job.gpus=1 = 1 process of this machine" in done.stderr
+    assert "done at step 12" in done.stderr and "done at step 12" in job_log(tmp_path / "run")
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 12
+    [line] = (tmp_path / "run/jobs.jsonl").read_text().splitlines()
+    assert json.loads(line)["command"] == ["hpclm", "submit"]

@@ -1,0 +1,369 @@
+"""Submission to a real Slurm."""
+
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpclm import config
+from hpclm.launch import script
+from hpclm.launch.options import directive
+from hpclm.rundir import submissions
+from tests.launch.test_script import NASTY
+from tests.runs import ROOT
+
+SMALL = ["budget.steps=5", "engine.device=cpu", "evaluate.every=0", "log.tensorboard=false"]
+HOLD = ["--sbatch", "hold"]
+
+
+@pytest.fixture
+def submit(cluster, tmp_path):
+    """`hpclm submit WORDS`, typed in a folder of its own, on the cluster."""
+    here = tmp_path / "h e'r\"e"
+    here.mkdir()
+
+    def call(*words, check=0, env=None, **more):
+        command = [sys.executable, "-m", "hpclm", "submit", *map(str, words)]
+        env = {**cluster.env, "HPCLM_SITE": "", "OMP_NUM_THREADS": "1", **(env or {})}
+        done = cluster.run(command, check=False, cwd=here, env=env, **more)
+        assert check is None or done.returncode == check, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    call.here, call.cluster = here, cluster
+    return call
+
+
+def jobs(cluster):
+    return cluster.run(["squeue", "-h", "-o", "%i %T %j"]).stdout.split("\n")[:-1]
+
+
+def log_of(done):
+    return Path(next(line.split(None, 1)[1] for line in done.stdout.splitlines() if line.startswith("log ")))
+
+
+def job_id(done):
+    return done.stdout.split()[1].rstrip(":")
+
+
+def test_a_job_trains_in_a_directory_with_spaces_and_quotes_and_the_words_that_follow_are_right(submit):
+    out = submit.here / "a b'c\"d $(touch canary) `x` %j é"
+    done = submit("--gpus", 1, *SMALL, f"out={out}", "job.env.MINE=a b'c", "--time", 5)
+    job = job_id(done)
+    assert submit.cluster.wait(job) == "COMPLETED", log_of(done).read_text()
+    assert log_of(done) == out / "logs" / f"job-{job}.log"
+    assert "done at step 5" in log_of(done).read_text()
+    relative = shlex.quote(out.name)
+    for line in (f"follow         hpclm logs -f {relative}", f"resume         hpclm resume {relative}"):
+        assert line in done.stdout
+    (said,) = submissions.read(out)
+    assert (said.cluster, said.job_id, said.nodes, said.tasks_per_node) == ("slurm", job, 1, 1)
+    assert said.command[:4] == ["hpclm", "submit", "--gpus", "1"]
+    assert Path(said.script) == out / "job/script-1.sbatch"
+    assert not list(submit.here.rglob("canary")) and not list(out.rglob("*.pkl"))
+    assert sorted(path.name for path in (out / "job").iterdir()) == ["lock", "sbatch.lock", "script-1.sbatch"]
+
+
+def test_the_script_that_is_submitted_is_byte_for_byte_that_of_the_dry_run_and_slurm_checks_that(submit):
+    words = [
+        "--nodes",
+        2,
+        "--gpus",
+        1,
+        *SMALL,
+        *HOLD,
+        "--sbatch",
+        "comment=a # b \"c\" \\ 'd' $(e) é",
+        "job.env.A=x\ny",
+    ]
+    dry = submit(*words, "--dry-run")
+    assert "to start at" in dry.stderr
+    assert not (submit.here / "runs").exists()
+    done = submit(*words)
+    text = (submit.here / "runs/debug/job/script-1.sbatch").read_bytes()
+    assert text == dry.stdout.encode()
+    kept = submit.cluster.run(["scontrol", "write", "batch_script", job_id(done), "-"]).stdout
+    assert kept.rstrip("\n") == text.decode().rstrip("\n")
+    assert submit.cluster.run(["squeue", "-h", "-o", "%k"]).stdout.strip() == "a # b \"c\" \\ 'd' $(e) é"
+    refused = submit("--dry-run", *SMALL, "--partition", "none", check=64)
+    assert "Slurm refuses the job" in refused.stderr and "partition" in refused.stderr
+
+
+def test_what_slurm_refuses_ends_with_64_and_can_be_submitted_again(submit):
+    done = submit(*SMALL, "--partition", "none", check=64)
+    assert "Slurm refuses the job" in done.stderr and jobs(submit.cluster) == []
+    settings = submit.here / "runs/debug/config.yaml"
+    assert not settings.exists()
+    submit(*SMALL, *HOLD)
+    assert len(jobs(submit.cluster)) == 1
+    submit.cluster.cancel_all()
+    before = settings.read_bytes()
+    submit(*SMALL, *HOLD, "--partition", "none", check=64)
+    assert settings.read_bytes() == before
+
+
+def test_a_run_that_is_in_the_queue_is_not_submitted_twice(submit):
+    first = submit(*SMALL, *HOLD)
+    again = submit(*SMALL, *HOLD, check=75)
+    assert f"job {job_id(first)} (pending" in again.stderr and "hpclm cancel" in again.stderr
+    other = submit(*SMALL, *HOLD, "seed=5", check=75)
+    assert f"job {job_id(first)}" in other.stderr
+    assert config.load(submit.here / "runs/debug/config.yaml").seed == 1234  # the job's own settings are untouched
+    next_one = submit(*SMALL, "--again", "--dependency", f"afterany:{job_id(first)}")
+    assert len(jobs(submit.cluster)) == 2
+    assert f"job {job_id(next_one)}" in submit(*SMALL, check=75).stderr
+    submit.cluster.cancel_all()
+    submit(*SMALL, *HOLD)
+    assert len(submissions.read(submit.here / "runs/debug")) == 3
+
+
+def test_a_sweep_is_a_job_for_each_run_and_what_is_queued_already_is_left_alone(submit):
+    first = submit(*SMALL, *HOLD, "out=runs/debug-lr-3e-3", "name=x")
+    done = submit(*SMALL, *HOLD, "--sweep", "optim.lr=1e-3,3e-3,9e-3", check=75)
+    assert f"job {job_id(first)}" in done.stderr
+    assert len(jobs(submit.cluster)) == 3 and done.stdout.count("run directory") == 2
+    rates = [config.load(path).optim.lr for path in sorted((submit.here / "runs").glob("debug*/config.yaml"))]
+    assert rates == [0.001, 0.003, 0.009]
+
+
+@pytest.mark.parametrize("times", [8, pytest.param(30, marks=[pytest.mark.whole, pytest.mark.slow])])
+def test_submit_killed_at_any_moment_and_typed_again_leaves_exactly_one_job(submit, times):
+    words = [sys.executable, "-m", "hpclm", "submit", *SMALL, *HOLD]
+    env = {**submit.cluster.env, "HPCLM_SITE": ""}
+    began = time.monotonic()
+    submit(*SMALL, *HOLD, "out=runs/timed")
+    usual = time.monotonic() - began
+    submit.cluster.cancel_all()
+    chance, codes, lost = random.Random(4), [], 0
+    for number in range(times):
+        out = submit.here / f"runs/k{number}"
+        process = subprocess.Popen(
+            [*words, f"out={out}"], env=env, cwd=submit.here, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        time.sleep(chance.uniform(0.3, 1.2) * usual)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        recorded = len(submissions.read(out))
+        done = submit(*SMALL, *HOLD, f"out={out}", check=None)
+        codes.append(done.returncode)
+        assert done.returncode == (75 if recorded else 0), done.stderr
+        lost += "an earlier submission was interrupted" in done.stdout
+        assert len(submissions.read(out)) == 1
+        (queued,) = jobs(submit.cluster)
+        assert queued.split()[0] == submissions.read(out)[0].job_id
+        submit.cluster.run(["scancel", queued.split()[0]])
+        assert not list(out.rglob("*.tmp-*"))
+    print(f"refused {codes.count(75)}, went on {codes.count(0)}, of which {lost} found a job that was not recorded")
+    assert times < 30 or {0, 75} <= set(codes)
+
+
+def test_a_job_whose_submission_was_not_recorded_is_found_again(submit):
+    first = submit(*SMALL, *HOLD)
+    out = submit.here / "runs/debug"
+    (out / "jobs.jsonl").unlink()
+    found = submit(*SMALL, *HOLD)
+    assert job_id(found) == job_id(first) and "already queued" in found.stdout
+    (out / "jobs.jsonl").unlink()
+    assert f"job {job_id(first)}" in submit(*SMALL, *HOLD, "seed=9", check=75).stderr
+    assert [each.job_id for each in submissions.read(out)] == [job_id(first)]
+
+
+def test_a_job_whose_submission_was_not_recorded_is_cancelled_too(submit):
+    job = job_id(submit(*SMALL, *HOLD))
+    (submit.here / "runs/debug/jobs.jsonl").unlink()
+    words = [sys.executable, "-m", "hpclm", "cancel", "debug"]
+    assert f"job {job}: cancelled" in submit.cluster.run(words, cwd=submit.here).stdout
+    assert submit.cluster.wait(job) == "CANCELLED"
+
+
+def test_an_sbatch_that_outlives_its_killed_submit_is_waited_for(submit, tmp_path):
+    slow = tmp_path / "slow" / "sbatch"
+    slow.parent.mkdir()
+    real = submit.cluster.run(["which", "sbatch"]).stdout.strip()
+    slow.write_text(f'#!/bin/bash\ntouch {tmp_path}/begun\nsleep 4\nexec {real} "$@"\n')
+    slow.chmod(0o755)
+    env = {**submit.cluster.env, "HPCLM_SITE": "", "PATH": f"{slow.parent}:{submit.cluster.env['PATH']}"}
+    command = [sys.executable, "-m", "hpclm", "submit", *SMALL, *HOLD]
+    process = subprocess.Popen(command, env=env, cwd=submit.here)
+    wait_for((tmp_path / "begun").exists)
+    process.kill()
+    process.wait()
+    assert jobs(submit.cluster) == []
+    done = submit(*SMALL, *HOLD)
+    assert "already queued" in done.stdout
+    assert [line.split()[0] for line in jobs(submit.cluster)] == [job_id(done)]
+
+
+def test_submit_inside_a_job_starts_a_job_of_its_own_size(submit):
+    inner = shlex.join(
+        [sys.executable, "-m", "hpclm", "submit", "--gpus", "2", "--time", "9", *SMALL, f"out={submit.here}/inner"]
+    )
+    outer = submit.cluster.batch(
+        f"#!/bin/bash\n#SBATCH -N2 --ntasks-per-node=4 --cpus-per-task=2\nexport HPCLM_SITE=\nsrun -N1 -n1 {inner}\n",
+        f"--chdir={submit.here}",
+        f"--output={submit.here}/outer.log",
+    )
+    assert submit.cluster.wait(outer) == "COMPLETED", (submit.here / "outer.log").read_text()
+    (said,) = submissions.read(submit.here / "inner")
+    submit.cluster.wait(said.job_id)
+    shown = submit.cluster.show(said.job_id)
+    assert (shown["NumNodes"], shown["NumTasks"], shown["CPUs/Task"]) == ("1", "2", "1")
+
+
+def test_an_option_arrives_in_slurm_as_it_was_written(submit):
+    values = [text for text in NASTY if text.strip() and text.isprintable()] + ["a " * 20, 'x"', "\\\\", "\"' \\", "#"]
+    draw = random.Random(7)
+    values += ["".join(draw.choices("ab \"'\\#$%é-", k=8)).strip() or "x" for _ in range(30)]
+    for value in values:
+        text = f"#!/bin/bash\n{directive('comment', value)}\n#SBATCH --hold\ntrue\n"
+        job = submit.cluster.batch(text)
+        assert submit.cluster.run(["squeue", "-h", "-j", job, "-o", "%k"]).stdout.strip("\n") == value, value
+        submit.cluster.run(["scancel", job])
+
+
+RANK = """
+import os, signal, sys, time
+settings = dict(word.split("=", 1) for word in sys.argv[2:])
+names = ["SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "RANK", "SLURM_RESTART_COUNT"]
+said = {name: os.environ[name] for name in names if name in os.environ}
+os.write(1, f"rank {said} {sys.argv[1:]}\\n".encode())
+heard = []
+for number in (signal.SIGTERM, signal.SIGUSR2):
+    signal.signal(number, lambda number, frame: heard.append(number))
+until = time.monotonic() + float(settings.get("seconds", 0))
+while time.monotonic() < until and not heard and "SLURM_RESTART_COUNT" not in os.environ:
+    time.sleep(0.05)
+if heard or (settings.get("again") and "SLURM_RESTART_COUNT" not in os.environ):
+    time.sleep(0.5)
+    os.write(1, f"saved after {heard[:1]}\\n".encode())
+    os._exit(85)
+os._exit(int(settings.get("code", 0)))
+"""
+
+
+@pytest.fixture
+def by_hand(cluster, tmp_path):
+    """`sbatch OPTIONS slurm/TEMPLATE.sbatch WORDS`, with a stand-in for the processes of a run."""
+    package = tmp_path / "stand in" / "hpclm"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(f"__version__ = '0'\n__path__.append({str(ROOT / 'hpclm')!r})\n")
+    (package / "train.py").write_text(RANK)
+    program = tmp_path / "bin" / "apptainer"
+    program.parent.mkdir()
+    program.write_text(
+        '#!/bin/bash\necho "container: $*" | head -c 300\nwhile [ "$1" != an.sif ]; do shift; done\nshift\nexec "$@"\n'
+    )
+    program.chmod(0o755)
+    paths = f"{program.parent}:{Path(sys.executable).parent}:{cluster.env['PATH']}"
+    env = {**cluster.env, "PATH": paths, "PYTHONPATH": str(package.parent), "image": "an.sif", "OMP_NUM_THREADS": "1"}
+    env |= {"OMPI_MCA_btl": "self,tcp"}
+
+    def call(template, *words, options=()):
+        command = ["sbatch", "--parsable", "--time=9", f"--output={tmp_path}/job-%j.log", *options]
+        done = cluster.run([*command, ROOT / "slurm" / f"{template}.sbatch", "a b.yaml", *words], env=env, cwd=tmp_path)
+        return done.stdout.strip(), tmp_path / f"job-{done.stdout.strip()}.log"
+
+    return call
+
+
+def ranks(log):
+    return sum(line.count("rank {") for line in log.read_text().splitlines()) if log.exists() else 0
+
+
+def wait_for(act, seconds=60):
+    until = time.monotonic() + seconds
+    while not act():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+TEMPLATES = ["srun", "container", "torchrun", pytest.param("mpirun", marks=pytest.mark.mpi)]
+REST = [
+    *(pytest.param(name, marks=pytest.mark.whole) for name in TEMPLATES[1:3]),
+    pytest.param("mpirun", marks=[pytest.mark.mpi, pytest.mark.whole]),
+]
+TWO_BY_TWO = ["--nodes=2", "--ntasks-per-node=2"]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_template_works_by_hand_and_a_run_that_saved_is_started_again_once(cluster, by_hand, template):
+    job, log = by_hand(template, "again=1", options=TWO_BY_TWO)
+    cluster.wait(job, ["COMPLETED", "FAILED"], timeout=180)
+    text = log.read_text()
+    shown = cluster.show(job)
+    assert (shown["JobState"], shown["Restarts"]) == ("COMPLETED", "1"), text
+    assert text.count("rank {") == 8 and "['a b.yaml', 'again=1']" in text  # appended to, not begun anew
+    assert ("container: exec" in text) == (template == "container")
+
+
+@pytest.mark.parametrize("template", ["srun", *REST])
+@pytest.mark.parametrize("code", [pytest.param(64, marks=pytest.mark.whole), 93])
+def test_any_other_exit_code_is_the_jobs_own(cluster, by_hand, template, code):
+    job, log = by_hand(template, f"code={code}", options=TWO_BY_TWO)
+    assert cluster.wait(job, timeout=120) == "FAILED", log.read_text()
+    shown = cluster.show(job)
+    assert (shown["ExitCode"], shown["Restarts"]) == (f"{code}:0", "0")
+
+
+@pytest.mark.parametrize("template", ["srun", *REST[:-1], TEMPLATES[-1]])  # mpirun is warned in a way of its own
+def test_a_warning_reaches_every_rank_and_the_job_is_started_again(cluster, by_hand, template):
+    job, log = by_hand(template, "seconds=90", options=TWO_BY_TWO)
+    wait_for(lambda: ranks(log) == 4)
+    cluster.run(["scancel", *(["--batch"] if template == "mpirun" else []), "--signal=USR2", job])
+    wait_for(lambda: cluster.show(job)["Restarts"] == "1")
+    cluster.wait(job, ["COMPLETED", "FAILED"])
+    text = log.read_text()
+    assert text.count("saved after [<") + text.count("saved after [12]") == 4, text
+
+
+@pytest.mark.parametrize("template", ["srun", *REST])
+def test_a_job_that_a_person_cancels_stays_cancelled(cluster, by_hand, template):
+    job, log = by_hand(template, "seconds=90", options=TWO_BY_TWO)
+    wait_for(lambda: ranks(log) == 4)
+    cluster.run(["scancel", job])
+    assert cluster.wait(job, timeout=60) == "CANCELLED"
+    time.sleep(2)
+    assert cluster.show(job)["Restarts"] == "0", log.read_text()
+    assert not cluster.processes(r"a b\.yaml")
+
+
+def test_a_job_that_starts_again_may_have_another_number_of_nodes(cluster, by_hand):
+    job, log = by_hand("srun", "seconds=90", options=TWO_BY_TWO)
+    wait_for(lambda: ranks(log) == 4)
+    cluster.run(["scontrol", "requeue", job])
+    cluster.wait(job, "PENDING")
+    cluster.run(["scontrol", "update", f"jobid={job}", "numnodes=1", "numtasks=2"])
+    cluster.wait(job, ["COMPLETED", "FAILED"])
+    shown = cluster.show(job)
+    assert (shown["JobState"], shown["NumNodes"]) == ("COMPLETED", "1"), log.read_text()
+    assert ranks(log) == 4 + 2
+
+
+def test_every_preset_renders_to_a_script_that_slurm_would_take(cluster, tmp_path):
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        text = script.render(config.load(path, ["job.gpus=8", "job.nodes=2"]), tmp_path / "config.yaml")
+        done = cluster.run(["sbatch", "--test-only"], stdin=None, input=text, check=False)
+        assert done.returncode == 0, (path, done.stderr)
+
+
+@pytest.mark.parametrize(
+    "template", [*(pytest.param(t, marks=pytest.mark.whole) for t in ("srun", "torchrun")), "container", TEMPLATES[-1]]
+)
+def test_a_job_trains_with_each_template(submit, tmp_path, template):
+    words = ["--template", template]
+    if template == "container":
+        program = tmp_path / "bin" / "apptainer"
+        program.parent.mkdir()
+        program.write_text('#!/bin/bash\nwhile [ "$1" != a\\ b.sif ]; do shift; done\nshift\nexec "$@"\n')
+        program.chmod(0o755)
+        words = [
+            "job.container=a b.sif",
+            f"job.setup=['export PATH={program.parent}:{Path(sys.executable).parent}:$PATH']",
+        ]
+    done = submit(*SMALL, "--time", 5, "job.env.OMPI_MCA_btl=self,tcp", *words)
+    submit.cluster.wait(job_id(done))
+    assert "done at step 5" in log_of(done).read_text(), log_of(done).read_text()

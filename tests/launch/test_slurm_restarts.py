@@ -1,0 +1,122 @@
+"""Ranks that torchrun's agents start again inside a Slurm allocation, and spare nodes, on a real Slurm."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from tests.runs import lines
+from tests.slurm import until
+from tests.test_preemption import Job
+
+pytestmark = pytest.mark.slurm
+WORDS = ["budget.steps=1000000", "optim.schedule=constant", "job.template=torchrun", "job.requeue=false"]
+AGENT = r"^\S*python\S* -u -m hpclm\.launch\.elastic "
+
+
+def attempts(job):
+    return [json.loads(line) for line in lines(job.out / "attempts.jsonl")]
+
+
+def ranks_by_node(job):
+    found = {}
+    for rank in job.ranks():
+        found.setdefault(rank.node, []).append(rank.pid)
+    return found
+
+
+def wait_for_a_checkpoint(job):
+    """Step 5 is saved beside step 6, and what is killed before that is published begins anew."""
+    job.wait_for_step(6)
+    until((job.out / "checkpoints/latest").exists, 60, "a checkpoint", job.cluster)
+
+
+def number_of(pid):
+    with open(f"/proc/{pid}/environ") as file:
+        return int(dict(word.split("=", 1) for word in file.read().split("\0") if "=" in word)["RANK"])
+
+
+def seconds_to_the_next_step(job, starts, began):
+    """Seconds since ``began`` until start number ``starts`` has done a step."""
+
+    def rows_since():
+        return [row for row in lines(job.out / "metrics.jsonl") if row.endswith("}")]
+
+    until(lambda: len(attempts(job)) == starts, 90, f"start {starts}\n{job.log()[-3000:]}", job.cluster)
+    before = len(rows_since())
+    until(lambda: len(rows_since()) > before, 60, "a step", job.cluster)
+    return time.monotonic() - began
+
+
+def test_a_rank_killed_on_the_second_node_is_started_again_until_no_restart_is_left(cluster, tmp_path):
+    job = Job(cluster, tmp_path / "run", 2, 2, *WORDS, "job.restarts=1")
+    wait_for_a_checkpoint(job)
+    second = sorted(ranks_by_node(job))[1]
+    doomed = ranks_by_node(job)[second][1]
+    rank = number_of(doomed)
+    began = time.monotonic()
+    os.kill(doomed, signal.SIGKILL)
+    seconds = seconds_to_the_next_step(job, 2, began)
+    print(f"the next step came {seconds:.1f} s after the kill")
+    assert seconds < 30  # about 8 on a quiet machine
+    why = f"restart 1 of 1: rank {rank} on {second} (pid "
+    [told] = [line for line in lines(job.out / "log.txt") if why in line]
+    assert "was killed" in told and "SIGKILL" in told  # in the words of that node's agent, or of the other rank there
+    first, again = attempts(job)
+    assert "after" not in first and again["after"].startswith(why) and "SIGKILL" in again["after"]
+    assert again["from_step"] >= 5 and again["hosts"] == first["hosts"]
+    job.wait_for_step(job.step() + 2)
+    os.kill(ranks_by_node(job)[second][0], signal.SIGKILL)
+    assert cluster.wait(job.id, timeout=60) == "FAILED"
+    assert cluster.show(job.id)["ExitCode"] == "137:0" and len(attempts(job)) == 2
+    until(lambda: not job.ranks(), 20, "the end of all ranks", cluster)
+
+
+SPARE = ["job.restarts=2", "job.spares=1"]
+
+
+@pytest.mark.whole
+def test_a_spare_node_takes_the_place_of_one_that_is_lost_and_of_one_whose_rank_fails(cluster, tmp_path):
+    if not cluster.isolated:
+        pytest.skip("nodes that share this machine's processes have no power of their own")
+    job = Job(cluster, tmp_path / "run", 2, 1, *WORDS, *SPARE, "budget.steps=100")
+    wait_for_a_checkpoint(job)
+    assert int(cluster.show(job.id)["NumNodes"]) == 3
+    nodes, host = set(ranks_by_node(job)), cluster.show(job.id)["BatchHost"]
+    assert len(nodes) == 2
+    doomed = max(nodes)  # never the first, which has the agents' store
+    began = time.monotonic()
+    os.kill(ranks_by_node(job)[doomed][0], signal.SIGKILL)
+    print(f"a rank: {seconds_to_the_next_step(job, 2, began):.1f} s until the next step")
+    second = set(ranks_by_node(job))
+    assert len(second) == 2 and doomed not in second, job.log()
+    after = attempts(job)[-1]["after"]
+    assert f"replaces {doomed}" in after and "SIGKILL" in after and after.startswith("restart 1 of 2: rank"), after
+    lost = max(second - {host})
+    began = time.monotonic()
+    cluster.power_off(lost)
+    cluster.down(lost)
+    print(f"a node: {seconds_to_the_next_step(job, 3, began):.1f} s until the next step")
+    third = set(ranks_by_node(job))
+    assert doomed in third and lost not in third
+    after = attempts(job)[-1]["after"]
+    assert after.startswith("restart 2 of 2: ") and f"spare node {doomed} replaces {lost}" in after, after
+    assert cluster.show(job.id)["Restarts"] == "0" and cluster.state(job.id) == "RUNNING"
+    assert cluster.wait(job.id, timeout=120) == "COMPLETED" and cluster.show(job.id)["ExitCode"] == "0:0"
+    assert job.step() == 100
+    until(lambda: not cluster.processes(AGENT), 20, "the end of all agents", cluster)
+
+
+@pytest.mark.whole
+def test_when_the_first_node_s_agent_is_killed_the_job_is_put_back_into_the_queue(cluster, tmp_path):
+    job = Job(cluster, tmp_path / "run", 2, 1, *WORDS, *SPARE, "job.requeue=true")
+    wait_for_a_checkpoint(job)
+    host = cluster.show(job.id)["BatchHost"]
+    for process in [*cluster.processes(AGENT), *job.ranks()]:
+        if process.node == host:
+            os.kill(process.pid, signal.SIGKILL)
+    job.wait_for_restart(1)
+    job.wait_for_attempt(2)
+    assert attempts(job)[1]["from_step"] >= 5 and len(attempts(job)[1]["hosts"]) == 2

@@ -1,0 +1,161 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hpclm.config import ModelConfig
+from hpclm.model import position
+from hpclm.model.attention import BLOCK, blocked, dot_product_attention, flex_attention
+from hpclm.model.attention_backend import Choice, choose, flexible, installed_flash, prefer
+from hpclm.model.position import ActivationSpec, attention_metadata
+from hpclm.model.stack import Stack
+from hpclm.parallel.mesh import ALONE
+from tests.engine.test_native import GPT2, batches_of, engine_of, settings
+
+
+@pytest.mark.parametrize("length", [1, 7, BLOCK, BLOCK + 1, 300])
+def test_attention_in_blocks_is_causal_attention(length):
+    draw = torch.Generator().manual_seed(length)
+    q, k, v = (torch.randn(2, 3, length, 8, generator=draw).requires_grad_() for _ in range(3))
+    outer = torch.randn(2, 3, length, 8, generator=draw)
+    found = {}
+    for name, attend in {
+        "ours": blocked,
+        "torch": lambda *x: F.scaled_dot_product_attention(*x, is_causal=True),
+    }.items():
+        y = attend(q, k, v)
+        found[name] = [y.detach(), *torch.autograd.grad(y, (q, k, v), outer)]
+    for a, b in zip(found["ours"], found["torch"], strict=True):
+        assert (a - b).abs().max() < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("documents", [True, False], ids=["documents", "whole"])
+@pytest.mark.parametrize("positions", ["alibi", "none"])
+@pytest.mark.parametrize("groups", [2, 4])
+def test_flex_attention_without_a_mask_is_attention_with_one(documents, positions, groups):
+    """The forward pass; FlexAttention has no backward pass on CPUs."""
+    length = 200
+    config = ModelConfig(hidden=64, heads=4, kv_heads=groups, context=length, positions=positions)
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, length, 16, generator=draw) for heads in (4, groups, groups))
+    kind = ActivationSpec(length, torch.float32, torch.device("cpu"))
+    numbers = torch.stack([torch.arange(length) // 37, torch.arange(length) // 90]) if documents else None
+    slopes = position.alibi_slopes(4, kind.device) if positions == "alibi" else None
+    masked = attention_metadata(config, kind, ALONE, documents=numbers)
+    free = attention_metadata(config, kind, ALONE, documents=numbers, slopes=slopes, flex=True)
+    assert free.mask is None and free.flex is not None
+    wanted = dot_product_attention(q, k, v, masked.mask, 0.0)
+    assert torch.allclose(flex_attention(q, k, v, free.flex), wanted, atol=1e-5)
+
+
+def test_a_gpu_makes_no_mask_of_length_by_length():
+    def model(**more):
+        return ModelConfig(hidden=64, heads=4, **more)
+
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert flexible(model(positions="alibi"), True, gpu, False) and flexible(model(), True, gpu, True)
+    assert flexible(model(attention="flex"), True, gpu, False)
+    for other in (
+        (model(), True, gpu, False),  # causal: cuDNN is faster
+        (model(), True, cpu, True),
+        (model(), False, gpu, True),  # only compiled is it fast
+        (model(attention_dropout=0.1), True, gpu, True),  # which it does not have
+        (model(attention="flash"), True, gpu, True),
+    ):
+        assert not flexible(*other)
+
+
+BLACKWELL, HOPPER, AMPERE, VOLTA = (10, 0), (9, 0), (8, 0), (7, 0)
+BOTH = ("FA3", "FA4")
+
+
+@pytest.mark.parametrize(
+    "more, capability, cudnn, installed, words, warning",
+    [
+        ({}, HOPPER, 91600, (), "cuDNN, else FlashAttention, memory-efficient, math", None),
+        ({}, HOPPER, 91600, BOTH, "cuDNN, else FlashAttention 3, memory-efficient, math", None),
+        ({}, HOPPER, 91002, (), "FlashAttention, else cuDNN", "cuDNN 9.10 is older than 9.15"),
+        ({}, HOPPER, None, BOTH, "FlashAttention 3, else cuDNN", "no cuDNN"),
+        (dict(hidden=1024), HOPPER, 91600, (), "FlashAttention, else cuDNN", "older than 9.22, which attention with heads of 256"),
+        (dict(attention_dropout=0.1), HOPPER, 91600, BOTH, "FlashAttention, else cuDNN", "multiples of 1/16 as model.attention_dropout, not 0.1"),
+        (dict(attention_dropout=0.125), HOPPER, 91600, (), "cuDNN, else", None),
+        (dict(attention="flash"), HOPPER, 91600, BOTH, "FlashAttention 3, else cuDNN", None),
+        (dict(attention="cudnn"), AMPERE, 91600, (), "cuDNN, else", None),
+        (dict(attention="cudnn"), HOPPER, 90100, (), "cuDNN, else", "model.attention=cudnn: cuDNN 9.1 is older"),
+        (dict(attention="math"), HOPPER, 91600, (), "math", None),
+        ({}, AMPERE, 91600, BOTH, "FlashAttention, else cuDNN", None),
+        ({}, HOPPER, None, ("FA4",), "FlashAttention 4, else cuDNN", "no cuDNN"),
+        ({}, BLACKWELL, 91600, BOTH, "cuDNN, else FlashAttention 4, memory-efficient, math", None),
+        (dict(attention="flash", hidden=1024), BLACKWELL, 91600, BOTH, "FlashAttention, else cuDNN", None),
+        ({}, VOLTA, 91600, (), "memory-efficient, else math", None),
+        (dict(attention="flash"), VOLTA, 91600, (), "memory-efficient, else math", "this GPU is too old"),
+    ],
+)  # fmt: skip
+def test_the_kernel_suits_the_gpu_and_the_log_says_why_a_faster_one_does_not(
+    more, capability, cudnn, installed, words, warning
+):
+    choice = choose(ModelConfig(**{"hidden": 256, "heads": 4, **more}), capability, cudnn, installed)
+    assert choice.words().startswith(words)
+    assert warning in choice.warning if warning else choice.warning is None
+
+
+def test_installed_flash_attentions_are_found_without_importing_them(tmp_path, monkeypatch):
+    assert installed_flash() == set()
+    for name in ("flash_attn_interface.py", "flash_attn/__init__.py", "flash_attn/cute/interface.py"):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("raise RuntimeError('built for another PyTorch')")
+        monkeypatch.syspath_prepend(tmp_path)
+    assert installed_flash() == {"FA3", "FA4"}
+
+
+def test_a_flash_attention_that_cannot_be_loaded_is_left_out(tmp_path, monkeypatch, caplog):
+    tmp_path.joinpath("flash_attn_interface.py").write_text("raise ImportError('undefined symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
+    try:
+        found = prefer(Choice(before, flash="FA3"))
+    finally:
+        torch.nn.attention._sdpa_kernel(before, set_priority=True)
+    assert (
+        found == Choice(before) and "FlashAttention 3 is installed but cannot be used: undefined symbol" in caplog.text
+    )
+
+
+def test_the_order_of_kernels_is_pytorchs_from_then_on():
+    before = torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
+    try:
+        choice = choose(ModelConfig(hidden=256, heads=4, attention="flash"), HOPPER, 91600)
+        assert prefer(choice) == choice
+        assert tuple(torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)) == choice.order
+    finally:
+        torch.nn.attention._sdpa_kernel(before, set_priority=True)
+
+
+def test_alibis_slopes_are_made_once(monkeypatch):
+    made, slopes = [], position.alibi_slopes
+    for module in ("hpclm.model.position", "hpclm.model.stack"):
+        monkeypatch.setattr(f"{module}.alibi_slopes", lambda *given: made.append(given) or slopes(*given))
+    config = settings(dict(GPT2, positions="alibi"), dict(recompute="full"))
+    engine, batches = engine_of(config), batches_of(config)
+    assert isinstance(engine.model, Stack)
+    for step in range(2):
+        engine.train_step(batches.step(8 * step), 3e-3, step)
+    assert len(made) == 1
+
+
+def test_flex_attention_of_other_documents_is_the_same_graph():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    config = ModelConfig(hidden=64, heads=4, context=128, positions="alibi")
+    kind, counter = ActivationSpec(128, torch.float32, torch.device("cpu")), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(flex_attention, backend=counter, fullgraph=True, dynamic=False)
+    q, k, v = (torch.randn(2, 4, 128, 16) for _ in range(3))
+    slopes = position.alibi_slopes(4, kind.device)
+    for width in (37, 11, 90):
+        numbers = (torch.arange(128) // width).expand(2, -1)
+        free = attention_metadata(config, kind, ALONE, documents=numbers, slopes=slopes, flex=True)
+        masked = attention_metadata(config, kind, ALONE, documents=numbers)
+        found = compiled(q, k, v, free.flex)
+        assert torch.allclose(found, dot_product_attention(q, k, v, masked.mask, 0.0), atol=1e-5)
+    assert counter.frame_count == 1

@@ -1,0 +1,162 @@
+"""Blocks that are compiled: one graph for all of them, in every layout; what they do where compiling fails."""
+
+import os
+import shutil
+
+import pytest
+import torch
+
+from hpclm import config
+from hpclm import engine as engines
+from hpclm.model import compiled, stack
+from hpclm.model.stack import Stack
+from hpclm.training import compile_cache
+from tests import ranks
+from tests.engine import sharded
+from tests.parity import STYLES, TINY
+from tests.runs import hpclm
+
+CUDA = torch.device("cuda")  # only named here
+
+
+def graphs(words):
+    """Losses of an engine with its layers as they are, and compiled as far as PyTorch traces them; the graphs made."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    run, engine, batches, _ = sharded.made(words)
+    plain = [result.loss for result in sharded.steps(run, engine, batches, 0, 1)]
+    counter, whole = CompileCounterWithBackend("aot_eager"), []
+
+    def compile_layers(layers, asked):
+        whole.append(asked)
+        compiled.compile_layers(layers, asked, counter)
+
+    before, stack.compile_layers = stack.compile_layers, compile_layers
+    run, engine, batches, _ = sharded.made(words)
+    engine.model.compile_blocks()
+    stack.compile_layers = before
+    found = [result.loss for result in sharded.steps(run, engine, batches, 0, 1)]
+    assert whole == [True] and all(layer._compiled_call_impl for layer in blocks(engine))
+    return plain, found, counter.frame_count
+
+
+def blocks(engine):
+    return [layer for name, layer in engine.model.layers.items() if name.startswith("block")]
+
+
+WORDS = ["engine.precision=fp32", "batch.micro_size=2", "model.layers=2"]
+DROPOUT = "model.dropout=0.1"
+
+
+@pytest.mark.parametrize(
+    "size, words",
+    [
+        (2, ["parallel.tensor=2", *STYLES["gpt2"]]),
+        pytest.param(2, ["engine.name=fsdp2", "engine.recompute=full", DROPOUT], marks=pytest.mark.whole),
+        pytest.param(2, ["parallel.tensor=2", *STYLES["llamadocs"]], marks=pytest.mark.whole),
+        pytest.param(2, ["parallel.tensor=2", *STYLES["bloom"], "engine.recompute=full"], marks=pytest.mark.whole),
+        pytest.param(2, ["parallel.tensor=2", DROPOUT, "engine.recompute=selective"], marks=pytest.mark.whole),
+        pytest.param(2, ["engine.name=fsdp2", *STYLES["llama"]], marks=pytest.mark.whole),
+        pytest.param(2, [*STYLES["llama"], DROPOUT], marks=pytest.mark.whole),
+    ],
+    ids=["tensor", "fsdp2-full-dropout", "tensor-llamadocs", "tensor-bloom-full", "tensor-selective", "fsdp2", "dp"],
+)
+def test_all_blocks_are_one_graph_without_breaks_that_computes_the_same(size, words):
+    for plain, found, count in ranks.run(size, graphs, [*WORDS, *words]):
+        assert found == pytest.approx(plain, abs=1e-6)
+        assert count == 3  # input, block, final norm
+
+
+def split_loss():
+    """The vocabulary-parallel loss and its gradient, as they are and as one traced graph."""
+    import torch.distributed as dist
+
+    from hpclm.config import ParallelConfig
+    from hpclm.model.loss import split_nll_and_gradient
+    from hpclm.parallel.mesh import Mesh
+
+    axis = Mesh.build(dist.get_rank(), 2, ParallelConfig(tensor=2)).tp
+    draw = torch.Generator().manual_seed(axis.rank)
+    logits, labels, weights = torch.randn(6, 8, generator=draw), torch.tensor([0, 3, 8, 12, 13, 1]), torch.ones(6)
+    traced = torch.compile(split_nll_and_gradient, backend="aot_eager", fullgraph=True, dynamic=False)
+    return [function(logits.clone(), labels, weights, 14, axis) for function in (split_nll_and_gradient, traced)]
+
+
+def test_the_loss_of_a_split_vocabulary_is_one_graph():
+    for wanted, found in ranks.run(2, split_loss):
+        assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # PyTorch's own look at its tensors
+def test_blocks_that_cannot_be_compiled_run_as_they_are_and_the_log_says_so_once(caplog):
+    run, engine, batches, _ = sharded.made(WORDS)
+    plain = [result.loss for result in sharded.steps(run, engine, batches, 0, 1)]
+
+    def broken(graph, inputs):
+        raise RuntimeError("no kernels today")
+
+    run, engine, batches, _ = sharded.made(WORDS)
+    compiled.compile_layers(blocks(engine), True, broken)
+    assert [result.loss for result in sharded.steps(run, engine, batches, 0, 1)] == plain
+    [said] = [record.getMessage() for record in caplog.records if record.name == "hpclm.model.compiled"]
+    assert "no kernels today" in said and "engine.compile=false" in said
+
+
+@pytest.mark.parametrize(
+    "words, device, wanted, why",
+    [
+        ([], "cpu", False, None),
+        (["engine.compile=true"], "cpu", True, None),
+        ([], "cuda", True, None),
+        (["engine.name=fsdp2"], "cuda", True, None),
+        (["engine.compile=false"], "cuda", False, None),
+        (["engine.name=fairscale"], "cuda", False, "engine 'fairscale' is compiled only with"),
+        (["engine.name=fairscale", "engine.compile=false"], "cuda", False, None),
+        (["model.block=hpclm.model.gpt:Block"], "cuda", False, "model.block=hpclm.model.gpt:Block is compiled only"),
+        (["model.kernels=apex"], "cuda", False, "model.kernels=apex cannot"),
+        (["engine.anomaly=true"], "cuda", False, "finds nothing"),
+    ],
+)
+def test_blocks_are_compiled_on_gpus_unless_something_speaks_against_it(words, device, wanted, why, monkeypatch):
+    monkeypatch.setattr(engines, "lacking_compiler", lambda: None)
+    run = config.load(None, [word for word in [*TINY, *words] if word != "engine.device=cpu"])
+    found, reason = engines.compiles(run, torch.device(device))
+    assert found == wanted and (why in reason if why else reason is None)
+
+
+def test_without_a_compiler_gpus_run_uncompiled_and_the_log_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    run = config.load(None, [word for word in TINY if word != "engine.device=cpu"])
+    caplog.set_level("INFO")
+    engines.named(run, CUDA)
+    assert "torch.compile is off: it needs a C++ compiler on the PATH" in caplog.text
+
+
+def test_an_engine_learns_whether_it_is_to_compile(monkeypatch):
+    asked = []
+    monkeypatch.setattr(Stack, "compile_blocks", lambda stack, whole=True: asked.append(whole))
+    monkeypatch.setattr(engines, "compiles", lambda run, device: (True, None))
+    run = config.load(None, TINY)
+    engine = engines.named(run, CUDA)(run, sharded.Mesh(), torch.device("cpu"), torch.float32)
+    assert asked == [True] and engine.config.engine.compile
+
+
+@pytest.mark.whole
+@pytest.mark.slow
+@pytest.mark.skipif(engines.lacking_compiler() is not None, reason="no C++ compiler, or no Python.h")
+def test_an_attempt_elsewhere_uses_what_the_one_before_has_compiled(tiny, tmp_path):
+    words, told = tiny("run", "engine.compile=true", "budget.steps=4"), []
+    for number, stop in enumerate(("stop_at=2", "stop_at=4")):
+        env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"node{number}"), "TORCH_LOGS": "+inductor"}
+        told.append(hpclm("train", *words, stop, env=env, check=0).stderr)
+    assert (tmp_path / "run/compiled.bin").stat().st_size > 1000
+    assert "using what an earlier attempt has compiled" not in told[0]
+    assert "using what an earlier attempt has compiled" in told[1]
+    assert "fx graph cache miss" in told[0] and "fx graph cache miss" not in told[1]
+
+
+def test_a_damaged_compile_cache_is_no_reason_to_stop(tmp_path, caplog):
+    (tmp_path / "compiled.bin").write_bytes(b"not what PyTorch wrote")
+    compile_cache.load(tmp_path)
+    compile_cache.load(tmp_path / "nowhere")
+    assert "using what an earlier" not in caplog.text

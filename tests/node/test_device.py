@@ -1,0 +1,52 @@
+import time
+
+import pytest
+import torch
+
+from hpclm.config.engine import EngineConfig
+from hpclm.errors import HpclmError
+from hpclm.node import hardware
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_job_that_requested_gpus_and_sees_none_does_not_train_on_the_cpu():
+    job = {"SLURM_JOB_ID": "7", "SLURM_GPUS_PER_NODE": "8"}
+    with pytest.raises(HpclmError, match=r"asked Slurm for GPUs \(SLURM_GPUS_PER_NODE=8\), but PyTorch finds none"):
+        hardware.device(EngineConfig(), 0, 1, job)
+    assert hardware.device(EngineConfig(device="cpu"), 0, 1, job).type == "cpu"
+    assert hardware.device(EngineConfig(), 0, 1, {"SLURM_JOB_ID": "7"}).type == "cpu"
+
+
+def test_gpus_that_are_named_but_not_found_are_no_reason_to_train_on_the_cpu():
+    with pytest.raises(HpclmError, match=r"CUDA_VISIBLE_DEVICES=0,1 names GPUs, but PyTorch finds none"):
+        hardware.device(EngineConfig(), 0, 1, {"CUDA_VISIBLE_DEVICES": "0,1"})
+    for none in ("", "-1", "NoDevFiles"):
+        assert hardware.device(EngineConfig(), 0, 1, {"CUDA_VISIBLE_DEVICES": none}).type == "cpu"
+    assert hardware.device(EngineConfig(device="cpu"), 0, 1, {"CUDA_VISIBLE_DEVICES": "0"}).type == "cpu"
+
+
+@pytest.fixture
+def precision():
+    """Puts back how fp32 products run."""
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.usefixtures("precision")
+@pytest.mark.parametrize(
+    "slowdown, advice", [(0.8, None), (1.2, None), (1.5, "engine.matmul=exact is about 1.5 times as")]
+)
+def test_slow_products_are_reported_and_do_not_change_how_products_run(slowdown, advice, monkeypatch):
+    monkeypatch.setattr(hardware, "_product_error", lambda: 1e-7)
+    monkeypatch.setattr(hardware, "_slowdown", lambda: slowdown)
+    said = hardware.set_matmul(EngineConfig(), torch.device("cpu"))
+    assert said.startswith("fast: oneDNN") and torch.get_float32_matmul_precision() == "medium"
+    assert advice in said if advice else "exact" not in said
+
+
+@pytest.mark.usefixtures("precision")
+def test_the_speed_of_products_is_measured_in_a_few_milliseconds_and_leaves_onednn_chosen():
+    began = time.perf_counter()
+    assert 0.02 < hardware._slowdown() < 50
+    assert time.perf_counter() - began < 1.0 and torch.get_float32_matmul_precision() == "medium"

@@ -1,0 +1,129 @@
+"""job.notify: a real receiver of webhooks, a real mail connection, and runs that fail, finish and start again."""
+
+import json
+import socketserver
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from hpclm import cli
+from hpclm.node.notify import Notifier
+from tests.runs import Ranks
+
+
+@contextmanager
+def webhook():
+    """The URL of a receiver, and what it has received."""
+    received = []
+
+    class Receiver(BaseHTTPRequestHandler):
+        def do_POST(self):
+            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Receiver) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/hook", received
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
+def mail_server():
+    """HOST:PORT of a server that speaks SMTP, and the mails it has accepted."""
+    mails = []
+
+    class Server(socketserver.StreamRequestHandler):
+        def handle(self):
+            self.wfile.write(b"220 here\r\n")
+            while line := self.rfile.readline():
+                word = line.split()[0].upper()
+                if word == b"DATA":
+                    self.wfile.write(b"354 go on\r\n")
+                    text = b""
+                    while (more := self.rfile.readline()) != b".\r\n":
+                        text += more
+                    mails.append(text.decode())
+                self.wfile.write(b"221 bye\r\n" if word == b"QUIT" else b"250 ok\r\n")
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Server) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_address[1]}", mails
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_run_tells_when_it_finishes_restarts_and_fails(tiny, tmp_path, monkeypatch):
+    with webhook() as (url, received), mail_server() as (server, mails):
+        monkeypatch.setenv("TEAM_HOOK", url)
+        words = [*tiny(), f"job.notify=[$TEAM_HOOK, 'mailto:you@example.org?smtp={server}']"]
+        assert cli.main(["train", *words, "stop_at=4"]) == 0
+        assert cli.main(["train", *words, "optim.nonfinite_limit=1", "optim.lr=1e30", "optim.clip=0"]) == 93
+    about = [(said["event"], said["run"], said["attempt"]) for said in received]
+    assert about == [("finished", "run", 1), ("restarted", "run", 2), ("failed", "run", 2)]
+    assert received[0]["message"].startswith("stopped at step 4 as stop_at says")
+    assert received[1]["message"] == "attempt 2 goes on from step 4"
+    assert "not finite" in received[2]["message"] and received[2]["out"] == str(tmp_path / "run")
+    assert received[2]["text"].startswith("hpclm: run has failed (")
+    assert [mail.partition("Subject: ")[2].partition("\r")[0] for mail in mails] == [
+        "hpclm: run has finished",
+        "hpclm: run was restarted",
+        "hpclm: run has failed",
+    ]
+    assert "message: attempt 2 goes on from step 4" in mails[1]
+
+
+@pytest.mark.whole
+def test_a_run_whose_rank_is_killed_tells_once(tiny, tmp_path):
+    with webhook() as (url, received):
+        with Ranks(2, [*tiny(), "budget.steps=100000", f"job.notify=[{url}]"]) as ranks:
+            ranks.wait_for(tmp_path / "run", 6)
+            ranks.processes[1].kill()
+            ranks.wait()
+        assert [said["event"] for said in received] == ["failed"]
+        assert "rank 1" in received[0]["message"] and "was killed" in received[0]["message"]
+
+
+def test_what_cannot_be_delivered_is_a_warning(caplog, tmp_path):
+    program = tmp_path / "sendmail"
+    program.write_text(f'#!/bin/sh\ncat > {tmp_path}/mail; echo "$@" > {tmp_path}/options\n')
+    program.chmod(0o700)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.defpath", str(tmp_path))
+        targets = [
+            "http://127.0.0.1:1/services/secret",
+            "mailto:you@example.org",
+            "mailto:you@example.org?smtp=127.0.0.1:1",
+        ]
+        with Notifier(targets, "run", "runs/run", {"API_TOKEN": "do-not-tell"}) as notifier:
+            notifier.failed("the token do-not-tell was refused")
+            notifier.failed("again")
+    assert (tmp_path / "options").read_text() == "-t -i\n"
+    mail = (tmp_path / "mail").read_text()
+    assert "To: you@example.org" in mail and "message: the token *** was refused" in mail
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and all("was not told that the run failed" in line for line in said)
+    assert not any("secret" in line for line in said)  # the path of a webhook is its password
+
+
+@pytest.mark.parametrize("target, wanted", [
+    ("ftp://example.org", "it must be https://"),
+    ("mailto:nobody", "it must be https://"),
+    ("$NOT_THERE", "the environment variable NOT_THERE must hold"),
+    ("https://me:hunter2@example.org/", "export it as an environment variable"),
+])  # fmt: skip
+def test_a_target_that_cannot_be_told_is_refused_before_the_start(target, wanted, tiny, capsys):
+    assert cli.main(["train", *tiny("run", f"job.notify=['{target}']")]) == 64
+    assert wanted in capsys.readouterr().err

@@ -1,0 +1,86 @@
+import fcntl
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hpclm.node import processes
+
+
+def written(offset=0):
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(time.time() + offset))
+
+
+def waiting(word):
+    """A process with ``word`` in its command line, which the kernel shows only once the program runs."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", "print(flush=True); input()", word], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    child.stdout.readline()
+    return child
+
+
+def test_the_start_of_a_process_is_known_and_a_zombie_counts_as_exited():
+    child = waiting("hpclm")
+    assert abs(processes.started(child.pid) - time.time()) < 5
+    assert processes.is_ours(child.pid, written())
+    child.stdin.close()
+    while processes.started(child.pid):  # a zombie counts as gone
+        time.sleep(0.01)
+    assert child.returncode is None and not processes.is_ours(child.pid, written())
+    child.stdout.close()
+    child.wait()
+
+
+def test_a_reused_pid_is_not_ours():
+    child, other = waiting("hpclm"), waiting("/x/hpclm/x")
+    try:
+        assert not processes.is_ours(child.pid, written(-3600)), "it is younger than the line that names it"
+        assert not processes.is_ours(other.pid, written()), "its command line is another program's"
+    finally:
+        child.communicate()
+        other.communicate()
+
+
+def test_the_holder_of_a_lock_is_found_without_taking_it(tmp_path):
+    path = tmp_path / "lock"
+    assert processes.lock_holders(path) is None
+    with path.open("w") as file:
+        assert processes.lock_holders(path) == []
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert processes.lock_holders(path) == [os.getpid()]
+    assert processes.lock_holders(path) == []
+
+
+def test_waiting_for_a_process_times_out():
+    assert not processes.wait(os.getpid(), 0.1)
+    child = subprocess.Popen(["true"])
+    assert processes.wait(child.pid, 10)
+    child.wait()
+
+
+@pytest.mark.parametrize("word", ["hpclm", "/x/.venv/bin/hpclm", "hpclm.train", "hpclm.launch.elastic"])
+def test_our_command_lines_are_recognised(word):
+    assert re.fullmatch(processes.OURS, word)
+
+
+@pytest.mark.parametrize("word", ["/home/me/hpclm/notes.txt", "hpclm = 1", "/tmp/hpclm-slurm/etc", "my-hpclm"])
+def test_the_name_of_a_folder_makes_no_process_ours(word):
+    assert not re.fullmatch(processes.OURS, word)
+
+
+def test_processes_are_terminated_and_killed_if_they_ignore_it():
+    words = [["sleep", "1000"], ["sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.1; done"]]
+    children = [subprocess.Popen(each, stdout=subprocess.PIPE) for each in words]
+    try:
+        assert children[1].stdout.readline() == b"ready\n"
+        running = processes.of_this_user()
+        assert processes.terminate([running[child.pid] for child in children], 0.5) == []
+        assert [child.wait() for child in children] == [-15, -9]
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()

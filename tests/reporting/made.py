@@ -1,0 +1,99 @@
+"""Run directories as runs leave them, written by hand: what happened in them is known."""
+
+import json
+from datetime import datetime, timedelta, timezone
+
+from hpclm.config import DataConfig, RunConfig, dump
+from hpclm.config.optim import OptimConfig
+from hpclm.config.schema import BudgetConfig
+
+NOON = datetime(2026, 3, 5, 12, tzinfo=timezone.utc).astimezone()
+
+
+def at(seconds):
+    return NOON + timedelta(seconds=seconds)
+
+
+def stamp(seconds):
+    return at(seconds).strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def logged(seconds, text, level="I"):
+    when = at(seconds)
+    return f"{when.strftime('%Y-%m-%d %H:%M:%S')},{when.microsecond // 1000:03} {level} {text}\n"
+
+
+def row(step, seconds, loss=None, **more):
+    figures = dict(grad_norm=1.5, lr=1e-3, step_seconds=1.0, tokens_per_second=2000.0 + step, memory=3 << 30, mfu=0.4)
+    figures |= dict(data_fraction=0.01, data_seconds=0.01)
+    found = {"step": step, "samples": 8 * step, "time": at(seconds).timestamp(), "loss": loss or 4 - step / 50}
+    return found | figures | more
+
+
+def lines(rows):
+    return "".join(json.dumps(each) + "\n" for each in rows)
+
+
+def preempted(out, lr=1e-3):
+    """A run of 100 steps, a second each, saved every 20, in four attempts of Slurm's job 7:
+
+    queued for 60 s, started in 10 s; told by SIGUSR1 at step 30 and saved; queued for 100 s; killed with its node after step
+    57, when 40 was saved; queued for 50 s; out of memory at step 70, when 60 was saved; resumed by hand as job 8; done.
+    """
+    out.mkdir(mode=0o700)
+    config = RunConfig(
+        name=out.name,
+        out=str(out),
+        data=DataConfig(source="synthetic"),
+        budget=BudgetConfig(steps=100),
+        optim=OptimConfig(lr=lr),
+    )
+    dump(config, out / "config.yaml")
+    jobs = [dict(cluster="slurm", job_id=job, host="login", nodes=2, tasks_per_node=4, log="", time=stamp(when))
+            for job, when in (("7", 0), ("8", 400))]  # fmt: skip
+    (out / "jobs.jsonl").write_text(lines(jobs))
+    begins = [60, 200, 300, 420]
+    starts, jobs = [0, 30, 40, 60], ["7", "7", "7", "8"]
+    attempts = [
+        dict(
+            time=stamp(begin + 8),
+            from_step=first,
+            steps=100,
+            launcher="slurm",
+            size=8,
+            hosts=["a1", "a2"],
+            job_id=job,
+            host="a1",
+        )
+        for begin, first, job in zip(begins, starts, jobs)
+    ]
+    (out / "attempts.jsonl").write_text(lines(attempts))
+    ends = [dict(time=stamp(102), attempt=1, code=85, step=30), dict(time=stamp(471), attempt=4, code=0, step=100)]
+    (out / "ends.jsonl").write_text(lines(ends))
+    kept = [row(step, 70 + step) for step in range(1, 31)]
+    kept += [row(step, 210 + step - 30) for step in range(31, 41)]
+    kept += [row(step, 310 + step - 40) for step in range(41, 61)]
+    kept += [row(step, 430 + step - 60) for step in range(61, 101)]
+    kept.insert(50, dict(step=50, samples=400, time=at(321).timestamp(), part="valid", validation_loss=3.25))
+    lost = [row(step, 210 + step - 30) for step in range(41, 58)] + [
+        row(step, 310 + step - 40) for step in range(61, 71)
+    ]
+    (out / "metrics.jsonl").write_text(lines(kept))
+    (out / "metrics.lost.jsonl").write_text(lines([*lost, lost[-1]]) + '{"step": 7')
+    fresh = "CPU, 8 threads, float32; fp32 products exact"
+    log = [
+        *(logged(60, fresh), logged(68.5, f"run directory {out}, a new run"), logged(71, "step 1/100  loss 3.9800  lr 0.001")),
+        logged(90.5, "saved step 20 in 1.00 s; training waited 0.50 s"),
+        *(logged(101, "saved step 30 in 0.90 s; training waited 0.90 s"),),
+        logged(102, "SIGUSR1: saved at step 30, exiting; the same command goes on from here", "W"),
+        *(logged(200, fresh), logged(208, "start 2 of job 7; why the last one ended: PREEMPTED by job 99", "W")),
+        *(logged(208.5, f"run directory {out}, goes on from step 30"), logged(211, "step 31/100  loss 3.4  lr 0.001")),
+        logged(221, "saved step 40 in 0.50 s; training waited 0.00 s"),
+        *(logged(300, fresh), logged(308, "start 3 of job 7; why the last one ended: node a2 failed (NODE_FAIL)", "W")),
+        *(logged(308.5, f"run directory {out}, goes on from step 40"), logged(331, "saved step 60 in 0.50 s; training waited 0.00 s")),
+        logged(340.5, "rank 3 on a1: CUDA out of memory. Tried to allocate 2 GiB", "E"),
+        *(logged(420, fresh), logged(428.5, f"run directory {out}, goes on from step 60")),
+        logged(470.5, "done at step 100, 800 samples; next: ls"),
+    ]  # fmt: skip
+    (out / "log.txt").write_text("".join(log))
+    return out

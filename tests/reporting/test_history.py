@@ -1,0 +1,87 @@
+"""What a run's files say of its attempts."""
+
+import pytest
+
+from hpclm import cli
+from hpclm.reporting import history
+from hpclm.reporting.page import summary
+from tests.reporting import made
+
+
+def test_each_attempt_says_what_it_did_lost_and_was_ended_by(tmp_path):
+    found = history.read(made.preempted(tmp_path / "run"))
+    assert [(a.first, a.last, a.lost) for a in found.attempts] == [(0, 30, 0), (30, 57, 17), (40, 70, 10), (60, 100, 0)]
+    assert [a.ended for a in found.attempts] == [
+        "told to exit; saved, to be started again (SIGUSR1); PREEMPTED by job 99",
+        "node a2 failed (NODE_FAIL)",
+        "rank 3 on a1: CUDA out of memory. Tried to allocate 2 GiB",
+        "finished",
+    ]
+    assert len(found.steps) == 100 and len(found.lost) == 27
+
+
+def test_the_phases_of_an_attempt_follow_each_other_from_the_queue_to_its_end(tmp_path):
+    found = history.read(made.preempted(tmp_path / "run"))
+    noon = made.NOON.timestamp()
+    first = [
+        (phase.kind, round(phase.begin - noon, 1), round(phase.end - noon, 1)) for phase in found.attempts[0].phases
+    ]
+    assert first == [
+        *(("queued", 0, 60), ("starting", 60, 70), ("training", 70, 89.5), ("saving", 89.5, 90)),
+        *(("training", 90, 100.1), ("saving", 100.1, 101), ("training", 101, 102)),
+    ]
+    queued = [round(attempt.seconds("queued")) for attempt in found.attempts]
+    assert queued == [60, 98, 63, 20]  # since its job was submitted, or the attempt before it ended
+    assert [round(attempt.seconds("lost")) for attempt in found.attempts] == [0, 17, 10, 0]
+    for attempt in found.attempts:
+        assert all(a.end == b.begin for a, b in zip(attempt.phases, attempt.phases[1:]))
+    assert found.wall == pytest.approx(471) and found.goodput == pytest.approx(100 / 471)
+
+
+def test_a_stranger_reads_what_happened(tmp_path):
+    said = summary(history.read(made.preempted(tmp_path / "run")))
+    assert said == (
+        "The run has done 100 of 100 steps in 7 min, in 4 attempts. It was interrupted 3 times and resumed from its last "
+        "checkpoint each time; 27 steps (28 s) came after a checkpoint and had to be done again. 21% of the time went into "
+        "training steps that count (goodput). The last attempt: finished."
+    )
+
+
+@pytest.mark.parametrize("name", ["log.txt", "ends.jsonl", "jobs.jsonl", "metrics.jsonl", "metrics.lost.jsonl"])
+def test_a_file_that_is_missing_or_damaged_costs_only_what_it_says(name, tmp_path):
+    out = made.preempted(tmp_path / "run")
+    (out / name).write_bytes(b"\xff{]\n" * 3)
+    damaged = history.read(out)
+    (out / name).unlink()
+    missing = history.read(out)
+    assert len(missing.attempts) == 4 and missing == damaged
+    assert [a.first for a in missing.attempts] == [0, 30, 40, 60] and missing.wall > 0
+    assert all(a.end == b.begin for x in missing.attempts for a, b in zip(x.phases, x.phases[1:]))
+
+
+def test_without_attempts_jsonl_there_is_a_history_without_attempts(tmp_path):
+    out = made.preempted(tmp_path / "run")
+    (out / "attempts.jsonl").write_bytes(b"\xff{]\n" * 3)
+    assert not history.read(out).attempts
+
+
+def test_a_run_that_has_not_started_has_no_attempts(tmp_path):
+    found = history.read(tmp_path)
+    assert not found.attempts and found.goodput is None and "not started" in summary(found)
+
+
+def test_steps_of_a_killed_attempt_are_kept_apart_and_counted_as_lost(tiny, tmp_path):
+    assert cli.main(["train", *tiny("run", "stop_at=10", "checkpoint.every=4")]) == 0
+    out = tmp_path / "run"
+    rows = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
+    import shutil
+
+    shutil.rmtree(out / "checkpoints/step-00000010")  # as if it had been killed before it saved
+    (out / "checkpoints/latest").write_text("step-00000008\n")
+    (out / "ends.jsonl").unlink()
+    assert cli.main(["train", *tiny("run", "checkpoint.every=4")]) == 0
+    assert (out / "metrics.lost.jsonl").read_text() == "".join(rows[8:])
+    found = history.read(out)
+    assert [(a.first, a.last, a.lost) for a in found.attempts] == [(0, 10, 2), (8, 12, 0)]
+    assert [row["step"] for row in found.steps] == list(range(1, 13)) and found.attempts[1].ended == "finished"
+    assert 0 < found.goodput < 1 and found.attempts[0].seconds("lost") > 0

@@ -1,0 +1,118 @@
+"""All runs on one screen: what it shows, and how much work that is."""
+
+import fcntl
+import io
+import os
+import pty
+import select
+import signal
+import struct
+import sys
+import termios
+import time
+from subprocess import Popen
+
+import pytest
+from rich.console import Console
+
+from hpclm import cli
+from hpclm.commands import top
+from hpclm.commands.top import Watch
+from hpclm.reporting import screen, sparkline
+from tests import runs
+from tests.reporting import made
+from tests.rundir.test_runs import make
+
+ROWS = [{"step": n, "loss": 5 - n / 10, "step_seconds": 2.0, "tokens_per_second": 100.0} for n in range(1, 41)]
+
+
+def attempt(**more):
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "from_step": 0,
+        "host": "elsewhere",
+        "pid": 1,
+        "steps": 40,
+        **more,
+    }
+
+
+def test_a_curve_is_made_of_places_all_over_the_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(made.lines({**row, "more": "x" * 100} for row in ROWS[:5]))
+    assert sparkline.losses(path, 8) == [4.9, 4.8, 4.7, 4.6, 4.5]
+    rows = [made.row(step, step, loss=1000.0 - step) for step in range(1, 1000)]
+    path.write_text(made.lines(rows) + '{"step": 1000, "loss": 5')
+    found = sparkline.losses(path, 24)
+    assert len(found) == 24 and found == sorted(found, reverse=True) and found[0] > 980 and found[-1] <= 10
+    assert sparkline.drawn(found)[0] == "█" and sparkline.drawn(found)[-1] == "▁" and len(sparkline.drawn(found)) == 24
+    assert sparkline.drawn([]) == "" and sparkline.drawn([2.0, 2.0]) == "▁▁"
+    assert sparkline.losses(tmp_path / "nowhere", 24) == []
+    path.write_text('{"step": 1, "loss": null}\n{"loss": 1e400e}\n')
+    assert sparkline.losses(path, 24) == []
+
+
+def test_where_there_is_no_terminal_it_prints_plain_lines(tmp_path, capsys, monkeypatch):
+    log = "2026-01-01 10:00:02,000 I done at step 40, 40 samples; next: ls\n"
+    make(tmp_path / "runs" / "a", [attempt()], ROWS, lock="{}", log_txt=log)
+    make(tmp_path / "runs" / "b\x1b[31m", [attempt(host="elsewhere")], ROWS[:7], lock='{"host": "elsewhere", "pid": 5}')
+    assert cli.main(["top", str(tmp_path / "runs")]) == 0
+    heads, running, done = capsys.readouterr().out.splitlines()
+    assert heads.split()[:5] == ["RUN", "STATE", "STEP", "LOSS", "LOSS"] and "CURVE" in heads
+    assert r"b\x1b[31m" in running and " running " in running and "█▇" in running and "▁" in running
+    assert " done " in done and " 40/40 " in done and " 1.0000 " in done
+    assert cli.main(["top", str(tmp_path / "none")]) == 0
+    assert "no run in" in capsys.readouterr().out
+
+
+def test_slurm_is_not_asked_at_every_look(tmp_path, monkeypatch):
+    (tmp_path / "squeue").write_text(f"#!/bin/bash\necho asked >> {tmp_path}/asked\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    run = make(tmp_path / "runs" / "a", [attempt(job_id="7")], ROWS[:5])
+    watch = Watch(tmp_path / "runs")
+    first = watch.row(watch.look()[0])
+    assert watch.row(watch.look()[0]) == first and (tmp_path / "asked").read_text() == "asked\n"
+    make(run, [attempt(job_id="7"), attempt(job_id="8")], ROWS)
+    assert watch.row(watch.look()[0])[4] != first[4] and (tmp_path / "asked").read_text() == "asked\n" * 2
+
+
+@pytest.mark.parametrize("colour", [True, False])
+def test_on_a_terminal_it_is_live_until_ctrl_c_and_without_colour_where_that_is_wished(colour, tmp_path):
+    make(tmp_path / "runs" / "a", [attempt(host="elsewhere")], ROWS[:7], lock='{"host": "elsewhere", "pid": 5}')
+    outer, inner = pty.openpty()
+    fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("4H", 24, 160, 0, 0))
+    env = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(runs.ROOT)}
+    env = {key: value for key, value in env.items() if key != "NO_COLOR"} | ({} if colour else {"NO_COLOR": "1"})
+    command = [sys.executable, "-m", "hpclm", "top", "--every", "0.2"]
+    said, until = b"", time.monotonic() + 60
+
+    def wait_for(word):
+        nonlocal said
+        while word not in said:
+            assert select.select([outer], [], [], max(0.0, until - time.monotonic()))[0], said[-2000:]
+            said += os.read(outer, 1 << 16)
+
+    with Popen(
+        command, stdin=inner, stdout=inner, stderr=inner, env=env, cwd=tmp_path, start_new_session=True
+    ) as process:
+        try:
+            os.close(inner)
+            wait_for(b"runs/a")
+            make(tmp_path / "runs" / "b", [attempt()], ROWS[:3])
+            wait_for(b"runs/b")
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+    os.close(outer)
+    assert b"1 running" in said and "█".encode() in said
+    colours = {code for code in (b"\x1b[32m", b"\x1b[34m") if code in said}
+    assert bool(colours) == colour
+
+
+def test_a_long_remark_takes_no_room_from_the_other_columns():
+    row = ["runs/a", "running", "7/40", "1.0", "▁█", "", "", "", "", "a remark " * 40]
+    console = Console(width=100, file=io.StringIO())
+    console.print(screen.table(screen.Rows(top.COLUMNS, [row], "runs"), 10))
+    assert "runs/a" in console.file.getvalue() and "running" in console.file.getvalue()

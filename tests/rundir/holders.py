@@ -1,0 +1,55 @@
+"""Processes that hold a run directory: works for tests.traced."""
+
+import time
+
+from hpclm.errors import HpclmError, LockedError
+from hpclm.rundir.lease import Lease
+from tests.checkpoint.state import State, progress, store
+
+
+def job(start, number="7"):
+    """What Slurm says to a job's ``start``-th restart."""
+    return {"SLURM_JOB_ID": number, "SLURM_RESTART_COUNT": str(start)}
+
+
+def hold(gate, folder, env):
+    """Hold it until let go by the second gate; whether it was lost, and what a check then says."""
+    with Lease(folder, seconds=0.6, env=env) as lease:
+        gate()
+        gate()
+        time.sleep(0.3)
+        try:
+            lease.check()
+        except LockedError as error:
+            return lease.lost, str(error)
+        return lease.lost, None
+
+
+def save_late(gate, folder, value):
+    """An attempt that does not know that it was given up saves step 3."""
+    with Lease(folder, env=job(0)) as lease:
+        made = store(folder / "c", keep=3, lease=lease)
+        gate()
+        try:
+            made.save(State(value), progress(3))
+        except HpclmError as error:
+            return type(error).__name__
+        return "saved"
+
+
+def sign_off(gate, folder):
+    """Hold it, and leave it at the gate."""
+    with Lease(folder, env=job(0)):
+        gate()
+
+
+def contend(gate, folder, env):
+    """Take it, if it can be had, and look twice whether it is still held."""
+    gate()
+    try:
+        with Lease(folder, seconds=0.6, env=env) as lease:
+            time.sleep(0.5)
+            lease.check()
+            return lease.generation
+    except LockedError as error:
+        return str(error)

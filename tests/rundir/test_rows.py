@@ -1,0 +1,153 @@
+"""Files of a run that hold what hpclm did not write: what reads them ignores it, by whatever verb a person comes."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpclm.commands import resume, status
+from hpclm.commands.cancel import outcome
+from hpclm.rundir import rows, runs, submissions
+from hpclm.rundir.status import status_of
+from hpclm.training import records
+from hpclm.training.metrics import forget_after
+from tests.rundir.test_runs import make
+from tests.runs import hpclm
+
+HUGE = 10**400
+ODD = [
+    "x",
+    "",
+    True,
+    -1,
+    1.5,
+    HUGE,
+    float("inf"),
+    float("nan"),
+    None,
+    [],
+    [1],
+    {},
+    {"a": 1},
+    "\ud800",
+    "a\nb",
+    "\x1b[31m",
+]
+GOOD = {
+    "metrics.jsonl": {"step": 3, "loss": 2.5, "step_seconds": 1.0, "tokens_per_second": 10.0, "loss_scale": 1.0},
+    "attempts.jsonl": {
+        "time": "2026-01-01T00:00:00+0000",
+        "from_step": 0,
+        "steps": 20,
+        "size": 2,
+        "hosts": ["elsewhere"],
+        "host": "elsewhere",
+        "pid": 1,
+        "launcher": "Slurm",
+    },
+    "ends.jsonl": {"time": "2026-01-01T00:00:00+0000", "attempt": 1, "code": 85, "step": 3},
+    "jobs.jsonl": json.loads(json.dumps(vars(submissions.Submission("local", "999999", "elsewhere", 1, 2, "log")))),
+    "lock": {"host": "elsewhere", "pid": 1, "job": None},
+    "ranks.json": {"slow": [{"rank": 1, "host": "elsewhere", "times": 2.0}]},
+}
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(ODD),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+def line(row):
+    return json.dumps(row) + "\n"
+
+
+def told(out):
+    """All that the verbs make of a run's files, in the text that they print."""
+    run = runs.read(out)
+    standing = status_of(run, {})
+    parts = [*status.table([standing]), *status.detail(standing), json.dumps(status.values(standing), allow_nan=False)]
+    parts += [outcome(out), *resume.words(run, []), *run.jobs, *map(str, run.processes)]
+    "\n".join(parts).encode()
+    return standing
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_commands_work_with_any_value_in_a_field(name, tmp_path):
+    @given(st.dictionaries(st.sampled_from(sorted(GOOD[name])), JSON, min_size=1), st.integers(1, 4))
+    def whatever(change, times):
+        for each, row in GOOD.items():
+            (tmp_path / each).write_text(line(row))
+        (tmp_path / name).write_text(line(GOOD[name] | change) * times)
+        told(tmp_path)
+        records.check_progress(tmp_path, 0)
+        forget_after(tmp_path / "metrics.jsonl", 100)
+
+    whatever()
+
+
+ROWS = [
+    ("metrics.jsonl", {"step": "3"}),
+    ("metrics.jsonl", {"step": True}),
+    ("metrics.jsonl", {"step": -3}),
+    ("metrics.jsonl", {"step": 1 << 60}),
+    ("metrics.jsonl", {"step": 3.5}),
+    ("metrics.jsonl", {"loss": "2.5"}),
+    ("metrics.jsonl", {"loss": [2.5]}),
+    ("metrics.jsonl", {"loss_scale": [1]}),
+    ("metrics.jsonl", {"step_seconds": "fast"}),
+    ("metrics.jsonl", {"validation_loss": 1e301}),
+    ("attempts.jsonl", {"from_step": "0"}),
+    ("attempts.jsonl", {"size": [2]}),
+    ("attempts.jsonl", {"hosts": 5}),
+    ("attempts.jsonl", {"steps": "20"}),
+    ("attempts.jsonl", {"pid": -1}),
+    ("attempts.jsonl", {"host": "a\nb"}),
+    ("jobs.jsonl", {"nodes": "1"}),
+    ("jobs.jsonl", {"log": 1}),
+    ("jobs.jsonl", {"job_id": 7}),
+]
+
+
+@pytest.mark.parametrize("name, change", ROWS, ids=str)
+def test_an_invalid_row_is_skipped(name, change, tmp_path):
+    for each, row in GOOD.items():
+        (tmp_path / each).write_text(line(row))
+    before = runs.read(tmp_path)
+    (tmp_path / name).write_text(line(GOOD[name]) + line(GOOD[name] | change))
+    after = runs.read(tmp_path)
+    assert (after.rows, after.attempts, after.submissions) == (before.rows, before.attempts, before.submissions)
+    assert before.rows and before.attempts and before.submissions and before.holder and before.slow
+    told(tmp_path)
+
+
+def test_lines_that_are_nested_too_deep_or_have_too_many_digits_are_no_rows():
+    for text in ("[" * 100_000, '{"step": ' * 10_000, '{"step": 1' + "0" * 5000 + "}", '{"step": 1', "\xff"):
+        assert rows.parsed(text, rows.STEP, ["step"]) is None
+    assert rows.parsed('{"step": 1, "new": [1]}', rows.STEP, ["step"]) == {"step": 1, "new": [1]}
+
+
+def test_no_command_ends_in_a_traceback_on_odd_files(tmp_path):
+    odd = [{**GOOD["metrics.jsonl"], key: value} for key in GOOD["metrics.jsonl"] for value in ODD]
+    begun = [{**GOOD["attempts.jsonl"], key: value} for key in GOOD["attempts.jsonl"] for value in ODD]
+    out = make(tmp_path / "run", begun, odd, config_yaml="budget: {steps: many}\nbatch: {global_size: 8}\n")
+    (out / "ends.jsonl").write_text("".join(line({"attempt": value}) for value in ODD))
+    (out / "jobs.jsonl").write_text("".join(line({**GOOD["jobs.jsonl"], "nodes": value}) for value in ODD))
+    for words in (["status"], ["status", "--json"], ["logs"], ["cancel"], ["checkpoints"], ["resume"], ["save-now"]):
+        done = hpclm(*words, out)
+        assert done.returncode in (0, 64) and "Traceback" not in done.stderr, (words, done.stderr)
+
+
+@pytest.mark.parametrize("budget", ["{steps: many}", "{steps: -1}", "{tokens: 5}", "{samples: [1]}", "[" * 5000])
+def test_an_invalid_budget_plans_no_steps(budget, tmp_path):
+    text = f"budget: {budget}\nbatch: {{global_size: 8, rampup: [0, 0, 0]}}\nmodel: {{context: 0}}\n"
+    assert runs.read(make(tmp_path, config_yaml=text)).total() is None
+
+
+def test_the_line_after_a_truncated_one_is_read(tmp_path):
+    path = tmp_path / "attempts.jsonl"
+    rows.append(path, {"from_step": 1})
+    path.write_bytes(path.read_bytes() + b'{"from_st\0\0')
+    rows.append(path, {"from_step": 2})
+    rows.append(path, {"from_step": 3})
+    assert [each["from_step"] for each in runs.read(tmp_path).attempts] == [1, 2, 3]

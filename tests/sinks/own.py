@@ -1,0 +1,51 @@
+"""Sinks that misbehave, and one that writes down what it is sent; named in log.sinks as tests.sinks.own:Name."""
+
+import json
+import time
+
+
+class Written:
+    """Appends the rows to a file in the run directory."""
+
+    def __init__(self, run):
+        self.path = run.out / "written.jsonl"
+        self.id = run.id
+
+    def send(self, rows, before):
+        with self.path.open("a") as file:
+            for row in rows:
+                file.write(json.dumps({**row, "id": self.id, "before": before}) + "\n")
+
+    def close(self, code):
+        with self.path.open("a") as file:
+            file.write(json.dumps({"code": code}) + "\n")
+
+
+class Refuses(Written):
+    """Cannot be reached."""
+
+    def __init__(self, run):
+        raise ConnectionError("no route to host")
+
+
+class Breaks(Written):
+    """Fails whenever it is sent something."""
+
+    def send(self, rows, before):
+        raise OSError(28, "No space left on device")
+
+
+class Blocks(Written):
+    """Never answers."""
+
+    def send(self, rows, before):
+        time.sleep(3600)
+
+
+class Dies(Written):
+    """Takes its process with it."""
+
+    def send(self, rows, before):
+        import os
+
+        os.kill(os.getpid(), 9)

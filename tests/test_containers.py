@@ -1,0 +1,46 @@
+"""Container recipes and example site files: what can be checked of them without an engine and without their clusters."""
+
+import configparser
+import re
+
+import pytest
+from packaging.requirements import Requirement
+
+from hpclm import cli, config
+from tests.runs import ROOT
+
+FOLDER = ROOT / "tools" / "containers"
+SITES = sorted((ROOT / "slurm" / "sites").glob("*.yaml"))
+
+
+def test_both_recipes_copy_files_that_are_there_and_do_the_same():
+    docker, apptainer = (FOLDER / "Dockerfile").read_text(), (FOLDER / "hpclm.def").read_text()
+    copied = [line.split()[1:-1] for line in docker.splitlines() if line.startswith("COPY")]
+    listed = [line.split()[0] for line in re.search(r"%files\n(.*?)\n\n", apptainer, re.S)[1].splitlines()]
+    named = {name.rstrip("/") for names in copied for name in names}
+    assert {name for name in named | set(listed) if not (ROOT / name).exists()} == set()
+    assert named == set(listed) | ({"tools/containers/lock.txt"} & named)
+    for both in ("python:3.11-slim-bookworm", "libopenmpi-dev openmpi-bin", "[all]", "whl/cpu", "DEVICE=cuda"):
+        assert both in docker and both in apptainer, both
+
+
+def test_the_lock_has_a_version_of_every_library_that_setup_cfg_asks_for():
+    lines = [line for line in (FOLDER / "lock.txt").read_text().splitlines() if not line.startswith("#")]
+    lock = dict(line.split("==") for line in lines)
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    extras = {name: text for name, text in setup["options.extras_require"].items() if name not in ("dev", "all")}
+    for text in [setup["options"]["install_requires"], *extras.values()]:
+        for line in filter(None, text.splitlines()):
+            wanted = None if line.startswith("#") else Requirement(line)
+            assert wanted is None or wanted.specifier.contains(lock[wanted.name.lower()]), line
+
+
+@pytest.mark.parametrize("path", SITES, ids=lambda path: path.stem)
+def test_an_example_site_file_gives_a_job_script(path, tiny, monkeypatch, capsys):
+    found = config.from_cli(["debug"], path)
+    assert found.job.partition and found.cluster.interface
+    monkeypatch.setenv("HPCLM_SITE", str(path))
+    assert cli.main(["submit", "--dry-run", *tiny("run", "job.nodes=2", "batch.micro_size=1", "job.gpus=4")]) == 0
+    script = capsys.readouterr().out
+    assert f"--partition={found.job.partition}" in script and "--nodes=2" in script

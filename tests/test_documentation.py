@@ -1,0 +1,161 @@
+"""The documentation: its commands are understood, its messages exist, the tutorial works as typed, and the site builds."""
+
+import argparse
+import ast
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpclm import cli, config
+from hpclm.config.compose import is_override
+from tests.runs import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "README.zh.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SHELL = {"|", ">", "&&"}
+
+
+def commands(path):
+    """The lines of a page's bash blocks, without comments."""
+    blocks = re.findall(r"```bash\n(.*?)```", path.read_text(), re.S)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [line for line in (re.sub(r"\s+# .*", "", line) for line in lines) if line and not line.startswith("#")]
+
+
+def verbs(path):
+    """The words of each command of hpclm on a page: verb and arguments."""
+    for line in commands(path):
+        words = shlex.split(line.removesuffix(" ...").replace("$(", "(").replace("...", "x"), comments=True)
+        if "hpclm" in words:  # srun, a pipe or variables may come before it
+            after = words[words.index("hpclm") + 1 :]
+            yield line, after[: next((at for at, word in enumerate(after) if word in SHELL), None)]
+        elif words[:2] == ["python", "-m"] and words[2].startswith("hpclm."):
+            yield line, [words[2].removeprefix("hpclm."), *words[3:]]
+        elif words[:2] == ["python", "tools/preprocess_data.py"]:
+            yield line, ["preprocess", *words[2:]]
+
+
+COMMANDS = [(path.relative_to(ROOT).as_posix(), line, words) for path in PAGES for line, words in verbs(path)]
+
+
+class Understood(Exception):
+    """The verb's parser has taken the words."""
+
+
+@pytest.mark.parametrize("page, line, words", COMMANDS, ids=[f"{page}-{words[0]}" for page, _, words in COMMANDS])
+def test_a_command_in_the_documentation_is_understood(page, line, words, monkeypatch, tmp_path, capsys):
+    def stop(parse):
+        def parsed(self, *args, **kwargs):
+            parse(self, *args, **kwargs)
+            raise Understood
+
+        return parsed
+
+    if words == ["--version"]:
+        assert cli.main(words) == 0
+        return
+    with monkeypatch.context() as patch:
+        for name in ("parse_args", "parse_intermixed_args"):
+            patch.setattr(argparse.ArgumentParser, name, stop(getattr(argparse.ArgumentParser, name)))
+        patch.setattr(cli, "run", lambda verb, argv: verb(argv))
+        with pytest.raises(Understood):
+            cli.main(words)
+    settings = [word for word in words if is_override(word)]
+    presets = [path for path in (ROOT / "configs").glob("*.yaml") if {path.stem, f"configs/{path.name}"} & {*words[1:]}]
+    if words[0] in ("train", "submit", "resume", "planner", "config") and (settings or presets):
+        config.load(presets[0] if presets else None, settings)
+
+
+@pytest.mark.parametrize("page", ["fairseq", "megatron-deepspeed"])
+def test_the_preprocessing_of_a_recipe_works_as_typed(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("head.txt", "train.txt"):
+        Path(name).write_text("to be or not to be\n" * 30)
+    Path("vocab.json").write_text(json.dumps({"<unk>": 0, "<|endoftext|>": 1, "to": 2, "be": 3, "or": 4, "not": 5}))
+    (words,) = (words for _, words in verbs(ROOT / "docs" / "recipes" / f"{page}.md") if words[0] == "preprocess")
+    assert cli.main([*words, "--workers", "1"]) == 0
+    assert "next: hpclm train small" in capsys.readouterr().out
+
+
+def texts_of_the_source():
+    """Every text in hpclm's sources, with … where a value is inserted."""
+    for path in (ROOT / "hpclm").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield re.sub(r"%[-.\d]*[sdf]", "…", node.value)
+
+
+def test_the_messages_of_the_troubleshooting_page_are_those_of_the_program():
+    rows = re.findall(r"^\| (`.*?) \| ", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)
+    messages = [message for row in rows for message in re.findall(r"`(.*?)`", row)]
+    source = "\n".join(texts_of_the_source()) + "\nout of memory"  # which is PyTorch's
+    assert len(messages) > 12
+    for message in messages:
+        for piece in (part.strip(" .;:") for part in message.split("...")):
+            assert piece in source, f"{message!r}: the program never says {piece!r}"
+
+
+def test_the_chinese_tutorial_has_the_commands_of_the_english_one():
+    english, chinese = commands(ROOT / "docs" / "tutorial.md"), commands(ROOT / "docs" / "tutorial.zh.md")
+    assert english == chinese and len(english) > 20
+
+
+def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path):
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("material")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    pages = list((tmp_path / "site").rglob("*.html"))
+    built = {page.stem for page in pages}
+    assert {path.stem for path in (ROOT / "docs").rglob("*.md")} <= built
+    for page in pages:
+        assert not re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="https?://', page.read_text()), page
+
+
+@pytest.mark.whole
+def test_the_tutorial_works_as_typed(cluster, tmp_path):
+    """In one shell, as a person types it; installing, and the cluster, are there already."""
+    lines = commands(ROOT / "docs" / "tutorial.md")
+    typed = [line for line in lines if not re.match(r"tools/setup|source|sudo|eval", line)]
+    assert len(lines) - len(typed) == 5
+    bin_folder = Path(sys.executable).parent
+    (tmp_path / "home").mkdir()
+    env = {
+        **cluster.env,
+        "PATH": f"{bin_folder}:{os.environ['PATH']}",
+        "HOME": str(tmp_path / "home"),
+        "OMP_NUM_THREADS": "1",
+    }
+    script = "set -euo pipefail\n" + "".join(f"echo '$' {shlex.quote(line)}; {line}\n" for line in typed)
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    for said in (
+        "done at step 100",
+        "goes on from step 30",
+        "done at step 60",
+        "4 processes, started by Slurm",
+        "done at step 400",
+    ):
+        assert said in done.stdout, said
+    attempts = (tmp_path / "runs" / "again" / "attempts.jsonl").read_text().splitlines()
+    assert len(attempts) == 2 and shutil.which("hpclm", path=env["PATH"])
+    assert (tmp_path / "runs" / "again" / "report.html").is_file()

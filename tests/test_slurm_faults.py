@@ -1,0 +1,122 @@
+"""What is killed of Slurm's own around a run: its slurmstepd, srun, the job's script, a node; and what the run's log says."""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from tests.runs import ROOT, lines
+from tests.slurm import until
+from tests.test_preemption import Job
+
+pytestmark = pytest.mark.slurm
+ENDLESS = ["budget.steps=1000000", "optim.schedule=constant"]
+
+
+def kill(cluster, pattern, number=signal.SIGKILL):
+    """Kill the processes on the cluster's nodes whose command line begins so; slurmstepd too."""
+    found = [process.pid for process in cluster.everything(pattern)]
+    assert found, pattern
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError):  # it ended with the one before: srun and its helper
+            os.kill(pid, number)
+
+
+def told(job, number):
+    """What log.txt says of why start ``number - 1`` ended."""
+    begins = f"start {number} of job {job.id}; why the last one ended: "
+    return [line.partition(begins)[2] for line in lines(job.out / "log.txt") if begins in line]
+
+
+def test_a_run_starts_again_after_whatever_is_killed_and_its_log_says_what_slurm_says_of_it(cluster, tmp_path):
+    """srun, then the job's own script, then a node."""
+    job = Job(cluster, tmp_path / "run", 2, 1, *ENDLESS)
+    job.wait_for_step(2)
+    kill(cluster, rf"srun .*{job.out}/")
+    job.wait_for_step(2, 1)
+    assert [why.endswith("srun ended with exit code 137") for why in told(job, 2)] == [True], told(job, 2)
+    before = job.step()
+    kill(cluster, rf"\S*bash \S*/job0*{job.id}/slurm_script")
+    job.wait_for_attempt(3)
+    assert len(told(job, 3)) == 1 and f"STEP {job.id}.0 ON " in told(job, 3)[0]
+    assert "the job's script was killed (JobLaunchFailure): Slurm was asked" in (job.out / "log.txt").read_text()
+    assert json.loads(lines(job.out / "attempts.jsonl")[-1])["from_step"] >= before  # it was told, and saved
+    job.wait_for_step(job.step() + 2, 2)
+    nodes = {rank.node for rank in job.ranks()}
+    lost = cluster.show(job.id)["BatchHost"]
+    cluster.power_off(lost)
+    cluster.down(lost)  # or half a minute later by itself
+    job.wait_for_attempt(4)
+    assert lost in nodes and f"{lost} is DOWN" in told(job, 4)[0] and "test" in told(job, 4)[0]
+    assert int(cluster.show(job.id)["Restarts"]) == 3
+
+
+@pytest.mark.whole
+def test_a_lost_node_is_not_called_out_of_memory_once_slurm_knows_better(cluster, tmp_path):
+    if not cluster.isolated:
+        pytest.skip("nodes that share this machine cannot be switched off")
+    job = Job(cluster, tmp_path / "run", 2, 1, *ENDLESS)
+    job.wait_for_step(2)
+    (lost,) = {rank.node for rank in job.ranks()} - {cluster.show(job.id)["BatchHost"]}
+    cluster.power_off(lost)
+    job.wait_for_attempt(2)
+    log = (job.out / "log.txt").read_text()
+    assert f"rank 1 on {lost}" in log and f"Slurm says that {lost} is " in log and "NOT_RESPONDING" in log
+    assert "memory" not in log and "DUE TO NODE FAILURE" in told(job, 2)[0] and f"{lost} is DOWN" in told(job, 2)[0]
+
+
+def test_a_job_whose_slurmstepd_was_killed_ends_when_its_run_has(cluster, tmp_path):
+    if not cluster.isolated:
+        pytest.skip("needs nodes with processes of their own")
+    both = [
+        Job(cluster, tmp_path / "one", 1, 2, "budget.steps=40"),
+        Job(cluster, tmp_path / "two", 2, 1, "budget.steps=40", "job.setup=[SLURM_WAIT=3]"),
+    ]
+    for job in both:
+        job.wait_for_step(1)
+        kill(cluster, rf"slurmstepd: \[{job.id}\.0\]") if job.id == both[0].id else os.kill(
+            cluster.everything(rf"slurmstepd: \[{job.id}\.0\]")[-1].pid, signal.SIGKILL
+        )
+    for job in both:
+        assert cluster.wait(job.id, timeout=90) == "COMPLETED", job.log()
+        assert job.step() == 40 and cluster.show(job.id)["Restarts"] == "0"
+
+
+def test_cancel_ends_what_slurm_s_signals_do_not_reach_and_jobs_whose_run_has_ended(cluster, tmp_path):
+    if not cluster.isolated:
+        pytest.skip("needs nodes with processes of their own")
+    job = Job(cluster, tmp_path / "run", 1, 2, *ENDLESS, "checkpoint.every=0")
+    job.wait_for_step(2)
+    kill(cluster, rf"slurmstepd: \[{job.id}\.0\]")
+    began = time.monotonic()
+    said = job.hpclm("cancel", job.out).stdout
+    assert "saved at step " in said and time.monotonic() - began < 60
+    assert not (job.out / "stop").exists() and not job.ranks()
+    held = cluster.batch("trap '' TERM; srun sleep 987 & wait; sleep 987", "--output=/dev/null", "--requeue")
+    cluster.wait(held, "RUNNING")  # the job of a run that has ended, and that does not
+    with (job.out / "jobs.jsonl").open("a") as file:
+        file.write(json.dumps(json.loads(lines(job.out / "jobs.jsonl")[0]) | {"job_id": held}) + "\n")
+    said = job.hpclm("cancel", job.out).stdout
+    assert f"job {held}: its run has ended; the job itself is cancelled" in said
+    assert cluster.state(held) == "CANCELLED" and time.monotonic() - began < 120
+
+
+def test_a_template_by_hand_counts_the_starts_of_a_run_wherever_its_directory_is(cluster, tmp_path):
+    """The settings file lies elsewhere; the job has often been started again, and loses a process while it trains."""
+    words = ["configs/debug.yaml", "engine.device=cpu", *ENDLESS, f"out={tmp_path}/run"]
+    env = {
+        **cluster.env,
+        "SLURM_RESTART_COUNT": "5",
+        "python": sys.executable,
+        "HPCLM_SITE": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    options = ["--parsable", "--time=5", f"--output={tmp_path}/job-%j.log"]
+    job = cluster.run(["sbatch", *options, ROOT / "slurm/srun.sbatch", *words], env=env, cwd=ROOT).stdout.strip()
+    until(lambda: len(lines(tmp_path / "run/metrics.jsonl")) > 1, 60, "step", cluster)
+    kill(cluster, rf"\S*python\S* -u -m hpclm\.train .*{tmp_path}/run")
+    until(lambda: int(cluster.show(job)["Restarts"]) == 1, 60, "restart", cluster)

@@ -1,0 +1,230 @@
+"""Run directories in which somebody has put something else than hpclm: nothing waits, nothing is followed, nothing steers a terminal."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from hpclm import cli, config, files, train
+from hpclm.checkpoint import directory
+from hpclm.checkpoint import manifest as manifests
+from hpclm.commands import logs
+from hpclm.diagnostics import report
+from hpclm.distributed.bootstrap import World
+from hpclm.errors import ConfigError, HpclmError
+from hpclm.log import also_to, instead_to
+from hpclm.rundir import folder, lock, rows, runs, saved, submissions
+from hpclm.rundir.lease import Lease
+from hpclm.rundir.logs import follow, last, whole
+from hpclm.training import records
+from hpclm.training.metrics import forget_after
+from tests.checkpoint import state
+from tests.rundir.test_runs import make
+from tests.test_status import attempt
+from tests.test_trust import NOBODY, given_away
+
+ROOT = Path(__file__).parents[1]
+KINDS = ("pipe", "device", "folder", "socket", "loop", "huge")
+
+
+class Late(BaseException):
+    """Which nothing takes for an error of a file."""
+
+
+@pytest.fixture(autouse=True)
+def in_time():
+    """What waits for a pipe, or reads a device to its end, would do so for ever."""
+
+    def late(*_):
+        raise Late("it waits")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(30)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def put(path, kind):
+    """Something at ``path`` that is no file to be read."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "socket":
+        short = Path(f"/proc/self/fd/{os.open(path.parent, os.O_RDONLY)}")  # a socket's name has 108 bytes
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(str(short / path.name))
+        os.close(int(short.name))
+    elif kind == "loop":
+        path.symlink_to(path.name)
+    else:
+        with path.open("wb") as file:
+            file.truncate(1 << 40)
+
+
+READERS = {
+    "config.yaml": [lambda out: config.load(out / "config.yaml"), lambda out: config.of_run(out, [])],
+    "jobs.jsonl": [lambda out: submissions.read(out), runs.read],
+    "attempts.jsonl": [
+        lambda out: records.rows(out / "attempts.jsonl", {}),
+        lambda out: records.check_progress(out, 0),
+    ],
+    "metrics.jsonl": [lambda out: forget_after(out / "metrics.jsonl", 1)],
+    "log.txt": [lambda out: rows.tail(out / "log.txt"), lambda out: last(out / "log.txt", 1)],
+    "lock": [lambda out: lock.read(out / "lock"), lambda out: lock.refuse_if_held(out)],
+    "preflight.json": [report.earlier, lambda out: report.bad_nodes([str(out)])],
+    "checkpoints/step-00000001/MANIFEST.json": [
+        lambda out: manifests.read(out / "checkpoints/step-00000001"),
+        lambda out: saved.survey(out / "checkpoints"),
+        lambda out: directory.newest(out / "checkpoints"),
+    ],
+    "checkpoints/.bad-step-00000001/REASON.txt": [lambda out: cli.main(["checkpoints", str(out)])],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", READERS)
+def test_what_is_no_file_or_too_large_is_not_waited_for_nor_read(name, kind, tmp_path):
+    for read in READERS[name]:
+        put(tmp_path / "run" / name, kind) if not os.path.lexists(tmp_path / "run" / name) else None
+        with contextlib.suppress(HpclmError, OSError, manifests.BadCheckpoint):
+            read(tmp_path / "run")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_status_shows_a_run_whose_files_are_none_and_the_others(kind, tmp_path, capsys):
+    for name in (*folder.FILES, "checkpoints/step-00000001/MANIFEST.json", "logs/job-1.log"):
+        if not (kind == "loop" and name in runs.MARKS):
+            put(tmp_path / "strange" / name, kind)
+    (tmp_path / "strange" / "config.yaml").exists() or (tmp_path / "strange" / "config.yaml").touch()
+    make(tmp_path / "usual", [attempt()], log_txt="10:00:00 I done at step 20, 80 samples; next: nothing\n")
+    assert cli.main(["status", "--runs", str(tmp_path)]) == 0
+    assert cli.main(["status", str(tmp_path / "strange")]) == 0
+    shown = capsys.readouterr().out
+    assert f"{tmp_path}/strange" in shown and "done at step 20" in shown
+
+
+WRITERS = {
+    "log.txt": lambda path: also_to(path).__enter__(),
+    "logs/rank-00001.log": instead_to,
+    "attempts.jsonl": lambda path: files.append(path, "x"),
+    "lock": lambda path: Lease(path.parent).__enter__(),
+    "lock.beat": lambda path: files.overwrite(path, "x"),
+    "checkpoints.saved": lambda path: directory.mark(path.with_name("checkpoints")),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_nothing_is_written_through_a_link(name, tmp_path):
+    target, path = tmp_path / "mine.txt", tmp_path / "run" / name
+    target.write_text("mine")
+    path.parent.mkdir(parents=True)
+    path.symlink_to(target)
+    with pytest.raises((OSError, HpclmError), match="is a link; links are not followed here"):
+        WRITERS[name](path)
+    assert target.read_text() == "mine"
+    target.unlink()
+    with pytest.raises((OSError, HpclmError)):
+        WRITERS[name](path)
+    assert not target.exists()
+
+
+def test_a_reason_is_not_written_through_a_link(tmp_path):
+    step = state.saved(tmp_path / "checkpoints", (1,)).folder / "step-00000001"
+    (tmp_path / "mine.txt").write_text("mine")
+    (step / "REASON.txt").symlink_to(tmp_path / "mine.txt")
+    directory.set_aside(step, "it is bad")
+    assert (tmp_path / "mine.txt").read_text() == "mine" and not step.exists()
+
+
+SPOILT = {
+    "a link for a log": lambda out: (out / "log.txt").symlink_to(out / "elsewhere"),
+    "a link for metrics": lambda out: (out / "metrics.jsonl").symlink_to(out / "elsewhere"),
+    "a link for settings": lambda out: (out / "config.yaml").symlink_to(out / "elsewhere"),
+    "a link for a lock": lambda out: (out / "lock").symlink_to(out / "elsewhere"),
+    "a pipe for a preflight": lambda out: os.mkfifo(out / "preflight.json"),
+    "a device for a preflight": lambda out: (out / "preflight.json").symlink_to("/dev/zero"),
+    "open checkpoints": lambda out: (out / "checkpoints").mkdir() or (out / "checkpoints").chmod(0o777),
+    "checkpoints of a group": lambda out: (out / "checkpoints").mkdir() or (out / "checkpoints").chmod(0o770),
+    "open checkpoints elsewhere": lambda out: (
+        (out / "open").mkdir() or (out / "open").chmod(0o777) or (out / "checkpoints").symlink_to(out / "open")
+    ),
+    "an open directory": lambda out: out.chmod(0o777),
+    "a directory of a group": lambda out: out.chmod(0o770),
+    "another's checkpoints": lambda out: (out / "checkpoints").mkdir(mode=0o700) or given_away(out / "checkpoints"),
+    "another's metrics": lambda out: (
+        (out / "metrics.jsonl").touch() or out.chmod(0o755) or given_away(out / "metrics.jsonl")
+    ),
+    "another's directory": lambda out: given_away(out),
+}
+
+
+@pytest.mark.parametrize("what", SPOILT)
+def test_a_run_directory_that_is_not_ones_own_alone_is_not_trained_in(what, tmp_path, tiny):
+    out = tmp_path / "run"
+    out.mkdir(mode=0o700)
+    SPOILT[what](out)
+    before = sorted((path.name, path.lstat().st_mtime_ns) for path in out.rglob("*"))
+    for start in (
+        lambda settings: train.train(settings, World("single", 0, 1)),
+        lambda settings: folder.check(Path(settings.out)),
+    ):
+        with pytest.raises(ConfigError, match=f"{out}.* (is a|belongs to another user|can be written by others)"):
+            start(config.load(None, tiny()))
+    assert sorted((path.name, path.lstat().st_mtime_ns) for path in out.rglob("*")) == before
+
+
+def test_what_hpclm_writes_it_accepts_again_whatever_the_umask(tmp_path, tiny):
+    out, words = (
+        tmp_path / "run",
+        tiny("run", "stop_at=2", "checkpoint.every=1", "log.tensorboard=true"),
+    )
+    code = f"import os, sys; os.umask(0); from hpclm import cli; sys.exit(cli.main(['train', *{words!r}]))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    mine = [path for path in out.rglob("*") if "tensorboard" not in path.parts]  # which is nothing that a run reads
+    assert len(mine) > 12 and not [path for path in mine if path.stat().st_mode & files.OTHERS]
+    folder.check(out)
+
+
+def test_a_log_without_lines_takes_little_memory(tmp_path):
+    path = tmp_path / "log.txt"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    assert len(next(whole(path))) == 1 << 20
+    assert max(map(len, last(path, 2))) < 1 << 21
+    found = follow(path, 1, None, lambda: True)
+    assert len(next(found)) < 1 << 21
+
+
+def test_a_folder_of_logs_may_hold_any_names(tmp_path):
+    out = make(tmp_path / "run", [attempt()])
+    for name in ("rank-1x.log", "rank-.log", f"rank-{'9' * 200}.log", "rank-00002.log"):
+        (out / "logs").mkdir(exist_ok=True)
+        (out / "logs" / name).touch()
+    with pytest.raises(ConfigError, match="ranks with a log: 0 to 2"):
+        logs.main([str(out), "--rank", "7"])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_s_run_cannot_have_ones_own_jobs_cancelled():
+    become = f"os.setgroups([]); os.setresgid(*[{NOBODY}] * 3); os.setresuid(*[{NOBODY}] * 3)"
+    with tempfile.TemporaryDirectory() as below:  # pytest's own folders are closed to others
+        out = make(Path(below) / "run", [attempt(job_id="7")])
+        Path(below).chmod(0o755)
+        code = f"import os, sys; from hpclm import cli; from hpclm.commands import cancel; {become}; sys.exit(cli.main(['cancel', {str(out)!r}]))"
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 64, done.stderr
+    assert "cannot be cancelled by you; it belongs to root" in done.stderr

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# What a GPU is needed for, in one command: tests, benchmarks and traces, the most telling first.
+#   tools/gpu_proof.sh                    about 9 minutes; again to go on where it stopped
+#   tools/gpu_proof.sh --minutes 30 --out proof
+#   tools/gpu_proof.sh --device cpu       a rehearsal without a GPU, with small models
+# It may be stopped at any time: OUT/report.md and OUT/results.json hold what is done.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=python3
+if [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
+if ! missing=$("$python" -c '
+import importlib.util as u
+names = "torch numpy omegaconf safetensors submitit tqdm pytest xxhash psutil".split()
+print(" ".join(n for n in names if u.find_spec(n) is None))') || [ -n "$missing" ]; then
+    echo "$python lacks ${missing:-what it needs}: run tools/setup.sh --dev, or pip install -e '.[dev]' beside your PyTorch" >&2
+    exit 64
+fi
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+exec "$python" tools/gpu_proof.py "$@"

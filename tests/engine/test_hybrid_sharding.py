@@ -96,7 +96,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks_that_share_out_weight
 
 REFUSED = {
     "engine.name=native": "engine 'native' at engine.zero_stage=0 cannot do parallel.shard=2; set parallel.shard=null",
-    "engine.name=deepspeed engine.zero_stage=3": "fsdp2 at zero_stage=3, fsdp2 at zero_stage=2",
+    "engine.name=deepspeed engine.zero_stage=3": "engine.name=fsdp2 engine.zero_stage=3, engine.name=fsdp2 engine.zero_stage=2",
     "engine.name=fairscale": "engine 'fairscale' at engine.zero_stage=3 cannot do parallel.shard=2",
     "engine.name=pipelining parallel.pipeline=2": "engine 'pipelining' at engine.zero_stage=0 and parallel.pipeline=2",
     "engine.name=fsdp2 parallel.shard=1": "parallel.shard=1 must be at least 2",

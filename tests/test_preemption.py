@@ -154,15 +154,15 @@ OFTEN = ["preemption by another partition", "USR1 to all"]  # without and with t
 
 
 @pytest.mark.parametrize(
-    "names", [OFTEN, *(pytest.param([*FAULTS] * rounds, marks=pytest.mark.whole) for rounds in (1, 3))], ids=len
+    "names, tasks",
+    [(OFTEN, 1), *(pytest.param([*FAULTS] * rounds, 2, marks=pytest.mark.whole) for rounds in (1, 3))],
+    ids=lambda value: len(value) if isinstance(value, list) else f"{value} a node",
 )
-def test_a_job_that_is_ended_in_every_way_learns_what_an_undisturbed_one_does(cluster, tmp_path, names):
-    steps = 30 + 20 * len(names)
-    alone = Job(
-        cluster, tmp_path / "alone", 2, 2, f"budget.steps={steps}"
-    )  # the order of gloo's sums is the nodes', too
+def test_a_job_that_is_ended_in_every_way_learns_what_an_undisturbed_one_does(cluster, tmp_path, names, tasks):
+    budget = f"budget.steps={30 + 20 * len(names)}"
+    alone = Job(cluster, tmp_path / "alone", 2, tasks, budget)  # the order of gloo's sums is the nodes', too
     alone.finish()
-    job = Job(cluster, tmp_path / "run", 2, 2, f"budget.steps={steps}", "job.partition=low")
+    job = Job(cluster, tmp_path / "run", 2, tasks, budget, "job.partition=low")
     disturb(job, names, random.Random(len(names)))
     job.finish()
     assert int(cluster.show(job.id)["Restarts"]) == len(names)  # each was one requeue, no more

@@ -11,7 +11,9 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.config import DeepSpeedConfigError
 from pydantic import ValidationError
 
@@ -23,7 +25,10 @@ from hpclm.parallel.mesh import Axis, Mesh
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 """Types as engine.precision calls them."""
-
+NO_DISKS = (
+    "engine.offload_folder: DeepSpeed cannot compile its access to disks here; it needs libaio with its headers and a "
+    "C++ compiler (Debian: apt-get install libaio-dev g++ python3-dev)"
+)
 
 SECTIONS = {
     "DeepSpeedZeroConfig": "zero_optimization",
@@ -185,10 +190,14 @@ def refusals() -> Iterator[None]:
     except RuntimeError as error:
         if "JIT load the async_io" not in str(error):
             raise
-        raise ConfigError(
-            "engine.offload_folder: DeepSpeed cannot compile its access to disks here; it needs libaio with its headers and a "
-            "C++ compiler (Debian: apt-get install libaio-dev g++ python3-dev)"
-        ) from error
+        raise ConfigError(NO_DISKS) from error
+
+
+def check_disks() -> None:
+    """ConfigError if DeepSpeed cannot access disks here: it would compile for a minute before it found out."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        if not (installed_ops.get("async_io") or AsyncIOBuilder().is_compatible()):
+            raise ConfigError(NO_DISKS)
 
 
 def optimizer(parameter_groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:

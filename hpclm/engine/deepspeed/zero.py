@@ -72,6 +72,8 @@ class ZeroEngine(Wrapped):
     """Stages 1 to 3: DeepSpeed's ZeRO optimizer wraps ours, with fp32 weights and moments."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
+        if config.engine.offload_folder:
+            library.check_disks()
         library.begin(device)
         self.config, self.mesh, self.device = config, mesh, device
         tree = settings(config, config.plan(mesh.world.size), library.NAMES[dtype], device.type == "cuda")

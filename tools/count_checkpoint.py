@@ -164,7 +164,6 @@ def measured(args: argparse.Namespace, words: list[str], rank: int, size: int, f
         **found,
         "state": sum(4 * elements(entry["shape"]) for entry in entries),
         "manifest": manifest.stat().st_size,
-        "files": len(list(path.glob("*.safetensors"))),
     }
 
 

@@ -43,24 +43,38 @@ BLOCK = 1 << 22  # bytes of a tensor that share a hash
 DIGEST = 16  # characters of a hash: xxh3 of 64 bits, in hex
 
 
-def write(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> FileInfo:
-    """Write named tensors; they are on disk when this returns. OSError if that fails."""
-    header, end = {}, 0
+Named = Sequence[tuple[str, Tensor]]
+
+
+def header(tensors: Named) -> bytes:
+    """What a file with named tensors begins with."""
+    entries, end = {}, 0
     for name, tensor in tensors:
         begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
+        entries[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that values are aligned
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    return struct.pack("<Q", len(text)) + text
+
+
+def write(path: Path, tensors: Named, offset: int | None = None) -> FileInfo:
+    """Write named tensors; they are on disk when this returns. OSError if that fails.
+
+    ``offset``: where to begin in a file that other processes write to too; None for a new file.
+    """
+    text = header(tensors)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_EXCL if offset is None else os.O_NOFOLLOW), 0o600)
     try:
-        digests = [_put(handle, memoryview(struct.pack("<Q", len(text)) + text))]
+        os.lseek(handle, offset or 0, os.SEEK_SET)
+        digests, size = [_put(handle, memoryview(text))], len(text)
         for _, tensor in tensors:
             content = memory(tensor.detach().cpu().contiguous())
+            size += len(content)
             digests += [_put(handle, content[begin : begin + BLOCK]) for begin in range(0, len(content), BLOCK)]
         os.fsync(handle)
     finally:
         os.close(handle)
-    return FileInfo(8 + len(text) + end, "".join(digests))
+    return FileInfo(size, "".join(digests))
 
 
 def memory(tensor: Tensor) -> memoryview:
@@ -75,22 +89,22 @@ def _put(handle: int, block: memoryview) -> str:
     return digest
 
 
-def _entries(path: Path, text: bytes, room: int) -> dict[str, dict[str, Any]]:
+def _entries(name: str, text: bytes, room: int) -> dict[str, dict[str, Any]]:
     """The entries of a header; ChecksumMismatch if they do not describe contiguous tensors of ``room`` bytes in all."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ChecksumMismatch(f"{path.name} has a header that cannot be read: {error}") from None
+        raise ChecksumMismatch(f"{name} has a header that cannot be read: {error}") from None
     described: list[Any] = [*found.values()] if isinstance(found, dict) else [None]
     end = 0
     for entry in described:
         if not rows.sane(entry, ENTRY, ENTRY) or entry["data_offsets"][:1] != [end]:
-            raise ChecksumMismatch(f"{path.name} has an invalid header")
+            raise ChecksumMismatch(f"{name} has an invalid header")
         end += prod(entry["shape"]) * TYPES[entry["dtype"]].itemsize
         if entry["data_offsets"] != [entry["data_offsets"][0], end]:
-            raise ChecksumMismatch(f"{path.name} has a header with inconsistent offsets")
+            raise ChecksumMismatch(f"{name} has a header with inconsistent offsets")
     if end != room:
-        raise ChecksumMismatch(f"{path.name} has {room} bytes of values, but its header describes {end}")
+        raise ChecksumMismatch(f"{name} has {room} bytes of values, but its header describes {end}")
     return dict(found)
 
 
@@ -105,18 +119,23 @@ def _finite(block: memoryview, dtype: torch.dtype) -> bool:
 class File:
     """A file written by ``write``, open for reading; raises ChecksumMismatch as soon as a mismatch is found."""
 
-    def __init__(self, path: Path, facts: FileInfo):
-        self.path, self._digests = path, facts.xxh3
+    def __init__(self, folder: Path, name: str, facts: FileInfo):
+        """``name``: as in the manifest; the bytes may be in a node's file."""
+        self.path, self._digests = folder / (facts.within or name), facts.xxh3
+        self._name = f"{name} in {facts.within}" if facts.within else name
         self._handle: int | None = None
         with ExitStack() as failing:
             failing.callback(self.close)
-            length = self._read(0, 8) if path.stat().st_size == facts.size >= 8 else b"\xff" * 8
-            self._begin = 8 + struct.unpack("<Q", length)[0]
-            if self._begin > min(facts.size, LARGEST):
+            found = self.path.stat().st_size
+            complete = found == facts.size if facts.within is None else found >= facts.offset + facts.size
+            length = self._read(facts.offset, 8) if complete and facts.size >= 8 else b"\xff" * 8
+            begin = 8 + struct.unpack("<Q", length)[0]
+            if begin > min(facts.size, LARGEST):
                 raise self._differs()
-            text = self._read(8, self._begin - 8)
+            text = self._read(facts.offset + 8, begin - 8)
             self._verify(memoryview(length + text), 0)
-            self._entries = _entries(path, text, facts.size - self._begin)
+            self._entries = _entries(self._name, text, facts.size - begin)
+            self._begin = facts.offset + begin
             self._first: dict[str, int] = {}
             """Index of the hash of each tensor's first block."""
             number = 1
@@ -142,7 +161,7 @@ class File:
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor; ChecksumMismatch if the file has no tensor of that name."""
         if name not in self._entries:
-            raise ChecksumMismatch(f"{self.path.name} has no tensor {name}, which the manifest says it has")
+            raise ChecksumMismatch(f"{self._name} has no tensor {name}, which the manifest says it has")
         return tuple(self._entries[name]["shape"])
 
     def values(self, name: str, low: Sequence[int], high: Sequence[int]) -> Tensor:
@@ -185,7 +204,7 @@ class File:
         return int(end - begin)
 
     def _differs(self) -> ChecksumMismatch:
-        return ChecksumMismatch(f"{self.path.name} differs from what was saved (its hash is wrong)")
+        return ChecksumMismatch(f"{self._name} differs from what was saved (its hash is wrong)")
 
     def _read(self, begin: int, size: int) -> bytes:
         found = bytearray(size)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from hpclm.rundir import saved
 
 NAME = saved.MANIFEST
 SCHEMA = 4
-READABLE = (3, 4)  # 3 has neither sizes of parts nor repeated ones
+NODE_FILES = 5  # only of checkpoints with files of nodes, so that earlier versions can read the others
+READABLE = (3, SCHEMA, NODE_FILES)  # 3 has neither sizes of parts nor repeated ones
 LARGEST = 1 << 30  # bytes of a manifest
 
 
@@ -37,14 +39,15 @@ class Manifest:
     scalars: dict[str, Any]  # engine state other than tensors
     fingerprint: dict[str, Any]  # what must not change when the run is resumed; named identity in the file
     tensors: dict[str, dict[str, Any]]  # name -> shape of the whole tensor, and parts (hpclm.checkpoint.parts)
-    files: dict[str, dict[str, Any]]  # name -> FileInfo
+    files: dict[str, dict[str, Any]]  # name -> FileInfo; of a node: size, and what it contains: name -> FileInfo
     made: dict[str, Any] = field(default_factory=dict)  # when and why it was saved, by which attempt, in which layout
     validation: float | None = None  # validation loss at this step, if measured
 
     def write(self, folder: Path) -> Path:
         """Write the manifest into ``folder``; it is on disk when this returns."""
         path = folder / NAME
-        content = {"schema": SCHEMA, **asdict(self)}
+        of_nodes = any("contains" in facts for facts in self.files.values())
+        content = {"schema": NODE_FILES if of_nodes else SCHEMA, **asdict(self)}
         content["identity"] = content.pop("fingerprint")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
         with os.fdopen(files.opened(path, flags, 0o644), "w", encoding="utf-8") as file:
@@ -68,9 +71,16 @@ class Manifest:
         """Health of the run when this was saved."""
         return Health.of(self.progress.get("health"))
 
-    def file_info(self, name: str) -> FileInfo:
-        """Expected size and hashes of the file ``name``."""
-        return FileInfo(**self.files[name])
+    @cached_property
+    def infos(self) -> dict[str, FileInfo]:
+        """Expected size and hashes of every rank's files, by name."""
+        found = {}
+        for name, facts in self.files.items():
+            if "contains" not in facts:
+                found[name] = FileInfo(**facts)
+            for inner, its in facts.get("contains", {}).items():
+                found[inner] = FileInfo(**its, within=name)
+        return found
 
     @property
     def size(self) -> int:
@@ -87,7 +97,7 @@ def read(folder: Path) -> Manifest:
         version = content.pop("schema")
         if version not in READABLE:
             raise ConfigError(
-                f"{folder / NAME} has schema {version}, but this version of hpclm reads {' and '.join(map(str, READABLE))}; "
+                f"{folder / NAME} has schema {version}, but this version of hpclm reads {', '.join(map(str, READABLE))}; "
                 f"use the version that wrote it"
             )
         wrong = sorted(schema.invalid(content))
@@ -106,8 +116,8 @@ def read(folder: Path) -> Manifest:
         if isinstance(error, ConfigError):
             raise
         raise BadCheckpoint(f"{NAME} cannot be read: {error}") from None
-    named = files_of((part for each in manifest.tensors.values() for part in each["parts"]), len(manifest.files) + 1)
-    if not manifest.files or named - manifest.files.keys() or any(Path(name).name != name for name in manifest.files):
+    named = files_of((part for each in manifest.tensors.values() for part in each["parts"]), len(manifest.infos) + 1)
+    if not manifest.infos or named - manifest.infos.keys() or any(Path(name).name != name for name in manifest.files):
         raise BadCheckpoint(f"{NAME} refers to files that it does not list")
     step = re.fullmatch(r"step-(\d+)", folder.name)
     if step and manifest.progress.get("step") != int(step[1]):
@@ -141,9 +151,11 @@ def verify(folder: Path, manifest: Manifest, names: Collection[str] | None = Non
 
     check_sizes(folder, manifest, names)
     found: list[str] = []
-    for name in manifest.files if names is None else names:
+    for name, info in manifest.infos.items():
+        if names is not None and (info.within or name) not in names:
+            continue
         try:
-            with closing(File(folder / name, manifest.file_info(name))) as file:
+            with closing(File(folder, name, info)) as file:
                 found += file.check()
         except ChecksumMismatch as reason:
             raise BadCheckpoint(str(reason)) from None

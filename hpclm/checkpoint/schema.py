@@ -66,6 +66,10 @@ class FileInfo:
     """Bytes."""
     xxh3: str
     """Hashes, 16 characters each: of the header with its length, then of every block of every tensor, in file order."""
+    within: str | None = None
+    """The node's file that it is a part of."""
+    offset: int = 0
+    """Where it begins in that, in bytes."""
 
 
 def invalid(manifest: Mapping[str, Any]) -> Iterator[str]:
@@ -128,10 +132,25 @@ def _tensor(value: Any) -> bool:
 
 
 def _files(value: Any) -> bool:
-    wanted = {"size": whole, "xxh3": lambda hashes: isinstance(hashes, str) and bool(HASHES.fullmatch(hashes))}
-    return isinstance(value, dict) and all(
-        text(name) and sane(facts, wanted, wanted) and facts.keys() == wanted.keys() for name, facts in value.items()
-    )
+    if not isinstance(value, dict) or not all(text(name) and isinstance(facts, dict) for name, facts in value.items()):
+        return False
+    return all(_file(facts) if "contains" not in facts else _node_file(facts) for facts in value.values())
+
+
+def _file(facts: dict[str, Any]) -> bool:
+    return sane(facts, FILE, FILE) and facts.keys() == FILE.keys()
+
+
+def _node_file(facts: dict[str, Any]) -> bool:
+    """Whether the files of a node's ranks follow each other without gaps."""
+    contained, end = facts["contains"], 0
+    if facts.keys() != {"size", "contains"} or not isinstance(contained, dict):
+        return False
+    for name, inner in contained.items():
+        if not (text(name) and sane(inner, INNER, INNER) and inner.keys() == INNER.keys() and inner["offset"] == end):
+            return False
+        end += inner["size"]
+    return bool(facts["size"] == end)
 
 
 def _repeat(value: Any) -> bool:
@@ -148,4 +167,6 @@ def _deep(value: Any, left: int = DEEPEST) -> bool:
     return left == 0 or any(_deep(each, left - 1) for each in inner)
 
 
+FILE = {"size": whole, "xxh3": lambda hashes: isinstance(hashes, str) and bool(HASHES.fullmatch(hashes))}
+INNER = {**FILE, "offset": whole}
 PART = {"file": text, "start": shape, "size": shape, "key": text, "repeat": _repeat}

@@ -104,7 +104,7 @@ class Tensors:
 
     def _file(self, name: str) -> File:
         if name not in self._files:
-            self._files[name] = File(self.folder / name, self.manifest.file_info(name))
+            self._files[name] = File(self.folder, name, self.manifest.infos[name])
         file = self._open.pop(name, self._files[name])
         self._open[name] = file
         if len(self._open) > AT_ONCE:

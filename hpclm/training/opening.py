@@ -157,7 +157,7 @@ def _store(config: RunConfig, context: DistributedContext, source: Source, lease
     """The run's checkpoints."""
     kept = setup.retention(config, setup.between_saves(config, source))
     about = fingerprint(config, source), context, lease, setup.made(config, context)
-    return CheckpointStore(Path(config.out) / "checkpoints", kept, *about)
+    return CheckpointStore(Path(config.out) / "checkpoints", kept, *about, per_node=config.checkpoint.files == "node")
 
 
 def _begin(

@@ -2,6 +2,7 @@
 
 import ctypes
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,8 @@ def made(words):
     source = synthetic(run.data, run.model.context, run.seed, run.model.vocab_size)
     batches = Batches(source.samples("train", 1000), run, run.plan(size), source.eod, CPU, mesh.dp.rank)
     alone = single()
-    return run, engine, batches, DistributedContext(World("test", rank, size), alone.ranks * size, alone.watchdog)
+    infos = tuple(replace(alone.ranks[0], host=f"node{other // 2}") for other in range(size))
+    return run, engine, batches, DistributedContext(World("test", rank, size), infos, alone.watchdog)
 
 
 def steps(run, engine, batches, start, stop):
@@ -48,7 +50,7 @@ def steps(run, engine, batches, start, stop):
 def goes_on(folder, stop, words):
     """Resume from a folder's newest checkpoint, evaluate, train until ``stop``, save: the losses on the way."""
     run, engine, batches, context = made(words)
-    store = CheckpointStore(Path(folder), Retention(2), {}, context)
+    store = CheckpointStore(Path(folder), Retention(2), {}, context, per_node=run.checkpoint.files == "node")
     begun = engine.evaluate(batches.take(0, 5))  # what it gathers must not outlive the loading
     progress = store.resume(engine, "auto")
     losses = [engine.evaluate(batches.take(0, 5))]

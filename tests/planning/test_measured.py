@@ -152,8 +152,8 @@ def test_activations_are_right_to_a_twentieth(shape, way):
     if layout.recompute == "full":
         if how.positions == "alibi":  # held by the layers, and not through autograd
             expected -= how.heads * TOKENS**2 * planned.element
-    else:
-        expected += memory.casts(how, layout, planned, stage)
+    else:  # autograd keeps here what the engine has as copies of the weights in the compute type
+        expected += memory.casts(how, layout, replace(planned, casts=planned.gathered.replicated), stage)
     assert saved(training) == pytest.approx(expected, rel=0.05)
 
 

@@ -115,7 +115,7 @@ TIMED = {
 
 
 @pytest.mark.parametrize(
-    "engine", [pytest.param(name, marks=[pytest.mark.whole] * (name != "deepspeed")) for name in TIMED]
+    "engine", [pytest.param(name, marks=[pytest.mark.whole] * (name in ("fsdp2", "fairscale"))) for name in TIMED]
 )
 def test_every_engine_measures_the_parts_of_a_step(engine):
     more, names = TIMED[engine]

@@ -33,6 +33,8 @@ class BaseEngine:
 
     sharded = False
     """Whether weights are sharded over the replicas."""
+    backward_timer = "backward"
+    """What log.timers counts the reduction of gradients to."""
     kept_gradients: Collection[nn.Parameter] = ()
     """Weights whose gradients keep their memory between steps."""
 
@@ -125,7 +127,7 @@ class BaseEngine:
         # fp16 overflows are expected: the loss scale handles them
         with torch.autograd.set_detect_anomaly(config.engine.anomaly, check_nan=self.scale is None):
             loss = all_reduce(self.forward_backward(inputs, scale), mesh.dp)
-            with self.timers("backward"):
+            with self.timers(self.backward_timer):
                 self.finish_backward()
                 replicated = [w.parameter.grad for w in self.summed_later if w.parameter.grad is not None]
                 all_reduce_buckets(replicated, mesh.tp)

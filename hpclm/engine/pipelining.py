@@ -47,6 +47,8 @@ SINGLE = ("gpipe", "1f1b")
 class PipeliningEngine(BaseEngine):
     """One or more pipeline stages on each process; gradients are all-reduced over the replicas as the last backward passes run."""
 
+    backward_timer = "forward_backward"  # of several micro-batches at a time
+
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
         engine = config.engine
         specs = gpt.layers(config.model, engine, dtype, config.seed, mesh.tp)
@@ -71,7 +73,7 @@ class PipeliningEngine(BaseEngine):
 
     def forward_backward(self, inputs: StepInputs, factor: float) -> Tensor:
         """Run the micro-batches through all stages."""
-        with self.timers("forward_backward"):  # of several micro-batches at a time
+        with self.timers(self.backward_timer):
             return self.pipeline.train(inputs, factor)
 
     def finish_backward(self) -> None:

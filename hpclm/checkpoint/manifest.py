@@ -9,12 +9,13 @@ from collections.abc import Collection
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from hpclm import files
 from hpclm.checkpoint import schema
-from hpclm.checkpoint.parts import files_of
+from hpclm.checkpoint.parts import files_of, values
 from hpclm.checkpoint.schema import ChecksumMismatch, FileInfo
 from hpclm.errors import ConfigError
 from hpclm.optim.health import Health
@@ -92,6 +93,8 @@ def read(folder: Path) -> Manifest:
     """The manifest in ``folder``, without checking the files; BadCheckpoint if it is not a valid manifest."""
     try:
         content = json.loads(files.read_text(folder / NAME, LARGEST))
+        if not isinstance(content, dict):
+            raise BadCheckpoint(f"{NAME} is not a JSON object")
         if content.pop("blake2b") != digest_of(content):
             raise BadCheckpoint(f"{NAME} differs from what was saved (its hash is wrong)")
         version = content.pop("schema")
@@ -119,6 +122,10 @@ def read(folder: Path) -> Manifest:
     named = files_of((part for each in manifest.tensors.values() for part in each["parts"]), len(manifest.infos) + 1)
     if not manifest.infos or named - manifest.infos.keys() or any(Path(name).name != name for name in manifest.files):
         raise BadCheckpoint(f"{NAME} refers to files that it does not list")
+    for name, entry in manifest.tensors.items():
+        count, wanted = values(entry["parts"]), prod(entry["shape"])
+        if count not in (wanted, None):
+            raise BadCheckpoint(f"{NAME} lists {count} of the {wanted} values of {name}")
     step = re.fullmatch(r"step-(\d+)", folder.name)
     if step and manifest.progress.get("step") != int(step[1]):
         raise BadCheckpoint(

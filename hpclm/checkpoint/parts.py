@@ -6,6 +6,7 @@ Needs no PyTorch.
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 Part = Mapping[str, Any]
@@ -59,6 +60,24 @@ def overlapping(part: Part, low: int, high: int) -> Iterator[Part]:
     for number in range(first, last):
         start = [begin + number * rows, *part["start"][1:]]
         yield {**part, "file": _file(part["file"], number * ranks), "start": start}
+
+
+def values(parts: Iterable[Part]) -> int | None:
+    """How many values the parts have; None if they do not say."""
+    found = [(part.get("size"), part.get("repeat", [1])[0]) for part in parts]
+    return None if any(size is None for size, _ in found) else sum(prod(size or ()) * count for size, count in found)
+
+
+def overlap(boxes: Iterable[list[tuple[int, int]]]) -> bool:
+    """Whether any two boxes, each given by its first value and the one after its last along each dimension, share a value."""
+    found = sorted(boxes)
+    for number, box in enumerate(found):
+        for other in found[number + 1 :]:
+            if box and other[0][0] >= box[0][1]:
+                break  # so do all that follow
+            if all(low < end and begin < high for (low, high), (begin, end) in zip(box, other, strict=True)):
+                return True
+    return False
 
 
 def files_of(parts: Iterable[Part], limit: int) -> set[str]:

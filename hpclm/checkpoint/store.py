@@ -184,10 +184,11 @@ class CheckpointStore:
         try:
             files.make_folder(self.folder, 0o700)
             directory.sweep(self.folder, self.generation)
-            free = shutil.disk_usage(self.folder).free
-            if free < 1.2 * size:
+            free, needed = shutil.disk_usage(self.folder).free, 1.2 * size
+            if free < needed:
                 raise HpclmError(
-                    f"{self.folder} has {free / 1e6:,.1f} MB free, but a checkpoint needs {size / 1e6:,.1f} MB"
+                    f"{self.folder} has {free / 1e6:,.1f} MB free, but a checkpoint needs {needed / 1e6:,.1f} MB, a margin of "
+                    "20% included"
                 )
             staging_dir.mkdir(mode=0o700)
         except OSError as error:

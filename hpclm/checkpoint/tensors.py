@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpclm.checkpoint.format import File
 from hpclm.checkpoint.manifest import Manifest
-from hpclm.checkpoint.parts import overlapping
+from hpclm.checkpoint.parts import overlap, overlapping
 from hpclm.checkpoint.schema import ChecksumMismatch
 from hpclm.errors import HpclmError
 
@@ -74,6 +74,8 @@ class Tensors:
         count = sum(prod(high - low for low, high in inside) for _, inside in parts)
         if count != prod(size):  # checked before allocating what a forged manifest may claim
             raise ChecksumMismatch(f"its files contain {count} of the {prod(size)} requested values of {name}")
+        if overlap([inside for _, inside in parts]):  # then others are missing
+            raise ChecksumMismatch(f"its files contain values of {name} more than once")
         found = None
         for part, inside in parts:
             low = [a - b for (a, _), b in zip(inside, part["start"], strict=True)]

@@ -91,7 +91,7 @@ def among_ranks(weights: Sequence[ShardedParameter], size: int, tp: Axis, least:
     """Of each weight, the values for each of ``size`` ranks. If an even part is less than ``least`` MB with its moments, fewer ranks
     get one; they are spread over all, and so over nodes."""
     megabytes = sum(weight.count for weight in weights) * BYTES / 1e6
-    parts = max(1, min(size, int(megabytes / least))) if least else size
+    parts = max(1, int(min(size, megabytes / least))) if least else size
     chosen = {part * size // parts: part for part in range(parts)}
     return [
         [spans[chosen[rank]] if rank in chosen else (0, 0) for rank in range(size)]

@@ -5,7 +5,9 @@ Only this file imports the library.
 
 import logging
 import random
+import signal
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -100,7 +102,8 @@ class Tasks:
         """
         from lm_eval.evaluator import simple_evaluate
 
-        with _same_random_state(), redirect_stdout(sys.stderr):  # where a result may go, the library prints remarks
+        # where a result may go, the library prints remarks
+        with _same_random_state(), _ended_by_sigterm(), redirect_stdout(sys.stderr):
             found = simple_evaluate(
                 model=adapted(model, tokenizer, begin, batch, between),
                 tasks=list(self.wanted.tasks),
@@ -145,6 +148,20 @@ def _same_random_state() -> Iterator[None]:
         yield
     random.setstate(own)
     np.random.set_state(array)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """The library ends the processes it starts by SIGTERM, and waits for ever if they have inherited that it is ignored."""
+    settable = threading.current_thread() is threading.main_thread()
+    if not settable or signal.getsignal(signal.SIGTERM) != signal.SIG_IGN:
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def adapted(model: Stack, tokenizer: Tokenizer, begin: int | None, batch: int, between: Callable[[], None]) -> Any:

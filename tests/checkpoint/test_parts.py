@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hpclm.checkpoint.manifest import digest_of
-from hpclm.checkpoint.parts import Plans, files_of, joined, overlapping
+from hpclm.checkpoint.parts import Plans, files_of, joined, overlap, overlapping
 from tests.checkpoint.state import State, saved, store
 
 
@@ -72,6 +72,63 @@ def test_parts_that_no_file_has_are_found(tmp_path, repeat):
     path.write_text(json.dumps({**content, "blake2b": digest_of(content)}, indent=1))
     state = State()
     assert store(tmp_path / "c").resume(state, "require").step == 1 and state.is_of(1)
+
+
+def rewrite(path, change):
+    """Change what a manifest says, with a hash that fits."""
+    content = json.loads(path.read_text())
+    change(content)
+    del content["blake2b"]
+    path.write_text(json.dumps({**content, "blake2b": digest_of(content)}, indent=1))
+
+
+SPLIT = [part(0, (0, 0), (10, 8), key="model.a"), part(0, (10, 0), (30, 8), key="model.a#1")]
+
+
+@pytest.mark.parametrize(
+    "parts, reason",
+    [
+        (SPLIT[:1], "lists 80 of the 320 values of model.a"),
+        (SPLIT[:1] * 4, "contain values of model.a more than once"),
+        ([SPLIT[1], part(0, (9, 0), (10, 8))], "contain values of model.a more than once"),
+        ([], "lists 0 of the 320 values of model.a"),
+    ],
+    ids=["missing", "four times", "overlapping", "none"],
+)
+def test_parts_that_do_not_make_up_their_tensor_are_found(tmp_path, parts, reason):
+    saved(tmp_path / "c", (1, 2))
+
+    def change(content):
+        content["tensors"]["model.a"]["parts"] = parts
+
+    rewrite(tmp_path / "c/step-00000002/MANIFEST.json", change)
+    state = State()
+    assert store(tmp_path / "c").resume(state, "require").step == 1 and state.is_of(1)
+    assert reason in (tmp_path / "c/.bad-step-00000002/REASON.txt").read_text()
+
+
+@pytest.mark.parametrize("content", ["null", "[1]", '"x"', "3"])
+def test_a_manifest_that_is_no_object_says_so(tmp_path, content):
+    saved(tmp_path / "c", (1, 2))
+    (tmp_path / "c/step-00000002/MANIFEST.json").write_text(content)
+    state = State()
+    assert store(tmp_path / "c").resume(state, "require").step == 1
+    assert "MANIFEST.json is not a JSON object" in (tmp_path / "c/.bad-step-00000002/REASON.txt").read_text()
+
+
+BOXES = {
+    "rows": ([[(0, 2), (0, 4)], [(2, 5), (0, 4)]], False),
+    "columns": ([[(0, 5), (0, 2)], [(0, 5), (2, 4)]], False),
+    "a corner": ([[(0, 3), (0, 3)], [(2, 5), (2, 5)]], True),
+    "far apart in order": ([[(0, 9), (0, 1)], [(1, 2), (1, 2)], [(8, 9), (0, 4)]], True),
+    "one value": ([[], []], True),
+    "one": ([[(0, 1)]], False),
+}
+
+
+@pytest.mark.parametrize("boxes, found", BOXES.values(), ids=BOXES)
+def test_boxes_that_share_a_value_overlap(boxes, found):
+    assert overlap(boxes) == overlap(boxes[::-1]) == found
 
 
 def test_a_checkpoint_of_an_earlier_version_is_read(tmp_path):

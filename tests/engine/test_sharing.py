@@ -29,7 +29,14 @@ def test_equal_parts_of_several_weights_are_cut_between_rows(parts):
 
 def test_small_parts_are_written_by_fewer_ranks_that_are_spread_over_all():
     weights = [ShardedParameter("w", nn.Parameter(torch.zeros(1000, 100)), Placement((1000, 100)))]  # 1.2 MB
-    for least, ranks_ in [(0, range(8)), (0.15, range(8)), (0.3, [0, 2, 4, 6]), (0.5, [0, 4]), (16, [0])]:
+    for least, ranks_ in [
+        (0, range(8)),
+        (0.15, range(8)),
+        (0.3, [0, 2, 4, 6]),
+        (0.5, [0, 4]),
+        (16, [0]),
+        (1e-320, range(8)),
+    ]:
         [spans] = among_ranks(weights, 8, ALONE, least)
         assert [rank for rank, (low, high) in enumerate(spans) if low < high] == list(ranks_)
         assert sum(high - low for low, high in spans) == 100_000

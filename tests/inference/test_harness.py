@@ -163,6 +163,20 @@ def test_scores_that_a_signal_interrupts_are_those_of_the_same_step_after_the_re
     assert scored(out) == scored(tmp_path / "whole")
 
 
+def test_processes_of_the_library_end_although_this_one_ignores_sigterm(place, tmp_path, capsys, monkeypatch):
+    from lm_eval import evaluator
+
+    network = dict(NETWORKS["gpt2"], vocab_size=size_of(place), vocab_multiple=8, context=64)
+    made.run(tmp_path / "run", network, tokenizer="json", tokenizer_files=[str(place / "tok.json")])
+    real, seen = evaluator.simple_evaluate, []
+    monkeypatch.setattr(
+        evaluator, "simple_evaluate", lambda **more: (seen.append(signal.getsignal(signal.SIGTERM)), real(**more))[1]
+    )
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    assert evaluate(capsys, tmp_path / "run", place)["tasks"]["own_generate"]["chrf_stderr"] >= 0
+    assert seen == [signal.SIG_DFL] and signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+
+
 def test_a_task_that_fails_ends_no_training(place, tiny, tmp_path, capsys):
     rows = (place / "own_choice.jsonl").read_text().splitlines()
     rows[5] = json.dumps(

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpclm import cli, files, terminal
-from hpclm.commands import arguments
 from hpclm.errors import HpclmError
 from hpclm.node import processes, slurm
 from hpclm.node.programs import NoAnswerError
@@ -52,11 +51,11 @@ class Target:
 
 def main(argv: list[str]) -> int:
     """``hpclm cancel``."""
-    parser = arguments.parser(
+    parser = cli.run_parser(
         "cancel",
         "End runs: each finishes its current step, saves and exits, and Slurm does not start it again. 'hpclm resume' "
         "continues it.",
-        run=arguments.SEVERAL,
+        run=cli.SEVERAL,
         nargs="+",
         wait="how long to wait until they have exited",
     )

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpclm import cli
-from hpclm.commands.arguments import ONE, add_runs, located
 from hpclm.terminal import say
 
 if TYPE_CHECKING:
@@ -23,8 +22,8 @@ def main(argv: list[str]) -> int:
         description="Measure a run's newest checkpoint: on its held-out data, on any text or dataset, or on tasks of "
         "lm-evaluation-harness.",
     )
-    parser.add_argument("run", type=Path, help=ONE)
-    add_runs(parser)
+    parser.add_argument("run", type=Path, help=cli.ONE)
+    cli.add_runs(parser)
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings that differ from the run's own")
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
@@ -53,7 +52,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_intermixed_args(argv)  # settings may follow options
-    args.run = located(args.run, args.runs)
+    args.run = cli.located(args.run, args.runs)
     if args.samples is not None and args.samples < 1:
         parser.error("--samples must be at least 1")
     if args.tokens is not None and args.tokens < 1:

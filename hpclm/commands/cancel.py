@@ -13,7 +13,7 @@ from pathlib import Path
 from hpclm import cli, files, terminal
 from hpclm.errors import HpclmError
 from hpclm.node import processes, slurm
-from hpclm.node.programs import NoAnswerError
+from hpclm.node.processes import NoAnswerError
 from hpclm.node.slurm import State
 from hpclm.rundir import control_files
 from hpclm.rundir import runs as folders

@@ -9,7 +9,7 @@ from pathlib import Path
 from hpclm import cli, files, terminal
 from hpclm.errors import ConfigError
 from hpclm.node import slurm
-from hpclm.node.programs import NoAnswerError
+from hpclm.node.processes import NoAnswerError
 from hpclm.rundir import runs as folders
 from hpclm.rundir.logs import follow, last, matching, whole
 from hpclm.rundir.runs import Run

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from hpclm import __version__
-from hpclm.node import affinity, programs
-from hpclm.node.programs import NoAnswerError
+from hpclm.node import affinity, processes
+from hpclm.node.processes import NoAnswerError
 
 if TYPE_CHECKING:
     import torch
@@ -204,7 +204,7 @@ def ask_python(code: str, env: Mapping[str, str], seconds: float = 30) -> Facts:
     """What ``code`` prints as JSON, run by this interpreter without the launcher's variables."""
     clean = {name: value for name, value in env.items() if not name.startswith(LAUNCHERS)}
     try:
-        status, output, errors = programs.ask([sys.executable, "-c", code], seconds, clean)
+        status, output, errors = processes.ask([sys.executable, "-c", code], seconds, clean)
     except NoAnswerError as error:
         return {"error": str(error)}
     if status:
@@ -222,7 +222,7 @@ def ask_program(*words: str, seconds: float = 5.0) -> Facts:
     if not path:
         return {"error": f"{words[0]} is not in PATH"}
     try:
-        status, output, errors = programs.ask(words, seconds)
+        status, output, errors = processes.ask(words, seconds)
     except NoAnswerError as error:
         return {"error": str(error), "path": path}
     lines = (output + errors).strip().splitlines() or [""]

@@ -11,9 +11,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from hpclm.errors import HpclmError
-from hpclm.node import programs
-from hpclm.node.processes import OURS
-from hpclm.node.programs import Env, NoAnswerError
+from hpclm.node import processes
+from hpclm.node.processes import OURS, Env, NoAnswerError
 
 FORMAT = "%i|%T|%M|%L|%S|%D|%N|%r"
 SQUEUE = ["squeue", "-h", "-r", "-a", "-t", "all", "-o", FORMAT]
@@ -77,7 +76,7 @@ def start_squeue(users: Collection[int], env: Env = os.environ) -> subprocess.Po
 
 def read_squeue(asked: subprocess.Popen[bytes], ids: Collection[str], seconds: float) -> dict[str, State]:
     """The jobs among ``ids`` in the answer, which must arrive within ``seconds``; NoAnswerError as in ``states``."""
-    code, answer, error = programs.finish(asked, seconds)
+    code, answer, error = processes.finish(asked, seconds)
     if code and "Invalid job id" in error:
         return {}
     if code:
@@ -159,15 +158,15 @@ def retry(words: list[str], env: Env = os.environ, tries: int = 3, seconds: floa
 
 
 def ask(words: list[str], seconds: float, env: Env = os.environ) -> tuple[int, str, str]:
-    """As ``programs.ask``, for a command of Slurm."""
-    return programs.finish(start(words, env), seconds)
+    """As ``processes.ask``, for a command of Slurm."""
+    return processes.finish(start(words, env), seconds)
 
 
 def start(words: list[str], env: Env = os.environ) -> subprocess.Popen[bytes]:
-    """As ``programs.start``, for a command of Slurm."""
+    """As ``processes.start``, for a command of Slurm."""
     # SQUEUE_PARTITION, SCANCEL_INTERACTIVE and the like are meant for the user's own commands
     clean = {name: value for name, value in env.items() if not re.match("(SQUEUE|SCANCEL|SCONTROL)_", name)}
-    return programs.start(words, {**clean, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"})
+    return processes.start(words, {**clean, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"})
 
 
 def _state(line: str) -> State | None:

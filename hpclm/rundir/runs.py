@@ -17,7 +17,7 @@ from typing import Any
 from hpclm import files
 from hpclm.errors import ConfigError
 from hpclm.registry import hint
-from hpclm.rundir import lock, logs, planned, rollback, rows, saved, submissions
+from hpclm.rundir import lock, logs, planned, rows, saved, submissions
 from hpclm.rundir.submissions import Submission
 
 MARKS = ("config.yaml", submissions.NAME, "attempts.jsonl")
@@ -288,7 +288,7 @@ def _slow(path: str) -> list[Mapping[str, Any]]:
 
 def _rollback(out: Path) -> int | None:
     with suppress(ConfigError, OSError):
-        return rollback.pending(out)
+        return submissions.rollback(out)
     return None
 
 

@@ -10,9 +10,8 @@ from datetime import datetime
 from subprocess import Popen
 
 from hpclm import files
-from hpclm.node import processes, programs, slurm
-from hpclm.node.processes import Locks
-from hpclm.node.programs import NoAnswerError
+from hpclm.node import processes, slurm
+from hpclm.node.processes import Locks, NoAnswerError
 from hpclm.node.slurm import State
 from hpclm.rundir.runs import Run
 
@@ -138,7 +137,7 @@ def ask_slurm(
         return None, str(silent)
     if asked_before:
         with suppress(NoAnswerError):
-            programs.finish(asked_before, 0)
+            processes.finish(asked_before, 0)
     return {}, ""
 
 

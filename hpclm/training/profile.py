@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hpclm import files
-from hpclm.config.schema import ProfileConfig
+from hpclm.config.monitoring import ProfileConfig
 
 log = logging.getLogger(__name__)
 ROWS = 10  # operations in the table

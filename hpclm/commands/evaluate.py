@@ -164,13 +164,7 @@ def measure(run: Path, overrides: list[str], part: str, wanted: int | None) -> d
             return batch
 
         mean = mean_loss(model, map(counted, batches.take(0, count)), device, ALONE)
-    return {
-        "loss": mean,
-        "perplexity": perplexity(mean),
-        "step": progress.step,
-        "part": part,
-        "samples": count,
-    }
+    return {"loss": mean, "perplexity": perplexity(mean), "step": progress.step, "part": part, "samples": count}
 
 
 def scored(

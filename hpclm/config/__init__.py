@@ -8,12 +8,7 @@ from hpclm.config.model import ModelConfig
 from hpclm.config.monitoring import EvaluateConfig, LogConfig
 from hpclm.config.optim import OptimConfig, ScalerConfig
 from hpclm.config.plan import Plan
-from hpclm.config.schema import (
-    BatchConfig,
-    BudgetConfig,
-    CheckpointConfig,
-    RunConfig,
-)
+from hpclm.config.schema import BatchConfig, BudgetConfig, CheckpointConfig, RunConfig
 
 __all__ = [
     "BatchConfig",

@@ -73,9 +73,7 @@ SUPPORTS = {
         more="hpclm.config.deepspeed:unsuitable",
     ),
     "fairscale": Supports(
-        "hpclm.engine.fairscale:build",
-        zero_stages=(3, 2),
-        options=("bucket_mb", "gradients", "offload_activations"),
+        "hpclm.engine.fairscale:build", zero_stages=(3, 2), options=("bucket_mb", "gradients", "offload_activations")
     ),
     "fsdp2": Supports(
         "hpclm.engine.fsdp2:build",

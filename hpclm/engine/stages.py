@@ -13,6 +13,7 @@ from hpclm.errors import ConfigError
 from hpclm.model.gpt import LayerSpec
 from hpclm.model.loss import TokenLoss
 from hpclm.model.stack import Stack
+from hpclm.node import hardware
 from hpclm.parallel.collectives import broadcast
 from hpclm.parallel.mesh import Mesh
 
@@ -80,22 +81,16 @@ def measured(config: RunConfig, spec: LayerSpec, mesh: Mesh, device: torch.devic
     stack = Stack(model, [spec], dtype, mesh.tp, TokenLoss(config.engine.loss_chunk)).to(device)
     ids = torch.zeros(size, model.context, dtype=torch.int64, device=device)
     hidden = torch.zeros(model.context // mesh.tp.size, size, model.hidden, dtype=dtype, device=device)
-    best = float("inf")
+    best, wait = float("inf"), hardware.synchronizer(device)
     for _ in range(REPEATS):
         x = ids if spec.number == 0 else hidden.clone().requires_grad_()
-        wait(device)
+        wait()
         began = time.perf_counter()
         y: Tensor = stack(x, labels=ids, weights=torch.ones_like(ids, dtype=torch.float32))
         y.float().sum().backward()
-        wait(device)
+        wait()
         best = min(best, time.perf_counter() - began)
     return best
-
-
-def wait(device: torch.device) -> None:
-    """Synchronise with the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def by_kind(specs: Sequence[LayerSpec], cost: Callable[[LayerSpec], float]) -> list[float]:

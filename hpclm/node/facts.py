@@ -46,17 +46,10 @@ from mpi4py import MPI
 print(json.dumps(dict(version=mpi4py.__version__, library=MPI.Get_library_version().split(",")[0].strip())))
 """
 APEX = """
-import importlib, json
+import json
 from apex.optimizers import FusedAdam
-found = {"FusedAdam": True}
-for name, module in {"norms": "fused_layer_norm_cuda", "rotary positions": "fused_rotary_positional_embedding"}.items():
-    try:
-        importlib.import_module(module)
-    except ImportError:
-        found[name] = False
-    else:
-        found[name] = True
-print(json.dumps(found))
+from hpclm.node import apex
+print(json.dumps({"kernels": ["FusedAdam", *apex.kernels().names()]}))
 """
 
 

@@ -123,7 +123,7 @@ def lock_holders(path: Path | str, known: Locks | None = None) -> list[int] | No
     return (locks() if known is None else known).get(wanted, [])
 
 
-def send_signal(pid: int, number: signal.Signals = signal.SIGTERM) -> None:
+def send_signal(pid: int, number: int = signal.SIGTERM) -> None:
     """Send a signal to a process, if it still exists."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)

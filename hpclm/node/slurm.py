@@ -18,9 +18,9 @@ FORMAT = "%i|%T|%M|%L|%S|%D|%N|%r"
 SQUEUE = ["squeue", "-h", "-r", "-a", "-t", "all", "-o", FORMAT]
 TEMPORARY = re.compile("Unable to contact|timed out|temporarily|Connection refused|try again", re.IGNORECASE)
 WAITING = frozenset(
-    {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
+    ["PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"]
 )
-RUNNING = frozenset({"RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT", "COMPLETING"})
+RUNNING = frozenset(["RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT", "COMPLETING"])
 
 
 @dataclass(frozen=True)

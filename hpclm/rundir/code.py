@@ -9,7 +9,6 @@ import hashlib
 import json
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -22,7 +21,8 @@ from typing import Any
 from hpclm import files, shipped
 from hpclm.config import RunConfig
 from hpclm.errors import ConfigError
-from hpclm.node import environment
+from hpclm.node import environment, processes
+from hpclm.node.processes import NoAnswerError
 
 Sources = Mapping[str, Path]
 """Files by the names they have below a folder of Python's path: hpclm/loop.py, mine.py."""
@@ -119,12 +119,11 @@ def revision() -> str | None:
 def _git(*words: str) -> str | None:
     if shipped.installed():
         return None  # a repository around the environment is not that of hpclm
-    command = ["git", "-C", str(ROOT), *words]
     try:
-        done = subprocess.run(command, capture_output=True, check=True, timeout=10)
-        return done.stdout.decode(errors="replace").strip()
-    except (OSError, subprocess.SubprocessError):
+        code, output, _ = processes.ask(["git", "-C", str(ROOT), *words], 10.0)
+    except NoAnswerError:
         return None
+    return None if code else output.strip()
 
 
 def _package(root: Path) -> dict[str, Path]:

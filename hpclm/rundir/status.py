@@ -132,7 +132,7 @@ def ask_slurm(
         if jobs and asked_before:
             return slurm.read_squeue(asked_before, jobs, seconds), ""
         if jobs:
-            return slurm.states(jobs, _owners(runs), seconds), ""
+            return slurm.states(jobs, sorted({run.owner for run in runs if run.jobs}), seconds), ""
     except NoAnswerError as silent:
         return None, str(silent)
     if asked_before:
@@ -152,7 +152,7 @@ def status_of(run: Run, states: Mapping[str, State] | None, asked: str = "", loc
     mine = [states[job] for job in run.jobs if job in states] if states else []
     live = [job for job in mine if job.live]
     job = (live or mine)[-1] if mine else None
-    total, now = run.total(), time.time()
+    total, now = run.total, time.time()
     here = process_here(run, locks)
     fresh = run.stepped is not None and now - run.stepped < RECENTLY and _is_elsewhere(run)
     if live and job:
@@ -242,10 +242,6 @@ def _seconds(text: str) -> float | None:
 def _is_elsewhere(run: Run) -> bool:
     """Whether a process of another host, which is not visible from here, holds the run directory."""
     return run.holder is not None and run.holder.get("host") != socket.gethostname()
-
-
-def _owners(runs: Sequence[Run]) -> list[int]:
-    return sorted({run.owner for run in runs if run.jobs})
 
 
 def _mean(run: Run, key: str) -> float | None:

@@ -36,12 +36,8 @@ def carry_out(out: Path) -> int | None:
     files.write_text(folder / "latest", there[step].name + "\n")
     _move_rows(out, step)
     submissions.withdraw_rollback(out)
-    newer = [f"step {number}" for number in sorted(there) if number > step]
-    log.warning(
-        "rolling back to step %d as requested by --from; set aside: %s",
-        step,
-        ", ".join(newer) or "nothing, it is the newest",
-    )
+    newer = ", ".join(f"step {number}" for number in sorted(there) if number > step) or "nothing, it is the newest"
+    log.warning("rolling back to step %d as requested by --from; set aside: %s", step, newer)
     return step
 
 

@@ -233,15 +233,8 @@ class CheckpointStore:
             "why": pending.why,
         }
         listed = {name: facts for found in written for name, facts in found["files"].items()}
-        return Manifest(
-            asdict(pending.progress),
-            pending.scalars,
-            self.fingerprint,
-            self._plans.tensors(written),
-            listed,
-            made,
-            pending.validation,
-        )
+        progress, tensors = asdict(pending.progress), self._plans.tensors(written)
+        return Manifest(progress, pending.scalars, self.fingerprint, tensors, listed, made, pending.validation)
 
     def _candidates(self, policy: str) -> list[str]:
         directory.restore(self.folder)

@@ -227,13 +227,9 @@ def wait(found: list[Target], seconds: float) -> list[Target]:
             if target.urgency and target not in suspended:
                 target.urgency()
         if live or now - told > PROGRESS:
-            text = f"waiting for {', '.join(t.name for t in left)} to exit: {now - began:.0f} s"
-            print(
-                f"\r{terminal.line(text)}\033[K" if live else terminal.line(text),
-                end="" if live else "\n",
-                file=sys.stderr,
-                flush=True,
-            )
+            names = ", ".join(target.name for target in left)
+            text = terminal.line(f"waiting for {names} to exit: {now - began:.0f} s")
+            print(f"\r{text}\033[K" if live else f"{text}\n", end="", file=sys.stderr, flush=True)
             told = now
         time.sleep(POLL)
     if live:

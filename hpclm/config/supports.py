@@ -33,14 +33,8 @@ class Supports:
 
 
 OPTIONAL = (
-    "bucket_mb",
-    "overlap",
-    "gradients",
-    "extra",
-    "offload_folder",
-    "compile",
-    "offload_activations",
-    "defer_reduction",
+    *("bucket_mb", "overlap", "gradients", "extra"),
+    *("offload_folder", "compile", "offload_activations", "defer_reduction"),
 )
 """Settings of engine.* that only some engines support."""
 

@@ -123,12 +123,8 @@ def send(job: str, name: str, whole: bool = False, env: Env = os.environ) -> boo
 
 def signal_process(job: str, node: str, pid: int, name: str, seconds: float = 10, env: Env = os.environ) -> bool:
     """Send the signal ``name`` to one process of hpclm in a running job, by an overlapping job step."""
-    step = [
-        "srun",
-        f"--jobid={job}",
-        f"--nodelist={node}",
-        *["--overlap", "-N1", "-n1", "--mem=0", "--gres=none", "--quiet"],
-    ]
+    overlapping = ["--overlap", "-N1", "-n1", "--mem=0", "--gres=none", "--quiet"]
+    step = ["srun", f"--jobid={job}", f"--nodelist={node}", *overlapping]
     act = f"tr '\\0' '\\n' < /proc/{int(pid)}/cmdline | grep -Eqx '{OURS}' && kill -s {name} {int(pid)}"
     outside = {key: value for key, value in env.items() if not re.match("SLURM_(?!CONF$|CLUSTERS$)|SRUN_", key)}
     try:

@@ -228,8 +228,8 @@ def wait(found: list[Target], seconds: float) -> list[Target]:
                 target.urgency()
         if live or now - told > PROGRESS:
             names = ", ".join(target.name for target in left)
-            text = terminal.line(f"waiting for {names} to exit: {now - began:.0f} s")
-            print(f"\r{text}\033[K" if live else f"{text}\n", end="", file=sys.stderr, flush=True)
+            text, form = f"waiting for {names} to exit: {now - began:.0f} s", "\r{}\033[K" if live else "{}\n"
+            print(form.format(terminal.line(text)), end="", file=sys.stderr, flush=True)
             told = now
         time.sleep(POLL)
     if live:

@@ -222,15 +222,16 @@ def span(seconds: float) -> str:
 
 def _working(run: Run, job: State | None) -> str:
     """starting or running: whether the current attempt has completed a step."""
-    when = _seconds(str(run.attempt.get("time", "")))
-    began = _seconds(job.start) if job else None
+    when = moment(str(run.attempt.get("time", "")))
+    began = moment(job.start) if job else None
     if when is None or (began is not None and when < began - 2):
         return "starting"
     steps = run.stepped is not None and run.stepped >= when - 1 and run.step > (run.attempt.get("from_step") or 0)
     return "running" if steps else "starting"
 
 
-def _seconds(text: str) -> float | None:
+def moment(text: str) -> float | None:
+    """The time that a run's files or squeue give, in seconds since 1970; None for anything else."""
     for form in ("%Y-%m-%dT%H:%M:%S%z", "%Y-%m-%dT%H:%M:%S"):
         try:
             return datetime.strptime(text, form).timestamp()

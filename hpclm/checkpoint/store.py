@@ -233,8 +233,15 @@ class CheckpointStore:
             "why": pending.why,
         }
         listed = {name: facts for found in written for name, facts in found["files"].items()}
-        progress, tensors = asdict(pending.progress), self._plans.tensors(written)
-        return Manifest(progress, pending.scalars, self.fingerprint, tensors, listed, made, pending.validation)
+        return Manifest(
+            asdict(pending.progress),
+            pending.scalars,
+            self.fingerprint,
+            self._plans.tensors(written),
+            listed,
+            made,
+            pending.validation,
+        )
 
     def _candidates(self, policy: str) -> list[str]:
         directory.restore(self.folder)

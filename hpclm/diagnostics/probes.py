@@ -2,7 +2,6 @@
 by short all-reduces over all processes and between pairs of nodes."""
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterable, Sequence
@@ -24,16 +23,8 @@ OPENING = 60.0  # seconds that all processes may take to connect
 MESSAGE = 15.0  # seconds that one message may take
 
 
-def mark(out: Path, name: str, content: str) -> None:
-    """Write a small file to the run directory and sync it."""
-    with os.fdopen(files.opened(out / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def seen(out: Path, name: str, content: str, patience: float = PATIENCE) -> bool:
-    """Whether the file that another process wrote with ``mark`` is visible here."""
+    """Whether the file that another process wrote is visible here."""
 
     def arrived() -> bool:
         with suppress(OSError):
@@ -47,7 +38,7 @@ def look(out: Path, token: str, node: int) -> dict[str, object]:
     """What node number ``node`` finds in the run directory, where rank 0 has written ``token``."""
     began = time.monotonic()
     try:
-        mark(out, marker(token, node), json.dumps(node))
+        files.write_text(out / marker(token, node), json.dumps(node))
         free = shutil.disk_usage(out).free
     except OSError as error:
         return {"error": f"{error.strerror} (errno {error.errno})"}

@@ -1,6 +1,6 @@
 """The command ``hpclm VERB``, and the error handling of all verbs.
 
-A verb is a module with ``main(argv)``; ``python -m hpclm VERB`` runs the same function.
+A verb is a module's ``main(argv)``, or the function after its colon; ``python -m hpclm VERB`` runs the same function.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hpclm import __version__
@@ -33,8 +34,8 @@ VERBS = {
     "report": ("hpclm.commands.report", "write a page about one or more runs: curves, attempts, what ended them"),
     "cancel": ("hpclm.commands.cancel", "save and stop a run, and remove its jobs from the queue"),
     "checkpoints": ("hpclm.commands.checkpoints", "list and verify a run's checkpoints"),
-    "save-now": ("hpclm.commands.save_now", "save a checkpoint now, and continue"),
-    "stop": ("hpclm.commands.stop", "save and stop a run"),
+    "save-now": ("hpclm.commands.requests:save_now", "save a checkpoint now, and continue"),
+    "stop": ("hpclm.commands.requests:stop", "save and stop a run"),
     "resume": ("hpclm.commands.resume", "continue a run from its last checkpoint, optionally with changes"),
     "sync": ("hpclm.commands.sync", "send a run's metrics to its sinks, such as W&B, whatever they lack"),
     "planner": ("hpclm.commands.planner", "estimate memory and speed of a run, and suggest layouts"),
@@ -50,6 +51,8 @@ VERBS = {
     "env": ("hpclm.commands.doctor", "the same"),
 }
 
+ONE = "run directory, or its name below --runs"
+SEVERAL = "run directories, their names below --runs, or patterns of these: 'sweep-*'"
 EPILOG = """exit codes: 0 done · 1 error in hpclm · 2 invalid arguments · 64 invalid settings or input files
             66 no good checkpoint · 75 run directory in use · 85 saved, restart · 93 do not restart
             128+n ended by signal n"""
@@ -75,7 +78,8 @@ def _dispatch(words: list[str]) -> int:
         near = hint(verb, list(VERBS))
         say(f"error: unknown verb {verb!r}; choose one of {', '.join(VERBS)}.{near}", file=sys.stderr)
         return 2
-    return import_module(VERBS[verb][0]).main(rest) or 0
+    module, _, function = VERBS[verb][0].partition(":")
+    return getattr(import_module(module), function or "main")(rest) or 0
 
 
 def run(verb: Callable[[list[str]], int | None], argv: Sequence[str] | None = None) -> int:
@@ -203,6 +207,30 @@ def settings(words: Sequence[str]) -> "RunConfig":
     from hpclm import config
 
     return config.from_cli(list(words), environment.site_file())
+
+
+def run_parser(
+    verb: str, description: str, epilog: str | None = None, run: str = ONE, nargs: str | None = None, wait: str = ""
+) -> argparse.ArgumentParser:
+    """RUN, --runs and, if ``wait`` describes it, --wait."""
+    made = argparse.ArgumentParser(prog=f"hpclm {verb}", description=description, epilog=epilog)
+    made.add_argument("run", nargs=nargs, help=run)
+    if wait:
+        made.add_argument("--wait", type=float, default=300, metavar="SECONDS", help=f"{wait} (default: 300)")
+    add_runs(made)
+    return made
+
+
+def add_runs(made: argparse.ArgumentParser) -> None:
+    """The option --runs."""
+    made.add_argument(
+        "--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where runs are (default: runs)"
+    )
+
+
+def located(run: Path, runs: Path) -> Path:
+    """``run``, or if there is no such folder the one of that name below ``runs``, for verbs that read a run's model."""
+    return runs / run if not run.exists() and (runs / run).is_dir() else run
 
 
 def step(text: str) -> int:

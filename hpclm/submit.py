@@ -15,10 +15,10 @@ from hpclm.config import JobConfig, RunConfig, show
 from hpclm.config.job import TEMPLATES
 from hpclm.diagnostics import report
 from hpclm.errors import ConfigError, HpclmError, LockedError
-from hpclm.launch import local, sbatch, script, send, sweep
+from hpclm.launch import local, script, send, sweep
 from hpclm.launch.options import options
 from hpclm.node import gpus, notify, secrets
-from hpclm.rundir import folder, rollback
+from hpclm.rundir import folder, submissions
 from hpclm.rundir import runs as folders
 from hpclm.rundir.status import status_of
 from hpclm.terminal import say
@@ -260,6 +260,8 @@ def _show(where: str, runs: Sequence[RunConfig], scripts: Sequence[str]) -> int:
         sys.stdout.write(text)
         sys.stdout.flush()
         if shutil.which("sbatch"):
+            from hpclm.launch import sbatch  # with submitit
+
             say(sbatch.rehearse(text, options(run, Path(run.out))), file=sys.stderr)
     return 0
 
@@ -323,9 +325,11 @@ def _submit(
         state = "submitted" if new else "already queued: an earlier submission was interrupted"
         say(f"job {job.job_id}: {run.job.nodes} x {run.job.gpus} processes, {state}")
         say(f"run directory  {run.out}\nlog            {job.log}")
-        step = rollback.pending(Path(run.out))
+        step = submissions.rollback(Path(run.out))
         if step is not None:
-            earlier = "" if back_to is not None else f", as requested earlier ({rollback.NAME} in the run directory)"
+            earlier = (
+                "" if back_to is not None else f", as requested earlier ({submissions.ROLLBACK} in the run directory)"
+            )
             say(f"goes back to   step {step}{earlier}")
         say(f"follow         hpclm logs -f {out}\nstop           hpclm cancel {out}\nresume         hpclm resume {out}")
         sys.stdout.flush()

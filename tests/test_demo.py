@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from hpclm import cli
-from hpclm.data.text import standard_library
-from hpclm.reporting import curve
+from hpclm.commands import demo
+from hpclm.reporting import characters
 from hpclm.reporting.history import History
 from tests.runs import hpclm, losses
 
@@ -31,7 +31,7 @@ def test_a_mistake_in_the_demos_settings_is_told_before_anything_is_written(tmp_
 
 
 def test_the_corpus_has_a_document_for_each_source_file(tmp_path):
-    told = standard_library.write(tmp_path / "corpus.jsonl", Path(json.__file__).parent)
+    told = demo.write_corpus(tmp_path / "corpus.jsonl", Path(json.__file__).parent)
     rows = [json.loads(line) for line in (tmp_path / "corpus.jsonl").read_text().splitlines()]
     assert f"{len(rows)} documents" in told
     assert {"__init__.py", "decoder.py", "encoder.py"} <= {row["source"] for row in rows}
@@ -41,7 +41,7 @@ def test_the_corpus_has_a_document_for_each_source_file(tmp_path):
 def test_the_curve_has_the_first_loss_at_the_top_and_the_last_at_the_bottom(tmp_path):
     steps = tuple({"step": n, "loss": 5.0 - n} for n in range(1, 5))
     history = History(tmp_path, (), (*steps, {"step": 5, "loss": None}), ({"step": 4, "validation_loss": 1.5},), ())
-    lines = curve.text(history).splitlines()
+    lines = characters.curve(history).splitlines()
     assert lines[0].startswith("loss over 4 steps")
     drawn = [line for line in lines if "|" in line]
     assert drawn[0].startswith("  4.00 |·") and drawn[-1].startswith("  1.00 |") and drawn[-1].endswith("·")
@@ -49,4 +49,4 @@ def test_the_curve_has_the_first_loss_at_the_top_and_the_last_at_the_bottom(tmp_
 
 
 def test_the_curve_of_a_run_without_steps_is_empty(tmp_path):
-    assert curve.text(History(tmp_path, (), (), (), ())) == ""
+    assert characters.curve(History(tmp_path, (), (), (), ())) == ""

@@ -16,6 +16,7 @@ from hpclm.errors import ConfigError
 from hpclm.model import gpt
 from hpclm.model.loss import TokenLoss
 from hpclm.model.stack import Stack
+from hpclm.node import hardware
 
 
 def settings(run: Path, overrides: list[str]) -> RunConfig:
@@ -27,6 +28,13 @@ def alone(config: RunConfig) -> RunConfig:
     """The settings of a run, for its model in a single process."""
     kept = {name: getattr(config.engine, name) for name in ("device", "precision", "matmul", "loss_chunk")}
     return replace(config, parallel=ParallelConfig(), engine=EngineConfig(**kept))
+
+
+def place(config: RunConfig) -> tuple[torch.device, torch.dtype]:
+    """The device of a single process, made ready, and the type of its activations."""
+    device = hardware.device(config.engine, 0)
+    hardware.set_matmul(config.engine, device)
+    return device, hardware.compute_type(config.engine, device)
 
 
 def load_model(
@@ -43,12 +51,8 @@ def load_model(
     clash = tokenizer_clash(manifest.fingerprint, tokenizer)
     if clash:
         raise ConfigError(f"{found}: {clash}; use the run's own data.tokenizer and data.prefix")
-    stack = Stack(
-        config.model,
-        gpt.layers(config.model, config.engine, dtype, config.seed),
-        dtype,
-        loss=TokenLoss(config.engine.loss_chunk),
-    )
+    layers = gpt.layers(config.model, config.engine, dtype, config.seed)
+    stack = Stack(config.model, layers, dtype, loss=TokenLoss(config.engine.loss_chunk))
     with Tensors(found, manifest) as saved:
         names = [name for name in saved.shapes() if name.startswith("model.")]
         stack.load_weights({name.removeprefix("model."): saved.whole(name) for name in names})

@@ -10,7 +10,7 @@ from hpclm.checkpoint.fingerprint import check_fingerprint, fingerprint
 from hpclm.checkpoint.manifest import BadCheckpoint, Manifest
 from hpclm.config import RunConfig
 from hpclm.errors import ConfigError
-from hpclm.rundir import rollback
+from hpclm.rundir import submissions
 
 if TYPE_CHECKING:
     from hpclm.data.sources import Source
@@ -44,7 +44,7 @@ def candidate(out: Path, step: int | None = None) -> Found | None:
     ConfigError if that step is missing or incomplete; HpclmError if the disk cannot be read.
     """
     folder = out / "checkpoints"
-    wanted = rollback.pending(out) if step is None else step
+    wanted = submissions.rollback(out) if step is None else step
     there = directory.steps(folder) if out.is_dir() else []
     reasons = {}
     for path in reversed(there):
@@ -61,7 +61,11 @@ def candidate(out: Path, step: int | None = None) -> Found | None:
         return path, manifest
     if wanted is not None:
         why = "".join(f"; {name} is bad: {reason}" for name, reason in reasons.items())
-        asked = "" if step is not None else f", which {out / rollback.NAME} asks for (remove it, or give --from STEP)"
+        asked = (
+            ""
+            if step is not None
+            else f", which {out / submissions.ROLLBACK} asks for (remove it, or give --from STEP)"
+        )
         raise ConfigError(
             f"{folder} has no complete checkpoint of step {wanted}{asked}; it has {listed(there)}{why}: hpclm checkpoints "
             f"{shlex.quote(str(out))} shows them"

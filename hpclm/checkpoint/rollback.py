@@ -10,7 +10,7 @@ from pathlib import Path
 from hpclm import files
 from hpclm.checkpoint import directory, resumable
 from hpclm.errors import ConfigError
-from hpclm.rundir import rollback, rows
+from hpclm.rundir import rows, submissions
 
 log = logging.getLogger(__name__)
 LARGEST = 1 << 33  # bytes of metrics.jsonl
@@ -18,7 +18,7 @@ LARGEST = 1 << 33  # bytes of metrics.jsonl
 
 def carry_out(out: Path) -> int | None:
     """Carry out a pending rollback in the run directory ``out``, whose lease this process holds; the step, or None."""
-    step = rollback.pending(out)
+    step = submissions.rollback(out)
     if step is None:
         return None
     folder = out / "checkpoints"
@@ -26,7 +26,7 @@ def carry_out(out: Path) -> int | None:
     there = {int(path.name[5:]): path for path in directory.steps(folder)}
     if step not in there:
         raise ConfigError(
-            f"{out / rollback.NAME} asks to resume from step {step}, but {folder} has {resumable.listed(list(there.values()))}; remove that file, "
+            f"{out / submissions.ROLLBACK} asks to resume from step {step}, but {folder} has {resumable.listed(list(there.values()))}; remove that file, "
             "or ask for another step with --from"
         )
     for number in sorted(there, reverse=True):
@@ -35,13 +35,9 @@ def carry_out(out: Path) -> int | None:
     files.sync(folder)
     files.write_text(folder / "latest", there[step].name + "\n")
     _move_rows(out, step)
-    rollback.withdraw(out)
-    newer = [f"step {number}" for number in sorted(there) if number > step]
-    log.warning(
-        "rolling back to step %d as requested by --from; set aside: %s",
-        step,
-        ", ".join(newer) or "nothing, it is the newest",
-    )
+    submissions.withdraw_rollback(out)
+    newer = ", ".join(f"step {number}" for number in sorted(there) if number > step) or "nothing, it is the newest"
+    log.warning("rolling back to step %d as requested by --from; set aside: %s", step, newer)
     return step
 
 

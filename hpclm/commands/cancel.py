@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpclm import cli, files, terminal
-from hpclm.commands import arguments
 from hpclm.errors import HpclmError
 from hpclm.node import processes, slurm
-from hpclm.node.programs import NoAnswerError
+from hpclm.node.processes import NoAnswerError
 from hpclm.node.slurm import State
 from hpclm.rundir import control_files
 from hpclm.rundir import runs as folders
@@ -52,11 +51,11 @@ class Target:
 
 def main(argv: list[str]) -> int:
     """``hpclm cancel``."""
-    parser = arguments.parser(
+    parser = cli.run_parser(
         "cancel",
         "End runs: each finishes its current step, saves and exits, and Slurm does not start it again. 'hpclm resume' "
         "continues it.",
-        run=arguments.SEVERAL,
+        run=cli.SEVERAL,
         nargs="+",
         wait="how long to wait until they have exited",
     )
@@ -228,13 +227,9 @@ def wait(found: list[Target], seconds: float) -> list[Target]:
             if target.urgency and target not in suspended:
                 target.urgency()
         if live or now - told > PROGRESS:
-            text = f"waiting for {', '.join(t.name for t in left)} to exit: {now - began:.0f} s"
-            print(
-                f"\r{terminal.line(text)}\033[K" if live else terminal.line(text),
-                end="" if live else "\n",
-                file=sys.stderr,
-                flush=True,
-            )
+            names = ", ".join(target.name for target in left)
+            text, form = f"waiting for {names} to exit: {now - began:.0f} s", "\r{}\033[K" if live else "{}\n"
+            print(form.format(terminal.line(text)), end="", file=sys.stderr, flush=True)
             told = now
         time.sleep(POLL)
     if live:

@@ -6,8 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hpclm import files, terminal
-from hpclm.commands import arguments
+from hpclm import cli, files, terminal
 from hpclm.errors import ConfigError, NoCheckpointError
 from hpclm.rundir import runs as folders
 from hpclm.terminal import say
@@ -17,7 +16,7 @@ LONGEST = 1 << 16  # bytes of a reason
 
 def main(argv: list[str]) -> int:
     """``hpclm checkpoints``."""
-    parser = arguments.parser(
+    parser = cli.run_parser(
         "checkpoints",
         "List a run's checkpoints, oldest first, and verify the sizes and hashes of their files, and that all values are finite.",
         epilog="exit code: 0 · 66 if the run has saved, but no good checkpoint is left",

@@ -1,17 +1,22 @@
 """The verb ``hpclm demo``: corpus, tokenizer, dataset, a training run that is stopped half-way and continued, and its text."""
 
+import json
+import random
 import shlex
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
 from hpclm import cli, files
 from hpclm.config import RunConfig
+from hpclm.errors import ConfigError
 from hpclm.terminal import say
 
 FOLDER = Path("demo")
 PROMPT = 'def read(self, size):\n    """'
+LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "pydoc_data"}
 STOP = 150  # the step after which training is stopped once
 
 
@@ -33,10 +38,8 @@ def _prepare() -> int:
     """Make what is not there yet of corpus, tokenizer and dataset; the exit code."""
     corpus, tokenizer, data = FOLDER / "corpus.jsonl", FOLDER / "tokenizer.json", FOLDER / "data"
     if not corpus.exists():
-        from hpclm.data.text import standard_library
-
         say("\n== 1/6 corpus: the sources of Python's standard library, one document for each file")
-        say(standard_library.write(corpus), flush=True)
+        say(write_corpus(corpus), flush=True)
     code = 0
     if not tokenizer.exists():
         words = ["train-tokenizer", "--input", str(corpus), "--output", str(tokenizer), "--vocab-size", "4096"]
@@ -48,16 +51,39 @@ def _prepare() -> int:
     return code
 
 
+def write_corpus(output: Path, library: Path | None = None) -> str:
+    """Write the sources of Python's standard library, one JSONL document for each file; a sentence about their size.
+
+    ``library``: its folder, by default that of the running Python.
+    """
+    library = library or Path(sysconfig.get_paths()["stdlib"])
+    sources = [path for path in sorted(library.rglob("*.py")) if not LEFT_OUT & set(path.relative_to(library).parts)]
+    random.Random(0).shuffle(sources)  # files of a folder are alike, and the end of the corpus is for validation
+    documents = []
+    for path in sources:
+        try:
+            text = files.read_text(path).strip()
+        except (OSError, UnicodeDecodeError):
+            continue
+        if text:
+            documents.append(json.dumps({"text": text, "source": str(path.relative_to(library))}))
+    if not documents:
+        raise ConfigError(f"no Python sources in {library}; install the standard library's sources")
+    files.writable_folder(output.parent, "output folder")
+    files.write_text(output, "\n".join(documents) + "\n")
+    return f"{output}: {len(documents):,} documents, {output.stat().st_size / 1e6:.1f} MB, from {library}"
+
+
 def _train(settings: RunConfig, words: Sequence[str]) -> int:
     """Train in two parts, draw the loss, and generate; the exit code."""
-    from hpclm.reporting import curve, history
+    from hpclm.reporting import characters, history
 
     first = f"4/6 training, up to step {STOP}, where it is to stop; a run that is further along stays where it is"
     code = _step(first, ["train", "demo", f"stop_at={STOP}", *words])
     code = code or _step("5/6 training: the same command continues the run", ["train", "demo", *words])
     if code:
         return code
-    for line in curve.text(history.read(Path(settings.out))).splitlines():
+    for line in characters.curve(history.read(Path(settings.out))).splitlines():
         say(line)
     code = _step("6/6 the model writes", ["generate", settings.out, "--prompt", PROMPT, "--tokens", "120"])
     if not code:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpclm import cli
-from hpclm.commands.arguments import ONE, add_runs, located
+from hpclm.rundir.rows import finite
 from hpclm.terminal import say
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ def main(argv: list[str]) -> int:
         description="Measure a run's newest checkpoint: on its held-out data, on any text or dataset, or on tasks of "
         "lm-evaluation-harness.",
     )
-    parser.add_argument("run", type=Path, help=ONE)
-    add_runs(parser)
+    parser.add_argument("run", type=Path, help=cli.ONE)
+    cli.add_runs(parser)
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings that differ from the run's own")
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_intermixed_args(argv)  # settings may follow options
-    args.run = located(args.run, args.runs)
+    args.run = cli.located(args.run, args.runs)
     if args.samples is not None and args.samples < 1:
         parser.error("--samples must be at least 1")
     if args.tokens is not None and args.tokens < 1:
@@ -98,14 +98,11 @@ def at_tasks(args: argparse.Namespace) -> tuple["Scored", int]:
     from hpclm.data import tokenizers
     from hpclm.inference.harness import Tasks, Wanted
     from hpclm.interop.huggingface import special, tokenizer
-    from hpclm.node import hardware
 
     config = inference.settings(args.run, args.settings)
     words = tokenizers.of_run(config.data)
     tasks = Tasks(Wanted(args.tasks.split(","), args.tasks_path, args.samples, args.shots))
-    device = hardware.device(config.engine, 0)
-    dtype = hardware.compute_type(config.engine, device)
-    hardware.set_matmul(config.engine, device)
+    device, dtype = inference.place(config)
     model, progress = inference.load_model(args.run, config, words.fingerprint, device, dtype)
     begin = special.begin(args.run, tokenizer.paths(config.data), words.eod)
     return tasks.score(model.to(dtype), words, begin, args.batch or 16), progress.step
@@ -114,7 +111,7 @@ def at_tasks(args: argparse.Namespace) -> tuple["Scored", int]:
 def print_tasks(found: "Scored", step: int, as_json: bool) -> None:
     """A line for each metric, or one JSON object."""
     if as_json:
-        rows = {task: finite(dict(row)) for task, row in found.scores.items()}
+        rows = {task: finite(row) for task, row in found.scores.items()}
         print(json.dumps({"tasks": rows, "samples": found.samples, "step": step}))
         return
     for task, row in found.scores.items():
@@ -130,13 +127,6 @@ def stderr_of(metric: str) -> str:
     return f"{name}_stderr{comma}{rest}"
 
 
-def finite(result: dict[str, float | int | str]) -> dict[str, float | int | str | None]:
-    """``result`` with null, which JSON has, for what is not finite, which it has not."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in result.items()
-    }
-
-
 def measure(run: Path, overrides: list[str], part: str, wanted: int | None) -> dict[str, float | int | str]:
     """Mean loss per token in nats, perplexity, and what they were measured on."""
     from tqdm import tqdm
@@ -146,13 +136,10 @@ def measure(run: Path, overrides: list[str], part: str, wanted: int | None) -> d
     from hpclm.data.batches import Batch, Batches
     from hpclm.engine.step import mean_loss
     from hpclm.inference.scoring import perplexity
-    from hpclm.node import hardware
     from hpclm.parallel.mesh import ALONE
 
     config = inference.settings(run, overrides)
-    device = hardware.device(config.engine, 0)
-    dtype = hardware.compute_type(config.engine, device)
-    hardware.set_matmul(config.engine, device)
+    device, dtype = inference.place(config)
     source = sources.build(config)
     model, progress = inference.load_model(run, config, source.fingerprint.get("tokenizer"), device, dtype)
     samples = source.samples(part, wanted)
@@ -165,13 +152,7 @@ def measure(run: Path, overrides: list[str], part: str, wanted: int | None) -> d
             return batch
 
         mean = mean_loss(model, map(counted, batches.take(0, count)), device, ALONE)
-    return {
-        "loss": mean,
-        "perplexity": perplexity(mean),
-        "step": progress.step,
-        "part": part,
-        "samples": count,
-    }
+    return {"loss": mean, "perplexity": perplexity(mean), "step": progress.step, "part": part, "samples": count}
 
 
 def scored(
@@ -184,7 +165,6 @@ def scored(
     from hpclm.data import tokenizers
     from hpclm.errors import ConfigError
     from hpclm.inference import scoring
-    from hpclm.node import hardware
 
     config = inference.settings(run, overrides)
     data = config.data if prefix is None else alone(config.data, prefix)
@@ -199,9 +179,7 @@ def scored(
         documents = scoring.of_text(text, content, tokenizer)
     else:
         documents = scoring.of_dataset(Path(prefix or ""), tokenizer)
-    device = hardware.device(config.engine, 0)
-    dtype = hardware.compute_type(config.engine, device)
-    hardware.set_matmul(config.engine, device)
+    device, dtype = inference.place(config)
     model, progress = inference.load_model(run, config, tokenizer.fingerprint if tokenizer else None, device, dtype)
     eod = tokenizer.eod if tokenizer else None
     with tqdm(total=most, unit="token", unit_scale=True, disable=None) as bar:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpclm import cli, files
-from hpclm.commands.arguments import ONE, add_runs, located
 from hpclm.errors import ConfigError
 from hpclm.terminal import say
 
@@ -29,7 +28,7 @@ def main(argv: list[str]) -> int:
     limits = Limits(args.tokens, tuple(args.stop))
     sampling = Sampling(args.temperature, args.top_k or None, args.top_p, args.seed)
     prompts = [] if args.interactive and args.prompt is None else list(_prompts(args))
-    completer = Completer(located(args.run, args.runs), args.settings)
+    completer = Completer(cli.located(args.run, args.runs), args.settings)
     if args.interactive:
         converse(completer, "".join(prompts), limits, sampling)
         return 0
@@ -45,8 +44,8 @@ def main(argv: list[str]) -> int:
 def arguments(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = cli.Parser(prog="hpclm generate", description="Continue prompts with a run's newest checkpoint.")
-    parser.add_argument("run", type=Path, help=ONE)
-    add_runs(parser)
+    parser.add_argument("run", type=Path, help=cli.ONE)
+    cli.add_runs(parser)
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings that differ from the run's own")
     parser.add_argument("--prompt", metavar="TEXT", help="text to continue; - reads standard input")
     parser.add_argument(

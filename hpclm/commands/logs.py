@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hpclm import files, terminal
-from hpclm.commands import arguments
+from hpclm import cli, files, terminal
 from hpclm.errors import ConfigError
 from hpclm.node import slurm
-from hpclm.node.programs import NoAnswerError
+from hpclm.node.processes import NoAnswerError
 from hpclm.rundir import runs as folders
 from hpclm.rundir.logs import follow, last, matching, whole
 from hpclm.rundir.runs import Run
@@ -22,7 +21,7 @@ PATIENCE = 5.0  # seconds squeue may take
 
 def main(argv: list[str]) -> int:
     """``hpclm logs``."""
-    parser = arguments.parser(
+    parser = cli.run_parser(
         "logs",
         "Print the log of a run: rank 0's over all attempts, or the job's if training has not started.",
         epilog="With -f, it follows the run across restarts, until the run is over or you press Ctrl-C.",

@@ -12,7 +12,7 @@ from hpclm.config.compose import is_override
 from hpclm.errors import ConfigError
 from hpclm.model import count
 from hpclm.node.gpus import KINDS, Kind, known
-from hpclm.planning import forecast, micro_batch, suggest, time
+from hpclm.planning import forecast, suggest, time
 from hpclm.planning.code import zero_stage
 from hpclm.planning.forecast import GIB, Forecast
 from hpclm.planning.memory import Memory
@@ -113,7 +113,7 @@ def comparison(found: Mapping[str, Forecast | ConfigError], kind: str) -> Iterat
 def _with_micro_size(run: RunConfig, kind: Kind) -> RunConfig:
     """``run`` with a number for batch.micro_size=auto: the one that training would choose, or 1 if none fits."""
     try:
-        return micro_batch.resolved(run, kind)
+        return suggest.with_micro_size(run, kind)
     except ConfigError:
         return replace(run, batch=replace(run.batch, micro_size=1))
 

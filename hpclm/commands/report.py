@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from hpclm import files
-from hpclm.commands import arguments
+from hpclm import cli, files
 from hpclm.config import compose
 from hpclm.errors import ConfigError, unwritten
 from hpclm.rundir import runs as folders
@@ -12,11 +11,11 @@ from hpclm.terminal import say
 
 def main(argv: list[str]) -> int:
     """``hpclm report``."""
-    parser = arguments.parser(
+    parser = cli.run_parser(
         "report",
         "Write one HTML page that says what became of runs: loss, speed, memory, every attempt and what ended it, "
         "and for several runs the settings in which they differ. It needs no network, and no other file.",
-        run=arguments.SEVERAL,
+        run=cli.SEVERAL,
         nargs="+",
     )
     parser.add_argument(

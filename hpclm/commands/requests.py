@@ -1,23 +1,43 @@
-"""What ``hpclm save-now`` and ``hpclm stop`` have in common: a request to each of several runs, and waiting for all of them."""
+"""The verbs ``hpclm save-now`` and ``hpclm stop``: a request to each of several runs, and waiting for all of them."""
 
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hpclm import cli
-from hpclm.commands import arguments
+from hpclm import cli, files
 from hpclm.rundir import control_files
 from hpclm.rundir import runs as folders
 from hpclm.terminal import say
 
 
-def main(verb: str, description: str, done: Callable[[Path], str], argv: list[str]) -> int:
-    """``hpclm VERB``, where ``done`` says what a run has done once it has complied."""
-    parser = arguments.parser(
+def save_now(argv: list[str]) -> int:
+    """``hpclm save-now``: have runs save after the current step, and continue."""
+    return _request(
+        "save-now",
+        "Have runs save after the current step, and continue.",
+        lambda out: f"saving; see: hpclm checkpoints {files.typed(out)}",
+        argv,
+    )
+
+
+def stop(argv: list[str]) -> int:
+    """``hpclm stop``: have runs save after the current step, and exit."""
+    return _request(
+        "stop",
+        "Have runs save after the current step, and exit with code 0, so that Slurm does not start them again. Works from any "
+        "machine that sees the run directory; 'hpclm cancel' also ends runs that wait or hang. 'hpclm resume' continues them.",
+        lambda out: f"saved and ended; continue with: hpclm resume {files.typed(out)}",
+        argv,
+    )
+
+
+def _request(verb: str, description: str, done: Callable[[Path], str], argv: list[str]) -> int:
+    """The verb ``verb``; ``done`` says what a run has done once it has complied."""
+    parser = cli.run_parser(
         verb,
         description,
         epilog="exit code: 0 · 1 if a run does not comply · 64 if a run is not training",
-        run=arguments.SEVERAL,
+        run=cli.SEVERAL,
         nargs="+",
         wait="how long to wait until it is done",
     )

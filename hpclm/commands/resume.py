@@ -6,7 +6,6 @@ from importlib import import_module
 from pathlib import Path
 
 from hpclm import cli, files
-from hpclm.commands import arguments
 from hpclm.errors import ConfigError, LockedError
 from hpclm.rundir import runs as folders
 from hpclm.rundir.runs import Run
@@ -27,8 +26,8 @@ def main(argv: list[str]) -> int:
         "before. Everything after the runs changes that, and is passed to hpclm submit: hpclm resume RUN --nodes 4",
         epilog="--from STEP continues from an older checkpoint (hpclm checkpoints RUN lists them); newer ones are set aside.",
     )
-    arguments.add_runs(parser)
-    parser.add_argument("run", help=arguments.SEVERAL)
+    cli.add_runs(parser)
+    parser.add_argument("run", help=cli.SEVERAL)
     parser.add_argument(
         "rest", nargs=argparse.REMAINDER, metavar="...", help="what to change, as hpclm submit takes it"
     )

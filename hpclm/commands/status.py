@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from hpclm import files, terminal
-from hpclm.commands import arguments
+from hpclm import cli, files, terminal
 from hpclm.node import processes, slurm
 from hpclm.rundir import runs as folders
 from hpclm.rundir.status import RunStatus, job_words, query, span
@@ -29,7 +28,7 @@ def main(argv: list[str]) -> int:
         "squeue, which may be slow or missing.",
     )
     parser.add_argument("run", nargs="*", help="run directories, or their names below --runs (default: all)")
-    arguments.add_runs(parser)
+    cli.add_runs(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON list with an object for each run")
     args = parser.parse_args(argv)
     chosen = [folders.resolve(word, args.runs) for word in args.run] or folders.find(args.runs)

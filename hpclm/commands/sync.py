@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from hpclm import cli, files
-from hpclm.commands import arguments
 from hpclm.config import compose
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.rundir import runs
@@ -14,7 +13,7 @@ from hpclm.terminal import say
 
 def main(argv: list[str]) -> int:
     """``hpclm sync``."""
-    parser = arguments.parser("sync", "Send the metrics that the sinks of a run (log.sinks) lack.")
+    parser = cli.run_parser("sync", "Send the metrics that the sinks of a run (log.sinks) lack.")
     parser.add_argument(
         "--sink", action="append", metavar="NAME", help="another sink than those of the run; repeatable"
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hpclm import terminal
 from hpclm.commands import status
 from hpclm.node.slurm import State
-from hpclm.reporting import sparkline
+from hpclm.reporting import characters
 from hpclm.rundir import runs as folders
 from hpclm.rundir.runs import Run
 from hpclm.rundir.status import RunStatus, all_statuses, ask_slurm
@@ -102,7 +102,7 @@ class Watch:
         """The run's loss curve, read again when its metrics have grown."""
         when, curve = self._curves.get(run.out, (-1.0, ""))
         if when != run.stepped:
-            curve = sparkline.drawn(sparkline.losses(run.out / "metrics.jsonl", WIDTH)) if run.stepped else ""
+            curve = characters.sparkline(characters.losses(run.out / "metrics.jsonl", WIDTH)) if run.stepped else ""
             self._curves[run.out] = run.stepped, curve
         return curve
 

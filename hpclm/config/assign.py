@@ -76,7 +76,7 @@ def _assign(tree: Any, key: str, value: Any) -> str | None:
         return f"{key} must be {words}, not empty"
     if wanted in (int, float, str) and isinstance(value, (list, dict)):
         return f"{key}={_shown(value)} must be {words}"
-    if not all(map(_storable, _texts(value))):
+    if not all(map(_storable, texts(value))):
         return f"{key}={_shown(value)} contains a character that cannot be stored in a file"
     if kind is str and isinstance(value, bool):
         return f"{key} must be {words}; YAML reads this word as {str(value).lower()}, so put quotes around it"
@@ -155,12 +155,13 @@ def literal(value: Any) -> Any:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-def _texts(value: Any) -> Iterator[str]:
+def texts(value: Any) -> Iterator[str]:
+    """All text in a value, names in its mappings too."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, (list, dict)):
+    elif isinstance(value, (list, tuple, dict)):
         for inner in [*value, *value.values()] if isinstance(value, dict) else value:
-            yield from _texts(inner)
+            yield from texts(inner)
 
 
 def _storable(text: str) -> bool:

@@ -9,10 +9,7 @@ from hpclm.config.checks import Checked, at_least
 from hpclm.errors import ConfigError
 from hpclm.registry import problem
 
-SOURCES = {
-    "indexed": "hpclm.data.corpus:corpus",
-    "synthetic": "hpclm.data.synthetic:synthetic",
-}
+SOURCES = {"indexed": "hpclm.data.corpus:corpus", "synthetic": "hpclm.data.synthetic:synthetic"}
 TOKENIZERS = {
     "bytes": "hpclm.data.tokenizers.plain:Bytes",
     "fairseq": "hpclm.data.tokenizers.fairseq:Fairseq",

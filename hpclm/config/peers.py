@@ -162,13 +162,8 @@ PEERS = {name: key for key, names in _NAMES.items() for name in names.split()}
 """Name in another project (with _ for -) -> dotted key, or key=value."""
 
 ACCUMULATION = (
-    "gradient_accumulation_steps",
-    "num_accumulation_steps",
-    "accumulate_grad_batches",
-    "gradient_accumulation",
-    "grad_accum",
-    "accumulation",
-    "update_freq",
+    *("gradient_accumulation_steps", "num_accumulation_steps", "accumulate_grad_batches", "gradient_accumulation"),
+    *("grad_accum", "accumulation", "update_freq"),
 )
 """Names of the number of micro-batches that a replica computes in a step."""
 

@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hpclm.config import sinks
 from hpclm.config.checks import Checked, at_least
 from hpclm.config.data import DataConfig
 from hpclm.config.engine import EngineConfig, ParallelConfig, unsupported
-from hpclm.config.evaluate import EvaluateConfig
 from hpclm.config.job import ClusterConfig, JobConfig
 from hpclm.config.model import ModelConfig
+from hpclm.config.monitoring import EvaluateConfig, LogConfig, ProfileConfig
 from hpclm.config.optim import SCHEDULES, OptimConfig, ScalerConfig
 from hpclm.config.plan import Plan, Rampup
 from hpclm.config.supports import SUPPORTS
@@ -22,7 +21,6 @@ from hpclm.errors import ConfigError
 from hpclm.registry import load
 
 MOST = 10**9  # epochs, or hours
-MOST_PROFILED = 100  # steps
 
 
 @dataclass(frozen=True)
@@ -137,59 +135,6 @@ class CheckpointConfig(Checked):
                 yield f"checkpoint.{name}={value} must be more than 0"
         if self.init_from is not None and self.resume == "require":
             yield "checkpoint.init_from starts a new run, which checkpoint.resume=require forbids; leave one of them out"
-
-
-@dataclass(frozen=True)
-class LogConfig(Checked):
-    """Logging while training."""
-
-    every: int = 10
-    """Steps between log lines; metrics.jsonl gets every step."""
-    tensorboard: bool = True
-    """Write TensorBoard files."""
-    sinks: list[str] = field(default_factory=list)
-    """Experiment trackers that metrics go to in addition: wandb, mlflow, trackio, or your own as package.module:Name. One run in
-    each over all attempts; a sink that fails or blocks never stops or slows training (docs/sinks.md)."""
-    project: str = "hpclm"
-    """Project of the run in Weights & Biases and Trackio, experiment in MLflow."""
-    style: Literal["hpclm", "megatron", "fairseq"] = "hpclm"
-    """How log lines look: hpclm's own, or as Megatron-LM or fairseq (--log-format simple, losses in bits) print them, for
-    scripts that read their logs. metrics.jsonl stays the same."""
-    timers: bool = False
-    """Measure forward pass, backward pass and update of every step, for metrics.jsonl and TensorBoard (Megatron's
-    --log-timers-to-tensorboard, DeepSpeed's --profile-backward); in a pipeline, forward and backward together."""
-
-    def problems(self) -> Iterator[str]:
-        """Invalid log settings."""
-        yield from at_least(1, "log", every=self.every)
-        yield from sinks.problems(self.sinks)
-        if not self.project.strip() or not self.project.isprintable():
-            yield f"log.project={self.project!r} must be one line of text that is not empty"
-
-    def missing_libraries(self) -> list[str]:
-        """Libraries that the sinks need and that are not installed here."""
-        return sinks.missing_libraries(self.sinks)
-
-
-@dataclass(frozen=True)
-class ProfileConfig(Checked):
-    """Where the time of a step goes, by torch.profiler."""
-
-    steps: tuple[int, int] | None = None
-    """[first, last]: record these steps. Writes profile/rank-00000.json in the run directory, a trace for Perfetto or
-    chrome://tracing, and a table of the ten most expensive operations; null: off, at no cost."""
-    ranks: list[int] = field(default_factory=lambda: [0])
-    """Ranks that record."""
-
-    def problems(self) -> Iterator[str]:
-        """What cannot work in the profile settings."""
-        if self.steps is not None and not 1 <= self.steps[0] <= self.steps[1] < self.steps[0] + MOST_PROFILED:
-            yield (
-                f"profile.steps={list(self.steps)} must be [first, last], from step 1, in order, and at most {MOST_PROFILED} "
-                "steps: a trace is held in memory"
-            )
-        if not self.ranks or any(rank < 0 for rank in self.ranks):
-            yield f"profile.ranks={self.ranks} must name ranks, from 0"
 
 
 @dataclass(frozen=True)

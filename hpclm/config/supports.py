@@ -33,14 +33,8 @@ class Supports:
 
 
 OPTIONAL = (
-    "bucket_mb",
-    "overlap",
-    "gradients",
-    "extra",
-    "offload_folder",
-    "compile",
-    "offload_activations",
-    "defer_reduction",
+    *("bucket_mb", "overlap", "gradients", "extra"),
+    *("offload_folder", "compile", "offload_activations", "defer_reduction"),
 )
 """Settings of engine.* that only some engines support."""
 
@@ -73,9 +67,7 @@ SUPPORTS = {
         more="hpclm.config.deepspeed:unsuitable",
     ),
     "fairscale": Supports(
-        "hpclm.engine.fairscale:build",
-        zero_stages=(3, 2),
-        options=("bucket_mb", "gradients", "offload_activations"),
+        "hpclm.engine.fairscale:build", zero_stages=(3, 2), options=("bucket_mb", "gradients", "offload_activations")
     ),
     "fsdp2": Supports(
         "hpclm.engine.fsdp2:build",

@@ -34,13 +34,7 @@ class Batches:
     """The micro-batches of any step of one replica."""
 
     def __init__(
-        self,
-        samples: Samples,
-        config: RunConfig,
-        plan: Plan,
-        eod: int | None,
-        device: torch.device,
-        replica: int = 0,
+        self, samples: Samples, config: RunConfig, plan: Plan, eod: int | None, device: torch.device, replica: int = 0
     ):
         data = config.data
         lacking = list(needs_eod(data, eod))

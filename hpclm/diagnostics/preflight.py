@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpclm import files
 from hpclm.config import RunConfig
-from hpclm.diagnostics import disk, network, report, stale, verdict
+from hpclm.diagnostics import probes, report, stale, verdict
 from hpclm.diagnostics.report import Report
 from hpclm.diagnostics.verdict import Pair
 from hpclm.errors import HpclmError
@@ -60,17 +60,17 @@ def check(
     ranks = [each | {"rank": rank, "clock": each["time"] - ranks[0]["time"]} for rank, each in enumerate(ranks)]
     token = context.run_on_main(lambda: _mark(out))
     number = list(nodes).index(node)
-    cleaned |= {"disk": disk.look(out, token, number)} if is_first_of_node else {}
+    cleaned |= {"disk": probes.look(out, token, number)} if is_first_of_node else {}
     names = [each["node"] for each in present]
     local = {name: found for name, found in zip(names, context.all_gather(cleaned), strict=True) if found}
     total, pairs = measure_links(context, nodes, device)
 
     def conclude() -> dict[str, Any]:
         looks = {name: found["disk"] for name, found in local.items()}
-        until = time.monotonic() + disk.PATIENCE
+        until = time.monotonic() + probes.PATIENCE
         for i, look in enumerate(looks.values()):
             patience = until - time.monotonic() if look.get("same") else 0.0  # else it writes to another folder
-            look["back"] = "error" not in look and disk.seen(out, disk.marker(token, i), str(i), patience)
+            look["back"] = "error" not in look and probes.seen(out, probes.marker(token, i), str(i), patience)
         abandoned = [path for path, age in verdict.unheld(local).items() if age > stale.ABANDONED]
         findings = [
             *verdict.agreement(ranks),
@@ -100,7 +100,7 @@ def check(
 
     made = Report(**context.run_on_main(conclude))
     if is_first_of_node:
-        disk.unmark(out, token, [number] if number else range(len(nodes)))
+        probes.unmark(out, token, [number] if number else range(len(nodes)))
         for path in made.removed:
             with suppress(OSError):
                 Path(path).unlink()
@@ -118,7 +118,7 @@ def check(
 def _mark(out: Path) -> str:
     token = secrets.token_hex(8)
     with suppress(OSError):  # every node reports itself that it cannot write
-        disk.mark(out, disk.marker(token), token)
+        files.write_text(out / probes.marker(token), token)
     return token
 
 
@@ -141,7 +141,7 @@ def measure_links(
         return None, []
     names = list(nodes)
     try:
-        speed = network.total(device)
+        speed = probes.all_ranks(device)
     except RuntimeError as error:
         raise HpclmError(
             f"preflight: an all-reduce over all {context.size} ranks does not complete: {str(error).splitlines()[0]}; "
@@ -185,7 +185,7 @@ def _round(
 
 def _measured(names: tuple[str, str], rank: int, partner: int, device: "torch.device") -> float:
     try:
-        return network.measure(rank, partner, device)
+        return probes.pair(rank, partner, device)
     except RuntimeError as error:  # the process group is unusable after this
         raise HpclmError(
             f"preflight: {names[0]} and {names[1]} cannot communicate: {str(error).splitlines()[0]}; exclude one of them: "

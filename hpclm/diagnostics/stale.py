@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpclm.distributed import bootstrap
 from hpclm.node import processes, secrets
 from hpclm.node.processes import Process
 
@@ -61,12 +62,7 @@ def _is_of_earlier_attempt(process: Process, env: Mapping[str, str]) -> bool:
     job = env.get("SLURM_JOB_ID")
     if not job or process.env.get("SLURM_JOB_ID") != job or Path(process.command[0]).name.rstrip(":") in DAEMONS:
         return False
-    return _restarts(process.env) < _restarts(env)
-
-
-def _restarts(env: Mapping[str, str]) -> int:
-    text = env.get("SLURM_RESTART_COUNT", "0")  # unset at the first start
-    return int(text) if text.isdigit() else 0
+    return int(bootstrap.job(process.env)["restart"]) < int(bootstrap.job(env)["restart"])
 
 
 def _trains_in(process: Process, out: Path) -> bool:

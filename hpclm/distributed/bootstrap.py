@@ -79,9 +79,8 @@ def marker(world: World, env: Env = os.environ) -> dict[str, str]:
 
 
 def _torchrun(env: Env) -> World:
-    rank, size, local_rank, local_size = _numbers(
-        "torchrun", env, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
-    )
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    rank, size, local_rank, local_size = _numbers("torchrun", env, *names)
     start = env.get("HPCLM_RENDEZVOUS") or env.get("TORCHELASTIC_RESTART_COUNT", "0")
     run_id = f"{env['TORCHELASTIC_RUN_ID']}.{start}"
     launcher = "local" if env.get("HPCLM_LAUNCHER") == "local" else "torchrun"  # hpclm's own, on one machine
@@ -101,9 +100,8 @@ def _slurm(env: Env) -> World:
     rank, size, local_rank, node = _numbers(
         "Slurm", env, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID"
     )
-    nodes, tasks, job = (
-        _word("Slurm", env, f"SLURM_{name}") for name in ("STEP_NODELIST", "STEP_TASKS_PER_NODE", "JOB_ID")
-    )
+    names = ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID")
+    nodes, tasks, job = (_word("Slurm", env, name) for name in names)
     counts = tasks_per_node(tasks)
     if node >= len(counts):
         raise ConfigError(
@@ -179,14 +177,10 @@ def _contradictions(world: World, env: Env) -> Iterator[str]:
 
 def _peerless(world: World, env: Env) -> Iterator[str]:
     tasks = max(_maybe(env, "SLURM_NTASKS") or 1, _maybe(env, "SLURM_STEP_NUM_TASKS") or 1)
-    started = {
-        "single": "without srun or mpirun",
-        "Open MPI": "by an mpirun of one process",
-        "MPI": "by an mpirun of one",
-    }
-    if world.size == 1 and world.launcher in started and "SLURM_JOB_ID" in env and tasks > 1:
+    if world.size == 1 and world.launcher in ("single", *OF_MPI) and "SLURM_JOB_ID" in env and tasks > 1:
+        started = "without srun or mpirun" if world.launcher == "single" else "by an mpirun of one process"
         yield (
-            f"this Slurm job has SLURM_NTASKS={tasks} tasks, but this process was started alone, {started[world.launcher]}; "
+            f"this Slurm job has SLURM_NTASKS={tasks} tasks, but this process was started alone, {started}; "
             f"put srun before the command, or env -u SLURM_NTASKS to train on one process"
         )
 

@@ -1,6 +1,7 @@
 """Why a run of several processes ended: the first failure, in the store, where every rank polls for it."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 KEY = "hpclm/failure"
 LONGEST = 1 << 16  # characters of a failure's text that are kept
+LOST = re.compile("connection (closed|reset) by peer|broken pipe|gloo|nccl|socket|tcpstore", re.IGNORECASE)
 Kind = Literal["raised", "killed", "unreachable", "launcher", "hung"]
 
 
@@ -31,10 +33,9 @@ class Failure:
     def describe(self, ranks: Sequence[RankInfo]) -> str:
         """For the log."""
         who = str(ranks[self.rank])
-        if self.kind == "killed" and self.text:
-            return f"{who} {self.text}"
         if self.kind == "killed":
-            return f"{who} was killed: it ended without a message (SIGKILL, perhaps out of memory, or a crash)"
+            silent = "was killed: it ended without a message (SIGKILL, perhaps out of memory, or a crash)"
+            return f"{who} {self.text or silent}"
         if self.kind == "unreachable":
             return f"{who} cannot be reached: {self.text}"
         if self.kind == "launcher":
@@ -65,18 +66,7 @@ def shortened(text: str) -> str:
 
 def lost_a_peer(error: BaseException) -> bool:
     """Whether an error only means that another process has ended."""
-    words = (
-        "connection closed by peer",
-        "connection reset by peer",
-        "broken pipe",
-        "gloo",
-        "nccl",
-        "socket",
-        "tcpstore",
-    )
-    kind = type(error).__name__
-    return kind in ("DistBackendError", "DistNetworkError", "DistStoreError") or (
-        isinstance(error, RuntimeError)
-        and not isinstance(error, HpclmError)
-        and any(word in str(error).lower() for word in words)
-    )
+    if type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError"):
+        return True
+    of_torch = isinstance(error, RuntimeError) and not isinstance(error, HpclmError)
+    return of_torch and LOST.search(str(error)) is not None

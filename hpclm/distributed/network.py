@@ -7,7 +7,7 @@ import os
 import random
 import socket
 import struct
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, MutableMapping, Sequence
 from contextlib import suppress
 
 from hpclm.errors import HpclmError
@@ -18,7 +18,6 @@ CANDIDATES = 32
 BACKLOG = 4096
 SIOCGIFADDR = 0x8915
 SO_ATTACH_FILTER = 26
-VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def candidates(seed: str) -> list[int]:
@@ -55,10 +54,9 @@ def admit_only(listener: socket.socket, hosts: Collection[str]) -> None:
         program += [(equal, 0, 1, int.from_bytes(socket.inet_aton(host), "big")), (give, 0, 0, 0xFFFF_FFFF)]
     program.append((give, 0, 0, 0))
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *each) for each in program))
+    content = struct.pack("HP", len(program), ctypes.addressof(code))
     with suppress(OSError):
-        listener.setsockopt(
-            socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", len(program), ctypes.addressof(code))
-        )
+        listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, content)
 
 
 def resolved(host: str) -> str:
@@ -82,10 +80,8 @@ def reachable(host: str, seconds: float) -> bool:
     """Whether the machine ``host`` responds at all, even by refusing a connection."""
     try:
         socket.create_connection((host, 9), timeout=seconds).close()  # the discard port, where usually nothing listens
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
     return True
 
 
@@ -123,8 +119,8 @@ def interface_of(address: str) -> str | None:
     return next((name for name, own in addresses().items() if own == address), None)
 
 
-def use_interface(chosen: str | None, found: str | None, env: MutableMapping[str, str] = os.environ) -> str:
-    """Set the interface that gloo and NCCL use; returns it in words.
+def use_interface(chosen: str | None, found: str | None, env: MutableMapping[str, str] = os.environ) -> None:
+    """Set the interface that gloo and NCCL use.
 
     ``chosen`` (by the user) is for both; ``found`` (leads to the other nodes) for gloo only: NCCL finds the fastest
     itself, and reads /etc/nccl.conf.
@@ -133,10 +129,3 @@ def use_interface(chosen: str | None, found: str | None, env: MutableMapping[str
         env.setdefault("GLOO_SOCKET_IFNAME", str(chosen or found))
     if chosen:
         env.setdefault("NCCL_SOCKET_IFNAME", f"={chosen}")  # without "=" it is a prefix: eth1 would match eth10
-    return interfaces_in_use(env)
-
-
-def interfaces_in_use(env: Mapping[str, str] = os.environ) -> str:
-    """The interfaces that gloo and NCCL use, in words."""
-    told = {env.get(variable) for variable in VARIABLES} - {None}
-    return ", ".join(sorted(str(name) for name in told)) or "the libraries' choice"

@@ -102,8 +102,7 @@ def serve(listener: socket.socket, token: str) -> "TCPStore":
     with suppress(ValueError, OSError):  # two connections for each rank
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     host, port = listener.getsockname()[:2]
-    own = "127.0.0.1" if host == "0.0.0.0" else host
-    limit = timedelta(seconds=60)
+    own, limit = "127.0.0.1" if host == "0.0.0.0" else host, timedelta(seconds=60)
     store = TCPStore(own, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
     store.set(TOKEN, token)
     return store
@@ -264,15 +263,10 @@ def _decide(store: "Store", me: RankInfo, world: World, seconds: float) -> None:
         hosts = [f" ({host})" if (host := world.host_of(rank)) else "" for rank in missing]
         named = ", ".join(f"rank {rank}{host}" for rank, host in zip(missing[:16], hosts, strict=False))
         more = f" and {len(missing) - 16} more" * (len(missing) > 16)
-        _refuse(
-            store,
-            HpclmError(
-                f"{len(missing)} of {me.size} processes did not arrive within {seconds:g} s: {named}{more}; look at their "
-                "output, or raise cluster.start_seconds"
-            ),
-        )
+        text = f"{len(missing)} of {me.size} processes did not arrive within {seconds:g} s: {named}{more}; "
+        _refuse(store, HpclmError(f"{text}look at their output, or raise cluster.start_seconds"))
         return
-    found = [_info(text.decode()) for text in store.multi_get(keys)]
+    found = [*map(_info, store.multi_get(keys))]
     wrong = next(_contradictions(found), None)
     if wrong:
         _refuse(store, ConfigError(wrong))
@@ -310,6 +304,5 @@ def _refuse(store: "Store", error: HpclmError) -> None:
     store.compare_set(RANKS, "", json.dumps({"refused": str(error), "settings": isinstance(error, ConfigError)}))
 
 
-def _info(text: str) -> RankInfo:
-    known: dict[str, Any] = json.loads(text)
-    return RankInfo(**known)
+def _info(text: str | bytes) -> RankInfo:
+    return RankInfo(**json.loads(text))

@@ -8,7 +8,7 @@ from hpclm import files
 from hpclm.distributed import bootstrap
 from hpclm.errors import REQUEUE, HpclmError
 from hpclm.node import slurm
-from hpclm.node.programs import NoAnswerError
+from hpclm.node.processes import NoAnswerError
 
 Env = Mapping[str, str]
 RESTARTED = "HPCLM_RESTARTED"

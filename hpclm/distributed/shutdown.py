@@ -43,9 +43,7 @@ class Shutdown:
 
     def log_failure(self, text: str, store: "Store | None" = None) -> None:
         """Log ``text``; if rank 0 does not (it sets a key in ``store``), append it to the run's log too."""
-        if (
-            self.me.rank == 0 or self.log is not None
-        ):  # on other ranks without a log it would only be repeated on the console
+        if self.me.rank == 0 or self.log is not None:  # on other ranks it would only be repeated on the console
             log.error(text)
         if self.me.rank == 0:
             with suppress(RuntimeError):

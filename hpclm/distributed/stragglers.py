@@ -147,14 +147,8 @@ class Stragglers:
             return
         for rank, slow in found.items():
             if rank not in self._known:
-                log.warning(
-                    "%s is slow: %.3g s of work per step, %.1f times the others' median of %.3g s (step %d)",
-                    self.ranks[rank],
-                    slow.seconds,
-                    slow.times,
-                    slow.median,
-                    step,
-                )
+                text = "%s is slow: %.3g s of work per step, %.1f times the others' median of %.3g s (step %d)"
+                log.warning(text, self.ranks[rank], slow.seconds, slow.times, slow.median, step)
         for rank in self._known.keys() - found.keys():
             log.info("rank %d is no longer slow (step %d)", rank, step)
         if found.keys() != self._known.keys() or (found and time.monotonic() - self._written > REFRESH):

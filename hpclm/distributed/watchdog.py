@@ -176,7 +176,7 @@ class Watchdog:
             return  # rank 0 handles it
         late = {rank for rank, state in states.items() if state.seconds > self._allowance(state.phase)}
         gone = {rank for rank, state in states.items() if self._silent_too_long(state)}
-        if (len(late) < len(states) and not gone) or self._debugged():
+        if (len(late) < len(states) and not gone) or (self.heartbeat is None and stacks.position().debugged):
             return
         if self.shutdown.claim():
             self._report(states)
@@ -221,9 +221,6 @@ class Watchdog:
         if phase in UNLIMITED:
             return math.inf
         return max(self.limit, 2 * self._longest) if phase == STEP else max(PATIENT * self.limit, LEAST)
-
-    def _debugged(self) -> bool:
-        return self.heartbeat is None and stacks.position().debugged
 
     def _paused(self) -> float:
         """Seconds for which this process recently did not run."""

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
@@ -165,12 +166,7 @@ class BaseEngine:
 
     def scalars(self) -> dict[str, Any]:
         """Adam's step count, and the loss scale."""
-        scale = self.scale and {
-            "value": self.scale.value,
-            "hysteresis": self.scale.hysteresis,
-            "good_steps": self.scale.good_steps,
-        }
-        return {"optimizer_steps": steps_taken(self.optimizer), "loss_scale": scale}
+        return {"optimizer_steps": steps_taken(self.optimizer), "loss_scale": self.scale and asdict(self.scale)}
 
     @torch.no_grad()
     def load(self, saved: SavedState, scalars: dict[str, Any]) -> None:

@@ -1,18 +1,21 @@
-"""Assign layers to pipeline stages."""
+"""Divide a model's layers into pipeline stages of nearly equal cost."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from hpclm.config import RunConfig
+from hpclm.errors import ConfigError
 from hpclm.model.gpt import LayerSpec
 from hpclm.model.loss import TokenLoss
 from hpclm.model.stack import Stack
+from hpclm.node import hardware
 from hpclm.parallel.collectives import broadcast
 from hpclm.parallel.mesh import Mesh
-from hpclm.parallel.partition import balanced
 
 REPEATS = 3
 
@@ -78,22 +81,16 @@ def measured(config: RunConfig, spec: LayerSpec, mesh: Mesh, device: torch.devic
     stack = Stack(model, [spec], dtype, mesh.tp, TokenLoss(config.engine.loss_chunk)).to(device)
     ids = torch.zeros(size, model.context, dtype=torch.int64, device=device)
     hidden = torch.zeros(model.context // mesh.tp.size, size, model.hidden, dtype=dtype, device=device)
-    best = float("inf")
+    best, wait = float("inf"), hardware.synchronizer(device)
     for _ in range(REPEATS):
         x = ids if spec.number == 0 else hidden.clone().requires_grad_()
-        wait(device)
+        wait()
         began = time.perf_counter()
         y: Tensor = stack(x, labels=ids, weights=torch.ones_like(ids, dtype=torch.float32))
         y.float().sum().backward()
-        wait(device)
+        wait()
         best = min(best, time.perf_counter() - began)
     return best
-
-
-def wait(device: torch.device) -> None:
-    """Synchronise with the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def by_kind(specs: Sequence[LayerSpec], cost: Callable[[LayerSpec], float]) -> list[float]:
@@ -103,3 +100,52 @@ def by_kind(specs: Sequence[LayerSpec], cost: Callable[[LayerSpec], float]) -> l
         kind = "block" if is_block(spec) else str(spec.number)
         known[kind] = known[kind] if kind in known else cost(spec)
     return [known["block" if is_block(spec) else str(spec.number)] for spec in specs]
+
+
+def balanced(costs: Sequence[float], stages: int, needed: Sequence[bool] | None = None) -> list[range]:
+    """The layers of each stage: the most expensive stage is as cheap as possible, and then the others as even as possible.
+
+    ``costs``: of each layer, in order. ``needed``: each stage has at least one of these layers; all layers by default.
+    """
+    wanted = [True] * len(costs) if needed is None else list(needed)
+    if not 1 <= stages <= sum(wanted):
+        raise ConfigError(
+            f"{sum(wanted)} layers cannot be divided over {stages} pipeline stages; each stage needs at least one"
+        )
+    total = [0.0, *accumulate(map(float, costs))]
+    seen = [0, *accumulate(wanted)]
+
+    def cost(first: int, end: int) -> float:
+        return total[end] - total[first] if seen[end] > seen[first] else math.inf
+
+    greatest, _ = _divided(len(costs), stages, cost, max)
+    limit = greatest * (1 + 1e-9)  # sums of fractions are not exact
+
+    def square(first: int, end: int) -> float:
+        found = cost(first, end)
+        return found * found if found <= limit else math.inf
+
+    return _divided(len(costs), stages, square, lambda a, b: a + b)[1]
+
+
+def _divided(
+    layers: int, stages: int, cost: Callable[[int, int], float], join: Callable[[float, float], float]
+) -> tuple[float, list[range]]:
+    """The division that minimises the stages' ``cost(first, end)``, combined by ``join``: dynamic programming."""
+    best = [0.0, *[math.inf] * layers]  # best[n]: of the first n layers, in the stages considered so far
+    cuts: list[list[int]] = []
+    for _ in range(stages):
+        found = [math.inf] * (layers + 1)
+        cut = [0] * (layers + 1)
+        for end in range(1, layers + 1):
+            for first in range(end):
+                value = join(best[first], cost(first, end))
+                if value < found[end]:
+                    found[end], cut[end] = value, first
+        best = found
+        cuts.append(cut)
+    ranges, end = [], layers
+    for cut in reversed(cuts):
+        ranges.append(range(cut[end], end))
+        end = cut[end]
+    return best[layers], ranges[::-1]

@@ -11,7 +11,6 @@ from hpclm.data import tokenizers
 from hpclm.errors import ConfigError
 from hpclm.inference.generation import continue_all
 from hpclm.inference.sampling import Sampling
-from hpclm.node import hardware
 
 SPARE = 8  # tokens beyond the longest stop string that are decoded to look for it
 Streamed = Callable[[int, str], None]
@@ -54,9 +53,7 @@ class Completer:
         config = inference.settings(run, overrides)
         self.tokenizer = tokenizers.of_run(config.data)
         self.vocabulary = config.model.vocab_size
-        device = hardware.device(config.engine, 0)
-        dtype = hardware.compute_type(config.engine, device)
-        hardware.set_matmul(config.engine, device)
+        device, dtype = inference.place(config)
         model, _ = inference.load_model(run, config, self.tokenizer.fingerprint, device, dtype)
         self.model = model.to(dtype)  # layers would cast their weights for every token
 

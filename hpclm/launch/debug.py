@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import MISSING, fields
+from operator import attrgetter
 from pathlib import Path
 
 from hpclm import config as settings
@@ -99,9 +100,8 @@ def overrides(config: RunConfig) -> list[str]:
         "checkpoint.resume": "auto",
         "log.every": 1,
     }
-    if (
-        config.optim.schedule == "wsd" and config.optim.schedule_length is None
-    ):  # its decay may be longer than this budget
+    if config.optim.schedule == "wsd" and config.optim.schedule_length is None:
+        # its decay may be longer than this budget
         wanted["optim.schedule_length"] = schedule_length(config)
     if missing(config.data):
         defaults = {field.name: field for field in fields(DataConfig)}
@@ -110,15 +110,13 @@ def overrides(config: RunConfig) -> list[str]:
             made = field.default if field.default_factory is MISSING else field.default_factory()
             wanted[f"data.{name}"] = made
         wanted["data.source"] = "synthetic"
-    return [f"{key}={as_yaml(value)}" for key, value in wanted.items() if value != _now(config, key)]
+    return [f"{key}={as_yaml(value)}" for key, value in wanted.items() if value != attrgetter(key)(config)]
 
 
 def schedule_length(config: RunConfig) -> int:
     """A length that wsd's warm-up and final decay fit into, at least ``BUDGET``."""
-    optim = config.optim
-    return max(
-        BUDGET, *(math.ceil(2 * n / (1 - (optim.warmup_fraction or 0))) for n in (optim.warmup, optim.wsd_decay or 0))
-    )
+    optim, rest = config.optim, 1 - (config.optim.warmup_fraction or 0)
+    return max(BUDGET, *(math.ceil(2 * n / rest) for n in (optim.warmup, optim.wsd_decay or 0)))
 
 
 def missing(data: DataConfig) -> list[str]:
@@ -128,10 +126,3 @@ def missing(data: DataConfig) -> list[str]:
     prefixes = data.prefixes()
     lost = [f"{prefix}{end}" for prefix in prefixes for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]
     return lost if prefixes else ["data.prefix"]
-
-
-def _now(config: RunConfig, key: str) -> object:
-    value: object = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value

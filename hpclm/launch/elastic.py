@@ -168,15 +168,11 @@ class Agent(LocalElasticAgent):
     def _end_others(self, ranks: Sequence[subprocess.Popen]) -> None:
         """Give the other ranks time to publish what they know and to exit; then end them, sooner than torchrun, which takes 30 s."""
         on_purpose = any(rank.code in FINAL for rank in self.failed)
-        for number, seconds in (
-            (None, EXIT_GRACE if on_purpose else FAILED_GRACE),
-            (signal.SIGTERM, GRACE),
-            (signal.SIGKILL, 5.0),
-        ):
+        first = EXIT_GRACE if on_purpose else FAILED_GRACE
+        for number, seconds in ((None, first), (signal.SIGTERM, GRACE), (signal.SIGKILL, 5.0)):
             for rank in ranks:
                 if number and rank.poll() is None:
-                    with suppress(ProcessLookupError):
-                        os.kill(rank.pid, number)
+                    processes.send_signal(rank.pid, number)
             processes.wait_until(lambda: all(rank.poll() is not None for rank in ranks), seconds, MONITOR)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -212,8 +208,7 @@ class Agent(LocalElasticAgent):
 
     def _send(self, number: int) -> None:
         for handler in getattr(self._pcontext, "subprocess_handlers", {}).values():
-            with suppress(ProcessLookupError):
-                os.kill(handler.proc.pid, number)
+            processes.send_signal(handler.proc.pid, number)
 
 
 def main(argv: list[str]) -> int:
@@ -293,11 +288,8 @@ def supervise(spec: WorkerSpec, output: LogsSpecs, spares: int = 0) -> tuple[int
         except (RendezvousError, DistError) as error:  # the first node is lost, or another has ended the run
             if agent.place is None and not agent.failed:  # a spare
                 return 0, (), None
-            print(
-                f"the agent on {socket.gethostname()} lost its connection to the others: {error}",
-                file=sys.stderr,
-                flush=True,
-            )
+            text = f"the agent on {socket.gethostname()} lost its connection to the others: {error}"
+            print(text, file=sys.stderr, flush=True)
             code = exit_code(False, [ended.code for ended in agent.failed])
             return (errors.REQUEUE if bootstrap.job() and code == 1 else code), agent.failed, agent.place
         finally:

@@ -104,9 +104,8 @@ class Output:
             assert source is not None
             rest = b""
             while data := os.read(source.fileno(), 1 << 16):
-                whole, newline, rest = (rest + data).rpartition(
-                    b"\n"
-                )  # whole lines, so that the two streams do not mix
+                # whole lines, so that the two streams do not mix
+                whole, newline, rest = (rest + data).rpartition(b"\n")
                 with suppress(OSError):
                     self._log.write(whole + newline)
                 self._show(shown, data)

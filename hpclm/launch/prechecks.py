@@ -29,7 +29,9 @@ def check(
     found: list[Source | None] = []
     looks: list[Callable[[], object]] = [lambda: _check_names(run)]
     if data and not run.missing():
-        looks.append(lambda: found.append(_check_data(run)))
+        from hpclm.data import sources  # imports NumPy
+
+        looks.append(lambda: found.append(sources.check(run, run.plan(run.parallel.model))))
     looks.append(lambda: _check_init_from(run, found[0] if found else None))
     if there:
         looks.append(lambda: _check_history(run, found[0] if found else None, back_to, again))
@@ -41,12 +43,6 @@ def check(
             problems += error.problems
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-
-
-def _check_data(run: RunConfig) -> "Source | None":
-    from hpclm.data import sources  # imports NumPy
-
-    return sources.check(run, run.plan(run.parallel.model))
 
 
 def _check_names(run: RunConfig) -> None:

@@ -14,7 +14,7 @@ from hpclm.config.job import TEMPLATES
 from hpclm.errors import ConfigError
 from hpclm.launch import setup
 from hpclm.launch.options import Options, directive, options
-from hpclm.node import programs
+from hpclm.node import processes
 
 MARK = "# SET-UP"
 LARGEST = 1 << 20  # bytes of a template
@@ -101,6 +101,6 @@ def _filled(lines: list[str], asked: Options, body: list[str]) -> Iterator[str]:
 
 def check(text: str, source: Path) -> None:
     """ConfigError unless bash can parse the script ``text``, made from the template ``source``."""
-    code, _, errors = programs.ask(["bash", "-n"], 30.0, text=text)
+    code, _, errors = processes.ask(["bash", "-n"], 30.0, text=text)
     if code or errors.strip():  # an unterminated here-document is only a warning, and would swallow the rest
         raise ConfigError(f"bash cannot read the script made from {source} and job.setup: {errors.strip()}")

@@ -17,8 +17,8 @@ from hpclm.config.compose import dumped
 from hpclm.errors import ConfigError, LockedError
 from hpclm.launch.options import options
 from hpclm.node import slurm
-from hpclm.node.programs import NoAnswerError
-from hpclm.rundir import code, config_history, folder, rollback, submissions
+from hpclm.node.processes import NoAnswerError
+from hpclm.rundir import code, config_history, folder, submissions
 from hpclm.rundir.lock import Lock, refuse_if_held
 from hpclm.rundir.submissions import Submission
 
@@ -70,12 +70,12 @@ def send(
         if config.job.snapshot:
             code.keep(out, config)
         script = out / "job" / f"script-{max(scripts, default=0) + 1}.sbatch"
-        from hpclm.launch import queue
+        from hpclm.launch import sbatch
 
         with _prepared(config, back_to):
             files.write_text(script, text)
             try:
-                job_id = queue.submit(script, options(config, out), out / "job" / "sbatch.lock")
+                job_id = sbatch.submit(script, options(config, out), out / "job" / "sbatch.lock")
             except ConfigError:
                 script.unlink()  # there certainly is no job
                 raise
@@ -88,15 +88,15 @@ def _prepared(config: RunConfig, back_to: int | None) -> Iterator[None]:
     """During the block, the run directory has the settings, and the step to roll back to, of the attempt that is being
     started; a ConfigError restores what was there before."""
     out = Path(config.out)
-    replaced, asked = config_history.replace(out, dumped(config)), rollback.pending(out)
+    replaced, asked = config_history.replace(out, dumped(config)), submissions.rollback(out)
     if back_to is not None:
-        rollback.ask(out, back_to)
+        submissions.roll_back(out, back_to)
     try:
         yield
     except ConfigError:
         config_history.restore(out, replaced)
         if back_to is not None:
-            rollback.withdraw(out) if asked is None else rollback.ask(out, asked)
+            submissions.withdraw_rollback(out) if asked is None else submissions.roll_back(out, asked)
         raise
 
 

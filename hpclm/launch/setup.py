@@ -74,10 +74,7 @@ def _container(config: RunConfig, path: Path, folders: list[Path]) -> str:
         words = [f"--container-image={image}", f"--container-mounts={','.join(mounts)}", f"--container-workdir={here}"]
         return shlex.join(words + [f"--container-env={','.join(job.env)}"] * bool(job.env))
     words = [
-        "--rm",
-        "--init",
-        "--network=host",
-        "--ipc=host",
+        *["--rm", "--init", "--network=host", "--ipc=host"],
         f"--user={os.getuid()}:{os.getgid()}",
         f"--workdir={here}",
     ]

@@ -1,6 +1,15 @@
-"""Parameters of a model, and FLOPs per token."""
+"""Parameters of a model, FLOPs per token, and how many logits are in memory at a time. Needs no PyTorch."""
 
 from hpclm.config import ModelConfig
+
+CHUNK = 4096
+"""Tokens whose logits any GPU computes at a time: enough for fast matrix products."""
+ROOM = 4 << 30
+"""Bytes for logits and what the loss makes of them on a large GPU: fewer chunks add to the gradient of the embedding less often."""
+LARGE = 60 << 30
+"""Bytes of memory of a large GPU. It is a threshold, not a fraction, so that GPUs of one kind choose alike."""
+PER_LOGIT = 8
+"""Bytes: in 16 bits a logit, its log-probability in fp32, and its gradient."""
 
 
 def parameters(config: ModelConfig) -> int:
@@ -55,3 +64,13 @@ def recompute_flops(config: ModelConfig, recompute: str) -> float:
     if recompute == "full":
         return (flops_per_token(config) - 6 * config.hidden * config.padded_vocab) / 3
     return config.layers * 2 * config.context * config.hidden if recompute == "selective" else 0.0
+
+
+def loss_chunk(tokens: int, vocab: int, memory: float) -> int:
+    """Tokens of a micro-batch of ``tokens`` whose logits are computed at a time, without engine.loss_chunk, on a GPU with ``memory`` bytes, which has ``vocab`` entries of
+    the vocabulary: equal chunks if possible, so that compiled code sees one shape."""
+    room = ROOM if memory >= LARGE else 0
+    most = max(CHUNK, room // (PER_LOGIT * vocab))
+    least = max(1, -(-tokens // most))
+    count = next((parts for parts in range(least, 2 * least) if tokens % parts == 0), least)
+    return -(-tokens // count)

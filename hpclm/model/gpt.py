@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from hpclm.config import EngineConfig, ModelConfig
 from hpclm.config.model import BLOCKS
 from hpclm.model.attention import Attention
-from hpclm.model.dropout import dropout
 from hpclm.model.init import InitSpec, TensorParallelModule
-from hpclm.model.layers import MLP, Norm, VocabParallelEmbedding
+from hpclm.model.layers import MLP, Norm, VocabParallelEmbedding, dropout
 from hpclm.model.position import AttentionMetadata, sinusoids
 from hpclm.parallel.mesh import ALONE, Axis
 from hpclm.parallel.placement import Placement

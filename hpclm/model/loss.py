@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hpclm.model import loss_chunk
+from hpclm.model import count
 from hpclm.model.gpt import Head
 from hpclm.parallel.collectives import all_reduce, all_reduce_max, gather
 from hpclm.parallel.main_gradients import add_product, unfilled
@@ -178,7 +178,7 @@ class TokenLoss:
         if not labels.is_cuda:
             return 512
         memory = torch.cuda.get_device_properties(labels.device).total_memory
-        return loss_chunk.chosen(labels.numel(), len(head.weight), memory)
+        return count.loss_chunk(labels.numel(), len(head.weight), memory)
 
     def _split(self, head: Head, hidden: Tensor, labels: Tensor, weights: Tensor, chunk: int) -> Tensor:
         """The weighted sum without a gradient, with a vocabulary-parallel head."""

@@ -18,10 +18,9 @@ from hpclm.model import init
 from hpclm.model.attention_backend import flexible
 from hpclm.model.cache import KeyValueCache
 from hpclm.model.compiled import compile_layers
-from hpclm.model.dropout import SITES, to_device
 from hpclm.model.gpt import Head, LayerSpec
 from hpclm.model.init import InitSpec
-from hpclm.model.layers import mix_seed
+from hpclm.model.layers import SITES, keys_to_device, mix_seed
 from hpclm.model.loss import TokenLoss
 from hpclm.model.offload import ActivationOffload, Streams
 from hpclm.model.position import ActivationSpec, AttentionMetadata, alibi_slopes, attention_metadata
@@ -143,7 +142,9 @@ class Stack(nn.Module):
         if seed is None or not self.config.dropout or not (self.training and self.counts(device)):
             return None
         numbers = range(self.specs[-1].number + 1)
-        return list(to_device([[mix_seed(seed, n, site) for site in range(SITES)] for n in numbers], device).unbind())
+        return list(
+            keys_to_device([[mix_seed(seed, n, site) for site in range(SITES)] for n in numbers], device).unbind()
+        )
 
     def counts(self, device: torch.device) -> bool:
         """Whether dropout outside of attention goes by counters: in compiled blocks of our own, on GPUs."""

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from hpclm import __version__
-from hpclm.node import affinity, programs
-from hpclm.node.programs import NoAnswerError
+from hpclm.node import affinity, processes
+from hpclm.node.processes import NoAnswerError
 
 if TYPE_CHECKING:
     import torch
@@ -46,17 +46,10 @@ from mpi4py import MPI
 print(json.dumps(dict(version=mpi4py.__version__, library=MPI.Get_library_version().split(",")[0].strip())))
 """
 APEX = """
-import importlib, json
+import json
 from apex.optimizers import FusedAdam
-found = {"FusedAdam": True}
-for name, module in {"norms": "fused_layer_norm_cuda", "rotary positions": "fused_rotary_positional_embedding"}.items():
-    try:
-        importlib.import_module(module)
-    except ImportError:
-        found[name] = False
-    else:
-        found[name] = True
-print(json.dumps(found))
+from hpclm.node import apex
+print(json.dumps({"kernels": ["FusedAdam", *apex.kernels().names()]}))
 """
 
 
@@ -204,7 +197,7 @@ def ask_python(code: str, env: Mapping[str, str], seconds: float = 30) -> Facts:
     """What ``code`` prints as JSON, run by this interpreter without the launcher's variables."""
     clean = {name: value for name, value in env.items() if not name.startswith(LAUNCHERS)}
     try:
-        status, output, errors = programs.ask([sys.executable, "-c", code], seconds, clean)
+        status, output, errors = processes.ask([sys.executable, "-c", code], seconds, clean)
     except NoAnswerError as error:
         return {"error": str(error)}
     if status:
@@ -222,7 +215,7 @@ def ask_program(*words: str, seconds: float = 5.0) -> Facts:
     if not path:
         return {"error": f"{words[0]} is not in PATH"}
     try:
-        status, output, errors = programs.ask(words, seconds)
+        status, output, errors = processes.ask(words, seconds)
     except NoAnswerError as error:
         return {"error": str(error), "path": path}
     lines = (output + errors).strip().splitlines() or [""]

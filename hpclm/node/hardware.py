@@ -16,8 +16,6 @@ from hpclm.errors import ConfigError, HpclmError
 from hpclm.node.gpus import peak_of
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 NOTABLE = 1.25  # times as fast: less is within the noise of a measurement on a busy machine
 ASKED = ("SLURM_GPUS_PER_NODE", "SLURM_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS")
 """Variables of a job that has GPUs."""

@@ -18,13 +18,18 @@ WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signa
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
     """While the block runs, ``handler`` receives these signals. A hang-up that nohup has silenced stays so."""
-    heard = [number for number in WARNINGS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-    before: dict[int, Any] = {number: signal.signal(number, handler) for number in heard}
+    before = _install(handler)
     try:
         yield
     finally:
         for number, old in before.items():
             signal.signal(number, old if old is not None else signal.SIG_DFL)
+
+
+def _install(handler: Callable[[int, FrameType | None], object]) -> dict[int, Any]:
+    """Have ``handler`` receive the signals; the handlers before it."""
+    heard = [number for number in WARNINGS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in heard}
 
 
 class Preemption:
@@ -35,8 +40,7 @@ class Preemption:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Preemption":
-        caught = [n for n in WARNINGS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._note) for number in caught}
+        self._before = _install(self._note)
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:

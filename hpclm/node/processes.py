@@ -1,23 +1,30 @@
-"""Processes of this machine: find them, check that a PID still is the process that was recorded, find the owner of a lock, end them."""
+"""Processes of this machine: find them, check that a PID still is the process that was recorded, find the owner of a lock, end them;
+run programs that may be missing, hang or fail, each with a time limit."""
 
 import ctypes
 import os
 import re
+import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import psutil
+
+from hpclm.errors import HpclmError
 
 PROC = Path("/proc")
 OURS = r"(.*/)?hpclm([.][a-z_.]+)?"  # an argument of our command lines: hpclm, its path, or the module after -m
 TOLERANCE = 60  # seconds by which a process may seem younger than its record: clocks are adjusted
 PR_SET_CHILD_SUBREAPER = 36
 Locks = dict[str, list[int]]
+Env = Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -116,7 +123,7 @@ def lock_holders(path: Path | str, known: Locks | None = None) -> list[int] | No
     return (locks() if known is None else known).get(wanted, [])
 
 
-def send_signal(pid: int, number: signal.Signals = signal.SIGTERM) -> None:
+def send_signal(pid: int, number: int = signal.SIGTERM) -> None:
     """Send a signal to a process, if it still exists."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
@@ -206,3 +213,41 @@ def wake(pids: Iterable[int]) -> None:
     for pid in filter(stopped, pids):
         with suppress(OSError):
             os.kill(pid, signal.SIGCONT)
+
+
+class NoAnswerError(HpclmError):
+    """A program is not installed, does not answer in time, or its answer cannot be parsed."""
+
+
+def ask(words: Sequence[str], seconds: float, env: Env = os.environ, text: str = "") -> tuple[int, str, str]:
+    """Exit code, output and errors of a program that reads ``text`` and must end within ``seconds``; NoAnswerError otherwise."""
+    return finish(start(words, env), seconds, text)
+
+
+def start(words: Sequence[str], env: Env = os.environ) -> subprocess.Popen[bytes]:
+    """Start a program, for ``finish``; NoAnswerError if it is missing."""
+    program = shutil.which(words[0], path=env.get("PATH")) or words[0]
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    try:
+        return subprocess.Popen([program, *words[1:]], env=dict(env), start_new_session=True, **pipes)
+    except OSError as error:
+        raise NoAnswerError(f"{words[0]}: {error.strerror}; is it installed here?") from None
+
+
+def finish(process: subprocess.Popen[bytes], seconds: float, text: str = "") -> tuple[int, str, str]:
+    """As ``ask``, for a program that was started before."""
+    try:
+        output, errors = process.communicate(text.encode(), timeout=max(0, seconds))
+        return process.returncode, output.decode(errors="replace"), errors.decode(errors="replace")
+    except subprocess.TimeoutExpired as late:
+        raise NoAnswerError(f"{Path(late.cmd[0]).name} did not answer within {seconds:g} s") from None
+    finally:
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(0.1)
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            if pipe is not None:
+                with suppress(OSError):
+                    pipe.close()

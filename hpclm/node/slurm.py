@@ -11,17 +11,16 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from hpclm.errors import HpclmError
-from hpclm.node import programs
-from hpclm.node.processes import OURS
-from hpclm.node.programs import Env, NoAnswerError
+from hpclm.node import processes
+from hpclm.node.processes import OURS, Env, NoAnswerError
 
 FORMAT = "%i|%T|%M|%L|%S|%D|%N|%r"
 SQUEUE = ["squeue", "-h", "-r", "-a", "-t", "all", "-o", FORMAT]
 TEMPORARY = re.compile("Unable to contact|timed out|temporarily|Connection refused|try again", re.IGNORECASE)
 WAITING = frozenset(
-    {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
+    ["PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"]
 )
-RUNNING = frozenset({"RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT", "COMPLETING"})
+RUNNING = frozenset(["RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT", "COMPLETING"])
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def start_squeue(users: Collection[int], env: Env = os.environ) -> subprocess.Po
 
 def read_squeue(asked: subprocess.Popen[bytes], ids: Collection[str], seconds: float) -> dict[str, State]:
     """The jobs among ``ids`` in the answer, which must arrive within ``seconds``; NoAnswerError as in ``states``."""
-    code, answer, error = programs.finish(asked, seconds)
+    code, answer, error = processes.finish(asked, seconds)
     if code and "Invalid job id" in error:
         return {}
     if code:
@@ -124,12 +123,8 @@ def send(job: str, name: str, whole: bool = False, env: Env = os.environ) -> boo
 
 def signal_process(job: str, node: str, pid: int, name: str, seconds: float = 10, env: Env = os.environ) -> bool:
     """Send the signal ``name`` to one process of hpclm in a running job, by an overlapping job step."""
-    step = [
-        "srun",
-        f"--jobid={job}",
-        f"--nodelist={node}",
-        *["--overlap", "-N1", "-n1", "--mem=0", "--gres=none", "--quiet"],
-    ]
+    overlapping = ["--overlap", "-N1", "-n1", "--mem=0", "--gres=none", "--quiet"]
+    step = ["srun", f"--jobid={job}", f"--nodelist={node}", *overlapping]
     act = f"tr '\\0' '\\n' < /proc/{int(pid)}/cmdline | grep -Eqx '{OURS}' && kill -s {name} {int(pid)}"
     outside = {key: value for key, value in env.items() if not re.match("SLURM_(?!CONF$|CLUSTERS$)|SRUN_", key)}
     try:
@@ -159,15 +154,15 @@ def retry(words: list[str], env: Env = os.environ, tries: int = 3, seconds: floa
 
 
 def ask(words: list[str], seconds: float, env: Env = os.environ) -> tuple[int, str, str]:
-    """As ``programs.ask``, for a command of Slurm."""
-    return programs.finish(start(words, env), seconds)
+    """As ``processes.ask``, for a command of Slurm."""
+    return processes.finish(start(words, env), seconds)
 
 
 def start(words: list[str], env: Env = os.environ) -> subprocess.Popen[bytes]:
-    """As ``programs.start``, for a command of Slurm."""
+    """As ``processes.start``, for a command of Slurm."""
     # SQUEUE_PARTITION, SCANCEL_INTERACTIVE and the like are meant for the user's own commands
     clean = {name: value for name, value in env.items() if not re.match("(SQUEUE|SCANCEL|SCONTROL)_", name)}
-    return programs.start(words, {**clean, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"})
+    return processes.start(words, {**clean, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"})
 
 
 def _state(line: str) -> State | None:

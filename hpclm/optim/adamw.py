@@ -30,10 +30,7 @@ def groups(
     decaying: Sequence[nn.Parameter], others: Sequence[nn.Parameter], optim: OptimConfig
 ) -> list[dict[str, Any]]:
     """Parameter groups with and without weight decay; empty groups are left out."""
-    found = [
-        dict(params=list(decaying), weight_decay=optim.weight_decay),
-        dict(params=list(others), weight_decay=0.0),
-    ]
+    found = [dict(params=list(decaying), weight_decay=optim.weight_decay), dict(params=list(others), weight_decay=0.0)]
     return [group for group in found if group["params"]]
 
 

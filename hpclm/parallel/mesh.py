@@ -60,12 +60,7 @@ class Mesh:
 
     @classmethod
     def build(
-        cls,
-        rank: int,
-        size: int,
-        parallel: ParallelConfig,
-        limit: timedelta | None = None,
-        backend: str | None = None,
+        cls, rank: int, size: int, parallel: ParallelConfig, limit: timedelta | None = None, backend: str | None = None
     ) -> "Mesh":
         """The mesh of ``size`` processes seen from ``rank``; every process must call this with the same settings.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from math import ceil
 
 from hpclm.config import ModelConfig
-from hpclm.model import count, loss_chunk
+from hpclm.model import count
 from hpclm.planning.code import Code
 from hpclm.planning.layout import Layout, Stage, micro_batches_held, parameters, stages
 
@@ -72,7 +72,7 @@ def logits(model: ModelConfig, layout: Layout, code: Code, stage: Stage) -> tupl
     tokens = layout.micro_size * model.context
     rows = min(code.rows or tokens, tokens)
     if code.memory:
-        rows = loss_chunk.chosen(tokens, model.padded_vocab // layout.tensor, code.memory)
+        rows = count.loss_chunk(tokens, model.padded_vocab // layout.tensor, code.memory)
     each = code.logit + code.element * (rows < tokens)
     return rows < tokens, stage.last * rows * model.padded_vocab / layout.tensor * each
 

@@ -6,7 +6,7 @@ from typing import Any
 from hpclm.config import RunConfig
 from hpclm.errors import ConfigError
 from hpclm.node.gpus import Kind
-from hpclm.planning import micro_batch, trace
+from hpclm.planning import suggest, trace
 from hpclm.planning.trace import Trace
 
 GB = 1e9
@@ -29,7 +29,7 @@ def chosen(text: str, world: int) -> list[int]:
 
 def report(run: RunConfig, numbers: Sequence[int], kind: Kind) -> Iterator[str]:
     """Lines about each of these ranks. ``kind``: for batch.micro_size=auto."""
-    run = micro_batch.resolved(run, kind)
+    run = suggest.with_micro_size(run, kind)
     for index, rank in enumerate(numbers):
         if index:
             yield ""

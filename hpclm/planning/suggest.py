@@ -1,4 +1,4 @@
-"""Suggest layouts that fit, fastest first."""
+"""Suggest layouts that fit, fastest first; batch.micro_size=auto, the fastest micro-batch that fits."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ from hpclm.config.supports import SUPPORTS
 from hpclm.errors import ConfigError
 from hpclm.node.gpus import Kind
 from hpclm.planning import forecast
-from hpclm.planning.forecast import Forecast
+from hpclm.planning.forecast import GIB, Forecast
 
 VARIED = {
     "parallel": ("tensor", "pipeline", "shard", "schedule", "chunks"),
@@ -16,6 +16,8 @@ VARIED = {
     "engine": ("name", "zero_stage", "recompute", "recompute_every"),
 }
 """Settings that a suggestion may change."""
+TOKENS = 32768
+"""Tokens of the largest micro-batch of batch.micro_size=auto: matrix products are as fast as they get with fewer."""
 
 
 @dataclass(frozen=True)
@@ -137,3 +139,30 @@ def words(run: RunConfig, other: RunConfig) -> tuple[str, ...]:
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def with_micro_size(run: RunConfig, kind: Kind) -> RunConfig:
+    """``run`` with a number for batch.micro_size=auto, on job.nodes x job.gpus GPUs; ConfigError if no size fits."""
+    if run.batch.micro_size:
+        return run
+    smallest = replace(run, batch=replace(run.batch, micro_size=1))
+    found = [one for one in fitting(smallest, kind) if one.layout.micro_size in (1, *_useful(one, run))]
+    if not found:
+        raise ConfigError(_refused(smallest, kind))
+    best = max(found, key=lambda one: (one.tokens_per_second or 0.0, one.layout.micro_size))
+    return replace(run, batch=replace(run.batch, micro_size=best.layout.micro_size))
+
+
+def _useful(found: Forecast, run: RunConfig) -> tuple[int, ...]:
+    """Its size of a micro-batch, unless that is larger than it needs to be."""
+    return (found.layout.micro_size,) if found.layout.micro_size * run.model.context <= TOKENS else ()
+
+
+def _refused(run: RunConfig, kind: Kind) -> str:
+    need = forecast.of(run, kind)
+    gpus = f"{run.job.nodes} x {run.job.gpus} GPUs"
+    return (
+        f"batch.micro_size=auto: even with batch.micro_size=1 this layout needs {need.memory[need.worst].total / GIB:.0f} GiB of "
+        f"each of {gpus}, which have {kind.memory:.0f}; use more GPUs, another engine (engine.name=fsdp2), parallel.tensor or "
+        f"engine.recompute=full: hpclm planner --suggest lists what fits"
+    )

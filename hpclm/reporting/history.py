@@ -15,6 +15,7 @@ from typing import Any
 
 from hpclm import files
 from hpclm.rundir import rows, submissions
+from hpclm.rundir.status import moment
 
 LARGEST = 1 << 31  # bytes of a file that is read whole
 STAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) ([DIWEC]) (.*)")
@@ -133,10 +134,10 @@ def read(out: Path) -> History:
     """The history of the run in ``out``."""
     measured = list(_rows(out / "metrics.jsonl", FIGURES, ["step"]))
     lost = list({(row["step"], row.get("time")): row for row in _rows(out / rows.LOST, FIGURES, ["step"])}.values())
-    begun = [row for row in _rows(out / "attempts.jsonl", rows.ATTEMPT, ["time"]) if _seconds(row["time"])]
+    begun = [row for row in _rows(out / "attempts.jsonl", rows.ATTEMPT, ["time"]) if moment(row["time"])]
     ends = {row["attempt"]: row for row in _rows(out / "ends.jsonl", rows.END, ["attempt", "code"])}
-    submitted = {each.job_id: when for each in _submissions(out) if (when := _seconds(each.time))}
-    chunks = _by_attempt(list(_log(out / "log.txt")), [_seconds(row["time"]) or 0.0 for row in begun])
+    submitted = {each.job_id: when for each in _submissions(out) if (when := moment(each.time))}
+    chunks = _by_attempt(list(_log(out / "log.txt")), [moment(row["time"]) or 0.0 for row in begun])
     attempts: list[Attempt] = []
     for number, (row, lines) in enumerate(zip(begun, chunks, strict=True), 1):
         after = begun[number] if number < len(begun) else None
@@ -173,8 +174,8 @@ class Context:
 def _attempt(
     number: int, row: Row, end: Row | None, lines: Sequence[Line], measured: Iterable[Row], context: Context
 ) -> Attempt:
-    began = _seconds(row["time"]) or 0.0
-    until = (_seconds(context.after["time"]) if context.after else None) or float("inf")
+    began = moment(row["time"]) or 0.0
+    until = (moment(context.after["time"]) if context.after else None) or float("inf")
     since = began - 1  # what attempts.jsonl says is cut to whole seconds
     mine = [(r["time"], r) for r in measured if r.get("time") and since <= r["time"] < until]
     mine.sort(key=lambda each: each[0])
@@ -183,7 +184,7 @@ def _attempt(
     told = [int(found[1]) for line in lines if (found := STEP.match(line.text))]
     last = max([first, *told, *(r["step"] for _, r in steps)])
     saved = (context.after.get("from_step") or 0) if context.after else last
-    orderly = (_seconds(end["time"]) or 0.0) if end and "time" in end else 0.0
+    orderly = (moment(end["time"]) or 0.0) if end and "time" in end else 0.0
     finish = max([began, orderly, *(line.time for line in lines), *(when for when, _ in mine)])
     begins = [line.time for line in lines if STEP.match(line.text)] + [
         when - (r.get("step_seconds") or 0.0) for when, r in steps[:1]
@@ -272,11 +273,14 @@ def _first(log: Sequence[Line], begins: int) -> int:
     return begins
 
 
-def _log(path: Path) -> Iterator[Line]:
-    text = ""
+def _lines(path: Path) -> list[str]:
     with suppress(OSError):
-        text = files.read_text(path, LARGEST, errors="replace")
-    for line in text.splitlines():
+        return files.read_text(path, LARGEST, errors="replace").splitlines()
+    return []
+
+
+def _log(path: Path) -> Iterator[Line]:
+    for line in _lines(path):
         if found := STAMP.match(line):
             with suppress(ValueError, OverflowError):
                 when = datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S").timestamp() + int(found[2]) / 1000
@@ -284,21 +288,10 @@ def _log(path: Path) -> Iterator[Line]:
 
 
 def _rows(path: Path, fields: Mapping[str, rows.Check], needs: Iterable[str]) -> Iterator[Row]:
-    text = ""
-    with suppress(OSError):
-        text = files.read_text(path, LARGEST, errors="replace")
-    for line in text.splitlines():
-        if row := rows.parsed(line, fields, needs):
-            yield row
+    return (row for line in _lines(path) if (row := rows.parsed(line, fields, needs)))
 
 
 def _submissions(out: Path) -> list[submissions.Submission]:
     with suppress(OSError):
         return submissions.read(out)
     return []
-
-
-def _seconds(text: str) -> float | None:
-    with suppress(ValueError, OverflowError):
-        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S%z").timestamp()
-    return None

@@ -9,7 +9,6 @@ import hashlib
 import json
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -17,12 +16,13 @@ from contextlib import suppress
 from dataclasses import asdict
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
 
 from hpclm import files, shipped
 from hpclm.config import RunConfig
+from hpclm.config.assign import texts
 from hpclm.errors import ConfigError
-from hpclm.node import environment
+from hpclm.node import environment, processes
+from hpclm.node.processes import NoAnswerError
 
 Sources = Mapping[str, Path]
 """Files by the names they have below a folder of Python's path: hpclm/loop.py, mine.py."""
@@ -36,7 +36,7 @@ LARGEST = 1 << 26  # bytes of all files
 def sources(config: RunConfig) -> Sources:
     """The files of the code that ``config`` runs, as Python would find them now."""
     found: dict[str, Path] = _package(ROOT)
-    todo = sorted({match[1] for text in _texts(asdict(config)) if (match := NAME.fullmatch(text))})
+    todo = sorted({match[1] for text in texts(asdict(config)) if (match := NAME.fullmatch(text))})
     seen = {"hpclm"}
     while todo:
         top = todo.pop()
@@ -119,12 +119,11 @@ def revision() -> str | None:
 def _git(*words: str) -> str | None:
     if shipped.installed():
         return None  # a repository around the environment is not that of hpclm
-    command = ["git", "-C", str(ROOT), *words]
     try:
-        done = subprocess.run(command, capture_output=True, check=True, timeout=10)
-        return done.stdout.decode(errors="replace").strip()
-    except (OSError, subprocess.SubprocessError):
+        code, output, _ = processes.ask(["git", "-C", str(ROOT), *words], 10.0)
+    except NoAnswerError:
         return None
+    return None if code else output.strip()
 
 
 def _package(root: Path) -> dict[str, Path]:
@@ -155,14 +154,3 @@ def _imported(path: Path) -> Iterator[str]:
                 yield from (alias.name.partition(".")[0] for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 yield node.module.partition(".")[0]
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _texts(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _texts(each)

@@ -25,7 +25,7 @@ def check(out: Path) -> None:
     try:
         found = out.stat()
     except FileNotFoundError:
-        _makeable(out)
+        _check_room(out, next(folder for folder in out.parents if folder.exists()))
         return
     except OSError as error:
         raise ConfigError(f"run directory {out}: {error.strerror} (errno {error.errno}); choose another out") from None
@@ -84,10 +84,6 @@ def make(out: Path) -> None:
             make_folder(folder, 0o700)
     except OSError as error:
         raise unwritten(error, out, "choose another out, or free some space") from None
-
-
-def _makeable(out: Path) -> None:
-    _check_room(out, next(folder for folder in out.parents if folder.exists()))
 
 
 def _check_room(out: Path, folder: Path) -> None:

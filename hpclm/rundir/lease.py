@@ -92,14 +92,12 @@ class Lease:
         try:
             mine = self._mine()
         except OSError as error:
-            raise HpclmError(
-                f"{self.path} cannot be read: {error.strerror}; it names the holder of the run directory"
-            ) from error
+            text = f"{self.path} cannot be read: {error.strerror}; it names the holder of the run directory"
+            raise HpclmError(text) from error
         if not mine:
             self._lost.set()
-            raise LockedError(
-                f"{self.path.parent} was taken over by {told(read(self.path))}; this attempt ends without saving"
-            )
+            winner = told(read(self.path))
+            raise LockedError(f"{self.path.parent} was taken over by {winner}; this attempt ends without saving")
 
     def _mine(self) -> bool:
         """Whether no other attempt has written its name to the file. A missing or damaged file counts as ours."""
@@ -157,15 +155,13 @@ class Lease:
 
     def _is_earlier_attempt(self, holder: Holder) -> bool:
         """Whether ``holder`` is this job before its last requeue."""
-        return bool(self._me["job"]) and (
-            holder.get("job") == self._me["job"] and whole(holder, "start") < self._me["start"]
-        )
+        same_job = bool(self._me["job"]) and holder.get("job") == self._me["job"]
+        return same_job and whole(holder, "start") < self._me["start"]
 
     def _wait_for_silence(self, holder: Holder) -> None:
         """Return when ``holder``, on a host whose processes are not visible, has sent no heartbeat for long enough."""
-        log.info(
-            "waiting %.0f s for a heartbeat of %s, which has not released the run directory", self.seconds, told(holder)
-        )
+        text = "waiting %.0f s for a heartbeat of %s, which has not released the run directory"
+        log.info(text, self.seconds, told(holder))
         until, first = time.monotonic() + self.seconds, self._last_beat()
         while time.monotonic() < until:
             time.sleep(min(1.0, self.seconds / 10))

@@ -4,6 +4,7 @@ A line that is truncated, or that hpclm could not have written, is skipped.
 """
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -81,6 +82,13 @@ def scores(value: Any) -> bool:
     return isinstance(value, dict) and all(
         isinstance(row, dict) and all(map(maybe(figure), row.values())) for row in value.values()
     )
+
+
+def finite(row: Mapping[str, Any]) -> dict[str, Any]:
+    """``row`` with None for numbers that are not finite, which JSON has not."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
+    }
 
 
 # The fields that are read. A row may lack some of them, and may have others.

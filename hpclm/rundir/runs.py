@@ -17,7 +17,7 @@ from typing import Any
 from hpclm import files
 from hpclm.errors import ConfigError
 from hpclm.registry import hint
-from hpclm.rundir import lock, logs, planned, rollback, rows, saved, submissions
+from hpclm.rundir import lock, logs, planned, rows, saved, submissions
 from hpclm.rundir.submissions import Submission
 
 MARKS = ("config.yaml", submissions.NAME, "attempts.jsonl")
@@ -58,8 +58,8 @@ class Run:
     """The last job, if it has not started training."""
     owner: int = 0
     """UID of the owner."""
-    steps_planned: int | None = None
-    """The number of steps in its settings or its last attempt."""
+    total: int | None = None
+    """The planned number of steps, by its settings or its last attempt; None if unknown, or if only time limits the run."""
 
     @property
     def attempt(self) -> Mapping[str, Any]:
@@ -104,10 +104,6 @@ class Run:
             for each in self.attempts[-1:]
             if {"host", "pid", "time"} <= each.keys()
         ]
-
-    def total(self) -> int | None:
-        """The planned number of steps; None if unknown, or if only time limits the run."""
-        return self.steps_planned
 
     def job_log(self) -> Path | None:
         """The newest log that a job of the run printed to."""
@@ -227,11 +223,11 @@ def read(out: Path, steps: int = STEPS, brief: bool = False) -> Run:
         holder=holder,
         attempt_count=begun.count("\n{") + begun.startswith("{") if len(attempts) == FEW else len(attempts),
         slow=_slow(f"{out}/ranks.json") if holder else [],
-        rollback=None if brief else _rollback(out),
+        rollback=None if brief else _or(submissions.rollback, out, None),
         ended=_ended(out, submitted, trained),
         unbegun=None if trained else _unbegun(out, submitted[-1]),
         owner=_or(lambda path: path.stat().st_uid, out, 0),
-        steps_planned=last["steps"] if recorded else planned.steps(out / "config.yaml") or last.get("steps"),
+        total=last["steps"] if recorded else planned.steps(out / "config.yaml") or last.get("steps"),
     )
 
 
@@ -251,7 +247,8 @@ def _ended(out: Path, submitted: Sequence[Submission], trained: bool) -> tuple[s
 def _job_log(out: Path, submitted: Sequence[Submission]) -> Path | None:
     """The newest log that a job of the run in ``out`` printed to."""
     named = [out / each.log for each in submitted if each.log]
-    dated = [(when, path) for path in (*named, *_matching(out / "logs", "job-*.log")) if (when := _written(path))]
+    printed = _or(lambda folder: sorted(folder.glob("job-*.log")), out / "logs", [])
+    dated = [(when, path) for path in (*named, *printed) if (when := _written(path))]
     return max(dated)[1] if dated else None
 
 
@@ -263,11 +260,8 @@ def _unbegun(out: Path, submission: Submission) -> Unbegun:
 
 def _written(path: Path) -> float | None:
     """When a regular file was last written, in seconds since 1970; None without one."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime if stat.S_ISREG(found.st_mode) else None
+    found = _or(Path.stat, path, None)
+    return found.st_mtime if found and stat.S_ISREG(found.st_mode) else None
 
 
 def _rows(
@@ -286,20 +280,8 @@ def _slow(path: str) -> list[Mapping[str, Any]]:
     return []
 
 
-def _rollback(out: Path) -> int | None:
-    with suppress(ConfigError, OSError):
-        return rollback.pending(out)
-    return None
-
-
-def _matching(folder: Path, pattern: str) -> list[Path]:
-    with suppress(OSError):
-        return sorted(folder.glob(pattern))
-    return []
-
-
 def _or(act: Any, path: Path, otherwise: Any) -> Any:
-    try:
+    """``act(path)``, or ``otherwise`` for a file that cannot be read, or has no meaning."""
+    with suppress(OSError, ConfigError):
         return act(path)
-    except OSError:
-        return otherwise
+    return otherwise

@@ -10,9 +10,8 @@ from datetime import datetime
 from subprocess import Popen
 
 from hpclm import files
-from hpclm.node import processes, programs, slurm
-from hpclm.node.processes import Locks
-from hpclm.node.programs import NoAnswerError
+from hpclm.node import processes, slurm
+from hpclm.node.processes import Locks, NoAnswerError
 from hpclm.node.slurm import State
 from hpclm.rundir.runs import Run
 
@@ -133,12 +132,12 @@ def ask_slurm(
         if jobs and asked_before:
             return slurm.read_squeue(asked_before, jobs, seconds), ""
         if jobs:
-            return slurm.states(jobs, _owners(runs), seconds), ""
+            return slurm.states(jobs, sorted({run.owner for run in runs if run.jobs}), seconds), ""
     except NoAnswerError as silent:
         return None, str(silent)
     if asked_before:
         with suppress(NoAnswerError):
-            programs.finish(asked_before, 0)
+            processes.finish(asked_before, 0)
     return {}, ""
 
 
@@ -153,7 +152,7 @@ def status_of(run: Run, states: Mapping[str, State] | None, asked: str = "", loc
     mine = [states[job] for job in run.jobs if job in states] if states else []
     live = [job for job in mine if job.live]
     job = (live or mine)[-1] if mine else None
-    total, now = run.total(), time.time()
+    total, now = run.total, time.time()
     here = process_here(run, locks)
     fresh = run.stepped is not None and now - run.stepped < RECENTLY and _is_elsewhere(run)
     if live and job:
@@ -223,15 +222,16 @@ def span(seconds: float) -> str:
 
 def _working(run: Run, job: State | None) -> str:
     """starting or running: whether the current attempt has completed a step."""
-    when = _seconds(str(run.attempt.get("time", "")))
-    began = _seconds(job.start) if job else None
+    when = moment(str(run.attempt.get("time", "")))
+    began = moment(job.start) if job else None
     if when is None or (began is not None and when < began - 2):
         return "starting"
     steps = run.stepped is not None and run.stepped >= when - 1 and run.step > (run.attempt.get("from_step") or 0)
     return "running" if steps else "starting"
 
 
-def _seconds(text: str) -> float | None:
+def moment(text: str) -> float | None:
+    """The time that a run's files or squeue give, in seconds since 1970; None for anything else."""
     for form in ("%Y-%m-%dT%H:%M:%S%z", "%Y-%m-%dT%H:%M:%S"):
         try:
             return datetime.strptime(text, form).timestamp()
@@ -243,10 +243,6 @@ def _seconds(text: str) -> float | None:
 def _is_elsewhere(run: Run) -> bool:
     """Whether a process of another host, which is not visible from here, holds the run directory."""
     return run.holder is not None and run.holder.get("host") != socket.gethostname()
-
-
-def _owners(runs: Sequence[Run]) -> list[int]:
-    return sorted({run.owner for run in runs if run.jobs})
 
 
 def _mean(run: Run, key: str) -> float | None:

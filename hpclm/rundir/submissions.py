@@ -1,14 +1,22 @@
-"""The jobs of a run: jobs.jsonl has a line for each submission, to Slurm, mpirun or this machine."""
+"""What a launch leaves for a run: a line in jobs.jsonl for each submission, to Slurm, mpirun or this machine, and the request to
+roll back to an older checkpoint, rollback.json.
 
+The request is written before the run is submitted, and removed after everything newer has been set aside. Whatever is killed
+in between, the next attempt rolls back to that step, and only once.
+"""
+
+import json
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from hpclm import files
+from hpclm.errors import ConfigError
 from hpclm.rundir import rows
 
 NAME = "jobs.jsonl"
+ROLLBACK = "rollback.json"
 
 
 @dataclass(frozen=True)
@@ -53,3 +61,26 @@ def read(out: Path, count: int | None = None) -> list[Submission]:
         if len(found) == count:
             break
     return found[::-1]
+
+
+def roll_back(out: Path, step: int) -> None:
+    """Request that the next attempt of the run in ``out`` resumes from the checkpoint of ``step``."""
+    files.sweep(out / ROLLBACK)  # left by a killed process
+    files.write_text(out / ROLLBACK, json.dumps({"step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}) + "\n")
+
+
+def rollback(out: Path) -> int | None:
+    """The step that the next attempt rolls back to, None without a request; ConfigError for a file without a step."""
+    path = out / ROLLBACK
+    if not path.exists():
+        return None
+    row = rows.parsed(rows.tail(path), {"step": rows.whole, "time": rows.text}, ["step"])
+    if row is None:
+        raise ConfigError(f"{path} has no step to go back to; remove it, and repeat --from STEP")
+    return int(row["step"])
+
+
+def withdraw_rollback(out: Path) -> None:
+    """Remove the request, when it is withdrawn or carried out."""
+    (out / ROLLBACK).unlink(missing_ok=True)
+    files.sync(out)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpclm import registry
-from hpclm.config.sinks import SINKS
+from hpclm.config.monitoring import SINKS
 
 Row = Mapping[str, Any]
 """A line of metrics.jsonl."""

@@ -11,11 +11,7 @@ from hpclm.rundir import rows
 from hpclm.sinks import Row
 
 LARGEST = 1 << 20  # bytes
-FIELDS = {
-    "id": rows.text,
-    **dict.fromkeys(("step", "rows", "rollbacks"), rows.whole),
-    "parts": rows.texts,
-}
+FIELDS = {"id": rows.text, **dict.fromkeys(("step", "rows", "rollbacks"), rows.whole), "parts": rows.texts}
 
 
 @dataclass(frozen=True)

@@ -69,11 +69,8 @@ class Sinks:
                 process.wait()
                 complete = False
             if not complete:
-                log.warning(
-                    "sink %s lacks the last rows of metrics.jsonl; the next attempt sends them, or hpclm sync %s",
-                    name,
-                    files.typed(self.out),
-                )
+                text = "sink %s lacks the last rows of metrics.jsonl; the next attempt sends them, or hpclm sync %s"
+                log.warning(text, name, files.typed(self.out))
         for listener in self._listeners:
             listener.join(1.0)
 

@@ -53,14 +53,8 @@ class Deadline:
             (remains,) = self.agreement.context.all_reduce_max((time.monotonic() - began) / done * (count - done))
             if remains + self.saver.seconds() < left:
                 return
-            log.warning(
-                "%s leaves %.0f s, and the other %d of %d micro-batches of this step would take %.0f s: it is left, and done again",
-                orders.signal,
-                left,
-                count - done,
-                count,
-                remains,
-            )
+            text = "%s leaves %.0f s, and the other %d of %d micro-batches of this step would take %.0f s: it is left, and done again"
+            log.warning(text, orders.signal, left, count - done, count, remains)
             raise StepLeft
 
         return between

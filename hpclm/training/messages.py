@@ -29,32 +29,18 @@ def device(config: RunConfig, where: torch.device, dtype: torch.dtype, context: 
 def hello(config: RunConfig, plan: Plan, context: DistributedContext, length: Length, samples: int) -> None:
     """Log what is about to happen, and warn of what is probably not meant."""
     steps = "until the time is up" if length.steps is None else f"{length.steps} steps"
-    logger.info(
-        "%s parameters; %s of %d samples x %d tokens, %s samples of training data",
-        f"{count.parameters(config.model):,}",
-        steps,
-        plan.global_size,
-        config.model.context,
-        f"{samples:,}",
-    )
+    size = f"{count.parameters(config.model):,} parameters; {steps} of {plan.global_size} samples x {config.model.context} tokens"
+    logger.info("%s, %s samples of training data", size, f"{samples:,}")
     if context.size > 1:
-        logger.info(
-            "%d processes, started by %s, on %s; micro-batches of %d, %d a step for each",
-            context.size,
-            context.launcher,
-            ", ".join(dict.fromkeys(context.hosts)),
-            plan.micro_size,
-            plan.accumulation(0),
+        started = (
+            f"{context.size} processes, started by {context.launcher}, on {', '.join(dict.fromkeys(context.hosts))}"
         )
+        logger.info("%s; micro-batches of %d, %d a step for each", started, plan.micro_size, plan.accumulation(0))
     end, limit = length.in_unit(config.optim.unit), config.optim.schedule_length
     warmup = config.optim.warmup or (config.optim.warmup_fraction or 0) * (limit or end or 0)
     if end is not None and warmup >= end:
-        logger.warning(
-            "the run ends after %d %s, inside its warm-up of %d: optim.lr is never reached",
-            end,
-            config.optim.unit,
-            warmup,
-        )
+        text = "the run ends after %d %s, inside its warm-up of %d: optim.lr is never reached"
+        logger.warning(text, end, config.optim.unit, warmup)
 
 
 def attention(config: RunConfig, device: torch.device) -> None:

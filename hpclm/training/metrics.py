@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from hpclm import files
 from hpclm.config import LogConfig
 from hpclm.errors import ConfigError
 from hpclm.log import LIVE
-from hpclm.rundir.rows import LOST, STEP, parsed
+from hpclm.rundir.rows import LOST, STEP, finite, parsed
 from hpclm.training import log_lines
 from hpclm.training.writer import Writer
 
@@ -209,13 +209,6 @@ class Mute(Meter):
 
     def flush(self) -> None:
         """Nothing is written."""
-
-
-def finite(row: Mapping[str, Any]) -> dict[str, Any]:
-    """``row`` with None for numbers that are not finite, which JSON has not."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
-    }
 
 
 class Speed:

@@ -11,7 +11,7 @@ from hpclm.distributed.context import DistributedContext
 from hpclm.errors import ConfigError
 from hpclm.node import gpus, hardware
 from hpclm.node.gpus import Kind
-from hpclm.planning import micro_batch
+from hpclm.planning import suggest
 
 log = logging.getLogger(__name__)
 ON_CPU = (4, 2, 1)
@@ -75,6 +75,6 @@ def _kept(config: RunConfig, processes: int) -> int | None:
 
 def _chosen(config: RunConfig, context: DistributedContext, kind: Kind, memory: float) -> int:
     job = replace(config.job, nodes=context.size // context.local_size, gpus=context.local_size)
-    size = micro_batch.resolved(replace(config, job=job), replace(kind, memory=memory)).batch.micro_size
+    size = suggest.with_micro_size(replace(config, job=job), replace(kind, memory=memory)).batch.micro_size
     log.info("batch.micro_size=auto: %d, for GPUs with %.0f GiB", size, memory)
     return size

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hpclm import files
-from hpclm.config.schema import ProfileConfig
+from hpclm.config.monitoring import ProfileConfig
 
 log = logging.getLogger(__name__)
 ROWS = 10  # operations in the table
@@ -55,10 +55,5 @@ class Profile:
             log.warning("the profile of %s cannot be written: %s; training goes on", self.path, error)
             return
         to = "the last" if last is None else last
-        log.info(
-            "profile of steps %d to %s: %s, for ui.perfetto.dev; the most expensive operations: %s",
-            self._first,
-            to,
-            self.path,
-            self.path.with_suffix(".txt"),
-        )
+        text = "profile of steps %d to %s: %s, for ui.perfetto.dev; the most expensive operations: %s"
+        log.info(text, self._first, to, self.path, self.path.with_suffix(".txt"))

@@ -26,18 +26,9 @@ from hpclm.rundir.rows import ATTEMPT, END, Check, append, sane
 
 log = logging.getLogger(__name__)
 LIBRARIES = (
-    "torch",
-    "numpy",
-    "deepspeed",
-    "fairscale",
-    "safetensors",
-    "tokenizers",
-    "gigatoken",
-    "sentencepiece",
-    "omegaconf",
+    *("torch", "numpy", "deepspeed", "fairscale", "safetensors"),
+    *("tokenizers", "gigatoken", "sentencepiece", "omegaconf"),
 )
-
-
 LASTING = ("attempts.jsonl", "ends.jsonl", "jobs.jsonl", "metrics.jsonl", "log.txt")
 """Files that grow line by line, and are read after a power cut."""
 MOST = 3  # starts of a job without a checkpoint in between, which was not made because they failed

@@ -84,14 +84,8 @@ class Saver:
             return
         left = self.seconds_left(orders)
         if left is not None and self.seconds() > left:
-            log.error(
-                "%s leaves %.0f s, and saves took up to %.1f s: left without one; steps %d to %d will be done again",
-                orders.signal,
-                left,
-                self._longest,
-                self.step + 1,
-                progress.step,
-            )
+            text = "%s leaves %.0f s, and saves took up to %.1f s: left without one; steps %d to %d will be done again"
+            log.error(text, orders.signal, left, self._longest, self.step + 1, progress.step)
             return
         # where nothing else saves, those made when leaving are the regular ones
         settings = self.config.checkpoint

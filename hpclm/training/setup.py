@@ -22,7 +22,7 @@ from hpclm.distributed import bootstrap
 from hpclm.distributed.context import DistributedContext
 from hpclm.model import count
 from hpclm.node import secrets
-from hpclm.rundir import rollback as asked
+from hpclm.rundir import submissions
 from hpclm.rundir.lease import Lease
 from hpclm.training import records
 from hpclm.training.validation import HeldOut, held_out
@@ -97,7 +97,7 @@ def check(config: RunConfig, source: Source, back_to: int | None) -> None:
 def go_back(out: Path, back_to: int | None) -> int | None:
     """Set aside checkpoints newer than the one that this start was asked to continue from; its step, if there is one."""
     if back_to is not None and not records.went_back(out, back_to):
-        asked.ask(out, back_to)
+        submissions.roll_back(out, back_to)
     return rollback.carry_out(out)
 
 

@@ -46,12 +46,7 @@ def held_out(source: Source, config: RunConfig, plan: Plan, device: torch.device
 
 
 def evaluate(
-    parts: list[HeldOut],
-    engine: Engine,
-    meter: Meter,
-    progress: Progress,
-    warned: Callable[[], bool],
-    every: int,
+    parts: list[HeldOut], engine: Engine, meter: Meter, progress: Progress, warned: Callable[[], bool], every: int
 ) -> None:
     """Measure the parts that have no figure for this step yet, until a signal warns.
 

@@ -7,7 +7,7 @@ import pytest
 
 from hpclm.checkpoint import directory, resumable, rollback
 from hpclm.errors import ConfigError
-from hpclm.rundir import rollback as asked
+from hpclm.rundir import submissions
 from hpclm.training.metrics import forget_after
 from tests import traced
 from tests.checkpoint.state import State, saved, store
@@ -53,8 +53,8 @@ def newer(out):
 def test_what_is_newer_is_set_aside_once(out):
     before = newer(out)
     assert rollback.carry_out(out) is None
-    asked.ask(out, 2)
-    assert asked.pending(out) == 2 and resumable.candidate(out)[0].name == "step-00000002"
+    submissions.roll_back(out, 2)
+    assert submissions.rollback(out) == 2 and resumable.candidate(out)[0].name == "step-00000002"
     assert rollback.carry_out(out) == 2
     check(out, before)
     assert rollback.carry_out(out) is None
@@ -63,12 +63,12 @@ def test_what_is_newer_is_set_aside_once(out):
 
 def test_it_can_be_done_again_and_again(out):
     for _ in range(2):
-        asked.ask(out, 2)
+        submissions.roll_back(out, 2)
         rollback.carry_out(out)
         saved(out / "checkpoints", (4,), keep=9)
         with (out / "metrics.jsonl").open("a") as file:
             file.write('{"step": 3, "loss": 2.0}\n{"step": 4, "loss": 2.0}\n')
-    asked.ask(out, 2)
+    submissions.roll_back(out, 2)
     rollback.carry_out(out)
     away = sorted(path.name for path in (out / "checkpoints").glob(".rolled-back-*"))
     assert away == [f".rolled-back-step-0000000{end}" for end in ("4", "4-1", "4-2", "6")]
@@ -81,7 +81,7 @@ def test_it_can_be_done_again_and_again(out):
     "spoil, told",
     [
         (
-            lambda out: asked.ask(out, 3),
+            lambda out: submissions.roll_back(out, 3),
             "has no complete checkpoint of step 3, which .*rollback.json asks for .* steps 1, 2, 4, 6",
         ),
         (lambda out: (out / "rollback.json").write_text('{"step": "2"}'), "has no step to go back to; remove it"),
@@ -108,7 +108,7 @@ def test_a_step_that_is_not_there_or_not_complete_is_refused_with_those_that_are
 
 @pytest.mark.skipif(not traced.usable(), reason="strace is not installed, or may not trace here")
 def test_a_kill_at_any_system_call_is_made_good_by_the_next_start(out, folder):
-    asked.ask(out, 2)
+    submissions.roll_back(out, 2)
     before, good = newer(out), folder / "good"
     shutil.copytree(out, good)
 
@@ -128,7 +128,7 @@ def test_a_kill_at_any_system_call_is_made_good_by_the_next_start(out, folder):
 
 @pytest.mark.skipif(not traced.usable(), reason="strace is not installed, or may not trace here")
 def test_the_request_goes_once_all_that_it_asked_for_is_on_the_disk(out):
-    asked.ask(out, 2)
+    submissions.roll_back(out, 2)
     lines = [line for *_, line in traced.points(roll_back, out)]
 
     def where(*words):

@@ -97,7 +97,6 @@ def test_a_wrong_choice_is_answered(include, exclude, answer):
 
 def test_nodes_and_gpus_take_the_first_ones():
     assert hostfile.limit(HOSTS, 2, 1) == {"a": [0], "b": [0]}
-    assert hostfile.limit(HOSTS, None, None) == HOSTS
     with pytest.raises(ConfigError, match=r"job.nodes=4, but the hostfile gives 3: a, b, c"):
         hostfile.limit(HOSTS, 4, 1)
     with pytest.raises(ConfigError, match=r"job.gpus=2, but these hosts have fewer slots to run on: c \(1\)"):

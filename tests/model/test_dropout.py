@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hpclm.model.dropout import SITES, dropout, philox
+from hpclm.model.layers import SITES, dropout, philox
 from hpclm.model.stack import Stack
 from tests import ranks
 from tests.engine.test_native import GPT2, LLAMA, batches_of, engine_of, settings

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hpclm.commands import planner
+from hpclm.model.count import PER_LOGIT, ROOM, loss_chunk
 from hpclm.model.loss import TokenLoss
-from hpclm.model.loss_chunk import PER_LOGIT, ROOM, chosen
 
 GIB = 2**30
 
@@ -28,7 +28,7 @@ GIB = 2**30
     ],
 )
 def test_the_logits_of_a_chunk_fit_4_gib_on_a_large_gpu(tokens, vocab, gib, expected):
-    found = chosen(tokens, vocab, gib * GIB)
+    found = loss_chunk(tokens, vocab, gib * GIB)
     assert found == expected
     assert found <= 4096 or found * vocab * PER_LOGIT <= ROOM
 

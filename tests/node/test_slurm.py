@@ -5,7 +5,7 @@ import pytest
 
 from hpclm.errors import HpclmError
 from hpclm.node import slurm
-from hpclm.node.programs import NoAnswerError
+from hpclm.node.processes import NoAnswerError
 from hpclm.node.slurm import State
 
 

@@ -9,7 +9,7 @@ from hpclm.config import compose
 from hpclm.distributed.context import single
 from hpclm.errors import ConfigError
 from hpclm.node.gpus import KINDS
-from hpclm.planning import forecast, micro_batch
+from hpclm.planning import forecast, suggest
 from hpclm.training import micro_batch as training
 from tests.forks import hpclm
 
@@ -33,7 +33,7 @@ def preset(name, *words):
     ids=str,
 )
 def test_auto_is_the_fastest_size_that_fits_and_divides(name, words, kind, size):
-    found = micro_batch.resolved(preset(name, *words), kind)
+    found = suggest.with_micro_size(preset(name, *words), kind)
     assert found.batch.micro_size == size and forecast.of(found, kind).room == "fits"
 
 
@@ -41,7 +41,7 @@ def test_a_layout_that_cannot_fit_is_refused_with_both_numbers():
     with pytest.raises(
         ConfigError, match=r"micro_size=1 this layout needs \d+ GiB of each of 1 x 1 GPUs, which have 79"
     ):
-        micro_batch.resolved(preset("llama-7b"), H100)
+        suggest.with_micro_size(preset("llama-7b"), H100)
 
 
 def test_auto_can_be_written_to_a_file_and_read_back(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from hpclm import config
 from hpclm.errors import ConfigError
 from hpclm.node.gpus import KINDS
-from hpclm.planning import forecast, micro_batch, ranks, trace
+from hpclm.planning import forecast, ranks, suggest, trace
 from tests.forks import hpclm
 
 # what a traced GPU claims to have, so that the loss chooses the same number of tokens
@@ -90,7 +90,7 @@ def traced_by_a_process(run, preset, words, rank):
 
 def compare(preset, words, rank):
     run = config.load(f"configs/{preset}.yaml", ["engine.precision=bf16", *words])
-    run = micro_batch.resolved(run, KIND)
+    run = suggest.with_micro_size(run, KIND)
     found, held, sent = planned(run, rank)
     memory, collectives = (traced_by_a_process if run.engine.name == "deepspeed" else traced)(run, preset, words, rank)
     assert held == pytest.approx(sum(memory.values()), rel=ALLOWED)

@@ -18,7 +18,7 @@ from rich.console import Console
 from hpclm import cli
 from hpclm.commands import top
 from hpclm.commands.top import Watch
-from hpclm.reporting import screen, sparkline
+from hpclm.reporting import characters, screen
 from tests import runs
 from tests.reporting import made
 from tests.rundir.test_runs import make
@@ -40,16 +40,20 @@ def attempt(**more):
 def test_a_curve_is_made_of_places_all_over_the_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(made.lines({**row, "more": "x" * 100} for row in ROWS[:5]))
-    assert sparkline.losses(path, 8) == [4.9, 4.8, 4.7, 4.6, 4.5]
+    assert characters.losses(path, 8) == [4.9, 4.8, 4.7, 4.6, 4.5]
     rows = [made.row(step, step, loss=1000.0 - step) for step in range(1, 1000)]
     path.write_text(made.lines(rows) + '{"step": 1000, "loss": 5')
-    found = sparkline.losses(path, 24)
+    found = characters.losses(path, 24)
     assert len(found) == 24 and found == sorted(found, reverse=True) and found[0] > 980 and found[-1] <= 10
-    assert sparkline.drawn(found)[0] == "█" and sparkline.drawn(found)[-1] == "▁" and len(sparkline.drawn(found)) == 24
-    assert sparkline.drawn([]) == "" and sparkline.drawn([2.0, 2.0]) == "▁▁"
-    assert sparkline.losses(tmp_path / "nowhere", 24) == []
+    assert (
+        characters.sparkline(found)[0] == "█"
+        and characters.sparkline(found)[-1] == "▁"
+        and len(characters.sparkline(found)) == 24
+    )
+    assert characters.sparkline([]) == "" and characters.sparkline([2.0, 2.0]) == "▁▁"
+    assert characters.losses(tmp_path / "nowhere", 24) == []
     path.write_text('{"step": 1, "loss": null}\n{"loss": 1e400e}\n')
-    assert sparkline.losses(path, 24) == []
+    assert characters.losses(path, 24) == []
 
 
 def test_where_there_is_no_terminal_it_prints_plain_lines(tmp_path, capsys, monkeypatch):

@@ -141,7 +141,7 @@ def test_no_command_ends_in_a_traceback_on_odd_files(tmp_path):
 @pytest.mark.parametrize("budget", ["{steps: many}", "{steps: -1}", "{tokens: 5}", "{samples: [1]}", "[" * 5000])
 def test_an_invalid_budget_plans_no_steps(budget, tmp_path):
     text = f"budget: {budget}\nbatch: {{global_size: 8, rampup: [0, 0, 0]}}\nmodel: {{context: 0}}\n"
-    assert runs.read(make(tmp_path, config_yaml=text)).total() is None
+    assert runs.read(make(tmp_path, config_yaml=text)).total is None
 
 
 def test_the_line_after_a_truncated_one_is_read(tmp_path):

@@ -47,11 +47,11 @@ def test_a_run_is_named_by_its_path_or_by_its_name_below_the_folder_of_runs(tmp_
 
 def test_missing_and_broken_files_are_ignored(tmp_path):
     run = runs.read(tmp_path)
-    assert (run.attempts, run.rows, run.checkpoint, run.holder, run.total(), run.step) == ([], [], None, None, None, 0)
+    assert (run.attempts, run.rows, run.checkpoint, run.holder, run.total, run.step) == ([], [], None, None, None, 0)
     for name in ("attempts.jsonl", "metrics.jsonl", "jobs.jsonl", "config.yaml", "lock", "log.txt"):
         (tmp_path / name).write_bytes(b'\xff\x00{]: \n[1, 2]\n"x"\n12\n{"step"')
     run = runs.read(tmp_path)
-    assert (run.attempts, run.rows, run.checkpoint, run.holder, run.total(), run.step) == ([], [], None, None, None, 0)
+    assert (run.attempts, run.rows, run.checkpoint, run.holder, run.total, run.step) == ([], [], None, None, None, 0)
 
 
 def test_jobs_come_from_jobs_jsonl_and_from_attempts(tmp_path):
@@ -184,6 +184,6 @@ def test_the_planned_steps_follow_from_the_budget_where_no_attempt_says_them(bud
     budget = budget if budget.startswith("{") else f"{{{budget}}}"
     text = f"budget: {budget}\nbatch: {{global_size: 8, rampup: null}}\nmodel: {{context: 16}}\n"
     make(tmp_path, config_yaml=text)
-    assert runs.read(tmp_path).total() == steps
+    assert runs.read(tmp_path).total == steps
     make(tmp_path, [{"from_step": 0, "steps": 77}])
-    assert runs.read(tmp_path).total() == 77
+    assert runs.read(tmp_path).total == 77

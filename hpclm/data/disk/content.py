@@ -14,16 +14,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import xxhash
 
 from hpclm.data.disk.indexed import IndexedDataset, files, sidecar
-from hpclm.data.disk.zeros import ZeroPages
 from hpclm.errors import ConfigError, unwritten
 from hpclm.files import write_text
 
 BLOCK = 1 << 20  # bytes
 DIGEST = 16  # characters of a block's hash
 KEY = "content"  # in PREFIX.json
+PAGE = 4096  # bytes; pages of zeros are what a file system leaves where data were lost
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,35 @@ class Content:
     def block(self, number: int) -> str:
         """The hash of a block of the tokens."""
         return self.blocks[DIGEST * number : DIGEST * (number + 1)]
+
+
+class ZeroPages:
+    """Counts the pages of a file that hold only zero bytes, while the file is passed from start to end."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first: int | None = None
+        """Where the first one begins, in bytes."""
+        self._place = 0
+
+    def update(self, piece: memoryview) -> None:
+        """Look at the next bytes; all pieces except for the last one must have whole pages."""
+        data = np.frombuffer(piece, np.uint8)
+        pages = data[: len(data) // PAGE * PAGE].view(np.uint64).reshape(-1, PAGE // 8)
+        empty = np.flatnonzero(~pages.any(axis=1))
+        if len(empty) and self.first is None:
+            self.first = self._place + int(empty[0]) * PAGE
+        self.count += len(empty)
+        self._place += len(data)
+
+    def told(self) -> str:
+        """A warning; "" without such pages."""
+        if not self.count:
+            return ""
+        return (
+            f"warning: {self.count * PAGE:,} bytes of the tokens, from byte {self.first:,} on, are pages of zeros, as a crash or an "
+            "interrupted copy leaves them; compare the file with its source"
+        )
 
 
 class Hasher:

@@ -72,10 +72,7 @@ def check_tokens(
 
 
 def _check_tokens(
-    dataset: IndexedDataset,
-    size: int | None,
-    verification: Verification | Recording,
-    progress: Callable[[int], object],
+    dataset: IndexedDataset, size: int | None, verification: Verification | Recording, progress: Callable[[int], object]
 ) -> int | None:
     highest, outside, first = None, 0, None
     for start in range(0, dataset.token_count, TOKENS):

@@ -19,15 +19,7 @@ import numpy as np
 from hpclm.data.disk.content import Verification
 from hpclm.data.disk.indexed import IndexedDataset, files, sidecar
 from hpclm.data.disk.merge import document_ranges
-from hpclm.data.text.build import (
-    check,
-    job_fingerprint,
-    refuse_nothing,
-    refuse_to_replace,
-    tell,
-    tell_next,
-    write,
-)
+from hpclm.data.text.build import check, job_fingerprint, refuse_nothing, refuse_to_replace, tell, tell_next, write
 from hpclm.data.text.encode import DIGEST, Column
 from hpclm.data.text.options import Request
 from hpclm.data.text.output import Output, Report

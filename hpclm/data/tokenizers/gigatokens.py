@@ -67,12 +67,8 @@ def faster(settings: str, exact: Encode, markers: list[str]) -> "Fast | None":
     the tokenizers library; markers: the added tokens.
     """
     if len(markers) > MARKERS:
-        log.warning(
-            "%s: the tokenizer has %d added tokens, and gigatoken is only used with up to %d",
-            SLOWER,
-            len(markers),
-            MARKERS,
-        )
+        text = "%s: the tokenizer has %d added tokens, and gigatoken is only used with up to %d"
+        log.warning(text, SLOWER, len(markers), MARKERS)
         return None
     if extras.missing("encoding", "gigatoken"):
         log.warning("%s: gigatoken is not installed; %s", SLOWER, extras.install("gigatoken"))

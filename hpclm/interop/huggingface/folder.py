@@ -59,11 +59,9 @@ def export_run(
         ids = special.ids(known, _end(found, words))
         if family is own.FAMILY:
             shutil.copyfile(own.CODE, staging_dir / own.CODE.name)
-            log.warning(
-                "no class of transformers supports this network (%s); %s is written next to the weights: load them with trust_remote_code=True",
-                families.why_own(config),
-                own.CODE.name,
-            )
+            why = f"no class of transformers supports this network ({families.why_own(config)})"
+            told = "%s; %s is written next to the weights: load them with trust_remote_code=True"
+            log.warning(told, why, own.CODE.name)
         _write(staging_dir / "config.json", config_json(config, ids, dtype))
         _write(staging_dir / "generation_config.json", ids)
         if words is not None:

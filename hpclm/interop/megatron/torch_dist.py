@@ -196,16 +196,7 @@ def _metadata(folder: Path) -> dict[str, Stored]:
         raise ConfigError(f"{path} is refused: {error}") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except (
-        AttributeError,
-        TypeError,
-        ValueError,
-        KeyError,
-        IndexError,
-        EOFError,
-        RecursionError,
-        MemoryError,
-    ) as error:
+    except (AttributeError, TypeError, ValueError, LookupError, EOFError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{path} is not the metadata of a checkpoint: {error}") from None
 
 

@@ -1,0 +1,115 @@
+"""Settings of what is measured and recorded while a run trains: evaluation, logging, profiling."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hpclm import extras
+from hpclm.config.checks import Checked, at_least
+from hpclm.registry import problem
+
+MOST_PROFILED = 100  # steps
+SINKS = {
+    "wandb": "hpclm.sinks.wandb:WandbSink",
+    "mlflow": "hpclm.sinks.mlflow:MlflowSink",
+    "trackio": "hpclm.sinks.trackio:TrackioSink",
+}
+"""The sinks of log.sinks."""
+
+
+@dataclass(frozen=True)
+class EvaluateConfig(Checked):
+    """Loss on held-out data, and scores at tasks, while training."""
+
+    every: int = 1000
+    """Steps between evaluations; 0: never. The last step is always evaluated."""
+    batches: int = 10
+    """Global batches per evaluation, always the same ones."""
+    tasks: list[str] = field(default_factory=list)
+    """Tasks of lm-evaluation-harness to measure as well, such as [hellaswag, lambada_openai]; needs pip install 'hpclm[lm-eval]'.
+    Rank 0 loads the whole model for it, beside the run's own, and the other ranks wait."""
+    tasks_every: int = 0
+    """Steps between measurements of the tasks; 0: at every evaluation."""
+    tasks_path: str | None = None
+    """Folder of task files of your own, which are found before the library's."""
+    tasks_samples: int | None = None
+    """Documents of each task, always its first ones; null: all."""
+    tasks_shots: int | None = None
+    """Examples before each question; null: what the task says."""
+
+    def problems(self) -> Iterator[str]:
+        """Invalid evaluation settings."""
+        yield from at_least(0, "evaluate", every=self.every, tasks_every=self.tasks_every, tasks_shots=self.tasks_shots)
+        yield from at_least(1, "evaluate", batches=self.batches, tasks_samples=self.tasks_samples)
+        if not all(name.strip() for name in self.tasks):
+            yield f"evaluate.tasks={self.tasks} must be names of tasks"
+        if self.tasks and not (self.every or self.tasks_every):
+            yield "evaluate.tasks has no effect with evaluate.every=0; set evaluate.tasks_every"
+        for name in ("tasks_every", "tasks_path", "tasks_samples", "tasks_shots"):
+            if getattr(self, name) and not self.tasks:
+                yield f"evaluate.{name}={getattr(self, name)} has no effect without evaluate.tasks"
+
+    def tasks_interval(self) -> int:
+        """Steps between measurements of the tasks; 0: never."""
+        return (self.tasks_every or self.every) if self.tasks else 0
+
+    def missing_libraries(self) -> list[str]:
+        """Libraries that it needs and that are not installed here."""
+        wrong = extras.missing("evaluate.tasks", "lm_eval") if self.tasks else None
+        return [wrong] if wrong else []
+
+
+@dataclass(frozen=True)
+class LogConfig(Checked):
+    """Logging while training."""
+
+    every: int = 10
+    """Steps between log lines; metrics.jsonl gets every step."""
+    tensorboard: bool = True
+    """Write TensorBoard files."""
+    sinks: list[str] = field(default_factory=list)
+    """Experiment trackers that metrics go to in addition: wandb, mlflow, trackio, or your own as package.module:Name. One run in
+    each over all attempts; a sink that fails or blocks never stops or slows training (docs/sinks.md)."""
+    project: str = "hpclm"
+    """Project of the run in Weights & Biases and Trackio, experiment in MLflow."""
+    style: Literal["hpclm", "megatron", "fairseq"] = "hpclm"
+    """How log lines look: hpclm's own, or as Megatron-LM or fairseq (--log-format simple, losses in bits) print them, for
+    scripts that read their logs. metrics.jsonl stays the same."""
+    timers: bool = False
+    """Measure forward pass, backward pass and update of every step, for metrics.jsonl and TensorBoard (Megatron's
+    --log-timers-to-tensorboard, DeepSpeed's --profile-backward); in a pipeline, forward and backward together."""
+
+    def problems(self) -> Iterator[str]:
+        """Invalid log settings."""
+        yield from at_least(1, "log", every=self.every)
+        yield from (text for name in self.sinks if (text := problem("sink", name, SINKS)))
+        twice = sorted({name for name in self.sinks if self.sinks.count(name) > 1})
+        yield from (f"log.sinks has {name!r} twice; leave one out" for name in twice)
+        if not self.project.strip() or not self.project.isprintable():
+            yield f"log.project={self.project!r} must be one line of text that is not empty"
+
+    def missing_libraries(self) -> list[str]:
+        """Libraries that the sinks need and that are not installed here."""
+        named = (name for name in self.sinks if name in SINKS)
+        return [text for name in named if (text := extras.missing(f"log.sinks=[{name}]", name))]
+
+
+@dataclass(frozen=True)
+class ProfileConfig(Checked):
+    """Where the time of a step goes, by torch.profiler."""
+
+    steps: tuple[int, int] | None = None
+    """[first, last]: record these steps. Writes profile/rank-00000.json in the run directory, a trace for Perfetto or
+    chrome://tracing, and a table of the ten most expensive operations; null: off, at no cost."""
+    ranks: list[int] = field(default_factory=lambda: [0])
+    """Ranks that record."""
+
+    def problems(self) -> Iterator[str]:
+        """What cannot work in the profile settings."""
+        if self.steps is not None and not 1 <= self.steps[0] <= self.steps[1] < self.steps[0] + MOST_PROFILED:
+            yield (
+                f"profile.steps={list(self.steps)} must be [first, last], from step 1, in order, and at most {MOST_PROFILED} "
+                "steps: a trace is held in memory"
+            )
+        if not self.ranks or any(rank < 0 for rank in self.ranks):
+            yield f"profile.ranks={self.ranks} must name ranks, from 0"

@@ -137,7 +137,7 @@ class Lease:
                 file: IO[bytes] = os.fdopen(files.opened(self.path, flags, 0o644), "ab+")
             except OSError as error:
                 raise HpclmError(f"{self.path} cannot be opened: {error.strerror}; remove it") from error
-            if not take(file):
+            if not take(file, self.path):
                 file.close()
                 holder = read(self.path)
                 if self._is_earlier_attempt(holder):

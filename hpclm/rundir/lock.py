@@ -21,14 +21,8 @@ LARGEST = 1 << 16  # bytes of a lock file
 def refuse_if_held(folder: Path, name: str = "lock") -> None:
     """LockedError if another process holds ``folder``; nothing is written."""
     with suppress(FileNotFoundError), files.reader(folder / name) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise in_use(folder, read(folder / name)) from None
-        except OSError as error:
-            raise HpclmError(
-                f"{folder / name} cannot be locked: {error.strerror}; use a file system with flock"
-            ) from None
+        if not take(file, folder / name, fcntl.LOCK_SH):
+            raise in_use(folder, read(folder / name))
 
 
 def in_use(folder: Path, holder: Holder) -> LockedError:
@@ -75,7 +69,7 @@ class Lock:
 
     def __enter__(self) -> "Lock":
         self._file = os.fdopen(files.opened(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW), "a+")
-        if not take(self._file):
+        if not take(self._file, self.path):
             self._file.close()
             raise in_use(self.folder, read(self.path))
         self._file.truncate(0)
@@ -90,14 +84,14 @@ class Lock:
             self._file.close()
 
 
-def take(file: IO[Any]) -> bool:
-    """Lock an open file; False if another process has. HpclmError if the file system has no locks."""
+def take(file: IO[Any], path: Path, kind: int = fcntl.LOCK_EX) -> bool:
+    """Lock ``file``, which is open, at ``path``; False if another process has. HpclmError if the file system has no locks."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
-        raise HpclmError(f"{file.name} cannot be locked: {error.strerror}; use a file system with flock") from None
+        raise HpclmError(f"{path} cannot be locked: {error.strerror}; use a file system with flock") from None
     return True
 
 

@@ -5,7 +5,6 @@ that finds parts missing, or another process joining them, exits. joined.json re
 starts late or again knows that nothing is left to do.
 """
 
-import fcntl
 import json
 import logging
 import os
@@ -25,6 +24,7 @@ from hpclm.data.text.options import Request
 from hpclm.data.text.output import Output, Report
 from hpclm.errors import ConfigError, HpclmError, unwritten
 from hpclm.files import appending, read_text, writable_folder, write_text
+from hpclm.rundir.lock import take
 from hpclm.terminal import say
 
 log = logging.getLogger(__name__)
@@ -148,16 +148,7 @@ def _lock(folder: Path) -> Iterator[bool]:
         yield False
         return
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        except OSError as error:
-            raise HpclmError(
-                f"{folder}/lock cannot be locked: {error.strerror}; write to a file system with flock"
-            ) from None
-        yield True
+        yield take(file, folder / "lock")
 
 
 def _join(folder: Path, asked: Request) -> list[Report]:

@@ -26,7 +26,7 @@ class Corpus:
     """The source for ``data.source=indexed``."""
 
     def __init__(self, settings: DataConfig, context: int, seed: int, vocab_size: int, findings: Findings):
-        self.settings, self.context, self._findings = settings, context, findings
+        self.settings, self.context = settings, context
         self._datasets: dict[str, IndexedDataset] = {}
         wanted = dict(listed(settings))
         for entry in wanted.values():
@@ -118,8 +118,8 @@ class Corpus:
             span = range(len(dataset))
             if not separate:
                 span = range(*split_bounds(self.settings.split, len(dataset), self.settings.order)[SPLITS.index(name)])
-            slices.append(DatasetSlice(dataset, span, self._sampling, keep, self._findings))
-        return Split(name, tuple(slices), entry.weights, self._findings)
+            slices.append(DatasetSlice(dataset, span, self._sampling, keep))
+        return Split(name, tuple(slices), entry.weights)
 
 
 def listed(settings: DataConfig) -> Iterator[tuple[str, Mixture]]:

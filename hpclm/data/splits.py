@@ -12,7 +12,6 @@ from hpclm.config import DataConfig
 from hpclm.data import blend, index_cache
 from hpclm.data.disk.content import noted
 from hpclm.data.disk.indexed import IndexedDataset
-from hpclm.data.findings import Findings
 from hpclm.data.order import Blocks, Index, Order, blocks, build_index, index_bytes, passes, samples_in, shuffled
 from hpclm.data.samples import BlendedSamples, BlockSamples, PackedSamples
 from hpclm.data.sources import Samples
@@ -46,7 +45,6 @@ class DatasetSlice:
     span: range
     sampling: SampleSettings
     keep_partial: bool
-    findings: Findings
 
     @cached_property
     def tokens(self) -> int:
@@ -108,7 +106,7 @@ class DatasetSlice:
             return PackedSamples(self.dataset, Index(**build()), self.keep_partial)
         key = {"dataset": self.dataset.fingerprint, "changed_ns": self.dataset.changed_ns, "order": asdict(order)}
         key["span"] = [self.span.start, self.span.stop]
-        index = Index(**index_cache.kept(self.folder, key, build, self.findings))
+        index = Index(**index_cache.kept(self.folder, key, build, self.dataset.findings))
         return PackedSamples(self.dataset, index, self.keep_partial)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -152,7 +150,6 @@ class Split:
     name: str
     slices: tuple[DatasetSlice, ...]
     weights: tuple[float, ...] | None
-    findings: Findings
 
     @property
     def per_epoch(self) -> int:
@@ -204,9 +201,8 @@ class Split:
         """The blend order computed by ``take``, which depends only on ``key`` and ``total``."""
         if total <= WORTH_KEEPING:
             return take()
-        folder = self.slices[0].folder
-        key = {**key, "total": total}
-        return blend.Turns(**index_cache.kept(folder, key, lambda: vars(take()), self.findings))
+        first, key = self.slices[0], {**key, "total": total}
+        return blend.Turns(**index_cache.kept(first.folder, key, lambda: vars(take()), first.dataset.findings))
 
     def _too_small(self, each: DatasetSlice, settings: DataConfig, context: int) -> str:
         if settings.short_part == "repeat":

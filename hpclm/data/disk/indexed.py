@@ -89,7 +89,7 @@ class IndexedDataset:
         index, self.changed_ns = mapped(self.idx_path)
         tokens, changed_ns = mapped(self.bin_path)
         self._maps = index, tokens
-        self._findings = findings or Findings()
+        self.findings = findings or Findings()
         self._name = f"{prefix}: {len(tokens)} bytes of {changed_ns}, {len(index)} of {self.changed_ns}"
         self._index = read_index(self.idx_path, self._maps[0])
         self.layout, self.dtype = self._index.layout, self._index.dtype
@@ -208,12 +208,12 @@ class IndexedDataset:
         self.once("index", self.check)
 
     def find(self, fact: str, read: Callable[[], T]) -> T:
-        """A fact (JSON) about the content of the files: what ``read`` returns, or has returned to another process."""
-        return self._findings.find(f"{self._name}: {fact}", read)
+        """A fact (JSON) about the content of the files: what ``read`` returns, unless the findings have it."""
+        return self.findings.find(f"{self._name}: {fact}", read)
 
     def once(self, fact: str, check: Callable[[], object]) -> None:
-        """``check`` the content of the files, unless another process has."""
-        self._findings.once(f"{self._name}: {fact}", check)
+        """``check`` the content of the files, unless the findings say that it has passed."""
+        self.findings.once(f"{self._name}: {fact}", check)
 
     def release(self) -> None:
         """Release the memory of everything read so far; it is read again when needed."""

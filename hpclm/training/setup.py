@@ -58,7 +58,7 @@ def data(
     here, mine = Findings(), list[tuple[Source, Batches, list[HeldOut], Length]]()
     known = context.run_on_main(first)
     problems: list[str] = []
-    if context.rank == context.first_on_node and not mine:
+    if not mine and (context.rank == context.first_on_node or not known):  # a source without findings: all at once
         try:
             mine.append(build(here))
             problems = _differences(known.get("fingerprint", {}), here.known.get("fingerprint", {}))

@@ -1,11 +1,13 @@
 """What starting costs as the ranks become more: the rendezvous, process groups, and whole ranks.
 
 ``meet``: N clients of the real rendezvous, threads of a few processes, and one store. ``groups``: N members of a gloo group of
-all, connected at once and on demand. ``ranks``: N ranks of ``hpclm train`` from their imports to their first step.
+all, connected at once and on demand. ``ranks``: N ranks of ``hpclm train`` from their imports to their first step. ``files``: what
+each of N ranks on this machine reads when it resumes a run, as strace sees it.
 
     python tools/bench_startup.py meet --clients 16 64 256 1024
     python tools/bench_startup.py groups --clients 16 64
     python tools/bench_startup.py ranks --clients 1 64
+    python tools/bench_startup.py files --clients 1 2 4 8
 """
 
 from __future__ import annotations
@@ -194,24 +196,39 @@ def groups(clients: int, lazy: bool) -> dict[str, Any]:
     }
 
 
-def ranks(clients: int, out: Path) -> dict[str, Any]:
-    """Seconds until N ranks of the debug model on this machine have done their first step."""
-    words = ["configs/debug.yaml", "budget.steps=1", "evaluate.every=0", f"batch.global_size={max(16, clients)}"]
-    words += ["engine.device=cpu", f"out={out}", "log.tensorboard=false", "cluster.bind=false"]
-    launch = {"TORCHELASTIC_RUN_ID": secrets.token_hex(8), "WORLD_SIZE": clients, "LOCAL_WORLD_SIZE": clients}
+def environments(clients: int) -> list[dict[str, str]]:
+    """The environment of each of N ranks on this machine, as torchrun sets it."""
+    launch: dict[str, Any] = {
+        "TORCHELASTIC_RUN_ID": secrets.token_hex(8),
+        "WORLD_SIZE": clients,
+        "LOCAL_WORLD_SIZE": clients,
+    }
     with socket.create_server(("127.0.0.1", 0)) as free:
         launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1], "OMP_NUM_THREADS": 1}
+    each = ({**launch, "RANK": rank, "LOCAL_RANK": rank} for rank in range(clients))
+    return [os.environ | {name: str(value) for name, value in one.items()} for one in each]
+
+
+def settings(clients: int, out: Path, steps: int) -> list[str]:
+    """What N ranks of the debug model are started with."""
+    words = ["configs/debug.yaml", f"budget.steps={steps}", "evaluate.every=0", f"batch.global_size={max(16, clients)}"]
+    return [*words, "engine.device=cpu", f"out={out}", "log.tensorboard=false", "cluster.bind=false"]
+
+
+def ranks(clients: int, out: Path) -> dict[str, Any]:
+    """Seconds until N ranks of the debug model on this machine have done their first step."""
+    words = settings(clients, out, steps=1)
     before, began = os.times(), time.perf_counter()
     with ExitStack() as opened:
         started = [
             opened.enter_context(
                 subprocess.Popen(
                     [sys.executable, "-m", "hpclm.train", *words],
-                    env=os.environ | {k: str(v) for k, v in {**launch, "RANK": rank, "LOCAL_RANK": rank}.items()},
+                    env=env,
                     stdout=subprocess.DEVNULL,
                 )
             )
-            for rank in range(clients)
+            for env in environments(clients)
         ]
         peak, first = 0, None
         while any(process.poll() is None for process in started):
@@ -228,13 +245,98 @@ def ranks(clients: int, out: Path) -> dict[str, Any]:
     return dict(clients=clients, seconds=round(first or 0, 1), cpu=round(cpu / clients, 2), MiB=peak // MiB)
 
 
+def dataset(folder: Path) -> list[str]:
+    """A dataset of 600,000 documents and 59 MB, whose index is cached, and its tokenizer, as settings."""
+    import numpy as np
+
+    from hpclm.data.disk.writer import Writer
+
+    draw = np.random.default_rng(1)
+    (folder / "dict.txt").write_text("".join(f"word{number} 1\n" for number in range(996)))
+    with Writer(folder / "text", "u2") as writer:
+        for _ in range(60):
+            sizes = draw.integers(20, 80, 10_000)
+            writer.extend(draw.integers(0, 1000, sizes.sum()), sizes, np.ones(10_000, int))
+    data = f"data={{source: indexed, prefix: {folder}/text, tokenizer: fairseq, tokenizer_files: [{folder}/dict.txt]}}"
+    return [data, "model={vocab_size: 1000, context: 32}"]
+
+
+def rank(words: list[str], below: str, report: str) -> None:
+    """Be one rank of ``hpclm train`` that keeps its memory maps, and at its end reports the pages it has used of them."""
+    import mmap
+
+    kept = []
+
+    class Kept(mmap.mmap):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            kept.append(self)
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def madvise(self, *_: int) -> None:
+            pass
+
+    def end(code: int) -> None:
+        maps = re.findall(r"^\w+-\w+ .* (/.*)\n(?:.*\n)*?Rss: +(\d+) kB", Path("/proc/self/smaps").read_text(), re.M)
+        Path(report).write_text(str(sum(1024 * int(used) for path, used in maps if path.startswith(below))))
+        leave(code)
+
+    leave, os._exit = os._exit, end  # type: ignore[assignment]
+    mmap.mmap = Kept  # type: ignore[misc]
+    from hpclm.train import main as train
+
+    os._exit(train(words))
+
+
+def read_files(clients: int, folder: Path) -> list[dict[str, Any]]:
+    """What each of N ranks that resume a run reads of the data and of the manifest: all but weights and code."""
+    data, shown = dataset(folder), []
+    for steps in (1, 2):
+        trace = ["strace", "-f", "--seccomp-bpf", "-qq", "-y", "-e", "trace=openat,read,pread64,readv", "-o"]
+        words = [*settings(clients, folder / "run", steps=2), f"stop_at={steps}", *data]
+        words += [f"batch.global_size={clients}", "data.workers=0"]  # one sample each is read for training
+        started = [
+            subprocess.Popen(
+                [*trace, f"{folder}/calls-{number}", sys.executable, __file__, "rank", *words]
+                + ["--below", str(folder), "--report", f"{folder}/mapped-{number}"],
+                env=env,
+                stdout=subprocess.DEVNULL,
+            )
+            for number, env in enumerate(environments(clients))
+        ]
+        if any([process.wait() for process in started]):
+            raise SystemExit("a rank failed")
+    path = re.escape(str(folder)) + r"/(?:text|dict\.txt|run/checkpoints/step-0*1/MANIFEST)[^>]*"
+    for number in range(clients):
+        calls = (folder / f"calls-{number}").read_text(errors="replace")
+        opened = re.findall(rf"openat\(.* = \d+<({path})>", calls)
+        read = re.findall(rf"(?:read|pread64|readv)\(\d+<{path}>.* = (\d+)$", calls, re.M)
+        shown.append(
+            {
+                "ranks": clients,
+                "rank": number,
+                "files": len({each for each in opened if Path(each).is_file()}),
+                "opened": len(opened),
+                "KB read": sum(map(int, read)) // 1000,
+                "MB of mapped pages": round(int((folder / f"mapped-{number}").read_text()) / 1e6, 1),
+            }
+        )
+    return shown
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["meet", "groups", "ranks"])
+    parser.add_argument("what", choices=["meet", "groups", "ranks", "files", "rank"])
+    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--below", help=argparse.SUPPRESS)
+    parser.add_argument("--report", help=argparse.SUPPRESS)
     parser.add_argument("--clients", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--processes", type=int, default=4, help="processes whose threads are the clients of meet")
     args = parser.parse_args()
+    if args.what == "rank":
+        rank(args.words, args.below, args.report)
     os.environ.setdefault(
         "RES_OPTIONS", "timeout:1 attempts:1"
     )  # PyTorch asks the DNS for the name behind every connection
@@ -244,6 +346,10 @@ def main() -> None:
         elif args.what == "groups":
             for lazy in (False, True):
                 print(json.dumps(groups(number, lazy)), flush=True)
+        elif args.what == "files":
+            with tempfile.TemporaryDirectory() as folder:
+                for row in read_files(number, Path(folder)):
+                    print(json.dumps(row), flush=True)
         else:
             with tempfile.TemporaryDirectory() as folder:
                 print(json.dumps(ranks(number, Path(folder) / "run")), flush=True)

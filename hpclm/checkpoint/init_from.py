@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from hpclm.checkpoint import directory
-from hpclm.checkpoint import manifest as manifests
 from hpclm.checkpoint.fingerprint import differences, tokenizer_clash
 from hpclm.checkpoint.manifest import NAME, BadCheckpoint, Manifest
 from hpclm.checkpoint.tensors import Tensors
@@ -39,9 +38,14 @@ def begin_from(path: Path, engine: Engine, context: DistributedContext, fingerpr
 
     ConfigError if there is none, or if model or tokenizer differ; NoCheckpointError if none is good.
     """
-    folder = Path(context.run_on_main(lambda: str(locate(path)[0])))
-    manifest = manifests.read(folder)
-    context.run_on_main(lambda: check_model(folder, manifest, fingerprint))
+
+    def located() -> tuple[str, dict[str, Any]]:
+        folder, manifest = locate(path)
+        check_model(folder, manifest, fingerprint)
+        return str(folder), manifest.fields
+
+    name, content = context.run_on_main(located)
+    folder, manifest = Path(name), Manifest(**content)
     with Tensors(folder, manifest) as saved:
         engine.load(Weights(saved), FRESH)
     return str(folder)

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Collection
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -60,6 +60,11 @@ class Manifest:
             file.flush()
             os.fsync(file.fileno())
         return path
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What makes this manifest up, for other processes (JSON): ``Manifest(**fields)`` is equal to it."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @property
     def why(self) -> str | None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hpclm import files
 from hpclm.checkpoint import directory, staging
@@ -25,6 +25,8 @@ from hpclm.distributed.context import DistributedContext, single
 from hpclm.engine import Engine, Shard
 from hpclm.errors import ConfigError, HpclmError, NoCheckpointError
 from hpclm.rundir.lease import Lease
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -153,18 +155,13 @@ class CheckpointStore:
     def _inspect(self, folder: Path) -> tuple[Manifest | None, str | None]:
         """The manifest of a checkpoint, and what is wrong with it; a bad checkpoint is set aside.
 
-        The ranks divide the check of file sizes among themselves.
+        Rank 0 reads it for all, and the ranks divide the check of file sizes among themselves.
         """
-        manifest, wrong = None, {}
-        try:
-            manifest = manifests.read(folder)
-            manifests.check_sizes(folder, manifest, sorted(manifest.files)[self.context.rank :: self.context.size])
-        except BadCheckpoint as reason:
-            wrong = {"bad": str(reason)}
-        except OSError as error:
-            wrong = {"failed": str(error)}
-        except ConfigError as error:
-            wrong = {"refused": str(error)}
+        content, wrong = self.context.run_on_main(lambda: _tried(lambda: manifests.read(folder).fields))
+        manifest = Manifest(**content) if content else None
+        if manifest:
+            mine = sorted(manifest.files)[self.context.rank :: self.context.size]
+            _, wrong = _tried(lambda: manifests.check_sizes(folder, manifest, mine))
         return manifest, self._agree(folder, wrong, manifest)
 
     def _load(self, folder: Path, manifest: Manifest, engine: Engine) -> str | None:
@@ -283,3 +280,15 @@ class CheckpointStore:
             raise NoCheckpointError(
                 f"no good checkpoint in {self.folder} ({reasons}); restore one, or start over with another out="
             )
+
+
+def _tried(look: Callable[[], T]) -> tuple[T | None, dict[str, str]]:
+    """What ``look`` returns, and what is wrong with the checkpoint if it raises."""
+    try:
+        return look(), {}
+    except BadCheckpoint as reason:
+        return None, {"bad": str(reason)}
+    except OSError as error:
+        return None, {"failed": str(error)}
+    except ConfigError as error:
+        return None, {"refused": str(error)}

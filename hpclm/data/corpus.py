@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from hpclm.config import DataConfig
@@ -9,6 +10,7 @@ from hpclm.config.data import Mixture, mixture, named
 from hpclm.data import tokenizers
 from hpclm.data.disk.content import DIGEST, check_some, noted
 from hpclm.data.disk.indexed import IndexedDataset, sidecar
+from hpclm.data.findings import Findings
 from hpclm.data.order import split_bounds, split_parts
 from hpclm.data.sources import Samples
 from hpclm.data.splits import DatasetSlice, SampleSettings, Split
@@ -23,17 +25,18 @@ NAMED = "valid/"  # prefix of the names of further validation sets
 class Corpus:
     """The source for ``data.source=indexed``."""
 
-    def __init__(self, settings: DataConfig, context: int, seed: int, vocab_size: int):
+    def __init__(self, settings: DataConfig, context: int, seed: int, vocab_size: int, findings: Findings):
         self.settings, self.context = settings, context
         self._datasets: dict[str, IndexedDataset] = {}
         wanted = dict(listed(settings))
         for entry in wanted.values():
             for prefix in entry.prefixes:
-                self._datasets.setdefault(prefix, opened(prefix))
-        tokenizer = shared_tokenizer(settings, list(self._datasets), vocab_size)
+                if prefix not in self._datasets:
+                    self._datasets[prefix] = opened(prefix, findings)
+        tokenizer = findings.find("tokenizer", lambda: shared_tokenizer(settings, list(self._datasets), vocab_size))
         if not tokenizer:
             for dataset in self._datasets.values():
-                check_tokens(dataset, vocab_size)
+                dataset.once("vocabulary", partial(check_tokens, dataset, vocab_size))
         self.eod: int | None = tokenizer.get("eod")
         if not settings.break_mode:
             eos = -1
@@ -50,14 +53,7 @@ class Corpus:
         )
         self.splits = {name: self._split(name, entry) for name, entry in wanted.items()}
         self.held_out = [name for name in self.splits if name.startswith("valid")]
-        train = self.splits["train"]
-        self.fingerprint: dict[str, Any] = {
-            "datasets": [each.fingerprint() for each in train.slices],
-            "weights": train.weights and list(train.weights),
-            "order": settings.order,
-            "break_mode": settings.break_mode,
-            "tokenizer": tokenizer or None,
-        }
+        self.fingerprint: dict[str, Any] = findings.find("fingerprint", lambda: self._fingerprint(tokenizer))
 
     def check_content(self) -> list[str]:
         """Verify random blocks of the datasets against the hashes in their notes; returns what was found, one sentence each.
@@ -103,6 +99,16 @@ class Corpus:
             raise ConfigError(f"the settings define no data for {split!r}, only for {', '.join(self.splits)}")
         return self.splits[split]
 
+    def _fingerprint(self, tokenizer: dict[str, Any]) -> dict[str, Any]:
+        train = self.splits["train"]
+        return {
+            "datasets": [each.fingerprint() for each in train.slices],
+            "weights": train.weights and list(train.weights),
+            "order": self.settings.order,
+            "break_mode": self.settings.break_mode,
+            "tokenizer": tokenizer or None,
+        }
+
     def _split(self, name: str, entry: Mixture) -> Split:
         keep = self.settings.keep_partial and name != "train"
         separate = self.settings.train or name.startswith(NAMED)  # not split
@@ -131,11 +137,11 @@ def listed(settings: DataConfig) -> Iterator[tuple[str, Mixture]]:
         yield NAMED + name, entry
 
 
-def opened(prefix: str) -> IndexedDataset:
+def opened(prefix: str, findings: Findings) -> IndexedDataset:
     """The dataset; ConfigError if there is none, or if it is empty."""
     if not prefix:
         raise ConfigError("data.prefix is not set; give the path of a dataset made by 'hpclm preprocess'")
-    dataset = IndexedDataset(prefix)
+    dataset = IndexedDataset(prefix, findings)
     if not len(dataset.flat):
         raise ConfigError(f"dataset {dataset.prefix} has no tokens ({len(dataset)} sequences)")
     return dataset
@@ -152,9 +158,9 @@ def check_tokens(dataset: IndexedDataset, vocab_size: int) -> None:
         )
 
 
-def corpus(data: DataConfig, context: int, seed: int, vocab_size: int) -> Corpus:
+def corpus(data: DataConfig, context: int, seed: int, vocab_size: int, findings: Findings | None = None) -> Corpus:
     """The source for ``data.source=indexed``; ConfigError if datasets or tokenizer do not match the settings."""
-    return Corpus(data, context, seed, vocab_size)
+    return Corpus(data, context, seed, vocab_size, findings or Findings())
 
 
 def shared_tokenizer(settings: DataConfig, prefixes: list[str], vocab_size: int) -> dict[str, Any]:

@@ -11,13 +11,15 @@ import logging
 import mmap
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hpclm.data.findings import Findings
 from hpclm.files import aside, fingerprint, locked, read_text, reader, sweep, sync
 
 FORMAT = 1  # of an entry, and of the way indices are built
@@ -26,28 +28,34 @@ Arrays = dict[str, NDArray[Any]]
 log = logging.getLogger(__name__)
 
 
-def kept(folder: Path, key: dict[str, Any], build: Callable[[], Arrays]) -> Arrays:
+def kept(folder: Path, key: dict[str, Any], build: Callable[[], Arrays], findings: Findings | None = None) -> Arrays:
     """The arrays that ``build`` creates for ``key`` (JSON: everything they depend on), from the cache in ``folder`` if possible.
 
-    If the folder cannot be written, a warning is logged and the arrays are kept in memory.
+    If the folder cannot be written, a warning is logged and the arrays are kept in memory. What another process of the node
+    has verified, according to ``findings``, is only mapped.
     """
     about = {"format": FORMAT, **key}
     entry = folder / hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=16).hexdigest()
+    name, known = f"index {entry}", findings.known if findings else {}
+    if name in known:
+        with suppress(OSError, ValueError, EOFError):  # removed since
+            return _mapped(entry, known[name])
     found = built = None
     try:
         found = _load(entry, about)
-        if found is not None:
-            return found
-        folder.mkdir(parents=True, exist_ok=True)
-        with locked(entry.with_suffix(".lock"), "another process builds the index; waiting for it"):
-            found = _load(entry, about)  # built while this process waited
-            if found is None:
-                sweep(entry)
-                built = build()
-                _save(built, entry, about)
-                found = _load(entry, about)
+        if found is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            with locked(entry.with_suffix(".lock"), "another process builds the index; waiting for it"):
+                found = _load(entry, about)  # built while this process waited
+                if found is None:
+                    sweep(entry)
+                    built = build()
+                    _save(built, entry, about)
+                    found = _load(entry, about)
     except OSError as error:
         log.warning("the index cannot be kept in %s (%s); it is made anew at every start", folder, error.strerror)
+    if found:
+        known[name] = list(found)
     return found or built or build()
 
 
@@ -57,12 +65,16 @@ def _load(entry: Path, about: dict[str, Any]) -> Arrays | None:
         written = json.loads(read_text(entry / "about.json"))
         if written.pop("files") != _account(entry) or written != about:
             raise ValueError("it is not what about.json says")
-        return {path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in entry.glob("*.npy")}
+        return _mapped(entry, sorted(path.stem for path in entry.glob("*.npy")))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # not OSError: a failing disk
         log.warning("the index in %s is damaged (%s); it is built again", entry, error)
         return None
+
+
+def _mapped(entry: Path, names: Iterable[str]) -> Arrays:
+    return {name: np.asarray(np.load(entry / f"{name}.npy", mmap_mode="r")) for name in names}
 
 
 def _save(arrays: Arrays, entry: Path, about: dict[str, Any]) -> None:

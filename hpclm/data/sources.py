@@ -1,6 +1,7 @@
 """The data of a run (data.source): the interface, building a source, and checking it without reading samples."""
 
 from collections.abc import Iterator, Sequence
+from inspect import signature
 from typing import Any, Protocol
 
 import numpy as np
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 from hpclm.config import DataConfig, Plan, RunConfig
 from hpclm.config.data import SOURCES
 from hpclm.config.plan import run_length
+from hpclm.data.findings import Findings
 from hpclm.errors import ConfigError
 from hpclm.registry import a_function, lookup
 
@@ -56,10 +58,14 @@ class Source(Protocol):
         ...
 
 
-def build(config: RunConfig) -> Source:
-    """The configured source; ConfigError if there is none, or if a user-defined one is not valid."""
+def build(config: RunConfig, findings: Findings | None = None) -> Source:
+    """The configured source; ConfigError if there is none, or if a user-defined one is not valid.
+
+    ``findings``: for a source that takes them; it adds what it reads, and does not read again what they hold.
+    """
     make = lookup("data.source", config.data.source, SOURCES, CHECK)
-    made: Source = make(config.data, config.model.context, config.seed, config.model.vocab_size)
+    more = {"findings": findings} if findings and "findings" in signature(make).parameters else {}
+    made: Source = make(config.data, config.model.context, config.seed, config.model.vocab_size, **more)
     lacks = [name for name in REQUIRED if not hasattr(made, name)]
     if lacks:
         raise ConfigError(

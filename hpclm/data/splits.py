@@ -49,7 +49,9 @@ class DatasetSlice:
     @cached_property
     def tokens(self) -> int:
         """Number of tokens."""
-        return int(self.dataset.sizes[self.span.start : self.span.stop].sum(dtype=np.int64))
+        begin, end = self.span.start, self.span.stop
+        count = f"tokens of sequences {begin} to {end}"
+        return self.dataset.find(count, lambda: int(self.dataset.sizes[begin:end].sum(dtype=np.int64)))
 
     @cached_property
     def per_epoch(self) -> int:
@@ -95,7 +97,7 @@ class DatasetSlice:
         sampling, order = self.sampling, self._order(wanted)
 
         def build() -> index_cache.Arrays:
-            self.dataset.check()  # completely, once; opening a large dataset only checks its ends
+            self.dataset.check_once()  # completely; opening a large dataset only checks its ends
             return vars(build_index(self.dataset.sizes, self.span, order))
 
         often = -(-(wanted or 1) // max(1, self.per_epoch))
@@ -104,7 +106,8 @@ class DatasetSlice:
             return PackedSamples(self.dataset, Index(**build()), self.keep_partial)
         key = {"dataset": self.dataset.fingerprint, "changed_ns": self.dataset.changed_ns, "order": asdict(order)}
         key["span"] = [self.span.start, self.span.stop]
-        return PackedSamples(self.dataset, Index(**index_cache.kept(self.folder, key, build)), self.keep_partial)
+        index = Index(**index_cache.kept(self.folder, key, build, self.dataset.findings))
+        return PackedSamples(self.dataset, index, self.keep_partial)
 
     def fingerprint(self) -> dict[str, Any]:
         """What must not change when a run is resumed (JSON)."""
@@ -115,7 +118,7 @@ class DatasetSlice:
         }
 
     def _block_samples(self, wanted: int) -> Samples:
-        first = int(self.dataset.sizes[: self.span.start].sum(dtype=np.int64))
+        first = self.dataset.place(self.span.start)
         flat = self.dataset.flat[first : first + self.tokens]
         order = shuffled(self.per_epoch, wanted, self.sampling.seed)
         return BlockSamples(flat, self._blocks, order, self.sampling.eos)
@@ -127,7 +130,7 @@ class DatasetSlice:
 
     @cached_property
     def _blocks(self) -> Blocks:
-        self.dataset.check()
+        self.dataset.check_once()
         sizes = self.dataset.sizes[self.span.start : self.span.stop]
         found = blocks(sizes, self.sampling.context, self.sampling.break_mode or "")
         longest = int(np.diff(found.bounds).max(initial=0))
@@ -198,8 +201,8 @@ class Split:
         """The blend order computed by ``take``, which depends only on ``key`` and ``total``."""
         if total <= WORTH_KEEPING:
             return take()
-        folder = self.slices[0].folder
-        return blend.Turns(**index_cache.kept(folder, {**key, "total": total}, lambda: vars(take())))
+        first, key = self.slices[0], {**key, "total": total}
+        return blend.Turns(**index_cache.kept(first.folder, key, lambda: vars(take()), first.dataset.findings))
 
     def _too_small(self, each: DatasetSlice, settings: DataConfig, context: int) -> str:
         if settings.short_part == "repeat":

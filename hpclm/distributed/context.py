@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 CAUSE = 5.0  # seconds that a rank which lost a connection waits for another rank to publish the cause
+UNLIMITED = timedelta(days=7)  # for a collective in which one rank may arrive hours after another
 
 
 class DistributedContext:
@@ -41,8 +42,9 @@ class DistributedContext:
         self.local_rank, self.local_size = world.local_rank, world.local_size
         self.ranks, self.watchdog = ranks, watchdog
         self.hosts = tuple(info.host for info in ranks)
+        self.first_on_node = next(info.rank for info in ranks if info.machine == ranks[world.rank].machine)
+        """The lowest rank of this rank's node."""
         self._store = store
-        self._unlimited: Any = None
 
     @property
     def is_main(self) -> bool:
@@ -69,23 +71,25 @@ class DistributedContext:
         if self.size == 1:
             return [value]
         import torch
-        import torch.distributed as dist
 
-        group = self._unlimited if unlimited else None
         own = json.dumps(value).encode()
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(own)]), group=group)
+        sizes = self._exchange(torch.tensor([len(own)]), unlimited)
         width = int(max(sizes))
-        text = torch.frombuffer(bytearray(own.ljust(width)), dtype=torch.uint8)
-        if not (everywhere or self.is_main):
-            dist.gather(text, dst=0, group=group)
-            return []
-        texts = [torch.zeros(width, dtype=torch.uint8) for _ in range(self.size)]
-        if everywhere:
-            dist.all_gather(texts, text, group=group)
-        else:
-            dist.gather(text, texts, dst=0, group=group)
-        return [json.loads(bytes(text[: int(size)].numpy())) for text, size in zip(texts, sizes, strict=True)]
+        texts = self._exchange(_text_tensor(own, width), unlimited, everywhere)
+        return [json.loads(bytes(text[: int(size)].numpy())) for text, size in zip(texts, sizes, strict=False)]
+
+    def _exchange(self, own: "torch.Tensor", unlimited: bool, everywhere: bool = True) -> "list[torch.Tensor]":
+        """Every rank's tensor, on every rank or, unless ``everywhere``, on rank 0; on the others an empty list."""
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
+
+        group: Any = dist.group.WORLD
+        options: Any = AllgatherOptions() if everywhere else dist.GatherOptions()
+        if unlimited:
+            options.timeout = UNLIMITED
+        found = [own.new_zeros(own.shape) for _ in range(self.size)] if everywhere or self.is_main else []
+        (group.allgather if everywhere else group.gather)([found] if found else [], [own], options).wait()
+        return found
 
     def all_reduce_max(self, *values: float) -> list[float]:
         """The maximum over all ranks of the first values, of the second ones, …, on every rank."""
@@ -107,6 +111,12 @@ class DistributedContext:
         import torch
         import torch.distributed as dist
 
+        def broadcast(tensor: torch.Tensor) -> torch.Tensor:
+            options, group = dist.BroadcastOptions(), dist.group.WORLD
+            options.rootRank, options.timeout = 0, UNLIMITED  # rank 0 may write, or read, for hours
+            group.broadcast([tensor], options).wait()  # type: ignore[union-attr]
+            return tensor
+
         said, failed = b"", None
         result: Any = None
         if self.is_main:
@@ -117,10 +127,8 @@ class DistributedContext:
                 failed = error
                 problems = error.problems if isinstance(error, ConfigError) else str(error)
                 said = json.dumps({"error": type(error).__name__, "what": problems}).encode()
-        length = torch.tensor([len(said)])
-        dist.broadcast(length, 0, group=self._unlimited)  # rank 0 may write, or read, for hours
-        text = torch.frombuffer(bytearray(said.ljust(int(length))), dtype=torch.uint8)
-        dist.broadcast(text, 0, group=self._unlimited)
+        length = int(broadcast(torch.tensor([len(said)])))
+        text = broadcast(_text_tensor(said, length))
         if not self.is_main:
             heard = json.loads(bytes(text.numpy()))
             if "error" in heard:
@@ -133,9 +141,10 @@ class DistributedContext:
 
     def init_process_group(self, device: "torch.device", minutes: float, logs: Path | None = None) -> None:
         """Set up PyTorch's process group: gloo between CPUs, and NCCL beside it, with its flight recorder, between
-        GPUs.
+        GPUs. It is the only gloo group of a run on GPUs: gloo connects each member with each other at once.
 
-        A collective that takes longer than ``minutes`` raises; PyTorch then writes the recorder's content to ``logs``.
+        A collective that takes longer than ``minutes`` raises, except those that are called unlimited here; PyTorch then
+        writes the recorder's content to ``logs``.
         """
         if self._store is None:
             return
@@ -147,7 +156,6 @@ class DistributedContext:
         limit = timedelta(minutes=minutes)
         self._store.set_timeout(limit)
         dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.size, timeout=limit)
-        self._unlimited = dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
     @contextmanager
     def guard(self, run_log: Path | None = None) -> Iterator[None]:
@@ -267,6 +275,13 @@ def join(world: World, settings: ClusterConfig) -> Iterator[DistributedContext]:
             raise SystemExit(error.exit_code) from None
         time.sleep(2 * POLL)
         raise
+
+
+def _text_tensor(text: bytes, width: int) -> "torch.Tensor":
+    """[width] bytes of ``text``, filled up with spaces."""
+    import torch
+
+    return torch.frombuffer(bytearray(text.ljust(width)), dtype=torch.uint8)
 
 
 def _text(error: BaseException) -> str:

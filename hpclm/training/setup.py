@@ -5,21 +5,25 @@ import math
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from hpclm import __version__, files, log
 from hpclm import engine as engines
 from hpclm.checkpoint import CheckpointStore, Progress, Retention, begin_from, resumable, rollback
-from hpclm.checkpoint.fingerprint import fingerprint
+from hpclm.checkpoint.fingerprint import differences, fingerprint
 from hpclm.checkpoint.init_from import check_init_from
 from hpclm.config import Plan, RunConfig
 from hpclm.config.plan import Length, run_length
 from hpclm.data import sources
 from hpclm.data.batches import Batches
+from hpclm.data.findings import Findings
 from hpclm.data.sources import Source, samples_per_epoch
+from hpclm.data.tokenizers import mismatch
 from hpclm.distributed import bootstrap
 from hpclm.distributed.context import DistributedContext
+from hpclm.errors import ConfigError
 from hpclm.model import count
 from hpclm.node import secrets
 from hpclm.rundir import submissions
@@ -33,22 +37,49 @@ logger = logging.getLogger(__name__)
 def data(
     config: RunConfig, plan: Plan, context: DistributedContext, replica: int, device: torch.device
 ) -> tuple[Source, Batches, list[HeldOut], Length]:
-    """The source of the samples, the micro-batches of this rank's ``replica``, what evaluations read, and the run's length."""
+    """The source of the samples, the micro-batches of this rank's ``replica``, what evaluations read, and the run's length.
 
-    def build() -> tuple[Source, Batches, list[HeldOut], Length]:
-        source = sources.build(config)
+    Rank 0 reads the files first, and writes the index cache; then the first rank of each other node; all others only open
+    what they train on. ConfigError if the data of another node differ from rank 0's.
+    """
+
+    def build(findings: Findings) -> tuple[Source, Batches, list[HeldOut], Length]:
+        source = sources.build(config, findings)
         length = run_length(config, plan, samples_per_epoch(source))
         train = Batches(source.samples("train", length.samples), config, plan, source.eod, device, replica)
         return source, train, held_out(source, config, plan, device, replica), length
 
-    def first() -> None:  # it writes the index cache, which the others read
-        mine.append(build())
+    def first() -> dict[str, Any]:
+        mine.append(build(here))
         for said in sources.check_content(mine[0][0]):
             logger.info(said)
+        return here.known
 
-    mine: list[tuple[Source, Batches, list[HeldOut], Length]] = []
-    context.run_on_main(first)
-    return mine[0] if mine else build()
+    here, mine = Findings(), list[tuple[Source, Batches, list[HeldOut], Length]]()
+    known = context.run_on_main(first)
+    problems: list[str] = []
+    if not mine and (context.rank == context.first_on_node or not known):  # a source without findings: all at once
+        try:
+            mine.append(build(here))
+            problems = _differences(known.get("fingerprint", {}), here.known.get("fingerprint", {}))
+        except ConfigError as error:
+            problems = error.problems
+    other = here.known if mine and here.known != known else None  # such as the dates of a node's own copies
+    told = context.all_gather((problems, other), unlimited=True)
+    for info, (wrong, _) in zip(context.ranks, told, strict=True):
+        if wrong:
+            failed = ConfigError([f"the data on {info.host} cannot be used:", *wrong])
+            failed.shared = True
+            raise failed
+    return mine[0] if mine else build(Findings(told[context.first_on_node][1] or known))
+
+
+def _differences(main: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """How the data of this node differ from those of the node of rank 0, by their fingerprints."""
+    clash = mismatch(main.get("tokenizer") or {}, here.get("tokenizer") or {})
+    found = [*([clash] if clash else []), *differences({"data": main}, {"data": here})]
+    head = "they are not those of rank 0's node; copy the same files to every node. From those to these:"
+    return [head, *found] if found else []
 
 
 def checkpoint_bytes(config: RunConfig) -> int:

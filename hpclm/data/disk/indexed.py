@@ -5,18 +5,21 @@ import mmap
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpclm.data.disk.formats import mapped, read_index
 from hpclm.data.disk.scan import check_all, check_ends
+from hpclm.data.findings import Findings
 from hpclm.errors import ConfigError
 from hpclm.files import fingerprint, read_text, readable
 
 SCANNED = 1 << 20  # sequences or documents that are all checked when a dataset is opened: some 10 ms
 SHIFTED = 64 << 20  # bytes of tokens that are converted in memory
+
+T = TypeVar("T")
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -75,7 +78,8 @@ class IndexedDataset:
     ``SCANNED`` sequences, everything, as ``check`` always does.
     """
 
-    def __init__(self, prefix: str | Path):
+    def __init__(self, prefix: str | Path, findings: Findings | None = None):
+        """``findings``: of its files, by this process or another of the node; what they hold is not read again."""
         self.prefix = Path(prefix)
         self.bin_path, self.idx_path, _ = files(prefix)
         missing = [str(path) for path in (self.bin_path, self.idx_path) if not path.exists()]
@@ -83,7 +87,10 @@ class IndexedDataset:
             raise ConfigError(_not_there(self.prefix, missing))
         readable(self.idx_path, "index"), readable(self.bin_path, "token file")
         index, self.changed_ns = mapped(self.idx_path)
-        self._maps = index, mapped(self.bin_path)[0]
+        tokens, changed_ns = mapped(self.bin_path)
+        self._maps = index, tokens
+        self.findings = findings or Findings()
+        self._name = f"{prefix}: {len(tokens)} bytes of {changed_ns}, {len(index)} of {self.changed_ns}"
         self._index = read_index(self.idx_path, self._maps[0])
         self.layout, self.dtype = self._index.layout, self._index.dtype
         self.sizes: NDArray = self._index.sizes
@@ -92,7 +99,7 @@ class IndexedDataset:
         check_ends(self._index, self.idx_path, self.bin_path, self._bytes)
         self._stored = np.frombuffer(self._maps[1], self.dtype)
         if max(len(self), self.document_count) <= SCANNED:
-            self.check()
+            self.check_once()
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -196,6 +203,18 @@ class IndexedDataset:
 
         check_all(self._index, self.idx_path, self._bytes, done)
 
+    def check_once(self) -> None:
+        """``check``, unless the index is known to be right."""
+        self.once("index", self.check)
+
+    def find(self, fact: str, read: Callable[[], T]) -> T:
+        """A fact (JSON) about the content of the files: what ``read`` returns, unless the findings have it."""
+        return self.findings.find(f"{self._name}: {fact}", read)
+
+    def once(self, fact: str, check: Callable[[], object]) -> None:
+        """``check`` the content of the files, unless the findings say that it has passed."""
+        self.findings.once(f"{self._name}: {fact}", check)
+
     def release(self) -> None:
         """Release the memory of everything read so far; it is read again when needed."""
         for content in self._maps:
@@ -213,8 +232,8 @@ class IndexedDataset:
             "idx_bytes": len(self._maps[0]),
             "layout": self.layout,
             "dtype": self.dtype.name,
-            "bin": fingerprint(self._maps[1]),
-            "idx": fingerprint(self._maps[0]),
+            "bin": self.find("hash of .bin", lambda: fingerprint(self._maps[1])),
+            "idx": self.find("hash of .idx", lambda: fingerprint(self._maps[0])),
         }
 
 

@@ -65,6 +65,8 @@ def verified(folder: Path) -> Manifest:
         manifest = manifests.read(folder)
         manifests.verify(folder, manifest)
     except OSError as error:
+        if not folder.exists():
+            raise BadCheckpoint("it was removed") from None
         raise unreadable(folder, error) from error
     return manifest
 
@@ -85,6 +87,8 @@ def newest(folder: Path, look: Callable[[Path], Manifest] = verified) -> tuple[P
         try:
             return step, look(step)
         except BadCheckpoint as reason:
+            if not step.exists():  # its run, which is training, has newer ones
+                return newest(folder, look)
             log.warning("checkpoint %s is bad: %s", step, reason)
     raise NoCheckpointError(f"no good checkpoint in {folder}; train first, with hpclm train")
 
@@ -98,7 +102,11 @@ def manifest(folder: Path) -> Manifest:
 
 
 def unreadable(folder: Path, error: object) -> HpclmError:
-    """The error for files that exist but cannot be read."""
+    """The error for files that exist but cannot be read, or that have gone with their folder."""
+    if not folder.exists():
+        return HpclmError(
+            f"checkpoint {folder} was removed while it was read: its run has newer ones; repeat the command"
+        )
     return HpclmError(f"checkpoint {folder} cannot be read now: {error}; check the disk, then start again")
 
 

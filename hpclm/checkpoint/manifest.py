@@ -105,7 +105,7 @@ def read(folder: Path) -> Manifest:
         version = content.pop("schema")
         if version not in READABLE:
             raise ConfigError(
-                f"{folder / NAME} has schema {version}, but this version of hpclm reads {', '.join(map(str, READABLE))}; "
+                f"{folder / NAME} has schema {version!r}, but this version of hpclm reads {', '.join(map(str, READABLE))}; "
                 f"use the version that wrote it"
             )
         wrong = sorted(schema.invalid(content))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpclm.checkpoint.directory import unreadable
 from hpclm.checkpoint.format import File
 from hpclm.checkpoint.manifest import Manifest
 from hpclm.checkpoint.parts import overlap, overlapping
@@ -59,9 +60,7 @@ class Tensors:
             if self.wrong is not None:
                 self.wrong["bad" if isinstance(error, ChecksumMismatch) else "failed"] = str(error)
                 return torch.zeros(tuple(size))
-            raise HpclmError(
-                f"checkpoint {self.folder} cannot be read now: {error}; check the disk, then start again"
-            ) from error
+            raise unreadable(self.folder, error) from error
 
     def _block(self, name: str, start: Sequence[int], size: Sequence[int]) -> Tensor:
         rows = (start[0], start[0] + size[0]) if start else (0, 1)

@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
     parser = cli.run_parser(
         "checkpoints",
         "List a run's checkpoints, oldest first, and verify the sizes and hashes of their files, and that all values are finite.",
-        epilog="exit code: 0 · 66 if the run has saved, but no good checkpoint is left",
+        epilog="exit code: 0, also if only some are bad · 66 if the run has saved, but no good checkpoint is left",
     )
     parser.add_argument("--no-verify", action="store_true", help="check only names and sizes, which is quick")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")

@@ -27,7 +27,7 @@ def at_least(low: float, section: str, **values: float | None) -> Iterator[str]:
     """A problem for every value that is below ``low`` or not finite."""
     for name, value in values.items():
         if value is not None and not (value >= low and math.isfinite(value)):
-            yield f"{section}.{name}={value} must be at least {low:g}"
+            yield f"{section}.{name}={value} must be at least {low:g}" + (not math.isfinite(value)) * " and finite"
 
 
 def fraction(section: str, **values: float) -> Iterator[str]:

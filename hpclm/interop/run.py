@@ -67,6 +67,8 @@ def find(path: Path, overrides: list[str]) -> Found:
             manifest.verify(path, known)
         except BadCheckpoint as reason:
             raise NoCheckpointError(f"checkpoint {path} is bad: {reason}; choose another of {run}") from None
+        except OSError as error:
+            raise directory.unreadable(path, error) from error
         return Found(run, path, known, config)
     config = configs.of_run(path, overrides)
     folder, known = directory.newest(path / "checkpoints")

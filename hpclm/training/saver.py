@@ -85,7 +85,7 @@ class Saver:
         left = self.seconds_left(orders)
         if left is not None and self.seconds() > left:
             text = "%s leaves %.0f s, and saves took up to %.1f s: left without one; steps %d to %d will be done again"
-            log.error(text, orders.signal, left, self._longest, self.step + 1, progress.step)
+            log.error(text, orders.signal, max(left, 0.0), self._longest, self.step + 1, progress.step)
             return
         # where nothing else saves, those made when leaving are the regular ones
         settings = self.config.checkpoint

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from hpclm.checkpoint import CheckpointStore, Progress, Retention, staging, tensors
-from hpclm.checkpoint.directory import steps
+from hpclm.checkpoint import manifest as manifests
+from hpclm.checkpoint.directory import newest, steps
 from hpclm.checkpoint.fingerprint import check_fingerprint
 from hpclm.checkpoint.manifest import digest_of
 from hpclm.errors import ConfigError, HpclmError, NoCheckpointError
@@ -326,3 +327,23 @@ def test_of_a_link_under_a_wrong_name_only_the_link_is_set_aside(tmp_path):
     assert store(folder).resume(state, "auto").step == 2 and state.is_of(2)
     assert (folder / ".bad-step-00000003").is_symlink()
     assert sorted((folder / "step-00000002").iterdir()) == before
+
+
+def test_a_checkpoint_that_its_run_removes_while_it_is_read_is_neither_bad_nor_a_broken_disk(
+    tmp_path, caplog, monkeypatch
+):
+    running, real = saved(tmp_path, (1, 2)), manifests.verify
+
+    def slow(folder, *args):
+        if folder.name == "step-00000002":
+            for step in (3, 4):
+                running.save(State(float(step)), progress(step))
+            shutil.rmtree(folder)
+        return real(folder, *args)
+
+    monkeypatch.setattr(manifests, "verify", slow)
+    folder, manifest = newest(tmp_path)
+    assert folder.name == "step-00000004" and "bad" not in caplog.text
+    shutil.rmtree(folder)
+    with tensors.Tensors(folder, manifest) as found, pytest.raises(HpclmError, match="was removed while it was read"):
+        found.whole("model.a")

@@ -30,9 +30,6 @@ class Budget:
 SMALL = ["model.layers=2", "model.hidden=64", "model.heads=4", "model.vocab_size=256", "model.context=32"]
 SMALL += ["batch.micro_size=2"]
 ONE = Budget(1, 1)
-STEP = Budget(
-    7, 1
-)  # inside DeepSpeed's own step: its overflow, its norm and whether they are finite, and two numbers that it copies to the device
 DP, TP = "job.gpus=2", "parallel.tensor=2"
 
 SEVEN = ["configs/llama-7b.yaml", "job.gpus=8", "batch.micro_size=2"]
@@ -64,11 +61,12 @@ LAYOUTS = {
     "pipelining": ([DP, "parallel.pipeline=2", "engine.name=pipelining", "engine.compile=false"], ONE, ONE),
     "fairscale": ([DP, "engine.name=fairscale", "engine.compile=false"], ONE, ONE),
     "deepspeed, stage 0": ([DP, "engine.name=deepspeed", "engine.zero_stage=0"], ONE, ONE),
-    "deepspeed, stage 1": ([DP, "engine.name=deepspeed", "engine.zero_stage=1"], STEP, ONE),
-    "deepspeed, stage 2": ([DP, "engine.name=deepspeed", "engine.zero_stage=2"], STEP, ONE),
-    "deepspeed, pipeline": ([DP, "engine.name=deepspeed", "parallel.pipeline=2"], Budget(8, 1), ONE),
+    "deepspeed, stage 1": ([DP, "engine.name=deepspeed", "engine.zero_stage=1"], ONE, ONE),
+    "deepspeed, stage 2": ([DP, "engine.name=deepspeed", "engine.zero_stage=2"], ONE, ONE),
+    "deepspeed, stage 3": ([DP, "engine.name=deepspeed", "engine.zero_stage=3"], ONE, ONE),
+    "deepspeed, pipeline": ([DP, "engine.name=deepspeed", "parallel.pipeline=2"], ONE, ONE),
 }
-USUAL = ("native", "dropout", "tensor", "fsdp2", "deepspeed, stage 1")
+USUAL = ("native", "dropout", "tensor", "fsdp2", "deepspeed, stage 1", "deepspeed, stage 3")
 # graph breaks, and graphs for all blocks
 GRAPHS = {
     "native": ([], Budget(0, 0), ONE),

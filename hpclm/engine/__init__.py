@@ -60,7 +60,7 @@ class DeviceResult(StepResult):
         cls,
         loss: Tensor,
         grad_norm: Tensor | float,
-        skipped: bool,
+        skipped: Tensor | bool,
         loss_scale: float,
         seconds: Mapping[str, float] = MappingProxyType({}),
     ) -> "DeviceResult":

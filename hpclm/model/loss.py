@@ -111,7 +111,10 @@ class _ChunkedLoss(torch.autograd.Function):
                 add_product(main_grad, gradient, hidden[part])
                 continue
             piece = gradient.t() @ hidden[part]
-            d_weight = piece.float() if d_weight is None else d_weight.add_(piece)
+            if len(hidden) <= chunk and backward == "unscaled":
+                d_weight = piece  # nothing is added to it, and it is not scaled: fp32 would be a copy of it
+            else:
+                d_weight = piece.float() if d_weight is None else d_weight.add_(piece)
         ctx.save_for_backward(d_hidden, weight if d_weight is None else d_weight)
         ctx.how, ctx.added = backward, main_grad is not None
         return total

@@ -86,11 +86,6 @@ def of(run: RunConfig, rank: int = 0) -> Trace:
     if not 0 <= rank < world:
         raise ConfigError(f"--rank={rank} must be at least 0 and less than job.nodes x job.gpus = {world}")
     plan = run.plan(world)
-    if run.engine.name == "deepspeed" and run.parallel.pipeline == 1 and run.engine.zero_stage == 3:
-        raise ConfigError(
-            "engine.name=deepspeed with engine.zero_stage=3 cannot be traced: ranks compare numbers while it is built, and "
-            "there is only one rank here; trace engine.name=fsdp2, which shards the same state"
-        )
     if run.engine.name == "deepspeed" and rank * run.parallel.pipeline // world > 0:
         raise ConfigError(
             f"rank {rank} is in a later stage of engine.name=deepspeed's pipeline, which learns from its neighbor what it will "

@@ -64,6 +64,28 @@ def test_a_step_that_is_not_finite_changes_nothing(words):
         assert torch.equal(found["tensors"][name], tensor), name
 
 
+def as_deepspeed_decides(words, steps):
+    """train(), with norm, clipping and overflow as DeepSpeed's own step handles them on the host."""
+    from hpclm.engine.deepspeed import update
+
+    update.of = lambda engine, *_: update.HostUpdate(engine)
+    return train(words, steps)
+
+
+CLIPPED = {name: [*words, "optim.clip=0.1"] for name, words in {**STAGES, **BF16, "pipeline": PIPELINE}.items()}
+
+
+@cases({name: words for name, words in CLIPPED.items() if name != "stage0"}, "stage1", "stage3", "pipeline")
+def test_deciding_on_the_device_changes_no_bit_of_what_deepspeed_computes(words):
+    both = (ranks.run(2, work, words, 4) for work in (train, as_deepspeed_decides))
+    for ours, theirs in zip(*both, strict=True):
+        assert min(ours["norms"]) > 0.1
+        for what in ("losses", "norms", "evaluation", "scalars"):
+            assert repr(ours[what]) == repr(theirs[what]), what
+        for (name, values, *_), (_, others, *_) in zip(ours["held"], theirs["held"], strict=True):
+            assert (values == others).all(), name
+
+
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.whole)])
 def test_gradients_that_go_only_to_the_replica_that_keeps_them_give_the_same_losses(stage):
     reduced = f"{EXTRA}.zero_optimization.use_multi_rank_bucket_allreduce=false"

@@ -5,6 +5,7 @@ import io
 import logging
 import warnings
 from collections.abc import Iterable, Iterator
+from itertools import product
 from typing import Any
 
 import deepspeed
@@ -15,6 +16,7 @@ from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.config import DeepSpeedConfigError
+from deepspeed.runtime.zero import partitioned_param_coordinator
 from pydantic import ValidationError
 
 from hpclm.config import OptimConfig
@@ -40,28 +42,52 @@ SECTIONS = {
 
 
 @contextlib.contextmanager
-def reducing_without_waits(optimizer: Any, device: torch.device) -> Iterator[None]:
-    """Inside this context, DeepSpeed's streams wait for each other where it would make the host wait for both.
+def ordering_streams(optimizer: Any, device: torch.device) -> Iterator[None]:
+    """Inside this context, DeepSpeed's streams wait for each other where it would make the host wait for all of them.
 
-    That is as safe: what one stream reads or frees, the other has finished with. But the host can launch what follows.
+    That is as safe: what one stream reads or frees, the others have finished with. But the host can launch what follows.
     """
-    reducing = getattr(optimizer, "reduction_stream", None)
-    if reducing is None or device.type != "cuda":
+    own = side_streams(optimizer) if device.type == "cuda" else []
+    if not own:
         yield
         return
     accelerator, computing = get_accelerator(), torch.cuda.current_stream(device)
 
     def order(*_: Any) -> None:
         current = torch.cuda.current_stream(device)  # of the thread that runs the backward pass
-        for stream in (computing, current):
-            reducing.wait_stream(stream)
-            stream.wait_stream(reducing)
+        for side, stream in product(own, (computing, current)):
+            side.wait_stream(stream)
+            stream.wait_stream(side)
 
-    accelerator.synchronize = order
+    waiting = [accelerator, *([optimizer.reduce_and_partition_stream] if stage_3(optimizer) else [])]
+    for one in waiting:
+        one.synchronize = order
     try:
         yield
+        order()  # the next gather reads what the update has written
     finally:
-        del accelerator.synchronize
+        for one in waiting:
+            del one.synchronize
+
+
+def stage_3(optimizer: Any) -> bool:
+    """Whether DeepSpeed's ``optimizer`` shards weights."""
+    return hasattr(optimizer, "fp32_partitioned_groups_flat")
+
+
+def offloads(optimizer: Any) -> bool:
+    """Whether DeepSpeed's ``optimizer`` keeps its state in CPU memory or on a disk."""
+    return bool(getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False))
+
+
+def side_streams(optimizer: Any) -> list[Any]:
+    """The streams on which DeepSpeed reduces gradients and gathers weights; none if it offloads state, which the host reads."""
+    if offloads(optimizer):
+        return []
+    if not stage_3(optimizer):
+        return [optimizer.reduction_stream] if getattr(optimizer, "reduction_stream", None) else []
+    gathering = vars(optimizer.parameter_offload)["_DeepSpeedZeRoOffload__allgather_stream"]
+    return [optimizer.reduce_and_partition_stream, gathering]
 
 
 class MeshView:
@@ -164,6 +190,8 @@ def begin(device: torch.device) -> None:
     if device.type == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it compiles a collective that gloo provides
         get_accelerator().is_fp16_supported = lambda: True  # PyTorch supports fp16 on every CPU, slowly on most
+    if dist.get_backend() == "fake":  # a traced rank has no peers whose order of layers it could compare with its own
+        partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _: None
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
 
 

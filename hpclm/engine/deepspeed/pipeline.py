@@ -19,6 +19,7 @@ from hpclm.config.deepspeed import settings
 from hpclm.data.batches import Batch
 from hpclm.engine import DeviceResult, StepResult, keep_going
 from hpclm.engine.deepspeed import library
+from hpclm.engine.deepspeed import update as updates
 from hpclm.engine.deepspeed.state import State, Wrapped
 from hpclm.engine.deepspeed.zero import finite_or_nan
 from hpclm.engine.sharded_parameter import ShardedParameter, decay_groups
@@ -30,7 +31,7 @@ from hpclm.model.loss import TokenLoss
 from hpclm.model.stack import Stack
 from hpclm.optim.adamw import groups
 from hpclm.optim.scaler import LossScale
-from hpclm.parallel.collectives import all_reduce
+from hpclm.parallel.collectives import all_reduce, broadcast
 from hpclm.parallel.mesh import Mesh, sub_axis
 
 
@@ -105,7 +106,10 @@ class PipelineEngine(Wrapped):
             optimizer=optimizer,
             config=settings(config, self.plan, library.NAMES[dtype], device.type == "cuda"),
         )
+        if not mesh.pp.last:
+            self.engine._aggregate_total_loss = self._received_loss
         self.state = State(self.engine.optimizer, optimizer)
+        self.update = updates.of(self.engine, optimizer, mesh)
         self.scale = LossScale.first(config.scaler) if dtype == torch.float16 else None
 
     def train_step(
@@ -132,11 +136,16 @@ class PipelineEngine(Wrapped):
             group["lr"] = lr
         with torch.autograd.set_detect_anomaly(config.engine.anomaly, check_nan=self.scale is None):
             loss = engine.train_batch(ids(batches))
-        skipped = bool(engine.optimizer.overflow)
-        if self.scale:
-            self.scale = self.scale.after(skipped, config.scaler)
         mean = loss.double() * mesh.dp.size  # DeepSpeed returns the mean over replicas of their contributions
-        return DeviceResult.of(mean, engine.get_global_grad_norm(), skipped, scale)
+        result = DeviceResult.of(mean, self.update.norm(), self.update.skipped(), scale)
+        if self.scale:  # fp16 waits for the device here, as BaseEngine does
+            self.scale = self.scale.after(result.skipped, config.scaler)
+        return result
+
+    def _received_loss(self) -> Tensor:
+        """The mean loss that the last stage broadcasts. DeepSpeed's method receives it in zeros that it copies from the host."""
+        losses = torch.zeros(2, device=self.device)  # of its replica, and of all
+        return broadcast(losses, self.mesh.pp, self.mesh.pp.size - 1)[1]
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:

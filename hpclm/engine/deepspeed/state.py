@@ -13,6 +13,7 @@ from torch import Tensor
 from hpclm.config import RunConfig
 from hpclm.engine import SavedState, Shard
 from hpclm.engine.base import MOMENTS
+from hpclm.engine.deepspeed import library
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.sharing import Sharing
 from hpclm.model.stack import Stack, check_shapes
@@ -25,7 +26,7 @@ class State:
 
     def __init__(self, wrapper: Any, optimizer: torch.optim.Optimizer):
         self.wrapper, self.optimizer = wrapper, optimizer
-        self.sharded = hasattr(wrapper, "fp32_partitioned_groups_flat")  # stage 3
+        self.sharded = library.stage_3(wrapper)
         names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
         self.flat: list[Tensor] = next(getattr(wrapper, name) for name in names if hasattr(wrapper, name))
         self.by_group = type(optimizer).__module__.startswith(

@@ -13,6 +13,7 @@ from hpclm.data.batches import Batch
 from hpclm.engine import DeviceResult, StepResult, keep_going
 from hpclm.engine.base import BaseEngine
 from hpclm.engine.deepspeed import library
+from hpclm.engine.deepspeed import update as updates
 from hpclm.engine.deepspeed.state import State, Wrapped
 from hpclm.engine.sharded_parameter import ShardedParameter, decay_groups
 from hpclm.engine.step import Timers, mean_loss, seed_step, seeds, token_weights
@@ -86,6 +87,7 @@ class ZeroEngine(Wrapped):
         optimizer = library.optimizer(groups(decaying, others, config.optim), config.optim)
         self.engine = library.initialize(model=self.model, optimizer=optimizer, config=tree, mpu=view)
         self.state = State(self.engine.optimizer, optimizer)
+        self.update = updates.of(self.engine, optimizer, mesh)
         self.timers = Timers(device, config.log.timers)
         self.scale = LossScale.first(config.scaler) if dtype == torch.float16 else None
         self.mean_over = (
@@ -117,19 +119,19 @@ class ZeroEngine(Wrapped):
                 tokens, labels, _, positions, documents = batch
                 with self.timers("forward"):
                     value = engine(tokens, positions, documents, labels, weight * factor, seed)
-                with self.timers("backward"), library.reducing_without_waits(engine.optimizer, self.device):
+                with self.timers("backward"), library.ordering_streams(engine.optimizer, self.device):
                     # the token weights include the scale already; DeepSpeed multiplies by what it will divide by
                     engine.backward(finite_or_nan(value) / divisor, scale_wrt_gas=False)
                 total += value.detach() / factor
         for group in engine.optimizer.param_groups:
             group["lr"] = lr
-        with self.timers("optimizer"):
+        with self.timers("optimizer"), library.ordering_streams(engine.optimizer, self.device):
             engine.step()
-        skipped = bool(engine.optimizer.overflow)
-        if self.scale:
-            self.scale = self.scale.after(skipped, config.scaler)
-        loss, norm = all_reduce(total, mesh.dp), engine.get_global_grad_norm()
-        return DeviceResult.of(loss, norm, skipped, scale, self.timers.take())
+        loss, update = all_reduce(total, mesh.dp), self.update
+        result = DeviceResult.of(loss, update.norm(), update.skipped(), scale, self.timers.take())
+        if self.scale:  # fp16 waits for the device here, as BaseEngine does
+            self.scale = self.scale.after(result.skipped, config.scaler)
+        return result
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss per token."""

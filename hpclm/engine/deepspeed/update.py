@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 from deepspeed.runtime.utils import combine_grad_norm_groups, is_model_parallel_parameter
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
 from hpclm.engine.deepspeed import library
@@ -29,13 +31,15 @@ class Update(Protocol):
 
 def of(engine: Any, optimizer: torch.optim.Optimizer, mesh: Mesh) -> Update:
     """The update of DeepSpeed's ``engine``, whose ZeRO optimizer is around ``optimizer``; without waits if possible."""
-    if library.offloads(engine.optimizer) or not isinstance(optimizer, torch.optim.AdamW):
-        return HostUpdate(engine)
-    return DeviceUpdate(engine.optimizer, optimizer, mesh)
+    zero = isinstance(engine.optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3))
+    if zero and isinstance(optimizer, torch.optim.AdamW) and not library.offloads(engine.optimizer):
+        return DeviceUpdate(engine.optimizer, optimizer, mesh)
+    return HostUpdate(engine)
 
 
 class HostUpdate:
-    """DeepSpeed's way, of offloaded state and of optimizers that cannot skip an update on the device."""
+    """DeepSpeed's way: of offloaded state, of optimizers that cannot skip an update on the device, and of its BF16_Optimizer,
+    which adds gradients up in fp32 at stage 1."""
 
     def __init__(self, engine: Any):
         self.engine = engine

@@ -15,7 +15,7 @@ from hpclm.config import JobConfig, RunConfig, show
 from hpclm.config.job import TEMPLATES
 from hpclm.diagnostics import report
 from hpclm.errors import ConfigError, HpclmError, LockedError
-from hpclm.launch import local, script, send, sweep
+from hpclm.launch import local, sbatch, script, send, sweep
 from hpclm.launch.options import options
 from hpclm.node import gpus, notify, secrets
 from hpclm.rundir import folder, submissions
@@ -260,8 +260,6 @@ def _show(where: str, runs: Sequence[RunConfig], scripts: Sequence[str]) -> int:
         sys.stdout.write(text)
         sys.stdout.flush()
         if shutil.which("sbatch"):
-            from hpclm.launch import sbatch  # with submitit
-
             say(sbatch.rehearse(text, options(run, Path(run.out))), file=sys.stderr)
     return 0
 

@@ -41,7 +41,7 @@ DOORS = {
     "fairscale": "engine/fairscale.py",
     "mpi4py": "distributed/rendezvous.py",
     "psutil": "node/",
-    "submitit": "launch/sbatch.py",
+    "submitit": "launch/queue.py",
     "apex": "node/apex.py",
     "gigatoken": "data/tokenizers/gigatokens.py",
     "sentencepiece": "data/tokenizers/sentencepieces.py",

@@ -70,12 +70,12 @@ def send(
         if config.job.snapshot:
             code.keep(out, config)
         script = out / "job" / f"script-{max(scripts, default=0) + 1}.sbatch"
-        from hpclm.launch import sbatch
+        from hpclm.launch import queue
 
         with _prepared(config, back_to):
             files.write_text(script, text)
             try:
-                job_id = sbatch.submit(script, options(config, out), out / "job" / "sbatch.lock")
+                job_id = queue.submit(script, options(config, out), out / "job" / "sbatch.lock")
             except ConfigError:
                 script.unlink()  # there certainly is no job
                 raise

@@ -1,17 +1,34 @@
-"""The number of steps that a run's settings plan, from its config.yaml: hpclm.config, slow to load, is rarely needed."""
+"""The number of steps that a run's settings plan, from the numbers in its config.yaml: the rest of hpclm.config is not loaded."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hpclm.rundir import rows
 
+_SECTION = re.compile(r"^(budget|batch|model):\n((?:  \w+: .+\n)+)(?! )", re.MULTILINE)
+_VALUE = re.compile(r"  (\w+): (?:(null)|([0-9]{1,15})|.+)\n")
+
 
 def steps(path: Path) -> int | None:
     """Steps that the budget in a settings file allows; None if its numbers alone do not determine them."""
-    import yaml  # slow to load, and most runs have an attempt that says it
-
     text = rows.tail(path, 1 << 20)
+    sections = {name: dict(_values(body)) for name, body in _SECTION.findall(text)}
+    try:
+        return _within(sections)
+    except (KeyError, TypeError, ValueError, ArithmeticError):  # not as hpclm writes it
+        return _from_yaml(text)
+
+
+def _values(body: str) -> Mapping[str, Any]:
+    """The whole numbers and nulls in a section; other values as "", which is no number."""
+    return {name: None if null else int(number) if number else "" for name, null, number in _VALUE.findall(body)}
+
+
+def _from_yaml(text: str) -> int | None:
+    import yaml  # slow to load, and to read
+
     if "<<" in text:  # merge keys: hpclm does not write them, and they can expand without limit
         return None
     try:

@@ -86,8 +86,9 @@ def side_streams(optimizer: Any) -> list[Any]:
         return []
     if not stage_3(optimizer):
         return [optimizer.reduction_stream] if getattr(optimizer, "reduction_stream", None) else []
-    gathering = vars(optimizer.parameter_offload)["_DeepSpeedZeRoOffload__allgather_stream"]
-    return [optimizer.reduce_and_partition_stream, gathering]
+    # where a version of DeepSpeed has it elsewhere, the host waits as DeepSpeed has it wait
+    gathering = vars(optimizer.parameter_offload).get("_DeepSpeedZeRoOffload__allgather_stream")
+    return [optimizer.reduce_and_partition_stream, gathering] if gathering else []
 
 
 class MeshView:

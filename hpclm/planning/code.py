@@ -61,6 +61,8 @@ class Code:
     table: int = 8
     """Bytes per element of the embedding that the loss needs besides weights and gradients: its fp32 gradient, and in the compute
     type its rows and the gradient of one chunk."""
+    table_at_once: int | None = None
+    """The same where the loss has all tokens in one chunk; None: no difference."""
     table_kept: int = 4
     """Of those, bytes that a tied embedding keeps until the end of the backward pass."""
     fixed: float = 3 * 2**30
@@ -155,6 +157,7 @@ def sharded(engine: EngineConfig, common: Code, pipeline: int) -> Code:
         gathered=BytesPerParameter(common.element) if kept else BytesPerParameter(0, common.element),
         working=reduced,
         table=common.table - common.element,
+        table_at_once=common.element,  # the gradient needs no fp32 sum of chunks
         table_kept=common.element,
         casts=0,
         reduced=reduced,

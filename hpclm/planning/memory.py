@@ -46,8 +46,9 @@ def of(model: ModelConfig, layout: Layout, code: Code, stage: Stage) -> Memory:
     held = activations(model, layout, code, stage)
     during_loss = held + ends_of_loss(model, layout, code, stage)
     copied = copies(model, layout, code, stage, False)
-    table = stage.last * code.table * model.padded_vocab * model.hidden / layout.tensor
     several, scored = logits(model, layout, code, stage)
+    each = code.table if several or code.table_at_once is None else code.table_at_once
+    table = stage.last * each * model.padded_vocab * model.hidden / layout.tensor
     moments = [(during_loss, copied + table * several, scored)]
     if not several:  # the gradient of the embedding comes when the log-probabilities have gone
         moments.append((during_loss, copied + table, scored * min(1, 2 * code.element / code.logit)))

@@ -26,7 +26,7 @@ def exploding(*words):
 
 
 def with_children(*words):
-    """A data source that leaves processes behind: a plain child, and one that has a session of its own."""
+    """A data source that leaves processes behind: a plain child, and one that starts a new session."""
     mark = os.environ["TEST_MARK"]
     for command in (["sleep", mark], ["setsid", "sleep", mark]):
         subprocess.Popen(command)

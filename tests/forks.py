@@ -82,7 +82,7 @@ def load(module):
 class Hpclm:
     """``hpclm WORDS`` in a fork, with the methods of subprocess.Popen; it is killed at the end of a with block.
 
-    It is killed, too, when this process ends or nobody refers to it any more: a test that fails leaves nothing running.
+    It is killed, too, when this process ends or the object is dropped: a test that fails leaves nothing running.
     """
 
     def __init__(self, *words, env=None, cwd=ROOT, merged=False, before=None):
@@ -218,7 +218,7 @@ def _one(pipe, work, args):
 
 
 def _watch(pipe, worker):
-    """Until a command has ended; kill it when nobody waits for it any more."""
+    """Until a command has ended; kill it when the wait is given up."""
     ended = os.pidfd_open(worker)
     with suppress(BrokenPipeError):
         pipe.send(worker)

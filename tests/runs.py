@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def hpclm(*words, check=None, **kwargs):
-    """Run ``hpclm WORDS`` in a process of its own; ``check`` is the exit code it must end with."""
+    """Run ``hpclm WORDS`` in a new process; ``check`` is the exit code it must end with."""
     command = [sys.executable, "-m", "hpclm", *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=kwargs.pop("cwd", ROOT), **kwargs)
     assert check is None or done.returncode == check, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -97,8 +97,18 @@ class Ranks:
             time.sleep(0.05)
 
 
+def exit_code(words):
+    """What ``hpclm WORDS``, here and now, ends with; 2 if the options themselves are wrong."""
+    from hpclm import cli
+
+    try:
+        return cli.main(words)
+    except SystemExit as ended:
+        return ended.code
+
+
 def free_port():
-    """A port that nobody listens on now."""
+    """A port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -181,7 +181,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 @contextmanager
 def slurm_cluster(*options: object) -> Iterator[Cluster]:
-    """A cluster of its own, with these options of `tools/slurm-cluster up`."""
+    """A separate cluster, with these options of `tools/slurm-cluster up`."""
     if os.geteuid():
         pytest.skip("a Slurm of several nodes needs root")
     if not shutil.which("dpkg-query"):

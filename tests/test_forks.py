@@ -1,4 +1,4 @@
-"""Commands in forks (tests/forks.py) are what commands in processes of their own are, to whoever looks."""
+"""A command in a fork (tests/forks.py) looks and behaves like one in a new process."""
 
 import os
 import signal

@@ -135,7 +135,7 @@ def test_when_a_rank_is_killed_nothing_is_left_on_any_node_and_the_log_names_it(
 
 def test_when_a_node_loses_its_power_the_others_leave_before_slurm_notices(by_hand, cluster, words, tmp_path):
     if not cluster.isolated:
-        pytest.skip("nodes that share this machine's processes have no power of their own")
+        pytest.skip("nodes that share this machine's processes cannot lose power separately")
     _, log = by_hand("srun", *words("run", "budget.steps=100000"))
     out, until = tmp_path / "run", time.monotonic() + 240
     while not any('"step": 3,' in line for line in lines(out / "metrics.jsonl")):
@@ -172,5 +172,5 @@ def test_a_job_with_a_stopped_rank_is_requeued_and_the_rank_is_gone(cluster, wor
     told = [line for line in lines(out / "log.txt") if " E " in line]
     assert (
         f"rank 1 on {stopped.node}" in told[0] and "no heartbeat for" in told[0]
-    )  # alone on its node, nobody can wake it
+    )  # alone on its node, it cannot be woken
     cluster.run(["scancel", job])

@@ -78,7 +78,7 @@ def combinations(layout):
     """Everything that is combined with a layout: (id, settings, whether it can be equal)."""
     for precision, style, recompute, dropout in itertools.product(PRECISION, STYLES, RECOMPUTE, DROPOUT):
         if dropout == "dropout" and layout.tensor > 1:
-            continue  # each tensor-parallel process drops in its own part, with a stream of its own
+            continue  # each tensor-parallel process drops in its own part, with its own random stream
         if "llama" in style and layout.tensor > 2:
             continue  # two key/value heads
         if recompute != "kept" and "zero_bubble" in layout.name:

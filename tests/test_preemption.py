@@ -194,7 +194,7 @@ def test_a_job_that_starts_again_on_another_number_of_nodes_learns_the_same(clus
 def test_what_slurm_has_given_up_but_not_killed_cannot_publish_and_ends_itself(cluster, tmp_path):
     """A slurmd hangs, its ranks live on; Slurm starts the job again on another node."""
     if not cluster.isolated:
-        pytest.skip("nodes that share this machine's processes have no slurmd of their own to kill")
+        pytest.skip("nodes that share this machine's processes have no separate slurmd to kill")
     expected = uninterrupted(tmp_path / "alone", 2, "budget.steps=300")
     job = Job(cluster, tmp_path / "run", 1, 2, "budget.steps=300")
     job.wait_for_step(7)

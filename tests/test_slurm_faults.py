@@ -75,7 +75,7 @@ def test_a_lost_node_is_not_called_out_of_memory_once_slurm_knows_better(cluster
 
 def test_a_job_whose_slurmstepd_was_killed_ends_when_its_run_has(cluster, tmp_path):
     if not cluster.isolated:
-        pytest.skip("needs nodes with processes of their own")
+        pytest.skip("needs nodes with separate process tables")
     both = [
         Job(cluster, tmp_path / "one", 1, 2, "budget.steps=40"),
         Job(cluster, tmp_path / "two", 2, 1, "budget.steps=40", "job.setup=[SLURM_WAIT=3]"),
@@ -92,7 +92,7 @@ def test_a_job_whose_slurmstepd_was_killed_ends_when_its_run_has(cluster, tmp_pa
 
 def test_cancel_ends_what_slurm_s_signals_do_not_reach_and_jobs_whose_run_has_ended(cluster, tmp_path):
     if not cluster.isolated:
-        pytest.skip("needs nodes with processes of their own")
+        pytest.skip("needs nodes with separate process tables")
     job = Job(cluster, tmp_path / "run", 1, 2, *ENDLESS, "checkpoint.every=0")
     job.wait_for_step(2)
     kill(cluster, rf"slurmstepd: \[{job.id}\.0\]")

@@ -22,7 +22,7 @@ SMALL = ["budget.steps=5", "engine.device=cpu", "evaluate.every=0"]
 
 @pytest.fixture
 def submit(tmp_path):
-    """`hpclm submit WORDS` in a folder of its own, on a machine without Slurm and without a site file."""
+    """`hpclm submit WORDS` in an empty folder, on a machine without Slurm and without a site file."""
     (tmp_path / "bin").mkdir()
     for program in ("bash", "env"):
         (tmp_path / "bin" / program).symlink_to(f"/bin/{program}")

@@ -340,6 +340,8 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=NAMES)
     parser.add_argument("--training", action="store_true", help="time training beside the writing instead")
     args = parser.parse_args()
+    if args.training and args.rounds < 2:
+        parser.error("--training needs --rounds 2 or more, for quartiles")
     if args.training:
         return training(args)
     import torch

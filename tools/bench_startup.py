@@ -230,19 +230,23 @@ def ranks(clients: int, out: Path) -> dict[str, Any]:
             )
             for env in environments(clients)
         ]
-        peak, first = 0, None
+        peak, first, looked = 0, None, began
         while any(process.poll() is None for process in started):
-            with suppress(OSError, ProcessLookupError):
-                peak = max(peak, sum(proportional_memory(process.pid) for process in started if process.poll() is None))
+            now = time.perf_counter()
             if first is None and (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").stat().st_size:
-                first = time.perf_counter() - began
-            time.sleep(0.2 if clients < 16 else 2.0)
+                first = now - began
+            if now - looked > clients / 32:  # asking for 64 processes' memory takes part of a second
+                with suppress(OSError, ProcessLookupError):
+                    peak = max(peak, sum(proportional_memory(each.pid) for each in started if each.poll() is None))
+                looked = now
+            time.sleep(0.05)
+        first = first or time.perf_counter() - began  # ended since the last look
     codes = {process.returncode for process in started}
     if codes != {0}:
         raise SystemExit(f"ranks ended with {codes}")
-    now = os.times()
-    cpu = now.children_user + now.children_system - before.children_user - before.children_system
-    return dict(clients=clients, seconds=round(first or 0, 1), cpu=round(cpu / clients, 2), MiB=peak // MiB)
+    after = os.times()
+    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    return dict(clients=clients, seconds=round(first, 1), cpu=round(cpu / clients, 2), MiB=peak // MiB)
 
 
 def dataset(folder: Path) -> list[str]:

@@ -9,7 +9,7 @@ T = TypeVar("T")
 class Findings:
     """Facts by name, which one process collects while it opens the data, and others start with.
 
-    The names of files carry their lengths and dates, so that whoever sees other files finds nothing and reads them.
+    The names of files carry their lengths and dates, so that a process that sees other files finds nothing and reads them.
     """
 
     def __init__(self, known: Mapping[str, Any] | None = None):

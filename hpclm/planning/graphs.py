@@ -43,7 +43,7 @@ def of(run: RunConfig) -> Graphs:
     breaks: list[str] = []
     torch._dynamo.reset()
     with pretend.ranks(0, world), _counting(counted, breaks), _as_on_a_gpu(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch warns of its own code as it compiles
+        warnings.simplefilter("ignore")  # PyTorch warns about PyTorch's code as it compiles
         engine = built(small, Mesh.build(0, world, small.parallel), torch.device("cpu"), torch.bfloat16)
         ids = torch.zeros(1, TOKENS, dtype=torch.int64)
         for step in range(2):

@@ -9,7 +9,7 @@ FINGERPRINT = {"model": {"layers": 2}, "seed": 1}
 
 
 class State:
-    """An engine as the store sees it; with ``size`` ranks each holds rows of its own."""
+    """An engine as the store sees it; with ``size`` ranks each holds its own rows."""
 
     def __init__(self, value=0.0, rank=0, size=1):
         self.held = {"model.a": torch.full((40, 8), value), "optim.exp_avg.a": torch.arange(40.0) + value}

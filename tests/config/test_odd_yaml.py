@@ -1,4 +1,4 @@
-"""Settings files that nobody meant to write: each gives settings, or a message and exit code 64."""
+"""Malformed or surprising settings files: each gives settings, or a message and exit code 64."""
 
 import json
 

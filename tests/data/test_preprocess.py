@@ -49,7 +49,7 @@ def test_whitespace_words_are_the_seed_scripts_bytes(tmp_path):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Preprocess files {name: content} with the bytes tokenizer to x_text_document, in a folder of its own."""
+    """Preprocess files {name: content} with the bytes tokenizer to x_text_document, in a new folder."""
     monkeypatch.chdir(tmp_path)
 
     def run(inputs, *words):

@@ -345,7 +345,7 @@ def losses_as_they_are_and_compiled(shape, folder):
     ],
 )
 def test_compiled_blocks_give_the_same_losses(shape, tmp_path):
-    # In a process of its own: PyTorch's C++ builder imports setuptools, which fails once pip or distutils is imported.
+    # In a new process: PyTorch's C++ builder imports setuptools, which fails once pip or distutils is imported.
     [(exact, compiled)] = ranks.run(1, losses_as_they_are_and_compiled, shape, str(tmp_path))
     assert compiled == pytest.approx(exact, abs=1e-4)
     assert any(tmp_path.rglob("*.so"))

@@ -17,7 +17,7 @@ def device():
 
 @pytest.fixture
 def gpu(device):
-    """The same for what a CPU has nothing of: streams, a memory of its own, kernels to choose from."""
+    """The same for what a CPU has nothing of: streams, separate memory, kernels to choose from."""
     if device.type != "cuda":
         pytest.skip("only a GPU has this")
     return device

@@ -12,6 +12,7 @@ from hpclm.checkpoint import inference
 from hpclm.config import load
 from hpclm.inference import scoring
 from tests.interop import made
+from tests.runs import exit_code
 
 TEXTS = ["so it goes, and then it does not", "ö, a short one", "x" * 70]
 
@@ -89,11 +90,7 @@ def test_a_dataset_gives_what_its_text_gives_but_for_the_ends_of_documents(run, 
     ],
 )
 def test_wrong_options_are_named(run, words, code, said, capsys):
-    try:
-        got = cli.main(["evaluate", str(run), *words])
-    except SystemExit as ended:
-        got = ended.code
-    assert got == code and said in capsys.readouterr().err
+    assert exit_code(["evaluate", str(run), *words]) == code and said in capsys.readouterr().err
 
 
 def test_a_text_that_cannot_be_scored_is_refused(run, tmp_path, capsys):

@@ -10,7 +10,7 @@ from hpclm.inference.completion import Completer, Limits
 from hpclm.inference.sampling import Sampling
 from hpclm.terminal import plain
 from tests.interop import made
-from tests.runs import Ranks
+from tests.runs import Ranks, exit_code
 
 SHAPE = dict(made.SHAPE, vocab_size=257, context=64)
 GREEDY = ["--temperature", "0", "--tokens", "12"]
@@ -104,11 +104,7 @@ def test_a_run_may_be_named_below_runs(run, capsys):
     ],
 )
 def test_wrong_options_are_named(run, words, code, said, capsys):
-    try:
-        got = cli.main(["generate", str(run), *words])
-    except SystemExit as ended:
-        got = ended.code
-    assert got == code and said in capsys.readouterr().err
+    assert exit_code(["generate", str(run), *words]) == code and said in capsys.readouterr().err
 
 
 def test_a_line_that_is_no_prompt_is_named(run, tmp_path, capsys):

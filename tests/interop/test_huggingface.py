@@ -141,7 +141,7 @@ def test_one_checkpoint_can_be_exported_by_its_folder(tmp_path):
 
 @pytest.fixture
 def trusted(tmp_path, monkeypatch):
-    """transformers.AutoModelForCausalLM for folders with code of their own, which it copies to a cache."""
+    """transformers.AutoModelForCausalLM for folders that bring their own code, which it copies to a cache."""
     transformers = pytest.importorskip("transformers")
     from transformers import dynamic_module_utils
 

@@ -16,7 +16,7 @@ SLEEP = [sys.executable, "-c", STUBBORN]
 
 
 def daemon():
-    """A grandchild in a session of its own, whose parent is gone, that ignores all signals it can, with a bare environment."""
+    """A grandchild in a new session, whose parent is gone, that ignores all signals it can, with a bare environment."""
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:

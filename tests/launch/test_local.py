@@ -165,7 +165,7 @@ def test_ctrl_c_on_a_terminal_reaches_the_ranks_once_and_a_second_ends_them(tmp_
 
 
 def test_a_killed_rank_ends_all_with_their_children(tmp_path):
-    """The children are in the background, in sessions of their own and daemons with no trace of their origin, and ignore
+    """The children are in the background, in new sessions and daemons with no trace of their origin, and ignore
     every signal they can."""
     process = start(tmp_path, 3, "children", "ready", "sleep=60")
     ranks = ready(tmp_path, 3)

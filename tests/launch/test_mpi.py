@@ -1,4 +1,4 @@
-"""mpirun, the real one that is installed, on this machine and on nodes of their own."""
+"""mpirun, the real one that is installed, on this machine and on separate nodes."""
 
 import os
 import random
@@ -188,7 +188,7 @@ class TestNodes:
     @pytest.fixture
     def nodes(self, cluster, tmp_path):
         if not cluster.isolated:
-            pytest.skip("needs nodes that are machines of their own")
+            pytest.skip("needs nodes that are separate machines")
         agent = tmp_path / "agent"
         agent.write_text(
             f"#!/bin/bash\nhost=$1; shift\nfirst=$(<{cluster.folder}/run/slurmd-$host.pid)\n"

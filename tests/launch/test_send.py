@@ -23,7 +23,7 @@ HOLD = ["--sbatch", "hold"]
 
 @pytest.fixture
 def submit(cluster, tmp_path):
-    """`hpclm submit WORDS`, typed in a folder of its own, on the cluster."""
+    """`hpclm submit WORDS`, typed in an empty folder on the cluster."""
     here = tmp_path / "h e'r\"e"
     here.mkdir()
 
@@ -309,7 +309,7 @@ def test_any_other_exit_code_is_the_jobs_own(cluster, by_hand, template, code):
     assert (shown["ExitCode"], shown["Restarts"]) == (f"{code}:0", "0")
 
 
-@pytest.mark.parametrize("template", ["srun", *REST[:-1], TEMPLATES[-1]])  # mpirun is warned in a way of its own
+@pytest.mark.parametrize("template", ["srun", *REST[:-1], TEMPLATES[-1]])  # mpirun is warned differently
 def test_a_warning_reaches_every_rank_and_the_job_is_started_again(cluster, by_hand, template):
     job, log = by_hand(template, "seconds=90", options=TWO_BY_TWO)
     wait_for(lambda: ranks(log) == 4)

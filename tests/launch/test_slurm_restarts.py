@@ -80,7 +80,7 @@ SPARE = ["job.restarts=2", "job.spares=1"]
 @pytest.mark.whole
 def test_a_spare_node_takes_the_place_of_one_that_is_lost_and_of_one_whose_rank_fails(cluster, tmp_path):
     if not cluster.isolated:
-        pytest.skip("nodes that share this machine's processes have no power of their own")
+        pytest.skip("nodes that share this machine's processes cannot lose power separately")
     job = Job(cluster, tmp_path / "run", 2, 1, *WORDS, *SPARE, "budget.steps=100")
     wait_for_a_checkpoint(job)
     assert int(cluster.show(job.id)["NumNodes"]) == 3

@@ -14,6 +14,19 @@ from tests.runs import Ranks
 
 
 @contextmanager
+def serving(server):
+    """The port of a server that answers meanwhile in a thread."""
+    with server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
 def webhook():
     """The URL of a receiver, and what it has received."""
     received = []
@@ -27,14 +40,8 @@ def webhook():
         def log_message(self, *_):
             pass
 
-    with HTTPServer(("127.0.0.1", 0), Receiver) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/hook", received
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(HTTPServer(("127.0.0.1", 0), Receiver)) as port:
+        yield f"http://127.0.0.1:{port}/hook", received
 
 
 @contextmanager
@@ -55,14 +62,8 @@ def mail_server():
                     mails.append(text.decode())
                 self.wfile.write(b"221 bye\r\n" if word == b"QUIT" else b"250 ok\r\n")
 
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Server) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"127.0.0.1:{server.server_address[1]}", mails
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(socketserver.ThreadingTCPServer(("127.0.0.1", 0), Server)) as port:
+        yield f"127.0.0.1:{port}", mails
 
 
 def test_a_run_tells_when_it_finishes_restarts_and_fails(tiny, tmp_path, monkeypatch):

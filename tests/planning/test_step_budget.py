@@ -1,6 +1,6 @@
 """What a traced optimizer step may cost on a GPU: host waits, seedings, graphs, and bytes beside matrix products.
 
-``Budget.now`` is what the code costs today, so that nobody makes it worse by accident; ``Budget.aim`` is where it should
+``Budget.now`` is what the code costs today, so that it does not get worse by accident; ``Budget.aim`` is where it should
 be. Lower ``now`` when a cost goes away.
 """
 
@@ -120,7 +120,7 @@ def events(words):
 
 
 def events_of_a_process(words):
-    """The same, of a process of its own: DeepSpeed keeps the kind of device as long as its process lives."""
+    """The same, in a new process: DeepSpeed keeps the kind of device as long as its process lives."""
     asked = ["--trace", "--json", "configs/gpt2-124m.yaml", "data.source=synthetic", *SMALL, *eight(words)]
     found = json.loads(hpclm("planner", *asked, check=0).stdout)
     assert found["micro_batches"] == 8

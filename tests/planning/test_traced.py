@@ -82,7 +82,7 @@ def traced(run, preset, words, rank):
 
 
 def traced_by_a_process(run, preset, words, rank):
-    """The same by a process of its own: DeepSpeed keeps the kind of device as long as its process lives."""
+    """The same, in a new process: DeepSpeed keeps the kind of device as long as its process lives."""
     given = [f"configs/{preset}.yaml", "engine.precision=bf16", *words, f"--rank={rank}"]
     found = json.loads(hpclm("planner", "--trace", "--json", *given, check=0).stdout)
     return found["memory"], found["sent"]

@@ -179,7 +179,7 @@ OVERFLOW = "<script>document.title = [document.documentElement.scrollWidth, inne
 
 
 def browse(folder, page, *options):
-    """What Chromium prints of a page, in a profile of its own."""
+    """What Chromium prints of a page, with a fresh profile."""
     words = [BROWSER, *QUIET.split(), f"--user-data-dir={folder / 'profile'}", *options, page.as_uri()]
     return subprocess.run(words, timeout=120, check=True, capture_output=True, text=True).stdout
 

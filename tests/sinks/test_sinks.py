@@ -39,7 +39,7 @@ def test_a_run_killed_and_resumed_reaches_a_sink_once(tiny, tmp_path):
     assert len({row["id"] for row in sent}) == 1
     assert [(row["step"], row.get("part")) for row in sent] == [(row["step"], row.get("part")) for row in all_rows(out)]
     assert cli.main(["train", *words, "budget.steps=4000", "stop_at=36", "--from", "32"]) == 0
-    again = rows_of(out)[len(sent) :]  # it went back: a run of its own in the sink, complete
+    again = rows_of(out)[len(sent) :]  # it went back: a separate run in the sink, complete
     assert {row["id"] for row in again}.isdisjoint(row["id"] for row in sent)
     assert [row["step"] for row in again if "loss" in row] == list(range(1, 37))
 

@@ -3,7 +3,7 @@
 say() { printf '[%5.1f s] %s\n' "$(awk -v now="${EPOCHREALTIME/,/.}" -v start="$began" 'BEGIN {print now - start}')" "$*"; }
 began=${EPOCHREALTIME/,/.}
 
-die() { # with the ends of the logs: whoever reads this in CI has no machine to look at
+die() { # with the ends of the logs: in CI there is no machine to look at
   echo "slurm-cluster: $*" >&2
   local log
   for log in "$folder"/log/*.log "$folder"/log/*.out; do

@@ -3,7 +3,7 @@
 munged_up() {
   ! alive munged >/dev/null || return 0
   rm -f "$folder"/run/munge.socket*
-  # root's own, in a folder of its own; --force: the folder may lie in one that everybody writes to, as /tmp
+  # root's own, in a separate folder; --force: the folder may lie in one that everybody writes to, as /tmp
   launch munged munged --foreground --force --num-threads=10 --key-file="$folder/etc/munge.key" --socket="$folder/run/munge.socket" \
     --pid-file="$folder/run/munged.own.pid" --log-file="$folder/log/munge.log" --seed-file="$folder/state/munge.seed"
   wait_daemon munged 20 munge -S "$folder/run/munge.socket" -n || die "munged does not answer"

@@ -6,7 +6,7 @@ export HOSTNAME=$name
 mount -t tmpfs tmpfs /dev/shm
 mount --bind "$folder/etc/hosts" /etc/hosts
 mount --bind "$folder/etc" /etc/slurm # for commands in jobs that have lost SLURM_CONF
-# /sys shows the network devices of whoever mounted it; the control groups below it are mounts of their own
+# /sys shows the network devices of the namespace that mounted it; the control groups below it are separate mounts
 fresh=$folder/spool/$name/sys
 mkdir -p "$fresh"
 if mount -t sysfs sysfs "$fresh" 2>/dev/null; then

@@ -11,7 +11,7 @@ install_packages() {
   [ ${#missing[@]} -gt 0 ] || return 0
   say "installing ${missing[*]}"
   log=$(mktemp)
-  # the packages would start daemons of their own
+  # the packages would start their own daemons
   if [ ! -e $policy ]; then
     printf '#!/bin/sh\nexit 101\n' >$policy
     chmod +x $policy

@@ -76,7 +76,7 @@ network_down() {
   done
 }
 
-# Names: in namespaces each node sees a file of its own as /etc/hosts; otherwise this machine's gets lines, marked as ours.
+# Names: in namespaces each node sees its own /etc/hosts; otherwise this machine's gets lines, marked as ours.
 hosts_up() {
   local i name lines=""
   for ((i = 1; i <= nodes; i++)); do lines+="$(address_of "$i") $prefix$i"$'\n'; done

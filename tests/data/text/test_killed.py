@@ -33,7 +33,7 @@ def folder(original, tmp_path):
 
 
 def start(folder, *words):
-    """A process of its own group."""
+    """A process in a new process group."""
     command = [*COMMAND, *WORDS, "--workers", "2", *words]
     quiet = dict(stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     return subprocess.Popen(command, cwd=folder, start_new_session=True, **quiet)

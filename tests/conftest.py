@@ -8,7 +8,7 @@ from tests.slurm import cluster, group, session_cluster  # noqa: F401 - fixtures
 
 torch.set_num_threads(1)  # several workers share the cores
 
-# A busy machine is slow, which is no fault of what is tested.
+# A busy machine is slow; that is not a fault of what is tested.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 

@@ -103,7 +103,7 @@ def test_importing_hpclm_and_its_verbs_loads_no_heavy_library():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 
-# What the kernel shows is no file of a run: it does not wait, and has no size.
+# Files that the kernel provides are not part of a run: reading them does not wait, and they have no size.
 OF_THE_KERNEL = (
     *("node/hardware.py", "node/affinity.py", "node/processes.py", "node/facts.py", "distributed/peers.py"),
     "distributed/stragglers.py",

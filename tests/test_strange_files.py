@@ -52,7 +52,7 @@ def in_time():
 
 
 def put(path, kind):
-    """Something at ``path`` that is no file to be read."""
+    """Something at ``path`` that is not a regular file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileNotFoundError):
         path.unlink()

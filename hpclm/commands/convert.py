@@ -60,7 +60,7 @@ def converted(args: argparse.Namespace) -> str:
 
     source, target, words = args.source, args.target, args.settings
     if not source.is_dir():
-        raise ConfigError(f"{source} is no folder")
+        raise ConfigError(f"{source} is not a folder")
     if run.is_run(source):
         if args.pickle:
             raise ConfigError("--pickle has no effect: an export reads safetensors")
@@ -75,8 +75,8 @@ def converted(args: argparse.Namespace) -> str:
         model = megatron.convert(kind, target, words)
     else:
         raise ConfigError(
-            f"{source} is nothing that can be converted: no run directory or checkpoint of one, no config.json of Hugging "
-            "Face, no *_model_states.pt of Megatron-DeepSpeed, no mp_rank_*/model_optim_rng.pt or *.distcp of Megatron-LM"
+            f"{source} cannot be converted: it is not a run directory or a checkpoint, and has no config.json (Hugging Face), "
+            "*_model_states.pt (Megatron-DeepSpeed), mp_rank_*/model_optim_rng.pt or *.distcp (Megatron-LM)"
         )
     return (
         f"{target}: a run directory of {model.layers} layers x {model.hidden}; try hpclm generate {target} --prompt ..."

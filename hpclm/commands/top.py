@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     """``hpclm top``."""
     parser = argparse.ArgumentParser(
         prog="hpclm top",
-        description="Show all runs below a folder, live, until Ctrl-C. Where the output is no terminal, print one table.",
+        description="Show all runs below a folder, live, until Ctrl-C. If the output is not a terminal, print one table.",
     )
     parser.add_argument(
         "runs", nargs="?", type=Path, default=Path("runs"), metavar="FOLDER", help="where runs are (default: runs)"

@@ -66,7 +66,7 @@ class Tasks:
         paths = [name for name in wanted.tasks if "/" in name or name.endswith(".yaml")]
         if paths:
             raise ConfigError(
-                f"{paths[0]} is no name of a task; give the folder of a task file as --tasks-path or evaluate.tasks_path"
+                f"{paths[0]} is not the name of a task; give the folder of a task file as --tasks-path or evaluate.tasks_path"
             )
         logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it tells of every default that a task relies on
         _check_folder(wanted.folder)
@@ -134,7 +134,7 @@ def _check_folder(folder: str | None) -> None:
     if folder is None:
         return
     if not Path(folder).is_dir():
-        raise ConfigError(f"{folder} is no folder of task files")
+        raise ConfigError(f"{folder} is not a folder of task files")
     exposed = files.exposed_folder(Path(folder))
     if exposed:
         raise ConfigError(f"{folder} holds task files, which may name code to run in your name, and {exposed}")

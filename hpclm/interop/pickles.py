@@ -67,7 +67,7 @@ def tensor_of(data: bytes, place: str) -> Tensor:
     with _refused(place):
         found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if not isinstance(found, Tensor):
-        raise ConfigError(f"{place} is no tensor")
+        raise ConfigError(f"{place} is not a tensor")
     return found
 
 

@@ -53,7 +53,7 @@ IDLE = Idle()
 
 
 @dataclass(eq=False)
-class Block:
+class BlockActivations:
     """The activations of one block in one micro-batch."""
 
     number: int
@@ -68,7 +68,7 @@ class Block:
 class Saved:
     """One activation, on the CPU and for some time also on the GPU."""
 
-    block: Block
+    block: BlockActivations
     copy: Tensor
     streams: Streams
     device: torch.device
@@ -93,7 +93,7 @@ class ActivationOffload:
 
     def __init__(self, streams: Streams, small: int = SMALL):
         self.streams, self.small = streams, small
-        self.blocks: list[Block] = []
+        self.blocks: list[BlockActivations] = []
 
     @contextmanager
     def next_block(self) -> Iterator[None]:
@@ -101,19 +101,19 @@ class ActivationOffload:
         number = len(self.blocks)
         if number >= AHEAD:
             self._leave(self.blocks[number - AHEAD])
-        block = Block(number)
+        block = BlockActivations(number)
         self.blocks.append(block)
         with saved_tensors_hooks(lambda tensor: self._pack(tensor, block), self._unpack):
             yield
         block.copied = self.streams.out.record_event()
 
-    def _leave(self, block: Block) -> None:
+    def _leave(self, block: BlockActivations) -> None:
         """Free the GPU's memory, for operations that follow on the computing stream, once the copies are done."""
         self.streams.computing().wait_event(block.copied)
         for saved in alive(block):
             saved.tensor = None
 
-    def _pack(self, tensor: Tensor, block: Block) -> Any:
+    def _pack(self, tensor: Tensor, block: BlockActivations) -> Any:
         if tensor.numel() < self.small or not tensor.is_floating_point() or is_weight(tensor):
             return tensor
         out, found = self.streams.out, tensor.detach()
@@ -137,7 +137,7 @@ class ActivationOffload:
         saved.arrived()
         return saved.tensor
 
-    def _fetch(self, block: Block) -> None:
+    def _fetch(self, block: BlockActivations) -> None:
         """Start to copy the activations of a block back, if they are not on the GPU any more."""
         if block.fetched:
             return
@@ -156,7 +156,7 @@ class ActivationOffload:
             saved.version, saved.arriving = saved.tensor._version, back.record_event()
 
 
-def alive(block: Block) -> list[Saved]:
+def alive(block: BlockActivations) -> list[Saved]:
     """The activations of a block that the backward pass may still need."""
     return [saved for reference in block.saved if (saved := reference()) is not None]
 

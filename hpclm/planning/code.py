@@ -26,8 +26,8 @@ class Code:
     gradients: BytesPerParameter = BytesPerParameter(4)
     optimizer: BytesPerParameter = BytesPerParameter(8)
     gathered: BytesPerParameter = BytesPerParameter()
-    """Bytes per parameter of copies and gathered weights: ``replicated`` for the whole stage; ``sharded`` for what is no block and a
-    block, in the backward pass two, at a time."""
+    """Bytes per parameter of copies and gathered weights: ``replicated`` for the whole stage; ``sharded`` for layers other than
+    blocks, and for one block at a time, in the backward pass two."""
     working: float = 0
     """Bytes per parameter of a block for its gradients in the backward pass, before they are reduced."""
     buckets: float = 0

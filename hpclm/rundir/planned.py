@@ -22,7 +22,7 @@ def steps(path: Path) -> int | None:
 
 
 def _values(body: str) -> Mapping[str, Any]:
-    """The whole numbers and nulls in a section; other values as "", which is no number."""
+    """The whole numbers and nulls in a section; other values as "", which is not a number."""
     return {name: None if null else int(number) if number else "" for name, null, number in _VALUE.findall(body)}
 
 

@@ -80,7 +80,7 @@ def open_session(config: RunConfig, context: DistributedContext, back_to: int | 
         context.watchdog.enter("data")
         source, train, held_out, length = setup.data(config, plan, context, place.mesh.dp.rank, place.device)
         opened.callback(train.close)
-        shape(config.optim)  # a schedule that cannot be loaded is no news for the end of the warm-up
+        shape(config.optim)  # a schedule that cannot be loaded must not surface only after the warm-up
         if context.is_main:
             messages.hello(config, plan, context, length, len(train.samples))
 

@@ -51,7 +51,7 @@ class Profile:
             order = "self_cuda_time_total" if self.cuda else "self_cpu_time_total"
             table = recorded.key_averages().table(sort_by=order, row_limit=ROWS, max_name_column_width=60)
             files.write_text(self.path.with_suffix(".txt"), table + "\n")
-        except (OSError, RuntimeError) as error:  # a trace is no reason for a run to end
+        except (OSError, RuntimeError) as error:  # a trace that fails must not end the run
             log.warning("the profile of %s cannot be written: %s; training goes on", self.path, error)
             return
         to = "the last" if last is None else last

@@ -169,13 +169,13 @@ def test_an_invalid_settings_file_is_refused_with_the_reason(tmp_path):
     (tmp_path / "mine.yaml").touch()
     with pytest.raises(ConfigError, match=f"Did you mean '{tmp_path}/mine.yaml'"):
         config.load(tmp_path / "myne.yaml")
-    with pytest.raises(ConfigError, match=r"small\.yaml\.$"):  # that both end with .yaml is no likeness
+    with pytest.raises(ConfigError, match=r"small\.yaml\.$"):  # sharing the ending .yaml does not make names similar
         config.load("nosuch.yaml")
 
 
 def test_a_preset_is_found_from_any_folder_and_a_file_of_that_name_comes_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "debug").mkdir()  # a folder is no settings file
+    (tmp_path / "debug").mkdir()  # a folder is not a settings file
     for name in ("debug", "debug.yaml", "configs/debug.yaml", "configs/debug"):
         assert config.load(name) == config.load(DEBUG)
     (tmp_path / "configs").mkdir()

@@ -246,4 +246,4 @@ def test_task_files_that_others_can_write_are_not_read(place, tmp_path, capsys):
         "--tasks-path",
         str(place / "tasks"),
     ]
-    assert cli.main(words) == 64 and "x.yaml is no name of a task" in capsys.readouterr().err
+    assert cli.main(words) == 64 and "x.yaml is not the name of a task" in capsys.readouterr().err

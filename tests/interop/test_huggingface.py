@@ -322,9 +322,9 @@ def test_damaged_files_are_told_and_an_existing_target_is_left_alone(tmp_path):
     (tmp_path / "hf/model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../run/x.safetensors"}}))
     with pytest.raises(ConfigError, match="has no weight_map from names to files in the same folder"):
         convert(tmp_path / "hf", tmp_path / "back")
-    with pytest.raises(ConfigError, match="is nothing that can be converted"):
+    with pytest.raises(ConfigError, match="cannot be converted"):
         convert(tmp_path, tmp_path / "back")
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         convert(tmp_path / "nowhere", tmp_path / "back")
     [file] = (tmp_path / "run/checkpoints/step-00000007").glob("*.safetensors")
     file.write_bytes(b"garbage")

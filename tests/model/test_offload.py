@@ -90,9 +90,11 @@ def test_each_copy_waits_for_what_it_reads_and_each_use_for_its_copy():
     assert copies[0] < first_use and len([c for c in copies if c < first_use]) >= 1
 
 
-def test_a_copy_that_nobody_used_is_waited_for_before_its_memory_is_free():
+def test_an_unused_copy_is_waited_for_before_its_memory_is_free():
     streams = Recorded()
-    saved = offload.Saved(offload.Block(0), torch.ones(1), streams, torch.device("cpu"), 0, None, arriving=("back", 7))
+    saved = offload.Saved(
+        offload.BlockActivations(0), torch.ones(1), streams, torch.device("cpu"), 0, None, arriving=("back", 7)
+    )
     gone = weakref.ref(saved)
     del saved
     assert gone() is None and streams.queued == [("main", "after", "back", 7)]

@@ -82,7 +82,7 @@ def test_a_requeued_job_takes_over_at_once_and_the_earlier_attempt_finds_out(tmp
     with holding(tmp_path, job(0)) as zombie:
         if stopped:
             os.kill(zombie.tid, signal.SIGSTOP)
-        for env in (job(0), job(1, "8"), {}):  # neither the same start, nor another job, nor who is no job
+        for env in (job(0), job(1, "8"), {}):  # neither the same start, nor another job, nor a process outside any job
             with pytest.raises(LockedError), Lease(tmp_path, env=env):
                 pass
         began = time.monotonic()

@@ -113,5 +113,5 @@ class DeviceUpdate:
 
 
 def holds_gradients(buffer: Any) -> bool:
-    """Whether it is no padding at the end of a partition."""
+    """Whether it is not just padding at the end of a partition."""
     return not getattr(buffer, "_zero_padding", False)

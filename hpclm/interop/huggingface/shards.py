@@ -95,7 +95,7 @@ class Reader:
                 yield from self._indexed(self.folder / index)
                 return
             if allowed and (self.folder / whole).exists():
-                yield from ((name, whole) for name in self._file(whole).keys())  # noqa: SIM118 - it is no dict
+                yield from ((name, whole) for name in self._file(whole).keys())  # noqa: SIM118 - it is not a dict
                 return
         pickled = any((self.folder / name).exists() for name in (PICKLED, PICKLED_INDEX))
         raise ConfigError(

@@ -222,7 +222,7 @@ def _stored(folder: Path, name: str, one: Any, places: Mapping[Any, Any]) -> Sto
 def _sizes(values: Sequence[Any]) -> tuple[int, ...]:
     found = tuple(values)
     if not all(type(value) is int and 0 <= value < 1 << 48 for value in found):
-        raise ValueError(f"{found} are no sizes")
+        raise ValueError(f"{found} are not sizes")
     return found
 
 

@@ -49,7 +49,7 @@ TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def train(words, steps, first=0, saved=None, device="cpu"):
     """Losses, gradient norms and an evaluation of this rank, and the shards it holds at the end; run on every rank.
 
-    ``saved``: tensors (NumPy) and scalars of a run that came to step ``first``, which this one goes on from.
+    ``saved``: tensors (NumPy) and scalars of a run that came to step ``first``, which this one resumes from.
     """
     from hpclm import engine as engines
     from hpclm.data.batches import Batches

@@ -150,7 +150,7 @@ def test_the_tutorial_works_as_typed(cluster, tmp_path):
     assert done.returncode == 0, done.stdout[-6000:]
     for said in (
         "done at step 100",
-        "goes on from step 30",
+        "resumes from step 30",
         "done at step 60",
         "4 processes, started by Slurm",
         "done at step 400",

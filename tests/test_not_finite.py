@@ -59,7 +59,7 @@ def test_what_is_not_finite_on_one_of_two_processes_is_skipped_or_ends_both_and_
         assert "step 3: loss nan, gradient norm nan; skipped, 1 so far" in text
         assert "step 7: loss nan, gradient norm nan; skipped, 2 so far" in text
     assert saved(out) == [2, 4, 6]
-    codes, said = launch("4", "optim.nonfinite=stop")  # goes on from step 6
+    codes, said = launch("4", "optim.nonfinite=stop")  # resumes from step 6
     assert codes == {93}
     for text in said:
         assert "step 10: loss nan, gradient norm nan; stopped because optim.nonfinite=stop" in text

@@ -110,7 +110,7 @@ def test_checkpoints_that_cannot_be_begun_from_are_told_before_the_queue(here, t
     assert "checkpoint.resume=never" in refused(tiny("old", "checkpoint.resume=never"))[1]
     next((here / "old/checkpoints").glob("step-*/rank*")).write_bytes(b"")
     assert refused(tiny("new", "checkpoint.init_from=old"))[0] == 66
-    assert refused(tiny("old", "checkpoint.init_from=gone"))[0] == 0  # the run goes on from its own
+    assert refused(tiny("old", "checkpoint.init_from=gone"))[0] == 0  # the run resumes from its own
 
 
 def test_a_model_that_was_trained_with_offloaded_activations_is_measured_on_a_cpu(here, tiny, capsys):

@@ -1,4 +1,4 @@
-"""Preemption end to end on a real Slurm: whatever ends a start of a job, the job goes on as if nothing had happened."""
+"""Preemption end to end on a real Slurm: whatever ends a start of a job, the job continues as if nothing had happened."""
 
 import json
 import os

@@ -79,7 +79,9 @@ def test_a_disk_that_is_full_for_a_while_costs_saves_and_no_training(tiny, tmpfs
     done = hpclm("train", *tiny(), f"out={out}", *source, check=0, env=env)
     said = done.stdout + done.stderr
     assert "Traceback" not in said and "Logging error" not in said, said
-    failed = [line for line in said.splitlines() if "training goes on, the checkpoints before it are untouched" in line]
+    failed = [
+        line for line in said.splitlines() if "training continues; the checkpoints before it are untouched" in line
+    ]
     # the one of step 4 may still be on its way, beside the training, when the disk fills up; 20 is after it was freed
     assert len(failed) in (3, 3 + (background == "true")), said
     assert all("MB free, but a checkpoint needs" in line or "No space left on device" in line for line in failed), (
@@ -105,7 +107,7 @@ def test_a_run_that_is_warned_while_the_disk_is_full_asks_to_be_started_again_fr
     assert process.returncode == 85 and again, told
     (tmpfs / "filler").unlink()
     there = hpclm("train", *tiny("x", *more), f"out={out}", "stop_at=1", check=0).stderr
-    assert f"goes on from step {again[1]}" in there
+    assert f"resumes from step {again[1]}" in there
 
 
 def test_when_every_checkpoint_is_bad_the_run_ends_with_66_within_ten_seconds(tiny, tmp_path):
@@ -139,7 +141,7 @@ def test_two_runs_on_one_directory_the_second_names_the_first_and_a_killed_one_i
     reached = figures(out, "step", "loss")[-1][0]
     assert reached >= 5
     done = hpclm("train", *words, f"stop_at={reached + 5}", check=0)
-    assert "goes on from step" in done.stdout + done.stderr
+    assert "resumes from step" in done.stdout + done.stderr
     attempts = [json.loads(line) for line in lines(out / "attempts.jsonl")]
     assert attempts
 

@@ -93,7 +93,7 @@ def test_a_run_goes_back_and_learns_what_it_would_have_learned(spiked, train, tm
     assert runs.read(spiked).attempt["from_step"] == runs.read(spiked).attempt["back_to"] == 16
     assert "step        24 of 100" in hpclm("status", spiked, check=0).stdout
     train("run", "stop_at=28")
-    assert names(spiked) == [20, 24, 28]  # a later start goes on from the newest
+    assert names(spiked) == [20, 24, 28]  # a later start resumes from the newest
 
 
 def test_train_goes_back_once_in_a_job_that_is_started_again(spiked, train, monkeypatch):

@@ -156,7 +156,7 @@ def test_the_job_s_log_says_how_it_ended_where_the_run_s_own_does_not(line, stat
 def test_the_cause_is_the_last_line_of_a_traceback_and_no_error_that_training_survived(tmp_path):
     step = "2026-01-01 10:00:01,000 I step 5/20  loss 1.0  lr 1  1 tokens/s"
     log = f"""2026-01-01 10:00:00,000 I run directory a, a new run
-2026-01-01 10:00:00,500 E checkpoint could not be saved; training goes on
+2026-01-01 10:00:00,500 E checkpoint could not be saved; training continues
 {step}
 """
     run = make(tmp_path / "a", [attempt()], rows(5), log_txt=log, lock="")

@@ -115,7 +115,7 @@ def test_a_run_that_is_done_is_not_queued_unless_it_has_more_to_do(submit, tmp_p
     assert sorted((tmp_path / "run").rglob("*")) == before
     submit("--dry-run", *words, "budget.steps=6", check=0)
     (tmp_path / "run" / "log.txt").write_text(
-        "10:00:00 I stopped at step 4 as stop_at says; the same command goes on\n"
+        "10:00:00 I stopped at step 4 as stop_at says; the same command resumes it\n"
     )
     (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(done | {"step": 4}) + "\n")
     compose.dump(compose.load(words[0], [*words[1:], "stop_at=4"]), tmp_path / "run" / "config.yaml")

@@ -144,7 +144,9 @@ def test_a_request_to_a_run_that_dies_is_withdrawn_at_once(tmp_path):
 def test_a_run_that_ends_with_all_saved_has_followed(tmp_path):
     def leave(run):
         checkpoint(run / "checkpoints" / "step-00000005")
-        (run / "log.txt").write_text("10:00:00 W SIGTERM: saved at step 5, exiting; the same command goes on\n")
+        (run / "log.txt").write_text(
+            "10:00:00 W SIGTERM: saved at step 5, exiting; the same command resumes from here\n"
+        )
 
     code, said, seconds = asked(tmp_path, "save-now", leave, runs=rows(5))
     assert code == 0 and "exited, SIGTERM: saved at step 5, exiting; saved at step 5" in said and seconds < 30

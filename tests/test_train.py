@@ -133,7 +133,7 @@ def test_a_warned_run_saves_and_asks_to_be_started_again(tiny, tmp_path, number)
     step = max(losses(tmp_path / "run"))
     assert f"{signal.Signals(number).name}: saved at step {step}" in told
     again = hpclm("train", *words, f"stop_at={step + 2}", check=0)
-    assert f"goes on from step {step}" in again.stderr
+    assert f"resumes from step {step}" in again.stderr
     assert max(losses(tmp_path / "run")) == step + 2
 
 

@@ -4,7 +4,7 @@
     python tools/bench_checkpoint.py --megabytes 2000 --folder /lustre/me
     python tools/bench_checkpoint.py --training --rounds 15   # steps of a small model while the state is written
 
-Durable: the time until all bytes are on the disk (fsync). Stall: the time a step waits before training may go on. Ratios are
+Durable: the time until all bytes are on the disk (fsync). Stall: the time a step waits before training may continue. Ratios are
 medians over the rounds, each within one round.
 """
 
@@ -94,7 +94,7 @@ class Subjects:
             tensor.fill_(1.0)
 
     def hpclm(self, folder: Path) -> Measured:
-        """Saved before training goes on; loaded with every hash held against the files."""
+        """Saved before training continues; loaded with every hash held against the files."""
         store = self._store(folder)
         engine, progress = ShardedParameter(self.tensors), self._progress(1)
         took = timed(lambda: store.save(engine, progress))

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What a GPU is needed for, in one command: tests, benchmarks and traces, the most telling first.
-#   tools/gpu_proof.sh                    about 9 minutes; again to go on where it stopped
+#   tools/gpu_proof.sh                    about 9 minutes; again to continue where it stopped
 #   tools/gpu_proof.sh --minutes 30 --out proof
 #   tools/gpu_proof.sh --device cpu       a rehearsal without a GPU, with small models
 # It may be stopped at any time: OUT/report.md and OUT/results.json hold what is done.

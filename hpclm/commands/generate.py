@@ -56,7 +56,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--interactive",
         action="store_true",
-        help="read lines from the terminal, and continue the text after each; an empty line goes on, /clear begins anew",
+        help="read lines from the terminal, and continue the text after each; an empty line continues further, /clear starts over",
     )
     parser.add_argument("--batch", type=int, default=16, help="prompts that are continued together (default: 16)")
     parser.add_argument("--tokens", type=int, default=100, help="new tokens at most (default: 100)")

@@ -109,7 +109,7 @@ class JobConfig(Checked):
     local runs. 0: the job ends, and Slurm requeues it if job.requeue is set."""
     spares: int = 0
     """Nodes to ask Slurm for beyond job.nodes, with template=torchrun and job.restarts: a node that is lost, or whose ranks
-    fail, is replaced by a spare one, and the run goes on from the last checkpoint. They are charged as the others are."""
+    fail, is replaced by a spare one, and the run resumes from the last checkpoint. They are charged as the others are."""
     template: str = "srun"
     """Job script: srun, mpirun, torchrun or container (in slurm/), or the path of your own. With job.container, srun means
     container."""

@@ -15,7 +15,7 @@ RESTARTED = "HPCLM_RESTARTED"
 """Variable in which torchrun's agent says why it restarted the ranks."""
 SECONDS = 5.0  # that each of Slurm's commands may take
 TAIL = 1 << 16  # bytes at the end of a job's log that are searched
-START = re.compile(r"start (\d+) of job \d+ on |.* I run directory .*(goes on from step \d+|a new run)$")
+START = re.compile(r"start (\d+) of job \d+ on |.* I run directory .*((?:resumes|goes on) from step \d+|a new run)$")
 CANCELLED = re.compile(r".*\*\*\* ((?:JOB|STEP) \S+ ON \S+ (?:CANCELLED AT \S+ DUE TO|FAILED) .*?)(?:, SEE .*)? \*\*\*")
 ENDED = re.compile(r".*?(the job's script was killed \(JobLaunchFailure\)|^(?:srun|mpirun) ended with exit code \d+)")
 FAULTY = re.compile(r"DOWN|DRAIN|FAIL|NOT_RESPONDING|REBOOT|POWER", re.IGNORECASE)

@@ -49,7 +49,7 @@ class Notifier:
             self.send("failed", message)
 
     def send(self, event: Literal["failed", "finished", "restarted"], message: str, seconds: float = SECONDS) -> None:
-        """Send to all targets at once, and wait ``seconds`` for them; with 0 it goes on in the background."""
+        """Send to all targets at once, and wait ``seconds`` for them; with 0 it continues in the background."""
         if not self.targets:
             return
         message = secrets.Redactor(self.env)(message)[:LONGEST]

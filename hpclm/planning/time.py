@@ -186,7 +186,7 @@ def step(model: ModelConfig, layout: Layout, code: Code, kind: Kind, efficiency:
 
 
 def _exposed(seconds: float, hidden: float) -> float:
-    """Seconds that communication costs if computation of ``hidden`` seconds goes on beside it."""
+    """Seconds that communication costs if computation of ``hidden`` seconds runs beside it."""
     return max(0.0, seconds - hidden) + EXPOSED * min(seconds, hidden)
 
 

@@ -19,7 +19,7 @@ from hpclm.rundir.status import moment
 
 LARGEST = 1 << 31  # bytes of a file that is read whole
 STAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) ([DIWEC]) (.*)")
-BEGINS = re.compile(r"run directory .*(?:goes on from step \d+|a new run)$")
+BEGINS = re.compile(r"run directory .*(?:(?:resumes|goes on) from step \d+|a new run)$")
 SAVED = re.compile(r"saved step (\d+) in ([\d.]+) s; training waited ([\d.]+) s")
 STEP = re.compile(r"(?:step | iteration +|\| INFO \| train_inner \| .*num_updates=)(\d+)(?:/ *\d+)?(?:  loss | \||, )")
 AGAIN = re.compile(r"start \d+ of job \S+; why the last one ended: (.*)")
@@ -63,7 +63,7 @@ class Attempt:
     last: int
     """The last step it did."""
     saved: int
-    """The last step of it that another attempt, or nothing yet, goes on from."""
+    """The last step of it that another attempt, or nothing yet, resumes from."""
     ended: str
     """What ended it; empty while it may still run."""
 

@@ -153,7 +153,7 @@ STEPS = re.compile(
 )  # of each log.style
 TERMINATED = re.compile(r"(?:srun|mpirun) ended with exit code 143$")
 TRACE = "Traceback (most recent call last):"
-BEGINS = re.compile(r" run directory .*(goes on from step \d+|a new run)$|^start \d+ of job \d+ on ")
+BEGINS = re.compile(r" run directory .*((?:resumes|goes on) from step \d+|a new run)$|^start \d+ of job \d+ on ")
 
 
 def last_words(log: Path | str) -> tuple[str, str]:

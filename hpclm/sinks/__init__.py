@@ -39,7 +39,7 @@ class Sink(Protocol):
         """Add rows, in order, after the ``before`` that it has; return once they are safe."""
 
     def close(self, code: int) -> None:
-        """The attempt ends with this exit code; 85: the run will go on."""
+        """The attempt ends with this exit code; 85: the run will continue."""
 
 
 def lookup(name: str) -> type[Sink]:

@@ -71,7 +71,7 @@ class Feed:
         lines = str(error).strip().splitlines()
         what = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
         if what != self._said:
-            self.say(f"{self.name}: {what}; training goes on, and it is tried again")
+            self.say(f"{self.name}: {what}; training continues, and it is tried again")
         self._said, self._next = what, time.monotonic() + self._wait
         self._wait = min(LONGEST, 2 * self._wait)
         self.close(1)

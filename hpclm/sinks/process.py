@@ -34,7 +34,7 @@ class Sinks:
         return self
 
     def start(self) -> None:
-        """Start sending, once metrics.jsonl ends where the run goes on."""
+        """Start sending, once metrics.jsonl ends where the run resumes."""
         for name in self.names:
             label = name.replace(":", "-")
             command = [sys.executable, "-m", "hpclm.sinks.worker", name, str(self.out)]
@@ -43,7 +43,7 @@ class Sinks:
                 with os.fdopen(files.appending(self.out / "logs" / f"sink-{label}.log", 0o600), "w") as messages:
                     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=messages)
             except OSError as error:
-                log.warning("sink %s cannot be started: %s; training goes on without it", name, error)
+                log.warning("sink %s cannot be started: %s; training continues without it", name, error)
                 continue
             self._processes[name] = process
             assert process.stdout is not None

@@ -9,7 +9,7 @@ from hpclm.training.opening import open_session
 def run(config: RunConfig, context: DistributedContext, back_to: int | None = None) -> int:
     """Train until the budget is used up, ``stop_at`` is reached or a signal warns; the exit code.
 
-    ``back_to``: the step of a checkpoint to go on from, in place of the newest. Every rank of ``context`` runs this, and all
+    ``back_to``: the step of a checkpoint to resume from, in place of the newest. Every rank of ``context`` runs this, and all
     take every turn together.
     """
     with open_session(config, context, back_to) as session:

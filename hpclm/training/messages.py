@@ -75,9 +75,9 @@ def ending(config: RunConfig, length: Length, progress: Progress, leaving: str) 
             if leaving == "kill_switch"
             else "the same command"
         )
-        return f"stopped at step {progress.step} as {leaving} says; {way} goes on"
+        return f"stopped at step {progress.step} as {leaving} says; {way} resumes it"
     if config.stop_at == progress.step and progress.step != length.steps:
-        return f"stopped at step {progress.step} as stop_at says; the same command without stop_at goes on"
+        return f"stopped at step {progress.step} as stop_at says; the same command without stop_at resumes it"
     out = files.typed(Path(config.out))
     usable = config.data.source == "indexed" and config.checkpoint.enabled
     follow = f"hpclm generate {out} --prompt ..." if usable else f"ls {out}"

@@ -23,7 +23,7 @@ from hpclm.training.writer import Writer
 
 log = logging.getLogger(__name__)
 
-# BigScience's names for the same scalars, so that their dashboards go on working.
+# BigScience's names for the same scalars, so that their dashboards keep working.
 TAGS = {
     "loss": "lm-loss-training/lm loss",
     "lr": "learning-rate/learning-rate",
@@ -58,7 +58,7 @@ class Meter:
         speed: "Speed",
         per_epoch: float = math.inf,
     ):
-        """``start``: the step and samples the run goes on from. ``total``: its last step, where that is known.
+        """``start``: the step and samples the run resumes from. ``total``: its last step, where that is known.
         ``per_epoch``: samples of one pass over the training data."""
         self.say_steps, self.say_evaluation = log_lines.STYLES[config.style]
         self.per_epoch, self._skipped = per_epoch, 0
@@ -171,7 +171,7 @@ class Meter:
             self._behind = False
         except OSError as error:  # the file keeps what it could not write, and tries again with the next row
             if not self._behind:
-                log.warning("%s cannot be written: %s; training goes on", self.path, error.strerror)
+                log.warning("%s cannot be written: %s; training continues", self.path, error.strerror)
             self._behind = True
         for key, tag in TAGS.items():
             self._board(tag + suffix, row.get(key), row["step"], row["samples"])

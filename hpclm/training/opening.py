@@ -68,7 +68,7 @@ class Beginning:
 def open_session(config: RunConfig, context: DistributedContext, back_to: int | None = None) -> Iterator[Session]:
     """Set a run up on every rank of ``context``; what cannot work is refused before anything is written.
 
-    ``back_to``: the step of a checkpoint to go on from, in place of the newest.
+    ``back_to``: the step of a checkpoint to resume from, in place of the newest.
     """
     plan, out = config.plan(context.size), Path(config.out)
     with Preemption() as preemption, ExitStack() as opened:
@@ -168,7 +168,7 @@ def _begin(
     length: Length,
     back_to: int | None,
 ) -> Beginning:
-    """Load the state to go on from, and record the attempt."""
+    """Load the state to resume from, and record the attempt."""
     out = Path(config.out)
     gone_back = context.run_on_main(lambda: setup.go_back(out, back_to))
     progress = setup.begin(setup.start(store, engine, config, context), length)
@@ -176,15 +176,15 @@ def _begin(
     attempt = None
     if context.is_main:
         attempt = records.start(out, config, context, progress.step, length.steps, gone_back)
-    logger.info("run directory %s, %s", out, f"goes on from step {progress.step}" if progress.step else "a new run")
+    logger.info("run directory %s, %s", out, f"resumes from step {progress.step}" if progress.step else "a new run")
     return Beginning(progress, attempt)
 
 
 def _notify(notifier: Notifier, beginning: Beginning, restarted: str) -> None:
-    """Tell people, if they asked for it, that the run goes on."""
+    """Tell people, if they asked for it, that the run continues."""
     notifier.about = {"attempt": beginning.attempt, **bootstrap.job()}
     if beginning.attempt is not None and beginning.attempt > 1:
-        resumed = f"attempt {beginning.attempt} goes on from step {beginning.progress.step}"
+        resumed = f"attempt {beginning.attempt} resumes from step {beginning.progress.step}"
         notifier.send("restarted", resumed + (f"; {restarted}" if restarted else ""), seconds=0)
 
 

@@ -52,7 +52,7 @@ class Profile:
             table = recorded.key_averages().table(sort_by=order, row_limit=ROWS, max_name_column_width=60)
             files.write_text(self.path.with_suffix(".txt"), table + "\n")
         except (OSError, RuntimeError) as error:  # a trace that fails must not end the run
-            log.warning("the profile of %s cannot be written: %s; training goes on", self.path, error)
+            log.warning("the profile of %s cannot be written: %s; training continues", self.path, error)
             return
         to = "the last" if last is None else last
         text = "profile of steps %d to %s: %s, for ui.perfetto.dev; the most expensive operations: %s"

@@ -107,7 +107,7 @@ def sync(out: Path) -> None:
 
 
 def went_back(out: Path, step: int) -> bool:
-    """Whether this job, before Slurm started it again, went back to the checkpoint of ``step``: now it is to go on."""
+    """Whether this job, before Slurm started it again, went back to the checkpoint of ``step``: now it is to resume."""
     mine = bootstrap.job()
     return any(
         row.get("back_to") == step and row.get("job_id") == mine["job_id"] and row.get("restart", 0) < mine["restart"]

@@ -21,7 +21,7 @@ class Saver:
     def __init__(
         self, store: CheckpointStore, config: RunConfig, step: int, samples: int = 0, per_pass: float = math.inf
     ):
-        """``step`` and ``samples``: where the run goes on from, which is saved. ``per_pass``: samples between saves that
+        """``step`` and ``samples``: where the run resumes, which is saved. ``per_pass``: samples between saves that
         checkpoint.epochs asks for."""
         self.store, self.config, self.step, self.per_pass = store, config, step, per_pass
         grace = config.checkpoint.grace_seconds
@@ -60,7 +60,7 @@ class Saver:
         except LockedError:
             raise
         except HpclmError as error:
-            log.error("%s; training goes on, the checkpoints before it are untouched", error)
+            log.error("%s; training continues; the checkpoints before it are untouched", error)
 
     def poll(self, orders: Orders) -> None:
         """Publish what every rank has written meanwhile."""
@@ -148,4 +148,4 @@ class Saver:
         except LockedError:
             raise
         except HpclmError as error:
-            log.error("%s; training goes on, the checkpoints before it are untouched", error)
+            log.error("%s; training continues; the checkpoints before it are untouched", error)

@@ -117,7 +117,7 @@ def made(config: RunConfig, context: DistributedContext) -> dict[str, object]:
 
 
 def check(config: RunConfig, source: Source, back_to: int | None) -> None:
-    """ConfigError where the run cannot begin, or go on, with these settings from the checkpoint that it would take."""
+    """ConfigError where the run cannot start, or resume, with these settings from the checkpoint that it would take."""
     out = Path(config.out)
     if back_to is not None and records.went_back(out, back_to):
         back_to = None
@@ -133,7 +133,7 @@ def go_back(out: Path, back_to: int | None) -> int | None:
 
 
 def start(store: CheckpointStore, engine: engines.Engine, config: RunConfig, context: DistributedContext) -> Progress:
-    """Take over the state to go on from: the run's own, or at its beginning the weights it is to begin with."""
+    """Take over the state to resume from: the run's own, or at its beginning the weights it is to begin with."""
     progress = store.resume(engine, config.checkpoint.resume)
     if config.checkpoint.init_from and not progress.step:
         found = begin_from(Path(config.checkpoint.init_from), engine, context, store.fingerprint)
@@ -151,7 +151,7 @@ def log_files(out: Path, context: DistributedContext, opened: ExitStack) -> None
 
 
 def begin(progress: Progress, length: Length) -> Progress:
-    """Note what the data's order was made for; warn where going on with another budget changes it."""
+    """Note what the data's order was made for; warn where continuing with another budget changes it."""
     if progress.step and progress.planned != length.samples:
         logger.warning(
             "the budget was %s samples and is %s: as with Megatron, the order of the data follows from it, so from here on "

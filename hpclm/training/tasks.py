@@ -122,7 +122,7 @@ class TaskScores:
         except HpclmError:
             raise
         except Exception as error:
-            log.exception("the tasks were not measured: %s: %s; training goes on", type(error).__name__, error)
+            log.exception("the tasks were not measured: %s: %s; training continues", type(error).__name__, error)
             scores = {}
         self.context.all_gather(True, unlimited=True)
         return scores

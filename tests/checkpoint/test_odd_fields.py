@@ -142,7 +142,7 @@ def look_at_it(folder):
 
 
 def goes_on(folder):
-    """Which step a run goes on from, or the message that it cannot."""
+    """Which step a run resumes from, or the message that it cannot."""
     state = State()
     try:
         step = store(folder).resume(state, "auto").step

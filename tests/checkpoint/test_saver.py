@@ -164,7 +164,7 @@ def test_the_verb_says_that_a_checkpoint_was_made_because_of_a_warning(tiny, tmp
 def test_a_run_saves_by_the_clock_too(tiny, tmp_path):
     words = tiny("run", *LONG, "checkpoint.minutes=0.02", "checkpoint.keep_last=100", "exit_minutes=0.1")
     done = hpclm("train", *words, check=0)
-    assert "as exit_minutes says; the same command goes on" in done.stderr
+    assert "as exit_minutes says; the same command resumes it" in done.stderr
     assert len(names(tmp_path / "run")) >= 3
 
 
@@ -195,7 +195,7 @@ def test_save_now_and_stop(tiny, tmp_path):
         time.sleep(0.05)
     assert "saved and ended" in hpclm("stop", out, check=0).stdout
     _, errors = process.communicate(timeout=20)
-    assert process.returncode == 0 and "as stop says; the same command goes on" in errors
+    assert process.returncode == 0 and "as stop says; the same command resumes it" in errors
     assert len(names(out)) == 2 and not (out / "stop").exists()
     assert "stopped" in hpclm("status", out).stdout
     assert "is not training: stopped" in hpclm("stop", out, check=64).stderr
@@ -251,7 +251,7 @@ def test_weights_of_another_run_begin_a_new_one(tiny, tmp_path):
     state = json.loads((tmp_path / "new/checkpoints/step-00000004/MANIFEST.json").read_text())
     assert state["scalars"]["optimizer_steps"] == 4 and state["progress"]["samples"] == 32
     again = hpclm("train", *tiny("new", f"checkpoint.init_from={tmp_path / 'gone'}", "budget.steps=13"), check=0)
-    assert "goes on from step 12" in again.stderr  # its own checkpoints go first
+    assert "resumes from step 12" in again.stderr  # its own checkpoints go first
 
 
 def test_weights_of_another_model_are_refused(tiny, tmp_path):

@@ -1,4 +1,4 @@
-"""A run that goes on in the same layout does bit for bit what one does that was never stopped."""
+"""A run that resumes in the same layout does bit for bit what one does that was never stopped."""
 
 import pytest
 

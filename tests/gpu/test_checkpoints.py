@@ -1,4 +1,4 @@
-"""Checkpoints of a GPU: taken while training goes on, exact, and good on another device."""
+"""Checkpoints of a GPU: taken while training continues, exact, and good on another device."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Megatron-core's torch_dist checkpoints: read without running a pickle, and a Megatron run goes on here."""
+"""Megatron-core's torch_dist checkpoints: read without running a pickle, and a Megatron run continues here."""
 
 import io
 import json

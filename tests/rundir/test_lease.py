@@ -110,9 +110,9 @@ def reset(run, good):
 
 @needs_strace
 @pytest.mark.slow
-@pytest.mark.parametrize("first", ["the new one saves", "the old one goes on"])
+@pytest.mark.parametrize("first", ["the new one saves", "the old one continues"])
 def test_an_attempt_that_was_given_up_at_any_system_call_of_a_save_takes_nothing_from_the_next(good, tmp_path, first):
-    """It is held before the call, the next attempt takes over and goes on, and then it continues."""
+    """It is held before the call, the next attempt takes over and trains, and then it continues."""
     run = tmp_path / "run"
     reset(run, good)
     late = 0
@@ -131,7 +131,7 @@ def test_an_attempt_that_was_given_up_at_any_system_call_of_a_save_takes_nothing
                     new.save(State(30.0), progress(3))
                 old.release()
                 outcome = old.end()
-                if first == "the old one goes on":
+                if first == "the old one continues":
                     assert directory.newest(run / "c")[1].progress["step"] == begun, line
                     new.save(State(30.0), progress(3))
                 late += outcome.answer in ("LockedError", "HpclmError")

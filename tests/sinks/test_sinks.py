@@ -49,8 +49,8 @@ def test_sinks_that_fail_are_told_of_and_change_nothing(tiny, tmp_path, capsys):
     assert cli.main(["train", *tiny("run", f"log.sinks=[{OWN}Refuses, {OWN}Breaks, {OWN}Dies]")]) == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "plain")
     told = (tmp_path / "run" / "log.txt").read_text()
-    assert told.count("Refuses: ConnectionError: no route to host; training goes on") == 1
-    assert told.count("Breaks: OSError: [Errno 28] No space left on device; training goes on") == 1
+    assert told.count("Refuses: ConnectionError: no route to host; training continues") == 1
+    assert told.count("Breaks: OSError: [Errno 28] No space left on device; training continues") == 1
     assert told.count("lacks the last rows of metrics.jsonl; the next attempt sends them, or hpclm sync") == 3
     assert cli.main(["sync", str(tmp_path / "run"), "--sink", f"{OWN}Written"]) == 0
     assert capsys.readouterr().out == f"{OWN}Written: 12 rows sent; it has everything up to step 12\n"
@@ -92,7 +92,7 @@ def test_the_settings_refuse_a_sink_that_is_unknown_or_not_installed(tiny, monke
 
 
 def attempts(words, out):
-    """Two attempts of 10 and 12 steps, the second of which goes on from step 8, as after a kill."""
+    """Two attempts of 10 and 12 steps, the second of which resumes from step 8, as after a kill."""
     assert cli.main(["train", *words, "stop_at=10"]) == 0
     (out / "checkpoints" / "latest").write_text("step-00000008\n")
     (out / "checkpoints" / "step-00000010").rename(out / "checkpoints" / ".bad-step-00000010")

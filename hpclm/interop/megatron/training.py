@@ -1,4 +1,4 @@
-"""How a Megatron run goes on here: its progress, and the training settings for its arguments."""
+"""How a Megatron run continues here: its progress, and the training settings for its arguments."""
 
 from argparse import Namespace
 from typing import Any

@@ -19,6 +19,7 @@ from hpclm.rundir.status import moment
 
 LARGEST = 1 << 31  # bytes of a file that is read whole
 STAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) ([DIWEC]) (.*)")
+FRESH = re.compile(r"cores? \d[\d,-]*, |.*; fp32 products ")  # what an attempt says first
 BEGINS = re.compile(r"run directory .*(?:goes on from step \d+|a new run)$")
 SAVED = re.compile(r"saved step (\d+) in ([\d.]+) s; training waited ([\d.]+) s")
 STEP = re.compile(r"(?:step | iteration +|\| INFO \| train_inner \| .*num_updates=)(\d+)(?:/ *\d+)?(?:  loss | \||, )")
@@ -144,7 +145,9 @@ def read(out: Path) -> History:
         told = next(
             (found[1] for line in (chunks[number : number + 1] or [[]])[0] if (found := AGAIN.match(line.text))), ""
         )
-        context = Context(after, attempts[-1].end if attempts else None, submitted.get(str(row.get("job_id"))), told)
+        job, before = row.get("job_id"), begun[number - 2] if number > 1 else {}
+        requeued = job is not None and job == before.get("job_id")
+        context = Context(after, attempts[-1].end if attempts else None, submitted.get(str(job)), requeued, told)
         attempts.append(_attempt(number, row, ends.get(number), lines, [*measured, *lost], context))
     steps = [row for row in measured if "loss" in row]
     return History(
@@ -167,6 +170,8 @@ class Context:
     """When the attempt before it ended."""
     submitted: float | None
     """When its job was submitted."""
+    requeued: bool
+    """Whether its job is that of the attempt before it."""
     told: str
     """Why it ended, in Slurm's words as the next attempt found them."""
 
@@ -191,7 +196,8 @@ def _attempt(
     ]
     training = min(begins, default=finish)
     entry = min([began, *(line.time for line in lines)])
-    queued = max(context.submitted or 0.0, context.before or 0.0) or entry
+    waited = context.submitted or context.requeued  # otherwise nothing says that it was in a queue
+    queued = max(context.submitted or 0.0, context.before or 0.0) if waited else entry
     marks = [("queued", queued, entry), ("starting", max(queued, entry), training)]
     marks += _trained(training, finish, _lost_from(saved, last, finish, steps, lines), _stalls(lines))
     phases = tuple(Phase(kind, begin, to) for kind, begin, to in marks if to > begin)
@@ -265,12 +271,13 @@ def _by_attempt(log: Sequence[Line], times: Sequence[float]) -> list[list[Line]]
 
 def _first(log: Sequence[Line], begins: int) -> int:
     """The first line of the attempt whose line BEGINS is number ``begins``."""
-    for number in range(begins, -1, -1):
-        if re.match(r".*; fp32 products ", log[number].text):
-            return number
-        if number < begins and BEGINS.match(log[number].text):
+    first = begins
+    for number in range(begins - 1, -1, -1):
+        if FRESH.match(log[number].text):
+            first = number
+        elif first < begins or BEGINS.match(log[number].text):
             break
-    return begins
+    return first
 
 
 def _lines(path: Path) -> list[str]:

@@ -75,7 +75,8 @@ def ending(config: RunConfig, length: Length, progress: Progress, leaving: str) 
             if leaving == "kill_switch"
             else "the same command"
         )
-        return f"stopped at step {progress.step} as {leaving} says; {way} goes on"
+        why = "as hpclm stop asked" if leaving == "stop" else f"as {leaving} says"
+        return f"stopped at step {progress.step} {why}; {way} goes on"
     if config.stop_at == progress.step and progress.step != length.steps:
         return f"stopped at step {progress.step} as stop_at says; the same command without stop_at goes on"
     out = files.typed(Path(config.out))

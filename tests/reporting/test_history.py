@@ -38,6 +38,27 @@ def test_the_phases_of_an_attempt_follow_each_other_from_the_queue_to_its_end(tm
     assert found.wall == pytest.approx(471) and found.goodput == pytest.approx(100 / 471)
 
 
+def test_the_time_between_attempts_that_no_queue_started_is_not_time_in_a_queue(tmp_path):
+    out = made.preempted(tmp_path / "run")
+    (out / "jobs.jsonl").unlink()
+    written = (out / "attempts.jsonl").read_text()
+    (out / "attempts.jsonl").write_text(written.replace('"job_id"', '"was"'))
+    found = history.read(out)
+    noon = made.NOON.timestamp()
+    assert found.seconds("queued") == 0
+    assert [(round(a.begin - noon), round(a.end - noon)) for a in found.attempts] == [
+        *((60, 102), (200, 237), (300, 340), (420, 471)),
+    ]
+
+
+def test_a_run_that_has_not_ended_says_when_it_was_last_alive(tmp_path):
+    out = made.preempted(tmp_path / "run")
+    (out / "ends.jsonl").write_text((out / "ends.jsonl").read_text().splitlines(keepends=True)[0])
+    assert summary(history.read(out)).endswith(
+        f"It has not ended, as far as its files say; the last sign of life was at {made.at(470.5):%Y-%m-%d %H:%M:%S}."
+    )
+
+
 def test_a_stranger_reads_what_happened(tmp_path):
     said = summary(history.read(made.preempted(tmp_path / "run")))
     assert said == (

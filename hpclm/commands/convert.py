@@ -60,7 +60,8 @@ def converted(args: argparse.Namespace) -> str:
 
     source, target, words = args.source, args.target, args.settings
     if not source.is_dir():
-        raise ConfigError(f"{source} is no folder")
+        why = "is no folder" if source.exists() else f"does not exist; looked in {Path.cwd()}"
+        raise ConfigError(f"{source} {why}")
     if run.is_run(source):
         if args.pickle:
             raise ConfigError("--pickle has no effect: an export reads safetensors")

@@ -7,7 +7,7 @@ log.txt. What a file does not say is left out.
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -101,6 +101,8 @@ class History:
     """Rows of steps that were done again."""
     tasks: tuple[Row, ...] = ()
     """Scores at tasks (evaluate.tasks)."""
+    damaged: int = field(default=0, compare=False)
+    """Lines of metrics.jsonl that cannot be read, but the last, which may still be being written."""
 
     @property
     def wall(self) -> float:
@@ -133,7 +135,8 @@ class Line:
 
 def read(out: Path) -> History:
     """The history of the run in ``out``."""
-    measured = list(_rows(out / "metrics.jsonl", FIGURES, ["step"]))
+    readings = [rows.parsed(line, FIGURES, ["step"]) for line in _lines(out / "metrics.jsonl")]
+    measured = [row for row in readings if row]
     lost = list({(row["step"], row.get("time")): row for row in _rows(out / rows.LOST, FIGURES, ["step"])}.values())
     begun = [row for row in _rows(out / "attempts.jsonl", rows.ATTEMPT, ["time"]) if moment(row["time"])]
     ends = {row["attempt"]: row for row in _rows(out / "ends.jsonl", rows.END, ["attempt", "code"])}
@@ -157,6 +160,7 @@ def read(out: Path) -> History:
         tuple(row for row in measured if "validation_loss" in row),
         tuple(row for row in lost if "loss" in row),
         tuple(row for row in measured if "tasks" in row),
+        readings[:-1].count(None),
     )
 
 

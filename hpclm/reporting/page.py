@@ -92,6 +92,10 @@ def summary(history: History) -> str:
         )
     if history.goodput is not None:
         words.append(f"{history.goodput:.0%} of the time went into training steps that count (goodput).")
+    if history.damaged:
+        words.append(
+            f"{_many(history.damaged, 'line')} of metrics.jsonl that cannot be read {'is' if history.damaged == 1 else 'are'} left out."
+        )
     if last.ended:
         words.append(f"The last attempt: {last.ended}.")
     else:

@@ -80,6 +80,15 @@ def test_a_file_that_is_missing_or_damaged_costs_only_what_it_says(name, tmp_pat
     assert all(a.end == b.begin for x in missing.attempts for a, b in zip(x.phases, x.phases[1:]))
 
 
+def test_lines_of_metrics_that_cannot_be_read_are_counted_for_the_reader(tmp_path):
+    out = made.preempted(tmp_path / "run")
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('null\n{"step": 101, "loss": 1e999}\n{"st')  # the last one is being written
+    found = history.read(out)
+    assert found.damaged == 2 and len(found.steps) == 100
+    assert " 2 lines of metrics.jsonl that cannot be read are left out. " in summary(found)
+
+
 def test_without_attempts_jsonl_there_is_a_history_without_attempts(tmp_path):
     out = made.preempted(tmp_path / "run")
     (out / "attempts.jsonl").write_bytes(b"\xff{]\n" * 3)

@@ -60,7 +60,7 @@ def converted(args: argparse.Namespace) -> str:
 
     source, target, words = args.source, args.target, args.settings
     if not source.is_dir():
-        raise ConfigError(f"{source} is not a folder")
+        raise ConfigError(f"{source.absolute()} {'is not a folder' if source.exists() else 'does not exist'}")
     if run.is_run(source):
         if args.pickle:
             raise ConfigError("--pickle has no effect: an export reads safetensors")

@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     elif found:
         print("\n".join(table(found)))
     else:
-        say(f"no run in {args.runs}; give another folder with --runs, or start a run with hpclm submit")
+        say(f"{folders.none_in(args.runs)}; give another folder with --runs, or start a run with hpclm submit")
     return 0
 
 

@@ -21,6 +21,7 @@ def main(argv: list[str]) -> int:
     out = runs.resolve(args.run, args.runs)
     if other := runs.other_owner(out):  # even root would leave files there that its owner cannot write
         raise ConfigError(f"{files.shown(out)} belongs to {other}, and only {other} can send its metrics")
+    compose.flat_of_run(out)  # every sink gets the settings
     names = args.sink or compose.of_run(out, []).log.sinks
     if not names:
         raise ConfigError(f"{out} has no log.sinks; name one: hpclm sync {files.typed(args.run)} --sink wandb")
@@ -36,7 +37,7 @@ def sync(out: Path, name: str) -> None:
     lookup(name)
     said: list[str] = []
     with files.locked(position.lock(out, name), f"waiting for the process of {out} that sends to {name}"):
-        feed = Feed(name, out, said.append)
+        feed = Feed(name, out, said.append, "what it lacks is sent when the command is repeated")
         before = feed.position.rows
         complete = feed.send()
         feed.close(0)

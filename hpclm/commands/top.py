@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     if args.once or not sys.stdout.isatty():
         found = watch.look()
         if not found:
-            say(f"no run in {args.runs}; name their folder, or start one with hpclm submit")
+            say(f"{folders.none_in(args.runs)}; name their folder, or start one with hpclm submit")
         else:
             say("\n".join(terminal.columns([COLUMNS, *map(watch.row, found)])))
             for note in watch.notes():

@@ -66,7 +66,7 @@ def of_run(folder: Path, overrides: list[str]) -> RunConfig:
     model. ConfigError if it is not a run directory."""
     path = folder / "config.yaml"
     if not path.is_file():
-        raise ConfigError(f"{folder} is not a run directory: it has no config.yaml")
+        raise ConfigError(f"{folder} is not a run directory: {_lacks(folder)}")
     problems: list[str] = []
     content = resolved.content(path)
     if not resolved.is_whole(path, content) and resolved.missing(content.tree):
@@ -77,11 +77,18 @@ def of_run(folder: Path, overrides: list[str]) -> RunConfig:
     return build(assignments, problems)
 
 
+def _lacks(folder: Path) -> str:
+    """Why ``folder``, without a config.yaml, is none."""
+    if folder.is_dir():
+        return "it has no config.yaml"
+    return "it is a file" if folder.exists() else f"it does not exist; looked in {Path.cwd()}"
+
+
 def flat_of_run(folder: Path) -> dict[str, Any]:
     """The settings of the run in ``folder`` as section.name: value, as they stand in its config.yaml; ConfigError without it."""
     path = folder / "config.yaml"
     if not path.is_file():
-        raise ConfigError(f"{folder} is not a run directory: it has no config.yaml")
+        raise ConfigError(f"{folder} is not a run directory: {_lacks(folder)}")
     return {key: value for key, value, _ in _leaves(resolved.content(path), path)}
 
 

@@ -7,7 +7,7 @@ log.txt. What a file does not say is left out.
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +19,7 @@ from hpclm.rundir.status import moment
 
 LARGEST = 1 << 31  # bytes of a file that is read whole
 STAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) ([DIWEC]) (.*)")
+FRESH = re.compile(r"cores? \d[\d,-]*, |.*; fp32 products ")  # what an attempt says first
 BEGINS = re.compile(r"run directory .*(?:(?:resumes|goes on) from step \d+|a new run)$")
 SAVED = re.compile(r"saved step (\d+) in ([\d.]+) s; training waited ([\d.]+) s")
 STEP = re.compile(r"(?:step | iteration +|\| INFO \| train_inner \| .*num_updates=)(\d+)(?:/ *\d+)?(?:  loss | \||, )")
@@ -100,6 +101,8 @@ class History:
     """Rows of steps that were done again."""
     tasks: tuple[Row, ...] = ()
     """Scores at tasks (evaluate.tasks)."""
+    damaged: int = field(default=0, compare=False)
+    """Lines of metrics.jsonl that cannot be read, but the last, which may still be being written."""
 
     @property
     def wall(self) -> float:
@@ -132,7 +135,8 @@ class Line:
 
 def read(out: Path) -> History:
     """The history of the run in ``out``."""
-    measured = list(_rows(out / "metrics.jsonl", FIGURES, ["step"]))
+    readings = [rows.parsed(line, FIGURES, ["step"]) for line in _lines(out / "metrics.jsonl")]
+    measured = [row for row in readings if row]
     lost = list({(row["step"], row.get("time")): row for row in _rows(out / rows.LOST, FIGURES, ["step"])}.values())
     begun = [row for row in _rows(out / "attempts.jsonl", rows.ATTEMPT, ["time"]) if moment(row["time"])]
     ends = {row["attempt"]: row for row in _rows(out / "ends.jsonl", rows.END, ["attempt", "code"])}
@@ -144,7 +148,9 @@ def read(out: Path) -> History:
         told = next(
             (found[1] for line in (chunks[number : number + 1] or [[]])[0] if (found := AGAIN.match(line.text))), ""
         )
-        context = Context(after, attempts[-1].end if attempts else None, submitted.get(str(row.get("job_id"))), told)
+        job, before = row.get("job_id"), begun[number - 2] if number > 1 else {}
+        requeued = job is not None and job == before.get("job_id")
+        context = Context(after, attempts[-1].end if attempts else None, submitted.get(str(job)), requeued, told)
         attempts.append(_attempt(number, row, ends.get(number), lines, [*measured, *lost], context))
     steps = [row for row in measured if "loss" in row]
     return History(
@@ -154,6 +160,7 @@ def read(out: Path) -> History:
         tuple(row for row in measured if "validation_loss" in row),
         tuple(row for row in lost if "loss" in row),
         tuple(row for row in measured if "tasks" in row),
+        readings[:-1].count(None),
     )
 
 
@@ -167,6 +174,8 @@ class Context:
     """When the attempt before it ended."""
     submitted: float | None
     """When its job was submitted."""
+    requeued: bool
+    """Whether its job is that of the attempt before it."""
     told: str
     """Why it ended, in Slurm's words as the next attempt found them."""
 
@@ -191,7 +200,8 @@ def _attempt(
     ]
     training = min(begins, default=finish)
     entry = min([began, *(line.time for line in lines)])
-    queued = max(context.submitted or 0.0, context.before or 0.0) or entry
+    waited = context.submitted or context.requeued  # otherwise nothing says that it was in a queue
+    queued = max(context.submitted or 0.0, context.before or 0.0) if waited else entry
     marks = [("queued", queued, entry), ("starting", max(queued, entry), training)]
     marks += _trained(training, finish, _lost_from(saved, last, finish, steps, lines), _stalls(lines))
     phases = tuple(Phase(kind, begin, to) for kind, begin, to in marks if to > begin)
@@ -265,12 +275,13 @@ def _by_attempt(log: Sequence[Line], times: Sequence[float]) -> list[list[Line]]
 
 def _first(log: Sequence[Line], begins: int) -> int:
     """The first line of the attempt whose line BEGINS is number ``begins``."""
-    for number in range(begins, -1, -1):
-        if re.match(r".*; fp32 products ", log[number].text):
-            return number
-        if number < begins and BEGINS.match(log[number].text):
+    first = begins
+    for number in range(begins - 1, -1, -1):
+        if FRESH.match(log[number].text):
+            first = number
+        elif first < begins or BEGINS.match(log[number].text):
             break
-    return begins
+    return first
 
 
 def _lines(path: Path) -> list[str]:

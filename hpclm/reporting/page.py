@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 from hpclm.reporting.history import Attempt, History
-from hpclm.rundir.status import span
+from hpclm.rundir.status import moment, span
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --soft: #5d6877; --line: #d8dde3; --ground: #ffffff; --card: #f5f7f9; }
@@ -27,6 +27,7 @@ figure { margin: 0; break-inside: avoid; } figure.wide { grid-column: 1 / -1; }
 figure svg { display: block; width: 100%; height: auto; color: var(--ink); }
 figure.wide { overflow-x: auto; } figure.wide svg { min-width: 30rem; max-width: 60rem; }
 figcaption { color: var(--soft); font-size: .85rem; }
+@media screen and (max-width: 32rem) { figure.wide figcaption::before { content: "Scroll the figure sideways to see all of it. "; } }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; }
 th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { white-space: nowrap; } tr { break-inside: avoid; }
@@ -39,7 +40,7 @@ td:not(.n) { min-width: 13rem; } td.n { font-variant-numeric: tabular-nums; whit
 CAPTIONS = {
     "loss": "Loss per step, and on held-out data where it was measured. A band is the range of the steps that a point stands for.",
     "attempts": "Every attempt of the run from when it was queued to its last sign of life. Lost: steps that the next attempt "
-    "did again, because they came after the last checkpoint.",
+    "did again, because they came after the last checkpoint. Where there is no bar, no attempt was running, or known to be queued.",
 }
 PLAIN = ("out", "name", "job", "cluster")
 """Settings that say where a run is and not what it is."""
@@ -62,13 +63,13 @@ def page(
         rows = [_row(attempt, history) for attempt in history.attempts]
         said = [place for place in range(len(HEADS)) if any(row[place] for row in rows)]
         parts.append(_table([HEADS[place] for place in said], [[row[place] for place in said] for row in rows]))
-    made = time.strftime("%Y-%m-%d %H:%M")
+    made = time.strftime("%Y-%m-%d %H:%M %Z")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
         + "\n".join(parts)
-        + f"\n<footer><p>Made by hpclm report, {made}. Times are those of this machine's time zone.</p></footer>\n</body>\n</html>\n"
+        + f"\n<footer><p>Made by hpclm report, {made}. All times are in this time zone.</p></footer>\n</body>\n</html>\n"
     )
 
 
@@ -91,9 +92,20 @@ def summary(history: History) -> str:
         )
     if history.goodput is not None:
         words.append(f"{history.goodput:.0%} of the time went into training steps that count (goodput).")
+    if history.damaged:
+        words.append(
+            f"{_many(history.damaged, 'line')} of metrics.jsonl that cannot be read {'is' if history.damaged == 1 else 'are'} left out."
+        )
     if last.ended:
         words.append(f"The last attempt: {last.ended}.")
+    else:
+        words.append(f"It has not ended, as far as its files say; the last sign of life was at {_moment(last.end)}.")
     return " ".join(words)
+
+
+def _moment(seconds: float) -> str:
+    """A time since 1970 in this machine's time zone, which the footer names."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def _time(seconds: float) -> str:
@@ -159,7 +171,7 @@ def _row(attempt: Attempt, history: History) -> list[str]:
         f"{attempt.first} → {attempt.last}",
         attempt.ended or "still running, or no message yet",
         str(attempt.lost) if attempt.lost else "",
-        str(row["time"])[:19].replace("T", " "),
+        _moment(moment(row["time"]) or 0.0),
         where,
         *(_time(attempt.seconds(kind)) for kind in ("queued", "starting", "training")),
     ]

@@ -141,7 +141,7 @@ TAIL = 1 << 15  # bytes at the end of a log that are searched
 # Lines of a run's or a job's log that tell how an attempt ended; the last such line counts.
 ENDS = (
     ("done", re.compile(r"\b(done at step \d+.*?samples)")),
-    ("stopped", re.compile(r"\b(stopped at step \d+ as \w+ says)")),
+    ("stopped", re.compile(r"\b(stopped at step \d+ as (?:\w+ says|hpclm stop asked))")),
     ("exited", re.compile(r"\b(\w+: (?:saved at step \d+|nothing saved)(?:, exiting| and leaving))")),
     ("failed", re.compile(r"\b(DUE TO (?:NODE FAILURE|NODE_FAIL).*?)(?: \*\*\*|$)")),
     ("ended", re.compile(r"\b(CANCELLED AT \S+ DUE TO .*?|CANCELLED AT \S+)(?: \*\*\*|$)")),

@@ -138,6 +138,12 @@ def _find(folder: str, depth: int) -> Iterator[str]:
                 yield from _find(entry.path, depth - 1)
 
 
+def none_in(folder: Path) -> str:
+    """That ``find`` has found nothing, and whether the folder is why."""
+    why = "" if folder.is_dir() else ", which is not a folder" if folder.exists() else ", which does not exist"
+    return f"no run in {folder}{why}"
+
+
 def resolve(word: str, runs: Path) -> Path:
     """The run directory that ``word`` names: a path, or a name below the folder ``runs``; ConfigError without one."""
     for path in (Path(word), runs / word):

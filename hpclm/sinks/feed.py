@@ -18,9 +18,12 @@ MOST = 100_000  # rows that are held at once
 class Feed:
     """The rows of a run's metrics.jsonl that a sink lacks, and the sink, made again after failures."""
 
-    def __init__(self, name: str, out: Path, say: Callable[[str], None]):
-        """``say`` is called for a new failure, and when it is over. Create one only while holding ``position.lock``."""
-        self.name, self.out, self.say = name, out, say
+    def __init__(self, name: str, out: Path, say: Callable[[str], None], next_step: str):
+        """``say`` is called for a new failure, and when it is over; ``next_step``: what follows a failure, in words.
+
+        Create one only while holding ``position.lock``.
+        """
+        self.name, self.out, self.say, self.next_step = name, out, say, next_step
         self.position = position.read(out, name)
         self.sink: Sink | None = None
         self._offset, self._pending, self._rest = 0, list[Row](), b""
@@ -71,7 +74,7 @@ class Feed:
         lines = str(error).strip().splitlines()
         what = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
         if what != self._said:
-            self.say(f"{self.name}: {what}; training continues, and it is tried again")
+            self.say(f"{self.name}: {what}; {self.next_step}")
         self._said, self._next = what, time.monotonic() + self._wait
         self._wait = min(LONGEST, 2 * self._wait)
         self.close(1)

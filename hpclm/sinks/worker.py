@@ -53,7 +53,7 @@ def main(name: str, out: Path, say: IO[bytes]) -> bool:
             say.write(redact(text)[:2000].encode(errors="backslashreplace") + b"\n")
 
     with files.locked(position.lock(out, name)):  # the process of an earlier attempt may still be sending
-        feed = Feed(name, out, tell)
+        feed = Feed(name, out, tell, "training continues, and it is tried again")
         while not ending.over.wait(POLL):
             feed.send()
         feed.retry()

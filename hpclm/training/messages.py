@@ -75,7 +75,8 @@ def ending(config: RunConfig, length: Length, progress: Progress, leaving: str) 
             if leaving == "kill_switch"
             else "the same command"
         )
-        return f"stopped at step {progress.step} as {leaving} says; {way} resumes it"
+        why = "as hpclm stop asked" if leaving == "stop" else f"as {leaving} says"
+        return f"stopped at step {progress.step} {why}; {way} resumes it"
     if config.stop_at == progress.step and progress.step != length.steps:
         return f"stopped at step {progress.step} as stop_at says; the same command without stop_at resumes it"
     out = files.typed(Path(config.out))

@@ -182,7 +182,7 @@ def test_stop_goes_before_a_signal_that_comes_with_it(tiny, tmp_path):
     (tmp_path / "run/stop").touch()
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 0 and "as stop says" in errors and not (tmp_path / "run/stop").exists()
+    assert process.returncode == 0 and "as hpclm stop asked" in errors and not (tmp_path / "run/stop").exists()
 
 
 def test_save_now_and_stop(tiny, tmp_path):
@@ -195,7 +195,7 @@ def test_save_now_and_stop(tiny, tmp_path):
         time.sleep(0.05)
     assert "saved and ended" in hpclm("stop", out, check=0).stdout
     _, errors = process.communicate(timeout=20)
-    assert process.returncode == 0 and "as stop says; the same command resumes it" in errors
+    assert process.returncode == 0 and "as hpclm stop asked; the same command resumes it" in errors
     assert len(names(out)) == 2 and not (out / "stop").exists()
     assert "stopped" in hpclm("status", out).stdout
     assert "is not training: stopped" in hpclm("stop", out, check=64).stderr

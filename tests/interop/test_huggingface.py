@@ -324,7 +324,7 @@ def test_damaged_files_are_told_and_an_existing_target_is_left_alone(tmp_path):
         convert(tmp_path / "hf", tmp_path / "back")
     with pytest.raises(ConfigError, match="cannot be converted"):
         convert(tmp_path, tmp_path / "back")
-    with pytest.raises(ConfigError, match="is not a folder"):
+    with pytest.raises(ConfigError, match="nowhere does not exist"):
         convert(tmp_path / "nowhere", tmp_path / "back")
     [file] = (tmp_path / "run/checkpoints/step-00000007").glob("*.safetensors")
     file.write_bytes(b"garbage")

@@ -80,16 +80,16 @@ def preempted(out, lr=1e-3):
     ]
     (out / "metrics.jsonl").write_text(lines(kept))
     (out / "metrics.lost.jsonl").write_text(lines([*lost, lost[-1]]) + '{"step": 7')
-    fresh = "CPU, 8 threads, float32; fp32 products exact"
+    bound, fresh = "cores 0-7,16, bound by the launcher", "CPU, 8 threads, float32; fp32 products exact"
     log = [
-        *(logged(60, fresh), logged(68.5, f"run directory {out}, a new run"), logged(71, "step 1/100  loss 3.9800  lr 0.001")),
+        *(logged(60, bound), logged(60, fresh), logged(68.5, f"run directory {out}, a new run"), logged(71, "step 1/100  loss 3.9800  lr 0.001")),
         logged(90.5, "saved step 20 in 1.00 s; training waited 0.50 s"),
         *(logged(101, "saved step 30 in 0.90 s; training waited 0.90 s"),),
         logged(102, "SIGUSR1: saved at step 30, exiting; the same command resumes from here", "W"),
-        *(logged(200, fresh), logged(208, "start 2 of job 7; why the last one ended: PREEMPTED by job 99", "W")),
+        *(logged(200, bound), logged(200, fresh), logged(208, "start 2 of job 7; why the last one ended: PREEMPTED by job 99", "W")),
         *(logged(208.5, f"run directory {out}, resumes from step 30"), logged(211, "step 31/100  loss 3.4  lr 0.001")),
         logged(221, "saved step 40 in 0.50 s; training waited 0.00 s"),
-        *(logged(300, fresh), logged(308, "start 3 of job 7; why the last one ended: node a2 failed (NODE_FAIL)", "W")),
+        *(logged(300, bound), logged(300, fresh), logged(308, "start 3 of job 7; why the last one ended: node a2 failed (NODE_FAIL)", "W")),
         *(logged(308.5, f"run directory {out}, goes on from step 40"), logged(331, "saved step 60 in 0.50 s; training waited 0.00 s")),
         logged(340.5, "rank 3 on a1: CUDA out of memory. Tried to allocate 2 GiB", "E"),
         *(logged(420, fresh), logged(428.5, f"run directory {out}, resumes from step 60")),

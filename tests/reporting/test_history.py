@@ -38,6 +38,27 @@ def test_the_phases_of_an_attempt_follow_each_other_from_the_queue_to_its_end(tm
     assert found.wall == pytest.approx(471) and found.goodput == pytest.approx(100 / 471)
 
 
+def test_the_time_between_attempts_that_no_queue_started_is_not_time_in_a_queue(tmp_path):
+    out = made.preempted(tmp_path / "run")
+    (out / "jobs.jsonl").unlink()
+    written = (out / "attempts.jsonl").read_text()
+    (out / "attempts.jsonl").write_text(written.replace('"job_id"', '"was"'))
+    found = history.read(out)
+    noon = made.NOON.timestamp()
+    assert found.seconds("queued") == 0
+    assert [(round(a.begin - noon), round(a.end - noon)) for a in found.attempts] == [
+        *((60, 102), (200, 237), (300, 340), (420, 471)),
+    ]
+
+
+def test_a_run_that_has_not_ended_says_when_it_was_last_alive(tmp_path):
+    out = made.preempted(tmp_path / "run")
+    (out / "ends.jsonl").write_text((out / "ends.jsonl").read_text().splitlines(keepends=True)[0])
+    assert summary(history.read(out)).endswith(
+        f"It has not ended, as far as its files say; the last sign of life was at {made.at(470.5):%Y-%m-%d %H:%M:%S}."
+    )
+
+
 def test_a_stranger_reads_what_happened(tmp_path):
     said = summary(history.read(made.preempted(tmp_path / "run")))
     assert said == (
@@ -57,6 +78,15 @@ def test_a_file_that_is_missing_or_damaged_costs_only_what_it_says(name, tmp_pat
     assert len(missing.attempts) == 4 and missing == damaged
     assert [a.first for a in missing.attempts] == [0, 30, 40, 60] and missing.wall > 0
     assert all(a.end == b.begin for x in missing.attempts for a, b in zip(x.phases, x.phases[1:]))
+
+
+def test_lines_of_metrics_that_cannot_be_read_are_counted_for_the_reader(tmp_path):
+    out = made.preempted(tmp_path / "run")
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('null\n{"step": 101, "loss": 1e999}\n{"st')  # the last one is being written
+    found = history.read(out)
+    assert found.damaged == 2 and len(found.steps) == 100
+    assert " 2 lines of metrics.jsonl that cannot be read are left out. " in summary(found)
 
 
 def test_without_attempts_jsonl_there_is_a_history_without_attempts(tmp_path):

@@ -66,7 +66,7 @@ def test_where_there_is_no_terminal_it_prints_plain_lines(tmp_path, capsys, monk
     assert r"b\x1b[31m" in running and " running " in running and "█▇" in running and "▁" in running
     assert " done " in done and " 40/40 " in done and " 1.0000 " in done
     assert cli.main(["top", str(tmp_path / "none")]) == 0
-    assert "no run in" in capsys.readouterr().out
+    assert f"no run in {tmp_path / 'none'}, which does not exist; name" in capsys.readouterr().out
 
 
 def test_slurm_is_not_asked_at_every_look(tmp_path, monkeypatch):

@@ -168,6 +168,20 @@ def test_mlflow_has_each_step_once(tiny, tmp_path, monkeypatch):
     assert dict(sent) == {step: float.fromhex(loss) for step, loss in losses(out).items()} and len(sent) == 12
 
 
+def test_sync_without_the_runs_settings_says_so_and_not_that_training_goes_on(tiny, tmp_path, capsys):
+    assert cli.main(["train", *tiny("run", "stop_at=2")]) == 0
+    (tmp_path / "run/config.yaml").unlink()
+    assert cli.main(["sync", str(tmp_path / "run"), "--sink", f"{OWN}Written"]) == 64
+    assert "is not a run directory: it has no config.yaml" in capsys.readouterr().err
+
+
+def test_sync_that_fails_says_what_to_do(tiny, tmp_path, capsys):
+    assert cli.main(["train", *tiny("run", "stop_at=2")]) == 0
+    assert cli.main(["sync", str(tmp_path / "run"), "--sink", f"{OWN}Refuses"]) == 1
+    told = capsys.readouterr().err
+    assert "what it lacks is sent when the command is repeated" in told and "training continues" not in told
+
+
 def test_a_settings_file_that_others_can_write_may_not_name_a_sink_of_its_own(tmp_path):
     path = Path(tmp_path / "settings.yaml")
     path.write_text(f"log: {{sinks: [wandb, '{OWN}Written']}}\n")

@@ -253,7 +253,7 @@ def test_a_job_that_comes_to_no_checkpoint_is_not_started_for_ever(cluster, tmp_
         job.wait_for_restart(number)
     assert cluster.wait(job.id, timeout=120) == "FAILED"
     assert cluster.show(job.id)["ExitCode"] == "93:0", job.log()
-    assert "has started 3 times from step 0 and never came to a checkpoint" in (job.out / "log.txt").read_text()
+    assert "has started 3 times from step 0 and never reached a checkpoint" in (job.out / "log.txt").read_text()
 
 
 def test_the_switches_work_from_another_machine(cluster, tmp_path):

@@ -103,7 +103,7 @@ def test_a_run_that_is_warned_while_the_disk_is_full_asks_to_be_started_again_fr
         full(tmpfs)
         process.send_signal(signal.SIGTERM)
         _, told = process.communicate(timeout=60)
-    again = re.search(r"; the steps after (\d+) will be done again", told)
+    again = re.search(r"; the steps after (\d+) will be repeated", told)
     assert process.returncode == 85 and again, told
     (tmpfs / "filler").unlink()
     there = hpclm("train", *tiny("x", *more), f"out={out}", "stop_at=1", check=0).stderr

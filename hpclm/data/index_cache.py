@@ -53,7 +53,7 @@ def kept(folder: Path, key: dict[str, Any], build: Callable[[], Arrays], finding
                     _save(built, entry, about)
                     found = _load(entry, about)
     except OSError as error:
-        log.warning("the index cannot be kept in %s (%s); it is made anew at every start", folder, error.strerror)
+        log.warning("the index cannot be kept in %s (%s); it is rebuilt at every start", folder, error.strerror)
     if found:
         known[name] = list(found)
     return found or built or build()
@@ -69,7 +69,7 @@ def _load(entry: Path, about: dict[str, Any]) -> Arrays | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # not OSError: a failing disk
-        log.warning("the index in %s is damaged (%s); it is built again", entry, error)
+        log.warning("the index in %s is damaged (%s); it is rebuilt", entry, error)
         return None
 
 

@@ -231,7 +231,7 @@ class Speed:
 
 
 def forget_after(path: Path, step: int) -> list[dict[str, Any]]:
-    """Drop the lines of steps past ``step``, which will be done again, and a last line cut short; give the others.
+    """Drop the lines of steps past ``step``, which will be repeated, and a last line cut short; give the others.
 
     What those steps cost stays known: their lines go to metrics.lost.jsonl.
     """
@@ -244,7 +244,10 @@ def forget_after(path: Path, step: int) -> list[dict[str, Any]]:
     kept = [(line, row) for line in lines if (row := _row(line)) and row["step"] <= step]
     if len(kept) != len(lines):
         log.info(
-            "%s: %d lines past step %d are dropped; those steps come again", path.name, len(lines) - len(kept), step
+            "%s: %d lines past step %d are dropped; those steps will be repeated",
+            path.name,
+            len(lines) - len(kept),
+            step,
         )
         lost = [line for line in lines if (row := _row(line)) and row["step"] > step]
         if lost:  # before they are dropped: if it is killed in between, they are there twice

@@ -144,7 +144,7 @@ def check_progress(out: Path, step: int) -> None:
         failed += 1
     if failed >= MOST:
         raise DivergedError(
-            f"job {job} has started {failed} times from step {step} and never came to a checkpoint: it is not started again. "
+            f"job {job} has started {failed} times from step {step} and never reached a checkpoint: it is not started again. "
             f"See {out / 'log.txt'} for how the starts ended, then hpclm resume {files.typed(out)}"
         )
 

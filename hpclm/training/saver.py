@@ -84,7 +84,7 @@ class Saver:
             return
         left = self.seconds_left(orders)
         if left is not None and self.seconds() > left:
-            text = "%s leaves %.0f s, and saves took up to %.1f s: left without one; steps %d to %d will be done again"
+            text = "%s leaves %.0f s, and saves took up to %.1f s: left without one; steps %d to %d will be repeated"
             log.error(text, orders.signal, max(left, 0.0), self._longest, self.step + 1, progress.step)
             return
         # where nothing else saves, those made when leaving are the regular ones
@@ -97,7 +97,7 @@ class Saver:
         except HpclmError as error:
             if isinstance(error, LockedError) or not again:
                 raise
-            log.error("%s; the steps after %d will be done again", error, self.step)
+            log.error("%s; the steps after %d will be repeated", error, self.step)
 
     def told(self) -> str:
         """What is saved and what follows for a run that leaves, in words."""
@@ -140,7 +140,7 @@ class Saver:
         self._longest = max(self._longest, seconds)
         log.info("saved step %d in %.2f s; training waited %.2f s", self.step, seconds, min(self._stalled, seconds))
         if not health.good:
-            log.warning("step %d is saved, and takes no place from healthy checkpoints: %s", self.step, health.words())
+            log.warning("step %d is saved, and does not replace healthy checkpoints: %s", self.step, health.words())
 
     def _finish_pending(self) -> None:
         try:

@@ -137,7 +137,7 @@ def start(store: CheckpointStore, engine: engines.Engine, config: RunConfig, con
     progress = store.resume(engine, config.checkpoint.resume)
     if config.checkpoint.init_from and not progress.step:
         found = begin_from(Path(config.checkpoint.init_from), engine, context, store.fingerprint)
-        logger.info("weights of %s; optimizer, step and data begin anew", found)
+        logger.info("weights of %s; optimizer, step and data start from scratch", found)
     return progress
 
 
@@ -155,7 +155,7 @@ def begin(progress: Progress, length: Length) -> Progress:
     if progress.step and progress.planned != length.samples:
         logger.warning(
             "the budget was %s samples and is %s: as with Megatron, the order of the data follows from it, so from here on "
-            "samples may come again or be left out unless all of it is within one epoch",
+            "samples may be repeated or left out unless all of it is within one epoch",
             progress.planned,
             length.samples,
         )

@@ -226,7 +226,7 @@ def test_a_save_that_would_not_be_done_in_time_is_not_begun(tmp_path, caplog, gr
     saver._longest = 1.0  # as if the disk were slow
     saver.leave(State(), Progress(2), None, Orders({"SIGTERM": 0.1}))
     assert [path.name for path in steps(tmp_path)][-1] == f"step-0000000{2 if saves else 1}"
-    assert ("left without one; steps 2 to 2 will be done again" in caplog.text) != saves
+    assert ("left without one; steps 2 to 2 will be repeated" in caplog.text) != saves
 
 
 def test_a_warning_while_a_save_is_on_its_way_waits_for_it(tiny, tmp_path):

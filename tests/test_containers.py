@@ -13,15 +13,32 @@ FOLDER = ROOT / "tools" / "containers"
 SITES = sorted((ROOT / "slurm" / "sites").glob("*.yaml"))
 
 
+def copied():
+    """What the Dockerfile copies from the clone, in order."""
+    lines = (FOLDER / "Dockerfile").read_text().splitlines()
+    return [name for line in lines if line.startswith("COPY") for name in line.split()[1:-1]]
+
+
 def test_both_recipes_copy_files_that_are_there_and_do_the_same():
     docker, apptainer = (FOLDER / "Dockerfile").read_text(), (FOLDER / "hpclm.def").read_text()
-    copied = [line.split()[1:-1] for line in docker.splitlines() if line.startswith("COPY")]
     listed = [line.split()[0] for line in re.search(r"%files\n(.*?)\n\n", apptainer, re.S)[1].splitlines()]
-    named = {name.rstrip("/") for names in copied for name in names}
-    assert {name for name in named | set(listed) if not (ROOT / name).exists()} == set()
-    assert named == set(listed) | ({"tools/containers/lock.txt"} & named)
-    for both in ("python:3.11-slim-bookworm", "libopenmpi-dev openmpi-bin", "[all]", "whl/cpu", "DEVICE=cuda"):
+    assert {name for name in [*copied(), *listed] if not (ROOT / name).exists()} == set()
+    assert set(copied()) - {"hpclm/__init__.py"} == set(listed)  # which is copied with hpclm, too
+    for both in ("python:3.11-slim-bookworm", "build-essential openmpi-bin git", "[all]", "whl/cpu", "DEVICE=cuda"):
         assert both in docker and both in apptainer, both
+
+
+def test_the_build_context_is_what_the_dockerfile_copies():
+    first, *rest = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
+    assert first == "*" and rest.pop() == "**/__pycache__"
+    assert {f"!{name}" for name in copied()} - {"!hpclm/__init__.py"} == set(rest)
+
+
+def test_a_change_of_the_code_leaves_the_installed_libraries_in_their_layer():
+    docker = (FOLDER / "Dockerfile").read_text()
+    before, after = docker.split("COPY hpclm /opt/hpclm/hpclm\n")
+    assert "[all]" in before and "apt-get" not in after
+    assert re.findall(r"pip install (.*?)/opt/hpclm", after) == ["--no-deps --no-build-isolation "]
 
 
 def test_the_lock_has_a_version_of_every_library_that_setup_cfg_asks_for():

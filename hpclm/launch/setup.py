@@ -75,6 +75,8 @@ def _container(config: RunConfig, path: Path, folders: list[Path]) -> str:
         return shlex.join(words + [f"--container-env={','.join(job.env)}"] * bool(job.env))
     words = [
         *["--rm", "--init", "--network=host", "--ipc=host"],
+        "--entrypoint=",  # an image's entry point would take the command as its arguments
+        "--env=HOME=/tmp",  # of a user whom the image does not know it is /, which only root can write
         f"--user={os.getuid()}:{os.getgid()}",
         f"--workdir={here}",
     ]

@@ -148,17 +148,30 @@ CONTAINERS = {
 }
 
 
+def inside(*words, folders=()):
+    """The words that start a command in the container of a run with these settings."""
+    text = script.render(run(*words), Path("/scratch/run/config.yaml"), folders)
+    line = next(line for line in text.splitlines() if line.startswith("inside=("))
+    return shlex.split(line.removeprefix("inside=(").removesuffix(")"))
+
+
 @pytest.mark.parametrize("runtime, begin", CONTAINERS.items(), ids=CONTAINERS)
 def test_a_container_sees_the_run_the_data_and_what_it_is_given(runtime, begin):
     words = ["job.container=my image.sif", f"job.runtime={runtime}", "job.mounts=[/data, /o:/i]", "job.env.A=1"]
-    text = script.render(run(*words), Path("/scratch/run/config.yaml"), [Path("/sets")])
-    line = next(line for line in text.splitlines() if line.startswith("inside=("))
-    found = shlex.split(line.removeprefix("inside=(").removesuffix(")"))
+    found = inside(*words, folders=[Path("/sets")])
     begin = [word.replace("HERE", str(Path.cwd())).replace("OUT", "/scratch/run") for word in begin]
     assert found[: len(begin)] == begin
     assert any("/sets:/sets" in word for word in found)
     with pytest.raises(ConfigError, match="has a colon or a comma"):
         script.render(run(*words), Path("/scratch/a:b/config.yaml"))
+
+
+def test_docker_runs_the_command_whatever_the_images_entry_point_with_a_home_that_can_be_written():
+    words = inside("job.container=hpclm", "job.runtime=docker", "job.env.HOME=/mine")
+    options = words[words.index("docker") : words.index("hpclm")]
+    assert "--entrypoint=" in options
+    homes = [word for word in options if word.startswith("--env=HOME")]
+    assert homes == ["--env=HOME=/tmp", "--env=HOME"]  # docker takes the last
 
 
 CANARY = "canary"

@@ -147,6 +147,8 @@ def disturb(job, names, draw):
         lost.append((name, attempts[-1]["from_step"]))
         if saves:
             assert before and before[-1] == attempts[-1]["from_step"], (name, before, job.log())
+            why = f"start {number + 2} of job {job.id}; why the last one ended: it had saved step {before[-1]} and exited with 85"
+            assert why in (job.out / "log.txt").read_text()
     return lost
 
 

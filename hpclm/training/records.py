@@ -124,7 +124,12 @@ def tell_restart(out: Path, context: DistributedContext) -> str:
     if not job.get("restart") or context.launcher == "local":
         return ""
     before = rows(out / "attempts.jsonl", ATTEMPT)
-    why = restart.reasons(before[-1].get("hosts", []) if before else [])
+    saved = [
+        f"it had saved step {row['step']} and exited with {row['code']}"
+        for row in rows(out / "ends.jsonl", END)
+        if row.get("attempt") == len(before)
+    ]
+    why = [*saved[-1:], *restart.reasons(before[-1].get("hosts", []) if before else [])]
     told = "; ".join(why) or "neither Slurm's records nor the job's log say"
     text = f"start {int(job['restart']) + 1} of job {job['job_id']}; why the last one ended: {told}"
     log.warning("%s", text)

@@ -66,4 +66,5 @@ class DeviceMemoryError(HpclmError):
 def unwritten(error: OSError, target: object, what: str) -> HpclmError:
     """The error for a failure to write ``target``; ``what`` follows. HpclmError for the disk, ConfigError for the path."""
     kind = HpclmError if error.errno in MACHINE else ConfigError
-    return kind(f"{error.filename or target}: {error.strerror}; {what}")
+    aside = str(error.filename).startswith(f"{target}.tmp-")  # a temporary name means nothing to the reader
+    return kind(f"{target if aside else error.filename or target}: {error.strerror}; {what}")

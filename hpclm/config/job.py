@@ -186,7 +186,7 @@ class JobConfig(Checked):
                 if getattr(self, name):
                     yield f"job.{name}={getattr(self, name)} has no effect with job.container, which has its own Python"
             if self.snapshot:
-                yield "job.snapshot=true has no effect with job.container, which has its own code; leave it out"
+                yield "job.snapshot=true has no effect with job.container: the image holds the code; leave it out"
             if self.template in ("mpirun", "torchrun"):
                 yield f"job.container needs job.template=container, not {self.template}"
         elif self.template == "container":

@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 SECONDS = {0: 30.0, REQUEUE: 5.0}
 """How long the last rows may take, by exit code: a preempted run has no time, and its next attempt sends them."""
 FAILED = 2.0  # seconds for the same after an error
+SILENT = 2.0  # seconds of that time after which the log says what the run waits for
 
 
 class Sinks:
@@ -36,11 +37,10 @@ class Sinks:
     def start(self) -> None:
         """Start sending, once metrics.jsonl ends where the run resumes."""
         for name in self.names:
-            label = name.replace(":", "-")
             command = [sys.executable, "-m", "hpclm.sinks.worker", name, str(self.out)]
             try:
                 (self.out / "logs").mkdir(mode=0o700, exist_ok=True)
-                with os.fdopen(files.appending(self.out / "logs" / f"sink-{label}.log", 0o600), "w") as messages:
+                with os.fdopen(files.appending(self._messages(name), 0o600), "w") as messages:
                     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=messages)
             except OSError as error:
                 log.warning("sink %s cannot be started: %s; training continues without it", name, error)
@@ -60,7 +60,9 @@ class Sinks:
             with suppress(OSError):
                 process.stdin.write(json.dumps({"code": code, "seconds": seconds}).encode() + b"\n")
                 process.stdin.close()
-        until = time.monotonic() + seconds
+        began = time.monotonic()
+        self._say_what_is_late(began + SILENT, seconds)
+        until = began + seconds
         for name, process in self._processes.items():
             try:
                 complete = process.wait(max(0.0, until - time.monotonic())) == 0
@@ -69,10 +71,25 @@ class Sinks:
                 process.wait()
                 complete = False
             if not complete:
-                text = "sink %s lacks the last rows of metrics.jsonl; the next attempt sends them, or hpclm sync %s"
-                log.warning(text, name, files.typed(self.out))
+                text = "sink %s lacks the last rows of metrics.jsonl; the next attempt sends them, or hpclm sync %s; its messages: %s"
+                log.warning(text, name, files.typed(self.out), self._messages(name))
         for listener in self._listeners:
             listener.join(1.0)
+
+    def _say_what_is_late(self, until: float, seconds: float) -> None:
+        """Log which sinks are not done at ``until``, of ``time.monotonic``, if they have longer, ``seconds`` in all."""
+        late = []
+        for name, process in self._processes.items():
+            try:
+                process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                late.append(name)
+        if late and seconds > SILENT:
+            log.info("waiting up to %.0f s for the last rows to reach %s", seconds, ", ".join(late))
+
+    def _messages(self, name: str) -> Path:
+        """Where a sink's library prints to."""
+        return self.out / "logs" / f"sink-{name.replace(':', '-')}.log"
 
 
 def _listen(stream: IO[bytes]) -> None:

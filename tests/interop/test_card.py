@@ -30,6 +30,7 @@ def run(tiny, tmp_path):
         "batch.global_size=4",
         "batch.micro_size=4",
         "name=mine|two",
+        "optim.warmup_fraction=0.25",
     ]
     assert cli.main(["train", *settings, *more, f"data.prefix={tmp_path}/secret/stories_text_document"]) == 0
     return tmp_path / "run"
@@ -48,6 +49,8 @@ def test_a_card_says_what_was_trained_on_what_and_how_and_its_code_runs(run, tmp
     assert table["loss on valid, step 12"] == f"{held_out[-1]:.4f}"
     assert table["dataset"] == "stories_text_document" and "json tokenizer" in table["tokenizer"]
     assert table["optimizer"].startswith("adamw") and table["batch size"] == "4 sequences"
+    assert table["learning rate"].endswith("warm-up 0.25 of the schedule's length")
+    assert re.fullmatch(r"\d+\.\d minutes in training steps", table["time"])
     assert f"hpclm {__version__}" in card and "# mine\\|two" in card and str(tmp_path) not in card
     [code] = re.findall(r"```python\n(.*?)```", card, re.S)
     monkeypatch.chdir(tmp_path)

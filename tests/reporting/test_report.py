@@ -155,6 +155,11 @@ def test_nothing_is_written_to_another_user_s_run(tmp_path, monkeypatch, capsys)
 def test_wrong_words_are_refused_and_nothing_is_written(written, tmp_path, capsys):
     assert cli.main(["report", str(written / "one"), "-o", str(tmp_path / "page.pdf")]) == 64
     assert "must end with .html" in capsys.readouterr().err
+    folder = tmp_path / "folder.html"
+    folder.mkdir()
+    assert cli.main(["report", str(written / "one"), "-o", str(folder)]) == 64
+    assert f"{folder}: Is a directory; choose another --output" in capsys.readouterr().err
+    folder.rmdir()
     assert cli.main(["report", str(tmp_path)]) == 64
     assert "is not a run directory" in capsys.readouterr().err
     assert cli.main(["report", str(written / "one"), "-o", "/nowhere/at/all.html"]) == 64

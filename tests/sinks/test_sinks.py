@@ -67,6 +67,8 @@ def test_a_sink_that_blocks_holds_up_neither_steps_nor_the_end_of_a_preempted_ru
     assert [code for code, _ in ended.values()] == [85, 85], ended
     [process] = [line for line in lines(out / "log.txt") if "lacks the last rows" in line]
     assert f"sink {OWN}Blocks" in process and "hpclm sync" in process
+    assert process.endswith(f"its messages: {out / 'logs' / f'sink-{OWN}Blocks.log'.replace(':', '-')}")
+    assert f"waiting up to 5 s for the last rows to reach {OWN}Blocks" in (out / "log.txt").read_text()
 
 
 def test_each_kind_of_row_has_its_numbers_and_its_place():

@@ -19,6 +19,14 @@ from hpclm.errors import ConfigError
 DIGEST = 16  # bytes of a document's hash
 SHOWN = 5  # unreadable lines of a chunk that are described
 SPACE = re.compile(r"\s*")
+JSON = {
+    int: "a number",
+    float: "a number",
+    bool: "a truth value",
+    type(None): "null",
+    list: "a list",
+    dict: "an object",
+}
 
 OnError = Literal["stop", "skip"]
 
@@ -198,7 +206,7 @@ def _texts(line: str, keys: tuple[str, ...], number: int) -> list[str] | Problem
             )
         text = record[key]
         if not isinstance(text, str):
-            return Problem(number, "not text", f": {key!r} holds a {type(text).__name__}, not text")
+            return Problem(number, "not text", f": {key!r} holds {JSON[type(text)]}, not text")
         try:
             text.encode()
         except UnicodeEncodeError as error:

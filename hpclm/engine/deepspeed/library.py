@@ -239,7 +239,8 @@ def optimizer(parameter_groups: list[dict[str, Any]], optim: OptimConfig) -> tor
     except Exception as error:  # the extension build may raise anything
         raise ConfigError(
             f"optim.name=cpu_adam: DeepSpeed could not compile it: {str(error).splitlines()[0] if str(error) else error!r}; "
-            f"it needs a C++ compiler and Python's headers (Debian: apt-get install g++ python3-dev), or use optim.name=adamw"
+            "it needs a C++ compiler, Python's headers (Debian: apt-get install g++ python3-dev) and a home directory that can be "
+            "written (HOME, or TORCH_EXTENSIONS_DIR), or use optim.name=adamw"
         ) from error
 
 

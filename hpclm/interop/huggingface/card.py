@@ -120,11 +120,15 @@ def _training(found: Found, config: RunConfig) -> Iterator[Row]:
         "optimizer",
         f"{optim.name}, betas {list(optim.betas)}, eps {optim.eps:g}, weight decay {optim.weight_decay:g}",
     )
-    yield "learning rate", f"{optim.lr:g} to {optim.min_lr:g}, {optim.schedule}, warm-up {optim.warmup:g} {optim.unit}"
+    part = optim.warmup_fraction
+    warmup = f"{optim.warmup:g} {optim.unit}" if part is None else f"{part:.3g} of the schedule's length"
+    yield "learning rate", f"{optim.lr:g} to {optim.min_lr:g}, {optim.schedule}, warm-up {warmup}"
     yield "gradient clipping", optim.clip
     yield "precision", config.engine.precision
     yield "seed", config.seed
-    yield "time", f"{found.manifest.progress.get('seconds', 0.0) / 3600:.2f} hours in training steps"
+    seconds = found.manifest.progress.get("seconds", 0.0)
+    long = f"{seconds / 3600:.2f} hours" if seconds >= 3600 else f"{seconds / 60:.1f} minutes"
+    yield "time", f"{long} in training steps"
     layout = made.get("parallel")
     split = {key: value for key, value in layout.items() if value != 1} if isinstance(layout, Mapping) else {}
     shown = ", ".join(f"{key} {value}" for key, value in split.items() if key in ("tensor", "pipeline"))

@@ -166,7 +166,7 @@ def writable_folder(path: str | Path, what: str, mode: int = 0o777) -> Path:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        why = "it is no folder" if isinstance(error, FileExistsError) else f"{error.strerror} (errno {error.errno})"
+        why = "it is not a folder" if isinstance(error, FileExistsError) else f"{error.strerror} (errno {error.errno})"
         raise ConfigError(f"{what} {path} cannot be written: {why}; choose another place, or fix this one") from None
     return path
 

@@ -330,7 +330,7 @@ def test_an_unwritable_run_directory_is_refused_with_its_reason(tiny, tmp_path):
     assert "cannot be written: Not a directory" in done.stderr
     assert "cannot be written: " in hpclm("train", *tiny("x", "out=/proc/run"), check=64).stderr
     itself = hpclm("train", *tiny("x", f"out={tmp_path / 'file'}"), check=64).stderr
-    assert f"run directory {tmp_path / 'file'} cannot be written: it is no folder; choose another place" in itself
+    assert f"run directory {tmp_path / 'file'} cannot be written: it is not a folder; choose another place" in itself
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,10 @@ def refused(said: str) -> HpclmError:
     )
     if _UNANSWERED.search(said):
         return HpclmError(f"Slurm did not answer: {words}; repeat the command: it checks the queue before it submits")
+    if "configuration source" in said:
+        return ConfigError(
+            "Slurm's commands are installed here, but no cluster is configured: set SLURM_CONF, or give --cluster local"
+        )
     way_out = ""
     if "generic resource" in said:
         way_out = (

@@ -124,7 +124,8 @@ def _training(found: Found, config: RunConfig) -> Iterator[Row]:
     warmup = f"{optim.warmup:g} {optim.unit}" if part is None else f"{part:.3g} of the schedule's length"
     yield "learning rate", f"{optim.lr:g} to {optim.min_lr:g}, {optim.schedule}, warm-up {warmup}"
     yield "gradient clipping", optim.clip
-    yield "precision", config.engine.precision
+    precision = config.engine.precision
+    yield "precision", "bf16 on GPUs that have it, otherwise fp32" if precision == "auto" else precision
     yield "seed", config.seed
     seconds = found.manifest.progress.get("seconds", 0.0)
     long = f"{seconds / 3600:.2f} hours" if seconds >= 3600 else f"{seconds / 60:.1f} minutes"

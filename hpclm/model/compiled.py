@@ -16,8 +16,11 @@ def compile_layers(layers: Iterable[nn.Module], whole: bool, backend: Any = "ind
     A layer that cannot be compiled runs as it is, and so do all others; the log says why, once.
     """
     import torch._dynamo
+    import torch._functorch.config
 
     torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
+    # with the forward pass, where a failure has the layer run as it is; in the backward pass it would end the run
+    torch._functorch.config.force_non_lazy_backward_lowering = True
     group = tuple(layers)
     for layer in group:
         layer.compile(dynamic=False, fullgraph=whole, backend=backend)
@@ -31,12 +34,12 @@ class _Attempt:
         self.layer, self.group, self.call = layer, group, layer._compiled_call_impl
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from torch._dynamo.exc import TorchDynamoException
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
         assert self.call is not None
         try:
             return self.call(*args, **kwargs)
-        except TorchDynamoException as error:
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             why = " ".join([line.strip() for line in str(error).splitlines() if line.strip()][:2])
             log.warning(
                 "torch.compile failed, so blocks run uncompiled and slower (engine.compile=false silences this): %s",

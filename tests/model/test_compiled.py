@@ -112,6 +112,29 @@ def test_blocks_that_cannot_be_compiled_run_as_they_are_and_the_log_says_so_once
     assert "no kernels today" in said and "engine.compile=false" in said
 
 
+def test_a_function_that_cannot_be_compiled_runs_as_it_is_and_the_log_says_so_once(caplog):
+    def doubled(x):
+        return 2 * x
+
+    attempt = compiled.compile_function(doubled, lambda x: x + x, broken)
+    assert [attempt(torch.ones(())).item() for _ in range(2)] == [2, 2]
+    [said] = [record.getMessage() for record in caplog.records if record.name == "hpclm.model.compiled"]
+    assert "doubled runs uncompiled" in said and "no kernels today" in said
+
+
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:torch", "ignore:The .grad attribute"
+)  # what the compiler imports
+def test_a_run_whose_compiler_fails_goes_on_uncompiled(monkeypatch, caplog):
+    """As on a GPU for which Triton finds no linker, or no driver."""
+    run, engine, batches, _ = sharded.made(WORDS)
+    plain = [result.loss for result in sharded.steps(run, engine, batches, 0, 2)]
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, inputs, **_: broken(graph, inputs))
+    run, engine, batches, _ = sharded.made([*WORDS, "engine.compile=true"])
+    assert [result.loss for result in sharded.steps(run, engine, batches, 0, 2)] == plain
+    assert caplog.text.count("no kernels today") == 2  # blocks, loss
+
+
 class Doubled(torch.nn.Module):
     def forward(self, x):
         return 2 * x

@@ -133,6 +133,7 @@ def test_a_run_whose_compiler_fails_goes_on_uncompiled(monkeypatch, caplog):
     run, engine, batches, _ = sharded.made([*WORDS, "engine.compile=true"])
     assert [result.loss for result in sharded.steps(run, engine, batches, 0, 2)] == plain
     assert caplog.text.count("no kernels today") == 2  # blocks, loss
+    assert not engine.model.compiled  # FlexAttention would be slower than a dense mask
 
 
 class Doubled(torch.nn.Module):

@@ -56,7 +56,7 @@ def stages(device: str, out: Path) -> list[Stage]:
     llama = ["hpclm, compiled", "transformers, compiled", "Megatron-core", "limit"]
     return [
         Stage("limits", [PYTHON, __file__, "--limits", device], 15, shown=_last),
-        Stage("tests of the step", [*tests, "-x", "-k", "native or waits or memory or compiled"], 60, 240, on, _last),
+        Stage("tests of the step", [*tests, "-k", "native or waits or memory or compiled"], 60, 240, on, _last),
         train("124m", "--shape", "124m", "--context", "1024", "--batch", "16", "--only", *main),
         train("1.3b", "--shape", "1.3b", "--context", "2048", "--batch", "8", "--no-memory", "--only", *big, least=60),
         train("llama-1b", "--shape", "llama-1b", "--context", "2048", "--batch", "8", "--no-memory", "--only", *llama),

@@ -21,6 +21,7 @@ CUDNN, FLASH, EFFICIENT, MATH = (
 NAMES = {CUDNN: "cuDNN", FLASH: "FlashAttention", EFFICIENT: "memory-efficient", MATH: "math"}
 FAST_CUDNN = 91500  # from here on its kernels are the fastest on Hopper and later
 WIDE_CUDNN = 92200  # from here on they take heads wider than 128
+NARROWEST_FLEX = 16  # FlexAttention's kernels take no narrower heads
 FLASH_3 = "flash_attn_interface"  # the package of FlashAttention 3, for Hopper
 FLASH_4 = "flash_attn", "cute/interface.py"  # FlashAttention 4, for Hopper and Blackwell: a package, and a file of it
 
@@ -131,4 +132,5 @@ def flexible(model: ModelConfig, compiled: bool, device: torch.device, documents
     """Whether FlexAttention computes it: documents and ALiBi without a mask of length x length, in compiled blocks on GPUs."""
     needed = documents or model.positions == "alibi"
     wanted = model.attention == "flex" or (model.attention == "auto" and needed)
-    return wanted and compiled and device.type == "cuda" and not model.attention_dropout
+    able = model.head_width >= NARROWEST_FLEX and not model.attention_dropout
+    return wanted and able and compiled and device.type == "cuda"

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hpclm.model import count
+from hpclm.model.compiled import compile_function
 from hpclm.model.gpt import Head
 from hpclm.parallel.collectives import all_reduce, all_reduce_max, gather
 from hpclm.parallel.main_gradients import add_product, unfilled
@@ -75,11 +76,6 @@ def split_nll_and_gradient(
     return losses, gradient.to(logits.dtype)
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` compiled as one graph."""
-    return torch.compile(function, dynamic=False, fullgraph=True)
-
-
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -140,8 +136,11 @@ class TokenLoss:
 
     def __init__(self, chunk: int | None = None, compile: bool = False, backward: Backward = "once"):
         self.chunk, self.backward = chunk, backward
-        self.whole: ChunkMath = compiled(nll_and_gradient) if compile else nll_and_gradient_in_place
-        self.split = compiled(split_nll_and_gradient) if compile else split_nll_and_gradient
+        self.whole: ChunkMath = nll_and_gradient_in_place
+        self.split: Callable[..., tuple[Tensor, Tensor]] = split_nll_and_gradient
+        if compile:
+            self.whole = compile_function(nll_and_gradient, self.whole)
+            self.split = compile_function(split_nll_and_gradient, self.split)
 
     def __call__(self, head: Head, labels: Tensor, weights: Tensor) -> Tensor:
         """``labels`` and ``weights`` [B, T] -> a scalar in fp32, differentiable once.

@@ -4,12 +4,14 @@ T tokens in a sequence, B sequences, H heads of this process, D size of one head
 """
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hpclm.config import ModelConfig
+from hpclm.model.compiled import failures
 from hpclm.parallel.mesh import ALONE, Axis
 
 if TYPE_CHECKING:
@@ -108,9 +110,15 @@ def block_mask(kind: ActivationSpec, documents: Tensor | None) -> Any:
         return (q >= k) & (documents[b, q] == documents[b, k])
 
     length, cuda = kind.length, kind.device.type == "cuda"
-    if documents is None:
-        return create_block_mask(causal, None, None, length, length, device=kind.device, _compile=cuda)
-    return create_block_mask(inside, len(documents), None, length, length, device=kind.device, _compile=cuda)
+    inputs: tuple[Any, ...] = (causal, None) if documents is None else (inside, len(documents))
+    create: Any = create_block_mask
+    make = partial(create, *inputs, None, length, length, device=kind.device)
+    if not cuda:
+        return make()
+    try:
+        return make(_compile=True)
+    except failures():  # then blocks cannot be compiled either, and the next micro-batch has a dense mask
+        return make()
 
 
 def causal(length: int, device: torch.device) -> Tensor:

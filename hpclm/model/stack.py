@@ -51,7 +51,6 @@ class Stack(nn.Module):
         super().__init__()
         self.config, self.specs, self.dtype, self.tp = config, tuple(specs), dtype, tp
         self.loss, self.recompute_every, self.offload = loss or TokenLoss(), recompute_every, offload
-        self.compiled = False
         self.slopes: Tensor | None = None
         self.streams: Streams | None = None
         self.placements: dict[str, Placement] = {}
@@ -104,9 +103,13 @@ class Stack(nn.Module):
             return self.loss(x, labels, weights)
         return x
 
+    @property
+    def compiled(self) -> bool:
+        """Whether layers are compiled; not any more once that has failed."""
+        return any(layer._compiled_call_impl is not None for layer in self.layers.values())
+
     def compile_blocks(self, whole: bool = True) -> None:
         """Compile the blocks and the other layers between embedding and loss, ``whole``: each as one graph."""
-        self.compiled = True
         names = [name for name in self.layers if name.startswith("block") or name in ("entry", "norm")]
         own = self.config.block not in BLOCKS or self.config.kernels != "torch"  # they may break graphs
         compile_layers([self.layers[name] for name in names], whole and not own)

@@ -61,6 +61,7 @@ def test_a_gpu_makes_no_mask_of_length_by_length():
         (model(), False, gpu, True),  # only compiled is it fast
         (model(attention_dropout=0.1), True, gpu, True),  # which it does not have
         (model(attention="flash"), True, gpu, True),
+        (ModelConfig(hidden=32, heads=4), True, gpu, True),  # heads of 8, for which it has no kernel
     ):
         assert not flexible(*other)
 

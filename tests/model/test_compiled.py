@@ -87,19 +87,68 @@ def test_the_loss_of_a_split_vocabulary_is_one_graph():
         assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
 
 
+def broken(graph, inputs):
+    raise RuntimeError("no kernels today")
+
+
+def broken_backward(graph, inputs):
+    """A backend that can do the forward pass only."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.compilers import nop
+
+    return aot_autograd(fw_compiler=nop, bw_compiler=broken)(graph, inputs)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # PyTorch's own look at its tensors
-def test_blocks_that_cannot_be_compiled_run_as_they_are_and_the_log_says_so_once(caplog):
+@pytest.mark.parametrize("backend", [broken, broken_backward])
+def test_blocks_that_cannot_be_compiled_run_as_they_are_and_the_log_says_so_once(backend, caplog):
     run, engine, batches, _ = sharded.made(WORDS)
     plain = [result.loss for result in sharded.steps(run, engine, batches, 0, 1)]
 
-    def broken(graph, inputs):
-        raise RuntimeError("no kernels today")
-
     run, engine, batches, _ = sharded.made(WORDS)
-    compiled.compile_layers(blocks(engine), True, broken)
+    compiled.compile_layers(blocks(engine), True, backend)
     assert [result.loss for result in sharded.steps(run, engine, batches, 0, 1)] == plain
     [said] = [record.getMessage() for record in caplog.records if record.name == "hpclm.model.compiled"]
     assert "no kernels today" in said and "engine.compile=false" in said
+
+
+def test_a_function_that_cannot_be_compiled_runs_as_it_is_and_the_log_says_so_once(caplog):
+    def doubled(x):
+        return 2 * x
+
+    attempt = compiled.compile_function(doubled, lambda x: x + x, broken)
+    assert [attempt(torch.ones(())).item() for _ in range(2)] == [2, 2]
+    [said] = [record.getMessage() for record in caplog.records if record.name == "hpclm.model.compiled"]
+    assert "doubled runs uncompiled" in said and "no kernels today" in said
+
+
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:torch", "ignore:The .grad attribute"
+)  # what the compiler imports
+def test_a_run_whose_compiler_fails_goes_on_uncompiled(monkeypatch, caplog):
+    """As on a GPU for which Triton finds no linker, or no driver."""
+    run, engine, batches, _ = sharded.made(WORDS)
+    plain = [result.loss for result in sharded.steps(run, engine, batches, 0, 2)]
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, inputs, **_: broken(graph, inputs))
+    run, engine, batches, _ = sharded.made([*WORDS, "engine.compile=true"])
+    assert [result.loss for result in sharded.steps(run, engine, batches, 0, 2)] == plain
+    assert caplog.text.count("no kernels today") == 2  # blocks, loss
+    assert not engine.model.compiled  # FlexAttention would be slower than a dense mask
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+def test_a_block_that_has_met_too_many_shapes_runs_as_it_is(monkeypatch, caplog):
+    layer = Doubled()
+    monkeypatch.setattr(compiled, "VARIANTS", 2)
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+    compiled.compile_layers([layer], True, "eager")
+    for length in range(1, 5):
+        assert layer(torch.ones(length)).tolist() == [2] * length
+    assert "torch.compile failed" in caplog.text and layer._compiled_call_impl is None
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hpclm.config import ModelConfig
-from hpclm.model.position import alibi, sinusoids
+from hpclm.model.position import ActivationSpec, alibi, block_mask, sinusoids
 from tests import weights
 
 
@@ -46,3 +46,19 @@ def test_embeddings_are_scaled_as_fairseq_does():
 
 def test_alibi_slopes_are_the_papers():
     assert (-alibi(8, 2, torch.device("cpu"))[0, :, 1, 0]).tolist() == [2.0**-i for i in range(1, 9)]
+
+
+def test_a_block_mask_that_cannot_be_compiled_is_made_by_eager_operations(monkeypatch):
+    from torch._dynamo.exc import TorchDynamoException
+
+    asked = []
+
+    def create(*_, _compile=False, **__):
+        asked.append(_compile)
+        if _compile:
+            raise TorchDynamoException("no linker")
+        return "mask"
+
+    monkeypatch.setattr("torch.nn.attention.flex_attention.create_block_mask", create)
+    gpu = ActivationSpec(16, torch.float32, torch.device("cuda"))
+    assert block_mask(gpu, None) == "mask" and asked == [True, False]

@@ -121,8 +121,8 @@ def prefer(choice: Choice) -> Choice:
     if choice.flash:
         try:
             attention.activate_flash_attention_impl(choice.flash)
-        except (ImportError, RuntimeError, OSError) as error:  # built for another PyTorch or CUDA
-            why = str(error).partition("\n")[0]
+        except Exception as error:  # built for another PyTorch or CUDA, it may raise anything
+            why = str(error).partition("\n")[0] or repr(error)
             log.warning("FlashAttention %s is installed but cannot be used: %s", choice.flash.removeprefix("FA"), why)
             return replace(choice, flash=None)
     return choice

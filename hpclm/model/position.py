@@ -61,24 +61,20 @@ def attention_metadata(
     documents: Tensor | None = None,
     seed: int | None = None,
     slopes: Tensor | None = None,
-    flex: bool = False,
+    flex: "Flex | None" = None,
 ) -> AttentionMetadata:
-    """The layout of a micro-batch. ``slopes``: of ALiBi, if they exist already. ``flex``: for FlexAttention.
+    """The layout of a micro-batch. ``slopes``: of ALiBi, if they exist already. ``flex``: in place of a mask.
 
     ``positions`` [B, T] restart inside a sample, or None. ``documents`` [B, T] holds the document index of every
     token if attention must not cross documents, or None.
     """
     length, dtype, device = kind
-    mask, flexible = None, None
-    if flex:
-        flexible = Flex(block_mask(kind, documents), slopes)
-    else:
-        mask = dense_mask(config, kind, tp, documents, slopes)
+    mask = None if flex else dense_mask(config, kind, tp, documents, slopes)
     cos = sin = None
     if config.positions == "rope":
         where = torch.arange(length, device=device)[:, None] if positions is None else positions.t()
         cos, sin = (x.to(dtype) for x in rotary(where, config.head_width, config.rope_base))
-    return AttentionMetadata(positions, mask, cos, sin, seed, flexible)
+    return AttentionMetadata(positions, mask, cos, sin, seed, flex)
 
 
 def dense_mask(

@@ -23,7 +23,14 @@ from hpclm.model.init import InitSpec
 from hpclm.model.layers import SITES, keys_to_device, mix_seed
 from hpclm.model.loss import TokenLoss
 from hpclm.model.offload import ActivationOffload, Streams
-from hpclm.model.position import ActivationSpec, AttentionMetadata, alibi_slopes, attention_metadata
+from hpclm.model.position import (
+    ActivationSpec,
+    AttentionMetadata,
+    Flex,
+    alibi_slopes,
+    attention_metadata,
+    block_mask,
+)
 from hpclm.parallel.mesh import ALONE, Axis
 from hpclm.parallel.placement import Placement
 
@@ -52,6 +59,7 @@ class Stack(nn.Module):
         self.config, self.specs, self.dtype, self.tp = config, tuple(specs), dtype, tp
         self.loss, self.recompute_every, self.offload = loss or TokenLoss(), recompute_every, offload
         self.slopes: Tensor | None = None
+        self.causal_blocks: tuple[ActivationSpec, Any] | None = None
         self.streams: Streams | None = None
         self.placements: dict[str, Placement] = {}
         """How each weight is split over the tensor-parallel axis, by logical name."""
@@ -87,8 +95,9 @@ class Stack(nn.Module):
             metadata, keys = cache.extend(length), None
         else:
             kind = ActivationSpec(length, self.dtype, x.device)
-            flex = flexible(self.config, self.compiled, x.device, documents is not None)
-            slopes = self._slopes(x.device)
+            slopes, flex = self._slopes(x.device), None
+            if flexible(self.config, self.compiled, x.device, documents is not None):
+                flex = Flex(block_mask(kind, documents) if documents is not None else self._causal_blocks(kind), slopes)
             metadata = attention_metadata(self.config, kind, self.tp, positions, documents, seed, slopes, flex)
             keys = self._keys(seed, x.device)
         offload = ActivationOffload(self._streams(x.device)) if self.offload else None
@@ -139,6 +148,12 @@ class Stack(nn.Module):
         if self.slopes is None or self.slopes.device != device:
             self.slopes = alibi_slopes(self.config.heads, device, self.tp)
         return self.slopes
+
+    def _causal_blocks(self, kind: ActivationSpec) -> Any:
+        """FlexAttention's mask where there are no documents, made again only when the length changes."""
+        if self.causal_blocks is None or self.causal_blocks[0] != kind:
+            self.causal_blocks = kind, block_mask(kind, None)
+        return self.causal_blocks[1]
 
     def _keys(self, seed: int | None, device: torch.device) -> list[Tensor] | None:
         """The keys of each layer, if this micro-batch's dropout goes by counters."""

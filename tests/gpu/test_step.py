@@ -27,8 +27,9 @@ REST = ["data.source=synthetic", "budget.steps=100", "optim.lr=1e-4", "optim.min
 
 
 def stepper(device, *words):
-    """A function that does a step of a model on random tokens, and its settings."""
-    run = config.load(None, [SHAPES[device.type], BATCH, *REST, f"engine.device={device.type}", *words])
+    """A function that does a step of a model on random tokens, and its settings; uncompiled unless ``words`` say otherwise."""
+    place = [f"engine.device={device.type}", "engine.compile=false"]
+    run = config.load(None, [SHAPES[device.type], BATCH, *REST, *place, *words])
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     engine = engines.build(run, Mesh(), device, dtype)
     rows = torch.randint(

@@ -42,7 +42,8 @@ def test_flex_attention_without_a_mask_is_attention_with_one(documents, position
     numbers = torch.stack([torch.arange(length) // 37, torch.arange(length) // 90]) if documents else None
     slopes = position.alibi_slopes(4, kind.device) if positions == "alibi" else None
     masked = attention_metadata(config, kind, ALONE, documents=numbers)
-    free = attention_metadata(config, kind, ALONE, documents=numbers, slopes=slopes, flex=True)
+    flex = position.Flex(position.block_mask(kind, numbers), slopes)
+    free = attention_metadata(config, kind, ALONE, documents=numbers, flex=flex)
     assert free.mask is None and free.flex is not None
     wanted = dot_product_attention(q, k, v, masked.mask, 0.0)
     assert torch.allclose(flex_attention(q, k, v, free.flex), wanted, atol=1e-5)
@@ -155,8 +156,7 @@ def test_flex_attention_of_other_documents_is_the_same_graph():
     slopes = position.alibi_slopes(4, kind.device)
     for width in (37, 11, 90):
         numbers = (torch.arange(128) // width).expand(2, -1)
-        free = attention_metadata(config, kind, ALONE, documents=numbers, slopes=slopes, flex=True)
         masked = attention_metadata(config, kind, ALONE, documents=numbers)
-        found = compiled(q, k, v, free.flex)
+        found = compiled(q, k, v, position.Flex(position.block_mask(kind, numbers), slopes))
         assert torch.allclose(found, dot_product_attention(q, k, v, masked.mask, 0.0), atol=1e-5)
     assert counter.frame_count == 1

@@ -62,3 +62,19 @@ def test_a_block_mask_that_cannot_be_compiled_is_made_by_eager_operations(monkey
     monkeypatch.setattr("torch.nn.attention.flex_attention.create_block_mask", create)
     gpu = ActivationSpec(16, torch.float32, torch.device("cuda"))
     assert block_mask(gpu, None) == "mask" and asked == [True, False]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@torch.no_grad()
+def test_alibi_s_block_mask_is_made_again_only_when_the_length_changes(monkeypatch):
+    made = []
+    monkeypatch.setattr("hpclm.model.stack.flexible", lambda *_: True)
+    monkeypatch.setattr("hpclm.model.stack.block_mask", lambda kind, documents: made.append((kind.length, documents)))
+    stack = weights.build(ModelConfig(vocab_size=16, layers=1, hidden=16, heads=2, context=8, positions="alibi"))
+    for length in (8, 8, 4, 4):
+        stack(torch.zeros(2, length, dtype=torch.long))
+    assert made == [(8, None), (4, None)]
+    numbers = torch.zeros(2, 4, dtype=torch.long)
+    for _ in range(2):
+        stack(torch.zeros(2, 4, dtype=torch.long), documents=numbers)
+    assert len(made) == 4 and made[-1][1] is numbers

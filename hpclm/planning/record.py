@@ -1,6 +1,7 @@
 """Records every operation of a step on a pretended GPU (hpclm.planning.pretend), with its cost and its place in hpclm."""
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -280,7 +281,10 @@ class Recorder(TorchDispatchMode):
     def _renew(self, tensor: Tensor) -> int:
         """Number the value that has just been written to a tensor."""
         self._numbers += 1
-        self._values[tensor.untyped_storage()._cdata] = self._numbers
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._values:  # an address: once it is free, another storage may have it
+            weakref.finalize(storage, self._values.pop, storage._cdata, None)
+        self._values[storage._cdata] = self._numbers
         return self._numbers
 
 

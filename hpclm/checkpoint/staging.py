@@ -16,11 +16,38 @@ from hpclm.engine import Shard
 LARGEST = 4 << 30  # bytes of tensors in a file, so that reading and verification can be parallelised
 
 
+class Arena:
+    """CPU memory for many tensors, ``pinned`` or not, in blocks whose sizes are powers of two.
+
+    PyTorch rounds each pinned allocation up to a power of two, so that a buffer for each tensor could take twice its bytes.
+    """
+
+    SMALLEST, LARGEST, ALIGN = 1 << 21, 1 << 28, 256  # bytes
+
+    def __init__(self, pinned: bool = False):
+        self.pinned, self._next = pinned, self.SMALLEST
+        self._block, self._used = torch.empty(0, dtype=torch.uint8), 0
+
+    def empty(self, like: Tensor) -> Tensor:
+        """A contiguous tensor of the shape and type of ``like``, not filled."""
+        size = like.numel() * like.element_size()
+        if size > self.LARGEST:
+            return torch.empty(like.shape, dtype=like.dtype, pin_memory=self.pinned)
+        if self._used + size > len(self._block):
+            block = max(self._next, 1 << (size - 1).bit_length())
+            self._block = torch.empty(block, dtype=torch.uint8, pin_memory=self.pinned)
+            self._used, self._next = 0, min(self.LARGEST, 2 * block)
+        begin = self._used
+        self._used += -(-size // self.ALIGN) * self.ALIGN
+        return self._block[begin : begin + size].view(like.dtype).view(like.shape)
+
+
 class Snapshot:
     """Copies of shards in CPU memory; buffers are allocated once and reused by every save."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[str, tuple[int, ...]], Shard] = {}
+        self._pageable, self._pinned = Arena(), Arena(pinned=True)
 
     def take(self, shards: Iterable[Shard]) -> list[Shard]:
         """Copies of the shards, which do not change while training continues."""
@@ -30,7 +57,7 @@ class Snapshot:
             key = (shard.name, shard.start)
             copy = self._copies.get(key)
             if copy is None or copy.tensor.shape != source.shape or copy.tensor.dtype != source.dtype:
-                buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+                buffer = (self._pinned if source.is_cuda else self._pageable).empty(source)
                 self._copies[key] = copy = Shard(shard.name, buffer, shard.shape, shard.start)
             copy.tensor.copy_(source, non_blocking=True)
             device = device or source.is_cuda

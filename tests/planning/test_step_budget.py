@@ -15,7 +15,7 @@ from hpclm.engine import compute_copies, native
 from hpclm.model.attention import Attention
 from hpclm.model.layers import RowLinear
 from hpclm.planning import fusion, graphs, roofline, trace
-from tests.forks import hpclm
+from tests.runs import hpclm
 
 
 @dataclass(frozen=True)

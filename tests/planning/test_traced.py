@@ -10,6 +10,7 @@ from hpclm import config
 from hpclm.errors import ConfigError
 from hpclm.node.gpus import KINDS
 from hpclm.planning import forecast, ranks, suggest, trace
+from tests import runs
 from tests.forks import hpclm
 
 # what a traced GPU claims to have, so that the loss chooses the same number of tokens
@@ -84,7 +85,7 @@ def traced(run, preset, words, rank):
 def traced_by_a_process(run, preset, words, rank):
     """The same, in a new process: DeepSpeed keeps the kind of device as long as its process lives."""
     given = [f"configs/{preset}.yaml", "engine.precision=bf16", *words, f"--rank={rank}"]
-    found = json.loads(hpclm("planner", "--trace", "--json", *given, check=0).stdout)
+    found = json.loads(runs.hpclm("planner", "--trace", "--json", *given, check=0).stdout)
     return found["memory"], found["sent"]
 
 

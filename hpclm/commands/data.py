@@ -50,11 +50,11 @@ def verify(args: argparse.Namespace) -> None:
 
 def hash(args: argparse.Namespace) -> None:
     """Record the content hashes of datasets."""
-    from hpclm.data.disk import content
     from hpclm.data.disk.indexed import IndexedDataset
+    from hpclm.data.disk.verify import add_hashes
 
     def add(name: str) -> str:
-        found, new, zeros = content.add(IndexedDataset(name), args.overwrite, args.vocab_size)
+        found, new, zeros = add_hashes(IndexedDataset(name), args.overwrite, args.vocab_size)
         if not new:
             return "; ".join(filter(None, [f"content hash {found.bin}, as its note says", zeros.told()]))
         now = f"the files as they are now have the content hash {found.bin}, noted in {name}.json"

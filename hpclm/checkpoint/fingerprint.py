@@ -1,10 +1,11 @@
 """The fingerprint of a run: what must not change when it is resumed from a checkpoint."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpclm.config import RunConfig
+from hpclm.config import ModelConfig, RunConfig
 from hpclm.data.tokenizers import mismatch
 from hpclm.errors import ConfigError
 
@@ -15,6 +16,8 @@ FREE = {"dropout", "attention_dropout", "init_std", "kernels", "attention"}
 """Model settings that may change when a run is resumed."""
 APART = ("data.tokenizer", "data.datasets", "data.weights")
 """Compared by themselves."""
+DEFAULTS = {field.name: field.default for field in fields(ModelConfig)}
+"""What a model setting was in a checkpoint from before it existed: a new setting's default changes nothing."""
 KNOWN = {"layout", "dtype", "bin_bytes", "idx_bytes", "bin", "idx", "content", "span"}
 """Of a dataset."""
 
@@ -37,6 +40,8 @@ def check_fingerprint(folder: Path, saved: Mapping[str, Any], now: Mapping[str, 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The differences between two fingerprints, one sentence each, except for tokenizers."""
+    model = {name: DEFAULTS[name] for name in now.get("model", {}) if name in DEFAULTS} | saved.get("model", {})
+    saved = {**saved, "model": model}
     sets = [_listed(tree.get("data"), "datasets") for tree in (saved, now)]
     weights = [_listed(tree.get("data"), "weights") for tree in (saved, now)]
     before, after = (

@@ -57,15 +57,11 @@ def header(tensors: Named) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def write(path: Path, tensors: Named, offset: int | None = None) -> FileInfo:
-    """Write named tensors; they are on disk when this returns. OSError if that fails.
-
-    ``offset``: where to begin in a file that other processes write to too; None for a new file.
-    """
+def write(path: Path, tensors: Named) -> FileInfo:
+    """Write named tensors to a new file; they are on disk when this returns. OSError if that fails."""
     text = header(tensors)
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_EXCL if offset is None else os.O_NOFOLLOW), 0o600)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        os.lseek(handle, offset or 0, os.SEEK_SET)
         digests, size = [_put(handle, memoryview(text))], len(text)
         for _, tensor in tensors:
             content = memory(tensor.detach().cpu().contiguous())

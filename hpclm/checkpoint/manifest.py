@@ -23,8 +23,7 @@ from hpclm.rundir import saved
 
 NAME = saved.MANIFEST
 SCHEMA = 4
-NODE_FILES = 5  # only of checkpoints with files of nodes, so that earlier versions can read the others
-READABLE = (3, SCHEMA, NODE_FILES)  # 3 has neither sizes of parts nor repeated ones
+READABLE = (3, SCHEMA, 5)  # 3 has neither sizes of parts nor repeated ones; 5 may have one file for the ranks of a node
 LARGEST = 1 << 30  # bytes of a manifest
 
 
@@ -40,15 +39,16 @@ class Manifest:
     scalars: dict[str, Any]  # engine state other than tensors
     fingerprint: dict[str, Any]  # what must not change when the run is resumed; named identity in the file
     tensors: dict[str, dict[str, Any]]  # name -> shape of the whole tensor, and parts (hpclm.checkpoint.parts)
-    files: dict[str, dict[str, Any]]  # name -> FileInfo; of a node: size, and what it contains: name -> FileInfo
+    files: dict[
+        str, dict[str, Any]
+    ]  # name -> FileInfo; in schema 5 of a node: size, and what it contains: name -> FileInfo
     made: dict[str, Any] = field(default_factory=dict)  # when and why it was saved, by which attempt, in which layout
     validation: float | None = None  # validation loss at this step, if measured
 
     def write(self, folder: Path) -> Path:
         """Write the manifest into ``folder``; it is on disk when this returns."""
         path = folder / NAME
-        of_nodes = any("contains" in facts for facts in self.files.values())
-        content = {"schema": NODE_FILES if of_nodes else SCHEMA, **asdict(self)}
+        content = {"schema": SCHEMA, **asdict(self)}
         content["identity"] = content.pop("fingerprint")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
         with os.fdopen(files.opened(path, flags, 0o644), "w", encoding="utf-8") as file:

@@ -3,14 +3,13 @@
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hpclm.checkpoint.format import header, write
+from hpclm.checkpoint.format import write
 from hpclm.engine import Shard
 
 LARGEST = 4 << 30  # bytes of tensors in a file, so that reading and verification can be parallelised
@@ -97,50 +96,19 @@ def size(shards: Sequence[Shard]) -> int:
     return sum(shard.tensor.numel() * shard.tensor.element_size() for shard in shards)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where in its node's file a rank writes."""
-
-    name: str
-    offset: int
-
-    @classmethod
-    def of(cls, rank: int, hosts: Sequence[str], sizes: Sequence[int]) -> "Place":
-        """That of ``rank``, after those of the lower ranks on its host. ``sizes``: what each rank writes, in bytes."""
-        before = [size for host, size in zip(hosts[:rank], sizes, strict=False) if host == hosts[rank]]
-        return cls(node_file(rank, hosts), sum(before))
-
-
-def node_file(rank: int, hosts: Sequence[str]) -> str:
-    """Name of the file that the ranks of one host write together."""
-    return f"node-{[*dict.fromkeys(hosts)].index(hosts[rank]):05d}.bin"
-
-
-def write_shards(
-    staging_dir: Path, rank: int, shards: Sequence[Shard], place: Place | None = None, largest: int = LARGEST
-) -> dict[str, Any]:
-    """Write the shards of ``rank`` into ``staging_dir``; the files' sizes and hashes and the place of each part, or the error.
-
-    ``place``: if given, the files go into that of the node, one after the other.
-    """
+def write_shards(staging_dir: Path, rank: int, shards: Sequence[Shard], largest: int = LARGEST) -> dict[str, Any]:
+    """Write the shards of ``rank`` into ``staging_dir``; the files' sizes and hashes and the place of each part, or the error."""
     parts, files = [], {}
-    offset = place.offset if place else None
     try:
         for name, group in rank_files(rank, shards, largest).items():
             for key, shard in group.items():
                 part = {"file": name, "start": list(shard.start), "size": list(shard.tensor.shape)}
                 parts.append((shard.name, list(shard.shape), part if key == shard.name else {**part, "key": key}))
-            info = write(staging_dir / (place.name if place else name), _named(group), offset)
+            info = write(staging_dir / name, [(key, shard.tensor) for key, shard in group.items()])
             files[name] = {"size": info.size, "xxh3": info.xxh3}
-            offset = None if offset is None else offset + info.size
     except OSError as error:
         return {"error": error.strerror or str(error), "parts": []}
     return {"files": files, "parts": parts}
-
-
-def size_on_disk(rank: int, shards: Sequence[Shard], largest: int = LARGEST) -> int:
-    """Bytes that write_shards will write."""
-    return size(shards) + sum(len(header(_named(group))) for group in rank_files(rank, shards, largest).values())
 
 
 def rank_files(rank: int, shards: Sequence[Shard], largest: int) -> dict[str, dict[str, Shard]]:
@@ -153,26 +121,6 @@ def rank_files(rank: int, shards: Sequence[Shard], largest: int) -> dict[str, di
             keyed[shard.name if shard.name not in keyed else f"{shard.name}#{len(keyed)}"] = shard
         found[name] = keyed
     return found
-
-
-def joined_files(written: Sequence[dict[str, Any]], hosts: Sequence[str] | None) -> dict[str, dict[str, Any]]:
-    """The files of a checkpoint as its manifest lists them, from the results of all ranks.
-
-    ``hosts``: if the ranks of each wrote one file together.
-    """
-    if hosts is None:
-        return {name: facts for found in written for name, facts in found["files"].items()}
-    nodes: dict[str, dict[str, Any]] = {}
-    for rank, found in enumerate(written):
-        for name, facts in found["files"].items():
-            node = nodes.setdefault(node_file(rank, hosts), {"size": 0, "contains": {}})
-            node["contains"][name] = {**facts, "offset": node["size"]}
-            node["size"] += facts["size"]
-    return nodes
-
-
-def _named(group: dict[str, Shard]) -> list[tuple[str, Tensor]]:
-    return [(key, shard.tensor) for key, shard in group.items()]
 
 
 def file_groups(shards: Sequence[Shard], largest: int) -> list[list[Shard]]:

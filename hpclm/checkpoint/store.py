@@ -62,16 +62,13 @@ class CheckpointStore:
         lease: Lease | None = None,
         made: dict[str, Any] | None = None,
         before_publishing: Callable[[], None] = lambda: None,
-        per_node: bool = False,
     ):
         """``fingerprint``: what must not change when the run is resumed; ``made``: information on the attempt that saves.
-        ``per_node``: the ranks of a node write one file together, instead of one or more each.
         ``lease`` (on rank 0) is checked before a checkpoint gets its final name; ``before_publishing`` is called just before
         that, and an OSError from it does not fail the save."""
         self.before_publishing = before_publishing
         self.folder, self.retention, self.fingerprint = folder, retention, fingerprint
         self.context, self.lease, self.made = context or single(), lease, made or {}
-        self.hosts = self.context.hosts if per_node else None
         self.pending: PendingSave | None = None
         self._snapshot, self._plans = Snapshot(), Plans()
 
@@ -98,13 +95,11 @@ class CheckpointStore:
         staging_dir = self.folder / f".tmp-{final.name}-g{self.context.run_on_main(lambda: self.generation)}"
         began = time.time()
         shards = self._take(engine, background)
-        own = staging.size_on_disk(self.context.rank, shards) if self.hosts else staging.size(shards)
-        sizes = self.context.all_gather(own)
+        sizes = self.context.all_gather(staging.size(shards))
         self.context.run_on_main(lambda: self._begin(staging_dir, sum(sizes)))
-        place = staging.Place.of(self.context.rank, self.hosts, sizes) if self.hosts else None
 
         def work() -> dict[str, Any]:
-            return staging.write_shards(staging_dir, self.context.rank, shards, place)
+            return staging.write_shards(staging_dir, self.context.rank, shards)
 
         if background:
             writing = BackgroundWrite(work)
@@ -240,7 +235,7 @@ class CheckpointStore:
             pending.scalars,
             self.fingerprint,
             self._plans.tensors(written),
-            staging.joined_files(written, self.hosts),
+            {name: facts for found in written for name, facts in found["files"].items()},
             made,
             pending.validation,
         )

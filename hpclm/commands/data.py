@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from hpclm.errors import ConfigError
 from hpclm.terminal import say
@@ -31,13 +32,31 @@ def inspect(args: argparse.Namespace) -> None:
     dataset = IndexedDataset(prefix(args.prefix))
     found = inspect.report(dataset, args.documents, args.tokenizer, args.tokenizer_files)
     if args.histogram:
-        inspect.draw(found, args.histogram)
+        histogram(found, args.histogram)
     if args.verify:
         size = found["tokenizer"]["size"] if found["tokenizer"] and args.vocab_size is None else args.vocab_size
         found["verified"] = verify(dataset, size)
     say(json.dumps(found, ensure_ascii=False, indent=1) if args.json else inspect.words(found))
     if args.verify and not args.json:
         print(f"\n{_verified(found['verified'])}")
+
+
+def histogram(found: dict[str, Any], path: Path) -> None:
+    """Write the document lengths of a report as a picture; ConfigError if the format is unknown or it cannot be written."""
+    from hpclm import files
+    from hpclm.data.disk.lengths import Bin, name
+    from hpclm.reporting import figures
+
+    title = f"{Path(found['prefix']).name}: {found['documents']:,} documents, {found['tokens']:,} tokens"
+    bins = [Bin(*bin) for bin in found["histogram"]]
+    picture = figures.histogram([name(bin) for bin in bins], [bin.count for bin in bins], title)
+    if path.suffix not in (".svg", ".png"):
+        raise ConfigError(f"--histogram {path} must end in .svg or .png")
+    content = figures.png(picture) if path.suffix == ".png" else figures.svg(picture, path.stem).encode()
+    try:
+        files.write_bytes(path, content)
+    except OSError as error:
+        raise ConfigError(f"--histogram {path} cannot be written: {error.strerror}") from None
 
 
 def verify(args: argparse.Namespace) -> None:
@@ -50,11 +69,11 @@ def verify(args: argparse.Namespace) -> None:
 
 def hash(args: argparse.Namespace) -> None:
     """Record the content hashes of datasets."""
-    from hpclm.data.disk import content
     from hpclm.data.disk.indexed import IndexedDataset
+    from hpclm.data.disk.verify import add_hashes
 
     def add(name: str) -> str:
-        found, new, zeros = content.add(IndexedDataset(name), args.overwrite, args.vocab_size)
+        found, new, zeros = add_hashes(IndexedDataset(name), args.overwrite, args.vocab_size)
         if not new:
             return "; ".join(filter(None, [f"content hash {found.bin}, as its note says", zeros.told()]))
         now = f"the files as they are now have the content hash {found.bin}, noted in {name}.json"
@@ -139,7 +158,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     look = command("inspect", inspect, "show what is in a dataset: counts, lengths, tokenizer, first documents")
     look.add_argument("prefix", metavar="PREFIX", help="path of the dataset, without .bin or .idx")
     look.add_argument("--documents", type=_count, default=3, metavar="N", help="show the first N documents; default: 3")
-    look.add_argument("--histogram", type=Path, metavar="FILE", help="plot the document lengths as .svg or .html")
+    look.add_argument("--histogram", type=Path, metavar="FILE", help="plot the document lengths as .svg or .png")
     look.add_argument("--verify", action="store_true", help="read every token too, as 'hpclm data verify' does")
     look.add_argument("--json", action="store_true", help="print JSON")
     look.add_argument(

@@ -30,6 +30,13 @@ def at_least(low: float, section: str, **values: float | None) -> Iterator[str]:
             yield f"{section}.{name}={value} must be at least {low:g}" + (not math.isfinite(value)) * " and finite"
 
 
+def at_most(high: int, section: str, **values: int | None) -> Iterator[str]:
+    """A problem for every value that is above ``high``."""
+    for name, value in values.items():
+        if value is not None and value > high:
+            yield f"{section}.{name}={value} must be at most {high}"
+
+
 def fraction(section: str, **values: float) -> Iterator[str]:
     """A problem for every value outside [0, 1)."""
     for name, value in values.items():

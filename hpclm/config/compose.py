@@ -186,7 +186,8 @@ def _from_site(path: Path, problems: list[str]) -> list[Assignment]:
 
 
 def _leaves(content: reading.Content, path: Path) -> list[Assignment]:
-    return [entry for key, value in content.tree.items() for entry in _flat(str(key), value, str(path))]
+    found = [entry for key, value in content.tree.items() for entry in _flat(str(key), value, str(path))]
+    return [entry for entry in found if resolved.REMOVED.get(entry[0], entry) != entry[1]]
 
 
 def _flat(key: str, value: Any, origin: str) -> Iterator[Assignment]:

@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from hpclm.config.checks import Checked, at_least, fraction
+from hpclm.config.checks import Checked, at_least, at_most, fraction
 from hpclm.registry import problem
 
 BLOCKS = {"gpt": "hpclm.model.gpt:Block"}
+MOST_LAYERS, WIDEST, LONGEST = 10_000, 1 << 24, 1 << 31
+"""Limits that keep a wrong number from building layers for hours, and products of sizes within 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,10 @@ class ModelConfig(Checked):
         positive = dict(layers=self.layers, hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads, ffn=self.ffn)
         positive |= dict(vocab_size=self.vocab_size, vocab_multiple=self.vocab_multiple, context=self.context)
         wrong = list(at_least(1, "model", **positive))
+        wrong += at_most(MOST_LAYERS, "model", layers=self.layers)
+        wrong += at_most(WIDEST, "model", hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads, ffn=self.ffn)
+        wrong += at_most(LONGEST, "model", vocab_size=self.vocab_size, vocab_multiple=self.vocab_multiple)
+        wrong += at_most(LONGEST, "model", context=self.context)
         yield from wrong
         yield from at_least(0, "model", init_std=self.init_std, norm_eps=self.norm_eps)
         yield from fraction("model", dropout=self.dropout, attention_dropout=self.attention_dropout)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
 
 from hpclm import extras
 from hpclm.config.checks import Checked, at_least
@@ -72,9 +71,6 @@ class LogConfig(Checked):
     each over all attempts; a sink that fails or blocks never stops or slows training (docs/sinks.md)."""
     project: str = "hpclm"
     """Project of the run in Weights & Biases and Trackio, experiment in MLflow."""
-    style: Literal["hpclm", "megatron", "fairseq"] = "hpclm"
-    """How log lines look: hpclm's own, or as Megatron-LM or fairseq (--log-format simple, losses in bits) print them, for
-    scripts that read their logs. metrics.jsonl stays the same."""
     timers: bool = False
     """Measure forward pass, backward pass and update of every step, for metrics.jsonl and TensorBoard (Megatron's
     --log-timers-to-tensorboard, DeepSpeed's --profile-backward); in a pipeline, forward and backward together."""

@@ -141,7 +141,6 @@ _NAMES = {
     "checkpoint.init_from": "finetune pretrained_checkpoint finetune_from_model model_name_or_path load_weights init_checkpoint",
     "log.every": "log_interval logging_steps steps_per_print log_every print_interval log_freq",
     "log.timers=true": "profile_backward log_timers_to_tensorboard wall_clock_breakdown timing_log_level",
-    "log.style": "log_format log_style",
     "profile.steps": "profile profile_step_start profile_step_end profile_steps pytorch_profiler use_pytorch_profiler",
     "profile.ranks": "profile_ranks",
     "log.tensorboard": "tensorboard_dir tensorboard_logdir logging_dir",

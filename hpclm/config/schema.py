@@ -99,9 +99,6 @@ class CheckpointConfig(Checked):
     file_mb: float = 16.0
     """Ranks that hold the same weights each write an even part of them, if that is at least this many MB; otherwise fewer ranks
     write, so that a thousand ranks do not make a thousand small files. 0: all of them write."""
-    files: Literal["rank", "node"] = "rank"
-    """rank: each rank that writes makes files (safetensors). node: the ranks of a node write one file together, so that a thousand ranks
-    make a hundred files; it holds their safetensors files, one after another."""
     keep_last: int = 3
     """Newest healthy regular checkpoints to keep; at least 2, in case one becomes corrupt. The newest two are kept in addition if they
     were saved during a loss spike or skipped steps. A checkpoint that is saved because a signal, stop or exit_minutes ends the attempt

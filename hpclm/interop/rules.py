@@ -97,7 +97,14 @@ def norm_kinds(config: ModelConfig) -> tuple[str, ...]:
 def placements(config: ModelConfig) -> dict[str, Placement]:
     """Shape and placement of every weight of a model, by logical name; allocates nothing."""
     with torch.device("meta"):
-        return Stack(config, gpt.layers(config, EngineConfig(), torch.float32, 0), torch.float32).placements
+        layers = gpt.layers(config, EngineConfig(), torch.float32, 0)
+        return Stack(config, layers, torch.float32, wrap=lambda _, layer: layer).placements
+
+
+def check_depth(config: ModelConfig, tensors: int, place: str) -> None:
+    """ConfigError if ``place`` has fewer tensors than the network has layers; before anything is made for each layer."""
+    if config.layers > tensors:
+        raise ConfigError(f"{place} has {tensors} tensors, too few for the {config.layers} layers of its settings")
 
 
 def check_names(needed: Iterable[str], there: Iterable[str], place: str) -> None:

@@ -19,7 +19,7 @@ from hpclm.config import DataConfig, ModelConfig, RunConfig
 from hpclm.config.fields import as_yaml
 from hpclm.engine import Shard
 from hpclm.errors import ConfigError, NoCheckpointError, unwritten
-from hpclm.interop.rules import Rule, check_names, placements
+from hpclm.interop.rules import Rule, check_depth, check_names, placements
 
 
 class Source(Protocol):
@@ -93,6 +93,7 @@ class Weights:
 
         ConfigError if tensors are missing or unexpected.
         """
+        check_depth(config, len(source.names()), place)
         self.rules, self.source, self.place = list(rules), source, place
         self.moments, self.steps = moments or {}, steps
         self.shapes = {name: placement.shape for name, placement in placements(config).items()}

@@ -5,19 +5,24 @@ T tokens in a sequence, B sequences, H heads of this process, D size of one head
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpclm.config import ModelConfig
 from hpclm.model.compiled import failures
 from hpclm.parallel.mesh import ALONE, Axis
 
-if TYPE_CHECKING:
-    from hpclm.model.cache import KeyValueCache
-
 FAIRSEQ_FIRST = 2  # fairseq counts positions from padding_idx + 1 = 2
+
+
+class Cache(Protocol):
+    """Keys and values of earlier tokens (``model/cache.py``)."""
+
+    def attend(self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """[T, B, H or G, D] queries, keys and values of the new tokens of ``layer`` -> [T, B, H x D]."""
+        ...
 
 
 class AttentionMetadata(NamedTuple):
@@ -32,7 +37,7 @@ class AttentionMetadata(NamedTuple):
     keys: Tensor | None = (
         None  # [SITES] int64, of the layer that runs, for dropout by counters; None: PyTorch's generator
     )
-    cache: "KeyValueCache | None" = None  # keys and values of earlier tokens, when text is generated
+    cache: Cache | None = None  # keys and values of earlier tokens, when text is generated
 
 
 class Flex(NamedTuple):

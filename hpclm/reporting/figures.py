@@ -178,6 +178,18 @@ def _words(axes: Any, attempt: Attempt, origin: float, wall: float, unit: float)
               parse_math=False)  # fmt: skip
 
 
+def histogram(names: Sequence[str], counts: Sequence[int], title: str) -> "Figure":
+    """Document lengths: a bar for each bin, with its name below it."""
+    with extras.needed_for("--histogram"):
+        import matplotlib
+    with matplotlib.rc_context(style("#333333") | {"figure.facecolor": "white"}):
+        figure, axes = _figure(3.8, WIDE)
+        axes.bar(range(len(counts)), counts, color=RUNS[0])
+        axes.set_xticks(range(len(names)), names, rotation=35, ha="right")
+        axes.set(xlabel="tokens in a document", ylabel="documents", title=title)
+    return figure
+
+
 def svg(figure: "Figure", name: str) -> str:
     """A figure drawn with INK as an <svg> element, whose ids begin with ``name`` and whose text has the page's colour."""
     import matplotlib

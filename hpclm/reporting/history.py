@@ -22,7 +22,7 @@ STAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) ([DIWEC]) (.*)")
 FRESH = re.compile(r"cores? \d[\d,-]*, |.*; fp32 products ")  # what an attempt says first
 BEGINS = re.compile(r"run directory .*(?:(?:resumes|goes on) from step \d+|a new run)$")
 SAVED = re.compile(r"saved step (\d+) in ([\d.]+) s; training waited ([\d.]+) s")
-STEP = re.compile(r"(?:step | iteration +|\| INFO \| train_inner \| .*num_updates=)(\d+)(?:/ *\d+)?(?:  loss | \||, )")
+STEP = re.compile(r"step (\d+)(?:/\d+)?  loss ")
 AGAIN = re.compile(r"start \d+ of job \S+; why the last one ended: (.*)")
 FIGURES = {
     **rows.STEP,

@@ -148,9 +148,7 @@ ENDS = (
     ("failed", re.compile(r"^[-\d]* ?[\d:,]* E (.*)$")),
     ("failed", re.compile(r"^error: (.*)$")),
 )
-STEPS = re.compile(
-    r" I (?:step \d+/?\d*  loss | iteration +\d+/ *\d+ \||\| INFO \| train_inner \| )"
-)  # of each log.style
+STEPS = re.compile(r" I step \d+/?\d*  loss ")
 TERMINATED = re.compile(r"(?:srun|mpirun) ended with exit code 143$")
 TRACE = "Traceback (most recent call last):"
 BEGINS = re.compile(r" run directory .*((?:resumes|goes on) from step \d+|a new run)$|^start \d+ of job \d+ on ")

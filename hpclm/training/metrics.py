@@ -56,12 +56,8 @@ class Meter:
         start: tuple[int, int],
         total: int | None,
         speed: "Speed",
-        per_epoch: float = math.inf,
     ):
-        """``start``: the step and samples the run resumes from. ``total``: its last step, where that is known.
-        ``per_epoch``: samples of one pass over the training data."""
-        self.say_steps, self.say_evaluation = log_lines.STYLES[config.style]
-        self.per_epoch, self._skipped = per_epoch, 0
+        """``start``: the step and samples the run resumes from. ``total``: its last step, where that is known."""
         self.every, (self.start, self.samples), self.total, self.speed = config.every, start, total, speed
         self.path = out / "metrics.jsonl"
         self.losses: dict[tuple[int, str], float | None] = {}
@@ -123,8 +119,7 @@ class Meter:
     def _evaluated(self, row: dict[str, Any]) -> None:
         name = row["part"].removeprefix("valid").removeprefix("/")
         self._write(row, f" {name}" if name else "")
-        for line in self.say_evaluation(row["step"], row["validation_loss"], name):
-            log.info("%s", line)
+        log.info("%s", log_lines.evaluation_line(row["step"], row["validation_loss"], name))
 
     def at_tasks(self, step: int, samples: int, scores: dict[str, dict[str, float]]) -> None:
         """Scores at tasks: task -> metric -> value; empty where they could not be measured."""
@@ -159,9 +154,8 @@ class Meter:
         row = rows[-1] | self.speed(sum(r["batch_size"] for r in rows), seconds)
         row["loss"] = sum(r["loss"] for r in rows) / len(rows)
         row["data_fraction"] = sum(r["data_seconds"] for r in rows) / seconds
-        skipped, self._skipped = int(row["skipped"]) - self._skipped, int(row["skipped"])
-        steps = log_lines.Interval(rows, row, seconds, self.total, skipped, self.per_epoch)
-        log.info("%s", self.say_steps(steps), extra=LIVE)
+        steps = log_lines.Interval(rows, row, seconds, self.total)
+        log.info("%s", log_lines.step_line(steps), extra=LIVE)
 
     def _write(self, row: dict[str, Any], suffix: str = "") -> None:
         """A row of metrics.jsonl, and its scalars under their tags, each followed by ``suffix``."""

@@ -99,7 +99,7 @@ def open_session(config: RunConfig, context: DistributedContext, back_to: int | 
         if context.is_main:
             _notify(notifier, beginning, restarted)
 
-        meter = _meter(config, context, place, length, source, beginning)
+        meter = _meter(config, context, place, length, beginning)
         store.before_publishing = lambda: _write_out(meter, out)
         sinks = opened.enter_context(Sinks(config.log.sinks if context.is_main else [], out))
         opened.enter_context(meter)
@@ -157,7 +157,7 @@ def _store(config: RunConfig, context: DistributedContext, source: Source, lease
     """The run's checkpoints."""
     kept = setup.retention(config, setup.between_saves(config, source))
     about = fingerprint(config, source), context, lease, setup.made(config, context)
-    return CheckpointStore(Path(config.out) / "checkpoints", kept, *about, per_node=config.checkpoint.files == "node")
+    return CheckpointStore(Path(config.out) / "checkpoints", kept, *about)
 
 
 def _begin(
@@ -193,7 +193,6 @@ def _meter(
     context: DistributedContext,
     place: Place,
     length: Length,
-    source: Source,
     beginning: Beginning,
 ) -> Meter:
     """What writes metrics, on rank 0."""
@@ -201,7 +200,7 @@ def _meter(
         return Mute()
     begun = beginning.progress.step, beginning.progress.samples
     fast = speed(config, context.size, place.device, place.dtype)
-    return Meter(Path(config.out), config.log, begun, length.steps, fast, source.per_epoch("train"))
+    return Meter(Path(config.out), config.log, begun, length.steps, fast)
 
 
 def _write_out(meter: Meter, out: Path) -> None:

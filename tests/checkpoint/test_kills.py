@@ -67,16 +67,13 @@ def test_a_kill_at_any_system_call_leaves_the_old_or_the_new(work, step, damage,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("per_node", [False, True], ids=["files of ranks", "file of a node"])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_kill_of_either_of_two_ranks_leaves_the_old_or_the_new(victim, per_node, good, folder, tmp_path):
+def test_a_kill_of_either_of_two_ranks_leaves_the_old_or_the_new(victim, good, folder, tmp_path):
     def both(number, fault):
         reset(folder, good)
         meeting = tmp_path / f"meeting-{number}"
         ranks = [
-            traced.Traced(
-                save_as_rank, folder, 3, rank, meeting, per_node, **(fault if rank == victim else {"calls": None})
-            )
+            traced.Traced(save_as_rank, folder, 3, rank, meeting, **(fault if rank == victim else {"calls": None}))
             for rank in range(2)
         ]
         with ranks[0], ranks[1]:

@@ -13,8 +13,9 @@ import torch
 from hpclm.checkpoint import CheckpointStore, Progress, Retention, staging, tensors
 from hpclm.checkpoint import manifest as manifests
 from hpclm.checkpoint.directory import newest, steps
-from hpclm.checkpoint.fingerprint import check_fingerprint
+from hpclm.checkpoint.fingerprint import check_fingerprint, differences, fingerprint
 from hpclm.checkpoint.manifest import digest_of
+from hpclm.config import ModelConfig, RunConfig
 from hpclm.errors import ConfigError, HpclmError, NoCheckpointError
 from tests.checkpoint.state import FINGERPRINT, State, progress, saved, store
 from tests.runs import ROOT
@@ -174,6 +175,14 @@ def test_another_runs_checkpoints_are_refused_and_every_difference_named(tmp_pat
         other.resume(State(), "auto")
     assert caught.value.problems[1:] == ["data.split was None and is now '1'", "model.layers was 2 and is now 4"]
     check_fingerprint(tmp_path, FINGERPRINT, json.loads(json.dumps(FINGERPRINT)))
+
+
+def test_a_setting_that_a_checkpoint_does_not_know_yet_had_its_default_then():
+    now = fingerprint(RunConfig(name="x", out="x", model=ModelConfig(rope_base=5.0, positions="rope")), None)
+    older = {"model": {name: value for name, value in now["model"].items() if name != "norm_eps"}, "seed": now["seed"]}
+    assert differences(older, now) == []
+    del older["model"]["rope_base"]
+    assert differences(older, now) == ["model.rope_base was 10000.0 and is now 5.0"]
 
 
 def test_a_full_disk_leaves_the_older_ones_alone(tmp_path, monkeypatch):

@@ -45,13 +45,13 @@ def write_beside(gate, folder, step, keep=2):
     return "saved"
 
 
-def save_as_rank(gate, folder, step, rank, meeting, per_node=False):
+def save_as_rank(gate, folder, step, rank, meeting):
     """Save a half each, with another process."""
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(meeting), 2), rank=rank, world_size=2, timeout=timedelta(seconds=30)
     )
     context = DistributedContext(World("test", rank, 2), single().ranks * 2, single().watchdog)
-    made = store(folder, keep=2, context=context, per_node=per_node)
+    made = store(folder, keep=2, context=context)
     engine = State(float(step), rank, 2)
     gate()
     made.save(engine, progress(step))

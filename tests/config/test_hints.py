@@ -47,7 +47,6 @@ MEANT = {
     "checkpoint.save_interval": "checkpoint.every",
     "eval.every": "evaluate.every",
     "profile_step_start": "profile.steps",
-    "log_format": "log.style",
     "logging.every": "log.every",
     "optimizer.name": "optim.name",
     "data.sed": "seed",

@@ -125,3 +125,13 @@ def test_other_settings_files_need_not_be_complete(tmp_path):
     assert "was not written by hpclm" in refused(tmp_path)
     (tmp_path / "config.yaml").rename(tmp_path / "mine.yaml")
     assert config.load(tmp_path / "mine.yaml").optim.lr == 0.1
+
+
+def test_a_removed_setting_may_stand_there_with_the_value_that_changes_nothing(tmp_path):
+    """As an earlier version wrote it."""
+    path = tmp_path / "config.yaml"
+    path.write_text("budget: {steps: 3}\nlog: {style: hpclm, every: 7}\n")
+    assert config.load(path).log.every == 7
+    path.write_text("budget: {steps: 3}\nlog: {style: megatron, every: 7}\n")
+    with pytest.raises(ConfigError, match=r"unknown setting log\.style"):
+        config.load(path)

@@ -50,7 +50,7 @@ def steps(run, engine, batches, start, stop):
 def goes_on(folder, stop, words):
     """Resume from a folder's newest checkpoint, evaluate, train until ``stop``, save: the losses on the way."""
     run, engine, batches, context = made(words)
-    store = CheckpointStore(Path(folder), Retention(2), {}, context, per_node=run.checkpoint.files == "node")
+    store = CheckpointStore(Path(folder), Retention(2), {}, context)
     begun = engine.evaluate(batches.take(0, 5))  # what it gathers must not outlive the loading
     progress = store.resume(engine, "auto")
     losses = [engine.evaluate(batches.take(0, 5))]

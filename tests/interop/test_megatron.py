@@ -338,6 +338,7 @@ REFUSED = {
     "positions": (dict(position_embedding_type="mrope"), "position_embedding_type=mrope"),
     "layers": (dict(num_layers=None), "does not say num_layers"),
     "more layers": (dict(num_layers=5), "has no block4."),
+    "endless": (dict(num_layers=10**4), "tensors, too few for the 10000 layers"),
     "a tensor too many": (dict(num_layers=3), "that this network does not use: block3."),
     "too few rows": (dict(padded_vocab_size=200), "has 96 rows, but model.vocab_size is 200"),
 }

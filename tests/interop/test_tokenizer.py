@@ -11,6 +11,7 @@ from hpclm.checkpoint import inference
 from hpclm.commands.convert import main
 from hpclm.data import tokenizers
 from hpclm.interop.huggingface import special
+from tests.forks import hpclm
 from tests.interop import made
 from tests.shared import shared
 
@@ -47,6 +48,7 @@ ODD = [
     "--- ...",
     "\n",
     "▁so",
+    "E\u0301COLE, A\u030angstro\u0308m, \u017f\u0307",
 ]
 NETWORK = dict(made.LLAMA, vocab_size=400, vocab_multiple=1)
 
@@ -66,8 +68,9 @@ TRAINED = {
     "unigram": dict(model_type="unigram"),
     "word": dict(model_type="word"),
 }
-RUN_BY_SENTENCEPIECE = ("bpe, bytes", "bpe, own pieces", "unigram", "our unigram", "word")
-"""bpe, bytes: the two libraries replace stacked accents in different ways, and unknown characters are not one <unk> here."""
+RUN_BY_SENTENCEPIECE = ("bpe, bytes", "bpe, lower case", "bpe, own pieces", "unigram", "our unigram", "word")
+"""bpe, bytes: the two libraries replace stacked accents in different ways, and unknown characters are not one <unk> here. bpe,
+lower case: decomposed capitals are composed, but not folded there."""
 
 
 @pytest.fixture(params=["json", "gpt2", "wordpiece", "our bpe", "our unigram", *TRAINED])
@@ -151,6 +154,19 @@ def test_a_tokenizer_that_cannot_be_converted_is_skipped_with_a_warning(tmp_path
     (tmp_path / "hf/tokenizer.json").write_bytes(tokenizers.train_bpe([f"{n**4:x}" for n in range(2000)], 420))
     convert(tmp_path / "hf", tmp_path / "more")
     assert "it has 420 entries, but the network 400" in caplog.text
+
+
+def test_a_pattern_on_which_the_library_panics_is_an_error(tmp_path):
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    model = Tokenizer(models.BPE({"a": 0, "b": 1, "<|endoftext|>": 2}, []))
+    model.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    model.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "x.jsonl").write_text(json.dumps({"text": "a" * 40 + "b"}) + "\n")
+    words = ["--output-prefix", tmp_path / "x", "--tokenizer", "json", "--tokenizer-files", tmp_path / "tokenizer.json"]
+    done = hpclm("preprocess", "--input", tmp_path / "x.jsonl", *words, check=64)
+    assert "the tokenizer fails on a text: Onig: Regex search error" in done.stderr and "File" not in done.stderr
+    assert not list(tmp_path.glob("x_*"))
 
 
 def test_a_real_model_of_chinese_gives_the_same_ids_there(tmp_path, caplog):

@@ -209,6 +209,31 @@ def test_what_is_incomplete_is_refused_by_name(tmp_path):
     refused(tmp_path, r"is not the metadata of a checkpoint: .* is in another folder")
 
 
+def change_metadata(folder, change):
+    """Write the .metadata again, after ``change`` of its tensors."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata.state_dict_metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_a_small_index_of_something_huge_is_refused_at_once(tmp_path):
+    key = "decoder.layers.mlp.linear_fc1.weight"
+
+    def deeper(tensors):
+        tensors[key].size = torch.Size((1 << 30, *tensors[key].size[1:]))
+
+    def wider(tensors):
+        old = tensors[key].chunks[-1]
+        size = torch.Size((*old.sizes[:-1], 1 << 40))
+        tensors[key].chunks[-1] = ChunkStorageMetadata(old.offsets, size)
+        tensors[key].size = torch.Size((*tensors[key].size[:-1], 1 << 41))
+
+    for name, change, answer in (("deep", deeper, "describes 10737418"), ("wide", wider, r"a chunk of \d+ values in")):
+        checkpoint(tmp_path / name / "iter", SHAPE, ARGS)
+        change_metadata(tmp_path / name / "iter", change)
+        refused(tmp_path / name, answer)
+
+
 def test_without_an_optimizer_that_fits_the_weights_are_imported_at_step_0(tmp_path, caplog):
     drawn = made.Drawn(ModelConfig(**SHAPE)).weights
     bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_0.param"

@@ -73,7 +73,7 @@ def test_an_error_of_the_thread_ends_the_run(tiny, tmp_path, monkeypatch, capsys
     def broken(row):
         raise RuntimeError(f"no words for step {row.rows[-1]['step']}")
 
-    monkeypatch.setitem(metrics.log_lines.STYLES, "hpclm", (broken, None))
+    monkeypatch.setattr(metrics.log_lines, "step_line", broken)
     assert cli.main(["train", *tiny("run", "checkpoint.every=0")]) not in (0, 85)
     assert "RuntimeError: no words for step 1" in capsys.readouterr().err
     assert len(lines(tmp_path / "run/metrics.jsonl")) < 12

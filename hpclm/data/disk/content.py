@@ -5,7 +5,6 @@ each, big-endian). So corruption can be located, and blocks can be verified sepa
 index, and file and block hashes of the tokens.
 """
 
-import json
 import random
 import re
 import time
@@ -17,9 +16,8 @@ from typing import IO, Any
 import numpy as np
 import xxhash
 
-from hpclm.data.disk.indexed import IndexedDataset, files, sidecar
-from hpclm.errors import ConfigError, unwritten
-from hpclm.files import write_text
+from hpclm.data.disk.indexed import IndexedDataset, files, sidecar, whereabouts
+from hpclm.errors import ConfigError
 
 BLOCK = 1 << 20  # bytes
 DIGEST = 16  # characters of a block's hash
@@ -190,37 +188,6 @@ class Recording:
         return Content(bin, index_hash(self.dataset), blocks, time.strftime("%Y-%m-%dT%H:%M:%S%z"))
 
 
-def add(
-    dataset: IndexedDataset, overwrite: bool = False, vocab_size: int | None = None
-) -> tuple[Content, bool, ZeroPages]:
-    """Store the hashes of a dataset in PREFIX.json, which is created if it is missing.
-
-    Returns the hashes, whether they were added, and the pages of zeros. ConfigError if other hashes are stored there, unless
-    ``overwrite``; for tokens outside the vocabulary (``vocab_size``, or that of its tokenizer); or if it cannot be written.
-    """
-    from hpclm.data.disk.verify import check_tokens, vocabulary
-
-    path, note = files(dataset.prefix)[2], sidecar(dataset.prefix)
-    dataset.check()
-    known = None if overwrite else noted(dataset.prefix)
-    recording = Recording(dataset)
-    check_tokens(dataset, vocabulary(note, vocab_size) if known is None else None, recording, "hash")
-    found = recording.content()
-    if known is not None:
-        if known.blocks != found.blocks:
-            raise differing(dataset, known, found.blocks)
-        if known.idx != found.idx:
-            raise index_damaged(dataset)
-        return known, False, recording.zeros
-    counts = {} if note else {"documents": dataset.document_count, "tokens": dataset.token_count}
-    text = json.dumps(note | counts | {KEY: found.note()}, indent=1, ensure_ascii=False) + "\n"
-    try:
-        write_text(path, text)
-    except OSError as error:
-        raise unwritten(error, path, "no hash was stored") from error
-    return found, True, recording.zeros
-
-
 def index_hash(dataset: IndexedDataset) -> str:
     """The hash of the index as it is now."""
     hasher = Hasher()
@@ -263,8 +230,6 @@ def index_damaged(dataset: IndexedDataset) -> ConfigError:
 
 def damaged(dataset: IndexedDataset, wrong: Sequence[int], checked: int) -> ConfigError:
     """The error for tokens of which the blocks ``wrong``, out of ``checked``, do not match."""
-    from hpclm.data.disk.verify import whereabouts
-
     if not wrong:
         return ConfigError(
             f"{dataset.bin_path} does not have the length that was hashed: it was replaced, or belongs to another dataset"

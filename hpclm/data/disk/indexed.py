@@ -2,6 +2,7 @@
 
 import json
 import mmap
+from bisect import bisect_right
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -243,3 +244,13 @@ def _not_there(prefix: Path, missing: list[str]) -> str:
     near = sorted(str(path.with_suffix("")) for path in folder.glob("*.idx")) if folder.is_dir() else []
     hint = f"; {folder} has {', '.join(near[:5])}" if near else f"; there is no dataset in {folder.absolute()}"
     return f"a dataset consists of {bin_path} and {idx_path}, but {' and '.join(missing)} {'do' if len(missing) > 1 else 'does'} not exist{hint}"
+
+
+def whereabouts(dataset: IndexedDataset, place: int) -> str:
+    """Byte, document and sequence of the token ``flat[place]``, for messages."""
+    sequence = bisect_right(range(len(dataset)), place, key=dataset.place) - 1
+    document = bisect_right(range(dataset.document_count), sequence, key=lambda k: int(dataset.bounds(k, k)[0])) - 1
+    return (
+        f"byte {place * dataset.dtype.itemsize} (document {document}, sequence {sequence}, "
+        f"offset {place - dataset.place(sequence)} in it)"
+    )

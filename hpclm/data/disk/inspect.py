@@ -77,12 +77,6 @@ def words(found: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def draw(found: dict[str, Any], path: Path) -> None:
-    """Write the histogram of a ``report`` to a file."""
-    title = f"{Path(found['prefix']).name}: {found['documents']:,} documents, {found['tokens']:,} tokens"
-    lengths.draw([lengths.Bin(*bin) for bin in found["histogram"]], title, path)
-
-
 def _tokenizer(prefix: Path, kind: str | None, files: list[str]) -> tuple[tokenizers.Tokenizer | None, str | None]:
     try:
         return tokenizers.of_run(DataConfig(prefix=str(prefix), tokenizer=kind, tokenizer_files=files)), None

@@ -1,17 +1,13 @@
-"""Exact document lengths of a dataset, and their histogram as text, SVG or HTML; in constant memory."""
+"""Exact document lengths of a dataset, and their histogram as text; in constant memory."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from html import escape
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpclm.data.disk.indexed import IndexedDataset
-from hpclm.errors import ConfigError
-from hpclm.files import write_text
 
 BLOCK = 1 << 18  # documents that are read at a time
 PERCENTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
@@ -76,67 +72,20 @@ def bins(lengths: Lengths, wanted: int = 16) -> list[Bin]:
 
 def bars(found: list[Bin], width: int) -> str:
     """The bins as a bar chart of ``width`` characters."""
-    names = [_name(bin) for bin in found]
+    names = [name(bin) for bin in found]
     margin = max(map(len, names), default=0)
     room = max(8, width - margin - 2 - max((len(f" {bin.count:,}") for bin in found), default=0))
     most = max((bin.count for bin in found), default=0)
     lines = []
-    for name, bin in zip(names, found, strict=True):
+    for words, bin in zip(names, found, strict=True):
         eighths = math.ceil(8 * room * bin.count / most) if most else 0
         bar = "█" * (eighths // 8) + ("▏▎▍▌▋▊▉"[eighths % 8 - 1] if eighths % 8 else "")
-        lines.append(f"{name:>{margin}}  {bar} {bin.count:,}")
+        lines.append(f"{words:>{margin}}  {bar} {bin.count:,}")
     return "\n".join(lines)
 
 
-def draw(found: list[Bin], title: str, path: Path) -> None:
-    """Write the bins as a bar chart, .svg or .html."""
-    if path.suffix not in (".svg", ".html"):
-        raise ConfigError(f"--histogram {path} must end in .svg or .html")
-    svg = _svg(found, title)
-    page = f"<!DOCTYPE html>\n<meta charset='utf-8'>\n<title>{escape(title)}</title>\n{svg}\n"
-    try:
-        write_text(path, svg + "\n" if path.suffix == ".svg" else page)
-    except OSError as error:
-        raise ConfigError(f"--histogram {path} cannot be written: {error.strerror}") from None
-
-
-def _svg(found: list[Bin], title: str) -> str:
-    left, top, wide, high = 90, 50, 720, 320
-    most = max((bin.count for bin in found), default=0)
-    step = _round_number(max(most, 1) / 4)
-    ceiling = step * max(1, math.ceil(most / step))
-    slot = wide / max(1, len(found))
-    parts = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {left + wide + 30} {top + high + 110}' width='840' "
-        "font-family='sans-serif' font-size='12' fill='#333'>",
-        "<rect width='100%' height='100%' fill='white'/>",
-        f"<text x='{left}' y='28' font-size='16'>{escape(title)}</text>",
-    ]
-    for value in range(0, ceiling + 1, step):
-        y = top + high * (1 - value / ceiling)
-        parts.append(f"<path d='M{left} {y:.1f}h{wide}' stroke='#ddd'/>")
-        parts.append(f"<text x='{left - 8}' y='{y + 4:.1f}' text-anchor='end'>{value:,}</text>")
-    for k, bin in enumerate(found):
-        x, tall = left + k * slot, high * bin.count / ceiling
-        parts.append(
-            f"<rect x='{x + 1:.1f}' y='{top + high - tall:.1f}' width='{slot - 2:.1f}' height='{tall:.1f}' fill='#3b78b5'>"
-            f"<title>{_name(bin)} tokens: {bin.count:,}</title></rect>"
-        )
-        at = f"{x + slot / 2:.1f} {top + high + 14}"
-        parts.append(
-            f"<text transform='translate({at}) rotate(-35)' text-anchor='end' font-size='10'>{_name(bin)}</text>"
-        )
-    middle = top + high / 2
-    parts += [
-        f"<path d='M{left} {top + high}h{wide}' stroke='#333'/>",
-        f"<text x='{left + wide / 2}' y='{top + high + 98}' text-anchor='middle'>tokens in a document</text>",
-        f"<text transform='translate(20 {middle}) rotate(-90)' text-anchor='middle'>documents</text>",
-        "</svg>",
-    ]
-    return "\n".join(parts)
-
-
-def _name(bin: Bin) -> str:
+def name(bin: Bin) -> str:
+    """The lengths of a bin."""
     return f"{bin.low:,}" if bin.low == bin.high else f"{bin.low:,}–{bin.high:,}"
 
 

@@ -1,15 +1,26 @@
-"""Verify a dataset: every entry of its index, every token, and its PREFIX.json."""
+"""Verify a dataset: every entry of its index, every token, and its PREFIX.json; add its hashes there."""
 
-from bisect import bisect_right
+import json
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpclm.data.disk.content import Recording, Verification, index_damaged, index_hash
-from hpclm.data.disk.indexed import IndexedDataset, files, sidecar
-from hpclm.errors import ConfigError
+from hpclm.data.disk.content import (
+    KEY,
+    Content,
+    Recording,
+    Verification,
+    ZeroPages,
+    differing,
+    index_damaged,
+    index_hash,
+    noted,
+)
+from hpclm.data.disk.indexed import IndexedDataset, files, sidecar, whereabouts
+from hpclm.errors import ConfigError, unwritten
+from hpclm.files import write_text
 
 TOKENS = 1 << 22  # tokens that are read at a time
 
@@ -43,6 +54,35 @@ def verify(dataset: IndexedDataset, vocab_size: int | None = None) -> dict[str, 
         "content_added": verification.noted and verification.noted.added,
         "zeros": verification.zeros.told() or None,
     }
+
+
+def add_hashes(
+    dataset: IndexedDataset, overwrite: bool = False, vocab_size: int | None = None
+) -> tuple[Content, bool, ZeroPages]:
+    """Store the hashes of a dataset in PREFIX.json, which is created if it is missing.
+
+    Returns the hashes, whether they were added, and the pages of zeros. ConfigError if other hashes are stored there, unless
+    ``overwrite``; for tokens outside the vocabulary (``vocab_size``, or that of its tokenizer); or if it cannot be written.
+    """
+    path, note = files(dataset.prefix)[2], sidecar(dataset.prefix)
+    dataset.check()
+    known = None if overwrite else noted(dataset.prefix)
+    recording = Recording(dataset)
+    check_tokens(dataset, vocabulary(note, vocab_size) if known is None else None, recording, "hash")
+    found = recording.content()
+    if known is not None:
+        if known.blocks != found.blocks:
+            raise differing(dataset, known, found.blocks)
+        if known.idx != found.idx:
+            raise index_damaged(dataset)
+        return known, False, recording.zeros
+    counts = {} if note else {"documents": dataset.document_count, "tokens": dataset.token_count}
+    text = json.dumps(note | counts | {KEY: found.note()}, indent=1, ensure_ascii=False) + "\n"
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise unwritten(error, path, "no hash was stored") from error
+    return found, True, recording.zeros
 
 
 def vocabulary(note: dict[str, Any], vocab_size: int | None) -> int | None:
@@ -108,13 +148,3 @@ def _check_tokens(
 def _outside(block: NDArray, size: int | None) -> NDArray[np.bool_]:
     wrong = block < 0 if block.dtype.kind == "i" else np.zeros(len(block), bool)
     return wrong if size is None else wrong | (block >= size)
-
-
-def whereabouts(dataset: IndexedDataset, place: int) -> str:
-    """Byte, document and sequence of the token ``flat[place]``, for messages."""
-    sequence = bisect_right(range(len(dataset)), place, key=dataset.place) - 1
-    document = bisect_right(range(dataset.document_count), sequence, key=lambda k: int(dataset.bounds(k, k)[0])) - 1
-    return (
-        f"byte {place * dataset.dtype.itemsize} (document {document}, sequence {sequence}, "
-        f"offset {place - dataset.place(sequence)} in it)"
-    )

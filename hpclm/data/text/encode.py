@@ -258,8 +258,6 @@ def _column(texts: list[str], job: Job, chunk: Chunk, key: int) -> Column:
 
 def _split(texts: list[str], job: Job) -> tuple[list[str], NDArray[np.int64], int]:
     """All sentences, the number in each text, and the number of texts that could not be split."""
-    from hpclm.data.text.encode import sentences
-
     pieces: list[str] = []
     of = np.empty(len(texts), np.int64)
     unsplit = 0

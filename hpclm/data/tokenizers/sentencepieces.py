@@ -2,7 +2,6 @@
 
 import io
 import re
-import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,11 +80,7 @@ class Merging:
 
 def merging(tokenizer: SentencePiece) -> Merging | None:
     """The parameters of the tokenizer's model; None if it is not a BPE, or has features that other libraries lack."""
-    from sentencepiece import sentencepiece_model_pb2
-
-    messages: Any = sentencepiece_model_pb2  # its classes are created at run time
-    proto = messages.ModelProto()
-    proto.ParseFromString(tokenizer.model.serialized_model_proto())
+    proto = _message(tokenizer.model.serialized_model_proto())
     trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
     whole = any(piece.type == USER_DEFINED for piece in proto.pieces)  # user-defined pieces are never split
     usual = normalizer.escape_whitespaces and not trainer.treat_whitespace_as_suffix
@@ -112,9 +107,10 @@ def processor(kind: str, path: Path, extra_ids: int = 0) -> Any:
     there = [k for k in range(extra_ids) if model.id_to_piece(model.piece_to_id(EXTRA.format(k))) == EXTRA.format(k)]
     if there:
         raise ConfigError(f"{path} already has <extra_id_{there[0]}> and {len(there) - 1} more; leave out extra_ids")
-    # A protobuf message is the concatenation of its fields, so pieces are added by appending them.
-    added = b"".join(_piece(EXTRA.format(k)) for k in reversed(range(extra_ids)))
-    return SentencePieceProcessor(model_proto=read_bytes(path) + added)
+    proto = _message(read_bytes(path))
+    for k in reversed(range(extra_ids)):
+        proto.pieces.add(piece=EXTRA.format(k), score=0.0, type=USER_DEFINED)
+    return SentencePieceProcessor(model_proto=proto.SerializeToString())
 
 
 def pieces(model: Any, texts: list[str]) -> Batch:
@@ -154,8 +150,11 @@ def train_sentencepiece(texts: Iterable[str], kind: str, vocab_size: int) -> byt
     return model.getvalue()
 
 
-def _piece(text: str) -> bytes:
-    """A user-defined piece as field 1 of a ModelProto: {1: text, 2: score as float, 3: type}."""
-    raw = text.encode()
-    inner = bytes([0x0A, len(raw)]) + raw + b"\x15" + struct.pack("<f", 0.0) + bytes([0x18, USER_DEFINED])
-    return bytes([0x0A, len(inner)]) + inner
+def _message(model: bytes) -> Any:
+    """The ModelProto in a .model file."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    messages: Any = sentencepiece_model_pb2  # its classes are created at run time
+    proto = messages.ModelProto()
+    proto.ParseFromString(model)
+    return proto

@@ -121,8 +121,9 @@ def unsupported_rope(tree: Json, part: str = "partial_rotary_factor", absent: fl
 
 
 def _rope(tree: Json) -> Json:
-    """Parameters of rotary positions: rope_parameters since transformers 5, rope_scaling before."""
-    return tree.get("rope_parameters") or tree.get("rope_scaling") or {}
+    """Parameters of rotary positions: rope_parameters since transformers 5, rope_scaling before; with both, transformers 5
+    takes rope_scaling (``RotaryEmbeddingConfigMixin.convert_rope_params_to_dict``)."""
+    return tree.get("rope_scaling") or tree.get("rope_parameters") or {}
 
 
 def _shown(value: Any) -> str:

@@ -3,6 +3,8 @@
 import json
 import logging
 import shutil
+import sys
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -136,7 +138,7 @@ def differing(tokenizer: Tokenizer, other: Callable[[str], list[int]]) -> str | 
     size = tokenizer.size
     pieces = (range(begin, min(begin + WIDTH, size)) for begin in range(0, size, max(WIDTH, size // CHUNKS)))
     written = (tokenizer.decode(list(ids)) for ids in pieces)
-    for text in (*PROBES, *written, *_extra(tokenizer)):
+    for text in (*PROBES, *written, *_characters(), *_extra(tokenizer)):
         ours, theirs = tokenizer.encode(text), other(text)
         if ours != theirs:
             shown = text if len(text) < 60 else f"{text[:57]}..."
@@ -147,6 +149,19 @@ def differing(tokenizer: Tokenizer, other: Callable[[str], list[int]]) -> str | 
             begin = f"from id {same} on " if same else ""
             return f"{shown!r} is {begin}{ours[same : same + 6]} here and {theirs[same : same + 6]} there"
     return None
+
+
+def _characters() -> Iterator[str]:
+    """Texts with every character that normalisation may change, as it is and decomposed, in both cases."""
+    changed = (c for c in map(chr, range(0x80, sys.maxunicode)) if unicodedata.decomposition(c) or c.lower() != c)
+    forms = [
+        form
+        for c in changed
+        for form in dict.fromkeys(
+            [c, *(unicodedata.normalize(nf, x) for nf in ("NFD", "NFKD") for x in (c, c.upper()))]
+        )
+    ]
+    return (" ".join(forms[begin : begin + 64]) for begin in range(0, len(forms), 64))
 
 
 def _extra(tokenizer: Tokenizer) -> Iterator[str]:

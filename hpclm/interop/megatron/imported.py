@@ -16,7 +16,7 @@ from hpclm.interop import run
 from hpclm.interop.megatron import torch_dist, training
 from hpclm.interop.megatron.layout import State, distributed, read
 from hpclm.interop.megatron.settings import settings, swapped
-from hpclm.interop.rules import placements, same, table
+from hpclm.interop.rules import check_depth, placements, same, table
 from hpclm.interop.run import fresh
 from hpclm.parallel.placement import Placement
 
@@ -117,6 +117,7 @@ def convert(folder: Path, target: Path, words: list[str]) -> ModelConfig:
             "model.vocab_size=%d is the checkpoint's, which may include padding; if so, give the tokenizer's size",
             config.vocab_size,
         )
+    check_depth(config, len(state.parts), str(folder))
     source = Merged(state, config)
     rules = [table(name, name, config) if name in EMBEDDINGS else same(name, name) for name in source.placements]
     moments = {moment: Merged(state, config, moment) for moment in state.moments}

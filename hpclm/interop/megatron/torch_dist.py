@@ -34,6 +34,7 @@ STACKED = re.compile(r"((?:encoder|transformer|decoder)\.layers)\.(?!\d)(.+)")
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")
 NO_TENSORS = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state")
 MOMENTS = ("exp_avg", "exp_avg_sq")
+MOST = 1 << 20  # tensors of single layers; the largest networks have thousands
 
 
 class Record:
@@ -111,6 +112,8 @@ class Parts(Mapping[str, list[Tensor]]):
         """``shapes``: of the weights, which the optimizer may keep in another form."""
         self._stored, self._shapes = stored, shapes
         self._keys: dict[str, tuple[str, int | None]] = {}
+        if (count := sum(shapes[key][0] for key in stored if STACKED.fullmatch(key))) > MOST:
+            raise ConfigError(f".metadata describes {count} tensors of layers; at most {MOST} are read")
         for key in stored:
             stack = STACKED.fullmatch(key)
             for layer in range(shapes[key][0] if stack else 0):
@@ -213,6 +216,8 @@ def _stored(folder: Path, name: str, one: Any, places: Mapping[Any, Any]) -> Sto
         if Path(place.relative_path).name != place.relative_path or getattr(place, "transform_descriptors", None):
             raise ValueError(f"{name} is in another folder, or compressed")
         offset, length = _sizes((place.offset, place.length))
+        if math.prod(size) > length:  # a value takes at least a byte
+            raise ValueError(f"{name} has a chunk of {math.prod(size)} values in {length} bytes")
         chunks.append(Chunk(start, size, folder / place.relative_path, offset, length))
     if not shape:
         return Stored(name, (1,), tuple(Chunk((0,), (1,), c.path, c.offset, c.length) for c in chunks))

@@ -18,7 +18,7 @@ from hpclm.data.corpus import SAMPLED
 from hpclm.data.disk import content
 from hpclm.data.disk.content import BLOCK, DIGEST, Hasher
 from hpclm.data.disk.indexed import IndexedDataset, sidecar
-from hpclm.data.disk.verify import verify
+from hpclm.data.disk.verify import add_hashes, verify
 from hpclm.data.disk.writer import Writer
 from hpclm.distributed.context import single
 from hpclm.errors import ConfigError
@@ -246,7 +246,7 @@ def test_a_run_does_not_resume_with_other_content_if_both_hashes_are_known(large
 def test_a_dataset_with_hashes_but_no_tokenizer_can_be_read(tmp_path):
     write(tmp_path / "x", [[[1, 2, 3] * 300]])
     (tmp_path / "x.json").unlink()
-    content.add(IndexedDataset(tmp_path / "x"))
+    add_hashes(IndexedDataset(tmp_path / "x"))
     config = from_cli(words(tmp_path / "x", "data.split=100,0,0"))
     assert sources.build(config).fingerprint["tokenizer"] is None
     with pytest.raises(ConfigError, match="does not name its tokenizer"):

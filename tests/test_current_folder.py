@@ -109,11 +109,14 @@ def image(template):
     return ["job.container=x.sif", "job.venv=null"] if template == "container" else []
 
 
-@pytest.mark.parametrize("words", [["hpclm", "--version"], pytest.param(["hpclm", "submit"], marks=pytest.mark.whole)])
+SHORT = python.command("hpclm", "--version")
+TRAINED = [HPCLM, "submit", "--cluster", "local", "TINY"]
+
+
+@pytest.mark.parametrize("words", [SHORT, pytest.param(TRAINED, marks=pytest.mark.whole)], ids=["short", "trained"])
 def test_it_runs_in_a_folder_that_has_a_clone_in_it(words, tiny, tmp_path):
     (tmp_path / "hpclm" / "hpclm").mkdir(parents=True)
-    more = ["--cluster", "local", *tiny()] if "submit" in words else []
-    done = run([*python.command(*words), *more], tmp_path, PYTHONPATH=python.env()["PYTHONPATH"])
+    done = run([w for word in words for w in (tiny() if word == "TINY" else [word])], tmp_path)
     assert done.returncode == 0, done.stderr
 
 

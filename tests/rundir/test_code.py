@@ -69,7 +69,8 @@ def test_a_warning_says_that_the_code_has_changed_since_the_last_attempt(mine, t
 
     def train(*more):
         command = [sys.executable, "-m", "hpclm", "train", *words, *more]
-        done = subprocess.run(command, cwd=mine, capture_output=True, text=True, timeout=120)
+        env = os.environ | {"PYTHONPATH": str(mine)}
+        done = subprocess.run(command, cwd=mine, env=env, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         return warning in done.stderr
 

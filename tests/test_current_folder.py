@@ -122,4 +122,4 @@ def test_it_runs_in_a_folder_that_has_a_clone_in_it(words, tiny, tmp_path):
 
 def test_the_job_templates_start_python_as_everything_else_does():
     for template in (ROOT / "slurm").glob("*.sbatch"):
-        assert f"module='{python.CODE}'\n" in template.read_text(), template
+        assert f"module='{python.CODE}' #" in template.read_text(), template

@@ -154,7 +154,6 @@ def sentencepiece(corpus: Path, model: str, rounds: int) -> Figures:
 def preprocessed(corpus: Path, kind: str, files: list[str]) -> float:
     """CPU-seconds of ``hpclm preprocess`` in this process, less those of a single line."""
     from hpclm.commands import preprocess
-    from hpclm.node import python
 
     tiny = corpus.with_name("tiny.jsonl")
     tiny.write_text('{"text": "x"}\n')
@@ -170,6 +169,8 @@ def preprocessed(corpus: Path, kind: str, files: list[str]) -> float:
 
 def memory(corpus: Path, files: list[str]) -> None:
     """Print the largest process of ``hpclm preprocess``, with one worker and with two."""
+    from hpclm.node import python
+
     for workers in (1, 2):
         words = ["--input", str(corpus), "--output-prefix", str(corpus.with_name("ours")), "--tokenizer", "gpt2"]
         code = (

@@ -7,6 +7,17 @@ The command ``hpclm --help`` has all verbs. The interface for Python, docs/pytho
 >>> hpclm.metrics(run)[-1]["loss"]
 """
 
+import sys
+
+# python -m puts the current folder first, where anybody may have put a torch.py: away with it before any import, unless it is
+# the clone that this file is in
+if (
+    sys.argv[:1] == ["-m"]
+    and not (sys.flags.isolated or getattr(sys.flags, "safe_path", False))
+    and sys.path[0] != __file__.removesuffix("/hpclm/__init__.py")
+):
+    del sys.path[0]
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

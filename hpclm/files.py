@@ -17,6 +17,7 @@ import shlex
 import shutil
 import socket
 import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -147,6 +148,28 @@ def exposed_folder(folder: Path, sticky: bool = False) -> str | None:
     /tmp prevents. None if only this user and root could."""
     status = folder.stat()
     return _exposed(f"folder {folder}", status, 0 if sticky and status.st_mode & stat.S_ISVTX else OTHERS)
+
+
+def own_temporary(name: str) -> Path:
+    """The folder ``name`` of this user in TMPDIR or /tmp, which all processes on this machine share.
+
+    If another user has made one of that name, a new one with a random name. ConfigError if others could replace either.
+    """
+    parent = Path(tempfile.gettempdir())
+    mode = parent.stat().st_mode
+    if mode & OTHERS and not mode & stat.S_ISVTX:
+        raise ConfigError(
+            f"code is compiled in {parent}, but others could replace it there (mode {stat.S_IMODE(mode):04o}); set TMPDIR "
+            "to a folder of your own"
+        )
+    path = parent / f"{name}-{os.geteuid()}"
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    status = path.lstat()
+    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & OTHERS:
+        return path
+    log.warning("%s was made by another user, or others can write to it: using a new folder instead", path)
+    return Path(tempfile.mkdtemp(prefix=f"{name}-"))
 
 
 def _exposed(name: str, status: os.stat_result, modes: int) -> str | None:

@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from importlib import import_module, util
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,14 @@ def lookup(kind: str, name: str, table: Mapping[str, str], check: Check) -> Any:
         with extras.needed_for(f"{kind} {name!r}"):
             return load(table[name])
     module, _, attribute = name.partition(":")
-    note = _allow_import(kind, name, module)
+    top = module.partition(".")[0]
+    if _standard(top):
+        raise ConfigError(f"{kind} {name!r}: {top} is part of Python's standard library, which contains no {kind}")
     try:
         found = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
+        here = Path(top).is_dir() or Path(f"{top}.py").exists()
+        note = f"; the current folder is not searched: start with PYTHONPATH={files.typed(Path.cwd())}" if here else ""
         raise ConfigError(f"{kind} {name!r} cannot be loaded: {error}{note}") from error
     lacks = "is part of Python's standard library" if _standard(getattr(found, "__module__", None)) else check(found)
     if lacks:
@@ -91,29 +95,6 @@ def hint(name: str, known: Mapping[str, Any] | list[str]) -> str:
     """`` Did you mean 'x'?`` for the most similar known name, or ""."""
     near = get_close_matches(name, list(known), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
-
-
-def _allow_import(kind: str, name: str, module: str) -> str:
-    """Make modules in the current folder importable if only the user can write there; otherwise a note for errors.
-
-    ConfigError if the module must not be imported.
-    """
-    top = module.partition(".")[0]
-    if _standard(top):
-        raise ConfigError(f"{kind} {name!r}: {top} is part of Python's standard library, which contains no {kind}")
-    here = Path.cwd()
-    exposed = files.exposed_folder(here)
-    if not exposed:
-        if str(here) not in sys.path:
-            sys.path.append(str(here))  # last, so that it does not shadow other modules
-        return ""
-    note = f"; this folder is not searched: {exposed}; PYTHONPATH names folders that are"
-    if str(here) not in sys.path[1:] and top not in sys.modules:  # python -m has put it first in sys.path
-        found = util.find_spec(top)
-        places = [found.origin or "", *(found.submodule_search_locations or [])] if found else []
-        if any(Path(place).is_relative_to(here) for place in places if place):
-            raise ConfigError(f"{kind} {name!r} is not loaded from {places[0] or places[-1]}{note}")
-    return note
 
 
 def _standard(module: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -9,6 +10,8 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+
+from hpclm.node import python
 
 ROOT = Path(__file__).parents[1]
 
@@ -19,6 +22,11 @@ def hpclm(*words, check=None, **kwargs):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=kwargs.pop("cwd", ROOT), **kwargs)
     assert check is None or done.returncode == check, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
+
+
+def command_of(module):
+    """A pattern of the command lines with which hpclm starts ``module``."""
+    return rf"^\S*python\S* -u -c {re.escape(python.CODE)} {re.escape(module)} "
 
 
 def shown_on(terminal):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import ROOT, figures, hpclm, lines
+from tests.runs import ROOT, command_of, figures, hpclm, lines
 
 MARK = str(20_000_000 + os.getpid())
 TWO_BY_TWO = ["--nodes=2", "--ntasks-per-node=2"]
@@ -100,7 +100,7 @@ RANKS = {"srun": "SLURM_PROCID", "torchrun": "RANK", "mpirun": "OMPI_COMM_WORLD_
 
 def training(cluster):
     """Processes of ranks, whatever started them."""
-    return [p for p in cluster.processes(r"^\S*python\S* -u -m hpclm\.train ") if "configs/debug.yaml" in p.words]
+    return [p for p in cluster.processes(command_of("hpclm.train")) if "configs/debug.yaml" in p.words]
 
 
 def is_rank(pid, template, rank):
@@ -160,7 +160,7 @@ def test_a_job_with_a_stopped_rank_is_requeued_and_the_rank_is_gone(cluster, wor
     while not any('"step": 3,' in line for line in lines(out / "metrics.jsonl")):
         assert time.monotonic() < until, [cluster.show(job), *(log.read_text() for log in out.glob("logs/job-*.log"))]
         time.sleep(0.2)
-    ranks = [p for p in cluster.processes(r"^\S*python\S* -u -m hpclm\.train ") if str(out) in p.words]
+    ranks = [p for p in cluster.processes(command_of("hpclm.train")) if str(out) in p.words]
     (stopped,) = [p for p in ranks if is_rank(p.pid, "srun", 1)]
     os.kill(stopped.pid, signal.SIGSTOP)
     while cluster.show(job)["Restarts"] != "1":

@@ -10,14 +10,14 @@ import time
 import pytest
 
 from tests.forks import Ranks
-from tests.runs import ROOT, figures, lines, losses
+from tests.runs import ROOT, command_of, figures, lines, losses
 from tests.slurm import ENDED, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 EVERY = 5  # steps between saves
 RUN = ["configs/debug.yaml", "engine.device=cpu", "log.tensorboard=false", f"checkpoint.every={EVERY}"]
 RUN += ["model.dropout=0.1", "evaluate.every=20", "evaluate.batches=2"]
-RANK = r"^\S*python\S* -u -m hpclm\.train "
+RANK = command_of("hpclm.train")
 
 
 def uninterrupted(folder, size, *words):

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.runs import ROOT, lines
+from tests.runs import ROOT, command_of, lines
 from tests.slurm import until
 from tests.test_preemption import Job
 
@@ -122,5 +122,5 @@ def test_a_template_by_hand_counts_the_starts_of_a_run_wherever_its_directory_is
     options = ["--parsable", "--time=5", f"--output={tmp_path}/job-%j.log"]
     job = cluster.run(["sbatch", *options, ROOT / "slurm/srun.sbatch", *words], env=env, cwd=ROOT).stdout.strip()
     until(lambda: len(lines(tmp_path / "run/metrics.jsonl")) > 1, 60, "step", cluster)
-    kill(cluster, rf"\S*python\S* -u -m hpclm\.train .*{tmp_path}/run")
+    kill(cluster, rf"{command_of('hpclm.train')}.*{tmp_path}/run")
     until(lambda: int(cluster.show(job)["Restarts"]) == 1, 60, "restart", cluster)

@@ -217,13 +217,15 @@ def settings(clients: int, out: Path, steps: int) -> list[str]:
 
 def ranks(clients: int, out: Path) -> dict[str, Any]:
     """Seconds until N ranks of the debug model on this machine have done their first step."""
+    from hpclm.node import python
+
     words = settings(clients, out, steps=1)
     before, began = os.times(), time.perf_counter()
     with ExitStack() as opened:
         started = [
             opened.enter_context(
                 subprocess.Popen(
-                    [sys.executable, "-m", "hpclm.train", *words],
+                    python.command("hpclm.train", *words),
                     env=env,
                     stdout=subprocess.DEVNULL,
                 )

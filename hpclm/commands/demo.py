@@ -4,7 +4,6 @@ import json
 import random
 import shlex
 import subprocess
-import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 from hpclm import cli, files
 from hpclm.config import RunConfig
 from hpclm.errors import ConfigError
+from hpclm.node import python
 from hpclm.terminal import say
 
 FOLDER = Path("demo")
@@ -98,5 +98,5 @@ def _step(title: str, words: Sequence[str]) -> int:
     """Show and run an hpclm command; its exit code."""
     say(f"\n== {title}")
     say(f"   $ hpclm {shlex.join(words)}", flush=True)
-    code = subprocess.run([sys.executable, "-m", "hpclm", *words]).returncode
+    code = subprocess.run(python.command("hpclm", *words), env=python.env()).returncode
     return code if code >= 0 else 128 - code

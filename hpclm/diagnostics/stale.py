@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpclm.distributed import bootstrap
-from hpclm.node import processes, secrets
+from hpclm.node import processes, python, secrets
 from hpclm.node.processes import Process
 
 GRACE = 3.0  # seconds between TERM and KILL
@@ -94,6 +94,8 @@ def _program(command: list[str]) -> tuple[str, list[str]]:
         del rest[: 2 if rest[0] in ("-X", "-W") else 1]
     if rest[:1] == ["-m"]:
         del rest[0]
+    elif rest[:2] == ["-c", python.CODE]:
+        del rest[:2]
     return (Path(rest[0]).name, rest[1:]) if rest else ("", [])
 
 

@@ -1,6 +1,6 @@
 """torchrun's elastic agent: it starts the ranks of one node, watches them, restarts them and ends them.
 
-In a job of several nodes, the template starts one on each node (``python -m hpclm.launch.elastic TORCHRUN-ARGUMENTS``),
+In a job of several nodes, the template starts one on each node (``hpclm.launch.elastic TORCHRUN-ARGUMENTS``),
 and they connect as torchrun's agents do; ``one_machine`` runs a single one. Differences from torchrun: the exit code is
 that of the rank that failed, signals are forwarded to the ranks so that they can save, and a rank that exits on purpose
 is not restarted.
@@ -32,7 +32,7 @@ from hpclm.distributed import bootstrap, failure, restart
 from hpclm.distributed.failure import Failure
 from hpclm.distributed.restart import RESTARTED
 from hpclm.launch import foreground, restarts
-from hpclm.node import affinity, preemption, processes
+from hpclm.node import affinity, preemption, processes, python
 
 FINAL = {errors.REQUEUE, 64, 66, 75, 93}
 """Exit codes of a rank that exits on purpose: restarting it here would not help."""
@@ -212,7 +212,7 @@ class Agent(LocalElasticAgent):
 
 
 def main(argv: list[str]) -> int:
-    """Run this node's ranks in a job of several nodes; takes torchrun's arguments."""
+    """Run this node's ranks in a job of several nodes; takes torchrun's arguments, with -m MODULE."""
     from torch.distributed import run
     from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous import registry as rendezvous
@@ -220,7 +220,8 @@ def main(argv: list[str]) -> int:
     args = run.parse_args(argv)
     if str(args.nproc_per_node).isdigit():
         affinity.limit_threads_of(int(args.nproc_per_node))
-    config, command, words = run.config_from_args(args)
+    config, _, _ = run.config_from_args(args)
+    command = python.command(args.training_script, *args.training_script_args)
     parameters = RendezvousParameters(
         backend=config.rdzv_backend,
         endpoint=config.rdzv_endpoint,
@@ -231,7 +232,7 @@ def main(argv: list[str]) -> int:
         **config.rdzv_configs,
     )
     handler = rendezvous.get_rendezvous_handler(parameters)
-    spec = specification([str(command), *map(str, words)], config.nproc_per_node, handler, config.max_restarts)
+    spec = specification(command, config.nproc_per_node, handler, config.max_restarts)
     assert config.logs_specs is not None
     spares = int(os.environ.get("HPCLM_SPARES") or 0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # srun sends it when the agent of another node exits

@@ -1,14 +1,13 @@
 """Start a run's ranks on this machine through torchrun's agent: one for each GPU, or as many as requested on a CPU."""
 
 import secrets
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hpclm.config import JobConfig, RunConfig
 from hpclm.errors import ConfigError
 from hpclm.launch import foreground
-from hpclm.node import environment, gpus
+from hpclm.node import environment, gpus, python
 
 IGNORED = ("modules", "conda", "setup", "container", "snapshot")
 """Settings that only have an effect in a job script."""
@@ -42,7 +41,7 @@ def check(config: RunConfig) -> None:
 
 def train(path: Path) -> tuple[str, ...]:
     """The command of every rank."""
-    return (sys.executable, "-u", "-m", "hpclm.train", str(path.absolute()))
+    return python.command("hpclm.train", str(path.absolute()))
 
 
 def process_count(config: RunConfig, found: int) -> int:

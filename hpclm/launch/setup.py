@@ -35,7 +35,8 @@ def lines(config: RunConfig, path: Path, folders: Iterable[Path] = ()) -> Iterat
     yield from job.setup
     if job.snapshot:
         folder = shlex.quote(str(code.folder(path.parent, code.sources(config))))
-        yield f"export PYTHONPATH={folder}${{PYTHONPATH:+:$PYTHONPATH}} PYTHONSAFEPATH=1 {environment.SNAPSHOT}={folder}"
+        yield f"export PYTHONPATH={folder}${{PYTHONPATH:+:$PYTHONPATH}} {environment.SNAPSHOT}={folder}"
+    yield "export PYTHONSAFEPATH=1"  # for what libraries start, and a user's own template
     if job.container:
         yield f"inside=({_container(config, path, list(folders))})"
     yield f"set -- {shlex.quote(str(path))}"
@@ -48,14 +49,25 @@ def _python(job: JobConfig) -> Iterator[str]:
     elif job.conda:
         yield 'eval "$(conda shell.bash hook)" || exit 64'
         yield f"conda activate {shlex.quote(job.conda)} || exit 64"
-    if job.venv or job.conda or job.container:
+    if _other_python(job):
         yield "python=python"
-        return
-    yield f"python={shlex.quote(sys.executable or 'python3')}"
-    if sys.prefix != sys.base_prefix:  # its mpirun fits its mpi4py
-        yield f'export PATH={shlex.quote(str(Path(sys.prefix) / "bin"))}:"$PATH"'
-    if not shipped.installed():
+    else:
+        yield f"python={shlex.quote(sys.executable or 'python3')}"
+        if sys.prefix != sys.base_prefix:  # its mpirun fits its mpi4py
+            yield f'export PATH={shlex.quote(str(Path(sys.prefix) / "bin"))}:"$PATH"'
+    if _runs_clone(job):
         yield f"export PYTHONPATH={shlex.quote(str(shipped.PACKAGE.parent))}${{PYTHONPATH:+:$PYTHONPATH}}"
+
+
+def _other_python(job: JobConfig) -> bool:
+    return bool(job.venv or job.conda or job.container)
+
+
+def _runs_clone(job: JobConfig) -> bool:
+    """Whether the job runs the code of the clone that this process runs: another Python has its own, unless the current folder is
+    the clone."""
+    clone = shipped.PACKAGE.parent
+    return not shipped.installed() and (not _other_python(job) or Path.cwd() == clone.resolve())
 
 
 def _container(config: RunConfig, path: Path, folders: list[Path]) -> str:
@@ -81,6 +93,7 @@ def _container(config: RunConfig, path: Path, folders: list[Path]) -> str:
         f"--workdir={here}",
     ]
     words += [f"--volume={mount}" for mount in mounts] + ["--gpus=all"] * gpus
+    words += ["--env=PYTHONPATH"] * (job.snapshot or _runs_clone(job))
     words += [f"--env={variable}" for variable in job.env] + [image]
     start = f"""exec docker run $(compgen -e | grep -E '{_HANDED_ON}' | sed s/^/--env=/) "$@\""""
     return shlex.join(["bash", "-c", start, "docker", *words])

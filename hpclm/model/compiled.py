@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from hpclm.node import environment
+
 log = logging.getLogger(__name__)
 VARIANTS = 64  # of one layer: shapes of micro-batches, training and evaluation; PyTorch gives up after 8
 
@@ -18,6 +20,7 @@ def compile_layers(layers: Iterable[nn.Module], whole: bool, backend: Any = "ind
     import torch._dynamo
     import torch._functorch.config
 
+    environment.for_inductor()
     torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
     # with the forward pass, where a failure has the layer run as it is; in the backward pass it would end the run
     torch._functorch.config.force_non_lazy_backward_lowering = True
@@ -33,6 +36,7 @@ def compile_function(
     """``function`` compiled as one graph when it first runs; ``plain``, which gives the same, where that fails."""
     import torch
 
+    environment.for_inductor()
     call: Callable[..., Any] | None = torch.compile(function, dynamic=False, fullgraph=True, backend=backend)
 
     def attempt(*args: Any, **kwargs: Any) -> Any:

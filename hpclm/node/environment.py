@@ -2,9 +2,11 @@
 
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
+
+from hpclm import files
+from hpclm.node import python
 
 SNAPSHOT = "HPCLM_SNAPSHOT"
 """The snapshot of the code that a job runs."""
@@ -25,8 +27,8 @@ OPTIONS = {
 
 
 def inherited(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """A copy of the environment, without the variables of an outer launch by hpclm or torchrun."""
-    return {name: value for name, value in env.items() if name not in LAUNCH and not TORCHRUN.fullmatch(name)}
+    """The environment of what hpclm starts (``python.env``), without the variables of an outer launch by hpclm or torchrun."""
+    return python.env({k: v for k, v in env.items() if k not in LAUNCH and not TORCHRUN.fullmatch(k)})
 
 
 def replace(env: Mapping[str, str]) -> None:
@@ -57,8 +59,14 @@ def for_deepspeed(kind: str, index: int, builds: bool = False, env: MutableMappi
     if "OMPI_COMM_WORLD_LOCAL_RANK" in env:  # must equal LOCAL_RANK; it does not if each task sees only one GPU
         env["OMPI_COMM_WORLD_LOCAL_RANK"] = str(index)
     if builds and "TORCH_EXTENSIONS_DIR" not in env and "SLURM_JOB_ID" in env:
-        name = f"hpclm-extensions-{os.getuid()}-{env['SLURM_JOB_ID']}-{env.get('SLURM_RESTART_COUNT', '0')}"
-        env["TORCH_EXTENSIONS_DIR"] = str(Path(env.get("TMPDIR") or tempfile.gettempdir()) / name)
+        name = f"hpclm-extensions-{env['SLURM_JOB_ID']}-{env.get('SLURM_RESTART_COUNT', '0')}"
+        env["TORCH_EXTENSIONS_DIR"] = str(files.own_temporary(name))
+
+
+def for_inductor(env: MutableMapping[str, str] = os.environ) -> None:
+    """Set where torch.compile keeps what it has compiled on this node; PyTorch's own default may be another user's folder."""
+    if "TORCHINDUCTOR_CACHE_DIR" not in env:
+        env["TORCHINDUCTOR_CACHE_DIR"] = str(files.own_temporary("hpclm-inductor"))
 
 
 def to_unset(options: Iterable[str], env: Mapping[str, str] = os.environ) -> list[str]:

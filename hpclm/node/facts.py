@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from hpclm import __version__
-from hpclm.node import affinity, processes
+from hpclm.node import affinity, processes, python
 from hpclm.node.processes import NoAnswerError
 
 if TYPE_CHECKING:
@@ -195,7 +195,8 @@ def _nccl() -> str | None:
 
 def ask_python(code: str, env: Mapping[str, str], seconds: float = 30) -> Facts:
     """What ``code`` prints as JSON, run by this interpreter without the launcher's variables."""
-    clean = {name: value for name, value in env.items() if not name.startswith(LAUNCHERS)}
+    clean = python.env({name: value for name, value in env.items() if not name.startswith(LAUNCHERS)})
+    code = f"{python.WITHOUT_FOLDER}\n{code}"
     try:
         status, output, errors = processes.ask([sys.executable, "-c", code], seconds, clean)
     except NoAnswerError as error:

@@ -99,8 +99,8 @@ def check_snapshot() -> None:
     wanted, runs = environment.snapshot(), ROOT.resolve()
     if wanted and not runs.is_relative_to(wanted.resolve()):
         raise ConfigError(
-            f"job.snapshot=true: this process should run {wanted}, but runs {runs}; Python before 3.11 imports from the "
-            "working directory first, so submit from another folder, and do not change PYTHONPATH in job.setup"
+            f"job.snapshot=true: this process should run {wanted}, but runs {runs}; do not change "
+            "PYTHONPATH in job.setup"
         )
 
 
@@ -138,7 +138,7 @@ def _package(root: Path) -> dict[str, Path]:
 def _own(top: str) -> Path | None:
     """The file of the user's module or package ``top``; None if it is installed, or does not exist."""
     copied = environment.snapshot()
-    spec = PathFinder.find_spec(top, [*([str(copied)] if copied else []), *sys.path, str(Path.cwd())])
+    spec = PathFinder.find_spec(top, [*([str(copied)] if copied else []), *sys.path])
     origin = Path(spec.origin) if spec and spec.has_location and spec.origin else None
     installed = {"site-packages", "dist-packages"}
     if origin is None or installed & set(origin.parts) or origin.is_relative_to(Path(ast.__file__).parent):

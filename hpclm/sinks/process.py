@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -13,6 +12,7 @@ from typing import IO
 
 from hpclm import files
 from hpclm.errors import REQUEUE
+from hpclm.node import python
 
 log = logging.getLogger(__name__)
 SECONDS = {0: 30.0, REQUEUE: 5.0}
@@ -37,11 +37,12 @@ class Sinks:
     def start(self) -> None:
         """Start sending, once metrics.jsonl ends where the run resumes."""
         for name in self.names:
-            command = [sys.executable, "-m", "hpclm.sinks.worker", name, str(self.out)]
+            command = python.command("hpclm.sinks.worker", name, str(self.out))
             try:
                 (self.out / "logs").mkdir(mode=0o700, exist_ok=True)
                 with os.fdopen(files.appending(self._messages(name), 0o600), "w") as messages:
-                    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=messages)
+                    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": messages}
+                    process = subprocess.Popen(command, env=python.env(), **pipes)  # type: ignore[call-overload]
             except OSError as error:
                 log.warning("sink %s cannot be started: %s; training continues without it", name, error)
                 continue

@@ -1,4 +1,4 @@
-"""``python -m hpclm.sinks.worker SINK RUN``: sends the rows of metrics.jsonl to a sink until its standard input ends.
+"""The process ``hpclm.sinks.worker SINK RUN``: sends the rows of metrics.jsonl to a sink until its standard input ends.
 
 Rank 0 starts it, and writes how the attempt ends into its standard input; if rank 0 is killed, that just ends. What it prints
 on standard output is for the run's log, a line for each failure that is new. Libraries' own messages are in logs/sink-SINK.log.

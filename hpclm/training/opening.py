@@ -31,7 +31,7 @@ from hpclm.parallel.step_vector import StepVector
 from hpclm.rundir.control_files import ControlFiles
 from hpclm.rundir.lease import Lease
 from hpclm.sinks.process import Sinks
-from hpclm.training import compile_cache, messages, out_of_memory, records, setup
+from hpclm.training import messages, out_of_memory, records, setup
 from hpclm.training.agreement import Agreement, Trained
 from hpclm.training.control import RunControl
 from hpclm.training.deadline import Deadline
@@ -89,9 +89,6 @@ def open_session(config: RunConfig, context: DistributedContext, back_to: int | 
         context.run_on_main(lambda: setup.check(config, source, back_to))
         lease, restarted = _enter(config, context, place, opened)
         tasks = TaskScores(config, context, place.device, place.dtype) if config.evaluate.tasks else None
-        compiled, _ = engines.compiles(config, place.device)
-        if compiled:
-            compile_cache.load(out)
         with out_of_memory.explained(config, context, place.device):
             engine = make(config, place.mesh, place.device, place.dtype)
         store = _store(config, context, source, lease)
@@ -119,7 +116,7 @@ def open_session(config: RunConfig, context: DistributedContext, back_to: int | 
         profile = opened.enter_context(Profile(config.profile, out, context.rank, place.device))
         yield Session(
             config, context, plan, length, place.device, engine, train, held_out, guard, control,
-            deadline, results, meter, progress, profile, beginning.attempt, sinks, notifier, tasks, compiled,
+            deadline, results, meter, progress, profile, beginning.attempt, sinks, notifier, tasks,
         )  # fmt: skip
 
 

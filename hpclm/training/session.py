@@ -22,7 +22,7 @@ from hpclm.node.notify import Notifier
 from hpclm.optim.guard import Guard
 from hpclm.optim.schedules import learning_rate
 from hpclm.sinks.process import Sinks
-from hpclm.training import compile_cache, messages, out_of_memory, records
+from hpclm.training import messages, out_of_memory, records
 from hpclm.training.control import RunControl, due
 from hpclm.training.deadline import Deadline, StepLeft
 from hpclm.training.metrics import Meter
@@ -60,8 +60,6 @@ class Session:
     notifier: Notifier
     tasks: TaskScores | None = None
     """What measures evaluate.tasks, where there are any."""
-    compiled: bool = False
-    """Whether it uses torch.compile, and keeps what that makes."""
 
     def must_synchronize(self, progress: Progress) -> bool:
         """Whether something may have to be done between the last step and the next."""
@@ -131,8 +129,6 @@ class Session:
             )
             queued = QueuedStep(progress, result, answer, measured, len(batches), waited, began, finished)
             orders = self.results.queue(queued)
-        if step == self.progress.step + 1:
-            self._keep_compiled()
         if orders is None:
             return progress
         self.control.hear(orders)
@@ -141,7 +137,6 @@ class Session:
     def exit(self, progress: Progress) -> int:
         """Save, and record how the attempt ends; the exit code."""
         self.meter.flush()
-        self._keep_compiled()
         if self.control.finished(progress):
             with self._saved_before_it_ends():
                 held_out = [loss for (step, _), loss in self.meter.losses.items() if step == progress.step]
@@ -158,10 +153,6 @@ class Session:
         if code and self.context.is_main and restart.abandoned():
             logger.warning("the job's script was killed (JobLaunchFailure): Slurm was asked to start the job again")
         return code
-
-    def _keep_compiled(self) -> None:
-        if self.compiled and self.context.is_main:
-            compile_cache.save(Path(self.config.out))
 
     @contextmanager
     def _saved_before_it_ends(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from hpclm.node import python
 from tests.diagnostics import peers
 from tests.runs import ROOT
 
@@ -152,7 +153,8 @@ def test_a_run_without_open_files_is_found_by_its_command_and_launchers_are_spar
     (tmp_path / "config.yaml").write_text("")
     (tmp_path / "torchrun").write_text("import time; time.sleep(1000)")
     words = [sys.executable, "-u", "-m", "hpclm.train", "config.yaml"]
-    stopped = [started(*words, cwd=tmp_path), started(*words, cwd=tmp_path.parent)]
+    ours = python.command("hpclm.train", "config.yaml")
+    stopped = [started(*command, cwd=folder) for folder in (tmp_path, tmp_path.parent) for command in (words, ours)]
     for process in stopped:
         process.send_signal(signal.SIGSTOP)
     launchers = [
@@ -161,8 +163,8 @@ def test_a_run_without_open_files_is_found_by_its_command_and_launchers_are_spar
     ]
     time.sleep(0.3)
     peers.hold(tmp_path, ["a", "a"])
-    assert not alive(stopped[0]) and alive(stopped[1]) and all(map(alive, launchers))
-    assert len(report(tmp_path)["ended"]) == 1
+    assert [alive(each) for each in stopped] == [False, False, True, True] and all(map(alive, launchers))
+    assert len(report(tmp_path)["ended"]) == 2
 
 
 def test_locks_of_extension_builds(tmp_path, started):

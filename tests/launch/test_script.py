@@ -14,6 +14,7 @@ from hpclm.config.job import TEMPLATES
 from hpclm.errors import ConfigError
 from hpclm.launch import script
 from hpclm.launch.options import directive, name, options
+from hpclm.node import python
 
 SHIPPED = sorted(shipped.folder("slurm").glob("*.sbatch"))
 
@@ -329,7 +330,7 @@ def test_nothing_that_a_person_can_say_escapes_into_the_script(stage, fields, en
         return
     argv = (stage / "argv").read_bytes().decode().split("\0")[:-1]
     assert argv[-1] == str(path), made
-    assert argv[-4:-1] == ["-u", "-m", "hpclm.train"]
+    assert argv[-5:-1] == ["-u", "-c", python.CODE, "hpclm.train"]
     variables = dict(line.partition("=")[::2] for line in (stage / "env").read_bytes().decode().split("\0"))
     for variable, value in env.items():
         assert variables[variable] == value

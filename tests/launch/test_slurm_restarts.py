@@ -7,13 +7,13 @@ import time
 
 import pytest
 
-from tests.runs import lines
+from tests.runs import command_of, lines
 from tests.slurm import until
 from tests.test_preemption import Job
 
 pytestmark = pytest.mark.slurm
 WORDS = ["budget.steps=1000000", "optim.schedule=constant", "job.template=torchrun", "job.requeue=false"]
-AGENT = r"^\S*python\S* -u -m hpclm\.launch\.elastic "
+AGENT = command_of("hpclm.launch.elastic")
 
 
 def attempts(job):

@@ -1,11 +1,14 @@
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 
+from hpclm.errors import ConfigError
 from hpclm.node import environment
 
-SLURM = {"SLURM_JOB_ID": "12", "TMPDIR": "/scratch"}
-OWN = {"TORCH_EXTENSIONS_DIR": f"/scratch/hpclm-extensions-{os.getuid()}-12-0"}
+SLURM = {"SLURM_JOB_ID": "12"}
+OWN = {"TORCH_EXTENSIONS_DIR": f"TMP/hpclm-extensions-12-0-{os.geteuid()}"}
 
 
 @pytest.mark.parametrize(
@@ -20,7 +23,63 @@ OWN = {"TORCH_EXTENSIONS_DIR": f"/scratch/hpclm-extensions-{os.getuid()}-12-0"}
         ({}, True, {}),
     ],
 )
-def test_deepspeed_gets_the_device_and_a_build_folder(before, builds, after):
+def test_deepspeed_gets_the_device_and_a_build_folder(before, builds, after, temporary):
     env = dict(before)
     environment.for_deepspeed("cuda", 1, builds, env)
+    after = {name: value.replace("TMP", str(temporary)) for name, value in after.items()}
     assert env == {**after, "DS_ACCELERATOR": "cuda", "LOCAL_RANK": "1"}
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """A folder for temporary files, as /tmp."""
+    tmp_path.chmod(0o1777)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def compiled_in():
+    env = {"SLURM_JOB_ID": "12"}
+    environment.for_deepspeed("cpu", 0, True, env)
+    environment.for_inductor(env)
+    return [Path(env["TORCH_EXTENSIONS_DIR"]), Path(env["TORCHINDUCTOR_CACHE_DIR"])]
+
+
+def test_compiled_code_is_kept_in_folders_of_this_user_alone_which_all_ranks_of_a_node_share(temporary):
+    folders = compiled_in()
+    assert compiled_in() == folders and {folder.parent for folder in folders} == {temporary}
+    assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700, 0o700]
+    for name in ("TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        env = {name: "/mine", "SLURM_JOB_ID": "12"}
+        environment.for_deepspeed("cpu", 0, True, env)
+        environment.for_inductor(env)
+        assert env[name] == "/mine"
+
+
+FOREIGN = {
+    "another user's": lambda path: (path.mkdir(), os.chown(path, 65534, 65534)),
+    "one that others can write": lambda path: (path.mkdir(), path.chmod(0o777)),
+    "a link": lambda path: (path.with_name("other").mkdir(exist_ok=True), path.symlink_to(path.with_name("other"))),
+    "a file": lambda path: path.touch(),
+}
+
+
+@pytest.mark.parametrize("made", FOREIGN)
+def test_a_folder_that_another_user_has_made_beforehand_is_not_used(made, temporary, caplog):
+    if made == "another user's" and os.geteuid():
+        pytest.skip("only root can give a folder away")
+    expected = [temporary / f"hpclm-{name}-{os.geteuid()}" for name in ("extensions-12-0", "inductor")]
+    for path in expected:
+        FOREIGN[made](path)
+    for used, path in zip(compiled_in(), expected, strict=True):
+        assert used != path and f"{path} was made by another user, or others can write to it" in caplog.text
+        assert used.parent == temporary and used.stat().st_mode & 0o777 == 0o700 and used.stat().st_uid == os.geteuid()
+
+
+def test_code_is_not_compiled_in_a_folder_whose_files_others_can_replace(temporary):
+    temporary.chmod(0o777)
+    with pytest.raises(
+        ConfigError, match=r"others could replace it there \(mode 0777\); set TMPDIR to a folder of your own"
+    ):
+        compiled_in()
+    assert not list(temporary.iterdir())

@@ -20,7 +20,7 @@ MINE = "import json\nimport torch\nfrom helper import factor\n\n\ndef rate(posit
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
-    """A folder with a person's own modules, which is the working directory."""
+    """A folder with a person's own modules, which PYTHONPATH names."""
     folder = tmp_path / "mine"
     (folder / "package" / "inner").mkdir(parents=True)
     (folder / "own.py").write_text(MINE)
@@ -29,6 +29,7 @@ def mine(tmp_path, monkeypatch):
     for path in ("__init__.py", "block.py", "inner/__init__.py", "data.txt"):
         (folder / "package" / path).write_text("from package import inner\n" if path == "block.py" else "")
     monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
     return folder
 
 
@@ -68,7 +69,8 @@ def test_a_warning_says_that_the_code_has_changed_since_the_last_attempt(mine, t
 
     def train(*more):
         command = [sys.executable, "-m", "hpclm", "train", *words, *more]
-        done = subprocess.run(command, cwd=mine, capture_output=True, text=True, timeout=120)
+        env = os.environ | {"PYTHONPATH": str(mine)}
+        done = subprocess.run(command, cwd=mine, env=env, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         return warning in done.stderr
 

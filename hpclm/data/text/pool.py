@@ -4,20 +4,22 @@ Each worker has its own pipe. In concurrent.futures they share one, so if a work
 parent waits for the rest of it forever.
 """
 
-import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from multiprocessing import resource_tracker
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from types import FrameType
 from typing import Any, TypeVar
 
 from hpclm.errors import HpclmError
+from hpclm.node import python
 
 Work = TypeVar("Work")
 Done = TypeVar("Done")
@@ -62,15 +64,15 @@ def _detecting_killed_worker() -> Iterator[None]:
 
 def _worker(function: Callable[[Work], Done], opened: ExitStack) -> Connection:
     """Start a worker; it exits when the returned pipe is closed."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    resource_tracker.ensure_running()  # because starting it unblocks SIGINT
-    process = context.Process(target=_serve, args=(theirs, function), daemon=True)
-    with _children_ignoring_ctrl_c():
-        process.start()
-    theirs.close()
-    opened.callback(process.join)
+    ours, theirs = Pipe()
+    with theirs, _children_ignoring_ctrl_c():
+        command = python.command(__name__, str(theirs.fileno()))
+        process = subprocess.Popen(command, env=python.env(), stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+    opened.callback(process.wait)
     opened.callback(ours.close)
+    with _detecting_killed_worker():
+        ours.send(sys.path)  # a notebook's may be its own
+        ours.send(function)
     return ours
 
 
@@ -128,8 +130,15 @@ def exit_on_signals() -> Iterator[None]:
 
 @contextmanager
 def _children_ignoring_ctrl_c() -> Iterator[None]:
+    """Block SIGINT in the children that are started in the block: a terminal's Ctrl-C is for their parent."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+if __name__ == "__main__":
+    pipe = Connection(int(sys.argv[1]))
+    sys.path[:] = pipe.recv()
+    _serve(pipe, pipe.recv())

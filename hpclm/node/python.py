@@ -6,7 +6,7 @@ against that; ``CODE`` does the same in every version.
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from hpclm import shipped
 
@@ -19,6 +19,14 @@ CODE = f'{WITHOUT_FOLDER}; import runpy; runpy.run_module(sys.argv.pop(1), None,
 def command(module: str, *words: str) -> tuple[str, ...]:
     """The command that runs ``module`` with the arguments ``words``."""
     return (sys.executable, "-u", "-c", CODE, module, *words)
+
+
+def readable(words: Sequence[str]) -> list[str]:
+    """A command line of ``command`` as ``python -m`` would have it, for people."""
+    if CODE not in words:
+        return [*words]
+    place = words.index(CODE)
+    return [*words[: place - 1], "-m", *words[place + 1 :]]
 
 
 def env(base: Mapping[str, str] = os.environ) -> dict[str, str]:

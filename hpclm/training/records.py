@@ -20,7 +20,7 @@ from hpclm.config.data import mixture
 from hpclm.distributed import bootstrap, restart
 from hpclm.distributed.context import DistributedContext
 from hpclm.errors import DivergedError
-from hpclm.node import secrets
+from hpclm.node import python, secrets
 from hpclm.rundir import code, config_history
 from hpclm.rundir.rows import ATTEMPT, END, Check, append, sane
 
@@ -58,7 +58,7 @@ def start(
         "hosts": list(dict.fromkeys(context.hosts)),
         **bootstrap.job(),
         **({"after": inside} if (inside := restart.inside_the_job()) else {}),
-        "command": secrets.Redactor().command([sys.executable, *sys.orig_argv[1:]]),
+        "command": secrets.Redactor().command(python.readable([sys.executable, *sys.orig_argv[1:]])),
         "folder": str(Path.cwd()),
         "host": socket.gethostname(),
         "pid": os.getpid(),

@@ -86,8 +86,8 @@ def other_code(digests: Sequence[tuple[str, str]], contents: Sequence[Mapping[st
     for node, digest in dict.fromkeys(digests):
         nodes.setdefault(digest, []).append(node)
     listed = "; ".join(f"{digest} on {listing(names)}" for digest, names in nodes.items())
-    pairs = [set(files.items()) for files in contents]
-    names = sorted({name for name, _ in set.union(*pairs) - set.intersection(*pairs)})
+    pairs = Counter(pair for files in contents for pair in files.items())
+    names = sorted({name for (name, _), ranks in pairs.items() if ranks < len(contents)})
     return f"the nodes run different code: {listed}; different: {listing(names, 3)}"
 
 

@@ -16,6 +16,8 @@ from hpclm.node.slurm import State
 from hpclm.rundir.runs import Run
 
 RECENTLY = 30  # seconds since the last step within which a run counts as running
+ASK = 60.0  # seconds between questions to Slurm of one command, since many people watch many runs
+LATE = 15.0  # seconds without a heartbeat, of which there is one every 5 s, after which a run may have ended
 RECENT = 50  # steps that speed is averaged over
 
 
@@ -115,6 +117,27 @@ class RunStatus:
                 "whether it is running cannot be seen from here"
             )
         return found
+
+
+class Queue:
+    """The status of runs, again and again: Slurm is asked at most every ASK seconds, or when there are new jobs."""
+
+    def __init__(self, seconds: float):
+        """``seconds``: that Slurm has for an answer."""
+        self.seconds = seconds
+        self.silent = ""
+        """Why Slurm did not answer; "" if it did."""
+        self._states: Mapping[str, State] | None = {}
+        self._asked = -ASK
+        self._known: set[str] = set()
+
+    def statuses(self, runs: Sequence[Run], ask: bool = True) -> list[RunStatus]:
+        """How the runs stand now; without ``ask``, by what Slurm said of their jobs the last time."""
+        jobs = {job for run in runs for job in run.jobs}
+        if (ask and time.monotonic() - self._asked >= ASK) or not jobs <= self._known:
+            self._states, self.silent = ask_slurm(runs, self.seconds)
+            self._asked, self._known = time.monotonic(), jobs
+        return all_statuses(runs, self._states, self.silent)
 
 
 def query(runs: Sequence[Run], seconds: float, asked_before: Popen[bytes] | None = None) -> list[RunStatus]:

@@ -95,6 +95,10 @@ class RunStatus:
             ranks = [f"rank {each['rank']} on {each['host']} ({each['times']:.1f} times)" for each in self.run.slow]
             more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
             found.append(f"slower than the others: {', '.join(ranks[:8])}{more}")
+        if self.job and self.job.hopeless:
+            found.append(
+                f"Slurm can never start job {self.job.id} ({self.job.reason}): hpclm cancel {files.typed(self.run.out)}"
+            )
         steps = self.run.steps
         if steps and steps[-1]["loss"] is None:
             found.append(f"the loss of step {steps[-1]['step']} is not finite")
@@ -187,7 +191,7 @@ def status_of(run: Run, states: Mapping[str, State] | None, asked: str = "", loc
     else:
         name, words = _over(run, states is None, total, job)
     if job and not job.live and name in ("failed", "ended") and job.name != "COMPLETED":
-        because = f" ({job.reason})" if job.reason not in ("", "None") else ""
+        because = f" ({job.reason})" if job.reason not in ("", "None", "NonZeroExitCode") else ""
         words = f"{words}; job {job.id} {job.name}{because}"
     return RunStatus(run, name, job, asked, here, words, total, now)
 
@@ -199,7 +203,7 @@ def _over(run: Run, silent: bool, total: int | None, job: State | None) -> tuple
         job_cancelled = not run.unbegun.printed or bool(job and job.name == "CANCELLED")
         cancelled = run.unbegun.told or (not run.unbegun.words and job_cancelled)
         if not cancelled:
-            return "failed", run.unbegun.words or "ended before training started"
+            return "failed", run.unbegun.words or run.unbegun.fault or "ended before training started"
         if not run.attempts:
             return "cancelled", "its job was cancelled before training started"
         words = f"{words}; its last job was cancelled before training started".removeprefix("; ")

@@ -164,7 +164,7 @@ NOISE = re.compile(
     r"(?:srun|mpirun) ended with|start \d+ of job \d+ on |srun: (?:Job step|Terminating|launch/slurm: )"
     r"|srun: error: \S+: tasks? \S+: (?:Exited|Terminated|Killed)|slurmstepd: error: \*\*\* "
 )
-PLACE = re.compile(r"^\S*/slurm_script: line \d+: ")
+PLACE = re.compile(r"^(?:bash|\S*/slurm_script): line \d+: ")
 FAULT = re.compile(r"error|not found|cannot|can't|could not|no such|no module|denied|fail|fatal|fault", re.IGNORECASE)
 CRASHES = {
     "Segmentation fault": signal.SIGSEGV,
@@ -184,9 +184,13 @@ def last_words(log: Path | str) -> tuple[str, str]:
 
 
 def last_fault(log: Path | str) -> str:
-    """What is probably why a job failed before training: the last line of its log that tells of a fault, otherwise the last
-    one that is not about the end of its processes; empty without one."""
-    lines = [line.strip() for line in tail(log, SHORT).splitlines() if line.strip() and not NOISE.match(line)]
+    """What is probably why a job failed before training, from the end of its log."""
+    return fault(tail(log, SHORT))
+
+
+def fault(printed: str) -> str:
+    """The last line that tells of a fault, otherwise the last one that is not about the end of processes; empty without one."""
+    lines = [line.strip() for line in printed.splitlines() if line.strip() and not NOISE.match(line)]
     faults = [line for line in lines if FAULT.search(line) or any(crash in line for crash in CRASHES)]
     return _crash_named(PLACE.sub("", (faults or lines or [""])[-1]))
 

@@ -127,10 +127,11 @@ def over(out: Path, queue: Queue) -> Callable[[], bool]:
     def is_over() -> bool:
         run = folders.read(out)
         [status] = queue.statuses([run], ask=heartbeat.silent()[1] > LATE)
-        finished = run.holder is None and run.unbegun is None and run.ended[0] in ("done", "stopped")
+        by_files = status_of(run, {})
+        finished = run.holder is None and run.unbegun is None and by_files.name == run.ended[0] in ("done", "stopped")
         if goes_on(status) and not finished:
             return False
-        note(f"{files.shown(out)} is over: {status_of(run, {}).how() if finished else status.how()}")
+        note(f"{files.shown(out)} is over: {by_files.how() if finished else status.how()}")
         return True
 
     return is_over

@@ -15,7 +15,7 @@ from hpclm.config import JobConfig, RunConfig, show
 from hpclm.config.job import TEMPLATES
 from hpclm.diagnostics import report
 from hpclm.errors import ConfigError, HpclmError, LockedError
-from hpclm.launch import local, sbatch, script, send, sweep
+from hpclm.launch import local, sbatch, script, send, sweep, visible
 from hpclm.launch.options import options
 from hpclm.node import gpus, notify, secrets
 from hpclm.rundir import folder, submissions
@@ -70,6 +70,8 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--sweep needs Slurm, not {where}: start the runs one after another")
     for run in runs:
         check(run, where, args.again, args.back_to)
+    if where == "slurm":
+        visible.warn(runs[0])
     scripts = [_script(run) for run in runs] if where == "slurm" else []
     if where == "slurm" and len(runs) == 1 and args.back_to is None:
         refuse_done(runs[0])
@@ -202,6 +204,7 @@ def check(run: RunConfig, where: str, again: bool = False, back_to: int | None =
         hint = f"; this job has job.nodes={run.job.nodes} x job.gpus={run.job.gpus} = {processes} processes"
         problems += [problem + hint for problem in error.problems]
     misplaced = _problems(lambda: folder.check(Path(run.out)))
+    problems += visible.problems(run) if where == "slurm" else []
     problems += misplaced + (_problems(lambda: local.check(run)) if where == "local" else [])
     if where == "debug":  # always starts from scratch, with synthetic data if the run's are missing
         problems += _problems(lambda: prechecks.check(run, data=False))

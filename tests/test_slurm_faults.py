@@ -37,7 +37,10 @@ def test_a_run_starts_again_when_srun_or_the_script_is_killed_and_its_log_says_w
     job.wait_for_step(2)
     kill(cluster, rf"srun .*{job.out}/")
     job.wait_for_step(2, 1)
-    assert [why.endswith("srun ended with exit code 137") for why in told(job, 2)] == [True], told(job, 2)
+    assert [
+        "; srun ended with exit code 137: a process was killed by SIGKILL" in f"; {why}" and "JOB REQUEUE" not in why
+        for why in told(job, 2)
+    ] == [True], told(job, 2)
     before = job.step()
     kill(cluster, rf"\S*bash \S*/job0*{job.id}/slurm_script")
     job.wait_for_attempt(3)

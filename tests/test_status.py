@@ -248,6 +248,75 @@ def test_a_last_job_that_failed_before_training_is_not_hidden_behind_done(tmp_pa
     assert found["state"] == "failed" and "data.prefix" in found["ending"]
 
 
+SCRIPT = "/var/spool/slurmd/job00008/slurm_script: line 21: "
+LMOD = """Lmod has detected the following error:  The following module(s) are unknown: "nosuch"
+
+Please check the spelling or version number. Also try "module spider ..."
+Also make sure that all modulefiles written in TCL start with the string #%Module
+"""
+EXITED = "start 1 of job 8 on node1\n{}srun: error: node1: task 0: {}\nsrun ended with exit code {}\n"
+
+
+@pytest.mark.parametrize(
+    "log, told",
+    [
+        (f"{SCRIPT}module: command not found\n", "module: command not found"),
+        (LMOD, 'Lmod has detected the following error:  The following module(s) are unknown: "nosuch"'),
+        (
+            f"{SCRIPT}/lab/venv/bin/activate: No such file or directory\n",
+            "/lab/venv/bin/activate: No such file or directory",
+        ),
+        (
+            "EnvironmentNameNotFound: Could not find conda environment: mine\nList all with `conda info --envs`.\n",
+            "EnvironmentNameNotFound: Could not find conda environment: mine",
+        ),
+        (
+            EXITED.format(
+                "FATAL:   could not open image /lab/x.sif: no such file or directory\n",
+                "Exited with exit code 255",
+                255,
+            ),
+            "FATAL:   could not open image /lab/x.sif: no such file or directory",
+        ),
+        (
+            EXITED.format("python: No module named hpclm\n", "Exited with exit code 1", 1),
+            "python: No module named hpclm",
+        ),
+        (
+            EXITED.format("", "Segmentation fault (core dumped)", 139),
+            "node1: task 0: killed by SIGSEGV: a crash inside a library",
+        ),
+    ],
+    ids=["module", "lmod", "venv", "conda", "container", "python", "segfault"],
+)
+def test_a_job_that_failed_before_training_is_told_in_the_words_of_its_log(log, told, tmp_path, squeue):
+    run = submitted(make(tmp_path / "a", config_yaml=""), "8", log=False)
+    (run / "logs").mkdir(exist_ok=True)
+    (run / "logs" / "job-8.log").write_text(log)
+    env = squeue("echo '8|FAILED|0:01|0:00|2026-01-01T00:01:00|1|node1|NonZeroExitCode'")
+    [found] = status(run, env=env)
+    assert (found["state"], found["ending"]) == ("failed", f"{told}; job 8 FAILED")
+    assert told in hpclm("top", run, env=env, check=0).stdout
+    assert f"is over: failed, {told}" in hpclm("logs", "-f", run, env=env, check=0).stderr
+
+
+def test_a_crash_of_a_single_process_is_told_by_its_signal(tmp_path, squeue):
+    run = make(tmp_path / "a", [attempt(job_id="7")], rows(5), lock='{"host": "elsewhere", "pid": 1}')
+    os.utime(run / "metrics.jsonl", (1, 1))
+    (run / "logs").mkdir()
+    log = "10:00:00 I run directory a, a new run\nsrun: error: node1: task 0: Segmentation fault\nsrun ended with exit code 139\n"
+    (run / "logs" / "job-7.log").write_text(log)
+    [found] = status(run, env=squeue("true"))
+    assert (found["state"], found["ending"]) == ("ended", "node1: task 0: killed by SIGSEGV: a crash inside a library")
+
+
+def test_a_job_that_can_never_start_is_warned_of(tmp_path, squeue):
+    run = submitted(make(tmp_path / "a", config_yaml=""), "8", log=False)
+    env = squeue("echo '8|PENDING|0:00|1:00|N/A|1||PartitionTimeLimit'")
+    [warning] = status(run, env=env)[0]["warnings"]
+    assert warning == f"Slurm can never start job 8 (PartitionTimeLimit): hpclm cancel {run}"
+
+
 def test_a_run_that_failed_in_its_last_step_is_not_done(tmp_path, squeue):
     log = "10:00:00,000 I run directory a, a new run\n10:00:01,000 E rank 1 on node2 failed: no luck\n"
     run = make(tmp_path / "a", [attempt(job_id="7", steps=5)], rows(5), log_txt=log)

@@ -11,12 +11,14 @@ from hpclm.errors import ConfigError
 from hpclm.node import slurm
 from hpclm.node.processes import NoAnswerError
 from hpclm.rundir import runs as folders
+from hpclm.rundir.lock import Heartbeat
 from hpclm.rundir.logs import follow, last, matching, whole
 from hpclm.rundir.runs import Run
-from hpclm.rundir.status import RunStatus, query
+from hpclm.rundir.status import LATE, Queue, RunStatus, query, status_of
 
 FOLLOWED = 20  # lines that following begins with
 PATIENCE = 5.0  # seconds squeue may take
+LOOK = 0.5  # seconds between looks for a log that does not exist yet
 
 
 def main(argv: list[str]) -> int:
@@ -44,10 +46,11 @@ def main(argv: list[str]) -> int:
     except re.error as error:
         parser.error(f"--grep {args.grep!r} is not a regular expression: {error}")
     run = folders.read(folders.resolve(args.run, args.runs))
-    path = wanted(run, args.rank, args.job) or await_log(run, args.rank, args.job, args.follow)
+    queue = Queue(PATIENCE)
+    path = wanted(run, args.rank, args.job) or await_log(run, args.rank, args.job, queue if args.follow else None)
     if args.follow:
-        count = FOLLOWED if args.lines is None else args.lines
-        for line in terminal.lines(follow(path, count, args.grep, over(run.out, say=True))):
+        lines = FOLLOWED if args.lines is None else args.lines
+        for line in terminal.lines(follow(path, lines, args.grep, over(run.out, queue))):
             sys.stdout.buffer.write(line)
             sys.stdout.buffer.flush()
     else:
@@ -56,14 +59,17 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def wanted(run: Run, rank: int | None, job: bool) -> Path | None:
-    """The requested log, if it exists; the job's if training has not started and no rank was given."""
+def wanted(run: Run, rank: int | None, job: bool, ask: bool = True) -> Path | None:
+    """The requested log, if it exists; the job's if training has not started and no rank was given.
+
+    ``ask``: ask Slurm where the log of a job is that jobs.jsonl does not list.
+    """
     if rank:
         path = run.out / "logs" / f"rank-{rank:05d}.log"
         return path if files.is_file(path) else None
     if not job and files.is_file(run.out / "log.txt"):
         return run.out / "log.txt"
-    found = None if rank is not None else run.job_log() or slurm_output(run)
+    found = None if rank is not None else run.job_log() or (slurm_output(run) if ask else None)
     if found and not job:
         note(f"training has not started; this is the job's log, {found}:")
     return found
@@ -71,7 +77,8 @@ def wanted(run: Run, rank: int | None, job: bool) -> Path | None:
 
 def slurm_output(run: Run) -> Path | None:
     """The output file of the newest job according to Slurm, for a job that jobs.jsonl does not list."""
-    for job in reversed(run.jobs):
+    submitted = {each.job_id for each in run.submissions}
+    for job in (job for job in reversed(run.jobs) if job not in submitted):
         try:
             path = slurm.job_log(job, PATIENCE)
         except NoAnswerError:
@@ -81,20 +88,22 @@ def slurm_output(run: Run) -> Path | None:
     return None
 
 
-def await_log(run: Run, rank: int | None, job: bool, follows: bool) -> Path:
-    """The requested log as soon as it exists; ConfigError if it never will."""
-    ended = over(run.out, say=False)
-    while follows and not ended():
-        status = query([run], PATIENCE)[0]
-        note(f"waiting for the log; {status.name}{f': {status.where()}' if status.where() else ''}")
-        for _ in range(30):
-            time.sleep(0.5)
-            run = folders.read(run.out)
-            path = wanted(run, rank, job)
-            if path:
-                return path
-    path = wanted(run, rank, job)
-    if path:
+def await_log(run: Run, rank: int | None, job: bool, queue: Queue | None) -> Path:
+    """The requested log, with a ``queue`` as soon as it exists; ConfigError if it never will."""
+    said = ""
+    while queue:
+        [status] = queue.statuses([run])
+        if not goes_on(status):
+            break
+        text = f"waiting for the log; {status.name}{f': {status.where()}' if status.where() else ''}"
+        if text != said:
+            note(text)
+        said = text
+        time.sleep(LOOK)
+        run = folders.read(run.out)
+        if path := wanted(run, rank, job, ask=False):
+            return path
+    if path := wanted(run, rank, job):
         return path
     status = query([run], PATIENCE)[0]
     what = f"logs/rank-{rank:05d}.log" if rank else "log of a job" if job else "log yet"
@@ -108,23 +117,29 @@ def await_log(run: Run, rank: int | None, job: bool, follows: bool) -> Path:
     )
 
 
-def over(out: Path, say: bool) -> Callable[[], bool]:
-    """A function that returns whether the run is over, as far as can be seen from here, and with ``say`` prints how it ended."""
+def over(out: Path, queue: Queue) -> Callable[[], bool]:
+    """A function that returns whether the run is over, as far as can be seen from here, and then prints how it ended.
+
+    Slurm is asked once at the beginning, and later only when the run sends no heartbeats.
+    """
+    heartbeat = Heartbeat(out)
 
     def is_over() -> bool:
-        status = query([folders.read(out)], PATIENCE)[0]
-        if status.live or status.name == "unknown" or status.asked:
+        run = folders.read(out)
+        [status] = queue.statuses([run], ask=heartbeat.silent()[1] > LATE)
+        by_files = status_of(run, {})
+        finished = run.holder is None and run.unbegun is None and by_files.name == run.ended[0] in ("done", "stopped")
+        if goes_on(status) and not finished:
             return False
-        if say:
-            tell(status)
+        note(f"{files.shown(out)} is over: {by_files.how() if finished else status.how()}")
         return True
 
     return is_over
 
 
-def tell(status: RunStatus) -> None:
-    """Print how a run ended."""
-    note(f"{files.shown(status.run.out)} is over: {status.how()}")
+def goes_on(status: RunStatus) -> bool:
+    """Whether the run may write more, as far as can be seen from here."""
+    return bool(status.live or status.name == "unknown" or status.asked)
 
 
 def note(text: str) -> None:

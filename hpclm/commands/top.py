@@ -3,25 +3,22 @@
 import argparse
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpclm import terminal
 from hpclm.commands import status
-from hpclm.node.slurm import State
 from hpclm.reporting import characters
 from hpclm.rundir import runs as folders
 from hpclm.rundir.runs import Run
-from hpclm.rundir.status import RunStatus, all_statuses, ask_slurm
+from hpclm.rundir.status import Queue, RunStatus
 from hpclm.terminal import say
 
 if TYPE_CHECKING:
     from hpclm.reporting.screen import Rows
 
-ASK = 30.0  # seconds between questions to Slurm, which many people ask
-PATIENCE = 0.75  # seconds that it is given for an answer
+PATIENCE = 0.75  # seconds that Slurm has for an answer
 WIDTH = 24  # characters of a loss curve
 ORDER = ("running", "starting", "completing", "waiting", "failed", "ended", "unknown")
 """Of the states, those worth looking at first."""
@@ -64,18 +61,14 @@ class Watch:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._states: Mapping[str, State] | None = {}
-        self._silent = ""
-        self._asked = 0.0
-        self._known: set[str] = set()
+        self._queue = Queue(PATIENCE)
         self._curves: dict[Path, tuple[float | None, str]] = {}
 
     def look(self) -> list[RunStatus]:
         """How the runs stand now, the most interesting first."""
         chosen = folders.find(self.folder)
         runs = [folders.read(out, status.LINES, brief=True) for out in chosen]
-        self._ask(runs)
-        found = all_statuses(runs, self._states, self._silent)
+        found = self._queue.statuses(runs)
         place = {name: number for number, name in enumerate(ORDER)}
         return sorted(found, key=lambda each: (place.get(each.name, len(ORDER)), -(each.run.stepped or 0.0)))
 
@@ -96,7 +89,7 @@ class Watch:
 
     def notes(self) -> list[str]:
         """What is not known."""
-        return [f"queue: unknown ({terminal.line(self._silent)})"] if self._silent else []
+        return [f"queue: unknown ({terminal.line(self._queue.silent)})"] if self._queue.silent else []
 
     def _curve(self, run: Run) -> str:
         """The run's loss curve, read again when its metrics have grown."""
@@ -105,10 +98,3 @@ class Watch:
             curve = characters.sparkline(characters.losses(run.out / "metrics.jsonl", WIDTH)) if run.stepped else ""
             self._curves[run.out] = run.stepped, curve
         return curve
-
-    def _ask(self, runs: Sequence[Run]) -> None:
-        """Ask Slurm, where it is time, or there are new jobs."""
-        jobs = {job for run in runs for job in run.jobs}
-        if time.monotonic() - self._asked > ASK or not self._asked or not jobs <= self._known:
-            self._states, self._silent = ask_slurm(runs, PATIENCE)
-            self._asked, self._known = time.monotonic(), jobs

@@ -19,8 +19,9 @@ from hpclm.config import RunConfig
 from hpclm.diagnostics import probes, report, stale, verdict
 from hpclm.diagnostics.report import Report
 from hpclm.diagnostics.verdict import Pair
-from hpclm.errors import HpclmError
+from hpclm.errors import ConfigError, HpclmError
 from hpclm.node import facts, processes
+from hpclm.rundir import code
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +40,8 @@ def check(
     env: Mapping[str, str] = os.environ,
     room: int = ROOM,
 ) -> Report | None:
-    """The report if all is well; otherwise HpclmError, the same on every rank, with the problems and the bad nodes.
+    """The report if all is well; otherwise HpclmError, the same on every rank, with the problems and the bad nodes;
+    ConfigError if the nodes run different code.
 
     Call it on every rank once the process group is up, while rank 0 holds the lock of the run directory ``out``: other
     training processes that have it open are then left over, and are terminated. ``room``: bytes that a checkpoint may take.
@@ -51,6 +53,7 @@ def check(
     node, me = facts.node_name(context.launcher, env), context.ranks[context.rank]
     present = context.all_gather({"node": node})
     nodes = verdict.nodes_of(present)
+    check_code(context, config, node)
     is_first_of_node = nodes[node][0] == context.rank
     pids = [info.pid for info in context.ranks if info.machine == me.machine]
     cleaned = clean(out, pids, env) if is_first_of_node else {}
@@ -113,6 +116,23 @@ def check(
 
     context.run_on_main(refuse)
     return made
+
+
+def check_code(context: "DistributedContext", config: RunConfig, node: str) -> None:
+    """ConfigError on every rank if they do not all run the same code, by its digest in attempts.jsonl."""
+    found = code.sources(config)
+    digests = [tuple(each) for each in context.all_gather((node, code.digest(found)))]
+    if len({digest for _, digest in digests}) == 1:
+        return
+    contents = context.all_gather(code.contents(found))
+
+    def refuse() -> None:
+        raise ConfigError(
+            f"{verdict.other_code(digests, contents)}. Install the same code on every node, or submit with job.snapshot=true: "
+            "then all nodes run one copy, in the run directory"
+        )
+
+    context.run_on_main(refuse)
 
 
 def _mark(out: Path) -> str:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from statistics import median_high
 from typing import Any
 
-from hpclm.node.facts import Facts
+from hpclm.node.facts import DECISIVE, Facts
 
-AGREE = ("hpclm", "python", "torch", "cuda", "nccl", "driver", "device_name")
+AGREE = ("hpclm", "python", "torch", "cuda", "nccl", *DECISIVE, "driver", "device_name")
 SKEW = 5.0  # seconds between clocks
 SHM = 32 << 20  # bytes of /dev/shm for each process: NCCL and MPI keep their buffers there
 FILES = 1024
@@ -75,6 +75,20 @@ def agreement(ranks: Sequence[Facts]) -> list[Finding]:
         )
         findings.append(Finding(f"{key.replace('_', ' ')} differs: {listed}", bad))
     return findings
+
+
+def other_code(digests: Sequence[tuple[str, str]], contents: Sequence[Mapping[str, str]]) -> str:
+    """Which nodes run which code, and the files that differ.
+
+    ``digests``: node, and digest of the code, of each rank; ``contents``: file -> digest, of each rank.
+    """
+    nodes: dict[str, list[str]] = {}
+    for node, digest in dict.fromkeys(digests):
+        nodes.setdefault(digest, []).append(node)
+    listed = "; ".join(f"{digest} on {listing(names)}" for digest, names in nodes.items())
+    pairs = Counter(pair for files in contents for pair in files.items())
+    names = sorted({name for (name, _), ranks in pairs.items() if ranks < len(contents)})
+    return f"the nodes run different code: {listed}; different: {listing(names, 3)}"
 
 
 def devices(ranks: Sequence[Facts]) -> list[Finding]:

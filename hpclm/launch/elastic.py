@@ -155,7 +155,7 @@ class Agent(LocalElasticAgent):
             launcher = "local" if os.environ.get("HPCLM_LAUNCHER") == "local" else "torchrun"
             code = bootstrap.lost_code(launcher, self._remaining_restarts > 0)
             with suppress(RuntimeError):
-                failure.publish(store, Failure(killed.rank, "killed", code, _killed_by(-killed.code)))
+                failure.publish(store, Failure(killed.rank, "killed", code, f"was {processes.killed_by(-killed.code)}"))
 
     def _note_failure(self, group: WorkerGroup) -> None:
         """Record why this round ended, for the next one."""
@@ -316,23 +316,13 @@ def log_failed_rank(ended: FailedRank, log: Path | None, last_lines: str) -> Non
     """Log what the ranks could not: that a signal killed one, or that one exited before the rendezvous."""
     text = ""
     if ended.code < 0 and -ended.code != signal.SIGTERM:
-        text = f"rank {ended.rank} (pid {ended.pid}) {_killed_by(-ended.code)}"
+        text = f"rank {ended.rank} (pid {ended.pid}) was {processes.killed_by(-ended.code)}"
     elif last_lines:
         text = f"rank {ended.rank} (pid {ended.pid}) ended with exit code {ended.code}; it printed:\n{last_lines}"
     if text and log is not None:
         foreground.log_line(text, log, "E")
     elif text:
         print(text, file=sys.stderr, flush=True)
-
-
-def _killed_by(number: int) -> str:
-    """That a signal killed a rank, and the likely cause."""
-    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    if number == signal.SIGKILL:
-        return f"was killed by {name}; perhaps out of memory, or kill -9"
-    if number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL):
-        return f"was killed by {name}: a crash inside a library" + " or a full /dev/shm" * (number == signal.SIGBUS)
-    return f"was killed by {name}"
 
 
 @contextmanager

@@ -67,6 +67,11 @@ def directive(option: str, value: str) -> str:
     return f"#SBATCH --{option}={value}"
 
 
+def set_in(script: str) -> set[str]:
+    """Long names of the options that a script sets."""
+    return set(re.findall(r"^#SBATCH --([a-z-]+)", script, re.MULTILINE))
+
+
 def shares(job: JobConfig) -> dict[str, str]:
     """Options of sbatch for cores and memory where ``job`` has none: its GPUs' share of a node, by Slurm's own figures.
 

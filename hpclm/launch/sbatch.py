@@ -1,11 +1,34 @@
-"""Check a job script without submitting it; sbatch's errors in words."""
+"""Check a job script without submitting it, and a job that was submitted; sbatch's errors in words."""
 
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
 from hpclm.errors import ConfigError, HpclmError
-from hpclm.node import environment, processes
+from hpclm.node import environment, processes, slurm
 from hpclm.node.processes import NoAnswerError
+from hpclm.terminal import say
+
+USUAL = {"", "None", "Priority", "Resources", "Dependency", "BeginTime", "JobHeldUser", "JobHeldAdmin"}
+"""Reasons for which jobs wait as their owners expect."""
+ASKED = {
+    "Partition": "partition",
+    "NumNodes": "nodes",
+    "NumCPUs": "cores",
+    "TimeLimit": "time",
+    "Dependency": "dependency",
+}
+LIMITS = (
+    "MaxNodes",
+    "MaxTime",
+    "MaxMemPerNode",
+    "MaxMemPerCPU",
+    "MaxCPUsPerNode",
+    "AllowAccounts",
+    "AllowQos",
+    "TotalNodes",
+)
 
 # What sbatch says when it is not known whether the job is in the queue.
 _UNANSWERED = re.compile(
@@ -47,3 +70,34 @@ def rehearse(text: str, options: Iterable[str]) -> str:
             raise objection
         return str(objection)
     return " ".join(said.replace("sbatch: ", "").split())
+
+
+def check_startable(job: str) -> None:
+    """ConfigError if Slurm has accepted a job that it can never start; the job is cancelled then."""
+    try:
+        its = slurm.shown("job", job)
+    except NoAnswerError:
+        return
+    reason = its.get("Reason", "")
+    if its.get("JobState") != "PENDING" or reason in USUAL:
+        return
+    if not slurm.NEVER.fullmatch(reason):
+        say(f"warning: job {job} waits for {reason}", file=sys.stderr)
+        return
+    asks = ", ".join(f"{name}={its[field]}" for field, name in ASKED.items() if its.get(field, "(null)") != "(null)")
+    asks = re.sub(r"nodes=(\d+)-\1\b", r"nodes=\1", asks)
+    slurm.cancel(job)
+    raise ConfigError(
+        f"Slurm can never start this job ({reason}), so it was cancelled: it asks for {asks}{_limits(its)}"
+    )
+
+
+def _limits(its: Mapping[str, str]) -> str:
+    """The limits of the job's partition, in words; empty if Slurm does not answer."""
+    with suppress(NoAnswerError):
+        partition = slurm.shown("partition", its.get("Partition", ""))
+        found = [
+            f"{name}={partition[name]}" for name in LIMITS if partition.get(name, "ALL") not in ("ALL", "UNLIMITED")
+        ]
+        return f"; limits of the partition: {', '.join(found)}" if found else ""
+    return ""

@@ -15,7 +15,8 @@ from hpclm import files
 from hpclm.config import RunConfig
 from hpclm.config.compose import dumped
 from hpclm.errors import ConfigError, LockedError
-from hpclm.launch.options import options
+from hpclm.launch.options import set_in
+from hpclm.launch.sbatch import check_startable
 from hpclm.node import slurm
 from hpclm.node.processes import NoAnswerError
 from hpclm.rundir import code, config_history, folder, submissions
@@ -75,7 +76,8 @@ def send(
         with _prepared(config, back_to):
             files.write_text(script, text)
             try:
-                job_id = queue.submit(script, options(config, out), out / "job" / "sbatch.lock")
+                job_id = queue.submit(script, set_in(text), out / "job" / "sbatch.lock")
+                check_startable(job_id)
             except ConfigError:
                 script.unlink()  # there certainly is no job
                 raise

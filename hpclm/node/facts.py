@@ -31,6 +31,8 @@ Facts = dict[str, Any]
 """What was found, as JSON; {"error": reason} if a library or program did not answer."""
 
 LIBRARIES = ("deepspeed", "fairscale", "apex", "mpi4py", "submitit", "numpy", "safetensors", "tokenizers")
+DECISIVE = ("numpy", "triton", "deepspeed", "fairscale", "safetensors")
+"""Libraries beside PyTorch that take part in training: a run needs the same version of each on every node."""
 LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDRA_", "MPI_", "SLURM_STEP")
 
 TORCH = """
@@ -62,6 +64,7 @@ def of_process(launcher: str, device: "torch.device", env: Mapping[str, str] = o
         "pid": os.getpid(),
         "hpclm": __version__,
         "python": platform.python_version(),
+        **{name: version(name) for name in DECISIVE},
         **_device(device),
         "visible": env.get("CUDA_VISIBLE_DEVICES"),
         **machine(),
@@ -124,12 +127,15 @@ def software() -> dict[str, str | None]:
     """Installed versions; None for packages that are not installed."""
     found: dict[str, str | None] = {"hpclm": __version__, "python": platform.python_version()}
     found["interpreter"] = sys.executable
-    for name in LIBRARIES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return found | {name: version(name) for name in LIBRARIES}
+
+
+def version(package: str) -> str | None:
+    """The installed version of a package; None without one."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def has_nvidia_apex() -> bool:

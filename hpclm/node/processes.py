@@ -224,6 +224,16 @@ def ask(words: Sequence[str], seconds: float, env: Env = os.environ, text: str =
     return finish(start(words, env), seconds, text)
 
 
+def killed_by(number: int) -> str:
+    """That a signal killed a process, and the likely cause."""
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    if number == signal.SIGKILL:
+        return f"killed by {name}; perhaps out of memory, or kill -9"
+    if number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL):
+        return f"killed by {name}: a crash inside a library" + " or a full /dev/shm" * (number == signal.SIGBUS)
+    return f"killed by {name}"
+
+
 def start(words: Sequence[str], env: Env = os.environ) -> subprocess.Popen[bytes]:
     """Start a program, for ``finish``; NoAnswerError if it is missing."""
     program = shutil.which(words[0], path=env.get("PATH")) or words[0]

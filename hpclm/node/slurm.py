@@ -21,6 +21,11 @@ WAITING = frozenset(
     ["PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"]
 )
 RUNNING = frozenset(["RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT", "COMPLETING"])
+NEVER = re.compile(
+    "PartitionConfig|PartitionNodeLimit|PartitionTimeLimit|BadConstraints|MaxMemPerLimit|DependencyNeverSatisfied|Invalid(Account|QOS)"
+    r"|AccountNotAllowed|QOSNotAllowed|(QOS|Assoc)(Max|Min)\w*(PerJob|PerNode|NotSatisfied)\w*|.*can't[ _]use[ _]this[ _]partition.*"
+)
+"""Reasons for which a job stays pending until somebody changes it, or the cluster."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,11 @@ class State:
     def waits(self) -> bool:
         """Whether it is pending."""
         return self.name in WAITING
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether it is pending for a reason that does not pass."""
+        return self.waits and NEVER.fullmatch(self.reason) is not None
 
 
 def states(
@@ -95,6 +105,12 @@ def steps(job: str, seconds: float = 10, env: Env = os.environ) -> list[str]:
         raise NoAnswerError(f"squeue: {_last_line(error) or f'exit code {code}'}")
     found = [line.strip().partition("|") for line in answer.splitlines()]
     return [name for step, _, name in found if re.fullmatch(r".*\.\d+", step)]
+
+
+def shown(kind: str, name: str, seconds: float = 10, env: Env = os.environ) -> dict[str, str]:
+    """The fields that scontrol shows of a job, a partition or a node; {} if it does not know it. NoAnswerError as in ``states``."""
+    code, answer, _ = ask(["scontrol", "show", kind, name, "--oneliner"], seconds, env)
+    return dict(re.findall(r"(\S+?)=(\S*)", answer)) if not code else {}
 
 
 def job_log(job: str, seconds: float = 10, env: Env = os.environ) -> str | None:

@@ -63,6 +63,11 @@ def digest(found: Sources) -> str:
     return total.hexdigest()[:12]
 
 
+def contents(found: Sources) -> dict[str, str]:
+    """The digest of each file."""
+    return {name: digest({name: path}) for name, path in found.items()}
+
+
 def folder(out: Path, found: Sources) -> Path:
     """Where the snapshot of these files is in the run directory ``out``."""
     return out / "job" / f"code-{digest(found)}"
@@ -127,12 +132,9 @@ def _git(*words: str) -> str | None:
 
 
 def _package(root: Path) -> dict[str, Path]:
-    """All files of a package, by name; links to folders are not followed."""
-    return {
-        str(path.relative_to(root.parent)): path
-        for path in sorted(root.rglob("*"))
-        if path.is_file() and "__pycache__" not in path.parts
-    }
+    """All files of a package, by name; hidden ones, which editors and NFS make, and links to folders are left out."""
+    names = {str(path.relative_to(root.parent)): path for path in sorted(root.rglob("*")) if path.is_file()}
+    return {name: path for name, path in names.items() if "__pycache__" not in path.parts and "/." not in name}
 
 
 def _own(top: str) -> Path | None:

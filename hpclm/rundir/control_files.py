@@ -10,7 +10,7 @@ from hpclm import files
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.rundir import runs
 from hpclm.rundir.lock import Heartbeat
-from hpclm.rundir.status import RunStatus, query
+from hpclm.rundir.status import LATE, Queue, RunStatus, query
 from hpclm.terminal import say
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def followed(path: Path, until: float) -> bool:
     ended without saving (the request is then withdrawn).
     """
     out = path.parent
-    heartbeat, checked = Heartbeat(out), time.monotonic()
+    heartbeat, checked, queue = Heartbeat(out), time.monotonic(), Queue(SQUEUE_SECONDS)
     while path.exists():
         if time.monotonic() > until:
             raise HpclmError(
@@ -91,7 +91,7 @@ def followed(path: Path, until: float) -> bool:
                 f"hpclm status {files.typed(out)}; rm {files.typed(path)} withdraws it"
             )
         if time.monotonic() - checked > STATUS_INTERVAL:
-            now, checked = query([runs.read(out)], SQUEUE_SECONDS)[0], time.monotonic()
+            now, checked = queue.statuses([runs.read(out)], ask=heartbeat.silent()[1] > LATE)[0], time.monotonic()
             if not now.live and (now.name != "unknown" or heartbeat.silent()[1] > SILENT):
                 path.unlink(missing_ok=True)
                 return _ended(now)

@@ -3,6 +3,7 @@
 import os
 import re
 import select
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hpclm import files
+from hpclm.node import processes
 from hpclm.rundir.rows import tail
 
 BLOCK = 1 << 18
@@ -145,10 +147,30 @@ ENDS = (
     ("exited", re.compile(r"\b(\w+: (?:saved at step \d+|nothing saved)(?:, exiting| and leaving))")),
     ("failed", re.compile(r"\b(DUE TO (?:NODE FAILURE|NODE_FAIL).*?)(?: \*\*\*|$)")),
     ("ended", re.compile(r"\b(CANCELLED AT \S+ DUE TO .*?|CANCELLED AT \S+)(?: \*\*\*|$)")),
+    (
+        "ended",
+        re.compile(
+            r"^srun: error: (\S+: tasks? \S+: (?:Segmentation fault|Bus error|Illegal instruction|Floating point exception|Aborted).*)$"
+        ),
+    ),
     ("failed", re.compile(r"^[-\d]* ?[\d:,]* E (.*)$")),
     ("failed", re.compile(r"^error: (.*)$")),
 )
 STEPS = re.compile(r" I step \d+/?\d*  loss ")
+# srun's own words, and the script's, about what the line before told; and where in a script something went wrong.
+NOISE = re.compile(
+    r"(?:srun|mpirun) ended with|start \d+ of job \d+ on |srun: (?:Job step|Terminating|launch/slurm: )"
+    r"|srun: error: \S+: tasks? \S+: (?:Exited|Terminated|Killed)|slurmstepd: error: \*\*\* "
+)
+PLACE = re.compile(r"^(?:bash|\S*/slurm_script): line \d+: ")
+FAULT = re.compile(r"error|not found|cannot|can't|could not|no such|no module|denied|fail|fatal|fault", re.IGNORECASE)
+CRASHES = {
+    "Segmentation fault": signal.SIGSEGV,
+    "Bus error": signal.SIGBUS,
+    "Illegal instruction": signal.SIGILL,
+    "Floating point exception": signal.SIGFPE,
+    "Aborted": signal.SIGABRT,
+}
 TERMINATED = re.compile(r"(?:srun|mpirun) ended with exit code 143$")
 TRACE = "Traceback (most recent call last):"
 BEGINS = re.compile(r" run directory .*((?:resumes|goes on) from step \d+|a new run)$|^start \d+ of job \d+ on ")
@@ -157,6 +179,25 @@ BEGINS = re.compile(r" run directory .*((?:resumes|goes on) from step \d+|a new 
 def last_words(log: Path | str) -> tuple[str, str]:
     """How the last attempt ended: its state, and the message in ``log``; empty if the log does not tell."""
     return _ending(tail(log, SHORT).splitlines()) or _ending(tail(log, TAIL).splitlines()) or ("", "")
+
+
+def last_fault(log: Path | str) -> str:
+    """What is probably why a job failed before training, from the end of its log."""
+    return fault(tail(log, SHORT))
+
+
+def fault(printed: str) -> str:
+    """The last line that tells of a fault, otherwise the last one that is not about the end of processes; empty without one."""
+    lines = [line.strip() for line in printed.splitlines() if line.strip() and not NOISE.match(line)]
+    faults = [line for line in lines if FAULT.search(line) or any(crash in line for crash in CRASHES)]
+    return _crash_named(PLACE.sub("", (faults or lines or [""])[-1]))
+
+
+def _crash_named(text: str) -> str:
+    """``text`` with what shells and srun call a crash under the name of its signal."""
+    for crash, number in CRASHES.items():
+        text = re.sub(rf"{crash}( \(core dumped\))?", processes.killed_by(number), text)
+    return text
 
 
 def terminated(log: Path) -> bool:
@@ -175,7 +216,7 @@ def _ending(lines: Sequence[str]) -> tuple[str, str] | None:
         for kind, pattern in ENDS:
             found = pattern.search(line)
             if found:
-                words = found[1].strip()
+                words = _crash_named(found[1].strip()) if kind == "ended" else found[1].strip()
                 if kind == "ended" and "DUE TO" not in words:  # srun cancels the other ranks of one that has failed
                     cancelled = (kind, words)
                     break

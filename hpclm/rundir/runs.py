@@ -120,6 +120,8 @@ class Unbegun:
     """Whether it has a log, so Slurm had started it."""
     told: bool
     """Whether it was terminated before training started."""
+    fault: str = ""
+    """The line of its log that probably tells why it failed."""
 
 
 def find(folder: Path, depth: int = DEPTH) -> list[Path]:
@@ -261,7 +263,7 @@ def _job_log(out: Path, submitted: Sequence[Submission]) -> Path | None:
 def _unbegun(out: Path, submission: Submission) -> Unbegun:
     path = out / submission.log
     told = logs.terminated(path)
-    return Unbegun("" if told else logs.last_words(path)[1], _written(path) is not None, told)
+    return Unbegun("" if told else logs.last_words(path)[1], _written(path) is not None, told, logs.last_fault(path))
 
 
 def _written(path: Path) -> float | None:

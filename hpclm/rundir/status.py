@@ -16,6 +16,8 @@ from hpclm.node.slurm import State
 from hpclm.rundir.runs import Run
 
 RECENTLY = 30  # seconds since the last step within which a run counts as running
+ASK = 60.0  # seconds between questions to Slurm of one command, since many people watch many runs
+LATE = 15.0  # seconds without a heartbeat, of which there is one every 5 s, after which a run may have ended
 RECENT = 50  # steps that speed is averaged over
 
 
@@ -93,6 +95,10 @@ class RunStatus:
             ranks = [f"rank {each['rank']} on {each['host']} ({each['times']:.1f} times)" for each in self.run.slow]
             more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
             found.append(f"slower than the others: {', '.join(ranks[:8])}{more}")
+        if self.job and self.job.hopeless:
+            found.append(
+                f"Slurm can never start job {self.job.id} ({self.job.reason}): hpclm cancel {files.typed(self.run.out)}"
+            )
         steps = self.run.steps
         if steps and steps[-1]["loss"] is None:
             found.append(f"the loss of step {steps[-1]['step']} is not finite")
@@ -115,6 +121,27 @@ class RunStatus:
                 "whether it is running cannot be seen from here"
             )
         return found
+
+
+class Queue:
+    """The status of runs, again and again: Slurm is asked at most every ASK seconds, or when there are new jobs."""
+
+    def __init__(self, seconds: float):
+        """``seconds``: that Slurm has for an answer."""
+        self.seconds = seconds
+        self.silent = ""
+        """Why Slurm did not answer; "" if it did."""
+        self._states: Mapping[str, State] | None = {}
+        self._asked = -ASK
+        self._known: set[str] = set()
+
+    def statuses(self, runs: Sequence[Run], ask: bool = True) -> list[RunStatus]:
+        """How the runs stand now; without ``ask``, by what Slurm said of their jobs the last time."""
+        jobs = {job for run in runs for job in run.jobs}
+        if (ask and time.monotonic() - self._asked >= ASK) or not jobs <= self._known:
+            self._states, self.silent = ask_slurm(runs, self.seconds)
+            self._asked, self._known = time.monotonic(), jobs
+        return all_statuses(runs, self._states, self.silent)
 
 
 def query(runs: Sequence[Run], seconds: float, asked_before: Popen[bytes] | None = None) -> list[RunStatus]:
@@ -164,7 +191,7 @@ def status_of(run: Run, states: Mapping[str, State] | None, asked: str = "", loc
     else:
         name, words = _over(run, states is None, total, job)
     if job and not job.live and name in ("failed", "ended") and job.name != "COMPLETED":
-        because = f" ({job.reason})" if job.reason not in ("", "None") else ""
+        because = f" ({job.reason})" if job.reason not in ("", "None", "NonZeroExitCode") else ""
         words = f"{words}; job {job.id} {job.name}{because}"
     return RunStatus(run, name, job, asked, here, words, total, now)
 
@@ -176,7 +203,7 @@ def _over(run: Run, silent: bool, total: int | None, job: State | None) -> tuple
         job_cancelled = not run.unbegun.printed or bool(job and job.name == "CANCELLED")
         cancelled = run.unbegun.told or (not run.unbegun.words and job_cancelled)
         if not cancelled:
-            return "failed", run.unbegun.words or "ended before training started"
+            return "failed", run.unbegun.words or run.unbegun.fault or "ended before training started"
         if not run.attempts:
             return "cancelled", "its job was cancelled before training started"
         words = f"{words}; its last job was cancelled before training started".removeprefix("; ")

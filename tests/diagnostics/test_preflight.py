@@ -46,6 +46,29 @@ def test_summaries_of_earlier_reports_are_kept(tmp_path):
     assert earlier["ok"] and earlier["problems"] == [] and "ranks" not in earlier
 
 
+def test_nodes_with_different_code_are_refused_with_both_digests_and_the_file(tmp_path):
+    copies = {}
+    for node in "ab":
+        copies[node] = tmp_path / node
+        for package in ("hpclm", "tests"):
+            shutil.copytree(ROOT / package, copies[node] / package, ignore=shutil.ignore_patterns("__pycache__"))
+    (copies["a"] / "hpclm" / ".loop.py.swp").write_text("an editor's")
+    before = {node: ["env", "-C", copy, f"PYTHONPATH={copy}"] for node, copy in copies.items()}
+    out = tmp_path / "out"
+    out.mkdir()
+    assert [end for _, end in peers.hold(out, ["a", "b"], before=before)] == [0, 0]
+    (out / "preflight.json").unlink()
+    with (copies["b"] / "hpclm/training/loop.py").open("a") as file:
+        file.write("# on this node only\n")
+    (text, end), (other, end_of_other) = peers.hold(out, ["a", "a", "b"], before=before)[::2]
+    assert (end, end_of_other, other) == (64, 64, "")
+    assert re.match(
+        r"the nodes run different code: [0-9a-f]{12} on a; [0-9a-f]{12} on b; different: hpclm/training/loop.py\. Install",
+        text,
+    ), text
+    assert list(out.iterdir()) == []
+
+
 def mounts():
     """Whether this process may make mounts."""
     return shutil.which("unshare") and not subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode

@@ -106,6 +106,52 @@ def test_what_slurm_refuses_ends_with_64_and_can_be_submitted_again(submit):
     assert settings.read_bytes() == before
 
 
+@pytest.fixture
+def partition(cluster):
+    """Makes a partition with such limits, for one test."""
+    made = []
+
+    def make(name, *limits):
+        cluster.run(["scontrol", "create", f"PartitionName={name}", "Nodes=ALL", "State=UP", *limits])
+        made.append(name)
+
+    yield make
+    cluster.cancel_all()
+    for name in made:
+        cluster.run(["scontrol", "delete", f"PartitionName={name}"])
+
+
+def test_a_job_that_can_never_start_ends_with_64_and_is_not_left_in_the_queue(submit, partition):
+    partition("short", "MaxTime=10")
+    partition("few", "MaxNodes=1")
+    partition("lean", "MaxMemPerNode=1000")
+    never = {
+        (
+            "--partition",
+            "short",
+            "--time",
+            60,
+        ): "time=01:00:00; limits of the partition: MaxTime=00:10:00, TotalNodes=4",
+        ("--partition", "few", "--nodes", 2): "asks for partition=few, nodes=2, cores=2, time=UNLIMITED; limits of the "
+        "partition: MaxNodes=1, TotalNodes=4",
+        ("--partition", "main", "--nodes", 16): "limits of the partition: TotalNodes=4",
+        ("--partition", "lean", "--mem", "5G"): "MaxMemPerNode=1000",
+        ("--cpus-per-task", 100): "Slurm refuses the job: CPU count per node can not be satisfied",
+    }
+    for words, said in never.items():
+        error = submit(*SMALL, *words, check=64).stderr
+        assert said in error and ("never start this job (Partition" in error or "refuses" in error), (words, error)
+        assert jobs(submit.cluster) == [] and not (submit.here / "runs/debug/config.yaml").exists()
+    assert not list((submit.here / "runs/debug").rglob("*.sbatch"))
+
+
+def test_what_a_job_waits_for_is_told_where_it_is_not_its_turn(submit, partition):
+    partition("closed")
+    submit.cluster.run(["scontrol", "update", "PartitionName=closed", "State=DOWN"])
+    done = submit(*SMALL, "--partition", "closed")
+    assert f"warning: job {job_id(done)} waits for PartitionDown" in done.stderr
+
+
 def test_a_run_that_is_in_the_queue_is_not_submitted_twice(submit):
     first = submit(*SMALL, *HOLD)
     again = submit(*SMALL, *HOLD, check=75)

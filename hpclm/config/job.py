@@ -54,7 +54,7 @@ INSTEAD = {
         ("hold-input", "help", "usage", "version", "parsable", "test-only", "wait", "quiet"), "leave it out"
     ),
 }
-NOTIFY = re.compile(r"https?://[^\s/]\S*|mailto:[^\s@?,]+@[^\s@?,]+(\?smtp=[^\s:]+:\d{1,5})?|\$[A-Za-z_]\w*")
+NOTIFY = re.compile(r"https?://[!-.0-~][!-~]*|mailto:[^\s@?,]+@[^\s@?,]+(\?smtp=[^\s:]+:\d{1,5})?|\$[A-Za-z_]\w*")
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Variables that bash does not allow to be set, and those by which a process learns its rank.
 RESERVED = re.compile(

@@ -153,9 +153,12 @@ def test_what_cannot_be_delivered_is_a_warning(caplog, tmp_path):
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 @pytest.mark.parametrize("scheme", ["http", "ftp"])
 def test_a_webhook_that_redirects_is_not_followed(status, scheme, caplog):
-    with counting() as (address, connected), redirecting(status, f"{scheme}://{address}/elsewhere") as url:
-        with Notifier([url], "run", "runs/run", {}) as notifier:
-            notifier.failed("message")
+    with (
+        counting() as (address, connected),
+        redirecting(status, f"{scheme}://{address}/elsewhere") as url,
+        Notifier([url], "run", "runs/run", {}) as notifier,
+    ):
+        notifier.failed("message")
     assert not connected
     [said] = [record.getMessage() for record in caplog.records]
     assert f"it answered {status}, a redirect" in said and "moved" not in said and "elsewhere" not in said

@@ -1,6 +1,5 @@
 """log.sinks: one run in each tracker over all attempts, whatever the tracker does."""
 
-import itertools
 import json
 import sqlite3
 import struct

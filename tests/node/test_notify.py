@@ -120,7 +120,7 @@ def test_a_run_tells_when_it_finishes_restarts_and_fails(tiny, tmp_path, monkeyp
 @pytest.mark.whole
 def test_a_run_whose_rank_is_killed_tells_once(tiny, tmp_path):
     with webhook() as (url, received):
-        with Ranks(2, [*tiny(), "budget.steps=100000", f"job.notify=[{url}]"]) as ranks:
+        with Ranks(2, [*tiny(), "budget.steps=100000", "job.notify=[$TEAM_HOOK]"], TEAM_HOOK=url) as ranks:
             ranks.wait_for(tmp_path / "run", 6)
             ranks.processes[1].kill()
             ranks.wait()
@@ -176,11 +176,14 @@ def test_only_http_is_spoken_to_a_webhook(scheme, caplog):
 
 
 @pytest.mark.parametrize("target, wanted", [
-    ("ftp://example.org", "it must be https://"),
-    ("mailto:nobody", "it must be https://"),
+    ("ftp://example.org", "it must be mailto:"),
+    ("mailto:nobody", "it must be mailto:"),
     ("$NOT_THERE", "the environment variable NOT_THERE must hold"),
     ("https://me:hunter2@example.org/", "export it as an environment variable"),
+    ("https://example.org/services/secret", "job.notify=[$TEAM_HOOK]"),
+    ("htps://example.org/services/secret", "it must be"),
 ])  # fmt: skip
 def test_a_target_that_cannot_be_told_is_refused_before_the_start(target, wanted, tiny, capsys):
     assert cli.main(["train", *tiny("run", f"job.notify=['{target}']")]) == 64
-    assert wanted in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert wanted in said and "secret" not in said and "hunter2" not in said

@@ -41,7 +41,7 @@ _SAID = [
         # NAME=value, "name": "value"; not key=value, nor ${NAME:?...}
         rf"{_BEFORE}(?!(?-i:keys?)\b){_NAMED}(?:\\?[\"']?\s*=|\\?[\"']\s*:)\s*(?:{_SCHEME})?{_VALUE}",
         # NAME: value, A-Header: value; not a colon in prose
-        rf"{_BEFORE}(?=authorization:|[\w-]*(?-i:[A-Z_-])){_NAMED}:\s*(?:{_SCHEME})?{_VALUE}",
+        rf"{_BEFORE}(?=authorization:|[\w.-]*(?-i:[A-Z_-])){_NAMED}:\s*(?:{_SCHEME})?{_VALUE}",
         r"\bBearer\s+(?P<value>[^\s'\"]{6,})",
         rf"(?<![\w-])--?[\w-]*{_OPTION}\s+(?!-){_VALUE}",
         r"\bwandb\s+login\b[^|;&#]*?\s[\"']?(?P<value>\w{3,})(?=[\s\"'\]]|$)",

@@ -279,7 +279,9 @@ def test_a_warm_up_or_decay_longer_than_the_budget_given_with_it_is_refused(word
     with pytest.raises(ConfigError) as error:
         compose.from_cli(words)
     said = str(error.value)
-    assert any(length in said for length in ("warm-up of 2000", "warm-up of 64000", "wsd_decay=5000", "warm-up of 1000"))
+    assert any(
+        length in said for length in ("warm-up of 2000", "warm-up of 64000", "wsd_decay=5000", "warm-up of 1000")
+    )
     assert any(end in said for end in ("after 1000 ", "after 2000 ", "after 976 ", "after 32000 ", "the budget=1000"))
 
 

@@ -121,8 +121,9 @@ def _post(url: str, content: Mapping[str, Any]) -> None:
     opener = urllib.request.OpenerDirector()
     for handler in SPOKEN:
         opener.add_handler(handler())
+    post = opener.open
     try:
-        with opener.open(request, timeout=30):
+        with post(request, timeout=30):
             return
     except urllib.error.HTTPError as error:
         if 300 <= error.code < 400:

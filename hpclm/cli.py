@@ -143,9 +143,9 @@ class Each:
         return True
 
 
-def _tell(error: HpclmError, redact: Callable[[str], str]) -> None:
+def _tell(error: HpclmError, redact: secrets.Redactor) -> None:
     for line in str(error).splitlines():
-        say(f"error: {redact(line)}", file=sys.stderr)
+        say(f"error: {redact.said(line)}", file=sys.stderr)
 
 
 def _fault(redact: Callable[[str], str]) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 from hpclm import cli, config, extras, files, shipped
 from hpclm.config import JobConfig, RunConfig, show
 from hpclm.config.job import TEMPLATES
+from hpclm.config.plan import planned_inside_warmup
 from hpclm.diagnostics import report
 from hpclm.errors import ConfigError, HpclmError, LockedError
 from hpclm.launch import local, sbatch, script, send, sweep, visible
@@ -70,6 +71,8 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--sweep needs Slurm, not {where}: start the runs one after another")
     for run in runs:
         check(run, where, args.again, args.back_to)
+        if where == "slurm" and (short := planned_inside_warmup(run)):  # others start at once, and say so themselves
+            say(f"warning: {short}", file=sys.stderr)
     if where == "slurm":
         visible.warn(runs[0])
     scripts = [_script(run) for run in runs] if where == "slurm" else []

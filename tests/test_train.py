@@ -263,8 +263,14 @@ def test_a_budget_of_time_ends_the_run_and_counts_over_attempts(tiny, tmp_path):
     assert 0.72 <= total < 0.72 + 2 * max(row["step_seconds"] for row in rows)
 
 
-def test_a_run_that_ends_inside_its_warmup_is_warned_of(tiny):
-    assert "inside its warm-up" in hpclm("train", *tiny("run", "optim.warmup=50"), check=0).stderr
+def test_a_run_that_ends_inside_its_warmup_is_refused_or_warned_of(tiny, tmp_path):
+    said = "the run ends after 12 steps, inside its warm-up of 50"
+    assert said in hpclm("train", *tiny("run", "optim.warmup=50"), check=64).stderr
+    preset = tmp_path / "mine.yaml"
+    preset.write_text("optim: {warmup: 50}\nbudget: {steps: 1000}\n")
+    assert said in hpclm("train", preset, *tiny("run"), check=0).stderr  # its budget is lowered, to try it
+    warned = hpclm("submit", "--cluster", "slurm", "--dry-run", preset, *tiny("run2"), check=0)
+    assert f"warning: {said}" in warned.stderr and "#SBATCH" in warned.stdout
 
 
 @pytest.mark.parametrize(

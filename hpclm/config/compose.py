@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from hpclm import files, shipped
-from hpclm.config import reading, resolved
+from hpclm.config import plan, reading, resolved
 from hpclm.config.assign import Assignment, Unreadable, build, literal
 from hpclm.config.fields import as_yaml, required, type_of
 from hpclm.config.job import TEMPLATES
@@ -58,7 +58,23 @@ def load(
         problems += _untrusted(assignments + given, path, content.exposed)
     if site is not None and not whole:
         assignments = _from_site(site, problems) + assignments
-    return build(assignments + given, problems)
+    run = build(assignments + given, problems)
+    if not whole and not (path is not None and _tries(given)):
+        _refuse_short(run)
+    return run
+
+
+def _tries(given: list[Assignment]) -> bool:
+    """Whether a command line sets only a budget, as to try a file's settings for some steps: that is worth no more than a warning."""
+    named = {key for key, _, _ in given}
+    return any(key.startswith("budget.") for key in named) and not named & {"optim.warmup", "optim.wsd_decay"}
+
+
+def _refuse_short(run: RunConfig) -> None:
+    """ConfigError if the budget is too short for the warm-up or wsd's decay that is given with it."""
+    short = plan.planned_inside_warmup(run)
+    if short and run.optim.schedule_length is None:
+        raise ConfigError(f"{short}; shorten the warm-up, or extend the budget. To stop early once, set stop_at")
 
 
 def of_run(folder: Path, overrides: list[str]) -> RunConfig:

@@ -54,7 +54,7 @@ INSTEAD = {
         ("hold-input", "help", "usage", "version", "parsable", "test-only", "wait", "quiet"), "leave it out"
     ),
 }
-NOTIFY = re.compile(r"https?://[^\s/]\S*|mailto:[^\s@?,]+@[^\s@?,]+(\?smtp=[^\s:]+:\d{1,5})?|\$[A-Za-z_]\w*")
+NOTIFY = re.compile(r"https?://[!-.0-~][!-~]*|mailto:[^\s@?,]+@[^\s@?,]+(\?smtp=[^\s:]+:\d{1,5})?|\$[A-Za-z_]\w*")
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Variables that bash does not allow to be set, and those by which a process learns its rank.
 RESERVED = re.compile(
@@ -122,14 +122,14 @@ class JobConfig(Checked):
     setup: list[str] = field(default_factory=list)
     """Shell commands for the job script, run verbatim before the processes start."""
     notify: list[str] = field(default_factory=list)
-    """Who gets notified that the run has failed, finished or restarted: https://... gets a JSON object (a webhook), mailto:you@example.org
-    a mail through the node's sendmail, mailto:you@example.org?smtp=HOST:PORT one through that server; $NAME is an environment
-    variable that holds one of these. docs/sinks.md."""
+    """Who gets notified that the run has failed, finished or restarted: mailto:you@example.org gets a mail through the node's
+    sendmail, mailto:you@example.org?smtp=HOST:PORT one through that server; $NAME is an environment variable that holds one of these,
+    or https://..., a webhook, which gets a JSON object and whose address is a password. docs/sinks.md."""
     snapshot: bool = False
     """Copy the code (hpclm, and your own modules that settings name) to the run directory, and use the copy in every attempt.
     false: each attempt uses the current code, with a warning if it has changed."""
     env: dict[str, str] = field(default_factory=dict)
-    """Environment variables for all processes. Do not put secrets here: export them before you submit."""
+    """Environment variables for all processes. Secrets are refused here: export them before you submit."""
     container: str | None = None
     """Container image to run in: a .sif file or an image name; null: no container."""
     runtime: Literal["apptainer", "pyxis", "docker"] = "apptainer"
@@ -165,11 +165,11 @@ class JobConfig(Checked):
             yield from _option(option, value)
         for variable, value in self.env.items():
             yield from _variable(variable, value)
-        for target in self.notify:
+        for number, target in enumerate(self.notify):  # whose text is not shown, because a webhook is a password
             if not NOTIFY.fullmatch(target):
                 yield (
-                    f"job.notify contains {target!r}; it must be https://..., http://..., mailto:you@example.org, "
-                    "mailto:you@example.org?smtp=HOST:PORT, or $NAME of an environment variable"
+                    f"job.notify.{number} is no target; it must be mailto:you@example.org, "
+                    "mailto:you@example.org?smtp=HOST:PORT, or $NAME of an environment variable that holds one, or a webhook"
                 )
         yield from self._together()
 

@@ -42,7 +42,8 @@ class OptimConfig(Checked):
     unit: Literal["steps", "samples"] = "steps"
     """What warmup, schedule_length, period and wsd_decay count."""
     warmup: float = 0
-    """Units over which the learning rate rises linearly to lr."""
+    """Units over which the learning rate rises linearly to lr. Refused if the budget that is given with it is not longer; a budget
+    that only the command line sets, to try a file, causes a warning."""
     warmup_fraction: float | None = None
     """Warm-up as a fraction of the schedule's length (Megatron's --warmup); instead of warmup."""
     warmup_start: float | None = None

@@ -13,7 +13,8 @@ from typing import Generic, TypeVar
 from hpclm import log as logs
 from hpclm.data import tokenizers
 from hpclm.data.text.encode import OnError, read
-from hpclm.data.text.inputs import Input, chunks, find
+from hpclm.data.text.inputs import LONGEST, MB, Chunk, chunks, find
+from hpclm.data.text.options import LONGEST_LINE
 from hpclm.data.text.pool import exit_on_signals
 from hpclm.errors import ConfigError
 from hpclm.files import writable_folder, write_bytes
@@ -49,7 +50,8 @@ def main(argv: list[str]) -> int:
 
     bad: Counter[str] = Counter()
     measured: Sample[str] = Sample(MEASURED)
-    texts = _texts(inputs, args.json_key or "text", args.on_error, bad, measured)
+    pieces = chunks(inputs, longest=args.longest_line * MB)
+    texts = _texts(pieces, args.json_key or "text", args.on_error, bad, measured)
     with exit_on_signals():
         first = next(texts, None)
         if first is None:
@@ -105,9 +107,11 @@ class Sample(Generic[Item]):
             self.items[place] = item
 
 
-def _texts(inputs: list[Input], key: str, on_error: OnError, bad: Counter[str], measured: Sample[str]) -> Iterator[str]:
+def _texts(
+    pieces: Iterator[Chunk], key: str, on_error: OnError, bad: Counter[str], measured: Sample[str]
+) -> Iterator[str]:
     """The documents that are not empty; ConfigError for unreadable ones, unless ``on_error`` is "skip"."""
-    for chunk in chunks(inputs):
+    for chunk in pieces:
         [texts], problems = read(chunk, (key,), on_error)
         for problem in problems:
             if bad.total() < SHOWN:
@@ -127,6 +131,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     add("--format", choices=["jsonl", "lines", "files"], help=documents)
     add("--json-key", metavar="KEY", help="key of the text in JSON; default: text")
     add("--on-error", choices=["stop", "skip"], default="stop", help="what to do with unreadable lines; default: stop")
+    add("--longest-line", type=int, default=LONGEST, metavar="MB", help=LONGEST_LINE)
     output = "x.json: byte-level BPE, with <|endoftext|>; x.model: sentencepiece"
     add("--output", required=True, metavar="FILE", help=output)
     add("--kind", choices=["bpe", "unigram"], default="bpe", help="unigram is for x.model only")
@@ -138,4 +143,6 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.sentences is not None and args.sentences < 1:
         parser.error(f"--sentences {args.sentences} must be at least 1")
+    if args.longest_line < 1:
+        parser.error(f"--longest-line {args.longest_line} must be at least 1")
     return args

@@ -9,8 +9,9 @@ import socket
 import subprocess
 import threading
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from email.message import EmailMessage
 from types import MappingProxyType
 from typing import Any, Literal
@@ -23,6 +24,15 @@ log = logging.getLogger(__name__)
 SECONDS = 2.0  # that a run may wait for a message when it ends; it is killed soon after
 LONGEST = 4000  # characters of a message
 EVENTS = {"failed": "has failed", "finished": "has finished", "restarted": "was restarted"}
+SPOKEN: tuple[Callable[[], urllib.request.BaseHandler], ...] = (
+    urllib.request.ProxyHandler,
+    urllib.request.HTTPHandler,
+    urllib.request.HTTPSHandler,
+    urllib.request.HTTPErrorProcessor,
+    urllib.request.HTTPDefaultErrorHandler,
+    urllib.request.UnknownHandler,
+)
+"""What a webhook's address may need. urlopen would also follow redirects, and read ftp:, file: and data: URLs."""
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -75,7 +85,7 @@ def missing(targets: Sequence[str], env: Mapping[str, str] = os.environ) -> list
     found = []
     for target in targets:
         value = env.get(target[1:], "") if target.startswith("$") else target
-        if not NOTIFY.fullmatch(value) or value.startswith("$"):
+        if not _is_target(value):
             found.append(
                 f"job.notify={target}: the environment variable {target[1:]} must hold https://... or mailto:...; export it "
                 "where you start or submit the run"
@@ -83,13 +93,20 @@ def missing(targets: Sequence[str], env: Mapping[str, str] = os.environ) -> list
     return found
 
 
+def _is_target(value: str) -> bool:
+    """Whether it is a webhook or a mail address."""
+    return NOTIFY.fullmatch(value) is not None and not value.startswith("$")
+
+
 def _deliver(target: str, content: Mapping[str, Any], env: Mapping[str, str]) -> None:
     """Send to one target; a failure is a warning."""
     name, target = target, env.get(target[1:], "") if target.startswith("$") else target
     try:
+        if not _is_target(target):
+            raise ValueError("its value must be https://... or mailto:...")
         if target.startswith("mailto:"):
             _mail(target.removeprefix("mailto:"), content)
-        elif target:
+        else:
             _post(target, content)
     except Exception as error:  # of a network, a server or a program
         where = name if name.startswith("$") else name.split("/")[2] if "://" in name else name
@@ -97,11 +114,22 @@ def _deliver(target: str, content: Mapping[str, Any], env: Mapping[str, str]) ->
 
 
 def _post(url: str, content: Mapping[str, Any]) -> None:
+    """POST as JSON; the answer's body is not read, and a redirect is an error."""
     request = urllib.request.Request(
         url, json.dumps(content).encode(), {"Content-Type": "application/json", "User-Agent": "hpclm"}
     )
-    with urllib.request.urlopen(request, timeout=30):
-        return
+    opener = urllib.request.OpenerDirector()
+    for handler in SPOKEN:
+        opener.add_handler(handler())
+    post = opener.open
+    try:
+        with post(request, timeout=30):
+            return
+    except urllib.error.HTTPError as error:
+        if 300 <= error.code < 400:
+            why = f"it answered {error.code}, a redirect, which is not followed; set its final address"
+            raise ConnectionError(why) from None
+        raise
 
 
 def _mail(target: str, content: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
-"""Keep secrets out of what a run writes: values of environment variables named like secrets, and passwords in URLs.
+"""Keep secrets out of what a run writes: values of environment variables named like secrets, passwords in URLs, known tokens.
 
-A name counts as a secret's if it contains KEY, TOKEN, SECRET, PASS, CREDENTIAL or JWT, in any case.
+A name counts as a secret's if it contains KEY, TOKEN, SECRET, PASS, PWD, CREDENTIAL, JWT, AUTH, BEARER or HOOK, in any case, or
+ends in PAT. Settings and command lines are also searched for a value that follows such a name.
 """
 
 import json
@@ -17,10 +18,41 @@ HIDDEN = "***"
 SHORTEST = 6
 """Shorter values are flags (true, 1, none), not secrets."""
 
-_NAME = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|JWT", re.IGNORECASE)
-_HARMLESS = re.compile(r"tokens(_per_\w+)?|\w*tokeni[sz]\w*", re.IGNORECASE)  # budget.tokens, TOKENIZERS_PARALLELISM
+_SECRET = r"KEY|TOKEN|SECRET|PASS|PWD|CREDENTIAL|JWT|AUTH(?!OR)|AUTHORIZATION|BEARER|HOOK|(?<!COM)PAT(?![A-Z])"
+_NAME = re.compile(_SECRET, re.IGNORECASE)
+_HARMLESS = re.compile(  # budget.tokens, TOKENIZERS_PARALLELISM, NCCL_IB_PKEY
+    r"((max|min|new|num|n|total)[_-])*tokens([_-]per[_-]\w+)?|[\w-]*tokeni[sz][\w-]*|\w*IB_PKEY|(OLD)?PWD",
+    re.IGNORECASE,
+)
 _URL = re.compile(r"(\b[a-z][a-z0-9+.-]*://)(?:([^\s/:@'\"]*:)([^\s/'\"]+)|([^\s/:@'\"]{20,}))@", re.IGNORECASE)
-_PAIR = re.compile(r"(?<![\w.-])((?:--?|(?:[a-z]+\.)*(?:env|options)\.)?[A-Za-z_][\w-]*)(\s*[=:]\s*)([^\s,;{}\[\]]+)")
+_HOOK = re.compile(r"(https?://(?:hooks\.[\w.-]+/|[\w.:-]+/(?:[\w./-]*/)?webhooks?/))[^\s'\"]+", re.IGNORECASE)
+_TOKEN = re.compile(  # of Hugging Face, GitHub, GitLab, OpenAI, Slack, AWS, Google; JWTs
+    r"\b(?:hf_\w{20,}|gh[a-z]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|sk-(?:[a-z]+-)*\w{20,}|xox[a-z]-[\w-]{10,}"
+    r"|AKIA[0-9A-Z]{16}|AIza[\w-]{30,}|eyJ[\w-]{10,}\.eyJ[\w-]+\.[\w-]+)"
+)
+_VALUE = r"""(?P<value>[\\$]?"[^"]*"?|[\\$]?'[^']*'?|[^\s,;{}\[\]"'|&<>)]+)"""
+_SCHEME = r"(?:Bearer|Basic|Digest|Token)\s+"
+_BEFORE = r"(?<![\w./$-])(?<!\$\{)"
+_NAMED = rf"(?:--?|(?:[a-z]+\.)*(?:env|options)\.)?(?P<name>[\w-]*(?:{_SECRET})[\w-]*)"
+_OPTION = r"(?:token|secret|pass(?:word|wd|phrase)?|pwd|pat|api-?key|auth|credentials?)"
+_SAID = [
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        # NAME=value, "name": "value"; not key=value, nor ${NAME:?...}
+        rf"{_BEFORE}(?!(?-i:keys?)\b){_NAMED}(?:\\?[\"']?\s*=|\\?[\"']\s*:)\s*(?:{_SCHEME})?{_VALUE}",
+        # NAME: value, A-Header: value; not a colon in prose
+        rf"{_BEFORE}(?=authorization:|[\w.-]*(?-i:[A-Z_-])){_NAMED}:\s*(?:{_SCHEME})?{_VALUE}",
+        r"\bBearer\s+(?P<value>[^\s'\"]{6,})",
+        rf"(?<![\w-])--?[\w-]*{_OPTION}\s+(?!-){_VALUE}",
+        r"\bwandb\s+login\b[^|;&#]*?\s[\"']?(?P<value>\w{3,})(?=[\s\"'\]]|$)",
+        rf"\b(?:login|sshpass)\b[^|;&#]*?\s-p\s*(?!-){_VALUE}",
+        rf"\bcurl\b[^|;&#]*?\s(?:-u|--user|--proxy-user)[\s=]*[\"']?[\w.@+-]*:{_VALUE}",
+    )
+]
+"""How a secret may be given in a command, a header or a setting."""
+_ELSEWHERE = re.compile(  # a variable, a command's output, a file, a flag
+    r"[$`].*|(?:~|\.{1,2})?/[\w./~@%${}-]*|\*\*\*|[01]|true|false|yes|no|on|off|none|null", re.IGNORECASE | re.DOTALL
+)
 
 
 def is_secret(name: str) -> bool:
@@ -41,10 +73,16 @@ class Redactor:
         self._values = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
     def __call__(self, text: str) -> str:
-        """``text`` without values of secret variables and without passwords of URLs."""
+        """``text`` without values of secret variables, passwords of URLs, webhooks and known kinds of tokens."""
         if self._values:
             text = self._values.sub(HIDDEN, text)
-        return _URL.sub(rf"\1\2{HIDDEN}@", text) if "://" in text else text
+        if "://" in text:
+            text = _HOOK.sub(rf"\1{HIDDEN}", _URL.sub(rf"\1\2{HIDDEN}@", text))
+        return _TOKEN.sub(HIDDEN, text)
+
+    def said(self, text: str) -> str:
+        """``text``, which may quote settings, also without what follows the name of a secret in it."""
+        return self(_without_said(text))
 
     def knows(self, text: str) -> bool:
         """Whether the value of a secret variable is in ``text``."""
@@ -55,7 +93,7 @@ class Redactor:
         found: list[str] = []
         follows = False
         for word in words:
-            found.append(HIDDEN if follows and not word.startswith("-") else self(_PAIR.sub(_hide_pair, word)))
+            found.append(HIDDEN if follows and not word.startswith("-") else self.said(word))
             follows = word.startswith("--") and "=" not in word and is_secret(word.lstrip("-"))
         return found
 
@@ -69,15 +107,30 @@ def problems(settings: Mapping[str, Any], env: Env = os.environ) -> list[str]:
     held = {name: Redactor({name: value}) for name, value in env.items()}
     found = []
     for key, text in _leaves(settings):
+        section, name = key.rpartition(".")[::2]
         inside = [f"the value of ${name}" for name, redact in held.items() if redact.knows(text)]
         inside += ["the password of a URL"] * bool(_URL.search(text))
-        inside += ["a secret, by its name"] * bool(text and key.startswith("job.env.") and is_secret(key[8:]))
+        named = section in ("job.env", "job.options") and is_secret(name) and _is_literal(text)
+        inside += ["a secret, by its name"] * named
+        inside += ["what looks like a token"] * bool(_TOKEN.search(text))
+        hook = _HOOK.search(text) or (section == "job.notify" and text.startswith(("http:", "https:")))
+        inside += ["a webhook, whose address is a password"] * bool(hook)
+        inside += ["a secret, by the name before it"] * (key.startswith("job.") and _without_said(text) != text)
         if inside:
             found.append(
-                f"{key} contains {inside[0]}, and a run's settings are written to its config.yaml; remove it, and export it as "
-                "an environment variable where you start or submit the run"
+                f"{key} contains {inside[0]}, and a run's settings are written to its config.yaml; {_way_out(section)}"
             )
     return found
+
+
+def _way_out(section: str) -> str:
+    where = "where you start or submit the run"
+    if section == "job.notify":
+        return f"export it as an environment variable {where}, and give its name: job.notify=[$TEAM_HOOK]"
+    out = f"remove it, and export it as an environment variable {where}"
+    if section == "job.setup":
+        out += " (the job inherits it), or let the command read it from a file: export NAME=$(cat FILE)"
+    return out
 
 
 def _leaves(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
@@ -103,7 +156,24 @@ def _spellings(value: str) -> set[str]:
     return {value, quote(value, safe=""), json.dumps(value)[1:-1], repr(value)[1:-1]}
 
 
-def _hide_pair(found: re.Match[str]) -> str:
-    name, sign, value = found.groups()
-    last = name.rpartition(".")[2].lstrip("-")
-    return f"{name}{sign}{HIDDEN}" if is_secret(last) and value != "null" else found[0]
+def _without_said(text: str) -> str:
+    """``text`` without secrets that follow the name of one."""
+    for pattern in _SAID:
+        text = pattern.sub(_hide, text)
+    return text
+
+
+def _hide(found: re.Match[str]) -> str:
+    """What a pattern has found, without the value."""
+    name, value = found.groupdict().get("name"), found["value"]
+    if (name is not None and not is_secret(name)) or not _is_literal(value):
+        return found[0]
+    begin, end = (place - found.start() for place in found.span("value"))
+    return f"{found[0][:begin]}{HIDDEN}{found[0][end:]}"
+
+
+def _is_literal(value: str) -> bool:
+    """Whether a value, perhaps in quotes, is the secret itself, and not a variable, a command, a file or a flag."""
+    text = value.lstrip("$") if value.startswith(("$'", '$"')) else value
+    text = re.sub(f"^{_SCHEME}", "", text.strip("\\\"' "), flags=re.IGNORECASE)
+    return bool(text) and not _ELSEWHERE.fullmatch(text)

@@ -12,7 +12,7 @@ from hpclm.sinks import Row, RunInfo, Sink, lookup, position
 
 FIRST, LONGEST = 5.0, 300.0  # seconds until the next try after a failure; doubled each time
 BLOCK = 1 << 20  # bytes read at once
-MOST = 100_000  # rows that are held at once
+MOST = 10_000  # rows that are held at once
 
 
 class Feed:

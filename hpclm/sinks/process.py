@@ -13,6 +13,7 @@ from typing import IO
 from hpclm import files
 from hpclm.errors import REQUEUE
 from hpclm.node import python
+from hpclm.sinks import messages_of
 
 log = logging.getLogger(__name__)
 SECONDS = {0: 30.0, REQUEUE: 5.0}
@@ -40,7 +41,7 @@ class Sinks:
             command = python.command("hpclm.sinks.worker", name, str(self.out))
             try:
                 (self.out / "logs").mkdir(mode=0o700, exist_ok=True)
-                with os.fdopen(files.appending(self._messages(name), 0o600), "w") as messages:
+                with os.fdopen(files.appending(messages_of(self.out, name), 0o600), "w") as messages:
                     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": messages}
                     process = subprocess.Popen(command, env=python.env(), **pipes)  # type: ignore[call-overload]
             except OSError as error:
@@ -73,7 +74,7 @@ class Sinks:
                 complete = False
             if not complete:
                 text = "sink %s lacks the last rows of metrics.jsonl; the next attempt sends them, or hpclm sync %s; its messages: %s"
-                log.warning(text, name, files.typed(self.out), self._messages(name))
+                log.warning(text, name, files.typed(self.out), messages_of(self.out, name))
         for listener in self._listeners:
             listener.join(1.0)
 
@@ -87,10 +88,6 @@ class Sinks:
                 late.append(name)
         if late and seconds > SILENT:
             log.info("waiting up to %.0f s for the last rows to reach %s", seconds, ", ".join(late))
-
-    def _messages(self, name: str) -> Path:
-        """Where a sink's library prints to."""
-        return self.out / "logs" / f"sink-{name.replace(':', '-')}.log"
 
 
 def _listen(stream: IO[bytes]) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -16,11 +17,14 @@ from typing import IO
 from hpclm import files
 from hpclm.node import secrets
 from hpclm.node.preemption import WARNINGS
-from hpclm.sinks import position
+from hpclm.sinks import messages_of, position
 from hpclm.sinks.feed import Feed
 
 POLL = 0.5  # seconds between two looks at metrics.jsonl
 LAST = 10.0  # seconds for the rest when rank 0 is gone
+LARGEST = 1 << 24  # bytes of logs/sink-SINK.log, give or take what is printed within ``OFTEN``
+KEPT = 1 << 22  # the newest bytes, which are kept once it is larger
+OFTEN = 0.1  # seconds between two looks at its size
 
 
 class Ending:
@@ -41,11 +45,28 @@ class Ending:
         self.over.set()
 
 
+def shorten(messages: int, path: Path) -> None:
+    """Keep only the newest part of the file ``path``, which is open for appending as ``messages``; does not return.
+
+    The file itself is cut, because processes that a library has started append to it too.
+    """
+    while True:
+        time.sleep(OFTEN)
+        with suppress(OSError):
+            if os.fstat(messages).st_size > LARGEST:
+                with files.reader(path) as file:
+                    file.seek(-KEPT, os.SEEK_END)
+                    newest = file.read(KEPT).partition(b"\n")[2]
+                os.ftruncate(messages, 0)
+                os.write(messages, b"(older messages were removed)\n" + newest)
+
+
 def main(name: str, out: Path, say: IO[bytes]) -> bool:
     """Send until the attempt ends, then the rest; whether the sink has all of it."""
     for number in WARNINGS:  # of a terminal or a job; how the attempt ends is rank 0's decision
         signal.signal(number, signal.SIG_IGN)
     os.nice(10)
+    threading.Thread(target=shorten, args=(2, messages_of(out, name)), daemon=True).start()
     ending, redact = Ending(sys.stdin.buffer), secrets.Redactor()
 
     def tell(text: str) -> None:

@@ -8,7 +8,7 @@ import torch
 from hpclm import files
 from hpclm.checkpoint import Progress
 from hpclm.config import Plan, RunConfig
-from hpclm.config.plan import Length
+from hpclm.config.plan import Length, inside_warmup
 from hpclm.distributed.context import DistributedContext
 from hpclm.model import attention_backend, count
 from hpclm.node import apex, hardware
@@ -36,11 +36,8 @@ def hello(config: RunConfig, plan: Plan, context: DistributedContext, length: Le
             f"{context.size} processes, started by {context.launcher}, on {', '.join(dict.fromkeys(context.hosts))}"
         )
         logger.info("%s; micro-batches of %d, %d a step for each", started, plan.micro_size, plan.accumulation(0))
-    end, limit = length.in_unit(config.optim.unit), config.optim.schedule_length
-    warmup = config.optim.warmup or (config.optim.warmup_fraction or 0) * (limit or end or 0)
-    if end is not None and warmup >= end:
-        text = "the run ends after %d %s, inside its warm-up of %d: optim.lr is never reached"
-        logger.warning(text, end, config.optim.unit, warmup)
+    if short := inside_warmup(config, length):
+        logger.warning("%s", short)
 
 
 def attention(config: RunConfig, device: torch.device) -> None:

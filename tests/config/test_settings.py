@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from hpclm import config
-from hpclm.config import ModelConfig, RunConfig, show
+from hpclm.config import ModelConfig, RunConfig, compose, show
 from hpclm.config.fields import keys
 from hpclm.config.plan import Length, run_length
 from hpclm.errors import ConfigError
@@ -251,3 +251,51 @@ def test_settings_can_be_inspected_without_data():
 def test_a_shipped_settings_file_is_found_by_its_name_from_anywhere(tmp_path):
     assert "name: debug" in hpclm("config", "debug", check=0, cwd=tmp_path).stdout
     assert Path(tmp_path).exists()
+
+
+TOO_LONG = {
+    "steps": ["budget.steps=1000", "optim.warmup=2000"],
+    "exactly": ["budget.steps=2000", "optim.warmup=2000"],
+    "samples": ["budget.samples=32000", "optim.warmup=2000"],
+    "tokens": ["budget.tokens=32000000", "optim.warmup=2000"],
+    "the shorter of two, with hours": ["budget.steps=1000", "budget.hours=5", "optim.warmup=2000"],
+    "warm-up in samples": ["budget.steps=1000", "optim.unit=samples", "optim.warmup=64000"],
+    "wsd's decay": ["budget.steps=1000", "optim.schedule=wsd", "optim.wsd_decay=5000"],
+    "wsd's decay after a long warm-up": [
+        "budget.steps=1000",
+        "optim.schedule=wsd",
+        "optim.warmup=1000",
+        "optim.wsd_decay=5000",
+    ],
+}
+
+
+@pytest.mark.parametrize("words", TOO_LONG.values(), ids=TOO_LONG.keys())
+@pytest.mark.parametrize("place", ["words", "file"])
+def test_a_warm_up_or_decay_longer_than_the_budget_given_with_it_is_refused(words, place, tmp_path):
+    if place == "file":
+        (tmp_path / "x.yaml").write_text("".join(word.replace("=", ": ") + "\n" for word in words))
+        words = [str(tmp_path / "x.yaml")]
+    with pytest.raises(ConfigError) as error:
+        compose.from_cli(words)
+    said = str(error.value)
+    assert any(
+        length in said for length in ("warm-up of 2000", "warm-up of 64000", "wsd_decay=5000", "warm-up of 1000")
+    )
+    assert any(end in said for end in ("after 1000 ", "after 2000 ", "after 976 ", "after 32000 ", "the budget=1000"))
+
+
+@pytest.mark.parametrize("words", [
+    ["gpt2-124m", "budget.steps=20"],
+    ["gpt2-124m", "budget={steps: 20}", "optim.schedule=wsd"],
+    ["budget.hours=5", "optim.warmup=2000", "optim.schedule=constant"],
+    ["budget.steps=1000", "optim.warmup=2000", "optim.schedule_length=100000"],
+    ["budget.steps=2001", "optim.warmup=2000"],
+    ["budget.steps=1000", "stop_at=20", "optim.warmup=500"],
+    ["budget.epochs=1", "optim.warmup=2000"],
+    ["optim.warmup=2000"],
+], ids=" ".join)  # fmt: skip
+def test_a_budget_lowered_to_try_a_preset_and_budgets_of_unknown_length_are_accepted(words, tmp_path):
+    settings = compose.from_cli(words)
+    compose.dump(settings, tmp_path / "config.yaml")
+    assert compose.load(tmp_path / "config.yaml") == settings  # a job reads what was accepted

@@ -45,6 +45,37 @@ def webhook():
 
 
 @contextmanager
+def redirecting(status, to):
+    """The URL of a webhook that sends every request on to the address ``to``."""
+
+    class Receiver(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(status)
+            self.send_header("Location", to)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with serving(HTTPServer(("127.0.0.1", 0), Receiver)) as port:
+        yield f"http://127.0.0.1:{port}/moved"
+
+
+@contextmanager
+def counting():
+    """HOST:PORT of a listener, and the connections it has had."""
+    connected = []
+
+    class Listener(socketserver.BaseRequestHandler):
+        def handle(self):
+            connected.append(self.client_address)
+
+    with serving(socketserver.ThreadingTCPServer(("127.0.0.1", 0), Listener)) as port:
+        yield f"127.0.0.1:{port}", connected
+
+
+@contextmanager
 def mail_server():
     """HOST:PORT of a server that speaks SMTP, and the mails it has accepted."""
     mails = []
@@ -89,7 +120,7 @@ def test_a_run_tells_when_it_finishes_restarts_and_fails(tiny, tmp_path, monkeyp
 @pytest.mark.whole
 def test_a_run_whose_rank_is_killed_tells_once(tiny, tmp_path):
     with webhook() as (url, received):
-        with Ranks(2, [*tiny(), "budget.steps=100000", f"job.notify=[{url}]"]) as ranks:
+        with Ranks(2, [*tiny(), "budget.steps=100000", "job.notify=[$TEAM_HOOK]"], TEAM_HOOK=url) as ranks:
             ranks.wait_for(tmp_path / "run", 6)
             ranks.processes[1].kill()
             ranks.wait()
@@ -119,12 +150,40 @@ def test_what_cannot_be_delivered_is_a_warning(caplog, tmp_path):
     assert not any("secret" in line for line in said)  # the path of a webhook is its password
 
 
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize("scheme", ["http", "ftp"])
+def test_a_webhook_that_redirects_is_not_followed(status, scheme, caplog):
+    with (
+        counting() as (address, connected),
+        redirecting(status, f"{scheme}://{address}/elsewhere") as url,
+        Notifier([url], "run", "runs/run", {}) as notifier,
+    ):
+        notifier.failed("message")
+    assert not connected
+    [said] = [record.getMessage() for record in caplog.records]
+    assert f"it answered {status}, a redirect" in said and "moved" not in said and "elsewhere" not in said
+
+
+@pytest.mark.parametrize("scheme", ["ftp", "file", "data"])
+def test_only_http_is_spoken_to_a_webhook(scheme, caplog):
+    with counting() as (address, connected):
+        target = f"{scheme}://{address}/services/secret"
+        with Notifier(["$HOOK"], "run", "runs/run", {"HOOK": target}) as notifier:
+            notifier.failed("message")
+    assert not connected
+    [said] = [record.getMessage() for record in caplog.records]
+    assert said.startswith("job.notify: $HOOK was not told that the run failed") and "secret" not in said
+
+
 @pytest.mark.parametrize("target, wanted", [
-    ("ftp://example.org", "it must be https://"),
-    ("mailto:nobody", "it must be https://"),
+    ("ftp://example.org", "it must be mailto:"),
+    ("mailto:nobody", "it must be mailto:"),
     ("$NOT_THERE", "the environment variable NOT_THERE must hold"),
     ("https://me:hunter2@example.org/", "export it as an environment variable"),
+    ("https://example.org/services/secret", "job.notify=[$TEAM_HOOK]"),
+    ("htps://example.org/services/secret", "it must be"),
 ])  # fmt: skip
 def test_a_target_that_cannot_be_told_is_refused_before_the_start(target, wanted, tiny, capsys):
     assert cli.main(["train", *tiny("run", f"job.notify=['{target}']")]) == 64
-    assert wanted in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert wanted in said and "secret" not in said and "hunter2" not in said

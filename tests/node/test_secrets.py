@@ -4,6 +4,7 @@ import shlex
 
 import pytest
 
+from hpclm import cli
 from hpclm.node.secrets import Redactor, is_secret, problems
 from tests.runs import hpclm
 
@@ -20,12 +21,18 @@ ENV = {
 redact = Redactor(ENV)
 
 
-@pytest.mark.parametrize("name", ["HF_TOKEN", "wandb_api_key", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "SLURM_JWT"])
+@pytest.mark.parametrize("name", [
+    "HF_TOKEN", "wandb_api_key", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "SLURM_JWT", "GITHUB_PAT", "GHPAT", "PAT", "MYSQL_PWD",
+    "HTTP_AUTH", "AUTHORIZATION", "OAUTH_X", "TEAM_HOOK", "SLACK_WEBHOOK_URL", "BEARER",
+])  # fmt: skip
 def test_names_of_secrets_are_recognised_in_any_case(name):
     assert is_secret(name) and is_secret(name.swapcase())
 
 
-@pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "tokens", "tokens_per_second", "tokenizer_files", "PATH"])
+@pytest.mark.parametrize("name", [
+    "TOKENIZERS_PARALLELISM", "tokens", "tokens_per_second", "tokenizer_files", "PATH", "LD_LIBRARY_PATH", "PWD", "OLDPWD",
+    "GIT_AUTHOR_NAME", "XAUTHORITY", "PATTERN", "COMPAT", "MAX_TOKENS", "NCCL_IB_PKEY", "USER", "DISPATCH",
+])  # fmt: skip
 def test_common_names_with_token_are_no_secrets(name):
     assert not is_secret(name)
 
@@ -42,6 +49,13 @@ def test_common_names_with_token_are_no_secrets(name):
         "the password of a URL": "password proxy-canary",
         "a URL in no variable": "see https://me:other-canary@host/path",
         "a password with an @": "see https://me:p@canary@host/path",
+        "a token of Hugging Face": "logged in with hf_canaryABCDEFGHIJKLMNOPQRSTUVWXYZ01",
+        "a token of GitHub": "ghp_canary0123456789ABCDEFGHIJKLMNOPQRST",
+        "a new token of GitHub": "github_pat_11AAcanary_0123456789ABCDEFGHIJ",
+        "a key of OpenAI": "sk-proj-canary0123456789ABCDEFGHIJ",
+        "a JWT": "eyJhbGciOiJIUzI1NiJ9.eyJjYW5hcnkiOjF9.canarySIGNATURE",
+        "a webhook of Slack": "POST https://hooks.slack.com/services/T0/B0/canary",
+        "a webhook of Discord": "POST https://discord.com/api/webhooks/123/canary",
         "a token in the place of the user": "https://ghp_canary0123456789abcdef@github.com/x",
     }.values(),
 )
@@ -66,6 +80,11 @@ def test_other_text_is_unchanged(text):
         ["job.env={A: b, WANDB_API_KEY: canary}"],
         ["job.env.DB_PASSWORD=canary"],
         ["name=https://me:canary@host"],
+        ["--env=HF_TOKEN=canary"],
+        ["job.setup=[curl -H 'Authorization: Bearer canary' https://x]"],
+        ["job.setup=[export DB_PASSWORD='a canary']"],
+        ["job.setup=[wandb login canary]"],
+        ["job.notify=[https://hooks.slack.com/services/canary]"],
     ],
 )
 def test_a_command_line_is_recorded_without_its_secrets(words):
@@ -87,6 +106,87 @@ def test_settings_that_contain_a_secret_are_named_without_their_values():
     found = problems(settings, ENV)
     assert [problem.split()[0] for problem in found] == ["data.blend.1", "job.env.HF_TOKEN", "job.setup.0"]
     assert "canary" not in "".join(found) and "the password of a URL" in found[0] and "$WANDB_API_KEY" in found[2]
+
+
+REFUSED = {
+    "an export": "job.setup=[export HF_TOKEN=canary]",
+    "a short one": "job.setup=[export HF_TOKEN=cnry]",
+    "an assignment before a command": "job.setup=[MY_PAT=canary python x.py]",
+    "quoted": """job.setup=['export DB_PWD="a canary"']""",
+    "in dollar quotes": """job.setup=["export DB_PWD=$'canary'"]""",
+    "a header": "job.setup=['curl -H \"Authorization: Bearer canary\" https://example.org']",
+    "another header": "job.setup=['curl --header \"X-Api-Key: canary\" https://example.org']",
+    "in JSON": """job.setup=['curl -d "{''token'':''canary''}" https://example.org']""",
+    "a query": "job.setup=['curl https://example.org/?access_token=canary']",
+    "a user": "job.setup=['curl -s -u me:canary https://example.org']",
+    "wandb login": "job.setup=[wandb login --relogin canary]",
+    "docker login": "job.setup=[docker login -u me -p canary example.org]",
+    "an option": "job.setup=[huggingface-cli login --token canary]",
+    "a token by its form": "job.setup=[echo hf_canaryABCDEFGHIJKLMNOPQRSTUVWXYZ01 > x]",
+    "such a token in another section": "name=hf_canaryABCDEFGHIJKLMNOPQRSTUVWXYZ01",
+    "a hook in a command": "job.setup=[curl -d x https://hooks.slack.com/services/T0/B0/canary]",
+    "a hook in job.notify": "job.notify=[https://ntfy.sh/canary]",
+    "sbatch's export": "job.options.export=ALL,HF_TOKEN=canary",
+    "a variable, PAT": "job.env.GITHUB_PAT=canary",
+    "a variable, PWD": "job.env.DB_PWD=canary",
+    "a variable, AUTH": "job.env.HTTP_AUTH=canary",
+    "a variable, HOOK": "job.env.TEAM_HOOK=canary",
+    "a variable, WEBHOOK": "job.env={SLACK_WEBHOOK: canary}",
+    "a variable without a space": "job.env={WANDB_API_KEY:canary}",
+    "a value of another variable": "job.env.EXTRA='--token canary'",
+}
+
+
+@pytest.mark.parametrize("word", REFUSED.values(), ids=REFUSED.keys())
+def test_a_secret_in_a_jobs_settings_is_refused_by_name_or_by_value(word, tiny, tmp_path, capsys):
+    words = [word for word in tiny("run") if not word.startswith("data.")] + ["data.source=synthetic"]
+    assert cli.main(["submit", "--cluster", "slurm", "--dry-run", *words, word]) == 64
+    said = "".join(capsys.readouterr())
+    assert "canary" not in said and "cnry" not in said and not (tmp_path / "run").exists()
+    assert "export" in said or "YAML" in said or "job.env" in said
+    assert said.count("error:") == 1, said
+
+
+ACCEPTED = [
+    "export HF_TOKEN=$(cat ~/.hf_token)",
+    "export HF_TOKEN=`cat ~/.hf_token`",
+    'export HF_TOKEN="$MY_TOKEN" DB_PWD=$OTHER',
+    "export HF_TOKEN=${HF_TOKEN:?export it first}",
+    '[ -n "$HF_TOKEN" ] || exit 64',
+    'curl -H "Authorization: Bearer $HF_TOKEN" https://example.org/x',
+    "curl -u me:$PASSWORD https://example.org/x",
+    "wandb login",
+    'wandb login --relogin --host https://wandb.example.org "$WANDB_API_KEY" || true',
+    "huggingface-cli login --token $HF_TOKEN",
+    "docker login --password-stdin < ~/.docker-password",
+    "docker run --user 1000:1000 -v /keys:/keys image/token:latest",
+    "export SSL_KEY_FILE=/etc/ssl/key.pem KEY_DIR=~/keys",
+    "export HF_HUB_DISABLE_IMPLICIT_TOKEN=1 TOKENIZERS_PARALLELISM=false MAX_TOKENS=4096 NCCL_IB_PKEY=0x8001",
+    "export GIT_AUTHOR_NAME=somebody PWD=/x PATH=/opt/bin:$PATH LD_LIBRARY_PATH=/lib",
+    "hpclm preprocess --json-keys text --tokenizer json --input x",
+    "git config credential.helper store",
+    "source ~/.secrets",
+]
+
+
+@pytest.mark.parametrize("line", ACCEPTED)
+def test_what_refers_to_a_secret_without_containing_it_is_accepted(line):
+    settings = {"job": {"setup": [line], "env": {"X": line}, "options": {"comment": line}, "notify": ["$HOOK"]}}
+    assert not problems(settings, {"PATH": "/usr/bin"})
+    assert redact.command([line]) == shlex.quote(line)
+
+
+def test_settings_may_name_files_and_flags_under_the_names_of_secrets():
+    env = {
+        "SSL_KEY_FILE": "/etc/ssl/key.pem",
+        "DISABLE_TOKEN": "1",
+        "MY_TOKEN": "${HF_TOKEN}",
+        "NCCL_IB_PKEY": "0x8001",
+    }
+    settings = {
+        "job": {"env": env, "options": {"export": "ALL,HF_TOKEN"}, "notify": ["mailto:you@example.org", "$HOOK"]}
+    }
+    assert not problems(settings, {"PATH": "/usr/bin"})
 
 
 CANARIES = {"HF_TOKEN": "canary-hf-0123", "WANDB_API_KEY": "canary'wandb", "https_proxy": "http://u:canary-proxy@h:1"}

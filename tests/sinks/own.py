@@ -49,3 +49,23 @@ class Dies(Written):
         import os
 
         os.kill(os.getpid(), 9)
+
+
+class Chatty(Written):
+    """Its library prints without end, and a process that the library has started prints a lot."""
+
+    def __init__(self, run):
+        import subprocess
+        import sys
+        import threading
+
+        super().__init__(run)
+        code = "for number in range(1_000_000): print(number, 'from a process of the library')"
+        subprocess.Popen([sys.executable, "-c", code])
+        threading.Thread(target=self.print, daemon=True).start()
+
+    def print(self):
+        import itertools
+
+        for number in itertools.count():
+            print(f"line {number} of a library that prints {'a lot' * 1000}", flush=True)

@@ -4,6 +4,7 @@ import json
 import sqlite3
 import struct
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from hpclm import cli
 from hpclm.sinks import figures
 from hpclm.sinks.position import Position
+from hpclm.sinks.worker import LARGEST
 from tests.runs import Ranks, hpclm, lines, losses
 
 OWN = "tests.sinks.own:"
@@ -69,6 +71,24 @@ def test_a_sink_that_blocks_holds_up_neither_steps_nor_the_end_of_a_preempted_ru
     assert f"sink {OWN}Blocks" in process and "hpclm sync" in process
     assert process.endswith(f"its messages: {out / 'logs' / f'sink-{OWN}Blocks.log'.replace(':', '-')}")
     assert f"waiting up to 5 s for the last rows to reach {OWN}Blocks" in (out / "log.txt").read_text()
+
+
+def test_the_messages_of_a_sink_keep_only_their_newest_part(tiny, tmp_path):
+    out = tmp_path / "run"
+    path = out / "logs" / f"sink-{OWN}Chatty.log".replace(":", "-")
+    with Ranks(1, tiny("run", "budget.steps=100000", f"log.sinks=[{OWN}Chatty]")) as ranks:
+        ranks.wait_for(out, 6)
+        until, before, cuts = time.monotonic() + 60, 0, 0
+        while cuts < 2 and time.monotonic() < until:
+            size = path.stat().st_size
+            before, cuts = size, cuts + (size < before)
+            time.sleep(0.02)
+        ranks.processes[0].terminate()
+        ranks.wait()
+    content = path.read_bytes()
+    assert cuts == 2 and len(content) < 10 * LARGEST
+    assert content.count(b"(older messages were removed)") == 1 and b"of a library" in content
+    assert rows_of(out)
 
 
 def test_each_kind_of_row_has_its_numbers_and_its_place():

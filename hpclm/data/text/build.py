@@ -62,7 +62,7 @@ def write(
     """
     job, size = asked.job, sum(source.size for source in corpus.inputs)
     size = size * (share.part + 1) // share.parts - size * share.part // share.parts
-    work = ordered(partial(encode, job=job), chunks(list(corpus.inputs), share), asked.workers)
+    work = ordered(partial(encode, job=job), chunks(list(corpus.inputs), share, asked.longest_line), asked.workers)
     described = 0
     try:
         with ExitStack() as opened:
@@ -173,7 +173,7 @@ def write_dictionary(dictionary: Dictionary, asked: Request) -> None:
     else:
         lines = (
             line
-            for chunk in chunks(list(dictionary.corpus.inputs))
+            for chunk in chunks(list(dictionary.corpus.inputs), longest=asked.longest_line)
             for line in read(chunk, asked.job.keys, asked.job.on_error)[0][0]
         )
         text = tokenizers.dictionary(lines, dictionary.threshold, dictionary.words, dictionary.padding)

@@ -1,6 +1,6 @@
 """Input files of preprocessing: JSONL or plain text, compressed or not, or a pipe.
 
-They are read in order, in chunks of whole lines, so memory use does not depend on the size of a file.
+They are read in order, in chunks of whole lines, so memory use does not depend on the size of a file, but on its longest line.
 """
 
 import gzip
@@ -23,7 +23,9 @@ from hpclm.files import opened, readable, reader
 
 log = logging.getLogger(__name__)
 CHUNK = 1 << 19  # bytes of text in a chunk, unless a single line is longer
-PIECE = 1 << 13  # compressed bytes passed to zstandard at a time; all of their text is held in memory
+LONGEST = 256  # MB of a line, unless --longest-line says otherwise
+MB = 10**6
+PIECE = 1 << 11  # compressed bytes passed to zstandard at a time; all of their text, up to 64 MiB, is held in memory
 WINDOW = 1 << 31  # bytes of zstandard's largest window, for files of `zstd --long=31`
 BOM = b"\xef\xbb\xbf"  # byte order mark of UTF-8
 
@@ -126,9 +128,10 @@ def guess(path: str | Path) -> Format:
     return "jsonl" if Path(name.stem if compression(name) else name).suffix in (".jsonl", ".json") else "lines"
 
 
-def chunks(inputs: list[Input], share: Share = Share()) -> Iterator[Chunk]:
+def chunks(inputs: list[Input], share: Share = Share(), longest: int = LONGEST * MB) -> Iterator[Chunk]:
     """The chunks of a share of the inputs, in order; ConfigError for a corrupt compressed file.
 
+    ConfigError also for a line, or with format "files" a file, of more than ``longest`` bytes of text, at least CHUNK.
     A document belongs to the share that contains its first byte. Compressed files, and files that are single documents, are not
     split: they belong to the share in which they begin.
     """
@@ -141,10 +144,17 @@ def chunks(inputs: list[Input], share: Share = Share()) -> Iterator[Chunk]:
         mine = low <= start and (start < high or last)  # the last share takes empty files at the end
         start += source.size
         if source.unsplittable:
-            if mine:
-                yield from _whole(source)
-        elif begin < end:
-            yield from _lines(source, begin, end)
+            found = _whole(source, longest) if mine else iter(())
+        else:
+            found = _lines(source, begin, end, longest) if begin < end else iter(())
+        for chunk in found:
+            if len(chunk.text) > longest and (source.format == "files" or chunk.text.find(b"\n", 0, longest + 1) < 0):
+                what = "a single document with --format files" if source.format == "files" else "a single line"
+                raise ConfigError(
+                    f"{chunk.where(0)} has more than {longest / MB:g} MB of text without an end: it would be {what}. If that "
+                    "is meant, give --longest-line MB; it is held in memory several times"
+                )
+            yield chunk
 
 
 def lines_before(path: str, byte: int) -> int:
@@ -162,7 +172,7 @@ class _Reader(Protocol):
     def read(self, size: int, /) -> bytes: ...
 
 
-def _lines(source: Input, begin: int, end: int) -> Iterator[Chunk]:
+def _lines(source: Input, begin: int, end: int, longest: int) -> Iterator[Chunk]:
     """The lines of an uncompressed file whose first byte is in [begin, end)."""
     with os.fdopen(opened(source.path), "rb", buffering=0) as file:
         here = begin
@@ -177,31 +187,34 @@ def _lines(source: Input, begin: int, end: int) -> Iterator[Chunk]:
             file.seek(here)
         first, consumed = 1, here - begin
         begin = here
-        for text in _blocks(file, end - here):
+        for text in _blocks(file, longest, end - here):
             consumed += len(text)
             lines = text.count(b"\n")
             yield Chunk(source, text if begin else _without_bom(text, first), first, begin, consumed)
             first, consumed = first + lines, 0
 
 
-def _whole(source: Input) -> Iterator[Chunk]:
+def _whole(source: Input, longest: int) -> Iterator[Chunk]:
     with _opened(source) as (file, raw):
         if source.format == "files":
             text = bytearray()
-            while block := file.read(CHUNK):
+            while len(text) <= longest and (block := file.read(CHUNK)):
                 text += block
             yield Chunk(source, _without_bom(text, 1), 1, 0, source.size or len(text))
             return
         first, before = 1, 0
-        for text in _blocks(file):
+        for text in _blocks(file, longest):
             here = raw.tell() if source.compression else before + len(text)
             lines = text.count(b"\n")
             yield Chunk(source, _without_bom(text, first), first, 0, here - before)
             first, before = first + lines, here
 
 
-def _blocks(file: _Reader, limit: int | None = None) -> Iterator[bytearray]:
-    """Whole lines, about CHUNK bytes at a time; with ``limit`` those that begin within so many bytes."""
+def _blocks(file: _Reader, longest: int, limit: int | None = None) -> Iterator[bytearray]:
+    """Whole lines, about CHUNK bytes at a time; with ``limit`` those that begin within so many bytes.
+
+    A line of more than ``longest`` bytes is not read to its end.
+    """
     if limit is not None and limit <= 0:
         return
     given = 0
@@ -210,6 +223,9 @@ def _blocks(file: _Reader, limit: int | None = None) -> Iterator[bytearray]:
         whole = block.rfind(b"\n") + 1
         lines += memoryview(block)[: whole or None]
         if not whole:
+            if len(lines) > longest:
+                yield lines
+                return
             continue
         if limit is not None and given + len(lines) >= limit:
             del lines[lines.find(b"\n", limit - given - 1) + 1 :]

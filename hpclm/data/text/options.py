@@ -8,7 +8,7 @@ from pathlib import Path
 from hpclm.config.data import TOKENIZERS
 from hpclm.data import tokenizers
 from hpclm.data.text.encode import Job
-from hpclm.data.text.inputs import Input, Share, find
+from hpclm.data.text.inputs import LONGEST, MB, Input, Share, find
 from hpclm.distributed import bootstrap
 from hpclm.errors import ConfigError
 
@@ -29,6 +29,7 @@ LANGUAGES = dict(
     turkish="tr",
 )  # fmt: skip
 FAIRSEQ_ONLY = ("validpref", "testpref", "srcdict", "thresholdsrc", "nwordssrc", "padding_factor", "destdir")
+LONGEST_LINE = f"refuse a longer line, or with --format files a longer file; default: {LONGEST} MB"
 UNREAD = {
     "lazy": "hpclm only writes mmap, which all versions of Megatron can read",
     "cached": "hpclm only writes mmap, which all versions of Megatron can read",
@@ -72,6 +73,8 @@ class Request:
     overwrite: bool
     log_interval: int | None
     vocab_multiple: int | None
+    longest_line: int
+    """Bytes of text."""
     dictionary: Dictionary | None = None
 
 
@@ -79,7 +82,13 @@ def request(argv: list[str]) -> Request:
     """Parse the arguments; exits with 2 if they are contradictory. ConfigError for invalid inputs."""
     parser = _parser()
     args = parser.parse_args(argv)
-    for name, low in (("workers", 1), ("log_interval", 1), ("extra_ids", 0), ("make_vocab_size_divisible_by", 1)):
+    for name, low in (
+        ("workers", 1),
+        ("longest_line", 1),
+        ("log_interval", 1),
+        ("extra_ids", 0),
+        ("make_vocab_size_divisible_by", 1),
+    ):
         value = getattr(args, name)
         if value is not None and value < low:
             parser.error(f"--{name.replace('_', '-')} {value} must be at least {low}")
@@ -135,7 +144,8 @@ def _request(
         layout="fairseq" if dictionary else "megatron",
     )
     multiple = args.make_vocab_size_divisible_by
-    return Request(corpora, job, share, args.workers, args.overwrite, args.log_interval, multiple, dictionary)
+    longest = args.longest_line * MB
+    return Request(corpora, job, share, args.workers, args.overwrite, args.log_interval, multiple, longest, dictionary)
 
 
 def _fairseq(parser: argparse.ArgumentParser, args: argparse.Namespace, share: Share) -> Request:
@@ -240,6 +250,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--format", choices=["jsonl", "lines", "files"], help=documents)
     keys = "keys of the texts in JSON; a dataset is written for each; default: text"
     add("--json-keys", "--json-key", nargs="+", metavar="KEY", help=keys)
+    add("--longest-line", type=int, default=LONGEST, metavar="MB", help=LONGEST_LINE)
     add("--part", metavar="I/N", help="process part I (from 0) of N of the input; the last to finish joins the parts")
 
     add = parser.add_argument_group("tokenizer").add_argument

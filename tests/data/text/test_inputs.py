@@ -107,11 +107,62 @@ def test_a_very_long_line_is_in_memory_about_once(tmp_path):
         "import resource\n"
         "from hpclm.data.text.inputs import chunks, find\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "assert sum(len(chunk.text) for chunk in chunks(find(['a.txt'], None))) == 300 << 20\n"
+        "assert sum(len(chunk.text) for chunk in chunks(find(['a.txt'], None), longest=1 << 30)) == 300 << 20\n"
         "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / (300 << 10))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert float(done.stdout) < 1.3
+
+
+def bomb_zst(path, megabytes):
+    frame = zstandard.ZstdCompressor(level=3).compressobj()
+    with path.open("wb") as file:
+        file.writelines(frame.compress(bytes(1 << 20)) for _ in range(megabytes))
+        file.write(frame.flush())
+
+
+def bomb_gz(path, megabytes):
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.writelines(bytes(1 << 20) for _ in range(megabytes))
+
+
+def sparse(path, megabytes):
+    with path.open("wb") as file:
+        file.truncate(megabytes << 20)
+
+
+@pytest.mark.parametrize("format", ["jsonl", "lines", "files"])
+@pytest.mark.parametrize("name, make", [("b.zst", bomb_zst), ("b.gz", bomb_gz), ("b", sparse)])
+def test_a_file_without_newlines_is_refused_within_bounded_memory(name, make, format, tmp_path):
+    make(tmp_path / name, 600)
+    assert name == "b" or (tmp_path / name).stat().st_size < 4 << 20
+    code = (
+        "import resource, sys\n"
+        "from hpclm.cli import main\n"
+        "resource.setrlimit(resource.RLIMIT_DATA, (450 << 20, 450 << 20))\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    words = ["preprocess", "--input", name, "--format", format, "--output-prefix", "p", "--tokenizer", "bytes"]
+    words += ["--longest-line", "100"]
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 64, done.stderr
+    place = name if format == "files" else f"{name}:1"
+    assert f"error: {place} has more than 100 MB" in done.stderr and "--longest-line" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name, pack", PACKINGS.values(), ids=PACKINGS.keys())
+def test_the_longest_line_is_exact_and_a_longer_one_is_named(name, pack, tmp_path):
+    path, longest = tmp_path / name, 3 * CHUNK
+    for length, fine in ((longest, True), (longest + 1, False)):
+        raw = LINES + b"x" * length + b"\nlast\n"
+        path.write_bytes(pack(raw))
+        found = find([str(path)], None)
+        if fine:
+            assert b"".join(chunk.text for chunk in chunks(found, longest=longest)) == raw
+        else:
+            with pytest.raises(ConfigError, match=f"{path}:20001 has more than"):
+                list(chunks(found, longest=longest))
 
 
 @pytest.mark.parametrize("seed", range(20))

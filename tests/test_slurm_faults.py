@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -57,6 +58,52 @@ def test_a_run_starts_again_without_a_node_that_lost_its_power_and_its_log_says_
     job.wait_for_attempt(2)
     assert lost in nodes and f"{lost} is DOWN" in told(job, 2)[0] and "test" in told(job, 2)[0]
     assert int(cluster.show(job.id)["Restarts"]) == 1
+
+
+def kill_ranks(cluster, job, node):
+    """All ranks of a node at once, as the kernel does when it has no memory left."""
+    for rank in job.ranks():
+        if rank.node == node:
+            os.kill(rank.pid, signal.SIGKILL)
+
+
+def kill_with_slurmstepd(cluster, job, node):
+    """The same, and nobody is left to tell Slurm."""
+    step = [each.pid for each in cluster.everything(rf"slurmstepd: \[{job.id}\.0\]") if each.node == node]
+    for pid in [*step, *(rank.pid for rank in job.ranks() if rank.node == node)]:
+        os.kill(pid, signal.SIGKILL)
+
+
+def crash(cluster, job, node):
+    """The whole node; its connections are closed or reset, unlike when its power is cut."""
+    os.kill(int((cluster.folder / "run" / f"slurmd-{node}.pid").read_text()), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    "lose",
+    [
+        pytest.param(kill_ranks, marks=pytest.mark.whole),
+        kill_with_slurmstepd,
+        pytest.param(crash, marks=pytest.mark.whole),
+    ],
+)
+def test_when_all_ranks_of_another_node_are_lost_at_once_the_log_names_them_and_the_job_starts_again(
+    lose, cluster, tmp_path
+):
+    if not cluster.isolated:
+        pytest.skip("needs nodes with separate process tables")
+    job = Job(cluster, tmp_path / "run", 2, 2, *ENDLESS)
+    job.wait_for_step(2)
+    (other,) = {rank.node for rank in job.ranks()} - {cluster.show(job.id)["BatchHost"]}
+    began = time.monotonic()
+    lose(cluster, job, other)
+    until(lambda: not job.ranks(), 60, "end of all ranks", cluster)
+    took = time.monotonic() - began
+    log = (job.out / "log.txt").read_text()
+    assert f"ranks 2-3 on {other} were lost" in log or re.search(rf"rank [23] on {other} .*was killed", log), log
+    assert log.count(" E ") == 1 and took < 15, log
+    job.wait_for_attempt(2)
+    assert int(cluster.show(job.id)["Restarts"]) >= 1
 
 
 @pytest.mark.whole

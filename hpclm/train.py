@@ -76,6 +76,8 @@ def start(settings: RunConfig, alone: bool = False, back_to: int | None = None) 
         if world.rank:
             raise SystemExit(error.exit_code) from None
         raise
+    if world.local_size < world.size:  # PyTorch warns of every host whose address its resolver cannot turn into a name
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if world.local_size > 1:
         affinity.limit_threads(affinity.threads(world.local_size))
 

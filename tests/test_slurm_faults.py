@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -80,19 +79,20 @@ def crash(cluster, job, node):
 
 
 @pytest.mark.parametrize(
-    "lose",
+    "template, lose",
     [
-        pytest.param(kill_ranks, marks=pytest.mark.whole),
-        kill_with_slurmstepd,
-        pytest.param(crash, marks=pytest.mark.whole),
+        ("srun", kill_with_slurmstepd),
+        *(pytest.param("srun", lose, marks=pytest.mark.whole) for lose in (kill_ranks, crash)),
+        pytest.param("torchrun", crash, marks=pytest.mark.whole),
+        pytest.param("mpirun", crash, marks=[pytest.mark.whole, pytest.mark.mpi]),
     ],
 )
 def test_when_all_ranks_of_another_node_are_lost_at_once_the_log_names_them_and_the_job_starts_again(
-    lose, cluster, tmp_path
+    template, lose, cluster, tmp_path
 ):
     if not cluster.isolated:
         pytest.skip("needs nodes with separate process tables")
-    job = Job(cluster, tmp_path / "run", 2, 2, *ENDLESS)
+    job = Job(cluster, tmp_path / "run", 2, 2, *ENDLESS, f"job.template={template}")
     job.wait_for_step(2)
     (other,) = {rank.node for rank in job.ranks()} - {cluster.show(job.id)["BatchHost"]}
     began = time.monotonic()
@@ -100,8 +100,9 @@ def test_when_all_ranks_of_another_node_are_lost_at_once_the_log_names_them_and_
     until(lambda: not job.ranks(), 60, "end of all ranks", cluster)
     took = time.monotonic() - began
     log = (job.out / "log.txt").read_text()
-    assert f"ranks 2-3 on {other} were lost" in log or re.search(rf"rank [23] on {other} .*was killed", log), log
-    assert log.count(" E ") == 1 and took < 15, log
+    if template != "mpirun":  # which leaves the ranks less than a second, and names the node itself
+        assert f"ranks 2-3 on {other} were lost" in log and log.count(" E ") == 1, log
+    assert took < 15 and "socket.cpp" not in job.log()  # PyTorch's warnings of names that it cannot look up
     job.wait_for_attempt(2)
     assert int(cluster.show(job.id)["Restarts"]) >= 1
 

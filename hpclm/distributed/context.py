@@ -204,7 +204,8 @@ class DistributedContext:
         text = failure.shortened(secrets.Redactor()(_text(error)))
         own = Failure(self.rank, "raised", exit_code(error), text)
         if failure.lost_a_peer(error):
-            log.warning("rank %d lost its connection to another: %s", self.rank, str(error).strip().partition("\n")[0])
+            if heart.failure is None:
+                log.warning("%s lost its connection to another rank: %s", self.ranks[self.rank], _first_sentence(error))
             own = replace(own, kind="disconnected", code=heart.lost_code)
             with suppress(RuntimeError):
                 failure.publish(heart.store, own, self.size)
@@ -291,6 +292,10 @@ def _text_tensor(text: bytes, width: int) -> "torch.Tensor":
     import torch
 
     return torch.frombuffer(bytearray(text.ljust(width)), dtype=torch.uint8)
+
+
+def _first_sentence(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0].partition(". ")[0]
 
 
 def _text(error: BaseException) -> str:

@@ -10,9 +10,7 @@ from torch.distributed import DistNetworkError, HashStore, PrefixStore, TCPStore
 
 from hpclm.distributed import failure
 from hpclm.distributed.failure import Failure
-from hpclm.distributed.heartbeat import ROLL_CALL, Heartbeat, LocalPeers
 from hpclm.distributed.rendezvous import RankInfo
-from hpclm.distributed.shutdown import LOGGED, read_key
 from hpclm.distributed.signed import SignedStore
 from tests.runs import Ranks, launch, lines
 
@@ -117,53 +115,3 @@ def test_another_user_s_entries_neither_end_a_run_nor_blame_a_rank_nor_forge_its
     log = (tmp_path / "run/log.txt").read_text()
     assert code == 1 and "rank 1 on" in log and "was killed" in log and SECRET not in log + output
     assert log.count("wrote hpclm/failure") == 1 and "I the run is done" not in log and "Traceback" not in log, log
-
-
-def heartbeats(lost, size=4):
-    """Heartbeats of the ranks of two nodes, without those of ``lost``."""
-    store = a_store(TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False))
-    ranks = [RankInfo(rank, size, rank % 2, 2, host=f"node{1 + rank // 2}", pid=100 + rank) for rank in range(size)]
-    found = {}
-    for me in ranks:
-        peers = LocalPeers(me, [me], watch_launcher=False)
-        found[me.rank] = Heartbeat(store, me, ranks, lambda: {"phase": "step", "ticks": 1}, peers, lost_code=85)
-        if me.rank not in lost:
-            found[me.rank].start()
-    return store, ranks, found
-
-
-CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc] Connection closed by peer [10.0.0.2]:1234"
-
-
-@pytest.mark.parametrize("lost, notices", [([2, 3], 1), ([3], 0), ([1, 2, 3], 0)])
-def test_ranks_that_do_not_answer_after_a_connection_was_closed_are_the_cause(lost, notices):
-    store, ranks, beats = heartbeats(lost)
-    began = time.monotonic()
-    failure.publish(store, Failure(notices, "disconnected", 85, CLOSED), 4)
-    for rank in {0, 1, 2, 3} - {*lost}:
-        beats[rank].join(ROLL_CALL + 5)
-        found = beats[rank].failure
-        assert found and (found.rank, found.kind, found.code) == (lost[0], "lost", 85)
-        assert failure.named(lost, ranks) in found.describe(ranks)
-    assert ROLL_CALL <= time.monotonic() - began < ROLL_CALL + 5
-
-
-def test_a_cause_replaces_a_symptom_and_a_symptom_never_a_cause():
-    store, _, beats = heartbeats([])
-    symptom, cause = Failure(1, "disconnected", 85, CLOSED), Failure(2, "raised", 64, "no data")
-    assert failure.publish(store, symptom, 4) == symptom
-    assert failure.publish(store, cause, 4) == cause and failure.publish(store, symptom, 4) == cause
-    for beat in beats.values():
-        beat.join(5)
-        assert beat.failure == cause
-    assert store.get_all([read_key(rank) for rank in range(4)]) == [True] * 4 and store.get(LOGGED) is None
-
-
-@pytest.mark.parametrize("text, code", [(CLOSED, 85), ("DistBackendError: NCCL error, invalid usage", 1)])
-def test_without_a_lost_rank_a_closed_connection_may_be_the_network_and_other_errors_are_the_rank_s_own(text, code):
-    store, ranks, beats = heartbeats([])
-    failure.publish(store, Failure(1, "disconnected", 85, text), 4)
-    for beat in beats.values():
-        beat.join(ROLL_CALL + 5)
-        assert (beat.failure.rank, beat.failure.kind, beat.failure.code) == (1, "raised", code)
-        assert text in beat.failure.text and ("network may be at fault" in beat.failure.text) == (code == 85)

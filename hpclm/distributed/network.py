@@ -109,3 +109,11 @@ def use_interface(chosen: str | None, found: str | None, env: MutableMapping[str
         env.setdefault("GLOO_SOCKET_IFNAME", str(chosen or found))
     if chosen:
         env.setdefault("NCCL_SOCKET_IFNAME", f"={chosen}")  # without "=" it is a prefix: eth1 would match eth10
+
+
+def hide_lookup_warnings(env: MutableMapping[str, str] = os.environ) -> None:
+    """Have PyTorch, when it is imported, log errors only, unless the user chose a level.
+
+    Its store warns of every host whose address has no name, as where compute nodes have no DNS; nothing needs the name.
+    """
+    env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

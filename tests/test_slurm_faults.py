@@ -95,6 +95,8 @@ def test_when_all_ranks_of_another_node_are_lost_at_once_the_log_names_them_and_
     job = Job(cluster, tmp_path / "run", 2, 2, *ENDLESS, f"job.template={template}")
     job.wait_for_step(2)
     (other,) = {rank.node for rank in job.ranks()} - {cluster.show(job.id)["BatchHost"]}
+    secret = {variables(rank.pid).get("HPCLM_SECRET") for rank in job.ranks()}
+    assert len(secret) == 1 and (template == "mpirun" or len(*secret) == 32)  # under mpirun MPI broadcasts it
     began = time.monotonic()
     lose(cluster, job, other)
     until(lambda: not job.ranks(), 60, "end of all ranks", cluster)
@@ -105,6 +107,13 @@ def test_when_all_ranks_of_another_node_are_lost_at_once_the_log_names_them_and_
     assert took < 15 and "socket.cpp" not in job.log()  # PyTorch's warnings of names that it cannot look up
     job.wait_for_attempt(2)
     assert int(cluster.show(job.id)["Restarts"]) >= 1
+    assert not secret & {variables(rank.pid).get("HPCLM_SECRET") for rank in job.ranks()} - {None}
+
+
+def variables(pid):
+    """The environment of a process."""
+    with open(f"/proc/{pid}/environ") as file:
+        return dict(word.split("=", 1) for word in file.read().split("\0") if "=" in word)
 
 
 @pytest.mark.whole

@@ -203,7 +203,7 @@ class DistributedContext:
         assert heart is not None
         text = failure.shortened(secrets.Redactor()(_text(error)))
         own = Failure(self.rank, "raised", exit_code(error), text)
-        if failure.lost_a_peer(error):
+        if failure.lost_a_peer(error) and heart.is_alive():  # it is not at the end of a run
             if heart.failure is None:
                 log.warning("%s lost its connection to another rank: %s", self.ranks[self.rank], _first_sentence(error))
             own = replace(own, kind="disconnected", code=heart.lost_code)

@@ -81,7 +81,7 @@ def test_a_launcher_of_which_two_ranks_are_killed_at_once_names_one_of_them_and_
     env = os.environ | {"OMP_NUM_THREADS": "1", "HPCLM_SITE": ""}
     launcher = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        until = time.monotonic() + 120
+        until = time.monotonic() + 240
         while not any('"step": 3,' in line for line in lines(tmp_path / "run/metrics.jsonl")):
             assert time.monotonic() < until and launcher.poll() is None
             time.sleep(0.05)

@@ -14,6 +14,8 @@ import errno
 from collections.abc import Iterable
 
 REQUEUE = 85
+CODES = frozenset({1, 64, 66, 75, REQUEUE, 93, 130})
+"""Exit codes of a rank that ends by itself, but for 0; 130 is Ctrl-C."""
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 MACHINE = {*FULL, errno.EIO, errno.EROFS, errno.ESTALE, errno.EREMOTEIO}
 """Faults of a disk: full, failing or unreachable."""

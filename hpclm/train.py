@@ -13,7 +13,7 @@ from types import ModuleType
 from hpclm import cli, files, log
 from hpclm.config import RunConfig
 from hpclm.config.compose import named
-from hpclm.distributed import bootstrap, restart
+from hpclm.distributed import bootstrap, network, restart
 from hpclm.distributed import context as distributed
 from hpclm.distributed.bootstrap import World
 from hpclm.errors import REQUEUE, ConfigError
@@ -76,6 +76,8 @@ def start(settings: RunConfig, alone: bool = False, back_to: int | None = None) 
         if world.rank:
             raise SystemExit(error.exit_code) from None
         raise
+    if world.local_size < world.size:
+        network.hide_lookup_warnings()
     if world.local_size > 1:
         affinity.limit_threads(affinity.threads(world.local_size))
 

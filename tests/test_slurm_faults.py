@@ -62,6 +62,63 @@ def test_a_run_starts_again_without_a_node_that_lost_its_power_and_its_log_says_
     assert int(cluster.show(job.id)["Restarts"]) == 1
 
 
+def kill_ranks(cluster, job, node):
+    """All ranks of a node at once, as the kernel does when it has no memory left."""
+    for rank in job.ranks():
+        if rank.node == node:
+            os.kill(rank.pid, signal.SIGKILL)
+
+
+def kill_with_slurmstepd(cluster, job, node):
+    """The same, and nobody is left to tell Slurm."""
+    step = [each.pid for each in cluster.everything(rf"slurmstepd: \[{job.id}\.0\]") if each.node == node]
+    for pid in [*step, *(rank.pid for rank in job.ranks() if rank.node == node)]:
+        os.kill(pid, signal.SIGKILL)
+
+
+def crash(cluster, job, node):
+    """The whole node; its connections are closed or reset, unlike when its power is cut."""
+    os.kill(int((cluster.folder / "run" / f"slurmd-{node}.pid").read_text()), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    "template, lose",
+    [
+        ("srun", kill_with_slurmstepd),
+        *(pytest.param("srun", lose, marks=pytest.mark.whole) for lose in (kill_ranks, crash)),
+        pytest.param("torchrun", crash, marks=pytest.mark.whole),
+        pytest.param("mpirun", crash, marks=[pytest.mark.whole, pytest.mark.mpi]),
+    ],
+)
+def test_when_all_ranks_of_another_node_are_lost_at_once_the_log_names_them_and_the_job_starts_again(
+    template, lose, cluster, tmp_path
+):
+    if not cluster.isolated:
+        pytest.skip("needs nodes with separate process tables")
+    job = Job(cluster, tmp_path / "run", 2, 2, *ENDLESS, f"job.template={template}")
+    job.wait_for_step(2)
+    (other,) = {rank.node for rank in job.ranks()} - {cluster.show(job.id)["BatchHost"]}
+    secret = {variables(rank.pid).get("HPCLM_SECRET") for rank in job.ranks()}
+    assert len(secret) == 1 and (template == "mpirun" or len(*secret) == 32)  # under mpirun MPI broadcasts it
+    began = time.monotonic()
+    lose(cluster, job, other)
+    until(lambda: not job.ranks(), 60, "end of all ranks", cluster)
+    took = time.monotonic() - began
+    log = (job.out / "log.txt").read_text()
+    if template != "mpirun":  # which leaves the ranks less than a second, and names the node itself
+        assert f"ranks 2-3 on {other} were lost" in log and log.count(" E ") == 1, log
+    assert took < 15 and "socket.cpp" not in job.log()  # PyTorch's warnings of names that it cannot look up
+    job.wait_for_attempt(2)
+    assert int(cluster.show(job.id)["Restarts"]) >= 1
+    assert not secret & {variables(rank.pid).get("HPCLM_SECRET") for rank in job.ranks()} - {None}
+
+
+def variables(pid):
+    """The environment of a process."""
+    with open(f"/proc/{pid}/environ") as file:
+        return dict(word.split("=", 1) for word in file.read().split("\0") if "=" in word)
+
+
 @pytest.mark.whole
 def test_a_lost_node_is_not_called_out_of_memory_once_slurm_knows_better(cluster, tmp_path):
     if not cluster.isolated:

@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 from hpclm import terminal
@@ -64,23 +63,24 @@ def together(world: bootstrap.World, found: dict[str, Any], args: argparse.Names
     met = connect(world, ClusterConfig(start_seconds=RENDEZVOUS))
     store = met.store
     found["network"]["chosen"] = found["network"]["chosen"] if found["network"]["told"] else met.interface
-    store.set(f"hpclm/doctor/{world.rank}", json.dumps(found))
+    store.set(f"hpclm/doctor/{world.rank}", found)
     if world.rank:
-        if not wait_until(lambda: store.check(["hpclm/doctor"]), 2 * ANSWER):
+        code = store.wait("hpclm/doctor", 2 * ANSWER)
+        if code is None:
             raise HpclmError("rank 0 is gone")
-        code = int(store.get("hpclm/doctor"))
-        store.add("hpclm/doctor/read", 1)
-        return code
+        store.set(f"hpclm/doctor/read/{world.rank}", True)
+        return int(code)
     everyone = [found]
     for info in met.ranks[1:]:
-        key = [f"hpclm/doctor/{info.rank}"]
-        if not wait_until(partial(store.check, key), ANSWER):
+        answer = store.wait(f"hpclm/doctor/{info.rank}", ANSWER)
+        if answer is None:
             raise HpclmError(f"{info} does not report what it has")
-        everyone.append(json.loads(store.get(key[0])))
+        everyone.append(answer)
     code = conclude(everyone, args.json, args.ranks)
     sys.stdout.flush()
-    store.set("hpclm/doctor", str(code))
-    wait_until(lambda: store.add("hpclm/doctor/read", 0) >= world.size - 1, LINGER)  # the store ends with this process
+    store.set("hpclm/doctor", code)
+    keys = [f"hpclm/doctor/read/{info.rank}" for info in met.ranks[1:]]
+    wait_until(lambda: store.get_all(keys), LINGER)  # the store ends with this process
     return code
 
 

@@ -7,9 +7,10 @@ Contradictions are refused here, before anything waits for processes that will n
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hpclm.distributed.signed import SECRET
 from hpclm.errors import REQUEUE, ConfigError
 
 Env = Mapping[str, str]
@@ -30,6 +31,8 @@ class World:
     """Hosts and their numbers of ranks, in rank order, if the launcher provides them."""
     master: str = ""
     """The host of torchrun's store."""
+    secret: str = field(default="", repr=False)
+    """With which the ranks sign what they write into the store; empty if the launcher gave them none."""
 
     @property
     def first_host(self) -> str:
@@ -53,7 +56,7 @@ def detect(env: Env = os.environ, alone: bool = True) -> World:
     """
     for variable, read in LAUNCHERS:
         if variable in env:
-            world = read(env)
+            world = replace(read(env), secret=env.get(SECRET, ""))
             break
     else:
         world = World("single", 0, 1)
@@ -107,7 +110,7 @@ def _slurm(env: Env) -> World:
         raise ConfigError(
             f"Slurm says that this is node {node} of SLURM_STEP_TASKS_PER_NODE={tasks}, which has {len(counts)}"
         )
-    run_id = ".".join([job, env["SLURM_STEP_ID"], env.get("SLURM_RESTART_COUNT", "0"), env.get("HPCLM_RENDEZVOUS", "")])
+    run_id = ".".join([job, env["SLURM_STEP_ID"], env.get("SLURM_RESTART_COUNT", "0")])
     hosts = expand(nodes)
     if len(hosts) != len(counts):
         raise ConfigError(f"SLURM_STEP_NODELIST={nodes} and SLURM_STEP_TASKS_PER_NODE={tasks} contradict each other")

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import logging
 import signal
 import sys
 import threading
@@ -9,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,23 +23,24 @@ from hpclm.distributed.failure import Failure
 from hpclm.distributed.heartbeat import POLL, Heartbeat, LocalPeers
 from hpclm.distributed.rendezvous import RankInfo, connect
 from hpclm.distributed.shutdown import Shutdown
+from hpclm.distributed.signed import SignedStore
 from hpclm.distributed.watchdog import Watchdog
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.node import processes, secrets
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import Store
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
-CAUSE = 5.0  # seconds that a rank which lost a connection waits for another rank to publish the cause
+CAUSE = 60.0  # seconds that a rank which lost a connection waits for its watchdog to end it with the cause
 UNLIMITED = timedelta(days=7)  # for a collective in which one rank may arrive hours after another
 
 
 class DistributedContext:
     """This rank among its peers. With one process there is no process group, and everything here is free."""
 
-    def __init__(self, world: World, ranks: tuple[RankInfo, ...], watchdog: Watchdog, store: "Store | None" = None):
+    def __init__(self, world: World, ranks: tuple[RankInfo, ...], watchdog: Watchdog, store: SignedStore | None = None):
         self.launcher, self.rank, self.size = world.launcher, world.rank, world.size
         self.local_rank, self.local_size = world.local_rank, world.local_size
         self.ranks, self.watchdog = ranks, watchdog
@@ -154,8 +157,8 @@ class DistributedContext:
 
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         limit = timedelta(minutes=minutes)
-        self._store.set_timeout(limit)
-        dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.size, timeout=limit)
+        self._store.raw.set_timeout(limit)
+        dist.init_process_group(backend, store=self._store.raw, rank=self.rank, world_size=self.size, timeout=limit)
 
     @contextmanager
     def guard(self, run_log: Path | None = None) -> Iterator[None]:
@@ -192,17 +195,25 @@ class DistributedContext:
         self.watchdog.stop()
 
     def _fail(self, error: BaseException) -> None:
-        """Publish ``error`` to the other ranks, or wait for a rank that knows the cause; returns when this process may exit."""
+        """Publish ``error`` to the other ranks; returns when this process may exit.
+
+        If it only says that a connection was lost, the watchdog ends this process once the cause is known.
+        """
         heart, shutdown = self.watchdog.heartbeat, self.watchdog.shutdown
         assert heart is not None
-        if failure.lost_a_peer(error):
-            heart.join(CAUSE)  # it ends when it has read the cause
-        if heart.failure or heart.lost or not shutdown.claim():
-            time.sleep(60)  # the watchdog ends this process
         text = failure.shortened(secrets.Redactor()(_text(error)))
         own = Failure(self.rank, "raised", exit_code(error), text)
+        if failure.lost_a_peer(error) and heart.is_alive():  # it is not at the end of a run
+            if heart.failure is None:
+                log.warning("%s lost its connection to another rank: %s", self.ranks[self.rank], _first_sentence(error))
+            own = replace(own, kind="disconnected", code=heart.lost_code)
+            with suppress(RuntimeError):
+                failure.publish(heart.store, own, self.size)
+            time.sleep(CAUSE)
+        if heart.failure or heart.lost or not shutdown.claim():
+            time.sleep(CAUSE)
         try:
-            first = failure.publish(heart.store, own)
+            first = failure.publish(heart.store, own, self.size)
         except RuntimeError:
             first = own
         shutdown.log_failure(first.describe(self.ranks), heart.store)
@@ -224,7 +235,7 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return 130
     if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return error.code or 1  # the others still need this process
+        return error.code if error.code in errors.CODES else 1  # the others still need this process
     return error.exit_code if isinstance(error, HpclmError) else 1
 
 
@@ -251,10 +262,9 @@ def join(world: World, settings: ClusterConfig) -> Iterator[DistributedContext]:
     network.use_interface(settings.interface, met.interface)
     lost_code = bootstrap.lost_code(world.launcher, bootstrap.restarts_left())
     watchdog = Watchdog(settings, met.ranks, me, Shutdown(me, met.ranks, bootstrap.marker(world)), lost_code)
-    watched = range(world.size) if world.rank == 0 else (0,)
     # a run survives the death of its slurmstepd: Slurm, or the end of the run, ends the job
     local = LocalPeers(me, met.ranks, watch_launcher=world.launcher != "Slurm")
-    heartbeat = Heartbeat(met.store, world.rank, watched, watchdog.progress, local, lost_code)
+    heartbeat = Heartbeat(met.store, me, met.ranks, watchdog.progress, local, lost_code)
     heartbeat.start()
     watchdog.start(heartbeat)
     context = DistributedContext(world, met.ranks, watchdog, met.store)
@@ -282,6 +292,10 @@ def _text_tensor(text: bytes, width: int) -> "torch.Tensor":
     import torch
 
     return torch.frombuffer(bytearray(text.ljust(width)), dtype=torch.uint8)
+
+
+def _first_sentence(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0].partition(". ")[0]
 
 
 def _text(error: BaseException) -> str:

@@ -1,21 +1,25 @@
-"""Why a run of several processes ended: the first failure, in the store, where every rank polls for it."""
+"""Why a run of several processes ended: the first failure, in the store, where every rank polls for it.
 
-import json
+A rank that has only lost a connection knows a symptom, not the cause. It publishes that: any cause replaces it, and if
+none does, the ranks find out who of them is gone (``heartbeat``).
+"""
+
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, get_args
 
 from hpclm.distributed.rendezvous import RankInfo
-from hpclm.errors import HpclmError
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
+from hpclm.distributed.signed import SignedStore
+from hpclm.errors import CODES, HpclmError
+from hpclm.terminal import ranges
 
 KEY = "hpclm/failure"
 LONGEST = 1 << 16  # characters of a failure's text that are kept
 LOST = re.compile("connection (closed|reset) by peer|broken pipe|gloo|nccl|socket|tcpstore", re.IGNORECASE)
-Kind = Literal["raised", "killed", "unreachable", "launcher", "hung"]
+CLOSED = re.compile("connection (closed|reset|refused)|broken pipe|remote process exited", re.IGNORECASE)
+Kind = Literal["raised", "killed", "lost", "disconnected", "launcher", "hung"]
 
 
 @dataclass(frozen=True)
@@ -30,32 +34,47 @@ class Failure:
     text: str = ""
     """Message or traceback, if any; or the signal that killed a rank, according to torchrun's agent."""
 
+    @property
+    def symptom(self) -> bool:
+        """Whether this rank only lost its connection to another."""
+        return self.kind == "disconnected"
+
     def describe(self, ranks: Sequence[RankInfo]) -> str:
-        """For the log."""
-        who = str(ranks[self.rank])
+        """For the log; lines after the first are indented, so that none looks like another entry."""
+        who, text = str(ranks[self.rank]), self.text.strip().replace("\n", "\n  ")
         if self.kind == "killed":
             silent = "was killed: it ended without a message (SIGKILL, perhaps out of memory, or a crash)"
-            return f"{who} {self.text or silent}"
-        if self.kind == "unreachable":
-            return f"{who} cannot be reached: {self.text}"
+            return f"{who} {text or silent}"
+        if self.kind == "lost":
+            return f"{text}; the others end because of it"
         if self.kind == "launcher":
             return f"the launcher of {who} is gone; the run ends, because nothing would restart or stop it"
-        return f"{who} failed: {self.text.strip()}"
+        return f"{who} failed: {text}"
 
 
-def publish(store: "Store", failure: Failure) -> Failure:
-    """Put ``failure`` into the store, unless there is one already; returns the first."""
-    return parse(store.compare_set(KEY, "", json.dumps(asdict(failure))))
+def publish(store: SignedStore, failure: Failure, size: int) -> Failure:
+    """Put ``failure`` into the store of ``size`` ranks, unless there is a cause already; returns what is there."""
+
+    def replaced(present: Any) -> bool:
+        known = parse(present, size)
+        return known is None or (known.symptom and not failure.symptom)
+
+    return parse(store.put(KEY, asdict(failure), replaced), size) or failure
 
 
-def read(store: "Store") -> Failure | None:
+def read(store: SignedStore, size: int) -> Failure | None:
     """The failure in the store, if any."""
-    return parse(store.get(KEY)) if store.check([KEY]) else None
+    return parse(store.get(KEY), size)
 
 
-def parse(text: bytes) -> Failure:
-    """A failure as ``publish`` wrote it."""
-    return Failure(**json.loads(text))
+def parse(value: Any, size: int) -> Failure | None:
+    """A failure as ``publish`` writes it, of one of ``size`` ranks; None if ``value`` is anything else."""
+    with suppress(TypeError):
+        found = Failure(**value)
+        numbers = type(found.rank) is type(found.code) is int and 0 <= found.rank < size and found.code in CODES
+        if numbers and found.kind in get_args(Kind) and isinstance(found.text, str):
+            return replace(found, text=shortened(found.text))
+    return None
 
 
 def shortened(text: str) -> str:
@@ -64,8 +83,16 @@ def shortened(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[:half]}\n[...]\n{text[-half:]}"
 
 
+def named(lost: Sequence[int], ranks: Sequence[RankInfo]) -> str:
+    """Ranks and their hosts, in words."""
+    if len(lost) == 1:
+        return str(ranks[lost[0]])
+    hosts = sorted({ranks[rank].host for rank in lost})
+    return f"ranks {ranges(lost)} on {', '.join(hosts[:8])}{', ...' * (len(hosts) > 8)}"
+
+
 def lost_a_peer(error: BaseException) -> bool:
-    """Whether an error only means that another process has ended."""
+    """Whether an error may only mean that another process has ended."""
     if type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError"):
         return True
     of_torch = isinstance(error, RuntimeError) and not isinstance(error, HpclmError)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpclm import files
+from hpclm.distributed.failure import named
 from hpclm.distributed.rendezvous import RankInfo
 from hpclm.distributed.stacks import Position
 from hpclm.terminal import ranges
@@ -94,13 +95,8 @@ def write(path: Path, text: str, states: States, ranks: Sequence[RankInfo]) -> N
 def _headline(guilty: Sequence[int], states: States, ranks: Sequence[RankInfo]) -> str:
     if not guilty:
         return "no rank stands out" if len(states) > 1 else f"in {states[min(states)].describe()}"
-    if len(guilty) == 1:
-        who = str(ranks[guilty[0]])
-    else:
-        hosts = sorted({ranks[rank].host for rank in guilty})
-        who = f"ranks {ranges(list(guilty))} on {', '.join(hosts[:8])}{', ...' * (len(hosts) > 8)}"
     verb = "is" if len(guilty) == 1 else "are"
-    return f"{who} {verb} blocking the others, in {states[guilty[0]].describe()}"
+    return f"{named(guilty, ranks)} {verb} blocking the others, in {states[guilty[0]].describe()}"
 
 
 def _places(states: States) -> dict[str, list[int]]:

@@ -1,13 +1,12 @@
-"""Ports and network interfaces: where rank 0 listens, for which hosts, and which interface leads to the other nodes."""
+"""Ports and network interfaces: where rank 0 listens, and which interface leads to the other nodes."""
 
-import ctypes
 import fcntl
 import hashlib
 import os
 import random
 import socket
 import struct
-from collections.abc import Collection, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
 
 from hpclm.errors import HpclmError
@@ -17,7 +16,6 @@ PORTS = range(10_240, 32_000)
 CANDIDATES = 32
 BACKLOG = 4096
 SIOCGIFADDR = 0x8915
-SO_ATTACH_FILTER = 26
 
 
 def candidates(seed: str) -> list[int]:
@@ -39,24 +37,6 @@ def listen(ports: Sequence[int], address: str = "") -> socket.socket:
             if address and error.errno not in (98, 13):  # in use, not permitted: the next port may do
                 raise HpclmError(f"cannot listen on {address}: {error.strerror}; check cluster.interface") from None
     raise HpclmError(f"no free port on {socket.gethostname()}: {', '.join(map(str, ports))} are all in use")
-
-
-def admit_only(listener: socket.socket, hosts: Collection[str]) -> None:
-    """Have the kernel drop every packet to ``listener`` that does not come from one of ``hosts``, IPv4 addresses.
-
-    Existing connections stay. If the kernel refuses the filter (too many hosts, or a container that forbids it),
-    nothing changes.
-    """
-    # Linux, Documentation/networking/filter.rst: load the source address of the packet; accept it at the first match
-    load, equal, give = 0x20, 0x15, 0x06
-    program = [(load, 0, 0, 0xFFF0_0000 + 12)]
-    for host in sorted(hosts):
-        program += [(equal, 0, 1, int.from_bytes(socket.inet_aton(host), "big")), (give, 0, 0, 0xFFFF_FFFF)]
-    program.append((give, 0, 0, 0))
-    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *each) for each in program))
-    content = struct.pack("HP", len(program), ctypes.addressof(code))
-    with suppress(OSError):
-        listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, content)
 
 
 def resolved(host: str) -> str:
@@ -129,3 +109,11 @@ def use_interface(chosen: str | None, found: str | None, env: MutableMapping[str
         env.setdefault("GLOO_SOCKET_IFNAME", str(chosen or found))
     if chosen:
         env.setdefault("NCCL_SOCKET_IFNAME", f"={chosen}")  # without "=" it is a prefix: eth1 would match eth10
+
+
+def hide_lookup_warnings(env: MutableMapping[str, str] = os.environ) -> None:
+    """Have PyTorch, when it is imported, log errors only, unless the user chose a level.
+
+    Its store warns of every host whose address has no name, as where compute nodes have no DNS; nothing needs the name.
+    """
+    env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -1,11 +1,10 @@
 """The rendezvous of a run's ranks: they connect to one key-value store, PyTorch's TCPStore.
 
 torchrun's agent already has one. Under MPI, rank 0 opens it and broadcasts its address. Under Slurm, the host of rank 0
-is known, and the port follows from job, step and restart; a client recognises the right server by a token. Every rank
+is known, and the port follows from job, step and restart; a client recognises the right server by a signed key. Every rank
 registers in the store, and rank 0 either starts the run or refuses it, with the reason.
 """
 
-import json
 import os
 import resource
 import secrets
@@ -14,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +21,16 @@ from hpclm import __version__, extras, files
 from hpclm.config import ClusterConfig
 from hpclm.distributed import network
 from hpclm.distributed.bootstrap import OF_MPI, World
+from hpclm.distributed.signed import SignedStore
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.node.processes import wait_until
 
 if TYPE_CHECKING:
-    from torch.distributed import Store, TCPStore
+    from torch.distributed import Store
 
 Endpoint = tuple[str, int]
 """Host and port."""
-TOKEN, ARRIVED, RANKS = "hpclm/token", "hpclm/arrived", "hpclm/ranks"
+SERVER, ARRIVED, RANKS = "hpclm/server", "hpclm/arrived", "hpclm/ranks"
 PATIENCE = 1.0  # seconds for a server to answer before the next port is tried; a later answer still counts
 SEARCH = 0.1  # seconds between two looks for the server
 CROWD = 128  # with more clients, each asks less often
@@ -68,7 +68,7 @@ class RankInfo:
 class Rendezvous:
     """What a rank knows after the rendezvous."""
 
-    store: "Store"
+    store: SignedStore
     ranks: tuple[RankInfo, ...]
     interface: str | None
     """The interface that leads to the other nodes; lo when there are none."""
@@ -80,21 +80,17 @@ def connect(world: World, settings: ClusterConfig) -> Rendezvous:
     ConfigError if the ranks contradict each other, HpclmError if some have not arrived within
     ``cluster.start_seconds``; both name them.
     """
-    store, host, filtered = _store(world, settings)
+    store, host = _store(world, settings)
     address = network.address_towards(host) if host else network.own_address(socket.gethostname())
     ranks = _register(store, RankInfo.of(world, address), world, settings.start_seconds)
     others = [info for info in ranks if info.host != ranks[world.rank].host]
-    if filtered:
-        with filtered:  # the filter stays with the store's own copy of this socket
-            if all(info.address for info in others):
-                network.admit_only(filtered, {*network.addresses().values(), *(info.address for info in others)})
     if not others:
         return Rendezvous(store, ranks, "lo")
     towards = network.address_towards(host or others[0].address)
     return Rendezvous(store, ranks, network.interface_of(towards))
 
 
-def serve(listener: socket.socket, token: str) -> "TCPStore":
+def serve(listener: socket.socket, world: World) -> SignedStore:
     """Rank 0's store on the socket ``listener``, which it takes over, so that no other process can take the port in between."""
     from torch.distributed import TCPStore
 
@@ -103,18 +99,14 @@ def serve(listener: socket.socket, token: str) -> "TCPStore":
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     host, port = listener.getsockname()[:2]
     own, limit = "127.0.0.1" if host == "0.0.0.0" else host, timedelta(seconds=60)
-    store = TCPStore(own, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
-    store.set(TOKEN, token)
+    server = TCPStore(own, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
+    store = SignedStore(server, world.run_id, world.secret)
+    store.set(SERVER, True)
     return store
 
 
-def find(
-    endpoints: Sequence[Endpoint], token: str, seconds: float, who: str, clients: int = 1
-) -> "tuple[TCPStore, str]":
-    """Rank 0's store at one of ``endpoints``, and its host; ``who`` names this rank, one of ``clients``, in errors.
-
-    HpclmError when it is not found within ``seconds``.
-    """
+def find(endpoints: Sequence[Endpoint], world: World, seconds: float) -> tuple[SignedStore, str]:
+    """Rank 0's store at one of ``endpoints``, and its host; HpclmError when it is not found within ``seconds``."""
     until, attempts = time.monotonic() + seconds, dict[Endpoint, _Attempt]()
     while time.monotonic() < until:
         known = {host: network.resolved(host) for host, _ in endpoints}  # one question, not one for each port
@@ -124,15 +116,15 @@ def find(
             if attempt is None or not (attempt.is_alive() or attempt.store):
                 if not network.answers(*endpoint, seconds=2.0):
                     continue
-                attempt = attempts[endpoint] = _Attempt(endpoint, token)
+                attempt = attempts[endpoint] = _Attempt(endpoint, world)
                 attempt.start()
             attempt.join(PATIENCE)
             if attempt.store is not None:
                 return attempt.store, endpoint[0]
-        time.sleep(_pause(SEARCH, clients))
+        time.sleep(_pause(SEARCH, world.size))
     where = ", ".join(sorted({host for host, _ in endpoints}))
     raise HpclmError(
-        f"{who} found no rank 0 on {where} within {seconds:g} s; look at rank 0's output, check that {where} can be "
+        f"{_who(world)} found no rank 0 on {where} within {seconds:g} s; look at rank 0's output, check that {where} can be "
         "reached from here, or raise cluster.start_seconds"
     )
 
@@ -145,41 +137,42 @@ def _pause(least: float, clients: int) -> float:
 class _Attempt(threading.Thread):
     """An attempt to connect, in a thread: PyTorch's client waits forever for a server that accepts and never answers."""
 
-    def __init__(self, endpoint: Endpoint, token: str):
+    def __init__(self, endpoint: Endpoint, world: World):
         super().__init__(name=f"hpclm-connect-{endpoint[1]}", daemon=True)
-        self.endpoint, self.token = endpoint, token
-        self.store: TCPStore | None = None
+        self.endpoint, self.world = endpoint, world
+        self.store: SignedStore | None = None
 
     def run(self) -> None:
         from torch.distributed import TCPStore
 
         with suppress(RuntimeError):
-            store = TCPStore(*self.endpoint, None, False, timedelta(seconds=30), wait_for_workers=False)
-            if store.get(TOKEN) == self.token.encode():
+            server = TCPStore(*self.endpoint, None, False, timedelta(seconds=30), wait_for_workers=False)
+            store = SignedStore(server, self.world.run_id, self.world.secret)
+            if store.opened(SERVER, server.get(SERVER)):  # otherwise it is another run's
                 self.store = store
 
 
-def _store(world: World, settings: ClusterConfig) -> "tuple[Store, str, socket.socket | None]":
-    """The run's store, its host if known, and its socket if this rank opened it."""
-    who = f"rank {world.rank} on {socket.gethostname()}"
+def _who(world: World) -> str:
+    """This rank, in errors."""
+    return f"rank {world.rank} on {socket.gethostname()}"
+
+
+def _store(world: World, settings: ClusterConfig) -> tuple[SignedStore, str]:
+    """The run's store, and its host if that is another rank's."""
     if world.launcher in ("torchrun", "local"):
-        return _of_torchrun(world, settings, who), world.master, None
+        return SignedStore(_of_torchrun(world, settings), world.run_id, world.secret), world.master
     one_host = world.local_size == world.size
     if world.launcher in OF_MPI:
-        listener, endpoints, token = _by_mpi(world, settings, one_host)
+        listener, endpoints, world = _by_mpi(world, settings, one_host)
     else:
-        token = world.run_id
-        ports = network.candidates(token)
+        ports = network.candidates(world.run_id)
         address = "127.0.0.1" if one_host else _bind_address(settings, world.first_host)
         listener = network.listen(ports, address) if world.rank == 0 else None
         endpoints = [("127.0.0.1" if one_host else world.first_host, port) for port in ports]
-    if listener is not None:
-        filtered = listener.dup()
-        return serve(listener, token), "", filtered
-    return *find(endpoints, token, settings.start_seconds, who, world.size), None
+    return (serve(listener, world), "") if listener is not None else find(endpoints, world, settings.start_seconds)
 
 
-def _of_torchrun(world: World, settings: ClusterConfig, who: str, env: Mapping[str, str] = os.environ) -> "Store":
+def _of_torchrun(world: World, settings: ClusterConfig, env: Mapping[str, str] = os.environ) -> "Store":
     """The store that torchrun names: its agent's, or rank 0's."""
     from torch.distributed import DistNetworkError, PrefixStore, TCPStore
 
@@ -189,7 +182,7 @@ def _of_torchrun(world: World, settings: ClusterConfig, who: str, env: Mapping[s
         store = TCPStore(world.master, port, None, serves, limit, wait_for_workers=False)
     except DistNetworkError as error:
         raise HpclmError(
-            f"{who} found no rank 0 on {world.master}:{port} within {settings.start_seconds:g} s: {str(error).splitlines()[0]}"
+            f"{_who(world)} found no rank 0 on {world.master}:{port} within {settings.start_seconds:g} s: {str(error).splitlines()[0]}"
         ) from None
     store.set_timeout(timedelta(minutes=10))
     return PrefixStore(world.run_id, store)
@@ -202,8 +195,10 @@ def _bind_address(settings: ClusterConfig, name: str) -> str:
     return network.own_address(name)
 
 
-def _by_mpi(world: World, settings: ClusterConfig, one_host: bool) -> tuple[socket.socket | None, list[Endpoint], str]:
-    """Rank 0's socket, its endpoints, and its token, which MPI broadcasts."""
+def _by_mpi(
+    world: World, settings: ClusterConfig, one_host: bool
+) -> tuple[socket.socket | None, list[Endpoint], World]:
+    """Rank 0's socket, its endpoints, and the world with a secret; MPI broadcasts both."""
     try:
         with extras.needed_for(f"{world.launcher}, which started this process,"):
             from mpi4py import MPI  # importing it initialises MPI: only ever under an MPI launcher
@@ -220,30 +215,29 @@ def _by_mpi(world: World, settings: ClusterConfig, one_host: bool) -> tuple[sock
             f"{comm.size}: mpirun and the library that mpi4py loads belong to different MPIs, or the variables of another "
             "launch have leaked in (check env | grep -E 'OMPI|PMI')"
         )
-    listener, endpoints, token = None, list[Endpoint](), secrets.token_hex(16)
+    listener, endpoints, secret = None, list[Endpoint](), secrets.token_hex(16)
     if world.rank == 0:
         address = "127.0.0.1" if one_host else _bind_address(settings, "") if settings.interface else ""
-        listener = network.listen(network.candidates(token), address)
+        listener = network.listen(network.candidates(secret), address)
         port = listener.getsockname()[1]
         own = [each for each in network.addresses().values() if not each.startswith("127.")]
         hosts = [address] if address else [*own, socket.gethostname()]
         endpoints = [(host, port) for host in hosts]
-    endpoints, token = comm.bcast((endpoints, token) if world.rank == 0 else None)
-    return listener, endpoints, token
+    endpoints, secret = comm.bcast((endpoints, secret) if world.rank == 0 else None)
+    return listener, endpoints, replace(world, secret=secret)
 
 
-def _register(store: "Store", me: RankInfo, world: World, seconds: float) -> tuple[RankInfo, ...]:
+def _register(store: SignedStore, me: RankInfo, world: World, seconds: float) -> tuple[RankInfo, ...]:
     """Register this rank, and wait until rank 0 lists all ranks, or refuses the run."""
-    mine = json.dumps(asdict(me))
-    first = store.compare_set(f"hpclm/rank/{me.rank}", "", mine).decode()
-    if first != mine:
-        _refuse(store, ConfigError(f"two processes are rank {me.rank}: {_info(first)} and {me}; start each rank once"))
-    store.add(ARRIVED, 1)
+    first = _info(store.put(_rank(me.rank), asdict(me)))
+    if first != me:
+        _refuse(store, ConfigError(f"two processes are rank {me.rank}: {first} and {me}; start each rank once"))
+    store.raw.add(ARRIVED, 1)
     if me.rank == 0:
         _decide(store, me, world, seconds)
-    if not wait_until(lambda: store.check([RANKS]), seconds + LINGER, _pause(POLL, me.size)):
+    word = store.wait(RANKS, seconds + LINGER, _pause(POLL, me.size))
+    if word is None:
         raise HpclmError(f"{me} got no answer from rank 0 within {seconds:g} s; see its output")
-    word = json.loads(store.get(RANKS))
     if "refused" in word:
         if me.rank == 0:
             time.sleep(LINGER)  # the store ends with this process
@@ -254,11 +248,20 @@ def _register(store: "Store", me: RankInfo, world: World, seconds: float) -> tup
     return ranks
 
 
-def _decide(store: "Store", me: RankInfo, world: World, seconds: float) -> None:
+def _decide(store: SignedStore, me: RankInfo, world: World, seconds: float) -> None:
     """On rank 0: wait for all ranks, then start or refuse the run."""
-    wait_until(lambda: store.add(ARRIVED, 0) >= me.size or store.check([RANKS]), seconds, POLL / 5)
-    keys = [f"hpclm/rank/{rank}" for rank in range(me.size)]
-    missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+    keys = [*map(_rank, range(me.size))]
+
+    words: list[Any] = []
+
+    def decided() -> bool:  # the counter, which is not signed, only saves questions
+        if store.raw.add(ARRIVED, 0) >= me.size:
+            words[:] = store.get_all(keys) or []
+        return bool(words and None not in words) or store.get(RANKS) is not None
+
+    wait_until(decided, seconds, POLL / 5)
+    words = words or [*map(store.get, keys)]
+    missing = [rank for rank, word in enumerate(words) if word is None]
     if missing:
         hosts = [f" ({host})" if (host := world.host_of(rank)) else "" for rank in missing]
         named = ", ".join(f"rank {rank}{host}" for rank, host in zip(missing[:16], hosts, strict=False))
@@ -266,12 +269,12 @@ def _decide(store: "Store", me: RankInfo, world: World, seconds: float) -> None:
         text = f"{len(missing)} of {me.size} processes did not arrive within {seconds:g} s: {named}{more}; "
         _refuse(store, HpclmError(f"{text}look at their output, or raise cluster.start_seconds"))
         return
-    found = [*map(_info, store.multi_get(keys))]
+    found = [*map(_info, words)]
     wrong = next(_contradictions(found), None)
     if wrong:
         _refuse(store, ConfigError(wrong))
     else:
-        store.compare_set(RANKS, "", json.dumps({"ranks": _columns(found)}))
+        store.put(RANKS, {"ranks": _columns(found)})
 
 
 def _columns(ranks: Sequence[RankInfo]) -> dict[str, tuple[list[Any], list[int]]]:
@@ -299,10 +302,18 @@ def _contradictions(found: Sequence[RankInfo]) -> Iterator[str]:
             yield f"{first} runs hpclm {first.version}, {info} {info.version}; use one installation on all nodes"
 
 
-def _refuse(store: "Store", error: HpclmError) -> None:
+def _refuse(store: SignedStore, error: HpclmError) -> None:
     """Publish that the run is refused; the first decision counts."""
-    store.compare_set(RANKS, "", json.dumps({"refused": str(error), "settings": isinstance(error, ConfigError)}))
+    store.put(RANKS, {"refused": str(error), "settings": isinstance(error, ConfigError)})
 
 
-def _info(text: str | bytes) -> RankInfo:
-    return RankInfo(**json.loads(text))
+def _rank(rank: int) -> str:
+    """The key under which a rank registers."""
+    return f"hpclm/rank/{rank}"
+
+
+def _info(value: Any) -> RankInfo:
+    try:
+        return RankInfo(**value)
+    except TypeError:  # without a secret
+        raise HpclmError(f"the store of this run contains {value!r:.200}, which hpclm did not write") from None

@@ -9,17 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from hpclm import files
 from hpclm.distributed.rendezvous import RankInfo
+from hpclm.distributed.signed import SignedStore
 from hpclm.node import processes
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
+from hpclm.terminal import plain
 
 log = logging.getLogger(__name__)
-LOGGED, READ = "hpclm/logged", "hpclm/read"
+LOGGED = "hpclm/logged"
 LATEST = 3.0  # seconds until this process exits, even if a lock or a dead disk blocks it
 PATIENCE = 2.0  # seconds for rank 0 to write the cause into the log
 TAIL = 1 << 17  # bytes at the end of the log that are searched for the failure
@@ -41,14 +40,14 @@ class Shutdown:
         """Whether the calling thread is the one that ends this process."""
         return self._once.acquire(blocking=False)
 
-    def log_failure(self, text: str, store: "Store | None" = None) -> None:
+    def log_failure(self, text: str, store: SignedStore | None = None) -> None:
         """Log ``text``; if rank 0 does not (it sets a key in ``store``), append it to the run's log too."""
         if self.me.rank == 0 or self.log is not None:  # on other ranks it would only be repeated on the console
             log.error(text)
         if self.me.rank == 0:
             with suppress(RuntimeError):
                 if store is not None:
-                    store.set(LOGGED, "1")
+                    store.set(LOGGED, True)
             self.notify(text)
         elif not _is_logged(store):
             with suppress(OSError):
@@ -57,11 +56,12 @@ class Shutdown:
                 elif _append_once(self.log, text):
                     self.notify(text)
 
-    def wait_for_others(self, store: "Store | None") -> None:
+    def wait_for_others(self, store: SignedStore | None) -> None:
         """On rank 0, whose end closes the store: wait a moment until the others have read the failure."""
         if self.me.rank == 0 and store is not None:
             with suppress(RuntimeError):
-                processes.wait_until(lambda: store.add(READ, 0) >= len(self.ranks) - 1, PATIENCE)
+                keys = [read_key(info.rank) for info in self.ranks if info.rank]
+                processes.wait_until(lambda: all(store.get_all(keys) or [False]), PATIENCE)
 
     def clean_up(self) -> None:
         """Kill this rank's children, and orphans of killed ranks on this machine."""
@@ -74,7 +74,7 @@ class Shutdown:
         self.clean_up()
         _exit_after(15.0, code)
 
-    def exit(self, text: str, code: int, store: "Store | None" = None) -> NoReturn:
+    def exit(self, text: str, code: int, store: SignedStore | None = None) -> NoReturn:
         """Log the cause and end this process with ``code``; the main thread may never return from where it is."""
         _exit_after(LATEST, code)
         self.clean_up()
@@ -86,6 +86,11 @@ class Shutdown:
         os._exit(code)
 
 
+def read_key(rank: int) -> str:
+    """The key that records that a rank knows the failure."""
+    return f"hpclm/read/{rank}"
+
+
 def _exit_after(seconds: float, code: int) -> None:
     """End this process with ``code`` after ``seconds``."""
     late = threading.Timer(seconds, os._exit, args=(code,))
@@ -93,16 +98,16 @@ def _exit_after(seconds: float, code: int) -> None:
     late.start()
 
 
-def _is_logged(store: "Store | None") -> bool:
+def _is_logged(store: SignedStore | None) -> bool:
     """Whether rank 0 has written the cause into the log."""
     with suppress(RuntimeError):
-        return store is not None and processes.wait_until(lambda: store.check([LOGGED]), PATIENCE)
+        return store is not None and store.wait(LOGGED, PATIENCE) is not None
     return False
 
 
 def _append_once(path: Path, text: str) -> bool:
     """Append a line to the log, unless another rank did; whether this one did."""
-    told = text.encode(errors="backslashreplace")
+    told = plain(text).encode(errors="backslashreplace")
     handle = files.opened(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)
     with files.locked(path), os.fdopen(handle, "ab+") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))

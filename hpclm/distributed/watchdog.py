@@ -3,14 +3,13 @@
 The main thread reports its phase (``enter``), and every collective counts as progress (``tick``). The heartbeat thread
 sends that to the store, and rank 0's watchdog judges all ranks by it. A run hangs if every rank has been in its phase
 for longer than the phase may take: as long as one of them may be working, the others may wait. A rank without
-heartbeats is a hang by itself after twice that time, and a failure at once if its host does not respond either.
+heartbeats is a hang by itself after twice that time, and lost at once if its host does not respond either.
 
 Clocks of different hosts are never compared, and time in which this process itself did not run does not count: a job
 that is suspended as a whole and continues an hour later does not hang.
 """
 
 import faulthandler
-import json
 import logging
 import math
 import os
@@ -21,7 +20,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpclm.config import ClusterConfig
 from hpclm.distributed import bootstrap, failure, flight_recorder, hang, network, restart, stacks
@@ -30,13 +29,11 @@ from hpclm.distributed.hang import RankState
 from hpclm.distributed.heartbeat import Heartbeat
 from hpclm.distributed.rendezvous import RankInfo
 from hpclm.distributed.shutdown import Shutdown
+from hpclm.distributed.signed import SignedStore
 from hpclm.distributed.stacks import Position
 from hpclm.distributed.stragglers import Stragglers, WorkTimer
 from hpclm.errors import REQUEUE
 from hpclm.node import processes
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +155,7 @@ class Watchdog:
         reachable = self.heartbeat.store if store_answers and self.heartbeat else None
         if found.kind == "hung" and reachable is not None:
             self._join_report(found, reachable)
-        if found.rank == 0 and found.kind in ("killed", "unreachable"):
+        if found.rank == 0 and found.kind in ("killed", "lost"):
             reachable = None  # it will not log the failure
         self.shutdown.exit(found.describe(self.ranks), found.code, reachable)
 
@@ -203,12 +200,12 @@ class Watchdog:
 
     def _fail(self, rank: int, silent: float) -> None:
         """End the run, since the host of ``rank`` does not respond."""
-        text = f"no heartbeat for {silent:.0f} s, and its host does not answer: the node or the network is down"
+        text = f"{self.ranks[rank]} was lost: no heartbeat for {silent:.0f} s, and its host does not answer"
         trouble = restart.trouble(self.ranks[rank].host, seconds=2.0) if bootstrap.job() else ""
         text += f". Slurm says that {trouble}" * bool(trouble)
-        found = Failure(rank, "unreachable", self.lost_code, text)
+        found = Failure(rank, "lost", self.lost_code, text)
         store = self._store()
-        self._exit(failure.publish(store, found) if store is not None else found, store is not None)
+        self._exit(failure.publish(store, found, len(self.ranks)) if store is not None else found, store is not None)
 
     def _silent_too_long(self, state: RankState) -> bool:
         """Whether a rank has been silent for so long that its phase no longer matters."""
@@ -229,7 +226,7 @@ class Watchdog:
 
     # the end of a run that hangs
 
-    def _store(self) -> "Store | None":
+    def _store(self) -> SignedStore | None:
         """The store, if it responds: otherwise a client would wait forever."""
         heart = self.heartbeat
         return heart.store if heart and not heart.lost and time.monotonic() - heart.answered < ANSWER else None
@@ -249,12 +246,12 @@ class Watchdog:
         here = [info for info in self.ranks if info.machine == self.me.machine and info.rank != self.me.rank]
         processes.wake(info.pid for info in here)
 
-    def _join_report(self, found: Failure, store: "Store") -> None:
+    def _join_report(self, found: Failure, store: SignedStore) -> None:
         """Report this rank's position, and wait for the hang report of another rank."""
-        store.set(f"hpclm/position/{self.me.rank}", json.dumps(self._answer()))
+        store.set(_position(self.me.rank), self._answer())
         self._wake()
         with suppress(RuntimeError):
-            processes.wait_until(lambda: store.check([REPORTED]), REPORT, pause=0.1)
+            store.wait(REPORTED, REPORT, pause=0.1)
         self.shutdown.exit("", found.code)
 
     def _report(self, states: dict[int, RankState]) -> None:
@@ -266,7 +263,7 @@ class Watchdog:
             time.sleep(WAKE / 2 + 0.1 * min(self.me.rank, 20))
         store = self._store()
         if store is not None:
-            first = failure.publish(store, Failure(self.me.rank, "hung", code))
+            first = failure.publish(store, Failure(self.me.rank, "hung", code), len(self.ranks))
             if first.kind != "hung":
                 self.shutdown.exit(first.describe(self.ranks), first.code, store)
             if first.rank != self.me.rank:
@@ -287,7 +284,7 @@ class Watchdog:
         else:
             log.error(text)
         if store is not None:
-            store.set(REPORTED, "1")
+            store.set(REPORTED, True)
         self._kill_silent({rank for rank in states if rank not in answers})
         self.shutdown.exit("", code)
 
@@ -300,14 +297,16 @@ class Watchdog:
                     os.kill(pid, number)
             time.sleep(1.0 if here and number == signal.SIGQUIT else 0.0)
 
-    def _ask(self, store: "Store | None", states: dict[int, RankState]) -> dict[int, dict[str, Any]]:
+    def _ask(self, store: SignedStore | None, states: dict[int, RankState]) -> dict[int, dict[str, Any]]:
         """The positions of the other ranks, of those that respond."""
         if store is None:
             return {}
-        keys = {info.rank: f"hpclm/position/{info.rank}" for info in self.ranks if info.rank != self.me.rank}
+        keys = {info.rank: _position(info.rank) for info in self.ranks if info.rank != self.me.rank}
         silent = any(state.silent > self.limit for state in states.values())
-        processes.wait_until(lambda: store.check([*keys.values()]), WAKE if silent else ANSWER, pause=0.1)
-        return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
+        processes.wait_until(lambda: store.get_all([*keys.values()]), WAKE if silent else ANSWER, pause=0.1)
+        answers = {rank: store.get(key) for rank, key in keys.items()}
+        known = {*Position.__dataclass_fields__, "paused"}
+        return {rank: answer for rank, answer in answers.items() if isinstance(answer, dict) and answer.keys() == known}
 
     def _completed(self, state: RankState, answer: dict[str, Any] | None) -> RankState:
         """``state`` with what the rank itself reported."""
@@ -316,3 +315,8 @@ class Watchdog:
         stopped = state.stopped or answer["paused"] > self.limit / 2
         known = Position(answer["location"], answer["collective"], answer["debugged"])
         return replace(state, silent=0.0, stopped=stopped, position=known)
+
+
+def _position(rank: int) -> str:
+    """The key under which a rank reports where it is."""
+    return f"hpclm/position/{rank}"

@@ -31,6 +31,7 @@ from hpclm import errors, files
 from hpclm.distributed import bootstrap, failure, restart
 from hpclm.distributed.failure import Failure
 from hpclm.distributed.restart import RESTARTED
+from hpclm.distributed.signed import SignedStore
 from hpclm.launch import foreground, restarts
 from hpclm.node import affinity, preemption, processes, python
 
@@ -144,7 +145,7 @@ class Agent(LocalElasticAgent):
         self._looked = time.monotonic()
         return self._waiting() > 0
 
-    def _ranks_store(self, group: WorkerGroup) -> Store | None:
+    def _ranks_store(self, group: WorkerGroup) -> SignedStore | None:
         run_id = f"{group.spec.rdzv_handler.get_run_id()}.{os.environ['HPCLM_RENDEZVOUS']}"
         return restarts.ranks_store(group, run_id)
 
@@ -155,7 +156,9 @@ class Agent(LocalElasticAgent):
             launcher = "local" if os.environ.get("HPCLM_LAUNCHER") == "local" else "torchrun"
             code = bootstrap.lost_code(launcher, self._remaining_restarts > 0)
             with suppress(RuntimeError):
-                failure.publish(store, Failure(killed.rank, "killed", code, f"was {processes.killed_by(-killed.code)}"))
+                size = group.workers[0].world_size
+                killed_by = f"was {processes.killed_by(-killed.code)}"
+                failure.publish(store, Failure(killed.rank, "killed", code, killed_by), size)
 
     def _note_failure(self, group: WorkerGroup) -> None:
         """Record why this round ended, for the next one."""

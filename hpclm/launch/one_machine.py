@@ -1,19 +1,21 @@
 """All ranks on this machine, under one elastic agent whose store listens on loopback only."""
 
 import os
+import secrets
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from hpclm import files
 from hpclm.distributed import network
 from hpclm.distributed.shutdown import LOGGED
+from hpclm.distributed.signed import SECRET, SignedStore
 from hpclm.launch import elastic, foreground
 
 
@@ -32,7 +34,8 @@ class OneMachine(StaticTCPRendezvous):
 
     def is_logged(self, run_id: str) -> bool:
         """Whether rank 0 has logged why the run failed."""
-        return bool(self._server.check([f"{run_id}.{os.environ['HPCLM_RENDEZVOUS']}/{LOGGED}"]))
+        name = f"{run_id}.{os.environ['HPCLM_RENDEZVOUS']}"
+        return bool(SignedStore(PrefixStore(name, self._server), name, os.environ[SECRET]).get(LOGGED))
 
 
 def run_here(command: Sequence[str], count: int, log: Path, run_id: str, restarts: int = 0) -> int:
@@ -41,7 +44,7 @@ def run_here(command: Sequence[str], count: int, log: Path, run_id: str, restart
     Rank 0 prints as this process does: directly to a terminal, otherwise also to ``log``. The output of the others is
     in files next to it.
     """
-    os.environ["HPCLM_LAUNCHER"] = "local"
+    os.environ |= {"HPCLM_LAUNCHER": "local", SECRET: secrets.token_hex(16)}
     rendezvous = OneMachine(run_id)
     spec = elastic.specification(command, count, rendezvous, restarts)
     folder = log.with_suffix("")

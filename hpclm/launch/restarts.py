@@ -5,6 +5,7 @@ takes; PyTorch keeps the rest waiting (its redundancy list) until an agent leave
 """
 
 import json
+import os
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousE
 
 from hpclm.distributed import failure, network
 from hpclm.distributed.rendezvous import RANKS, roster
+from hpclm.distributed.signed import SECRET, SignedStore
 from hpclm.node import processes
 
 REASON_KEY = "hpclm/reason"  # in the store of a round: why it ended, from the first agent that knows
@@ -61,21 +63,22 @@ def reason(agents: list[AgentInfo]) -> str:
     return "".join(c if c.isprintable() else " " for c in why[:REASON])
 
 
-def ranks_store(group: WorkerGroup, run_id: str) -> Store | None:
+def ranks_store(group: WorkerGroup, run_id: str) -> SignedStore | None:
     """The store of the ranks of this round, ``run_id``; None if it ended with the node of rank 0."""
     host, port = str(group.master_addr), int(group.master_port or 0)
     with suppress(RuntimeError):
         if network.answers(host, port, seconds=1.0):
             server = TCPStore(host, port, None, False, timedelta(seconds=5), wait_for_workers=False)
-            return PrefixStore(run_id, server)
+            return SignedStore(PrefixStore(run_id, server), run_id, os.environ.get(SECRET, ""))
     return None
 
 
-def first_failure(store: Store | None) -> tuple[int | None, str]:
+def first_failure(store: SignedStore | None) -> tuple[int | None, str]:
     """The rank that failed first, and why, from the ranks' store; None if unknown."""
-    with suppress(RuntimeError, ValueError, TypeError):
-        if store is not None and (found := failure.read(store)) and store.check([RANKS]):
-            lines = found.describe(roster(json.loads(store.get(RANKS)))).strip().splitlines()
+    with suppress(RuntimeError, ValueError, TypeError, LookupError):
+        ranks = roster(store.get(RANKS)) if store is not None else ()
+        if store is not None and (found := failure.read(store, len(ranks))):
+            lines = found.describe(ranks).strip().splitlines()
             return found.rank, lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
     return None, ""
 

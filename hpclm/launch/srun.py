@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpclm.config import JobConfig, RunConfig
+from hpclm.distributed.signed import SECRET
 from hpclm.errors import ConfigError
 from hpclm.launch import foreground, local
 from hpclm.node import environment, slurm
@@ -38,7 +39,7 @@ def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Seq
         raise ConfigError(wrong)
     nodes, each = config.job.nodes, config.job.gpus
     env = {name: value for name, value in env.items() if not STALE.fullmatch(name)} | config.job.env
-    env["HPCLM_RENDEZVOUS"] = secrets.token_hex(8)
+    env[SECRET] = secrets.token_hex(16)
     inside = "SLURM_STEP_ID" in env
 
     notes = [

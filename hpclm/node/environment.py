@@ -10,7 +10,7 @@ from hpclm.node import python
 
 SNAPSHOT = "HPCLM_SNAPSHOT"
 """The snapshot of the code that a job runs."""
-LAUNCH = ("HPCLM_RENDEZVOUS", "HPCLM_LAUNCHER")
+LAUNCH = ("HPCLM_RENDEZVOUS", "HPCLM_LAUNCHER", "HPCLM_SECRET")
 """Set by hpclm for its ranks; a launch inside another must not inherit them."""
 
 # Set by Slurm, by mpirun and by torchrun for the processes that they start.

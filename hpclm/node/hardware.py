@@ -3,10 +3,8 @@
 import ctypes
 import os
 import socket
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from statistics import median
 from typing import Any
 
 import torch
@@ -16,7 +14,6 @@ from hpclm.errors import ConfigError, HpclmError
 from hpclm.node.gpus import peak_of
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-NOTABLE = 1.25  # times as fast: less is within the noise of a measurement on a busy machine
 ASKED = ("SLURM_GPUS_PER_NODE", "SLURM_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS")
 """Variables of a job that has GPUs."""
 
@@ -134,31 +131,7 @@ def set_matmul(config: EngineConfig, device: torch.device) -> str:
     if fast > 2 * exact + 1e-7:
         torch.set_float32_matmul_precision("highest")
         return f"exact: oneDNN would round fp32 products here (relative error {fast:.0e})"
-    return f"fast: oneDNN, with fp32's precision here (relative error {fast:.0e}){_advice(_slowdown())}"
-
-
-def _advice(slowdown: float) -> str:
-    """What to do if oneDNN takes ``slowdown`` times as long as exact products.
-
-    Speed does not decide: it is measured, with noise, and runs with the same settings would differ in their last bits.
-    """
-    if slowdown < NOTABLE:
-        return ""
-    return f"; engine.matmul=exact is about {slowdown:.1f} times as fast here, with other rounding"
-
-
-def _slowdown(repeats: int = 5) -> float:
-    """Time of an fp32 product by oneDNN over that of an exact one: medians, measured in turn. Leaves oneDNN chosen."""
-    a, b = _operands()
-    seconds: dict[str, list[float]] = {"highest": [], "medium": []}
-    for _ in range(repeats + 1):
-        for precision, found in seconds.items():
-            torch.set_float32_matmul_precision(precision)
-            began = time.perf_counter()
-            torch.mm(a, b)
-            found.append(time.perf_counter() - began)
-    exact, fast = (median(found[1:]) for found in seconds.values())  # the first prepares
-    return fast / exact
+    return f"fast: oneDNN, with fp32's precision here (relative error {fast:.0e})"
 
 
 def _operands(size: int = 256) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,7 +29,7 @@ HYDRA = {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_RANK": "1", "PMI_S
 DAEMON = SLURM | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
 LOCAL = TORCHRUN | {"HPCLM_LAUNCHER": "local", "HPCLM_RENDEZVOUS": "ab"}
 NODES = (("gpu07", 2), ("gpu08", 2))
-IN_SLURM = World("Slurm", 3, 4, 1, 2, "7.0.0.", NODES)
+IN_SLURM = World("Slurm", 3, 4, 1, 2, "7.0.0", NODES)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ IN_SLURM = World("Slurm", 3, 4, 1, 2, "7.0.0.", NODES)
         "nobody": ({}, World("single", 0, 1)),
         "a batch script, not a step": (BATCH, World("single", 0, 1)),
         "srun": (SLURM, IN_SLURM),
-        "srun after a requeue": (SLURM | {"SLURM_RESTART_COUNT": "2"}, World("Slurm", 3, 4, 1, 2, "7.0.2.", NODES)),
+        "srun after a requeue": (SLURM | {"SLURM_RESTART_COUNT": "2"}, World("Slurm", 3, 4, 1, 2, "7.0.2", NODES)),
         "srun --mpi=pmi2, with no MPI behind it": (SLURM | {"PMI_RANK": "3", "PMI_SIZE": "4"}, IN_SLURM),
         "mpirun": (OMPI, World("Open MPI", 2, 4, 0, 2)),
         "MPICH or Intel MPI": (HYDRA, World("MPI", 1, 2, 1, 2)),

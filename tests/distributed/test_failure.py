@@ -1,8 +1,4 @@
-import json
-from datetime import timedelta
-
 import pytest
-from torch.distributed import HashStore
 
 from hpclm.distributed import failure
 from hpclm.distributed.failure import Failure, lost_a_peer
@@ -18,7 +14,7 @@ RANKS = [RankInfo(rank, 4, rank % 2, 2, host=f"node{rank // 2}", pid=100 + rank)
     [
         (Failure(2, "killed", 1), "rank 2 on node1 (pid 102) was killed"),
         (Failure(3, "raised", 1, "ValueError: boom"), "rank 3 on node1 (pid 103) failed: ValueError: boom"),
-        (Failure(1, "unreachable", 85, "no heartbeat"), "rank 1 on node0 (pid 101) cannot be reached: no heartbeat"),
+        (Failure(1, "lost", 85, "rank 1 on node0 was lost"), "rank 1 on node0 was lost; the others end because of it"),
         (Failure(0, "launcher", 1), "the launcher of rank 0 on node0 (pid 100) is gone"),
     ],
 )
@@ -26,19 +22,9 @@ def test_a_failure_names_rank_host_and_process(found, words):
     assert found.describe(RANKS).startswith(words)
 
 
-def test_the_first_failure_that_is_published_counts_for_all():
-    store = HashStore()
-    store.set_timeout(timedelta(seconds=5))
-    assert failure.read(store) is None
-    first, second = Failure(3, "raised", 64, "no data"), Failure(1, "killed", 1)
-    assert failure.publish(store, first) == first and failure.publish(store, second) == first
-    assert failure.read(store) == first
-
-
 def test_a_long_text_keeps_its_beginning_and_its_end():
     text = failure.shortened("a" * 10**6 + "b")
     assert len(text) < 2 * failure.LONGEST and text[0] == "a" and text[-1] == "b"
-    assert failure.parse(json.dumps({"rank": 0, "kind": "raised", "code": 1}).encode()).text == ""
 
 
 def test_only_a_lost_peer_counts_as_lost():

@@ -51,6 +51,18 @@ def test_a_template_is_a_whole_script_and_carries_what_a_job_that_survives_needs
             assert needed in text
 
 
+@pytest.mark.parametrize("path", [path for path in SHIPPED if path.stem != "mpirun"], ids=lambda p: p.stem)
+def test_a_template_draws_a_secret_for_the_ranks_of_each_start_and_does_not_show_it_even_when_it_is_traced(path):
+    [line] = [line for line in path.read_text().splitlines() if "HPCLM_SECRET" in line]
+    shown = [
+        subprocess.run(["bash", "-xc", f"{line}\nset +x; env"], capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
+    values = [dict(word.partition("=")[::2] for word in done.stdout.splitlines())["HPCLM_SECRET"] for done in shown]
+    assert len({*values}) == 2 and all(len(value) == 32 for value in values)
+    assert not any(value in done.stderr for value, done in zip(values, shown, strict=True))
+
+
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
 def test_a_submitted_script_is_the_template_but_for_its_options_and_its_set_up(path):
     words = ["job.container=a.sif"] if path.stem == "container" else [f"job.template={path.stem}"]

@@ -1,0 +1,103 @@
+"""Which rank is lost when others only see a closed connection: those that do not answer the roll call."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore
+
+from hpclm.distributed import failure
+from hpclm.distributed.failure import Failure
+from hpclm.distributed.heartbeat import ROLL_CALL, Heartbeat, LocalPeers
+from hpclm.distributed.rendezvous import RankInfo
+from hpclm.distributed.shutdown import read_key
+from hpclm.distributed.signed import SignedStore
+from tests.distributed.test_watchdog import descendants, training
+from tests.runs import ROOT, lines
+
+
+def heartbeats(lost, size=4):
+    """Heartbeats of the ranks of two nodes, without those of ``lost``."""
+    store = SignedStore(
+        TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False), "7.0.0", "secret"
+    )
+    ranks = [RankInfo(rank, size, rank % 2, 2, host=f"node{1 + rank // 2}", pid=100 + rank) for rank in range(size)]
+    found = {}
+    for me in ranks:
+        peers = LocalPeers(me, [me], watch_launcher=False)
+        found[me.rank] = Heartbeat(store, me, ranks, lambda: {"phase": "step", "ticks": 1}, peers, lost_code=85)
+        if me.rank not in lost:
+            found[me.rank].start()
+    return store, ranks, found
+
+
+CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc] Connection closed by peer [10.0.0.2]:1234"
+
+
+@pytest.mark.parametrize("lost, notices", [([2, 3], 1), ([3], 0), ([1, 2, 3], 0)])
+def test_ranks_that_do_not_answer_after_a_connection_was_closed_are_the_cause(lost, notices):
+    store, ranks, beats = heartbeats(lost)
+    began = time.monotonic()
+    failure.publish(store, Failure(notices, "disconnected", 85, CLOSED), 4)
+    for rank in {0, 1, 2, 3} - {*lost}:
+        beats[rank].join(ROLL_CALL + 5)
+        found = beats[rank].failure
+        assert found and (found.rank, found.kind, found.code) == (lost[0], "lost", 85)
+        assert failure.named(lost, ranks) in found.describe(ranks)
+    assert ROLL_CALL <= time.monotonic() - began < ROLL_CALL + 5
+
+
+def test_a_cause_replaces_a_symptom_and_a_symptom_never_a_cause():
+    store, _, beats = heartbeats([])
+    symptom, cause = Failure(1, "disconnected", 85, CLOSED), Failure(2, "raised", 64, "no data")
+    assert failure.publish(store, symptom, 4) == symptom
+    assert failure.publish(store, cause, 4) == cause and failure.publish(store, symptom, 4) == cause
+    for beat in beats.values():
+        beat.join(5)
+        assert beat.failure == cause
+    assert store.get_all([read_key(rank) for rank in range(4)]) == [True] * 4
+
+
+@pytest.mark.parametrize("text, code", [(CLOSED, 85), ("DistBackendError: NCCL error, invalid usage", 1)])
+def test_without_a_lost_rank_a_closed_connection_may_be_the_network_and_other_errors_are_the_rank_s_own(text, code):
+    store, _, beats = heartbeats([])
+    failure.publish(store, Failure(1, "disconnected", 85, text), 4)
+    for beat in beats.values():
+        beat.join(ROLL_CALL + 5)
+        assert (beat.failure.rank, beat.failure.kind, beat.failure.code) == (1, "raised", code)
+        assert text in beat.failure.text and ("network may be at fault" in beat.failure.text) == (code == 85)
+
+
+@pytest.mark.parametrize("cluster", ["local", pytest.param("mpirun", marks=pytest.mark.mpi)])
+def test_a_launcher_of_which_two_ranks_are_killed_at_once_names_one_of_them_and_leaves_nothing(cluster, tiny, tmp_path):
+    words = tiny("run", "budget.steps=100000", "batch.micro_size=1", "cluster.preflight=false")
+    command = [sys.executable, "-m", "hpclm", "submit", *words, f"job.cluster={cluster}", "job.gpus=4"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HPCLM_SITE": ""}
+    launcher = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        until = time.monotonic() + 240
+        while not any('"step": 3,' in line for line in lines(tmp_path / "run/metrics.jsonl")):
+            assert time.monotonic() < until and launcher.poll() is None
+            time.sleep(0.05)
+        ranks = [pid for pid in descendants(launcher.pid) if training(pid)]
+        [first] = [json.loads(line)["pid"] for line in lines(tmp_path / "run/attempts.jsonl")]
+        assert len(ranks) == 4
+        for pid in [pid for pid in ranks if pid != first][:2]:
+            os.kill(pid, signal.SIGKILL)
+        said, _ = launcher.communicate(timeout=60)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 128 + signal.SIGKILL and "was killed" in said, said
+    assert not any(map(alive, ranks))
+
+
+def alive(pid):
+    with suppress(OSError):
+        return training(pid)
+    return False

@@ -66,4 +66,5 @@ FAMILY = Family(
     ),
     activations={name: name for name in ("gelu", "gelu_tanh", "relu", "swiglu", "geglu")},
     grouped=True,
+    unread="auto_map",
 )

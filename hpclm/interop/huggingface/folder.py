@@ -132,11 +132,12 @@ def import_folder(
 ) -> ModelConfig:
     """Import ``folder`` as the run directory ``target``; ``words``: model.… settings that override config.json.
 
-    ``ignored``: keys of config.json that are not checked. ConfigError if hpclm does not support the network, or if config.json and weights do not match.
+    ``ignored``: keys of config.json that are not checked. ConfigError if hpclm does not support the network, or if config.json and
+    weights do not match.
     """
-    tree = json_object(folder / "config.json")
+    saved = json_object(folder / "config.json")
     try:
-        tree = families.without(tree, ignored)
+        tree = families.without(saved, ignored)
         family = families.of_config(tree)
         config = run.network(families.settings(tree), words)
     except ConfigError as error:

@@ -429,7 +429,11 @@ REFUSED_KEYS = {
     "own code": ("GPT2", dict(auto_map={"AutoModelForCausalLM": "mine.Mine"}), "auto_map="),
     "two names": ("GPT2", dict(hidden_size=96), "hidden_size=96 and n_embd=48: two names of one setting"),
     "heads": ("Llama", dict(pruned_heads={"0": [1]}), "pruned_heads="),
-    "attention": ("Qwen3", dict(layer_types=["linear_attention"] * 2), "layer_types has linear_attention"),
+    "attention": (
+        "Qwen3",
+        dict(layer_types=["linear_attention"] * 2),
+        "layer_types=['linear_attention', 'linear_attention']",
+    ),
 }
 
 

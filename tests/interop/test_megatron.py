@@ -453,7 +453,7 @@ DEFAULTS = dict(
     no_rope_freq=None, softmax_type="vanilla", softmax_scale=None, qk_l2_norm=False, glu_linear_offset=0.0, use_mup=False,
     activation_func_clamp_value=None, attention_output_gate=False, experimental_attention_variant=None, window_size=None,
     heterogeneous_layers_config_path="", hybrid_override_pattern=None, spec=None, linear_attention_freq=None,
-    mlp_type="standard", new_in_a_later_version=False, another=None, moe_router_topk=2, tensor_model_parallel_size=8,
+    mlp_type="standard", new_in_a_later_version=False, another=None, num_experts=[1], iterations_to_skip=[], moe_router_topk=2, tensor_model_parallel_size=8,
 )  # fmt: skip
 
 

@@ -42,9 +42,13 @@ def wrong(tree: Json, width: int | None = None, mlp_bias: bool = False, window: 
     window = tree.get("sliding_window", window) if tree.get("use_sliding_window", True) else None
     if window is not None and window < tree.get("max_position_embeddings", 2048):
         yield f"sliding_window={window}, and hpclm attends to everything before a token"
-    kinds_there = {"full_attention", *(["sliding_attention"] if window is not None else [])}
-    for kind in sorted({str(kind) for kind in tree.get("layer_types") or []} - kinds_there):
-        yield f"layer_types has {kind}, and hpclm attends to everything before a token"
+    full = {
+        "full_attention",
+        *(["sliding_attention"] if window is not None else []),
+    }  # a window that covers the context
+    types = tree.get("layer_types") or []
+    if not isinstance(types, list) or not {str(each) for each in types} <= full:
+        yield f"layer_types={types}, and hpclm attends to everything before a token"
 
 
 def more(config: ModelConfig) -> Iterator[str]:

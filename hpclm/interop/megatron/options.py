@@ -19,7 +19,7 @@ NETWORK = """
     add_bias_linear untie_embeddings_and_output_weights hidden_dropout attention_dropout"""
 """Options that become the model's settings."""
 FIXED: Mapping[str, tuple[Any, ...]] = {
-    "num_experts": (None, 0, 1, [1]),
+    "num_experts": (None, 0, 1, "[1]"),
     "rotary_percent": (1.0,),
     "rotary_seq_len_interpolation_factor": (None, 1),
     "rope_type": (None, "rope"),
@@ -212,10 +212,12 @@ GROUPS = tuple(name.rstrip("*") for name in UNREAD if name.endswith("*"))
 
 
 def plain(value: Any) -> Any:
-    """An option's value; that of an enum's member for a stand-in, and text for anything that is not plain data."""
+    """An option's value: an enum member's for a stand-in, None for an empty container, text for anything but a number."""
     if isinstance(value, StandIn):
-        return "an object" if value.value is None else value.value
-    return value if value is None or isinstance(value, bool | int | float | str | list | tuple | dict) else str(value)
+        value = "an object" if value.value is None else value.value
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    return None if isinstance(value, list | tuple | dict) and not value else str(value)[:200]
 
 
 def known(name: str) -> bool:

@@ -45,6 +45,18 @@ def main(argv: list[str]) -> int:
         action="store_true",
         help="read pytorch_model.bin where there is no safetensors: tensors, nothing else",
     )
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="import although hpclm does not know or support this option of Megatron's, or key of config.json; may be repeated",
+    )
+    parser.add_argument(
+        "--weights-only",
+        action="store_true",
+        help="import a Megatron run at step 0, without its optimizer and settings",
+    )
     args = parser.parse_intermixed_args(argv)  # settings may follow options
     if args.shard_gb is not None and not args.shard_gb > 0:
         parser.error("--shard-gb must be more than 0")
@@ -64,15 +76,19 @@ def converted(args: argparse.Namespace) -> str:
     if run.is_run(source):
         if args.pickle:
             raise ConfigError("--pickle has no effect: an export reads safetensors")
+        if args.ignore or args.weights_only:
+            raise ConfigError("--ignore and --weights-only are for imports")
         found = run.find(source, words)
         name = folder.export_run(found, target, args.dtype or "fp32", (args.shard_gb or 5.0) * 1e9, args.allow_nan)
         return f"{target}: {name}, from step {found.step} of {found.run}"
     if args.dtype or args.shard_gb or args.allow_nan:
         raise ConfigError("--dtype, --shard-gb and --allow-nan are for exports; a run's weights are fp32 and finite")
     if (source / "config.json").is_file():
-        model = folder.import_folder(source, target, words, args.pickle)
+        if args.weights_only:
+            raise ConfigError("--weights-only has no effect: a folder with config.json contains only weights")
+        model = folder.import_folder(source, target, words, args.pickle, args.ignore)
     elif (kind := megatron.recognised(source)) is not None:
-        model = megatron.convert(kind, target, words)
+        model = megatron.convert(kind, target, words, args.ignore, args.weights_only)
     else:
         raise ConfigError(
             f"{source} cannot be converted: it is not a run directory or a checkpoint, and has no config.json (Hugging Face), "

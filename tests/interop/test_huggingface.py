@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hpclm import cli
 from hpclm.checkpoint import directory, inference
 from hpclm.checkpoint.tensors import Tensors
 from hpclm.commands.convert import main
@@ -355,3 +356,117 @@ def test_weights_beyond_fp16_are_refused_with_the_way_out(tmp_path):
     with pytest.raises(ConfigError, match=r"lm_head.weight has values up to 1e\+06, .*--dtype bf16"):
         convert(tmp_path / "large", tmp_path / "half", "--dtype", "fp16")
     assert not (tmp_path / "half").exists()
+
+
+OTHER = {bool: lambda x: [not x], int: lambda x: [2 * x, x // 2], float: lambda x: [x * 3 + 0.1, x * 0.5]}
+CANDIDATES = {
+    "rope_parameters": [
+        dict(rope_type="default", rope_theta=77.0),
+        dict(rope_type="linear", rope_theta=10000.0, factor=2.0),
+        dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5),
+        dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8),
+    ],
+    "layer_types": [["full_attention", "sliding_attention"]],
+    "sliding_window": [4, 64],
+    "n_inner": [100],
+    "head_dim": [16],
+}  # fmt: skip
+for key in ("hidden_act", "activation_function", "activation"):
+    CANDIDATES[key] = ["gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "gelu_fast", "quick_gelu", "tanh"]
+SAMPLE = (
+    "hidden_act activation_function tie_word_embeddings rope_parameters sliding_window layer_types scale_attn_by_inverse_layer_idx "
+    "apply_residual_connection_post_layernorm attention_bias use_parallel_residual"
+)
+
+
+def variants(config):
+    """Keys of a config.json, each with values that differ from its own."""
+    for key, value in config.to_dict().items():
+        for other in CANDIDATES.get(key, OTHER.get(type(value), lambda x: [7, True, 0.5, "other"])(value)):
+            if other != value:
+                yield key, other
+
+
+def imported_or_refused(kind, key, value, place):
+    """Whether a network with another value was imported, and computes what transformers does; None if there is no such network."""
+    transformers = pytest.importorskip("transformers")
+    try:
+        config = getattr(transformers, f"{kind}Config")(**{**THEIRS[kind], key: value})
+        there = louder(transformers.AutoModelForCausalLM.from_config(config)).eval()
+        theirs = peer_logits(there)
+        there.save_pretrained(place / "hf")
+    except Exception:  # transformers has no such network
+        return None
+    tree = json.loads((place / "hf/config.json").read_text())
+    if tree.get(key) != value:  # transformers saved another value, or another name for it
+        (place / "hf/config.json").write_text(json.dumps({**tree, key: value}))
+    try:
+        convert(place / "hf", place / "run")
+    except ConfigError:
+        assert not (place / "run").exists()
+        return False
+    made.close(made.logits(place / "run"), theirs)
+    return True
+
+
+def swept(kind, tmp_path, only=None):
+    """For each key (of ``only``) and value: was it imported?"""
+    transformers = pytest.importorskip("transformers")
+    found = {}
+    for number, (key, value) in enumerate(variants(getattr(transformers, f"{kind}Config")(**THEIRS[kind]))):
+        if only is None or key in only.split():
+            place = tmp_path / str(number)
+            place.mkdir()
+            found[key, str(value)] = imported_or_refused(kind, key, value, place)
+    return found
+
+
+@pytest.mark.parametrize("kind", THEIRS)
+def test_a_key_of_config_json_is_either_followed_or_refused(kind, tmp_path):
+    found = swept(kind, tmp_path, SAMPLE)
+    assert True in found.values() and False in found.values()
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("kind", THEIRS)
+def test_every_key_of_config_json_is_either_followed_or_refused(kind, tmp_path):
+    found = swept(kind, tmp_path)
+    assert len(found) > 40 and True in found.values() and False in found.values()
+
+
+REFUSED_KEYS = {
+    "unknown": ("Llama", dict(logit_scale=2.0), "logit_scale=2.0: hpclm does not know this key"),
+    "own code": ("GPT2", dict(auto_map={"AutoModelForCausalLM": "mine.Mine"}), "auto_map="),
+    "two names": ("GPT2", dict(hidden_size=96), "hidden_size=96 and n_embd=48: two names of one setting"),
+    "heads": ("Llama", dict(pruned_heads={"0": [1]}), "pruned_heads="),
+    "attention": (
+        "Qwen3",
+        dict(layer_types=["linear_attention"] * 2),
+        "layer_types=['linear_attention', 'linear_attention']",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_KEYS)
+def test_keys_of_config_json_that_hpclm_does_not_know_are_refused_by_name(case, tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    kind, change, answer = REFUSED_KEYS[case]
+    config = getattr(transformers, f"{kind}Config")(**THEIRS[kind])
+    louder(transformers.AutoModelForCausalLM.from_config(config)).save_pretrained(tmp_path / "hf")
+    path = tmp_path / "hf/config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    assert cli.main(["convert", str(tmp_path / "hf"), str(tmp_path / "run")]) == 64
+    assert answer in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_a_key_can_be_ignored_by_name(tmp_path):
+    made.run(tmp_path / "run", made.NETWORKS["llama"][1])
+    convert(tmp_path / "run", tmp_path / "hf")
+    path = tmp_path / "hf/config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "my_note": "x"}))
+    for key, answer in dict(hidden_size="hpclm needs this key", nothing="has no such key").items():
+        with pytest.raises(ConfigError, match=f"--ignore {key}: .*{answer}"):
+            convert(tmp_path / "hf", tmp_path / "back", "--ignore", key, "--ignore", "my_note")
+    convert(tmp_path / "hf", tmp_path / "back", "--ignore", "my_note")
+    with pytest.raises(ConfigError, match="--weights-only has no effect"):
+        convert(tmp_path / "hf", tmp_path / "more", "--weights-only")

@@ -1,21 +1,25 @@
 """Checkpoints in the layouts that Megatron-LM and Megatron-DeepSpeed write, made here of known weights."""
 
+import dataclasses
 import enum
 import io
 import random
 import sys
 import types
 from argparse import Namespace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from hpclm import cli
 from hpclm.checkpoint import directory
 from hpclm.checkpoint.tensors import Tensors
 from hpclm.commands.convert import main
 from hpclm.config import ModelConfig, load
 from hpclm.errors import ConfigError
+from hpclm.interop.megatron import options
 from tests.interop import made
 from tests.shared import shared
 
@@ -404,3 +408,78 @@ def test_settings_that_the_files_do_not_have_are_given_as_words(tmp_path, caplog
     same_weights(tmp_path / "run", drawn)
     with pytest.raises(ConfigError, match=r"optim\.lr=1: an import accepts only model.… settings"):
         convert(tmp_path / "megatron", tmp_path / "more", "optim.lr=1")
+
+
+NAMES = [
+    name
+    for line in (Path(__file__).with_name("megatron_options.txt")).read_text().splitlines()
+    if not line.startswith("#")
+    for name in line.split()
+]
+
+
+def test_every_option_of_megatrons_is_in_exactly_one_group():
+    groups = [options.NETWORK, options.UNSET, options.TRAINING, options.UNTRAINED, *options.WITHOUT_EFFECT.values()]
+    listed = [name for group in groups for name in group.split()] + [
+        name for name in (*options.FIXED, *options.TRAINED_WITH) if name not in options.READ
+    ]
+    assert len(NAMES) > 1000 and sorted(listed) == sorted(set(listed))
+    assert [name for name in NAMES if not options.known(name)] == []
+    assert {name for name in listed if not name.endswith("*")} <= set(NAMES)
+
+
+def test_megatron_cores_settings_are_all_in_the_list():
+    pytest.importorskip("megatron.core")
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    fields = {field.name for each in (MLATransformerConfig, OptimizerConfig) for field in dataclasses.fields(each)}
+    assert fields - set(NAMES) - {"_cpu_offloading_context"} == set()
+
+
+def changed(folder, **change):
+    """A checkpoint whose arguments have other values."""
+    drawn = made.Drawn(ModelConfig(**LLAMA)).weights
+    megatron_lm(folder, drawn, LLAMA_ARGS | change)
+    return folder
+
+
+SILENT = dict(
+    no_rope_freq=4, softmax_type="off-by-one", softmax_scale=0.1, qk_l2_norm=True, glu_linear_offset=1.0, use_mup=True,
+    activation_func_clamp_value=7.0, attention_output_gate=True, experimental_attention_variant="dsa", window_size=(4, 0),
+    heterogeneous_layers_config_path="layers.json", hybrid_override_pattern="M*M*", spec=["mine", "layers"],
+    linear_attention_freq=4, mlp_type="residual", new_in_a_later_version=0.5,
+)  # fmt: skip
+DEFAULTS = dict(
+    no_rope_freq=None, softmax_type="vanilla", softmax_scale=None, qk_l2_norm=False, glu_linear_offset=0.0, use_mup=False,
+    activation_func_clamp_value=None, attention_output_gate=False, experimental_attention_variant=None, window_size=None,
+    heterogeneous_layers_config_path="", hybrid_override_pattern=None, spec=None, linear_attention_freq=None,
+    mlp_type="standard", new_in_a_later_version=False, another=None, num_experts=[1], iterations_to_skip=[], moe_router_topk=2, tensor_model_parallel_size=8,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_options_that_add_no_weight_are_refused_by_name(name, tmp_path, capsys):
+    source = changed(tmp_path / "megatron", **{name: SILENT[name]})
+    assert cli.main(["convert", str(source), str(tmp_path / "run")]) == 64
+    assert f"{name}={SILENT[name]}" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["megatron"]
+
+
+def test_their_defaults_are_imported(tmp_path):
+    convert(
+        changed(tmp_path / "megatron", **DEFAULTS), tmp_path / "run", "model.vocab_size=96", "model.vocab_multiple=8"
+    )
+    assert network(tmp_path / "run") == WANTED["llama"] | dict(vocab_multiple=8)
+
+
+def test_options_can_be_ignored_by_name_but_not_those_that_hpclm_reads(tmp_path):
+    source = changed(tmp_path / "megatron", my_own_report=10)
+    with pytest.raises(ConfigError, match=r"my_own_report=10: hpclm does not know .* --ignore my_own_report"):
+        convert(source, tmp_path / "run", "model.vocab_size=96")
+    for name, answer in dict(swiglu="hpclm needs this option", nothing="has no such option").items():
+        with pytest.raises(ConfigError, match=f"--ignore {name}: .*{answer}"):
+            convert(source, tmp_path / "run", "model.vocab_size=96", "--ignore", name)
+    convert(source, tmp_path / "run", "model.vocab_size=96", "--ignore", "my_own_report")
+    with pytest.raises(ConfigError, match="--ignore and --weights-only are for imports"):
+        convert(tmp_path / "run", tmp_path / "hf", "--ignore", "x")

@@ -266,3 +266,47 @@ def test_a_run_of_megatron_core_goes_on_with_the_losses_that_it_has_there(option
             [Batch(ids[:, :-1], ids[:, 1:], mask, None, None) for ids in halves], config.optim.lr, number
         )
         assert result.loss == pytest.approx(loss, abs=1e-5) and result.grad_norm == pytest.approx(norm, abs=1e-4)
+
+
+UNTRAINED = dict(
+    optimizer="muon", decoupled_lr=1e-4, weight_decay_incr_style="cosine", lr_decay_style="exponential", dataloader_type="cyclic",
+    skipped_train_samples=8, fim_data=True, use_checkpoint_opt_param_scheduler=True, decoupled_weight_decay=False,
+    iterations_to_skip=[3], fp8="hybrid", exp_avg_dtype=torch.bfloat16, loss_scale=128.0, seq_length=8, min_lr=1.0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNTRAINED)
+def test_a_run_with_other_arithmetic_is_refused_by_name_and_its_weights_can_be_imported(name, tmp_path, capsys):
+    checkpoint(tmp_path / "iter", SHAPE, {**ARGS, **TRAINED, name: UNTRAINED[name]})
+    words = ["convert", str(tmp_path / "iter"), str(tmp_path / "run"), "model.vocab_size=96"]
+    assert cli.main(words) == 64
+    answer = capsys.readouterr().err
+    assert "the run cannot continue here: " in answer and "--weights-only" in answer
+    assert (f"{name}={UNTRAINED[name]}" if name != "min_lr" else "optim.min_lr=1.0 must") in answer
+    assert not (tmp_path / "run").exists()
+    assert cli.main([*words, "--weights-only"]) == 0
+    assert saved(tmp_path / "run")[0].progress["step"] == 0
+
+
+@pytest.mark.parametrize(
+    "args, norm",
+    [
+        ({}, "token"),
+        (dict(calculate_per_token_loss=False), "token"),
+        (dict(eod_mask_loss=True), "microbatch"),
+        (dict(eod_mask_loss=True, calculate_per_token_loss=False), "microbatch"),
+        (dict(eod_mask_loss=True, calculate_per_token_loss=True), "token"),
+    ],
+)
+def test_losses_with_masked_ends_are_averaged_as_megatron_does(args, norm, tmp_path):
+    checkpoint(tmp_path / "iter", SHAPE, {**ARGS, **TRAINED, **args})
+    convert(tmp_path / "iter", tmp_path / "run", "model.vocab_size=96")
+    assert load(tmp_path / "run/config.yaml").batch.loss_norm == norm
+
+
+def test_fp16s_scaling_is_taken_over(tmp_path):
+    fp16 = dict(bf16=False, fp16=True, loss_scale_window=200, min_loss_scale=2.0, hysteresis=3)
+    checkpoint(tmp_path / "iter", SHAPE, {**ARGS, **TRAINED, **fp16})
+    convert(tmp_path / "iter", tmp_path / "run", "model.vocab_size=96")
+    scaler = load(tmp_path / "run/config.yaml").scaler
+    assert (scaler.window, scaler.minimum, scaler.hysteresis) == (200, 2.0, 3)

@@ -73,7 +73,9 @@ BLOOM = Family(
     prefix="transformer.",
     needs={**LAYERNORM, "positions": ("alibi",), "activation": ("gelu_tanh",), "embed_norm": (True,)},
     fixed=dict(apply_residual_connection_post_layernorm=(False,)),
-    aliases={"n_embed": "hidden_size", "num_attention_heads": "n_head"},
+    aliases={"n_embed": "hidden_size", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
+    unread="pretraining_tp slow_but_exact attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi "
+    "skip_bias_add skip_bias_add_qkv",
     more=more,
 )
 NEOX = Family(
@@ -104,6 +106,8 @@ NEOX = Family(
     needs=dict(positions=("rope",), **LAYERNORM),
     fixed=dict(attention_bias=(True,)),
     constant=lambda config: dict(rotary_pct=1.0, use_parallel_residual=False),
+    read="rope_parameters rope_scaling partial_rotary_factor rotary_pct use_parallel_residual",
+    unread="is_decoder",
     buffers=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
     wrong=wrong,
 )

@@ -1,5 +1,6 @@
 """The classes of transformers that hpclm converts, by model_type."""
 
+from collections.abc import Collection
 from typing import Any
 
 from hpclm.config import ModelConfig
@@ -27,6 +28,17 @@ def why_own(config: ModelConfig) -> str:
     fewest = min(len(wrong) for _, wrong in obstacles)
     nearest = [(family, wrong) for family, wrong in obstacles if len(wrong) == fewest]
     return " | ".join(f"{family.architecture}: {'; '.join(wrong)}" for family, wrong in nearest)
+
+
+def without(tree: Json, ignored: Collection[str]) -> Json:
+    """A config.json without keys that the user wants ignored; ConfigError for one that is not there, or that hpclm reads."""
+    family = FAMILIES.get(str(tree.get("model_type")), own.FAMILY)
+    needed = {key for key, _ in family.keys.values()} | {"model_type", "vocab_size", *family.read.split()}
+    wrong = [f"--ignore {key}: it has no such key" for key in ignored if key not in tree]
+    wrong += [f"--ignore {key}: hpclm needs this key" for key in ignored if key in needed]
+    if wrong:
+        raise ConfigError(wrong)
+    return {key: value for key, value in tree.items() if key not in ignored}
 
 
 def of_config(tree: Json) -> Family:

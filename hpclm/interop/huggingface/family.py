@@ -13,6 +13,18 @@ from hpclm.interop.rules import Rule
 Json = Mapping[str, Any]
 log = logging.getLogger(__name__)
 REQUIRED: Any = object()
+WITHOUT_EFFECT = """
+    model_type architectures transformers_version _name_or_path name_or_path torch_dtype dtype vocab_size initializer_range
+    quantization_config use_cache return_dict output_hidden_states output_attentions output_scores return_dict_in_generate torchscript
+    use_bfloat16 tf_legacy_loss attn_implementation _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled
+    gradient_checkpointing chunk_size_feed_forward bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id
+    mask_token_id decoder_start_token_id tokenizer_class prefix id2label label2id num_labels problem_type finetuning_task
+    task_specific_params classifier_dropout max_sequence_length n_ctx unsloth_version unsloth_fixed transformers.js_config
+    max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
+    typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
+    forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
+    begin_suppress_tokens"""
+"""Keys of config.json that no class's logits depend on, or that are read elsewhere (quantization_config, vocab_size)."""
 GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 """transformers' names of activations, and ours."""
 PLAIN = dict(embed_norm=(False,), embed_scale=(False,), qk_norm=(False,), block=("gpt",))
@@ -42,6 +54,10 @@ class Family:
     """Names of activations in config.json, and ours."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Keys of old config.json files, and their current names."""
+    read: str = ""
+    """Keys of config.json that ``wrong`` and ``remark`` check."""
+    unread: str = ""
+    """Keys of config.json that this class's logits do not depend on."""
     more: Callable[[ModelConfig], Iterable[str]] = lambda config: ()
     """More reasons why a network is not covered."""
     grouped: bool = False
@@ -102,6 +118,18 @@ class Family:
             f"{key}={_shown(tree.get(key, values[0]))}, and hpclm has {' or '.join(map(_shown, values))}"
             for key, values in self.fixed.items()
             if tree.get(key, values[0]) not in values
+        ]
+        known = {key for key, _ in self.keys.values()} | {*self.fixed, *self.aliases}
+        known |= {*WITHOUT_EFFECT.split(), *self.read.split(), *self.unread.split()}
+        found += [
+            f"{key}={_shown(value)}: hpclm does not know this key; if the logits do not depend on it, give --ignore {key}"
+            for key, value in tree.items()
+            if value and key not in known
+        ]
+        found += [
+            f"{old}={_shown(tree[old])} and {key}={_shown(tree[key])}: two names of one setting"
+            for old, key in self.aliases.items()
+            if old in tree and tree[old] != tree.get(key, tree[old])
         ]
         return [*found, *self.wrong(tree)]
 

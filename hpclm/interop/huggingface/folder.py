@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,13 +127,17 @@ class Prefixed:
         return self._reader.read(self._names[name])
 
 
-def import_folder(folder: Path, target: Path, words: list[str], pickle: bool = False) -> ModelConfig:
+def import_folder(
+    folder: Path, target: Path, words: list[str], pickle: bool = False, ignored: Sequence[str] = ()
+) -> ModelConfig:
     """Import ``folder`` as the run directory ``target``; ``words``: model.… settings that override config.json.
 
-    ConfigError if hpclm does not support the network, or if config.json and weights do not match.
+    ``ignored``: keys of config.json that are not checked. ConfigError if hpclm does not support the network, or if config.json and
+    weights do not match.
     """
-    tree = json_object(folder / "config.json")
+    saved = json_object(folder / "config.json")
     try:
+        tree = families.without(saved, ignored)
         family = families.of_config(tree)
         config = run.network(families.settings(tree), words)
     except ConfigError as error:

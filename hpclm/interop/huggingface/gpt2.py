@@ -60,5 +60,13 @@ FAMILY = Family(
     fixed=dict(scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,)),
     constant=lambda config: dict(embd_pdrop=config.dropout),
     buffers=(".attn.bias", ".attn.masked_bias"),
+    aliases=dict(
+        hidden_size="n_embd",
+        max_position_embeddings="n_positions",
+        num_attention_heads="n_head",
+        num_hidden_layers="n_layer",
+    ),
+    read="embd_pdrop",
+    unread="reorder_and_upcast_attn summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout",
     remark=remark,
 )

@@ -42,6 +42,13 @@ def wrong(tree: Json, width: int | None = None, mlp_bias: bool = False, window: 
     window = tree.get("sliding_window", window) if tree.get("use_sliding_window", True) else None
     if window is not None and window < tree.get("max_position_embeddings", 2048):
         yield f"sliding_window={window}, and hpclm attends to everything before a token"
+    full = {
+        "full_attention",
+        *(["sliding_attention"] if window is not None else []),
+    }  # a window that covers the context
+    types = tree.get("layer_types") or []
+    if not isinstance(types, list) or not {str(each) for each in types} <= full:
+        yield f"layer_types={types}, and hpclm attends to everything before a token"
 
 
 def more(config: ModelConfig) -> Iterator[str]:
@@ -74,6 +81,8 @@ LLAMA = Family(
     activations={"silu": "swiglu", "gelu": "geglu"},
     grouped=True,
     buffers=(".rotary_emb.inv_freq",),
+    read="rope_parameters rope_scaling partial_rotary_factor head_dim mlp_bias sliding_window use_sliding_window layer_types",
+    unread="pretraining_tp max_window_layers",
     wrong=partial(wrong, mlp_bias=True),
 )
 MISTRAL = replace(LLAMA, architecture="MistralForCausalLM", model_type="mistral", wrong=partial(wrong, window=4096))

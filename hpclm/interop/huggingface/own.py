@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hpclm.config import ModelConfig
-from hpclm.interop.huggingface.family import REQUIRED, Family
+from hpclm.interop.huggingface.family import REQUIRED, Family, Json
 from hpclm.interop.rules import Rule, kinds, norm_kinds, same, table
 
 CODE = Path(__file__).with_name("modeling_hpclm.py")
@@ -53,6 +53,14 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
         yield table("output.weight", "output.weight", config)
 
 
+def wrong(tree: Json) -> Iterator[str]:
+    """transformers saves head_dim, which follows from two other keys."""
+    heads, hidden = tree.get("num_attention_heads"), tree.get("hidden_size")
+    given = tree.get("head_dim")
+    if heads and hidden and given and given * heads != hidden:
+        yield f"head_dim={given} x num_attention_heads={heads} is not hidden_size={hidden}"
+
+
 FAMILY = Family(
     "HpclmForCausalLM",
     "hpclm",
@@ -66,4 +74,7 @@ FAMILY = Family(
     ),
     activations={name: name for name in ("gelu", "gelu_tanh", "relu", "swiglu", "geglu")},
     grouped=True,
+    read="head_dim",
+    unread="auto_map",
+    wrong=wrong,
 )

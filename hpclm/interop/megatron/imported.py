@@ -2,6 +2,7 @@
 
 import logging
 import re
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from hpclm.checkpoint import Progress
 from hpclm.config import ModelConfig
 from hpclm.errors import ConfigError
 from hpclm.interop import run
-from hpclm.interop.megatron import torch_dist, training
+from hpclm.interop.megatron import options, torch_dist, training
 from hpclm.interop.megatron.layout import State, distributed, read
 from hpclm.interop.megatron.settings import settings, swapped
 from hpclm.interop.rules import check_depth, placements, same, table
@@ -95,12 +96,17 @@ def reordered(x: Tensor, version: float, config: ModelConfig) -> Tensor:
     raise ConfigError(f"checkpoint version {version} is not supported; 0 to 3 are")
 
 
-def convert(folder: Path, target: Path, words: list[str]) -> ModelConfig:
+def convert(
+    folder: Path, target: Path, words: list[str], ignored: Sequence[str] = (), weights_only: bool = False
+) -> ModelConfig:
     """Import the checkpoint in ``folder`` as the run directory ``target``; ``words``: more model.… settings.
 
-    ConfigError if hpclm does not support the network, or if settings and weights do not match.
+    ``ignored``: options in the checkpoint that are not checked. ConfigError if hpclm does not support the network or, unless
+    ``weights_only``, the training of a run that would continue here, or if settings and weights do not match.
     """
     state = torch_dist.read(folder) if distributed(folder) else read(folder)
+    if weights_only:
+        state.moments = {}
     if state.unread:
         log.warning("the settings in the checkpoint are not used: %s", state.unread)
     if state.args is None and not words:
@@ -108,8 +114,12 @@ def convert(folder: Path, target: Path, words: list[str]) -> ModelConfig:
             f"{folder} does not contain the network's settings; give model.layers=… model.hidden=… model.heads=… and all "
             "others that differ from hpclm's defaults"
         )
+    goes_on = bool(state.moments) and state.args is not None
     try:
+        if ignored:
+            state.args = options.without(state.args or Namespace(), ignored)
         config = run.network({} if state.args is None else settings(state.args), words)
+        settings_of_run = _training(state.args, config) if goes_on and state.args is not None else []
     except ConfigError as error:
         raise ConfigError([f"{folder}: {line}" for line in error.problems]) from None
     if not any(word.startswith("model.vocab_size=") for word in words):
@@ -122,22 +132,20 @@ def convert(folder: Path, target: Path, words: list[str]) -> ModelConfig:
     rules = [table(name, name, config) if name in EMBEDDINGS else same(name, name) for name in source.placements]
     moments = {moment: Merged(state, config, moment) for moment in state.moments}
     weights = run.Weights(config, source, rules, str(folder), moments=moments, steps=state.steps)
-    goes_on = bool(state.moments) and state.args is not None
-    settings_of_run = _training(folder, state) if goes_on else []
     with fresh(target, mode=0o700) as staging_dir:
         progress = training.progress(state) if goes_on else Progress()
         run.save(staging_dir, target, config, {}, weights, settings_of_run, progress)
     return config
 
 
-def _training(folder: Path, state: State) -> list[str]:
-    """The run's training settings as key=value; those that hpclm cannot use are left out, with a warning."""
-    words = training.words(state.args) if state.args is not None else []
+def _training(args: Namespace, config: ModelConfig) -> list[str]:
+    """The run's training settings as key=value; ConfigError if hpclm cannot continue with them."""
     try:
+        words = training.words(args, config.context)
         configs.load(None, words)
     except ConfigError as error:
-        log.warning("%s: the training settings are not taken over: %s", folder, "; ".join(error.problems))
-        return []
+        lines = [f"the run cannot continue here: {line}" for line in error.problems]
+        raise ConfigError([*lines, "to import only the weights, at step 0, give --weights-only"]) from None
     return words
 
 

@@ -1,41 +1,18 @@
 """The model settings for Megatron's arguments."""
 
 from argparse import Namespace
-from collections.abc import Mapping
 from typing import Any
 
 from hpclm.errors import ConfigError
+from hpclm.interop.megatron import options
 from hpclm.interop.pickles import StandIn
 
-FIXED: Mapping[str, tuple[Any, ...]] = {
-    "num_experts": (None, 0, 1, [1]),
-    "apply_residual_connection_post_layernorm": (False,),
-    "apply_layernorm_1p": (False,),
-    "layernorm_zero_centered_gamma": (False,),
-    "rotary_percent": (1.0,),
-    "rotary_interleaved": (False,),
-    "use_rope_scaling": (False,),
-    "rotary_seq_len_interpolation_factor": (None, 1),
-    "multi_latent_attention": (False,),
-    "add_qkv_bias": (False,),
-    "squared_relu": (False,),
-    "quick_geglu": (False,),
-    "window_size": (None,),
-    "mtp_num_layers": (None, 0),
-    "glu_activation": (None, "geglu", "swiglu"),
-    "num_tokentypes": (0,),
-}
-"""Arguments, and the values that hpclm supports."""
 ROTARY, ALIBI = 1, 3  # BigScience's PositionEmbeddingType
 
 
 def settings(args: Namespace) -> dict[str, Any]:
     """Model settings; ConfigError if hpclm does not support the network."""
-    wrong = [
-        f"{name}={getattr(args, name)}, and hpclm has {' or '.join(map(str, values))}"
-        for name, values in FIXED.items()
-        if getattr(args, name, values[0]) not in values
-    ]
+    wrong = [*options.of_network(args)]
     lacking = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if not argument(args, name)]
     wrong += [f"it does not say {name}" for name in lacking]
     if not lacking:

@@ -5,6 +5,8 @@ from typing import Any
 
 from hpclm.checkpoint import Progress
 from hpclm.config.fields import as_yaml
+from hpclm.errors import ConfigError
+from hpclm.interop.megatron import options
 from hpclm.interop.megatron.layout import State
 from hpclm.interop.megatron.settings import argument
 
@@ -15,6 +17,7 @@ SCHEDULES = {
     "inverse-square-root": "inverse_sqrt",
     "WSD": "wsd",
 }
+SCALER = dict(window="loss_scale_window", minimum="min_loss_scale", hysteresis="hysteresis")
 OPTIM = dict(lr="lr", min_lr="min_lr", eps="adam_eps", weight_decay="weight_decay", clip="clip_grad")
 DATA = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "split")
 
@@ -28,8 +31,17 @@ def progress(state: State) -> Progress:
     return Progress(step=state.iteration, samples=samples, planned=rows)
 
 
-def words(args: Namespace) -> list[str]:
-    """Settings of optimizer, schedule, batches and precision, as key=value; what the arguments do not say is left out."""
+def words(args: Namespace, context: int) -> list[str]:
+    """Settings of optimizer, schedule, batches and precision, as key=value; what the arguments do not say is left out.
+
+    ``context``: model.context. ConfigError if the run was trained in a way that hpclm does not have.
+    """
+    wrong = [*options.of_training(args)]
+    length = argument(args, "seq_length", default=context)
+    if length != context:
+        wrong.append(f"seq_length={length} differs from model.context={context}; give model.context={length}")
+    if wrong:
+        raise ConfigError(wrong)
     by_samples = bool(argument(args, "train_samples"))
     unit = "samples" if by_samples else "iters"
     warmup = argument(args, f"lr_warmup_{unit}", default=0)
@@ -37,6 +49,10 @@ def words(args: Namespace) -> list[str]:
     fraction = argument(args, "lr_warmup_fraction")
     found: dict[str, Any] = {f"optim.{ours}": argument(args, theirs) for ours, theirs in OPTIM.items()}
     found |= {f"data.{name}": argument(args, name) for name in DATA}
+    if argument(args, "fp16", default=False):
+        found |= {f"scaler.{ours}": argument(args, theirs) for ours, theirs in SCALER.items()}
+    if argument(args, "eod_mask_loss", default=False) and not argument(args, "calculate_per_token_loss", default=False):
+        found["batch.loss_norm"] = "microbatch"
     betas = [argument(args, name) for name in ("adam_beta1", "adam_beta2")]
     ramp = argument(args, "rampup_batch_size")
     found |= {

@@ -213,7 +213,7 @@ class Parser(ArgumentParser):
 
         if reason := sbatch.instead(option, value) or WITHOUT.get(option[2:].replace("-", "_")):
             return f"{option}: {reason}"
-        known = re.findall(r"(?<=[[ |])--[\w-]+", self.format_usage())
+        known = re.findall(r"(?<![\w-])--[\w-]+", self.format_usage())
         near = [name for name in known if option.endswith(name[1:])] or get_close_matches(
             option, known, n=1, cutoff=0.85
         )

@@ -141,9 +141,7 @@ def _contradictions(world: World, env: Env) -> Iterator[str]:
     """Contradictions between the variables of two launchers."""
     tasks, nodes = _maybe(env, "SLURM_STEP_NUM_TASKS"), _maybe(env, "SLURM_STEP_NUM_NODES")
     promised = _maybe(env, "SLURM_NTASKS")
-    components = {env[name] for name in env if re.fullmatch(r"SLURM_JOB_ID_HET_GROUP_\d+|SLURM_HET_JOB_ID", name)}
-    alone = components and env.get("SLURM_JOB_ID") not in components  # submitted from inside such a job
-    if (_maybe(env, "SLURM_HET_SIZE") or 1) > 1 and world.launcher != "single" and not alone:
+    if (_maybe(env, "SLURM_HET_SIZE") or 1) > 1 and world.launcher != "single":
         yield (
             "this is a heterogeneous Slurm job, and the run would use one of its components only; submit one job of nodes that are "
             "alike"

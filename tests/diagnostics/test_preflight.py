@@ -43,6 +43,11 @@ def test_summaries_of_earlier_reports_are_kept(tmp_path):
         peers.hold(tmp_path, ["a", "b"])
     (earlier,) = report(tmp_path)["earlier"]
     assert earlier["ok"] and earlier["problems"] == [] and "ranks" not in earlier
+    (tmp_path / "preflight.json").write_text(
+        r'{"bad": "\ud800", "earlier": []}'
+    )  # half a character, which no file can hold
+    assert peers.hold(tmp_path, ["a", "b"])[1] == ("", 0)
+    assert report(tmp_path)["earlier"][0]["bad"] == "\ud800"
 
 
 def mounts():

@@ -51,9 +51,9 @@ class Page(HTMLParser):
 def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reports")
     made.preempted(folder / "one")
-    made.preempted(folder / "<b>two", lr=3e-4)
+    made.preempted(folder / "<b>two\x1b\u202e", lr=3e-4)
     assert cli.main(["report", str(folder / "one")]) == 0
-    words = ["--runs", str(folder), "one", "<b>two", "-o", str(folder / "both.html"), "--no-png"]
+    words = ["--runs", str(folder), "one", "<b>two\x1b\u202e", "-o", str(folder / "both.html"), "--no-png"]
     assert cli.main(["report", *words]) == 0
     return folder
 
@@ -123,6 +123,7 @@ def test_several_runs_are_compared_by_the_settings_in_which_they_differ(written)
     page = Page((written / "both.html").read_text())
     text = "|".join(page.words)
     assert "|optim.lr|0.001|0.0003|" in text and "|seed|" not in text and "|out|" not in text
+    assert not re.search("[\x1b\u202e]", (written / "both.html").read_text())
     assert "<b>two" in text  # escaped: it is text, not an element
     assert not list(written.glob("both*.png"))
 

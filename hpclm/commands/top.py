@@ -40,7 +40,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if not 0.1 <= args.every <= 86400:
         parser.error(f"--every {args.every} must be between 0.1 and 86400 seconds")
-    watch = Watch(args.folder or args.runs)
+    args.runs = args.folder or args.runs
+    watch = Watch(args.runs)
     if args.once or not sys.stdout.isatty():
         found = watch.look()
         if not found:

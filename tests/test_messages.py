@@ -80,7 +80,7 @@ def test_a_prefix_of_a_dataset_may_be_typed_with_its_ending_and_that_is_what_the
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("one\ntwo\n")
-    assert cli.main("preprocess --input a.txt --output-prefix x --tokenizer bytes".split()) == 0
+    assert cli.main(["preprocess", "--input", "a.txt", "--output-prefix", "x", "--tokenizer", "bytes"]) == 0
     assert cli.main(["submit", "--dry-run", "small", "data.prefix=x_text_document.bin", "engine.device=cpu"]) == 64
     assert "x_text_document.bin is one of a dataset's files: leave off .bin" in capsys.readouterr().err
 
@@ -116,7 +116,7 @@ def test_rows_of_a_parquet_file_are_documents(tmp_path, monkeypatch, capsys):
         assert cli.main(words.split()) == 0
     assert (tmp_path / "parquet_text_document.bin").read_bytes() == (tmp_path / "jsonl_text_document.bin").read_bytes()
     (tmp_path / "cut.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
-    assert cli.main("preprocess --input cut.parquet --output-prefix c --tokenizer bytes".split()) == 64
+    assert cli.main(["preprocess", "--input", "cut.parquet", "--output-prefix", "c", "--tokenizer", "bytes"]) == 64
     assert "cut.parquet is truncated, corrupt, or not a Parquet file" in capsys.readouterr().err
     assert not list(tmp_path.glob("c_*"))
 

@@ -1,6 +1,5 @@
 import json
 import os
-import shutil
 import socket
 import stat
 import subprocess
@@ -15,6 +14,7 @@ from hpclm.errors import ConfigError
 from hpclm.launch import sweep
 from hpclm.node import environment
 from tests.forks import hpclm
+from tests.launch.test_sbatch import NOT_CONFIGURED
 from tests.rundir.test_runs import make
 from tests.runs import ROOT
 
@@ -43,7 +43,7 @@ def test_a_dry_run_prints_a_script_and_writes_nothing(submit):
     assert done.stdout.startswith("#!/bin/bash\n") and done.stdout.endswith("exit $code\n")
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n#SBATCH --time=1:00:00\n" in done.stdout
     assert f"set -- {submit.here}/runs/debug/config.yaml\n" in done.stdout
-    assert done.stderr == "time limit: 60 min\n" and list(submit.here.iterdir()) == []
+    assert done.stderr == "time limit: 1 h 00 min\n" and list(submit.here.iterdir()) == []
     assert submit("--time", "24:00", "--dry-run", *SMALL, check=0).stderr == "time limit: 24 min\n"
 
 
@@ -125,14 +125,14 @@ def test_a_run_that_is_done_is_not_queued_unless_it_has_more_to_do(submit, tmp_p
     submit("--dry-run", *words, check=0)
 
 
-def test_slurm_without_a_cluster_still_prints_the_script(tmp_path):
-    """Slurm's own sbatch, which finds no configuration."""
-    if not shutil.which("sbatch"):
-        pytest.skip("Slurm's commands are not installed")
-    env = {name: value for name, value in os.environ.items() if name != "SLURM_CONF"} | {"HPCLM_SITE": ""}
-    done = hpclm("submit", "--dry-run", *SMALL, cwd=tmp_path, env=env, check=0)
+def test_slurm_without_a_cluster_still_prints_the_script(submit, tmp_path):
+    """The words are those of Slurm's own sbatch, which here would find any cluster that other tests have started."""
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.write_text(f"#!/bin/bash\nprintf %s '{NOT_CONFIGURED}' >&2\nexit 1\n")
+    sbatch.chmod(0o755)
+    done = submit("--dry-run", *SMALL, check=0)
     assert done.stdout.startswith("#!/bin/bash\n") and "no cluster is configured" in done.stderr
-    assert not list(tmp_path.iterdir())
+    assert not list(submit.here.iterdir())
 
 
 def test_a_toy_run_that_is_done_leaves_its_directory_and_the_next_has_one_of_its_own(submit):

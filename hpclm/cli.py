@@ -6,6 +6,7 @@ A verb is a module's ``main(argv)``, or the function after its colon; ``python -
 import argparse
 import io
 import os
+import re
 import signal
 import sys
 import traceback
@@ -19,7 +20,7 @@ from hpclm import __version__
 from hpclm.errors import FULL, MACHINE, REFUSED, ConfigError, HpclmError
 from hpclm.node import affinity, environment, secrets
 from hpclm.registry import hint
-from hpclm.terminal import say
+from hpclm.terminal import ArgumentParser, say
 
 if TYPE_CHECKING:
     from hpclm.config import RunConfig
@@ -51,6 +52,19 @@ VERBS = {
     "env": ("hpclm.commands.doctor", "the same"),
 }
 
+MEANT = {
+    **dict.fromkeys(("run", "start", "launch"), "'train' or 'submit'"),
+    **dict.fromkeys(("sbatch", "srun", "queue"), "'submit'"),
+    **dict.fromkeys(("kill", "scancel"), "'cancel'"),
+    **dict.fromkeys(("ls", "list", "ps", "squeue"), "'status'"),
+    **dict.fromkeys(("watch", "monitor"), "'top'"),
+    **dict.fromkeys(("continue", "restart"), "'resume'"),
+    **dict.fromkeys(("tokenize", "prepare"), "'preprocess'"),
+    **dict.fromkeys(("infer", "sample", "chat"), "'generate'"),
+    **dict.fromkeys(("export", "import"), "'convert'"),
+}
+"""What other programs call a verb."""
+
 ONE = "run directory, or its name below --runs"
 SEVERAL = "run directories, their names below --runs, or patterns of these: 'sweep-*'"
 EPILOG = """exit codes: 0 done · 1 error in hpclm · 2 invalid arguments · 64 invalid settings or input files
@@ -75,7 +89,7 @@ def _dispatch(words: list[str]) -> int:
         print(f"hpclm {__version__}")
         return 0
     if verb not in VERBS:
-        near = hint(verb, list(VERBS))
+        near = f" Did you mean {MEANT[verb]}?" if verb in MEANT else hint(verb, list(VERBS))
         say(f"error: unknown verb {verb!r}; choose one of {', '.join(VERBS)}.{near}", file=sys.stderr)
         return 2
     module, _, function = VERBS[verb][0].partition(":")
@@ -154,8 +168,8 @@ def _fault(redact: Callable[[str], str]) -> int:
     return 1
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser for verbs that take key=value settings; for an unknown option it suggests the setting."""
+class Parser(ArgumentParser):
+    """An argument parser for verbs that take key=value settings; for an unknown option it suggests what was meant."""
 
     given: Sequence[str] = ()
 
@@ -165,55 +179,70 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """As argparse, with a hint for options that are settings, or misspelt."""
-        unknown = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrecog") else []
+        """As argparse; names unknown options only, without values, and says what was meant by each."""
+        if not message.startswith("unrecog"):
+            super().error(message)
+        unknown = message.partition(": ")[2].split()
+        options = [each for each in self.given if each.startswith("-") and each in unknown] or unknown
         said, words = [], []
-        for word in [each for each in unknown if each.startswith("--") and each in self.given]:
-            option = word.partition("=")[0]
-            near = get_close_matches(option, self._option_string_actions, n=1, cutoff=0.85)
-            if near:
-                said.append(f"did you mean {near[0]}?")
-            elif reason := _without(option):
-                said.append(f"{option}{reason}")
-            elif setting := self._setting(word):
+        for word in options:
+            option, sign, value = word.partition("=")
+            value = value if sign else self._after(word)
+            if meant := self._meant(option, value):
+                said.append(meant)
+            elif setting := _setting(option, value or "..."):
                 words.append(setting)
+            elif secrets.is_secret(option):
+                said.append(f"export {option.lstrip('-').replace('-', '_').upper()} where you start or submit the run")
         if words:
             said.append(f"settings are written without dashes, as key=value: {' '.join(words)}")
-        super().error("; ".join([message, *said]))
+        names = " ".join(word.partition("=")[0] for word in options)
+        super().error("; ".join([f"unrecognized arguments: {names}", *said]))
 
-    def _setting(self, word: str) -> str | None:
-        """``--optim.lr``, or its name in another project, as key=value, with the value that follows."""
-        from hpclm.config import compose, fields, hints
+    def _after(self, word: str) -> str:
+        """The value that follows the option ``word``, or empty."""
+        from hpclm.config import compose
 
-        option, sign, value = word.partition("=")
-        if not sign:
-            after = [*self.given[list(self.given).index(word) + 1 :], "..."][0]
-            value = "..." if after.startswith("--") or compose.is_override(after) else after
-        name, known = option[2:].replace("-", "_"), fields.keys()
-        key = name if name in known else hints.meant(name, known)
-        return key and (key if "=" in key else f"{key}={value}")
+        after = [*self.given[list(self.given).index(word) + 1 :], ""][0]
+        return "" if after.startswith("-") or compose.is_override(after) else after
+
+    def _meant(self, option: str, value: str) -> str | None:
+        """What was meant by an unknown option: sbatch's, a misspelt one, or one of another project without a setting here."""
+        from hpclm.config import sbatch
+        from hpclm.config.peers import WITHOUT
+
+        if reason := sbatch.instead(option, value) or WITHOUT.get(option[2:].replace("-", "_")):
+            return f"{option}: {reason}"
+        known = re.findall(r"(?<![\w-])--[\w-]+", self.format_usage())
+        near = [name for name in known if option.endswith(name[1:])] or get_close_matches(
+            option, known, n=1, cutoff=0.85
+        )
+        return f"did you mean {' '.join([near[0], *([value] if value else [])])}?" if near else None
 
 
-def _without(option: str) -> str | None:
-    """The message for an option of another project without a setting here."""
-    from hpclm.config.peers import WITHOUT
+def _setting(option: str, value: str) -> str | None:
+    """``--optim.lr``, or its name in another project, as key=value; without a value that may be a secret."""
+    from hpclm.config import fields, hints
 
-    reason = WITHOUT.get(option[2:].replace("-", "_"))
-    return reason and f": {reason}"
+    name, known = option[2:].replace("-", "_"), fields.keys()
+    key = name if name in known else hints.meant(name, known)
+    if secrets.is_secret(name) and not re.fullmatch(r"[\d.e+-]+", value):
+        value = "..."
+    return key and (key if "=" in key else f"{key}={value}")
 
 
-def settings(words: Sequence[str]) -> "RunConfig":
-    """The settings of ``[FILE] key=value ...`` on top of the site file."""
+def settings(words: Sequence[str], typed: Sequence[str] = ()) -> "RunConfig":
+    """The settings of ``[FILE] key=value ...`` on top of the site file; ``typed``: all arguments of the verb, for messages."""
     from hpclm import config
 
-    return config.from_cli(list(words), environment.site_file())
+    return config.from_cli(list(words), environment.site_file(), typed)
 
 
 def run_parser(
     verb: str, description: str, epilog: str | None = None, run: str = ONE, nargs: str | None = None, wait: str = ""
 ) -> argparse.ArgumentParser:
     """RUN, --runs and, if ``wait`` describes it, --wait."""
-    made = argparse.ArgumentParser(prog=f"hpclm {verb}", description=description, epilog=epilog)
+    made = ArgumentParser(prog=f"hpclm {verb}", description=description, epilog=epilog)
     made.add_argument("run", nargs=nargs, help=run)
     if wait:
         made.add_argument("--wait", type=float, default=300, metavar="SECONDS", help=f"{wait} (default: 300)")

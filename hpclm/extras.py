@@ -17,6 +17,7 @@ EXTRAS = {
     "sentencex": "text",
     "zstandard": "text",
     "gigatoken": "text",
+    "pyarrow": "parquet",
     "wandb": "wandb",
     "mlflow": "mlflow",
     "trackio": "trackio",

@@ -1,6 +1,7 @@
 """The verb ``hpclm submit``: check settings, then train on Slurm, on other machines with mpirun, or locally."""
 
 import argparse
+import math
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 from hpclm import cli, config, extras, files, shipped
 from hpclm.config import JobConfig, RunConfig, show
-from hpclm.config.job import TEMPLATES
+from hpclm.config.job import TEMPLATES, seconds_of
 from hpclm.config.plan import planned_inside_warmup
 from hpclm.diagnostics import report
 from hpclm.errors import ConfigError, HpclmError, LockedError
@@ -21,7 +22,7 @@ from hpclm.launch.options import options
 from hpclm.node import gpus, notify, secrets
 from hpclm.rundir import folder, submissions
 from hpclm.rundir import runs as folders
-from hpclm.rundir.status import status_of
+from hpclm.rundir.status import span, status_of
 from hpclm.terminal import say
 from hpclm.training import records
 
@@ -64,9 +65,11 @@ def main(argv: list[str]) -> int:
         parser.error("--pdb is for --debug")
     if args.back_to is not None and (args.debug or args.sweep or args.again):
         parser.error("--from is for a single run that is not running; it excludes --debug, --sweep and --again")
-    runs = [_compose(args, variant) for variant in sweep.variants(args.sweep)]
+    runs = [_compose(args, variant, argv) for variant in sweep.variants(args.sweep)]
     command = secrets.Redactor().words(["hpclm", "submit", *argv])
     where = _where(args, runs[0].job)
+    if len(runs) == 1 and where != "debug" and args.back_to is None and _is_toy(args):
+        runs = [_not_done(runs[0])]
     if len(runs) > 1 and where != "slurm":
         raise ConfigError(f"--sweep needs Slurm, not {where}: start the runs one after another")
     for run in runs:
@@ -78,6 +81,8 @@ def main(argv: list[str]) -> int:
     scripts = [_script(run) for run in runs] if where == "slurm" else []
     if where == "slurm" and len(runs) == 1 and args.back_to is None:
         refuse_done(runs[0])
+    if where == "slurm":
+        _say_where(runs)
     if args.ranks:
         return _ranks(runs, args.ranks, args.gpus_kind)
     if args.dry_run:
@@ -134,8 +139,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _compose(args: argparse.Namespace, variant: sweep.Variant) -> RunConfig:
-    """The settings of one run, with absolute paths."""
+def _compose(args: argparse.Namespace, variant: sweep.Variant, typed: Sequence[str]) -> RunConfig:
+    """The settings of one run, with absolute paths; ``typed`` is the command line."""
     words = [*args.settings]
     if args.config:
         words.insert(0, args.config)
@@ -146,7 +151,7 @@ def _compose(args: argparse.Namespace, variant: sweep.Variant) -> RunConfig:
     for word in args.sbatch:
         name, _, value = word.removeprefix("--").partition("=")
         words.append(f"job.options.{name}={value}")
-    run = cli.settings([*words, *variant.overrides])
+    run = cli.settings([*words, *variant.overrides], typed)
     if variant.suffix:
         run = replace(run, name=run.name + variant.suffix, out=run.out + variant.suffix)
     job, bad = run.job, report.bad_nodes(args.exclude_bad)
@@ -239,6 +244,36 @@ def refuse_done(run: RunConfig) -> None:
     )
 
 
+def _is_toy(args: argparse.Namespace) -> bool:
+    """Whether the run is the toy model, in a run directory that was not chosen."""
+    words = [*filter(None, [args.config]), *args.settings]
+    chosen = {"out", "name"} & set(config.compose.named(words))
+    return not chosen and [word for word in words if not config.compose.is_override(word)] in ([], ["debug"])
+
+
+def _not_done(run: RunConfig) -> RunConfig:
+    """``run``, in a directory of its own if it has been done before: runs/debug-2, or -3, …"""
+    found, number = run, 1
+    while True:
+        try:
+            refuse_done(found)
+            return found
+        except DoneError:
+            number += 1
+            found = replace(run, name=f"{run.name}-{number}", out=f"{run.out}-{number}")
+
+
+def _say_where(runs: Sequence[RunConfig]) -> None:
+    """Tell of runs that trained outside of Slurm, and are about to train in a job."""
+    for out in (Path(run.out) for run in runs if folders.is_run(Path(run.out))):
+        last = folders.read(out, brief=True).attempt
+        if last and (not last.get("job_id") or last.get("launcher") == "local"):
+            say(
+                f"{out} trained on {last.get('host')} so far; from now on in a Slurm job (--cluster local: here)",
+                file=sys.stderr,
+            )
+
+
 def _problems(look: Callable[[], object]) -> list[str]:
     try:
         look()
@@ -267,6 +302,8 @@ def _show(where: str, runs: Sequence[RunConfig], scripts: Sequence[str]) -> int:
         sys.stdout.flush()
         if shutil.which("sbatch"):
             say(sbatch.rehearse(text, options(run, Path(run.out))), file=sys.stderr)
+        if run.job.time:
+            say(f"time limit: {_limit(run.job.time)}", file=sys.stderr)
     return 0
 
 
@@ -327,7 +364,8 @@ def _submit(
             raise
         out = files.typed(_short(run.out))
         state = "submitted" if new else "already queued: an earlier submission was interrupted"
-        say(f"job {job.job_id}: {run.job.nodes} x {run.job.gpus} processes, {state}")
+        limit = f"; time limit {_limit(run.job.time)}" if run.job.time else ""
+        say(f"job {job.job_id}: {run.job.nodes} x {run.job.gpus} processes, {state}{limit}")
         say(f"run directory  {run.out}\nlog            {job.log}")
         step = submissions.rollback(Path(run.out))
         if step is not None:
@@ -338,6 +376,12 @@ def _submit(
         say(f"follow         hpclm logs -f {out}\nstop           hpclm cancel {out}\nresume         hpclm resume {out}")
         sys.stdout.flush()
     return code
+
+
+def _limit(time: str) -> str:
+    """A time limit in words: Slurm reads 24:00 as 24 minutes."""
+    seconds = seconds_of(time)
+    return span(seconds) if math.isfinite(seconds) else "none"
 
 
 def _short(out: str) -> str:

@@ -1,10 +1,11 @@
 """Print text of other origin safely: without control characters, which could control the terminal."""
 
+import argparse
 import codecs
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 HIDDEN = (
     r"\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters except tab and newline
@@ -53,6 +54,14 @@ def ranges(numbers: Iterable[int]) -> str:
 def say(text: str = "", end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
     """``print``, with ``plain`` text."""
     print(plain(text), end=end, file=file, flush=flush)
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse's; its messages, which quote arguments, are one safe line."""
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """As argparse."""
+        super().exit(status, message and line(message.rstrip("\n")) + "\n")
 
 
 def _escaped(found: re.Match[str]) -> str:

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         "this only once",
     )
     args = parser.parse_intermixed_args(argv)
-    settings = cli.settings(args.settings)
+    settings = cli.settings(args.settings, argv)
     ignored = [key for key in named(args.settings) if key.startswith("job.") and not key.startswith(HONOURED)]
     if ignored:  # in a file it is for hpclm submit, which may read the same file
         raise ConfigError(
@@ -110,13 +110,17 @@ def train(settings: RunConfig, world: World, back_to: int | None = None) -> int:
         return loop.run(micro_batch.resolved(settings, context), context, back_to)
 
 
-def in_this_process(settings: RunConfig, back_to: int | None = None) -> Path:
+def in_this_process(settings: RunConfig | str, back_to: int | None = None) -> Path:
     """Train in the calling process, for notebooks and scripts; returns the run directory. Called again, it continues the run.
+
+    ``settings``: also the name of a preset or settings file.
 
     KeyboardInterrupt after a signal, such as a notebook's interrupt: the run has saved then. Other errors are HpclmError.
     """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("hpclm.train catches signals, so it must be called in the main thread")
+    if not isinstance(settings, RunConfig):
+        settings = cli.settings([str(settings)])
     before = {number: signal.getsignal(number) for number in preemption.WARNINGS}
     try:
         ended = start(settings, alone=True, back_to=back_to)
@@ -131,7 +135,7 @@ def in_this_process(settings: RunConfig, back_to: int | None = None) -> Path:
 class _Callable(ModuleType):
     """Makes ``hpclm.train(settings)`` train: importing this module makes it the attribute ``train`` of hpclm."""
 
-    def __call__(self, settings: RunConfig, back_to: int | None = None) -> Path:
+    def __call__(self, settings: RunConfig | str, back_to: int | None = None) -> Path:
         """As ``in_this_process``."""
         return in_this_process(settings, back_to)
 

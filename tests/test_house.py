@@ -46,6 +46,7 @@ DOORS = {
     "gigatoken": "data/tokenizers/gigatokens.py",
     "sentencepiece": "data/tokenizers/sentencepieces.py",
     "tokenizers": "data/tokenizers/huggingface.py",
+    "pyarrow": "data/text/parquet.py",
     "omegaconf": "config/assign.py",
     "tensorboard": "training/metrics.py",
     "matplotlib": "reporting/figures.py",

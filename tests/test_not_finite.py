@@ -58,6 +58,10 @@ def test_what_is_not_finite_on_one_of_two_processes_is_skipped_or_ends_both_and_
     for text in said:
         assert "step 3: loss nan, gradient norm nan; skipped, 1 so far" in text
         assert "step 7: loss nan, gradient norm nan; skipped, 2 so far" in text
+        assert (
+            f"Resume from its last checkpoint with a lower optim.lr or optim.clip: hpclm resume {out} optim.lr=0.0015;"
+            in text
+        )
     assert saved(out) == [2, 4, 6]
     codes, said = launch("4", "optim.nonfinite=stop")  # resumes from step 6
     assert codes == {93}

@@ -41,6 +41,8 @@ def test_runs_are_chosen_by_name_and_by_pattern_each_once(tmp_path):
     assert runs.choose(["lr=1"], tmp_path) == [tmp_path / "lr=1"]
     with pytest.raises(ConfigError, match="no run directory matches 'x-\\*'"):
         runs.choose(["x-*"], tmp_path)
+    shown = json.loads(hpclm("status", "--json", "--runs", tmp_path, "sweep-*", check=0).stdout)
+    assert [each["run"] for each in shown] == [str(tmp_path / "sweep-1"), str(tmp_path / "sweep-2")]
 
 
 def test_cancel_ends_all_runs_it_is_given_and_one_it_cannot_end_does_not_save_the_others(tmp_path):

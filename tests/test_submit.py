@@ -14,6 +14,7 @@ from hpclm.errors import ConfigError
 from hpclm.launch import sweep
 from hpclm.node import environment
 from tests.forks import hpclm
+from tests.launch.test_sbatch import NOT_CONFIGURED
 from tests.rundir.test_runs import make
 from tests.runs import ROOT
 
@@ -42,7 +43,8 @@ def test_a_dry_run_prints_a_script_and_writes_nothing(submit):
     assert done.stdout.startswith("#!/bin/bash\n") and done.stdout.endswith("exit $code\n")
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n#SBATCH --time=1:00:00\n" in done.stdout
     assert f"set -- {submit.here}/runs/debug/config.yaml\n" in done.stdout
-    assert done.stderr == "" and list(submit.here.iterdir()) == []
+    assert done.stderr == "time limit: 1 h 00 min\n" and list(submit.here.iterdir()) == []
+    assert submit("--time", "24:00", "--dry-run", *SMALL, check=0).stderr == "time limit: 24 min\n"
 
 
 @pytest.mark.parametrize("nodes", ["2", "4"])
@@ -121,6 +123,29 @@ def test_a_run_that_is_done_is_not_queued_unless_it_has_more_to_do(submit, tmp_p
     compose.dump(compose.load(words[0], [*words[1:], "stop_at=4"]), tmp_path / "run" / "config.yaml")
     assert "is done: stopped at step 4 as stop_at says" in submit("--dry-run", *words, "stop_at=4", check=64).stderr
     submit("--dry-run", *words, check=0)
+
+
+def test_slurm_without_a_cluster_still_prints_the_script(submit, tmp_path):
+    """The words are those of Slurm's own sbatch, which here would find any cluster that other tests have started."""
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.write_text(f"#!/bin/bash\nprintf %s '{NOT_CONFIGURED}' >&2\nexit 1\n")
+    sbatch.chmod(0o755)
+    done = submit("--dry-run", *SMALL, check=0)
+    assert done.stdout.startswith("#!/bin/bash\n") and "no cluster is configured" in done.stderr
+    assert not list(submit.here.iterdir())
+
+
+def test_a_toy_run_that_is_done_leaves_its_directory_and_the_next_has_one_of_its_own(submit):
+    folder = submit.here / "runs"
+    for name in ("debug", "debug-2"):
+        submit("--cluster", "local", *SMALL, check=0)
+        assert (folder / name / "checkpoints" / "step-00000005").is_dir()
+    script = submit("--dry-run", *SMALL, check=0).stdout
+    assert f"set -- {folder}/debug-3/config.yaml\n" in script
+    assert f"{folder}/debug is done" in submit("--dry-run", *SMALL, "out=runs/debug", check=64).stderr
+    longer = submit("--dry-run", *SMALL, "budget.steps=9", check=0)  # continues the first
+    assert f"set -- {folder}/debug/config.yaml\n" in longer.stdout
+    assert "debug trained on" in longer.stderr and "from now on in a Slurm job (--cluster local: here)" in longer.stderr
 
 
 def test_wrong_options_end_with_2(submit):

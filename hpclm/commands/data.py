@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hpclm import terminal
 from hpclm.errors import ConfigError
 from hpclm.terminal import say
 
@@ -145,7 +146,7 @@ def _verified(found: dict) -> str:
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = terminal.ArgumentParser(
         prog="hpclm data", description="Inspect, verify, hash, merge and convert datasets.", allow_abbrev=False
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

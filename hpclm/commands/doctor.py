@@ -25,7 +25,7 @@ PIPE = 4000  # bytes that are written to a pipe atomically
 
 def main(argv: list[str]) -> int:
     """``hpclm doctor``."""
-    parser = argparse.ArgumentParser(
+    parser = terminal.ArgumentParser(
         prog="hpclm doctor",
         description="Show what this process has: versions, devices, network, limits, launcher; and what is wrong. "
         "Under srun, mpirun or torchrun, a table shows a line for each process.",

@@ -1,6 +1,5 @@
 """The verb ``hpclm import-deepspeed``: translate a DeepSpeed JSON into settings of hpclm."""
 
-import argparse
 from pathlib import Path
 
 import yaml
@@ -15,7 +14,7 @@ from hpclm.terminal import say
 
 def main(argv: list[str]) -> int:
     """``hpclm import-deepspeed``."""
-    parser = argparse.ArgumentParser(
+    parser = terminal.ArgumentParser(
         prog="hpclm import-deepspeed",
         description="Translate a DeepSpeed JSON into a settings file (YAML). Keys without a setting go into engine.extra; keys "
         "without effect and unknown keys are listed. Exits with 64 if keys contradict each other.",

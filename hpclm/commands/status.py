@@ -1,6 +1,5 @@
 """``hpclm status``: the state of runs, within a second and even if the scheduler does not answer."""
 
-import argparse
 import json
 import os
 import time
@@ -22,16 +21,16 @@ COLUMNS = ("RUN", "STATE", "STEP", "LOSS", "TOKENS/S", "LEFT", "LAST STEP", "CHE
 
 def main(argv: list[str]) -> int:
     """``hpclm status``."""
-    parser = argparse.ArgumentParser(
+    parser = terminal.ArgumentParser(
         prog="hpclm status",
         description="Show the state of runs: all below a folder, or some in detail. Reads the runs' own files, and asks Slurm's "
         "squeue, which may be slow or missing.",
     )
-    parser.add_argument("run", nargs="*", help="run directories, or their names below --runs (default: all)")
+    parser.add_argument("run", nargs="*", help=f"{cli.SEVERAL} (default: all)")
     cli.add_runs(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON list with an object for each run")
     args = parser.parse_args(argv)
-    chosen = [folders.resolve(word, args.runs) for word in args.run] or folders.find(args.runs)
+    chosen = folders.choose(args.run, args.runs) or folders.find(args.runs)
     squeue = slurm.start_squeue({out.stat().st_uid for out in chosen}) if chosen else None
     if args.run:
         runs = [folders.read(out) for out in chosen]

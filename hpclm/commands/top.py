@@ -1,13 +1,12 @@
 """The verb ``hpclm top``: all runs below a folder, live, with the course of their losses."""
 
-import argparse
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpclm import terminal
+from hpclm import cli, terminal
 from hpclm.commands import status
 from hpclm.reporting import characters
 from hpclm.rundir import runs as folders
@@ -27,18 +26,18 @@ COLUMNS = (*status.COLUMNS[:4], "LOSS CURVE", *status.COLUMNS[4:])
 
 def main(argv: list[str]) -> int:
     """``hpclm top``."""
-    parser = argparse.ArgumentParser(
+    parser = terminal.ArgumentParser(
         prog="hpclm top",
         description="Show all runs below a folder, live, until Ctrl-C. If the output is not a terminal, print one table.",
     )
-    parser.add_argument(
-        "runs", nargs="?", type=Path, default=Path("runs"), metavar="FOLDER", help="where runs are (default: runs)"
-    )
+    parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="the same as --runs FOLDER")
+    cli.add_runs(parser)
     parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="time between looks (default: 2)")
     parser.add_argument("--once", action="store_true", help="print one table, as plain lines")
     args = parser.parse_args(argv)
     if not 0.1 <= args.every <= 86400:
         parser.error(f"--every {args.every} must be between 0.1 and 86400 seconds")
+    args.runs = args.folder or args.runs
     watch = Watch(args.runs)
     if args.once or not sys.stdout.isatty():
         found = watch.look()

@@ -5,10 +5,11 @@ import typing
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
+from decimal import Decimal
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, OmegaConfBaseException
 
 from hpclm.config import hints
 from hpclm.config.fields import as_yaml, keys, required, split_key, type_of, type_words
@@ -52,7 +53,7 @@ def build(assignments: list[Assignment], problems: list[str]) -> RunConfig:
         except ConfigError as error:
             problems += error.problems
         except OmegaConfBaseException as error:
-            problems.append(f"{field.name}: {str(error).splitlines()[0]}")
+            problems.append(f"{field.name}: {_uninserted(error)}")
     if not problems:
         return RunConfig(**sections)
     try:
@@ -66,7 +67,9 @@ def _assign(tree: Any, key: str, value: Any) -> str | None:
     """Set one setting; returns what is wrong with it, or None."""
     wanted = type_of(key)
     if isinstance(value, Unreadable):
-        return f"{key}={_shown(value.text)} is not a YAML value{value.reason}"
+        return f"{_said(key, value.text)} is not a YAML value{'' if _may_be_secret(key) else value.reason}"
+    if wanted is None and hints.is_variable(key):
+        return f"{key} is an environment variable, not a setting: export it where you start or submit the run"
     if wanted is None:
         return f"unknown setting {key}{hints.hint(key, keys())}"
     kind, words = required(wanted), type_words(wanted)
@@ -77,7 +80,7 @@ def _assign(tree: Any, key: str, value: Any) -> str | None:
     if wanted in (int, float, str) and isinstance(value, (list, dict)):
         return f"{key}={_shown(value)} must be {words}"
     if not all(map(_storable, texts(value))):
-        return f"{key}={_shown(value)} contains a character that cannot be stored in a file"
+        return f"{_said(key, value)} contains a character that cannot be stored in a file"
     if kind is str and isinstance(value, bool):
         return f"{key} must be {words}; YAML reads this word as {str(value).lower()}, so put quotes around it"
     field, name = split_key(key)
@@ -104,10 +107,30 @@ def _assign(tree: Any, key: str, value: Any) -> str | None:
     except (OmegaConfBaseException, ValueError, OverflowError) as error:
         OmegaConf.update(tree, key, before, merge=False)
         if isinstance(error, InterpolationResolutionError):
-            return f"{key}={_shown(value)}: {str(error).splitlines()[0]}"
-        near = hint(str(value), [str(choice) for choice in typing.get_args(wanted)])
-        return f"{key}={_shown(value)} must be {words}{'.' * bool(near)}{near}"
+            return f"{key}={_shown(value)}: {_uninserted(error)}"
+        near = hint(str(value), [str(choice) for choice in typing.get_args(wanted)]) or _spelled(key, kind, value)
+        return f"{key}={_shown(value)} must be {words}{'.' * near.startswith(' ')}{near}"
     return None
+
+
+def _spelled(key: str, kind: Any, value: Any) -> str:
+    """``: `` and how ``value`` is written so that it is of that kind, if that is clear; else empty."""
+    if kind == list[str] and isinstance(value, (str, int, float)):
+        return f": {key}=[{value}]"
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([KMBGT])", str(value), re.IGNORECASE)
+    if kind is not int or not found:
+        return ""
+    power = {"K": 3, "M": 6, "B": 9, "G": 9, "T": 12}[found[2].upper()]
+    meant = round(Decimal(found[1]) * 10**power)
+    return f": {meant}, or {found[1]}e{power}"
+
+
+def _uninserted(error: OmegaConfBaseException) -> str:
+    """Why a value's ${...} cannot be replaced."""
+    said = str(error).splitlines()[0]
+    if not isinstance(error, InterpolationKeyError):
+        return said
+    return f"{said}: ${{...}} inserts another setting, such as ${{name}}; environment variables are expanded only in job.setup"
 
 
 def _accumulated(tree: Any, steps: Any) -> str:
@@ -124,12 +147,14 @@ def _accumulated(tree: Any, steps: Any) -> str:
 def _add_to_mapping(tree: Any, key: str, value: Any) -> str | None:
     """Add entries to the mapping ``key``; {} empties it. Returns what is wrong, or None."""
     if not isinstance(value, dict):
-        return f"{key}={_shown(value)} must be {type_words(type_of(key))}"
+        return f"{_said(key, value)} must be {type_words(type_of(key))}"
     if key == "engine.extra":
         value = dict(_flattened("", value))
     for name, text in value.items():
+        if text is None and ":" in str(name):  # {NAME:value} is one name
+            return f"{key}.{str(name).partition(':')[0]}: YAML wants a space after ':' (value not shown)"
         if isinstance(text, bool) or not isinstance(text, (str, int, float)):
-            return f"{key}.{name}={_shown(text)} must be text; put quotes around it"
+            return f"{_said(f'{key}.{name}', text)} must be text; put quotes around it"
     OmegaConf.set_readonly(OmegaConf.select(tree, key.rpartition(".")[0]), False)
     before = OmegaConf.to_container(OmegaConf.select(tree, key), resolve=True) if value else {}
     added = {str(name): str(text) for name, text in value.items()}
@@ -166,6 +191,16 @@ def texts(value: Any) -> Iterator[str]:
 
 def _storable(text: str) -> bool:
     return not re.search("[\0\ud800-\udfff]", text)  # NUL bytes and lone surrogates
+
+
+def _may_be_secret(key: str) -> bool:
+    """Whether the values of a setting are for other programs, and so may be secrets."""
+    return key.startswith(("job.env", "job.options"))
+
+
+def _said(key: str, value: Any) -> str:
+    """A setting and its value, for a message."""
+    return key if _may_be_secret(key) else f"{key}={_shown(value)}"
 
 
 def _shown(value: Any) -> str:

@@ -5,7 +5,7 @@ Later layers override earlier ones, key by key. Mappings (job.env, job.options) 
 
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from difflib import get_close_matches
@@ -20,6 +20,7 @@ from hpclm.config.assign import Assignment, Unreadable, build, literal
 from hpclm.config.fields import as_yaml, required, type_of
 from hpclm.config.job import TEMPLATES
 from hpclm.config.schema import RunConfig
+from hpclm.config.words import mistakes
 from hpclm.errors import ConfigError
 
 SITE_SECTIONS = ("job", "cluster")
@@ -29,10 +30,16 @@ RUNS_CODE = ("setup", "env", "options", "template", "venv", "conda", "modules", 
 """Settings of job that determine which programs run."""
 
 
-def from_cli(words: list[str], site: Path | None = None) -> RunConfig:
-    """The settings of ``[FILE] key=value ...``, on top of those of the file ``site``; or ConfigError."""
+def from_cli(words: list[str], site: Path | None = None, typed: Sequence[str] = ()) -> RunConfig:
+    """The settings of ``[FILE] key=value ...``, on top of those of the file ``site``; or ConfigError.
+
+    ``typed``: the whole command line, if there is more to it, to say what a stray word was meant to be.
+    """
     overrides = [word for word in words if is_override(word)]
     paths = [word for word in words if not is_override(word)]
+    strange = [path for path in paths if not Path(path).exists()]
+    if strange and (wrong := [*mistakes(strange, typed or words)]):
+        raise ConfigError(wrong)
     if len(paths) > 1:
         raise ConfigError(f"give one settings file, not {len(paths)}: {', '.join(paths)}")
     return load(paths[0] if paths else None, overrides, site)
@@ -41,7 +48,7 @@ def from_cli(words: list[str], site: Path | None = None) -> RunConfig:
 def load(
     path: str | Path | None = None, overrides: list[str] | tuple[str, ...] = (), site: Path | None = None
 ) -> RunConfig:
-    """The settings of the file ``path`` with ``overrides`` ("key=value") on top; or ConfigError.
+    """The settings of the file ``path``, or of the run in that folder, with ``overrides`` ("key=value") on top; or ConfigError.
 
     ``site`` is a file of job and cluster settings below them. It is not read if ``path`` is a run's config.yaml, which already
     includes it. A settings file that others can write may not name code.
@@ -50,11 +57,14 @@ def load(
     assignments: list[Assignment] = []
     whole = False
     given = _parsed(overrides, problems)
+    run = path if path is not None and resolved.is_run(Path(path)) else None
     if path is not None:
         path = files.readable(_existing(path), "settings file")
         content = resolved.content(path)
         whole = resolved.is_whole(path, content)
         assignments += _leaves(content, path)
+        if run is not None:  # which may have been moved
+            assignments.append(("out", literal(str(run)), "command line"))
         problems += _untrusted(assignments + given, path, content.exposed)
     if site is not None and not whole:
         assignments = _from_site(site, problems) + assignments
@@ -169,6 +179,8 @@ def _value(key: str, text: str) -> Any:
 def _existing(path: str | Path) -> str | Path:
     """``path``, or if there is no such file the preset of that name, which may be written with or without configs/ and .yaml."""
     presets, wanted = shipped.folder("configs"), Path(path)
+    if resolved.is_run(wanted):
+        return wanted / resolved.NAME
     if (wanted.exists() and not wanted.is_dir()) or not presets.is_dir():
         return path
     named = len(wanted.parts) == 1 or (len(wanted.parts) == 2 and wanted.parts[0] == "configs")

@@ -1,5 +1,6 @@
 """Suggest the right setting for an unknown one, by its name in hpclm or in another project."""
 
+import re
 from collections.abc import Collection, Sequence
 from difflib import SequenceMatcher, get_close_matches
 
@@ -28,6 +29,11 @@ def hint(key: str, known: Sequence[str]) -> str:
     if found is None:
         return ". See hpclm config --reference for all settings."
     return f": {WITHOUT[found]}" if found in WITHOUT else f". Did you mean {found!r}?"
+
+
+def is_variable(key: str) -> bool:
+    """Whether ``key`` is written as environment variables are."""
+    return re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", key) is not None
 
 
 def is_accumulation(key: str, known: Sequence[str]) -> bool:

@@ -37,15 +37,17 @@ INSTEAD = {
     "nodes": "set job.nodes",
     "gpus": "set job.gpus, which is per node",
     "gpus-per-task": "set job.gpus, which is per node",
-    "ntasks": "set job.nodes and job.gpus",
-    "ntasks-per-node": "set job.nodes and job.gpus",
-    "ntasks-per-gpu": "set job.nodes and job.gpus",
+    **dict.fromkeys(
+        ("ntasks", "ntasks-per-node", "ntasks-per-gpu"), "processes are job.nodes x job.gpus (--nodes, --gpus)"
+    ),
     "requeue": "set job.requeue",
     "no-requeue": "set job.requeue",
     "no-kill": "set job.spares",
     "signal": "set job.warn_seconds",
-    "output": "the log is in the run directory",
-    "error": "the log is in the run directory",
+    **dict.fromkeys(("output", "error"), "the log is in logs/ of the run directory, which out= sets"),
+    **dict.fromkeys(
+        ("hetjob", "het-group", "packjob", "pack-group"), "a run is trained by one job; its nodes must be alike"
+    ),
     "open-mode": "logs are always appended to, so that a requeue does not erase them",
     "array": "a run is one job; --sweep submits several runs",
     "wrap": "set job.setup or job.template",
@@ -174,7 +176,7 @@ class JobConfig(Checked):
         yield from self._together()
 
     def _together(self) -> Iterator[str]:
-        if self.time and SHAPES["time"][0].fullmatch(self.time) and _seconds(self.time) <= self.warn_seconds:
+        if self.time and SHAPES["time"][0].fullmatch(self.time) and seconds_of(self.time) <= self.warn_seconds:
             yield (
                 f"job.time={self.time} must be longer than job.warn_seconds={self.warn_seconds}: otherwise the warning would come at "
                 "the start"
@@ -198,7 +200,7 @@ class JobConfig(Checked):
             yield f"job.template={self.template!r} must be one of {', '.join(TEMPLATES)}, or a path such as ./my.sbatch.{near}"
 
 
-def _seconds(time: str) -> float:
+def seconds_of(time: str) -> float:
     """Seconds of a time limit (sbatch(1)): minutes[:seconds], h:m:s, days-h[:m[:s]]; 0 minutes and words mean no limit."""
     if not time[0].isdigit():
         return math.inf

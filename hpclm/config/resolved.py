@@ -80,6 +80,11 @@ def _newest_kept(folder: Path) -> Path | None:
     return None
 
 
+def is_run(folder: Path) -> bool:
+    """Whether ``folder`` is a run directory with its settings."""
+    return folder.is_dir() and (folder / NAME).is_file()
+
+
 def _of_run(path: Path) -> bool:
     """Whether it is the config.yaml of a run that has started."""
     return path.name == NAME and any((path.parent / name).exists() for name in BESIDE)

@@ -18,7 +18,7 @@ from hpclm.data.text.options import LONGEST_LINE
 from hpclm.data.text.pool import exit_on_signals
 from hpclm.errors import ConfigError
 from hpclm.files import writable_folder, write_bytes
-from hpclm.terminal import say
+from hpclm.terminal import ArgumentParser, say
 
 log = logging.getLogger(__name__)
 MEASURED = 1000  # random documents for measuring the compression
@@ -123,9 +123,9 @@ def _texts(
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="hpclm train-tokenizer", description=__doc__, allow_abbrev=False)
+    parser = ArgumentParser(prog="hpclm train-tokenizer", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    texts = "UTF-8 text or JSONL, .gz, .zst, a quoted pattern, or -"
+    texts = "UTF-8 text or JSONL, .gz, .zst, .parquet, a quoted pattern, or -"
     add("--input", nargs="+", required=True, metavar="FILE", help=texts)
     documents = "documents: JSON objects, lines or files; default: jsonl for .jsonl and .json, otherwise lines"
     add("--format", choices=["jsonl", "lines", "files"], help=documents)

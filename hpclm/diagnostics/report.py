@@ -46,7 +46,9 @@ class Report:
     def write(self, out: Path) -> None:
         """Write it to preflight.json, with a summary of earlier reports."""
         content = asdict(self) | {"earlier": earlier(out)}
-        files.write_text(out / FILE, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        files.write_text(
+            out / FILE, json.dumps(content, indent=1) + "\n"
+        )  # an earlier report may hold half a character
 
     def line(self) -> str:
         """The report in one line."""

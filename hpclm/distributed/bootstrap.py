@@ -144,6 +144,11 @@ def _contradictions(world: World, env: Env) -> Iterator[str]:
     """Contradictions between the variables of two launchers."""
     tasks, nodes = _maybe(env, "SLURM_STEP_NUM_TASKS"), _maybe(env, "SLURM_STEP_NUM_NODES")
     promised = _maybe(env, "SLURM_NTASKS")
+    if (_maybe(env, "SLURM_HET_SIZE") or 1) > 1 and world.launcher != "single":
+        yield (
+            "this is a heterogeneous Slurm job, and the run would use one of its components only; submit one job of nodes that are "
+            "alike"
+        )
     if world.launcher == "Slurm" and promised is not None and promised != world.size:
         yield (
             f"SLURM_STEP_NUM_TASKS={world.size} but SLURM_NTASKS={promised}: the variables of a step that is not this "

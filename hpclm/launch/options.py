@@ -80,12 +80,26 @@ def shares(job: JobConfig) -> dict[str, str]:
     """
     if job.cpus_per_task is not None and job.mem is not None:
         return {}
-    where = ["--partition", job.partition] if job.partition else []
+    return of_nodes(job, _sinfo(job.partition))
+
+
+def too_many_gpus(asked: Options) -> str | None:
+    """Why no node has the GPUs ``asked`` for, by Slurm's own figures; None if that is not known, or one has them."""
+    wanted, partition = asked.get("gpus-per-node") or "", asked.get("partition")
+    most = max((gpus for *_, gpus in _nodes(_sinfo(partition))), default=0)
+    if not wanted.isdecimal() or not 0 < most < int(wanted):
+        return None
+    return f"nodes of {partition or 'this cluster'} have at most {most} GPUs; --gpus {wanted} counts those of each node"
+
+
+def _sinfo(partition: str | None) -> str:
+    """sinfo's answer: cores, megabytes and generic resources of each kind of node; empty without one."""
+    where = ["--partition", partition] if partition else []
     try:
         code, told, _ = slurm.ask(["sinfo", "--noheader", "--format=%c|%m|%G", *where], SINFO_SECONDS)
     except NoAnswerError:
-        return {}
-    return of_nodes(job, told) if code == 0 else {}
+        return ""
+    return told if code == 0 else ""
 
 
 def of_nodes(job: JobConfig, told: str) -> dict[str, str]:

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 
 from submitit.core.utils import FailedJobError, FailedSubmissionError
@@ -11,6 +10,7 @@ from submitit.slurm.slurm import SlurmExecutor
 
 from hpclm import files
 from hpclm.errors import ConfigError
+from hpclm.launch.options import Options
 from hpclm.launch.sbatch import refused
 from hpclm.node import environment
 
@@ -34,8 +34,8 @@ class ScriptExecutor(SlurmExecutor):
         return str(self._submit_command("").job_id)
 
 
-def submit(script: Path, options: Iterable[str], lock: Path) -> str:
-    """Put the script into the queue and give the job's number; ``options`` are those that it sets itself.
+def submit(script: Path, asked: Options, lock: Path) -> str:
+    """Put the script into the queue and give the job's number; ``asked``: the options that it sets itself.
 
     ``lock`` is held for as long as sbatch lives, also when this process is killed. ConfigError: Slurm refused;
     another HpclmError: it is not known whether it did.
@@ -45,9 +45,9 @@ def submit(script: Path, options: Iterable[str], lock: Path) -> str:
     held = ["flock", str(lock)] if shutil.which("flock") else []
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it then raises
-            return ScriptExecutor(folder, script, [*held, *environment.unset_command(options)]).send()
+            return ScriptExecutor(folder, script, [*held, *environment.unset_command(asked)]).send()
     except (FailedJobError, FailedSubmissionError) as error:
-        raise refused(str(error)) from None
+        raise refused(str(error), asked) from None
     except RuntimeError as error:
         raise ConfigError(f"{error} Give --cluster local to train here") from None
     finally:

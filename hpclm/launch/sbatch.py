@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from hpclm.errors import ConfigError, HpclmError
+from hpclm.launch.options import Options, too_many_gpus
 from hpclm.node import environment, processes, slurm
 from hpclm.node.processes import NoAnswerError
 from hpclm.terminal import say
@@ -36,16 +37,19 @@ _UNANSWERED = re.compile(
     re.IGNORECASE,
 )
 
+UNCONFIGURED = "configuration source"
 
-def refused(said: str) -> HpclmError:
-    """The error for what sbatch said: ConfigError, or HpclmError if the job may be in the queue, or not."""
+
+def refused(said: str, asked: Options) -> HpclmError:
+    """The error for what sbatch said of a job with the options ``asked``: ConfigError, or HpclmError if the job may be in the
+    queue, or not."""
     words = (
         " ".join(re.sub(r"(sbatch|allocation failure): (error: )?", "", said).split())
         or "sbatch failed without a message"
     )
     if _UNANSWERED.search(said):
         return HpclmError(f"Slurm did not answer: {words}; repeat the command: it checks the queue before it submits")
-    if "configuration source" in said:
+    if UNCONFIGURED in said:
         return ConfigError(
             "Slurm's commands are installed here, but no cluster is configured: set SLURM_CONF, or give --cluster local"
         )
@@ -54,18 +58,22 @@ def refused(said: str) -> HpclmError:
         way_out = (
             "; if this cluster has no GPUs to ask for, engine.device=cpu; if it names them, job.options.gres=gpu:NAME:N"
         )
+    elif "configuration is not available" in said and (largest := too_many_gpus(asked)):
+        way_out = f"; {largest}"
     return ConfigError(f"Slurm refuses the job: {words}{way_out}")
 
 
-def rehearse(text: str, options: Iterable[str]) -> str:
-    """The answer of ``sbatch --test-only`` to a script that sets ``options``; ConfigError where it refuses the job."""
-    command = [*environment.unset_command(options), "sbatch", "--test-only"]
+def rehearse(text: str, asked: Options) -> str:
+    """The answer of ``sbatch --test-only`` to a script with the options ``asked``; ConfigError where it refuses the job."""
+    command = [*environment.unset_command(asked), "sbatch", "--test-only"]
     try:
         code, _, said = processes.ask(command, 60.0, text=text)
     except NoAnswerError as error:
         return f"sbatch --test-only: {error}"
+    if UNCONFIGURED in said:
+        return "Slurm has not checked this script: its commands are installed here, but no cluster is configured"
     if code:
-        objection = refused(said)
+        objection = refused(said, asked)
         if isinstance(objection, ConfigError):
             raise objection
         return str(objection)

@@ -74,6 +74,8 @@ def _lines(path: Path) -> list[str]:
         wrong.append(f"#SBATCH in line {late[0]} comes after the set-up, where Slurm does not see it")
     if '"$@"' not in "\n".join(lines):
         wrong.append('it does not use "$@", the arguments of hpclm.train')
+    if any(re.match(r"#SBATCH\s+(hetjob|packjob)\b", line) for line in lines):
+        wrong.append("it asks for a heterogeneous job (#SBATCH hetjob), of which a run would use one component only")
     if any("\r" in line for line in lines):
         wrong.append("it has Windows line endings; convert them to newlines")
     if wrong:

@@ -57,14 +57,9 @@ class Guard:
             return
         what = f"step {step}: loss {loss}, gradient norm {norm}"
         if self.optim.nonfinite == "stop":
-            raise DivergedError(
-                f"{what}; stopped because optim.nonfinite=stop; resume from the last checkpoint with a lower optim.lr"
-            )
+            raise DivergedError(f"{what}; stopped because optim.nonfinite=stop")
         if self.in_a_row >= self.optim.nonfinite_limit:
-            raise DivergedError(
-                f"{what}; {self.in_a_row} steps in a row were not finite (optim.nonfinite_limit). "
-                f"Resume from an earlier checkpoint with a lower optim.lr or optim.clip"
-            )
+            raise DivergedError(f"{what}; {self.in_a_row} steps in a row were not finite (optim.nonfinite_limit)")
         log.warning("%s; skipped, %d so far", what, self.skipped)
 
     def check_end(self, step: int, held_out: Iterable[float | None] = ()) -> None:
@@ -75,6 +70,5 @@ class Guard:
         if self.in_a_row >= enough:
             raise DivergedError(
                 f"the last {self.in_a_row} steps, up to the last one, {step}, were skipped because loss or gradients were not finite; "
-                f"{'the loss on held-out data is not finite either; ' * ruined}nothing was learned in them and nothing is saved. "
-                f"Resume from an earlier checkpoint with a lower optim.lr or optim.clip: hpclm resume RUN --from STEP"
+                f"{'the loss on held-out data is not finite either; ' * ruined}nothing was learned in them and nothing is saved"
             )

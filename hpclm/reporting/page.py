@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from hpclm import terminal
 from hpclm.reporting.history import Attempt, History
 from hpclm.rundir.status import moment, span
 
@@ -64,7 +65,7 @@ def page(
         said = [place for place in range(len(HEADS)) if any(row[place] for row in rows)]
         parts.append(_table([HEADS[place] for place in said], [[row[place] for place in said] for row in rows]))
     made = time.strftime("%Y-%m-%d %H:%M %Z")
-    return (
+    return terminal.plain(  # figures too: what looks like text must not reorder or hide any
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"

@@ -12,6 +12,7 @@ from hpclm.config.plan import Length, inside_warmup
 from hpclm.distributed.context import DistributedContext
 from hpclm.model import attention_backend, count
 from hpclm.node import apex, hardware
+from hpclm.rundir import saved
 from hpclm.training.control import RunControl
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,17 @@ def kernels(config: RunConfig, device: torch.device) -> None:
     else:
         why = "it is for GPUs" if device.type != "cuda" else "it is not usable here (hpclm doctor says why)"
         logger.warning("model.kernels=apex: %s; PyTorch's own operations", why)
+
+
+def way_back(config: RunConfig) -> str:
+    """What to do about a run that has diverged."""
+    if saved.survey(Path(config.out) / "checkpoints")[0] is None:
+        return "Nothing was saved: start again with a new out=, and a lower optim.lr or optim.clip"
+    run = files.typed(config.out)
+    return (
+        f"Resume from its last checkpoint with a lower optim.lr or optim.clip: hpclm resume {run} optim.lr={config.optim.lr / 2:g}; "
+        f"hpclm checkpoints {run} lists earlier ones, for --from STEP"
+    )
 
 
 def ending(config: RunConfig, length: Length, progress: Progress, leaving: str) -> str:

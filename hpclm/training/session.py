@@ -160,12 +160,12 @@ class Session:
         and any other error may be this rank's alone, which then waits for nothing."""
         try:
             yield
-        except DivergedError:
+        except DivergedError as error:
             try:
                 self.results.read()  # the step before it, if it is not known yet
             finally:
                 self.control.saver.wait()
-            raise
+            raise DivergedError(f"{error}. {messages.way_back(self.config)}") from None
         except StepLeft:
             raise
         except Exception:

@@ -134,7 +134,7 @@ OPTIONS = {
     "train debug --bf16": "as key=value: engine.precision=bf16",
     "train --optim.lr --budget.steps 4 debug": "as key=value: optim.lr=... budget.steps=4",
     "submit debug --micro-batch-size 4": "as key=value: batch.micro_size=4",
-    "submit debug --nodess 4": "did you mean --nodes?",
+    "submit debug --nodess 4": "did you mean --nodes 4?",
     "config debug --partition-activations": "--partition-activations: ",
     "train debug --kill-switch-path /tmp/x": "as key=value: kill_switch=/tmp/x",
     "planner debug --tensor-model-parallel-size 2": "as key=value: parallel.tensor=2",

@@ -44,6 +44,11 @@ def test_summaries_of_earlier_reports_are_kept(tmp_path):
         peers.hold(tmp_path, ["a", "b"])
     (earlier,) = report(tmp_path)["earlier"]
     assert earlier["ok"] and earlier["problems"] == [] and "ranks" not in earlier
+    (tmp_path / "preflight.json").write_text(
+        r'{"bad": "\ud800", "earlier": []}'
+    )  # half a character, which no file can hold
+    assert peers.hold(tmp_path, ["a", "b"])[1] == ("", 0)
+    assert report(tmp_path)["earlier"][0]["bad"] == "\ud800"
 
 
 def test_nodes_with_different_code_are_refused_with_both_digests_and_the_file(tmp_path):

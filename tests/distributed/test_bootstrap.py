@@ -63,6 +63,8 @@ def test_the_innermost_launcher_says_who_this_process_is(env, world):
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "$(x)"}, "is not a list of task counts"),
         (SLURM | {"SLURM_NTASKS": "16"}, "SLURM_STEP_NUM_TASKS=4 but SLURM_NTASKS=16"),  # sbatch inside a step
         (SLURM | OMPI | {"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2 but SLURM_STEP_NUM_TASKS=4"),
+        (SLURM | {"SLURM_HET_SIZE": "2"}, "this is a heterogeneous Slurm job"),
+        (SLURM | TORCHRUN | {"SLURM_HET_SIZE": "2"}, "this is a heterogeneous Slurm job"),
         (SLURM | HYDRA, "PMI_SIZE=2 but SLURM_STEP_NUM_TASKS=4"),
         (OMPI | TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, "and MPI 4"),
         (OMPI | LOCAL | {"WORLD_SIZE": "2"}, "and MPI 4"),

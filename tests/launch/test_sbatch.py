@@ -27,5 +27,5 @@ sbatch: fatal: Could not establish a configuration source
     ],
 )
 def test_what_sbatch_says_becomes_an_error_that_says_what_to_do(said, kind, answer):
-    error = refused(said)
+    error = refused(said, {})
     assert type(error) is kind and answer in str(error) and "sbatch:" not in str(error)

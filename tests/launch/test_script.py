@@ -107,6 +107,7 @@ def test_a_longer_time_limit_is_taken_as_it_is(time):
         '#!/bin/bash\npython "$@"\n': "it has 0 lines that begin",
         '#!/bin/bash\n# SET-UP\n# SET-UP\npython "$@"\n': "it has 2 lines that begin",
         '#!/bin/bash\n# SET-UP\n#SBATCH -N1\npython "$@"\n': "#SBATCH in line 3 comes after the set-up",
+        '#!/bin/bash\n#SBATCH hetjob\n# SET-UP\npython "$@"\n': "it asks for a heterogeneous job",
         "#!/bin/bash\n# SET-UP\npython x\n": 'does not use "$@"',
         '# SET-UP\npython "$@"\n': "its first line must be",
         '#!/bin/bash\r\n# SET-UP\r\npython "$@"\r\n': "Windows line endings",

@@ -46,6 +46,14 @@ def log_of(done):
     return Path(next(line.split(None, 1)[1] for line in done.stdout.splitlines() if line.startswith("log ")))
 
 
+def test_more_gpus_than_a_node_has_are_explained_and_the_time_limit_is_told(submit):
+    said = submit(
+        "--gpus", 16, "--time", "24:00", *SMALL, "engine.device=cuda", "batch.global_size=16", check=64
+    ).stderr
+    assert "nodes of this cluster have at most 8 GPUs; --gpus 16 counts those of each node" in said
+    assert "submitted; time limit 24 min\n" in submit(*SMALL, *HOLD, "--time", "24:00").stdout
+
+
 def job_id(done):
     return done.stdout.split()[1].rstrip(":")
 

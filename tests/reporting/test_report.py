@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 from hpclm import cli
+from hpclm.reporting import page
 from tests.reporting import made
 
 pytest.importorskip("matplotlib")
@@ -83,6 +84,11 @@ def test_the_page_needs_nothing_else_and_is_well_formed(written):
         for svg in drawings(text):
             assert svg.get("viewBox") and not svg.get("width") and not svg.get("height")
         assert "currentColor" in text and "#13579b" not in text
+
+
+def test_nothing_in_the_page_reorders_or_hides_text():
+    text = page.page("one\x1b[31m\u202etwo", {}, {"loss": "<svg>\x9b</svg>"}, {})
+    assert not re.search("[\x1b\x9b\u202e]", text) and r"one\x1b[31m\u202etwo" in text and r"<svg>\x9b</svg>" in text
 
 
 def test_every_curve_and_every_attempt_is_drawn(written):

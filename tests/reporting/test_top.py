@@ -56,6 +56,13 @@ def test_a_curve_is_made_of_places_all_over_the_file(tmp_path):
     assert characters.losses(path, 24) == []
 
 
+def test_the_folder_is_named_with_an_option_as_for_other_verbs_or_without(tmp_path, capsys):
+    make(tmp_path / "mine", [attempt()], ROWS)
+    for words in (["--runs", tmp_path], [tmp_path]):
+        assert cli.main(["top", "--once", *map(str, words)]) == 0
+        assert "mine" in capsys.readouterr().out
+
+
 def test_where_there_is_no_terminal_it_prints_plain_lines(tmp_path, capsys, monkeypatch):
     log = "2026-01-01 10:00:02,000 I done at step 40, 40 samples; next: ls\n"
     make(tmp_path / "runs" / "a", [attempt()], ROWS, lock="{}", log_txt=log)

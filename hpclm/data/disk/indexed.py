@@ -240,6 +240,8 @@ class IndexedDataset:
 
 def _not_there(prefix: Path, missing: list[str]) -> str:
     bin_path, idx_path, _ = files(prefix)
+    if prefix.suffix in (".bin", ".idx") and prefix.is_file():
+        return f"{prefix} is one of a dataset's files: leave off {prefix.suffix}"
     folder = prefix.parent
     near = sorted(str(path.with_suffix("")) for path in folder.glob("*.idx")) if folder.is_dir() else []
     hint = f"; {folder} has {', '.join(near[:5])}" if near else f"; there is no dataset in {folder.absolute()}"

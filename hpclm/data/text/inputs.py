@@ -1,4 +1,4 @@
-"""Input files of preprocessing: JSONL or plain text, compressed or not, or a pipe.
+"""Input files of preprocessing: JSONL or plain text, compressed or not, Parquet, or a pipe.
 
 They are read in order, in chunks of whole lines, so memory use does not depend on the size of a file, but on its longest line.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol, cast
 
 from hpclm import extras
+from hpclm.data.text import parquet
 from hpclm.errors import ConfigError
 from hpclm.files import opened, readable, reader
 
@@ -30,7 +31,8 @@ WINDOW = 1 << 31  # bytes of zstandard's largest window, for files of `zstd --lo
 BOM = b"\xef\xbb\xbf"  # byte order mark of UTF-8
 
 Format = Literal["jsonl", "lines", "files"]
-Compression = Literal["", "gz", "zst"]
+Compression = Literal["", "gz", "zst", "parquet"]
+LIBRARIES = {"zst": "zstandard", "parquet": "pyarrow"}
 
 
 @dataclass(frozen=True)
@@ -106,9 +108,12 @@ def find(words: list[str], format: Format | None) -> list[Input]:
             status = readable(path, "input").stat()
             found.append(Input(path, format or guess(path), compression(path), status.st_size, status.st_mtime_ns))
     twice = [path for path, count in Counter(Path(each.path).resolve() for each in found).items() if count > 1]
-    packed = next((source.path for source in found if source.compression == "zst"), None)
-    if packed and (wrong := extras.missing(f"reading {packed}", "zstandard")):
-        raise ConfigError(wrong)
+    for source in found:
+        library = LIBRARIES.get(source.compression)
+        if library and (wrong := extras.missing(f"reading {source.path}", library)):
+            raise ConfigError(wrong)
+        if source.compression == "parquet" and source.format != "jsonl":
+            raise ConfigError(f"{source.path}: the rows of a Parquet file are read as --format jsonl")
     if twice:
         log.warning("%s is given several times, and will be read several times", ", ".join(map(str, twice)))
     if sum(source.path == "-" for source in found) > 1:
@@ -119,13 +124,14 @@ def find(words: list[str], format: Format | None) -> list[Input]:
 def compression(path: str | Path) -> Compression:
     """The compression of a file, by its name."""
     suffix = Path(path).suffix[1:]
-    return cast(Compression, suffix) if suffix in ("gz", "zst") else ""
+    return cast(Compression, suffix) if suffix in ("gz", *LIBRARIES) else ""
 
 
 def guess(path: str | Path) -> Format:
-    """The format of a file, by its name without .gz or .zst: jsonl for .jsonl and .json, otherwise lines."""
+    """The format of a file, by its name without .gz or .zst: jsonl for .jsonl, .json and .parquet, otherwise lines."""
     name = Path(path)
-    return "jsonl" if Path(name.stem if compression(name) else name).suffix in (".jsonl", ".json") else "lines"
+    packed = compression(name) not in ("", "parquet")
+    return "jsonl" if Path(name.stem if packed else name).suffix in (".jsonl", ".json", ".parquet") else "lines"
 
 
 def chunks(inputs: list[Input], share: Share = Share(), longest: int = LONGEST * MB) -> Iterator[Chunk]:
@@ -262,6 +268,9 @@ def _opened(source: Input) -> Iterator[tuple[_Reader, BinaryIO]]:
                     yield cast(_Reader, file), raw
             elif source.compression == "zst":
                 yield io.BufferedReader(_Zstandard(raw), CHUNK), raw
+            elif source.compression == "parquet":
+                rows = parquet.Rows(raw, source.path)
+                yield io.BufferedReader(rows, CHUNK), cast(BinaryIO, rows)
             else:
                 yield raw, raw
         except (EOFError, zlib.error, gzip.BadGzipFile, _Corrupt) as error:

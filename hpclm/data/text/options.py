@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpclm import terminal
 from hpclm.config.data import TOKENIZERS
 from hpclm.data import tokenizers
 from hpclm.data.text.encode import Job
@@ -239,14 +240,21 @@ def _flag(name: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = terminal.ArgumentParser(
         prog="hpclm preprocess",
         description="Convert text into a dataset. With srun or mpirun, each process handles a part of the input.",
         allow_abbrev=False,
     )
     add = parser.add_argument_group("input").add_argument
-    add("--input", nargs="+", metavar="FILE", help="UTF-8 text or JSONL, .gz, .zst, a quoted pattern, or - (a pipe)")
-    documents = "documents: JSON objects, lines or files; default: jsonl for .jsonl and .json, otherwise lines"
+    add(
+        "--input",
+        nargs="+",
+        metavar="FILE",
+        help="UTF-8 text or JSONL, .gz, .zst, .parquet, a quoted pattern, or - (a pipe)",
+    )
+    documents = (
+        "documents: JSON objects, lines or files; default: jsonl for .jsonl, .json and .parquet, otherwise lines"
+    )
     add("--format", choices=["jsonl", "lines", "files"], help=documents)
     keys = "keys of the texts in JSON; a dataset is written for each; default: text"
     add("--json-keys", "--json-key", nargs="+", metavar="KEY", help=keys)

@@ -1,0 +1,125 @@
+"""Mistakes as people type them, and the words of the answer that put them right."""
+
+import re
+
+import orjson
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+import hpclm
+from hpclm import cli
+from hpclm.errors import ConfigError
+from tests.runs import exit_code
+
+MISTAKES = {
+    # spaces and values
+    ("train", "debug", "optim.lr", "=", "0.001"): "write optim.lr=0.001, without spaces",
+    ("train", "debug", "optim.lr", "=0.001"): "write optim.lr=0.001, without spaces",
+    ("train", "debug", "optim.lr=", "0.001"): "write optim.lr=0.001, without a space",
+    ("submit", "optim.lr", "=", "0.001"): "write optim.lr=0.001, without spaces",
+    ("submit", "debug", "--mem", "64", "GB"): "write --mem 64G, in one word",
+    ("submit", "--mem", "64", "GB"): "write --mem 64G, in one word",
+    ("submit", "debug", "job.mem=64", "gib"): "write job.mem=64G, in one word",
+    ("submit", "debug", "job.env.FOO"): "job.env.FOO has no value: job.env.FOO=…",
+    ("train", "optim.lr"): "optim.lr has no value: optim.lr=…",
+    ("train", "debug", "demo"): "give one settings file, not 2: debug, demo",
+    # options of sbatch and of other programs
+    ("submit", "--exclusive", "engine.device=cpu", "out=x"): "unrecognized arguments: --exclusive; --exclusive: it is an option "
+    "of sbatch: hpclm submit --sbatch exclusive\n",
+    ("submit", "--mem-per-cpu", "4G", "seed=1"): "--mem-per-cpu: it is an option of sbatch: hpclm submit --sbatch mem-per-cpu=4G\n",
+    ("submit", "--reservation=me"): "--sbatch reservation=me\n",
+    ("train", "debug", "--reservation"): "--sbatch reservation=...\n",
+    ("submit", "--gres", "gpu:8"): "use --gpus 8 (GPUs of each node)",
+    ("submit", "--gres=gpu:h100:4"): "use --gpus 4 (GPUs of each node)",
+    ("submit", "-n", "4"): "-n: processes are job.nodes x job.gpus (--nodes, --gpus)",
+    ("submit", "--ntasks=4"): "processes are job.nodes x job.gpus (--nodes, --gpus)",
+    ("submit", "--output", "foo.log"): "the log is in logs/ of the run directory, which out= sets",
+    ("submit", "--num-gpus", "4"): "did you mean --gpus 4?",
+    ("generate", "x", "--prompt", "x", "--max-tokens", "5"): "did you mean --tokens 5?",
+    ("submit", "--sbatch", "hetjob"): "a run is trained by one job; its nodes must be alike",
+    # verbs
+    ("run", "debug"): "Did you mean 'train' or 'submit'?",
+    ("trian", "debug"): "Did you mean 'train'?",
+    ("ls",): "Did you mean 'status'?",
+    # values
+    ("train", "debug", "job.modules=cuda/12.4"): "must be a list of text: job.modules=[cuda/12.4]",
+    ("train", "debug", "budget.tokens=1B"): "must be a whole number or null: 1000000000, or 1e9",
+    ("train", "debug", "budget.samples=1.5k"): "must be a whole number or null: 1500, or 1.5e3",
+    ("train", "debug", "out=runs/o8-${SLURM_ARRAY_TASK_ID}"): "environment variables are expanded only in job.setup",
+    ("train", "debug", "budget.steps=${STEPS}"): "environment variables are expanded only in job.setup",
+    # secrets, which no message repeats
+    ("train", "debug", "WANDB_API_KEY=hunter2hunter2"): "WANDB_API_KEY is an environment variable, not a setting: export it where you",
+    ("train", "debug", "job.env={WANDB_API_KEY:hunter2hunter2}"): "job.env.WANDB_API_KEY: YAML wants a space after ':' (value not shown)",
+    ("train", "debug", "job.env={WANDB_API_KEY: [hunter2hunter2]}"): "job.env.WANDB_API_KEY must be text",
+    ("train", "debug", "job.env=WANDB_API_KEY:hunter2hunter2"): "job.env must be a mapping of names to text",
+    ("train", "debug", "job.env={WANDB_API_KEY: hunter2hunter2"): "job.env is not a YAML value",
+    ("train", "debug", "--wandb-api-key", "hunter2hunter2"): "export WANDB_API_KEY where you start or submit the run",
+    ("train", "debug", "--hf-token=hunter2hunter2"): "unrecognized arguments: --hf-token;",
+    # text that would steer a terminal
+    ("train", "debug", "--a\x1b[31m\u202e"): r"unrecognized arguments: --a\x1b[31m\u202e",
+    ("status", "--every\x1b"): r"unrecognized arguments: --every\x1b",
+    ("data", "x\nerror: y"): r"invalid choice: 'x\nerror: y'",
+    ("train-tokenizer", "--input", "a", "--output", "b", "--vocab-size", "\x1b"): "invalid",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", MISTAKES, ids=" ".join)
+def test_a_mistake_is_answered_with_what_to_write(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code = exit_code([*words])
+    said = capsys.readouterr()
+    assert code == (64 if said.err.startswith("error: ") and "unknown verb" not in said.err else 2)
+    assert MISTAKES[words] in said.err and said.out == "", said.err
+    assert not re.search("hunter2|[\x1b\u202e]", said.err)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_prefix_of_a_dataset_may_be_typed_with_its_ending_and_that_is_what_the_answer_says(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    assert cli.main(["preprocess", "--input", "a.txt", "--output-prefix", "x", "--tokenizer", "bytes"]) == 0
+    assert cli.main(["submit", "--dry-run", "small", "data.prefix=x_text_document.bin", "engine.device=cpu"]) == 64
+    assert "x_text_document.bin is one of a dataset's files: leave off .bin" in capsys.readouterr().err
+
+
+def test_a_run_directory_is_trained_where_it_is(tiny, tmp_path, monkeypatch, capsys):
+    assert cli.main(["train", *tiny("run", "budget.steps=2")]) == 0
+    (tmp_path / "run").rename(tmp_path / "moved $ {x}")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "moved $ {x}", "budget.steps=3"]) == 0
+    assert [p.name for p in tmp_path.iterdir()] == ["moved $ {x}"]
+    assert hpclm.metrics(tmp_path / "moved $ {x}")[-1]["step"] == 3
+
+
+def test_python_takes_the_name_of_a_preset(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="settings file nothing-like-it does not exist"):
+        hpclm.train("nothing-like-it")
+    (tmp_path / "mine.yaml").write_text(
+        "model: {vocab_size: 64, layers: 1, hidden: 32, heads: 4, context: 16}\nbudget: {steps: 1}\nbatch: {global_size: 2, micro_size: 1}\n"
+        "data: {source: synthetic}\nengine: {device: cpu}\noptim: {warmup: 0}\nevaluate: {every: 0}\n"
+    )
+    assert hpclm.metrics(hpclm.train("mine.yaml"))[-1]["step"] == 1
+
+
+def test_rows_of_a_parquet_file_are_documents(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    texts = [f"Zeile {number} \u00e9\n" for number in range(700)]
+    columns = {"text": texts, "score": [float("nan")] * 700, "raw": [b"\xff"] * 700}
+    parquet.write_table(pyarrow.table(columns), "a.parquet")
+    (tmp_path / "a.jsonl").write_bytes(b"".join(line(text) for text in texts))
+    for ending in ("parquet", "jsonl"):
+        words = f"preprocess --input a.{ending} --output-prefix {ending} --tokenizer bytes --append-eod"
+        assert cli.main(words.split()) == 0
+    assert (tmp_path / "parquet_text_document.bin").read_bytes() == (tmp_path / "jsonl_text_document.bin").read_bytes()
+    (tmp_path / "cut.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
+    assert cli.main(["preprocess", "--input", "cut.parquet", "--output-prefix", "c", "--tokenizer", "bytes"]) == 64
+    assert "cut.parquet is truncated, corrupt, or not a Parquet file" in capsys.readouterr().err
+    assert not list(tmp_path.glob("c_*"))
+
+
+def line(text):
+    return orjson.dumps({"text": text}) + b"\n"

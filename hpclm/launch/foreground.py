@@ -2,6 +2,7 @@
 
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ from typing import IO, Any
 from hpclm import files
 from hpclm.config import RunConfig
 from hpclm.launch import kill_with_launcher
-from hpclm.node import preemption, processes
+from hpclm.node import environment, preemption, processes
 from hpclm.rundir import submissions
 from hpclm.rundir.submissions import Submission
 from hpclm.terminal import say
@@ -54,11 +55,11 @@ def run(name: str, command: Sequence[str], env: Mapping[str, str], log: Path, si
     """
     processes.adopt_orphans()
     appending = os.fdopen(files.appending(log, 0o600), "ab", buffering=0)
-    sender = _Sender(signals)
-    with preemption.handling(sender), appending as file, _killed_with_this_process() as enrol:
+    sender, marked = _Sender(signals), mark()
+    with preemption.handling(sender), appending as file, killed_with_this_process(marked, log) as enrol:
         process = subprocess.Popen(
             list(command),
-            env=dict(env),
+            env={**env, **marked},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -170,12 +171,27 @@ class _Sender:
             self.process.send_signal(signal.SIGTERM if again else self.signals.get(number, number))
 
 
+def mark() -> dict[str, str]:
+    """A variable for the environment of all that a launch starts, by which it is found if this process is killed."""
+    return {environment.LAUNCH_ID: secrets.token_hex(8)}
+
+
 @contextmanager
-def _killed_with_this_process() -> Iterator[Callable[[], object]]:
-    """A function for a child to call before it executes its program, so that its session ends if this process is killed."""
+def killed_with_this_process(marked: Mapping[str, str], log: Path) -> Iterator[Callable[[], object]]:
+    """During the block, if this process is killed, everything whose environment has the variable ``marked`` ends.
+
+    It gives a function for mpirun or srun to call before it executes its program: that one is asked to end first.
+    ``log``: of the launch, where this is logged.
+    """
     script = str(Path(kill_with_launcher.__file__))
-    options = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen([sys.executable, "-IS", script], start_new_session=True, **options) as guard:  # type: ignore[call-overload]
+    words = [f"{name}={value}" for name, value in marked.items()]
+    output = files.appending(log, 0o600)
+    try:
+        options = {"stdin": subprocess.PIPE, "stdout": output, "stderr": subprocess.DEVNULL}
+        guard = subprocess.Popen([sys.executable, "-IS", script, *words], start_new_session=True, **options)  # type: ignore[call-overload]
+    finally:
+        os.close(output)
+    with guard:
         pipe = guard.stdin.fileno()
         try:
             yield lambda: os.write(pipe, f"{os.getpid()}\n".encode())

@@ -41,11 +41,12 @@ def run_here(command: Sequence[str], count: int, log: Path, run_id: str, restart
     Rank 0 prints as this process does: directly to a terminal, otherwise also to ``log``. The output of the others is
     in files next to it.
     """
-    os.environ["HPCLM_LAUNCHER"] = "local"
+    marked = foreground.mark()
+    os.environ.update(marked, HPCLM_LAUNCHER="local")
     rendezvous = OneMachine(run_id)
     spec = elastic.specification(command, count, rendezvous, restarts)
     folder = log.with_suffix("")
-    with _first_rank(log) as first:
+    with foreground.killed_with_this_process(marked, log), _first_rank(log) as first:
         output = elastic.RankOutput(folder, first)
         code, failed, _ = elastic.supervise(spec, output)
         for ended in failed:

@@ -20,7 +20,7 @@ from hpclm.sinks import position
 from hpclm.sinks.feed import Feed
 
 POLL = 0.5  # seconds between two looks at metrics.jsonl
-LAST = 10.0  # seconds for the rest when rank 0 is gone
+LAST = 3.0  # seconds for the rest when rank 0 is gone
 
 
 class Ending:

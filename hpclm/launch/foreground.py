@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from hpclm import files
 from hpclm.config import RunConfig
+from hpclm.errors import REQUEUE
 from hpclm.launch import kill_with_launcher
 from hpclm.node import environment, preemption, processes
 from hpclm.rundir import submissions
@@ -66,17 +67,19 @@ def run(name: str, command: Sequence[str], env: Mapping[str, str], log: Path, si
             start_new_session=True,  # Ctrl-C in a terminal reaches this process only
             preexec_fn=enrol,
         )
-        sender.process, output = process, Output(file, hold=name == "mpirun")
+        sender.follow(process)
+        output = Output(file, hold=name == "mpirun")
         output.copy(process.stdout, sys.stdout)
         output.copy(process.stderr, sys.stderr)
         code = process.wait()
         processes.kill_children()
-        cause = output.finish(code != 0)
+        cause = output.finish(code not in (0, *(-number for number in sender.forwarded)))
     if cause:
         how = "; it must reach every host without a password: ssh HOST true" * bool(re.search("[rs]sh", cause))
         log_line(f"{name} could not start the processes: {cause}{how}\nall it printed is in {log}", log, "E")
         return 1
-    return 128 - code if code < 0 else code
+    code = 128 - code if code < 0 else code
+    return REQUEUE if code - 128 in sender.forwarded else code  # it came before they caught it: nothing was trained
 
 
 def log_line(text: str, log: Path, level: str = "I") -> None:
@@ -161,14 +164,30 @@ class _Sender:
     def __init__(self, signals: Mapping[int, int]):
         self.process: subprocess.Popen | None = None
         self.signals, self.sent = signals, set[int]()
+        self.forwarded = set[int]()
+        """What it has sent as a warning."""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         again = number == signal.SIGINT and number in self.sent
-        if self.process is None or (number in self.sent and not again):
+        if number in self.sent and not again:
             return
         self.sent.add(number)
-        with suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGTERM if again else self.signals.get(number, number))
+        if again and self.process:
+            self.forwarded.clear()
+            self.process.send_signal(signal.SIGTERM)
+        elif self.process:
+            self._forward(number)
+
+    def follow(self, process: subprocess.Popen) -> None:
+        """Send to ``process``, also what was received before it was started."""
+        self.process = process
+        for number in sorted(self.sent):
+            self._forward(number)
+
+    def _forward(self, number: int) -> None:
+        assert self.process is not None
+        self.forwarded.add(warning := self.signals.get(number, number))
+        self.process.send_signal(warning)
 
 
 def mark() -> dict[str, str]:

@@ -37,7 +37,9 @@ def kills(tiny, tmp_path, cluster, moments):
 
     def one(numbered):
         number, (after, from_rank) = numbered
-        words = tiny(f"run-{number}", "budget.steps=100000000", "batch.micro_size=1", "log.sinks=[tests.sinks.own:Written]")
+        words = tiny(
+            f"run-{number}", "budget.steps=100000000", "batch.micro_size=1", "log.sinks=[tests.sinks.own:Written]"
+        )
         words += [f"job.cluster={cluster}", "job.gpus=2", "cluster.preflight=false"]
         command = [sys.executable, "-m", "hpclm", "submit", *words]
         return seconds_left(command, tmp_path / f"run-{number}", after, from_rank)

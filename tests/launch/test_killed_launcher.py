@@ -23,7 +23,7 @@ def seconds_left(words, out, after, from_rank):
     """How long anything runs after a launcher was killed ``after`` seconds from its start, or from a rank's."""
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     if from_rank:
-        until(lambda: len(left(out)) > 1, 120, "the start of a rank")
+        until(lambda: len(left(out)) > 1, 600, "the start of a rank")
     time.sleep(after)
     process.kill()
     process.wait()

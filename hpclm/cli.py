@@ -4,6 +4,7 @@ A verb is a module's ``main(argv)``, or the function after its colon; ``python -
 """
 
 import argparse
+import errno
 import io
 import os
 import re
@@ -103,6 +104,11 @@ def run(verb: Callable[[list[str]], int | None], argv: Sequence[str] | None = No
     affinity.raise_file_limit()
     redact = secrets.Redactor()
     try:
+        Path.cwd()  # it may have been deleted
+    except OSError as error:
+        say(f"error: the current folder cannot be read: {error.strerror}; change to another one (cd)", file=sys.stderr)
+        return ConfigError.exit_code
+    try:
         code = verb(list(sys.argv[1:] if argv is None else argv)) or 0
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -121,6 +127,8 @@ def run(verb: Callable[[list[str]], int | None], argv: Sequence[str] | None = No
         print(f"error: not enough memory: {error}", file=sys.stderr)
         return 1
     except OSError as error:
+        if error.errno == errno.EAGAIN:
+            return _no_more_processes()
         if error.errno in MACHINE:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise closing it would fail too
             way_out = f"; {'free space on' if error.errno in FULL else 'check'} the disk, then start again"
@@ -130,8 +138,8 @@ def run(verb: Callable[[list[str]], int | None], argv: Sequence[str] | None = No
             return _fault(redact)
         say(redact(f"error: {error.filename or 'writing'}: {error.strerror}{way_out}"), file=sys.stderr)
         return 1 if error.errno in MACHINE else ConfigError.exit_code
-    except Exception:
-        return _fault(redact)
+    except Exception as error:
+        return _no_more_processes() if "start new thread" in str(error) else _fault(redact)
 
 
 class Each:
@@ -160,6 +168,15 @@ class Each:
 def _tell(error: HpclmError, redact: secrets.Redactor) -> None:
     for line in str(error).splitlines():
         say(f"error: {redact.said(line)}", file=sys.stderr)
+
+
+def _no_more_processes() -> int:
+    print(
+        "error: the system starts no more processes or threads for this user; raise the limit (ulimit -u), or end some, "
+        "then start again",
+        file=sys.stderr,
+    )
+    return 1
 
 
 def _fault(redact: Callable[[str], str]) -> int:

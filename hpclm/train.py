@@ -1,5 +1,10 @@
 """The verb ``hpclm train``: checks settings, joins the other ranks, and runs training/loop.py."""
 
+from hpclm.node import preemption
+
+if __name__ == "__main__":  # before the other imports, which take a while
+    preemption.catch_from_the_start("train")
+
 import argparse
 import os
 import signal
@@ -17,7 +22,7 @@ from hpclm.distributed import bootstrap, network, restart
 from hpclm.distributed import context as distributed
 from hpclm.distributed.bootstrap import World
 from hpclm.errors import REQUEUE, ConfigError
-from hpclm.node import affinity, notify, preemption, secrets
+from hpclm.node import affinity, notify, secrets
 from hpclm.rundir import code, folder
 
 HONOURED = ("job.notify", "job.warn_seconds")

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -121,26 +121,22 @@ def sweep(folder: Path, generation: int) -> None:
         for staging_dir in found
         if staging_dir.name.startswith(".tmp-") and _generation(staging_dir) <= generation
     )
-    for old in found:
-        if old.name.startswith(".trash-"):
-            _remove(old)
+    _remove([old for old in found if old.name.startswith(".trash-")])
     with suppress(OSError):
         files.sweep(folder / "latest")
 
 
 def discard(folders: Iterable[Path]) -> None:
     """Remove directories, renaming each first, so that none is ever incomplete under its own name."""
+    doomed = []
     for old in folders:
-        doomed = old.with_name(f".trash-{old.name.lstrip('.')}")
-        _remove(doomed)
         try:
-            old.rename(doomed)
+            doomed.append(_renamed(old, f".trash-{old.name.lstrip('.')}"))
         except FileNotFoundError:
             continue
         except OSError as error:  # an extra checkpoint does no harm
             log.warning("%s could not be removed: %s", old, error)
-            continue
-        _remove(doomed)
+    _remove(doomed)
 
 
 def publish(staging_dir: Path, final: Path) -> None:
@@ -192,23 +188,38 @@ def set_aside(folder: Path, reason: str) -> None:
 
 def put_away(folder: Path, kind: str, reason: str) -> str:
     """Rename a checkpoint to .KIND-step-…, with the reason next to its files; returns the new name. OSError if that fails."""
-    away, number = folder.with_name(f".{kind}-{folder.name}"), 1
-    while os.path.lexists(away):
-        away, number = folder.with_name(f".{kind}-{folder.name}-{number}"), number + 1
-    folder.rename(away)
+    away = _renamed(folder, f".{kind}-{folder.name}")
     with suppress(OSError):  # the log has it too
         if not away.is_symlink():  # a link may point to a good checkpoint
             files.overwrite(away / "REASON.txt", reason + "\n")
     return away.name
 
 
-def _remove(folder: Path) -> None:
-    """Remove as much as possible; the next sweep tries again."""
-    with suppress(OSError):  # rmtree raises some of them even with ignore_errors
-        if folder.is_symlink() or folder.is_file():
-            folder.unlink()
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
+def _renamed(folder: Path, name: str) -> Path:
+    """``folder`` under its new name, with a number if that is taken."""
+    away, number = folder.with_name(name), 1
+    while os.path.lexists(away):
+        away, number = folder.with_name(f"{name}-{number}"), number + 1
+    return folder.rename(away)
+
+
+def _remove(doomed: Sequence[Path]) -> None:
+    """Remove as much as possible of directories that were renamed; the next sweep tries again.
+
+    Their new names are made durable first: otherwise a power cut could bring one back under its old name, without
+    some of its files.
+    """
+    try:
+        for folder in doomed[:1]:
+            files.sync(folder.parent)
+    except OSError:
+        return
+    for folder in doomed:
+        with suppress(OSError):  # rmtree raises some of them even with ignore_errors
+            if folder.is_symlink() or folder.is_file():
+                folder.unlink()
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _generation(staging_dir: Path) -> int:

@@ -26,7 +26,7 @@ from hpclm.distributed.shutdown import Shutdown
 from hpclm.distributed.signed import SignedStore
 from hpclm.distributed.watchdog import Watchdog
 from hpclm.errors import ConfigError, HpclmError
-from hpclm.node import processes, secrets
+from hpclm.node import preemption, processes, secrets
 
 if TYPE_CHECKING:
     import torch
@@ -258,6 +258,7 @@ def join(world: World, settings: ClusterConfig) -> Iterator[DistributedContext]:
             context.watchdog.stop()
         return
     met = connect(world, settings)
+    preemption.ranks_have_met()
     me = met.ranks[world.rank]
     network.use_interface(settings.interface, met.interface)
     lost_code = bootstrap.lost_code(world.launcher, bootstrap.restarts_left())

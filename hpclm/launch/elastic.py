@@ -6,6 +6,11 @@ that of the rank that failed, signals are forwarded to the ranks so that they ca
 is not restarted.
 """
 
+from hpclm.node import preemption
+
+if __name__ == "__main__":  # before the other imports, which take a while
+    preemption.catch_from_the_start("train")
+
 import logging
 import os
 import secrets
@@ -14,7 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +38,7 @@ from hpclm.distributed.failure import Failure
 from hpclm.distributed.restart import RESTARTED
 from hpclm.distributed.signed import SignedStore
 from hpclm.launch import foreground, restarts
-from hpclm.node import affinity, preemption, processes, python
+from hpclm.node import affinity, processes, python
 
 FINAL = {errors.REQUEUE, 64, 66, 75, 93}
 """Exit codes of a rank that exits on purpose: restarting it here would not help."""
@@ -97,7 +102,8 @@ class Agent(LocalElasticAgent):
         super().__init__(*args, **kwargs)
         self.spares = spares
         self._started = False
-        self._received: list[int] = []
+        self.received: list[int] = []
+        """Signals that were forwarded to the ranks."""
         self._last = restarts.AgentInfo(socket.gethostname(), 0)  # what this agent reports about the last round
         self._at_fault = False  # whether a rank of this node failed first in it
         self._before: Store | None = None  # its store
@@ -134,7 +140,7 @@ class Agent(LocalElasticAgent):
             self._end_others([handler.proc for handler in handlers.values()])
             self._note_failure(worker_group)
             return RunResult(state=WorkerState.FAILED)
-        if any(rank.code in FINAL for rank in self.failed):
+        if any(rank.code in FINAL or -rank.code in self.received for rank in self.failed):
             self._remaining_restarts = 0
         return result
 
@@ -197,7 +203,7 @@ class Agent(LocalElasticAgent):
             store.set("hpclm", secrets.token_hex(8))
         os.environ["HPCLM_RENDEZVOUS"] = store.get("hpclm").decode()
         started = super()._start_workers(worker_group)
-        for number in self._received:  # received before the ranks were started
+        for number in self.received:  # received before the ranks were started
             self._send(number)
         return started
 
@@ -206,7 +212,7 @@ class Agent(LocalElasticAgent):
 
     def forward(self, number: int) -> None:
         """Send a signal to the ranks, and to those of later rounds."""
-        self._received.append(number)
+        self.received.append(number)
         self._send(number)
 
     def _send(self, number: int) -> None:
@@ -294,22 +300,30 @@ def supervise(spec: WorkerSpec, output: LogsSpecs, spares: int = 0) -> tuple[int
                 return 0, (), None
             text = f"the agent on {socket.gethostname()} lost its connection to the others: {error}"
             print(text, file=sys.stderr, flush=True)
-            code = exit_code(False, [ended.code for ended in agent.failed])
+            code = exit_code(False, [ended.code for ended in agent.failed], agent.received)
             return (errors.REQUEUE if bootstrap.job() and code == 1 else code), agent.failed, agent.place
         finally:
             processes.kill_children()
     if result is None:  # the run ended without this spare
         return 0, (), None
     succeeded = result.state == WorkerState.SUCCEEDED
-    return exit_code(succeeded, [ended.code for ended in agent.failed]), agent.failed, agent.place
+    code = exit_code(succeeded, [ended.code for ended in agent.failed], agent.received)
+    warned = [ended for ended in agent.failed if -ended.code in agent.received]
+    return code, tuple(ended for ended in agent.failed if ended not in warned), agent.place
 
 
-def exit_code(succeeded: bool, codes: Sequence[int]) -> int:
-    """0, or that of the rank that failed; 128 + n if signal n killed it."""
+def exit_code(succeeded: bool, codes: Sequence[int], sent: Collection[int] = ()) -> int:
+    """0, or that of the rank that failed; 128 + n if signal n killed it.
+
+    ``sent``: warnings that were forwarded to the ranks. One that ends a rank came before the rank could catch it, when
+    there was nothing to save.
+    """
     if succeeded:
         return 0
     if errors.REQUEUE in codes and {*codes} <= {errors.REQUEUE, -signal.SIGKILL, -signal.SIGTERM}:
         return errors.REQUEUE  # a hung rank may have been killed
+    if codes and {*codes} <= {errors.REQUEUE, *(-number for number in sent)}:
+        return errors.REQUEUE
     killed = [code for code in codes if code < 0 and -code != signal.SIGTERM]
     first = killed[0] if killed else next(iter(codes), 1)
     return first if first > 0 else 128 - first

@@ -2,6 +2,7 @@
 
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -16,8 +17,9 @@ from typing import IO, Any
 
 from hpclm import files
 from hpclm.config import RunConfig
+from hpclm.errors import REQUEUE
 from hpclm.launch import kill_with_launcher
-from hpclm.node import preemption, processes
+from hpclm.node import environment, preemption, processes
 from hpclm.rundir import submissions
 from hpclm.rundir.submissions import Submission
 from hpclm.terminal import say
@@ -54,28 +56,30 @@ def run(name: str, command: Sequence[str], env: Mapping[str, str], log: Path, si
     """
     processes.adopt_orphans()
     appending = os.fdopen(files.appending(log, 0o600), "ab", buffering=0)
-    sender = _Sender(signals)
-    with preemption.handling(sender), appending as file, _killed_with_this_process() as enrol:
+    sender, marked = _Sender(signals), mark()
+    with preemption.handling(sender), appending as file, killed_with_this_process(marked, log) as enrol:
         process = subprocess.Popen(
             list(command),
-            env=dict(env),
+            env={**env, **marked},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C in a terminal reaches this process only
             preexec_fn=enrol,
         )
-        sender.process, output = process, Output(file, hold=name == "mpirun")
+        sender.follow(process)
+        output = Output(file, hold=name == "mpirun")
         output.copy(process.stdout, sys.stdout)
         output.copy(process.stderr, sys.stderr)
         code = process.wait()
         processes.kill_children()
-        cause = output.finish(code != 0)
+        cause = output.finish(code not in (0, *(-number for number in sender.forwarded)))
     if cause:
         how = "; it must reach every host without a password: ssh HOST true" * bool(re.search("[rs]sh", cause))
         log_line(f"{name} could not start the processes: {cause}{how}\nall it printed is in {log}", log, "E")
         return 1
-    return 128 - code if code < 0 else code
+    code = 128 - code if code < 0 else code
+    return REQUEUE if code - 128 in sender.forwarded else code  # it came before they caught it: nothing was trained
 
 
 def log_line(text: str, log: Path, level: str = "I") -> None:
@@ -160,22 +164,53 @@ class _Sender:
     def __init__(self, signals: Mapping[int, int]):
         self.process: subprocess.Popen | None = None
         self.signals, self.sent = signals, set[int]()
+        self.forwarded = set[int]()
+        """What it has sent as a warning."""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         again = number == signal.SIGINT and number in self.sent
-        if self.process is None or (number in self.sent and not again):
+        if number in self.sent and not again:
             return
         self.sent.add(number)
-        with suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGTERM if again else self.signals.get(number, number))
+        if again and self.process:
+            self.forwarded.clear()
+            self.process.send_signal(signal.SIGTERM)
+        elif self.process:
+            self._forward(number)
+
+    def follow(self, process: subprocess.Popen) -> None:
+        """Send to ``process``, also what was received before it was started."""
+        self.process = process
+        for number in sorted(self.sent):
+            self._forward(number)
+
+    def _forward(self, number: int) -> None:
+        assert self.process is not None
+        self.forwarded.add(warning := self.signals.get(number, number))
+        self.process.send_signal(warning)
+
+
+def mark() -> dict[str, str]:
+    """A variable for the environment of all that a launch starts, by which it is found if this process is killed."""
+    return {environment.LAUNCH_ID: secrets.token_hex(8)}
 
 
 @contextmanager
-def _killed_with_this_process() -> Iterator[Callable[[], object]]:
-    """A function for a child to call before it executes its program, so that its session ends if this process is killed."""
+def killed_with_this_process(marked: Mapping[str, str], log: Path) -> Iterator[Callable[[], object]]:
+    """During the block, if this process is killed, everything whose environment has the variable ``marked`` ends.
+
+    It gives a function for mpirun or srun to call before it executes its program: that one is asked to end first.
+    ``log``: of the launch, where this is logged.
+    """
     script = str(Path(kill_with_launcher.__file__))
-    options = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen([sys.executable, "-IS", script], start_new_session=True, **options) as guard:  # type: ignore[call-overload]
+    words = [f"{name}={value}" for name, value in marked.items()]
+    output = files.appending(log, 0o600)
+    try:
+        options = {"stdin": subprocess.PIPE, "stdout": output, "stderr": subprocess.DEVNULL}
+        guard = subprocess.Popen([sys.executable, "-IS", script, *words], start_new_session=True, **options)  # type: ignore[call-overload]
+    finally:
+        os.close(output)
+    with guard:
         pipe = guard.stdin.fileno()
         try:
             yield lambda: os.write(pipe, f"{os.getpid()}\n".encode())

@@ -44,11 +44,12 @@ def run_here(command: Sequence[str], count: int, log: Path, run_id: str, restart
     Rank 0 prints as this process does: directly to a terminal, otherwise also to ``log``. The output of the others is
     in files next to it.
     """
-    os.environ |= {"HPCLM_LAUNCHER": "local", SECRET: secrets.token_hex(16)}
+    marked = foreground.mark()
+    os.environ |= {**marked, "HPCLM_LAUNCHER": "local", SECRET: secrets.token_hex(16)}
     rendezvous = OneMachine(run_id)
     spec = elastic.specification(command, count, rendezvous, restarts)
     folder = log.with_suffix("")
-    with _first_rank(log) as first:
+    with foreground.killed_with_this_process(marked, log), _first_rank(log) as first:
         output = elastic.RankOutput(folder, first)
         code, failed, _ = elastic.supervise(spec, output)
         for ended in failed:

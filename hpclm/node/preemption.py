@@ -7,12 +7,52 @@ a second Ctrl-C ends the process at once. HUP means that the terminal was closed
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+from hpclm.errors import REQUEUE
+
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
+
+
+class Start:
+    """Handles warnings from the first line of a process on: there is nothing to save yet, so it ends at once, with 85.
+
+    Once the ranks have met, a warning waits for ``Preemption``, which makes all of them exit together.
+    """
+
+    def __init__(self) -> None:
+        self.alone = True
+        self.when: dict[str, float] = {}
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
+        name = signal.Signals(number).name
+        self.when.setdefault(name, time.monotonic())
+        if self.alone:
+            with suppress(OSError):  # the terminal may be closed
+                os.write(2, f"{name} during the start: nothing to save, exiting\n".encode())
+            os._exit(REQUEUE)
+
+
+def catch_from_the_start(verb: str) -> None:
+    """Handle warnings by ``Start`` in the verbs ``train`` and ``submit``; called before imports that take a while.
+
+    ``submit`` leaves Ctrl-C to Python until it has started something.
+    """
+    if verb in ("train", "submit"):
+        _install(Start(), [number for number in WARNINGS if verb == "train" or number != signal.SIGINT])
+
+
+def ranks_have_met() -> dict[str, float]:
+    """From now on the loop acts on a warning, not ``Start``; those received so far, with when they were."""
+    start = signal.getsignal(signal.SIGTERM)
+    if not isinstance(start, Start):
+        return {}
+    start.alone = False
+    return start.when
 
 
 @contextmanager
@@ -26,9 +66,11 @@ def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[Non
             signal.signal(number, old if old is not None else signal.SIG_DFL)
 
 
-def _install(handler: Callable[[int, FrameType | None], object]) -> dict[int, Any]:
+def _install(
+    handler: Callable[[int, FrameType | None], object], numbers: Sequence[signal.Signals] = WARNINGS
+) -> dict[int, Any]:
     """Have ``handler`` receive the signals; the handlers before it."""
-    heard = [number for number in WARNINGS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    heard = [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in heard}
 
 
@@ -40,7 +82,9 @@ class Preemption:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Preemption":
+        early = ranks_have_met()
         self._before = _install(self._note)
+        self._when = {**early, **self._when}
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:

@@ -21,7 +21,7 @@ from hpclm.sinks import messages_of, position
 from hpclm.sinks.feed import Feed
 
 POLL = 0.5  # seconds between two looks at metrics.jsonl
-LAST = 10.0  # seconds for the rest when rank 0 is gone
+LAST = 3.0  # seconds for the rest when rank 0 is gone
 LARGEST = 1 << 24  # bytes of logs/sink-SINK.log, give or take what is printed within ``OFTEN``
 KEPT = 1 << 22  # the newest bytes, which are kept once it is larger
 OFTEN = 0.1  # seconds between two looks at its size

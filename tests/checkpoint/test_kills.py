@@ -91,7 +91,8 @@ def test_a_kill_of_either_of_two_ranks_leaves_the_old_or_the_new(victim, good, f
 
 
 def test_what_gets_its_name_is_on_the_disk_and_so_is_the_name(good, folder):
-    """In the order of system calls: each file, the staging_dir's folder, the new name, the folder that has it."""
+    """In the order of system calls: each file, the staging_dir's folder, the new name, the folder that has it; and the
+    new name of a checkpoint that is pruned, before the first of its files is deleted."""
     reset(folder, good)
     lines = [line for *_, line in traced.points(save, folder, 3)]
 
@@ -107,7 +108,19 @@ def test_what_gets_its_name_is_on_the_disk_and_so_is_the_name(good, folder):
             < published
         )
     assert max(where("fsync(", f"<{staging_dir}/")) < max(where("fsync(", f"<{staging_dir}>")) < published
-    assert published < where("fsync(", f"<{folder}>")[0] < where("step-00000001", ".trash")[0]
+    pruned = where("step-00000001", "rename(", ".trash")[0]
+    assert published < where("fsync(", f"<{folder}>")[0] < pruned
+    deleted = next(n for n in where("unlink") if n > pruned)
+    assert any(pruned < n < deleted for n in where("fsync(", f"<{folder}>")), lines[pruned:]
+
+
+def test_what_an_earlier_attempt_renamed_is_deleted_once_that_is_on_the_disk(good, folder):
+    reset(folder, good, leave_half_done)
+    lines = [line for *_, line in traced.points(resume, folder, None)]
+    synced = [n for n, line in enumerate(lines) if "fsync(" in line and f"<{folder}>" in line]
+    renamed = [n for n, line in enumerate(lines) if "rename(" in line and ".tmp-step" in line]
+    unlinked = [n for n, line in enumerate(lines) if "unlink" in line or "rmdir" in line]
+    assert renamed[0] < synced[0] < unlinked[0] and len(synced) == 2, lines
 
 
 @pytest.mark.parametrize("more", [[], ["checkpoint.background=false"], ["exit_interval=6"]], ids=str)

@@ -59,6 +59,8 @@ def rank(folder, *words):
             subprocess.Popen([*SLEEP[:2], SLEEP[2] + f"  # {MARK}"])
             subprocess.Popen([*SLEEP[:2], SLEEP[2] + f"  # {MARK}"], start_new_session=True)
             daemon()
+        elif act == "child":
+            subprocess.Popen([*SLEEP[:2], SLEEP[2] + f"  # {MARK}"], start_new_session=True)
         elif act == "print":
             print(value, flush=True)
         elif act == "error":

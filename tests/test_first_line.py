@@ -1,0 +1,88 @@
+"""What a process does in its first second: it catches warnings, and finds out that it has no folder or may start no thread."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.launch.launched import until
+from tests.runs import ROOT
+
+TRAIN = [sys.executable, "-m", "hpclm.train"]
+HPCLM = [sys.executable, "-m", "hpclm"]
+LOCAL = ["job.cluster=local", "job.gpus=2", "cluster.preflight=false"]
+
+
+def catches(pid, number):
+    """Whether a process has a handler for a signal."""
+    with open(f"/proc/{pid}/status") as file:
+        caught = next(line for line in file if line.startswith("SigCgt:"))
+    return int(caught.split()[1], 16) >> (number - 1) & 1
+
+
+def warned(words, number, after):
+    """Exit code and output of a process that is signalled ``after`` seconds from when it listens."""
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    until(lambda: catches(process.pid, number), 60, "a handler")
+    with open(f"/proc/{process.pid}/maps") as file:
+        assert after or "libtorch" not in file.read()
+    try:
+        process.wait(after or 0.001)
+    except subprocess.TimeoutExpired:
+        process.send_signal(number)
+    output, _ = process.communicate(timeout=300)
+    return process.returncode, output
+
+
+WARNINGS = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
+
+
+@pytest.mark.parametrize("number", WARNINGS)
+def test_a_warning_is_caught_from_the_first_line_on(number, tiny):
+    code, output = warned([*TRAIN, *tiny("run", "budget.steps=1000000")], number, 0)
+    assert code == 85 and "during the start: nothing to save, exiting" in output, output
+
+
+@pytest.mark.whole
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [0, 0.05, 0.1, 0.2, 0.5, 1, 2, 4])
+@pytest.mark.parametrize("number", WARNINGS)
+@pytest.mark.parametrize("words", [[*TRAIN], [*HPCLM, "train"], [*HPCLM, "submit"]], ids=["rank", "train", "submit"])
+def test_a_warning_at_any_moment_of_the_start_is_an_85(words, number, after, tiny):
+    more = LOCAL if words[-1] == "submit" else []
+    code, output = warned([*words, *tiny("run", "budget.steps=1000000", "batch.micro_size=1", *more)], number, after)
+    assert code == 85 and "Traceback" not in output, output
+
+
+def test_a_launch_here_ends_with_85_when_its_ranks_have_hardly_started(tiny):
+    code, output = warned([*HPCLM, "submit", *tiny("run", *LOCAL)], signal.SIGUSR1, 0)
+    assert code == 85 and "Traceback" not in output, output
+
+
+@pytest.mark.parametrize("words", [["status"], ["train", "debug"], ["config", "debug"], ["submit", "debug"]])
+def test_a_current_folder_that_was_deleted_is_one_message(words, tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    code = (
+        f"import os, runpy, sys; os.rmdir({str(gone)!r}); sys.path.insert(0, {str(ROOT)!r}); sys.argv[1:] = {words!r}; "
+    )
+    code += "runpy.run_module('hpclm', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=gone, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 64 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.startswith("error: the current folder cannot be read: No such file or directory; change")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
+@pytest.mark.parametrize("act", ["threading.Thread(target=print).start()", "subprocess.run(['true'])"])
+def test_a_user_who_may_start_no_process_is_told_so(act):
+    code = (
+        "import os, resource, subprocess, threading\nfrom hpclm import cli\n"
+        "resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))\n"
+        "os.setgid(65534)\nos.setuid(65534)\n"  # root is exempt
+        f"raise SystemExit(cli.run(lambda _: {act}, []))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert "starts no more processes or threads for this user; raise the limit (ulimit -u)" in done.stderr, done.stderr
+    assert done.returncode == 1 and "Traceback" not in done.stderr

@@ -16,6 +16,7 @@ from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.config import DeepSpeedConfigError
+from deepspeed.runtime.zero import partitioned_param_coordinator
 from pydantic import ValidationError
 
 from hpclm.config import OptimConfig
@@ -115,6 +116,10 @@ def begin(device: torch.device) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if device.type == "cpu":
         set_accelerator(Accelerator())
+    if (
+        dist.get_backend() == "fake"
+    ):  # a traced rank, which has no values, cannot compare its order of layers with its peers'
+        partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _: None
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
 
 

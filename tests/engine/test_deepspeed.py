@@ -51,6 +51,17 @@ def test_a_run_goes_on_from_any_engine_to_any_other(words):
     assert found["losses"] == pytest.approx(wanted["losses"][8:12], abs=1e-5)
 
 
+@cases({name: words for name, words in STAGES.items() if name != "stage0"}, "stage1")
+def test_a_run_goes_on_with_four_then_three_then_two_replicas(words):
+    shape = ["batch.global_size=12", "batch.micro_size=1"]
+    wanted, saved = alone(*NATIVE, *shape), None
+    for size, first in ((4, 0), (3, 4), (2, 8)):
+        saved = trained(size, *words, *shape, steps=first + 4, first=first, saved=saved)
+        assert saved["losses"] == pytest.approx(wanted["losses"][first : first + 4], abs=1e-5)
+        assert saved["norms"] == pytest.approx(wanted["norms"][first : first + 4], rel=1e-5)
+    assert saved["scalars"]["optimizer_steps"] == 12
+
+
 @cases({**STAGES, **BF16, "pipeline": PIPELINE}, "stage3", "bf16-fp32", "pipeline")
 def test_a_step_that_is_not_finite_changes_nothing(words):
     layers = "model.layers=3"

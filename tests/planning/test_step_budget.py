@@ -68,7 +68,7 @@ LAYOUTS = {
         ONE,
     ),
     "deepspeed, stage 2": ([DP, "engine.name=deepspeed", "engine.zero_stage=2"], ONE, ONE),
-    "deepspeed, stage 3": ([DP, "engine.name=deepspeed", "engine.zero_stage=3"], ONE, ONE),
+    "deepspeed, stage 3": ([DP, "engine.name=deepspeed", "engine.zero_stage=3"], Budget(13, 1), ONE),
     "deepspeed, pipeline": ([DP, "engine.name=deepspeed", "parallel.pipeline=2"], ONE, ONE),
 }
 USUAL = ("native", "dropout", "tensor", "fsdp2", "deepspeed, stage 1", "deepspeed, stage 3")

@@ -33,8 +33,10 @@ class Layout:
     @property
     def shape(self):
         """Settings that one process takes over: micro-batches of the same size, and no more layers than the stages need."""
-        micro = 8 // self.data // max(2, self.pipeline)
-        return [f"batch.micro_size={micro}", f"model.layers={4 if self.pipeline > 1 else 2}"]
+        samples = {3: 12, 5: 10, 6: 12}.get(self.data, 8)
+        micro = samples // self.data // max(2, self.pipeline)
+        layers = 4 if self.pipeline > 1 else 2
+        return [f"batch.global_size={samples}", f"batch.micro_size={micro}", f"model.layers={layers}"]
 
     @property
     def words(self):
@@ -64,9 +66,23 @@ LAYOUTS = [
     Layout("fsdp2", 3, 4, 2, more=("parallel.shard=2",)),
     Layout("native", 1, 4, more=("parallel.shard=2",)),
 ]
+ODD = (3, 5, 6)
+"""Numbers of replicas that are no powers of two, so that what is split among them needs padding."""
+SHARDED = [("native", 0), ("native", 1), *((engine, stage) for engine in ("fsdp2", "fairscale") for stage in (2, 3))]
+SHARDED += [("deepspeed", stage) for stage in (0, 1, 2, 3)]
+LAYOUTS += [Layout(engine, stage, data) for engine, stage in SHARDED for data in ODD]
+LAYOUTS += [Layout(engine, stage, 3, 2) for engine, stage in SHARDED]
+LAYOUTS += [
+    Layout(engine, stage, *sizes)
+    for engine, stage in (("pipelining", 0), ("deepspeed", 1))
+    for sizes in [(3, 1, 2), (5, 1, 2), (6, 1, 2), (3, 2, 2)]
+]
+OFTEN_ODD = {"native0-dp3", "native1-dp5", "fsdp23-dp3", "fairscale3-dp3", "pipelining0-dp3pp2", "deepspeed1-dp3pp2"}
+OFTEN_ODD |= {"deepspeed1-dp3", "deepspeed2-dp3", "deepspeed3-dp5"}
 RARE = {f"{engine}{stage}-dp4" for engine in ("fsdp2", "fairscale") for stage in (2, 3)}
 RARE |= {"native1-dp4", "deepspeed0-dp2tp2", "deepspeed2-dp2tp2", "deepspeed1-pp4", "native0-tp4"}
 RARE |= {"fsdp22-dp4-2", "fsdp23-dp4tp2-2"}
+RARE |= {layout.name for layout in LAYOUTS if layout.data in ODD} - OFTEN_ODD
 """Layouts of which the sample has nothing: each is between others."""
 RECOMPUTE = {"kept": [], "full": ["engine.recompute=full"], "selective": ["engine.recompute=selective"]}
 RECOMPUTE["every2"] = ["engine.recompute=full", "engine.recompute_every=2"]
@@ -83,6 +99,8 @@ def combinations(layout):
             continue  # two key/value heads
         if recompute != "kept" and "zero_bubble" in layout.name:
             continue  # refused
+        if layout.data in ODD and (recompute != "kept" or dropout != "dry" or style not in ("gpt2", "llamadocs")):
+            continue  # what is combined is a matter of one process
         words = [
             *layout.shape,
             f"engine.precision={precision}",

@@ -61,14 +61,14 @@ LAYOUTS = {
     "pipelining": ([DP, "parallel.pipeline=2", "engine.name=pipelining", "engine.compile=false"], ONE, ONE),
     "fairscale": ([DP, "engine.name=fairscale", "engine.compile=false"], ONE, ONE),
     "deepspeed, stage 0": ([DP, "engine.name=deepspeed", "engine.zero_stage=0"], ONE, ONE),
-    "deepspeed, stage 1": ([DP, "engine.name=deepspeed", "engine.zero_stage=1"], ONE, ONE),
+    "deepspeed, stage 1": ([DP, "engine.name=deepspeed", "engine.zero_stage=1"], Budget(10, 1), ONE),
     "deepspeed, stage 1, fp32 sums": (  # DeepSpeed has another optimizer for it
         [DP, "engine.name=deepspeed", "engine.zero_stage=1", "engine.gradients=fp32"],
         Budget(4, 1),
         ONE,
     ),
     "deepspeed, stage 2": ([DP, "engine.name=deepspeed", "engine.zero_stage=2"], ONE, ONE),
-    "deepspeed, stage 3": ([DP, "engine.name=deepspeed", "engine.zero_stage=3"], ONE, ONE),
+    "deepspeed, stage 3": ([DP, "engine.name=deepspeed", "engine.zero_stage=3"], Budget(13, 1), ONE),
     "deepspeed, pipeline": ([DP, "engine.name=deepspeed", "parallel.pipeline=2"], ONE, ONE),
 }
 USUAL = ("native", "dropout", "tensor", "fsdp2", "deepspeed, stage 1", "deepspeed, stage 3")

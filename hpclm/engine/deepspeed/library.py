@@ -5,13 +5,13 @@ import io
 import logging
 import warnings
 from collections.abc import Iterable, Iterator
-from itertools import product
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator import set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.op_builder import AsyncIOBuilder
@@ -41,54 +41,16 @@ SECTIONS = {
 """The section that each of DeepSpeed's models reads."""
 
 
-@contextlib.contextmanager
-def ordering_streams(optimizer: Any, device: torch.device) -> Iterator[None]:
-    """Inside this context, DeepSpeed's streams wait for each other where it would make the host wait for all of them.
+class Accelerator(CPU_Accelerator):
+    """DeepSpeed's CPU, with what PyTorch adds to it."""
 
-    That is as safe: what one stream reads or frees, the others have finished with. But the host can launch what follows.
-    """
-    own = side_streams(optimizer) if device.type == "cuda" else []
-    if not own:
-        yield
-        return
-    accelerator, computing = get_accelerator(), torch.cuda.current_stream(device)
+    def is_fp16_supported(self) -> bool:
+        """PyTorch supports fp16 on every CPU, slowly on most."""
+        return True
 
-    def order(*_: Any) -> None:
-        current = torch.cuda.current_stream(device)  # of the thread that runs the backward pass
-        for side, stream in product(own, (computing, current)):
-            side.wait_stream(stream)
-            stream.wait_stream(side)
-
-    waiting = [accelerator, *([optimizer.reduce_and_partition_stream] if stage_3(optimizer) else [])]
-    for one in waiting:
-        one.synchronize = order
-    try:
-        yield
-        order()  # the next gather reads what the update has written
-    finally:
-        for one in waiting:
-            del one.synchronize
-
-
-def stage_3(optimizer: Any) -> bool:
-    """Whether DeepSpeed's ``optimizer`` shards weights."""
-    return hasattr(optimizer, "fp32_partitioned_groups_flat")
-
-
-def offloads(optimizer: Any) -> bool:
-    """Whether DeepSpeed's ``optimizer`` keeps its state in CPU memory or on a disk."""
-    return bool(getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False))
-
-
-def side_streams(optimizer: Any) -> list[Any]:
-    """The streams on which DeepSpeed reduces gradients and gathers weights; none if it offloads state, which the host reads."""
-    if offloads(optimizer):
-        return []
-    if not stage_3(optimizer):
-        return [optimizer.reduction_stream] if getattr(optimizer, "reduction_stream", None) else []
-    # where a version of DeepSpeed has it elsewhere, the host waits as DeepSpeed has it wait
-    gathering = vars(optimizer.parameter_offload).get("_DeepSpeedZeRoOffload__allgather_stream")
-    return [optimizer.reduce_and_partition_stream, gathering] if gathering else []
+    def create_op_builder(self, op_name: str) -> Any:
+        """None for a collective that DeepSpeed would compile and gloo provides."""
+        return None if op_name == "ShareMemCommBuilder" else super().create_op_builder(op_name)
 
 
 class MeshView:
@@ -137,42 +99,6 @@ class MeshView:
         return self.mesh.tp.size
 
 
-class Grid(MeshView):
-    """A mesh with pipeline stages, with the methods of DeepSpeed's PipelineParallelGrid."""
-
-    def __init__(self, mesh: Mesh):
-        super().__init__(mesh)
-        self.data_parallel_size, self.data_parallel_id = mesh.dp.size, mesh.dp.rank
-        self.pipe_parallel_size, self.model_parallel_size = mesh.pp.size, mesh.tp.size
-        self.pp_group = list(mesh.pp.ranks)
-
-    def get_global_rank(self) -> int:
-        """This process's global rank."""
-        return self.mesh.world.rank
-
-    def get_stage_id(self) -> int:
-        """This process's stage."""
-        return self.mesh.pp.rank
-
-    get_pipe_parallel_rank = get_stage_id
-
-    def get_pipe_parallel_world_size(self) -> int:
-        """How many stages there are."""
-        return self.mesh.pp.size
-
-    def get_pipe_parallel_group(self) -> Any:
-        """This process's counterparts in all stages."""
-        return self.mesh.pp.group
-
-    def get_slice_parallel_group(self) -> Any:
-        """The tensor-parallel processes."""
-        return self.tensor
-
-    def stage_to_global(self, stage_id: int) -> int:
-        """The rank of this process's counterpart in a stage."""
-        return self.mesh.pp.ranks[stage_id]
-
-
 def group(axis: Axis) -> Any:
     """The process group of ``axis``; a single process gets a new group, since DeepSpeed takes None for all ranks."""
     if axis.group is not None:
@@ -189,9 +115,10 @@ def begin(device: torch.device) -> None:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if device.type == "cpu":
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it compiles a collective that gloo provides
-        get_accelerator().is_fp16_supported = lambda: True  # PyTorch supports fp16 on every CPU, slowly on most
-    if dist.get_backend() == "fake":  # a traced rank has no peers whose order of layers it could compare with its own
+        set_accelerator(Accelerator())
+    if (
+        dist.get_backend() == "fake"
+    ):  # a traced rank, which has no values, cannot compare its order of layers with its peers'
         partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _: None
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
 

@@ -3,54 +3,50 @@
 Every process of a stage reads its replica's micro-batches itself, so only activations [t, B, C] and their gradients are sent.
 """
 
+import contextlib
+import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import timedelta
 from itertools import groupby, islice
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from deepspeed.pipe import PipelineModule
-from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
+from deepspeed.pipe import LayerSpec as DeepSpeedLayer
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
 from hpclm.config import RunConfig
 from hpclm.config.deepspeed import settings
 from hpclm.data.batches import Batch
-from hpclm.engine import DeviceResult, StepResult, keep_going
+from hpclm.engine import StepResult, keep_going
 from hpclm.engine.deepspeed import library
-from hpclm.engine.deepspeed import update as updates
-from hpclm.engine.deepspeed.state import State, Wrapped
+from hpclm.engine.deepspeed.state import PartitionedOptimizer, Wrapped
 from hpclm.engine.deepspeed.zero import finite_or_nan
 from hpclm.engine.sharded_parameter import ShardedParameter, decay_groups
 from hpclm.engine.stages import owned_weights, owners, stages
 from hpclm.engine.step import seed_step, seeds, token_weights
 from hpclm.model import gpt
+from hpclm.model.gpt import LayerSpec
 from hpclm.model.init import materialize_on
 from hpclm.model.loss import TokenLoss
 from hpclm.model.stack import Stack
 from hpclm.optim.adamw import groups
 from hpclm.optim.scaler import LossScale
-from hpclm.parallel.collectives import all_reduce, broadcast
-from hpclm.parallel.mesh import Mesh, sub_axis
+from hpclm.parallel.collectives import all_reduce
+from hpclm.parallel.mesh import Mesh
 
 
-class Stage(PipelineModule):
-    """A stage as DeepSpeed's pipeline runs it, built from our layers and process groups."""
+class Part(nn.Module):
+    """The layers of one stage, as DeepSpeed's pipeline calls them."""
 
-    def __init__(self, stack: Stack, grid: library.Grid, tied: list[tuple[nn.Parameter, Any]]):
-        nn.Module.__init__(self)
-        self.stack, self._grid, self.tied = stack, grid, tied
+    def __init__(self, stack: Stack):
+        super().__init__()
+        self.stack = stack
         self.queue: Iterator[tuple[Batch, Tensor, int | None]] = iter(())
         """The upcoming micro-batches, with their token weights and seeds."""
         self.factor = 1.0
         """Factor on the loss, beyond the token weights."""
-        self._local_start, self._local_stop = stack.specs[0].number, stack.specs[-1].number + 1
-        self.loss_fn = None  # the last layer returns the loss
-        self.tied_comms: dict[str, Any] = {}
-        self.dynamic_shape = False
-        self.activation_checkpoint_interval = 0  # the stack recomputes
-        self.activation_checkpoint_func = non_reentrant_checkpoint
 
     def forward(self, x: Tensor) -> Any:
         """[B, T] ids or [t, B, C] activations of the next micro-batch -> activations, or in the last stage the loss."""
@@ -58,13 +54,41 @@ class Stage(PipelineModule):
         y = self.stack(x, positions, documents, labels, weights, seed)
         return finite_or_nan(y) * self.factor if y.ndim == 0 else y
 
+
+class Pipeline(PipelineModule):
+    """DeepSpeed's pipeline, of which each of our stages is one layer."""
+
+    def __init__(self, stack: Stack, parts: Sequence[Sequence[LayerSpec]], mesh: Mesh):
+        """``stack``: this process's stage, which is the only one that DeepSpeed builds. ``parts``: the layers of all."""
+        shared = [name for name, members in owners(parts).items() if len(members) > 1]
+        weights = [
+            f"stack.layers.{name}.{weight}" for name in shared if name in stack.layers for weight in named(stack, name)
+        ]
+        layers = [
+            TiedLayerSpec("shared", Part, stack, tied_weight_attr=weights)
+            if any(spec.name in shared for spec in part)
+            else DeepSpeedLayer(Part, stack)
+            for part in parts
+        ]
+        topology = PipeModelDataParallelTopology(mesh.pp.size, mesh.tp.size, mesh.dp.size)
+        with contextlib.redirect_stdout(io.StringIO()):
+            super().__init__(layers, topology=topology, partition_method="uniform")
+
     def get_tied_weights_and_groups(self) -> list[tuple[Any, Any]]:
         """Weights whose gradients are summed with those of other stages.
 
         If DeepSpeed accumulates gradients in another type, it keeps them in ``grad_accum`` but does not look for them there.
         """
-        accumulated = [(getattr(weight, "grad_accum", None), weight, group) for weight, group in self.tied]
-        return [(weight if kept is None else SimpleNamespace(grad=kept), group) for kept, weight, group in accumulated]
+        found = [
+            (getattr(weight, "grad_accum", None), weight, group)
+            for weight, group in super().get_tied_weights_and_groups()
+        ]
+        return [(weight if kept is None else SimpleNamespace(grad=kept), group) for kept, weight, group in found]
+
+
+def named(stack: Stack, layer: str) -> list[str]:
+    """The names of the weights in a layer."""
+    return [name for name, _ in stack.layers[layer].named_parameters()]
 
 
 class PipelineEngine(Wrapped):
@@ -94,22 +118,20 @@ class PipelineEngine(Wrapped):
             for name, p in self.model.weights()
         )
         library.mark_split(self.weights)
+        pipeline = Pipeline(self.model, parts, mesh)
+        self.part: Any = pipeline.forward_funcs[0]
         for weight in self.weights:
             weight.parameter.ds_pipe_replicated = weight.duplicate  # type: ignore[attr-defined]  # the norm counts it once
         self.plan = config.plan(mesh.world.size)
         decaying, others = decay_groups(self.weights, config.optim.decayed == "all")
         optimizer = library.optimizer(groups(decaying, others, config.optim), config.optim)
-        limit = timedelta(minutes=config.cluster.timeout_minutes)
-        self.stage = Stage(self.model, library.Grid(mesh), tied(self.model, where, mesh, limit))
+        held = [list(group["params"]) for group in optimizer.param_groups]
         self.engine = library.initialize(
-            model=self.stage,
+            model=pipeline,
             optimizer=optimizer,
             config=settings(config, self.plan, library.NAMES[dtype], device.type == "cuda"),
         )
-        if not mesh.pp.last:
-            self.engine._aggregate_total_loss = self._received_loss
-        self.state = State(self.engine.optimizer, optimizer)
-        self.update = updates.of(self.engine, optimizer, mesh)
+        self.state = PartitionedOptimizer(self.engine.optimizer, optimizer, held, mesh.dp)
         self.scale = LossScale.first(config.scaler) if dtype == torch.float16 else None
 
     def train_step(
@@ -119,7 +141,7 @@ class PipelineEngine(Wrapped):
 
         ``between`` is not called: the stages are never between the same two micro-batches.
         """
-        config, mesh, engine, stage = self.config, self.mesh, self.engine, self.stage
+        config, mesh, engine, part = self.config, self.mesh, self.engine, self.part
         scale = self.scale.value if self.scale else 1.0
         if self.scale:
             engine.optimizer.override_loss_scale(scale)
@@ -131,32 +153,25 @@ class PipelineEngine(Wrapped):
         found = seeds(config.seed, step, count, mesh.dp) if random else [None] * count
         # DeepSpeed averages over micro-batches; the token weights include the scale already, where fp16 needs it
         weights = [w * scale for w in token_weights(batches, config.batch.loss_norm, mesh.dp)]
-        stage.queue, stage.factor = iter(zip(batches, weights, found, strict=True)), count / scale
+        part.queue, part.factor = iter(zip(batches, weights, found, strict=True)), count / scale
         for group in engine.optimizer.param_groups:
             group["lr"] = lr
         with torch.autograd.set_detect_anomaly(config.engine.anomaly, check_nan=self.scale is None):
             loss = engine.train_batch(ids(batches))
-        mean = loss.double() * mesh.dp.size  # DeepSpeed returns the mean over replicas of their contributions
-        result = DeviceResult.of(mean, self.update.norm(), self.update.skipped(), scale)
-        if self.scale:  # fp16 waits for the device here, as BaseEngine does
-            self.scale = self.scale.after(result.skipped, config.scaler)
-        return result
-
-    def _received_loss(self) -> Tensor:
-        """The mean loss that the last stage broadcasts. DeepSpeed's method receives it in zeros that it copies from the host."""
-        losses = torch.zeros(2, device=self.device)  # of its replica, and of all
-        return broadcast(losses, self.mesh.pp, self.mesh.pp.size - 1)[1]
+        return self.result(
+            loss.double() * mesh.dp.size, scale
+        )  # DeepSpeed returns the mean over replicas of their contributions
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss per token; holds one micro-batch per stage, so that every stage is busy."""
         found = torch.zeros(2, dtype=torch.float64, device=self.device)
-        self.stage.factor = 1.0
+        self.part.factor = 1.0
         for _, alike in groupby(batches, lambda batch: batch.tokens.shape):
             self.engine.reset_activation_shape()
             while some := list(islice(alike, self.mesh.pp.size)):
                 masks = [torch.ones_like(b.labels) if b.loss_mask is None else b.loss_mask for b in some]
-                self.stage.queue = iter([(batch, mask.float(), None) for batch, mask in zip(some, masks, strict=True)])
+                self.part.queue = iter([(batch, mask.float(), None) for batch, mask in zip(some, masks, strict=True)])
                 losses = self.engine.eval_batch(
                     ids(some), reduce_output=None, bcast_loss=False, num_micro_batches=len(some)
                 )
@@ -175,13 +190,3 @@ class PipelineEngine(Wrapped):
 def ids(batches: Sequence[Batch]) -> Iterator[tuple[Tensor, None]]:
     """The inputs of the first stage; the last stage takes labels from its own queue."""
     return ((batch.tokens, None) for batch in batches)
-
-
-def tied(model: Stack, where: dict[str, list[int]], mesh: Mesh, limit: timedelta) -> list[tuple[nn.Parameter, Any]]:
-    """Weights of this stage that other stages hold too, each with the process group of its holders."""
-    found: list[tuple[nn.Parameter, Any]] = []
-    for name, members in where.items():
-        if len(members) > 1:
-            group = sub_axis(mesh.pp, members, limit).group
-            found += [(parameter, group) for parameter in model.layers[name].parameters()]
-    return found

@@ -10,15 +10,14 @@ from torch import Tensor, nn
 from hpclm.config import RunConfig
 from hpclm.config.deepspeed import settings, stage_of
 from hpclm.data.batches import Batch
-from hpclm.engine import DeviceResult, StepResult, keep_going
+from hpclm.engine import StepResult, keep_going
 from hpclm.engine.base import BaseEngine
 from hpclm.engine.deepspeed import library
-from hpclm.engine.deepspeed import update as updates
-from hpclm.engine.deepspeed.state import State, Wrapped
+from hpclm.engine.deepspeed.state import PartitionedOptimizer, PartitionedWeights, Wrapped
 from hpclm.engine.sharded_parameter import ShardedParameter, decay_groups
 from hpclm.engine.step import Timers, mean_loss, seed_step, seeds, token_weights
 from hpclm.model import gpt
-from hpclm.model.init import materialize_on, uninitialized
+from hpclm.model.init import materialize_on
 from hpclm.model.loss import TokenLoss
 from hpclm.model.stack import Stack, WrapLayer
 from hpclm.optim.adamw import groups
@@ -78,20 +77,24 @@ class ZeroEngine(Wrapped):
         library.begin(device)
         self.config, self.mesh, self.device = config, mesh, device
         tree = settings(config, config.plan(mesh.world.size), library.NAMES[dtype], device.type == "cuda")
-        view = library.MeshView(mesh)
-        wrap = partition(tree, view, dtype) if stage_of(config) == 3 else materialize_on(device, mesh.tp)
+        stage = stage_of(config)
+        wrap = partition(tree, mesh, device, dtype) if stage == 3 else materialize_on(device, mesh.tp)
         self.model = stack(config, mesh, dtype, wrap)
         self.weights = tuple(ShardedParameter(name, p, self.model.placements[name]) for name, p in self.model.weights())
         library.mark_split(self.weights)
         decaying, others = decay_groups(self.weights, config.optim.decayed == "all")
         optimizer = library.optimizer(groups(decaying, others, config.optim), config.optim)
-        self.engine = library.initialize(model=self.model, optimizer=optimizer, config=tree, mpu=view)
-        self.state = State(self.engine.optimizer, optimizer)
-        self.update = updates.of(self.engine, optimizer, mesh)
+        held = [list(group["params"]) for group in optimizer.param_groups]
+        self.engine = library.initialize(model=self.model, optimizer=optimizer, config=tree, mpu=library.MeshView(mesh))
+        wrapper = self.engine.optimizer
+        if stage == 3:
+            self.state = PartitionedWeights(wrapper, optimizer, mesh.shard)
+        else:
+            self.state = PartitionedOptimizer(wrapper, optimizer, held, mesh.dp)
         self.timers = Timers(device, config.log.timers)
         self.scale = LossScale.first(config.scaler) if dtype == torch.float16 else None
         self.mean_over = (
-            mesh.dp.size if stage_of(config) == 3 else 1
+            mesh.dp.size if stage == 3 else 1
         )  # DeepSpeed averages, rather than sums, over this many replicas
 
     def train_step(
@@ -119,19 +122,15 @@ class ZeroEngine(Wrapped):
                 tokens, labels, _, positions, documents = batch
                 with self.timers("forward"):
                     value = engine(tokens, positions, documents, labels, weight * factor, seed)
-                with self.timers("backward"), library.ordering_streams(engine.optimizer, self.device):
+                with self.timers("backward"):
                     # the token weights include the scale already; DeepSpeed multiplies by what it will divide by
                     engine.backward(finite_or_nan(value) / divisor, scale_wrt_gas=False)
                 total += value.detach() / factor
         for group in engine.optimizer.param_groups:
             group["lr"] = lr
-        with self.timers("optimizer"), library.ordering_streams(engine.optimizer, self.device):
+        with self.timers("optimizer"):
             engine.step()
-        loss, update = all_reduce(total, mesh.dp), self.update
-        result = DeviceResult.of(loss, update.norm(), update.skipped(), scale, self.timers.take())
-        if self.scale:  # fp16 waits for the device here, as BaseEngine does
-            self.scale = self.scale.after(result.skipped, config.scaler)
-        return result
+        return self.result(all_reduce(total, mesh.dp), scale, self.timers.take())
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss per token."""
@@ -144,51 +143,20 @@ def finite_or_nan(loss: Tensor) -> Tensor:
     return loss * torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
 
 
-class Init(deepspeed.zero.Init):
-    """Shards a layer's weights as it is built, and initialises only this replica's shard of weights on the meta device.
-
-    DeepSpeed's own Init needs every weight whole on every process, and broadcasts the values of the first.
-    """
-
-    def __init__(self, layer: nn.Module, view: library.MeshView, dtype: torch.dtype, **arguments: Any):
-        found = dict(uninitialized(layer))
-        self.init_specs = {p: found[name] for name, p in layer.named_parameters() if name in found}
-        self.tp, self.type = view.mesh.tp, dtype
-        group = view.get_data_parallel_group()
-        super().__init__(module=layer, data_parallel_group=group, mpu=view, **arguments)
-
-    def _convert_to_zero_parameters(self, param_list: Iterable[nn.Parameter]) -> None:
-        for weight in list(param_list):
-            if (
-                weight in self.init_specs
-            ):  # allocates the whole weight briefly; on a CPU only address space, since nothing is written
-                there = torch.empty(weight.shape, dtype=self.type, device=self.local_device)
-                torch.utils.swap_tensors(weight, nn.Parameter(there))
-            else:
-                weight.data = weight.data.to(self.local_device, self.type)
-            self._zero_init_param(weight)
-
-    def _zero_init_param(self, param: Any) -> None:
-        if param not in self.init_specs:
-            super()._zero_init_param(param)
-            return
-        self._convert_to_deepspeed_param(param)
-        size = self._aligned_size(param) // self._partition_world_size(param)
-        begin = size * self._partition_rank(param)
-        if self.zero_param_process_group:  # hpZ cuts shards of another size from it as well
-            begin, size = 0, param.ds_numel
-        self.init_specs[param].fill(param.data.view(-1)[begin : begin + size], begin, self.tp)
-        param.partition()
-
-
-def partition(tree: dict[str, Any], view: library.MeshView, dtype: torch.dtype) -> WrapLayer:
-    """Stage 3: shard each layer as soon as it is built."""
+def partition(tree: dict[str, Any], mesh: Mesh, device: torch.device, dtype: torch.dtype) -> WrapLayer:
+    """Stage 3: shard each layer as soon as it is built; one layer at a time is whole."""
     shared: dict[str, Any] = {}  # shared by all layers: the NVMe swapper, and hpZ's process groups
+    view, materialize = library.MeshView(mesh), materialize_on(device, mesh.tp)
 
-    def wrap(_: str, layer: nn.Module) -> nn.Module:
-        # the type is in the JSON: the dtype argument has an effect on some devices only
+    def wrap(name: str, layer: nn.Module) -> nn.Module:
+        materialize(name, layer)
+        for weight in layer.parameters():  # DeepSpeed shards a weight in the type that it has
+            weight.data = weight.data.to(dtype)
+        group = view.get_data_parallel_group()
         with library.refusals():
-            made = Init(layer, view, dtype, config_dict_or_path=tree, **shared)
+            made = deepspeed.zero.Init(
+                module=layer, data_parallel_group=group, mpu=view, config_dict_or_path=tree, **shared
+            )
         shared.update(param_swapper=made.param_swapper, zero_param_parallel_group=made.zero_param_process_group)
         return layer
 

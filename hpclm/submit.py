@@ -18,7 +18,7 @@ from hpclm.config.plan import planned_inside_warmup
 from hpclm.diagnostics import report
 from hpclm.errors import ConfigError, HpclmError, LockedError
 from hpclm.launch import local, sbatch, script, send, sweep, visible
-from hpclm.launch.options import options
+from hpclm.launch.options import set_in
 from hpclm.node import gpus, notify, secrets
 from hpclm.rundir import folder, submissions
 from hpclm.rundir import runs as folders
@@ -301,7 +301,7 @@ def _show(where: str, runs: Sequence[RunConfig], scripts: Sequence[str]) -> int:
         sys.stdout.write(text)
         sys.stdout.flush()
         if shutil.which("sbatch"):
-            say(sbatch.rehearse(text, options(run, Path(run.out))), file=sys.stderr)
+            say(sbatch.rehearse(text, set_in(text)), file=sys.stderr)
         if run.job.time:
             say(f"time limit: {_limit(run.job.time)}", file=sys.stderr)
     return 0

@@ -68,10 +68,10 @@ def load(
         problems += _untrusted(assignments + given, path, content.exposed)
     if site is not None and not whole:
         assignments = _from_site(site, problems) + assignments
-    run = build(assignments + given, problems)
+    config = build(assignments + given, problems)
     if not whole and not (path is not None and _tries(given)):
-        _refuse_short(run)
-    return run
+        _refuse_short(config)
+    return config
 
 
 def _tries(given: list[Assignment]) -> bool:

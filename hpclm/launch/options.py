@@ -67,9 +67,9 @@ def directive(option: str, value: str) -> str:
     return f"#SBATCH --{option}={value}"
 
 
-def set_in(script: str) -> set[str]:
-    """Long names of the options that a script sets."""
-    return set(re.findall(r"^#SBATCH --([a-z-]+)", script, re.MULTILINE))
+def set_in(script: str) -> Options:
+    """The options that a script sets, by their long names."""
+    return dict(re.findall(r'^#SBATCH --([a-z-]+)(?:="?([^"\n]*))?', script, re.MULTILINE))
 
 
 def shares(job: JobConfig) -> dict[str, str]:

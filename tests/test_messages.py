@@ -50,7 +50,7 @@ MISTAKES = {
     ("train", "debug", "budget.steps=${STEPS}"): "environment variables are expanded only in job.setup",
     # secrets, which no message repeats
     ("train", "debug", "WANDB_API_KEY=hunter2hunter2"): "WANDB_API_KEY is an environment variable, not a setting: export it where you",
-    ("train", "debug", "job.env={WANDB_API_KEY:hunter2hunter2}"): "job.env.WANDB_API_KEY: YAML wants a space after ':' (value not shown)",
+    ("train", "debug", "job.env={WANDB_API_KEY:hunter2hunter2}"): "job.env has no space after the ':' of WANDB_API_KEY, which YAML needs (value not shown)",
     ("train", "debug", "job.env={WANDB_API_KEY: [hunter2hunter2]}"): "job.env.WANDB_API_KEY must be text",
     ("train", "debug", "job.env=WANDB_API_KEY:hunter2hunter2"): "job.env must be a mapping of names to text",
     ("train", "debug", "job.env={WANDB_API_KEY: hunter2hunter2"): "job.env is not a YAML value",

@@ -14,7 +14,7 @@ from typing import Any
 from hpclm import cli, config, extras, files, shipped
 from hpclm.config import JobConfig, RunConfig, show
 from hpclm.config.job import TEMPLATES, seconds_of
-from hpclm.config.plan import planned_inside_warmup
+from hpclm.config.length import planned_inside_warmup
 from hpclm.diagnostics import report
 from hpclm.errors import ConfigError, HpclmError, LockedError
 from hpclm.launch import local, sbatch, script, send, sweep, visible

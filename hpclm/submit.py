@@ -14,7 +14,7 @@ from typing import Any
 from hpclm import cli, config, extras, files, shipped
 from hpclm.config import JobConfig, RunConfig, show
 from hpclm.config.job import TEMPLATES, seconds_of
-from hpclm.config.plan import planned_inside_warmup
+from hpclm.config.length import planned_inside_warmup
 from hpclm.diagnostics import report
 from hpclm.errors import ConfigError, HpclmError, LockedError
 from hpclm.launch import local, sbatch, script, send, sweep, visible
@@ -202,8 +202,6 @@ def check(run: RunConfig, where: str, again: bool = False, back_to: int | None =
         problems += run.missing_libraries()
     if here and (where == "mpirun" or run.job.template == "mpirun"):
         problems += filter(None, [extras.missing("starting ranks with mpirun", "mpi4py")])
-    if run.job.spares and where != "slurm":
-        problems.append(f"job.spares={run.job.spares} needs a Slurm job: here the processes are started by {where}")
     processes = run.job.nodes * run.job.gpus
     try:
         if where in ("slurm", "local", "interactive") or (where == "mpirun" and not run.job.hostfile):

@@ -98,5 +98,5 @@ def _step(title: str, words: Sequence[str]) -> int:
     """Show and run an hpclm command; its exit code."""
     say(f"\n== {title}")
     say(f"   $ hpclm {shlex.join(words)}", flush=True)
-    code = subprocess.run(python.command("hpclm", *words), env=python.env()).returncode
+    code = subprocess.run(python.command("hpclm", *words), env=python.safe_env()).returncode
     return code if code >= 0 else 128 - code

@@ -152,7 +152,9 @@ def _add_to_mapping(tree: Any, key: str, value: Any) -> str | None:
         value = dict(_flattened("", value))
     for name, text in value.items():
         if text is None and ":" in str(name):  # {NAME:value} is one name
-            return f"{key} has no space after the ':' of {str(name).partition(':')[0]}, which YAML needs (value not shown)"
+            return (
+                f"{key} has no space after the ':' of {str(name).partition(':')[0]}, which YAML needs (value not shown)"
+            )
         if isinstance(text, bool) or not isinstance(text, (str, int, float)):
             return f"{_said(f'{key}.{name}', text)} must be text; put quotes around it"
     OmegaConf.set_readonly(OmegaConf.select(tree, key.rpartition(".")[0]), False)

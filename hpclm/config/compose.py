@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from hpclm import files, shipped
-from hpclm.config import plan, reading, resolved
+from hpclm.config import length, reading, resolved
 from hpclm.config.assign import Assignment, Unreadable, build, literal
 from hpclm.config.fields import as_yaml, required, type_of
 from hpclm.config.job import TEMPLATES
@@ -82,7 +82,7 @@ def _tries(given: list[Assignment]) -> bool:
 
 def _refuse_short(run: RunConfig) -> None:
     """ConfigError if the budget is too short for the warm-up or wsd's decay that is given with it."""
-    short = plan.planned_inside_warmup(run)
+    short = length.planned_inside_warmup(run)
     if short and run.optim.schedule_length is None:
         raise ConfigError(f"{short}; shorten the warm-up, or extend the budget. To stop early once, set stop_at")
 

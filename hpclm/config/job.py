@@ -42,7 +42,7 @@ INSTEAD = {
     ),
     "requeue": "set job.requeue",
     "no-requeue": "set job.requeue",
-    "no-kill": "set job.spares",
+    "no-kill": "a lost node ends the job, and Slurm starts it again",
     "signal": "set job.warn_seconds",
     **dict.fromkeys(("output", "error"), "the log is in logs/ of the run directory, which out= sets"),
     **dict.fromkeys(
@@ -109,9 +109,6 @@ class JobConfig(Checked):
     restarts: int = 0
     """How often the ranks are restarted in the same allocation, from the last checkpoint, if one fails; for template=torchrun and
     local runs. 0: the job ends, and Slurm requeues it if job.requeue is set."""
-    spares: int = 0
-    """Nodes to ask Slurm for beyond job.nodes, with template=torchrun and job.restarts: a node that is lost, or whose ranks
-    fail, is replaced by a spare one, and the run resumes from the last checkpoint. They are charged as the others are."""
     template: str = "srun"
     """Job script: srun, mpirun, torchrun or container (in slurm/), or the path of your own. With job.container, srun means
     container."""
@@ -144,13 +141,9 @@ class JobConfig(Checked):
     def problems(self) -> Iterator[str]:
         """Invalid job settings."""
         yield from at_least(1, "job", nodes=self.nodes, gpus=self.gpus, cpus_per_task=self.cpus_per_task)
-        yield from at_least(0, "job", warn_seconds=self.warn_seconds, restarts=self.restarts, spares=self.spares)
+        yield from at_least(0, "job", warn_seconds=self.warn_seconds, restarts=self.restarts)
         if self.restarts and self.cluster == "mpirun":
             yield f"job.restarts={self.restarts}: mpirun cannot restart ranks; use job.cluster=local or Slurm"
-        if self.spares and self.cluster in ("local", "mpirun"):
-            yield f"job.spares={self.spares} needs a Slurm job, not job.cluster={self.cluster}: no other launcher has spare nodes"
-        if self.spares > 0 and not self.restarts:
-            yield f"job.spares={self.spares} needs job.restarts=N: a spare node takes over when the ranks are started again"
         for name, (shape, words) in SHAPES.items():
             value = getattr(self, name)
             if value is not None and not shape.fullmatch(value):

@@ -18,7 +18,7 @@ FIRST = FIRST_OF_OLD.replace(".\n", ". The last line counts them.\n")
 LAST = re.compile(r"^# End of the (\d{1,6}) settings\.\n", re.MULTILINE)
 NAMES_OF_OLD = "e5e09dcf0a571d49a3332685cf3dc68b"
 """blake2b of the names of all settings in a config.yaml of the last version that wrote no last line."""
-REMOVED = {"checkpoint.files": "rank", "log.style": "hpclm"}
+REMOVED = {"checkpoint.files": "rank", "job.spares": 0, "log.style": "hpclm"}
 """Settings that no longer exist, and the values with which a config.yaml may still have them: what hpclm does now."""
 NAME = "config.yaml"
 HISTORY = "config-history"

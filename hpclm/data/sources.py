@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from hpclm.config import DataConfig, Plan, RunConfig
 from hpclm.config.data import SOURCES
-from hpclm.config.plan import run_length
+from hpclm.config.length import run_length
 from hpclm.data.findings import Findings
 from hpclm.errors import ConfigError
 from hpclm.registry import a_function, lookup

@@ -15,7 +15,7 @@ from hpclm.diagnostics import stale
 from hpclm.distributed import bootstrap
 from hpclm.distributed import network as addresses
 from hpclm.errors import ConfigError
-from hpclm.node import affinity, environment, facts
+from hpclm.node import affinity, environment, facts, python
 
 # The only variables that are shown: a launcher's, and settings of the libraries. No value here can be a secret.
 VARIABLES = {
@@ -36,9 +36,9 @@ VARIABLES = {
 def collect(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Everything; the slow questions are asked at the same time."""
     with ThreadPoolExecutor(8) as pool:
-        torch = pool.submit(facts.ask_python, facts.TORCH, env)
-        mpi = pool.submit(facts.ask_python, facts.MPI, env) if util.find_spec("mpi4py") else None
-        apex = pool.submit(facts.ask_python, facts.APEX, env) if facts.has_nvidia_apex() else None
+        torch = pool.submit(python.ask, facts.TORCH, env)
+        mpi = pool.submit(python.ask, facts.MPI, env) if util.find_spec("mpi4py") else None
+        apex = pool.submit(python.ask, facts.APEX, env) if facts.has_nvidia_apex() else None
         mpirun = pool.submit(facts.ask_program, "mpirun", "--version")
         sbatch = pool.submit(facts.ask_program, "sbatch", "--version")
         controller = pool.submit(facts.ask_program, "scontrol", "ping")

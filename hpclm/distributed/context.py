@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,6 +36,23 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 CAUSE = 60.0  # seconds that a rank which lost a connection waits for its watchdog to end it with the cause
 UNLIMITED = timedelta(days=7)  # for a collective in which one rank may arrive hours after another
+
+
+def waits_in(name: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """For a method that waits for other ranks: tells the watchdog so, which takes ranks that wait for no culprits of a hang."""
+
+    def decorator(method: Callable[..., T]) -> Callable[..., T]:
+        @wraps(method)
+        def noted(self: "DistributedContext", *args: Any, **kwargs: Any) -> T:
+            self.watchdog.waits_in = name
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                self.watchdog.waits_in = ""
+
+        return noted
+
+    return decorator
 
 
 class DistributedContext:
@@ -81,6 +99,7 @@ class DistributedContext:
         texts = self._exchange(_text_tensor(own, width), unlimited, everywhere)
         return [json.loads(bytes(text[: int(size)].numpy())) for text, size in zip(texts, sizes, strict=False)]
 
+    @waits_in("all_gather")
     def _exchange(self, own: "torch.Tensor", unlimited: bool, everywhere: bool = True) -> "list[torch.Tensor]":
         """Every rank's tensor, on every rank or, unless ``everywhere``, on rank 0; on the others an empty list."""
         import torch.distributed as dist
@@ -94,6 +113,7 @@ class DistributedContext:
         (group.allgather if everywhere else group.gather)([found] if found else [], [own], options).wait()
         return found
 
+    @waits_in("all_reduce")
     def all_reduce_max(self, *values: float) -> list[float]:
         """The maximum over all ranks of the first values, of the second ones, …, on every rank."""
         self.watchdog.tick()
@@ -112,13 +132,6 @@ class DistributedContext:
         if self.size == 1:
             return act()
         import torch
-        import torch.distributed as dist
-
-        def broadcast(tensor: torch.Tensor) -> torch.Tensor:
-            options, group = dist.BroadcastOptions(), dist.group.WORLD
-            options.rootRank, options.timeout = 0, UNLIMITED  # rank 0 may write, or read, for hours
-            group.broadcast([tensor], options).wait()  # type: ignore[union-attr]
-            return tensor
 
         said, failed = b"", None
         result: Any = None
@@ -130,8 +143,8 @@ class DistributedContext:
                 failed = error
                 problems = error.problems if isinstance(error, ConfigError) else str(error)
                 said = json.dumps({"error": type(error).__name__, "what": problems}).encode()
-        length = int(broadcast(torch.tensor([len(said)])))
-        text = broadcast(_text_tensor(said, length))
+        length = int(self._broadcast(torch.tensor([len(said)])))
+        text = self._broadcast(_text_tensor(said, length))
         if not self.is_main:
             heard = json.loads(bytes(text.numpy()))
             if "error" in heard:
@@ -141,6 +154,16 @@ class DistributedContext:
             failed.shared = True
             raise failed
         return result
+
+    @waits_in("run_on_main")
+    def _broadcast(self, tensor: "torch.Tensor") -> "torch.Tensor":
+        """Rank 0's tensor, on every rank."""
+        import torch.distributed as dist
+
+        options, group = dist.BroadcastOptions(), dist.group.WORLD
+        options.rootRank, options.timeout = 0, UNLIMITED  # rank 0 may write, or read, for hours
+        group.broadcast([tensor], options).wait()  # type: ignore[union-attr]
+        return tensor
 
     def init_process_group(self, device: "torch.device", minutes: float, logs: Path | None = None) -> None:
         """Set up PyTorch's process group: gloo between CPUs, and NCCL beside it, with its flight recorder, between

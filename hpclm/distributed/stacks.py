@@ -12,7 +12,6 @@ HERE = str(Path(__file__).parents[1])
 HELPERS = "hpclm-"  # prefix of the names of helper threads, which do no training work
 COLLECTIVES = (
     "/torch/distributed/distributed_c10d.py",
-    "/hpclm/distributed/collectives.py",
     "/hpclm/parallel/collectives.py",
 )
 UNDER = ("/torch/distributed/c10d_logger.py", "/torch/_ops.py")  # frames around the collectives

@@ -64,6 +64,8 @@ class Watchdog:
         self.limit = settings.hang_minutes * 60
         self.phase, self.step, self.ticks, self.steps = "", 0, 0, 0
         self.leaving = False
+        self.waits_in = ""
+        """The operation of all ranks that the main thread waits in (``context.waits_in``); empty if in none."""
         self.out: Path | None = None
         self.folder: Path | None = None
         self.now = 0.0
@@ -105,6 +107,11 @@ class Watchdog:
     def tick(self) -> None:
         """The main thread makes progress within its phase."""
         self.ticks += 1
+
+    def position(self) -> Position:
+        """What this process does, or waits for."""
+        found = stacks.position()
+        return replace(found, collective=found.collective or self.waits_in)
 
     def write_to(self, out: Path, name: str, stages: int = 1) -> None:
         """Set the run directory: stacks go to its folder logs/NAME, the same on every rank."""
@@ -233,7 +240,7 @@ class Watchdog:
 
     def _answer(self) -> dict[str, Any]:
         """Write this process's stacks, and return its position."""
-        found, paused = stacks.position(), self._paused()  # before what follows looks like a pause
+        found, paused = self.position(), self._paused()  # before what follows looks like a pause
         if self.folder:
             with suppress(OSError):  # a disk may be why it hangs
                 path = self.folder / f"rank-{self.me.rank:05d}.txt"

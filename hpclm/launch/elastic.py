@@ -97,31 +97,19 @@ class Agent(LocalElasticAgent):
     failed: tuple[FailedRank, ...] = ()
     """The ranks that failed first."""
 
-    def __init__(self, *args: Any, spares: int = 0, **kwargs: Any):
-        """``spares``: number of agents that wait until a node of the run is lost or its ranks fail."""
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.spares = spares
-        self._started = False
         self.received: list[int] = []
         """Signals that were forwarded to the ranks."""
-        self._last = restarts.AgentInfo(socket.gethostname(), 0)  # what this agent reports about the last round
-        self._at_fault = False  # whether a rank of this node failed first in it
+        self._last = restarts.AgentInfo(0)  # what this agent reports about the last round
         self._before: Store | None = None  # its store
         # PyTorch would restart the ranks without counting it if another agent waits; here it counts as a failure
         handler = self._worker_group.spec.rdzv_handler
         self._waiting, self._looked = handler.num_nodes_waiting, 0.0
         handler.num_nodes_waiting = lambda: 0  # type: ignore[method-assign]
 
-    @property
-    def place(self) -> int | None:
-        """This node's place in the current round; None for a spare."""
-        return self._worker_group.group_rank if self._started else None
-
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        handler, self._started = worker_group.spec.rdzv_handler, False
-        restarts.publish_again(handler)
-        if self.spares and self._at_fault:
-            restarts.yield_to_spare(handler)
+        restarts.publish_again(worker_group.spec.rdzv_handler)
         super()._rendezvous(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -169,9 +157,7 @@ class Agent(LocalElasticAgent):
     def _note_failure(self, group: WorkerGroup) -> None:
         """Record why this round ended, for the next one."""
         assert group.store is not None
-        first, why = restarts.first_failure(self._ranks_store(group))
-        self._at_fault = first in {worker.global_rank for worker in group.workers}
-        if why:
+        if why := restarts.first_failure(self._ranks_store(group)):
             group.store.compare_set(restarts.REASON_KEY, "", why[: restarts.REASON])
 
     def _end_others(self, ranks: Sequence[subprocess.Popen]) -> None:
@@ -193,8 +179,7 @@ class Agent(LocalElasticAgent):
         agents = restarts.exchange(worker_group, replace(self._last, restarts_left=self._remaining_restarts))
         self._before = store
         self._remaining_restarts = min(each.restarts_left for each in agents)
-        self._last = restarts.AgentInfo(socket.gethostname(), 0, before=tuple(each.host for each in agents))
-        self._at_fault, self._started = False, True
+        self._last = restarts.AgentInfo(0, again=True)
         os.environ.pop(RESTARTED, None)
         if why := restarts.reason(agents):
             most = worker_group.spec.max_restarts
@@ -243,30 +228,15 @@ def main(argv: list[str]) -> int:
     handler = rendezvous.get_rendezvous_handler(parameters)
     spec = specification(command, config.nproc_per_node, handler, config.max_restarts)
     assert config.logs_specs is not None
-    spares = int(os.environ.get("HPCLM_SPARES") or 0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # srun sends it when the agent of another node exits
     try:
-        code, failed, place = supervise(spec, config.logs_specs, spares)
+        code, failed = supervise(spec, config.logs_specs)
         for ended in failed:
             log_failed_rank(ended, None, "")
-        if spares:
-            code = _tell_outcome(handler, config.max_nodes, place, code)
         return code
     finally:
         with suppress(RendezvousError):  # its store is on the first node, which may be lost
             handler.shutdown()
-
-
-def _tell_outcome(handler: RendezvousHandler, nodes: int, place: int | None, code: int) -> int:
-    """The exit code of the whole run; on the job's first node also in the file that the job's script reads, since
-    srun's own exit code is that of a node that was lost."""
-    with suppress(RuntimeError, RendezvousError):
-        handler.shutdown()  # spare nodes end
-        code = restarts.outcome(handler, nodes, place, code)
-    path = os.environ.get("HPCLM_EXIT")
-    if path and os.environ.get("SLURM_NODEID") == "0":
-        files.write_text(Path(path), f"{code}\n")
-    return code
 
 
 def specification(command: Sequence[str], count: int, handler: RendezvousHandler, restarts: int) -> WorkerSpec:
@@ -283,33 +253,29 @@ def specification(command: Sequence[str], count: int, handler: RendezvousHandler
     )
 
 
-def supervise(spec: WorkerSpec, output: LogsSpecs, spares: int = 0) -> tuple[int, tuple[FailedRank, ...], int | None]:
-    """Run the agent; the exit code, the ranks that failed first, and this node's place, None for a spare."""
+def supervise(spec: WorkerSpec, output: LogsSpecs) -> tuple[int, tuple[FailedRank, ...]]:
+    """Run the agent; the exit code, and the ranks that failed first."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks log what happened
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are forwarded
     processes.adopt_orphans()
-    agent = Agent(spec, output, shutdown_timeout=GRACE, spares=spares)
+    agent = Agent(spec, output, shutdown_timeout=GRACE)
     with _signals(agent):
         try:
             result = agent.run()
         except KeyboardInterrupt:
             print("second Ctrl-C: exiting now without saving", file=sys.stderr, flush=True)
-            return 128 + signal.SIGINT, (), None
+            return 128 + signal.SIGINT, ()
         except (RendezvousError, DistError) as error:  # the first node is lost, or another has ended the run
-            if agent.place is None and not agent.failed:  # a spare
-                return 0, (), None
             text = f"the agent on {socket.gethostname()} lost its connection to the others: {error}"
             print(text, file=sys.stderr, flush=True)
             code = exit_code(False, [ended.code for ended in agent.failed], agent.received)
-            return (errors.REQUEUE if bootstrap.job() and code == 1 else code), agent.failed, agent.place
+            return (errors.REQUEUE if bootstrap.job() and code == 1 else code), agent.failed
         finally:
             processes.kill_children()
-    if result is None:  # the run ended without this spare
-        return 0, (), None
     succeeded = result.state == WorkerState.SUCCEEDED
     code = exit_code(succeeded, [ended.code for ended in agent.failed], agent.received)
     warned = [ended for ended in agent.failed if -ended.code in agent.received]
-    return code, tuple(ended for ended in agent.failed if ended not in warned), agent.place
+    return code, tuple(ended for ended in agent.failed if ended not in warned)
 
 
 def exit_code(succeeded: bool, codes: Sequence[int], sent: Collection[int] = ()) -> int:

@@ -51,7 +51,7 @@ def run_here(command: Sequence[str], count: int, log: Path, run_id: str, restart
     folder = log.with_suffix("")
     with foreground.killed_with_this_process(marked, log), _first_rank(log) as first:
         output = elastic.RankOutput(folder, first)
-        code, failed, _ = elastic.supervise(spec, output)
+        code, failed = elastic.supervise(spec, output)
         for ended in failed:
             known = not ended.rank or ended.code in elastic.FINAL or rendezvous.is_logged(run_id)
             elastic.log_failed_rank(ended, log, "" if known else output.last_lines(ended.rank))

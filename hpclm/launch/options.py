@@ -25,7 +25,7 @@ def options(config: RunConfig, out: Path) -> Options:
     job = config.job
     found: Options = {
         "job-name": name(job.name or config.name),
-        "nodes": str(job.nodes + job.spares),
+        "nodes": str(job.nodes),
         "ntasks-per-node": str(job.gpus),
         "cpus-per-task": str(job.cpus_per_task) if job.cpus_per_task else None,
         **{name: getattr(job, name) for name in SAME_NAMES},
@@ -38,7 +38,6 @@ def options(config: RunConfig, out: Path) -> Options:
     found["output"] = pattern(out / "logs") + "/job-%j.log"
     found["open-mode"] = "append"
     found |= {"requeue": "", "no-requeue": None} if job.requeue else {"requeue": None, "no-requeue": ""}
-    found |= {"no-kill": ""} if job.spares else {}
     found["signal"] = f"USR2@{job.warn_seconds}" if job.warn_seconds else None
     return found | job.options
 

@@ -40,8 +40,6 @@ def template(job: JobConfig) -> Path:
     wanted = "container" if job.container and job.template == "srun" else job.template
     if job.restarts and wanted in TEMPLATES and wanted != "torchrun":
         raise ConfigError(f"job.restarts={job.restarts} needs job.template=torchrun, not {wanted}")
-    if job.spares and wanted != "torchrun":
-        raise ConfigError(f"job.spares={job.spares} needs job.template=torchrun, not {wanted}")
     if wanted not in TEMPLATES:
         return files.readable(Path(wanted), "job.template")
     templates = shipped.folder("slurm")

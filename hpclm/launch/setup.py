@@ -26,7 +26,7 @@ def lines(config: RunConfig, path: Path, folders: Iterable[Path] = ()) -> Iterat
     for variable, value in job.env.items():
         yield f"export {variable}={shlex.quote(value)}"
     if job.restarts:
-        yield f"restarts={job.restarts} spares={job.spares}"
+        yield f"restarts={job.restarts}"
     if job.template == "mpirun":
         yield f"pass=({' '.join(f'-x {variable}' for variable in job.env)})"
     yield from job.setup

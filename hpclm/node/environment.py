@@ -30,7 +30,7 @@ OPTIONS = {
 
 def inherited(env: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment of what hpclm starts (``python.env``), without the variables of an outer launch by hpclm or torchrun."""
-    return python.env({k: v for k, v in env.items() if k not in LAUNCH and not TORCHRUN.fullmatch(k)})
+    return python.safe_env({k: v for k, v in env.items() if k not in LAUNCH and not TORCHRUN.fullmatch(k)})
 
 
 def replace(env: Mapping[str, str]) -> None:

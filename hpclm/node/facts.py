@@ -1,10 +1,9 @@
 """The facts of a node: the only place that asks the system, its libraries and its programs what there is.
 
-The preflight check gathers ``of_process`` from every rank and compares; ``hpclm doctor`` shows all of it. ``ask_python`` and
+The preflight check gathers ``of_process`` from every rank and compares; ``hpclm doctor`` shows all of it. ``python.ask`` and
 ``ask_program`` ask in a separate process, so that a library or program that crashes or hangs is an answer too.
 """
 
-import json
 import os
 import platform
 import resource
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from hpclm import __version__
-from hpclm.node import affinity, processes, python
+from hpclm.node import affinity, processes
 from hpclm.node.processes import NoAnswerError
 
 if TYPE_CHECKING:
@@ -33,7 +32,6 @@ Facts = dict[str, Any]
 LIBRARIES = ("deepspeed", "fairscale", "apex", "mpi4py", "submitit", "numpy", "safetensors", "tokenizers")
 DECISIVE = ("numpy", "triton", "deepspeed", "fairscale", "safetensors")
 """Libraries beside PyTorch that take part in training: a run needs the same version of each on every node."""
-LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDRA_", "MPI_", "SLURM_STEP")
 
 TORCH = """
 import json, warnings
@@ -197,23 +195,6 @@ def _nccl() -> str | None:
 
     has_nccl = torch.version.cuda and dist.is_nccl_available()
     return ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None
-
-
-def ask_python(code: str, env: Mapping[str, str], seconds: float = 30) -> Facts:
-    """What ``code`` prints as JSON, run by this interpreter without the launcher's variables."""
-    clean = python.env({name: value for name, value in env.items() if not name.startswith(LAUNCHERS)})
-    code = f"{python.WITHOUT_FOLDER}\n{code}"
-    try:
-        status, output, errors = processes.ask([sys.executable, "-c", code], seconds, clean)
-    except NoAnswerError as error:
-        return {"error": str(error)}
-    if status:
-        exited = f"ended by signal {-status}" if status < 0 else f"exit code {status}"
-        return {"error": (errors.strip().splitlines() or [exited])[-1]}
-    try:
-        return dict(json.loads(output.splitlines()[-1]))
-    except (ValueError, IndexError):
-        return {"error": "no answer"}
 
 
 def ask_program(*words: str, seconds: float = 5.0) -> Facts:

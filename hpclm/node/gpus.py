@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpclm.errors import ConfigError, HpclmError
-from hpclm.node import facts
+from hpclm.node import python
 from hpclm.registry import hint
 
 
@@ -81,7 +81,7 @@ def count(env: Mapping[str, str], root: Path = Path("/")) -> int:
     """
     if not any(next(root.glob(pattern), None) for pattern in DEVICE_FILES):
         return 0
-    found = facts.ask_python(COUNT, env, seconds=120)
+    found = python.ask(COUNT, env, seconds=120)
     if "error" in found:
         raise HpclmError(f"PyTorch cannot count the GPUs here: {found['error']}; hpclm doctor shows more")
     return int(found["gpus"])

@@ -4,11 +4,18 @@
 against that; ``CODE`` does the same in every version.
 """
 
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hpclm import shipped
+from hpclm.node import processes
+from hpclm.node.processes import NoAnswerError
+
+LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDRA_", "MPI_", "SLURM_STEP")
+"""Prefixes of variables by which a library takes a process for a launcher's rank."""
 
 WITHOUT_FOLDER = "import sys; sys.path[:] = filter(None, sys.path)"
 """The first statement of ``python -c``, which has put "", the current folder, first in sys.path."""
@@ -29,9 +36,26 @@ def readable(words: Sequence[str]) -> list[str]:
     return [*words[: place - 1], "-m", *words[place + 1 :]]
 
 
-def env(base: Mapping[str, str] = os.environ) -> dict[str, str]:
+def safe_env(base: Mapping[str, str] = os.environ) -> dict[str, str]:
     """``base``, in which Python finds this copy of hpclm first unless that is installed, and libraries start Python safely too."""
     folders = [] if shipped.installed() else [str(shipped.PACKAGE.parent)]
     folders += [each for each in base.get("PYTHONPATH", "").split(os.pathsep) if each not in ("", *folders)]
     path = {"PYTHONPATH": os.pathsep.join(folders)} if folders else {}
     return {**base, **path, "PYTHONSAFEPATH": "1"}
+
+
+def ask(code: str, env: Mapping[str, str], seconds: float = 30) -> dict[str, Any]:
+    """What ``code`` prints as JSON, run by this interpreter without the launcher's variables; {"error": reason} without an answer."""
+    clean = safe_env({name: value for name, value in env.items() if not name.startswith(LAUNCHERS)})
+    code = f"{WITHOUT_FOLDER}\n{code}"
+    try:
+        status, output, errors = processes.ask([sys.executable, "-c", code], seconds, clean)
+    except NoAnswerError as error:
+        return {"error": str(error)}
+    if status:
+        exited = f"ended by signal {-status}" if status < 0 else f"exit code {status}"
+        return {"error": (errors.strip().splitlines() or [exited])[-1]}
+    try:
+        return dict(json.loads(output.splitlines()[-1]))
+    except (ValueError, IndexError):
+        return {"error": "no answer"}

@@ -43,7 +43,7 @@ class Sinks:
                 (self.out / "logs").mkdir(mode=0o700, exist_ok=True)
                 with os.fdopen(files.appending(messages_of(self.out, name), 0o600), "w") as messages:
                     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": messages}
-                    process = subprocess.Popen(command, env=python.env(), **pipes)  # type: ignore[call-overload]
+                    process = subprocess.Popen(command, env=python.safe_env(), **pipes)  # type: ignore[call-overload]
             except OSError as error:
                 log.warning("sink %s cannot be started: %s; training continues without it", name, error)
                 continue

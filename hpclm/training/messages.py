@@ -8,7 +8,8 @@ import torch
 from hpclm import files
 from hpclm.checkpoint import Progress
 from hpclm.config import Plan, RunConfig
-from hpclm.config.plan import Length, inside_warmup
+from hpclm.config.length import inside_warmup
+from hpclm.config.plan import Length
 from hpclm.distributed.context import DistributedContext
 from hpclm.model import attention_backend, count
 from hpclm.node import apex, hardware

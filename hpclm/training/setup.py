@@ -15,7 +15,8 @@ from hpclm.checkpoint import CheckpointStore, Progress, Retention, begin_from, r
 from hpclm.checkpoint.fingerprint import differences, fingerprint
 from hpclm.checkpoint.init_from import check_init_from
 from hpclm.config import Plan, RunConfig
-from hpclm.config.plan import Length, run_length
+from hpclm.config.length import run_length
+from hpclm.config.plan import Length
 from hpclm.data import sources
 from hpclm.data.batches import Batches
 from hpclm.data.findings import Findings

@@ -6,7 +6,8 @@ import pytest
 from hpclm import config
 from hpclm.config import ModelConfig, RunConfig, compose, show
 from hpclm.config.fields import keys
-from hpclm.config.plan import Length, run_length
+from hpclm.config.length import run_length
+from hpclm.config.plan import Length
 from hpclm.errors import ConfigError
 from tests.forks import hpclm
 from tests.runs import ROOT

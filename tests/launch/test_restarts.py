@@ -62,24 +62,3 @@ def test_a_killed_rank_is_started_again_and_the_run_learns_the_same(tiny, tmp_pa
 def test_restarts_are_refused_where_nothing_would_start_the_ranks_again(words, message, tiny):
     done = hpclm("submit", *tiny("run"), "job.restarts=1", *words, "--dry-run", check=64)
     assert message in done.stderr
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["job.cluster=slurm", "job.template=torchrun"], "job.spares=1 needs job.restarts=N"),
-        (["job.cluster=slurm", "job.restarts=1"], "needs job.template=torchrun, not srun"),
-        (["job.cluster=slurm", "job.restarts=1", "job.template=mpirun"], "needs job.template=torchrun, not mpirun"),
-        (["job.cluster=local", "job.restarts=1", "job.template=torchrun"], "job.spares=1 needs a Slurm job"),
-        (["--debug", "job.restarts=1", "job.template=torchrun"], "job.spares=1 needs a Slurm job"),
-    ],
-)
-def test_spares_are_refused_where_no_node_would_wait(words, message, tiny, tmp_path):
-    done = hpclm("submit", *tiny("run"), "job.spares=1", *words, check=64)
-    assert message in done.stderr and not (tmp_path / "run").exists()
-
-
-def test_a_job_with_spares_asks_for_them_too_and_outlives_a_node(tiny):
-    words = ["job.cluster=slurm", "job.template=torchrun", "job.nodes=2", "job.restarts=3", "job.spares=1"]
-    text = hpclm("submit", *tiny("run", "batch.micro_size=1"), *words, "--dry-run", check=0).stdout
-    assert "#SBATCH --nodes=3\n" in text and "#SBATCH --no-kill\n" in text and "restarts=3 spares=1\n" in text

@@ -1,4 +1,4 @@
-"""Ranks that torchrun's agents start again inside a Slurm allocation, and spare nodes, on a real Slurm."""
+"""Ranks that torchrun's agents start again inside a Slurm allocation, on a real Slurm."""
 
 import json
 import os
@@ -74,44 +74,9 @@ def test_a_rank_killed_on_the_second_node_is_started_again_until_no_restart_is_l
     until(lambda: not job.ranks(), 20, "the end of all ranks", cluster)
 
 
-SPARE = ["job.restarts=2", "job.spares=1"]
-
-
-@pytest.mark.whole
-def test_a_spare_node_takes_the_place_of_one_that_is_lost_and_of_one_whose_rank_fails(cluster, tmp_path):
-    if not cluster.isolated:
-        pytest.skip("nodes that share this machine's processes cannot lose power separately")
-    job = Job(cluster, tmp_path / "run", 2, 1, *WORDS, *SPARE, "budget.steps=100")
-    wait_for_a_checkpoint(job)
-    assert int(cluster.show(job.id)["NumNodes"]) == 3
-    nodes, host = set(ranks_by_node(job)), cluster.show(job.id)["BatchHost"]
-    assert len(nodes) == 2
-    doomed = max(nodes)  # never the first, which has the agents' store
-    began = time.monotonic()
-    os.kill(ranks_by_node(job)[doomed][0], signal.SIGKILL)
-    print(f"a rank: {seconds_to_the_next_step(job, 2, began):.1f} s until the next step")
-    second = set(ranks_by_node(job))
-    assert len(second) == 2 and doomed not in second, job.log()
-    after = attempts(job)[-1]["after"]
-    assert f"replaces {doomed}" in after and "SIGKILL" in after and after.startswith("restart 1 of 2: rank"), after
-    lost = max(second - {host})
-    began = time.monotonic()
-    cluster.power_off(lost)
-    cluster.down(lost)
-    print(f"a node: {seconds_to_the_next_step(job, 3, began):.1f} s until the next step")
-    third = set(ranks_by_node(job))
-    assert doomed in third and lost not in third
-    after = attempts(job)[-1]["after"]
-    assert after.startswith("restart 2 of 2: ") and f"spare node {doomed} replaces {lost}" in after, after
-    assert cluster.show(job.id)["Restarts"] == "0" and cluster.state(job.id) == "RUNNING"
-    assert cluster.wait(job.id, timeout=120) == "COMPLETED" and cluster.show(job.id)["ExitCode"] == "0:0"
-    assert job.step() == 100
-    until(lambda: not cluster.processes(AGENT), 20, "the end of all agents", cluster)
-
-
 @pytest.mark.whole
 def test_when_the_first_node_s_agent_is_killed_the_job_is_put_back_into_the_queue(cluster, tmp_path):
-    job = Job(cluster, tmp_path / "run", 2, 1, *WORDS, *SPARE, "job.requeue=true")
+    job = Job(cluster, tmp_path / "run", 2, 1, *WORDS, "job.restarts=2", "job.requeue=true")
     wait_for_a_checkpoint(job)
     host = cluster.show(job.id)["BatchHost"]
     for process in [*cluster.processes(AGENT), *job.ranks()]:

@@ -5,7 +5,7 @@ import resource
 import pytest
 import torch
 
-from hpclm.node import facts
+from hpclm.node import facts, python
 
 
 def test_the_preflight_check_and_doctor_see_the_same_machine():
@@ -39,7 +39,7 @@ def test_a_resource_without_a_limit_has_none(monkeypatch):
     ],
 )
 def test_a_library_that_fails_is_an_answer(code, error):
-    assert facts.ask_python(code, os.environ, seconds=0.3 if "sleep" in code else 30)["error"].endswith(error)
+    assert python.ask(code, os.environ, seconds=0.3 if "sleep" in code else 30)["error"].endswith(error)
 
 
 def test_programs_answer_with_their_first_line_or_an_error():

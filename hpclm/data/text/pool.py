@@ -67,7 +67,7 @@ def _worker(function: Callable[[Work], Done], opened: ExitStack) -> Connection:
     ours, theirs = Pipe()
     with theirs, _children_ignoring_ctrl_c():
         command = python.command(__name__, str(theirs.fileno()))
-        process = subprocess.Popen(command, env=python.env(), stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        process = subprocess.Popen(command, env=python.safe_env(), stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
     opened.callback(process.wait)
     opened.callback(ours.close)
     with _detecting_killed_worker():

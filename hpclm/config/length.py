@@ -1,0 +1,46 @@
+"""Where a run ends, by its budgets; and whether that is inside its warm-up."""
+
+from hpclm.config.plan import Length, Plan
+from hpclm.config.schema import RunConfig
+from hpclm.errors import ConfigError
+
+
+def run_length(config: RunConfig, plan: Plan, samples_per_epoch: int | None) -> Length:
+    """The end of the run by the tightest budget; ConfigError if that is before the first step.
+
+    ``samples_per_epoch``: None if it is not known, so that epochs do not count.
+    """
+    budget = config.budget
+    ends = [] if budget.steps is None else [budget.steps]
+    samples = {"samples": budget.samples}
+    samples["tokens"] = None if budget.tokens is None else budget.tokens // config.model.context
+    samples["epochs"] = int(budget.epochs * samples_per_epoch) if budget.epochs and samples_per_epoch else None
+    for name, count in samples.items():
+        if count is None:
+            continue
+        ends.append(plan.steps_within(count))
+        if not ends[-1]:
+            raise ConfigError(
+                f"budget.{name}={getattr(budget, name)} is {count} samples of {config.model.context} tokens, "
+                f"less than the first step's {plan.batch_size(0)}; raise it, or lower batch.global_size"
+            )
+    steps = min(ends, default=None)
+    found = Length(steps, None if steps is None else plan.samples_after(steps))
+    wrong = config.optim.outlasting(found.in_unit(config.optim.unit))
+    if wrong:
+        raise ConfigError(wrong)
+    return found
+
+
+def inside_warmup(config: RunConfig, length: Length) -> str | None:
+    """What to say of a run that ends before its warm-up does."""
+    optim, end = config.optim, length.in_unit(config.optim.unit)
+    warmup = optim.warmup or (optim.warmup_fraction or 0) * (optim.schedule_length or end or 0)
+    if end is None or warmup < end:
+        return None
+    return f"the run ends after {end} {optim.unit}, inside its warm-up of {warmup:g} (optim.warmup): optim.lr is never reached"
+
+
+def planned_inside_warmup(config: RunConfig) -> str | None:
+    """As ``inside_warmup``, before the data and so the length of an epoch are known; ConfigError if the budget is too short."""
+    return inside_warmup(config, run_length(config, config.plan(config.parallel.model), None))

@@ -57,7 +57,9 @@ def test_an_engine_without_its_library_is_refused_before_the_start(name, verb, t
 
 def test_the_job_of_another_environment_may_have_what_is_not_installed_here(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    words = ["submit", "--dry-run", *tiny("run", "engine.name=deepspeed", f"job.venv={tmp_path}")]
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    (tmp_path / "venv/bin/activate").touch()
+    words = ["submit", "--dry-run", *tiny("run", "engine.name=deepspeed", f"job.venv={tmp_path}/venv")]
     assert cli.main(words) == 0, capsys.readouterr().err
 
 

@@ -148,7 +148,7 @@ def test_when_a_node_loses_its_power_the_others_leave_before_slurm_notices(by_ha
         assert time.monotonic() - began < 60
         time.sleep(0.2)
     text = (out / "log.txt").read_text()
-    assert f"on {second} (pid " in text and "cannot be reached: no heartbeat for" in text
+    assert f"on {second} (pid " in text and "was lost: no heartbeat for" in text
 
 
 def test_a_job_with_a_stopped_rank_is_requeued_and_the_rank_is_gone(cluster, words, tmp_path):

@@ -27,7 +27,7 @@ broken = None
 def here(tmp_path, monkeypatch):
     """A working folder with datasets, and modules of the user's own."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])  # as PYTHONPATH does
     (tmp_path / "own_engine.py").write_text(OWN)
     (tmp_path / "own_broken.py").write_text("import not_installed_anywhere\n")
     note = {"tokenizer": build("bytes", []).fingerprint}

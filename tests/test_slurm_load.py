@@ -15,8 +15,8 @@ from tests.test_preemption import Job
 
 # Requests of one squeue, scontrol or sinfo: some ask for partitions or the federation too.
 BUDGET = {
-    "submit": 2,
-    "submit with GPUs": 4,
+    "submit": 3,
+    "submit with GPUs": 5,
     "status": 3,
     "logs": 3,
     "logs -f, a minute": 3,

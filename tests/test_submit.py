@@ -18,7 +18,7 @@ from tests.launch.test_sbatch import NOT_CONFIGURED
 from tests.rundir.test_runs import make
 from tests.runs import ROOT
 
-SMALL = ["budget.steps=5", "engine.device=cpu", "evaluate.every=0"]
+SMALL = ["budget.steps=5", "optim.warmup=0", "engine.device=cpu", "evaluate.every=0"]
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_the_job_that_the_readme_submits_may_be_divided_as_it_says(nodes, submit
         ("job.env.1A=x",): "names of variables are letters, digits and _",
         ("job.env.SLURM_PROCID=1",): "is set by the shell or the launcher",
         ("job.env.WANDB_API_KEY=abcdefgh",): "contains a secret",
-        ("job.env={A: true}",): "job.env.A=True must be text; put quotes around it",
+        ("job.env={A: true}",): "job.env.A must be text; put quotes around it",
         ("data.source=indexed", "data.prefix=/none/of_this"): "/none/of_this",
         ("data.source=indexed",): "data.prefix is not set",
         ("out=/dev/null/x",): "run directory /dev/null/x: Not a directory",

@@ -40,8 +40,9 @@ def check_fingerprint(folder: Path, saved: Mapping[str, Any], now: Mapping[str, 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The differences between two fingerprints, one sentence each, except for tokenizers."""
-    model = {name: DEFAULTS[name] for name in now.get("model", {}) if name in DEFAULTS} | saved.get("model", {})
-    saved = {**saved, "model": model}
+    if isinstance(held := saved.get("model"), Mapping):
+        then = {name: DEFAULTS[name] for name in now.get("model", {}) if name in DEFAULTS}
+        saved = {**saved, "model": {**then, **held}}
     sets = [_listed(tree.get("data"), "datasets") for tree in (saved, now)]
     weights = [_listed(tree.get("data"), "weights") for tree in (saved, now)]
     before, after = (

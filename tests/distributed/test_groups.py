@@ -12,6 +12,7 @@ from hpclm import config
 from hpclm import engine as engines
 from hpclm.distributed.bootstrap import World
 from hpclm.distributed.context import DistributedContext, single
+from hpclm.distributed.signed import SignedStore
 from hpclm.parallel.mesh import Mesh
 from tests import ranks
 from tests.parity import TINY
@@ -24,7 +25,7 @@ def joined(store):
     rank, size, alone = dist.get_rank(), dist.get_world_size(), single()
     dist.destroy_process_group()
     world, file = World("test", rank, size), dist.FileStore(store, size)
-    context = DistributedContext(world, alone.ranks * size, alone.watchdog, file)
+    context = DistributedContext(world, alone.ranks * size, alone.watchdog, SignedStore(file, "test", ""))
     context.init_process_group(CPU, minutes=10)
     return context
 

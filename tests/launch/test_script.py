@@ -319,7 +319,8 @@ def test_nothing_that_a_person_can_say_escapes_into_the_script(stage, fields, en
         return
     seen["made"] += 1
     head = made[: made.index(script.MARK)].splitlines()
-    assert all(line.startswith("#") for line in head), head
+    *comments, trap = head
+    assert all(line.startswith("#") for line in comments) and trap.startswith("trap warned=yes"), head
     asked = [line for line in head if line.startswith("#SBATCH")]
     assert len(asked) == len([v for v in options(base_of(job, base), path.parent).values() if v is not None])
     for note in ("argv", "env"):

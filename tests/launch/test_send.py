@@ -414,6 +414,7 @@ def test_a_job_trains_with_each_template(submit, tmp_path, template):
         program.parent.mkdir()
         program.write_text('#!/bin/bash\nwhile [ "$1" != a\\ b.sif ]; do shift; done\nshift\nexec "$@"\n')
         program.chmod(0o755)
+        (submit.here / "a b.sif").touch()
         words = [
             "job.container=a b.sif",
             f"job.setup=['export PATH={program.parent}:{Path(sys.executable).parent}:$PATH']",

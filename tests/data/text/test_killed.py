@@ -126,7 +126,7 @@ def test_killed_at_a_random_moment_it_leaves_no_dataset_and_no_workers_and_start
 
 def test_a_killed_worker_is_an_error_with_a_message(folder):
     def strike(process):
-        workers = [pid for pid, command in alive(process.pid).items() if "spawn_main" in command]
+        workers = [pid for pid, command in alive(process.pid).items() if "hpclm.data.text.pool" in command]
         for worker in workers[:1]:  # none where it was done already
             os.kill(worker, signal.SIGKILL)
 
@@ -141,7 +141,7 @@ def test_a_worker_killed_at_any_moment_never_leaves_it_waiting(seed, original, f
     process = start(folder)
     started(folder, process)
     time.sleep(random.Random(seed).uniform(0, original[1] / 2))
-    workers = [pid for pid, command in alive(process.pid).items() if "spawn_main" in command]
+    workers = [pid for pid, command in alive(process.pid).items() if "hpclm.data.text.pool" in command]
     for worker in workers[:1]:  # none where it was done already
         os.kill(worker, signal.SIGKILL)
     process.communicate(timeout=60)

@@ -67,9 +67,9 @@ LAYOUTS = {
         Budget(4, 1),
         ONE,
     ),
-    "deepspeed, stage 2": ([DP, "engine.name=deepspeed", "engine.zero_stage=2"], ONE, ONE),
+    "deepspeed, stage 2": ([DP, "engine.name=deepspeed", "engine.zero_stage=2"], Budget(31, 1), ONE),
     "deepspeed, stage 3": ([DP, "engine.name=deepspeed", "engine.zero_stage=3"], Budget(13, 1), ONE),
-    "deepspeed, pipeline": ([DP, "engine.name=deepspeed", "parallel.pipeline=2"], ONE, ONE),
+    "deepspeed, pipeline": ([DP, "engine.name=deepspeed", "parallel.pipeline=2"], Budget(8, 1), ONE),
 }
 USUAL = ("native", "dropout", "tensor", "fsdp2", "deepspeed, stage 1", "deepspeed, stage 3")
 # graph breaks, and graphs for all blocks

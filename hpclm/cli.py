@@ -45,7 +45,7 @@ VERBS = {
     "preprocess": ("hpclm.commands.preprocess", "convert text into a dataset"),
     "data": ("hpclm.commands.data", "inspect, verify, hash, merge and convert datasets"),
     "evaluate": ("hpclm.commands.evaluate", "measure the loss of a run's model on held-out data"),
-    "train-tokenizer": ("hpclm.data.train_tokenizer", "train a tokenizer on text"),
+    "train-tokenizer": ("hpclm.datasets.train_tokenizer", "train a tokenizer on text"),
     "generate": ("hpclm.commands.generate", "continue a prompt with a run's model"),
     "convert": ("hpclm.commands.convert", "convert weights to Hugging Face, and from Hugging Face or Megatron"),
     "import-deepspeed": ("hpclm.commands.import_deepspeed", "translate a DeepSpeed JSON into settings"),
@@ -225,10 +225,11 @@ class Parser(ArgumentParser):
 
     def _meant(self, option: str, value: str) -> str | None:
         """What was meant by an unknown option: sbatch's, a misspelt one, or one of another project without a setting here."""
-        from hpclm.config import sbatch
-        from hpclm.config.peers import WITHOUT
+        from hpclm.config.command_line import sbatch_option
+        from hpclm.config.hints import OTHER_NAMES, is_reason
 
-        if reason := sbatch.instead(option, value) or WITHOUT.get(option[2:].replace("-", "_")):
+        reason = sbatch_option(option, value) or OTHER_NAMES.get(option[2:].replace("-", "_"), "")
+        if is_reason(reason):
             return f"{option}: {reason}"
         known = re.findall(r"(?<![\w-])--[\w-]+", self.format_usage())
         near = [name for name in known if option.endswith(name[1:])] or get_close_matches(
@@ -243,6 +244,8 @@ def _setting(option: str, value: str) -> str | None:
 
     name, known = option[2:].replace("-", "_"), fields.keys()
     key = name if name in known else hints.meant(name, known)
+    if key and hints.is_reason(key):
+        return None
     if secrets.is_secret(name) and not re.fullmatch(r"[\d.e+-]+", value):
         value = "..."
     return key and (key if "=" in key else f"{key}={value}")

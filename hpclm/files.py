@@ -135,6 +135,18 @@ def is_file(path: Path) -> bool:
     return False
 
 
+def age(path: Path | str) -> float | None:
+    """Seconds since the file at ``path`` was written, by the clock of the file system and this one; None without a file."""
+    try:
+        handle = opened(path)  # on NFS, opening a file asks the server when it was written
+    except OSError:
+        return None
+    try:
+        return max(0.0, time.time() - os.fstat(handle).st_mtime)
+    finally:
+        os.close(handle)
+
+
 def exposed(path: Path, status: os.stat_result) -> str | None:
     """How another user could have written the file ``path`` with this ``status``; None if only this user and root could."""
     found = _exposed(f"{path}", status, OTHERS)
@@ -242,18 +254,20 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file atomically, writable only for its owner."""
+def write_bytes(path: Path, content: bytes, durable: bool = True) -> None:
+    """Write a file atomically, writable only for its owner. Not ``durable``: a power failure may leave it empty."""
     written = aside(path)
     try:
         with os.fdopen(os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         written.replace(path)
     finally:
         written.unlink(missing_ok=True)
-    sync(path.parent)
+    if durable:
+        sync(path.parent)
 
 
 def aside(path: Path) -> Path:

@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument(
         "--from",
-        dest="back_to",
+        dest="resume_step",
         type=cli.step,
         metavar="STEP",
         help="continue from the checkpoint of this step; newer ones are set aside, not deleted. A requeued job does "
@@ -55,13 +55,13 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"{', '.join(ignored)} would have no effect: hpclm train does not start jobs; use hpclm submit"
         )
-    return start(settings, back_to=args.back_to)
+    return start(settings, resume_step=args.resume_step)
 
 
-def start(settings: RunConfig, alone: bool = False, back_to: int | None = None) -> int:
+def start(settings: RunConfig, alone: bool = False, resume_step: int | None = None) -> int:
     """Join the other ranks and train. ``alone``: as a single process, even in a job of several tasks.
 
-    ``back_to``: the step of the checkpoint to continue from, instead of the newest.
+    ``resume_step``: the step of the checkpoint to continue from, instead of the newest.
     """
     code.check_snapshot()
     wrong = (
@@ -87,16 +87,17 @@ def start(settings: RunConfig, alone: bool = False, back_to: int | None = None) 
         affinity.limit_threads(affinity.threads(world.local_size))
 
     if world.size == 1 or world.launcher in bootstrap.OF_MPI:  # MPI must be finalised
-        ended = train(settings, world, back_to)
+        ended = train(settings, world, resume_step)
         if world.launcher == "Slurm":
             restart.report(ended, parent)
         return ended
     try:
-        ended = cli.run(lambda _: train(settings, world, back_to), [])
+        ended = cli.run(lambda _: train(settings, world, resume_step), [])
     except SystemExit as end:  # reported by another rank
         ended = end.code if isinstance(end.code, int) else 1
     if world.rank == 0 and world.launcher == "Slurm":
         restart.report(ended, parent)
+    restart.note(ended)
     # skip the interpreter's shutdown, which may abort while exceptions refer to the process group
     with suppress(OSError):  # closed by the reader
         sys.stdout.flush()
@@ -104,18 +105,21 @@ def start(settings: RunConfig, alone: bool = False, back_to: int | None = None) 
     os._exit(ended)
 
 
-def train(settings: RunConfig, world: World, back_to: int | None = None) -> int:
+def train(settings: RunConfig, world: World, resume_step: int | None = None) -> int:
     """Join the other ranks of ``world``, and train; returns the exit code."""
     with distributed.join(world, settings.cluster) as context:
         if context.is_main:
             files.check_private(settings.out, "run directory")
             folder.check_inside(Path(settings.out))
-        from hpclm.training import loop, micro_batch
+        from hpclm.planning import micro_batch, out_of_memory
+        from hpclm.training import loop
 
-        return loop.run(micro_batch.resolved(settings, context), context, back_to)
+        config = micro_batch.resolved(settings, context)
+        with out_of_memory.explained(config, context):
+            return loop.run(config, context, resume_step)
 
 
-def in_this_process(settings: RunConfig | str, back_to: int | None = None) -> Path:
+def in_this_process(settings: RunConfig | str, resume_step: int | None = None) -> Path:
     """Train in the calling process, for notebooks and scripts; returns the run directory. Called again, it continues the run.
 
     ``settings``: also the name of a preset or settings file.
@@ -128,7 +132,7 @@ def in_this_process(settings: RunConfig | str, back_to: int | None = None) -> Pa
         settings = cli.settings([str(settings)])
     before = {number: signal.getsignal(number) for number in preemption.WARNINGS}
     try:
-        ended = start(settings, alone=True, back_to=back_to)
+        ended = start(settings, alone=True, resume_step=resume_step)
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -140,12 +144,14 @@ def in_this_process(settings: RunConfig | str, back_to: int | None = None) -> Pa
 class _Callable(ModuleType):
     """Makes ``hpclm.train(settings)`` train: importing this module makes it the attribute ``train`` of hpclm."""
 
-    def __call__(self, settings: RunConfig | str, back_to: int | None = None) -> Path:
+    def __call__(self, settings: RunConfig | str, resume_step: int | None = None) -> Path:
         """As ``in_this_process``."""
-        return in_this_process(settings, back_to)
+        return in_this_process(settings, resume_step)
 
 
 if __name__ == "__main__":
-    raise SystemExit(cli.run(main))
+    ended = cli.run(main)
+    restart.note(ended)
+    raise SystemExit(ended)
 
 sys.modules[__name__].__class__ = _Callable

@@ -1,5 +1,6 @@
 """Things that go wrong on purpose; named in settings of a run under test."""
 
+import ctypes
 import hashlib
 import os
 import signal
@@ -15,6 +16,28 @@ from hpclm.model.gpt import Block
 from hpclm.registry import load
 
 
+def watched(source, before, part="train", rank="1", after=None):
+    """``source``, with ``before(number)`` called before each sample of a part is read on a rank, ``after(row)`` after it."""
+    samples = source.samples
+
+    def opened(asked, count):
+        found = samples(asked, count)
+        if asked == part and count and rank in (None, os.environ.get("RANK", "1")):
+            read, numbers = found.read, iter(range(10**9))
+
+            def read_watched(index, row):
+                before(next(numbers))
+                read(index, row)
+                if after:
+                    after(row)
+
+            object.__setattr__(found, "read", read_watched)
+        return found
+
+    object.__setattr__(source, "samples", opened)
+    return source
+
+
 def exploding(*words):
     """A data source that raises on rank 2, in the middle of training."""
 
@@ -22,7 +45,7 @@ def exploding(*words):
         if number > 20:
             raise RuntimeError("boom in the data")
 
-    return wrapped(synthetic(*words), "train", explode, rank="2")
+    return watched(synthetic(*words), explode, rank="2")
 
 
 def with_children(*words):
@@ -51,49 +74,19 @@ def leaving(*words):
 
 def warning_once(*words):
     """A data source that warns rank 1 in the middle of the first evaluation, and kills it in the next attempt's third step."""
-    source = synthetic(*words)
-    samples = source.samples
     warned, died = (Path(os.environ[name]) for name in ("TEST_MARK", "TEST_DIES"))
 
-    def wrapped(part, count):
-        found = samples(part, count)
-        read, number = found.read, iter(range(10**9))
+    def warn(number):
+        if number == 4 and not warned.exists():
+            warned.touch()
+            os.kill(os.getpid(), signal.SIGTERM)
 
-        def fail(index, row):
-            rank, reads = os.environ.get("RANK"), next(number)
-            if rank == "1" and part == "valid" and reads == 4 and not warned.exists():
-                warned.touch()
-                os.kill(os.getpid(), signal.SIGTERM)
-            elif rank == "1" and part == "train" and reads == 20 and warned.exists() and not died.exists():
-                died.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-            read(index, row)
+    def die(number):
+        if number == 20 and warned.exists() and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 
-        found.read = fail
-        return found
-
-    source.samples = wrapped
-    return source
-
-
-def wrapped(source, part, before, rank="1"):
-    """``source`` with ``before(read number)`` called before each sample of a part is read on a rank."""
-    samples = source.samples
-
-    def watched(asked, count):
-        found = samples(asked, count)
-        if asked == part and count and os.environ.get("RANK", "1") == rank:
-            read, number = found.read, iter(range(10**9))
-
-            def slowly(index, row):
-                before(next(number))
-                read(index, row)
-
-            object.__setattr__(found, "read", slowly)
-        return found
-
-    object.__setattr__(source, "samples", watched)
-    return source
+    return watched(watched(synthetic(*words), warn, "valid"), die)
 
 
 def stuck(*words):
@@ -103,19 +96,17 @@ def stuck(*words):
         while number == 40:
             time.sleep(0.1)
 
-    return wrapped(synthetic(*words), "train", wait)
+    return watched(synthetic(*words), wait)
 
 
 def holding(*words):
     """A data source whose rank 1 holds the interpreter's lock for ever when it reads the 41st sample."""
-    import ctypes
-
-    return wrapped(synthetic(*words), "train", lambda number: number == 40 and ctypes.PyDLL(None).sleep(1000))
+    return watched(synthetic(*words), lambda number: number == 40 and ctypes.PyDLL(None).sleep(1000))
 
 
 def slow(*words):
     """A data source whose rank 1 takes long to read a sample: TEST_PAUSE seconds."""
-    return wrapped(synthetic(*words), "train", lambda number: time.sleep(float(os.environ["TEST_PAUSE"])))
+    return watched(synthetic(*words), lambda number: time.sleep(float(os.environ["TEST_PAUSE"])))
 
 
 class SlowBlock(Block):
@@ -139,29 +130,18 @@ def killing(*words):
         if number == 20 and os.environ.get("SLURM_PROCID") == "1":
             os.kill(os.getpid(), signal.SIGKILL)
 
-    return wrapped(synthetic(*words), "train", kill)
+    return watched(synthetic(*words), kill)
 
 
 def recording(*words):
     """A dataset; every process notes which training samples it has read, in order, in a file of TEST_READS."""
-    source = load(SOURCES["indexed"])(*words)
-    samples, notes = source.samples, Path(os.environ["TEST_READS"]) / f"{os.environ.get('RANK', '0')}.txt"
+    notes = Path(os.environ["TEST_READS"]) / f"{os.environ.get('RANK', '0')}.txt"
 
-    def noted(part, count):
-        found = samples(part, count)
-        read = found.read
+    def note(row):
+        with notes.open("a") as file:
+            print(hashlib.blake2b(row.tobytes(), digest_size=8).hexdigest(), file=file)
 
-        def note(index, row):
-            read(index, row)
-            with notes.open("a") as file:
-                print(hashlib.blake2b(row.tobytes(), digest_size=8).hexdigest(), file=file)
-
-        if part == "train" and count:
-            object.__setattr__(found, "read", note)
-        return found
-
-    object.__setattr__(source, "samples", noted)
-    return source
+    return watched(load(SOURCES["indexed"])(*words), lambda number: None, rank=None, after=note)
 
 
 def filling(*words):
@@ -176,4 +156,4 @@ def filling(*words):
         elif number == 18 * 8:
             filler.unlink()
 
-    return wrapped(synthetic(*words), "train", fill)
+    return watched(synthetic(*words), fill)

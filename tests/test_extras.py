@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from hpclm import cli, extras
-from hpclm.data.text import build, inputs
-from hpclm.data.text.encode import Job
+from hpclm.datasets import build, inputs
+from hpclm.datasets.encode import Job
 from hpclm.errors import ConfigError
 from tests.runs import ROOT
 from tests.test_house import FILES, imported

@@ -63,10 +63,10 @@ def test_what_is_not_finite_on_one_of_two_processes_is_skipped_or_ends_both_and_
             in text
         )
     assert saved(out) == [2, 4, 6]
-    codes, said = launch("4", "optim.nonfinite=stop")  # resumes from step 6
+    codes, said = launch("4", "optim.nonfinite_limit=1")  # resumes from step 6
     assert codes == {93}
     for text in said:
-        assert "step 10: loss nan, gradient norm nan; stopped because optim.nonfinite=stop" in text
+        assert "step 10: loss nan, gradient norm nan; 1 step was not finite (optim.nonfinite_limit)" in text
     assert saved(out) == [4, 6, 8]
     by_step = {step: (loss, skipped) for step, loss, skipped in figures(out, "step", "loss", "skipped")}
     assert [step for step, (loss, _) in by_step.items() if loss is None] == [3, 10] and by_step[9][1] == 1

@@ -99,6 +99,8 @@ def combinations(layout):
             continue  # two key/value heads
         if recompute != "kept" and "zero_bubble" in layout.name:
             continue  # refused
+        if layout.engine == "fairscale" and layout.tensor > 1 and recompute in ("full", "every2"):
+            continue  # refused
         if layout.data in ODD and (recompute != "kept" or dropout != "dry" or style not in ("gpt2", "llamadocs")):
             continue  # what is combined is a matter of one process
         words = [

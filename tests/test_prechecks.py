@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from hpclm import cli
-from hpclm.checkpoint import inference
-from hpclm.data.disk.writer import Writer
 from hpclm.data.tokenizers import build
+from hpclm.datasets.writer import Writer
+from hpclm.inference import run_model
 from hpclm.node import hardware
 
 OWN = """
@@ -117,7 +117,7 @@ def test_a_model_that_was_trained_with_offloaded_activations_is_measured_on_a_cp
     assert cli.main(["train", *tiny("run", "stop_at=1")]) == 0
     path = here / "run/config.yaml"
     path.write_text(path.read_text().replace("offload_activations: false", "offload_activations: true"))
-    assert inference.settings(here / "run", ["engine.device=cpu"]).engine.device == "cpu"
+    assert run_model.settings(here / "run", ["engine.device=cpu"]).engine.device == "cpu"
 
 
 def test_types_that_a_cpu_computes_slowly_are_warned_of(tmp_path, tiny, capsys):

@@ -8,8 +8,8 @@ import pytest
 
 from hpclm import cli
 from hpclm.config import from_cli
-from hpclm.data.disk.writer import Writer
 from hpclm.data.tokenizers import build
+from hpclm.datasets.writer import Writer
 from hpclm.rundir import runs
 from hpclm.rundir.control_files import ControlFiles
 from hpclm.rundir.status import status_of

@@ -11,11 +11,12 @@ from hpclm.checkpoint.fingerprint import fingerprint
 from hpclm.commands import resume
 from hpclm.config import dump, from_cli
 from hpclm.data import sources
-from hpclm.data.disk.writer import Writer
+from hpclm.datasets.writer import Writer
 from hpclm.distributed.context import single
 from hpclm.errors import ConfigError
 from hpclm.rundir import runs, submissions
 from hpclm.rundir.submissions import Submission
+from hpclm.rundir.summary import RunSummary
 from hpclm.training import loop, records
 from tests.checkpoint.state import State, progress
 from tests.forks import Hpclm, hpclm
@@ -135,8 +136,23 @@ def test_a_refusal_costs_no_time_for_pytorch(run):
 def test_each_attempt_says_which_version_of_the_settings_it_used(tmp_path, tiny):
     (tmp_path / "run").mkdir()
     for lr in ("1e-3", "1e-3", "2e-3"):
-        records.start(tmp_path / "run", from_cli(tiny("run", f"optim.lr={lr}")), single(), 0, 12)
+        records.start(
+            tmp_path / "run",
+            from_cli(tiny("run", f"optim.lr={lr}")),
+            single(),
+            0,
+            12,
+            RunSummary(tmp_path / "run"),
+            0.0,
+        )
     found = [each["config"] for each in runs.read(tmp_path / "run").attempts]
     assert found == ["config-history/0001.yaml"] * 2 + ["config-history/0002.yaml"]
     assert (tmp_path / "run" / found[2]).read_bytes() == (tmp_path / "run/config.yaml").read_bytes()
     assert "config-history/0002.yaml" in hpclm("status", tmp_path / "run", check=0).stdout
+
+
+def test_a_run_that_stop_at_ended_is_not_started_only_to_stop_again(tiny, tmp_path, capsys):
+    assert cli.main(["train", *tiny("run", "stop_at=4")]) == 0
+    assert cli.main(["resume", str(tmp_path / "run"), "--cluster", "local", "optim.lr=1e-3"]) == 64
+    said = capsys.readouterr().err
+    assert "stopped at step 4 as stop_at says; to continue: hpclm resume" in said and "stop_at=null" in said

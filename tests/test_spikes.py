@@ -98,20 +98,20 @@ def test_a_run_goes_back_and_learns_what_it_would_have_learned(spiked, train, tm
 
 def test_train_goes_back_once_in_a_job_that_is_started_again(spiked, train, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    train("run", "stop_at=24", back_to=20)
+    train("run", "stop_at=24", resume_step=20)
     assert names(spiked) == [16, 20, 24] and runs.read(spiked).attempt["back_to"] == 20
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    train("run", "stop_at=28", back_to=20)
+    train("run", "stop_at=28", resume_step=20)
     assert names(spiked) == [20, 24, 28] and runs.read(spiked).attempt["from_step"] == 24
-    train("run", "stop_at=32", back_to=24)  # another step, which this job was not told before
+    train("run", "stop_at=32", resume_step=24)  # another step, which this job was not told before
     assert names(spiked)[-1] == 32 and runs.read(spiked).attempt["from_step"] == 24
 
 
 def test_scalars_of_steps_that_were_left_behind_are_hidden_by_tensorboard(spiked, train):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    train("run", "stop_at=24", "log.tensorboard=true", back_to=20)
-    train("run", "stop_at=22", "log.tensorboard=true", back_to=20)
+    train("run", "stop_at=24", "log.tensorboard=true", resume_step=20)
+    train("run", "stop_at=22", "log.tensorboard=true", resume_step=20)
     board = EventAccumulator(str(spiked / "tensorboard"), purge_orphaned_data=True).Reload()
     assert [event.step for event in board.Scalars("lm-loss-training/lm loss")] == [21, 22]
 

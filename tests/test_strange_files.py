@@ -83,8 +83,9 @@ READERS = {
     ],
     "metrics.jsonl": [lambda out: forget_after(out / "metrics.jsonl", 1)],
     "log.txt": [lambda out: rows.tail(out / "log.txt"), lambda out: last(out / "log.txt", 1)],
+    "summary.json": [runs.read],
     "lock": [lambda out: lock.read(out / "lock"), lambda out: lock.refuse_if_held(out)],
-    "preflight.json": [report.earlier, lambda out: report.bad_nodes([str(out)])],
+    "preflight.json": [lambda out: report.bad_nodes([str(out)])],
     "checkpoints/step-00000001/MANIFEST.json": [
         lambda out: manifests.read(out / "checkpoints/step-00000001"),
         lambda out: saved.survey(out / "checkpoints"),
@@ -109,7 +110,7 @@ def test_status_shows_a_run_whose_files_are_none_and_the_others(kind, tmp_path, 
         if not (kind == "loop" and name in runs.MARKS):
             put(tmp_path / "strange" / name, kind)
     (tmp_path / "strange" / "config.yaml").exists() or (tmp_path / "strange" / "config.yaml").touch()
-    make(tmp_path / "usual", [attempt()], log_txt="10:00:00 I done at step 20, 80 samples; next: nothing\n")
+    make(tmp_path / "usual", [attempt()], ended=("done", "done at step 20, 80 samples", 0))
     assert cli.main(["status", "--runs", str(tmp_path)]) == 0
     assert cli.main(["status", str(tmp_path / "strange")]) == 0
     shown = capsys.readouterr().out

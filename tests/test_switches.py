@@ -11,6 +11,7 @@ import pytest
 
 from hpclm import cli
 from hpclm.checkpoint import directory
+from hpclm.rundir.summary import RunSummary
 from tests.forks import Ranks
 from tests.rundir.test_runs import checkpoint, make
 from tests.runs import ROOT, figures
@@ -90,13 +91,10 @@ def asked(tmp_path, verb, *more, runs):
 
 @pytest.mark.parametrize("verb", ["save-now", "stop"])
 def test_a_request_to_runs_that_are_not_training_gives_64_and_writes_nothing(verb, tmp_path, capsys):
-    out = [make(tmp_path / name, *how) for name, how in {"new": (), "ended": ([attempt()], rows(5))}.items()]
-    (out[1] / "log.txt").write_text(
-        "10:00:00 W SIGTERM: saved at step 5, exiting; the same command resumes from here\n"
-    )
+    make(tmp_path / "new")
+    make(tmp_path / "ended", [attempt()], rows(5), ("exited", "SIGTERM: saved at step 5, exiting", 85))
     (tmp_path / "gone").mkdir()
     make(tmp_path / "far", [attempt()], rows(5), lock='{"host": "elsewhere", "pid": 12}')
-    os.utime(tmp_path / "far/metrics.jsonl", (1e9, 1e9))
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     for word, told in {
         "new": "new is not training: new\n",
@@ -120,7 +118,7 @@ def test_a_request_to_another_user_s_run_which_would_not_follow_it_is_refused(tm
 
 def test_several_runs_are_asked_before_any_is_waited_for(tmp_path, capsys):
     for name in ("a", "b"):
-        make(tmp_path / name, [attempt()], rows(5), lock='{"host": "elsewhere", "pid": 12}')
+        make(tmp_path / name, [attempt()], rows(5), lock='{"host": "elsewhere", "pid": 12}', lock_beat="1 1")
     files = [tmp_path / name / "stop" for name in ("a", "b")]
 
     def comply():
@@ -144,9 +142,7 @@ def test_a_request_to_a_run_that_dies_is_withdrawn_at_once(tmp_path):
 def test_a_run_that_ends_with_all_saved_has_followed(tmp_path):
     def leave(run):
         checkpoint(run / "checkpoints" / "step-00000005")
-        (run / "log.txt").write_text(
-            "10:00:00 W SIGTERM: saved at step 5, exiting; the same command resumes from here\n"
-        )
+        RunSummary(run).end("exited", "SIGTERM: saved at step 5, exiting", 85)
 
     code, said, seconds = asked(tmp_path, "save-now", leave, runs=rows(5))
     assert code == 0 and "exited, SIGTERM: saved at step 5, exiting; saved at step 5" in said and seconds < 30

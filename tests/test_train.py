@@ -46,7 +46,7 @@ def test_a_run_learns_and_leaves_what_the_readme_says(tiny, tmp_path):
     done = runs.hpclm("train", *words, check=0)
     out = tmp_path / "run"
     assert {p.name for p in out.iterdir()} == {
-        "attempts.jsonl", "checkpoints", "checkpoints.saved", "config-history", "config.yaml", "ends.jsonl", "lock", "log.txt", "metrics.jsonl", "preflight.json", "tensorboard",
+        "attempts.jsonl", "checkpoints", "checkpoints.saved", "config-history", "config.yaml", "ends.jsonl", "lock", "log.txt", "metrics.jsonl", "preflight.json", "summary.json", "tensorboard",
     }  # fmt: skip
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     train = [row for row in rows if "loss" in row]
@@ -190,10 +190,10 @@ def warned_in_two_steps():
 
     step = NativeEngine.train_step
 
-    def warned(self, batches, lr, number, between):
+    def warned(self, batches, lr, number, check_interrupt):
         if number in (3, 11):
             os.kill(os.getpid(), signal.SIGTERM)
-        return step(self, batches, lr, number, between)
+        return step(self, batches, lr, number, check_interrupt)
 
     NativeEngine.train_step = warned
 
@@ -248,8 +248,8 @@ def test_what_is_not_finite_is_skipped_and_counted_or_stops_the_run(tiny, tmp_pa
     skipping = hpclm("train", *tiny("skip", *wild, "optim.nonfinite_limit=3", "budget.steps=100"), check=93)
     assert "3 steps in a row were not finite (optim.nonfinite_limit)" in skipping.stderr
     assert "skipped, 2 so far" in skipping.stderr
-    stopping = hpclm("train", *tiny("stop", *wild, "optim.nonfinite=stop"), check=93)
-    assert "stopped because optim.nonfinite=stop" in stopping.stderr
+    stopping = hpclm("train", *tiny("stop", *wild, "optim.nonfinite_limit=1"), check=93)
+    assert "1 step was not finite (optim.nonfinite_limit)" in stopping.stderr
     for line in (tmp_path / "skip/metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
@@ -424,9 +424,9 @@ def test_generate_never_leaves_the_tokenizers_vocabulary_and_takes_settings(tiny
 
 
 def test_a_runs_own_log_ends_with_what_ended_it(tiny, tmp_path):
-    wild = ["optim.lr=1e30", "optim.min_lr=1e30", "optim.clip=0", "optim.schedule=constant", "optim.nonfinite=stop"]
+    wild = ["optim.lr=1e30", "optim.min_lr=1e30", "optim.clip=0", "optim.schedule=constant", "optim.nonfinite_limit=1"]
     hpclm("train", *tiny("run", *wild), check=93)
-    assert "stopped because optim.nonfinite=stop" in (tmp_path / "run/log.txt").read_text().splitlines()[-1]
+    assert "1 step was not finite (optim.nonfinite_limit)" in (tmp_path / "run/log.txt").read_text().splitlines()[-1]
 
 
 def test_modules_in_the_current_folder_are_found(tiny, tmp_path):

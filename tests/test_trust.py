@@ -150,6 +150,7 @@ def test_every_setting_that_can_name_code_is_known_to_do_so():
         "optim": OptimConfig,
         "engine": EngineConfig,
         "log": LogConfig,
+        "job": JobConfig,
     }
     for key in compose.NAMES_CODE:
         section, name = key.split(".")

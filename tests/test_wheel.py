@@ -71,7 +71,8 @@ def test_the_wheel_has_the_package_its_presets_and_its_job_templates(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         metadata = archive.read(next(name for name in names if name.endswith("/METADATA"))).decode()
-    tracked = {path.relative_to(ROOT).as_posix() for path in (ROOT / "hpclm").rglob("*.py")}
+    files = (path for pattern in ("*.py", "*.yaml") for path in (ROOT / "hpclm").rglob(pattern))
+    tracked = {path.relative_to(ROOT).as_posix() for path in files}
     presets = {f"hpclm/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")}
     templates = {f"hpclm/slurm/{path.name}" for path in (ROOT / "slurm").glob("*.sbatch")}
     assert presets and templates

@@ -18,7 +18,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +30,8 @@ Named = dict[str, "Tensor"]
 Measured = dict[str, float]  # seconds: stall, durable, load
 
 
-class ShardedParameter:
-    """An engine as the store sees it."""
+class EngineState:
+    """An engine as the store sees it: all tensors on this process."""
 
     def __init__(self, tensors: Named):
         self.tensors_ = tensors
@@ -96,9 +95,9 @@ class Subjects:
     def hpclm(self, folder: Path) -> Measured:
         """Saved before training continues; loaded with every hash held against the files."""
         store = self._store(folder)
-        engine, progress = ShardedParameter(self.tensors), self._progress(1)
+        engine, progress = EngineState(self.tensors), self._progress(1)
         took = timed(lambda: store.save(engine, progress))
-        loaded = ShardedParameter(self.other)
+        loaded = EngineState(self.other)
         load = timed(lambda: store.resume(loaded, "require"))
         name = next(iter(self.tensors))
         assert bool((self.other[name] == self.tensors[name]).all())
@@ -108,7 +107,7 @@ class Subjects:
         """Saved beside the training: the copy, then written in a thread."""
         store = self._store(folder)
         store._snapshot = self._snapshot  # a run's second save, and every one after it
-        engine, progress = ShardedParameter(self.tensors), self._progress(1)
+        engine, progress = EngineState(self.tensors), self._progress(1)
         began = time.perf_counter()
         store.begin(engine, progress)
         stall = time.perf_counter() - began
@@ -235,21 +234,8 @@ def core_waits() -> float:
     return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
 
 
-def write_when_told(orders: Any, megabytes: int, count: int) -> None:
-    """A process that writes a separate state into each folder that it receives."""
-    from hpclm.checkpoint import staging
-
-    shards = list(ShardedParameter(state(megabytes, count)).tensors())
-    orders.send("ready")
-    with suppress(EOFError):  # no more orders
-        while True:
-            staging.write_shards(orders.recv(), 0, shards)
-            orders.send("done")
-
-
 def training(args: argparse.Namespace) -> int:
-    """Time steps of a small model while nothing else happens, while a thread writes a checkpoint, and while a process does."""
-    import multiprocessing
+    """Time steps of a small model while nothing else happens, and while a thread writes a checkpoint."""
     import shutil
 
     import torch
@@ -267,7 +253,7 @@ def training(args: argparse.Namespace) -> int:
     engine = engines.build(run, Mesh(), torch.device("cpu"), torch.float32)
     tokens = torch.randint(1024, (4, 257), generator=torch.Generator().manual_seed(0))
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None, None, None)
-    saved = ShardedParameter(state(args.megabytes, args.tensors))
+    saved = EngineState(state(args.megabytes, args.tensors))
     snapshot = staging.Snapshot()
 
     def steps(until: Callable[[int], bool]) -> list[float]:
@@ -278,7 +264,7 @@ def training(args: argparse.Namespace) -> int:
             taken.append(seconds - (core_waits() - waited))
         return taken[:-1] if len(taken) > 1 else taken  # the last one may have outlived the writing
 
-    def beside_thread(folder: Path) -> list[float]:
+    def beside_save(folder: Path) -> list[float]:
         store = CheckpointStore(folder / "checkpoints", Retention(), {})
         store._snapshot = snapshot
         store.begin(saved, Progress(1))  # type: ignore[arg-type]
@@ -286,34 +272,22 @@ def training(args: argparse.Namespace) -> int:
         store.commit()
         return found
 
-    def beside_process(folder: Path) -> list[float]:
-        orders.send(folder)
-        found = steps(lambda _: orders.poll())
-        orders.recv()
-        return found
-
-    spawn = multiprocessing.get_context("spawn")
-    orders, theirs = spawn.Pipe()
-    spawn.Process(target=write_when_told, args=(theirs, args.megabytes, args.tensors), daemon=True).start()
-    orders.recv()
     steps(lambda done: done == 5)
-    kinds = {"a thread writes": beside_thread, "a process writes": beside_process}
-    ratios: dict[str, list[float]] = {name: [] for name in kinds}
+    ratios: list[float] = []
     for number in range(args.rounds + 1):
-        for name, beside in kinds.items():
-            before = steps(lambda done: done == 9)
-            folder = Path(tempfile.mkdtemp(dir=args.folder))
-            os.sync()
-            during = beside(folder)
-            shutil.rmtree(folder)
-            after = steps(lambda done: done == 9)
-            if number:
-                ratios[name].append(statistics.median(before + after) / statistics.median(during))
-    print(f"{args.megabytes} MB beside steps of {statistics.median(before):.3f} s, {args.rounds} rounds\n")
-    print("| | training speed, of that without |\n|---|---|")
-    for name, found in ratios.items():
-        low, *_, high = statistics.quantiles(found, n=4)
-        print(f"| {name} | {statistics.median(found):.3f} ({low:.3f}-{high:.3f}) |")
+        before = steps(lambda done: done == 9)
+        folder = Path(tempfile.mkdtemp(dir=args.folder))
+        os.sync()
+        during = beside_save(folder)
+        shutil.rmtree(folder)
+        after = steps(lambda done: done == 9)
+        if number:
+            ratios.append(statistics.median(before + after) / statistics.median(during))
+    low, *_, high = statistics.quantiles(ratios, n=4)
+    print(
+        f"{args.megabytes} MB written beside steps of {statistics.median(before):.3f} s, {args.rounds} rounds: training keeps"
+    )
+    print(f"{statistics.median(ratios):.3f} ({low:.3f}-{high:.3f}) of its speed")
     return 0
 
 

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from hpclm import config as configs
-from hpclm.checkpoint import CheckpointStore, Progress, Retention, inference
+from hpclm.checkpoint import CheckpointStore, Progress, Retention
 from hpclm.commands.convert import main as convert
 from hpclm.config import RunConfig
 from hpclm.engine import named
+from hpclm.inference import run_model
 from hpclm.inference.generation import continue_all
 from hpclm.inference.sampling import Sampling
 from hpclm.parallel.mesh import Mesh
@@ -67,7 +68,7 @@ def models(config: RunConfig, folder: Path, device: torch.device, dtype: torch.d
     engine = named(config, torch.device("cpu"))(config, Mesh.build(0, 1, config.parallel), torch.device("cpu"), dtype)
     CheckpointStore(run / "checkpoints", Retention(), {}).save(engine, Progress(step=1))
     convert([str(run), str(folder / "hf")])
-    ours, _ = inference.load_model(run, config, None, device, dtype)
+    ours, _ = run_model.load_model(run, config, None, device, dtype)
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=dtype)
     return ours.to(dtype), theirs.to(device).eval()
 

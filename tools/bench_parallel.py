@@ -130,7 +130,7 @@ def agreement(args: argparse.Namespace) -> None:
     head(args, f"{words}, {args.ranks} processes")
     print("| | seconds a step | times a step without |\n|---|---|---|")
     for name in times:
-        print(f"| {name} | {statistics.median(times[name]):.4f} | {ratio(times, name, ALONE)} |")
+        print(f"| {name} | {statistics.median(times[name]):.4f} | {ratio(times, name, SINGLE)} |")
 
 
 def together(args: argparse.Namespace, size: int, work: Callable[..., None]) -> tuple[str, dict[str, list[float]]]:
@@ -165,7 +165,7 @@ def one_of_two(args: argparse.Namespace, rank: int, size: int, store: str, answe
     say(args, rank, steps, device, words, answer)
 
 
-ALONE = "no agreement"
+SINGLE = "no agreement"
 
 
 def one_of_many(args: argparse.Namespace, rank: int, size: int, store: str, answer: Any) -> None:
@@ -174,16 +174,16 @@ def one_of_many(args: argparse.Namespace, rank: int, size: int, store: str, answ
     import torch.distributed as dist
 
     from hpclm import engine as engines
+    from hpclm.parallel.async_all_reduce import AsyncAllReduce, Reduction
     from hpclm.parallel.mesh import Mesh
-    from hpclm.parallel.step_vector import Reduction, StepVector
 
     device, dtype, words = prepare(args, rank, size, store)
     run = settings(args, [f"batch.global_size={args.micro * size}"])
     mesh = Mesh.build(rank, size, run.parallel)
-    engine, vector = engines.build(run, mesh, device, dtype), StepVector(mesh.world, device)
+    engine, vector = engines.build(run, mesh, device, dtype), AsyncAllReduce(mesh.world, device)
     shape = argparse.Namespace(**vars(args) | {"batch": args.micro * size})
     batches = micro_batches(shape, run, size, rank, device)
-    known = [float(number) for number in range(12)]
+    known = {f"control{number}": float(number) for number in range(12)}
 
     def without() -> None:
         for _ in range(args.steps):
@@ -193,7 +193,7 @@ def one_of_many(args: argparse.Namespace, rank: int, size: int, store: str, answ
         before: Reduction | None = None
         for _ in range(args.steps):
             result = engine.train_step(batches, 1e-4, 0)
-            queued = vector.start([*known, *result.values()])
+            queued = vector.start({**known, **result.metrics})
             if before is not None:
                 before.read()
             before = queued
@@ -205,7 +205,7 @@ def one_of_many(args: argparse.Namespace, rank: int, size: int, store: str, answ
             for count in (1, len(known)):
                 dist.all_reduce(torch.zeros(count, dtype=torch.float64), dist.ReduceOp.MAX)
 
-    say(args, rank, {ALONE: without, "one vector, read a step late": late, "two reductions between CPUs": at_once},
+    say(args, rank, {SINGLE: without, "one vector, read a step late": late, "two reductions between CPUs": at_once},
         device, words, answer, args.steps)  # fmt: skip
 
 

@@ -57,10 +57,10 @@ def model_of(run: RunConfig, dtype: Any, device: Any) -> Stack:
     from hpclm.model.init import materialize_on
     from hpclm.model.loss import TokenLoss
     from hpclm.model.stack import Stack
-    from hpclm.parallel.mesh import ALONE
+    from hpclm.parallel.mesh import SINGLE
 
     specs = gpt.layers(run.model, run.engine, dtype, run.seed)
-    stack = Stack(run.model, specs, dtype, loss=TokenLoss(), wrap=materialize_on(device, ALONE))
+    stack = Stack(run.model, specs, dtype, loss=TokenLoss(), wrap=materialize_on(device, SINGLE))
     return stack.train()
 
 

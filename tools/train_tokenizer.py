@@ -2,7 +2,7 @@
 """Learn a tokenizer from text; ``--help`` says how."""
 
 from hpclm import cli
-from hpclm.data import train_tokenizer
+from hpclm.datasets import train_tokenizer
 
 if __name__ == "__main__":
     raise SystemExit(cli.run(train_tokenizer.main))

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hpclm.checkpoint.init_from import begin_from
+    from hpclm.checkpoint.progress import Progress
     from hpclm.checkpoint.retention import Retention
-    from hpclm.checkpoint.schema import Progress
     from hpclm.checkpoint.store import CheckpointStore
 
 __all__ = ["CheckpointStore", "Progress", "Retention", "begin_from"]
 
-WHERE = {"CheckpointStore": "store", "Progress": "schema", "Retention": "retention", "begin_from": "init_from"}
+MODULES = {"CheckpointStore": "store", "Progress": "progress", "Retention": "retention", "begin_from": "init_from"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in WHERE:
+    if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{WHERE[name]}"), name)
+    return getattr(import_module(f"{__name__}.{MODULES[name]}"), name)

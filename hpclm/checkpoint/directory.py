@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hpclm import files
 from hpclm.checkpoint import manifest as manifests
-from hpclm.checkpoint.manifest import BadCheckpoint, Manifest
+from hpclm.checkpoint.manifest import BadCheckpoint, Manifest, check_sizes
 from hpclm.errors import REFUSED, ConfigError, HpclmError, NoCheckpointError
 
 log = logging.getLogger(__name__)
@@ -39,8 +39,8 @@ def names(folder: Path) -> list[str]:
 
 def steps(folder: Path) -> list[Path]:
     """The checkpoints, oldest first; complete when they were saved, not verified."""
-    found = [name for name in names(folder) if re.fullmatch(r"step-[0-9]+", name)]
-    return [folder / name for name in sorted(found, key=lambda name: (int(name[5:]), name))]
+    checkpoints = [folder / name for name in names(folder) if re.fullmatch(r"step-[0-9]+", name)]
+    return sorted(checkpoints, key=lambda path: (int(path.name[5:]), path.name))
 
 
 def has_history(folder: Path) -> bool:
@@ -59,11 +59,15 @@ def mark(folder: Path) -> None:
     os.close(files.appending(marker(folder), 0o600))
 
 
-def verified(folder: Path) -> Manifest:
-    """The manifest of a checkpoint after verifying all hashes; BadCheckpoint, or HpclmError for a failing disk."""
+Check = Callable[[Path, Manifest], object]
+"""Raises BadCheckpoint if the files do not match the manifest, OSError if the disk fails."""
+
+
+def checked(folder: Path, check: Check = check_sizes) -> Manifest:
+    """The manifest of a checkpoint after ``check``; BadCheckpoint, or HpclmError if it cannot be read."""
     try:
         manifest = manifests.read(folder)
-        manifests.verify(folder, manifest)
+        check(folder, manifest)
     except OSError as error:
         if not folder.exists():
             raise BadCheckpoint("it was removed") from None
@@ -71,11 +75,11 @@ def verified(folder: Path) -> Manifest:
     return manifest
 
 
-def sized(folder: Path) -> Manifest:
-    """The manifest of a checkpoint after verifying file sizes only; BadCheckpoint on a mismatch."""
-    manifest = manifests.read(folder)
-    manifests.check_sizes(folder, manifest)
-    return manifest
+def verified(folder: Path) -> Manifest:
+    """The same, after the verification of all hashes."""
+    from hpclm.checkpoint.format import verify  # imports PyTorch, which reading manifests does not need
+
+    return checked(folder, verify)
 
 
 def newest(folder: Path, look: Callable[[Path], Manifest] = verified) -> tuple[Path, Manifest]:
@@ -93,12 +97,14 @@ def newest(folder: Path, look: Callable[[Path], Manifest] = verified) -> tuple[P
     raise NoCheckpointError(f"no good checkpoint in {folder}; train first, with hpclm train")
 
 
-def manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint that was good before; HpclmError if it cannot be read any more."""
+def locate(path: Path, look: Callable[[Path], Manifest] = verified) -> tuple[Path, Manifest]:
+    """The checkpoint ``path``, or the newest good one of the run ``path``; NoCheckpointError if there is none."""
+    if not (path / manifests.NAME).exists():
+        return newest(path / "checkpoints", look)
     try:
-        return manifests.read(folder)
-    except (OSError, BadCheckpoint) as error:
-        raise unreadable(folder, error) from error
+        return path, look(path)
+    except BadCheckpoint as reason:
+        raise NoCheckpointError(f"checkpoint {path} is bad: {reason}; choose another") from None
 
 
 def unreadable(folder: Path, error: object) -> HpclmError:
@@ -110,18 +116,21 @@ def unreadable(folder: Path, error: object) -> HpclmError:
     return HpclmError(f"checkpoint {folder} cannot be read now: {error}; check the disk, then start again")
 
 
+def not_empty(checkpoint: Path) -> ConfigError:
+    """The error for checkpoint.resume=never in a directory that already has ``checkpoint``."""
+    return ConfigError(
+        f"{checkpoint.parent} already holds {checkpoint.name}, but checkpoint.resume=never; choose another out"
+    )
+
+
 def sweep(folder: Path, generation: int) -> None:
     """Remove staging directories of this or earlier attempts (up to ``generation``).
 
     They are renamed first, so that a process that is still writing one cannot publish it.
     """
-    found = [folder / name for name in names(folder)]
-    discard(
-        staging_dir
-        for staging_dir in found
-        if staging_dir.name.startswith(".tmp-") and _generation(staging_dir) <= generation
-    )
-    _remove([old for old in found if old.name.startswith(".trash-")])
+    entries = names(folder)
+    discard(folder / name for name in entries if name.startswith(".tmp-") and _generation(name) <= generation)
+    _remove([folder / name for name in entries if name.startswith(".trash-")])
     with suppress(OSError):
         files.sweep(folder / "latest")
 
@@ -180,10 +189,9 @@ def set_aside(folder: Path, reason: str) -> None:
     """Set a bad checkpoint aside under a name that is never read, with the reason next to its files."""
     try:
         name = put_away(folder, "bad", reason)
+        log.error("checkpoint %s is bad: %s. Set aside as %s", folder, reason, name)
     except OSError as error:
         log.error("checkpoint %s is bad: %s. It could not be set aside: %s", folder, reason, error)
-        return
-    log.error("checkpoint %s is bad: %s. Set aside as %s", folder, reason, name)
 
 
 def put_away(folder: Path, kind: str, reason: str) -> str:
@@ -222,6 +230,6 @@ def _remove(doomed: Sequence[Path]) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _generation(staging_dir: Path) -> int:
-    found = re.search(r"-g(\d+)$", staging_dir.name)
-    return int(found[1]) if found else 0
+def _generation(name: str) -> int:
+    match = re.search(r"-g(\d+)$", name)
+    return int(match[1]) if match else 0

@@ -8,8 +8,9 @@ reads through a memory map, which kills the process if the disk fails.
 import json
 import os
 import struct
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Sequence
+from contextlib import closing
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,7 @@ import xxhash
 from torch import Tensor
 
 from hpclm import files
-from hpclm.checkpoint import schema
-from hpclm.checkpoint.schema import ChecksumMismatch, FileInfo
-from hpclm.rundir import rows
+from hpclm.checkpoint.manifest import BadCheckpoint, FileInfo, Manifest, check_sizes
 
 NAMES = {
     torch.float32: "F32",
@@ -33,11 +32,6 @@ NAMES = {
     torch.uint8: "U8",
 }
 TYPES = {name: dtype for dtype, name in NAMES.items()}
-ENTRY = {
-    "dtype": lambda value: isinstance(value, str) and value in TYPES,
-    "shape": schema.shape,
-    "data_offsets": schema.shape,
-}
 LARGEST = 1 << 28  # bytes of a header
 BLOCK = 1 << 22  # bytes of a tensor that share a hash
 DIGEST = 16  # characters of a hash: xxh3 of 64 bits, in hex
@@ -86,22 +80,19 @@ def _put(handle: int, block: memoryview) -> str:
 
 
 def _entries(name: str, text: bytes, room: int) -> dict[str, dict[str, Any]]:
-    """The entries of a header; ChecksumMismatch if they do not describe contiguous tensors of ``room`` bytes in all."""
+    """The entries of a header; BadCheckpoint if they do not describe contiguous tensors of ``room`` bytes in all."""
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ChecksumMismatch(f"{name} has a header that cannot be read: {error}") from None
-    described: list[Any] = [*found.values()] if isinstance(found, dict) else [None]
-    end = 0
-    for entry in described:
-        if not rows.sane(entry, ENTRY, ENTRY) or entry["data_offsets"][:1] != [end]:
-            raise ChecksumMismatch(f"{name} has an invalid header")
-        end += prod(entry["shape"]) * TYPES[entry["dtype"]].itemsize
-        if entry["data_offsets"] != [entry["data_offsets"][0], end]:
-            raise ChecksumMismatch(f"{name} has a header with inconsistent offsets")
+        entries: dict[str, dict[str, Any]] = json.loads(text)
+        end = 0
+        for entry in entries.values():
+            begin, end = end, end + prod(entry["shape"]) * TYPES[entry["dtype"]].itemsize
+            if entry["data_offsets"] != [begin, end]:
+                raise ValueError(f"offsets {entry['data_offsets']} instead of {[begin, end]}")
+    except (RecursionError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise BadCheckpoint(f"{name} has an invalid header: {error}") from None
     if end != room:
-        raise ChecksumMismatch(f"{name} has {room} bytes of values, but its header describes {end}")
-    return dict(found)
+        raise BadCheckpoint(f"{name} has {room} bytes of values, but its header describes {end}")
+    return entries
 
 
 def _finite(block: memoryview, dtype: torch.dtype) -> bool:
@@ -112,32 +103,41 @@ def _finite(block: memoryview, dtype: torch.dtype) -> bool:
     return bool(values.sum().isfinite() or values.isfinite().all())  # a sum is fast, but may overflow
 
 
-class File:
-    """A file written by ``write``, open for reading; raises ChecksumMismatch as soon as a mismatch is found."""
+def verify(folder: Path, manifest: Manifest, names: Collection[str] | None = None) -> list[str]:
+    """Read files (``names``; None: all) and verify their sizes and hashes; BadCheckpoint names the first mismatch, OSError is a
+    failing disk. Returns the names of tensors with values that are not finite."""
+    check_sizes(folder, manifest, names)
+    not_finite: list[str] = []
+    for name, info in manifest.infos.items():
+        if names is None or (info.within or name) in names:
+            with closing(File(folder, name, info)) as file:
+                not_finite += file.check()
+    return not_finite
 
-    def __init__(self, folder: Path, name: str, facts: FileInfo):
+
+class File:
+    """A file written by ``write``, open for reading; raises BadCheckpoint as soon as a mismatch is found."""
+
+    def __init__(self, folder: Path, name: str, info: FileInfo):
         """``name``: as in the manifest; the bytes may be in a node's file."""
-        self.path, self._digests = folder / (facts.within or name), facts.xxh3
-        self._name = f"{name} in {facts.within}" if facts.within else name
+        self.path, self._digests = folder / (info.within or name), info.xxh3
+        self._name = f"{name} in {info.within}" if info.within else name
         self._handle: int | None = None
-        with ExitStack() as failing:
-            failing.callback(self.close)
-            found = self.path.stat().st_size
-            complete = found == facts.size if facts.within is None else found >= facts.offset + facts.size
-            length = self._read(facts.offset, 8) if complete and facts.size >= 8 else b"\xff" * 8
+        try:
+            length = self._read(info.offset, 8)
             begin = 8 + struct.unpack("<Q", length)[0]
-            if begin > min(facts.size, LARGEST):
+            if begin > min(info.size, LARGEST):
                 raise self._differs()
-            text = self._read(facts.offset + 8, begin - 8)
+            text = self._read(info.offset + 8, begin - 8)
             self._verify(memoryview(length + text), 0)
-            self._entries = _entries(self._name, text, facts.size - begin)
-            self._begin = facts.offset + begin
-            self._first: dict[str, int] = {}
-            """Index of the hash of each tensor's first block."""
-            number = 1
-            for name in self._entries:
-                self._first[name], number = number, number + -(-self._size(name) // BLOCK)
-            failing.pop_all()
+            self._entries = _entries(self._name, text, info.size - begin)
+        except BaseException:
+            self.close()
+            raise
+        self._begin = info.offset + begin
+        blocks = [-(-self._size(name) // BLOCK) for name in self._entries]
+        self._first = dict(zip(self._entries, accumulate(blocks, initial=1), strict=False))
+        """Index of the hash of each tensor's first block."""
 
     def close(self) -> None:
         """Close the file; it is reopened on the next read."""
@@ -147,17 +147,17 @@ class File:
 
     def check(self) -> list[str]:
         """Read and verify the whole file; the names of tensors with values that are not finite."""
-        scratch, found = memoryview(bytearray(BLOCK)), dict[str, None]()
+        scratch, not_finite = memoryview(bytearray(BLOCK)), []
         for name, entry in self._entries.items():
-            for begin in range(0, self._size(name), BLOCK):
-                if not _finite(self._block(name, begin, scratch), TYPES[entry["dtype"]]):
-                    found[name] = None
-        return [*found]
+            blocks = (self._block(name, begin, scratch) for begin in range(0, self._size(name), BLOCK))
+            if not all([_finite(block, TYPES[entry["dtype"]]) for block in blocks]):  # reads every block
+                not_finite.append(name)
+        return not_finite
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor; ChecksumMismatch if the file has no tensor of that name."""
+        """Shape of a tensor; BadCheckpoint if the file has no tensor of that name."""
         if name not in self._entries:
-            raise ChecksumMismatch(f"{self._name} has no tensor {name}, which the manifest says it has")
+            raise BadCheckpoint(f"{self._name} has no tensor {name}, which the manifest says it has")
         return tuple(self._entries[name]["shape"])
 
     def values(self, name: str, low: Sequence[int], high: Sequence[int]) -> Tensor:
@@ -199,13 +199,13 @@ class File:
         begin, end = self._entries[name]["data_offsets"]
         return int(end - begin)
 
-    def _differs(self) -> ChecksumMismatch:
-        return ChecksumMismatch(f"{self._name} differs from what was saved (its hash is wrong)")
+    def _differs(self) -> BadCheckpoint:
+        return BadCheckpoint(f"{self._name} differs from what was saved (its hash is wrong)")
 
     def _read(self, begin: int, size: int) -> bytes:
-        found = bytearray(size)
-        self._read_into(begin, memoryview(found))
-        return bytes(found)
+        content = bytearray(size)
+        self._read_into(begin, memoryview(content))
+        return bytes(content)
 
     def _read_into(self, begin: int, target: memoryview) -> None:
         if self._handle is None:

@@ -1,34 +1,49 @@
-"""MANIFEST.json: what a checkpoint consists of, with the size and hashes of every file."""
+"""MANIFEST.json: what a checkpoint consists of, with the size and hashes of every file. Needs no PyTorch."""
 
 import errno
+import gc
 import hashlib
 import json
 import os
 import re
-from collections.abc import Collection
-from contextlib import closing
-from dataclasses import asdict, dataclass, field, fields
+import stat
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from hpclm import files
-from hpclm.checkpoint import schema
-from hpclm.checkpoint.parts import files_of, values
-from hpclm.checkpoint.schema import ChecksumMismatch, FileInfo
+from hpclm.checkpoint.progress import Progress
 from hpclm.errors import ConfigError
 from hpclm.optim.health import Health
-from hpclm.rundir import saved
 
-NAME = saved.MANIFEST
+NAME = "MANIFEST.json"
 SCHEMA = 4
-READABLE = (3, SCHEMA, 5)  # 3 has neither sizes of parts nor repeated ones; 5 may have one file for the ranks of a node
+READABLE = (3, SCHEMA, 5)  # 3 has no sizes of parts; 5 may have one file for the ranks of a node
 LARGEST = 1 << 30  # bytes of a manifest
+NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}  # other errors are the disk's
+PLAIN = re.compile(r"[\w-][\w.-]*")  # a file name in the checkpoint's own folder
 
 
 class BadCheckpoint(Exception):
-    """A checkpoint that does not match its manifest; the message is the reason."""
+    """A checkpoint that is not what was saved; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """Expected size and hashes of one rank's file."""
+
+    size: int
+    """Bytes."""
+    xxh3: str
+    """Hashes, 16 characters each: of the header with its length, then of every block of every tensor, in file order."""
+    within: str | None = None
+    """The node's file that contains it."""
+    offset: int = 0
+    """Where it begins in that, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -38,25 +53,21 @@ class Manifest:
     progress: dict[str, Any]
     scalars: dict[str, Any]  # engine state other than tensors
     fingerprint: dict[str, Any]  # what must not change when the run is resumed; named identity in the file
-    tensors: dict[str, dict[str, Any]]  # name -> shape of the whole tensor, and parts (hpclm.checkpoint.parts)
-    files: dict[
-        str, dict[str, Any]
-    ]  # name -> FileInfo; in schema 5 of a node: size, and what it contains: name -> FileInfo
+    tensors: dict[str, dict[str, Any]]  # name -> shape of the whole tensor; parts: file, start, size, key in that file
+    files: dict[str, dict[str, Any]]  # name -> FileInfo; of a node: size, and what it contains: name -> FileInfo
     made: dict[str, Any] = field(default_factory=dict)  # when and why it was saved, by which attempt, in which layout
     validation: float | None = None  # validation loss at this step, if measured
 
     def write(self, folder: Path) -> Path:
         """Write the manifest into ``folder``; it is on disk when this returns."""
         path = folder / NAME
-        content = {"schema": SCHEMA, **asdict(self)}
+        content = {"schema": SCHEMA, **self.fields}
         content["identity"] = content.pop("fingerprint")
+        content["blake2b"] = digest_of(content)
+        lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in content.items())
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
         with os.fdopen(files.opened(path, flags, 0o644), "w", encoding="utf-8") as file:
-            content["blake2b"] = digest_of(content)
-            lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in content.items())
-            file.write(
-                "{\n" + ",\n".join(lines) + "\n}\n"
-            )  # a line each: the newest is found without reading the others
+            file.write("{\n" + ",\n".join(lines) + "\n}\n")
             file.flush()
             os.fsync(file.fileno())
         return path
@@ -69,8 +80,8 @@ class Manifest:
     @property
     def why(self) -> str | None:
         """What made the run exit, if it was saved for that reason: a signal, stop; None for a regular save."""
-        said = self.made.get("why")
-        return said if isinstance(said, str) else None
+        why: str | None = self.made.get("why")
+        return why
 
     @property
     def health(self) -> Health:
@@ -79,64 +90,112 @@ class Manifest:
 
     @cached_property
     def infos(self) -> dict[str, FileInfo]:
-        """Expected size and hashes of every rank's files, by name."""
-        found = {}
-        for name, facts in self.files.items():
-            if "contains" not in facts:
-                found[name] = FileInfo(**facts)
-            for inner, its in facts.get("contains", {}).items():
-                found[inner] = FileInfo(**its, within=name)
-        return found
+        """Expected size and hashes of every rank's file, by name."""
+        infos: dict[str, FileInfo] = {}
+        for name, entry in self.files.items():
+            if "contains" in entry:
+                infos |= {inner: FileInfo(**info, within=name) for inner, info in entry["contains"].items()}
+            else:
+                infos[name] = FileInfo(**entry)
+        return infos
 
     @property
     def size(self) -> int:
         """Total bytes of all files."""
-        return sum(int(entry["size"]) for entry in self.files.values())
+        return sum(entry["size"] for entry in self.files.values())
+
+
+@contextmanager
+def many_objects() -> Iterator[None]:
+    """A block that makes a million objects without garbage among them, as a manifest of 512 ranks has: Python's garbage collector,
+    which would look through all of them again and again, takes most of the time otherwise."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest in ``folder``, without checking the files; BadCheckpoint if it is not a valid manifest."""
+    """The manifest in ``folder``; BadCheckpoint if it is not valid, OSError if the disk fails. No other file is read."""
     try:
-        content = json.loads(files.read_text(folder / NAME, LARGEST))
-        if not isinstance(content, dict):
-            raise BadCheckpoint(f"{NAME} is not a JSON object")
-        if content.pop("blake2b") != digest_of(content):
-            raise BadCheckpoint(f"{NAME} differs from what was saved (its hash is wrong)")
-        version = content.pop("schema")
-        if version not in READABLE:
-            raise ConfigError(
-                f"{folder / NAME} has schema {version!r}, but this version of hpclm reads {', '.join(map(str, READABLE))}; "
-                f"use the version that wrote it"
-            )
-        wrong = sorted(schema.invalid(content))
-        if wrong:
-            raise BadCheckpoint(f"{NAME} has invalid fields: {', '.join(wrong)}")
-        manifest = Manifest(fingerprint=content.pop("identity"), **content)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        raise BadCheckpoint(f"{NAME} is missing") from None
-    except files.Unfit as error:
-        raise BadCheckpoint(f"{NAME}: {error.strerror}") from None
+        with many_objects():
+            return _parsed(files.read_text(folder / NAME, LARGEST), folder)
     except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise BadCheckpoint(f"{NAME} is a link to itself") from None
+        if isinstance(error, files.Unfit) or error.errno in NO_FILE:
+            raise BadCheckpoint(f"{NAME}: {error.strerror}") from None
+        raise
+    except ConfigError:  # which is a ValueError
         raise
     except (RecursionError, ValueError, TypeError, KeyError, AttributeError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise BadCheckpoint(f"{NAME} cannot be read: {error}") from None
-    named = files_of((part for each in manifest.tensors.values() for part in each["parts"]), len(manifest.infos) + 1)
-    if not manifest.infos or named - manifest.infos.keys() or any(Path(name).name != name for name in manifest.files):
-        raise BadCheckpoint(f"{NAME} refers to files that it does not list")
-    for name, entry in manifest.tensors.items():
-        count, wanted = values(entry["parts"]), prod(entry["shape"])
-        if count not in (wanted, None):
-            raise BadCheckpoint(f"{NAME} lists {count} of the {wanted} values of {name}")
-    step = re.fullmatch(r"step-(\d+)", folder.name)
-    if step and manifest.progress.get("step") != int(step[1]):
-        raise BadCheckpoint(
-            f"{NAME} is of step {manifest.progress.get('step')}, but the folder is named after step {int(step[1])}"
+
+
+def _parsed(text: str, folder: Path) -> Manifest:
+    content = json.loads(text)
+    if not isinstance(content, dict):
+        raise BadCheckpoint(f"{NAME} is not a JSON object")
+    if content.pop("blake2b") != digest_of(content):
+        raise BadCheckpoint(f"{NAME} differs from what was saved (its hash is wrong)")
+    version = content.pop("schema")
+    if version not in READABLE:
+        raise ConfigError(
+            f"{folder / NAME} has schema {version!r}, but this version of hpclm reads {', '.join(map(str, READABLE))}; "
+            f"use the version that wrote it"
         )
+    manifest = Manifest(fingerprint=content.pop("identity"), **content)
+    for entry in manifest.tensors.values():
+        entry["parts"] = [one for part in entry["parts"] for one in _repeated(part, len(manifest.infos) + 1)]
+    _check(manifest, folder)
     return manifest
+
+
+def _repeated(part: dict[str, Any], most: int) -> list[dict[str, Any]]:
+    """The parts that ``part`` stands for, up to ``most``.
+
+    Earlier versions saved parts that follow each other in even steps, each in the file of another rank, as one with
+    ``repeat``: their number, and the step in ranks and in rows.
+    """
+    if "repeat" not in part:
+        return [part]
+    count, ranks, rows = part.pop("repeat")
+    prefix, rank, rest = re.split(r"(\d+)", part["file"], maxsplit=1)
+    return [
+        {
+            **part,
+            "file": f"{prefix}{int(rank) + number * ranks:05d}{rest}",
+            "start": [part["start"][0] + number * rows, *part["start"][1:]],
+        }
+        for number in range(min(count, most))
+    ]
+
+
+def _check(manifest: Manifest, folder: Path) -> None:
+    """BadCheckpoint unless all files are in ``folder``, every tensor's parts make it up, and the folder has the step's name.
+
+    The hash shows only that the manifest has not changed since it was written, by whomever.
+    """
+    infos = manifest.infos
+    if not infos or not all(map(PLAIN.fullmatch, [*manifest.files, *infos])):
+        raise BadCheckpoint(f"{NAME} lists no files, or files elsewhere")
+    for name, entry in manifest.tensors.items():
+        if any(part["file"] not in infos for part in entry["parts"]):
+            raise BadCheckpoint(f"{NAME} refers to files that it does not list")
+        sizes = [part.get("size") for part in entry["parts"]]
+        if None in sizes:  # schema 3
+            continue
+        count, whole = sum(map(prod, sizes)), prod(entry["shape"])
+        if count != whole:
+            raise BadCheckpoint(f"{NAME} lists {count} of the {whole} values of {name}")
+        starts = [tuple(part["start"]) for part in entry["parts"] if prod(part["size"])]
+        if len(set(starts)) != len(starts):  # then others are missing
+            raise BadCheckpoint(f"{NAME} lists values of {name} more than once")
+    step = Progress.of(manifest.progress).step
+    named = re.fullmatch(r"step-(\d+)", folder.name)
+    if named and step != int(named[1]):
+        raise BadCheckpoint(f"{NAME} is of step {step}, but the folder is named after step {int(named[1])}")
 
 
 def digest_of(content: dict[str, Any]) -> str:
@@ -145,30 +204,14 @@ def digest_of(content: dict[str, Any]) -> str:
 
 
 def check_sizes(folder: Path, manifest: Manifest, names: Collection[str] | None = None) -> None:
-    """BadCheckpoint if a file (one of ``names``; None: any) is missing or has another size."""
+    """BadCheckpoint if a file (one of ``names``; None: any) is missing or has another size; OSError if the disk fails."""
     for name in manifest.files if names is None else names:
-        wrong = saved.fault(folder / name, manifest.files[name]["size"])
-        if wrong:
-            raise BadCheckpoint(wrong)
-
-
-def verify(folder: Path, manifest: Manifest, names: Collection[str] | None = None) -> list[str]:
-    """Read files (``names``; None: all) and verify their sizes and hashes; BadCheckpoint names the first mismatch.
-
-    Returns the names of tensors with values that are not finite.
-
-    A file that exists but cannot be read does not prove corruption: that OSError is left to the caller.
-    """
-    from hpclm.checkpoint.format import File  # imports PyTorch, which reading manifests does not need
-
-    check_sizes(folder, manifest, names)
-    found: list[str] = []
-    for name, info in manifest.infos.items():
-        if names is not None and (info.within or name) not in names:
-            continue
+        size = manifest.files[name]["size"]
         try:
-            with closing(File(folder, name, info)) as file:
-                found += file.check()
-        except ChecksumMismatch as reason:
-            raise BadCheckpoint(str(reason)) from None
-    return found
+            status = (folder / name).stat()
+        except OSError as error:
+            if error.errno not in NO_FILE:
+                raise
+            raise BadCheckpoint(f"{name} is missing") from None
+        if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+            raise BadCheckpoint(f"{name} has {status.st_size} bytes, not the {size} that were saved")

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpclm.checkpoint import directory
-from hpclm.checkpoint import manifest as manifests
 from hpclm.checkpoint.fingerprint import check_fingerprint, fingerprint
 from hpclm.checkpoint.manifest import BadCheckpoint, Manifest
 from hpclm.config import RunConfig
@@ -16,64 +15,48 @@ if TYPE_CHECKING:
     from hpclm.data.sources import Source
 
 
-Found = tuple[Path, Manifest]
+Candidate = tuple[Path, Manifest]
 """The path of a checkpoint, and its manifest."""
 
 
-def check(found: Found | None, config: RunConfig, source: "Source | None") -> None:
-    """ConfigError if a run with these settings cannot resume from the checkpoint ``found``.
-
-    Without ``source`` the data are not compared.
-    """
-    if found is None:
+def check(candidate: Candidate | None, config: RunConfig, source: "Source | None") -> None:
+    """ConfigError if a run with these settings cannot resume from ``candidate``; without ``source`` data are not compared."""
+    if candidate is None:
         return
-    folder, manifest = found
+    folder, manifest = candidate
     if config.checkpoint.resume == "never":
-        raise ConfigError(
-            f"{folder.parent} already holds {folder.name}, but checkpoint.resume=never; choose another out"
-        )
+        raise directory.not_empty(folder)
     if manifest.fingerprint:  # imported checkpoints have none
         now = fingerprint(config, source)
         check_fingerprint(folder, {key: value for key, value in manifest.fingerprint.items() if key in now}, now)
 
 
-def candidate(out: Path, step: int | None = None) -> Found | None:
+def candidate(out: Path, step: int | None = None) -> Candidate | None:
     """The checkpoint that the next attempt in ``out`` resumes from: that of ``step`` or of a pending rollback, else the newest
     complete one (by file sizes); None if there is none.
 
     ConfigError if that step is missing or incomplete; HpclmError if the disk cannot be read.
     """
     folder = out / "checkpoints"
-    wanted = submissions.rollback(out) if step is None else step
-    there = directory.steps(folder) if out.is_dir() else []
-    reasons = {}
-    for path in reversed(there):
-        if wanted is not None and path.name != f"step-{wanted:08d}":
-            continue
-        try:
-            manifest = manifests.read(path)
-            manifests.check_sizes(path, manifest)
-        except BadCheckpoint as reason:
-            reasons[path.name] = str(reason)
-            continue
-        except OSError as error:
-            raise directory.unreadable(path, error) from error
-        return path, manifest
-    if wanted is not None:
-        why = "".join(f"; {name} is bad: {reason}" for name, reason in reasons.items())
-        asked = (
-            ""
-            if step is not None
-            else f", which {out / submissions.ROLLBACK} asks for (remove it, or give --from STEP)"
-        )
-        raise ConfigError(
-            f"{folder} has no complete checkpoint of step {wanted}{asked}; it has {listed(there)}{why}: hpclm checkpoints "
-            f"{shlex.quote(str(out))} shows them"
-        )
-    return None
+    required = submissions.rollback(out) if step is None else step
+    saved = directory.steps(folder) if out.is_dir() else []
+    reasons = ""
+    for path in reversed(saved):
+        if required is None or path.name == f"step-{required:08d}":
+            try:
+                return path, directory.checked(path)
+            except BadCheckpoint as reason:
+                reasons += f"; {path.name} is bad: {reason}"
+    if required is None:
+        return None
+    asked = f", which {out / submissions.ROLLBACK} asks for (remove it, or give --from STEP)" if step is None else ""
+    raise ConfigError(
+        f"{folder} has no complete checkpoint of step {required}{asked}; it has {listed(saved)}{reasons}: hpclm checkpoints "
+        f"{shlex.quote(str(out))} shows them"
+    )
 
 
-def listed(there: list[Path]) -> str:
+def listed(saved: list[Path]) -> str:
     """A list of checkpoints by step, for messages."""
-    numbers = [str(int(path.name[5:])) for path in there]
+    numbers = [str(int(path.name[5:])) for path in saved]
     return f"step{'s' * (len(numbers) > 1)} {', '.join(numbers)}" if numbers else "none"

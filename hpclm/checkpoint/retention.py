@@ -2,8 +2,8 @@
 
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpclm.checkpoint import directory
@@ -30,32 +30,29 @@ class Retention:
     samples: float = math.inf
     """Samples per epoch."""
 
-    def dispensable(self, folders: Sequence[Path]) -> list[Path]:
-        """The checkpoints among ``folders`` (oldest first) that can be removed.
+    def dispensable(self, complete: Sequence[tuple[Path, Manifest]]) -> list[Path]:
+        """The ones among the ``complete`` checkpoints (oldest first) that can be removed.
 
-        Incomplete ones are set aside and do not count; ones that cannot be read now are left alone. Of the regular ones, the
-        newest ``last`` healthy ones are kept, and the newest LEAST in any case.
+        Of the regular ones, the newest ``last`` healthy ones are kept, and the newest LEAST in any case.
         """
-        whole = [(folder, manifest) for folder in folders if (manifest := complete(folder))]
-        good = healthy([manifest for _, manifest in whole])
-        regular = [folder for folder, manifest in whole if manifest.why is None]
+        good = healthy([manifest for _, manifest in complete])
+        regular = [folder for folder, manifest in complete if manifest.why is None]
         kept = {
             *[folder for folder in regular if good[int(folder.name[5:])]][-max(self.last, LEAST) :],
             *regular[-LEAST:],
         }
-        kept |= {folder for folder, _ in whole[-1:]}  # of those saved on exit only the newest is kept
-        kept |= {folder for folder, _ in whole[-LEAST:] if len(kept) < LEAST}
+        kept |= {folder for folder, _ in complete[-1:]}  # of those saved on exit only the newest is kept
+        kept |= {folder for folder, _ in complete[-LEAST:] if len(kept) < LEAST}
         if self.every:
-            kept |= {folder for folder, manifest in whole if manifest.progress["step"] % self.every == 0}
-        measured = [(m.validation, -m.progress["step"], folder) for folder, m in whole if m.validation is not None]
+            kept |= {folder for folder, manifest in complete if manifest.progress["step"] % self.every == 0}
+        measured = [(m.validation, -m.progress["step"], folder) for folder, m in complete if m.validation is not None]
         kept |= {folder for *_, folder in sorted(measured)[: self.best]}
-        kept |= set(self._ends_of_passes(whole))
-        newest = whole[-1][0] if whole else None
-        return [folder for folder, _ in whole if folder not in kept and newest is not None and folder < newest]
+        kept |= set(self._ends_of_passes(complete))
+        return [folder for folder, _ in complete if folder not in kept]
 
-    def _ends_of_passes(self, whole: Sequence[tuple[Path, Manifest]]) -> list[Path]:
+    def _ends_of_passes(self, complete: Sequence[tuple[Path, Manifest]]) -> list[Path]:
         first: dict[int, Path] = {}
-        for folder, manifest in whole:
+        for folder, manifest in complete:
             first.setdefault(int(manifest.progress.get("samples", 0) / self.samples), folder)
         first.pop(0, None)
         return [first[number] for number in sorted(first)[-self.passes :]] if self.passes else []
@@ -67,29 +64,43 @@ def healthy(manifests: Sequence[Manifest]) -> dict[int, bool]:
     Unhealthy are those saved during a loss spike or while steps were skipped, and those whose next step began a spike: the
     loss of a step is that of the weights before it.
     """
-    found: dict[int, bool] = {}
+    good: dict[int, bool] = {}
     begins = None
     """First step of the earliest spike that a later checkpoint records."""
     for manifest in reversed(manifests):
         step, health = int(manifest.progress["step"]), manifest.health
         spiking = health.spiking_since
-        found[step] = health.good and (begins is None or step + 1 < begins)
+        good[step] = health.good and (begins is None or step + 1 < begins)
         begins = spiking if begins is None or (spiking is not None and spiking < begins) else begins
-    return found
+    return good
 
 
-def complete(folder: Path) -> Manifest | None:
-    """The manifest of a checkpoint if all files exist and have the right size; None otherwise.
+class CompleteCheckpoints:
+    """Finds a run's complete checkpoints; a manifest, which may have many megabytes, is read again only if it has changed."""
 
-    A bad one is set aside, but not if the disk fails or another version of hpclm wrote the manifest.
-    """
-    try:
-        manifest = manifests.read(folder)
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[int, Manifest]] = {}
+
+    def among(self, folders: Iterable[Path]) -> list[tuple[Path, Manifest]]:
+        """The ones of which all files exist and have the right size, with their manifests (without the tensors).
+
+        A bad one is set aside. One that cannot be read now, or that another version of hpclm wrote, is left alone.
+        """
+        complete = []
+        for folder in folders:
+            try:
+                complete.append((folder, self._manifest(folder)))
+            except BadCheckpoint as reason:
+                directory.set_aside(folder, str(reason))
+            except (OSError, HpclmError) as reason:
+                log.warning("checkpoint %s is ignored: %s", folder, reason)
+        return complete
+
+    def _manifest(self, folder: Path) -> Manifest:
+        path = folder / manifests.NAME
+        written = path.stat().st_mtime_ns if path.exists() else 0
+        if folder not in self._known or self._known[folder][0] != written:
+            self._known[folder] = written, replace(manifests.read(folder), tensors={})
+        manifest = self._known[folder][1]
         manifests.check_sizes(folder, manifest)
-    except BadCheckpoint as reason:
-        directory.set_aside(folder, str(reason))
-        return None
-    except (OSError, HpclmError) as reason:
-        log.warning("checkpoint %s is ignored: %s", folder, reason)
-        return None
-    return manifest
+        return manifest

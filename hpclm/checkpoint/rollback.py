@@ -23,20 +23,20 @@ def carry_out(out: Path) -> int | None:
         return None
     folder = out / "checkpoints"
     directory.restore(folder)  # otherwise a replaced checkpoint would reappear later
-    there = {int(path.name[5:]): path for path in directory.steps(folder)}
-    if step not in there:
+    saved = {int(path.name[5:]): path for path in directory.steps(folder)}
+    if step not in saved:
         raise ConfigError(
-            f"{out / submissions.ROLLBACK} asks to resume from step {step}, but {folder} has {resumable.listed(list(there.values()))}; remove that file, "
-            "or ask for another step with --from"
+            f"{out / submissions.ROLLBACK} asks to resume from step {step}, but {folder} has "
+            f"{resumable.listed([*saved.values()])}; remove that file, or ask for another step with --from"
         )
-    for number in sorted(there, reverse=True):
+    for number in sorted(saved, reverse=True):
         if number > step:
-            directory.put_away(there[number], "rolled-back", f"a later start went back to step {step}")
+            directory.put_away(saved[number], "rolled-back", f"a later start went back to step {step}")
     files.sync(folder)
-    files.write_text(folder / "latest", there[step].name + "\n")
+    files.write_text(folder / "latest", saved[step].name + "\n")
     _move_rows(out, step)
     submissions.withdraw_rollback(out)
-    newer = ", ".join(f"step {number}" for number in sorted(there) if number > step) or "nothing, it is the newest"
+    newer = ", ".join(f"step {number}" for number in sorted(saved) if number > step) or "nothing, it is the newest"
     log.warning("rolling back to step %d as requested by --from; set aside: %s", step, newer)
     return step
 
@@ -46,14 +46,14 @@ def _move_rows(out: Path, step: int) -> None:
     if not path.is_file():
         return
     lines = files.read_text(path, LARGEST, errors="replace").splitlines(keepends=True)
-    late = [line for line in lines if (row := rows.parsed(line, rows.STEP, ["step"])) and row["step"] > step]
-    if not late:
+    later = [line for line in lines if (row := rows.parsed(line, rows.STEP, ["step"])) and row["step"] > step]
+    if not later:
         return
     number = 1
     while (target := out / f"metrics.rolled-back-{number}.jsonl").exists():
-        if files.read_text(target, LARGEST, errors="replace") == "".join(late):
+        if files.read_text(target, LARGEST, errors="replace") == "".join(later):
             break  # written by an attempt that was killed here
         number += 1
-    files.write_text(target, "".join(late))
-    gone = set(late)
-    files.write_text(path, "".join(line for line in lines if line not in gone))
+    files.write_text(target, "".join(later))
+    moved = set(later)
+    files.write_text(path, "".join(line for line in lines if line not in moved))

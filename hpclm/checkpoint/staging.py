@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -66,29 +67,19 @@ class Snapshot:
         return taken
 
 
-class BackgroundWrite:
-    """Runs ``work`` in a background thread."""
+def in_background(work: Callable[[], dict[str, Any]]) -> "Future[dict[str, Any]]":
+    """The result of ``work``, which a thread does that does not keep the process alive."""
+    future: Future[dict[str, Any]] = Future()
 
-    def __init__(self, work: Callable[[], dict[str, Any]]):
-        self._found: dict[str, Any] = {}
-        self._thread = threading.Thread(target=self._run, args=(work,), name="hpclm-save", daemon=True)
-        self._thread.start()
-
-    def _run(self, work: Callable[[], dict[str, Any]]) -> None:
+    def run() -> None:
         time.sleep(0.001)  # yields the GIL; otherwise the training thread waits up to 5 ms for it
         try:
-            self._found = work()
+            future.set_result(work())
         except BaseException as error:
-            self._found = {"error": f"{type(error).__name__}: {error}", "parts": []}
+            future.set_exception(error)
 
-    def done(self) -> bool:
-        """Whether it has finished."""
-        return not self._thread.is_alive()
-
-    def result(self) -> dict[str, Any]:
-        """Wait for the result."""
-        self._thread.join()
-        return self._found
+    threading.Thread(target=run, name="hpclm-save", daemon=True).start()
+    return future
 
 
 def size(shards: Sequence[Shard]) -> int:
@@ -100,38 +91,32 @@ def write_shards(staging_dir: Path, rank: int, shards: Sequence[Shard], largest:
     """Write the shards of ``rank`` into ``staging_dir``; the files' sizes and hashes and the place of each part, or the error."""
     parts, files = [], {}
     try:
-        for name, group in rank_files(rank, shards, largest).items():
-            for key, shard in group.items():
+        for number, group in enumerate(file_groups(shards, largest)):
+            name = f"rank-{rank:05d}.safetensors" if not number else f"rank-{rank:05d}-{number}.safetensors"
+            keyed: dict[str, Shard] = {}
+            for shard in group:  # there may be several blocks of a tensor
+                key = shard.name if shard.name not in keyed else f"{shard.name}#{len(keyed)}"
+                keyed[key] = shard
                 part = {"file": name, "start": list(shard.start), "size": list(shard.tensor.shape)}
                 parts.append((shard.name, list(shard.shape), part if key == shard.name else {**part, "key": key}))
-            info = write(staging_dir / name, [(key, shard.tensor) for key, shard in group.items()])
+            info = write(staging_dir / name, [(key, shard.tensor) for key, shard in keyed.items()])
             files[name] = {"size": info.size, "xxh3": info.xxh3}
     except OSError as error:
-        return {"error": error.strerror or str(error), "parts": []}
+        return {"error": error.strerror or str(error)}
+    except Exception as error:  # so that the other ranks hear of it
+        return {"error": f"{type(error).__name__}: {error}"}
     return {"files": files, "parts": parts}
-
-
-def rank_files(rank: int, shards: Sequence[Shard], largest: int) -> dict[str, dict[str, Shard]]:
-    """The files of a rank; the shards in each, by the name that they have there."""
-    found = {}
-    for number, group in enumerate(file_groups(shards, largest)):
-        name = f"rank-{rank:05d}.safetensors" if not number else f"rank-{rank:05d}-{number}.safetensors"
-        keyed: dict[str, Shard] = {}
-        for shard in group:  # of a tensor there may be several blocks
-            keyed[shard.name if shard.name not in keyed else f"{shard.name}#{len(keyed)}"] = shard
-        found[name] = keyed
-    return found
 
 
 def file_groups(shards: Sequence[Shard], largest: int) -> list[list[Shard]]:
     """Consecutive shards grouped into files of at most ``largest`` bytes; a larger tensor gets its own file."""
-    found: list[list[Shard]] = []
+    groups: list[list[Shard]] = []
     room = 0
     for shard in shards:
-        bytes_ = size([shard])
-        if not found or bytes_ > room:
-            found.append([])
+        needed = size([shard])
+        if not groups or needed > room:
+            groups.append([])
             room = largest
-        found[-1].append(shard)
-        room -= bytes_
-    return found
+        groups[-1].append(shard)
+        room -= needed
+    return groups

@@ -7,26 +7,23 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from hpclm import files
 from hpclm.checkpoint import directory, staging
-from hpclm.checkpoint import manifest as manifests
 from hpclm.checkpoint.fingerprint import check_fingerprint
-from hpclm.checkpoint.manifest import BadCheckpoint, Manifest
-from hpclm.checkpoint.parts import Plans
-from hpclm.checkpoint.retention import Retention
-from hpclm.checkpoint.schema import Progress
-from hpclm.checkpoint.staging import BackgroundWrite, Snapshot
+from hpclm.checkpoint.manifest import BadCheckpoint, Manifest, many_objects
+from hpclm.checkpoint.progress import Progress
+from hpclm.checkpoint.retention import CompleteCheckpoints, Retention
+from hpclm.checkpoint.staging import Snapshot
 from hpclm.checkpoint.tensors import Tensors
 from hpclm.distributed.context import DistributedContext, single
-from hpclm.engine import Engine, Shard
-from hpclm.errors import ConfigError, HpclmError, NoCheckpointError
+from hpclm.engine import Engine
+from hpclm.errors import HpclmError, NoCheckpointError
 from hpclm.rundir.lease import Lease
-
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +37,8 @@ class PendingSave:
     validation: float | None
     staging_dir: Path
     final: Path
-    result: Callable[[], dict[str, Any]]
-    """Waits for this process's files, and returns their description."""
-    done: Callable[[], bool]
+    written: "Future[dict[str, Any]]"
+    """Description of the files of this process, when they are on disk; or the error."""
     began: float
     why: str | None
 
@@ -61,16 +57,13 @@ class CheckpointStore:
         context: DistributedContext | None = None,
         lease: Lease | None = None,
         made: dict[str, Any] | None = None,
-        before_publishing: Callable[[], None] = lambda: None,
     ):
         """``fingerprint``: what must not change when the run is resumed; ``made``: information on the attempt that saves.
-        ``lease`` (on rank 0) is checked before a checkpoint gets its final name; ``before_publishing`` is called just before
-        that, and an OSError from it does not fail the save."""
-        self.before_publishing = before_publishing
+        ``lease`` (on rank 0) is checked before a checkpoint gets its final name."""
         self.folder, self.retention, self.fingerprint = folder, retention, fingerprint
         self.context, self.lease, self.made = context or single(), lease, made or {}
         self.pending: PendingSave | None = None
-        self._snapshot, self._plans = Snapshot(), Plans()
+        self._snapshot, self._complete = Snapshot(), CompleteCheckpoints()
 
     def save(self, engine: Engine, progress: Progress, validation: float | None = None) -> Path:
         """Save the engine's state; it is on disk when this returns. HpclmError on every rank if that fails."""
@@ -94,7 +87,7 @@ class CheckpointStore:
         final = self.folder / f"step-{progress.step:08d}"
         staging_dir = self.folder / f".tmp-{final.name}-g{self.context.run_on_main(lambda: self.generation)}"
         began = time.time()
-        shards = self._take(engine, background)
+        shards = self._snapshot.take(engine.tensors()) if background else list(engine.tensors())
         sizes = self.context.all_gather(staging.size(shards))
         self.context.run_on_main(lambda: self._begin(staging_dir, sum(sizes)))
 
@@ -102,12 +95,11 @@ class CheckpointStore:
             return staging.write_shards(staging_dir, self.context.rank, shards)
 
         if background:
-            writing = BackgroundWrite(work)
-            result, done = writing.result, writing.done
+            written = staging.in_background(work)
         else:
-            found = work()
-            result, done = lambda: found, lambda: True
-        self.pending = PendingSave(progress, engine.scalars(), validation, staging_dir, final, result, done, began, why)
+            written = Future()
+            written.set_result(work())
+        self.pending = PendingSave(progress, engine.scalars(), validation, staging_dir, final, written, began, why)
 
     @property
     def generation(self) -> int:
@@ -116,14 +108,19 @@ class CheckpointStore:
 
     def written(self) -> bool:
         """Whether this process has finished writing."""
-        return self.pending is None or self.pending.done()
+        return self.pending is None or self.pending.written.done()
 
-    def commit(self) -> Path:
-        """Wait until every rank has written, and publish the checkpoint; HpclmError on every rank if that fails."""
+    def commit(self, before_publishing: Callable[[], None] = lambda: None) -> Path:
+        """Wait until every rank has written, and publish the checkpoint; HpclmError on every rank if that fails.
+
+        ``before_publishing`` is called on rank 0 just before the checkpoint gets its final name; an OSError from it does not
+        fail the save.
+        """
         assert self.pending is not None
         pending, self.pending = self.pending, None
-        found = self.context.gather(self._plans.message(pending.result()), unlimited=True)
-        self.context.run_on_main(lambda: self._publish(pending, self._plans.complete(found)))
+        with many_objects():
+            written = self.context.gather(pending.written.result(), unlimited=True)
+            self.context.run_on_main(lambda: self._publish(pending, written, before_publishing))
         return pending.final
 
     def resume(self, engine: Engine, policy: str) -> Progress:
@@ -135,39 +132,49 @@ class CheckpointStore:
         """
         lost: list[str] = []
         for name in reversed(self.context.run_on_main(lambda: self._candidates(policy))):
-            folder = self.folder / name
-            manifest, reason = self._inspect(folder)
-            if manifest is not None and reason is None:
-                reason = self._load(folder, manifest, engine)
-                if reason is None:
-                    if lost:
-                        log.warning("resuming from %s instead; the steps after it will be repeated", name)
-                    return Progress.of(manifest.progress)
+            progress, reason = self._load(self.folder / name, engine)
+            if progress:
+                if lost:
+                    log.warning("resuming from %s instead; the steps after it will be repeated", name)
+                return progress
             lost.append(f"{name}: {reason}")
         self.context.run_on_main(lambda: self._check_fresh_start(lost, policy))
         return Progress()
 
-    def _inspect(self, folder: Path) -> tuple[Manifest | None, str | None]:
-        """The manifest of a checkpoint, and what is wrong with it; a bad checkpoint is set aside.
-
-        Rank 0 reads it for all, and the ranks divide the check of file sizes among themselves.
-        """
-        content, wrong = self.context.run_on_main(lambda: _tried(lambda: manifests.read(folder).fields))
-        manifest = Manifest(**content) if content else None
-        if manifest:
-            mine = sorted(manifest.files)[self.context.rank :: self.context.size]
-            _, wrong = _tried(lambda: manifests.check_sizes(folder, manifest, mine))
-        return manifest, self._agree(folder, wrong, manifest)
-
-    def _load(self, folder: Path, manifest: Manifest, engine: Engine) -> str | None:
-        """Load a checkpoint; what is wrong with it, in which case the engine's state is unusable."""
-        wrong: dict[str, str] = {}
+    def _load(self, folder: Path, engine: Engine) -> tuple[Progress | None, str | None]:
+        """Load a checkpoint into ``engine``; its progress, or what is wrong with it: then it is set aside, and the engine's state
+        is unusable. All ranks get the same answer."""
+        with many_objects():
+            fields, reason = self.context.run_on_main(lambda: self._inspect(folder))
+        if reason is not None:
+            return None, reason
+        manifest, wrong = Manifest(**fields), dict[str, str]()
         with Tensors(folder, manifest, wrong) as saved:
             engine.load(saved, manifest.scalars)
-        return self._agree(folder, wrong, manifest)
+        every = self.context.gather(wrong, unlimited=True)
+        reason = self.context.run_on_main(lambda: self._agreed(folder, every))
+        return (Progress.of(manifest.progress), None) if reason is None else (None, reason)
 
-    def _take(self, engine: Engine, background: bool) -> list[Shard]:
-        return self._snapshot.take(engine.tensors()) if background else list(engine.tensors())
+    def _inspect(self, folder: Path) -> tuple[dict[str, Any], str | None]:
+        """The fields of a checkpoint's manifest, or what is wrong with it; a bad checkpoint is set aside."""
+        try:
+            manifest = directory.checked(folder)
+        except BadCheckpoint as reason:
+            directory.set_aside(folder, str(reason))
+            return {}, str(reason)
+        if manifest.fingerprint:  # imported checkpoints have none; the engine checks shapes
+            check_fingerprint(folder, manifest.fingerprint, self.fingerprint)
+        return manifest.fields, None
+
+    def _agreed(self, folder: Path, every: Sequence[dict[str, str]]) -> str | None:
+        """What is wrong with a checkpoint according to any rank; it is then set aside."""
+        for wrong in every:
+            if "failed" in wrong:
+                raise directory.unreadable(folder, wrong["failed"])
+        reason = next((wrong["bad"] for wrong in every if "bad" in wrong), None)
+        if reason is not None:
+            directory.set_aside(folder, reason)
+        return reason
 
     def _begin(self, staging_dir: Path, size: int) -> None:
         """Check the free space for a checkpoint of ``size`` bytes, and create its staging directory."""
@@ -186,24 +193,31 @@ class CheckpointStore:
         except OSError as error:
             raise HpclmError(f"checkpoint {staging_dir} could not be saved: {error.strerror or error}") from error
 
-    def _publish(self, pending: PendingSave, written: Sequence[dict[str, Any]]) -> None:
+    def _publish(
+        self,
+        pending: PendingSave,
+        written: Sequence[dict[str, Any]],
+        before_publishing: Callable[[], None] = lambda: None,
+    ) -> None:
         """Rename the staging directory to its final name, if every rank has written its files."""
-        failed = [f"rank {rank}: {found['error']}" for rank, found in enumerate(written) if "error" in found]
+        failed = [f"rank {rank}: {one['error']}" for rank, one in enumerate(written) if "error" in one]
+        if failed:
+            directory.discard([pending.staging_dir])
+            raise HpclmError(f"checkpoint {pending.final} could not be saved: {'; '.join(failed[:3])}")
         try:
-            if failed:
-                raise HpclmError(f"checkpoint {pending.final} could not be saved: {'; '.join(failed[:3])}")
             self._describe(pending, written).write(pending.staging_dir)
             files.sync(pending.staging_dir)
-            self._call_before_publishing()
+            try:
+                before_publishing()
+            except OSError as error:
+                log.warning(
+                    "%s cannot be synced: %s; a power failure could lose its last lines", error.filename, error.strerror
+                )
             if self.lease:
                 self.lease.check()  # an attempt that takes over later removes staging directories, so it cannot interfere
             directory.publish(pending.staging_dir, pending.final)
-        except (OSError, HpclmError) as error:
-            if isinstance(error, HpclmError) and not failed:
-                raise
+        except OSError as error:
             directory.discard([pending.staging_dir])
-            if isinstance(error, HpclmError):
-                raise
             raise HpclmError(f"checkpoint {pending.final} could not be saved: {error.strerror or error}") from error
         try:  # the checkpoint is published; the rest is cleanup
             files.write_text(self.folder / "latest", pending.final.name + "\n")
@@ -211,17 +225,10 @@ class CheckpointStore:
         except OSError as error:
             log.warning("%s could not be written: %s", error.filename or self.folder / "latest", error.strerror)
         try:
-            directory.discard(self.retention.dispensable(directory.steps(self.folder)))
+            complete = self._complete.among(directory.steps(self.folder))
+            directory.discard(self.retention.dispensable(complete))
         except HpclmError as error:
             log.warning("older checkpoints are kept: %s", error)
-
-    def _call_before_publishing(self) -> None:
-        try:
-            self.before_publishing()
-        except OSError as error:
-            log.warning(
-                "%s cannot be synced: %s; a power failure could lose its last lines", error.filename, error.strerror
-            )
 
     def _describe(self, pending: PendingSave, written: Sequence[dict[str, Any]]) -> Manifest:
         made = self.made | {
@@ -230,44 +237,20 @@ class CheckpointStore:
             "generation": self.generation,
             "why": pending.why,
         }
-        return Manifest(
-            asdict(pending.progress),
-            pending.scalars,
-            self.fingerprint,
-            self._plans.tensors(written),
-            {name: facts for found in written for name, facts in found["files"].items()},
-            made,
-            pending.validation,
-        )
+        tensors: dict[str, dict[str, Any]] = {}
+        for name, shape, part in (entry for one in written for entry in one["parts"]):
+            tensors.setdefault(name, {"shape": shape, "parts": []})["parts"].append(part)
+        all_files = {name: info for one in written for name, info in one["files"].items()}
+        progress = asdict(pending.progress)
+        return Manifest(progress, pending.scalars, self.fingerprint, tensors, all_files, made, pending.validation)
 
     def _candidates(self, policy: str) -> list[str]:
         directory.restore(self.folder)
         directory.sweep(self.folder, self.generation)
-        found = directory.steps(self.folder)
-        if policy == "never" and found:
-            raise ConfigError(
-                f"{self.folder} already holds {found[-1].name}, but checkpoint.resume=never; choose another out"
-            )
-        return [folder.name for folder in found]
-
-    def _agree(self, folder: Path, wrong: dict[str, str], manifest: Manifest | None) -> str | None:
-        """What is wrong with a checkpoint according to any rank; a bad one is set aside."""
-        found = self.context.all_gather(wrong, unlimited=True)
-        return self.context.run_on_main(lambda: self._judge(folder, found, manifest))
-
-    def _judge(self, folder: Path, found: Sequence[dict[str, str]], manifest: Manifest | None) -> str | None:
-        for one in found:
-            if "refused" in one:
-                raise ConfigError(one["refused"])
-            if "failed" in one:
-                raise directory.unreadable(folder, one["failed"])
-        reasons = [one["bad"] for one in found if "bad" in one]
-        if reasons:
-            directory.set_aside(folder, reasons[0])
-            return reasons[0]
-        if manifest is not None and manifest.fingerprint:  # imported checkpoints have none; the engine checks shapes
-            check_fingerprint(folder, manifest.fingerprint, self.fingerprint)
-        return None
+        saved = directory.steps(self.folder)
+        if policy == "never" and saved:
+            raise directory.not_empty(saved[-1])
+        return [folder.name for folder in saved]
 
     def _check_fresh_start(self, lost: Sequence[str], policy: str) -> None:
         if lost or policy == "require" or directory.has_history(self.folder):
@@ -275,15 +258,3 @@ class CheckpointStore:
             raise NoCheckpointError(
                 f"no good checkpoint in {self.folder} ({reasons}); restore one, or start over with another out="
             )
-
-
-def _tried(look: Callable[[], T]) -> tuple[T | None, dict[str, str]]:
-    """What ``look`` returns, and what is wrong with the checkpoint if it raises."""
-    try:
-        return look(), {}
-    except BadCheckpoint as reason:
-        return None, {"bad": str(reason)}
-    except OSError as error:
-        return None, {"failed": str(error)}
-    except ConfigError as error:
-        return None, {"refused": str(error)}

@@ -10,9 +10,7 @@ from torch import Tensor
 
 from hpclm.checkpoint.directory import unreadable
 from hpclm.checkpoint.format import File
-from hpclm.checkpoint.manifest import Manifest
-from hpclm.checkpoint.parts import overlap, overlapping
-from hpclm.checkpoint.schema import ChecksumMismatch
+from hpclm.checkpoint.manifest import BadCheckpoint, Manifest
 from hpclm.errors import HpclmError
 
 Span = tuple[int, int]
@@ -27,16 +25,14 @@ class Tensors:
         and all further blocks are 0. So every process finishes the load, and all can agree on the outcome."""
         self.folder, self.manifest, self.wrong = folder, manifest, wrong
         self._files: dict[str, File] = {}
-        self._open: dict[str, File] = {}
-        """The open ones, least recently used first."""
+        """Least recently used first; of those that are open the most recent ``AT_ONCE``."""
 
     def __enter__(self) -> "Tensors":
         return self
 
     def __exit__(self, *_: object) -> None:
-        for file in self._open.values():
+        for file in self._files.values():
             file.close()
-        self._open.clear()
         self._files.clear()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -56,58 +52,41 @@ class Tensors:
             return torch.zeros(tuple(size))
         try:
             return self._block(name, start, size)
-        except (OSError, ChecksumMismatch) as error:
-            if self.wrong is not None:
-                self.wrong["bad" if isinstance(error, ChecksumMismatch) else "failed"] = str(error)
-                return torch.zeros(tuple(size))
-            raise unreadable(self.folder, error) from error
+        except (OSError, BadCheckpoint) as error:
+            if self.wrong is None:
+                raise unreadable(self.folder, error) from error
+            self.wrong["bad" if isinstance(error, BadCheckpoint) else "failed"] = str(error)
+            return torch.zeros(tuple(size))
 
     def _block(self, name: str, start: Sequence[int], size: Sequence[int]) -> Tensor:
-        rows = (start[0], start[0] + size[0]) if start else (0, 1)
-        parts = [
-            (part, inside)
-            for some in self.manifest.tensors[name]["parts"]
-            for part in overlapping(some, *rows)
-            if (inside := self._inside(name, part, start, size)) is not None
-        ]
-        count = sum(prod(high - low for low, high in inside) for _, inside in parts)
-        if count != prod(size):  # checked before allocating what a forged manifest may claim
-            raise ChecksumMismatch(f"its files contain {count} of the {prod(size)} requested values of {name}")
-        if overlap([inside for _, inside in parts]):  # then others are missing
-            raise ChecksumMismatch(f"its files contain values of {name} more than once")
-        found = None
-        for part, inside in parts:
-            low = [a - b for (a, _), b in zip(inside, part["start"], strict=True)]
-            high = [a - b for (_, a), b in zip(inside, part["start"], strict=True)]
-            file, key = self._file(part["file"]), part.get("key", name)
-            if list(file.shape(key)) != part.get("size", list(file.shape(key))):
-                raise ChecksumMismatch(f"{part['file']} holds {key} of shape {file.shape(key)}, not {part['size']}")
-            piece = file.values(key, low, high)
+        parts = [(part, self._overlap(name, part, start, size)) for part in self.manifest.tensors[name]["parts"]]
+        parts = [(part, overlap) for part, overlap in parts if all(low < high for low, high in overlap)]
+        count = sum(prod(high - low for low, high in overlap) for _, overlap in parts)
+        if count != prod(size):  # checked before memory is allocated for what a manifest claims
+            raise BadCheckpoint(f"its files contain {count} of the {prod(size)} requested values of {name}")
+        block = None
+        for part, overlap in parts:
+            low = [begin - offset for (begin, _), offset in zip(overlap, part["start"], strict=True)]
+            high = [end - offset for (_, end), offset in zip(overlap, part["start"], strict=True)]
+            piece = self._file(part["file"]).values(part.get("key", name), low, high)
             if tuple(piece.shape) == tuple(size):
                 return piece
-            if found is None:
-                found = torch.empty(tuple(size), dtype=piece.dtype)
-            found[tuple(slice(low - a, high - a) for (low, high), a in zip(inside, start, strict=True))] = piece
-        return torch.empty(tuple(size)) if found is None else found
+            if block is None:
+                block = torch.empty(tuple(size), dtype=piece.dtype)
+            block[tuple(slice(low - a, high - a) for (low, high), a in zip(overlap, start, strict=True))] = piece
+        return torch.empty(tuple(size)) if block is None else block
 
-    def _inside(
-        self, name: str, part: Mapping[str, Any], start: Sequence[int], size: Sequence[int]
-    ) -> list[Span] | None:
-        """The overlap of a part with a block, along each dimension; None if they do not overlap."""
-        shape = part.get("size")  # earlier versions did not save it
-        if shape is None:
+    def _overlap(self, name: str, part: Mapping[str, Any], start: Sequence[int], size: Sequence[int]) -> list[Span]:
+        """The overlap of a part with a block, along each dimension; empty spans if there is none."""
+        shape = part.get("size")
+        if shape is None:  # schema 3
             shape = self._file(part["file"]).shape(part.get("key", name))
-        if not len(shape) == len(part["start"]) == len(start):
-            raise ChecksumMismatch(f"{part['file']} holds {name} in {len(shape)} dimensions, not in {len(start)}")
         corners = zip(part["start"], shape, start, size, strict=True)
-        inside = [(max(a, b), min(a + n, b + m)) for a, n, b, m in corners]
-        return None if any(low >= high for low, high in inside) else inside
+        return [(max(a, b), min(a + n, b + m)) for a, n, b, m in corners]
 
     def _file(self, name: str) -> File:
-        if name not in self._files:
-            self._files[name] = File(self.folder, name, self.manifest.infos[name])
-        file = self._open.pop(name, self._files[name])
-        self._open[name] = file
-        if len(self._open) > AT_ONCE:
-            self._open.pop(next(iter(self._open))).close()
+        file = self._files.pop(name, None) or File(self.folder, name, self.manifest.infos[name])
+        self._files[name] = file
+        if len(self._files) > AT_ONCE:
+            [*self._files.values()][-AT_ONCE - 1].close()
         return file

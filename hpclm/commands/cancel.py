@@ -1,25 +1,23 @@
 """``hpclm cancel``: have a run save and exit, and keep Slurm from starting it again."""
 
 import argparse
-import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpclm import cli, files, terminal
 from hpclm.errors import HpclmError
-from hpclm.node import processes, slurm
 from hpclm.node.processes import NoAnswerError
-from hpclm.node.slurm import State
+from hpclm.node.slurm import JobState
 from hpclm.rundir import control_files
 from hpclm.rundir import runs as folders
-from hpclm.rundir.lock import Heartbeat
+from hpclm.rundir.lock import HolderWatch
 from hpclm.rundir.runs import Run
 from hpclm.rundir.status import process_here, query
+from hpclm.scheduler import Scheduler, named, of_run
 from hpclm.terminal import say
 
 PATIENCE = 10.0  # seconds squeue may take
@@ -29,24 +27,17 @@ ENDED = 10.0  # seconds that a job may take to end after its run
 SILENT = 120.0  # seconds without a heartbeat after which no process of a run is alive
 COMPLETING = 30.0  # seconds that Slurm may take to end a job whose run has ended
 UNHEARD = 20.0  # seconds after which a run that ignores the signal gets a stop file
-KILL = 5.0  # seconds after which --now kills
-MPI = ("orted", "prted", "prterun", "hydra_bstrap_proxy", "hydra_pmi_proxy")
-"""Names of the steps that an mpirun starts for its own daemons."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A job or process of a run: how to end it, and how to see that it has exited."""
+    """A job or process of a run that was asked to exit."""
 
+    scheduler: Scheduler
+    job: JobState
     name: str
-    runs: bool
-    """Whether it has processes that can save."""
-    end: Callable[[], None]
-    gone: Callable[[], bool]
-    job: str | None = None
-    """The ID of a Slurm job."""
     urgency: "Urgency | None" = None
-    """For a Slurm job that was asked to exit."""
+    """For a job of a scheduler that may not be able to comply."""
 
 
 def main(argv: list[str]) -> int:
@@ -67,7 +58,7 @@ def main(argv: list[str]) -> int:
     each, found = cli.Each(len(chosen)), dict[Path, list[Target]]()
     for out in chosen:
         with each:
-            found[out] = tell(out, args.now)
+            found[out] = stop(out, args.now)
     late = wait([target for told in found.values() for target in told], args.wait)
     for out, told in found.items():
         with each:
@@ -75,7 +66,7 @@ def main(argv: list[str]) -> int:
     return each.code
 
 
-def tell(out: Path, now: bool) -> list[Target]:
+def stop(out: Path, now: bool) -> list[Target]:
     """Ask all jobs and processes of a run to exit; returns them."""
     folders.check_own(out, "cancelled")
     if other := folders.other_owner(out):
@@ -83,8 +74,12 @@ def tell(out: Path, now: bool) -> list[Target]:
     run = folders.read(out)
     found = targets(run, now)
     for target in found:
-        target.end()
-        say(f"{target.name}: {'asked to save and exit' if target.runs and not now else 'cancelled'}", flush=True)
+        if now:
+            target.scheduler.cancel(target.job.id)
+        else:
+            target.scheduler.stop(target.job, run.attempt, PATIENCE)
+        saves = not now and not target.job.waits
+        say(f"{target.name}: {'asked to save and exit' if saves else 'cancelled'}", flush=True)
     if not found:
         status = query([run], PATIENCE)[0]
         say(f"{files.shown(out)} is not running: {status.how()}")
@@ -106,12 +101,13 @@ def conclude(out: Path, late: list[Target], told: bool, args: argparse.Namespace
 
 def targets(run: Run, now: bool) -> list[Target]:
     """All jobs and processes of a run; HpclmError if it runs on a host that cannot be reached from here."""
-    found = [of_job(run, job, now) for job in live_jobs(run)]
-    if found:
+    if found := live_jobs(run, now):
         return found
     here = process_here(run)
     if here is not None:
-        return [of_process(here, now)]
+        scheduler = named("local")
+        jobs = scheduler.states([str(here)])
+        return [Target(scheduler, job, f"process {here}") for job in jobs.values()]
     holder = run.holder
     if holder and holder.get("host") != socket.gethostname() and not run.attempt.get("job_id"):
         raise HpclmError(
@@ -121,20 +117,21 @@ def targets(run: Run, now: bool) -> list[Target]:
     return []
 
 
-def live_jobs(run: Run) -> list[State]:
-    """Jobs of a run that are pending or running; HpclmError if neither Slurm nor the run's files tell."""
+def live_jobs(run: Run, now: bool) -> list[Target]:
+    """Jobs of a run that are pending or running; HpclmError if neither the scheduler nor the run's files tell."""
     from hpclm.launch import send
 
+    scheduler = of_run([each.cluster for each in run.submissions if each.is_job], run.owner)[-1]
     unrecorded = []
     if (run.out / "job").is_dir():
         with suppress(NoAnswerError):  # asked again below
-            unrecorded = [job.job_id for job in send.queued(run.out, PATIENCE)]
+            unrecorded = [job.job_id for job in send.queued(run.out, scheduler, PATIENCE)]
     jobs = list(dict.fromkeys([*run.jobs, *unrecorded]))
-    if not jobs:
-        return []
-    for tries in (2, 1):
+    for tries in (2, 1) if jobs else ():
         try:
-            return [state for state in slurm.states(jobs, (), PATIENCE).values() if state.live]
+            live = [job for job in scheduler.states(jobs, (), PATIENCE).values() if job.live]
+            urgent = [None if job.waits or now else Urgency(run.out, scheduler, job.id) for job in live]
+            return [Target(scheduler, job, f"job {job.id}", late) for job, late in zip(live, urgent, strict=True)]
         except NoAnswerError as error:
             if tries == 1 and process_here(run) is None:
                 raise HpclmError(
@@ -143,26 +140,12 @@ def live_jobs(run: Run) -> list[State]:
     return []
 
 
-def of_job(run: Run, job: State, now: bool) -> Target:
-    """How to end a Slurm job."""
-
-    def end() -> None:
-        slurm.update(job.id, requeue=0)  # or Slurm, or the job itself, would start it again afterwards
-        if job.waits or now:
-            slurm.cancel(job.id)
-        else:
-            warn(run, job)
-
-    urgency = None if job.waits or now else Urgency(run.out, job.id)
-    return Target(f"job {job.id}", not job.waits, end, lambda: False, job.id, urgency)
-
-
 class Urgency:
     """Ends a job whose run cannot comply: none of its processes is alive, or Slurm's signal did not reach it."""
 
-    def __init__(self, out: Path, job: str):
-        self.out, self.job, self.began = out, job, time.monotonic()
-        self.heartbeat = Heartbeat(out)
+    def __init__(self, out: Path, scheduler: Scheduler, job: str):
+        self.out, self.scheduler, self.job, self.began = out, scheduler, job, time.monotonic()
+        self.heartbeat = HolderWatch(out)
         self.cancelled: float | None = None
 
     def __call__(self) -> None:
@@ -174,43 +157,9 @@ class Urgency:
             self.cancelled = time.monotonic()
             why = "its run has ended" if ended else "its run sends no heartbeat"
             say(f"job {self.job}: {why}; the job itself is cancelled", flush=True)
-            slurm.cancel(self.job)
+            self.scheduler.cancel(self.job)
         elif not ended and time.monotonic() - self.began > UNHEARD and not (self.out / "stop").exists():
             control_files.create(self.out, "stop")  # a dead slurmstepd forwards no signal
-
-
-def warn(run: Run, job: State) -> None:
-    """Signal the ranks of a running job, but not its script and mpirun, which exit after them.
-
-    scancel without a signal would kill them some seconds later, whether they have saved or not.
-    """
-    steps = slurm.steps(job.id, PATIENCE)
-    if any(name not in MPI for name in steps):
-        slurm.send(job.id, "TERM")
-        return
-    attempt = run.attempt
-    if str(attempt.get("job_id")) != job.id:  # it has just started, and has nothing to save
-        slurm.cancel(job.id)
-        return
-    if slurm.signal_process(job.id, str(attempt.get("host")), int(attempt.get("pid", 0)), "TERM"):
-        return
-    slurm.send(job.id, "USR2", whole=True)  # the ranks are children of the script, which passes this signal on
-
-
-def of_process(pid: int, now: bool) -> Target:
-    """How to end a process of this host."""
-
-    def end() -> None:
-        if not now:
-            processes.send_signal(pid)
-            return
-        # a second Ctrl-C ends a run at once
-        for number, seconds in ((signal.SIGINT, 0.3), (signal.SIGINT, KILL), (signal.SIGKILL, 1.0)):
-            processes.send_signal(pid, number)
-            if processes.wait(pid, seconds):
-                return
-
-    return Target(f"process {pid}", True, end, lambda: processes.started(pid) is None)
 
 
 def wait(found: list[Target], seconds: float) -> list[Target]:
@@ -240,19 +189,24 @@ def wait(found: list[Target], seconds: float) -> list[Target]:
 def still_there(found: list[Target]) -> tuple[list[Target], list[Target]]:
     """Those of ``found`` that have not exited, and the suspended jobs among them, whose processes cannot respond.
 
-    Slurm is asked once for all jobs. If it does not answer, they count as running.
+    Each scheduler is asked once for all its jobs. If it does not answer, they count as running.
     """
-    jobs = [target.job for target in found if target.job]
-    try:
-        live = {job: state.name for job, state in slurm.states(jobs, (), PATIENCE).items() if state.live}
-    except NoAnswerError:
-        live = dict.fromkeys(jobs, "")
-    for target in found:  # the run has ended, whatever Slurm still has to do
-        since = target.urgency.cancelled if target.urgency else None
-        if since and time.monotonic() - since > COMPLETING and live.get(target.job or "") == "COMPLETING":
-            del live[target.job or ""]
-    left = [target for target in found if (target.job in live if target.job else not target.gone())]
-    return left, [target for target in left if live.get(target.job or "") in ("SUSPENDED", "STOPPED")]
+    left, suspended = list[Target](), list[Target]()
+    for scheduler in dict.fromkeys(target.scheduler for target in found):
+        mine = [target for target in found if target.scheduler is scheduler]
+        try:
+            states = scheduler.states([target.job.id for target in mine], (), PATIENCE)
+        except NoAnswerError:
+            states = {target.job.id: target.job for target in mine}
+        for target in mine:
+            job = states.get(target.job.id)
+            since = target.urgency.cancelled if target.urgency else None
+            completing = job is not None and job.name == "COMPLETING" and since is not None
+            if job is None or not job.live or (completing and since and time.monotonic() - since > COMPLETING):
+                continue  # the run has ended, whatever Slurm still has to do
+            left.append(target)
+            suspended += [target] * (job.name in ("SUSPENDED", "STOPPED"))
+    return left, suspended
 
 
 def outcome(out: Path) -> str:

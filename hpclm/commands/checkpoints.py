@@ -46,7 +46,7 @@ def rows(folder: Path, verify: bool) -> Iterator[dict[str, Any]]:
     """One row for each checkpoint in ``folder``, and for each one that was set aside."""
     from tqdm import tqdm
 
-    from hpclm.checkpoint import directory
+    from hpclm.checkpoint import directory, format
     from hpclm.checkpoint import manifest as manifests
     from hpclm.checkpoint.manifest import BadCheckpoint
 
@@ -66,7 +66,7 @@ def rows(folder: Path, verify: bool) -> Iterator[dict[str, Any]]:
             if verify:
                 nan: list[str] = []
                 for name in tqdm(manifest.files, desc=step.name, unit="file", disable=None, leave=False):
-                    nan += manifests.verify(step, manifest, [name])
+                    nan += format.verify(step, manifest, [name])
                 row["state"] = "good"
                 if nan:
                     more = f" and {len(nan) - 1} other tensors" if len(nan) > 1 else ""

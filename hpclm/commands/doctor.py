@@ -149,7 +149,7 @@ def sections(found: dict[str, Any]) -> Iterator[tuple[str, Lines]]:
     installed = [(name, version) for name, version in software.items() if version]
     yield "software", [*installed, ("not installed", missing or "-")]
     apex = [("apex", diagnosis.apex(found))] if software["apex"] else []
-    yield "pytorch", [*pytorch(found), *apex, ("kernels", diagnosis.kernels(found))]
+    yield "pytorch", [*pytorch(found), *apex]
 
     free = {name: gib((machine[name] or {}).get("free")) for name in ("shm", "folder", "home")}
     locked = machine["locked_memory"]

@@ -45,6 +45,17 @@ def main(argv: list[str]) -> int:
         "--shots", type=int, help="with --tasks: examples before each question (default: what the task says)"
     )
     parser.add_argument("--batch", type=int, help="with --tasks: texts that are read together (default: 16)")
+    parser.add_argument(
+        "--follow",
+        action="store_true",
+        help="with --tasks: score each checkpoint once, as the run publishes it, until the run has ended; scores go to "
+        "its scores.jsonl, metrics.jsonl and sinks",
+    )
+    parser.add_argument(
+        "--submit",
+        action="store_true",
+        help="with --follow: as a Slurm job of one process, with the run's own job settings; key=value changes them",
+    )
     parser.add_argument("--tokens", type=int, help="with --text and --data: stop after about this many tokens")
     parser.add_argument(
         "--samples",
@@ -53,7 +64,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_intermixed_args(argv)  # settings may follow options
-    args.run = cli.located(args.run, args.runs)
+    given_run, args.run = args.run, cli.located(args.run, args.runs)
     if args.samples is not None and args.samples < 1:
         parser.error("--samples must be at least 1")
     if args.tokens is not None and args.tokens < 1:
@@ -63,12 +74,23 @@ def main(argv: list[str]) -> int:
         parser.error("--samples is for --part and --tasks; use --tokens")
     if args.tasks is None and not (args.tasks_path is args.shots is args.batch is None):
         parser.error("--tasks-path, --shots and --batch are for --tasks")
+    if args.submit and not args.follow:
+        parser.error("--submit is for --follow")
+    if args.follow and (args.tasks is None or args.json):
+        parser.error("--follow is for --tasks, without --json")
     if (args.shots is not None and args.shots < 0) or (args.batch is not None and args.batch < 1):
         parser.error("--shots must be at least 0, and --batch at least 1")
     if args.tasks is not None and not all(args.tasks.split(",")):
         parser.error("--tasks must be names, separated by commas")
     if not given and args.tokens is not None:
         parser.error("--tokens is for --text and --data; use --samples")
+    if args.follow:
+        from hpclm.commands import follow
+
+        if args.submit:
+            words = [word for word in argv if word not in ("--submit", str(given_run))]
+            return follow.submit(args, [str(args.run.absolute()), *words])
+        return follow.main(args)
     if args.tasks is not None:
         print_tasks(*at_tasks(args), args.json)
         return 0
@@ -94,16 +116,16 @@ def main(argv: list[str]) -> int:
 
 def at_tasks(args: argparse.Namespace) -> tuple["Scored", int]:
     """The scores of the newest checkpoint at the tasks of the command line, and its step."""
-    from hpclm.checkpoint import inference
     from hpclm.data import tokenizers
+    from hpclm.inference import run_model
     from hpclm.inference.harness import Tasks, Wanted
     from hpclm.interop.huggingface import special, tokenizer
 
-    config = inference.settings(args.run, args.settings)
+    config = run_model.settings(args.run, args.settings)
     words = tokenizers.of_run(config.data)
     tasks = Tasks(Wanted(args.tasks.split(","), args.tasks_path, args.samples, args.shots))
-    device, dtype = inference.place(config)
-    model, progress = inference.load_model(args.run, config, words.fingerprint, device, dtype)
+    device, dtype = run_model.place(config)
+    model, progress = run_model.load_model(args.run, config, words.fingerprint, device, dtype)
     begin = special.begin(args.run, tokenizer.paths(config.data), words.eod)
     return tasks.score(model.to(dtype), words, begin, args.batch or 16), progress.step
 
@@ -131,17 +153,17 @@ def measure(run: Path, overrides: list[str], part: str, wanted: int | None) -> d
     """Mean loss per token in nats, perplexity, and what they were measured on."""
     from tqdm import tqdm
 
-    from hpclm.checkpoint import inference
     from hpclm.data import sources
     from hpclm.data.batches import Batch, Batches
     from hpclm.engine.step import mean_loss
+    from hpclm.inference import run_model
     from hpclm.inference.scoring import perplexity
-    from hpclm.parallel.mesh import ALONE
+    from hpclm.parallel.mesh import SINGLE
 
-    config = inference.settings(run, overrides)
-    device, dtype = inference.place(config)
+    config = run_model.settings(run, overrides)
+    device, dtype = run_model.place(config)
     source = sources.build(config)
-    model, progress = inference.load_model(run, config, source.fingerprint.get("tokenizer"), device, dtype)
+    model, progress = run_model.load_model(run, config, source.fingerprint.get("tokenizer"), device, dtype)
     samples = source.samples(part, wanted)
     count = len(samples) if wanted is None else wanted
     batches = Batches(samples, config, config.plan(), source.eod, device)
@@ -151,7 +173,7 @@ def measure(run: Path, overrides: list[str], part: str, wanted: int | None) -> d
             bar.update(len(batch.tokens))
             return batch
 
-        mean = mean_loss(model, map(counted, batches.take(0, count)), device, ALONE)
+        mean = mean_loss(model, map(counted, batches.take(0, count)), device, SINGLE)
     return {"loss": mean, "perplexity": perplexity(mean), "step": progress.step, "part": part, "samples": count}
 
 
@@ -161,12 +183,11 @@ def scored(
     """Loss, perplexity and bits per byte of ``text``, or of the dataset ``prefix``."""
     from tqdm import tqdm
 
-    from hpclm.checkpoint import inference
     from hpclm.data import tokenizers
     from hpclm.errors import ConfigError
-    from hpclm.inference import scoring
+    from hpclm.inference import run_model, scoring
 
-    config = inference.settings(run, overrides)
+    config = run_model.settings(run, overrides)
     data = config.data if prefix is None else alone(config.data, prefix)
     tokenizer = None
     try:
@@ -179,8 +200,8 @@ def scored(
         documents = scoring.of_text(text, content, tokenizer)
     else:
         documents = scoring.of_dataset(Path(prefix or ""), tokenizer)
-    device, dtype = inference.place(config)
-    model, progress = inference.load_model(run, config, tokenizer.fingerprint if tokenizer else None, device, dtype)
+    device, dtype = run_model.place(config)
+    model, progress = run_model.load_model(run, config, tokenizer.fingerprint if tokenizer else None, device, dtype)
     eod = tokenizer.eod if tokenizer else None
     with tqdm(total=most, unit="token", unit_scale=True, disable=None) as bar:
         found = scoring.score(model, documents, eod, config.batch.micro_size, most, bar)

@@ -4,6 +4,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from hpclm import cli, files, terminal
@@ -11,10 +12,10 @@ from hpclm.errors import ConfigError
 from hpclm.node import slurm
 from hpclm.node.processes import NoAnswerError
 from hpclm.rundir import runs as folders
-from hpclm.rundir.lock import Heartbeat
+from hpclm.rundir.lock import HolderWatch
 from hpclm.rundir.logs import follow, last, matching, whole
 from hpclm.rundir.runs import Run
-from hpclm.rundir.status import LATE, Queue, RunStatus, query, status_of
+from hpclm.rundir.status import LATE, Queue, RunStatus, status_of
 
 FOLLOWED = 20  # lines that following begins with
 PATIENCE = 5.0  # seconds squeue may take
@@ -45,9 +46,9 @@ def main(argv: list[str]) -> int:
         re.compile(args.grep or "")
     except re.error as error:
         parser.error(f"--grep {args.grep!r} is not a regular expression: {error}")
-    run = folders.read(folders.resolve(args.run, args.runs))
     queue = Queue(PATIENCE)
-    path = wanted(run, args.rank, args.job) or await_log(run, args.rank, args.job, queue if args.follow else None)
+    run = folders.read(folders.resolve(args.run, args.runs))
+    path = find(run, args.rank, args.job, queue, args.follow)
     if args.follow:
         lines = FOLLOWED if args.lines is None else args.lines
         for line in terminal.lines(follow(path, lines, args.grep, over(run.out, queue))):
@@ -59,7 +60,23 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def wanted(run: Run, rank: int | None, job: bool, ask: bool = True) -> Path | None:
+def find(run: Run, rank: int | None, job: bool, queue: Queue, wait: bool) -> Path:
+    """The requested log; if ``wait``, as soon as it exists. ConfigError if it never will."""
+    noted, ask = "", True
+    while not (path := existing(run, rank, job, ask)):
+        [status] = queue.statuses([run])
+        if not (wait and goes_on(status)):
+            raise missing(status, rank, job)
+        text = f"waiting for the log; {status.name}{f': {status.where()}' if status.where() else ''}"
+        if text != noted:
+            note(text)
+        noted, ask = text, False
+        time.sleep(LOOK)
+        run = folders.read(run.out)
+    return path
+
+
+def existing(run: Run, rank: int | None, job: bool, ask: bool) -> Path | None:
     """The requested log, if it exists; the job's if training has not started and no rank was given.
 
     ``ask``: ask Slurm where the log of a job is that jobs.jsonl does not list.
@@ -69,52 +86,31 @@ def wanted(run: Run, rank: int | None, job: bool, ask: bool = True) -> Path | No
         return path if files.is_file(path) else None
     if not job and files.is_file(run.out / "log.txt"):
         return run.out / "log.txt"
-    found = None if rank is not None else run.job_log() or (slurm_output(run) if ask else None)
-    if found and not job:
-        note(f"training has not started; this is the job's log, {found}:")
-    return found
+    of_job = None if rank is not None else run.job_log() or (slurm_output(run) if ask else None)
+    if of_job and not job:
+        note(f"training has not started; this is the job's log, {of_job}:")
+    return of_job
 
 
 def slurm_output(run: Run) -> Path | None:
     """The output file of the newest job according to Slurm, for a job that jobs.jsonl does not list."""
     submitted = {each.job_id for each in run.submissions}
-    for job in (job for job in reversed(run.jobs) if job not in submitted):
-        try:
+    with suppress(NoAnswerError):
+        for job in (job for job in reversed(run.jobs) if job not in submitted):
             path = slurm.job_log(job, PATIENCE)
-        except NoAnswerError:
-            return None
-        if path and files.is_file(Path(path)):
-            return Path(path)
+            if path and files.is_file(Path(path)):
+                return Path(path)
     return None
 
 
-def await_log(run: Run, rank: int | None, job: bool, queue: Queue | None) -> Path:
-    """The requested log, with a ``queue`` as soon as it exists; ConfigError if it never will."""
-    said = ""
-    while queue:
-        [status] = queue.statuses([run])
-        if not goes_on(status):
-            break
-        text = f"waiting for the log; {status.name}{f': {status.where()}' if status.where() else ''}"
-        if text != said:
-            note(text)
-        said = text
-        time.sleep(LOOK)
-        run = folders.read(run.out)
-        if path := wanted(run, rank, job, ask=False):
-            return path
-    if path := wanted(run, rank, job):
-        return path
-    status = query([run], PATIENCE)[0]
+def missing(status: RunStatus, rank: int | None, job: bool) -> ConfigError:
+    """The error for a log that does not exist."""
+    out, submitted = status.run.out, status.run.submissions
     what = f"logs/rank-{rank:05d}.log" if rank else "log of a job" if job else "log yet"
-    named = (re.fullmatch(r"rank-([0-9]{1,9})\.log", found.name) for found in (run.out / "logs").glob("rank-*.log"))
-    kept = sorted(int(found[1]) for found in named if found)
-    ranks = f"; ranks with a log: 0 to {kept[-1]}" if rank and kept else ""
-    where = "; ".join(each.log for each in run.submissions[-1:])
-    later = f"; the job will print to {where}" if where and status.live else ""
-    raise ConfigError(
-        f"{files.shown(run.out)} has no {what}{ranks}; it is {status.name} {status.where()}{later}".rstrip()
-    )
+    kept = sorted(path.name for path in (out / "logs").glob(f"rank-{'[0-9]' * 5}.log"))
+    ranks = f"; ranks with a log: 0 to {int(kept[-1][5:10])}" if rank and kept else ""
+    later = f"; the job will print to {submitted[-1].log}" if status.live and submitted and submitted[-1].log else ""
+    return ConfigError(f"{files.shown(out)} has no {what}{ranks}; it is {status.name} {status.where()}{later}".rstrip())
 
 
 def over(out: Path, queue: Queue) -> Callable[[], bool]:
@@ -122,16 +118,16 @@ def over(out: Path, queue: Queue) -> Callable[[], bool]:
 
     Slurm is asked once at the beginning, and later only when the run sends no heartbeats.
     """
-    heartbeat = Heartbeat(out)
+    heartbeat = HolderWatch(out)
 
     def is_over() -> bool:
         run = folders.read(out)
         [status] = queue.statuses([run], ask=heartbeat.silent()[1] > LATE)
-        by_files = status_of(run, {})
-        finished = run.holder is None and run.unbegun is None and by_files.name == run.ended[0] in ("done", "stopped")
-        if goes_on(status) and not finished:
+        if run.holder is None and run.trained and run.summary.get("state") in ("done", "stopped"):
+            status = status_of(run, {})  # it has ended, whatever Slurm still has to do
+        elif goes_on(status):
             return False
-        note(f"{files.shown(out)} is over: {by_files.how() if finished else status.how()}")
+        note(f"{files.shown(out)} is over: {status.how()}")
         return True
 
     return is_over

@@ -31,10 +31,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "rest", nargs=argparse.REMAINDER, metavar="...", help="what to change, as hpclm submit takes it"
     )
-    parser.add_argument("--from", dest="back_to", metavar="STEP", help=argparse.SUPPRESS)  # before RUN, too
+    parser.add_argument("--from", dest="resume_step", metavar="STEP", help=argparse.SUPPRESS)  # before RUN, too
     args = parser.parse_args(argv)
     named, changes = split([args.run, *args.rest], args.runs)
-    changes = [*(["--from", args.back_to] if args.back_to is not None else []), *changes]
+    changes = [*(["--from", args.resume_step] if args.resume_step is not None else []), *changes]
     chosen = [folders.read(out) for out in folders.choose(named, args.runs)]
     if len(chosen) > 1 and "--from" in changes:
         parser.error("--from takes one run: several runs have different steps")
@@ -73,6 +73,8 @@ def may_start(status: RunStatus, changes: list[str]) -> None:
             f"{out} is done: {status.ending}; to continue, extend it: hpclm resume {files.typed(out)} budget.steps=..., "
             "or go back: --from STEP"
         )
+    if "as stop_at says" in status.ending and not any(word.startswith(EXTENDS) for word in changes):
+        raise ConfigError(f"{out} {status.ending}; to continue: hpclm resume {files.typed(out)} stop_at=null")
     if not (out / "config.yaml").is_file():
         raise ConfigError(f"{out} has no config.yaml; start it with hpclm submit")
 

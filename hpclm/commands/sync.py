@@ -35,14 +35,14 @@ def main(argv: list[str]) -> int:
 def sync(out: Path, name: str) -> None:
     """Send all rows that the sink ``name`` lacks; HpclmError if it fails."""
     lookup(name)
-    said: list[str] = []
+    failures: list[str] = []
     with files.locked(position.lock(out, name), f"waiting for the process of {out} that sends to {name}"):
-        feed = Feed(name, out, said.append, "what it lacks is sent when the command is repeated")
+        feed = Feed(name, out, failures.append, "what it lacks is sent when the command is repeated")
         before = feed.position.rows
         complete = feed.send()
         feed.close(0)
     if not complete:
-        raise HpclmError(said[-1] if said else f"{name}: not all rows were sent; try again")
+        raise HpclmError(failures[-1] if failures else f"{name}: not all rows were sent; try again")
     say(f"{name}: {feed.position.rows - before} rows sent; it has everything up to step {feed.position.step}")
 
 

@@ -5,7 +5,7 @@ Later layers override earlier ones, key by key. Mappings (job.env, job.options) 
 
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from difflib import get_close_matches
@@ -15,16 +15,24 @@ from typing import Any
 import yaml
 
 from hpclm import files, shipped
-from hpclm.config import length, reading, resolved
-from hpclm.config.assign import Assignment, Unreadable, build, literal
+from hpclm.config import length, reading, run_file
+from hpclm.config.command_line import mistakes
 from hpclm.config.fields import as_yaml, required, type_of
 from hpclm.config.job import TEMPLATES
+from hpclm.config.merge import Setting, literal, merge, shown_setting
 from hpclm.config.schema import RunConfig
-from hpclm.config.words import mistakes
 from hpclm.errors import ConfigError
 
 SITE_SECTIONS = ("job", "cluster")
-NAMES_CODE = ("model.block", "data.source", "data.tokenizer", "optim.schedule", "engine.name", "log.sinks")
+NAMES_CODE = (
+    "model.block",
+    "data.source",
+    "data.tokenizer",
+    "optim.schedule",
+    "engine.name",
+    "log.sinks",
+    "job.cluster",
+)
 """Settings that may name a user's own class or function, as module:name."""
 RUNS_CODE = ("setup", "env", "options", "template", "venv", "conda", "modules", "container", "mounts", "hostfile")
 """Settings of job that determine which programs run."""
@@ -37,47 +45,44 @@ def from_cli(words: list[str], site: Path | None = None, typed: Sequence[str] = 
     """
     overrides = [word for word in words if is_override(word)]
     paths = [word for word in words if not is_override(word)]
-    strange = [path for path in paths if not Path(path).exists()]
-    if strange and (wrong := [*mistakes(strange, typed or words)]):
+    absent = [path for path in paths if not Path(path).exists()]
+    if absent and (wrong := mistakes(absent, typed or words)):
         raise ConfigError(wrong)
     if len(paths) > 1:
         raise ConfigError(f"give one settings file, not {len(paths)}: {', '.join(paths)}")
     return load(paths[0] if paths else None, overrides, site)
 
 
-def load(
-    path: str | Path | None = None, overrides: list[str] | tuple[str, ...] = (), site: Path | None = None
-) -> RunConfig:
+def load(path: str | Path | None = None, overrides: Sequence[str] = (), site: Path | None = None) -> RunConfig:
     """The settings of the file ``path``, or of the run in that folder, with ``overrides`` ("key=value") on top; or ConfigError.
 
     ``site`` is a file of job and cluster settings below them. It is not read if ``path`` is a run's config.yaml, which already
     includes it. A settings file that others can write may not name code.
     """
     problems: list[str] = []
-    assignments: list[Assignment] = []
-    whole = False
+    settings: list[Setting] = []
     given = _parsed(overrides, problems)
-    run = path if path is not None and resolved.is_run(Path(path)) else None
+    resolved = False
     if path is not None:
-        path = files.readable(_existing(path), "settings file")
-        content = resolved.content(path)
-        whole = resolved.is_whole(path, content)
-        assignments += _leaves(content, path)
-        if run is not None:  # which may have been moved
-            assignments.append(("out", literal(str(run)), "command line"))
-        problems += _untrusted(assignments + given, path, content.exposed)
-    if site is not None and not whole:
-        assignments = _from_site(site, problems) + assignments
-    config = build(assignments + given, problems)
-    if not whole and not (path is not None and _tries(given)):
-        _refuse_short(config)
-    return config
+        file = files.readable(_existing(path), "settings file")
+        content = run_file.read(file)
+        resolved = run_file.is_resolved(file, content)
+        settings = _leaves(content, file)
+        if run_file.is_run(Path(path)):  # which may have been moved
+            settings.append(Setting("out", literal(str(path)), "command line"))
+        problems += _untrusted(settings + given, file, content.exposed)
+    if site is not None and not resolved:
+        settings = _from_site(site, problems) + settings
+    run = merge(settings + given, problems)
+    if not resolved and not (path is not None and _tries(given)):
+        _refuse_short(run)
+    return run
 
 
-def _tries(given: list[Assignment]) -> bool:
+def _tries(given: list[Setting]) -> bool:
     """Whether a command line sets only a budget, as to try a file's settings for some steps: that is worth no more than a warning."""
-    named = {key for key, _, _ in given}
-    return any(key.startswith("budget.") for key in named) and not named & {"optim.warmup", "optim.wsd_decay"}
+    names = {setting.key for setting in given}
+    return any(key.startswith("budget.") for key in names) and not names & {"optim.warmup", "optim.wsd_decay"}
 
 
 def _refuse_short(run: RunConfig) -> None:
@@ -87,35 +92,32 @@ def _refuse_short(run: RunConfig) -> None:
         raise ConfigError(f"{short}; shorten the warm-up, or extend the budget. To stop early once, set stop_at")
 
 
-def of_run(folder: Path, overrides: list[str]) -> RunConfig:
+def of_run(folder: Path, overrides: Sequence[str]) -> RunConfig:
     """The settings of the run in ``folder`` with ``overrides`` on top, without its job settings: for verbs that only read its
     model. ConfigError if it is not a run directory."""
-    path = folder / "config.yaml"
-    if not path.is_file():
-        raise ConfigError(f"{folder} is not a run directory: {_lacks(folder)}")
+    path, content = _of_folder(folder)
+    if not run_file.is_resolved(path, content) and run_file.missing(content.tree):
+        raise ConfigError(f"{path} was not written by hpclm as a run's config.yaml; {run_file.way_out(path)}")
     problems: list[str] = []
-    content = resolved.content(path)
-    if not resolved.is_whole(path, content) and resolved.missing(content.tree):
-        raise ConfigError(f"{path} was not written by hpclm as a run's config.yaml; {resolved.way_out(path)}")
-    assignments = [entry for entry in _leaves(content, path) if not entry[0].startswith("job.")]
-    assignments += _parsed(overrides, problems)
-    problems += _untrusted(assignments, path, content.exposed)
-    return build(assignments, problems)
-
-
-def _lacks(folder: Path) -> str:
-    """Why ``folder``, without a config.yaml, is none."""
-    if folder.is_dir():
-        return "it has no config.yaml"
-    return "it is a file" if folder.exists() else f"it does not exist; looked in {Path.cwd()}"
+    settings = [setting for setting in _leaves(content, path) if not setting.key.startswith("job.")]
+    settings += _parsed(overrides, problems)
+    problems += _untrusted(settings, path, content.exposed)
+    return merge(settings, problems)
 
 
 def flat_of_run(folder: Path) -> dict[str, Any]:
     """The settings of the run in ``folder`` as section.name: value, as they stand in its config.yaml; ConfigError without it."""
-    path = folder / "config.yaml"
+    path, content = _of_folder(folder)
+    return {key: value for key, value, _ in _leaves(content, path)}
+
+
+def _of_folder(folder: Path) -> tuple[Path, reading.Content]:
+    """A run's config.yaml and its content; ConfigError if ``folder`` is not a run directory."""
+    path = folder / run_file.NAME
     if not path.is_file():
-        raise ConfigError(f"{folder} is not a run directory: {_lacks(folder)}")
-    return {key: value for key, value, _ in _leaves(resolved.content(path), path)}
+        reason = "it is a file" if folder.exists() else f"it does not exist; looked in {Path.cwd()}"
+        raise ConfigError(f"{folder} is not a run directory: {'it has no config.yaml' if folder.is_dir() else reason}")
+    return path, run_file.read(path)
 
 
 def dump(config: RunConfig, path: Path) -> None:
@@ -124,20 +126,16 @@ def dump(config: RunConfig, path: Path) -> None:
 
 
 def dumped(config: RunConfig) -> str:
-    """The text that ``dump`` writes."""
+    """The text that ``dump`` writes, a line for each setting."""
     tree = {key: value if key == "job" else literal(value) for key, value in asdict(config).items()}
     tree["batch"]["micro_size"] = config.batch.micro_size or "auto"
-    return resolved.framed(tree, "".join(_lines(tree)))
-
-
-def _lines(tree: dict[str, Any]) -> Iterator[str]:
-    """All settings, each on one line, so that a lost line is a lost setting, which is noticed."""
+    lines = [run_file.FIRST]
     for name, value in tree.items():
         if is_dataclass(type_of(name)):
-            yield f"{name}:\n"
-            yield from (f"  {key}: {as_yaml(inner)}\n" for key, inner in value.items())
+            lines += [f"{name}:\n", *(f"  {key}: {as_yaml(inner)}\n" for key, inner in value.items())]
         else:
-            yield f"{name}: {as_yaml(value)}\n"
+            lines.append(f"{name}: {as_yaml(value)}\n")
+    return "".join(lines)
 
 
 def is_override(word: str) -> bool:
@@ -147,91 +145,108 @@ def is_override(word: str) -> bool:
 
 def named(words: list[str]) -> list[str]:
     """The settings that the key=value words of a command line set."""
-    return [key for key, _, _ in _parsed([word for word in words if is_override(word)], [])]
+    return [setting.key for setting in _parsed([word for word in words if is_override(word)], [])]
 
 
-def _parsed(overrides: list[str] | tuple[str, ...], problems: list[str]) -> list[Assignment]:
-    """The assignments of key=value words."""
-    found: list[Assignment] = []
+def _parsed(overrides: Sequence[str], problems: list[str]) -> list[Setting]:
+    """The settings of key=value words; what is wrong with other words is added to ``problems``."""
+    settings: list[Setting] = []
     for word in overrides:
         key, sign, text = word.partition("=")
-        if sign:
-            found += _flat(key.strip(), _value(key.strip(), text), "command line")
-        else:
+        key = run_file.RENAMED.get(key.strip(), key.strip())
+        if not sign:
             problems.append(f"{word!r} is not key=value")
-    return found
+            continue
+        try:
+            settings += _renamed(_flat(key, _value(key, text), "command line"))
+        except yaml.YAMLError as error:
+            reason = f": {error.problem}" if isinstance(error, yaml.constructor.ConstructorError) else ""
+            without_value = shown_setting(key, text) == key
+            problems.append(
+                f"{shown_setting(key, text)} is not a YAML value{'' if without_value else reason} (command line)"
+            )
+    return settings
 
 
 def _value(key: str, text: str) -> Any:
     """The value of a key=value word: verbatim for text settings, YAML for all others."""
-    wanted = type_of(key)
-    if wanted is str or (required(wanted) is str and text not in ("null", "")):
+    kind = type_of(key)
+    if kind is str or (required(kind) is str and text not in ("null", "")):
         return text
-    try:
-        value = reading.value(text)
-    except yaml.constructor.ConstructorError as error:  # what reading.Loader forbids
-        return Unreadable(text, f": {error.problem}")
-    except yaml.YAMLError:
-        return Unreadable(text, "")
-    return [str(v) for v in value] if wanted == list[str] and isinstance(value, list) else value
+    value = reading.value(text)
+    return [str(v) for v in value] if kind == list[str] and isinstance(value, list) else value
 
 
 def _existing(path: str | Path) -> str | Path:
     """``path``, or if there is no such file the preset of that name, which may be written with or without configs/ and .yaml."""
-    presets, wanted = shipped.folder("configs"), Path(path)
-    if resolved.is_run(wanted):
-        return wanted / resolved.NAME
-    if (wanted.exists() and not wanted.is_dir()) or not presets.is_dir():
+    presets, file = shipped.folder("configs"), Path(path)
+    if run_file.is_run(file):
+        return file / run_file.NAME
+    if (file.exists() and not file.is_dir()) or not presets.is_dir():
         return path
-    named = len(wanted.parts) == 1 or (len(wanted.parts) == 2 and wanted.parts[0] == "configs")
-    for candidate in (presets / wanted.name, presets / f"{wanted.name}.yaml"):
-        if named and candidate.is_file():
-            return candidate
-    if wanted.exists():
+    if file.parent in (Path(), Path("configs")):
+        for candidate in (presets / file.name, presets / f"{file.name}.yaml"):
+            if candidate.is_file():
+                return candidate
+    if file.exists():
         return path
-    names = sorted(p.name for p in presets.glob("*.yaml"))
-    meant = {}
+    names = sorted(preset.name for preset in presets.glob("*.yaml"))
+    by_stem = {}
     with suppress(OSError):
-        meant = {each.stem: str(each) for each in wanted.parent.glob("*.yaml")}
-    meant |= {Path(name).stem: name for name in names}
-    near = [meant[stem] for stem in get_close_matches(wanted.stem, meant, n=1)]
+        by_stem = {beside.stem: str(beside) for beside in file.parent.glob("*.yaml")}
+    by_stem |= {Path(name).stem: name for name in names}
+    near = [by_stem[stem] for stem in get_close_matches(file.stem, by_stem, n=1)]
     suggestion = f" Did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"settings file {path} does not exist; configs/ has {', '.join(names)}.{suggestion}")
 
 
-def _from_site(path: Path, problems: list[str]) -> list[Assignment]:
+def _from_site(path: Path, problems: list[str]) -> list[Setting]:
+    """The settings of a site file, which may only describe the cluster."""
     content = reading.content(files.readable(path, "site file"), "site file")
     if path.stat().st_mode & stat.S_IWOTH:  # the site's administrators, or a group, may own and write it
         problems.append(f"site file {path} is writable by everyone, so anyone could run code in your name; chmod o-w")
-    found = []
-    for key, value, origin in _leaves(content, path):
-        section = key.split(".")[0]
+    allowed = []
+    for setting in _leaves(content, path):
+        section = setting.key.split(".")[0]
         if section in SITE_SECTIONS or type_of(section) is None:
-            found.append((key, value, origin))
+            allowed.append(setting)
         else:
-            problems.append(f"{key} cannot be set in a site file, only {' and '.join(SITE_SECTIONS)} ({origin})")
-    return found
+            problems.append(f"{setting.key} cannot be set in a site file, only {' and '.join(SITE_SECTIONS)} ({path})")
+    return allowed
 
 
-def _leaves(content: reading.Content, path: Path) -> list[Assignment]:
-    found = [entry for key, value in content.tree.items() for entry in _flat(str(key), value, str(path))]
-    return [entry for entry in found if resolved.REMOVED.get(entry[0], entry) != entry[1]]
+def _leaves(content: reading.Content, path: Path) -> list[Setting]:
+    """The settings of a file, without removed ones at the value that changes nothing."""
+    leaves = [setting for key, value in content.tree.items() for setting in _flat(str(key), value, str(path))]
+    unchanged = {key: default for key, (default, _) in run_file.REMOVED.items()}
+    return _renamed(each for each in leaves if each.key not in unchanged or unchanged[each.key] != each.value)
 
 
-def _flat(key: str, value: Any, origin: str) -> Iterator[Assignment]:
+def _renamed(settings: Iterable[Setting]) -> list[Setting]:
+    """The settings by their names of today; renamed ones last, since a mapping that they are in may be emptied first."""
+    current, renamed = [], []
+    for setting in settings:
+        if setting.key not in run_file.RENAMED:
+            current.append(setting)
+        elif setting.value is not None:
+            renamed.append(setting._replace(key=run_file.RENAMED[setting.key]))
+    return current + renamed
+
+
+def _flat(key: str, value: Any, origin: str) -> Iterator[Setting]:
     """The settings in a nested mapping; a mapping that is the value of one field is kept whole."""
-    wanted = type_of(key)
-    section = wanted is None or is_dataclass(wanted)
-    if isinstance(value, dict) and section and (value or wanted is not None):
+    kind = type_of(key)
+    section = kind is None or is_dataclass(kind)
+    if isinstance(value, dict) and section and (value or kind is not None):
         for name, inner in value.items():
             yield from _flat(f"{key}.{name}", inner, origin)
     else:
-        yield key, value, origin
+        yield Setting(key, value, origin)
 
 
-def _untrusted(assignments: list[Assignment], path: Path, exposed: str | None) -> Iterator[str]:
+def _untrusted(settings: list[Setting], path: Path, exposed: str | None) -> Iterator[str]:
     """Settings that name code and come from the file ``path``, if others could have written it (``exposed`` says how)."""
-    last = {entry[0]: entry for entry in assignments}
+    last = {setting.key: setting for setting in settings}
     for key, value, origin in last.values() if exposed else ():
         if origin == str(path) and _names_code(key, value):
             yield (
@@ -241,11 +256,12 @@ def _untrusted(assignments: list[Assignment], path: Path, exposed: str | None) -
 
 
 def _names_code(key: str, value: Any) -> bool:
-    if key == "evaluate.tasks_path":  # a task file may name Python functions
-        return bool(value)
+    """Whether a setting determines which code or which program runs."""
     if key in NAMES_CODE:
         names = value if isinstance(value, list) else [value]  # ${...} may insert another setting's value
         return any(isinstance(name, str) and (":" in name or "${" in name) for name in names)
+    if key in run_file.RENAMED.values():
+        return False
     section, _, rest = key.partition(".")
     name = rest.partition(".")[0]
     return section == "job" and name in RUNS_CODE and bool(value) and not (name == "template" and value in TEMPLATES)

@@ -11,18 +11,18 @@ from hpclm.registry import problem
 
 SOURCES = {"indexed": "hpclm.data.corpus:corpus", "synthetic": "hpclm.data.synthetic:synthetic"}
 TOKENIZERS = {
-    "bytes": "hpclm.data.tokenizers.plain:Bytes",
-    "fairseq": "hpclm.data.tokenizers.fairseq:Fairseq",
-    "gpt2": "hpclm.data.tokenizers.huggingface:GPT2",
-    "json": "hpclm.data.tokenizers.huggingface:TokenizerJson",
-    "sentencepiece": "hpclm.data.tokenizers.sentencepieces:SentencePiece",
-    "whitespace": "hpclm.data.tokenizers.plain:Whitespace",
-    "wordpiece": "hpclm.data.tokenizers.huggingface:WordPiece",
-    "wordpiece_lower": "hpclm.data.tokenizers.huggingface:WordPieceLower",
+    "bytes": "hpclm.datasets.tokenizers.plain:Bytes",
+    "fairseq": "hpclm.datasets.tokenizers.fairseq:Fairseq",
+    "gpt2": "hpclm.datasets.tokenizers.huggingface:GPT2",
+    "json": "hpclm.datasets.tokenizers.huggingface:TokenizerJson",
+    "sentencepiece": "hpclm.datasets.tokenizers.sentencepieces:SentencePiece",
+    "whitespace": "hpclm.datasets.tokenizers.plain:Whitespace",
+    "wordpiece": "hpclm.datasets.tokenizers.huggingface:WordPiece",
+    "wordpiece_lower": "hpclm.datasets.tokenizers.huggingface:WordPieceLower",
 }
 OF_FILES = frozenset(
     ["prefix", "blend", "split", "train", "valid", "test", "validation", "order", "break_mode", "keep_partial"]
-    + ["short_part", "index_cache", "tokenizer", "eod", "extra_ids"]
+    + ["short_part", "index_cache", "tokenizer", "eod"]
 )
 """Fields that only apply to datasets on disk."""
 
@@ -32,45 +32,43 @@ class DataConfig(Checked):
     """Training, validation and test data."""
 
     source: str = "indexed"
-    """indexed: a Megatron .bin/.idx dataset; synthetic: a synthetic language that needs no files; or package.module:name."""
+    """indexed: a Megatron .bin/.idx dataset; synthetic: a language that needs no files; or package.module:name."""
     prefix: str | None = None
     """Path of the dataset without .bin or .idx; for source=indexed."""
     blend: list[str] = field(default_factory=list)
-    """Several datasets instead of one: alternating weights and paths, [0.3, a, 0.7, b], or only paths, to read each completely."""
+    """Several datasets: alternating weights and paths, [0.3, a, 0.7, b], or only paths, each read completely."""
     split: str = "969,30,1"
     """Proportions of the documents of data.prefix or data.blend for training, validation and test."""
     train: list[str] = field(default_factory=list)
-    """Training datasets, listed as in data.blend and used completely, instead of splitting data.prefix or data.blend."""
+    """Training datasets, listed as in data.blend and used completely, instead of splitting."""
     valid: list[str] = field(default_factory=list)
     """Validation datasets, with data.train."""
     test: list[str] = field(default_factory=list)
     """Test datasets, with data.train."""
     validation: list[str] = field(default_factory=list)
-    """Further validation datasets by name, [law=/data/law, code=/data/code], each evaluated separately.
-    Repeat a name to add another dataset to its set."""
+    """Further validation datasets by name, [law=/data/law, code=/data/code], evaluated separately. A repeated name adds to
+    its set."""
     order: Literal["mcore", "bigscience", "dse"] = "mcore"
     """Sample order of: Megatron-core, BigScience's Megatron-DeepSpeed, or Megatron-LM v1.1.5."""
     break_mode: Literal["none", "complete", "complete_doc", "eos"] | None = None
     """fairseq's --sample-break-mode: samples are blocks of lines, padded if shorter; null: Megatron's samples."""
     keep_partial: bool = False
-    """In validation and test, use the remaining tokens at the end as one more sample, padded and masked."""
+    """In validation and test, use the tokens that remain at the end as one more sample, padded and masked."""
     short_part: Literal["refuse", "repeat"] = "refuse"
-    """What to do with a dataset or split with fewer tokens than one sample: refuse it, or repeat it to fill each sample, as Megatron
+    """A dataset or split with fewer tokens than one sample: refuse it, or repeat it to fill each sample, as Megatron
     does."""
     index_cache: str | None = None
-    """Folder to cache the index files of the sample order; null: PREFIX.index next to each dataset, and only for large ones."""
+    """Folder for index files of the sample order; null: PREFIX.index beside each large dataset."""
     workers: int = 1
     """Threads that prefetch samples of the next steps; 0: none."""
     tokenizer: str | None = None
     """bytes, fairseq, gpt2, json, sentencepiece, whitespace, wordpiece, wordpiece_lower, or package.module:Name; null: the
-    tokenizer that the dataset was made with."""
+    dataset's own."""
     tokenizer_files: list[str] = field(default_factory=list)
-    """The tokenizer's files: vocab.json and merges.txt (gpt2), a tokenizer.json (json), a .model (sentencepiece), vocab.json
-    (whitespace), vocab.txt (wordpiece), dict.txt and optionally a .model (fairseq)."""
+    """The tokenizer's files: vocab.json and merges.txt (gpt2), tokenizer.json (json), .model (sentencepiece), vocab.json
+    (whitespace), vocab.txt (wordpiece), dict.txt and optionally .model (fairseq)."""
     eod: str | None = None
-    """Text of the end-of-document token of data.tokenizer; null: the default of its kind, such as <|endoftext|> or </s>."""
-    extra_ids: int = 0
-    """Number of <extra_id_N> tokens to append to the vocabulary, as in T5 and mT5; for tokenizer=sentencepiece."""
+    """Text of the end-of-document token of data.tokenizer; null: the default of its kind."""
     eod_mask_loss: bool = False
     """Mask the loss of the token that follows an end-of-document token."""
     reset_position_ids: bool = False
@@ -98,15 +96,10 @@ class DataConfig(Checked):
                 yield wrong
         if self.tokenizer_files and self.tokenizer is None:
             yield "data.tokenizer_files is set but data.tokenizer is not; set the kind of tokenizer"
-        yield from at_least(0, "data", extra_ids=self.extra_ids)
-        for name in ("eod", "extra_ids"):
-            if self.tokenizer is None and self.source != "synthetic" and getattr(self, name):
-                yield (
-                    f"data.{name}={getattr(self, name)} is set but data.tokenizer is not; a dataset's own tokenizer is "
-                    "used with its own options"
-                )
-        if self.extra_ids and self.tokenizer in TOKENIZERS and self.tokenizer != "sentencepiece":
-            yield f"data.extra_ids={self.extra_ids} has no effect with data.tokenizer={self.tokenizer}; it is for sentencepiece"
+        if self.tokenizer is None and self.source != "synthetic" and self.eod:
+            yield (
+                f"data.eod={self.eod} is set but data.tokenizer is not; a dataset's own tokenizer is used with its own token"
+            )
         parts = self.split.replace("/", ",").split(",")
         try:
             numbers = [float(part) for part in parts]

@@ -5,86 +5,48 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from hpclm.config import deepspeed_keys, reading
+from hpclm.config import reading
+from hpclm.config.fields import flattened
 from hpclm.config.plan import Plan
 from hpclm.errors import ConfigError
+from hpclm.registry import hint
 
 if TYPE_CHECKING:
     from hpclm.config.schema import RunConfig
 
 Flat = dict[str, Any]
 
-INSTEAD = {
-    "optimizer": "set optim.*",
-    "scheduler": "set optim.schedule, optim.warmup and optim.min_lr",
-    "fp16": "set engine.precision=fp16 and scaler.*",
-    "bf16.bf16_master_weights_and_grads": "the engine keeps fp32 weights",
-    "bf16.bf16_optimizer_states": "the engine keeps fp32 moments",
-    "bf16.check_grad_overflow": "set optim.nonfinite",
-    "activation_checkpointing": "set engine.recompute",
-    "activation_checkpointing.partition_activations": "set engine.recompute=full; with parallel.tensor each process keeps only "
-    "its slice of the activations (sequence parallelism)",
-    "activation_checkpointing.cpu_checkpointing": "set engine.offload_activations, with engine native, fsdp2 or fairscale",
-    "activation_checkpointing.contiguous_memory_optimization": "PyTorch's allocator keeps activations together",
-    "activation_checkpointing.number_checkpoints": "set engine.recompute=full and engine.recompute_every",
-    "activation_checkpointing.synchronize_checkpoint_boundary": "hpclm submit --debug waits for the GPU after every operation",
-    "activation_checkpointing.profile": "set log.timers",
-    "pipeline": "set parallel.pipeline, parallel.partition and engine.recompute",
-    "gradient_accumulation_steps": "it follows from batch.* and the number of processes",
-    "gradient_allreduce_op": "the engine decides whether gradients are summed",
-    "managed_gradient_accumulation": "the engine counts micro-batches",
-    "sparse_gradients": "the model has no sparse gradients",
-    "data_parallel_size": "it follows from the number of processes",
-    "elasticity": "a run can continue with any number of processes",
-    "autotuning": "the engine does not tune itself",
-    "steps_per_print": "set log.every",
-    "compile": "set engine.compile",
-    "hybrid_engine": "the engine only trains",
-    "zero_optimization.compute_grad_norm": "the norm is clipped on and logged",
-    "zero_optimization.round_robin_gradients": "weights are saved from buffers that it would order otherwise",
-    "zero_optimization.offload_optimizer.ratio": "the state of a second optimizer would not be saved",
-    "zero_optimization.cpu_offload_use_pin_memory": "set pin_memory in offload_optimizer and offload_param",
-    **dict.fromkeys(
-        (
-            "checkpoint",
-            "nebula",
-            "load_universal_checkpoint",
-            "use_node_local_storage",
-            "zero_optimization.elastic_checkpoint",
-            "zero_optimization.load_from_fp32_weights",
-            "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-            "zero_optimization.gather_16bit_weights_on_model_save",
-            "zero_optimization.stage3_gather_fp16_weights_on_model_save",
-        ),
-        "set checkpoint.*",
-    ),
-    **dict.fromkeys(("tensorboard", "wandb", "csv_monitor", "comet"), "set log.*"),
-    **dict.fromkeys(
-        ("dataloader_drop_last", "curriculum_learning", "data_efficiency", "data_sampling"), "hpclm reads the data"
-    ),
-    **dict.fromkeys(
-        (
-            "zero_optimization.cpu_offload",
-            "zero_optimization.cpu_offload_param",
-            "zero_optimization.offload_optimizer.device",
-            "zero_optimization.offload_param.device",
-        ),
-        "set engine.offload",
-    ),
-    **dict.fromkeys(("amp", "torch_autocast", "data_types.param_dtype"), "set engine.precision"),
-    **dict.fromkeys(
-        ("bf16.immediate_grad_update", "data_types.grad_accum_dtype", "communication_data_type"), "set engine.gradients"
-    ),
-    **dict.fromkeys(
-        ("zero_optimization.offload_optimizer.nvme_path", "zero_optimization.offload_param.nvme_path"),
-        "set engine.offload_folder",
-    ),
-    **dict.fromkeys(
-        ("zero_optimization.zenflow", "zero_optimization.offload_optimizer.super_offload"),
-        "its optimizer state cannot be saved",
-    ),
-    **dict.fromkeys(("tensor_parallel", "sequence_parallel_size"), "set parallel.tensor"),
+SECTIONS = (
+    *("zero_optimization", "aio", "bf16", "data_types", "timers", "flops_profiler", "comms_logger"),
+    *("prescale_gradients", "gradient_predivide_factor", "wall_clock_breakdown", "memory_breakdown"),
+    *("dump_state", "disable_python_gc", "log_level"),
+)
+"""Parts of DeepSpeed's JSON that engine.extra may add to; what is inside them, DeepSpeed checks."""
+_INSTEAD = {
+    "set optim.*": "optimizer scheduler",
+    "set engine.precision and scaler.*": "fp16 amp torch_autocast data_types.param_dtype",
+    "set engine.gradients": "communication_data_type data_types.grad_accum_dtype bf16.immediate_grad_update",
+    "set engine.recompute, engine.recompute_every or engine.offload_activations": "activation_checkpointing",
+    "set parallel.pipeline, parallel.partition and engine.recompute": "pipeline",
+    "set parallel.tensor": "tensor_parallel",
+    "it follows from batch.* and the number of processes": "gradient_accumulation_steps",
+    "set engine.compile": "compile",
+    "set log.*": "steps_per_print tensorboard wandb csv_monitor comet",
+    "set checkpoint.*": "checkpoint nebula load_universal_checkpoint zero_optimization.elastic_checkpoint "
+    "zero_optimization.load_from_fp32_weights zero_optimization.gather_16bit_weights_on_model_save "
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save zero_optimization.stage3_gather_fp16_weights_on_model_save",
+    "hpclm reads the data": "data_efficiency curriculum_learning dataloader_drop_last",
+    "weights and moments are kept in fp32": "bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states",
+    "set optim.nonfinite_limit": "bf16.check_grad_overflow",
+    "the norm is clipped on and logged": "zero_optimization.compute_grad_norm",
+    "weights are saved from buffers that it would order otherwise": "zero_optimization.round_robin_gradients",
+    "its state could not be saved": "zero_optimization.zenflow zero_optimization.offload_optimizer.ratio "
+    "zero_optimization.offload_optimizer.super_offload",
+    "set engine.offload and engine.offload_folder": "zero_optimization.cpu_offload zero_optimization.cpu_offload_param "
+    "zero_optimization.offload_optimizer.device zero_optimization.offload_optimizer.nvme_path "
+    "zero_optimization.offload_param.device zero_optimization.offload_param.nvme_path",
 }
+INSTEAD = {key: reason for reason, keys in _INSTEAD.items() for key in keys.split()}
 """Keys that cannot be set in engine.extra, and what to set instead."""
 
 DEFAULTS: Flat = {"timers.throughput.enabled": False}
@@ -112,8 +74,8 @@ def derived(config: "RunConfig", plan: Plan, precision: str | None) -> Flat:
     }
     if stage < 3:  # stage 3 can only average
         flat["gradient_allreduce_op"] = "sum"
-    if stage > 0:
-        flat["zero_optimization.overlap_comm"] = engine.overlap and config.parallel.pipeline == 1
+    if config.parallel.pipeline > 1:
+        flat["zero_optimization.overlap_comm"] = False
     if precision is not None:
         mixed = precision if stage > 0 else "fp32"
         flat |= {"bf16.enabled": mixed == "bf16", "fp16.enabled": mixed == "fp16"}
@@ -127,10 +89,10 @@ def derived(config: "RunConfig", plan: Plan, precision: str | None) -> Flat:
     if config.parallel.pipeline > 1:  # tensor ranks already send different slices
         flat |= {"pipeline.pipe_partitioned": False, "pipeline.grad_partitioned": False}
     for section in {"none": (), "optimizer": ("optimizer",), "parameters": ("optimizer", "param")}[engine.offload]:
-        place = f"zero_optimization.offload_{section}"
-        flat[f"{place}.device"] = "nvme" if engine.offload_folder else "cpu"
+        prefix = f"zero_optimization.offload_{section}"
+        flat[f"{prefix}.device"] = "nvme" if engine.offload_folder else "cpu"
         if engine.offload_folder:
-            flat[f"{place}.nvme_path"] = engine.offload_folder
+            flat[f"{prefix}.nvme_path"] = engine.offload_folder
     return flat
 
 
@@ -145,8 +107,10 @@ def settings(config: "RunConfig", plan: Plan, precision: str, gpu: bool = False)
     wrong = list(problems(config, flat))
     if wrong:
         raise ConfigError(wrong)
-    scattered = ON_GPUS if gpu and stage_of(config) in (1, 2) else {}
-    return nested({**DEFAULTS, **scattered, **flat, **extra(config)})
+    stage = stage_of(config)
+    scattered = ON_GPUS if gpu and stage in (1, 2) else {}
+    overlapped = {"zero_optimization.overlap_comm": True} if stage > 0 else {}
+    return nested({**DEFAULTS, **scattered, **overlapped, **flat, **extra(config)})
 
 
 def extra(config: "RunConfig") -> Flat:
@@ -160,11 +124,6 @@ def unsuitable(config: "RunConfig") -> Iterator[str]:
         yield "optim.name=apex_adam does not work at engine.zero_stage=3, where it would count one step per part of the weights; use adamw"
     if config.optim.name == "apex_adam" and config.engine.offload != "none":
         yield f"optim.name=apex_adam needs a GPU, but engine.offload={config.engine.offload} updates on the CPU; use cpu_adam"
-    if not config.engine.overlap and (stage_of(config) == 0 or config.parallel.pipeline > 1):
-        yield (
-            "engine.overlap=False has no effect with a pipeline or at engine.zero_stage=0: gradients are reduced after the "
-            "backward pass"
-        )
     if config.engine.offload_folder and stage_of(config) != 3:
         yield (
             f"engine.offload_folder={config.engine.offload_folder} needs engine.zero_stage=3; at stage {stage_of(config)} "
@@ -181,62 +140,49 @@ def unsuitable(config: "RunConfig") -> Iterator[str]:
 
 
 def problems(config: "RunConfig", flat: Flat) -> Iterator[str]:
-    """Keys of engine.extra that contradict ``flat``, have a setting, or are not DeepSpeed's."""
+    """Keys of engine.extra that contradict ``flat``, or that cannot be set there."""
     try:
         added = extra(config)
     except ConfigError as error:
         yield from error.problems
         return
-    engine = config.engine
-    for key, given in added.items():
+    for key, value in added.items():
         section = next((path for path in flat if path.startswith(f"{key}.")), None)
         if section is not None:
-            yield f"engine.extra.{key}={given} would replace a whole section; give its keys, such as {section}"
+            yield f"engine.extra.{key}={value} would replace a whole section; give its keys, such as {section}"
         elif key in flat:
-            if given != flat[key]:
-                yield f"engine.extra.{key}={given} contradicts {flat[key]}, which follows from the other settings"
-        elif (owner := covering(key, INSTEAD)) is not None:
-            yield f"engine.extra.{key}={given} cannot be set here: {INSTEAD[owner]}"
-        elif key not in deepspeed_keys.TYPES:
-            yield f"engine.extra.{deepspeed_keys.unknown(key, flat)}"
-        elif (wanted := deepspeed_keys.mistyped(key, given)) is not None:
-            yield f"engine.extra.{key}={given} must be {wanted}"
-        elif (without := deepspeed_keys.idle(key, stage_of(config), engine.offload, engine.offload_folder)) is not None:
-            yield f"engine.extra.{key}={given} would have no effect: {without}"
+            if value != flat[key]:
+                yield f"engine.extra.{key}={value} contradicts {flat[key]}, which follows from the other settings"
+        elif (reason := refusal(key)) is not None:
+            yield f"engine.extra.{key}={value} cannot be set here: {reason}"
 
 
-def covering(key: str, paths: object) -> str | None:
-    """The one of ``paths`` that equals ``key`` or contains it."""
+def refusal(key: str) -> str | None:
+    """Why engine.extra does not take a key, and what to set instead; None if it does."""
     parts = key.split(".")
-    heads = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
-    return next((head for head in heads if head in paths), None)  # type: ignore[operator]
+    for count in range(len(parts), 0, -1):
+        if reason := INSTEAD.get(".".join(parts[:count])):
+            return reason
+    if parts[0] in SECTIONS:
+        return None
+    return (
+        f"engine.extra adds to {', '.join(SECTIONS)}; the rest follows from settings.{hint(parts[0], list(SECTIONS))}"
+    )
 
 
 def parsed(key: str, text: str) -> Any:
     """``text`` parsed as YAML; 1e8 and 1E+8 are integers."""
     try:
-        found = reading.value(text)
+        value = reading.value(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"engine.extra.{key}={text!r} is not YAML: {' '.join(str(error).split())}") from None
-    return number(found) if isinstance(found, str) else found
-
-
-def number(text: str) -> Any:
-    """1e8, which is text in YAML, as a number; other text unchanged."""
+    if not isinstance(value, str):
+        return value
     try:
-        found = float(text)
+        number = float(value)
     except ValueError:
-        return text
-    return int(found) if found.is_integer() else found
-
-
-def flattened(tree: Any, prefix: str = "") -> Flat:
-    """Nested mappings -> dotted keys."""
-    flat: Flat = {}
-    for key, value in tree.items():
-        path = f"{prefix}{key}"
-        flat |= flattened(value, path + ".") if isinstance(value, dict) and value else {path: value}
-    return flat
+        return value
+    return int(number) if number.is_integer() else number
 
 
 def nested(flat: Flat) -> dict[str, Any]:
@@ -244,8 +190,8 @@ def nested(flat: Flat) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for path, value in flat.items():
         *parents, last = path.split(".")
-        place = tree
+        section = tree
         for parent in parents:
-            place = place.setdefault(parent, {})
-        place[last] = value
+            section = section.setdefault(parent, {})
+        section[last] = value
     return tree

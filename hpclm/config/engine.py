@@ -19,13 +19,12 @@ class ParallelConfig(Checked):
     """How the model is split over processes; the remaining processes are data-parallel replicas."""
 
     tensor: int = 1
-    """Tensor-parallel size: processes that every layer is split over (Megatron's tensor parallelism, with sequence parallelism
-    between layers); best within a node."""
+    """Tensor-parallel size (Megatron's, with sequence parallelism between layers); best within a node."""
     pipeline: int = 1
-    """Pipeline-parallel size: stages that the layers are divided into, each on its own processes."""
+    """Pipeline stages, each on its own processes."""
     shard: int | None = None
-    """Hybrid sharding: number of consecutive data-parallel ranks, usually those of a node, over which weights or optimizer state are
-    sharded (engine.zero_stage); groups of that many ranks hold copies of each other. null, or as many as there are: all."""
+    """Hybrid sharding: weights or optimizer state are sharded over groups of this many consecutive data-parallel ranks,
+    usually a node's. null: over all."""
     partition: Literal["parameters", "blocks", "time"] = "parameters"
     """How to balance pipeline stages: by parameters, blocks, or the measured time of each layer."""
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = "1f1b"
@@ -68,50 +67,46 @@ class EngineConfig(Checked):
     """The engine that runs training steps, and how it computes."""
 
     name: str = "native"
-    """native (plain PyTorch), deepspeed (ZeRO, and its pipeline), fairscale (its FSDP), fsdp2 (PyTorch's fully_shard),
-    pipelining (PyTorch's pipelines), or package.module:Name."""
+    """native (plain PyTorch), deepspeed, fairscale, fsdp2 (PyTorch's fully_shard), pipelining (PyTorch's pipelines), or
+    package.module:Name."""
     zero_stage: int | None = None
-    """What is sharded over the replicas (ZeRO, Rajbhandari et al. 2020): 0 nothing, 1 optimizer state, 2 also gradients, 3 also
-    weights; null: 0 for native (which can also do 1), 1 for deepspeed, 3 for fairscale and fsdp2."""
+    """What is sharded over the replicas: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights; null: 0 for native
+    (which can also do 1), 1 for deepspeed, 3 for fairscale and fsdp2."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
     """What is kept in CPU memory (or offload_folder) instead of GPU memory: optimizer state, or also the weights."""
     offload_folder: str | None = None
     """Folder on an NVMe disk of each node, used for offloading instead of CPU memory."""
     bucket_mb: float | None = None
-    """Size of gradient buckets in megabytes; null: the default of the engine's library, or with native 25, and on GPUs of several
-    nodes 4 a replica (at least 25, at most a quarter of the gradients)."""
-    overlap: bool = True
-    """Reduce gradients during the backward pass."""
+    """Size of gradient buckets in megabytes; null: the library's default, or for native 25, more on GPUs of several
+    nodes."""
     gradients: Literal["auto", "fp32", "compute"] = "auto"
-    """Type in which gradients are reduced and, by deepspeed, accumulated: fp32, or compute, the type of the activations (half the
-    traffic in bf16). auto: fp32 with native, pipelining and fsdp2; the compute type with deepspeed and fairscale. In fp16 only fp32
-    makes all engines skip the same steps while the loss scale searches."""
+    """Type in which gradients are reduced and, by deepspeed, accumulated: fp32, or compute, the type of the activations.
+    auto: fp32 with native, pipelining and fsdp2; compute with deepspeed and fairscale."""
     defer_reduction: bool = False
-    """fsdp2: reduce gradients once a step instead of after every micro-batch. Less traffic, but each process then holds the gradients
-    of the whole model (4 bytes a parameter, or 2 with gradients=compute)."""
+    """fsdp2: reduce gradients once a step instead of after every micro-batch; each process then holds the whole model's
+    gradients."""
     extra: dict[str, str] = field(default_factory=dict)
-    """More keys of DeepSpeed's JSON, dotted: engine.extra.zero_optimization.sub_group_size=1e8. They must not contradict other settings."""
+    """More keys of DeepSpeed's JSON, dotted: engine.extra.zero_optimization.sub_group_size=1e8."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Type of activations and matrix products; weights and optimizer stay fp32. auto: bf16 on GPUs that support it, else fp32."""
     matmul: Literal["auto", "exact", "fast"] = "auto"
     """How fp32 matrix products run. fast: oneDNN on CPUs, TF32 on GPUs. auto: fast if that keeps fp32 precision, else
-    exact; never by speed, which is measured with noise, so that runs with the same settings are the same to the last bit."""
+    exact."""
     deterministic: bool = False
-    """Use only GPU kernels that give the same bits each time, so that a resumed run equals one that never stopped, bit for bit;
-    slower. CPU kernels do so anyway."""
+    """Use only GPU kernels that give the same bits each time, so that a resumed run equals one that never stopped;
+    slower."""
     compile: bool | None = None
-    """Use torch.compile for the blocks and the loss; null: on GPUs with the engines native and fsdp2, where a compiler is installed."""
+    """Use torch.compile for the blocks and the loss; null: on GPUs with native and fsdp2, where a compiler is installed."""
     recompute: Literal["none", "full", "selective"] = "none"
-    """Activation checkpointing: recompute nothing, whole blocks (full), or only the attention core (selective) in the backward pass."""
+    """Activation checkpointing: nothing, whole blocks (full), or only the attention core (selective)."""
     recompute_every: int = 1
-    """With recompute=full, number of consecutive blocks that are recomputed together."""
+    """With recompute=full, number of consecutive blocks recomputed together."""
     offload_activations: bool = False
-    """Keep activations in CPU memory until the backward pass needs them; slower, and only for GPUs."""
+    """Keep activations in CPU memory until the backward pass; slower, and only for GPUs."""
     loss_chunk: int | None = None
-    """Tokens whose logits are computed at a time for the loss; null: 512 on a CPU, 4096 on a GPU, and with 60 GiB or more of GPU
-    memory as many as take 4 GiB (8 bytes a logit), in equal chunks."""
+    """Tokens whose logits are computed at a time; null: 512 on a CPU, 4096 on a GPU, more on one with 60 GiB or more."""
     anomaly: bool = False
     """Stop at the operation that produced a NaN gradient, and report its place in the forward pass; slow."""
 

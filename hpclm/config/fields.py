@@ -1,5 +1,8 @@
 """The fields of the schema by dotted key: their types, in Python and in words, and their values as YAML."""
 
+import ast
+import inspect
+import textwrap
 import types
 import typing
 from dataclasses import fields, is_dataclass
@@ -78,3 +81,23 @@ def as_yaml(value: Any) -> str:
     plain = list(value) if isinstance(value, tuple) else value
     text = yaml.dump(plain, Dumper=_OneLine, default_flow_style=True, allow_unicode=True, width=10**6, sort_keys=False)
     return text.removesuffix("\n...\n").strip()
+
+
+def flattened(tree: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings -> dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        flat |= flattened(value, f"{path}.") if isinstance(value, dict) and value else {path: value}
+    return flat
+
+
+def docs(section: type) -> dict[str, str]:
+    """Field name -> the string below the field in the source."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for field, after in zip(body.body, body.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):
+            found[field.target.id] = " ".join(ast.literal_eval(after.value).split())
+    return found

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hpclm.config.checks import Checked, at_least
-from hpclm.registry import hint
+from hpclm.registry import hint, problem
 
 TEMPLATES = ("srun", "mpirun", "torchrun", "container")
 
@@ -19,21 +19,16 @@ SHAPES = {
     ),
     "mem": (re.compile(r"\d+[KMGT]?B?", re.IGNORECASE), "a number and K, M, G or T, such as 64G"),
 }
-WITHOUT_SPACES = ("partition", "account", "qos", "constraint", "exclude", "nodelist", "dependency")
+WITHOUT_SPACES = ("partition", "exclude", "nodelist")
 # Options of sbatch that have a setting, or that would break hpclm's jobs.
 INSTEAD = {
-    "job-name": "set job.name",
     "time": "set job.time",
     "partition": "set job.partition",
-    "account": "set job.account",
-    "qos": "set job.qos",
-    "constraint": "set job.constraint",
     "exclude": "set job.exclude",
     "nodelist": "set job.nodelist",
     "nodefile": "set job.nodelist",
     "mem": "set job.mem",
     "cpus-per-task": "set job.cpus_per_task",
-    "dependency": "set job.dependency",
     "nodes": "set job.nodes",
     "gpus": "set job.gpus, which is per node",
     "gpus-per-task": "set job.gpus, which is per node",
@@ -69,11 +64,9 @@ RESERVED = re.compile(
 class JobConfig(Checked):
     """What `hpclm submit` requests from the scheduler. A site file (docs/launch.md) describes a cluster once for all runs."""
 
-    name: str | None = None
-    """Name of the job in the queue; null: the name of the run. Characters other than letters, digits and ._- become _."""
-    cluster: Literal["auto", "slurm", "local", "mpirun"] = "auto"
-    """Where the processes run: in a Slurm job, on this machine (local), or on the machines of job.hostfile (mpirun).
-    auto: mpirun if job.hostfile is set, slurm if sbatch is installed, otherwise local."""
+    cluster: str = "auto"
+    """Where the processes run: in a Slurm job, on this machine (local), on the machines of job.hostfile (mpirun), or by a scheduler
+    of your own, package.module:Name. auto: mpirun if job.hostfile is set, slurm if sbatch is installed, otherwise local."""
     nodes: int = 1
     """Number of nodes."""
     gpus: int = 1
@@ -82,33 +75,24 @@ class JobConfig(Checked):
     """Time limit in Slurm's syntax: minutes, HH:MM:SS or D-HH:MM:SS; null: the partition's limit."""
     partition: str | None = None
     """Partition (queue)."""
-    account: str | None = None
-    """Account to charge."""
-    qos: str | None = None
-    """Quality of service."""
-    constraint: str | None = None
-    """Features that the nodes must have."""
     exclude: str | None = None
-    """Nodes to exclude; with a hostfile also individual slots, as in job.nodelist."""
+    """Nodes to exclude; with a hostfile also slots, as in job.nodelist."""
     nodelist: str | None = None
-    """Nodes to use; with a hostfile in DeepSpeed's syntax: node1@node2:4,5 selects all of node1 and two slots of node2."""
+    """Nodes to use; with a hostfile in DeepSpeed's syntax: node1@node2:4,5 is all of node1 and two slots of node2."""
     mem: str | None = None
-    """Memory per node in Slurm's syntax, such as 64G; 0: all of it. null: the node's memory in proportion to the requested GPUs
-    (from sinfo), or the cluster's default."""
+    """Memory per node in Slurm's syntax, such as 64G; 0: all of it. null: in proportion to the requested GPUs (from sinfo),
+    or the cluster's default."""
     cpus_per_task: int | None = None
     """CPU cores per process; null: the node's cores per GPU (from sinfo), or the cluster's default."""
-    dependency: str | None = None
-    """Jobs to wait for, in Slurm's syntax: afterok:1234."""
     options: dict[str, str] = field(default_factory=dict)
-    """Other options of sbatch by their long names: {reservation: course, mail-type: END}; a flag has an empty value."""
+    """Other options of sbatch by their long names: {account: me, qos: high, mail-type: END}; a flag has an empty value."""
     warn_seconds: int = 120
-    """How many seconds before the time limit Slurm sends USR2, so that the run can save (Slurm may send it up to a minute
-    earlier); 0: no warning."""
+    """Seconds before the time limit at which Slurm sends USR2, so that the run can save; 0: no warning."""
     requeue: bool = True
     """Let Slurm requeue the job after preemption or a node failure."""
     restarts: int = 0
-    """How often the ranks are restarted in the same allocation, from the last checkpoint, if one fails; for template=torchrun and
-    local runs. 0: the job ends, and Slurm requeues it if job.requeue is set."""
+    """How often failed ranks are restarted in the same allocation; for template=torchrun and local runs. 0: the job ends,
+    and is requeued if job.requeue is set."""
     template: str = "srun"
     """Job script: srun, mpirun, torchrun or container (in slurm/), or the path of your own. With job.container, srun means
     container."""
@@ -121,12 +105,12 @@ class JobConfig(Checked):
     setup: list[str] = field(default_factory=list)
     """Shell commands for the job script, run verbatim before the processes start."""
     notify: list[str] = field(default_factory=list)
-    """Who gets notified that the run has failed, finished or restarted: mailto:you@example.org gets a mail through the node's
-    sendmail, mailto:you@example.org?smtp=HOST:PORT one through that server; $NAME is an environment variable that holds one of these,
-    or https://..., a webhook, which gets a JSON object and whose address is a password. docs/sinks.md."""
+    """Who is told that the run has failed, finished or restarted: mailto:you@example.org,
+    mailto:you@example.org?smtp=HOST:PORT, a webhook (https://..., whose address is a password), or $NAME of an environment
+    variable that holds one (docs/sinks.md)."""
     snapshot: bool = False
-    """Copy the code (hpclm, and your own modules that settings name) to the run directory, and use the copy in every attempt.
-    false: each attempt uses the current code, with a warning if it has changed."""
+    """Copy the code to the run directory, and use the copy in every attempt. false: each attempt uses the current code,
+    with a warning if it has changed."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables for all processes. Secrets are refused here: export them before you submit."""
     container: str | None = None
@@ -142,13 +126,15 @@ class JobConfig(Checked):
         """Invalid job settings."""
         yield from at_least(1, "job", nodes=self.nodes, gpus=self.gpus, cpus_per_task=self.cpus_per_task)
         yield from at_least(0, "job", warn_seconds=self.warn_seconds, restarts=self.restarts)
+        if wrong := problem("job.cluster", self.cluster, dict.fromkeys(("auto", "slurm", "local", "mpirun"), "")):
+            yield wrong
         if self.restarts and self.cluster == "mpirun":
             yield f"job.restarts={self.restarts}: mpirun cannot restart ranks; use job.cluster=local or Slurm"
         for name, (shape, words) in SHAPES.items():
             value = getattr(self, name)
             if value is not None and not shape.fullmatch(value):
                 yield f"job.{name}={value!r} must be {words}"
-        for name in (*WITHOUT_SPACES, "name", "template", "venv", "conda", "container", "hostfile"):
+        for name in (*WITHOUT_SPACES, "template", "venv", "conda", "container", "hostfile"):
             yield from _line(f"job.{name}", getattr(self, name), blank=name not in WITHOUT_SPACES)
         for name in ("modules", "mounts"):
             for value in getattr(self, name):
@@ -247,16 +233,13 @@ class ClusterConfig(Checked):
     timeout_minutes: float = 10.0
     """Timeout of collective operations in minutes; the run ends if it expires."""
     hang_minutes: float = 5.0
-    """Minutes without progress on any process after which the run is considered hung: all processes write their Python stacks, the
-    log says which rank is blocking the others and where, and the run ends. The limit is six times as long (at least two minutes)
-    for start-up, the first step, evaluations and saves, at least twice the longest step so far, and does not apply while data are
-    built. 0: no hang detection."""
-    hang: Literal["requeue", "stop"] = "requeue"
-    """How a hung run ends. requeue: exit code 85, so that the job restarts from the last checkpoint; stop: exit code 1."""
+    """Minutes without progress on any process after which the run is considered hung: stacks are written, the log names the
+    rank that blocks the others, and the run ends. Six times as long for start-up, the first step, evaluations and saves. 0:
+    no hang detection."""
     slow: float = 1.5
-    """A process is reported as slow if its own part of a step takes this many times the median of the others; 0: never."""
+    """A process is reported as slow if its own part of a step takes this many times the median; 0: never."""
     interface: str | None = None
-    """Network interface between nodes; null: the one that reaches the first node for gloo, NCCL's own choice for NCCL.
+    """Network interface between nodes; null: the one that reaches the first node (gloo), NCCL's own choice.
     NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME override it."""
     preflight: bool = True
     """Check hosts, devices, versions, disk and network before a run of several processes starts."""

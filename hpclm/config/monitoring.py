@@ -18,44 +18,17 @@ SINKS = {
 
 @dataclass(frozen=True)
 class EvaluateConfig(Checked):
-    """Loss on held-out data, and scores at tasks, while training."""
+    """Loss on held-out data while training."""
 
     every: int = 1000
     """Steps between evaluations; 0: never. The last step is always evaluated."""
     batches: int = 10
     """Global batches per evaluation, always the same ones."""
-    tasks: list[str] = field(default_factory=list)
-    """Tasks of lm-evaluation-harness to measure as well, such as [hellaswag, lambada_openai]; needs pip install 'hpclm[lm-eval]'.
-    Rank 0 loads the whole model for it, beside the run's own, and the other ranks wait."""
-    tasks_every: int = 0
-    """Steps between measurements of the tasks; 0: at every evaluation."""
-    tasks_path: str | None = None
-    """Folder of task files of your own, which are found before the library's."""
-    tasks_samples: int | None = None
-    """Documents of each task, always its first ones; null: all."""
-    tasks_shots: int | None = None
-    """Examples before each question; null: what the task says."""
 
     def problems(self) -> Iterator[str]:
         """Invalid evaluation settings."""
-        yield from at_least(0, "evaluate", every=self.every, tasks_every=self.tasks_every, tasks_shots=self.tasks_shots)
-        yield from at_least(1, "evaluate", batches=self.batches, tasks_samples=self.tasks_samples)
-        if not all(name.strip() for name in self.tasks):
-            yield f"evaluate.tasks={self.tasks} must be names of tasks"
-        if self.tasks and not (self.every or self.tasks_every):
-            yield "evaluate.tasks has no effect with evaluate.every=0; set evaluate.tasks_every"
-        for name in ("tasks_every", "tasks_path", "tasks_samples", "tasks_shots"):
-            if getattr(self, name) and not self.tasks:
-                yield f"evaluate.{name}={getattr(self, name)} has no effect without evaluate.tasks"
-
-    def tasks_interval(self) -> int:
-        """Steps between measurements of the tasks; 0: never."""
-        return (self.tasks_every or self.every) if self.tasks else 0
-
-    def missing_libraries(self) -> list[str]:
-        """Libraries that it needs and that are not installed here."""
-        wrong = extras.missing("evaluate.tasks", "lm_eval") if self.tasks else None
-        return [wrong] if wrong else []
+        yield from at_least(0, "evaluate", every=self.every)
+        yield from at_least(1, "evaluate", batches=self.batches)
 
 
 @dataclass(frozen=True)
@@ -67,13 +40,11 @@ class LogConfig(Checked):
     tensorboard: bool = True
     """Write TensorBoard files."""
     sinks: list[str] = field(default_factory=list)
-    """Experiment trackers that metrics go to in addition: wandb, mlflow, trackio, or your own as package.module:Name. One run in
-    each over all attempts; a sink that fails or blocks never stops or slows training (docs/sinks.md)."""
+    """Experiment trackers that also get the metrics: wandb, mlflow, trackio, or package.module:Name (docs/sinks.md)."""
     project: str = "hpclm"
     """Project of the run in Weights & Biases and Trackio, experiment in MLflow."""
     timers: bool = False
-    """Measure forward pass, backward pass and update of every step, for metrics.jsonl and TensorBoard (Megatron's
-    --log-timers-to-tensorboard, DeepSpeed's --profile-backward); in a pipeline, forward and backward together."""
+    """Measure forward pass, backward pass and update of every step (Megatron's --log-timers-to-tensorboard)."""
 
     def problems(self) -> Iterator[str]:
         """Invalid log settings."""
@@ -95,8 +66,8 @@ class ProfileConfig(Checked):
     """Where the time of a step goes, by torch.profiler."""
 
     steps: tuple[int, int] | None = None
-    """[first, last]: record these steps. Writes profile/rank-00000.json in the run directory, a trace for Perfetto or
-    chrome://tracing, and a table of the ten most expensive operations; null: off, at no cost."""
+    """[first, last]: record these steps, as profile/rank-00000.json (for Perfetto) and a table of the ten most expensive
+    operations; null: off."""
     ranks: list[int] = field(default_factory=lambda: [0])
     """Ranks that record."""
 

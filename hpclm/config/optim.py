@@ -42,12 +42,11 @@ class OptimConfig(Checked):
     unit: Literal["steps", "samples"] = "steps"
     """What warmup, schedule_length, period and wsd_decay count."""
     warmup: float = 0
-    """Units over which the learning rate rises linearly to lr. Refused if the budget that is given with it is not longer; a budget
-    that only the command line sets, to try a file, causes a warning."""
+    """Units over which the learning rate rises linearly to lr. It must be shorter than the budget given with it."""
     warmup_fraction: float | None = None
     """Warm-up as a fraction of the schedule's length (Megatron's --warmup); instead of warmup."""
     warmup_start: float | None = None
-    """Learning rate at the start of the warm-up, used in the first step (Megatron: 0); null: the first step is one increment above 0."""
+    """Learning rate of the first step of the warm-up (Megatron: 0); null: one increment above 0."""
     schedule_length: int | None = None
     """Units until the schedule reaches its end; null: the whole budget."""
     power: float = 1.0
@@ -55,33 +54,25 @@ class OptimConfig(Checked):
     period: int | None = None
     """Units of one fairseq_cosine period; null: from the warm-up to the end of the schedule."""
     restarts: bool = False
-    """fairseq_cosine starts a new period after each; otherwise it stays at min_lr."""
-    period_growth: float = 1.0
-    """Each fairseq_cosine period is longer than the one before by this factor (--t-mult)."""
-    period_shrink: float = 0.1
-    """Each fairseq_cosine period's learning rates shrink by this factor (--lr-shrink)."""
+    """fairseq_cosine starts a new period after each, with a tenth of its learning rates; otherwise it stays at min_lr."""
     wsd_decay: int | None = None
     """Units of the final decay of wsd; null: a tenth of the schedule's length."""
     wsd_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
     """Shape of the final decay of wsd."""
-    nonfinite: Literal["skip", "stop"] = "skip"
-    """On a NaN or infinite loss or gradient: skip the step and count it, or stop the run (exit 93)."""
     nonfinite_limit: int = 20
-    """With nonfinite=skip, stop (exit 93) after this many skipped steps in a row."""
+    """A step with a NaN or infinite loss or gradient is skipped; the run stops (exit 93) after this many of them in a row."""
     spike: float = 0.5
-    """A step is a loss spike if its loss exceeds the median of the last 100 steps by more than this many nats and by more than 10
-    deviations. The log warns, and checkpoints saved in a spike do not replace healthy ones. 0: no spike detection."""
+    """A step is a loss spike if its loss exceeds the median of the last 100 steps by more than this many nats and 10
+    deviations. Checkpoints saved in a spike do not replace healthy ones. 0: no spike detection."""
 
     def problems(self) -> Iterator[str]:
         """Invalid optimizer settings."""
         amounts = ("lr", "min_lr", "eps", "weight_decay", "clip", "spike", "warmup", "warmup_start")
         yield from at_least(0, "optim", **{name: getattr(self, name) for name in amounts})
-        counts = ("schedule_length", "period", "wsd_decay", "period_growth", "nonfinite_limit")
+        counts = ("schedule_length", "period", "wsd_decay", "nonfinite_limit")
         yield from at_least(1, "optim", **{name: getattr(self, name) for name in counts})
         if not (self.power > 0 and math.isfinite(self.power)):
             yield f"optim.power={self.power} must be more than 0"
-        if not (0 < self.period_shrink <= 1):
-            yield f"optim.period_shrink={self.period_shrink} must be more than 0 and at most 1"
         if not all(0 <= beta < 1 for beta in self.betas):
             yield f"optim.betas={list(self.betas)} must each be at least 0 and less than 1"
         wrong = problem("optim.schedule", self.schedule, SCHEDULES)
@@ -100,12 +91,6 @@ class OptimConfig(Checked):
             yield f"optim.warmup_start={self.warmup_start} must not be more than optim.lr={self.lr}"
         if self.schedule_length is not None and self.warmup >= self.schedule_length:
             yield f"optim.warmup={self.warmup:g} must be less than optim.schedule_length={self.schedule_length}"
-        if self.schedule == "fairseq_cosine" and not self.restarts:
-            for name in ("period_growth", "period_shrink"):
-                if self._changed(name):
-                    yield f"optim.{name}={getattr(self, name)} has no effect with optim.restarts=false"
-        if self.nonfinite == "stop" and self._changed("nonfinite_limit"):
-            yield f"optim.nonfinite_limit={self.nonfinite_limit} has no effect with optim.nonfinite=stop"
         if self.schedule_length is not None and self.period is not None:
             yield f"optim.schedule_length={self.schedule_length} has no effect with optim.period={self.period}"
         too_long = self.outlasting(None)
@@ -115,7 +100,7 @@ class OptimConfig(Checked):
             yield f"optim.warmup_start={self.warmup_start} has no effect without optim.warmup"
         owners = {
             "fairseq_polynomial": ("power",),
-            "fairseq_cosine": ("period", "restarts", "period_growth", "period_shrink"),
+            "fairseq_cosine": ("period", "restarts"),
             "wsd": ("wsd_decay", "wsd_style"),
         }
         for schedule, names in owners.items():
@@ -156,9 +141,7 @@ class ScalerConfig(Checked):
     consecutive: bool = False
     """Only overflows in a row use up the hysteresis."""
     minimum: float = 1.0
-    """Lowest loss scale."""
-    at_minimum: Literal["stay", "stop"] = "stay"
-    """When the scale would fall to the minimum: stay there, or stop the run (fairseq; exit 93)."""
+    """Lowest loss scale. Steps that overflow even there count towards optim.nonfinite_limit."""
 
     def problems(self) -> Iterator[str]:
         """Invalid loss-scale settings."""

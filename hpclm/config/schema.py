@@ -30,13 +30,14 @@ class BatchConfig(Checked):
     global_size: int = 32
     """Samples in one optimizer step."""
     micro_size: int = 4
-    """Samples in one forward and backward pass on each replica; gradients are accumulated over micro-batches. auto (or 0): the
-    fastest size that fits into the memory of the GPUs, by the planner's estimate; training chooses it once, when it starts
-    for the first time, and writes the number to config.yaml."""
+    """Samples in one forward and backward pass on each replica; gradients are accumulated over micro-batches. auto: the
+    fastest size that the planner expects to fit; chosen at the first start, and written to config.yaml."""
     rampup: tuple[int, int, int] | None = None
-    """[start, increment, samples]: start with this many samples per step and reach global_size after that many samples (Megatron's --rampup-batch-size)."""
+    """[start, increment, samples]: begin with start samples per step and reach global_size after that many samples
+    (Megatron's --rampup-batch-size)."""
     loss_norm: Literal["token", "microbatch"] = "token"
-    """Average the loss over all tokens of the step, or average the means of the micro-batches (they differ only with eod_mask_loss)."""
+    """Average the loss over all tokens of the step, or the means of the micro-batches; they differ only with
+    eod_mask_loss."""
 
     def problems(self) -> Iterator[str]:
         """Invalid batch sizes."""
@@ -86,7 +87,7 @@ class CheckpointConfig(Checked):
     """Saving and resuming."""
 
     enabled: bool = True
-    """false: save nothing, not even at the end (fairseq's --no-save), for benchmarks. A run that is stopped starts from scratch."""
+    """false: save nothing, not even at the end, for benchmarks."""
     every: int = 1000
     """Steps between saves; 0: only on exit. The last step is always saved."""
     minutes: float | None = None
@@ -94,28 +95,26 @@ class CheckpointConfig(Checked):
     epochs: float | None = None
     """Also save after this many epochs; 1 is fairseq's --save-interval 1."""
     background: bool = True
-    """Write in the background while training continues; needs CPU memory for a copy of the state, 12 bytes per parameter that this
-    process holds. false: training waits until the checkpoint is on disk."""
+    """Write while training continues; needs CPU memory for a copy of the state."""
     file_mb: float = 16.0
-    """Ranks that hold the same weights each write an even part of them, if that is at least this many MB; otherwise fewer ranks
-    write, so that a thousand ranks do not make a thousand small files. 0: all of them write."""
+    """Ranks that hold the same weights each write an even part of at least this many MB; 0: all of them write."""
     keep_last: int = 3
-    """Newest healthy regular checkpoints to keep; at least 2, in case one becomes corrupt. The newest two are kept in addition if they
-    were saved during a loss spike or skipped steps. A checkpoint that is saved because a signal, stop or exit_minutes ends the attempt
-    does not count: it is kept until the next regular one."""
+    """Newest healthy regular checkpoints to keep, at least 2. The newest two of all are kept too, and one saved on a signal
+    or stop until the next regular one."""
     keep_every: int = 0
     """Also keep checkpoints of steps that are a multiple of this; 0: none."""
     keep_best: int = 0
-    """Also keep this many checkpoints with the lowest validation loss, among steps that are both evaluated and saved."""
+    """Also keep this many checkpoints with the lowest validation loss, among steps that are evaluated and saved."""
     keep_epochs: int = 0
-    """Also keep the newest checkpoints that were saved because of checkpoint.epochs, this many (fairseq's --keep-last-epochs)."""
+    """Also keep this many checkpoints of checkpoint.epochs (fairseq's --keep-last-epochs)."""
     resume: Literal["auto", "require", "never"] = "auto"
-    """auto: resume from the newest good checkpoint, if there is one; require: exit with 66 if there is none; never: refuse a run directory that has any."""
+    """auto: from the newest good checkpoint, if any; require: exit with 66 without one; never: refuse a run directory that
+    has any."""
     init_from: str | None = None
-    """Run directory or checkpoint whose weights a new run starts from, for fine-tuning. Optimizer, step and data start from scratch."""
+    """Run directory or checkpoint whose weights a new run starts from. Optimizer, step and data start from scratch."""
     grace_seconds: float = 30.0
-    """Seconds between TERM and KILL: the partition's GraceTime, or Slurm's KillWait. A save that would take longer is not started.
-    For USR1 and USR2 it is job.warn_seconds."""
+    """Seconds from TERM to KILL (the partition's GraceTime, or Slurm's KillWait). A save that would take longer is not
+    started."""
 
     def problems(self) -> Iterator[str]:
         """Invalid checkpoint settings."""
@@ -145,14 +144,14 @@ class RunConfig(Checked):
     seed: int = 1234
     """Seed of the initial weights, dropout and the sample order."""
     stop_at: int | None = None
-    """Save and exit after this step, without changing budget or schedule; for experiments."""
+    """Save and exit after this step, without changing budget or schedule."""
     exit_interval: int | None = None
-    """Save and exit after each step that is a multiple of this; the same command continues the run."""
+    """Save and exit after each step that is a multiple of this."""
     exit_minutes: float | None = None
-    """Save and exit after this many minutes of an attempt; the same command continues the run."""
+    """Save and exit after this many minutes of an attempt."""
     kill_switch: str | None = None
-    """Save and exit when this file exists (Megatron's --kill-switch-path); several runs can share it. It must be a regular file that
-    belongs to you or root, and is not removed. To stop a single run, use hpclm stop RUN."""
+    """Save and exit when this file exists (Megatron's --kill-switch-path). It must belong to you or root, and is not
+    removed. For a single run use hpclm stop RUN."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -233,7 +232,7 @@ class RunConfig(Checked):
 
     def missing_libraries(self) -> list[str]:
         """Optional libraries that these settings need and that are not installed here."""
-        return self.engine.missing_libraries() + self.evaluate.missing_libraries() + self.log.missing_libraries()
+        return self.engine.missing_libraries() + self.log.missing_libraries()
 
     def plan(self, processes: int = 1) -> Plan:
         """How the batches are divided over ``processes``; ConfigError if the numbers do not fit.

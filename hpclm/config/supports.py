@@ -1,7 +1,8 @@
 """What each engine supports, as data: checked before a job is queued, without importing any engine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Supports:
     """Supported pairs of engine.offload and ZeRO stage."""
     options: tuple[str, ...] = ()
     """Settings among OPTIONAL that it supports."""
+    compiled: bool = False
+    """Whether it is compiled on GPUs unless engine.compile=false."""
     optimizers: tuple[str, ...] = ("adamw", "apex_adam")
     """Values of optim.name."""
     counts: Callable[[int, int, str], str | None] | None = None
@@ -33,7 +36,7 @@ class Supports:
 
 
 OPTIONAL = (
-    *("bucket_mb", "overlap", "gradients", "extra"),
+    *("bucket_mb", "gradients", "extra"),
     *("offload_folder", "compile", "offload_activations", "defer_reduction"),
 )
 """Settings of engine.* that only some engines support."""
@@ -49,12 +52,19 @@ def needed(micro_batches: int, pipeline: int, schedule: str) -> str | None:
     return None
 
 
+def unsuitable_for_fairscale(config: Any) -> Iterator[str]:
+    """FairScale frees a block's weights as soon as they have gradients; with tensor parallelism biases have them too early."""
+    if config.engine.recompute == "full" and config.parallel.tensor > 1:
+        yield "engine 'fairscale' cannot do engine.recompute=full with parallel.tensor; use selective, or engine.name=fsdp2"
+
+
 SUPPORTS = {
     "native": Supports(
         "hpclm.engine.sharded_optimizer:build",
         zero_stages=(0, 1),
         hybrid=(1,),
         options=("bucket_mb", "gradients", "compile", "offload_activations"),
+        compiled=True,
     ),
     "deepspeed": Supports(
         "hpclm.engine.deepspeed:build",
@@ -62,18 +72,22 @@ SUPPORTS = {
         pipeline_stages=(1,),
         schedules=("1f1b",),
         offload=(("optimizer", 1), ("optimizer", 2), ("optimizer", 3), ("parameters", 3)),
-        options=("bucket_mb", "overlap", "gradients", "extra", "offload_folder", "compile"),
+        options=("bucket_mb", "gradients", "extra", "offload_folder", "compile"),
         optimizers=("adamw", "apex_adam", "cpu_adam"),
         more="hpclm.config.deepspeed:unsuitable",
     ),
     "fairscale": Supports(
-        "hpclm.engine.fairscale:build", zero_stages=(3, 2), options=("bucket_mb", "gradients", "offload_activations")
+        "hpclm.engine.fairscale:build",
+        zero_stages=(3, 2),
+        options=("bucket_mb", "gradients", "offload_activations"),
+        more="hpclm.config.supports:unsuitable_for_fairscale",
     ),
     "fsdp2": Supports(
         "hpclm.engine.fsdp2:build",
         zero_stages=(3, 2),
         hybrid=(3, 2),
         options=("gradients", "compile", "offload_activations", "defer_reduction"),
+        compiled=True,
     ),
     "pipelining": Supports(
         "hpclm.engine.pipelining:PipeliningEngine",

@@ -21,7 +21,7 @@ SURPLUS = 1.005  # the other projects request half a percent more than needed fr
 
 
 @dataclass(frozen=True, eq=False)
-class Turns:
+class BlendIndex:
     """The blend order: sample i is sample index[i] of dataset which[i], [N] each."""
 
     which: NDArray[np.int16]
@@ -38,32 +38,32 @@ def shares(weights: Sequence[float], wanted: int, policy: str) -> tuple[list[int
     return [math.ceil(wanted * part * SURPLUS) for part in parts], wanted
 
 
-def weighted(weights: Sequence[float], total: int) -> Turns:
+def weighted(weights: Sequence[float], total: int) -> BlendIndex:
     """A blend of ``total`` samples in proportion to the weights."""
     whole = sum(weights)
-    return _turns(np.array([weight / whole for weight in weights]), np.full(len(weights), total), total)
+    return _blended(np.array([weight / whole for weight in weights]), np.full(len(weights), total), total)
 
 
-def exhaustive(sizes: Sequence[int]) -> Turns:
+def exhaustive(sizes: Sequence[int]) -> BlendIndex:
     """A blend in which every sample of every dataset occurs once; sizes: samples of each."""
     total = sum(sizes)
-    return _turns(np.array(sizes) / total, np.array(sizes), total)
+    return _blended(np.array(sizes) / total, np.array(sizes), total)
 
 
-def counts(turns: Turns, datasets: int) -> list[int]:
+def counts(blend_index: BlendIndex, datasets: int) -> list[int]:
     """Number of samples from each dataset."""
     found = np.zeros(datasets, np.int64)
-    for first in range(0, len(turns.which), BLOCK):
-        found += np.bincount(turns.which[first : first + BLOCK], minlength=datasets)
+    for first in range(0, len(blend_index.which), BLOCK):
+        found += np.bincount(blend_index.which[first : first + BLOCK], minlength=datasets)
     return found.tolist()
 
 
-def _turns(weights: NDArray[np.float64], limits: NDArray[np.int64], total: int) -> Turns:
+def _blended(weights: NDArray[np.float64], limits: NDArray[np.int64], total: int) -> BlendIndex:
     if len(weights) > MOST:
         raise ConfigError(f"a blend of {len(weights)} datasets is too large: at most {MOST}; merge some of them")
-    turns = Turns(np.empty(total, np.int16), np.empty(total, np.int64))
-    compiled(_take_turns, total * len(weights))(weights, limits, turns.which, turns.index)
-    return turns
+    blend_index = BlendIndex(np.empty(total, np.int16), np.empty(total, np.int64))
+    compiled(_take_turns, total * len(weights))(weights, limits, blend_index.which, blend_index.index)
+    return blend_index
 
 
 def _take_turns(

@@ -8,10 +8,10 @@ from typing import Any
 from hpclm.config import DataConfig
 from hpclm.config.data import Mixture, mixture, named
 from hpclm.data import tokenizers
-from hpclm.data.disk.content import DIGEST, check_some, noted
-from hpclm.data.disk.indexed import IndexedDataset, sidecar
-from hpclm.data.findings import Findings
+from hpclm.data.content import DIGEST, check_some, noted
+from hpclm.data.indexed import IndexedDataset, sidecar
 from hpclm.data.order import split_bounds, split_parts
+from hpclm.data.shared_facts import SharedFacts
 from hpclm.data.sources import Samples
 from hpclm.data.splits import DatasetSlice, SampleSettings, Split
 from hpclm.errors import ConfigError
@@ -25,15 +25,15 @@ NAMED = "valid/"  # prefix of the names of further validation sets
 class Corpus:
     """The source for ``data.source=indexed``."""
 
-    def __init__(self, settings: DataConfig, context: int, seed: int, vocab_size: int, findings: Findings):
+    def __init__(self, settings: DataConfig, context: int, seed: int, vocab_size: int, facts: SharedFacts):
         self.settings, self.context = settings, context
         self._datasets: dict[str, IndexedDataset] = {}
         wanted = dict(listed(settings))
         for entry in wanted.values():
             for prefix in entry.prefixes:
                 if prefix not in self._datasets:
-                    self._datasets[prefix] = opened(prefix, findings)
-        tokenizer = findings.find("tokenizer", lambda: shared_tokenizer(settings, list(self._datasets), vocab_size))
+                    self._datasets[prefix] = opened(prefix, facts)
+        tokenizer = facts.find("tokenizer", lambda: shared_tokenizer(settings, list(self._datasets), vocab_size))
         if not tokenizer:
             for dataset in self._datasets.values():
                 dataset.once("vocabulary", partial(check_tokens, dataset, vocab_size))
@@ -53,7 +53,7 @@ class Corpus:
         )
         self.splits = {name: self._split(name, entry) for name, entry in wanted.items()}
         self.held_out = [name for name in self.splits if name.startswith("valid")]
-        self.fingerprint: dict[str, Any] = findings.find("fingerprint", lambda: self._fingerprint(tokenizer))
+        self.fingerprint: dict[str, Any] = facts.find("fingerprint", lambda: self._fingerprint(tokenizer))
 
     def check_content(self) -> list[str]:
         """Verify random blocks of the datasets against the hashes in their notes; returns what was found, one sentence each.
@@ -137,11 +137,11 @@ def listed(settings: DataConfig) -> Iterator[tuple[str, Mixture]]:
         yield NAMED + name, entry
 
 
-def opened(prefix: str, findings: Findings) -> IndexedDataset:
+def opened(prefix: str, facts: SharedFacts) -> IndexedDataset:
     """The dataset; ConfigError if there is none, or if it is empty."""
     if not prefix:
         raise ConfigError("data.prefix is not set; give the path of a dataset made by 'hpclm preprocess'")
-    dataset = IndexedDataset(prefix, findings)
+    dataset = IndexedDataset(prefix, facts)
     if not len(dataset.flat):
         raise ConfigError(f"dataset {dataset.prefix} has no tokens ({len(dataset)} sequences)")
     return dataset
@@ -149,7 +149,7 @@ def opened(prefix: str, findings: Findings) -> IndexedDataset:
 
 def check_tokens(dataset: IndexedDataset, vocab_size: int) -> None:
     """ConfigError if one of the first tokens is outside the vocabulary; others are checked when they are read."""
-    first = dataset.block(0, FIRST)
+    first = dataset.flat[0:FIRST]
     low, high = int(first.min()), int(first.max())
     if low < 0 or high >= vocab_size:
         raise ConfigError(
@@ -158,9 +158,9 @@ def check_tokens(dataset: IndexedDataset, vocab_size: int) -> None:
         )
 
 
-def corpus(data: DataConfig, context: int, seed: int, vocab_size: int, findings: Findings | None = None) -> Corpus:
+def corpus(data: DataConfig, context: int, seed: int, vocab_size: int, facts: SharedFacts | None = None) -> Corpus:
     """The source for ``data.source=indexed``; ConfigError if datasets or tokenizer do not match the settings."""
-    return Corpus(data, context, seed, vocab_size, findings or Findings())
+    return Corpus(data, context, seed, vocab_size, facts or SharedFacts())
 
 
 def shared_tokenizer(settings: DataConfig, prefixes: list[str], vocab_size: int) -> dict[str, Any]:
@@ -168,10 +168,8 @@ def shared_tokenizer(settings: DataConfig, prefixes: list[str], vocab_size: int)
     vocabulary is smaller."""
     known: list[tuple[str, dict[str, Any]]] = []
     if settings.tokenizer is not None:
-        options = tokenizers.Options(settings.eod, settings.extra_ids)
-        known.append(
-            ("data.tokenizer", tokenizers.build(settings.tokenizer, settings.tokenizer_files, options).fingerprint)
-        )
+        tokenizer = tokenizers.build(settings.tokenizer, settings.tokenizer_files, settings.eod)
+        known.append(("data.tokenizer", tokenizer.fingerprint))
     for prefix in prefixes:
         note = sidecar(prefix)
         if "tokenizer" in note:

@@ -9,7 +9,6 @@ import hashlib
 import json
 import logging
 import mmap
-import os
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpclm.data.findings import Findings
+from hpclm.data.shared_facts import SharedFacts
 from hpclm.files import aside, fingerprint, locked, read_text, reader, sweep, sync
 
 FORMAT = 1  # of an entry, and of the way indices are built
@@ -28,42 +27,42 @@ Arrays = dict[str, NDArray[Any]]
 log = logging.getLogger(__name__)
 
 
-def kept(folder: Path, key: dict[str, Any], build: Callable[[], Arrays], findings: Findings | None = None) -> Arrays:
+def kept(folder: Path, key: dict[str, Any], build: Callable[[], Arrays], facts: SharedFacts | None = None) -> Arrays:
     """The arrays that ``build`` creates for ``key`` (JSON: everything they depend on), from the cache in ``folder`` if possible.
 
     If the folder cannot be written, a warning is logged and the arrays are kept in memory. What another process of the node
-    has verified, according to ``findings``, is only mapped.
+    has verified, according to ``facts``, is only mapped.
     """
     about = {"format": FORMAT, **key}
     entry = folder / hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=16).hexdigest()
-    name, known = f"index {entry}", findings.known if findings else {}
+    name, known = f"index {entry}", facts.known if facts else {}
     if name in known:
         with suppress(OSError, ValueError, EOFError):  # removed since
             return _mapped(entry, known[name])
-    found = built = None
+    stored = built = None
     try:
-        found = _load(entry, about)
-        if found is None:
+        stored = _load(entry, about)
+        if stored is None:
             folder.mkdir(parents=True, exist_ok=True)
             with locked(entry.with_suffix(".lock"), "another process builds the index; waiting for it"):
-                found = _load(entry, about)  # built while this process waited
-                if found is None:
+                stored = _load(entry, about)  # built while this process waited
+                if stored is None:
                     sweep(entry)
                     built = build()
                     _save(built, entry, about)
-                    found = _load(entry, about)
+                    stored = _load(entry, about)
     except OSError as error:
         log.warning("the index cannot be kept in %s (%s); it is rebuilt at every start", folder, error.strerror)
-    if found:
-        known[name] = list(found)
-    return found or built or build()
+    if stored:
+        known[name] = list(stored)
+    return stored or built or build()
 
 
 def _load(entry: Path, about: dict[str, Any]) -> Arrays | None:
     """The arrays of an entry, memory-mapped; None if it is missing or incomplete."""
     try:
         written = json.loads(read_text(entry / "about.json"))
-        if written.pop("files") != _account(entry) or written != about:
+        if written.pop("files") != _fingerprints(entry) or written != about:
             raise ValueError("it is not what about.json says")
         return _mapped(entry, sorted(path.stem for path in entry.glob("*.npy")))
     except (FileNotFoundError, NotADirectoryError):
@@ -78,37 +77,28 @@ def _mapped(entry: Path, names: Iterable[str]) -> Arrays:
 
 
 def _save(arrays: Arrays, entry: Path, about: dict[str, Any]) -> None:
+    """Write an entry, unless another machine, where locks do not reach, is first."""
     written = aside(entry)
     written.mkdir()
     try:
         for name, array in arrays.items():
-            with (written / f"{name}.npy").open("wb") as file:
-                np.save(file, array)
-                file.flush()
-                os.fsync(file.fileno())
-        with (written / "about.json").open("w", encoding="utf-8") as text:
-            text.write(json.dumps({**about, "files": _account(written)}, indent=1))
-            text.flush()
-            os.fsync(text.fileno())
-        _put(written, entry, about)
+            np.save(written / f"{name}.npy", array)
+        (written / "about.json").write_text(json.dumps({**about, "files": _fingerprints(written)}, indent=1), "utf-8")
+        for path in written.iterdir():
+            sync(path)
+        if entry.exists() and _load(entry, about) is None:
+            entry.rename(aside(entry))  # for ``sweep`` to remove later: another process may be reading it
+        with suppress(OSError):
+            written.rename(entry)
         sync(entry.parent)
     finally:
         shutil.rmtree(written, ignore_errors=True)
 
 
-def _account(entry: Path) -> dict[str, list[Any]]:
+def _fingerprints(entry: Path) -> dict[str, list[Any]]:
+    """Size and fingerprint of each array's file."""
     found: dict[str, list[Any]] = {}
     for path in sorted(entry.glob("*.npy")):
         with reader(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             found[path.name] = [len(content), fingerprint(content)]
     return found
-
-
-def _put(written: Path, entry: Path, about: dict[str, Any]) -> None:
-    """Give a whole entry its name, unless another machine was first and its entry is good."""
-    try:
-        written.rename(entry)
-    except OSError:
-        if _load(entry, about) is None:
-            entry.rename(aside(entry))  # for ``sweep`` to remove later: another process may be reading it
-            written.rename(entry)

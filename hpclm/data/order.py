@@ -40,7 +40,7 @@ class Order:
 
 
 @dataclass(frozen=True, eq=False)
-class Index:
+class SampleIndex:
     """The order of the samples.
 
     documents [E x sequences]: sequence ids in the order of concatenation, E times over.
@@ -94,7 +94,7 @@ def index_bytes(sequences: int, tokens: int, order: Order) -> int:
     return width * (epochs * sequences + 2 * samples) + (4 if samples < 2**32 - 2 else 8) * samples
 
 
-def build_index(sizes: NDArray[np.int32], span: range, order: Order) -> Index:
+def build_index(sizes: NDArray[np.int32], span: range, order: Order) -> SampleIndex:
     """The order of at least ``order.wanted`` samples of the sequences ``span``, which hold enough tokens for one.
 
     A split shorter than one sample is repeated, as in Megatron; with ``wanted`` None it has no sample.
@@ -120,7 +120,7 @@ def build_index(sizes: NDArray[np.int32], span: range, order: Order) -> Index:
     samples = _starts(sizes, documents, total, context)
     shuffle = np.arange(total, dtype=np.uint32 if total < 2**32 - 2 else np.int64)
     _shuffle(rng, shuffle, [before_last, total - before_last] if apart else [total])
-    return Index(documents, samples, shuffle)
+    return SampleIndex(documents, samples, shuffle)
 
 
 def _shuffle(rng: np.random.RandomState, values: NDArray, lengths: list[int]) -> None:

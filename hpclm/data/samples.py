@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpclm.data.blend import Turns
-from hpclm.data.disk.indexed import IndexedDataset
-from hpclm.data.order import Blocks, Index
+from hpclm.data.blend import BlendIndex
+from hpclm.data.indexed import IndexedDataset
+from hpclm.data.order import Blocks, SampleIndex
 from hpclm.data.sources import PADDING, Samples
 from hpclm.errors import ConfigError
 
@@ -22,7 +22,7 @@ WIDE = np.dtype(np.int64)
 class PackedSamples:
     """Megatron's samples: S + 1 tokens of the concatenated documents in the order of an index."""
 
-    def __init__(self, dataset: IndexedDataset, index: Index, keep_partial: bool = False):
+    def __init__(self, dataset: IndexedDataset, index: SampleIndex, keep_partial: bool = False):
         self.dataset = dataset
         self.dtype = WIDE if keep_partial else dataset.flat.dtype
         self._same, self._flat = dataset.flat.dtype, _view(dataset.flat)
@@ -90,11 +90,11 @@ class BlockSamples:
 class BlendedSamples:
     """Samples of several datasets, interleaved."""
 
-    def __init__(self, parts: Sequence[Samples], turns: Turns):
+    def __init__(self, parts: Sequence[Samples], blend_index: BlendIndex):
         types = {part.dtype for part in parts}
         self.dtype = types.pop() if len(types) == 1 else WIDE
         self._reads = [part.read for part in parts]
-        self._which, self._index = _view(turns.which), _view(turns.index)
+        self._which, self._index = _view(blend_index.which), _view(blend_index.index)
 
     def __len__(self) -> int:
         return len(self._which)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from hpclm.config import DataConfig, Plan, RunConfig
 from hpclm.config.data import SOURCES
 from hpclm.config.length import run_length
-from hpclm.data.findings import Findings
+from hpclm.data.shared_facts import SharedFacts
 from hpclm.errors import ConfigError
 from hpclm.registry import a_function, lookup
 
@@ -58,13 +58,13 @@ class Source(Protocol):
         ...
 
 
-def build(config: RunConfig, findings: Findings | None = None) -> Source:
+def build(config: RunConfig, facts: SharedFacts | None = None) -> Source:
     """The configured source; ConfigError if there is none, or if a user-defined one is not valid.
 
-    ``findings``: for a source that takes them; it adds what it reads, and does not read again what they hold.
+    ``facts``: for a source that takes them; it adds what it reads, and does not read again what they hold.
     """
     make = lookup("data.source", config.data.source, SOURCES, CHECK)
-    more = {"findings": findings} if findings and "findings" in signature(make).parameters else {}
+    more = {"facts": facts} if facts and "facts" in signature(make).parameters else {}
     made: Source = make(config.data, config.model.context, config.seed, config.model.vocab_size, **more)
     lacks = [name for name in REQUIRED if not hasattr(made, name)]
     if lacks:

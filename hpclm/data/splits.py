@@ -10,9 +10,9 @@ import numpy as np
 
 from hpclm.config import DataConfig
 from hpclm.data import blend, index_cache
-from hpclm.data.disk.content import noted
-from hpclm.data.disk.indexed import IndexedDataset
-from hpclm.data.order import Blocks, Index, Order, blocks, build_index, index_bytes, passes, samples_in, shuffled
+from hpclm.data.content import noted
+from hpclm.data.indexed import IndexedDataset
+from hpclm.data.order import Blocks, Order, SampleIndex, blocks, build_index, index_bytes, passes, samples_in, shuffled
 from hpclm.data.samples import BlendedSamples, BlockSamples, PackedSamples
 from hpclm.data.sources import Samples
 from hpclm.errors import ConfigError
@@ -103,10 +103,10 @@ class DatasetSlice:
         often = -(-(wanted or 1) // max(1, self.per_epoch))
         large = often * (len(self.span) + self.per_epoch) > WORTH_KEEPING
         if not (large or sampling.cache):
-            return PackedSamples(self.dataset, Index(**build()), self.keep_partial)
+            return PackedSamples(self.dataset, SampleIndex(**build()), self.keep_partial)
         key = {"dataset": self.dataset.fingerprint, "changed_ns": self.dataset.changed_ns, "order": asdict(order)}
         key["span"] = [self.span.start, self.span.stop]
-        index = Index(**index_cache.kept(self.folder, key, build, self.dataset.findings))
+        index = SampleIndex(**index_cache.kept(self.folder, key, build, self.dataset.facts))
         return PackedSamples(self.dataset, index, self.keep_partial)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -178,14 +178,14 @@ class Split:
             return self.slices[0].samples(wanted)
         if self._once(wanted):
             counts = [each.per_epoch for each in self.slices]
-            turns = self._turns({"counts": counts}, sum(counts), lambda: blend.exhaustive(counts))
-            return BlendedSamples([each.samples(None) for each in self.slices], turns)
+            blend_index = self._blend_index({"counts": counts}, sum(counts), lambda: blend.exhaustive(counts))
+            return BlendedSamples([each.samples(None) for each in self.slices], blend_index)
         weights = self._weights()
         asked, total = self._shares(wanted, settings)
-        turns = self._turns({"weights": list(weights)}, total, lambda: blend.weighted(weights, total))
-        sizes = [max(number, least) for number, least in zip(asked, blend.counts(turns, len(asked)), strict=True)]
+        blend_index = self._blend_index({"weights": list(weights)}, total, lambda: blend.weighted(weights, total))
+        sizes = [max(number, least) for number, least in zip(asked, blend.counts(blend_index, len(asked)), strict=True)]
         samples = [each.samples(size) for each, size in zip(self.slices, sizes, strict=True)]
-        return BlendedSamples(samples, turns)
+        return BlendedSamples(samples, blend_index)
 
     def _once(self, wanted: int | None) -> bool:
         """Whether every dataset is read at most once, because there are no weights."""
@@ -197,12 +197,12 @@ class Split:
     def _shares(self, wanted: int | None, settings: DataConfig) -> tuple[list[int], int]:
         return blend.shares(self._weights(), self.per_epoch if wanted is None else wanted, settings.order)
 
-    def _turns(self, key: dict[str, Any], total: int, take: Callable[[], blend.Turns]) -> blend.Turns:
+    def _blend_index(self, key: dict[str, Any], total: int, take: Callable[[], blend.BlendIndex]) -> blend.BlendIndex:
         """The blend order computed by ``take``, which depends only on ``key`` and ``total``."""
         if total <= WORTH_KEEPING:
             return take()
         first, key = self.slices[0], {**key, "total": total}
-        return blend.Turns(**index_cache.kept(first.folder, key, lambda: vars(take()), first.dataset.findings))
+        return blend.BlendIndex(**index_cache.kept(first.folder, key, lambda: vars(take()), first.dataset.facts))
 
     def _too_small(self, each: DatasetSlice, settings: DataConfig, context: int) -> str:
         if settings.short_part == "repeat":

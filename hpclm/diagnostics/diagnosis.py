@@ -92,16 +92,8 @@ def hints_of(found: Facts) -> Iterator[str]:
     shm = machine["shm"]
     if shm and shm["size"] <= 64 << 20:
         yield f"/dev/shm has only {shm['size'] >> 20} MiB, a container's default: start the container with --shm-size=8g or --ipc=host"
-    if machine["open_files"] and machine["open_files"] < 1024:
-        yield f"only {machine['open_files']} open files are allowed: ulimit -n 4096"
     if machine["infiniband"] and machine["locked_memory"] and machine["locked_memory"] < GIB:
         yield "InfiniBand needs locked memory, which is limited here: ulimit -l unlimited (Slurm: PropagateResourceLimitsExcept)"
-    for lock in found["locks"]:
-        if lock["holder"] is None:
-            yield (
-                f"{lock['path']} locks a build of a PyTorch extension, and no process here holds it (last write "
-                f"{lock['age'] / 60:.0f} minutes ago): remove it unless another machine is building the extension"
-            )
 
 
 def apex(found: Facts) -> str:
@@ -110,15 +102,7 @@ def apex(found: Facts) -> str:
         return f"{found['software']['apex']} is PyPI's unrelated package, not NVIDIA's"
     if "error" in found["apex"]:
         return f"{found['software']['apex']} is NVIDIA's, but was not built: {found['apex']['error']}"
-    return f"{found['software']['apex']}, NVIDIA's"
-
-
-def kernels(found: Facts) -> str:
-    """The fused kernels that a run here can use."""
-    usable = (found["apex"] or {}).get("kernels")
-    if not usable:
-        return "PyTorch's; NVIDIA's apex is not installed"
-    return f"PyTorch's; with model.kernels=apex and optim.name=apex_adam also apex's: {', '.join(usable)}"
+    return f"{found['software']['apex']}, NVIDIA's: {', '.join(found['apex']['kernels'])}"
 
 
 def _family(text: str) -> str:

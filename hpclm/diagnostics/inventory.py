@@ -11,7 +11,6 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
-from hpclm.diagnostics import stale
 from hpclm.distributed import bootstrap
 from hpclm.distributed import network as addresses
 from hpclm.errors import ConfigError
@@ -60,7 +59,6 @@ def collect(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
                 kind: {n: env[n] for n in sorted(env) if shown.fullmatch(n)} for kind, shown in VARIABLES.items()
             },
             "site": str(environment.site_file(env) or "") or None,
-            "locks": [asdict(lock) for lock in stale.locks(env)],
             "torch": torch.result(),
             "apex": apex.result() if apex else None,
             "mpi": {"mpi4py": mpi.result() if mpi else None, "mpirun": mpirun.result()},

@@ -1,7 +1,7 @@
 """Checks before a run of several processes starts, so that a bad node costs seconds and not a night.
 
-Every process reports what it has; each node looks for what earlier attempts left, and checks the run directory; all processes
-do an all-reduce together, and nodes in pairs. The result is kept as preflight.json.
+Every process reports what it has; each node terminates what earlier attempts left, and checks the run directory; all processes
+do an all-reduce together, and each node sends messages to the next. The result is kept as preflight.json.
 """
 
 import logging
@@ -18,7 +18,7 @@ from hpclm import files
 from hpclm.config import RunConfig
 from hpclm.diagnostics import probes, report, stale, verdict
 from hpclm.diagnostics.report import Report
-from hpclm.diagnostics.verdict import Pair
+from hpclm.diagnostics.verdict import Link
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.node import facts, processes
 from hpclm.rundir import code
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hpclm.distributed.context import DistributedContext
 
 log = logging.getLogger(__name__)
+ROUNDS = 10  # messages over each link at most, until none seems slow; the fastest one counts
 ROOM = 256 << 20  # bytes that a run directory must have free if the size of a checkpoint is unknown
 
 
@@ -62,26 +63,23 @@ def check(
     ranks = context.all_gather(facts.of_process(context.launcher, device, env))
     ranks = [each | {"rank": rank, "clock": each["time"] - ranks[0]["time"]} for rank, each in enumerate(ranks)]
     token = context.run_on_main(lambda: _mark(out))
-    number = list(nodes).index(node)
-    cleaned |= {"disk": probes.look(out, token, number)} if is_first_of_node else {}
+    cleaned |= {"disk": probes.look(out, token)} if is_first_of_node else {}
     names = [each["node"] for each in present]
     local = {name: found for name, found in zip(names, context.all_gather(cleaned), strict=True) if found}
-    total, pairs = measure_links(context, nodes, device)
+    if context.rank == 0:
+        with suppress(OSError):
+            (out / probes.marker(token)).unlink()
+    links = measure_links(context, nodes, device)
 
     def conclude() -> dict[str, Any]:
         looks = {name: found["disk"] for name, found in local.items()}
-        until = time.monotonic() + probes.PATIENCE
-        for i, look in enumerate(looks.values()):
-            patience = until - time.monotonic() if look.get("same") else 0.0  # else it writes to another folder
-            look["back"] = "error" not in look and probes.seen(out, probes.marker(token, i), str(i), patience)
-        abandoned = [path for path, age in verdict.unheld(local).items() if age > stale.ABANDONED]
         findings = [
             *verdict.agreement(ranks),
             *verdict.devices(ranks),
             *verdict.machines(ranks),
             *verdict.disks(str(out), looks, room),
-            *verdict.remains(local, abandoned),
-            *verdict.links(pairs),
+            *verdict.remains(local),
+            *verdict.links(links),
         ]
         made = Report(
             time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -91,10 +89,8 @@ def check(
             warnings=[finding.text for finding in findings if not finding.serious],
             bad=sorted({name for finding in findings for name in finding.bad}),
             ended=[f"{name}: {process}" for name, found in local.items() for process in found["ended"]],
-            removed=abandoned,
             ranks=ranks,
-            pairs=[asdict(pair) for pair in pairs],
-            all_reduce=total,
+            links=[asdict(link) for link in links],
             disks=looks,
         )
         with suppress(OSError):  # a folder that cannot be written is already among the problems
@@ -102,11 +98,6 @@ def check(
         return asdict(made)
 
     made = Report(**context.run_on_main(conclude))
-    if is_first_of_node:
-        probes.unmark(out, token, [number] if number else range(len(nodes)))
-        for path in made.removed:
-            with suppress(OSError):
-                Path(path).unlink()
     if context.rank == 0:
         log_report(made, context.size)
 
@@ -143,87 +134,87 @@ def _mark(out: Path) -> str:
 
 
 def clean(out: Path, ranks: Sequence[int], env: Mapping[str, str]) -> dict[str, Any]:
-    """Terminate what earlier attempts left running on this machine, and list the locks they left."""
+    """Terminate what earlier attempts left running on this machine."""
     found = stale.left_over(out, ranks, env)
     stuck = {process.pid for process in processes.terminate(found, stale.GRACE)}
     return {
         "ended": [stale.described(process) for process in found if process.pid not in stuck],
         "stuck": [stale.described(process) for process in found if process.pid in stuck],
-        "locks": [asdict(lock) for lock in stale.locks(env)],
     }
 
 
 def measure_links(
     context: "DistributedContext", nodes: Mapping[str, Sequence[int]], device: "torch.device"
-) -> tuple[float | None, list[Pair]]:
-    """GB/s of an all-reduce over all ranks, and of each pair of nodes; slow pairs are measured again, one at a time."""
+) -> list[Link]:
+    """Do an all-reduce over all ranks; then each node sends to the next one, and the last to the first.
+
+    On CPUs one process of each node takes part; with GPUs as many as every node has, since each GPU may have its own
+    network card.
+    """
     if context.size == 1:
-        return None, []
-    names = list(nodes)
+        return []
     try:
-        speed = probes.all_ranks(device)
+        probes.all_reduce(context.size, device)
     except RuntimeError as error:
         raise HpclmError(
-            f"preflight: an all-reduce over all {context.size} ranks does not complete: {str(error).splitlines()[0]}; "
+            f"preflight: an all-reduce over all {context.size} ranks fails: {str(error).splitlines()[0]}; "
             f"check cluster.interface; NCCL_DEBUG=INFO logs more"
         ) from error
-    total = min(context.all_gather(speed))
-    found: dict[tuple[int, int], Pair] = {}
-    for pairs in verdict.rounds(len(names)):
-        found |= _round(context, nodes, pairs, device)
-    slow, _ = verdict.judge(list(found.values()))
-    for pair in slow:
-        both = names.index(pair.nodes[0]), names.index(pair.nodes[1])
-        again = _round(context, nodes, [both], device)[both]
-        found[both] = max(pair, again, key=lambda each: each.speed)
-    return total, list(found.values())
-
-
-def _round(
-    context: "DistributedContext",
-    nodes: Mapping[str, Sequence[int]],
-    pairs: Sequence[tuple[int, int]],
-    device: "torch.device",
-) -> dict[tuple[int, int], Pair]:
-    """Measure pairs of nodes at the same time.
-
-    On CPUs one process of each node takes part; with GPUs all do, since each GPU may have its own network card.
-    """
-    names, speed = list(nodes), None
-    for first, second in pairs:
-        lanes = list(zip(nodes[names[first]], nodes[names[second]], strict=False))
-        for lane in lanes[: None if device.type == "cuda" else 1]:
+    if len(nodes) == 1:
+        return []
+    lanes = list(zip(*nodes.values(), strict=False))[: None if device.type == "cuda" else 1]
+    speed, links = 0.0, []
+    for _ in range(ROUNDS):
+        reason = ""
+        for lane in lanes:
             if context.rank in lane:
-                speed = _measured((names[first], names[second]), context.rank, sum(lane) - context.rank, device)
-    speeds = context.all_gather(speed)
-    found = {}
-    for first, second in pairs:
-        measured = [speeds[rank] for rank in nodes[names[first]] if speeds[rank] is not None]
-        found[first, second] = Pair((names[first], names[second]), min(measured) * len(measured))
-    return found
+                try:
+                    speed = max(speed, _receive(list(nodes), lane, lane.index(context.rank), device))
+                except RuntimeError as failed:
+                    reason = str(failed).splitlines()[0]
+        links = _links(nodes, lanes, context.all_gather((speed, reason)))
+        if any(link.error for link in links) or not verdict.links(links):
+            break
+    return links
 
 
-def _measured(names: tuple[str, str], rank: int, partner: int, device: "torch.device") -> float:
+def _receive(names: Sequence[str], lane: Sequence[int], here: int, device: "torch.device") -> float:
+    """GB/s to the rank at position ``here`` of ``lane``, which has one rank of each node, from the one before it."""
+    after = (here + 1) % len(lane)
     try:
-        return probes.pair(rank, partner, device)
-    except RuntimeError as error:  # the process group is unusable after this
+        return probes.receive(lane[here - 1], lane[after], device)
+    except RuntimeError as error:
+        if device.type == "cuda":
+            raise
+        around = " or ".join(
+            dict.fromkeys((names[here - 1], names[after]))
+        )  # gloo, which gathers results, is unusable now
         raise HpclmError(
-            f"preflight: {names[0]} and {names[1]} cannot communicate: {str(error).splitlines()[0]}; exclude one of them: "
-            f"hpclm submit --exclude NODE ..."
+            f"preflight: {names[here]} cannot exchange messages with {around}: {str(error).splitlines()[0]}; exclude one of "
+            "them: hpclm submit --exclude NODE ..."
         ) from error
+
+
+def _links(
+    nodes: Mapping[str, Sequence[int]], lanes: Sequence[Sequence[int]], results: Sequence[tuple[float, str]]
+) -> list[Link]:
+    """The links to each node from the one before it; ``results``: GB/s and error of each rank."""
+    names, links = list(nodes), []
+    for number, name in enumerate(names):
+        speeds, errors = zip(*(results[lane[number]] for lane in lanes), strict=True)
+        error = next(filter(None, errors), "")
+        links.append(Link((names[number - 1], name), 0.0 if error else min(speeds) * len(lanes), error))
+    return links
 
 
 def log_report(made: Report, size: int) -> None:
-    """Log the result: one line if all is well, otherwise the table."""
+    """Log the result in one line, and the warnings."""
     if size > 1:
         log.info(made.line())
     for process in made.ended:
         log.warning("terminated a process that an earlier attempt left on %s", process)
     for warning in made.warnings:
         log.warning("preflight: %s", warning)
-    if not made.ok:
-        for row in made.table().splitlines():
-            log.error(row)
 
 
 def refusal(made: Report, out: Path) -> str:
@@ -234,5 +225,5 @@ def refusal(made: Report, out: Path) -> str:
             f"bad node{'s' * (len(made.bad) > 1)}: {', '.join(made.bad)}; start again without: "
             f"hpclm resume {files.typed(out)} --exclude-bad {files.typed(out)}"
         )
-    lines.append(f"the whole table is in {out / report.FILE}; cluster.preflight=off skips these checks")
+    lines.append(f"what each process has is in {out / report.FILE}; cluster.preflight=off skips these checks")
     return "\n".join(lines)

@@ -1,10 +1,10 @@
 """What the preflight check tries out: the run directory, which every node must see and be able to write to, and the network,
-by short all-reduces over all processes and between pairs of nodes."""
+by an all-reduce over all processes and by messages from each node to the next."""
 
-import json
+import secrets
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -16,102 +16,61 @@ from hpclm import files
 from hpclm.node import processes
 
 PATIENCE = 5.0  # seconds that a shared file system may take to show one node what another wrote
-LARGE = 1 << 23
-SIZES = (1 << 18, 1 << 20, LARGE, LARGE, LARGE)  # bytes; the first opens the connection
-SECONDS = 0.25  # after an all-reduce that takes longer, the measurement stops
+LARGE = 1 << 22  # bytes of a message that is timed
 OPENING = 60.0  # seconds that all processes may take to connect
 MESSAGE = 15.0  # seconds that one message may take
 
 
-def seen(out: Path, name: str, content: str, patience: float = PATIENCE) -> bool:
-    """Whether the file that another process wrote is visible here."""
+def look(out: Path, token: str) -> dict[str, object]:
+    """What this node finds in the run directory, where rank 0 has written ``token``: free bytes, and whether it is the same
+    directory; or why it cannot be written."""
+    own = out / f"{marker(token)}-{secrets.token_hex(4)}"
 
-    def arrived() -> bool:
+    def has_arrived() -> bool:
         with suppress(OSError):
-            return files.read_text(out / name, errors="replace") == content
+            return files.read_text(out / marker(token), errors="replace") == token
         return False
 
-    return processes.wait_until(arrived, patience, pause=0.1)
-
-
-def look(out: Path, token: str, node: int) -> dict[str, object]:
-    """What node number ``node`` finds in the run directory, where rank 0 has written ``token``."""
-    began = time.monotonic()
     try:
-        files.write_text(out / marker(token, node), json.dumps(node))
+        files.write_text(own, token)
+        own.unlink()
         free = shutil.disk_usage(out).free
     except OSError as error:
         return {"error": f"{error.strerror} (errno {error.errno})"}
-    return {"free": free, "same": seen(out, marker(token), token), "seconds": round(time.monotonic() - began, 3)}
+    return {"free": free, "same": processes.wait_until(has_arrived, PATIENCE, pause=0.1)}
 
 
-def marker(token: str, node: int | None = None) -> str:
-    """Name of the file that rank 0 writes, or node number ``node``."""
-    return f".preflight-{token}" + ("" if node is None else f"-{node}")
+def marker(token: str) -> str:
+    """Name of the file that rank 0 writes."""
+    return f".preflight-{token}"
 
 
-def unmark(out: Path, token: str, nodes: Iterable[int]) -> None:
-    """Remove the files of one check, as far as they are visible here."""
-    for name in (marker(token), *(marker(token, node) for node in nodes)):
-        with suppress(OSError):
-            (out / name).unlink()
+def all_reduce(size: int, device: torch.device) -> None:
+    """An all-reduce over all ``size`` processes; RuntimeError if it does not complete, or the sum is wrong."""
+    values = torch.ones(1 << 18, device=device)
+    _wait([dist.all_reduce(values, async_op=True)], device, OPENING)
+    if not bool((values == size).all()):
+        raise RuntimeError("the sum is wrong: data are corrupted on the way")
 
 
-def all_ranks(device: torch.device) -> float:
-    """GB/s of an all-reduce over all processes: its bytes by its seconds; RuntimeError if it does not complete."""
-    best = 0.0
-    for size, patience in ((1 << 20, OPENING), (1 << 20, MESSAGE), (LARGE, MESSAGE)):
-        values = torch.ones(size // 4, device=device)
-        began = time.perf_counter()
-        _wait([dist.all_reduce(values, async_op=True)], device, patience)
-        took = torch.tensor([time.perf_counter() - began], device=device)
-        dist.all_reduce(took, dist.ReduceOp.MAX)
-        best = max(best, size / float(took) / 1e9)
-        if patience == MESSAGE and float(took) > SECONDS:
-            break
-    return best
+def receive(before: int, after: int, device: torch.device) -> float:
+    """GB/s of a message from rank ``before``, while this rank sends one to rank ``after``; RuntimeError if one is lost.
 
-
-def pair(mine: int, partner: int, device: torch.device) -> float:
-    """GB/s of an all-reduce between this rank and ``partner``, which calls this at the same time; the best of several.
-
-    RuntimeError if a message does not arrive, or arrives corrupted.
+    All ranks of the ring call this at the same time; a short message first makes them begin together.
     """
-    best = 0.0
-    for attempt, size in enumerate(SIZES):
-        values = torch.full((size // 4,), float(mine + 1), device=device)
-        took = _all_reduce(values, mine, partner, device)
-        if not bool((values == mine + partner + 2).all()):
-            raise RuntimeError("the sum of an all-reduce is wrong: data are corrupted on the way")
-        if attempt == 0:
-            continue
-        best = max(best, size / took / 1e9)
-        seconds = torch.tensor([took], device=device)
-        others = torch.empty_like(seconds)
-        _exchange(seconds, others, partner)  # so that both stop after the same size
-        if max(float(seconds), float(others)) > SECONDS:
-            break
-    return best
-
-
-def _all_reduce(values: torch.Tensor, mine: int, partner: int, device: torch.device) -> float:
-    """Sum this rank's and the partner's ``values``, each rank one half; returns the seconds it took."""
-    lower, upper = values.chunk(2)
-    own, others = (lower, upper) if mine < partner else (upper, lower)
-    came = torch.empty_like(own)
-    began = time.perf_counter()
-    _exchange(others, came, partner)
-    own += came
-    _exchange(own, others, partner)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - began
-
-
-def _exchange(sent: torch.Tensor, received: torch.Tensor, partner: int) -> None:
-    """Send one tensor to the partner and receive another; RuntimeError if that takes too long."""
-    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, received, partner)])
-    _wait(works, sent.device, MESSAGE)
+    took = 0.0
+    for size in (4, LARGE):
+        sent = torch.full((size // 4,), float(dist.get_rank()), device=device)
+        received = torch.empty_like(sent)
+        began = time.perf_counter()
+        operations = [dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, received, before)]
+        _wait(dist.batch_isend_irecv(operations), device, MESSAGE)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        took = time.perf_counter() - began
+        if not bool((received == before).all()):
+            raise RuntimeError("a message arrives changed")
+    return LARGE / took / 1e9
 
 
 def _wait(works: Sequence[dist.Work], device: torch.device, patience: float) -> None:

@@ -1,11 +1,9 @@
-"""What earlier attempts of a run left on a machine: processes that are still running, and locks of interrupted builds."""
+"""Processes that earlier attempts of a run left on a machine."""
 
 import os
 import re
-import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from hpclm.distributed import bootstrap
@@ -13,19 +11,7 @@ from hpclm.node import processes, python, secrets
 from hpclm.node.processes import Process
 
 GRACE = 3.0  # seconds between TERM and KILL
-ABANDONED = 15 * 60  # seconds without a write after which a build that no process holds is given up
 DAEMONS = ("slurmd", "slurmstepd")
-
-
-@dataclass(frozen=True)
-class Lock:
-    """A lock of PyTorch's build of an extension; every later process waits for it."""
-
-    path: str
-    age: float
-    """Seconds since anything in its folder was written."""
-    holder: int | None
-    """A process of this machine that has it open: the build is still running."""
 
 
 def left_over(out: Path, ranks: Collection[int], env: Mapping[str, str] = os.environ) -> list[Process]:
@@ -102,20 +88,3 @@ def _program(command: list[str]) -> tuple[str, list[str]]:
 def described(process: Process) -> str:
     """A process in one line."""
     return f"{process.pid}: {secrets.Redactor().command(process.command)[:200]}"
-
-
-def locks(env: Mapping[str, str] = os.environ) -> list[Lock]:
-    """Locks in the folders where PyTorch builds extensions."""
-    chosen = env.get("TORCH_EXTENSIONS_DIR")
-    cache = Path(env.get("XDG_CACHE_HOME") or Path(env.get("HOME") or Path.home()) / ".cache")
-    paths = Path(chosen).glob("*/lock") if chosen else (cache / "torch_extensions").glob("*/*/lock")
-    return [
-        Lock(str(path.absolute()), _age(path.parent), processes.with_file_open(path)) for path in paths if path.exists()
-    ]
-
-
-def _age(folder: Path) -> float:
-    times = [folder.stat().st_mtime]
-    with suppress(OSError):
-        times += [path.stat().st_mtime for path in folder.iterdir()]
-    return max(0.0, time.time() - max(times))

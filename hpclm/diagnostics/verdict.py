@@ -3,7 +3,6 @@
 Everything here is a pure function of gathered facts.
 """
 
-import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +14,8 @@ from hpclm.node.facts import DECISIVE, Facts
 AGREE = ("hpclm", "python", "torch", "cuda", "nccl", *DECISIVE, "driver", "device_name")
 SKEW = 5.0  # seconds between clocks
 SHM = 32 << 20  # bytes of /dev/shm for each process: NCCL and MPI keep their buffers there
-FILES = 1024
 OTHERS = 0.1  # of a GPU's memory
 MIB, GIB = 1 << 20, 1 << 30
-ROUNDS = 7  # partners of each node at most, so that the cost does not grow with the number of nodes
 FAR = 5.0  # times slower than the others is a fault
 SLUGGISH = 0.05  # GB/s; half of what gigabit Ethernet does
 
@@ -40,12 +37,13 @@ def warning(text: str) -> Finding:
 
 
 @dataclass(frozen=True)
-class Pair:
-    """The link between two nodes."""
+class Link:
+    """The way from one node to another."""
 
     nodes: tuple[str, str]
     speed: float
-    """GB/s of an all-reduce between them, in each direction."""
+    """GB/s of messages from the first to the second; 0 if they do not arrive."""
+    error: str = ""
 
 
 def nodes_of(ranks: Sequence[Facts]) -> dict[str, list[int]]:
@@ -119,7 +117,7 @@ def devices(ranks: Sequence[Facts]) -> list[Finding]:
 
 
 def machines(ranks: Sequence[Facts]) -> list[Finding]:
-    """Clocks, shared memory and limits of each node."""
+    """Clocks and shared memory of each node."""
     findings = []
     for node, members in nodes_of(ranks).items():
         first = ranks[members[0]]
@@ -135,8 +133,6 @@ def machines(ranks: Sequence[Facts]) -> list[Finding]:
                     f"processes may want {SHM * len(members) // MIB} MiB; in a container: --shm-size or --ipc=host"
                 )
             )
-        if first["open_files"] is not None and first["open_files"] < FILES:
-            findings.append(warning(f"{node} allows a process {first['open_files']} open files: ulimit -n {FILES}"))
     return findings
 
 
@@ -154,7 +150,7 @@ def disks(out: str, looks: Mapping[str, Mapping[str, Any]], room: int) -> list[F
             errors.setdefault(look["error"], []).append(node)
     for error, nodes in errors.items():
         findings.append(Finding(f"{out} cannot be written on {listing(nodes)}: {error}", bad_nodes(nodes)))
-    other = [node for node, look in looks.items() if "error" not in look and not (look["same"] and look["back"])]
+    other = [node for node, look in looks.items() if "error" not in look and not look["same"]]
     if other:
         text = (
             f"{out} on {listing(other)} is not the folder that {home} has: files written on one are not visible on the other; "
@@ -169,82 +165,38 @@ def disks(out: str, looks: Mapping[str, Mapping[str, Any]], room: int) -> list[F
     return findings
 
 
-def rounds(nodes: int, most: int = ROUNDS) -> list[list[tuple[int, int]]]:
-    """Rounds of pairs of nodes: in each round a node has one partner or none, and never the same one again."""
-    ring = [*range(nodes), *([-1] * (nodes % 2))]  # a round-robin tournament: one stays, the others rotate
-    found = []
-    for _ in range(min(most, len(ring) - 1)):
-        half = len(ring) // 2
-        pairs = zip(ring[:half], reversed(ring[half:]), strict=True)
-        found.append([(min(pair), max(pair)) for pair in pairs if -1 not in pair])
-        ring = [ring[0], ring[-1], *ring[1:-1]]
-    return found
-
-
-def judge(pairs: Sequence[Pair]) -> tuple[list[Pair], list[str]]:
-    """The slow pairs, and the bad nodes: even their fastest link is slow compared with the median node's.
+def links(measured: Sequence[Link]) -> list[Finding]:
+    """Links that fail or are slow; a node whose links are all far slower than the median node's fastest one is bad.
 
     With two nodes there is nothing to compare with, so neither is bad.
     """
     best: dict[str, float] = {}
-    for pair in pairs:
-        for node in pair.nodes:
-            best[node] = max(best.get(node, 0.0), pair.speed)
-    usual = median_high(best.values()) if best else 0.0
-    slow = [pair for pair in pairs if pair.speed < usual / FAR]
-    bad = [node for node in best if best[node] < usual / FAR]
-    return slow, bad
-
-
-def links(pairs: Sequence[Pair]) -> list[Finding]:
-    """Slow links between nodes; a node whose links are all slow is bad."""
-    slow, bad = judge(pairs)
-    best = max((pair.speed for pair in pairs), default=0.0)
-    findings = [
-        Finding(
-            f"{node} is reached at {rate(max(pair.speed for pair in pairs if node in pair.nodes))} at most; "
-            f"the fastest pair of nodes does {rate(best)}",
-            (node,),
-        )
-        for node in bad
-    ]
-    findings += [
-        warning(
-            f"{' and '.join(pair.nodes)} reach each other at {rate(pair.speed)}; the fastest pair does {rate(best)}"
-        )
-        for pair in slow
-        if not set(pair.nodes) & set(bad)
-    ]
-    if pairs and not bad and best < SLUGGISH:
-        text = f"no pair of nodes does more than {rate(best)}, less than gigabit Ethernet: is cluster.interface right?"
-        findings.append(warning(text))
+    for link in measured:
+        for node in link.nodes:
+            best[node] = max(best.get(node, 0.0), link.speed)
+    slow = median_high(best.values()) / FAR if best else 0.0
+    bad = [node for node in best if best[node] < slow]
+    findings = []
+    for link in measured:
+        at_fault = tuple(node for node in link.nodes if node in bad)
+        if link.error:
+            findings.append(Finding(f"messages from {' to '.join(link.nodes)} fail: {link.error}", at_fault))
+        elif link.speed < slow:
+            text = f"messages from {' to '.join(link.nodes)}: {rate(link.speed)}; the fastest node does {rate(max(best.values()))}"
+            findings.append(Finding(text, at_fault, serious=bool(at_fault)))
+    if measured and not findings and max(best.values()) < SLUGGISH:
+        text = f"no link between nodes does more than {rate(max(best.values()))}, less than gigabit Ethernet"
+        findings.append(warning(f"{text}: is cluster.interface right?"))
     return findings
 
 
-def remains(local: Mapping[str, Mapping[str, Any]], abandoned: Sequence[str]) -> list[Finding]:
-    """What earlier attempts left on each node: processes that cannot be terminated, and locks without a holder."""
-    findings = [
+def remains(local: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+    """Processes of earlier attempts that cannot be terminated."""
+    return [
         Finding(f"a process of an earlier attempt cannot be terminated on {node}: {process}", (node,))
         for node, found in local.items()
         for process in found["stuck"]
     ]
-    for path, age in unheld(local).items():
-        text = f"{path} locks a build of a PyTorch extension, and no process of these nodes holds it; the last write in its "
-        text += f"folder was {age / 60:.0f} minutes ago"
-        do = (
-            "removed"
-            if path in abandoned
-            else f"builds wait for it; if no other job is building: rm {shlex.quote(path)}"
-        )
-        findings.append(warning(f"{text}: {do}"))
-    return findings
-
-
-def unheld(local: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Locks that no process on any node has open -> seconds since the last write in their folder."""
-    seen = [lock for found in local.values() for lock in found["locks"]]
-    held = {lock["path"] for lock in seen if lock["holder"] is not None}
-    return {lock["path"]: lock["age"] for lock in seen if lock["path"] not in held}
 
 
 def rate(speed: float) -> str:

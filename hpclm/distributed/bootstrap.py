@@ -84,8 +84,7 @@ def marker(world: World, env: Env = os.environ) -> dict[str, str]:
 def _torchrun(env: Env) -> World:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     rank, size, local_rank, local_size = _numbers("torchrun", env, *names)
-    start = env.get("HPCLM_RENDEZVOUS") or env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    run_id = f"{env['TORCHELASTIC_RUN_ID']}.{start}"
+    run_id = f"{env['TORCHELASTIC_RUN_ID']}.{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     launcher = "local" if env.get("HPCLM_LAUNCHER") == "local" else "torchrun"  # hpclm's own, on one machine
     return World(launcher, rank, size, local_rank, local_size, run_id, master=env.get("MASTER_ADDR", ""))
 
@@ -104,7 +103,7 @@ def _slurm(env: Env) -> World:
         "Slurm", env, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID"
     )
     names = ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID")
-    nodes, tasks, job = (_word("Slurm", env, name) for name in names)
+    nodes, tasks, job = (_variable("Slurm", env, name) for name in names)
     counts = tasks_per_node(tasks)
     if node >= len(counts):
         raise ConfigError(
@@ -142,17 +141,13 @@ def _nonsense(world: World) -> Iterator[str]:
 
 def _contradictions(world: World, env: Env) -> Iterator[str]:
     """Contradictions between the variables of two launchers."""
-    tasks, nodes = _maybe(env, "SLURM_STEP_NUM_TASKS"), _maybe(env, "SLURM_STEP_NUM_NODES")
-    promised = _maybe(env, "SLURM_NTASKS")
-    if (_maybe(env, "SLURM_HET_SIZE") or 1) > 1 and world.launcher != "single":
-        yield (
-            "this is a heterogeneous Slurm job, and the run would use one of its components only; submit one job of nodes that are "
-            "alike"
-        )
+    tasks, nodes, promised = (_number(env, f"SLURM_{name}") for name in ("STEP_NUM_TASKS", "STEP_NUM_NODES", "NTASKS"))
+    if world.launcher != "single":
+        yield from _heterogeneous(env)
     if world.launcher == "Slurm" and promised is not None and promised != world.size:
         yield (
-            f"SLURM_STEP_NUM_TASKS={world.size} but SLURM_NTASKS={promised}: the variables of a step that is not this "
-            f"process's are in its environment (a job submitted from inside another?); start the processes with srun"
+            f"SLURM_STEP_NUM_TASKS={world.size} but SLURM_NTASKS={promised}: another step's variables are in the environment "
+            f"of this process (a job submitted from inside another?); start the processes with srun"
         )
     # mpirun starts one daemon a node as a separate step; anything else around it is another job's
     if world.launcher in OF_MPI and tasks and nodes and tasks > nodes and tasks != world.size:
@@ -161,13 +156,13 @@ def _contradictions(world: World, env: Env) -> Iterator[str]:
             f"{name}={world.size} but SLURM_STEP_NUM_TASKS={tasks}: mpirun and srun both claim this process; start it with "
             f"one of them, and with srun clear the other's variables first (env -u OMPI_COMM_WORLD_RANK ...)"
         )
-    outer = max(_maybe(env, name) or 1 for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+    outer = max(_number(env, name) or 1 for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
     if world.launcher in ("torchrun", "local") and outer > world.size:
         yield (
             f"torchrun says that there are {world.size} processes, and MPI {outer}: the variables of one have leaked into the "
-            "other's processes; clear those that are not meant (env -u TORCHELASTIC_RUN_ID ...)"
+            "other's processes; clear the wrong ones (env -u TORCHELASTIC_RUN_ID ...)"
         )
-    pmix = _maybe(env, "PMIX_RANK")
+    pmix = _number(env, "PMIX_RANK")
     if world.launcher == "Open MPI" and pmix is not None and pmix != world.rank:
         yield (
             f"OMPI_COMM_WORLD_RANK={world.rank} but PMIX_RANK={pmix}: the variables of an mpirun around this launch have "
@@ -175,7 +170,7 @@ def _contradictions(world: World, env: Env) -> Iterator[str]:
         )
     if world.launcher == "single":
         for name in ("PMI_SIZE", "WORLD_SIZE"):
-            size = _maybe(env, name)
+            size = _number(env, name)
             if size is not None and size > 1:
                 yield (
                     f"{name}={size} says that there are more processes, but no launcher that hpclm knows started this one; "
@@ -183,8 +178,15 @@ def _contradictions(world: World, env: Env) -> Iterator[str]:
                 )
 
 
+def _heterogeneous(env: Env) -> Iterator[str]:
+    if (_number(env, "SLURM_HET_SIZE") or 1) > 1:
+        yield "this is a heterogeneous Slurm job, of which the run would use one component; submit one job of equal nodes"
+
+
 def _peerless(world: World, env: Env) -> Iterator[str]:
-    tasks = max(_maybe(env, "SLURM_NTASKS") or 1, _maybe(env, "SLURM_STEP_NUM_TASKS") or 1)
+    if world.launcher == "single":
+        yield from _heterogeneous(env)
+    tasks = max(_number(env, "SLURM_NTASKS") or 1, _number(env, "SLURM_STEP_NUM_TASKS") or 1)
     if world.size == 1 and world.launcher in ("single", *OF_MPI) and "SLURM_JOB_ID" in env and tasks > 1:
         started = "without srun or mpirun" if world.launcher == "single" else "by an mpirun of one process"
         yield (
@@ -195,26 +197,26 @@ def _peerless(world: World, env: Env) -> Iterator[str]:
 
 def _numbers(launcher: str, env: Env, *names: str) -> Any:  # as many whole numbers as names
     try:
-        return [int(_word(launcher, env, name)) for name in names]
+        return [int(_variable(launcher, env, name)) for name in names]
     except ValueError as error:
         raise ConfigError(f"{launcher} started this process, but its environment is invalid: {error}") from None
 
 
-def _word(launcher: str, env: Env, name: str) -> str:
+def _variable(launcher: str, env: Env, name: str) -> str:
     try:
         return env[name]
     except KeyError:
         raise ConfigError(f"{launcher} started this process, but {name} is missing from its environment") from None
 
 
-def _maybe(env: Env, name: str) -> int | None:
+def _number(env: Env, name: str) -> int | None:
     text = env.get(name, "")
     return int(text) if text.isascii() and text.isdigit() else None
 
 
 def restarts_left(env: Env = os.environ) -> bool:
     """Whether torchrun's agent restarts the ranks if one fails."""
-    count, most = (_maybe(env, f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    count, most = (_number(env, f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     return count is not None and most is not None and count < most
 
 
@@ -232,7 +234,7 @@ def job(env: Env = os.environ) -> dict[str, str | int]:
         return {}
     array = env.get("SLURM_ARRAY_JOB_ID")
     number = f"{array}_{env.get('SLURM_ARRAY_TASK_ID', 0)}" if array else env["SLURM_JOB_ID"]
-    return {"job_id": number, "restart": _maybe(env, "SLURM_RESTART_COUNT") or 0}
+    return {"job_id": number, "restart": _number(env, "SLURM_RESTART_COUNT") or 0}
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -244,14 +246,14 @@ def tasks_per_node(text: str) -> list[int]:
 
 def expand(nodes: str) -> list[str]:
     """Slurm's node list, host by host: ``gpu[07-08,12]-ib,login1`` -> gpu07-ib, gpu08-ib, gpu12-ib, login1."""
-    found = []
+    expanded = []
     for part in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", nodes):
         hosts = [""]
         for text, listed in re.findall(r"([^\[]+)|\[([^\]]*)\]", part):
-            ends = [text] if text else [each for span in listed.split(",") for each in _span(span)]
+            ends = [text] if text else [number for span in listed.split(",") for number in _span(span)]
             hosts = [host + end for host in hosts for end in ends]
-        found += hosts
-    return found
+        expanded += hosts
+    return expanded
 
 
 def _span(text: str) -> list[str]:

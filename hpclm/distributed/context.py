@@ -3,6 +3,7 @@
 import gc
 import json
 import logging
+import os
 import signal
 import sys
 import threading
@@ -18,10 +19,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpclm import errors
 from hpclm.config import ClusterConfig
-from hpclm.distributed import bootstrap, failure, flight_recorder, network
+from hpclm.distributed import bootstrap, failure, network, restart
 from hpclm.distributed.bootstrap import World
 from hpclm.distributed.failure import Failure
-from hpclm.distributed.heartbeat import POLL, Heartbeat, LocalPeers
+from hpclm.distributed.heartbeat import Heartbeat
 from hpclm.distributed.rendezvous import RankInfo, connect
 from hpclm.distributed.shutdown import Shutdown
 from hpclm.distributed.signed import SignedStore
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 CAUSE = 60.0  # seconds that a rank which lost a connection waits for its watchdog to end it with the cause
+EXIT = 0.5  # seconds that rank 0, whose end closes the store, stays after an error that all ranks raise
 UNLIMITED = timedelta(days=7)  # for a collective in which one rank may arrive hours after another
 
 
@@ -109,9 +111,9 @@ class DistributedContext:
         options: Any = AllgatherOptions() if everywhere else dist.GatherOptions()
         if unlimited:
             options.timeout = UNLIMITED
-        found = [own.new_zeros(own.shape) for _ in range(self.size)] if everywhere or self.is_main else []
-        (group.allgather if everywhere else group.gather)([found] if found else [], [own], options).wait()
-        return found
+        parts = [own.new_zeros(own.shape) for _ in range(self.size)] if everywhere or self.is_main else []
+        (group.allgather if everywhere else group.gather)([parts] if parts else [], [own], options).wait()
+        return parts
 
     @waits_in("all_reduce")
     def all_reduce_max(self, *values: float) -> list[float]:
@@ -133,23 +135,23 @@ class DistributedContext:
             return act()
         import torch
 
-        said, failed = b"", None
+        message, failed = b"", None
         result: Any = None
         if self.is_main:
             try:
                 result = act()
-                said = json.dumps({"result": result}).encode()
+                message = json.dumps({"result": result}).encode()
             except HpclmError as error:
                 failed = error
                 problems = error.problems if isinstance(error, ConfigError) else str(error)
-                said = json.dumps({"error": type(error).__name__, "what": problems}).encode()
-        length = int(self._broadcast(torch.tensor([len(said)])))
-        text = self._broadcast(_text_tensor(said, length))
+                message = json.dumps({"error": type(error).__name__, "problems": problems}).encode()
+        length = int(self._broadcast(torch.tensor([len(message)])))
+        text = self._broadcast(_text_tensor(message, length))
         if not self.is_main:
-            heard = json.loads(bytes(text.numpy()))
-            if "error" in heard:
-                failed = getattr(errors, heard["error"], HpclmError)(heard["what"])
-            result = heard.get("result")
+            received = json.loads(bytes(text.numpy()))
+            if "error" in received:
+                failed = getattr(errors, received["error"], HpclmError)(received["problems"])
+            result = received.get("result")
         if failed:
             failed.shared = True
             raise failed
@@ -167,7 +169,7 @@ class DistributedContext:
 
     def init_process_group(self, device: "torch.device", minutes: float, logs: Path | None = None) -> None:
         """Set up PyTorch's process group: gloo between CPUs, and NCCL beside it, with its flight recorder, between
-        GPUs. It is the only gloo group of a run on GPUs: gloo connects each member with each other at once.
+        GPUs. It is the only gloo group of a run on GPUs: gloo connects all its members with each other at once.
 
         A collective that takes longer than ``minutes`` raises, except those that are called unlimited here; PyTorch then
         writes the recorder's content to ``logs``.
@@ -175,7 +177,7 @@ class DistributedContext:
         if self._store is None:
             return
         if device.type == "cuda" and logs is not None:
-            flight_recorder.switch_on(logs)
+            network.record_collectives(logs)
         import torch.distributed as dist
 
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -226,7 +228,7 @@ class DistributedContext:
         assert heart is not None
         text = failure.shortened(secrets.Redactor()(_text(error)))
         own = Failure(self.rank, "raised", exit_code(error), text)
-        if failure.lost_a_peer(error) and heart.is_alive():  # it is not at the end of a run
+        if failure.lost_a_peer(error) and self.watchdog.watches:
             if heart.failure is None:
                 log.warning("%s lost its connection to another rank: %s", self.ranks[self.rank], _first_sentence(error))
             own = replace(own, kind="disconnected", code=heart.lost_code)
@@ -239,6 +241,7 @@ class DistributedContext:
             first = failure.publish(heart.store, own, self.size)
         except RuntimeError:
             first = own
+        restart.note(exit_code(error), first.describe(self.ranks))
         shutdown.log_failure(first.describe(self.ranks), heart.store)
         error.told = self.is_main  # type: ignore[attr-defined]  # the command line need not say it again
         shutdown.wait_for_others(heart.store)
@@ -287,9 +290,8 @@ def join(world: World, settings: ClusterConfig) -> Iterator[DistributedContext]:
     lost_code = bootstrap.lost_code(world.launcher, bootstrap.restarts_left())
     watchdog = Watchdog(settings, met.ranks, me, Shutdown(me, met.ranks, bootstrap.marker(world)), lost_code)
     # a run survives the death of its slurmstepd: Slurm, or the end of the run, ends the job
-    local = LocalPeers(me, met.ranks, watch_launcher=world.launcher != "Slurm")
-    heartbeat = Heartbeat(met.store, me, met.ranks, watchdog.progress, local, lost_code)
-    heartbeat.start()
+    launcher = None if world.launcher == "Slurm" else os.getppid()
+    heartbeat = Heartbeat(met.store, me, met.ranks, watchdog.progress, lost_code, launcher)
     watchdog.start(heartbeat)
     context = DistributedContext(world, met.ranks, watchdog, met.store)
     try:
@@ -307,7 +309,7 @@ def join(world: World, settings: ClusterConfig) -> Iterator[DistributedContext]:
             heartbeat.finish()
         if not context.is_main:
             raise SystemExit(error.exit_code) from None
-        time.sleep(2 * POLL)
+        time.sleep(EXIT)
         raise
 
 

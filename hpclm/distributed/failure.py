@@ -70,10 +70,10 @@ def read(store: SignedStore, size: int) -> Failure | None:
 def parse(value: Any, size: int) -> Failure | None:
     """A failure as ``publish`` writes it, of one of ``size`` ranks; None if ``value`` is anything else."""
     with suppress(TypeError):
-        found = Failure(**value)
-        numbers = type(found.rank) is type(found.code) is int and 0 <= found.rank < size and found.code in CODES
-        if numbers and found.kind in get_args(Kind) and isinstance(found.text, str):
-            return replace(found, text=shortened(found.text))
+        failure = Failure(**value)
+        numbers = type(failure.rank) is type(failure.code) is int and 0 <= failure.rank < size and failure.code in CODES
+        if numbers and failure.kind in get_args(Kind) and isinstance(failure.text, str):
+            return replace(failure, text=shortened(failure.text))
     return None
 
 
@@ -84,7 +84,7 @@ def shortened(text: str) -> str:
 
 
 def named(lost: Sequence[int], ranks: Sequence[RankInfo]) -> str:
-    """Ranks and their hosts, in words."""
+    """Ranks and their hosts, for the log."""
     if len(lost) == 1:
         return str(ranks[lost[0]])
     hosts = sorted({ranks[rank].host for rank in lost})

@@ -1,17 +1,12 @@
-"""A thread that exchanges heartbeats through the store: this rank's progress, that of the others, and the first
-failure.
+"""What a rank tells the others through the store, and what it learns there: heartbeats and the first failure.
 
 If a rank has lost a connection and no rank knows why, there is a roll call: each rank answers, and those that do not
-are lost. PyTorch's client waits without a limit for a server that does not answer. So the watchdog, which must keep working if
-rank 0 is stopped, is another thread: it reads the fields of this one.
+are lost.
 """
 
 import os
-import select
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -20,52 +15,16 @@ from hpclm.distributed.failure import Failure
 from hpclm.distributed.rendezvous import RankInfo
 from hpclm.distributed.shutdown import read_key
 from hpclm.distributed.signed import SignedStore
-from hpclm.node.processes import wait_until
+from hpclm.node import processes
 
-POLL = 0.25  # seconds between checks for a failure
-SEND = 1.0  # between two heartbeats of this rank
-SETTLE = 0.5  # seconds until the end of a process is visible after that of its connections
-RECEIVE = 1.0  # between two readings of the others'
+SEND = 1.0  # seconds between two heartbeats, and between two readings of the others'
+SETTLE = 0.5  # until the end of a process is visible after that of its connections
 ROLL_CALL = 3.0  # that ranks have to answer; Slurm kills what it ends after KillWait, 30 s unless the site changed it
 Progress = dict[str, Any]
 
 
-class LocalPeers:
-    """The other ranks of this host, by handles that the kernel makes readable when a process ends (Linux 5.3)."""
-
-    def __init__(self, me: RankInfo, ranks: Sequence[RankInfo], watch_launcher: bool = True):
-        self._launcher = os.getppid() if watch_launcher else None
-        self._handles: dict[int, int] = {}
-        self._poll = select.poll()
-        for info in ranks:
-            if info.machine == me.machine and info.rank != me.rank:
-                with suppress(OSError, AttributeError):
-                    handle = os.pidfd_open(info.pid)
-                    self._handles[handle] = info.rank
-                    self._poll.register(handle, select.POLLIN)
-
-    def ended(self) -> list[int]:
-        """Ranks whose processes have ended since the last call."""
-        found = []
-        for handle, _ in self._poll.poll(0):
-            self._poll.unregister(handle)
-            os.close(handle)
-            found.append(self._handles.pop(handle))
-        return sorted(found)
-
-    def launcher_gone(self) -> bool:
-        """Whether the parent of this process has ended."""
-        return self._launcher is not None and os.getppid() != self._launcher
-
-    def close(self) -> None:
-        """Close the handles."""
-        for handle in self._handles:
-            os.close(handle)
-        self._handles.clear()
-
-
-class Heartbeat(threading.Thread):
-    """Sends ``progress()`` every second, and keeps the last heartbeats in ``received``: of rank 0, on rank 0 of all."""
+class Heartbeat:
+    """This rank's part of the exchange through the store."""
 
     def __init__(
         self,
@@ -73,82 +32,80 @@ class Heartbeat(threading.Thread):
         me: RankInfo,
         ranks: Sequence[RankInfo],
         progress: Callable[[], Progress],
-        peers: LocalPeers,
         lost_code: int = 1,
+        launcher: int | None = None,
     ):
-        """``lost_code``: exit code of the run when a rank is killed."""
-        super().__init__(name="hpclm-heartbeat", daemon=True)
+        """``progress()``: what this rank sends. ``lost_code``: exit code of the run when a rank is killed. ``launcher``: the PID
+        of the process that the ranks must not outlive."""
         self.store = store.clone()
-        self.rank, self.ranks, self.progress = me.rank, ranks, progress
-        self.peers, self.lost_code = peers, lost_code
+        self.me, self.ranks, self.progress = me, ranks, progress
+        self.lost_code, self.launcher = lost_code, launcher
         self.received: dict[int, Progress] = {}
+        """The last heartbeats: of rank 0, on rank 0 of all."""
         self.failure: Failure | None = None
         self.lost = ""
         """Why the connection to the store was lost; empty while it works."""
         self.answered = time.monotonic()
         """When the store last answered."""
-        self._watched = range(len(ranks) if me.rank == 0 else 1)
+        self._neighbours = [info for info in ranks if info.machine == me.machine and info.rank != me.rank]
         self._called: float | None = None
         """When this rank answered the roll call."""
-        self._over = threading.Event()
-        self._send(time.monotonic())
+        self._sent = 0.0
+        self.send()
 
-    def run(self) -> None:
-        """Run until ``stop``, a failure, or the end of the store."""
-        sent = read = 0.0
+    def exchange(self) -> None:
+        """Look for a failure and, once a second, send and receive heartbeats.
+
+        This blocks while the process of the store is stopped, because PyTorch's client has no time limit.
+        """
+        if self.failure or self.lost:
+            return
         try:
-            while not self._over.wait(POLL):
-                found = failure.read(self.store, len(self.ranks))
-                if found is None or found.symptom:
-                    found = self._look_around() or (self._call_the_roll(found) if found else None)
-                self.answered = now = time.monotonic()
-                if found:
-                    self.store.set(read_key(self.rank), True)
-                    self.failure = found
-                    return
-                if now - sent >= SEND:
-                    self._send(sent := now)
-                if now - read >= RECEIVE:
-                    read = now
-                    self._receive()
+            first = failure.read(self.store, len(self.ranks))
+            if first is None or first.symptom:
+                first = self._killed() or (self._call_the_roll(first) if first else None)
+            self.answered = now = time.monotonic()
+            if first:
+                self.store.set(read_key(self.me.rank), True)
+                self.failure = first
+            elif now - self._sent >= SEND:
+                self._sent = now
+                self.send()
+                self.receive(len(self.ranks) if self.me.rank == 0 else 1)
         except RuntimeError as error:
-            wait_until(lambda: self.peers.launcher_gone() or 0 in self.peers.ended(), SETTLE)
-            if self.peers.launcher_gone():  # and the store with it
-                self.failure = Failure(self.rank, "launcher", self.lost_code)
+            processes.wait_until(lambda: self.launcher_gone() or _ended(self.ranks[0], self.me), SETTLE)
+            if self.launcher_gone():  # and the store with it
+                self.failure = Failure(self.me.rank, "launcher", self.lost_code)
             else:
-                self.lost = str(error).splitlines()[0]
+                self.lost = str(error).partition("\n")[0] or "closed"
 
     def finish(self) -> None:
-        """Record that this rank exits normally, and stop."""
-        self.store.set(_exited(self.rank), True)
-        self.stop()
+        """Record that this rank exits normally."""
+        self.store.set(_exited(self.me.rank), True)
 
-    def stop(self) -> None:
-        """Stop using the store, and wait for the thread."""
-        self._over.set()
-        if self.is_alive():
-            self.join(4 * POLL)
-        self.peers.close()
+    def launcher_gone(self) -> bool:
+        """Whether the parent of this process has ended."""
+        return self.launcher is not None and os.getppid() != self.launcher
 
-    def _look_around(self) -> Failure | None:
-        """The failure implied by the end of another process on this host."""
-        for rank in self.peers.ended():
-            if not self.store.get(_exited(rank)):
-                return self._publish(Failure(rank, "killed", self.lost_code))
-        if self.peers.launcher_gone():
-            return self._publish(Failure(self.rank, "launcher", self.lost_code))
+    def _killed(self) -> Failure | None:
+        """The failure implied by the end of another process of this machine."""
+        for info in self._neighbours:
+            if _ended(info, self.me) and not self.store.get(_exited(info.rank)):
+                return self._publish(Failure(info.rank, "killed", self.lost_code))
+        if self.launcher_gone():
+            return self._publish(Failure(self.me.rank, "launcher", self.lost_code))
         return None
 
-    def _publish(self, found: Failure) -> Failure:
-        return failure.publish(self.store, found, len(self.ranks))
+    def _publish(self, cause: Failure) -> Failure:
+        return failure.publish(self.store, cause, len(self.ranks))
 
     def _call_the_roll(self, symptom: Failure) -> Failure | None:
         """Answer; after ROLL_CALL the rank with the symptom publishes the cause, or another if that rank does not."""
         now = time.monotonic()
         if self._called is None:
             self._called = now
-            self.store.set(_present(self.rank), True)
-        if now - self._called < (ROLL_CALL if symptom.rank == self.rank else 2 * ROLL_CALL):
+            self.store.set(_present(self.me.rank), True)
+        if now - self._called < (ROLL_CALL if symptom.rank == self.me.rank else 2 * ROLL_CALL):
             return None
         gone = [i for i in range(len(self.ranks)) if not (self.store.get(_present(i)) or self.store.get(_exited(i)))]
         if gone:
@@ -160,24 +117,29 @@ class Heartbeat(threading.Thread):
         text = f"it lost a connection, but all ranks respond, so the network may be at fault:\n{symptom.text}"
         return self._publish(replace(symptom, kind="raised", text=text))
 
-    def _send(self, now: float) -> None:
-        self.store.set(_beat(self.rank), {**self.progress(), "at": round(now, 2)})
+    def send(self) -> None:
+        """Send this rank's heartbeat."""
+        self.store.set(_beat(self.me.rank), {**self.progress(), "at": round(time.monotonic(), 2)})
 
-    def _receive(self) -> None:
-        """Read the others' heartbeats; one that is older than the last, or no heartbeat at all, does not count."""
-        for rank, word in zip(self._watched, self.store.get_all([*map(_beat, self._watched)]) or (), strict=False):
-            if (
-                _same_shape(word, self.progress() | {"at": 0.0})
-                and word["at"] > self.received.get(rank, {"at": -1})["at"]
-            ):
-                self.received[rank] = word
+    def receive(self, size: int) -> None:
+        """Read the first ``size`` ranks' heartbeats; one that is older than the last, or no heartbeat at all, does not count."""
+        beats = self.store.get_all([*map(_beat, range(size))]) or []
+        own = {**self.progress(), "at": 0.0}
+        for rank, beat in enumerate(beats):
+            if _same_shape(beat, own) and beat["at"] > self.received.get(rank, {"at": -1})["at"]:
+                self.received[rank] = beat
 
 
-def _same_shape(word: Any, like: Progress) -> bool:
-    """Whether ``word`` has the fields of ``like``, and texts and numbers in the same ones."""
-    if not isinstance(word, dict) or word.keys() != like.keys():
+def _ended(info: RankInfo, me: RankInfo) -> bool:
+    """Whether a rank of this machine has ended."""
+    return info.machine == me.machine and info.rank != me.rank and processes.started(info.pid) is None
+
+
+def _same_shape(beat: Any, like: Progress) -> bool:
+    """Whether ``beat`` has the fields of ``like``, and texts and numbers in the same ones."""
+    if not isinstance(beat, dict) or beat.keys() != like.keys():
         return False
-    return all(isinstance(word[name], str if isinstance(value, str) else (int, float)) for name, value in like.items())
+    return all(isinstance(beat[name], str if isinstance(value, str) else (int, float)) for name, value in like.items())
 
 
 def _beat(rank: int) -> str:

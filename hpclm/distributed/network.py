@@ -8,6 +8,7 @@ import socket
 import struct
 from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from hpclm.errors import HpclmError
 
@@ -67,13 +68,13 @@ def reachable(host: str, seconds: float) -> bool:
 
 def addresses() -> dict[str, str]:
     """Interface -> IPv4 address, for interfaces that have one."""
-    found = {}
+    known = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):
                 answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+                known[name] = socket.inet_ntoa(answer[20:24])
+    return known
 
 
 def own_address(host: str) -> str:
@@ -99,16 +100,24 @@ def interface_of(address: str) -> str | None:
     return next((name for name, own in addresses().items() if own == address), None)
 
 
-def use_interface(chosen: str | None, found: str | None, env: MutableMapping[str, str] = os.environ) -> None:
+def use_interface(chosen: str | None, outward: str | None, env: MutableMapping[str, str] = os.environ) -> None:
     """Set the interface that gloo and NCCL use.
 
-    ``chosen`` (by the user) is for both; ``found`` (leads to the other nodes) for gloo only: NCCL finds the fastest
+    ``chosen`` (by the user) is for both; ``outward`` (leads to the other nodes) for gloo only: NCCL finds the fastest
     itself, and reads /etc/nccl.conf.
     """
-    if chosen or found:
-        env.setdefault("GLOO_SOCKET_IFNAME", str(chosen or found))
+    if chosen or outward:
+        env.setdefault("GLOO_SOCKET_IFNAME", str(chosen or outward))
     if chosen:
         env.setdefault("NCCL_SOCKET_IFNAME", f"={chosen}")  # without "=" it is a prefix: eth1 would match eth10
+
+
+def record_collectives(logs: Path, env: MutableMapping[str, str] = os.environ) -> None:
+    """Switch NCCL's flight recorder on, unless the user chose otherwise: if a collective times out, PyTorch writes the last
+    ones of each process to ``logs``. Its default is a predictable name in /tmp."""
+    env.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    env.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(logs / "nccl-timeout-rank_"))
+    env.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 
 def hide_lookup_warnings(env: MutableMapping[str, str] = os.environ) -> None:

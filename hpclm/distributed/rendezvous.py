@@ -11,9 +11,9 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ Endpoint = tuple[str, int]
 """Host and port."""
 SERVER, ARRIVED, RANKS = "hpclm/server", "hpclm/arrived", "hpclm/ranks"
 PATIENCE = 1.0  # seconds for a server to answer before the next port is tried; a later answer still counts
-SEARCH = 0.1  # seconds between two looks for the server
+SEARCH = 0.1  # seconds between two searches for the server
 CROWD = 128  # with more clients, each asks less often
 LINGER = 2.0  # seconds that rank 0 stays, so that others can read why the run is refused
 POLL = 0.05
@@ -86,8 +86,7 @@ def connect(world: World, settings: ClusterConfig) -> Rendezvous:
     others = [info for info in ranks if info.host != ranks[world.rank].host]
     if not others:
         return Rendezvous(store, ranks, "lo")
-    towards = network.address_towards(host or others[0].address)
-    return Rendezvous(store, ranks, network.interface_of(towards))
+    return Rendezvous(store, ranks, network.interface_of(network.address_towards(host or others[0].address)))
 
 
 def serve(listener: socket.socket, world: World) -> SignedStore:
@@ -109,9 +108,9 @@ def find(endpoints: Sequence[Endpoint], world: World, seconds: float) -> tuple[S
     """Rank 0's store at one of ``endpoints``, and its host; HpclmError when it is not found within ``seconds``."""
     until, attempts = time.monotonic() + seconds, dict[Endpoint, _Attempt]()
     while time.monotonic() < until:
-        known = {host: network.resolved(host) for host, _ in endpoints}  # one question, not one for each port
+        addresses = {host: network.resolved(host) for host, _ in endpoints}  # one question, not one for each port
         for host, port in endpoints:
-            endpoint = known[host], port
+            endpoint = addresses[host], port
             attempt = attempts.get(endpoint)
             if attempt is None or not (attempt.is_alive() or attempt.store):
                 if not network.answers(*endpoint, seconds=2.0):
@@ -122,16 +121,7 @@ def find(endpoints: Sequence[Endpoint], world: World, seconds: float) -> tuple[S
             if attempt.store is not None:
                 return attempt.store, endpoint[0]
         time.sleep(_pause(SEARCH, world.size))
-    where = ", ".join(sorted({host for host, _ in endpoints}))
-    raise HpclmError(
-        f"{_who(world)} found no rank 0 on {where} within {seconds:g} s; look at rank 0's output, check that {where} can be "
-        "reached from here, or raise cluster.start_seconds"
-    )
-
-
-def _pause(least: float, clients: int) -> float:
-    """Seconds between two questions of one of ``clients``, of which all together ask no more often than CROWD would."""
-    return least * max(1.0, clients / CROWD)
+    raise _unreachable(world, ", ".join(sorted({host for host, _ in endpoints})), seconds)
 
 
 class _Attempt(threading.Thread):
@@ -152,9 +142,16 @@ class _Attempt(threading.Thread):
                 self.store = store
 
 
-def _who(world: World) -> str:
-    """This rank, in errors."""
-    return f"rank {world.rank} on {socket.gethostname()}"
+def _unreachable(world: World, host: str, seconds: float, why: str = "") -> HpclmError:
+    return HpclmError(
+        f"rank {world.rank} on {socket.gethostname()} could not reach rank 0 at {host} within {seconds:g} s{why}; look at rank 0's "
+        f"output, check that {host} can be reached from here, or raise cluster.start_seconds"
+    )
+
+
+def _pause(least: float, clients: int) -> float:
+    """Seconds between two questions of one of ``clients``, of which all together ask no more often than CROWD would."""
+    return least * max(1.0, clients / CROWD)
 
 
 def _store(world: World, settings: ClusterConfig) -> tuple[SignedStore, str]:
@@ -165,10 +162,10 @@ def _store(world: World, settings: ClusterConfig) -> tuple[SignedStore, str]:
     if world.launcher in OF_MPI:
         listener, endpoints, world = _by_mpi(world, settings, one_host)
     else:
-        ports = network.candidates(world.run_id)
+        ports, first = network.candidates(world.run_id), "127.0.0.1" if one_host else world.first_host
         address = "127.0.0.1" if one_host else _bind_address(settings, world.first_host)
         listener = network.listen(ports, address) if world.rank == 0 else None
-        endpoints = [("127.0.0.1" if one_host else world.first_host, port) for port in ports]
+        endpoints = [(first, port) for port in ports]
     return (serve(listener, world), "") if listener is not None else find(endpoints, world, settings.start_seconds)
 
 
@@ -181,18 +178,15 @@ def _of_torchrun(world: World, settings: ClusterConfig, env: Mapping[str, str] =
     try:
         store = TCPStore(world.master, port, None, serves, limit, wait_for_workers=False)
     except DistNetworkError as error:
-        raise HpclmError(
-            f"{_who(world)} found no rank 0 on {world.master}:{port} within {settings.start_seconds:g} s: {str(error).splitlines()[0]}"
-        ) from None
+        why = f" ({str(error).splitlines()[0]})"
+        raise _unreachable(world, f"{world.master}:{port}", settings.start_seconds, why) from None
     store.set_timeout(timedelta(minutes=10))
     return PrefixStore(world.run_id, store)
 
 
 def _bind_address(settings: ClusterConfig, name: str) -> str:
     """The address that rank 0 listens on: of the chosen interface, else of its host ``name``, else any."""
-    if settings.interface:
-        return network.addresses().get(settings.interface, "")
-    return network.own_address(name)
+    return network.addresses().get(settings.interface, "") if settings.interface else network.own_address(name)
 
 
 def _by_mpi(
@@ -219,10 +213,9 @@ def _by_mpi(
     if world.rank == 0:
         address = "127.0.0.1" if one_host else _bind_address(settings, "") if settings.interface else ""
         listener = network.listen(network.candidates(secret), address)
-        port = listener.getsockname()[1]
-        own = [each for each in network.addresses().values() if not each.startswith("127.")]
+        own = [interface for interface in network.addresses().values() if not interface.startswith("127.")]
         hosts = [address] if address else [*own, socket.gethostname()]
-        endpoints = [(host, port) for host in hosts]
+        endpoints = [(host, listener.getsockname()[1]) for host in hosts]
     endpoints, secret = comm.bcast((endpoints, secret) if world.rank == 0 else None)
     return listener, endpoints, replace(world, secret=secret)
 
@@ -235,14 +228,14 @@ def _register(store: SignedStore, me: RankInfo, world: World, seconds: float) ->
     store.raw.add(ARRIVED, 1)
     if me.rank == 0:
         _decide(store, me, world, seconds)
-    word = store.wait(RANKS, seconds + LINGER, _pause(POLL, me.size))
-    if word is None:
+    answer = store.wait(RANKS, seconds + LINGER, _pause(POLL, me.size))
+    if answer is None:
         raise HpclmError(f"{me} got no answer from rank 0 within {seconds:g} s; see its output")
-    if "refused" in word:
+    if "refused" in answer:
         if me.rank == 0:
             time.sleep(LINGER)  # the store ends with this process
-        raise (ConfigError if word["settings"] else HpclmError)(word["refused"])
-    ranks = roster(word)
+        raise (ConfigError if answer["settings"] else HpclmError)(answer["refused"])
+    ranks = roster(answer)
     if len(ranks) != me.size:
         raise ConfigError(f"the processes disagree: {ranks[0]} is one of {len(ranks)}, {me} one of {me.size}")
     return ranks
@@ -251,17 +244,16 @@ def _register(store: SignedStore, me: RankInfo, world: World, seconds: float) ->
 def _decide(store: SignedStore, me: RankInfo, world: World, seconds: float) -> None:
     """On rank 0: wait for all ranks, then start or refuse the run."""
     keys = [*map(_rank, range(me.size))]
-
-    words: list[Any] = []
+    entries: list[Any] = []
 
     def decided() -> bool:  # the counter, which is not signed, only saves questions
         if store.raw.add(ARRIVED, 0) >= me.size:
-            words[:] = store.get_all(keys) or []
-        return bool(words and None not in words) or store.get(RANKS) is not None
+            entries[:] = store.get_all(keys) or []
+        return bool(entries and None not in entries) or store.get(RANKS) is not None
 
     wait_until(decided, seconds, POLL / 5)
-    words = words or [*map(store.get, keys)]
-    missing = [rank for rank, word in enumerate(words) if word is None]
+    entries = entries or [*map(store.get, keys)]
+    missing = [rank for rank, entry in enumerate(entries) if entry is None]
     if missing:
         hosts = [f" ({host})" if (host := world.host_of(rank)) else "" for rank in missing]
         named = ", ".join(f"rank {rank}{host}" for rank, host in zip(missing[:16], hosts, strict=False))
@@ -269,37 +261,21 @@ def _decide(store: SignedStore, me: RankInfo, world: World, seconds: float) -> N
         text = f"{len(missing)} of {me.size} processes did not arrive within {seconds:g} s: {named}{more}; "
         _refuse(store, HpclmError(f"{text}look at their output, or raise cluster.start_seconds"))
         return
-    found = [*map(_info, words)]
-    wrong = next(_contradictions(found), None)
-    if wrong:
-        _refuse(store, ConfigError(wrong))
-    else:
-        store.put(RANKS, {"ranks": _columns(found)})
+    ranks = [*map(_info, entries)]
+    for info in ranks:
+        if info.size != me.size:
+            text = f"the processes disagree: {me} is one of {me.size}, {info} one of {info.size}; start them together"
+        elif info.version != me.version:
+            text = f"{me} runs hpclm {me.version}, {info} {info.version}; use one installation on all nodes"
+        else:
+            continue
+        return _refuse(store, ConfigError(text))
+    store.put(RANKS, {"ranks": [astuple(info) for info in ranks]})
 
 
-def _columns(ranks: Sequence[RankInfo]) -> dict[str, tuple[list[Any], list[int]]]:
-    """Of each field the different values, and which of them each rank has: every rank reads this."""
-    found = {}
-    for name in (each.name for each in fields(RankInfo)):
-        values = [getattr(info, name) for info in ranks]
-        number = {value: i for i, value in enumerate(dict.fromkeys(values))}
-        found[name] = list(number), [number[value] for value in values]
-    return found
-
-
-def roster(word: Mapping[str, Any]) -> tuple[RankInfo, ...]:
+def roster(answer: Mapping[str, Any]) -> tuple[RankInfo, ...]:
     """All ranks, of rank 0's answer."""
-    columns = ([different[i] for i in which] for different, which in word["ranks"].values())
-    return tuple(map(RankInfo, *columns))
-
-
-def _contradictions(found: Sequence[RankInfo]) -> Iterator[str]:
-    first = found[0]
-    for info in found:
-        if info.size != first.size:
-            yield f"the processes disagree: {first} is one of {first.size}, {info} one of {info.size}; start them together"
-        if info.version != first.version:
-            yield f"{first} runs hpclm {first.version}, {info} {info.version}; use one installation on all nodes"
+    return tuple(RankInfo(*values) for values in answer["ranks"])
 
 
 def _refuse(store: SignedStore, error: HpclmError) -> None:

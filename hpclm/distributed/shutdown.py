@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import NoReturn
 
 from hpclm import files
+from hpclm.distributed import restart
 from hpclm.distributed.rendezvous import RankInfo
 from hpclm.distributed.signed import SignedStore
 from hpclm.node import processes
@@ -77,6 +78,7 @@ class Shutdown:
     def exit(self, text: str, code: int, store: SignedStore | None = None) -> NoReturn:
         """Log the cause and end this process with ``code``; the main thread may never return from where it is."""
         _exit_after(LATEST, code)
+        restart.note(code, text)
         self.clean_up()
         if text:
             self.log_failure(text, store)
@@ -107,11 +109,11 @@ def _is_logged(store: SignedStore | None) -> bool:
 
 def _append_once(path: Path, text: str) -> bool:
     """Append a line to the log, unless another rank did; whether this one did."""
-    told = plain(text).encode(errors="backslashreplace")
+    entry = plain(text).encode(errors="backslashreplace")
     handle = files.opened(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)
     with files.locked(path), os.fdopen(handle, "ab+") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
-        if told in file.read():
+        if entry in file.read():
             return False
-        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} E ".encode() + told + b"\n")
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} E ".encode() + entry + b"\n")
     return True

@@ -62,13 +62,13 @@ class SignedStore:
         """Write ``value`` unless there is one, other than one that it may replace (``over``); returns what is there."""
         mine, before = self.sealed(key, value).encode(), b""
         for _ in range(TRIES):
-            found = self.raw.compare_set(key, before, mine)  # type: ignore[arg-type]  # bytes are as good
-            if found == mine:
+            current = self.raw.compare_set(key, before, mine)  # type: ignore[arg-type]  # bytes are as good
+            if current == mine:
                 break
-            present = self._accepted(key, found)
+            present = self._accepted(key, current)
             if present is not None and not over(present):
                 return present
-            before = b"" if present is None else found
+            before = b"" if present is None else current
         return value
 
     def sealed(self, key: str, value: Any) -> str:

@@ -1,7 +1,8 @@
-"""Straggler detection: ranks that are slower than the others, by the time each works in a step.
+"""Slow ranks, by the time that each works in a step.
 
-A step takes the same time on every rank, since all wait for the slowest. So each rank counts the seconds in which it
-does not wait (WorkTimer). Rank 0 compares them (Stragglers), and names the slow ranks in the log and in ranks.json.
+A step takes the same time on every rank, since all wait for the slowest. So each rank counts the seconds of its steps in
+which it does not wait for others (WorkTimer) and sends them with its heartbeats. Rank 0 compares them and names the slow ranks
+in the log and in ranks.json.
 """
 
 import json
@@ -9,50 +10,22 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_low
 from typing import Any
 
 from hpclm import files
-from hpclm.distributed import stacks
 from hpclm.distributed.rendezvous import RankInfo
 
 log = logging.getLogger(__name__)
 STEPS = 5  # a comparison covers at least this many steps; a rank that is slow in two consecutive ones is named
 SECONDS = 1.0  # and at least this long
 NOTABLE = 0.2  # fraction of a step's time that a slow rank must cost
-REFRESH = 60.0  # seconds after which the figures of slow ranks are written again
-
-
-class WorkTimer:
-    """Counts the seconds in which a rank works, by sampling its main thread."""
-
-    def __init__(self) -> None:
-        self.work = self.total = 0.0
-        self._ran = 0.0
-
-    def look(self, passed: float, interval: float, in_step: bool) -> None:
-        """One sample, ``passed`` seconds after the last (``interval`` was intended); ``in_step``: whether it is part of
-        a step.
-
-        In the backward pass, which Python cannot see into, only the time counts in which the main thread was running or
-        runnable, and by which this sample is late: the process was stopped, or the machine is busy. On a GPU, where
-        work and waiting look alike from here, only reading data and such delays count.
-        """
-        before, self._ran = self._ran, _ran()
-        if not in_step:
-            return
-        self.total += passed
-        frame = stacks.main_frame()
-        waiting = stacks.collective(frame)
-        if not waiting and (stacks.reads_data(frame) or not _on_gpu()):
-            self.work += passed
-        else:
-            ran = self._ran - before if waiting == "backward" else 0.0
-            self.work += min(passed, ran + max(0.0, passed - 2 * interval))
+Row = dict[str, Any]
+"""A slow rank in ranks.json: rank, host, seconds of work per step, the others' median, and the ratio of both."""
 
 
 @dataclass(frozen=True)
@@ -65,116 +38,96 @@ class Tally:
     total: float = 0.0
     """Seconds in steps."""
 
-    def __sub__(self, other: "Tally") -> "Tally":
-        return Tally(self.steps - other.steps, self.work - other.work, self.total - other.total)
+    def since(self, before: "Tally") -> "Tally":
+        """What was counted after ``before``."""
+        return Tally(self.steps - before.steps, self.work - before.work, self.total - before.total)
 
 
-@dataclass(frozen=True)
-class Straggler:
-    """A slow rank."""
+class WorkTimer:
+    """Counts the steps of this rank and its work in them, with two readings of the clocks in a step.
 
-    times: float
-    """Its time, in multiples of the median."""
-    seconds: float
-    """Seconds of work per step, without waiting for others."""
-    median: float
+    On a CPU, work is the time that the main thread is running or could run, and that it reads data. On a GPU, where work and
+    waiting look alike from the host, only reading data counts, and the time that the main thread could run but does not.
+    """
 
+    def __init__(self) -> None:
+        self.tally = Tally()
+        self._began = self._ran = self._read = 0.0
 
-class Comparison:
-    """Compares the ranks repeatedly, each time over the steps since the last comparison."""
+    def begin(self) -> None:
+        """A step begins."""
+        self._began, self._ran, self._read = time.monotonic(), _ran(), 0.0
 
-    def __init__(self, limit: float, stages: int = 1):
-        """``limit``: multiple of the median that counts as slow. ``stages``: of the pipeline; their work may differ, so
-        each rank is compared with the others of its stage."""
-        self.limit, self.stages = limit, stages
-        self._since: Mapping[int, Tally] = {}
-        self._before: Mapping[int, Straggler] = {}
+    def end(self) -> None:
+        """The step ends."""
+        total = time.monotonic() - self._began
+        work = min(total, _ran() - self._ran + self._read)
+        self.tally = Tally(self.tally.steps + 1, self.tally.work + work, self.tally.total + total)
 
-    def __call__(self, tallies: Mapping[int, Tally]) -> dict[int, Straggler] | None:
-        """The ranks that were slow twice in a row; None while there are too few steps to tell."""
-        if not self._since:
-            self._since = dict(tallies)
-            return None
-        spans = {rank: tally - self._since.get(rank, Tally()) for rank, tally in tallies.items()}
-        if any(span.steps < STEPS or span.total < SECONDS for span in spans.values()):
-            return None
-        self._since = dict(tallies)
-        found: dict[int, Straggler] = {}
-        each = max(1, len(spans) // self.stages)  # the ranks of a stage are consecutive
-        for first in range(0, len(spans), each):
-            ranks = [rank for rank in range(first, first + each) if rank in spans]
-            found |= compare({rank: spans[rank] for rank in (ranks if len(ranks) > 1 else spans)}, ranks, self.limit)
-        again = {rank: slow for rank, slow in found.items() if rank in self._before}
-        self._before = found
-        return again
-
-
-def compare(spans: Mapping[int, Tally], ranks: list[int], limit: float) -> dict[int, Straggler]:
-    """Those of ``ranks`` that take ``limit`` times the median of ``spans`` or more."""
-    seconds = {rank: span.work / span.steps for rank, span in spans.items()}
-    middle = median_low(seconds.values())
-    found = {}
-    for rank in ranks:
-        cost = (seconds[rank] - middle) / (spans[rank].total / spans[rank].steps)
-        if seconds[rank] >= limit * middle and cost >= NOTABLE:
-            found[rank] = Straggler(seconds[rank] / max(middle, 1e-9), seconds[rank], middle)
-    return found
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """During the block this rank reads data, or waits for them."""
+        began, ran = time.monotonic(), _ran()
+        yield
+        self._read += max(0.0, time.monotonic() - began - (_ran() - ran))  # what it ran is counted by ``end``
 
 
 class Stragglers:
-    """On rank 0: compares the ranks' counters, and logs which ranks become slow, and which no longer are."""
+    """On rank 0: compares the ranks' counters, each time over the steps since the last comparison."""
 
-    def __init__(self, limit: float, ranks: Sequence[RankInfo]):
-        self.limit, self.ranks = limit, ranks
-        self._compare: Comparison | None = None
-        self._path: Path | None = None
-        self._known: dict[int, Straggler] = {}
-        self._written = 0.0
-
-    def begin(self, path: Path, stages: int) -> None:
-        """Start to compare ranks of a pipeline of ``stages``, and to write slow ones to ``path``."""
-        self._path = path
+    def __init__(self, limit: float, ranks: Sequence[RankInfo], path: Path, stages: int = 1):
+        """``limit``: multiple of the median that counts as slow; 0: none. ``path``: the file that lists slow ranks.
+        ``stages``: of the pipeline; their work may differ, so each rank is compared with the others of its stage."""
+        self.limit, self.ranks, self.path, self.stages = limit, ranks, path, stages
+        self._since: Mapping[int, Tally] = {}
+        self._suspects = self._slow = dict[int, Row]()
         with suppress(OSError):
             path.unlink(missing_ok=True)  # of the attempt before
-        self._compare = Comparison(self.limit, stages) if self.limit else None
 
-    def update(self, words: Mapping[int, Mapping[str, Any]], step: int) -> None:
-        """Compare the ranks' last heartbeats."""
-        if self._compare is None or len(words) < len(self.ranks):
-            return
-        found = self._compare({rank: Tally(w["steps"], w["work"], w["total"]) for rank, w in sorted(words.items())})
-        if found is None:
-            return
-        for rank, slow in found.items():
-            if rank not in self._known:
-                text = "%s is slow: %.3g s of work per step, %.1f times the others' median of %.3g s (step %d)"
-                log.warning(text, self.ranks[rank], slow.seconds, slow.times, slow.median, step)
-        for rank in self._known.keys() - found.keys():
+    def update(self, tallies: Mapping[int, Tally], step: int) -> dict[int, Row]:
+        """Compare the ranks once there are enough steps, and log which become slow; those that are slow now."""
+        spans = {rank: tally.since(self._since.get(rank, Tally())) for rank, tally in tallies.items()}
+        if not self.limit or any(span.steps < STEPS or span.total < SECONDS for span in spans.values()):
+            return self._slow
+        self._since, before, suspects = dict(tallies), self._slow, self._compare(spans)
+        self._slow = {rank: row for rank, row in suspects.items() if rank in self._suspects}
+        self._suspects = suspects
+        for rank in sorted(self._slow.keys() - before.keys()):
+            row, text = (
+                self._slow[rank],
+                "%s is slow: %.3g s of work per step, %.1f times the others' median of %.3g s (step %d)",
+            )
+            log.warning(text, self.ranks[rank], row["seconds"], row["times"], row["median"], step)
+        for rank in sorted(before.keys() - self._slow.keys()):
             log.info("rank %d is no longer slow (step %d)", rank, step)
-        if found.keys() != self._known.keys() or (found and time.monotonic() - self._written > REFRESH):
-            self._write(found, step)
-        self._known = found
-
-    def _write(self, found: Mapping[int, Straggler], step: int) -> None:
-        rows = [{"rank": rank, "host": self.ranks[rank].host, **asdict(slow)} for rank, slow in sorted(found.items())]
-        content = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": step, "slow": rows}
-        self._written = time.monotonic()
-        if self._path:
+        if self._slow.keys() != before.keys():
+            content = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": step, "slow": [*self._slow.values()]}
             with suppress(OSError):
-                files.write_text(self._path, json.dumps(content) + "\n")
+                files.write_text(self.path, json.dumps(content) + "\n")
+        return self._slow
 
-
-def _on_gpu() -> bool:
-    """Whether this process uses a GPU."""
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.cuda.is_initialized()
+    def _compare(self, spans: Mapping[int, Tally]) -> dict[int, Row]:
+        """The ranks that work ``limit`` times as long in a step as the median of their stage, or longer."""
+        slow, share = dict[int, Row](), max(1, len(spans) // self.stages)
+        work = {rank: span.work / span.steps for rank, span in sorted(spans.items())}
+        for rank, seconds in work.items():
+            first = rank - rank % share  # the ranks of a stage are consecutive
+            peers = (
+                [work[peer] for peer in range(first, min(first + share, len(work)))] if share > 1 else [*work.values()]
+            )
+            median, step = median_low(peers), spans[rank].total / spans[rank].steps
+            if seconds >= self.limit * median and seconds - median >= NOTABLE * step:
+                host, times = self.ranks[rank].host, seconds / max(median, 1e-9)
+                slow[rank] = {"rank": rank, "host": host, "times": times, "seconds": seconds, "median": median}
+        return slow
 
 
 def _ran() -> float:
-    """Seconds that the main thread was running or runnable; 0 if unknown."""
-    try:
+    """Seconds that the main thread was running or could run; on a GPU only the latter; 0 if unknown."""
+    torch = sys.modules.get("torch")
+    on_gpu = torch is not None and torch.cuda.is_initialized()
+    with suppress(OSError, ValueError):
         text = Path(f"/proc/self/task/{threading.main_thread().native_id}/schedstat").read_text()
-        running, ready, _ = text.split()
-    except (OSError, ValueError):
-        return 0.0
-    return (int(running) + int(ready)) / 1e9
+        running, ready, _ = map(int, text.split())
+        return (ready + (0 if on_gpu else running)) / 1e9
+    return 0.0

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from hpclm.config import RunConfig
 from hpclm.config.engine import ENGINES, unsupported
 from hpclm.config.model import BLOCKS
-from hpclm.config.supports import Supports
+from hpclm.config.supports import SUPPORTS, Supports
 from hpclm.data.batches import Batch
 from hpclm.errors import ConfigError
 from hpclm.model import gpt
@@ -28,76 +27,43 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one optimizer step."""
+    """The result of one optimizer step, which the device may still be computing."""
 
-    loss: float  # mean over the step's tokens, before the update
-    grad_norm: float  # global L2 norm before clipping
+    metrics: Mapping[str, float | Tensor]
+    """Named scalars, the same names on every rank: loss (mean over the step's tokens, before the update), grad_norm (global L2
+    norm before clipping), skipped (1 if the weights did not change because the loss or gradients were not finite), and any others
+    that the engine measures. All are reduced together and written to metrics.jsonl under their names."""
     loss_scale: float = 1.0
-    skipped: bool = False  # the weights did not change because the loss or gradients were not finite
-    seconds: Mapping[str, float] = field(default_factory=dict)  # of the step's phases, with log.timers
-
-    def values(self) -> tuple["float | Tensor", ...]:
-        """Loss, gradient norm, and 1 if the step was skipped, without a wait for the device."""
-        return self.loss, self.grad_norm, float(self.skipped)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Of the step's phases, with log.timers."""
 
     @property
     def finished(self) -> bool:
-        """Whether the host knows that the device has finished the step."""
-        return True
-
-
-class DeviceResult(StepResult):
-    """The result of a step that the device may still be computing: to look at its numbers is to wait for them."""
-
-    on_device: Tensor
-
-    def __init__(self, on_device: Tensor, loss_scale: float = 1.0, seconds: Mapping[str, float] = MappingProxyType({})):
-        """``on_device``: [3] loss, gradient norm, and 1 if the step was skipped."""
-        vars(self).update(on_device=on_device, loss_scale=loss_scale, seconds=seconds)
-
-    @classmethod
-    def of(
-        cls,
-        loss: Tensor,
-        grad_norm: Tensor | float,
-        skipped: Tensor | bool,
-        loss_scale: float,
-        seconds: Mapping[str, float] = MappingProxyType({}),
-    ) -> "DeviceResult":
-        """The result with this ``loss``, of which the host may know the other numbers."""
-        norm, bad = (
-            value.double() if isinstance(value, Tensor) else loss.new_full((), float(value), dtype=torch.float64)
-            for value in (grad_norm, skipped)
-        )
-        return cls(torch.stack([loss.double(), norm.to(loss.device), bad]), loss_scale, seconds)
-
-    def values(self) -> tuple[float | Tensor, ...]:
-        """Scalars on the device."""
-        return self.on_device.unbind()
-
-    @property
-    def finished(self) -> bool:
-        """Whether somebody has waited for it."""
-        return self.on_device.device.type == "cpu" or "_read" in vars(self)
+        """Whether the metrics can be read without waiting for the device."""
+        queued = [value for value in self.metrics.values() if isinstance(value, Tensor)]
+        return "numbers" in vars(self) or all(value.device.type == "cpu" for value in queued)
 
     @cached_property
-    def _read(self) -> list[float]:
-        return self.on_device.tolist()
+    def numbers(self) -> dict[str, float]:
+        """The metrics as the host sees them; waits for the device."""
+        queued = {name: value.double() for name, value in self.metrics.items() if isinstance(value, Tensor)}
+        read = dict(zip(queued, torch.stack([*queued.values()]).tolist(), strict=True)) if queued else {}
+        return {**self.metrics, **read}
 
     @property
     def loss(self) -> float:
         """Mean over the step's tokens, before the update."""
-        return self._read[0]
+        return self.numbers["loss"]
 
     @property
     def grad_norm(self) -> float:
         """Global L2 norm before clipping."""
-        return self._read[1]
+        return self.numbers["grad_norm"]
 
     @property
     def skipped(self) -> bool:
         """Whether the weights did not change."""
-        return bool(self._read[2])
+        return bool(self.numbers["skipped"])
 
 
 @dataclass(frozen=True)
@@ -116,7 +82,7 @@ class Shard:
 
 
 def keep_going(done: int) -> None:
-    """The default for ``between``: always continue with the next micro-batch."""
+    """The default for ``check_interrupt``: always continue with the next micro-batch."""
 
 
 class SavedState(Protocol):
@@ -135,14 +101,12 @@ class Engine(Protocol):
     """The interface between the training loop and an engine."""
 
     def train_step(
-        self, batches: Sequence[Batch], lr: float, step: int, between: Callable[[int], None] = keep_going
+        self, batches: Sequence[Batch], lr: float, step: int, check_interrupt: Callable[[int], None] = keep_going
     ) -> StepResult:
         """One optimizer step over this replica's micro-batches of step number ``step`` (it seeds dropout).
 
-        The result may be a DeviceResult, which saves a wait for the device.
-
-        Engines that can abandon a step call ``between`` between micro-batches, on every rank at the same points, with the
-        number that are done. It may raise; weights and optimizer state are then unchanged.
+        Engines that can abandon a step call ``check_interrupt`` between micro-batches, on every rank at the same points, with
+        the number that are done. It may raise; weights and optimizer state are then unchanged.
         """
         ...
 
@@ -190,17 +154,14 @@ def named(config: RunConfig, device: torch.device) -> Maker:
     return make
 
 
-COMPILED = ("native", "fsdp2")
-"""Engines that compile on GPUs unless they are told not to."""
-
-
 def compiles(config: RunConfig, device: torch.device) -> tuple[bool, str | None]:
     """Whether to use torch.compile, and why not where it would be used by default."""
     engine, model = config.engine, config.model
     if engine.compile is not None or device.type == "cpu":
         return bool(engine.compile), None
+    known = SUPPORTS.get(engine.name)
     reasons = {
-        f"engine {engine.name!r} is compiled only with engine.compile=true": engine.name not in COMPILED,
+        f"engine {engine.name!r} is compiled only with engine.compile=true": not (known and known.compiled),
         "engine.anomaly=true finds nothing in compiled blocks": engine.anomaly,
         f"model.block={model.block} is compiled only with engine.compile=true": model.block not in BLOCKS,
         "model.kernels=apex cannot be compiled into the blocks": model.kernels != "torch",

@@ -1,4 +1,4 @@
-"""Base engine with our own backward pass and optimizer. Subclasses override how the model is wrapped and gradients reduced."""
+"""The training step of every engine. Subclasses override how the model is wrapped, and what their library does itself."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -13,20 +13,22 @@ from torch import Tensor, nn
 from hpclm.config import RunConfig
 from hpclm.config.model import BLOCKS
 from hpclm.data.batches import Batch
-from hpclm.engine import DeviceResult, SavedState, Shard, StepResult, keep_going
-from hpclm.engine.sharded_parameter import ShardedParameter, decay_groups
-from hpclm.engine.sharing import Sharing
-from hpclm.engine.step import StepInputs, Timers, gradient_norm, mean_loss, seed_step, seeds, token_weights
+from hpclm.engine import SavedState, Shard, StepResult, keep_going
+from hpclm.engine.gradient_buckets import GradientBuckets
+from hpclm.engine.save_plan import SavePlan
+from hpclm.engine.sharded_parameter import ShardedParameter
+from hpclm.engine.state import TrainingState
+from hpclm.engine.step import StepInputs, Timers, gradient_norm, mean_loss, seed_step, step_inputs
 from hpclm.model import gpt
+from hpclm.model.gpt import LayerSpec
 from hpclm.model.init import TensorParallelModule
-from hpclm.model.loss import TokenLoss
+from hpclm.model.loss import Backward, TokenLoss
 from hpclm.model.stack import Stack, Stages, WrapLayer, check_shapes
-from hpclm.optim.adamw import adamw, groups, reset_state, restore, steps_taken, update
+from hpclm.optim.adamw import update
+from hpclm.optim.optimizers import OPTIMIZERS, optimizer_of
 from hpclm.optim.scaler import LossScale
-from hpclm.parallel.collectives import all_reduce, all_reduce_buckets
+from hpclm.parallel.collectives import all_reduce, all_reduce_in_place
 from hpclm.parallel.mesh import Mesh
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class BaseEngine:
@@ -38,6 +40,8 @@ class BaseEngine:
     """What log.timers counts the reduction of gradients to."""
     kept_gradients: Collection[nn.Parameter] = ()
     """Weights whose gradients keep their memory between steps."""
+    gradients: GradientBuckets | None = None
+    """What reduces the gradients over the replicas, unless finish_backward() does it in another way."""
 
     def __init__(
         self,
@@ -52,33 +56,52 @@ class BaseEngine:
         self.forward: Callable[..., Tensor] = forward or model
         self.config, self.mesh, self.device, self.model = config, mesh, device, model
         self.weights = tuple(weights)
-        decaying, others = decay_groups(self.weights, config.optim.decayed == "all")
-        self.optimizer = adamw(groups(decaying, others, config.optim), config.optim)
+        self.optimizer = optimizer_of(self.weights, config.optim)
+        self.state = TrainingState(self.optimizer, OPTIMIZERS[config.optim.name])
         self.timers = Timers(device, config.log.timers)
         self.scale = LossScale.first(config.scaler) if model.dtype == torch.float16 else None
 
-        self.summed_later = [w for w in self.weights if sums_later(model) and w.placement.dim is None]
+        deferred = any(isinstance(m, TensorParallelModule) and m.defer_tp_grad_sum for m in model.modules())
+        self.deferred = [w for w in self.weights if deferred and w.placement.dim is None]
         """Weights whose gradients are summed over the tensor-parallel ranks after the backward pass."""
 
     # hooks for subclasses
-
-    def backward(self, loss: Tensor) -> None:
-        """The backward pass of one micro-batch."""
-        loss.backward()
 
     def no_sync(self) -> AbstractContextManager:
         """Inside this context, backward passes accumulate gradients locally, as DistributedDataParallel.no_sync does."""
         return nullcontext()
 
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass of one micro-batch."""
+        loss.backward()
+
     def finish_backward(self) -> None:
         """After the last backward pass: finish reducing gradients over the replicas."""
+        if self.gradients:
+            self.gradients.finish()
 
     def gradient_norm(self) -> Tensor:
         """Global norm of the reduced gradients."""
         return gradient_norm(self.weights, self.mesh, self.sharded)
 
+    def update(self, loss: Tensor, scale: float) -> dict[str, Tensor | float]:
+        """Clip by the global norm and update the weights, unless loss or norm are not finite: grad_norm and skipped."""
+        norm = self.gradient_norm()
+        bad = (~torch.isfinite(norm + loss)).float()
+        update(self.optimizer, norm, self.config.optim.clip, scale, bad)
+        self.refresh()
+        self.zero_grad()
+        return {"grad_norm": norm / scale, "skipped": bad}
+
+    def overflowed(self, result: StepResult) -> bool:
+        """Whether a step counts as an overflow for the loss scale."""
+        return not math.isfinite(result.grad_norm)
+
     def zero_grad(self) -> None:
         """Reset the gradients after a step; those that this engine adds to in place are zeroed in place."""
+        if self.gradients:
+            self.gradients.zero()
+            return
         for weight in self.weights:
             if weight.parameter not in self.kept_gradients:
                 weight.parameter.grad = None
@@ -93,7 +116,7 @@ class BaseEngine:
         """After an evaluation: free weights that forward passes have gathered."""
 
     def forward_backward(self, inputs: StepInputs, factor: float) -> Tensor:
-        """Run this replica's micro-batches; the sum of their weighted losses, a scalar in fp32.
+        """Run this replica's micro-batches; the sum of the weighted losses of all replicas, a scalar in fp32.
 
         Gradients are scaled by ``factor``.
         """
@@ -101,7 +124,7 @@ class BaseEngine:
         last = len(inputs.batches) - 1
         for number, (batch, weight, seed) in enumerate(zip(inputs.batches, inputs.weights, inputs.seeds, strict=True)):
             if number:
-                inputs.between(number)
+                inputs.check_interrupt(number)
             with self.no_sync() if number < last else nullcontext():
                 tokens, labels, _, positions, documents = batch
                 with self.timers("forward"):
@@ -110,37 +133,34 @@ class BaseEngine:
                 with self.timers("backward"):
                     self.backward(value)
             total += value.detach() if factor == 1.0 else value.detach() / factor
-        return total
+        return all_reduce(total, self.mesh.dp)
 
-    # shared implementation
+    # the step and the state, the same for all engines
 
     def train_step(
-        self, batches: Sequence[Batch], lr: float, step: int, between: Callable[[int], None] = keep_going
+        self, batches: Sequence[Batch], lr: float, step: int, check_interrupt: Callable[[int], None] = keep_going
     ) -> StepResult:
         """Forward and backward over the micro-batches, clip, update; skips the update if loss or gradients are not finite."""
         config, mesh = self.config, self.mesh
         scale = self.scale.value if self.scale else 1.0
         seed_step(config.seed, step, mesh.world.rank)
         self.model.train()
-        random = gpt.random(config.model)
-        found = seeds(config.seed, step, len(batches), mesh.dp) if random else [None] * len(batches)
-        inputs = StepInputs(batches, token_weights(batches, config.batch.loss_norm, mesh.dp), found, between)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        inputs = step_inputs(config, mesh.dp, batches, step, check_interrupt)
+        if self.gradients:
+            self.gradients.begin(len(batches))
         # fp16 overflows are expected: the loss scale handles them
         with torch.autograd.set_detect_anomaly(config.engine.anomaly, check_nan=self.scale is None):
-            loss = all_reduce(self.forward_backward(inputs, scale), mesh.dp)
+            loss = self.forward_backward(inputs, scale)
             with self.timers(self.backward_timer):
                 self.finish_backward()
-                replicated = [w.parameter.grad for w in self.summed_later if w.parameter.grad is not None]
-                all_reduce_buckets(replicated, mesh.tp)
+                all_reduce_in_place([w.parameter.grad for w in self.deferred if w.parameter.grad is not None], mesh.tp)
         with self.timers("optimizer"):
-            norm = self.gradient_norm()
-            bad = (~torch.isfinite(norm + loss)).float()
-            update(self.optimizer, lr, norm, config.optim.clip, scale, bad)
-            self.refresh()
-        self.zero_grad()
-        result = DeviceResult(torch.stack([loss, norm / scale, bad]), scale, self.timers.take())
-        if self.scale:  # the scale of the next step follows from this one's norm: fp16 waits for the device here
-            self.scale = self.scale.after(not math.isfinite(result.grad_norm), config.scaler)
+            metrics = self.update(loss, scale)
+        result = StepResult({"loss": loss, **metrics}, scale, self.timers.take())
+        if self.scale:  # the next step's scale depends on this one's norm: fp16 waits for the device here
+            self.scale = self.scale.after(self.overflowed(result), config.scaler)
         return result
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
@@ -151,52 +171,45 @@ class BaseEngine:
         return loss
 
     @cached_property
-    def sharing(self) -> Sharing:
+    def save_plan(self) -> SavePlan:
         """What this process saves and reads."""
-        return Sharing.among(self.weights, self.mesh, self.config.checkpoint.file_mb)
+        held = [self.state.held(weight) for weight in self.weights]
+        bytes_each = 4 + self.state.kind.bytes_per_parameter
+        return SavePlan.among(held, self.mesh, self.config.checkpoint.file_mb, bytes_each)
 
     def tensors(self) -> Iterator[Shard]:
-        """Weights, and Adam's moments if there are any yet."""
-        for number, weight in enumerate(self.weights):
-            yield from self.sharing.shards(number, f"model.{weight.name}", weight.parameter)
-            state = self.optimizer.state.get(weight.parameter, {})
-            for moment in MOMENTS:
-                if moment in state:
-                    yield from self.sharing.shards(number, f"optim.{moment}.{weight.name}", state[moment])
+        """Weights, and the optimizer's state once there is any."""
+        yield from self.state.tensors(self.save_plan)
 
     def scalars(self) -> dict[str, Any]:
-        """Adam's step count, and the loss scale."""
-        return {"optimizer_steps": steps_taken(self.optimizer), "loss_scale": self.scale and asdict(self.scale)}
+        """The optimizer's step count, and the loss scale."""
+        return {"optimizer_steps": self.state.steps(), "loss_scale": self.scale and asdict(self.scale)}
 
     @torch.no_grad()
     def load(self, saved: SavedState, scalars: dict[str, Any]) -> None:
         """Load a saved state."""
         given = {name.removeprefix("model."): shape for name, shape in saved.shapes().items() if name[:6] == "model."}
-        elsewhere = given.keys() - self.model.placements.keys() if self.mesh.pp.size > 1 else set()
-        check_shapes(self.model.placements, {name: shape for name, shape in given.items() if name not in elsewhere})
-        steps = scalars["optimizer_steps"]
-        for number, weight in enumerate(self.weights):
-            own = weight.parameter
-            self.sharing.load(number, f"model.{weight.name}", saved, own)
-            if steps:
-                moments = {moment: torch.empty_like(own) for moment in MOMENTS}
-                for moment, values in moments.items():
-                    self.sharing.load(number, f"optim.{moment}.{weight.name}", saved, values)
-                restore(self.optimizer, own, moments, steps)
-            else:
-                reset_state(self.optimizer, own)
+        check_shapes(self.model.placements, self._expected(given))
+        self.state.load(self.save_plan, saved, scalars["optimizer_steps"])
         self.refresh()
         if self.scale:
             self.scale = LossScale.of(scalars["loss_scale"], self.config.scaler)
 
+    def _expected(self, given: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """The saved weights, out of ``given``, that this process must know: all but those of other stages' layers."""
+        config, mine = self.config, {name.split(".")[0] for name in self.model.placements}
+        layers = {spec.name for spec in gpt.layers(config.model, config.engine, self.model.dtype, config.seed)}
+        elsewhere = layers - mine if self.mesh.pp.size > 1 else set()
+        return {name: shape for name, shape in given.items() if name.split(".")[0] not in elsewhere}
 
-def sum_later(model: Stack | Stages, config: RunConfig, mesh: Mesh, device: torch.device) -> None:
+
+def defer_tp_grad_sum(model: Stack | Stages, config: RunConfig, mesh: Mesh, device: torch.device) -> None:
     """On GPUs, sum the gradients of norms and biases over the tensor-parallel ranks once a step and together, rather than six
     times in each block and micro-batch. On CPUs, where messages cost less, the order of the sums stays what it was."""
     if defers(device) and mesh.tp.size > 1 and config.model.block in BLOCKS:
         for module in model.modules():
             if isinstance(module, TensorParallelModule):
-                module.sums_later = True
+                module.defer_tp_grad_sum = True
 
 
 def defers(device: torch.device) -> bool:
@@ -204,15 +217,23 @@ def defers(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def sums_later(model: Stack | Stages) -> bool:
-    """Whether sum_later() has had an effect."""
-    return any(isinstance(module, TensorParallelModule) and module.sums_later for module in model.modules())
+def whole_model(
+    config: RunConfig, mesh: Mesh, dtype: torch.dtype, wrap: WrapLayer, backward: Backward = "unscaled"
+) -> Stack:
+    """The whole model; each layer is passed to ``wrap`` as it is built. ``backward``: as of the loss."""
+    specs = gpt.layers(config.model, config.engine, dtype, config.seed, mesh.tp)
+    return stack_of(config, mesh, dtype, specs, wrap, backward)
 
 
-def whole_model(config: RunConfig, mesh: Mesh, dtype: torch.dtype, wrap: WrapLayer) -> Stack:
-    """The whole model; each layer is passed to ``wrap`` as it is built."""
+def stack_of(
+    config: RunConfig,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    specs: Sequence[LayerSpec],
+    wrap: WrapLayer,
+    backward: Backward = "once",
+) -> Stack:
+    """The model, or a stage of it, as the engine's settings say."""
     engine = config.engine
-    specs = gpt.layers(config.model, engine, dtype, config.seed, mesh.tp)
-    loss = TokenLoss(engine.loss_chunk, bool(engine.compile), backward="unscaled")
-    offload = engine.offload_activations
-    return Stack(config.model, specs, dtype, mesh.tp, loss, engine.recompute_every, wrap, offload)
+    loss = TokenLoss(engine.loss_chunk, bool(engine.compile), backward)
+    return Stack(config.model, specs, dtype, mesh.tp, loss, engine.recompute_every, wrap, engine.offload_activations)

@@ -101,5 +101,5 @@ def _cast(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 def _castable(module: TensorParallelModule) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters to copy: all but those whose gradients tensor-parallel ranks sum in every backward pass, in fp32."""
     for name, weight in list(module.named_parameters(recurse=False)):
-        if module.tp.size == 1 or module.sums_later or module.placements[name].dim is not None:
+        if module.tp.size == 1 or module.defer_tp_grad_sum or module.placements[name].dim is not None:
             yield name, weight

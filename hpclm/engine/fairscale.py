@@ -92,28 +92,13 @@ class FairScaleEngine(BaseEngine):
 
 
 class Sharded(FullyShardedDataParallel):
-    """An FSDP unit that tells recomputation during the backward pass from a normal forward pass."""
-
-    params: list[Any]  # parameters with attributes that the library sets on them
+    """An FSDP unit that tells recomputation during the backward pass, for which its weights stay gathered, from a forward pass."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module that it holds."""
-        if self.training_state not in BACKWARD:
-            return super().forward(*args, **kwargs)
-        done = [weight for weight in self.params if weight.shape != weight._orig_size]
-        self._gather(done)  # their gradients are already being reduced, as may happen to biases
-        try:
+        if self.training_state in BACKWARD:
             return self.module(*args, **kwargs)
-        finally:  # the others stay gathered for the backward pass that follows
-            self._use_fp32_param_shard(done)
-
-    def _gather(self, weights: list[Any]) -> None:
-        """Gather these weights; the others are gathered already."""
-        if weights:
-            everything, self.params = self.params, weights
-            self.has_full_params = False
-            self._rebuild_full_params()
-            self.params = everything
+        return super().forward(*args, **kwargs)
 
 
 @dataclass(frozen=True)

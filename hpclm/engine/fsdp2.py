@@ -17,10 +17,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hpclm.config import RunConfig
-from hpclm.engine.base import BaseEngine, sum_later, whole_model
+from hpclm.engine.base import BaseEngine, defer_tp_grad_sum, whole_model
 from hpclm.engine.native import NativeEngine
 from hpclm.engine.sharded_parameter import ShardedParameter
-from hpclm.model.init import move
+from hpclm.model.init import allocate, move
 from hpclm.model.stack import Stack
 from hpclm.parallel.mesh import Mesh
 
@@ -54,19 +54,19 @@ class FSDP2Engine(BaseEngine):
             return layer
 
         model = whole_model(config, mesh, dtype, wrap)
-        sum_later(model, config, mesh, device)
+        defer_tp_grad_sum(model, config, mesh, device)
         if engine.compile:
             model.compile_blocks()
         shard(model, reshard_after_forward=False)  # its backward pass starts with the layers its forward pass ends with
-        move(model, device, allocate=True)
+        allocate(model, device)
         for group in groups(model):
             group.set_gradient_divide_factor(1.0)
             group.set_force_sum_reduction_for_comms(True)
         if engine.zero_stage == 2:
             model.set_reshard_after_backward(False)  # type: ignore[operator]  # of every group
-        found = [sharded(name, weight, model, mesh) for name, weight in model.weights()]
-        self._pairs = [(dtensor, weight.parameter) for dtensor, weight in found]
-        super().__init__(config, mesh, device, model, [weight for _, weight in found])
+        pairs = [sharded(name, weight, model, mesh) for name, weight in model.weights()]
+        self._pairs = [(dtensor, weight.parameter) for dtensor, weight in pairs]
+        super().__init__(config, mesh, device, model, [weight for _, weight in pairs])
 
     def no_sync(self) -> AbstractContextManager:
         """Inside this context, backward passes reduce gradients within groups of parallel.shard replicas only; with

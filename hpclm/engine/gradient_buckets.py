@@ -1,10 +1,11 @@
-"""Gradients in a few flat fp32 buckets, which are reduced over the replicas during the backward pass of the last micro-batch.
+"""Gradients in a few flat buffers, each of which is all-reduced as soon as the last backward pass of a step has filled it.
 
-This is what DistributedDataParallel does (Li et al. 2020), without the compiler stack that it loads into every process.
+This is what DistributedDataParallel does (Li et al. 2020), without the compiler stack that it loads into every process, and also
+for pipelines, whose schedules mix the forward and backward passes of many micro-batches.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,23 +23,23 @@ FEWEST = 4  # buckets on several nodes, so that most of the communication overla
 class Bucket:
     """A flat buffer, and the parameters whose gradients are views of it."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], size: int | None = None):
-        """``size``: values of the buffer; None: as many as the parameters have."""
-        self.parameters = tuple(parameters)
-        first, size = parameters[0], size or sum(p.numel() for p in parameters)
-        self.buffer = torch.zeros(size, dtype=first.dtype, device=first.device)
-        self.waiting = len(parameters)
-        """Parameters whose gradients are not ready yet."""
+    def __init__(self, parameters: Sequence[nn.Parameter], starts: Sequence[int] = (), size: int = 0):
+        """``starts``: where each gradient begins in the buffer of ``size`` values; by default one after the other."""
+        sizes = [p.numel() for p in parameters]
+        self.parameters, self.starts = tuple(parameters), starts or [0, *accumulate(sizes[:-1])]
+        self.buffer = parameters[0].new_zeros(size or sum(sizes), requires_grad=False)
+        self.missing = 0
+        """Gradients that the rest of the step still adds; 0 outside a step."""
         self.work: Any = None
         self.sent = self.buffer
         """What is all-reduced: the buffer, or a copy of it in a smaller type."""
-        for parameter, view in zip(parameters, self.views(), strict=True):
-            parameter.grad = view
+        for parameter, start in zip(self.parameters, self.starts, strict=True):
+            parameter.grad = view(self.buffer, parameter, start)
 
-    def views(self) -> Iterator[Tensor]:
-        """The gradient of each parameter, as a view of the buffer."""
-        parts = self.buffer.split([p.numel() for p in self.parameters])
-        return (part.view_as(p) for part, p in zip(parts, self.parameters, strict=True))
+
+def view(buffer: Tensor, parameter: nn.Parameter, start: int) -> Tensor:
+    """The part of a flat buffer that belongs to a parameter, in its shape."""
+    return buffer[start : start + parameter.numel()].view_as(parameter)
 
 
 class GradientBuckets:
@@ -50,49 +51,42 @@ class GradientBuckets:
         leaves: Mapping[nn.Parameter, nn.Parameter],
         axis: Axis,
         dtype: torch.dtype = torch.float32,
+        late: Collection[nn.Parameter] = (),
     ):
         """``leaves``: each parameter with an fp32 gradient, and the parameter of the model whose backward pass completes it.
-        ``dtype``: in which they are sent and summed."""
-        self.axis, self.reducing, self.dtype, self.buckets = axis, True, dtype, buckets
-        for bucket in self.buckets:
-            for parameter in bucket.parameters:
-                leaves[parameter].register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._ready(bucket))
+        ``dtype``: in which gradients are sent and summed. ``late``: parameters whose gradients change after the backward
+        passes; their buckets are reduced by finish()."""
+        self.axis, self.dtype, self.buckets = axis, dtype, buckets
+        for bucket in buckets:
+            for parameter in bucket.parameters if not any(p in late for p in bucket.parameters) else ():
+                leaves[parameter].register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._added(bucket))
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Inside this context, backward passes accumulate gradients locally."""
-        self.reducing = False
-        try:
-            yield
-        finally:
-            self.reducing = True
+    def begin(self, micro_batches: int) -> None:
+        """Before the backward passes of a step."""
+        for bucket in self.buckets:
+            bucket.missing = micro_batches * len(bucket.parameters)
 
     def finish(self) -> None:
         """After the last backward pass: wait until all gradients are reduced."""
         for bucket in self.buckets:
-            if bucket.work is None:  # some of its parameters were unused
+            if bucket.work is None:  # some of its parameters were unused, or are late
                 self._reduce(bucket)
         for bucket in self.buckets:
             bucket.work.wait()
             if bucket.sent is not bucket.buffer:
                 bucket.buffer.copy_(bucket.sent)
-            bucket.sent = bucket.buffer
-            bucket.work, bucket.waiting = None, len(bucket.parameters)
+            bucket.sent, bucket.work, bucket.missing = bucket.buffer, None, 0
 
     def zero(self) -> None:
-        """Zero all gradients in place; also cleans up after an abandoned step."""
+        """Zero all gradients in place."""
         for bucket in self.buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
-            bucket.sent = bucket.buffer
-            bucket.work, bucket.waiting = None, len(bucket.parameters)
             bucket.buffer.zero_()
 
-    def _ready(self, bucket: Bucket) -> None:
-        if self.reducing:
-            bucket.waiting -= 1
-            if not bucket.waiting:
-                self._reduce(bucket)
+    def _added(self, bucket: Bucket) -> None:
+        """A backward pass has added to a gradient of ``bucket``."""
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            self._reduce(bucket)
 
     def _reduce(self, bucket: Bucket) -> None:
         bucket.sent = bucket.buffer.to(self.dtype)
@@ -110,17 +104,17 @@ def megabytes(given: float | None, values: int, mesh: Mesh, device: torch.device
     return max(SIZE, min(PER_REPLICA * mesh.dp.size, values * 4 / (1 << 20) / FEWEST))
 
 
-def groups(parameters: Sequence[nn.Parameter], size_mb: float) -> Iterator[list[nn.Parameter]]:
-    """Parameters from last to first, the order of the backward pass, in buckets of about ``size_mb`` megabytes."""
-    found: list[nn.Parameter] = []
+def grouped(parameters: Iterable[nn.Parameter], size_mb: float, first: int = FIRST) -> Iterator[list[nn.Parameter]]:
+    """Parameters in order, in buckets of about ``size_mb`` megabytes, of which the first has at most ``first`` bytes."""
+    group: list[nn.Parameter] = []
     limit = int(size_mb * (1 << 20))
-    size, most = 0, min(FIRST, limit)
-    for parameter in reversed(parameters):
+    size, most = 0, min(first, limit)
+    for parameter in parameters:
         bytes_ = parameter.numel() * parameter.element_size()
-        if found and size + bytes_ > most:
-            yield found
-            found, size, most = [], 0, limit
-        found.append(parameter)
+        if group and size + bytes_ > most:
+            yield group
+            group, size, most = [], 0, limit
+        group.append(parameter)
         size += bytes_
-    if found:
-        yield found
+    if group:
+        yield group

@@ -3,24 +3,23 @@
 In bf16 and fp16 the model computes with copies of the weights in that type, which are made once a step.
 """
 
-from contextlib import AbstractContextManager
-
 import torch
 
 from hpclm.config import RunConfig
-from hpclm.engine.base import BaseEngine, sum_later, whole_model
+from hpclm.engine.base import BaseEngine, defer_tp_grad_sum, whole_model
 from hpclm.engine.compute_copies import ComputeCopies, adds_in_place
-from hpclm.engine.gradient_buckets import Bucket, GradientBuckets, groups, megabytes
+from hpclm.engine.gradient_buckets import Bucket, GradientBuckets, grouped, megabytes
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.model.init import materialize_on
 from hpclm.model.stack import Stack
 from hpclm.parallel.mesh import Mesh
 
 
-class ReplicatedEngine(BaseEngine):
-    """The model and optimizer replicated on every data-parallel rank."""
+class NativeEngine(BaseEngine):
+    """The engine named native: the model and optimizer replicated on every data-parallel rank."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, model: Stack):
+    def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
+        model = native_model(config, mesh, device, dtype)
         self.copies = ComputeCopies(model, adds_in_place(config, device))
         leaves = {self.copies.master(p): p for _, p in model.weights()}
         weights = [
@@ -29,46 +28,23 @@ class ReplicatedEngine(BaseEngine):
         ]
         super().__init__(config, mesh, device, model, weights)
         self.kept_gradients = frozenset(self.copies.masters.values())
-        self.gradients = None
         if mesh.dp.size > 1:
-            reduced = model.dtype if config.engine.gradients == "compute" else torch.float32
+            sent = model.dtype if config.engine.gradients == "compute" else torch.float32
             size = megabytes(config.engine.bucket_mb, sum(p.numel() for p in leaves), mesh, device)
-            buckets = [Bucket(group) for group in groups(list(leaves), size)]
-            self.gradients = GradientBuckets(buckets, leaves, mesh.dp, reduced)
+            # from last to first, the order of the backward pass
+            buckets = [Bucket(group) for group in grouped(reversed(leaves), size)]
+            self.gradients = GradientBuckets(buckets, leaves, mesh.dp, sent)
         self.copies.attach()
-
-    def no_sync(self) -> AbstractContextManager:
-        """Inside this context, backward passes accumulate gradients locally."""
-        return self.gradients.no_sync() if self.gradients else super().no_sync()
-
-    def finish_backward(self) -> None:
-        """Wait for the all-reduces to finish."""
-        if self.gradients:
-            self.gradients.finish()
-
-    def zero_grad(self) -> None:
-        """Reset the gradients; those that gradients are added to in place are zeroed in place."""
-        if self.gradients:
-            self.gradients.zero()
-        else:
-            super().zero_grad()
 
     def refresh(self) -> None:
         """Cast the weights again."""
         self.copies.refresh()
 
 
-class NativeEngine(ReplicatedEngine):
-    """The engine named native."""
-
-    def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
-        super().__init__(config, mesh, device, native_model(config, mesh, device, dtype))
-
-
 def native_model(config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> Stack:
     """The whole model, initialised on every replica."""
     model = whole_model(config, mesh, dtype, materialize_on(device, mesh.tp))
-    sum_later(model, config, mesh, device)
+    defer_tp_grad_sum(model, config, mesh, device)
     if config.engine.compile:
         model.compile_blocks()
     return model

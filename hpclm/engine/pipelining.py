@@ -4,7 +4,7 @@ Every process of a replica reads its own micro-batches, so only activations are 
 their gradients back. T tokens in a sequence, t = T / tp, B sequences in a micro-batch, C hidden width.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -21,18 +21,17 @@ from torch.distributed.pipelining import (
 )
 
 from hpclm.config import RunConfig
-from hpclm.engine.base import BaseEngine, sum_later
-from hpclm.engine.counted_reduction import CountedReduction
+from hpclm.engine.base import BaseEngine, defer_tp_grad_sum, stack_of
+from hpclm.engine.gradient_buckets import Bucket, GradientBuckets, grouped
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.stages import stages
 from hpclm.engine.step import StepInputs
 from hpclm.errors import ConfigError
 from hpclm.model import gpt
 from hpclm.model.init import materialize_on
-from hpclm.model.loss import TokenLoss
 from hpclm.model.stack import Stack, Stages
-from hpclm.parallel.collectives import all_reduce, all_reduce_buckets
-from hpclm.parallel.mesh import ALONE, Axis, Mesh, sub_axis
+from hpclm.parallel.collectives import all_reduce, all_reduce_in_place
+from hpclm.parallel.mesh import SINGLE, Mesh, sub_axis
 
 SCHEDULES = {
     "gpipe": ScheduleGPipe,
@@ -40,8 +39,9 @@ SCHEDULES = {
     "interleaved": ScheduleInterleaved1F1B,
     "zero_bubble": ScheduleInterleavedZeroBubble,
 }
-SINGLE = ("gpipe", "1f1b")
+ONE_STAGE = ("gpipe", "1f1b")
 """Schedules that take one stage, not a list."""
+BUCKET_MB = 32.0
 
 
 class PipeliningEngine(BaseEngine):
@@ -50,100 +50,61 @@ class PipeliningEngine(BaseEngine):
     backward_timer = "forward_backward"  # of several micro-batches at a time
 
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
-        engine = config.engine
-        specs = gpt.layers(config.model, engine, dtype, config.seed, mesh.tp)
-        parts = stages(config, specs, mesh, device, dtype)
-        mine = range(mesh.pp.rank, len(parts), mesh.pp.size)
-        stacks = [
-            Stack(
-                config.model,
-                parts[index],
-                dtype,
-                mesh.tp,
-                TokenLoss(engine.loss_chunk, backward="twice" if config.parallel.schedule == "zero_bubble" else "once"),
-                engine.recompute_every,
-                wrap=materialize_on(device, mesh.tp),
-            )
-            for index in mine
+        engine, late = config.engine, config.parallel.schedule == "zero_bubble"
+        parts = stages(config, gpt.layers(config.model, engine, dtype, config.seed, mesh.tp), mesh, device, dtype)
+        wrap = materialize_on(device, mesh.tp)
+        self.count = len(parts)
+        self.stacks = {
+            index: stack_of(config, mesh, dtype, parts[index], wrap, "twice" if late else "once")
+            for index in range(mesh.pp.rank, len(parts), mesh.pp.size)
+        }
+        """The stages of this process, by their number among all ``count``."""
+        for stack in self.stacks.values():
+            defer_tp_grad_sum(stack, config, mesh, device)
+        shared = "tokens.weight" if config.model.tied and self.count > 1 else None
+        weights = [
+            ShardedParameter(name, p, stack.placements[name], copies=mesh.dp, duplicate=name == shared and index > 0)
+            for index, stack in self.stacks.items()
+            for name, p in stack.weights()
         ]
-        for stack in stacks:
-            sum_later(stack, config, mesh, device)
-        self.pipeline = Pipeline(config, mesh, device, dict(zip(mine, stacks, strict=True)), len(parts))
-        super().__init__(config, mesh, device, Stages(stacks), self.pipeline.weights, self.pipeline.evaluate)
+        super().__init__(config, mesh, device, Stages([*self.stacks.values()]), weights, self.evaluate_one)
+        self.tied = [weight.parameter for weight in weights if weight.name == shared]
+        """The tied embedding, if the first and the last stage each hold a copy."""
+        limit = timedelta(minutes=config.cluster.timeout_minutes)
+        self.ends = sub_axis(mesh.pp, [0, mesh.pp.size - 1], limit) if self.tied else SINGLE
+        """The processes that hold the tied embedding."""
+        if mesh.dp.size > 1:
+            every = {weight.parameter: weight.parameter for weight in weights}
+            buckets = [Bucket(group) for group in grouped(every, BUCKET_MB, first=int(BUCKET_MB * 2**20))]
+            # the zero-bubble schedule adds gradients of weights outside of autograd, which calls no hooks
+            self.gradients = GradientBuckets(buckets, every, mesh.dp, late=set(every if late else self.tied))
+        self.schedule = cache(self._schedule)
+        self.micro_batches: list[tuple[Any, ...]] = []
+        """Positions, documents, labels, weights and seed of each micro-batch of the current step."""
 
     def forward_backward(self, inputs: StepInputs, factor: float) -> Tensor:
-        """Run the micro-batches through all stages."""
-        with self.timers(self.backward_timer):
-            return self.pipeline.train(inputs, factor)
-
-    def finish_backward(self) -> None:
-        """All-reduce gradients over the copies of each weight."""
-        self.pipeline.sum_gradients()
-
-
-@dataclass
-class Pipeline:
-    """The stages of this process, by their number among all ``count``."""
-
-    config: RunConfig
-    mesh: Mesh
-    device: torch.device
-    stacks: dict[int, Stack]
-    count: int
-    weights: tuple[ShardedParameter, ...] = field(init=False)
-    tied: nn.Parameter | None = field(init=False)
-    """The tied embedding, if the first and the last stage each hold a copy."""
-
-    ends: Axis = field(init=False)
-    """The processes that hold the tied embedding."""
-
-    def __post_init__(self) -> None:
-        tie = self.config.model.tied and self.count > 1
-        found = [(index, name, p) for index, stack in self.stacks.items() for name, p in stack.weights()]
-        self.weights = tuple(
-            ShardedParameter(
-                name,
-                p,
-                self.stacks[index].placements[name],
-                copies=self.mesh.dp,
-                duplicate=tie and index > 0 and name == "tokens.weight",
-            )
-            for index, name, p in found
-        )
-        self.tied = next((p for _, name, p in found if tie and name == "tokens.weight"), None)
-        limit = timedelta(minutes=self.config.cluster.timeout_minutes)
-        self.ends = sub_axis(self.mesh.pp, [0, self.mesh.pp.size - 1], limit) if self.tied is not None else ALONE
-        every = [weight.parameter for weight in self.weights]
-        # the zero-bubble schedule adds gradients of weights outside of autograd, which calls no hooks
-        late = every if self.config.parallel.schedule == "zero_bubble" else [p for p in every if p is self.tied]
-        self.reduction = CountedReduction(every, self.mesh.dp, set(late))
-        self.schedule = cache(self._schedule)
-        self.loaded: list[tuple[Any, ...]] = []
-
-    def train(self, inputs: StepInputs, factor: float) -> Tensor:
-        """Run the micro-batches forward and backward; the sum of their weighted losses, on every stage."""
-        self.loaded = [
+        """Run the micro-batches forward and backward through all stages; the sum of their weighted losses, on every stage."""
+        self.micro_batches = [
             (batch.positions, batch.documents, batch.labels, weight * factor, seed)
             for batch, weight, seed in zip(inputs.batches, inputs.weights, inputs.seeds, strict=True)
         ]
         numbers = torch.arange(len(inputs.batches))
         losses: list[Tensor] = []
         tokens = [torch.cat([batch.tokens for batch in inputs.batches])] if self.mesh.pp.first else []
-        schedule = self.schedule(len(inputs.batches), len(inputs.batches[0].tokens))
         last = dict(target=numbers, losses=losses) if self.mesh.pp.last else {}
-        self.reduction.begin(len(inputs.batches))
-        schedule.step(*tokens, number=numbers, return_outputs=False, **last)
-        self.loaded = []
+        with self.timers(self.backward_timer):
+            schedule = self.schedule(len(inputs.batches), len(inputs.batches[0].tokens))
+            schedule.step(*tokens, number=numbers, return_outputs=False, **last)
+        self.micro_batches = []
         total = torch.stack(losses).sum() / factor if losses else torch.zeros((), device=self.device)
-        return all_reduce(total.detach(), self.mesh.pp)
+        return all_reduce(all_reduce(total.detach(), self.mesh.pp), self.mesh.dp)
 
-    def sum_gradients(self) -> None:
-        """Finish reducing gradients over the copies of each weight: the two tied embeddings, then the replicas."""
-        if self.tied is not None and self.tied.grad is not None:
-            all_reduce_buckets([self.tied.grad], self.ends)
-        self.reduction.finish()
+    def finish_backward(self) -> None:
+        """Sum the gradients of the two tied embeddings, then those of the replicas."""
+        all_reduce_in_place([p.grad for p in self.tied if p.grad is not None], self.ends)
+        super().finish_backward()
 
-    def evaluate(
+    def evaluate_one(
         self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None, labels: Tensor, weights: Tensor
     ) -> Tensor:
         """The weighted loss of one micro-batch, passed from stage to stage; returned on every stage."""
@@ -174,7 +135,7 @@ class Pipeline:
         kind = SCHEDULES[name]
         try:
             return kind(
-                pieces[0] if name in SINGLE else pieces,
+                pieces[0] if name in ONE_STAGE else pieces,
                 micro_batches,
                 loss_fn=lambda loss, _: loss,  # the last stage returns the loss itself
                 scale_grads=False,  # the token weights already do that
@@ -187,35 +148,35 @@ class Pipeline:
 
     def _stage(self, index: int, sequences: int) -> PipelineStage:
         """A stage for PyTorch's schedules; shapes are given, so that no trial run is needed to infer them."""
-        between = torch.empty(self._activations(sequences), dtype=self.stacks[index].dtype, device="meta")
-        between.requires_grad_()
+        passed = torch.empty(self._activations(sequences), dtype=self.stacks[index].dtype, device="meta")
+        passed.requires_grad_()
         ids = torch.empty(sequences, self.config.model.context, dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
         first, last = index == 0, index == self.count - 1
         return PipelineStage(
-            Numbered(self.stacks[index], self.loaded_of),
+            Numbered(self.stacks[index], self.micro_batch),
             index,
             self.count,
             self.device,
-            input_args=(ids if first else between,),
-            output_args=(loss if last else between,),
-            input_grads=(None if first else between.detach(),),
-            output_grads=(None if last else between.detach(),),
+            input_args=(ids if first else passed,),
+            output_args=(loss if last else passed,),
+            input_grads=(None if first else passed.detach(),),
+            output_grads=(None if last else passed.detach(),),
             group=self.mesh.pp.group,
         )
 
-    def loaded_of(self, number: int) -> tuple[Any, ...]:
+    def micro_batch(self, number: int) -> tuple[Any, ...]:
         """Positions, documents, labels, weights and seed of one micro-batch of the current step."""
-        return self.loaded[number]
+        return self.micro_batches[number]
 
 
 class Numbered(nn.Module):
     """A stage that receives the index of its micro-batch, to look up labels and weights."""
 
-    def __init__(self, stack: Stack, loaded: Any):
+    def __init__(self, stack: Stack, micro_batch: Callable[[int], tuple[Any, ...]]):
         super().__init__()
-        self.stack, self.loaded = stack, loaded
+        self.stack, self.micro_batch = stack, micro_batch
 
     def forward(self, x: Tensor, number: Tensor) -> Tensor:
         """[B, T] ids or [t, B, C] -> [t, B, C], or the loss."""
-        return self.stack(x, *self.loaded(int(number)))
+        return self.stack(x, *self.micro_batch(int(number)))

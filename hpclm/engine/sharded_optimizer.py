@@ -7,7 +7,7 @@ all-reduced.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hpclm.config import RunConfig
 from hpclm.engine.base import BaseEngine
 from hpclm.engine.compute_copies import ComputeCopies, adds_in_place
-from hpclm.engine.gradient_buckets import Bucket, GradientBuckets, groups, megabytes
+from hpclm.engine.gradient_buckets import Bucket, GradientBuckets, grouped, megabytes, view
 from hpclm.engine.native import NativeEngine, native_model
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.step import gradient_norm
@@ -46,44 +46,34 @@ class ShardedOptimizerEngine(BaseEngine):
         model = native_model(config, mesh, device, dtype)
         self.copies = ComputeCopies(model, adds_in_place(config, device))
         self.scatter = scatters(device)
-        found = [(name, p, self.copies.master(p)) for name, p in model.weights()]
-        leaves = {master: p for _, p, master in found}
+        named = [(name, p, self.copies.master(p)) for name, p in model.weights()]
+        leaves = {master: p for _, p, master in named}
         kinds = [
             [m for m, p in leaves.items() if p.dtype == kind]
             for kind in dict.fromkeys(p.dtype for p in leaves.values())
         ]
         size = megabytes(config.engine.bucket_mb, sum(p.numel() for p in leaves), mesh, device)
         self.buckets = [
-            ShardedBucket([(m, leaves[m]) for m in group], mesh.shard) for kind in kinds for group in groups(kind, size)
+            ShardedBucket([(m, leaves[m]) for m in group], mesh.shard)
+            for kind in kinds
+            for group in grouped(reversed(kind), size)
         ]
         runs = {p: (begin, own) for bucket in self.buckets for p, begin, own in bucket.runs()}
-        self.whole = [ShardedParameter(name, master, model.placements[name]) for name, _, master in found]
+        self.whole = [ShardedParameter(name, master, model.placements[name]) for name, _, master in named]
         weights = [
             ShardedParameter(name, runs[master][1], model.placements[name], runs[master][0], copies=mesh.replicate)
-            for name, _, master in found
+            for name, _, master in named
         ]
         super().__init__(config, mesh, device, model, weights)
         reduced = dtype if config.engine.gradients == "compute" else torch.float32
         self.gradients = ShardedBuckets(self.buckets, leaves, mesh, reduced, self.scatter)
         self.copies.attach()
 
-    def no_sync(self) -> AbstractContextManager:
-        """Inside this context, backward passes accumulate gradients locally."""
-        return self.gradients.no_sync()
-
-    def finish_backward(self) -> None:
-        """Wait until the gradients are reduced."""
-        self.gradients.finish()
-
     def gradient_norm(self) -> Tensor:
         """Global norm of the gradients: of all of them where they are all here, else summed over the replicas' shards."""
-        if self.scatter or self.summed_later:
+        if self.scatter or self.deferred:
             return gradient_norm(self.weights, self.mesh, sharded=True)
         return gradient_norm(self.whole, self.mesh, sharded=False)
-
-    def zero_grad(self) -> None:
-        """Zero the gradients in place."""
-        self.gradients.zero()
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -101,24 +91,14 @@ class ShardedBucket(Bucket):
         """``parameters``: each parameter with an fp32 gradient, and the one that the model computes with: itself or a copy."""
         sizes = [aligned(p.numel(), ALIGN) for p, _ in parameters]
         self.axis = axis
-        self.starts = [sum(sizes[:i]) for i in range(len(sizes))]
         share = aligned(sum(sizes), ALIGN * axis.size) // axis.size
         self.begin, self.end = axis.rank * share, (axis.rank + 1) * share
-        super().__init__([p for p, _ in parameters], share * axis.size)
+        super().__init__([p for p, _ in parameters], [0, *accumulate(sizes[:-1])], share * axis.size)
         self.weights = self.buffer.new_zeros(len(self.buffer), dtype=parameters[0][1].dtype)
         self.masters = self.weights[self.begin : self.end]
         if self.weights.dtype != torch.float32:
             self.masters = self.buffer.new_zeros(share)
         self._adopt(parameters)
-
-    def views(self) -> Iterator[Tensor]:
-        """The gradient of each parameter, as a view of the buffer."""
-        return (self.view(self.buffer, p, start) for p, start in zip(self.parameters, self.starts, strict=True))
-
-    @staticmethod
-    def view(buffer: Tensor, parameter: nn.Parameter, start: int) -> Tensor:
-        """The part of a flat buffer that belongs to a parameter, in its shape."""
-        return buffer[start : start + parameter.numel()].view(parameter.shape)
 
     def runs(self) -> Iterator[tuple[nn.Parameter, int, nn.Parameter]]:
         """Of each parameter: where the run of its values in this replica's shard begins, and that run, perhaps empty, as a
@@ -142,8 +122,8 @@ class ShardedBucket(Bucket):
     def _adopt(self, parameters: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
         """Move the weights into the flat buffers, and free the fp32 weights of other shards."""
         for (parameter, used), start in zip(parameters, self.starts, strict=True):
-            view = self.view(self.weights, parameter, start)
-            view.copy_(used)
+            values = view(self.weights, parameter, start)
+            values.copy_(used)
             if used is not parameter:
                 low, high = max(start, self.begin), min(start + parameter.numel(), self.end)
                 if low < high:
@@ -151,7 +131,7 @@ class ShardedBucket(Bucket):
                 parameter.data = parameter.new_zeros(1).expand(
                     parameter.shape
                 )  # it only names its gradient from now on
-            used.data = view
+            used.data = values
 
 
 class ShardedBuckets(GradientBuckets):

@@ -1,12 +1,12 @@
 """The weights as an optimizer sees them: which values of each logical tensor this process holds."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
 from torch import Tensor, nn
 
-from hpclm.parallel.mesh import ALONE, Axis
+from hpclm.parallel.mesh import SINGLE, Axis
 from hpclm.parallel.placement import Placement
 
 
@@ -23,10 +23,15 @@ class ShardedParameter:
     """Index in the flattened slice of the first value that this process holds."""
     values: int | None = None
     """How many it holds; None: all of ``parameter``, which has no padding then."""
-    copies: Axis = ALONE
+    copies: Axis = SINGLE
     """The ranks of the data axis that hold the same values; they share the work of saving and loading them."""
     duplicate: bool = False
     """Whether another pipeline stage holds it too, and that stage saves and counts it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole weight."""
+        return self.placement.shape
 
     @property
     def count(self) -> int:
@@ -70,14 +75,3 @@ def rectangles(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[t
         for start, size in rectangles(shape[1:], begin - first * row, until - first * row):
             yield (first, *start), (1, *size)
         begin = until
-
-
-def decay_groups(
-    weights: Iterable[ShardedParameter], everything: bool
-) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Parameters with weight decay, and those without: ``everything`` decays, or only matrices."""
-    yes: list[nn.Parameter] = []
-    no: list[nn.Parameter] = []
-    for weight in weights:
-        (yes if everything or len(weight.placement.shape) >= 2 else no).append(weight.parameter)
-    return yes, no

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
@@ -28,28 +28,20 @@ def stages(
     There are parallel.pipeline x parallel.chunks stages. A collective with the same result on every process.
     """
     if config.parallel.partition == "time":
-        found = seconds(config, specs, mesh, device, dtype)
+        costs = seconds(config, specs, mesh, device, dtype)
     else:
-        found = parameters(specs) if config.parallel.partition == "parameters" else blocks(specs)
+        costs = parameters(specs) if config.parallel.partition == "parameters" else blocks(specs)
     count = config.parallel.pipeline * config.parallel.chunks
-    return [[specs[i] for i in part] for part in balanced(found, count, [is_block(spec) for spec in specs])]
+    return [[specs[i] for i in part] for part in balanced(costs, count, [is_block(spec) for spec in specs])]
 
 
 def owners(parts: Sequence[Sequence[LayerSpec]]) -> dict[str, list[int]]:
     """The stages that hold each layer, by name: one, or two for tied embeddings. The first of them counts its weights."""
-    found: dict[str, list[int]] = {}
+    holders: dict[str, list[int]] = {}
     for stage, part in enumerate(parts):
         for name in dict.fromkeys(spec.name for spec in part):
-            found.setdefault(name, []).append(stage)
-    return found
-
-
-def owned_weights(
-    given: Mapping[str, tuple[int, ...]], all_specs: Sequence[LayerSpec], own: Stack
-) -> dict[str, tuple[int, ...]]:
-    """The saved weights, out of ``given``, that a stage must hold: those of its layers, and any that belong to no layer."""
-    known, mine = {spec.name for spec in all_specs}, set(own.layers)
-    return {name: shape for name, shape in given.items() if (layer := name.split(".")[0]) in mine or layer not in known}
+            holders.setdefault(name, []).append(stage)
+    return holders
 
 
 def is_block(spec: LayerSpec) -> bool:
@@ -71,8 +63,8 @@ def seconds(
     config: RunConfig, specs: Sequence[LayerSpec], mesh: Mesh, device: torch.device, dtype: torch.dtype
 ) -> list[float]:
     """Costs for partition=time: seconds of each layer's forward and backward pass of a micro-batch, measured on rank 0."""
-    found = by_kind(specs, lambda spec: measured(config, spec, mesh, device, dtype))
-    return broadcast(torch.tensor(found, dtype=torch.float64, device=device), mesh.world, 0).tolist()
+    costs = by_kind(specs, lambda spec: measured(config, spec, mesh, device, dtype))
+    return broadcast(torch.tensor(costs, dtype=torch.float64, device=device), mesh.world, 0).tolist()
 
 
 def measured(config: RunConfig, spec: LayerSpec, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> float:
@@ -107,13 +99,13 @@ def balanced(costs: Sequence[float], stages: int, needed: Sequence[bool] | None 
 
     ``costs``: of each layer, in order. ``needed``: each stage has at least one of these layers; all layers by default.
     """
-    wanted = [True] * len(costs) if needed is None else list(needed)
-    if not 1 <= stages <= sum(wanted):
+    counts = [True] * len(costs) if needed is None else list(needed)
+    if not 1 <= stages <= sum(counts):
         raise ConfigError(
-            f"{sum(wanted)} layers cannot be divided over {stages} pipeline stages; each stage needs at least one"
+            f"{sum(counts)} layers cannot be divided over {stages} pipeline stages; each stage needs at least one"
         )
     total = [0.0, *accumulate(map(float, costs))]
-    seen = [0, *accumulate(wanted)]
+    seen = [0, *accumulate(counts)]
 
     def cost(first: int, end: int) -> float:
         return total[end] - total[first] if seen[end] > seen[first] else math.inf
@@ -122,8 +114,8 @@ def balanced(costs: Sequence[float], stages: int, needed: Sequence[bool] | None 
     limit = greatest * (1 + 1e-9)  # sums of fractions are not exact
 
     def square(first: int, end: int) -> float:
-        found = cost(first, end)
-        return found * found if found <= limit else math.inf
+        value = cost(first, end)
+        return value * value if value <= limit else math.inf
 
     return _divided(len(costs), stages, square, lambda a, b: a + b)[1]
 
@@ -135,14 +127,14 @@ def _divided(
     best = [0.0, *[math.inf] * layers]  # best[n]: of the first n layers, in the stages considered so far
     cuts: list[list[int]] = []
     for _ in range(stages):
-        found = [math.inf] * (layers + 1)
+        totals = [math.inf] * (layers + 1)
         cut = [0] * (layers + 1)
         for end in range(1, layers + 1):
             for first in range(end):
                 value = join(best[first], cost(first, end))
-                if value < found[end]:
-                    found[end], cut[end] = value, first
-        best = found
+                if value < totals[end]:
+                    totals[end], cut[end] = value, first
+        best = totals
         cuts.append(cut)
     ranges, end = [], layers
     for cut in reversed(cuts):

@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpclm.config import RunConfig
 from hpclm.data.batches import Batch
 from hpclm.engine.sharded_parameter import ShardedParameter
+from hpclm.model import gpt
 from hpclm.model.layers import mix_seed
 from hpclm.parallel.collectives import all_reduce
 from hpclm.parallel.mesh import Axis, Mesh
@@ -26,16 +28,25 @@ class StepInputs:
     """[B, T] fp32 token weights, such that the weighted losses of all replicas sum to the mean loss."""
     seeds: Sequence[int | None]
     """Dropout seed of each micro-batch."""
-    between: Callable[[int], None]
+    check_interrupt: Callable[[int], None]
     """As of Engine.train_step."""
+
+
+def step_inputs(
+    config: RunConfig, dp: Axis, batches: Sequence[Batch], step: int, check_interrupt: Callable[[int], None]
+) -> StepInputs:
+    """The inputs of step number ``step``."""
+    count = len(batches)
+    drawn = seeds(config.seed, step, count, dp) if gpt.random(config.model) else [None] * count
+    return StepInputs(batches, token_weights(batches, config.batch.loss_norm, dp), drawn, check_interrupt)
 
 
 def seed_step(seed: int, step: int, rank: int = 0) -> None:
     """Seed the global generators of PyTorch, Python and NumPy, which user-defined blocks may use, from seed, step and rank."""
-    words = np.random.SeedSequence([seed, step, *([rank] if rank else [])]).generate_state(2, np.uint64)
-    torch.manual_seed(int(words[0] >> 1))
-    random.seed(int(words[1]))
-    np.random.seed(int(words[1]) % 2**32)
+    drawn = np.random.SeedSequence([seed, step, *([rank] if rank else [])]).generate_state(2, np.uint64)
+    torch.manual_seed(int(drawn[0] >> 1))
+    random.seed(int(drawn[1]))
+    np.random.seed(int(drawn[1]) % 2**32)
 
 
 def seeds(seed: int, step: int, count: int, dp: Axis) -> list[int]:
@@ -61,12 +72,12 @@ def mean_loss(forward: Callable[..., Tensor], batches: Iterable[Batch], device: 
 
     ``forward`` has the signature of Stack.forward.
     """
-    found = torch.zeros(2, dtype=torch.float64, device=device)
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in batches:
         mask = torch.ones_like(batch.labels) if batch.loss_mask is None else batch.loss_mask
         value = forward(batch.tokens, batch.positions, batch.documents, batch.labels, mask.float())
-        found += torch.stack([value.double(), mask.sum().double()])
-    total, counted = all_reduce(found, world)
+        sums += torch.stack([value.double(), mask.sum().double()])
+    total, counted = all_reduce(sums, world)
     return (total / counted.clamp(min=1)).item()
 
 
@@ -122,8 +133,8 @@ class Timers:
         for name, begin, end in self._events:
             end.synchronize()
             self._add(name, begin.elapsed_time(end) / 1000)
-        found, self._seconds, self._events = self._seconds, {}, []
-        return {f"{name}_seconds": seconds for name, seconds in found.items()}
+        total, self._seconds, self._events = self._seconds, {}, []
+        return {f"{name}_seconds": seconds for name, seconds in total.items()}
 
     def _add(self, name: str, seconds: float) -> None:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hpclm.checkpoint import inference
 from hpclm.config.checks import Checked
 from hpclm.data import tokenizers
 from hpclm.errors import ConfigError
+from hpclm.inference import run_model
 from hpclm.inference.generation import continue_all
 from hpclm.inference.sampling import Sampling
 
@@ -50,11 +50,11 @@ class Completer:
     """A run's newest checkpoint and its tokenizer."""
 
     def __init__(self, run: Path, overrides: list[str]):
-        config = inference.settings(run, overrides)
+        config = run_model.settings(run, overrides)
         self.tokenizer = tokenizers.of_run(config.data)
         self.vocabulary = config.model.vocab_size
-        device, dtype = inference.place(config)
-        model, _ = inference.load_model(run, config, self.tokenizer.fingerprint, device, dtype)
+        device, dtype = run_model.place(config)
+        model, _ = run_model.load_model(run, config, self.tokenizer.fingerprint, device, dtype)
         self.model = model.to(dtype)  # layers would cast their weights for every token
 
     def ids(self, prompt: str) -> list[int]:

@@ -16,12 +16,12 @@ import torch
 from hpclm import files
 from hpclm.checkpoint import Progress
 from hpclm.data.batches import Batch
-from hpclm.data.disk.indexed import IndexedDataset
+from hpclm.data.indexed import IndexedDataset
 from hpclm.data.tokenizers import Tokenizer
 from hpclm.engine.step import mean_loss
 from hpclm.errors import ConfigError
 from hpclm.model.stack import Stack
-from hpclm.parallel.mesh import ALONE
+from hpclm.parallel.mesh import SINGLE
 
 LARGEST = 1 << 32  # bytes of a text
 
@@ -125,7 +125,7 @@ def score(
     def flush() -> None:
         batch = _batch(waiting, device)
         count = sum(len(window) - 1 for window in waiting)
-        found.nats += mean_loss(model, [batch], device, ALONE) * count
+        found.nats += mean_loss(model, [batch], device, SINGLE) * count
         found.tokens += count
         waiting.clear()
         bar.update(count)

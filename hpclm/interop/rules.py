@@ -3,7 +3,8 @@
 C hidden size, G key/value heads, D size of one head, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,10 @@ from hpclm.errors import ConfigError
 from hpclm.model import gpt
 from hpclm.model.stack import Stack
 from hpclm.parallel.placement import Placement
+
+LOGICAL = re.compile(r"(?:block(\d+)\.)?(.+)\.(\w+)")
+EMBEDDINGS = ("tokens", "output")
+LINEAR = ("attention.out", "mlp.up", "mlp.down")
 
 
 @dataclass(frozen=True)
@@ -28,19 +33,19 @@ class Rule:
 
 def same(ours: str, theirs: str) -> Rule:
     """The same tensor under another name."""
-    return Rule(ours, (theirs,), lambda x: [x], lambda found: found[0])
+    return Rule(ours, (theirs,), lambda x: [x], lambda tensors: tensors[0])
 
 
 def transposed(ours: str, theirs: str) -> Rule:
     """The weight of a linear layer, stored as [in, out]."""
-    return Rule(ours, (theirs,), lambda x: [x.t()], lambda found: found[0].t())
+    return Rule(ours, (theirs,), lambda x: [x.t()], lambda tensors: tensors[0].t())
 
 
 def table(ours: str, theirs: str, config: ModelConfig) -> Rule:
     """An embedding: V rows there, padded to model.vocab_multiple here."""
 
-    def padded(found: Sequence[Tensor]) -> Tensor:
-        [rows] = found
+    def padded(tensors: Sequence[Tensor]) -> Tensor:
+        [rows] = tensors
         if len(rows) != config.vocab_size:
             raise ConfigError(f"{theirs} has {len(rows)} rows, but model.vocab_size is {config.vocab_size}")
         return torch.cat([rows, rows.new_zeros(config.padded_vocab - len(rows), *rows.shape[1:])])
@@ -50,7 +55,7 @@ def table(ours: str, theirs: str, config: ModelConfig) -> Rule:
 
 def stacked(ours: str, theirs: Sequence[str]) -> Rule:
     """Equal blocks of rows that are separate tensors there: gate and up projection of a gated MLP."""
-    return Rule(ours, tuple(theirs), lambda x: x.chunk(len(theirs)), lambda found: torch.cat(list(found)))
+    return Rule(ours, tuple(theirs), lambda x: x.chunk(len(theirs)), lambda tensors: torch.cat(list(tensors)))
 
 
 def separate(ours: str, theirs: Sequence[str], config: ModelConfig) -> Rule:
@@ -69,7 +74,7 @@ def side_by_side(ours: str, theirs: str, config: ModelConfig) -> Rule:
     def split(x: Tensor) -> list[Tensor]:
         return [torch.cat(unfused(x, config.groups, config.head_width)).t()]
 
-    return Rule(ours, (theirs,), split, lambda found: fused(found[0].t().chunk(3), config.groups))
+    return Rule(ours, (theirs,), split, lambda tensors: fused(tensors[0].t().chunk(3), config.groups))
 
 
 def fused(qkv: Sequence[Tensor], groups: int) -> Tensor:
@@ -84,14 +89,29 @@ def unfused(x: Tensor, groups: int, width: int) -> list[Tensor]:
     return [part.flatten(0, 1) for part in by_group.split([queries, width, width], 1)]
 
 
-def kinds(bias: bool) -> tuple[str, ...]:
-    """The tensors of a layer with or without a bias."""
-    return ("weight", "bias") if bias else ("weight",)
+def of_modules(
+    config: ModelConfig, modules: Mapping[str, Sequence[str]], layer: str, in_out: bool = False
+) -> Iterator[Rule]:
+    """A rule for every weight of a network.
 
-
-def norm_kinds(config: ModelConfig) -> tuple[str, ...]:
-    """The tensors of one of the model's norms."""
-    return kinds(config.bias and config.norm == "layernorm")
+    ``modules``: our module -> theirs, which may be separate modules for q, k, v or for gate and up projection; in a block,
+    ``layer`` with the block's number comes before them. ``in_out``: linear layers are stored as [in, out].
+    """
+    for ours in placements(config):
+        block, module, kind = LOGICAL.fullmatch(ours).groups()  # type: ignore[union-attr]
+        names = modules.get(module, module)
+        prefix = "" if block is None else layer.format(block)
+        suffix = "weight" if kind == "table" else kind
+        theirs = [f"{prefix}{name}.{suffix}" for name in ([names] if isinstance(names, str) else names)]
+        if module in EMBEDDINGS:
+            yield table(ours, theirs[0], config)
+        elif len(theirs) > 1:
+            yield separate(ours, theirs, config) if module == "attention.qkv" else stacked(ours, theirs)
+        elif in_out and module == "attention.qkv":
+            yield side_by_side(ours, theirs[0], config)
+        else:
+            turned = in_out and kind == "weight" and module in LINEAR
+            yield transposed(ours, theirs[0]) if turned else same(ours, theirs[0])
 
 
 def placements(config: ModelConfig) -> dict[str, Placement]:
@@ -109,9 +129,9 @@ def check_depth(config: ModelConfig, tensors: int, place: str) -> None:
 
 def check_names(needed: Iterable[str], there: Iterable[str], place: str) -> None:
     """ConfigError that names tensors missing in ``place``, and unexpected ones."""
-    wanted, found = set(needed), set(there)
-    missing, spare = wanted - found, found - wanted
-    wrong = [*_named("has no", missing, place), *_named("has tensors that this network does not use:", spare, place)]
+    expected, present = set(needed), set(there)
+    missing, unused = expected - present, present - expected
+    wrong = [*_named("has no", missing, place), *_named("has tensors that this network does not use:", unused, place)]
     if wrong:
         raise ConfigError(wrong)
 

@@ -14,11 +14,11 @@ from tqdm import tqdm
 from hpclm import config as configs
 from hpclm import files
 from hpclm.checkpoint import CheckpointStore, Progress, Retention, directory, manifest
-from hpclm.checkpoint.manifest import BadCheckpoint, Manifest
+from hpclm.checkpoint.manifest import Manifest
 from hpclm.config import DataConfig, ModelConfig, RunConfig
 from hpclm.config.fields import as_yaml
 from hpclm.engine import Shard
-from hpclm.errors import ConfigError, NoCheckpointError, unwritten
+from hpclm.errors import ConfigError, unwritten
 from hpclm.interop.rules import Rule, check_depth, check_names, placements
 
 
@@ -59,20 +59,10 @@ def find(path: Path, overrides: list[str]) -> Found:
 
     ConfigError if it is not part of a run, NoCheckpointError if there is no good checkpoint.
     """
-    if (path / manifest.NAME).is_file():
-        run = path.absolute().parent.parent
-        config = configs.of_run(run, overrides)
-        try:
-            known = manifest.read(path)
-            manifest.verify(path, known)
-        except BadCheckpoint as reason:
-            raise NoCheckpointError(f"checkpoint {path} is bad: {reason}; choose another of {run}") from None
-        except OSError as error:
-            raise directory.unreadable(path, error) from error
-        return Found(run, path, known, config)
-    config = configs.of_run(path, overrides)
-    folder, known = directory.newest(path / "checkpoints")
-    return Found(path, folder, known, config)
+    run = path.absolute().parent.parent if (path / manifest.NAME).is_file() else path
+    config = configs.of_run(run, overrides)
+    folder, known = directory.locate(path)
+    return Found(run, folder, known, config)
 
 
 class Weights:

@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import MISSING, fields
@@ -35,11 +36,11 @@ def run(config: RunConfig, train: Callable[[RunConfig], int], pdb: bool = False)
     The run directory is OUT-debug, and is emptied first. ``pdb``: on a terminal, open the debugger at an exception that
     is not an HpclmError.
     """
-    words = overrides(config)
-    changed = applied(config, words)
+    changes = overrides(config)
+    changed = applied(config, changes)
     print("debug: one process, in the foreground, with these settings changed:", file=sys.stderr)
-    for word in words:
-        say(f"  {word}", file=sys.stderr)
+    for change in changes:
+        say(f"  {change}", file=sys.stderr)
     out = Path(changed.out)
     if out.exists() and any(out.iterdir()) and not (out / MARK).exists():
         raise ConfigError(f"{out} is not the directory of a debug run, and would be overwritten; choose another out=")
@@ -69,19 +70,17 @@ def run(config: RunConfig, train: Callable[[RunConfig], int], pdb: bool = False)
         return 1
 
 
-def applied(config: RunConfig, words: list[str]) -> RunConfig:
-    """``config`` with the overrides ``words`` on top."""
-    import tempfile
-
+def applied(config: RunConfig, changes: list[str]) -> RunConfig:
+    """``config`` with the overrides ``changes`` on top."""
     with tempfile.TemporaryDirectory() as folder:
         settings.dump(config, Path(folder) / "config.yaml")
-        return settings.load(Path(folder) / "config.yaml", words)
+        return settings.load(Path(folder) / "config.yaml", changes)
 
 
 def overrides(config: RunConfig) -> list[str]:
     """What debugging changes in the settings, as key=value words."""
     micro = min(config.batch.micro_size or MICRO, MICRO)
-    wanted: dict[str, object] = {
+    values: dict[str, object] = {
         "out": f"{Path(config.out)!s}-debug",
         "stop_at": min(config.stop_at or STEPS, STEPS),
         "job.nodes": 1,
@@ -100,29 +99,21 @@ def overrides(config: RunConfig) -> list[str]:
         "checkpoint.resume": "auto",
         "log.every": 1,
     }
-    if config.optim.schedule == "wsd" and config.optim.schedule_length is None:
-        # its decay may be longer than this budget
-        wanted["optim.schedule_length"] = schedule_length(config)
-    if missing(config.data):
-        defaults = {field.name: field for field in fields(DataConfig)}
-        for name in sorted(OF_FILES | {"tokenizer_files", "break_mode"}):
-            field = defaults[name]
-            made = field.default if field.default_factory is MISSING else field.default_factory()
-            wanted[f"data.{name}"] = made
-        wanted["data.source"] = "synthetic"
-    return [f"{key}={as_yaml(value)}" for key, value in wanted.items() if value != attrgetter(key)(config)]
+    optim = config.optim
+    if optim.schedule == "wsd" and optim.schedule_length is None:  # its warm-up and decay may be longer than the budget
+        share = 1 - (optim.warmup_fraction or 0)
+        longest = (math.ceil(2 * steps / share) for steps in (optim.warmup, optim.wsd_decay or 0))
+        values["optim.schedule_length"] = max(BUDGET, *longest)
+    if _is_missing(config.data):
+        for field in fields(DataConfig):
+            if field.name in OF_FILES | {"tokenizer_files", "break_mode"}:
+                default = field.default if field.default_factory is MISSING else field.default_factory()
+                values[f"data.{field.name}"] = default
+        values["data.source"] = "synthetic"
+    return [f"{key}={as_yaml(value)}" for key, value in values.items() if value != attrgetter(key)(config)]
 
 
-def schedule_length(config: RunConfig) -> int:
-    """A length that wsd's warm-up and final decay fit into, at least ``BUDGET``."""
-    optim, rest = config.optim, 1 - (config.optim.warmup_fraction or 0)
-    return max(BUDGET, *(math.ceil(2 * n / rest) for n in (optim.warmup, optim.wsd_decay or 0)))
-
-
-def missing(data: DataConfig) -> list[str]:
-    """Missing files of the settings' datasets; nothing for a source without files."""
-    if data.source != "indexed":
-        return []
-    prefixes = data.prefixes()
-    lost = [f"{prefix}{end}" for prefix in prefixes for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]
-    return lost if prefixes else ["data.prefix"]
+def _is_missing(data: DataConfig) -> bool:
+    """Whether files of the settings' datasets are missing."""
+    paths = [Path(f"{prefix}{end}") for prefix in data.prefixes() for end in (".bin", ".idx")]
+    return data.source == "indexed" and not (paths and all(path.is_file() for path in paths))

@@ -10,6 +10,7 @@ from hpclm.registry import hint
 Resources = dict[str, list[int]]
 """Slots (GPU numbers) of each host, in the order of the hostfile."""
 
+LINE = re.compile(r"([A-Za-z0-9_][A-Za-z0-9._-]*)\s+slots=([1-9]\d{0,3})(\s.*)?")
 FORM = "NAME[:SLOT[,SLOT...]][@NAME...], such as node1@node2:4,5"
 
 
@@ -26,32 +27,20 @@ def load(path: str | Path) -> Resources:
 
 def parse(text: str, name: str = "hostfile") -> Resources:
     """``text``: a line "HOST slots=N" for each host; empty lines and lines that begin with # are skipped."""
-    found: Resources = {}
-    seen: dict[str, int] = {}
-    wrong = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        line = line.strip()
-        if not line or line.startswith("#"):
-            continue
-        match = re.fullmatch(r"(\S+)\s+slots=(\d{1,4})(?:\s.*)?", line)
-        if not match:
-            wrong.append(f'{name} line {number}: {line!r} is not "HOST slots=N", such as: node1 slots=8')
-        elif not re.fullmatch(
-            r"[A-Za-z0-9_][A-Za-z0-9._-]*", match[1]
-        ):  # commas and colons separate hosts for a launcher
-            wrong.append(f"{name} line {number}: {match[1]!r} is not a host name or address")
-        elif match[1] in seen:
-            wrong.append(f"{name} line {number}: host {match[1]} is already in line {seen[match[1]]}")
-        elif int(match[2]) < 1:
-            way_out = "leave the host out or put # before it"
-            wrong.append(f"{name} line {number}: slots={match[2]} must be at least 1; {way_out}")
-        else:
-            seen[match[1]], found[match[1]] = number, list(range(int(match[2])))
-    if not found and not wrong:
-        wrong = [f'{name} names no host; it needs a line "HOST slots=N" for each']
-    if wrong:
-        raise ConfigError(wrong)
-    return found
+    hosts, problems = Resources(), []
+    for number, line in enumerate(map(str.strip, text.splitlines()), start=1):
+        match = LINE.fullmatch(line)
+        if match and match[1] not in hosts:
+            hosts[match[1]] = list(range(int(match[2])))
+        elif match:
+            problems.append(f"{name} line {number}: host {match[1]} is listed twice")
+        elif line and not line.startswith("#"):
+            problems.append(f'{name} line {number}: {line!r} is not "HOST slots=N", such as: node1 slots=8')
+    if not hosts and not problems:
+        problems = [f'{name} names no host; it needs a line "HOST slots=N" for each']
+    if problems:
+        raise ConfigError(problems)
+    return hosts
 
 
 def select(hosts: Resources, include: str = "", exclude: str = "") -> Resources:
@@ -63,18 +52,17 @@ def select(hosts: Resources, include: str = "", exclude: str = "") -> Resources:
         raise ConfigError(f"include={include} and exclude={exclude} cannot be combined; give one of them")
     if not include and not exclude:
         return hosts
-    option, words = ("include", include) if include else ("exclude", exclude)
-    named = _named(words, option)
-    wrong = []
+    option = f"include={include}" if include else f"exclude={exclude}"
+    named = _named(include or exclude, option)
+    problems = []
     for host, slots in named.items():
         if host not in hosts:
-            wrong.append(f"{option}={words}: host {host!r} is not in the hostfile.{hint(host, list(hosts))}")
-        for slot in slots:
-            if slot not in hosts.get(host, slots):
-                last = len(hosts[host]) - 1
-                wrong.append(f"{option}={words}: host {host} has no slot {slot}; its slots are 0 to {last}")
-    if wrong:
-        raise ConfigError(wrong)
+            problems.append(f"{option}: host {host!r} is not in the hostfile.{hint(host, list(hosts))}")
+        elif missing := set(slots) - set(hosts[host]):
+            last = len(hosts[host]) - 1
+            problems.append(f"{option}: host {host} has no slot {min(missing)}; its slots are 0 to {last}")
+    if problems:
+        raise ConfigError(problems)
     if include:
         chosen = {host: named[host] or slots for host, slots in hosts.items() if host in named}
     else:
@@ -82,19 +70,19 @@ def select(hosts: Resources, include: str = "", exclude: str = "") -> Resources:
         chosen = {host: [slot for slot in slots if slot not in out.get(host, [])] for host, slots in hosts.items()}
     chosen = {host: slots for host, slots in chosen.items() if slots}
     if not chosen:
-        raise ConfigError(f"{option}={words} leaves no slot to run on")
+        raise ConfigError(f"{option} leaves no slot to run on")
     return chosen
 
 
-def _named(words: str, option: str) -> Resources:
-    """Slots of each host that ``words`` name, sorted, without duplicates; empty means all."""
-    found: dict[str, set[int]] = {}
-    for word in words.split("@"):
-        host, colon, slots = word.strip().partition(":")
-        if not host or not re.fullmatch(r"\d{1,4}(\s*,\s*\d{1,4})*" if colon else "", slots.strip()):
-            raise ConfigError(f"{option}={words}: {word.strip()!r} is not {FORM}")
-        found.setdefault(host, set()).update(int(slot) for slot in slots.split(",") if colon)
-    return {host: sorted(slots) for host, slots in found.items()}
+def _named(text: str, option: str) -> Resources:
+    """Slots of each host that ``text`` names, sorted, without duplicates; empty means all."""
+    named: dict[str, set[int]] = {}
+    for word in map(str.strip, text.split("@")):
+        match = re.fullmatch(r"([^:]+)(:\d{1,4}(\s*,\s*\d{1,4})*)?", word)
+        if not match:
+            raise ConfigError(f"{option}: {word!r} is not {FORM}")
+        named.setdefault(match[1], set()).update(map(int, re.findall(r"\d+", match[2] or "")))
+    return {host: sorted(slots) for host, slots in named.items()}
 
 
 def limit(hosts: Resources, nodes: int, gpus: int) -> Resources:

@@ -20,15 +20,15 @@ def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Seq
     machine has too few GPUs.
     """
     env = environment.inherited() | config.job.env
-    found = 0 if config.engine.device == "cpu" else gpus.count(env)
-    count = process_count(config, found)
-    from hpclm.launch import one_machine  # with PyTorch
+    available = 0 if config.engine.device == "cpu" else gpus.count(env)
+    count = process_count(config, available)
+    from hpclm.launch import torchrun  # with PyTorch
 
-    notes = [placement(config, count, found, environment.cores()), *unused(config.job, "local")]
+    notes = [placement(config, count, available, environment.cores()), *unused(config.job, "local")]
     log = foreground.begin(config, "local", (1, count), notes, command)
     env.setdefault("OMP_NUM_THREADS", str(threads(count, environment.cores())))
     environment.replace(env)
-    return one_machine.run_here(program or train(path), count, log, secrets.token_hex(8), config.job.restarts)
+    return torchrun.run_here(program or train(path), count, log, secrets.token_hex(8), config.job.restarts)
 
 
 def check(config: RunConfig) -> None:

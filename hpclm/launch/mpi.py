@@ -18,6 +18,12 @@ from hpclm.node import environment, gpus, processes
 from hpclm.node.processes import NoAnswerError
 
 Flavour = Literal["Open MPI", "MPICH", "Intel MPI"]
+FLAVOURS: dict[str, Flavour] = {
+    "Open MPI|OpenRTE|PRRTE": "Open MPI",
+    r"Intel\(R\) MPI": "Intel MPI",
+    "HYDRA": "MPICH",
+}
+"""What mpirun --version prints."""
 
 PASSED = re.compile(
     r"(HPCLM|NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|KMP|CUDA|NVIDIA|HIP|ROCR|UCX|FI|PYTHON|CONDA|TRITON|HF|XDG)_?\w*"
@@ -33,52 +39,48 @@ SIGNALS: dict[int, int] = dict.fromkeys((signal.SIGTERM, signal.SIGINT, signal.S
 
 
 @dataclass(frozen=True)
-class Plan:
+class MpiPlan:
     """What mpirun starts."""
 
     env: dict[str, str]
     mpirun: str
     kind: Flavour
     hosts: Resources
-    shape: tuple[int, int, int]
-    """Nodes, most processes on one, processes in all."""
+    nodes: int
+    most: int
+    """Processes on one node, at most."""
     note: str
     """The same in words."""
 
     def command(self, program: Sequence[str], more: Iterable[str] = ()) -> list[str]:
         """The mpirun command that starts ``program`` on every slot; ``more``: additional variables to pass."""
         passed = [name for name in self.env if PASSED.fullmatch(name) or name in set(more)]
-        nodes, each, _ = self.shape
-        return mpirun_command(self.mpirun, self.kind, self.hosts, (nodes, each), program, passed, os.geteuid() == 0)
+        shape = (self.nodes, self.most)
+        return mpirun_command(self.mpirun, self.kind, self.hosts, shape, program, passed, os.geteuid() == 0)
 
 
-def plan(config: RunConfig) -> Plan:
+def plan(config: RunConfig) -> MpiPlan:
     """What mpirun starts according to the settings; ConfigError if mpirun is missing, or there are too few hosts."""
     env = {k: v for k, v in environment.inherited().items() if not OF_A_RANK.match(k)} | config.job.env
     mpirun, kind = installed(env)
-    nodes, each = config.job.nodes, config.job.gpus
-    hosts = resources(config)
-    if hosts:
-        count, note = sum(map(len, hosts.values())), described(hosts)
-        nodes, each = len(hosts), max(map(len, hosts.values()))
-    else:
-        found = 0
-        if "SLURM_JOB_ID" not in env:
-            if nodes > 1:
-                raise ConfigError(f"job.nodes={nodes} with mpirun needs job.hostfile, or a Slurm allocation around it")
-            found = 0 if config.engine.device == "cpu" else gpus.count(env)
-            count = local.process_count(config, found)
-        count = nodes * each
-        note = f"{count} processes, {each} on each of {nodes} node{'s' * (nodes != 1)}"
-    if "OMP_NUM_THREADS" not in env and "SLURM_JOB_ID" not in env and not hosts:
-        env["OMP_NUM_THREADS"] = str(local.threads(count, environment.cores()))
-    return Plan(env, mpirun, kind, hosts, (nodes, each, count), f"{kind}: {note}")
+    nodes, most = config.job.nodes, config.job.gpus
+    if hosts := resources(config):
+        listed = [f"{host} ({', '.join(map(str, slots))})" for host, slots in hosts.items()]
+        note = f"{kind}: {sum(map(len, hosts.values()))} processes on {', '.join(listed)}"
+        return MpiPlan(env, mpirun, kind, hosts, len(hosts), max(map(len, hosts.values())), note)
+    if "SLURM_JOB_ID" not in env:
+        if nodes > 1:
+            raise ConfigError(f"job.nodes={nodes} with mpirun needs job.hostfile, or a Slurm allocation around it")
+        count = local.process_count(config, 0 if config.engine.device == "cpu" else gpus.count(env))
+        env.setdefault("OMP_NUM_THREADS", str(local.threads(count, environment.cores())))
+    note = f"{kind}: {nodes * most} processes, {most} on each of {nodes} node{'s' * (nodes != 1)}"
+    return MpiPlan(env, mpirun, kind, {}, nodes, most, note)
 
 
 def preview(config: RunConfig, path: Path) -> str:
     """The hosts and slots, and the command that ``run`` would execute."""
-    found = plan(config)
-    return f"# {found.note}\n{shlex.join(found.command(local.train(path), config.job.env))}\n"
+    launch = plan(config)
+    return f"# {launch.note}\n{shlex.join(launch.command(local.train(path), config.job.env))}\n"
 
 
 def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Sequence[str] = ()) -> int:
@@ -87,13 +89,12 @@ def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Seq
     ``command``: what the user typed, for the record; ``program``: what runs instead of training. ConfigError as of
     ``plan``.
     """
-    found = plan(config)
-    nodes, each, _ = found.shape
-    notes = [found.note, *local.unused(config.job, "mpirun")]
-    log = foreground.begin(config, "mpirun", (nodes, each), notes, command)
-    signals = SIGNALS if found.kind == "Open MPI" else SIGNALS | {signal.SIGUSR2: signal.SIGUSR1}
-    words = found.command(program or local.train(path), config.job.env)
-    return foreground.run("mpirun", words, found.env, log, signals)
+    launch = plan(config)
+    notes = [launch.note, *local.unused(config.job, "mpirun")]
+    log = foreground.begin(config, "mpirun", (launch.nodes, launch.most), notes, command)
+    signals = SIGNALS if launch.kind == "Open MPI" else SIGNALS | {signal.SIGUSR2: signal.SIGUSR1}
+    line = launch.command(program or local.train(path), config.job.env)
+    return foreground.run("mpirun", line, launch.env, log, signals)
 
 
 def resources(config: RunConfig) -> Resources:
@@ -109,12 +110,6 @@ def resources(config: RunConfig) -> Resources:
     if job.nodelist or job.exclude:
         return hostfile.select(hosts, job.nodelist or "", job.exclude or "")
     return hosts if (job.nodes, job.gpus) == (1, 1) else hostfile.limit(hosts, job.nodes, job.gpus)
-
-
-def described(hosts: Resources) -> str:
-    """The hosts and their slots in words."""
-    listed = [f"{host} ({', '.join(map(str, slots))})" for host, slots in hosts.items()]
-    return f"{sum(map(len, hosts.values()))} processes on {', '.join(listed)}"
 
 
 def installed(env: Mapping[str, str]) -> tuple[str, Flavour]:
@@ -134,12 +129,9 @@ def installed(env: Mapping[str, str]) -> tuple[str, Flavour]:
 
 def flavour(version: str, mpirun: str = "mpirun") -> Flavour:
     """The MPI whose mpirun prints ``version``."""
-    if "Open MPI" in version or "OpenRTE" in version or "PRRTE" in version:
-        return "Open MPI"
-    if "Intel(R) MPI" in version:
-        return "Intel MPI"
-    if "HYDRA" in version:
-        return "MPICH"
+    for pattern, kind in FLAVOURS.items():
+        if re.search(pattern, version):
+            return kind
     first = (version.strip().splitlines() or ["nothing"])[0]
     raise ConfigError(f"{mpirun} --version says {first!r}; hpclm knows Open MPI, MPICH and Intel MPI")
 
@@ -158,22 +150,21 @@ def mpirun_command(
 
     Ranks follow the order of hosts and slots. The chosen slots of a host are its CUDA_VISIBLE_DEVICES.
     """
-    nodes, each = shape
-    line = [mpirun]
+    nodes, per_node = shape
+    line, exported = [mpirun], list[str]()
     if kind == "Open MPI":
-        line += ["--allow-run-as-root"] * root
         # the placement is explicit; more processes than cores are allowed
-        by = "slot" if hosts or nodes == 1 else f"ppr:{each}:node"
-        line += ["--bind-to", "none", "--map-by", f"{by}:OVERSUBSCRIBE"]
+        by = "slot" if hosts or nodes == 1 else f"ppr:{per_node}:node"
+        line += ["--allow-run-as-root"] * root + ["--bind-to", "none", "--map-by", f"{by}:OVERSUBSCRIBE"]
         exported = [word for name in passed for word in ("-x", name)]
     else:
         line += ["-bind-to", "none"] if kind == "MPICH" else ["-genv", "I_MPI_PIN", "0"]
         line += ["-genvall"]
-        exported = []
     if not hosts:
-        return [*line, *exported, *(["-ppn", str(each)] * (kind != "Open MPI")), "-n", str(nodes * each), *program]
+        counts = ["-ppn", str(per_node)] * (kind != "Open MPI") + ["-n", str(nodes * per_node)]
+        return [*line, *exported, *counts, *program]
     for number, (host, slots) in enumerate(hosts.items()):
-        where = f"{host}:{len(slots)}" if kind == "Open MPI" else host
+        place = f"{host}:{len(slots)}" if kind == "Open MPI" else host
         devices = "CUDA_VISIBLE_DEVICES=" + ",".join(map(str, slots))
-        line += [":"] * bool(number) + exported + ["-host", where, "-n", str(len(slots)), "env", devices, *program]
+        line += [":"] * bool(number) + exported + ["-host", place, "-n", str(len(slots)), "env", devices, *program]
     return line

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpclm import config
 from hpclm.config import RunConfig
@@ -19,28 +19,30 @@ if TYPE_CHECKING:
 
 
 def check(
-    run: RunConfig, data: bool = True, back_to: int | None = None, again: bool = False, there: bool = False
+    run: RunConfig, data: bool = True, resume_step: int | None = None, queued: bool = False, continues: bool = False
 ) -> None:
     """ConfigError with every problem.
 
-    ``data``: whether the run reads the data in its settings; ``back_to``: the step of the checkpoint to continue from;
-    ``again``: it will follow a job in the queue; ``there``: whether its directory may contain a run to continue.
+    ``data``: whether the run reads the data in its settings; ``resume_step``: the step of the checkpoint to continue from;
+    ``queued``: it will follow a job in the queue; ``continues``: its directory may contain a run to continue.
     """
-    found: list[Source | None] = []
-    looks: list[Callable[[], object]] = [lambda: _check_names(run)]
+    problems: list[str] = []
+
+    def collect(check: Callable[[], Any]) -> Any:
+        try:
+            return check()
+        except ConfigError as error:
+            problems.extend(error.problems)
+
+    collect(lambda: _check_names(run))
+    source: Source | None = None
     if data and not run.missing():
         from hpclm.data import sources  # imports NumPy
 
-        looks.append(lambda: found.append(sources.check(run, run.plan(run.parallel.model))))
-    looks.append(lambda: _check_init_from(run, found[0] if found else None))
-    if there:
-        looks.append(lambda: _check_history(run, found[0] if found else None, back_to, again))
-    problems: list[str] = []
-    for look in looks:
-        try:
-            look()
-        except ConfigError as error:
-            problems += error.problems
+        source = collect(lambda: sources.check(run, run.plan(run.parallel.model)))
+    collect(lambda: _check_init_from(run, source))
+    if continues:
+        collect(lambda: _check_history(run, source, resume_step, queued))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
 
@@ -54,17 +56,16 @@ def _check_names(run: RunConfig) -> None:
     ]
     for kind, name, table, module in names:
         if name not in table:  # hpclm's own are there, and some take seconds to load
-            found = lookup(kind, name, table, import_module(module).CHECK)
+            loaded = lookup(kind, name, table, import_module(module).CHECK)
             if kind == "engine.name":
                 from hpclm.engine import check_supports
 
-                check_supports(run, found)
+                check_supports(run, loaded)
 
 
 def _check_init_from(run: RunConfig, source: "Source | None") -> None:
-    """ConfigError if the run cannot start from the checkpoints in its settings; PyTorch is loaded only for those."""
-    begins = run.checkpoint.init_from is not None and run.job.dependency is None  # or a job before it may make them
-    if not begins and run.checkpoint.resume != "never":
+    """ConfigError if the run cannot start from checkpoint.init_from; PyTorch is loaded only for that."""
+    if run.checkpoint.init_from is None or "dependency" in run.job.options:  # a job before it may make the checkpoint
         return
     from hpclm.checkpoint.fingerprint import fingerprint
     from hpclm.checkpoint.init_from import check_init_from
@@ -72,17 +73,17 @@ def _check_init_from(run: RunConfig, source: "Source | None") -> None:
     check_init_from(run, None if source is None else fingerprint(run, source))
 
 
-def _check_history(run: RunConfig, source: "Source | None", back_to: int | None, again: bool) -> None:
+def _check_history(run: RunConfig, source: "Source | None", resume_step: int | None, queued: bool) -> None:
     """ConfigError if the settings do not fit the run's checkpoints, or a job of it that has saved nothing yet."""
     out, path = Path(run.out), Path(run.out) / "config.yaml"
-    if back_to is not None or os.path.lexists(out / "checkpoints"):
+    if resume_step is not None or os.path.lexists(out / "checkpoints"):
         from hpclm.checkpoint import resumable  # with NumPy
 
-        found = resumable.candidate(out, back_to)
-        resumable.check(found, run, source)
-        if found:
+        checkpoint = resumable.candidate(out, resume_step)
+        resumable.check(checkpoint, run, source)
+        if checkpoint:
             return
-    if again and path.is_file():
+    if queued and path.is_file():
         from hpclm.checkpoint.fingerprint import check_fingerprint, fingerprint
 
         check_fingerprint(path, fingerprint(config.load(path), None), fingerprint(run, None))

@@ -1,52 +1,37 @@
-"""Submit a run to Slurm exactly once: if this process is killed at any point, the next one finds out and continues.
+"""Submit a run exactly once: if this process is killed at any point, the next one finds out and continues.
 
 The script is written under a new number before sbatch is called, and the queue shows its path. So a job whose
 submission was not recorded is found by its script, and a script without a job was never submitted.
 """
 
-import re
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from hpclm import files
 from hpclm.config import RunConfig
 from hpclm.config.compose import dumped
+from hpclm.config.length import run_length
 from hpclm.errors import ConfigError, LockedError
-from hpclm.launch.options import set_in
-from hpclm.launch.sbatch import check_startable
-from hpclm.node import slurm
-from hpclm.node.processes import NoAnswerError
 from hpclm.rundir import code, config_history, folder, submissions
 from hpclm.rundir.lock import Lock, refuse_if_held
 from hpclm.rundir.submissions import Submission
-
-QUEUE = "%i|%T|%r|%o"
-_SCRIPT = re.compile(r"script-(\d+)\.sbatch")
-
-
-@dataclass(frozen=True)
-class Queued:
-    """A pending or running job of the run."""
-
-    job_id: str
-    state: str
-    reason: str
-    script: Path
-
-    def __str__(self) -> str:
-        return f"job {self.job_id} ({self.state.lower()}{f': {self.reason}' * (self.reason != 'None')})"
+from hpclm.scheduler import Queued, Scheduler
 
 
 def send(
-    config: RunConfig, text: str, command: Sequence[str], again: bool = False, back_to: int | None = None
+    config: RunConfig,
+    text: str,
+    command: Sequence[str],
+    scheduler: Scheduler,
+    again: bool = False,
+    resume_step: int | None = None,
 ) -> tuple[Submission, bool]:
     """Submit the script ``text``, which trains ``config`` in its run directory; the job, and whether it is new.
 
-    It is not new if the same submission was interrupted earlier, after Slurm had accepted it. LockedError if a job of
-    the run is in the queue, unless ``again``. ``back_to``: the step of the checkpoint to continue from.
+    It is not new if the same submission was interrupted earlier, after it had been accepted. LockedError if a job of
+    the run is in the queue, unless ``again``. ``resume_step``: the step of the checkpoint to continue from.
     """
     out = Path(config.out)
     folder.make(out)
@@ -55,7 +40,7 @@ def send(
         for name in ("config.yaml", "job/submitit", f"job/script-{max(scripts, default=0) + 1}.sbatch"):
             files.sweep(out / name)  # left by a killed process
         recorded = {Path(each.script).name for each in submissions.read(out) if each.script}
-        found = queued(out) if scripts else []
+        found = queued(out, scheduler) if scripts else []
         lost = [job for job in found if job.script.name not in recorded]
         for job in lost:
             submissions.append(out, _submission(config, job.job_id, job.script, command))
@@ -71,13 +56,10 @@ def send(
         if config.job.snapshot:
             code.keep(out, config)
         script = out / "job" / f"script-{max(scripts, default=0) + 1}.sbatch"
-        from hpclm.launch import queue
-
-        with _prepared(config, back_to):
+        with _prepared(config, resume_step):
             files.write_text(script, text)
             try:
-                job_id = queue.submit(script, set_in(text), out / "job" / "sbatch.lock")
-                check_startable(job_id)
+                job_id = scheduler.submit(script, out / "job" / "sbatch.lock")
             except ConfigError:
                 script.unlink()  # there certainly is no job
                 raise
@@ -86,60 +68,46 @@ def send(
 
 
 @contextmanager
-def _prepared(config: RunConfig, back_to: int | None) -> Iterator[None]:
+def _prepared(config: RunConfig, resume_step: int | None) -> Iterator[None]:
     """During the block, the run directory has the settings, and the step to roll back to, of the attempt that is being
     started; a ConfigError restores what was there before."""
     out = Path(config.out)
     replaced, asked = config_history.replace(out, dumped(config)), submissions.rollback(out)
-    if back_to is not None:
-        submissions.roll_back(out, back_to)
+    if resume_step is not None:
+        submissions.roll_back(out, resume_step)
     try:
         yield
     except ConfigError:
         config_history.restore(out, replaced)
-        if back_to is not None:
+        if resume_step is not None:
             submissions.withdraw_rollback(out) if asked is None else submissions.roll_back(out, asked)
         raise
 
 
 @contextmanager
-def held(config: RunConfig, back_to: int | None = None) -> Iterator[None]:
+def held(config: RunConfig, resume_step: int | None = None) -> Iterator[None]:
     """Lock the run directory for a local launch during the block, with its settings written.
 
-    ``back_to``: as in ``send``. LockedError if another launch or run is using it; nothing has changed then.
+    ``resume_step``: as in ``send``. LockedError if another launch or run is using it; nothing has changed then.
     """
     out = Path(config.out)
     folder.make(out)
     with Lock(out, "job/launch"):
         refuse_if_held(out)
-        with _prepared(config, back_to):
+        with _prepared(config, resume_step):
             yield
 
 
-def queued(out: Path, seconds: float = 60) -> list[Queued]:
-    """Pending and running jobs of the run directory ``out``; NoAnswerError if Slurm does not answer within ``seconds``."""
+def queued(out: Path, scheduler: Scheduler, seconds: float = 60) -> list[Queued]:
+    """Pending and running jobs of the run directory ``out``; NoAnswerError if the scheduler does not answer within ``seconds``."""
     with files.locked(out / "job" / "sbatch.lock"):  # an sbatch whose caller was killed may still be running
-        pass
-    code, answer, error = slurm.ask(["squeue", "--me", "--noheader", "--array", "--format", QUEUE], seconds=seconds)
-    if code:
-        raise NoAnswerError(f"squeue: {error.strip() or f'exit code {code}'}; nothing was submitted")
-    ours = (out / "job").resolve()
-    found = []
-    for line in answer.splitlines():
-        parts = line.strip().split("|", 3)
-        script = Path(parts[3]) if len(parts) == 4 else Path()
-        if _SCRIPT.fullmatch(script.name) and script.parent.resolve() == ours:
-            found.append(Queued(parts[0], parts[1], parts[2], script))
-    return sorted(found, key=lambda job: _number(job.script))
+        return scheduler.queued(out / "job", seconds)
 
 
 def _scripts(out: Path) -> list[int]:
-    return [_number(path) for path in (out / "job").glob("script-*.sbatch") if _SCRIPT.fullmatch(path.name)]
-
-
-def _number(script: Path) -> int:
-    found = _SCRIPT.fullmatch(script.name)
-    return int(found[1]) if found else 0
+    """The numbers of the scripts that were written."""
+    names = [path.stem.removeprefix("script-") for path in (out / "job").glob("script-*.sbatch")]
+    return [int(number) for number in names if number.isdecimal()]
 
 
 def _same(out: Path, config: RunConfig, script: Path, text: str) -> bool:
@@ -152,7 +120,7 @@ def _same(out: Path, config: RunConfig, script: Path, text: str) -> bool:
 
 def _submission(config: RunConfig, job_id: str, script: Path, command: Sequence[str]) -> Submission:
     return Submission(
-        cluster="slurm",
+        cluster="slurm" if config.job.cluster == "auto" else config.job.cluster,
         job_id=job_id,
         host=socket.gethostname(),
         nodes=config.job.nodes,
@@ -161,4 +129,5 @@ def _submission(config: RunConfig, job_id: str, script: Path, command: Sequence[
         script=str(script),
         command=list(command),
         folder=str(Path.cwd()),
+        steps=run_length(config, config.plan(config.parallel.model), None).steps,
     )

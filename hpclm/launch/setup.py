@@ -22,7 +22,10 @@ def lines(config: RunConfig, path: Path, folders: Iterable[Path] = ()) -> Iterat
     ``folders``: to mount in a container, besides job.mounts.
     """
     job = config.job
-    yield from loading(job)
+    if job.modules:
+        yield "command -v module > /dev/null || . /etc/profile"
+        yield f"module load {shlex.join(job.modules)} || exit 64"
+    yield from _python(job)
     for variable, value in job.env.items():
         yield f"export {variable}={shlex.quote(value)}"
     if job.restarts:
@@ -37,14 +40,6 @@ def lines(config: RunConfig, path: Path, folders: Iterable[Path] = ()) -> Iterat
     if job.container:
         yield f"inside=({_container(config, path, list(folders))})"
     yield f"set -- {shlex.quote(str(path))}"
-
-
-def loading(job: JobConfig) -> Iterator[str]:
-    """Lines that load the modules and select the Python."""
-    if job.modules:
-        yield "command -v module > /dev/null || . /etc/profile"
-        yield f"module load {shlex.join(job.modules)} || exit 64"
-    yield from _python(job)
 
 
 def _python(job: JobConfig) -> Iterator[str]:

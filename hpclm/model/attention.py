@@ -4,8 +4,6 @@ T tokens, t of them on this process between layers, B sequences, C hidden size, 
 key/value heads on this process.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -84,7 +82,7 @@ def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, 
     ``mask`` [B or 1, 1 or H, T, T] is True where attention is allowed, or is added to the scores; None: causal.
     """
     grouped = q.shape[1] != k.shape[1]
-    if q.device.type == "cpu" and mask is None and not dropout and not grouped and q.shape[2] <= LONGEST:
+    if not q.is_cuda and mask is None and not dropout and not grouped and q.shape[2] <= LONGEST:
         return blocked(q, k, v)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, enable_gqa=grouped
@@ -102,8 +100,8 @@ def flex_attention(q: Tensor, k: Tensor, v: Tensor, flex: Flex) -> Tensor:
         return score + slopes[h] * (column - row)
 
     bias, grouped = None if slopes is None else biased, q.shape[1] != k.shape[1]
-    found: Any = library.flex_attention(q, k, v, score_mod=bias, block_mask=flex.blocks, enable_gqa=grouped)
-    return found
+    y: Tensor = library.flex_attention(q, k, v, score_mod=bias, block_mask=flex.blocks, enable_gqa=grouped)
+    return y
 
 
 def blocked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

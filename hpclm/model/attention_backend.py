@@ -1,5 +1,6 @@
 """Which kernel computes attention on a GPU: cuDNN's, FlashAttention, FlexAttention or plain matrix products."""
 
+import atexit
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -7,6 +8,7 @@ from importlib import util
 from pathlib import Path
 
 import torch
+from torch.nn import attention
 from torch.nn.attention import SDPBackend
 
 from hpclm.config import ModelConfig
@@ -19,6 +21,8 @@ CUDNN, FLASH, EFFICIENT, MATH = (
     SDPBackend.MATH,
 )
 NAMES = {CUDNN: "cuDNN", FLASH: "FlashAttention", EFFICIENT: "memory-efficient", MATH: "math"}
+CUDNN_FIRST = (CUDNN, FLASH, EFFICIENT, MATH)
+FLASH_FIRST = (FLASH, CUDNN, EFFICIENT, MATH)
 FAST_CUDNN = 91500  # from here on its kernels are the fastest on Hopper and later
 WIDE_CUDNN = 92200  # from here on they take heads wider than 128
 NARROWEST_FLEX = 16  # FlexAttention's kernels take no narrower heads
@@ -52,18 +56,16 @@ def choose(
     if asked == "math":
         return Choice((MATH,))
     if capability < (8, 0):
-        told = f"model.attention={asked}: this GPU is too old for it" if asked in ("cudnn", "flash") else None
-        return Choice((EFFICIENT, MATH), told)
-    if asked == "flash":
-        return Choice((FLASH, CUDNN, EFFICIENT, MATH), flash=flash)
+        too_old = f"model.attention={asked}: this GPU is too old for it" if asked in ("cudnn", "flash") else None
+        return Choice((EFFICIENT, MATH), too_old)
     wrong = refused(model, cudnn)
     if asked == "cudnn":
-        return Choice((CUDNN, FLASH, EFFICIENT, MATH), wrong and f"model.attention=cudnn: {wrong}", flash)
-    if capability < (9, 0):
-        return Choice((FLASH, CUDNN, EFFICIENT, MATH), flash=flash)
+        return Choice(CUDNN_FIRST, wrong and f"model.attention=cudnn: {wrong}", flash)
+    if asked == "flash" or capability < (9, 0):
+        return Choice(FLASH_FIRST, flash=flash)
     if wrong:
-        return Choice((FLASH, CUDNN, EFFICIENT, MATH), f"{wrong}; FlashAttention is used, which is slower here", flash)
-    return Choice((CUDNN, FLASH, EFFICIENT, MATH), flash=flash)
+        return Choice(FLASH_FIRST, f"{wrong}; FlashAttention is used, which is slower here", flash)
+    return Choice(CUDNN_FIRST, flash=flash)
 
 
 def newest_flash(model: ModelConfig, capability: tuple[int, int], installed: Collection[str]) -> str | None:
@@ -76,11 +78,11 @@ def newest_flash(model: ModelConfig, capability: tuple[int, int], installed: Col
 
 def installed_flash() -> set[str]:
     """FA3 and FA4, if they are installed; nothing is imported."""
-    found = {"FA3"} if util.find_spec(FLASH_3) is not None else set()
     package, file = FLASH_4
     spec = util.find_spec(package)
-    folders = spec.submodule_search_locations if spec is not None else None
-    return found | {"FA4" for folder in folders or () if Path(folder, file).is_file()}
+    folders = (spec.submodule_search_locations if spec is not None else None) or ()
+    present = {"FA3": util.find_spec(FLASH_3) is not None, "FA4": any(Path(at, file).is_file() for at in folders)}
+    return {name for name, there in present.items() if there}
 
 
 def refused(model: ModelConfig, cudnn: int | None) -> str | None:
@@ -115,9 +117,9 @@ def use(model: ModelConfig, device: torch.device) -> Choice | None:
 
 def prefer(choice: Choice) -> Choice:
     """Let scaled_dot_product_attention take the first of these kernels that can do what it is asked for; what it was given."""
-    from torch.nn import attention
-
-    attention._sdpa_kernel(choice.order, set_priority=True)  # for good; PyTorch only has a context manager for it
+    order = attention.sdpa_kernel(list(choice.order), set_priority=True)
+    order.__enter__()
+    atexit.register(order.__exit__, None, None, None)  # until the process ends
     if choice.flash:
         try:
             attention.activate_flash_attention_impl(choice.flash)
@@ -128,9 +130,9 @@ def prefer(choice: Choice) -> Choice:
     return choice
 
 
-def flexible(model: ModelConfig, compiled: bool, device: torch.device, documents: bool) -> bool:
-    """Whether FlexAttention computes it: documents and ALiBi without a mask of length x length, in compiled blocks on GPUs."""
-    needed = documents or model.positions == "alibi"
-    wanted = model.attention == "flex" or (model.attention == "auto" and needed)
+def flexible(model: ModelConfig, compiled: bool, device: torch.device, masked: bool) -> bool:
+    """Whether FlexAttention computes it, in compiled blocks on GPUs. ``masked``: there are documents or biases, for which other
+    kernels need a mask of length x length."""
+    asked = model.attention == "flex" or (model.attention == "auto" and masked)
     able = model.head_width >= NARROWEST_FLEX and not model.attention_dropout
-    return wanted and able and compiled and device.type == "cuda"
+    return asked and able and compiled and device.type == "cuda"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hpclm.config import ModelConfig
 from hpclm.model.attention import dot_product_attention
-from hpclm.model.position import AttentionMetadata, alibi_slopes, rotary
+from hpclm.model.position import POSITIONS, AttentionMetadata
 
 
 class KeyValueCache:
@@ -30,12 +30,11 @@ class KeyValueCache:
         self._pads: Tensor | None = None  # [B, 1]
         if min(lengths) < longest:
             self._pads = torch.tensor([[longest - length] for length in lengths], device=device)
-        self._slopes: Tensor | None = None
-        if config.positions == "alibi":
-            self._slopes = alibi_slopes(config.heads, device)[None, :, None, None]
+        kind = POSITIONS[config.positions]
+        self._slopes = kind.slopes(config.heads, device)[None, :, None, None] if kind.slopes else None
         self._rotary: tuple[Tensor, Tensor] | None = None
-        if config.positions == "rope":
-            cos, sin = rotary(self._slots[:, None], config.head_width, config.rope_base)
+        if kind.rotary:
+            cos, sin = kind.rotary(self._slots[:, None], config)
             self._rotary = cos[:, 0].to(dtype), sin[:, 0].to(dtype)  # [room, 1, D]
         self.dtype = dtype
 

@@ -17,8 +17,8 @@ from hpclm.config.model import BLOCKS
 from hpclm.model.attention import Attention
 from hpclm.model.init import InitSpec, TensorParallelModule
 from hpclm.model.layers import MLP, Norm, VocabParallelEmbedding, dropout
-from hpclm.model.position import AttentionMetadata, sinusoids
-from hpclm.parallel.mesh import ALONE, Axis
+from hpclm.model.position import POSITIONS, AttentionMetadata
+from hpclm.parallel.mesh import SINGLE, Axis
 from hpclm.parallel.placement import Placement
 from hpclm.registry import a_class, lookup
 
@@ -51,7 +51,7 @@ class Head(NamedTuple):
     hidden: Tensor  # [t, B, C]
     weight: Tensor  # [V / tp, C], fp32, or in the compute type with main_grad
     vocab_size: int  # the remaining rows are padding
-    tp: Axis = ALONE
+    tp: Axis = SINGLE
     cast: Tensor | None = None  # the weight in the compute type, if it has been cast already
     main_grad: Tensor | None = (
         None  # what the gradient of the weight is added to, if the backward pass does that in place
@@ -67,7 +67,7 @@ class Head(NamedTuple):
 
 
 def layers(
-    config: ModelConfig, engine: EngineConfig, dtype: torch.dtype, seed: int, tp: Axis = ALONE
+    config: ModelConfig, engine: EngineConfig, dtype: torch.dtype, seed: int, tp: Axis = SINGLE
 ) -> list[LayerSpec]:
     """The layers in order, split over ``tp``; activations have type ``dtype``, initial weights depend on ``seed``."""
     block = lookup("model.block", config.block, BLOCKS, CHECK)
@@ -134,14 +134,11 @@ class InputEmbedding(TensorParallelModule):
     def __init__(self, config: ModelConfig, generator: torch.Generator, tp: Axis):
         super().__init__(tp)
         self.dropout = config.dropout
-        learned = config.positions == "learned"
-        placement = Placement((config.context, config.hidden))
-        self.table = (
-            self.new_parameter("table", InitSpec.normal(placement, config.init_std, generator)) if learned else None
-        )
-        fixed = sinusoids(config.context, config.hidden) if config.positions == "sinusoidal" else None
+        kind, shape = POSITIONS[config.positions], (config.context, config.hidden)
+        initial = InitSpec.normal(Placement(shape), config.init_std, generator)
+        self.table = self.new_parameter("table", initial) if kind.learned else None
         self.fixed: Tensor | None
-        self.register_buffer("fixed", fixed, persistent=False)
+        self.register_buffer("fixed", kind.table(*shape) if kind.table else None, persistent=False)
         self.norm = Norm(config, config.hidden, tp) if config.embed_norm else None
 
     def forward(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
@@ -149,10 +146,8 @@ class InputEmbedding(TensorParallelModule):
         table = self.fixed if self.table is None else self.replicated(self.table)
         if table is not None:
             mine = slice(self.tp.rank * len(x), (self.tp.rank + 1) * len(x))
-            where = (
-                table[mine, None] if metadata.positions is None else F.embedding(metadata.positions.t()[mine], table)
-            )
-            x = x + where.to(x.dtype)
+            own = metadata.positions
+            x = x + (table[mine, None] if own is None else F.embedding(own.t()[mine], table)).to(x.dtype)
         if self.norm is not None:
             x = self.norm(x)
         return dropout(x, self.dropout, self.training, metadata.keys, 0, self.tp.rank)

@@ -83,7 +83,7 @@ class InitSpec:
 class TensorParallelModule(nn.Module):
     """A module whose weights may be split over ``tp``, and which records how to initialise them."""
 
-    sums_later = False
+    defer_tp_grad_sum = False
     """Whether the engine sums the gradients of replicated weights over ``tp``, once a step."""
     main_grad: Tensor | None = None
     """The fp32 gradient of ``weight``, if the backward pass adds to it in place."""
@@ -102,7 +102,7 @@ class TensorParallelModule(nn.Module):
 
     def replicated(self, parameter: Tensor) -> Tensor:
         """A weight that every rank of ``tp`` holds whole and applies to its own slice of the sequence."""
-        return parameter if self.sums_later else copy_to_tp(parameter, self.tp)
+        return parameter if self.defer_tp_grad_sum else copy_to_tp(parameter, self.tp)
 
 
 def uninitialized(layer: nn.Module) -> Iterator[tuple[str, InitSpec]]:
@@ -125,12 +125,17 @@ def materialize_on(device: torch.device, tp: Axis) -> Callable[[str, nn.Module],
     return wrap
 
 
-def move(layer: nn.Module, device: torch.device, allocate: bool = False) -> None:
-    """Move a layer to ``device``, except weights on the meta device; with ``allocate``, allocate those there too, unfilled."""
+def move(layer: nn.Module, device: torch.device) -> None:
+    """Move a layer to ``device``, except weights on the meta device."""
+    for module in layer.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if not weight.is_meta and weight.device != device:
+                setattr(module, name, nn.Parameter(weight.detach().to(device), weight.requires_grad))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(device))
 
-    def moved(tensor: Tensor) -> Tensor:
-        if tensor.is_meta:
-            return torch.empty_like(tensor, device=device) if allocate else tensor
-        return tensor.to(device)
 
-    layer._apply(moved)  # to_empty() would drop the values of buffers, and of weights that have some
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Allocate weights on the meta device, unfilled, on ``device``."""
+    # to_empty() would drop the values of buffers, and of weights that have some
+    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)

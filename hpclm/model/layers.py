@@ -31,10 +31,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
     "geglu": F.gelu,
 }
+NORMS = {"layernorm": ("layer_norm", True), "rmsnorm": ("rms_norm", False)}
+"""Of each kind: what PyTorch and apex call it, and whether it takes a bias."""
 MASK = (1 << 64) - 1  # 64-bit arithmetic
 WORD = (1 << 32) - 1
 MULTIPLIER, WEYL, ROUNDS = 0xD256D193, 0x9E3779B9, 10  # of Philox 2x32-10
-SITES = 2
+DROPOUT_SITES = 2
 """Places in a layer that drop values."""
 
 
@@ -82,23 +84,22 @@ class Norm(TensorParallelModule):
 
     def __init__(self, config: ModelConfig, width: int, tp: Axis):
         super().__init__(tp)
-        self.rms, self.eps = config.norm == "rmsnorm", config.norm_eps
-        self.fused = apex.kernels() if config.kernels == "apex" else None
+        self.norm, self.biased = NORMS[config.norm]
+        self.eps = config.norm_eps
+        self.fused = getattr(apex.kernels(), self.norm) if config.kernels == "apex" else None
         self.weight = self.new_parameter("weight", InitSpec(Placement((width,)), mean=1.0))
-        self.bias = self.new_parameter("bias", InitSpec(Placement((width,)))) if config.bias and not self.rms else None
+        biased = config.bias and self.biased
+        self.bias = self.new_parameter("bias", InitSpec(Placement((width,)))) if biased else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width]."""
         weight = self.replicated(self.weight).to(x.dtype)
-        fused = self.fused if x.is_cuda else None
-        if self.rms:
-            if fused and fused.rms_norm:
-                return fused.rms_norm(x, weight, weight.shape, self.eps)
-            return F.rms_norm(x, weight.shape, weight, self.eps)
         bias = None if self.bias is None else self.replicated(self.bias).to(x.dtype)
-        if fused and fused.layer_norm and bias is not None:
-            return fused.layer_norm(x, weight, bias, weight.shape, self.eps)
-        return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+        terms = (weight, bias) if self.biased else (weight,)
+        if self.fused and x.is_cuda and all(term is not None for term in terms):
+            return self.fused(x, *terms, weight.shape, self.eps)
+        y: Tensor = getattr(F, self.norm)(x, weight.shape, *terms, self.eps)
+        return y
 
 
 class VocabParallelEmbedding(TensorParallelModule):
@@ -116,16 +117,16 @@ class VocabParallelEmbedding(TensorParallelModule):
 
     def forward(self, ids: Tensor) -> Tensor:
         """[B, T] ids -> [t, B, C] in the compute type."""
-        found = self._look_up(ids.t()).to(self.dtype)
-        return found if self.scale == 1.0 else found * self.scale
+        x = self._look_up(ids.t()).to(self.dtype)
+        return x if self.scale == 1.0 else x * self.scale
 
     def _look_up(self, ids: Tensor) -> Tensor:
         if self.tp.size == 1:
             return embedding(ids, self.weight, self.main_grad)
         mine = ids - self.tp.rank * len(self.weight)
         outside = (mine < 0) | (mine >= len(self.weight))
-        found = embedding(mine.masked_fill(outside, 0), self.weight, self.main_grad).to(self.dtype)
-        return scatter(found.masked_fill(outside[..., None], 0.0), self.tp)  # one rank has the row, the others add 0
+        rows = embedding(mine.masked_fill(outside, 0), self.weight, self.main_grad).to(self.dtype)
+        return scatter(rows.masked_fill(outside[..., None], 0.0), self.tp)  # one rank has the row, the others add 0
 
 
 class MLP(nn.Module):
@@ -150,15 +151,15 @@ class MLP(nn.Module):
         return self.down(self.activation(x))
 
 
-def mix_seed(*words: int) -> int:
-    """A 63-bit seed derived from ``words`` and their order (finaliser of SplitMix64, Steele et al. 2014).
+def mix_seed(*parts: int) -> int:
+    """A 63-bit seed derived from ``parts`` and their order (finaliser of SplitMix64, Steele et al. 2014).
 
     Dropout is seeded by the place where it happens, never by what happened before. So it is the same in every layout of
     layers and micro-batches, and when a layer is recomputed; only tensor-parallel ranks differ.
     """
     state = 0x9E3779B97F4A7C15
-    for word in words:
-        state = (state ^ (word & MASK)) * 0xBF58476D1CE4E5B9 & MASK
+    for part in parts:
+        state = (state ^ (part & MASK)) * 0xBF58476D1CE4E5B9 & MASK
         state = (state ^ (state >> 27)) * 0x94D049BB133111EB & MASK
         state ^= state >> 31
     return state >> 1
@@ -169,7 +170,7 @@ def dropout(
 ) -> Tensor:
     """Dropout of [t, B, C]; free when it is off.
 
-    ``keys`` [SITES] of this layer, or None: PyTorch's generator. ``rank``: which slice of the sequence ``x`` is.
+    ``keys`` [DROPOUT_SITES] of this layer, or None: PyTorch's generator. ``rank``: which slice of the sequence ``x`` is.
     """
     if not (training and probability):
         return x
@@ -191,6 +192,6 @@ def philox(low: Tensor, high: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def keys_to_device(keys: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """[layers, SITES] keys on ``device``; the host does not wait for the copy."""
-    found = torch.tensor(keys, dtype=torch.int64)
-    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
+    """[layers, DROPOUT_SITES] keys on ``device``; the host does not wait for the copy."""
+    host = torch.tensor(keys, dtype=torch.int64)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

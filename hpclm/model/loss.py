@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hpclm.model import count
-from hpclm.model.compiled import compile_function
+from hpclm.model.compiled import Compilation
 from hpclm.model.gpt import Head
 from hpclm.parallel.collectives import all_reduce, all_reduce_max, gather
 from hpclm.parallel.main_gradients import add_product, unfilled
@@ -121,14 +121,14 @@ class _ChunkedLoss(torch.autograd.Function):
         d_hidden, d_weight = ctx.saved_tensors
         [factor] = outer
         if ctx.added:
-            found = d_hidden, unfilled(d_weight) if ctx.needs_input_grad[1] else None
+            gradients = d_hidden, unfilled(d_weight) if ctx.needs_input_grad[1] else None
         elif ctx.how == "unscaled":
-            found = d_hidden, d_weight
+            gradients = d_hidden, d_weight
         elif ctx.how == "twice":
-            found = d_hidden * factor.to(d_hidden.dtype), d_weight * factor
+            gradients = d_hidden * factor.to(d_hidden.dtype), d_weight * factor
         else:
-            found = d_hidden.mul_(factor.to(d_hidden.dtype)), d_weight.mul_(factor)
-        return *found, *[None] * 8
+            gradients = d_hidden.mul_(factor.to(d_hidden.dtype)), d_weight.mul_(factor)
+        return *gradients, *[None] * 8
 
 
 class TokenLoss:
@@ -139,8 +139,8 @@ class TokenLoss:
         self.whole: ChunkMath = nll_and_gradient_in_place
         self.split: Callable[..., tuple[Tensor, Tensor]] = split_nll_and_gradient
         if compile:
-            self.whole = compile_function(nll_and_gradient, self.whole)
-            self.split = compile_function(split_nll_and_gradient, self.split)
+            self.whole = Compilation("the loss runs").of(nll_and_gradient, self.whole)
+            self.split = Compilation("the loss runs").of(split_nll_and_gradient, self.split)
 
     def __call__(self, head: Head, labels: Tensor, weights: Tensor) -> Tensor:
         """``labels`` and ``weights`` [B, T] -> a scalar in fp32, differentiable once.
@@ -164,14 +164,10 @@ class TokenLoss:
                 self.backward,
                 head.main_grad,
             )
-        if head.tp.size > 1:
-            return self._split(head, hidden, labels, weights, chunk)
-        rows = head.rows()[: head.vocab_size]
         total = hidden.new_zeros((), dtype=torch.float32)
         for begin in range(0, len(hidden), chunk):
             part = slice(begin, begin + chunk)
-            losses = F.cross_entropy(F.linear(hidden[part], rows).float(), labels[part], reduction="none")
-            total += (losses * weights[part]).sum()
+            total += self._losses(head, hidden[part], labels[part], weights[part]).sum()
         return total
 
     @staticmethod
@@ -182,12 +178,11 @@ class TokenLoss:
         memory = torch.cuda.get_device_properties(labels.device).total_memory
         return count.loss_chunk(labels.numel(), len(head.weight), memory)
 
-    def _split(self, head: Head, hidden: Tensor, labels: Tensor, weights: Tensor, chunk: int) -> Tensor:
-        """The weighted sum without a gradient, with a vocabulary-parallel head."""
-        rows = head.rows()
-        total = hidden.new_zeros((), dtype=torch.float32)
-        for begin in range(0, len(hidden), chunk):
-            part = slice(begin, begin + chunk)
-            logits = F.linear(hidden[part], rows)
-            total += split_nll_and_gradient(logits, labels[part], weights[part], head.vocab_size, head.tp)[0].sum()
-        return total
+    @staticmethod
+    def _losses(head: Head, hidden: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        """[n] weighted losses of a chunk, without a gradient."""
+        if head.tp.size > 1:
+            logits = F.linear(hidden, head.rows())
+            return split_nll_and_gradient(logits, labels, weights, head.vocab_size, head.tp)[0]
+        logits = F.linear(hidden, head.rows()[: head.vocab_size])
+        return F.cross_entropy(logits.float(), labels, reduction="none") * weights

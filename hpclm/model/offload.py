@@ -6,7 +6,7 @@ comes next are copied back. The GPU holds the activations of AHEAD blocks at a t
 
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,36 +20,19 @@ AHEAD = 2
 
 
 class Streams:
-    """Streams of a GPU for copies to the CPU and back. On a CPU there are none, and copies happen at once."""
+    """Streams of a GPU for copies to the CPU and back."""
 
     def __init__(self, device: torch.device):
-        self.gpu = device.type == "cuda"
-        self.out: Any = torch.cuda.Stream(device) if self.gpu else IDLE
-        self.back: Any = torch.cuda.Stream(device) if self.gpu else IDLE
+        self.out: Any = torch.cuda.Stream(device)
+        self.back: Any = torch.cuda.Stream(device)
 
     def computing(self) -> Any:
         """The stream of the operations that run now."""
-        return torch.cuda.current_stream() if self.gpu else IDLE
+        return torch.cuda.current_stream()
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """Inside this context, copies are queued on ``stream``."""
-        return torch.cuda.stream(stream) if self.gpu else nullcontext()
-
-
-class Idle:
-    """A stream on which nothing is ever queued."""
-
-    def wait_stream(self, other: Any) -> None:
-        """Nothing to wait for."""
-
-    wait_event = wait_stream
-
-    def record_event(self) -> "Idle":
-        """An event that has happened."""
-        return self
-
-
-IDLE = Idle()
+        return torch.cuda.stream(stream)
 
 
 @dataclass(eq=False)
@@ -116,12 +99,12 @@ class ActivationOffload:
     def _pack(self, tensor: Tensor, block: BlockActivations) -> Any:
         if tensor.numel() < self.small or not tensor.is_floating_point() or is_weight(tensor):
             return tensor
-        out, found = self.streams.out, tensor.detach()
-        copy = torch.empty_like(found, device="cpu", pin_memory=found.is_cuda, requires_grad=False)
+        out, there = self.streams.out, tensor.detach()
+        copy = torch.empty_like(there, device="cpu", pin_memory=there.is_cuda, requires_grad=False)
         out.wait_stream(self.streams.computing())
         with self.streams.on(out):
-            copy.copy_(found, non_blocking=True)
-        saved = Saved(block, copy, self.streams, tensor.device, tensor._version, found)
+            copy.copy_(there, non_blocking=True)
+        saved = Saved(block, copy, self.streams, tensor.device, tensor._version, there)
         block.saved.append(weakref.ref(saved))
         return saved
 

@@ -4,6 +4,7 @@ T tokens in a sequence, B sequences, H heads of this process, D size of one head
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from hpclm.config import ModelConfig
 from hpclm.model.compiled import failures
-from hpclm.parallel.mesh import ALONE, Axis
+from hpclm.parallel.mesh import SINGLE, Axis
 
 FAIRSEQ_FIRST = 2  # fairseq counts positions from padding_idx + 1 = 2
 
@@ -35,7 +36,7 @@ class AttentionMetadata(NamedTuple):
     seed: int | None = None  # seeds dropout in this micro-batch; None: no dropout
     flex: "Flex | None" = None  # for FlexAttention, in place of a mask
     keys: Tensor | None = (
-        None  # [SITES] int64, of the layer that runs, for dropout by counters; None: PyTorch's generator
+        None  # [DROPOUT_SITES] int64, of the layer that runs, for dropout by counters; None: PyTorch's generator
     )
     cache: Cache | None = None  # keys and values of earlier tokens, when text is generated
 
@@ -47,6 +48,19 @@ class Flex(NamedTuple):
     """BlockMask: which blocks of 128 x 128 scores have any that count, and which scores in them do."""
     slopes: Tensor | None
     """[H] ALiBi slopes of this process's heads."""
+
+
+class PositionKind(NamedTuple):
+    """How a model learns where a token is."""
+
+    learned: bool = False
+    """A table of weights is added to the embeddings."""
+    table: Callable[[int, int], Tensor] | None = None
+    """(context, hidden) -> what is added to the embeddings."""
+    rotary: Callable[[Tensor, ModelConfig], tuple[Tensor, Tensor]] | None = None
+    """(positions [T, B], config) -> cosines and sines [T, B, 1, D] that rotate queries and keys."""
+    slopes: Callable[..., Tensor] | None = None
+    """(heads, device, tp) -> [H], the slopes by which scores fall with distance."""
 
 
 class ActivationSpec(NamedTuple):
@@ -76,9 +90,9 @@ def attention_metadata(
     length, dtype, device = kind
     mask = None if flex else dense_mask(config, kind, tp, documents, slopes)
     cos = sin = None
-    if config.positions == "rope":
-        where = torch.arange(length, device=device)[:, None] if positions is None else positions.t()
-        cos, sin = (x.to(dtype) for x in rotary(where, config.head_width, config.rope_base))
+    if rotary := POSITIONS[config.positions].rotary:
+        places = torch.arange(length, device=device)[:, None] if positions is None else positions.t()
+        cos, sin = (x.to(dtype) for x in rotary(places, config))
     return AttentionMetadata(positions, mask, cos, sin, seed, flex)
 
 
@@ -87,15 +101,12 @@ def dense_mask(
 ) -> Tensor | None:
     """As AttentionMetadata.mask."""
     length, dtype, device = kind
-    mask = (
-        None
-        if documents is None
-        else causal(length, device) & (documents[:, None, :, None] == documents[:, None, None, :])
-    )
-    if config.positions == "alibi":
+    mask = None
+    if documents is not None:
+        mask = causal(length, device) & (documents[:, None, :, None] == documents[:, None, None, :])
+    if POSITIONS[config.positions].slopes:
         bias = alibi(config.heads, length, device, tp, slopes)
-        seen = causal(length, device) if mask is None else mask
-        mask = bias.masked_fill(~seen, -torch.inf).to(dtype)
+        mask = bias.masked_fill(~(causal(length, device) if mask is None else mask), -torch.inf).to(dtype)
     return mask
 
 
@@ -127,7 +138,7 @@ def causal(length: int, device: torch.device) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None]
 
 
-def alibi_slopes(heads: int, device: torch.device, tp: Axis = ALONE) -> Tensor:
+def alibi_slopes(heads: int, device: torch.device, tp: Axis = SINGLE) -> Tensor:
     """[H] ALiBi slopes of this process's heads out of ``heads`` (Press et al. 2022)."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
@@ -136,18 +147,19 @@ def alibi_slopes(heads: int, device: torch.device, tp: Axis = ALONE) -> Tensor:
     return torch.tensor(slopes[tp.rank * local : (tp.rank + 1) * local], device=device)
 
 
-def alibi(heads: int, length: int, device: torch.device, tp: Axis = ALONE, slopes: Tensor | None = None) -> Tensor:
+def alibi(heads: int, length: int, device: torch.device, tp: Axis = SINGLE, slopes: Tensor | None = None) -> Tensor:
     """[1, H, T, T] ALiBi biases, distance times slope, for this process's heads out of ``heads``."""
     slopes = alibi_slopes(heads, device, tp) if slopes is None else slopes
-    where = torch.arange(length, device=device)
-    distance = where[None, :] - where[:, None]
+    places = torch.arange(length, device=device)
+    distance = places[None, :] - places[:, None]
     return slopes[None, :, None, None] * distance
 
 
-def rotary(positions: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:
+def rotary(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
     """[T, B] positions -> cosines and sines [T, B, 1, D] (Su et al. 2021, the half-rotation of Llama)."""
+    width = config.head_width
     steps = torch.arange(0, width, 2, dtype=torch.float32, device=positions.device) / width
-    angles = positions[..., None, None].float() * (1.0 / base**steps)
+    angles = positions[..., None, None].float() * (1.0 / config.rope_base**steps)
     angles = torch.cat([angles, angles], -1)
     return angles.cos(), angles.sin()
 
@@ -166,6 +178,15 @@ def sinusoids(length: int, width: int) -> Tensor:
     half = width // 2
     steps = torch.arange(half, dtype=torch.float32, device="cpu")
     rates = torch.exp(steps * -(math.log(10000) / max(1, half - 1)))
-    where = torch.arange(FAIRSEQ_FIRST, FAIRSEQ_FIRST + length, dtype=torch.float32, device="cpu")
-    angles = where[:, None] * rates
+    places = torch.arange(FAIRSEQ_FIRST, FAIRSEQ_FIRST + length, dtype=torch.float32, device="cpu")
+    angles = places[:, None] * rates
     return torch.cat([angles.sin(), angles.cos()], 1)
+
+
+POSITIONS = {
+    "learned": PositionKind(learned=True),
+    "sinusoidal": PositionKind(table=sinusoids),
+    "rope": PositionKind(rotary=rotary),
+    "alibi": PositionKind(slopes=alibi_slopes),
+    "none": PositionKind(),
+}

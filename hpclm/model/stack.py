@@ -17,21 +17,14 @@ from hpclm.errors import ConfigError
 from hpclm.model import init
 from hpclm.model.attention_backend import flexible
 from hpclm.model.cache import KeyValueCache
-from hpclm.model.compiled import compile_layers
+from hpclm.model.compiled import Compilation, compile_layers
 from hpclm.model.gpt import Head, LayerSpec
 from hpclm.model.init import InitSpec
-from hpclm.model.layers import SITES, keys_to_device, mix_seed
+from hpclm.model.layers import DROPOUT_SITES, keys_to_device, mix_seed
 from hpclm.model.loss import TokenLoss
 from hpclm.model.offload import ActivationOffload, Streams
-from hpclm.model.position import (
-    ActivationSpec,
-    AttentionMetadata,
-    Flex,
-    alibi_slopes,
-    attention_metadata,
-    block_mask,
-)
-from hpclm.parallel.mesh import ALONE, Axis
+from hpclm.model.position import POSITIONS, ActivationSpec, AttentionMetadata, Flex, attention_metadata, block_mask
+from hpclm.parallel.mesh import SINGLE, Axis
 from hpclm.parallel.placement import Placement
 
 WrapLayer = Callable[[str, nn.Module], nn.Module]
@@ -46,7 +39,7 @@ class Stack(nn.Module):
         config: ModelConfig,
         specs: Sequence[LayerSpec],
         dtype: torch.dtype,
-        tp: Axis = ALONE,
+        tp: Axis = SINGLE,
         loss: TokenLoss | None = None,
         recompute_every: int = 1,
         wrap: WrapLayer | None = None,
@@ -58,9 +51,9 @@ class Stack(nn.Module):
         super().__init__()
         self.config, self.specs, self.dtype, self.tp = config, tuple(specs), dtype, tp
         self.loss, self.recompute_every, self.offload = loss or TokenLoss(), recompute_every, offload
-        self.slopes: Tensor | None = None
-        self.causal_blocks: tuple[ActivationSpec, Any] | None = None
-        self.streams: Streams | None = None
+        self._compilation: Compilation | None = None
+        self._made: dict[Any, Any] = {}
+        """What forward passes need and is made once."""
         self.placements: dict[str, Placement] = {}
         """How each weight is split over the tensor-parallel axis, by logical name."""
         self.init_specs: dict[str, InitSpec] = {}
@@ -94,13 +87,14 @@ class Stack(nn.Module):
         if cache is not None:
             metadata, keys = cache.extend(length), None
         else:
-            kind = ActivationSpec(length, self.dtype, x.device)
-            slopes, flex = self._slopes(x.device), None
-            if flexible(self.config, self.compiled, x.device, documents is not None):
-                flex = Flex(block_mask(kind, documents) if documents is not None else self._causal_blocks(kind), slopes)
+            kind, flex = ActivationSpec(length, self.dtype, x.device), None
+            slopes = self._slopes(x.device)  # a copy from the host in every micro-batch would wait for the device
+            if flexible(self.config, self.compiled, x.device, documents is not None or slopes is not None):
+                causal = self._once(kind, lambda: block_mask(kind, None)) if documents is None else None
+                flex = Flex(causal if documents is None else block_mask(kind, documents), slopes)
             metadata = attention_metadata(self.config, kind, self.tp, positions, documents, seed, slopes, flex)
             keys = self._keys(seed, x.device)
-        offload = ActivationOffload(self._streams(x.device)) if self.offload else None
+        offload = ActivationOffload(self._once(Streams, lambda: Streams(x.device))) if self.offload else None
         for group in groups(self.specs, self.recompute_every):
             with offload.next_block() if offload and group[0].name.startswith("block") else nullcontext():
                 if group[0].recompute and self.training and torch.is_grad_enabled():
@@ -115,13 +109,13 @@ class Stack(nn.Module):
     @property
     def compiled(self) -> bool:
         """Whether layers are compiled; not any more once that has failed."""
-        return any(layer._compiled_call_impl is not None for layer in self.layers.values())
+        return self._compilation is not None and self._compilation.works
 
     def compile_blocks(self, whole: bool = True) -> None:
         """Compile the blocks and the other layers between embedding and loss, ``whole``: each as one graph."""
         names = [name for name in self.layers if name.startswith("block") or name in ("entry", "norm")]
         own = self.config.block not in BLOCKS or self.config.kernels != "torch"  # they may break graphs
-        compile_layers([self.layers[name] for name in names], whole and not own)
+        self._compilation = compile_layers([self.layers[name] for name in names], whole and not own)
 
     def weights(self) -> list[tuple[str, nn.Parameter]]:
         """Every parameter under its logical name, such as block0.attention.qkv.weight; tied weights once."""
@@ -135,25 +129,16 @@ class Stack(nn.Module):
         for name, parameter in mine.items():
             parameter.copy_(tensors[name])
 
-    def _streams(self, device: torch.device) -> Streams:
-        """The streams on which activations are offloaded, made once."""
-        if self.streams is None:
-            self.streams = Streams(device)
-        return self.streams
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What ``make`` returned the first time."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
     def _slopes(self, device: torch.device) -> Tensor | None:
-        """ALiBi's slopes, made once: a copy from the host in every micro-batch would wait for the device."""
-        if self.config.positions != "alibi":
-            return None
-        if self.slopes is None or self.slopes.device != device:
-            self.slopes = alibi_slopes(self.config.heads, device, self.tp)
-        return self.slopes
-
-    def _causal_blocks(self, kind: ActivationSpec) -> Any:
-        """FlexAttention's mask where there are no documents, made again only when the length changes."""
-        if self.causal_blocks is None or self.causal_blocks[0] != kind:
-            self.causal_blocks = kind, block_mask(kind, None)
-        return self.causal_blocks[1]
+        """ALiBi's slopes of this process's heads."""
+        slopes = POSITIONS[self.config.positions].slopes
+        return slopes and self._once(("slopes", device), lambda: slopes(self.config.heads, device, self.tp))
 
     def _keys(self, seed: int | None, device: torch.device) -> list[Tensor] | None:
         """The keys of each layer, if this micro-batch's dropout goes by counters."""
@@ -161,7 +146,9 @@ class Stack(nn.Module):
             return None
         numbers = range(self.specs[-1].number + 1)
         return list(
-            keys_to_device([[mix_seed(seed, n, site) for site in range(SITES)] for n in numbers], device).unbind()
+            keys_to_device(
+                [[mix_seed(seed, n, site) for site in range(DROPOUT_SITES)] for n in numbers], device
+            ).unbind()
         )
 
     def counts(self, device: torch.device) -> bool:
@@ -227,11 +214,11 @@ def _mismatch(name: str, saved: tuple[int, ...] | None, expected: tuple[int, ...
 
 def groups(specs: Sequence[LayerSpec], recompute_every: int) -> list[list[LayerSpec]]:
     """Consecutive layers that are recomputed together, at most ``recompute_every``; every other layer is its own group."""
-    found: list[list[LayerSpec]] = []
+    together: list[list[LayerSpec]] = []
     for spec in specs:
-        full = bool(found) and (len(found[-1]) == recompute_every or not found[-1][0].recompute)
-        if found and spec.recompute and not full:
-            found[-1].append(spec)
+        last = together[-1] if together else []
+        if last and last[0].recompute and spec.recompute and len(last) < recompute_every:
+            last.append(spec)
         else:
-            found.append([spec])
-    return found
+            together.append([spec])
+    return together

@@ -11,7 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from email.message import EmailMessage
 from types import MappingProxyType
 from typing import Any, Literal
@@ -24,16 +24,14 @@ log = logging.getLogger(__name__)
 SECONDS = 2.0  # that a run may wait for a message when it ends; it is killed soon after
 LONGEST = 4000  # characters of a message
 EVENTS = {"failed": "has failed", "finished": "has finished", "restarted": "was restarted"}
-SPOKEN: tuple[Callable[[], urllib.request.BaseHandler], ...] = (
-    urllib.request.ProxyHandler,
-    urllib.request.HTTPHandler,
-    urllib.request.HTTPSHandler,
-    urllib.request.HTTPErrorProcessor,
-    urllib.request.HTTPDefaultErrorHandler,
-    urllib.request.UnknownHandler,
-)
-"""What a webhook's address may need. urlopen would also follow redirects, and read ftp:, file: and data: URLs."""
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect is an error."""
+
+    def redirect_request(self, *_: object) -> None:
+        """There is no further request."""
 
 
 class Notifier:
@@ -53,7 +51,7 @@ class Notifier:
             self.failed(str(error) or type(error).__name__)
 
     def failed(self, message: str) -> None:
-        """The run ends with this error; told once."""
+        """The run ends with this error; sent once."""
         if not self._failed:
             self._failed = True
             self.send("failed", message)
@@ -65,8 +63,8 @@ class Notifier:
         message = secrets.Redactor(self.env)(message)[:LONGEST]
         host = socket.gethostname()
         text = f"hpclm: {self.run} {EVENTS[event]} ({self.out} on {host}): {message}"
-        said = {"event": event, "run": self.run, "out": self.out, "host": host, **self.about, "message": message}
-        content = {**said, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "text": text}
+        content = {"event": event, "run": self.run, "out": self.out, "host": host, **self.about, "message": message}
+        content |= {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "text": text}
         threads = [
             threading.Thread(target=_deliver, args=(target, content, self.env), name="hpclm-notify", daemon=True)
             for target in self.targets
@@ -82,15 +80,15 @@ class Notifier:
 
 def missing(targets: Sequence[str], env: Mapping[str, str] = os.environ) -> list[str]:
     """What is wrong with the targets on this machine: variables without a target."""
-    found = []
+    problems = []
     for target in targets:
         value = env.get(target[1:], "") if target.startswith("$") else target
         if not _is_target(value):
-            found.append(
+            problems.append(
                 f"job.notify={target}: the environment variable {target[1:]} must hold https://... or mailto:...; export it "
                 "where you start or submit the run"
             )
-    return found
+    return problems
 
 
 def _is_target(value: str) -> bool:
@@ -109,8 +107,8 @@ def _deliver(target: str, content: Mapping[str, Any], env: Mapping[str, str]) ->
         else:
             _post(target, content)
     except Exception as error:  # of a network, a server or a program
-        where = name if name.startswith("$") else name.split("/")[2] if "://" in name else name
-        log.warning("job.notify: %s was not told that the run %s: %s", where, content["event"], error)
+        shown = name if name.startswith("$") or "://" not in name else name.split("/")[2]
+        log.warning("job.notify: %s was not notified that the run %s: %s", shown, content["event"], error)
 
 
 def _post(url: str, content: Mapping[str, Any]) -> None:
@@ -118,17 +116,13 @@ def _post(url: str, content: Mapping[str, Any]) -> None:
     request = urllib.request.Request(
         url, json.dumps(content).encode(), {"Content-Type": "application/json", "User-Agent": "hpclm"}
     )
-    opener = urllib.request.OpenerDirector()
-    for handler in SPOKEN:
-        opener.add_handler(handler())
-    post = opener.open
+    post = urllib.request.build_opener(_NoRedirects).open
     try:
-        with post(request, timeout=30):
-            return
+        post(request, timeout=30).close()
     except urllib.error.HTTPError as error:
         if 300 <= error.code < 400:
-            why = f"it answered {error.code}, a redirect, which is not followed; set its final address"
-            raise ConnectionError(why) from None
+            problem = f"it answered {error.code}, a redirect, which is not followed; set its final address"
+            raise ConnectionError(problem) from None
         raise
 
 

@@ -96,12 +96,6 @@ def open_files(process: psutil.Process) -> list[Path]:
     return []
 
 
-def with_file_open(path: Path) -> int | None:
-    """A process on this machine that has ``path`` open."""
-    wanted = path.resolve()
-    return next((each.pid for each in psutil.process_iter() if wanted in open_files(each)), None)
-
-
 def locks() -> Locks:
     """PIDs on this machine that hold a lock (flock) on a file, by its device and inode."""
     found: Locks = {}
@@ -162,6 +156,15 @@ def terminate(processes: Sequence[Process], grace: float) -> list[Process]:
 def machine_memory() -> int:
     """Bytes of this machine's memory."""
     return int(psutil.virtual_memory().total)
+
+
+def children_with(variable: str) -> list[int]:
+    """Children of this process whose environment has ``variable``."""
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.Error, OSError):
+            found += [child.pid] if variable in child.environ() else []
+    return found
 
 
 def kill_children(pid: int | None = None) -> int:

@@ -7,7 +7,8 @@ against that; ``CODE`` does the same in every version.
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from hpclm import shipped
@@ -42,6 +43,19 @@ def safe_env(base: Mapping[str, str] = os.environ) -> dict[str, str]:
     folders += [each for each in base.get("PYTHONPATH", "").split(os.pathsep) if each not in ("", *folders)]
     path = {"PYTHONPATH": os.pathsep.join(folders)} if folders else {}
     return {**base, **path, "PYTHONSAFEPATH": "1"}
+
+
+@contextmanager
+def safe_children() -> Iterator[None]:
+    """Processes that libraries start in the block import nothing from the current folder (from Python 3.11 on)."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONSAFEPATH"]
+        if before is not None:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def ask(code: str, env: Mapping[str, str], seconds: float = 30) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hpclm.errors import HpclmError
@@ -26,10 +26,16 @@ NEVER = re.compile(
     r"|AccountNotAllowed|QOSNotAllowed|(QOS|Assoc)(Max|Min)\w*(PerJob|PerNode|NotSatisfied)\w*|.*can't[ _]use[ _]this[ _]partition.*"
 )
 """Reasons for which a job stays pending until somebody changes it, or the cluster."""
+FAULTY = re.compile(r"DOWN|DRAIN|FAIL|NOT_RESPONDING|REBOOT|POWER", re.IGNORECASE)
+"""States of a node that has a problem."""
+
+
+Options = dict[str, str | None]
+"""Options of sbatch: long name -> value; "" for a flag; None removes one from a template."""
 
 
 @dataclass(frozen=True)
-class State:
+class JobState:
     """A job as squeue shows it."""
 
     id: str
@@ -65,7 +71,7 @@ class State:
 
 def states(
     ids: Collection[str], users: Collection[int] = (), seconds: float = 10, env: Env = os.environ
-) -> dict[str, State]:
+) -> dict[str, JobState]:
     """Jobs among ``ids`` that Slurm still knows, including those that ended some minutes ago. NoAnswerError if it does not answer.
 
     ``users``: owners of the jobs, so that squeue does not list every job of a large cluster.
@@ -76,6 +82,11 @@ def states(
     return read_squeue(start([*SQUEUE, *only], env), ids, seconds)
 
 
+def options_in(script: str) -> Options:
+    """The options that a script sets, by their long names."""
+    return dict(re.findall(r'^#SBATCH --([a-z-]+)(?:="?([^"\n]*))?', script, re.MULTILINE))
+
+
 def start_squeue(users: Collection[int], env: Env = os.environ) -> subprocess.Popen[bytes] | None:
     """Start squeue for all jobs of these users; ``read_squeue`` reads its answer. None if it cannot be started."""
     try:
@@ -84,7 +95,7 @@ def start_squeue(users: Collection[int], env: Env = os.environ) -> subprocess.Po
         return None
 
 
-def read_squeue(asked: subprocess.Popen[bytes], ids: Collection[str], seconds: float) -> dict[str, State]:
+def read_squeue(asked: subprocess.Popen[bytes], ids: Collection[str], seconds: float) -> dict[str, JobState]:
     """The jobs among ``ids`` in the answer, which must arrive within ``seconds``; NoAnswerError as in ``states``."""
     code, answer, error = processes.finish(asked, seconds)
     if code and "Invalid job id" in error:
@@ -111,6 +122,21 @@ def shown(kind: str, name: str, seconds: float = 10, env: Env = os.environ) -> d
     """The fields that scontrol shows of a job, a partition or a node; {} if it does not know it. NoAnswerError as in ``states``."""
     code, answer, _ = ask(["scontrol", "show", kind, name, "--oneliner"], seconds, env)
     return dict(re.findall(r"(\S+?)=(\S*)", answer)) if not code else {}
+
+
+def troubles(hosts: Sequence[str], seconds: float = 5, env: Env = os.environ) -> list[str]:
+    """The problems of those nodes that have one, asked once for all: ``node2 is DOWN (Not responding [root@...])``."""
+    nodes, found = ",".join(host.partition(".")[0] for host in hosts), []
+    try:
+        code, answer, _ = ask(["scontrol", "show", "node", "--oneliner", nodes], seconds, env) if hosts else (1, "", "")
+    except NoAnswerError:
+        return []
+    for line in answer.splitlines() if not code else ():
+        node, state = re.search(r"\bNodeName=(\S+)", line), re.search(r"\bState=(\S+)", line)
+        if node and state and FAULTY.search(state[1]):
+            reason = re.search(r"\bReason=(.*)", line)
+            found.append(f"{node[1]} is {state[1]}" + (f" ({reason[1].strip()})" if reason else ""))
+    return found
 
 
 def job_log(job: str, seconds: float = 10, env: Env = os.environ) -> str | None:
@@ -181,12 +207,12 @@ def start(words: list[str], env: Env = os.environ) -> subprocess.Popen[bytes]:
     return processes.start(words, {**clean, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"})
 
 
-def _state(line: str) -> State | None:
+def _state(line: str) -> JobState | None:
     parts = line.strip().split("|", 7)
     if len(parts) != 8 or not re.fullmatch(r"\d+(_\d+|\+\d+)?", parts[0]) or not re.fullmatch("[A-Z_]+", parts[1]):
         return None
     job, name, elapsed, left, start, nodes, nodelist, reason = parts
-    return State(job, name, elapsed, left, start, int(nodes) if nodes.isdecimal() else 0, nodelist, reason)
+    return JobState(job, name, elapsed, left, start, int(nodes) if nodes.isdecimal() else 0, nodelist, reason)
 
 
 def _gone_or(wrong: str) -> bool:

@@ -1,14 +1,15 @@
-"""AdamW (Loshchilov and Hutter 2019) with decaying and non-decaying groups, and gradient clipping by a given norm."""
+"""AdamW (Loshchilov and Hutter 2019), clipping by a given norm, and the step count of any optimizer."""
 
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hpclm.config import OptimConfig
 from hpclm.node import apex
+from hpclm.optim.optimizers import Weight
 
 log = logging.getLogger(__name__)
 
@@ -26,41 +27,39 @@ class AdamW(torch.optim.AdamW):
     step = torch.no_grad()(bare(torch.optim.AdamW.step))
 
 
-def groups(
-    decaying: Sequence[nn.Parameter], others: Sequence[nn.Parameter], optim: OptimConfig
-) -> list[dict[str, Any]]:
-    """Parameter groups with and without weight decay; empty groups are left out."""
-    found = [dict(params=list(decaying), weight_decay=optim.weight_decay), dict(params=list(others), weight_decay=0.0)]
-    return [group for group in found if group["params"]]
+def groups(weights: Sequence[Weight], optim: OptimConfig) -> list[dict[str, Any]]:
+    """Parameter groups with and without weight decay (optim.decayed); empty ones are left out."""
+    decaying = [w.parameter for w in weights if optim.decayed == "all" or len(w.shape) >= 2]
+    others = [w.parameter for w in weights if not (optim.decayed == "all" or len(w.shape) >= 2)]
+    pairs = (decaying, optim.weight_decay), (others, 0.0)
+    return [dict(params=params, weight_decay=decay) for params, decay in pairs if params]
 
 
-def adamw(parameter_groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
-    """The configured optimizer; the learning rate is set before each step.
-
-    Falls back to PyTorch's, with a warning, if NVIDIA apex is requested but not installed.
-    """
-    settings: dict[str, Any] = dict(lr=optim.lr, betas=optim.betas, eps=optim.eps)
-    if optim.name == "apex_adam":
-        found = apex.fused_adam(parameter_groups, **settings)
-        if found is not None:
-            log.info("optimizer: NVIDIA apex's FusedAdam")
-            return found
-        log.warning(
-            "optim.name=apex_adam: NVIDIA apex is not usable here (hpclm doctor says why); using PyTorch's fused AdamW"
-        )
-    return AdamW(parameter_groups, fused=True, **settings)  # one fused kernel per device, CPU and CUDA
+def fused_adamw(weights: Sequence[Weight], optim: OptimConfig) -> torch.optim.Optimizer:
+    """PyTorch's: one fused kernel per device, CPU and CUDA."""
+    return AdamW(groups(weights, optim), lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
 
 
-def update(optimizer: torch.optim.Optimizer, lr: float, norm: Tensor, limit: float, scale: float, bad: Tensor) -> None:
-    """One update at ``lr``; PyTorch's optimizer does not synchronise with the device.
+def apex_adam(weights: Sequence[Weight], optim: OptimConfig) -> torch.optim.Optimizer:
+    """NVIDIA apex's FusedAdam; PyTorch's, with a warning, if apex is not installed."""
+    made = apex.fused_adam(groups(weights, optim), lr=optim.lr, betas=optim.betas, eps=optim.eps)
+    if made is not None:
+        log.info("optimizer: NVIDIA apex's FusedAdam")
+        return made
+    log.warning(
+        "optim.name=apex_adam: NVIDIA apex is not usable here (hpclm doctor says why); using PyTorch's fused AdamW"
+    )
+    return fused_adamw(weights, optim)
+
+
+def update(optimizer: torch.optim.Optimizer, norm: Tensor, limit: float, scale: float, bad: Tensor) -> None:
+    """One update; PyTorch's fused AdamW does not synchronise with the device.
 
     ``norm`` is the global norm of the scaled gradients. They are divided by the loss ``scale`` and clipped to ``limit``
     (Pascanu et al. 2013, with Megatron's coefficient; 0: no clipping), inside the fused kernel if possible. If ``bad`` is 1
     the update is skipped, and the step count does not change.
     """
     coefficient = (limit / (norm / scale + 1e-6)).clamp(max=1.0) if limit else torch.ones_like(norm)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
     if isinstance(optimizer, torch.optim.AdamW):
         amp: Any = optimizer  # the attributes that torch.amp.GradScaler sets on fused optimizers
         amp.grad_scale, amp.found_inf = scale / coefficient, bad
@@ -71,30 +70,27 @@ def update(optimizer: torch.optim.Optimizer, lr: float, norm: Tensor, limit: flo
         optimizer.step()
 
 
+def steps_by_group(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it counts its steps for each parameter group, as apex's do, or for each parameter, as all others."""
+    return type(optimizer).__module__.startswith("apex")
+
+
 def steps_taken(optimizer: torch.optim.Optimizer) -> int:
     """The step count of the bias correction."""
-    for group in optimizer.param_groups:
-        if "step" in group:  # apex counts per group
-            return int(group["step"])
-    return next((int(state["step"].item()) for state in optimizer.state.values() if "step" in state), 0)
+    counting = optimizer.param_groups if steps_by_group(optimizer) else optimizer.state.values()
+    steps = [torch.as_tensor(entry["step"]) for entry in counting if "step" in entry]
+    return int(torch.stack(steps).max()) if steps else 0  # one wait for the device
 
 
-def reset_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
-    """Drop the optimizer state of ``parameter``, as before the first step."""
-    optimizer.state.pop(parameter, None)
-    for group in optimizer.param_groups:
-        if "step" in group:  # apex counts per group
-            group["step"] = 0
-
-
-def restore(
-    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, moments: Mapping[str, Tensor], steps: int
-) -> None:
-    """Set the optimizer state of ``parameter`` to ``moments``, after ``steps`` steps."""
-    if isinstance(optimizer, torch.optim.AdamW):
-        step = torch.tensor(float(steps), device=parameter.device)
-        optimizer.state[parameter] = {"step": step, **moments}
+def set_state(optimizer: torch.optim.Optimizer, parameter: Tensor, tensors: Mapping[str, Tensor], steps: int) -> None:
+    """Set the state of ``parameter`` to ``tensors`` by their names, after ``steps`` steps; with no tensors, as before the first."""
+    if steps_by_group(optimizer):
+        for group in optimizer.param_groups:
+            group["step"] = steps
+    if not tensors:
+        optimizer.state.pop(parameter, None)
         return
-    optimizer.state[parameter] = dict(moments)
-    for group in optimizer.param_groups:
-        group["step"] = steps
+    optimizer.state[parameter] = dict(tensors)
+    if not steps_by_group(optimizer):
+        counted = torch.tensor(float(steps), device=parameter.device)
+        optimizer.state[parameter]["step"] = counted if isinstance(optimizer, torch.optim.AdamW) else steps

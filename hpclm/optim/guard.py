@@ -29,7 +29,7 @@ class Guard:
         """Consecutive steps skipped so far."""
         return self.health.skipped_in_a_row
 
-    def look(self, step: int, loss: float, skipped: bool, searching: bool) -> Health:
+    def observe(self, step: int, loss: float, skipped: bool, searching: bool) -> Health:
         """Record the outcome of a step, and log where a loss spike begins and ends. ``searching``: the loss scale can still fall."""
         before = self.health
         if not (skipped and searching and math.isfinite(loss)):
@@ -56,10 +56,9 @@ class Guard:
             log.info("step %d skipped: fp16 overflow, the loss scale adapts", step)
             return
         what = f"step {step}: loss {loss}, gradient norm {norm}"
-        if self.optim.nonfinite == "stop":
-            raise DivergedError(f"{what}; stopped because optim.nonfinite=stop")
         if self.in_a_row >= self.optim.nonfinite_limit:
-            raise DivergedError(f"{what}; {self.in_a_row} steps in a row were not finite (optim.nonfinite_limit)")
+            count = f"{self.in_a_row} steps in a row were not finite" if self.in_a_row > 1 else "1 step was not finite"
+            raise DivergedError(f"{what}; {count} (optim.nonfinite_limit)")
         log.warning("%s; skipped, %d so far", what, self.skipped)
 
     def check_end(self, step: int, held_out: Iterable[float | None] = ()) -> None:

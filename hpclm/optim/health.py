@@ -38,16 +38,16 @@ class Health:
         """Health from a checkpoint; healthy if the checkpoint has no valid record."""
         if not isinstance(saved, Mapping):
             return cls()
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for name in ("loss", "usual", "deviation"):
             value: Any = saved.get(name)
             if type(value) in (int, float) and abs(value) < 1e300:
-                found[name] = float(value)
+                fields[name] = float(value)
         for name in ("spiking_since", "skipped_in_a_row"):
             value = saved.get(name)
             if type(value) is int and value >= 0:
-                found[name] = value
-        return cls(**found)
+                fields[name] = value
+        return cls(**fields)
 
     @property
     def good(self) -> bool:

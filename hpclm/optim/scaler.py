@@ -1,6 +1,6 @@
 """Dynamic loss scaling for fp16 (Micikevicius et al. 2018).
 
-With hysteresis it behaves like DeepSpeed's and Megatron's; with hysteresis 1 and at_minimum=stop like fairseq's.
+With hysteresis it behaves like DeepSpeed's and Megatron's; with hysteresis 1 like fairseq's.
 """
 
 from collections.abc import Mapping
@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hpclm.config import ScalerConfig
-from hpclm.errors import DivergedError
 
 
 @dataclass(frozen=True)
@@ -30,15 +29,10 @@ class LossScale:
         return cls(**saved) if saved else cls.first(config)
 
     def after(self, overflow: bool, config: ScalerConfig) -> "LossScale":
-        """The scale after a step; DivergedError if it reaches the minimum with scaler.at_minimum=stop."""
+        """The scale after a step."""
         if overflow:
             if self.hysteresis > 1:
                 return replace(self, hysteresis=self.hysteresis - 1, good_steps=0)
-            if self.value / 2 <= config.minimum and config.at_minimum == "stop":
-                raise DivergedError(
-                    f"the fp16 loss scale fell to scaler.minimum={config.minimum}: the loss is probably diverging; "
-                    f"lower optim.lr, clip more, or use engine.precision=bf16"
-                )
             return LossScale(max(self.value / 2, config.minimum), self.hysteresis)
         good = self.good_steps + 1
         if good == config.window:

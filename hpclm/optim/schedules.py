@@ -15,6 +15,7 @@ from hpclm.registry import a_function, lookup
 
 Schedule = Callable[[float, float, OptimConfig], float]
 CHECK = a_function("position", "length", "optim")
+SHRINK = 0.1  # of the learning rates from one period of fairseq_cosine to the next (its --lr-shrink)
 
 
 def learning_rate(position: float, size: float, length: float | None, optim: OptimConfig) -> float:
@@ -36,8 +37,8 @@ def learning_rate(position: float, size: float, length: float | None, optim: Opt
 
 def shape(optim: OptimConfig) -> Schedule:
     """The function that ``optim.schedule`` names."""
-    found: Schedule = lookup("optim.schedule", optim.schedule, SCHEDULES, CHECK)
-    return found
+    schedule: Schedule = lookup("optim.schedule", optim.schedule, SCHEDULES, CHECK)
+    return schedule
 
 
 def constant(position: float, length: float, optim: OptimConfig) -> float:
@@ -110,18 +111,12 @@ def fairseq_inverse_sqrt(position: float, length: float, optim: OptimConfig) -> 
 def fairseq_cosine(position: float, length: float, optim: OptimConfig) -> float:
     """fairseq cosine with periods (Loshchilov and Hutter 2017); with ``restarts`` off it stays at min_lr after the first."""
     period = float(optim.period or max(1.0, length - optim.warmup))
-    here, growth = position - optim.warmup, optim.period_growth
+    here = position - optim.warmup
     if not optim.restarts and here >= period:
         return optim.min_lr
-    if growth == 1:
-        number = math.floor(here / period)
-        span, into = period, here - period * number
-    else:
-        number = math.floor(math.log(1 - here / period * (1 - growth), growth))
-        span = growth**number * period
-        into = here - (1 - growth**number) / (1 - growth) * period
-    low, high = (rate * optim.period_shrink**number for rate in (optim.min_lr, optim.lr))
-    return low + 0.5 * (high - low) * (1 + math.cos(math.pi * into / span))
+    number = math.floor(here / period)
+    low, high = (rate * SHRINK**number for rate in (optim.min_lr, optim.lr))
+    return low + 0.5 * (high - low) * (1 + math.cos(math.pi * (here - period * number) / period))
 
 
 def _between(optim: OptimConfig, part: float) -> float:

@@ -5,8 +5,8 @@ attention and MLP it holds the whole sequence and a slice of the weights (Korthi
 region and ``scatter`` leaves it. With one process they are no-ops.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) 
 
 functional: Any = torch.ops._c10d_functional  # of compiled code, which cannot trace work objects
 Op = Callable[[Tensor, Axis], Tensor]
-AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 
 def start_gather(x: Tensor, axis: Axis) -> tuple[Tensor, Any]:
@@ -49,7 +48,7 @@ def finish(out: Tensor, work: Any) -> Tensor:
 
 
 def wait(work: Any) -> None:
-    """Wait for a collective; ``stacks`` knows by this function what a thread that hangs here waits for."""
+    """Wait for a collective; a thread that hangs in this package is known to wait for other ranks."""
     work.wait()
 
 
@@ -81,31 +80,14 @@ def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:
     return x
 
 
-def all_reduce_buckets(tensors: Sequence[Tensor], axis: Axis, bucket: int = 1 << 25) -> None:
-    """All-reduce (sum) tensors in place, in buckets of about ``bucket`` bytes."""
-    if axis.size == 1:
-        return
-    pending = []
-    for group in buckets(tensors, bucket):
-        flat = torch.cat([tensor.flatten() for tensor in group])
-        pending.append((group, flat, dist.all_reduce(flat, group=axis.group, async_op=True)))
-    for group, flat, work in pending:
-        work.wait()
-        for tensor, part in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
+def all_reduce_in_place(tensors: Sequence[Tensor], axis: Axis) -> None:
+    """All-reduce (sum) tensors in place, those of one type together."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors) if axis.size > 1 else ():
+        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.flatten() for tensor in alike])
+        dist.all_reduce(flat, group=axis.group)
+        for tensor, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
             tensor.copy_(part.view_as(tensor))
-
-
-def buckets(tensors: Sequence[AnyTensor], limit: int = 1 << 25) -> Iterator[list[AnyTensor]]:
-    """Tensors in order, grouped by type into buckets of at most ``limit`` bytes, or a single larger tensor."""
-    found: list[AnyTensor] = []
-    for tensor in tensors:
-        size = sum(other.numel() * other.element_size() for other in found)
-        if found and (size + tensor.numel() * tensor.element_size() > limit or found[0].dtype != tensor.dtype):
-            yield found
-            found = []
-        found.append(tensor)
-    if found:
-        yield found
 
 
 def gather(x: Tensor, axis: Axis) -> Tensor:

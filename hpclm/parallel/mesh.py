@@ -37,23 +37,23 @@ class Axis:
         return self.rank == self.size - 1
 
 
-ALONE = Axis()
+SINGLE = Axis()
 
 
 @dataclass(frozen=True)
 class Mesh:
     """Tensor is the fastest-varying axis, so that its ranks share a node; pipeline is the slowest (as in Megatron-LM)."""
 
-    pp: Axis = ALONE
-    dp: Axis = ALONE
-    shard: Axis = ALONE
+    pp: Axis = SINGLE
+    dp: Axis = SINGLE
+    shard: Axis = SINGLE
     """The ranks of dp that this rank's weights or optimizer state are sharded over (parallel.shard): all of dp, or consecutive ones."""
-    replicate: Axis = ALONE
+    replicate: Axis = SINGLE
     """The ranks of dp that hold the same shards as this one."""
-    tp: Axis = ALONE
-    model: Axis = ALONE
+    tp: Axis = SINGLE
+    model: Axis = SINGLE
     """The pp x tp processes that together hold one copy of the model."""
-    world: Axis = ALONE
+    world: Axis = SINGLE
     """All processes."""
     nodes: int = 1
     """Number of nodes that this process's data axis is spread over."""

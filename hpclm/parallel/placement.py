@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from hpclm.errors import ConfigError
 from hpclm.parallel.mesh import Axis
 
@@ -52,7 +50,3 @@ class Placement:
             start, size = [0] * len(self.shape), list(self.shape)
             start[self.dim], size[self.dim] = part * block + axis.rank * width, width
             yield Piece(tuple(start), tuple(size), part * width)
-
-    def cut(self, tensor: Tensor, piece: Piece) -> Tensor:
-        """The view of ``piece`` in the local tensor ``tensor``."""
-        return tensor if self.dim is None else tensor.narrow(self.dim, piece.offset, piece.size[self.dim])

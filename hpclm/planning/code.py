@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from hpclm.config import EngineConfig
 from hpclm.config.supports import SUPPORTS
+from hpclm.optim.optimizers import OPTIMIZERS
 
 
 @dataclass(frozen=True)
@@ -12,6 +13,10 @@ class BytesPerParameter:
 
     replicated: float = 0.0
     sharded: float = 0.0
+
+    def split(self) -> "BytesPerParameter":
+        """The same, all of it sharded."""
+        return BytesPerParameter(0, self.replicated + self.sharded)
 
     def on(self, replicas: int) -> float:
         """Bytes per parameter on one GPU, sharded over this number of replicas."""
@@ -58,6 +63,8 @@ class Code:
     """Bytes of memory of the GPU, if hpclm chooses the tokens by it; 0: it does not."""
     logit: int = 4
     """Bytes per logit, including temporaries of the loss: the logit and its gradient. With several chunks, the last one's gradient too."""
+    split_logit: int | None = None
+    """The same where tensor-parallel ranks split the vocabulary; None: no difference."""
     table: int = 8
     """Bytes per element of the embedding that the loss needs besides weights and gradients: its fp32 gradient, and in the compute
     type its rows and the gradient of one chunk."""
@@ -93,12 +100,15 @@ class Code:
     """Speed of the attention kernel relative to FlashAttention-2."""
 
 
-def of(engine: EngineConfig, element: int, pipeline: int) -> Code:
+def of(engine: EngineConfig, element: int, pipeline: int, optimizer: str = "adamw") -> Code:
     """hpclm's own engines, with activations of ``element`` bytes; a user-defined engine is treated as native."""
+    state = BytesPerParameter(OPTIMIZERS[optimizer].bytes_per_parameter)
     stage = zero_stage(engine, pipeline)
     # compiled, the loss makes the gradient of the logits in one pass; otherwise log-probabilities in fp32 too
     logit = 2 * element if engine.compile else 8 + element * (element < 4)
-    common = Code(element=element, rows=engine.loss_chunk or 4096, zero=stage, overlap=engine.overlap, logit=logit)
+    rows = engine.loss_chunk or 4096
+    common = Code(optimizer=state, element=element, rows=rows, zero=stage, overlap=True, logit=logit)
+    common = replace(common, split_logit=logit if engine.compile else 8)
     return CODES.get(engine.name, plain)(engine, common, pipeline)
 
 
@@ -135,7 +145,7 @@ def native(engine: EngineConfig, common: Code, pipeline: int) -> Code:
     masters = BytesPerParameter(0, 4) if cast else BytesPerParameter(4)
     whole = 4 * (bool(cast) and not in_place)  # else the embedding is also read in fp32
     return replace(
-        own, weights=masters, optimizer=BytesPerParameter(0, 8), table=own.table + whole, table_kept=own.table_kept + whole,
+        own, weights=masters, optimizer=own.optimizer.split(), table=own.table + whole, table_kept=own.table_kept + whole,
         sent=common.element, sent_table=whole and 4 - common.element,
     )  # fmt: skip
 
@@ -153,7 +163,7 @@ def sharded(engine: EngineConfig, common: Code, pipeline: int) -> Code:
         common,
         weights=BytesPerParameter(0, 4),
         gradients=BytesPerParameter(0, 4),
-        optimizer=BytesPerParameter(0, 8),
+        optimizer=common.optimizer.split(),
         gathered=BytesPerParameter(common.element) if kept else BytesPerParameter(0, common.element),
         working=reduced,
         table=common.table - common.element,
@@ -173,7 +183,7 @@ def deepspeed(engine: EngineConfig, common: Code, pipeline: int) -> Code:
     stage 2 also the gradients, stage 3 everything (Rajbhandari et al. 2020, section 5). Stage 0 is hpclm's own optimizer."""
     if common.zero == 0:
         return replace(plain(engine, common, pipeline), overlap=False)
-    kept = _deepspeed(engine, common.element, common.zero)
+    kept = _deepspeed(engine, common.element, common.zero, 4 + common.optimizer.replicated)
     if pipeline > 1:
         kept |= dict(buckets=0, flattened=4 if engine.gradients == "fp32" else common.element)
     reduced = 4 if engine.gradients == "fp32" else common.element
@@ -204,12 +214,13 @@ BUCKET = 5e8
 """Gradients in one of DeepSpeed's buckets, unless engine.bucket_mb says otherwise."""
 
 
-def _deepspeed(engine: EngineConfig, element: int, stage: int) -> dict[str, object]:
-    """Weights in the compute type, and an fp32 copy of each with its moments; gradients are cast to fp32 for the update."""
+def _deepspeed(engine: EngineConfig, element: int, stage: int, state: float) -> dict[str, object]:
+    """Weights in the compute type, and ``state``: an fp32 copy of each, and what the optimizer keeps; gradients are cast to fp32
+    for the update."""
     accumulated = 4 if engine.gradients == "fp32" else 0  # in addition to those in the compute type
     gradients = BytesPerParameter(element + accumulated) if stage == 1 else BytesPerParameter(0, 4)
     weights = BytesPerParameter(0, element) if stage == 3 else BytesPerParameter(element)
-    optimizer = BytesPerParameter(0, 12)
+    optimizer = BytesPerParameter(0, state)
     gathered = BytesPerParameter(0, element) if stage == 3 else BytesPerParameter()
     if engine.offload != "none":  # the update runs in CPU memory, with its fp32 state
         optimizer, gradients = (
@@ -219,7 +230,7 @@ def _deepspeed(engine: EngineConfig, element: int, stage: int) -> dict[str, obje
     if engine.offload == "parameters":
         weights = BytesPerParameter()
     bucket = engine.bucket_mb * 2**20 if engine.bucket_mb else BUCKET * (accumulated or element)
-    buckets = bucket * (1 + engine.overlap)
+    buckets = 2 * bucket
     return dict(
         weights=weights,
         gradients=gradients,

@@ -89,7 +89,7 @@ class Forecast:
 def of(run: RunConfig, kind: Kind) -> Forecast:
     """The forecast for ``run`` on job.nodes x job.gpus GPUs; ConfigError if the layout does not fit that number."""
     where = layout.of(run)
-    own = code.of(run.engine, element(run, kind), where.pipeline)
+    own = code.of(run.engine, element(run, kind), where.pipeline, run.optim.name)
     own = own if run.engine.loss_chunk else replace(own, memory=kind.memory * GIB)
     return Forecast(run.model, where, own, kind)
 

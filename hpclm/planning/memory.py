@@ -74,7 +74,8 @@ def logits(model: ModelConfig, layout: Layout, code: Code, stage: Stage) -> tupl
     rows = min(code.rows or tokens, tokens)
     if code.memory:
         rows = count.loss_chunk(tokens, model.padded_vocab // layout.tensor, code.memory)
-    each = code.logit + code.element * (rows < tokens)
+    split = layout.tensor > 1 and code.split_logit is not None
+    each = (code.split_logit if split else code.logit) + code.element * (rows < tokens)  # type: ignore[operator]
     return rows < tokens, stage.last * rows * model.padded_vocab / layout.tensor * each
 
 

@@ -51,16 +51,6 @@ def ranked(run: RunConfig, kind: Kind) -> list[Suggestion]:
     return sorted(best.values(), key=lambda s: -_speed(s.forecast))
 
 
-def doubled(best: Suggestion, kind: Kind) -> Forecast | None:
-    """The forecast of a suggestion on twice as many nodes, with the same batch and its best micro-batch; None if nothing fits."""
-    run = best.run
-    run = replace(run, job=replace(run.job, nodes=2 * run.job.nodes), batch=replace(run.batch, micro_size=1))
-    try:
-        return max(fitting(run, kind), key=_speed, default=None)
-    except ConfigError:
-        return None
-
-
 def _speed(found: Forecast) -> float:
     return found.tokens_per_second or 0.0
 

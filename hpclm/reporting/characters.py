@@ -1,17 +1,11 @@
-"""The loss of a run in characters: a curve of all of it, and a sparkline from a few places of its metrics.jsonl."""
+"""The loss of a run in characters: a curve of all of it, and a sparkline."""
 
-import os
-import re
 from collections.abc import Sequence
-from pathlib import Path
 
-from hpclm import files
 from hpclm.reporting.history import History
 
 WIDTH, HEIGHT = 72, 14
 BARS = "▁▂▃▄▅▆▇█"
-LOSS = re.compile(rb'"loss": ([-+\d.eE]+)[,}]')
-PIECE = 1 << 11  # bytes in which there is a whole line
 Points = Sequence[tuple[int, float]]
 
 
@@ -40,25 +34,6 @@ def _grid(train: Points, valid: Points) -> str:
             grid[row][column] = mark
     labels = [f"{high - (high - low) * row / (HEIGHT - 1):6.2f} |" for row in range(HEIGHT)]
     return "\n".join(label + "".join(line).rstrip() for label, line in zip(labels, grid, strict=True))
-
-
-def losses(path: Path, count: int) -> list[float]:
-    """About ``count`` losses spread evenly over the file, in order; none where there is no file."""
-    try:
-        handle = files.opened(path)
-    except OSError:
-        return []
-    try:
-        size = os.fstat(handle).st_size
-        if size <= count * PIECE:
-            found = [float(each) for each in LOSS.findall(os.pread(handle, size, 0))]
-            return [found[index * len(found) // count] for index in range(count)] if len(found) > count else found
-        pieces = (os.pread(handle, PIECE, (size - PIECE) * number // (count - 1)) for number in range(count))
-        return [float(each[-1]) for piece in pieces if (each := LOSS.findall(piece))]
-    except (OSError, ValueError):
-        return []
-    finally:
-        os.close(handle)
 
 
 def sparkline(values: Sequence[float]) -> str:

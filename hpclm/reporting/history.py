@@ -19,18 +19,15 @@ from hpclm.rundir.status import moment
 
 LARGEST = 1 << 31  # bytes of a file that is read whole
 STAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) ([DIWEC]) (.*)")
-FRESH = re.compile(r"cores? \d[\d,-]*, |.*; fp32 products ")  # what an attempt says first
-BEGINS = re.compile(r"run directory .*(?:(?:resumes|goes on) from step \d+|a new run)$")
 SAVED = re.compile(r"saved step (\d+) in ([\d.]+) s; training waited ([\d.]+) s")
-STEP = re.compile(r"step (\d+)(?:/\d+)?  loss ")
-AGAIN = re.compile(r"start \d+ of job \S+; why the last one ended: (.*)")
+RESTARTED = "why the last one ended: "
 FIGURES = {
     **rows.STEP,
     **dict.fromkeys(
         ("memory", "mfu", "data_seconds", "data_fraction", "validation_perplexity"), rows.maybe(rows.figure)
     ),
 }
-CODES = {0: "finished", 85: "told to exit; saved, to be started again", 93: "diverged"}
+CODES = {0: "finished", 85: "preempted; saved, will be requeued", 93: "diverged"}
 KINDS = ("queued", "starting", "training", "saving", "lost")
 Row = Mapping[str, Any]
 
@@ -133,102 +130,101 @@ class Line:
     text: str
 
 
+@dataclass(frozen=True)
+class Records:
+    """What a run's files say of one attempt."""
+
+    number: int
+    row: Row
+    """Its line of attempts.jsonl."""
+    after: Row
+    """The next attempt's; empty without one."""
+    end: Row
+    """Its line of ends.jsonl; empty if it did not exit cleanly."""
+    log: Sequence[Line]
+    measured: Sequence[Row]
+    """Its rows of metrics.jsonl and metrics.lost.jsonl, in order."""
+
+    @property
+    def entry(self) -> float:
+        """When its process started, or is first heard of."""
+        return min([_started(self.row), *(line.time for line in self.log)])
+
+    @property
+    def finish(self) -> float:
+        """Its last sign of life."""
+        ended = moment(self.end["time"]) if "time" in self.end else None
+        signs = [*(line.time for line in self.log), *(row["time"] for row in self.measured)]
+        return max([moment(self.row["time"]) or 0.0, ended or 0.0, *signs])
+
+
 def read(out: Path) -> History:
     """The history of the run in ``out``."""
-    readings = [rows.parsed(line, FIGURES, ["step"]) for line in _lines(out / "metrics.jsonl")]
-    measured = [row for row in readings if row]
+    lines = [rows.parsed(line, FIGURES, ["step"]) for line in _lines(out / "metrics.jsonl")]
+    kept = [row for row in lines if row]
     lost = list({(row["step"], row.get("time")): row for row in _rows(out / rows.LOST, FIGURES, ["step"])}.values())
-    begun = [row for row in _rows(out / "attempts.jsonl", rows.ATTEMPT, ["time"]) if moment(row["time"])]
-    ends = {row["attempt"]: row for row in _rows(out / "ends.jsonl", rows.END, ["attempt", "code"])}
-    submitted = {each.job_id: when for each in _submissions(out) if (when := moment(each.time))}
-    chunks = _by_attempt(list(_log(out / "log.txt")), [moment(row["time"]) or 0.0 for row in begun])
     attempts: list[Attempt] = []
-    for number, (row, lines) in enumerate(zip(begun, chunks, strict=True), 1):
-        after = begun[number] if number < len(begun) else None
-        told = next(
-            (found[1] for line in (chunks[number : number + 1] or [[]])[0] if (found := AGAIN.match(line.text))), ""
-        )
-        job, before = row.get("job_id"), begun[number - 2] if number > 1 else {}
-        requeued = job is not None and job == before.get("job_id")
-        context = Context(after, attempts[-1].end if attempts else None, submitted.get(str(job)), requeued, told)
-        attempts.append(_attempt(number, row, ends.get(number), lines, [*measured, *lost], context))
-    steps = [row for row in measured if "loss" in row]
+    submitted = {each.job_id: when for each in _submissions(out) if (when := moment(each.time))}
+    for records in _by_attempt(out, [*kept, *lost]):
+        attempts.append(_attempt(records, attempts[-1] if attempts else None, submitted))
     return History(
         out,
         tuple(attempts),
-        tuple({row["step"]: row for row in steps}.values()),
-        tuple(row for row in measured if "validation_loss" in row),
+        tuple({row["step"]: row for row in kept if "loss" in row}.values()),
+        tuple(row for row in kept if "validation_loss" in row),
         tuple(row for row in lost if "loss" in row),
-        tuple(row for row in measured if "tasks" in row),
-        readings[:-1].count(None),
+        tuple(row for row in kept if "tasks" in row),
+        lines[:-1].count(None),
     )
 
 
-@dataclass(frozen=True)
-class Context:
-    """What is around an attempt."""
+def _by_attempt(out: Path, measured: Sequence[Row]) -> Iterator[Records]:
+    """The files' lines, attempt by attempt: each has those from its start to the next one's."""
+    begun = [row for row in _rows(out / "attempts.jsonl", rows.ATTEMPT, ["time"]) if moment(row["time"])]
+    ends = {row["attempt"]: row for row in _rows(out / "ends.jsonl", rows.END, ["attempt", "code"])}
+    log = list(_log(out / "log.txt"))
+    timed = sorted((row for row in measured if row.get("time")), key=lambda row: float(row["time"]))
+    bounds = [*map(_started, begun), float("inf")]
+    for number, (row, (since, until)) in enumerate(zip(begun, pairwise(bounds), strict=True), 1):
+        yield Records(
+            number,
+            row,
+            begun[number] if number < len(begun) else {},
+            ends.get(number, {}),
+            [line for line in log if since <= line.time < until],
+            [each for each in timed if since <= each["time"] < until],
+        )
 
-    after: Row | None
-    """The next attempt's line of attempts.jsonl."""
-    before: float | None
-    """When the attempt before it ended."""
-    submitted: float | None
-    """When its job was submitted."""
-    requeued: bool
-    """Whether its job is that of the attempt before it."""
-    told: str
-    """Why it ended, in Slurm's words as the next attempt found them."""
+
+def _started(row: Row) -> float:
+    """When an attempt began; what only attempts.jsonl says is cut to whole seconds."""
+    return row.get("began") or (moment(row["time"]) or 1.0) - 1
 
 
-def _attempt(
-    number: int, row: Row, end: Row | None, lines: Sequence[Line], measured: Iterable[Row], context: Context
-) -> Attempt:
-    began = moment(row["time"]) or 0.0
-    until = (moment(context.after["time"]) if context.after else None) or float("inf")
-    since = began - 1  # what attempts.jsonl says is cut to whole seconds
-    mine = [(r["time"], r) for r in measured if r.get("time") and since <= r["time"] < until]
-    mine.sort(key=lambda each: each[0])
-    steps = [(when, r) for when, r in mine if "loss" in r]
+def _attempt(records: Records, before: Attempt | None, submitted: Mapping[str, float]) -> Attempt:
+    row, finish, entry = records.row, records.finish, records.entry
+    steps = [each for each in records.measured if "loss" in each]
     first = row.get("from_step") or 0
-    told = [int(found[1]) for line in lines if (found := STEP.match(line.text))]
-    last = max([first, *told, *(r["step"] for _, r in steps)])
-    saved = (context.after.get("from_step") or 0) if context.after else last
-    orderly = (moment(end["time"]) or 0.0) if end and "time" in end else 0.0
-    finish = max([began, orderly, *(line.time for line in lines), *(when for when, _ in mine)])
-    begins = [line.time for line in lines if STEP.match(line.text)] + [
-        when - (r.get("step_seconds") or 0.0) for when, r in steps[:1]
-    ]
-    training = min(begins, default=finish)
-    entry = min([began, *(line.time for line in lines)])
-    waited = context.submitted or context.requeued  # otherwise nothing says that it was in a queue
-    queued = max(context.submitted or 0.0, context.before or 0.0) if waited else entry
+    last = max([first, *(each["step"] for each in steps)])
+    saved = min(last, records.after.get("from_step") or 0) if records.after else last
+    begins = {each["step"]: each["time"] - (each.get("step_seconds") or 0.0) for each in steps}
+    training = min(begins.values(), default=finish)
+    lost = min((begin for step, begin in begins.items() if step > saved), default=finish)
+    job = row.get("job_id")
+    requeued = before is not None and job is not None and job == before.row.get("job_id")
+    waited = str(job) in submitted or requeued  # otherwise nothing says that it was in a queue
+    queued = max(submitted.get(str(job), 0.0), before.end if before else 0.0) if waited else entry
     marks = [("queued", queued, entry), ("starting", max(queued, entry), training)]
-    marks += _trained(training, finish, _lost_from(saved, last, finish, steps, lines), _stalls(lines))
+    marks += _trained(training, finish, lost, _stalls(records.log))
     phases = tuple(Phase(kind, begin, to) for kind, begin, to in marks if to > begin)
-    return Attempt(
-        number, row, phases or (Phase("starting", began, began),), first, last, min(saved, last),
-        _ended(end, lines, context),
-    )  # fmt: skip
+    idle = Phase("starting", finish, finish)
+    return Attempt(records.number, row, phases or (idle,), first, last, saved, _ended(records))
 
 
-def _lost_from(
-    saved: int, last: int, finish: float, steps: Sequence[tuple[float, Row]], lines: Sequence[Line]
-) -> float:
-    """When the first step that had to be done again began."""
-    if saved >= last:
-        return finish
-    redone = [when - (row.get("step_seconds") or 0.0) for when, row in steps if row["step"] > saved]
-    if redone:
-        return min(redone)
-    published = [line.time for line in lines if (found := SAVED.match(line.text)) and int(found[1]) <= saved]
-    later = [line.time for line in lines if (found := STEP.match(line.text)) and int(found[1]) > saved]
-    return max(published, default=min(later, default=finish))
-
-
-def _stalls(lines: Sequence[Line]) -> list[tuple[float, float]]:
+def _stalls(log: Sequence[Line]) -> list[tuple[float, float]]:
     """When training waited for a save."""
-    found = [(line.time, match) for line in lines if (match := SAVED.match(line.text))]
-    return [(when - float(match[2]), when - float(match[2]) + float(match[3])) for when, match in found]
+    saves = [(line.time, match) for line in log if (match := SAVED.match(line.text))]
+    return [(when - float(save[2]), when - float(save[2]) + float(save[3])) for when, save in saves]
 
 
 def _trained(
@@ -245,43 +241,15 @@ def _trained(
     yield "lost", max(at, lost), end
 
 
-def _ended(end: Row | None, lines: Sequence[Line], context: Context) -> str:
-    """What ended an attempt, in words."""
-    signal = next((found[1] for line in reversed(lines) if (found := re.match(r"(SIG\w+): ", line.text))), "")
-    error = next((line.text for line in reversed(lines) if line.level in "EC"), "")
+def _ended(records: Records) -> str:
+    """What ended an attempt; empty while it may still run."""
+    end, restarted = records.end, str(records.after.get("after", ""))
+    why = restarted.partition(RESTARTED)[2] or restarted
     if end:
-        told = next((line.text for line in reversed(lines) if re.match(r"(done|stopped) at step", line.text)), "")
-        words = CODES.get(end["code"], f"exit code {end['code']}")
-        if end["code"] == 0 and told.startswith("stopped"):
-            words = told.split(";")[0]
-        words = f"{words} ({signal})" if signal else words
-        return f"{words}; {context.told}" if context.told and end["code"] else words
-    if error:
-        return error.splitlines()[0][:300]
-    if context.told:
-        return context.told
-    return "killed, or its node failed: it left no message" if context.after else ""
-
-
-def _by_attempt(log: Sequence[Line], times: Sequence[float]) -> list[list[Line]]:
-    """The lines of each attempt, which begin some seconds before its line in attempts.jsonl."""
-    ends = [number for number, line in enumerate(log) if BEGINS.match(line.text)]
-    if len(ends) != len(times):  # part of the log is gone: by time
-        bounds = [*times, float("inf")][1:]
-        return [[line for line in log if begin <= line.time < end] for begin, end in zip(times, bounds, strict=True)]
-    starts = [_first(log, end) for end in ends]
-    return [list(log[begin:to]) for begin, to in pairwise([*starts, len(log)])]
-
-
-def _first(log: Sequence[Line], begins: int) -> int:
-    """The first line of the attempt whose line BEGINS is number ``begins``."""
-    first = begins
-    for number in range(begins - 1, -1, -1):
-        if FRESH.match(log[number].text):
-            first = number
-        elif first < begins or BEGINS.match(log[number].text):
-            break
-    return first
+        text = end.get("ending") or CODES.get(end["code"], f"exit code {end['code']}")
+        return f"{text}; {why}" if why and end["code"] else text
+    error = next((line.text for line in reversed(records.log) if line.level in "EC"), "")
+    return error[:300] or why or ("killed, or its node failed: it left no message" if records.after else "")
 
 
 def _lines(path: Path) -> list[str]:
@@ -292,14 +260,14 @@ def _lines(path: Path) -> list[str]:
 
 def _log(path: Path) -> Iterator[Line]:
     for line in _lines(path):
-        if found := STAMP.match(line):
+        if match := STAMP.match(line):
             with suppress(ValueError, OverflowError):
-                when = datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S").timestamp() + int(found[2]) / 1000
-                yield Line(when, found[3], found[4])
+                when = datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S").timestamp() + int(match[2]) / 1000
+                yield Line(when, match[3], match[4])
 
 
-def _rows(path: Path, fields: Mapping[str, rows.Check], needs: Iterable[str]) -> Iterator[Row]:
-    return (row for line in _lines(path) if (row := rows.parsed(line, fields, needs)))
+def _rows(path: Path, fields: Mapping[str, rows.Check], needs: Iterable[str] = ()) -> list[Row]:
+    return rows.parsed_lines("\n".join(_lines(path)), fields, needs)
 
 
 def _submissions(out: Path) -> list[submissions.Submission]:

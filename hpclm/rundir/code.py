@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hpclm import files, shipped
 from hpclm.config import RunConfig
-from hpclm.config.assign import texts
+from hpclm.config.merge import texts
 from hpclm.errors import ConfigError
 from hpclm.node import environment, processes
 from hpclm.node.processes import NoAnswerError
@@ -35,87 +35,82 @@ LARGEST = 1 << 26  # bytes of all files
 
 def sources(config: RunConfig) -> Sources:
     """The files of the code that ``config`` runs, as Python would find them now."""
-    found: dict[str, Path] = _package(ROOT)
-    todo = sorted({match[1] for text in texts(asdict(config)) if (match := NAME.fullmatch(text))})
+    code: dict[str, Path] = _package(ROOT)
+    names = {match[1] for text in texts(asdict(config)) if (match := NAME.fullmatch(text))}
     seen = {"hpclm"}
-    while todo:
-        top = todo.pop()
-        origin = None if top in seen else _own(top)
-        seen.add(top)
+    while names - seen:
+        name = min(names - seen)
+        seen.add(name)
+        origin = _own(name)
         if origin is None:
             continue
-        if origin.name == "__init__.py":
-            new, place = _package(origin.parent), origin.parent.parent
-        else:
-            new, place = {origin.name: origin}, origin.parent
-        found |= new
-        beside = (name for path in new.values() if path.suffix == ".py" for name in _imported(path))
-        todo += [name for name in beside if (place / f"{name}.py").exists() or (place / name).is_dir()]
-    return found
+        package = origin.name == "__init__.py"
+        new = _package(origin.parent) if package else {origin.name: origin}
+        beside = origin.parent.parent if package else origin.parent
+        code |= new
+        imported = {top for path in new.values() if path.suffix == ".py" for top in _imported(path)}
+        names |= {top for top in imported if (beside / f"{top}.py").exists() or (beside / top).is_dir()}
+    return code
 
 
-def digest(found: Sources) -> str:
+def digest(code: Sources) -> str:
     """A digest that changes if any file does."""
     total = hashlib.sha256()
-    for name in sorted(found):
-        content = files.read_bytes(found[name])
+    for name in sorted(code):
+        content = files.read_bytes(code[name])
         total.update(f"{name}\0{len(content)}\0".encode() + content)
     return total.hexdigest()[:12]
 
 
-def contents(found: Sources) -> dict[str, str]:
+def contents(code: Sources) -> dict[str, str]:
     """The digest of each file."""
-    return {name: digest({name: path}) for name, path in found.items()}
+    return {name: digest({name: path}) for name, path in code.items()}
 
 
-def folder(out: Path, found: Sources) -> Path:
+def folder(out: Path, code: Sources) -> Path:
     """Where the snapshot of these files is in the run directory ``out``."""
-    return out / "job" / f"code-{digest(found)}"
+    return out / "job" / f"code-{digest(code)}"
 
 
 def keep(out: Path, config: RunConfig) -> Path:
     """Copy the code of ``config`` into the run directory, unless it is there already; returns the snapshot."""
-    found = sources(config)
-    size = sum(path.stat().st_size for path in found.values())
-    if size > LARGEST:
-        largest = max(found, key=lambda name: found[name].stat().st_size)
+    code = sources(config)
+    sizes = {path: path.stat().st_size for path in code.values()}
+    if sum(sizes.values()) > LARGEST:
         raise ConfigError(
-            f"job.snapshot=true would copy {size >> 20} MB of code, most of it in {found[largest].parent}: move data out of "
-            "the folders of your modules, or leave job.snapshot out"
+            f"job.snapshot=true would copy {sum(sizes.values()) >> 20} MB of code, most of it in "
+            f"{max(sizes, key=sizes.__getitem__).parent}: move data out of the folders of your modules, or leave job.snapshot out"
         )
-    copy = folder(out, found)
+    copy = folder(out, code)
     if copy.is_dir():
         return copy
     files.sweep(copy)
     draft = files.aside(copy)
-    for name, path in found.items():
+    for name, path in code.items():
         (draft / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         shutil.copyfile(path, draft / name)
     note = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "git": revision(), "from": str(ROOT.parent)}
     files.write_text(draft / NOTE, json.dumps(note) + "\n")
-    if difference := _git("diff", "HEAD", "--", "."):
-        files.write_text(draft / "changes.diff", difference + "\n")
     draft.rename(copy)
     return copy
 
 
 def check_snapshot() -> None:
     """ConfigError if this process runs another copy of the code than its snapshot."""
-    wanted, runs = environment.snapshot(), ROOT.resolve()
-    if wanted and not runs.is_relative_to(wanted.resolve()):
+    snapshot, runs = environment.snapshot(), ROOT.resolve()
+    if snapshot and not runs.is_relative_to(snapshot.resolve()):
         raise ConfigError(
-            f"job.snapshot=true: this process should run {wanted}, but runs {runs}; do not change "
-            "PYTHONPATH in job.setup"
+            f"job.snapshot=true: this process should run {snapshot}, but runs {runs}; do not change PYTHONPATH in job.setup"
         )
 
 
 def revision() -> str | None:
     """Commit of the code, with "-dirty" if files differ; None if unknown."""
-    copied = environment.snapshot()
-    if copied:
-        with suppress(OSError, ValueError, AttributeError):
-            said = json.loads(files.read_text(copied / NOTE)).get("git")
-            return str(said) if said else None
+    snapshot = environment.snapshot()
+    if snapshot:
+        with suppress(OSError, ValueError, KeyError):
+            commit: str | None = json.loads(files.read_text(snapshot / NOTE))["git"]
+            return commit
         return None
     head = _git("rev-parse", "HEAD")
     return head and head + ("-dirty" if _git("status", "--porcelain", "-uno") else "")
@@ -139,8 +134,8 @@ def _package(root: Path) -> dict[str, Path]:
 
 def _own(top: str) -> Path | None:
     """The file of the user's module or package ``top``; None if it is installed, or does not exist."""
-    copied = environment.snapshot()
-    spec = PathFinder.find_spec(top, [*([str(copied)] if copied else []), *sys.path])
+    snapshot = environment.snapshot()
+    spec = PathFinder.find_spec(top, [*([str(snapshot)] if snapshot else []), *sys.path])
     origin = Path(spec.origin) if spec and spec.has_location and spec.origin else None
     installed = {"site-packages", "dist-packages"}
     if origin is None or installed & set(origin.parts) or origin.is_relative_to(Path(ast.__file__).parent):

@@ -9,7 +9,7 @@ from pathlib import Path
 from hpclm import files
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.rundir import runs
-from hpclm.rundir.lock import Heartbeat
+from hpclm.rundir.lock import HolderWatch
 from hpclm.rundir.status import LATE, Queue, RunStatus, query
 from hpclm.terminal import say
 
@@ -83,7 +83,7 @@ def followed(path: Path, until: float) -> bool:
     ended without saving (the request is then withdrawn).
     """
     out = path.parent
-    heartbeat, checked, queue = Heartbeat(out), time.monotonic(), Queue(SQUEUE_SECONDS)
+    heartbeat, checked, queue = HolderWatch(out), time.monotonic(), Queue(SQUEUE_SECONDS)
     while path.exists():
         if time.monotonic() > until:
             raise HpclmError(

@@ -21,7 +21,8 @@ from typing import IO
 
 from hpclm import files
 from hpclm.errors import HpclmError, LockedError
-from hpclm.rundir.lock import LARGEST, Holder, in_use, parse, read, take, told, whole
+from hpclm.rundir import rows
+from hpclm.rundir.lock import LARGEST, Holder, described, in_use, read, try_lock
 
 log = logging.getLogger(__name__)
 PATIENCE = 10.0  # seconds to wait for another attempt that is taking over at the same time
@@ -64,8 +65,8 @@ class Lease:
                     self._file.close()
                 raise in_use(self.path.parent, holder)
             if self._file is None:
-                log.warning("taking %s over from %s", self.path.parent, told(holder))
-            self._take(whole(holder, "generation") + 1)
+                log.warning("taking %s over from %s", self.path.parent, described(holder))
+            self._take(holder.get("generation", 0) + 1)
         self._thread.start()
         return self
 
@@ -76,7 +77,7 @@ class Lease:
             with suppress(OSError):  # written to the open file, so that a file of a newer holder is not touched
                 known = {"generation": self.generation, "job": self._me["job"], "start": self._me["start"]}
                 signed_off = json.dumps(known).ljust(len(self._written))
-                if self._mine():
+                if self.is_mine():
                     self._beats.unlink(missing_ok=True)
                 os.pwrite(self._file.fileno(), signed_off.encode(), 0)
                 os.fsync(self._file.fileno())
@@ -90,24 +91,25 @@ class Lease:
     def check(self) -> None:
         """LockedError if another attempt has taken over: this one must not write any more."""
         try:
-            mine = self._mine()
+            mine = self.is_mine()
         except OSError as error:
             text = f"{self.path} cannot be read: {error.strerror}; it names the holder of the run directory"
             raise HpclmError(text) from error
         if not mine:
             self._lost.set()
-            winner = told(read(self.path))
+            winner = described(read(self.path))
             raise LockedError(f"{self.path.parent} was taken over by {winner}; this attempt ends without saving")
 
-    def _mine(self) -> bool:
+    def is_mine(self) -> bool:
         """Whether no other attempt has written its name to the file. A missing or damaged file counts as ours."""
         text = ""
         with suppress(FileNotFoundError, files.Unfit):
             text = files.read_text(self.path, LARGEST, errors="replace")
-        found = parse(text)
-        if "token" in found:
-            return bool(found["token"] == self._me["token"])
-        return whole(found, "generation") <= self.generation
+        named = rows.parsed(text, {}) or {}
+        if "token" in named:
+            return bool(named["token"] == self._me["token"])
+        generation = named.get("generation", 0)
+        return not rows.count(generation) or bool(generation <= self.generation)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -137,7 +139,7 @@ class Lease:
                 file: IO[bytes] = os.fdopen(files.opened(self.path, flags, 0o644), "ab+")
             except OSError as error:
                 raise HpclmError(f"{self.path} cannot be opened: {error.strerror}; remove it") from error
-            if not take(file, self.path):
+            if not try_lock(file, self.path):
                 file.close()
                 holder = read(self.path)
                 if self._is_earlier_attempt(holder):
@@ -156,16 +158,16 @@ class Lease:
     def _is_earlier_attempt(self, holder: Holder) -> bool:
         """Whether ``holder`` is this job before its last requeue."""
         same_job = bool(self._me["job"]) and holder.get("job") == self._me["job"]
-        return same_job and whole(holder, "start") < self._me["start"]
+        return same_job and holder.get("start", 0) < self._me["start"]
 
     def _wait_for_silence(self, holder: Holder) -> None:
         """Return when ``holder``, on a host whose processes are not visible, has sent no heartbeat for long enough."""
         text = "waiting %.0f s for a heartbeat of %s, which has not released the run directory"
-        log.info(text, self.seconds, told(holder))
-        until, first = time.monotonic() + self.seconds, self._last_beat()
+        log.info(text, self.seconds, described(holder))
+        until, first = time.monotonic() + self.seconds, rows.tail(self._beats)
         while time.monotonic() < until:
             time.sleep(min(1.0, self.seconds / 10))
-            if self._last_beat() != first:
+            if rows.tail(self._beats) != first:
                 assert self._file is not None
                 self._file.close()
                 raise in_use(self.path.parent, holder)
@@ -196,16 +198,10 @@ class Lease:
         while not self._over.wait(self.seconds / 6):
             number += 1
             with suppress(OSError, ValueError):
-                if not self._mine():
+                if not self.is_mine():
                     self._lost.set()
                     return
                 files.overwrite(self._beats, f"{self.generation} {number}\n")
-
-    def _last_beat(self) -> str:
-        try:
-            return files.read_text(self._beats, LARGEST, errors="replace")
-        except OSError:
-            return ""
 
     def _forget(self) -> None:
         if self._file is not None and not self._file.closed:

@@ -5,7 +5,6 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -21,14 +20,14 @@ LARGEST = 1 << 16  # bytes of a lock file
 def refuse_if_held(folder: Path, name: str = "lock") -> None:
     """LockedError if another process holds ``folder``; nothing is written."""
     with suppress(FileNotFoundError), files.reader(folder / name) as file:
-        if not take(file, folder / name, fcntl.LOCK_SH):
+        if not try_lock(file, folder / name, fcntl.LOCK_SH):
             raise in_use(folder, read(folder / name))
 
 
 def in_use(folder: Path, holder: Holder) -> LockedError:
     """The error for a folder that ``holder`` is using."""
     return LockedError(
-        f"{folder} is in use by another run ({told(holder)}); wait for it, end it (hpclm cancel {files.typed(folder)}), "
+        f"{folder} is in use by another run ({described(holder)}); wait for it, end it (hpclm cancel {files.typed(folder)}), "
         "or choose another out="
     )
 
@@ -36,26 +35,12 @@ def in_use(folder: Path, holder: Holder) -> LockedError:
 def read(path: Path | str) -> Holder:
     """The holder that a lock file names: host, pid and more; empty without one."""
     with suppress(OSError):
-        return parse(files.read_text(path, LARGEST, errors="replace"))
+        return rows.parsed(files.read_text(path, LARGEST, errors="replace"), rows.HOLDER) or {}
     return {}
 
 
-def parse(text: str) -> Holder:
-    """The holder named in the text of a lock file."""
-    with suppress(ValueError, RecursionError):
-        content = json.loads(text)
-        return content if isinstance(content, dict) else {}
-    return {}
-
-
-def whole(holder: Holder, name: str) -> int:
-    """A number in a lock file; 0 if it is missing."""
-    value = holder.get(name)
-    return value if isinstance(value, int) and 0 < value < 1 << 53 else 0
-
-
-def told(holder: Holder) -> str:
-    """A holder in words."""
+def described(holder: Holder) -> str:
+    """A holder, for messages."""
     job = f", job {holder['job']}" if holder.get("job") else ""
     return f"process {holder.get('pid', 'unknown')} on {holder.get('host', 'unknown')}{job}"
 
@@ -69,7 +54,7 @@ class Lock:
 
     def __enter__(self) -> "Lock":
         self._file = os.fdopen(files.opened(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW), "a+")
-        if not take(self._file, self.path):
+        if not try_lock(self._file, self.path):
             self._file.close()
             raise in_use(self.folder, read(self.path))
         self._file.truncate(0)
@@ -84,7 +69,7 @@ class Lock:
             self._file.close()
 
 
-def take(file: IO[Any], path: Path, kind: int = fcntl.LOCK_EX) -> bool:
+def try_lock(file: IO[Any], path: Path, kind: int = fcntl.LOCK_EX) -> bool:
     """Lock ``file``, which is open, at ``path``; False if another process has. HpclmError if the file system has no locks."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
@@ -95,13 +80,13 @@ def take(file: IO[Any], path: Path, kind: int = fcntl.LOCK_EX) -> bool:
     return True
 
 
-def holder(path: Path | str) -> Mapping[str, Any] | None:
+def holder(path: Path | str) -> Holder | None:
     """The process that a lock file names as using the run directory; None if there is none, or it has released the folder."""
-    found = read(path)
-    return found if rows.sane(found, rows.HOLDER, ["pid"]) else None
+    named = read(path)
+    return named if "pid" in named else None
 
 
-class Heartbeat:
+class HolderWatch:
     """Watches whether a process still uses a run directory, by its lease; clocks of two machines are never compared."""
 
     def __init__(self, out: Path):

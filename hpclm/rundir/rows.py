@@ -22,29 +22,20 @@ LOST = "metrics.lost.jsonl"  # lines of metrics.jsonl whose steps a later attemp
 PIDS = 1 << 22  # Linux has no process of a higher number
 
 
-def whole(value: Any) -> bool:
-    """A count: a whole number from 0."""
-    return type(value) is int and 0 <= value < HIGHEST
+def _integer(low: int, high: int) -> Check:
+    return lambda value: type(value) is int and low <= value < high
 
 
-def count(value: Any) -> bool:
-    """A whole number from 1."""
-    return whole(value) and value > 0
+def _number(low: float, high: float) -> Check:
+    return lambda value: type(value) in (int, float) and low <= value < high
 
 
-def process(value: Any) -> bool:
-    """A PID."""
-    return count(value) and value <= PIDS
-
-
-def figure(value: Any) -> bool:
-    """A measured number."""
-    return type(value) in (int, float) and abs(value) < 1e300
-
-
-def duration(value: Any) -> bool:
-    """Seconds, or a rate per second."""
-    return figure(value) and 0 <= value < 1e15
+whole = _integer(0, HIGHEST)
+count = _integer(1, HIGHEST)
+process = _integer(1, PIDS + 1)
+figure = _number(-1e300, 1e300)
+duration = _number(0, 1e15)
+"""Seconds, or a rate per second."""
 
 
 def text(value: Any) -> bool:
@@ -62,14 +53,9 @@ def job(value: Any) -> bool:
     return whole(value) or text(value)
 
 
-def texts(value: Any) -> bool:
-    """A list of such texts."""
-    return isinstance(value, list) and all(map(text, value))
-
-
-def words(value: Any) -> bool:
-    """A command line, with any characters in its words."""
-    return isinstance(value, list) and all(isinstance(word, str) for word in value)
+def listed(check: Check) -> Check:
+    """A list of such values."""
+    return lambda value: isinstance(value, list) and all(map(check, value))
 
 
 def maybe(check: Check) -> Check:
@@ -91,6 +77,7 @@ def finite(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+texts = listed(text)
 # The fields that are read. A row may lack some of them, and may have others.
 STEP = {
     "step": whole,
@@ -113,17 +100,19 @@ ATTEMPT = {
     "restart": whole,
     "config": path,
     "back_to": whole,
+    "began": duration,
     **dict.fromkeys(("git", "code"), maybe(text)),
 }
-END = {"attempt": whole, "code": whole, "step": whole}
+END = {"attempt": whole, "code": whole, "step": whole, "ending": text, "time": text}
 SUBMISSION = {
     **dict.fromkeys(("cluster", "job_id", "host", "time"), text),
     **dict.fromkeys(("nodes", "tasks_per_node"), whole),
     **dict.fromkeys(("log", "folder"), path),
     "script": maybe(path),
-    "command": words,
+    "steps": maybe(whole),
+    "command": listed(lambda word: isinstance(word, str)),
 }
-HOLDER = {"host": text, "pid": process, "job": maybe(job)}
+HOLDER = {"host": text, "pid": process, "job": maybe(job), "generation": count, "start": whole, "token": text}
 SLOW = {"rank": whole, "host": text, "times": duration}
 
 
@@ -140,6 +129,11 @@ def parsed(line: str, fields: Mapping[str, Check], needs: Iterable[str] = ()) ->
         row = json.loads(line)
         return row if sane(row, fields, needs) else None
     return None
+
+
+def parsed_lines(text: str, fields: Mapping[str, Check], needs: Iterable[str] = ()) -> list[Row]:
+    """The valid rows in the lines of a text."""
+    return [row for line in text.splitlines() if (row := parsed(line, fields, needs))]
 
 
 def append(path: Path, row: Row) -> None:

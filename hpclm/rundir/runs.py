@@ -4,26 +4,22 @@ import json
 import os
 import pwd
 import re
-import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from hpclm import files
 from hpclm.errors import ConfigError
 from hpclm.registry import hint
-from hpclm.rundir import lock, logs, planned, rows, saved, submissions
+from hpclm.rundir import lock, rows, saved, submissions, summary
+from hpclm.rundir.rows import Row
 from hpclm.rundir.submissions import Submission
 
 MARKS = ("config.yaml", submissions.NAME, "attempts.jsonl")
-STEPS = 200  # lines of metrics.jsonl that are read
-WIDTH = 1 << 10  # bytes that are read for each of them
-FEW = 4  # attempts and submissions of a run that one line about it needs
+LARGEST = 1 << 20  # bytes at the end of attempts.jsonl that are read
 DEPTH = 3  # folders below the one that is searched
 
 
@@ -33,54 +29,55 @@ class Run:
 
     out: Path
     submissions: list[Submission]
-    attempts: list[Mapping[str, Any]]
-    """Lines of attempts.jsonl; the last ones if there are very many."""
-    rows: list[Mapping[str, Any]]
-    """The last lines of metrics.jsonl, of steps and evaluations."""
-    stepped: float | None
-    """When the last line was written, in seconds since 1970."""
+    attempts: list[Row]
+    """Lines of attempts.jsonl, oldest first; of a run that was read briefly, the last one."""
+    summary: Row
+    """The content of summary.json."""
     checkpoint: tuple[int, float] | None
     """Step and time of the newest complete checkpoint."""
     bad: int
     """Checkpoints that were set aside."""
     holder: Mapping[str, Any] | None
     """The process that the lock names: host, pid."""
-
-    attempt_count: int = 0
-    """Number of attempts, with those that were not read."""
-    slow: list[Mapping[str, Any]] = field(default_factory=list)
+    beat_age: float | None
+    """Seconds since its last heartbeat; None without one."""
+    slow: list[Row] = field(default_factory=list)
     """Stragglers, as rank 0 last recorded them: rank, host, times the median."""
     rollback: int | None = None
     """Step of the checkpoint that the next attempt rolls back to."""
-    ended: tuple[str, str] = ("", "")
-    """How the last attempt ended: its state, and the message in its log; empty if unknown."""
-    unbegun: "Unbegun | None" = None
-    """The last job, if it has not started training."""
     owner: int = 0
     """UID of the owner."""
-    total: int | None = None
-    """The planned number of steps, by its settings or its last attempt; None if unknown, or if only time limits the run."""
 
     @property
-    def attempt(self) -> Mapping[str, Any]:
+    def attempt(self) -> Row:
         """The last attempt; empty without one."""
         return self.attempts[-1] if self.attempts else {}
 
     @property
-    def steps(self) -> list[Mapping[str, Any]]:
-        """The last steps."""
-        return [row for row in self.rows if "loss" in row]
-
-    @property
     def step(self) -> int:
         """The last completed step."""
-        return self.rows[-1]["step"] if self.rows else self.attempt.get("from_step") or 0
+        step: int = self.summary.get("step", self.attempt.get("from_step") or 0)
+        return step
+
+    @property
+    def trained(self) -> bool:
+        """Whether the last submission, if there is one, has started training."""
+        last = self.submissions[-1] if self.submissions else None
+        if last and last.is_job:
+            return any(str(each.get("job_id")) == last.job_id for each in self.attempts)
+        return last is None or str(self.attempt.get("time", "")) >= last.time
+
+    @property
+    def total(self) -> int | None:
+        """The planned number of steps; None if unknown, or if only time limits the run."""
+        planned = None if self.trained else self.submissions[-1].steps  # settings may have changed since it trained
+        return planned or self.summary.get("steps")
 
     @property
     def jobs(self) -> list[str]:
         """IDs of its Slurm jobs, oldest first."""
-        submitted = [each.job_id for each in self.submissions if each.cluster == "slurm"]
-        here = [each.time for each in self.submissions if each.cluster != "slurm"][-1:]
+        submitted = [each.job_id for each in self.submissions if each.is_job]
+        here = [each.time for each in self.submissions if not each.is_job][-1:]
         trained = [
             str(each["job_id"])
             for each in self.attempts
@@ -97,7 +94,7 @@ class Run:
         launched = [
             (each.host, int(each.job_id), each.time)
             for each in self.submissions
-            if each.cluster != "slurm" and each.job_id.isdecimal()
+            if not each.is_job and each.job_id.isdecimal()
         ]
         return launched[-1:] + [
             (str(each["host"]), int(each["pid"]), str(each["time"]))
@@ -107,21 +104,12 @@ class Run:
 
     def job_log(self) -> Path | None:
         """The newest log that a job of the run printed to."""
-        return _job_log(self.out, self.submissions)
-
-
-@dataclass(frozen=True)
-class Unbegun:
-    """A job that has not started training."""
-
-    words: str
-    """The error in its log."""
-    printed: bool
-    """Whether it has a log, so Slurm had started it."""
-    told: bool
-    """Whether it was terminated before training started."""
-    fault: str = ""
-    """The line of its log that probably tells why it failed."""
+        printed: list[Path] = []
+        with suppress(OSError):
+            printed = sorted((self.out / "logs").glob("job-*.log"))
+        named = [self.out / each.log for each in self.submissions if each.log]
+        dated = [(path.stat().st_mtime, path) for path in (*named, *printed) if files.is_file(path)]
+        return max(dated)[1] if dated else None
 
 
 def find(folder: Path, depth: int = DEPTH) -> list[Path]:
@@ -204,92 +192,41 @@ def _user(uid: int) -> str:
         return f"user number {uid}"
 
 
-def read(out: Path, steps: int = STEPS, brief: bool = False) -> Run:
-    """Read the run directory ``out``, with the last ``steps`` lines of metrics.jsonl.
+def read(out: Path, brief: bool = False) -> Run:
+    """Read the run directory ``out``. Files that are missing, incomplete or broken are ignored.
 
-    Files that are missing, incomplete or broken are ignored. ``brief``: only what one line about it needs. The files of its
-    newest checkpoint are not looked at.
+    ``brief``: only what one line about it needs.
     """
     # strings: making a Path takes longer than reading a small file
-    metrics, written = rows.dated_tail(f"{out}/metrics.jsonl", steps * WIDTH)
-    begun = rows.tail(f"{out}/attempts.jsonl", 1 << 20)
-    attempts = _rows(begun, rows.ATTEMPT, count=FEW if brief else None)
-    submitted = _or(partial(submissions.read, count=FEW if brief else None), out, [])
-    checkpoint, bad = saved.survey(f"{out}/checkpoints", brief)
+    told = summary.read(out) or summary.of_older_version(out)
+    checkpoint, bad = saved.survey(f"{out}/checkpoints")
     holder = lock.holder(f"{out}/lock")
-    last = attempts[-1] if attempts else {}
-    trained = not submitted or _trained(submitted[-1], attempts)
-    recorded = "steps" in last and trained  # otherwise the settings may have changed since
-    return Run(
+    submitted, owner = list[Submission](), 0
+    with suppress(OSError):
+        owner = out.stat().st_uid
+        submitted = submissions.read(out)
+    run = Run(
         out=out,
         submissions=submitted,
-        attempts=attempts,
-        rows=_rows(metrics, rows.STEP, ["step"], count=steps),
-        stepped=written,
+        attempts=[told["attempt"]] if told.get("attempt") else [],
+        summary=told,
         checkpoint=checkpoint,
         bad=bad,
         holder=holder,
-        attempt_count=begun.count("\n{") + begun.startswith("{") if len(attempts) == FEW else len(attempts),
+        beat_age=files.age(f"{out}/lock.beat") if holder else None,
         slow=_slow(f"{out}/ranks.json") if holder else [],
-        rollback=None if brief else _or(submissions.rollback, out, None),
-        ended=_ended(out, submitted, trained),
-        unbegun=None if trained else _unbegun(out, submitted[-1]),
-        owner=_or(lambda path: path.stat().st_uid, out, 0),
-        total=last["steps"] if recorded else planned.steps(out / "config.yaml") or last.get("steps"),
+        owner=owner,
     )
+    if brief and run.trained:
+        return run
+    attempts, rollback = rows.parsed_lines(rows.tail(f"{out}/attempts.jsonl", LARGEST), rows.ATTEMPT), None
+    with suppress(OSError, ConfigError):
+        rollback = submissions.rollback(out)
+    return replace(run, attempts=attempts, rollback=rollback)
 
 
-def _trained(last: Submission, attempts: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the last job of a run has started training, according to its files."""
-    if last.cluster == "slurm":
-        return any(str(each.get("job_id")) == last.job_id for each in attempts)
-    return bool(attempts) and str(attempts[-1].get("time", "")) >= last.time
-
-
-def _ended(out: Path, submitted: Sequence[Submission], trained: bool) -> tuple[str, str]:
-    said = logs.last_words(f"{out}/log.txt")
-    log = _job_log(out, submitted) if trained and said[0] in ("", "ended") else None
-    return logs.last_words(log) if log else said
-
-
-def _job_log(out: Path, submitted: Sequence[Submission]) -> Path | None:
-    """The newest log that a job of the run in ``out`` printed to."""
-    named = [out / each.log for each in submitted if each.log]
-    printed = _or(lambda folder: sorted(folder.glob("job-*.log")), out / "logs", [])
-    dated = [(when, path) for path in (*named, *printed) if (when := _written(path))]
-    return max(dated)[1] if dated else None
-
-
-def _unbegun(out: Path, submission: Submission) -> Unbegun:
-    path = out / submission.log
-    told = logs.terminated(path)
-    return Unbegun("" if told else logs.last_words(path)[1], _written(path) is not None, told, logs.last_fault(path))
-
-
-def _written(path: Path) -> float | None:
-    """When a regular file was last written, in seconds since 1970; None without one."""
-    found = _or(Path.stat, path, None)
-    return found.st_mtime if found and stat.S_ISREG(found.st_mode) else None
-
-
-def _rows(
-    text: str, fields: Mapping[str, rows.Check], needs: Iterable[str] = (), count: int | None = None
-) -> list[Mapping[str, Any]]:
-    """The last ``count`` valid lines of a text."""
-    lines = reversed(text.splitlines())
-    found: Iterator[Mapping[str, Any]] = (row for line in lines if (row := rows.parsed(line, fields, needs)))
-    return list(islice(found, count))[::-1]
-
-
-def _slow(path: str) -> list[Mapping[str, Any]]:
+def _slow(path: str) -> list[Row]:
     with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
         slow = json.loads(files.read_text(path, errors="replace"))["slow"]
         return [row for row in slow if rows.sane(row, rows.SLOW, rows.SLOW)]
     return []
-
-
-def _or(act: Any, path: Path, otherwise: Any) -> Any:
-    """``act(path)``, or ``otherwise`` for a file that cannot be read, or has no meaning."""
-    with suppress(OSError, ConfigError):
-        return act(path)
-    return otherwise

@@ -24,7 +24,7 @@ class Submission:
     """One job of a run."""
 
     cluster: str
-    """slurm, mpirun or local."""
+    """slurm, or another scheduler; mpirun or local."""
     job_id: str
     """Slurm's number (of an array's task: 12_3); elsewhere the number of the launching process."""
     host: str
@@ -39,7 +39,14 @@ class Submission:
     """The command that submitted it, secrets removed."""
     folder: str = ""
     """Working directory of that command."""
+    steps: int | None = None
+    """Steps that the budget allows, where the settings alone say it."""
     time: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+
+    @property
+    def is_job(self) -> bool:
+        """Whether it is a job of a scheduler, not a launch in the foreground."""
+        return self.cluster not in ("local", "mpirun")
 
 
 def append(out: Path, submission: Submission) -> None:
@@ -47,20 +54,17 @@ def append(out: Path, submission: Submission) -> None:
     rows.append(out / NAME, asdict(submission))
 
 
-def read(out: Path, count: int | None = None) -> list[Submission]:
-    """Every submission, or the last ``count``, oldest first; lines that are not a submission are skipped."""
-    found: list[Submission] = []
+def read(out: Path) -> list[Submission]:
+    """Every submission, oldest first; lines that are not a submission are skipped."""
     try:
         text = files.read_text(f"{out}/{NAME}", errors="replace")
     except FileNotFoundError:
         return []
-    for line in reversed(text.splitlines()):
-        row = rows.parsed(line, rows.SUBMISSION)
+    submitted: list[Submission] = []
+    for row in rows.parsed_lines(text, rows.SUBMISSION):
         with suppress(TypeError):  # it lacks something, or has too much
-            found.extend([Submission(**row)] if row else [])
-        if len(found) == count:
-            break
-    return found[::-1]
+            submitted.append(Submission(**row))
+    return submitted
 
 
 def roll_back(out: Path, step: int) -> None:

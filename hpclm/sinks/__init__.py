@@ -49,11 +49,6 @@ def lookup(name: str) -> type[Sink]:
     return found
 
 
-def messages_of(out: Path, name: str) -> Path:
-    """The file to which the sink's library prints."""
-    return out / "logs" / f"sink-{name.replace(':', '-')}.log"
-
-
 def figures(row: Row) -> dict[str, float]:
     """The numbers of a row by their names: ``loss``, ``validation_loss`` or ``validation_loss/PART``, ``TASK/METRIC``, ..."""
     part = str(row.get("part", "valid")).removeprefix("valid").removeprefix("/")

@@ -1,6 +1,5 @@
-"""From metrics.jsonl to a sink: whatever the sink lacks, in order, with other tries after failures."""
+"""From metrics.jsonl to a sink: whatever the sink lacks, in order."""
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +9,6 @@ from hpclm.config import compose
 from hpclm.rundir.rows import STEP, parsed
 from hpclm.sinks import Row, RunInfo, Sink, lookup, position
 
-FIRST, LONGEST = 5.0, 300.0  # seconds until the next try after a failure; doubled each time
 BLOCK = 1 << 20  # bytes read at once
 MOST = 10_000  # rows that are held at once
 
@@ -18,46 +16,35 @@ MOST = 10_000  # rows that are held at once
 class Feed:
     """The rows of a run's metrics.jsonl that a sink lacks, and the sink, made again after failures."""
 
-    def __init__(self, name: str, out: Path, say: Callable[[str], None], next_step: str):
-        """``say`` is called for a new failure, and when it is over; ``next_step``: what follows a failure, in words.
+    def __init__(self, name: str, out: Path, report: Callable[[str], None], next_step: str):
+        """``report`` is called for a new failure, and when it is over; ``next_step``: what follows a failure, as text.
 
         Create one only while holding ``position.lock``.
         """
-        self.name, self.out, self.say, self.next_step = name, out, say, next_step
+        self.name, self.out, self.report, self.next_step = name, out, report, next_step
         self.position = position.read(out, name)
         self.sink: Sink | None = None
         self._offset, self._pending, self._rest = 0, list[Row](), b""
-        self._wait, self._next, self._said = FIRST, 0.0, ""
+        self._failure = ""
 
     def send(self) -> bool:
-        """Send what is new; whether the sink has everything now. A failure is reported once, and sending is tried again later."""
-        while self._read() or self.sink is None:
-            if time.monotonic() < self._next or not self._try():
-                return False
-        return True
-
-    def _try(self) -> bool:
-        """Make the sink if there is none, and send what is pending; whether that worked."""
+        """Send what is new; whether the sink has everything now. A failure is reported once; the next call tries again."""
         try:
-            if self.sink is None:
-                self.sink = lookup(self.name)(self._about())
-                position.write(self.out, self.name, self.position)
-            if self._pending:
-                self.sink.send(self._pending, self.position.rows)
-                self.position = self.position.after(self._pending)
-                self._pending = []
-                position.write(self.out, self.name, self.position)
+            while self._read() or self.sink is None:
+                if self.sink is None:
+                    self.sink = lookup(self.name)(self._about())
+                    position.write(self.out, self.name, self.position)  # its id, before any row is there
+                if self._pending:
+                    self.sink.send(self._pending, self.position.rows)
+                    self.position, self._pending = self.position.after(self._pending), []
+                    position.write(self.out, self.name, self.position)
         except Exception as error:
             self._failed(error)
             return False
-        if self._said:
-            self.say(f"{self.name}: works again; it has the rows up to step {self.position.step}")
-        self._wait, self._said = FIRST, ""
+        if self._failure:
+            self.report(f"{self.name}: works again; it has the rows up to step {self.position.step}")
+        self._failure = ""
         return True
-
-    def retry(self) -> None:
-        """Do not wait for the next try."""
-        self._next = 0.0
 
     def close(self, code: int) -> None:
         """The attempt has ended with ``code``."""
@@ -72,11 +59,10 @@ class Feed:
 
     def _failed(self, error: Exception) -> None:
         lines = str(error).strip().splitlines()
-        what = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-        if what != self._said:
-            self.say(f"{self.name}: {what}; {self.next_step}")
-        self._said, self._next = what, time.monotonic() + self._wait
-        self._wait = min(LONGEST, 2 * self._wait)
+        failure = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        if failure != self._failure:
+            self.report(f"{self.name}: {failure}; {self.next_step}")
+        self._failure = failure
         self.close(1)
         self.sink = None
 

@@ -2,17 +2,17 @@
 
 from hpclm.config import RunConfig
 from hpclm.distributed.context import DistributedContext
-from hpclm.training.deadline import StepLeft
+from hpclm.training.control import StepAbandoned
 from hpclm.training.opening import open_session
 
 
-def run(config: RunConfig, context: DistributedContext, back_to: int | None = None) -> int:
+def run(config: RunConfig, context: DistributedContext, resume_step: int | None = None) -> int:
     """Train until the budget is used up, ``stop_at`` is reached or a signal warns; the exit code.
 
-    ``back_to``: the step of a checkpoint to resume from, in place of the newest. Every rank of ``context`` runs this, and all
+    ``resume_step``: the step of a checkpoint to resume from, in place of the newest. Every rank of ``context`` runs this, and all
     take every turn together.
     """
-    with open_session(config, context, back_to) as session:
+    with open_session(config, context, resume_step) as session:
         control, progress = session.control, session.progress
         while True:
             if session.must_synchronize(progress):  # otherwise the next step is queued before the last one is known
@@ -22,8 +22,8 @@ def run(config: RunConfig, context: DistributedContext, back_to: int | None = No
                     control.poll()
                 if control.exit_is_due(progress):
                     return session.exit(progress)
-                control.save_if_due(progress)
+                control.save_if_due(progress, session.validation(progress))
             try:
                 progress = session.train_step(progress)
-            except StepLeft:
+            except StepAbandoned:
                 control.synchronize_soon()  # a signal leaves no time to finish the step; the next turn exits

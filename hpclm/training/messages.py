@@ -97,9 +97,12 @@ def ending(config: RunConfig, length: Length, progress: Progress, leaving: str) 
 
 def goodbye(
     config: RunConfig, length: Length, progress: Progress, control: RunControl, code: int, unmeasured: bool
-) -> None:
-    """Log how the run ends, and what follows. ``unmeasured``: it has finished, but its last step has yet to be measured."""
-    leaving = control.orders.leaving
+) -> tuple[str, str]:
+    """Log how the run ends, and what follows; its state and ending for summary.json.
+
+    ``unmeasured``: it has finished, but its last step has yet to be measured.
+    """
+    leaving = control.state.leaving
     if unmeasured:
         logger.warning("%s left no time to measure the model after step %d, the last one", leaving, progress.step)
     if not progress.health.good:
@@ -107,7 +110,11 @@ def goodbye(
             "%s; hpclm checkpoints %s shows which are healthy", progress.health.words(), files.typed(config.out)
         )
     if code:
-        logger.warning("%s: %s", control.orders.signal, control.saver.told())
-        return
-    over = control.finished(progress) and not unmeasured
-    logger.info(ending(config, length, progress, "" if over else leaving or "exit_interval"))
+        state, text = "exited", f"{control.state.signal}: {control.saver.outcome()}"
+        logger.warning("%s", text)
+    else:
+        over = control.finished(progress) and not unmeasured
+        text = ending(config, length, progress, "" if over else leaving or "exit_interval")
+        state = text.partition(" ")[0]
+        logger.info("%s", text)
+    return state, text.partition(";")[0]

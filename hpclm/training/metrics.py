@@ -17,9 +17,11 @@ from hpclm import files
 from hpclm.config import LogConfig
 from hpclm.errors import ConfigError
 from hpclm.log import LIVE
-from hpclm.rundir.rows import LOST, STEP, finite, parsed
+from hpclm.rundir import scores
+from hpclm.rundir.rows import LOST, STEP, append, finite, parsed
+from hpclm.rundir.summary import RunSummary
 from hpclm.training import log_lines
-from hpclm.training.writer import Writer
+from hpclm.training.writer import WriterThread
 
 log = logging.getLogger(__name__)
 
@@ -56,25 +58,26 @@ class Meter:
         start: tuple[int, int],
         total: int | None,
         speed: "Speed",
+        summary: RunSummary,
     ):
         """``start``: the step and samples the run resumes from. ``total``: its last step, where that is known."""
         self.every, (self.start, self.samples), self.total, self.speed = config.every, start, total, speed
         self.path = out / "metrics.jsonl"
         self.losses: dict[tuple[int, str], float | None] = {}
         """On held-out data, by step and part."""
-        self.scored: set[int] = set()
-        """Steps whose scores at tasks are known."""
+        self._scores = scores.Scores(out)
         self.folder = out / "tensorboard" if config.tensorboard else None
-        self._open, self._writer = ExitStack(), Writer()
+        self.summary = summary
+        self._open, self._writer = ExitStack(), WriterThread(idle=summary.tick)
         self._since: list[dict[str, Any]] = []
         self._behind = False
 
     def __enter__(self) -> "Meter":
         rows = forget_after(self.path, self.start)
+        self.summary.resume(rows)
         self.losses = {
             (row["step"], row.get("part", "valid")): row["validation_loss"] for row in rows if "validation_loss" in row
         }
-        self.scored = {row["step"] for row in rows if "tasks" in row}
         self._file = self._open.enter_context(os.fdopen(files.appending(self.path), "w", buffering=1, encoding="utf-8"))
         self._boards = self.folder and (
             board(self.folder, self.start, self._open),
@@ -84,6 +87,11 @@ class Meter:
         self._bar = self._open.enter_context(
             tqdm(total=self.total, initial=self.start, unit="step", dynamic_ncols=True, disable=None, file=sys.stderr)
         )
+        known = {scores.key(row) for row in rows if "tasks" in row}
+        scores.forget_after(self.path.parent, self.start)
+        for row in self._scores.new():
+            if scores.key(row) not in known:
+                self._scored(row)
         self._open.enter_context(self._writer)
         return self
 
@@ -102,6 +110,7 @@ class Meter:
     def _step(self, row: dict[str, Any]) -> None:
         step = row["step"]
         self._write(row)
+        self.summary.measured(row)
         self._since.append(row)
         self._bar.update()
         if not self._bar.disable:
@@ -119,24 +128,21 @@ class Meter:
     def _evaluated(self, row: dict[str, Any]) -> None:
         name = row["part"].removeprefix("valid").removeprefix("/")
         self._write(row, f" {name}" if name else "")
+        self.summary.measured(row)
         log.info("%s", log_lines.evaluation_line(row["step"], row["validation_loss"], name))
 
-    def at_tasks(self, step: int, samples: int, scores: dict[str, dict[str, float]]) -> None:
-        """Scores at tasks: task -> metric -> value; empty where they could not be measured."""
-        self.scored.add(step)
-        if not scores:
-            return
-        rows = {task: finite(row) for task, row in scores.items()}
-        row = {"step": step, "samples": samples, "time": round(time.time(), 3), "tasks": rows}
-        self._writer(lambda: self._scored(row))
-
     def _scored(self, row: dict[str, Any]) -> None:
+        """Scores of an earlier checkpoint at tasks, which hpclm evaluate --follow has measured."""
         self._write(row)
-        for task, scores in row["tasks"].items():
-            shown = [f"{name} {value:.4f}" for name, value in scores.items() if value is not None]
+        for task, figures in row["tasks"].items():
+            shown = [f"{name} {value:.4f}" for name, value in figures.items() if value is not None]
             log.info("step %d  %s  %s", row["step"], task, "  ".join(shown))
-            for name, value in scores.items():
+            for name, value in figures.items():
                 self._board(f"tasks/{task} {name}", value, row["step"], row["samples"])
+
+    def end(self, state: str, ending: str, code: int) -> None:
+        """Everything is written: have the run's summary say how it ends."""
+        self.summary.end(state, ending, code)
 
     def flush(self) -> None:
         """Return once everything is written; an error of the thread that writes is raised here, or at the next step."""
@@ -156,6 +162,8 @@ class Meter:
         row["data_fraction"] = sum(r["data_seconds"] for r in rows) / seconds
         steps = log_lines.Interval(rows, row, seconds, self.total)
         log.info("%s", log_lines.step_line(steps), extra=LIVE)
+        for scored in self._scores.new():
+            self._scored(scored)
 
     def _write(self, row: dict[str, Any], suffix: str = "") -> None:
         """A row of metrics.jsonl, and its scalars under their tags, each followed by ``suffix``."""
@@ -178,13 +186,14 @@ class Meter:
             by_samples(f"{tag} vs samples", value, samples)
 
 
-class Mute(Meter):
+class NullMeter(Meter):
     """A meter of a rank other than 0: writes nothing."""
 
-    def __init__(self) -> None:
-        self.losses, self.scored = {}, set()
+    def __init__(self, losses: dict[tuple[int, str], float | None]):
+        """``losses``: on held-out data, by step and part, as far as they are known."""
+        self.losses = losses
 
-    def __enter__(self) -> "Mute":
+    def __enter__(self) -> "NullMeter":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -197,9 +206,8 @@ class Mute(Meter):
         """Rank 0 tells of it; here it is only remembered."""
         self.losses[step, part] = loss
 
-    def at_tasks(self, step: int, samples: int, scores: dict[str, dict[str, float]]) -> None:
-        """The same."""
-        self.scored.add(step)
+    def end(self, state: str, ending: str, code: int) -> None:
+        """Rank 0 tells of it."""
 
     def flush(self) -> None:
         """Nothing is written."""
@@ -222,6 +230,17 @@ class Speed:
             if self.again:
                 found["hfu"] = rate * (self.flops + self.again) / self.peak
         return found
+
+
+def add_scores(out: Path) -> None:
+    """Append the rows of scores.jsonl that metrics.jsonl lacks, for a run that is done; call it while holding its lease."""
+    path = out / "metrics.jsonl"
+    lines = files.read_text(path, LARGEST, errors="replace").splitlines(keepends=True)
+    rows = [row for line in lines if (row := _row(line))]
+    known = {scores.key(row) for row in rows if "tasks" in row}
+    for row in scores.Scores(out).new():
+        if scores.key(row) not in known:
+            append(path, row)
 
 
 def forget_after(path: Path, step: int) -> list[dict[str, Any]]:

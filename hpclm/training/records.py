@@ -23,6 +23,7 @@ from hpclm.errors import DivergedError
 from hpclm.node import python, secrets
 from hpclm.rundir import code, config_history
 from hpclm.rundir.rows import ATTEMPT, END, Check, append, sane
+from hpclm.rundir.summary import RunSummary
 
 log = logging.getLogger(__name__)
 LIBRARIES = (
@@ -40,24 +41,28 @@ def start(
     context: DistributedContext,
     step: int,
     steps: int | None,
-    back_to: int | None = None,
+    summary: RunSummary,
+    began: float,
+    resume_step: int | None = None,
+    restarted: str = "",
 ) -> int:
     """Write config.yaml and add a line to attempts.jsonl: an attempt begins after ``step``, of ``steps`` in all; its number.
 
-    ``back_to``: the step of the checkpoint that it went back to.
+    ``began``: when its set-up began; ``resume_step``: the step of the checkpoint that it went back to; ``restarted``: what ``tell_restart`` has logged.
     """
     used = config_history.use(out, dumped(replace(run, data=absolute(run.data))))
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "from_step": step,
-        **({} if back_to is None else {"back_to": back_to}),
+        **({} if resume_step is None else {"back_to": resume_step}),
         "steps": steps,
         "config": used,
         "launcher": context.launcher,
         "size": context.size,
         "hosts": list(dict.fromkeys(context.hosts)),
         **bootstrap.job(),
-        **({"after": inside} if (inside := restart.inside_the_job()) else {}),
+        **({"after": restarted} if restarted else {}),
+        "began": round(began, 3),
         "command": secrets.Redactor().command(python.readable([sys.executable, *sys.orig_argv[1:]])),
         "folder": str(Path.cwd()),
         "host": socket.gethostname(),
@@ -70,7 +75,9 @@ def start(
     }
     warn_of_other_code(out, line)
     append(out / "attempts.jsonl", line)
-    return len(rows(out / "attempts.jsonl", ATTEMPT))
+    attempts = rows(out / "attempts.jsonl", ATTEMPT)
+    summary.begin(attempts, steps)
+    return len(attempts)
 
 
 def warn_of_other_code(out: Path, line: Mapping[str, Any]) -> None:
@@ -88,9 +95,15 @@ def warn_of_other_code(out: Path, line: Mapping[str, Any]) -> None:
     )
 
 
-def end(out: Path, attempt: int, code: int, step: int) -> None:
-    """Add a line to ends.jsonl: the attempt of this number ended in good order, with exit code ``code``, saved at ``step``."""
-    line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "attempt": attempt, "code": code, "step": step}
+def end(out: Path, attempt: int, code: int, step: int, ending: str) -> None:
+    """Add a line to ends.jsonl: the attempt of this number exited cleanly, with exit code ``code``, saved at ``step``."""
+    line = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "attempt": attempt,
+        "code": code,
+        "step": step,
+        "ending": ending,
+    }
     try:
         append(out / "ends.jsonl", line)
         sync(out)

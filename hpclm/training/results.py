@@ -8,9 +8,10 @@ from typing import Any
 from hpclm.checkpoint import Progress
 from hpclm.engine import StepResult
 from hpclm.optim.guard import Guard
-from hpclm.parallel.step_vector import Reduction
-from hpclm.training.agreement import Agreement, Orders, Trained
+from hpclm.parallel.async_all_reduce import Reduction
+from hpclm.training.control import ControlSync, StepClock
 from hpclm.training.metrics import Meter
+from hpclm.training.state import ControlState
 
 
 @dataclass
@@ -34,9 +35,9 @@ class QueuedStep:
 class Results:
     """Takes every step as it is queued, and reads it when the next one is, or when it is asked to."""
 
-    def __init__(self, agreement: Agreement, trained: Trained, guard: Guard, meter: Meter, least_scale: float):
+    def __init__(self, sync: ControlSync, clock: StepClock, guard: Guard, meter: Meter, least_scale: float):
         """``least_scale``: the smallest fp16 loss scale."""
-        self.agreement, self.trained, self.guard, self.meter = agreement, trained, guard, meter
+        self.sync, self.clock, self.guard, self.meter = sync, clock, guard, meter
         self.least_scale = least_scale
         self._queued: QueuedStep | None = None
         self._finished = 0.0
@@ -49,20 +50,20 @@ class Results:
             step.finished = time.perf_counter(), time.time()
         return step is None or step.finished is not None
 
-    def queue(self, step: QueuedStep) -> Orders | None:
-        """Take a step, and read the one before it: what all ranks had to say after that one."""
-        orders = self.read()
+    def queue(self, step: QueuedStep) -> ControlState | None:
+        """Take a step, and read the one before it; what held on all ranks after that one."""
+        state = self.read()
         self._queued = step
-        return orders
+        return state
 
-    def read(self) -> Orders | None:
+    def read(self) -> ControlState | None:
         """Wait for the step that was queued, if there is one. DivergedError where it ends the run."""
         if self._queued is None:
             return None
         step, self._queued = self._queued, None
-        *known, loss, norm, skipped = step.answer.read()
-        self._record(step, loss, norm, bool(skipped))
-        return self.agreement.orders(known)
+        values = step.answer.read()
+        self._record(step, **{name: values[name] for name in step.result.metrics})
+        return self.sync.state(values)
 
     def read_arrived(self) -> None:
         """Record the step that was queued if its result is here; for a rank that ends because of an error, whose peers may
@@ -70,17 +71,20 @@ class Results:
         if self._queued is not None and self._queued.answer.done():
             self.read()
 
-    def _record(self, step: QueuedStep, loss: float, norm: float, skipped: bool) -> None:
+    def _record(self, step: QueuedStep, loss: float, grad_norm: float, skipped: float, **others: float) -> None:
+        """Judge a step and write it down; ``others``: further metrics of the engine, written under their names."""
         finished, clock = step.finished or (time.perf_counter(), time.time())
         seconds = finished - max(step.began, self._finished)  # while the one before it ran, it had to wait
         self._finished = finished
-        self.trained.seconds += seconds
-        self.trained.micro_batch = seconds / step.micro_batches
+        self.clock.seconds += seconds
+        self.clock.micro_batch = seconds / step.micro_batches
         searching = step.result.loss_scale > self.least_scale
-        health = self.guard.look(step.progress.step, loss, skipped, searching)
+        health = self.guard.observe(step.progress.step, loss, bool(skipped), searching)
         waited = min(step.waited, seconds)
-        row = dict(time=round(clock, 3), loss=loss, grad_norm=norm, skipped=self.guard.skipped + skipped)
+        row = dict(
+            time=round(clock, 3), loss=loss, grad_norm=grad_norm, skipped=self.guard.skipped + int(skipped), **others
+        )
         row |= dict(step_seconds=seconds, data_seconds=waited, data_fraction=waited / seconds)
         row |= {**step.measured, **step.result.seconds, **health.row()}
         self.meter.step(step.progress.step, step.progress.samples, row)
-        self.guard.check(step.progress.step, loss, norm, skipped, searching)
+        self.guard.check(step.progress.step, loss, grad_norm, bool(skipped), searching)

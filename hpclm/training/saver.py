@@ -1,15 +1,16 @@
-"""When a run saves, and what becomes of it when that fails."""
+"""Saves a run, in the background or before it exits; a save that fails costs no training."""
 
 import logging
 import math
 import time
+from collections.abc import Callable
 
 from hpclm.checkpoint import CheckpointStore, Progress
 from hpclm.config import RunConfig
 from hpclm.engine import Engine
 from hpclm.errors import HpclmError, LockedError
 from hpclm.optim.health import Health
-from hpclm.training.agreement import Orders
+from hpclm.training.state import ControlState
 
 log = logging.getLogger(__name__)
 MARGIN = 1.5  # a save may take so much longer than the longest one before
@@ -19,10 +20,17 @@ class Saver:
     """Saves a run's state when it is time; one save is on its way at once, and one that failed costs no training."""
 
     def __init__(
-        self, store: CheckpointStore, config: RunConfig, step: int, samples: int = 0, per_pass: float = math.inf
+        self,
+        store: CheckpointStore,
+        config: RunConfig,
+        step: int,
+        samples: int = 0,
+        per_pass: float = math.inf,
+        flush: Callable[[], None] = lambda: None,
     ):
         """``step`` and ``samples``: where the run resumes, which is saved. ``per_pass``: samples between saves that
-        checkpoint.epochs asks for."""
+        checkpoint.epochs asks for. ``flush``: called on rank 0 just before a checkpoint is published."""
+        self.flush = flush
         self.store, self.config, self.step, self.per_pass = store, config, step, per_pass
         grace = config.checkpoint.grace_seconds
         warned = config.job.warn_seconds or grace
@@ -35,24 +43,24 @@ class Saver:
         self._stalled = 0.0
         self._before = step
 
-    def due(self, progress: Progress, orders: Orders) -> bool:
+    def due(self, progress: Progress, state: ControlState) -> bool:
         """Whether the state after this step is to be saved, and is not yet."""
         if not self.config.checkpoint.enabled:
-            if orders.save:
+            if state.save:
                 log.warning("save-now: checkpoint.enabled=false, so nothing is saved")
             return False
-        return progress.step > self.step and (self._regular(progress, orders) or orders.save)
+        return progress.step > self.step and (self._regular(progress, state) or state.save)
 
-    def _regular(self, progress: Progress, orders: Orders) -> bool:
+    def _regular(self, progress: Progress, state: ControlState) -> bool:
         """Whether checkpoint.every, checkpoint.minutes or checkpoint.epochs ask for a save now."""
         settings = self.config.checkpoint
-        timed = settings.minutes is not None and orders.minutes - self._minutes >= settings.minutes
+        timed = settings.minutes is not None and state.minutes - self._minutes >= settings.minutes
         ends_pass = int(progress.samples / self.per_pass) > self._passes
         return timed or ends_pass or (settings.every > 0 and progress.step > 0 and progress.step % settings.every == 0)
 
-    def save(self, engine: Engine, progress: Progress, validation: float | None, orders: Orders) -> None:
+    def save(self, engine: Engine, progress: Progress, validation: float | None, state: ControlState) -> None:
         """Save. A failure is logged, and training continues with the earlier checkpoints."""
-        self._minutes, self._passes = orders.minutes, int(progress.samples / self.per_pass)
+        self._minutes, self._passes = state.minutes, int(progress.samples / self.per_pass)
         try:
             self._begin(engine, progress, validation, background=self.config.checkpoint.background)
             if not self.config.checkpoint.background:
@@ -62,9 +70,9 @@ class Saver:
         except HpclmError as error:
             log.error("%s; training continues; the checkpoints before it are untouched", error)
 
-    def poll(self, orders: Orders) -> None:
+    def poll(self, state: ControlState) -> None:
         """Publish what every rank has written meanwhile."""
-        if self.store.pending and orders.written:
+        if self.store.pending and state.written:
             self._finish_pending()
 
     def wait(self) -> None:
@@ -72,25 +80,25 @@ class Saver:
         if self.store.pending:
             self._finish_pending()
 
-    def leave(
-        self, engine: Engine, progress: Progress, validation: float | None, orders: Orders, again: bool = False
+    def exit(
+        self, engine: Engine, progress: Progress, validation: float | None, state: ControlState, again: bool = False
     ) -> None:
-        """Save before the run leaves, where the time is enough for it.
+        """Save before the run exits, where there is time for it.
 
         HpclmError when it was and the save failed, unless the run is started ``again``: then that costs some steps, and no run.
         """
         self.wait()
         if progress.step <= self.step or not self.config.checkpoint.enabled:
             return
-        left = self.seconds_left(orders)
+        left = self.seconds_left(state)
         if left is not None and self.seconds() > left:
-            text = "%s leaves %.0f s, and saves took up to %.1f s: left without one; steps %d to %d will be repeated"
-            log.error(text, orders.signal, max(left, 0.0), self._longest, self.step + 1, progress.step)
+            text = "%s: %.0f s left but saving may take %.1f s; exiting without saving; steps %d to %d will be repeated"
+            log.error(text, state.signal, max(left, 0.0), self.seconds(), self.step + 1, progress.step)
             return
-        # where nothing else saves, those made when leaving are the regular ones
+        # where nothing else saves, saves at exit are the regular ones
         settings = self.config.checkpoint
         often = settings.every > 0 or settings.minutes is not None or settings.epochs is not None
-        why = orders.leaving if often and not self._regular(progress, orders) else None
+        why = state.leaving if often and not self._regular(progress, state) else None
         try:
             self._begin(engine, progress, validation, background=False, why=why)
             self._commit()
@@ -99,8 +107,8 @@ class Saver:
                 raise
             log.error("%s; the steps after %d will be repeated", error, self.step)
 
-    def told(self) -> str:
-        """What is saved and what follows for a run that leaves, in words."""
+    def outcome(self) -> str:
+        """What is saved and what follows for a run that exits, for the log."""
         if self.step:
             return f"saved at step {self.step}, exiting; the same command resumes from here"
         return "nothing saved, exiting; the same command starts again"
@@ -109,9 +117,9 @@ class Saver:
         """Seconds that a save may take; 0 before the first."""
         return self._longest * MARGIN
 
-    def seconds_left(self, orders: Orders) -> float | None:
+    def seconds_left(self, state: ControlState) -> float | None:
         """Seconds until this process is killed; None if no signal announced it."""
-        limits, since = self.limits, orders.since
+        limits, since = self.limits, state.since
         return min((limits[name] - passed for name, passed in since.items() if name in limits), default=None)
 
     def _begin(
@@ -130,7 +138,7 @@ class Saver:
     def _commit(self) -> None:
         health = self.store.pending.progress.health if self.store.pending else Health()
         try:
-            self.store.commit()
+            self.store.commit(self.flush)
         except HpclmError:
             self.step = self._before
             raise

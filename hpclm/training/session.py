@@ -22,13 +22,11 @@ from hpclm.node.notify import Notifier
 from hpclm.optim.guard import Guard
 from hpclm.optim.schedules import learning_rate
 from hpclm.sinks.process import Sinks
-from hpclm.training import messages, out_of_memory, records
-from hpclm.training.control import RunControl, due
-from hpclm.training.deadline import Deadline, StepLeft
+from hpclm.training import messages, records
+from hpclm.training.control import RunControl, StepAbandoned, due
 from hpclm.training.metrics import Meter
 from hpclm.training.profile import Profile
 from hpclm.training.results import QueuedStep, Results
-from hpclm.training.tasks import TaskScores
 from hpclm.training.validation import HeldOut, evaluate
 
 logger = logging.getLogger(__name__)
@@ -48,7 +46,6 @@ class Session:
     held_out: list[HeldOut]
     guard: Guard
     control: RunControl
-    deadline: Deadline
     results: Results
     meter: Meter
     progress: Progress
@@ -58,8 +55,6 @@ class Session:
     """Its number, on rank 0."""
     sinks: Sinks
     notifier: Notifier
-    tasks: TaskScores | None = None
-    """What measures evaluate.tasks, where there are any."""
 
     def must_synchronize(self, progress: Progress) -> bool:
         """Whether something may have to be done between the last step and the next."""
@@ -70,42 +65,34 @@ class Session:
         with self._saved_before_it_ends():
             self.results.read()
         self.control.poll()
-        seconds = self.control.orders.trained
+        seconds = self.control.state.trained
         return replace(progress, seconds=seconds, skipped=self.guard.skipped, health=self.guard.health)
 
     def evaluation_is_due(self, progress: Progress) -> bool:
         """Whether the model is to be measured after this step."""
-        return self._held_out_is_due(progress) or self._tasks_are_due(progress)
-
-    def _held_out_is_due(self, progress: Progress) -> bool:
         return self.control.finished(progress) or due(self.config.evaluate.every, progress)
 
-    def _tasks_are_due(self, progress: Progress) -> bool:
-        every = self.config.evaluate.tasks_interval()
-        return self.tasks is not None and (self.control.finished(progress) or due(every, progress))
+    def validation(self, progress: Progress) -> float | None:
+        """The loss on held-out data after the last step, where it was measured; of several parts the mean."""
+        return self.meter.validation(progress.step)
 
     def _unmeasured(self, step: int) -> bool:
-        """Whether a figure that is due after the last step is missing."""
-        held_out = any((step, each.part) not in self.meter.losses for each in self.held_out)
-        return held_out or (self.tasks is not None and step not in self.meter.scored)
+        """Whether the final evaluation is incomplete."""
+        return any((step, each.part) not in self.meter.losses for each in self.held_out)
 
     def evaluate(self, progress: Progress) -> None:
-        """Measure the loss on held-out data, and the scores at tasks, where they are due and until a signal warns."""
+        """Measure the loss on held-out data, until a signal warns."""
         self.context.watchdog.enter("evaluation", progress.step)
 
         def warned() -> bool:
-            return bool(self.control.agreement().leaving)
+            return bool(self.control.sync.poll().leaving)
 
-        if self._held_out_is_due(progress):
-            with out_of_memory.explained(self.config, self.context, self.device):
-                evaluate(self.held_out, self.engine, self.meter, progress, warned, self.deadline.every())
-        if self.tasks is not None and self._tasks_are_due(progress) and not warned():
-            self.tasks.measure(self.engine, progress, self.meter, warned)
+        evaluate(self.held_out, self.engine, self.meter, progress, warned, self.control.micro_batches_per_poll())
 
     def train_step(self, progress: Progress) -> Progress:
         """Learn from the next batch; how far the run is then, as far as that is known.
 
-        The device may still compute when this returns; the step before is finished. StepLeft on every rank, when a signal
+        The device may still compute when this returns; the step before is finished. StepAbandoned on every rank, when a signal
         leaves no time to finish it; DivergedError where the run has.
         """
         step = progress.step + 1
@@ -116,23 +103,23 @@ class Session:
         lr = rate(self.config, self.plan, self.length, progress)
         size = self.plan.batch_size(progress.samples)
         with self._saved_before_it_ends():
-            batches = self.train.step(progress.samples)
+            with self.context.watchdog.reading():
+                batches = self.train.step(progress.samples)
             waited = time.perf_counter() - began if self.results.device_is_idle() else 0.0
-            with out_of_memory.explained(self.config, self.context, self.device):
-                result = self.engine.train_step(batches, lr, progress.step, self.deadline.of_step(len(batches)))
-            answer = self.control.agreement.start(result.values())
+            result = self.engine.train_step(batches, lr, progress.step, self.control.check_interrupt(len(batches)))
+            reduction = self.control.sync.start(result.metrics)
             finished = (time.perf_counter(), time.time()) if result.finished else None
             self.profile.after(step)
             progress = replace(progress, step=step, samples=progress.samples + size)
             measured = dict(
                 lr=lr, loss_scale=result.loss_scale, batch_size=size, memory=hardware.peak_memory(self.device)
             )
-            queued = QueuedStep(progress, result, answer, measured, len(batches), waited, began, finished)
-            orders = self.results.queue(queued)
-        if orders is None:
+            queued = QueuedStep(progress, result, reduction, measured, len(batches), waited, began, finished)
+            answer = self.results.queue(queued)
+        if answer is None:
             return progress
-        self.control.hear(orders)
-        return replace(progress, seconds=orders.trained)
+        self.control.apply(answer)
+        return replace(progress, seconds=answer.trained)
 
     def exit(self, progress: Progress) -> int:
         """Save, and record how the attempt ends; the exit code."""
@@ -143,20 +130,21 @@ class Session:
                 self.guard.check_end(progress.step, held_out)
         self.context.watchdog.enter("save", progress.step)
         unmeasured = self.control.finished(progress) and self._unmeasured(progress.step)
-        code = self.control.exit(progress, unmeasured)
+        code = self.control.exit(progress, self.validation(progress), unmeasured)
+        state, ending = messages.goodbye(self.config, self.length, progress, self.control, code, unmeasured)
         if self.attempt is not None:
-            records.end(Path(self.config.out), self.attempt, code, self.control.saver.step)
+            records.end(Path(self.config.out), self.attempt, code, self.control.saver.step, ending)
+        self.meter.end(state, ending, code)
         self.sinks.code = code
         if self.context.is_main and self.control.finished(progress) and not code:
             self.notifier.send("finished", messages.ending(self.config, self.length, progress, ""))
-        messages.goodbye(self.config, self.length, progress, self.control, code, unmeasured)
         if code and self.context.is_main and restart.abandoned():
             logger.warning("the job's script was killed (JobLaunchFailure): Slurm was asked to start the job again")
         return code
 
     @contextmanager
     def _saved_before_it_ends(self) -> Iterator[None]:
-        """Where the run ends here because it has diverged, on every rank: what is being written was good. StepLeft ends none,
+        """Where the run ends here because it has diverged, on every rank: what is being written was good. StepAbandoned ends none,
         and any other error may be this rank's alone, which then waits for nothing."""
         try:
             yield
@@ -166,7 +154,7 @@ class Session:
             finally:
                 self.control.saver.wait()
             raise DivergedError(f"{error}. {messages.way_back(self.config)}") from None
-        except StepLeft:
+        except StepAbandoned:
             raise
         except Exception:
             with suppress(Exception):  # whatever fails here must not hide the error itself

@@ -2,10 +2,11 @@
 
 import logging
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,7 +20,7 @@ from hpclm.config.length import run_length
 from hpclm.config.plan import Length
 from hpclm.data import sources
 from hpclm.data.batches import Batches
-from hpclm.data.findings import Findings
+from hpclm.data.shared_facts import SharedFacts
 from hpclm.data.sources import Source, samples_per_epoch
 from hpclm.data.tokenizers import mismatch
 from hpclm.distributed import bootstrap
@@ -32,54 +33,80 @@ from hpclm.rundir.lease import Lease
 from hpclm.training import records
 from hpclm.training.validation import HeldOut, held_out
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-def data(
-    config: RunConfig, plan: Plan, context: DistributedContext, replica: int, device: torch.device
-) -> tuple[Source, Batches, list[HeldOut], Length]:
-    """The source of the samples, the micro-batches of this rank's ``replica``, what evaluations read, and the run's length.
+@dataclass(frozen=True)
+class RunData:
+    """What a rank reads."""
+
+    plan: Plan
+    length: Length
+    source: Source
+    train: Batches
+    """The micro-batches of this rank's replica."""
+    held_out: list[HeldOut]
+    """What evaluations read."""
+
+
+def on_main(context: DistributedContext, act: Callable[[], T]) -> T | None:
+    """``act()`` on rank 0, where its result stays, whatever it is; its HpclmError on every rank."""
+    result = None
+
+    def keep() -> None:
+        nonlocal result
+        result = act()
+
+    context.run_on_main(keep)
+    return result
+
+
+def data(config: RunConfig, context: DistributedContext, replica: int, device: torch.device) -> RunData:
+    """Open the data of a run, for the data-parallel ``replica`` of this rank.
 
     Rank 0 reads the files first, and writes the index cache; then the first rank of each other node; all others only open
     what they train on. ConfigError if the data of another node differ from rank 0's.
     """
+    plan = config.plan(context.size)
 
-    def build(findings: Findings) -> tuple[Source, Batches, list[HeldOut], Length]:
-        source = sources.build(config, findings)
+    def build(facts: SharedFacts) -> RunData:
+        source = sources.build(config, facts)
         length = run_length(config, plan, samples_per_epoch(source))
         train = Batches(source.samples("train", length.samples), config, plan, source.eod, device, replica)
-        return source, train, held_out(source, config, plan, device, replica), length
+        return RunData(plan, length, source, train, held_out(source, config, plan, device, replica))
 
-    def first() -> dict[str, Any]:
-        mine.append(build(here))
-        for said in sources.check_content(mine[0][0]):
-            logger.info(said)
-        return here.known
+    def first() -> RunData:
+        built = build(facts)
+        for line in sources.check_content(built.source):
+            logger.info(line)
+        return built
 
-    here, mine = Findings(), list[tuple[Source, Batches, list[HeldOut], Length]]()
-    known = context.run_on_main(first)
+    facts = SharedFacts()
+    built = on_main(context, first)
+    known = context.run_on_main(lambda: facts.known)
     problems: list[str] = []
-    if not mine and (context.rank == context.first_on_node or not known):  # a source without findings: all at once
+    if built is None and (context.rank == context.first_on_node or not known):  # a source without facts: all at once
         try:
-            mine.append(build(here))
-            problems = _differences(known.get("fingerprint", {}), here.known.get("fingerprint", {}))
+            built = build(facts)
+            problems = _differences(known.get("fingerprint", {}), facts.known.get("fingerprint", {}))
         except ConfigError as error:
             problems = error.problems
-    other = here.known if mine and here.known != known else None  # such as the dates of a node's own copies
-    told = context.all_gather((problems, other), unlimited=True)
-    for info, (wrong, _) in zip(context.ranks, told, strict=True):
+    other = facts.known if built and facts.known != known else None  # such as the dates of a node's own copies
+    gathered = context.all_gather((problems, other), unlimited=True)
+    for info, (wrong, _) in zip(context.ranks, gathered, strict=True):
         if wrong:
             failed = ConfigError([f"the data on {info.host} cannot be used:", *wrong])
             failed.shared = True
             raise failed
-    return mine[0] if mine else build(Findings(told[context.first_on_node][1] or known))
+    return built or build(SharedFacts(gathered[context.first_on_node][1] or known))
 
 
 def _differences(main: dict[str, Any], here: dict[str, Any]) -> list[str]:
     """How the data of this node differ from those of the node of rank 0, by their fingerprints."""
     clash = mismatch(main.get("tokenizer") or {}, here.get("tokenizer") or {})
     found = [*([clash] if clash else []), *differences({"data": main}, {"data": here})]
-    head = "they are not those of rank 0's node; copy the same files to every node. From those to these:"
+    head = "they are not those of rank 0's node; copy the same files to every node. Differences (rank 0 → this node):"
     return [head, *found] if found else []
 
 
@@ -117,19 +144,19 @@ def made(config: RunConfig, context: DistributedContext) -> dict[str, object]:
     }
 
 
-def check(config: RunConfig, source: Source, back_to: int | None) -> None:
+def check(config: RunConfig, source: Source, resume_step: int | None) -> None:
     """ConfigError where the run cannot start, or resume, with these settings from the checkpoint that it would take."""
     out = Path(config.out)
-    if back_to is not None and records.went_back(out, back_to):
-        back_to = None
-    resumable.check(resumable.candidate(out, back_to), config, source)
+    if resume_step is not None and records.went_back(out, resume_step):
+        resume_step = None
+    resumable.check(resumable.candidate(out, resume_step), config, source)
     check_init_from(config, fingerprint(config, source))
 
 
-def go_back(out: Path, back_to: int | None) -> int | None:
+def go_back(out: Path, resume_step: int | None) -> int | None:
     """Set aside checkpoints newer than the one that this start was asked to continue from; its step, if there is one."""
-    if back_to is not None and not records.went_back(out, back_to):
-        submissions.roll_back(out, back_to)
+    if resume_step is not None and not records.went_back(out, resume_step):
+        submissions.roll_back(out, resume_step)
     return rollback.carry_out(out)
 
 

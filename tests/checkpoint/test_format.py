@@ -1,16 +1,19 @@
 """Files of tensors, block by block."""
 
+import json
+import struct
 from contextlib import closing
 
 import pytest
 import torch
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from hpclm.checkpoint import format as files
 from hpclm.checkpoint.format import File
-from hpclm.checkpoint.schema import ChecksumMismatch, FileInfo
+from hpclm.checkpoint.manifest import BadCheckpoint, FileInfo
 
 BLOCK = 64
 WRONG = r"^x\.safetensors differs from what was saved \(its hash is wrong\)$"
@@ -72,7 +75,7 @@ def test_every_flipped_bit_is_found_and_only_by_who_reads_its_block(written):
     row = begin + 4 + 64  # of the table: after the scalar and the norm
     for place in range(len(good)):
         path.write_bytes(good[:place] + bytes([good[place] ^ 1 << place % 8]) + good[place + 1 :])
-        with pytest.raises(ChecksumMismatch, match=WRONG), closing(File(path.parent, path.name, facts)) as file:
+        with pytest.raises(BadCheckpoint, match=WRONG), closing(File(path.parent, path.name, facts)) as file:
             file.check()
         if place >= begin:
             second = row + BLOCK <= place < row + 2 * BLOCK
@@ -83,24 +86,39 @@ def test_every_flipped_bit_is_found_and_only_by_who_reads_its_block(written):
 def reads(file, *where):
     try:
         file.values(*where)
-    except ChecksumMismatch:
+    except BadCheckpoint:
         return False
     return True
 
 
 @pytest.mark.parametrize("size", [0, 4, 8, 100, -1])
-def test_a_file_of_another_length_is_found(written, size):
-    path, _, facts = written
-    path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(ChecksumMismatch):
-        File(path.parent, path.name, facts)
-    with pytest.raises(ChecksumMismatch):  # whatever the manifest says
-        File(path.parent, path.name, FileInfo(path.stat().st_size, facts.xxh3)).check()
-
-
-def test_a_file_that_gets_shorter_while_it_is_read_is_found(written):
-    path, _, facts = written
-    file = File(path.parent, path.name, facts)
-    path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(ChecksumMismatch):
+def test_a_shorter_file_is_found_also_if_it_gets_shorter_while_it_is_read(written, size):
+    path, _, info = written
+    content, file = path.read_bytes(), File(path.parent, path.name, info)
+    path.write_bytes(content[:size])
+    with pytest.raises(BadCheckpoint), closing(file):
         file.check()
+    for told in (info, FileInfo(path.stat().st_size, info.xxh3)):  # whatever the manifest says
+        with pytest.raises(BadCheckpoint), closing(File(path.parent, path.name, told)) as file:
+            file.check()
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F31", "shape": [2], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]},
+        {"dtype": "F32", "shape": "2", "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]},
+        [],
+    ],
+    ids=str,
+)
+def test_a_header_that_does_not_describe_the_file_is_refused_even_if_its_hash_fits(tmp_path, entry):
+    text = json.dumps({"w": entry}).encode()
+    head = struct.pack("<Q", len(text)) + text
+    (tmp_path / "x").write_bytes(head + bytes(8))
+    digests = xxhash.xxh3_64_hexdigest(head) + xxhash.xxh3_64_hexdigest(bytes(8))
+    with pytest.raises(BadCheckpoint, match="header"):
+        File(tmp_path, "x", FileInfo(len(head) + 8, digests))

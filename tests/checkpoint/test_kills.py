@@ -150,7 +150,9 @@ def test_records_that_cannot_be_synced_cost_no_checkpoint(folder, caplog):
     def fail():
         raise OSError(5, "Input/output error", "metrics.jsonl")
 
-    store(folder, before_publishing=fail).save(State(1.0), progress(1))
+    saving = store(folder)
+    saving.begin(State(1.0), progress(1), None, background=False)
+    saving.commit(fail)
     assert "metrics.jsonl cannot be synced: Input/output error" in caplog.text
     assert is_good(folder / "step-00000001")
 

@@ -9,15 +9,14 @@ import pytest
 import torch
 
 from hpclm.checkpoint import CheckpointStore, Progress, Retention
-from hpclm.checkpoint.directory import steps
-from hpclm.checkpoint.retention import complete
+from hpclm.checkpoint.directory import checked, steps
 from hpclm.config import from_cli
 from hpclm.engine import Shard
 from hpclm.errors import DivergedError
 from hpclm.rundir.control_files import ControlFiles
 from hpclm.training import records
-from hpclm.training.agreement import Orders
 from hpclm.training.saver import Saver
+from hpclm.training.state import ControlState
 from tests import forks
 from tests.forks import Hpclm, hpclm
 from tests.runs import lines, losses
@@ -61,7 +60,7 @@ def test_background_and_blocking_saves_write_the_same_bytes(tiny, tmp_path, back
 def test_what_is_kept(tiny, tmp_path):
     words = tiny("run", "budget.steps=24", "checkpoint.every=2", "checkpoint.keep_last=2", "checkpoint.keep_every=8")
     hpclm("train", *words, "checkpoint.keep_best=1", "evaluate.every=6", check=0)
-    measured = {s.name: complete(s).validation for s in steps(tmp_path / "run/checkpoints")}
+    measured = {s.name: checked(s).validation for s in steps(tmp_path / "run/checkpoints")}
     rows = [json.loads(line) for line in lines(tmp_path / "run/metrics.jsonl")]
     found = {row["step"]: row["validation_loss"] for row in rows if "validation_loss" in row}
     best = min(found, key=lambda step: found[step])
@@ -69,60 +68,23 @@ def test_what_is_kept(tiny, tmp_path):
     assert measured[f"step-{best:08d}"] == found[best]
 
 
-def test_the_best_stays_though_newer_ones_come(tmp_path):
-    store = CheckpointStore(tmp_path, Retention(2, best=1), {})
-    for step, loss in enumerate([3.0, 1.0, 2.0, None, 2.5, 4.0], 1):
-        store.save(State(), Progress(step), loss)
-    assert [int(path.name[5:]) for path in steps(tmp_path)] == [2, 5, 6]
-
-
-def test_one_that_is_not_complete_is_not_counted_among_those_that_are_kept(tmp_path):
-    store = CheckpointStore(tmp_path, Retention(2), {})
-    for step in (1, 2):
-        store.save(State(), Progress(step))
-    (tmp_path / "step-00000002/rank-00000.safetensors").unlink()
-    store.save(State(), Progress(3))
-    assert [int(path.name[5:]) for path in steps(tmp_path)] == [1, 3]
-
-
 @pytest.mark.parametrize(
-    "saves, left",
+    "settings, step, state, why",
     [
-        ("1000 2000 2300! 2600! 2900!", [1000, 2000, 2900]),  # told to leave again and again
-        ("1000 2000 2300! 2600! 2900! 3000", [2000, 3000]),
-        ("1000 2000 3000 3300!", [2000, 3000, 3300]),
-        ("100! 200! 300!", [200, 300]),
-        ("100! 200! 1000", [200, 1000]),
-        ("100! 200! 1000 1100!", [1000, 1100]),
-        ("100! 1000 2000", [1000, 2000]),
+        (["checkpoint.every=5"], 7, ControlState({"SIGTERM": 1.0}), "SIGTERM"),
+        (["checkpoint.every=5"], 7, ControlState(stop="stop"), "stop"),
+        (["checkpoint.every=5"], 7, ControlState(out_of_time=True), "exit_minutes"),
+        (["checkpoint.every=5"], 7, ControlState(), None),  # the end of a run
+        (["checkpoint.every=5"], 10, ControlState({"SIGTERM": 1.0}), None),  # due anyway
+        (["checkpoint.every=0", "checkpoint.minutes=9"], 7, ControlState(stop="stop", minutes=1.0), "stop"),
+        (["checkpoint.every=0", "checkpoint.minutes=9"], 7, ControlState(stop="stop", minutes=9.0), None),
+        (["checkpoint.every=0"], 7, ControlState({"SIGTERM": 1.0}), None),  # the only saves there are
     ],
 )
-def test_saves_made_when_told_to_leave_push_no_regular_one_out(saves, left, tmp_path):
-    store = CheckpointStore(tmp_path, Retention(2), {})
-    for word in saves.split():
-        store.begin(State(), Progress(int(word.strip("!"))), None, False, "SIGTERM" if word.endswith("!") else None)
-        store.commit()
-        assert len(steps(tmp_path)) >= min(2, saves.split().index(word) + 1)
-    assert [int(path.name[5:]) for path in steps(tmp_path)] == left
-
-
-@pytest.mark.parametrize(
-    "settings, step, orders, why",
-    [
-        (["checkpoint.every=5"], 7, Orders({"SIGTERM": 1.0}), "SIGTERM"),
-        (["checkpoint.every=5"], 7, Orders(stop="stop"), "stop"),
-        (["checkpoint.every=5"], 7, Orders(out_of_time=True), "exit_minutes"),
-        (["checkpoint.every=5"], 7, Orders(), None),  # the end of a run
-        (["checkpoint.every=5"], 10, Orders({"SIGTERM": 1.0}), None),  # due anyway
-        (["checkpoint.every=0", "checkpoint.minutes=9"], 7, Orders(stop="stop", minutes=1.0), "stop"),
-        (["checkpoint.every=0", "checkpoint.minutes=9"], 7, Orders(stop="stop", minutes=9.0), None),
-        (["checkpoint.every=0"], 7, Orders({"SIGTERM": 1.0}), None),  # the only saves there are
-    ],
-)
-def test_a_checkpoint_says_whether_it_was_made_because_the_run_was_told_to_leave(settings, step, orders, why, tmp_path):
+def test_a_checkpoint_says_whether_it_was_made_because_the_run_was_told_to_leave(settings, step, state, why, tmp_path):
     store = CheckpointStore(tmp_path, Retention(), {})
-    Saver(store, from_cli(["configs/debug.yaml", *settings], None), 0).leave(State(), Progress(step), None, orders)
-    assert [complete(path).why for path in steps(tmp_path)] == [why]
+    Saver(store, from_cli(["configs/debug.yaml", *settings], None), 0).exit(State(), Progress(step), None, state)
+    assert [checked(path).why for path in steps(tmp_path)] == [why]
 
 
 @pytest.mark.parametrize(
@@ -139,17 +101,7 @@ def test_a_checkpoint_says_whether_it_was_made_because_the_run_was_told_to_leave
 )
 def test_of_several_signals_the_earliest_end_counts(since, left, tmp_path):
     saver = Saver(CheckpointStore(tmp_path, Retention(), {}), from_cli(["configs/debug.yaml"], None), 0)
-    assert saver.seconds_left(Orders(since)) == left
-
-
-def test_a_manifest_that_does_not_say_why_is_of_a_regular_save(tmp_path):
-    store = CheckpointStore(tmp_path, Retention(), {})
-    store.save(State(), Progress(1))
-    [folder] = steps(tmp_path)
-    manifest = complete(folder)
-    del manifest.made["why"]
-    manifest.write(folder)
-    assert complete(folder).why is None
+    assert saver.seconds_left(ControlState(since)) == left
 
 
 def test_the_verb_says_that_a_checkpoint_was_made_because_of_a_warning(tiny, tmp_path):
@@ -221,12 +173,12 @@ def test_a_save_that_would_not_be_done_in_time_is_not_begun(tmp_path, caplog, gr
     store = CheckpointStore(tmp_path, Retention(), {})
     config = from_cli(["configs/debug.yaml", f"checkpoint.grace_seconds={grace}"], None)
     saver = Saver(store, config, 0)
-    saver.save(State(), Progress(1), None, Orders())
-    saver.poll(Orders())
+    saver.save(State(), Progress(1), None, ControlState())
+    saver.poll(ControlState())
     saver._longest = 1.0  # as if the disk were slow
-    saver.leave(State(), Progress(2), None, Orders({"SIGTERM": 0.1}))
+    saver.exit(State(), Progress(2), None, ControlState({"SIGTERM": 0.1}))
     assert [path.name for path in steps(tmp_path)][-1] == f"step-0000000{2 if saves else 1}"
-    assert ("left without one; steps 2 to 2 will be repeated" in caplog.text) != saves
+    assert ("exiting without saving; steps 2 to 2 will be repeated" in caplog.text) != saves
 
 
 def test_a_warning_while_a_save_is_on_its_way_waits_for_it(tiny, tmp_path):

@@ -2,23 +2,19 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
-from hpclm.checkpoint import CheckpointStore, Progress, Retention, staging, tensors
-from hpclm.checkpoint import manifest as manifests
+from hpclm.checkpoint import CheckpointStore, Progress, Retention, tensors
+from hpclm.checkpoint import format as formats
 from hpclm.checkpoint.directory import newest, steps
-from hpclm.checkpoint.fingerprint import check_fingerprint, differences, fingerprint
-from hpclm.checkpoint.manifest import digest_of
-from hpclm.config import ModelConfig, RunConfig
+from hpclm.checkpoint.fingerprint import check_fingerprint
 from hpclm.errors import ConfigError, HpclmError, NoCheckpointError
 from tests.checkpoint.state import FINGERPRINT, State, progress, saved, store
-from tests.runs import ROOT
+from tests.checkpoint.test_manifest import rewrite, save_as_ranks
 
 
 def test_what_is_saved_comes_back(tmp_path):
@@ -26,11 +22,6 @@ def test_what_is_saved_comes_back(tmp_path):
     assert store.resume(state, "auto") == Progress(3, 30, 0.5, 0)
     assert torch.equal(state.held["model.a"], torch.full((40, 8), 3.0))
     assert state.loaded == {"optimizer_steps": 3, "loss_scale": None}
-    manifest = json.loads((tmp_path / "c/step-00000003/MANIFEST.json").read_text())
-    assert manifest["tensors"]["model.a"] == {
-        "shape": [40, 8],
-        "parts": [{"file": "rank-00000.safetensors", "start": [0, 0], "size": [40, 8]}],
-    }
 
 
 def test_the_newest_are_kept_and_nothing_half_done_stays(tmp_path):
@@ -110,43 +101,28 @@ def test_every_damage_is_found_and_the_one_before_is_used(tmp_path, caplog):
 def test_files_of_two_ranks_that_changed_places_are_found(tmp_path):
     folder = tmp_path / "c"
     saved(folder, (1,))
-    halves = store(folder)
-    halves.begin(State(2.0), progress(2), background=False)
-    staging_dir, found = halves.pending.staging_dir, []
-    (staging_dir / "rank-00000.safetensors").unlink()
-    for rank in range(2):
-        found.append(staging.write_shards(staging_dir, rank, list(State(2.0, rank, 2).tensors())))
-    halves._publish(halves.pending, found)
-    first, second = (folder / f"step-00000002/rank-0000{rank}.safetensors" for rank in range(2))
-    state = State()
-    assert store(folder).resume(state, "auto").step == 2 and state.is_of(2)
+    first, second = sorted(save_as_ranks(folder, 2, 2).glob("rank-*"))
     first.rename(tmp_path / "x")
     second.rename(first)
     (tmp_path / "x").rename(second)
+    state = State()
     assert store(folder).resume(state, "auto").step == 1 and state.is_of(1)
 
 
 def test_a_checkpoint_may_have_more_files_than_a_process_may_have_open(tmp_path, monkeypatch):
-    saved(tmp_path / "c", (1,))
-    many = store(tmp_path / "c")
-    many.begin(State(2.0), progress(2), background=False)
-    staging_dir = many.pending.staging_dir
-    (staging_dir / "rank-00000.safetensors").unlink()
-    many._publish(
-        many.pending, [staging.write_shards(staging_dir, n, list(State(2.0, n, 40).tensors())) for n in range(40)]
-    )
+    save_as_ranks(tmp_path / "c", 2, 40)
     monkeypatch.setattr(tensors, "AT_ONCE", 3)
     most, read = [], tensors.File.values
 
     def counted(*args):
-        found = read(*args)
+        values = read(*args)
         held = (os.path.realpath(entry) for entry in Path("/proc/self/fd").iterdir())
         most.append(sum("rank-" in path for path in held))
-        return found
+        return values
 
     monkeypatch.setattr(tensors.File, "values", counted)
     state = State()
-    assert many.resume(state, "auto").step == 2 and state.is_of(2)
+    assert store(tmp_path / "c").resume(state, "auto").step == 2 and state.is_of(2)
     assert max(most) <= 4
 
 
@@ -177,14 +153,6 @@ def test_another_runs_checkpoints_are_refused_and_every_difference_named(tmp_pat
     check_fingerprint(tmp_path, FINGERPRINT, json.loads(json.dumps(FINGERPRINT)))
 
 
-def test_a_setting_that_a_checkpoint_does_not_know_yet_had_its_default_then():
-    now = fingerprint(RunConfig(name="x", out="x", model=ModelConfig(rope_base=5.0, positions="rope")), None)
-    older = {"model": {name: value for name, value in now["model"].items() if name != "norm_eps"}, "seed": now["seed"]}
-    assert differences(older, now) == []
-    del older["model"]["rope_base"]
-    assert differences(older, now) == ["model.rope_base was 10000.0 and is now 5.0"]
-
-
 def test_a_full_disk_leaves_the_older_ones_alone(tmp_path, monkeypatch):
     store = saved(tmp_path / "c")
     usage = shutil.disk_usage(tmp_path)
@@ -192,74 +160,6 @@ def test_a_full_disk_leaves_the_older_ones_alone(tmp_path, monkeypatch):
     with pytest.raises(HpclmError, match="free, but a checkpoint needs"):
         store.save(State(), Progress(4))
     assert [p.name for p in steps(store.folder)] == ["step-00000001", "step-00000002", "step-00000003"]
-
-
-@pytest.mark.parametrize("room", [100, 1000])
-def test_a_disk_that_fills_up_during_a_save_leaves_the_older_ones_alone(tmp_path, room):
-    """A real failing write: files of the child may not grow past ``room`` bytes, and the state takes 1,592."""
-    saved(tmp_path / "c", (1, 2))
-    code = (
-        "import resource, signal, sys\n"
-        "from pathlib import Path\n"
-        "from hpclm.errors import HpclmError\n"
-        "from tests.checkpoint.test_store import *\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room}))\n"
-        "store = CheckpointStore(Path(sys.argv[1]), Retention(), FINGERPRINT)\n"
-        "try:\n    store.save(State(), Progress(3))\nexcept HpclmError as error:\n    print('said:', error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "c")], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.startswith("said: ") and "could not be saved" in done.stdout, done.stderr
-    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["latest", "step-00000001", "step-00000002"]
-    CheckpointStore(tmp_path / "c", Retention(), FINGERPRINT).save(State(), Progress(4))
-
-
-@pytest.mark.parametrize("left", ["latest", ".bad-step-00000002"])
-def test_a_run_that_has_saved_does_not_start_over_whatever_is_left_of_it(tmp_path, left):
-    saved(tmp_path / "c", (1, 2))
-    for path in (tmp_path / "c").iterdir():
-        path.unlink() if path.name == "latest" else shutil.rmtree(path)
-    (tmp_path / "c" / left).mkdir()
-    with pytest.raises(NoCheckpointError, match="no good checkpoint"):
-        store(tmp_path / "c").resume(State(), "auto")
-
-
-def test_a_run_whose_checkpoints_were_removed_does_not_start_over(tmp_path):
-    store = saved(tmp_path / "c", (1, 2))
-    for folder in steps(store.folder):
-        shutil.rmtree(folder)
-    with pytest.raises(NoCheckpointError, match="no good checkpoint"):
-        store.resume(State(), "auto")
-
-
-def test_a_checkpoint_of_a_later_hpclm_is_refused_and_left_where_it_is(tmp_path):
-    store = saved(tmp_path / "c", (1,))
-    path = tmp_path / "c/step-00000001/MANIFEST.json"
-    content = json.loads(path.read_text()) | {"schema": 99}
-    content.pop("blake2b")
-    path.write_text(json.dumps({**content, "blake2b": digest_of(content)}))
-    with pytest.raises(ConfigError, match="schema 99, but this version of hpclm reads 3"):
-        store.resume(State(), "auto")
-    assert path.exists()
-
-
-def test_a_manifest_cannot_name_files_elsewhere(tmp_path):
-    store = saved(tmp_path / "c", (1, 2))
-    path = tmp_path / "c/step-00000002/MANIFEST.json"
-    content = json.loads(path.read_text())
-    content.pop("blake2b")
-    content["files"] = {"../step-00000001/rank-00000.safetensors": content["files"]["rank-00000.safetensors"]}
-    path.write_text(json.dumps({**content, "blake2b": digest_of(content)}))
-    assert store.resume(State(), "auto").step == 1
-
-
-def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path):
-    saved(tmp_path / "c", (1,))
-    for path in (tmp_path / "c/step-00000001").iterdir():
-        if path.suffix == ".json":
-            json.loads(path.read_text())
-        else:
-            assert path.suffix == ".safetensors" and path.read_bytes()[8:9] == b"{"
 
 
 def test_a_folder_with_the_name_of_another_step_is_bad_and_pushes_nothing_out(tmp_path):
@@ -276,46 +176,43 @@ def test_a_folder_with_the_name_of_another_step_is_bad_and_pushes_nothing_out(tm
     assert [path.name for path in steps(tmp_path / "c")][:2] == ["step-00000002", "step-00000003"]
 
 
-@pytest.mark.parametrize("how", ["gone", "emptied", "not mounted"])
-def test_a_run_that_has_saved_does_not_start_over_when_its_folder_is_gone(tmp_path, how):
-    store = saved(tmp_path / "c", (1, 2))
-    shutil.rmtree(tmp_path / "c")
-    if how == "emptied":
-        (tmp_path / "c").mkdir()
-    if how == "not mounted":
-        (tmp_path / "c").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(
-        HpclmError, match="no good checkpoint" if how != "not mounted" else "is a link to a missing target"
-    ):
-        store.resume(State(), "auto")
+def leave_only(name):
+    def act(folder):
+        for path in folder.iterdir():
+            path.unlink() if path.is_file() else shutil.rmtree(path)
+        if name:
+            (folder / name).mkdir()
+
+    return act
 
 
-@pytest.mark.parametrize("kind", ["nested", "a folder", "a link to itself", "a pipe", "a huge file"])
-def test_a_manifest_that_is_no_text_of_ours_is_bad_and_the_one_before_is_used(tmp_path, kind):
-    store = saved(tmp_path / "c", (1, 2))
-    path = tmp_path / "c/step-00000002/MANIFEST.json"
-    path.unlink()
-    if kind == "nested":
-        path.write_text("[" * 200_000)
-    elif kind == "a folder":
-        path.mkdir()
-    elif kind == "a pipe":
-        os.mkfifo(path)
-    elif kind == "a huge file":
-        path.touch()
-        os.truncate(path, 1 << 41)
-    else:
-        path.symlink_to(path)
-    assert store.resume(State(), "auto").step == 1
+def unmount(folder):
+    shutil.rmtree(folder)
+    folder.symlink_to(folder.with_name("nowhere"))
+
+
+LOST = {
+    "all but latest": leave_only("latest"),
+    "all but a bad one": leave_only(".bad-step-00000002"),
+    "all in the folder": leave_only(None),
+    "the folder": shutil.rmtree,
+    "the disk": unmount,
+}
+
+
+@pytest.mark.parametrize("lose", LOST.values(), ids=LOST)
+def test_a_run_that_has_saved_does_not_start_over_whatever_is_lost(tmp_path, lose):
+    run = saved(tmp_path / "c", (1, 2))
+    lose(tmp_path / "c")
+    reason = "is a link to a missing target" if lose is unmount else "no good checkpoint"
+    with pytest.raises(HpclmError, match=reason):
+        run.resume(State(), "auto")
 
 
 def test_what_cannot_be_told_to_be_bad_is_never_pruned_and_what_is_bad_is_set_aside(tmp_path):
     folder = tmp_path / "c"
     saved(folder, (1, 2, 3))
-    path = folder / "step-00000001/MANIFEST.json"
-    content = json.loads(path.read_text()) | {"schema": 99}
-    content.pop("blake2b")
-    path.write_text(json.dumps({**content, "blake2b": digest_of(content)}))
+    rewrite(folder / "step-00000001", lambda content: content.update(schema=99))
     (folder / "step-00000002/rank-00000.safetensors").write_bytes(b"short")
     run = store(folder, keep=2)
     for number in (4, 5, 6):
@@ -341,7 +238,7 @@ def test_of_a_link_under_a_wrong_name_only_the_link_is_set_aside(tmp_path):
 def test_a_checkpoint_that_its_run_removes_while_it_is_read_is_neither_bad_nor_a_broken_disk(
     tmp_path, caplog, monkeypatch
 ):
-    running, real = saved(tmp_path, (1, 2)), manifests.verify
+    running, real = saved(tmp_path, (1, 2)), formats.verify
 
     def slow(folder, *args):
         if folder.name == "step-00000002":
@@ -350,7 +247,7 @@ def test_a_checkpoint_that_its_run_removes_while_it_is_read_is_neither_bad_nor_a
             shutil.rmtree(folder)
         return real(folder, *args)
 
-    monkeypatch.setattr(manifests, "verify", slow)
+    monkeypatch.setattr(formats, "verify", slow)
     folder, manifest = newest(tmp_path)
     assert folder.name == "step-00000004" and "bad" not in caplog.text
     shutil.rmtree(folder)

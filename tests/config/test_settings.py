@@ -4,8 +4,9 @@ from pathlib import Path
 import pytest
 
 from hpclm import config
-from hpclm.config import ModelConfig, RunConfig, compose, show
-from hpclm.config.fields import keys
+from hpclm.commands import config as command
+from hpclm.config import ModelConfig, RunConfig, compose
+from hpclm.config.fields import docs, keys
 from hpclm.config.length import run_length
 from hpclm.config.plan import Length
 from hpclm.errors import ConfigError
@@ -71,7 +72,7 @@ def test_settings_files_hold_only_what_differs_from_the_defaults():
         "budget.hours=.inf": "must be a finite number",
         "budget.steps=0": "must be at least 1",
         "optim.min_lr=1": "must not be more than optim.lr",
-        "optim.power=2": "has no effect with optim.schedule=cosine; it is for fairseq_polynomial",
+        "optim.period=2": "has no effect with optim.schedule=cosine; it is for fairseq_cosine",
         "optim.schedule=cosin": "Did you mean 'cosine'?",
         "optim.warmup_fraction=0.1": "exclude each other",
         "optim.betas=[0.9,1.0]": "less than 1",
@@ -82,7 +83,6 @@ def test_settings_files_hold_only_what_differs_from_the_defaults():
         "data.split=0,0,0": "must be up to three non-negative numbers",
         "data.tokenizer_files=[a]": "data.tokenizer is not; set the kind",
         "data.eod=x": "has no effect with data.source=synthetic",
-        "data.extra_ids=-1": "data.extra_ids=-1 must be at least 0",
         "scaler.window=5": "it is for fp16",
         "batch.loss_norm=microbatch": "has no effect without data.eod_mask_loss=true",
         "data.order=dse": "has no effect with data.source=synthetic",
@@ -103,9 +103,6 @@ def test_a_wrong_setting_is_answered_with_the_way_out(word, answer):
     "words, answer",
     {
         ("data.source=indexed", "data.eod=x"): "data.eod=x is set but data.tokenizer is not",
-        ("data.source=indexed", "data.extra_ids=2"): "data.extra_ids=2 is set but data.tokenizer is not",
-        ("data.source=indexed", "data.tokenizer=gpt2", "data.extra_ids=2"): "no effect with data.tokenizer=gpt2",
-        ("optim.nonfinite=stop", "optim.nonfinite_limit=5"): "has no effect with optim.nonfinite=stop",
         (
             "optim.schedule=fairseq_cosine",
             "optim.schedule_length=50",
@@ -192,12 +189,12 @@ def test_a_later_override_wins():
 
 
 def test_every_setting_is_explained_and_the_reference_page_is_current():
-    assert all(show.docs(RunConfig).keys() >= {k for k in keys() if "." not in k} for _ in [0])
+    assert docs(RunConfig).keys() >= {key for key in keys() if "." not in key}
     for field in fields(RunConfig):
         if is_dataclass(field.type):
-            assert show.docs(field.type).keys() == {f.name for f in fields(field.type)}
+            assert docs(field.type).keys() == {f.name for f in fields(field.type)}
     page = (ROOT / "docs/settings.md").read_text()
-    assert page == show.reference(), "run: hpclm config --reference > docs/settings.md"
+    assert page == command.reference(), "run: hpclm config --reference > docs/settings.md"
 
 
 def test_config_prints_settings_that_load_as_the_same_run(tmp_path):

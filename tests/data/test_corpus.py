@@ -6,8 +6,8 @@ import torch
 
 from hpclm.config import DataConfig
 from hpclm.data.corpus import corpus
-from hpclm.data.disk.writer import Writer
 from hpclm.data.tokenizers import build
+from hpclm.datasets.writer import Writer
 from hpclm.errors import ConfigError
 
 CONTEXT = 4
@@ -134,7 +134,7 @@ def test_a_runs_own_evaluation_reads_the_kept_end_and_nothing_twice(make):
 
 @pytest.mark.parametrize("break_mode", [None, "none", "complete", "complete_doc", "eos"])
 def test_a_large_dataset_that_is_corrupt_in_the_middle_is_not_read(break_mode, tmp_path, monkeypatch):
-    from hpclm.data.disk import indexed
+    from hpclm.data import indexed
 
     note = {"tokenizer": build("bytes", []).fingerprint}
     with Writer(tmp_path / "x", "u2") as writer:

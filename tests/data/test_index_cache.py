@@ -10,8 +10,8 @@ import pytest
 
 from hpclm.config import DataConfig
 from hpclm.data.corpus import corpus
-from hpclm.data.disk.writer import Writer
 from hpclm.data.index_cache import kept
+from hpclm.datasets.writer import Writer
 
 
 def arrays():
@@ -142,7 +142,7 @@ def test_without_locks_the_first_to_finish_wins_and_nothing_is_left(tmp_path):
 def test_unfinished_entries_of_killed_processes_are_not_used_and_are_removed(tmp_path):
     script = (
         "import os, pathlib, numpy as np; from hpclm.data import index_cache\n"
-        "index_cache._put = lambda *_: os._exit(9)\n"  # killed just before the entry gets its name
+        "pathlib.Path.rename = lambda *_: os._exit(9)\n"  # killed just before the entry gets its name
         f"index_cache.kept(pathlib.Path({str(tmp_path)!r}), {{'seed': 1}}, lambda: {{'a': np.arange(10)}})"
     )
     assert subprocess.run([sys.executable, "-c", script]).returncode == 9

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hpclm.data import order as orders
 from hpclm.data.blend import exhaustive, shares, weighted
-from hpclm.data.disk.indexed import IndexedDataset
+from hpclm.data.indexed import IndexedDataset
 from hpclm.data.order import WORTHWHILE, Order, blocks, build_index, compiled, samples_in, shuffled
 from hpclm.data.samples import BlendedSamples, BlockSamples, PackedSamples
 from hpclm.data.sources import PADDING

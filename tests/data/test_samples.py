@@ -8,11 +8,11 @@ import pytest
 
 from hpclm.config import DataConfig
 from hpclm.data.corpus import SPLITS, corpus
-from hpclm.data.disk.indexed import IndexedDataset
-from hpclm.data.disk.writer import Writer
+from hpclm.data.indexed import IndexedDataset
 from hpclm.data.order import Order, build_index, split_bounds
 from hpclm.data.samples import PackedSamples
 from hpclm.data.tokenizers import build
+from hpclm.datasets.writer import Writer
 from hpclm.errors import ConfigError
 
 REFERENCE = Path(__file__).parents[2].parent / "shared" / "reference"

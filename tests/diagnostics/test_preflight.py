@@ -25,11 +25,11 @@ def report(out):
 def test_healthy_ranks_log_one_line_and_leave_only_a_report(tmp_path):
     results = peers.hold(tmp_path, ["a", "a", "b", "b"])
     assert [code for _, code in results] == [0, 0, 0, 0]
-    assert results[0][0].startswith("preflight: 4 ranks on 2 nodes agree; slowest pair ")
+    assert results[0][0].startswith("preflight: 4 ranks on 2 nodes agree; slowest link ")
     assert results[0][0].count("\n") == 1 and {text for text, _ in results[1:]} == {""}
     found = report(tmp_path)
     assert found["ok"] and found["bad"] == [] and [each["rank"] for each in found["ranks"]] == [0, 1, 2, 3]
-    assert [pair["nodes"] for pair in found["pairs"]] == [["a", "b"]] and found["pairs"][0]["speed"] > 0
+    assert [link["nodes"] for link in found["links"]] == [["b", "a"], ["a", "b"]] and found["links"][0]["speed"] > 0
     assert abs(found["ranks"][3]["clock"]) < 2
     assert [path.name for path in tmp_path.iterdir()] == ["preflight.json"]
 
@@ -37,18 +37,6 @@ def test_healthy_ranks_log_one_line_and_leave_only_a_report(tmp_path):
 def test_the_check_can_be_disabled(tmp_path):
     assert peers.hold(tmp_path, ["a", "b"], "cluster.preflight=off") == [("", 0), ("", 0)]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_summaries_of_earlier_reports_are_kept(tmp_path):
-    for _ in range(2):
-        peers.hold(tmp_path, ["a", "b"])
-    (earlier,) = report(tmp_path)["earlier"]
-    assert earlier["ok"] and earlier["problems"] == [] and "ranks" not in earlier
-    (tmp_path / "preflight.json").write_text(
-        r'{"bad": "\ud800", "earlier": []}'
-    )  # half a character, which no file can hold
-    assert peers.hold(tmp_path, ["a", "b"])[1] == ("", 0)
-    assert report(tmp_path)["earlier"][0]["bad"] == "\ud800"
 
 
 def test_nodes_with_different_code_are_refused_with_both_digests_and_the_file(tmp_path):
@@ -123,7 +111,7 @@ def test_a_folder_without_room_is_refused(tmp_path, monkeypatch):
     with context.join(bootstrap.World("single", 0, 1), settings.cluster) as alone:
         cpu = torch.device("cpu")
         made = preflight.check(alone, cpu, settings, tmp_path, env={})
-        assert made.ok and made.pairs == [] and report(tmp_path)["ok"]
+        assert made.ok and made.links == [] and report(tmp_path)["ok"]
         with pytest.raises(HpclmError, match=r"MiB free on .*a checkpoint may take 1,125,899,906,842,624"):
             preflight.check(alone, cpu, settings, tmp_path, env={}, room=1 << 70)
 
@@ -193,24 +181,3 @@ def test_a_run_without_open_files_is_found_by_its_command_and_launchers_are_spar
     peers.hold(tmp_path, ["a", "a"])
     assert [alive(each) for each in stopped] == [False, False, True, True] and all(map(alive, launchers))
     assert len(report(tmp_path)["ended"]) == 2
-
-
-def test_locks_of_extension_builds(tmp_path, started):
-    out, cache = tmp_path / "out", tmp_path / "extensions"
-    out.mkdir()
-    for name in ("old", "new", "held"):
-        (cache / name).mkdir(parents=True)
-        (cache / name / "lock").touch()
-    long_ago = time.time() - 3600
-    for name in ("old", "held"):
-        for path in (cache / name / "lock", cache / name):
-            os.utime(path, (long_ago, long_ago))
-    with (cache / "held/lock").open() as lock:
-        builds = started("sleep", "1000", stdin=lock)
-
-    results = peers.hold(out, ["a", "b"], TORCH_EXTENSIONS_DIR=str(cache))
-    assert [code for _, code in results] == [0, 0] and alive(builds)
-    assert not (cache / "old/lock").exists() and (cache / "new/lock").exists() and (cache / "held/lock").exists()
-    assert f"{cache}/old/lock locks a build" in results[0][0] and re.search(r"6\d minutes ago: removed", results[0][0])
-    assert f"builds wait for it; if no other job is building: rm {cache}/new/lock" in results[0][0]
-    assert "held" not in results[0][0] and report(out)["removed"] == [f"{cache}/old/lock"]

@@ -27,7 +27,7 @@ OMPI = {f"OMPI_COMM_WORLD_{k}": v for k, v in dict(RANK="2", SIZE="4", LOCAL_RAN
 TWO = OMPI | {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
 HYDRA = {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_RANK": "1", "PMI_SIZE": "2"}
 DAEMON = SLURM | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
-LOCAL = TORCHRUN | {"HPCLM_LAUNCHER": "local", "HPCLM_RENDEZVOUS": "ab"}
+LOCAL = TORCHRUN | {"HPCLM_LAUNCHER": "local"}
 NODES = (("gpu07", 2), ("gpu08", 2))
 IN_SLURM = World("Slurm", 3, 4, 1, 2, "7.0.0", NODES)
 
@@ -46,7 +46,7 @@ IN_SLURM = World("Slurm", 3, 4, 1, 2, "7.0.0", NODES)
         "mpirun's daemons started by srun": (DAEMON | OMPI, World("Open MPI", 2, 4, 0, 2)),
         "torchrun in srun": (SLURM | TORCHRUN, World("torchrun", 1, 2, 1, 2, "x.0")),
         "torchrun in mpirun in srun": (DAEMON | TWO | TORCHRUN, World("torchrun", 1, 2, 1, 2, "x.0")),
-        "hpclm's own": (LOCAL | BATCH, World("local", 1, 2, 1, 2, "x.ab")),
+        "hpclm's own": (LOCAL | BATCH, World("local", 1, 2, 1, 2, "x.0")),
     }.values(),
 )
 def test_the_innermost_launcher_says_who_this_process_is(env, world):

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -14,7 +15,7 @@ from torch.distributed import TCPStore
 
 from hpclm.distributed import failure
 from hpclm.distributed.failure import Failure
-from hpclm.distributed.heartbeat import ROLL_CALL, Heartbeat, LocalPeers
+from hpclm.distributed.heartbeat import ROLL_CALL, Heartbeat
 from hpclm.distributed.rendezvous import RankInfo
 from hpclm.distributed.shutdown import read_key
 from hpclm.distributed.signed import SignedStore
@@ -22,19 +23,33 @@ from tests.distributed.test_watchdog import descendants, training
 from tests.runs import ROOT, lines
 
 
-def heartbeats(lost, size=4):
+class Beating(threading.Thread):
+    """The exchange of a rank, again and again until it knows a failure."""
+
+    def __init__(self, *args):
+        super().__init__(daemon=True)
+        self.heartbeat = Heartbeat(*args)
+
+    def run(self):
+        while self.heartbeat.failure is None:
+            self.heartbeat.exchange()
+            time.sleep(0.1)
+
+    def end(self):
+        """The failure that the rank learns of."""
+        self.join(ROLL_CALL + 5)
+        return self.heartbeat.failure
+
+
+def heartbeats(lost):
     """Heartbeats of the ranks of two nodes, without those of ``lost``."""
-    store = SignedStore(
-        TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False), "7.0.0", "secret"
-    )
-    ranks = [RankInfo(rank, size, rank % 2, 2, host=f"node{1 + rank // 2}", pid=100 + rank) for rank in range(size)]
-    found = {}
-    for me in ranks:
-        peers = LocalPeers(me, [me], watch_launcher=False)
-        found[me.rank] = Heartbeat(store, me, ranks, lambda: {"phase": "step", "ticks": 1}, peers, lost_code=85)
-        if me.rank not in lost:
-            found[me.rank].start()
-    return store, ranks, found
+    server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    store = SignedStore(server, "7.0.0", "secret")
+    ranks = [RankInfo(rank, 4, rank % 2, 2, f"node{1 + rank // 2}", 100 + rank, machine=str(rank)) for rank in range(4)]
+    beats = {me.rank: Beating(store, me, ranks, lambda: {"phase": "step"}, 85) for me in ranks}
+    for rank in beats.keys() - {*lost}:
+        beats[rank].start()
+    return store, ranks, beats
 
 
 CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc] Connection closed by peer [10.0.0.2]:1234"
@@ -46,8 +61,7 @@ def test_ranks_that_do_not_answer_after_a_connection_was_closed_are_the_cause(lo
     began = time.monotonic()
     failure.publish(store, Failure(notices, "disconnected", 85, CLOSED), 4)
     for rank in {0, 1, 2, 3} - {*lost}:
-        beats[rank].join(ROLL_CALL + 5)
-        found = beats[rank].failure
+        found = beats[rank].end()
         assert found and (found.rank, found.kind, found.code) == (lost[0], "lost", 85)
         assert failure.named(lost, ranks) in found.describe(ranks)
     assert ROLL_CALL <= time.monotonic() - began < ROLL_CALL + 5
@@ -59,8 +73,7 @@ def test_a_cause_replaces_a_symptom_and_a_symptom_never_a_cause():
     assert failure.publish(store, symptom, 4) == symptom
     assert failure.publish(store, cause, 4) == cause and failure.publish(store, symptom, 4) == cause
     for beat in beats.values():
-        beat.join(5)
-        assert beat.failure == cause
+        assert beat.end() == cause
     assert store.get_all([read_key(rank) for rank in range(4)]) == [True] * 4
 
 
@@ -69,9 +82,9 @@ def test_without_a_lost_rank_a_closed_connection_may_be_the_network_and_other_er
     store, _, beats = heartbeats([])
     failure.publish(store, Failure(1, "disconnected", 85, text), 4)
     for beat in beats.values():
-        beat.join(ROLL_CALL + 5)
-        assert (beat.failure.rank, beat.failure.kind, beat.failure.code) == (1, "raised", code)
-        assert text in beat.failure.text and ("network may be at fault" in beat.failure.text) == (code == 85)
+        cause = beat.end()
+        assert (cause.rank, cause.kind, cause.code) == (1, "raised", code)
+        assert text in cause.text and ("network may be at fault" in cause.text) == (code == 85)
 
 
 @pytest.mark.parametrize("cluster", ["local", pytest.param("mpirun", marks=pytest.mark.mpi)])

@@ -95,16 +95,7 @@ def test_another_user_s_entries_neither_end_a_run_nor_blame_a_rank_nor_forge_its
         ranks.wait_for(tmp_path / "run", 3)
         before = len(lines(tmp_path / "run/metrics.jsonl"))
         for data in (FORGED, "not JSON", b"\xff\n"):
-            for key in (
-                "failure",
-                "heartbeat/1",
-                "heartbeat/0",
-                "exited/1",
-                "logged",
-                "reported",
-                "read/1",
-                "position/1",
-            ):
+            for key in ("failure", "heartbeat/1", "heartbeat/0", "exited/1", "logged", "reported", "read/1"):
                 store.set(f"hpclm/{key}", data)
             time.sleep(1)
         assert len(lines(tmp_path / "run/metrics.jsonl")) > before

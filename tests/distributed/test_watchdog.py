@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import re
 import signal
 import socket
@@ -65,23 +64,14 @@ def test_a_stopped_rank_is_named_and_woken_and_the_run_goes_on_as_if_nothing_had
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("hang, code", [("requeue", 85), ("stop", 1)])
-def test_a_rank_that_never_returns_from_its_own_code_is_named_with_the_line(hang, code, tiny, tmp_path):
+def test_a_rank_that_never_returns_from_its_own_code_is_named_with_the_line(tiny, tmp_path):
     words = tiny("run", "budget.steps=1000", "data.source=tests.faults:stuck", "batch.micro_size=1", *WATCHED)
-    with Ranks(2, [*words, f"cluster.hang={hang}"], TORCH_FR_BUFFER_SIZE="100") as ranks:
-        assert {found for found, _ in ranks.wait().values()} == {code}
+    with Ranks(2, words) as ranks:
+        assert {code for code, _ in ranks.wait().values()} == {85}
     told = [line for line in lines(tmp_path / "run/log.txt") if " E " in line or line.startswith("rank")]
     assert re.search(r"rank 1 on .* is blocking the others, in step \d+, at .*tests/faults.py:\d+ in wait", told[0])
     assert re.fullmatch(r"rank 0: step \d+, (waiting in \w+|in the backward pass) \(hpclm/\S+ in \w+\)", told[1])
     assert "in wait" in stacks(tmp_path / "run")["rank-00001.txt"]
-    [folder] = (tmp_path / "run/logs").glob("stacks-*/flight-recorder")
-    for rank in range(2):
-        entries = pickle.loads((folder / f"rank_{rank}").read_bytes())["entries"]
-        assert entries and all(entry["profiling_name"].startswith("gloo:") for entry in entries)
-    assert (
-        f"each rank's last collectives: torchfrtrace --prefix rank_ {folder}; the run ends"
-        in (tmp_path / "run/log.txt").read_text()
-    )
 
 
 @pytest.mark.slow
@@ -170,9 +160,9 @@ def test_a_silent_rank_whose_last_word_is_from_before_the_first_step_hangs_once_
 
     ranks = [RankInfo(rank, 2, 0, 1, host=f"node{rank}") for rank in range(2)]
     watchdog = Watchdog(ClusterConfig(hang_minutes=0.1), ranks, ranks[0], Claimed())
-    watchdog.heartbeat = SimpleNamespace(received={1: {"phase": "data", "step": 0, "ticks": 3}})
-    watchdog.enter("step", 1)
-    watchdog.steps = steps
+    watchdog.heartbeat = SimpleNamespace(received={1: watchdog.progress() | {"phase": "data"}})
+    for step in range(steps + 1):
+        watchdog.enter("step", step + 1)
     watchdog._judge()
     watchdog.now += 13
     watchdog.tick()  # this rank itself is well

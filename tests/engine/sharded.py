@@ -17,6 +17,7 @@ from hpclm.data.batches import Batches
 from hpclm.data.synthetic import synthetic
 from hpclm.distributed.bootstrap import World
 from hpclm.distributed.context import DistributedContext, single
+from hpclm.engine.native import NativeEngine
 from hpclm.model.gpt import Block
 from hpclm.optim.schedules import learning_rate
 from hpclm.parallel.mesh import Mesh
@@ -133,33 +134,17 @@ class OwnBlock(Block):
         return x + torch.tanh(self.gate(x)) * (super().forward(x, layout) - x)
 
 
+class Measured(NativeEngine):
+    """The native engine with a metric of its own."""
+
+    def update(self, loss, scale):
+        return {**super().update(loss, scale), "perplexity": loss.exp()}
+
+
 def status(name):
     """A figure of this process's memory, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
-
-
-def left_alone(words):
-    """Train, spoil one value on one rank, train: what a rank held before and after, and what it was told."""
-    run, engine, batches, _ = made(words)
-    first = steps(run, engine, batches, 0, 2)
-    if run.engine.precision == "fp16":
-        engine.scale = type(engine.scale)(2.0**40, 1)
-    elif dist.get_rank() == 1:
-        with torch.no_grad():
-            next(held for held in engine.weights if held.name == "norm.weight").parameter[0] = torch.nan
-    before = mine(engine)
-    [result] = steps(run, engine, batches, 2, 3)
-    same = all(torch.equal(a, b) for a, b in zip(before, mine(engine), strict=True))
-    scale = engine.scale and engine.scale.value
-    return [r.loss for r in first], result.skipped, same, engine.scalars()["optimizer_steps"], scale
-
-
-def mine(engine):
-    """A copy of all that the optimizer moves on this rank."""
-    state = engine.optimizer.state
-    tensors = [[held.parameter, *state[held.parameter].values()] for held in engine.weights]
-    return [tensor.detach().nan_to_num().clone() for each in tensors for tensor in each]
 
 
 def hooks(words):

@@ -1,9 +1,13 @@
 """A run that resumes in the same layout does bit for bit what one does that was never stopped."""
 
+import math
+
 import pytest
+import torch
 
 from tests import ranks
 from tests.engine import sharded
+from tests.parity import trained
 
 LAYOUTS = {
     "native": [],
@@ -74,6 +78,25 @@ def test_nothing_of_a_state_stays_where_weights_alone_are_loaded_over_it(tmp_pat
     words = [*LAYOUTS[name], "batch.micro_size=1", "engine.precision=fp16", "scaler.window=1", "scaler.initial=16"]
     ((first, again), _) = ranks.run(2, sharded.begun_anew, tmp_path, words)
     assert again == first and len({scale for _, scale in first}) == 2
+
+
+BF16 = {
+    "deepspeed1-bf16": [*LAYOUTS["deepspeed1"], "engine.precision=bf16"],
+    "deepspeed3-bf16-fp32": [*LAYOUTS["deepspeed3"], "engine.precision=bf16", "engine.gradients=fp32"],
+}
+
+
+@each([*LAYOUTS, *BF16])
+def test_a_step_that_is_not_finite_changes_nothing(name):
+    shape = ["engine.precision=fp32", "batch.micro_size=1", "model.layers=2"]
+    saved = trained(1, *shape, steps=3)
+    saved["tensors"]["model.norm.weight"][0] = 3e38
+    found = trained(2, *shape, *{**LAYOUTS, **BF16}[name], steps=5, first=3, saved=saved)
+    assert found["skipped"] == [True, True] and not any(map(math.isfinite, found["losses"]))
+    assert found["scalars"]["optimizer_steps"] == 3
+    assert found["tensors"].keys() == saved["tensors"].keys()
+    for tensor, value in saved["tensors"].items():
+        assert torch.equal(found["tensors"][tensor], value), tensor
 
 
 def same(one, other):

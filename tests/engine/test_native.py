@@ -15,9 +15,14 @@ from hpclm.data.batches import Batch, Batches
 from hpclm.data.synthetic import synthetic
 from hpclm.errors import ConfigError
 from hpclm.model import count, offload, stack
+from hpclm.optim import adamw
+from hpclm.optim.optimizers import OPTIMIZERS, OptimizerKind
 from hpclm.optim.scaler import LossScale
 from hpclm.parallel.mesh import Mesh
 from tests import ranks, weights
+from tests.forks import hpclm
+from tests.model.test_offload import Recorded
+from tests.runs import figures
 from tests.states import Kept, state
 
 CPU = torch.device("cpu")
@@ -103,6 +108,7 @@ def test_what_is_offloaded_is_copied_and_changes_nothing(recompute, dtype, monke
     engine, batches, moved = engine_of(config, dtype), batches_of(config), []
     engine.model.offload = True
     is_weight = offload.is_weight
+    monkeypatch.setattr(stack, "Streams", lambda device: Recorded())
     monkeypatch.setattr(stack, "ActivationOffload", partial(offload.ActivationOffload, small=1))
     monkeypatch.setattr(offload, "is_weight", lambda tensor: is_weight(tensor) or moved.append(tensor.shape))
     for step, wanted in enumerate(exact):  # copies lie otherwise in memory, which may choose another kernel
@@ -250,29 +256,6 @@ def test_half_precision_tracks_single(dtype, tolerance):
     assert results[0].loss_scale == (65536.0 if dtype == torch.float16 else 1.0)
 
 
-def test_an_fp16_overflow_skips_the_step_and_lowers_the_scale():
-    config = settings(dict(GPT2, init_std=0.5))
-    engine, batches = engine_of(config, torch.float16), batches_of(config)
-    engine.scale = type(engine.scale)(2.0**40, 1)
-    before = [p.detach().clone() for p in engine.model.parameters()]
-    result = engine.train_step(batches.step(0), 1e-3, 0)
-    assert result.skipped and math.isfinite(result.loss)
-    assert engine.scale.value == 2.0**39
-    assert all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters()))
-
-
-def test_a_nan_leaves_weights_and_moments_alone():
-    config = settings(GPT2)
-    engine, _ = train(config, 2)
-    with torch.no_grad():
-        engine.model.layers["norm"].weight[0] = torch.nan
-    before = state(engine)
-    result = engine.train_step(batches_of(config).step(0), 1e-3, 2)
-    assert result.skipped
-    for shard in engine.tensors():
-        assert torch.equal(before[shard.name].nan_to_num(), shard.tensor.nan_to_num()), shard.name
-
-
 def test_a_saved_state_goes_on_bit_for_bit_with_dropout():
     config = settings(dict(GPT2, dropout=0.3, attention_dropout=0.3))
     batches = batches_of(config)
@@ -285,6 +268,39 @@ def test_a_saved_state_goes_on_bit_for_bit_with_dropout():
         )
     for (name, a), (_, b) in zip(engine.model.weights(), other.model.weights(), strict=True):
         assert torch.equal(a, b), name
+
+
+class Mixed(torch.optim.Optimizer):
+    """Momentum for matrices, moments for the rest, as a user's optimizer may keep them."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                kept = state.setdefault("momentum_buffer" if p.ndim > 1 else "exp_avg", torch.zeros_like(p))
+                kept.mul_(0.9).add_(p.grad)
+                p.sub_(group["lr"] * kept)
+                state["step"] = state.get("step", 0) + 1
+
+
+def mixed(weights, optim):
+    return Mixed(adamw.groups(weights, optim), dict(lr=optim.lr))
+
+
+def test_an_optimizers_state_is_saved_under_the_names_that_it_gives_it(monkeypatch):
+    kept = OptimizerKind(f"{__name__}:mixed", lambda shape: ("momentum_buffer" if len(shape) > 1 else "exp_avg",))
+    monkeypatch.setitem(OPTIMIZERS, "adamw", kept)
+    config = settings(GPT2)
+    engine, _ = train(config, 3)
+    names = {name for name in state(engine) if name.startswith("optim.")}
+    assert {"optim.momentum_buffer.tokens.weight", "optim.exp_avg.norm.weight"} < names
+    assert len(names) == len(engine.weights) and kept.bytes_per_parameter == 4
+    other, batches = engine_of(config), batches_of(config)
+    other.load(Kept(state(engine)), engine.scalars())
+    assert engine.train_step(batches.step(24), 1e-3, 3) == other.train_step(batches.step(24), 1e-3, 3)
+    after = state(other)
+    assert all(torch.equal(tensor, after[name]) for name, tensor in state(engine).items())
 
 
 def test_the_loss_scale_is_part_of_the_saved_state():
@@ -322,6 +338,12 @@ def test_evaluation_is_the_mean_loss_and_changes_nothing():
     assert engine.evaluate(batches) == pytest.approx(torch.stack(wanted).mean().item(), rel=1e-5)
     assert engine.evaluate(batches) == engine.evaluate(batches)
     assert all(torch.equal(before[s.name], s.tensor) for s in engine.tensors())
+
+
+def test_a_metric_that_an_engine_adds_is_written_under_its_name(tiny, tmp_path):
+    hpclm("train", *tiny("run", "engine.name=tests.engine.sharded:Measured"), check=0)
+    rows = figures(tmp_path / "run", "step", "loss", "perplexity")
+    assert len(rows) > 1 and all(perplexity == pytest.approx(math.exp(loss)) for _, loss, perplexity in rows)
 
 
 HEADER = Path(sysconfig.get_path("include"), "Python.h")

@@ -56,31 +56,6 @@ def test_a_block_that_sets_its_own_weights_is_shared_out_with_them(engine):
     assert found["losses"] == pytest.approx(exact["losses"][:3], abs=1e-5)
 
 
-def test_a_checkpoint_goes_from_any_engine_to_any_other_on_any_number_of_processes(tmp_path):
-    native = words("native", "batch.global_size=12", "batch.micro_size=2")
-    [(_, whole)] = ranks.run(1, sharded.goes_on, tmp_path / "whole", 15, native)
-    links = [
-        (1, native),
-        (3, words("fsdp2", *native[2:])),  # shares of unequal size
-        (4, words("fairscale", *native[2:], "parallel.tensor=2")),
-        (3, words("fairscale", "engine.zero_stage=2", *native[2:])),
-        (2, words("fsdp2", "engine.zero_stage=2", *native[2:])),
-    ]
-    pieces, evaluated = [], []
-    for number, (size, link) in enumerate(links):
-        found = ranks.run(size, sharded.goes_on, tmp_path / "run", 3 * number + 3, link)
-        assert all(other == found[0] for other in found)
-        begun, (here, *losses) = found[0]
-        assert begun == pytest.approx(whole[0], abs=1e-5)
-        assert number == 0 or abs(here - begun) > 1e-3
-        pieces += losses
-        evaluated.append(here)
-    assert pieces == pytest.approx(whole[1:], abs=1e-5)
-    [(_, [last])] = ranks.run(1, sharded.goes_on, tmp_path / "run", 15, native)
-    [(_, [same])] = ranks.run(1, sharded.goes_on, tmp_path / "whole", 15, native)
-    assert last == pytest.approx(same, abs=1e-5) and last < min(evaluated)
-
-
 @pytest.mark.whole
 @pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++") and HEADER.exists()), reason="no C++ compiler, or no Python.h")
@@ -89,23 +64,6 @@ def test_compiled_blocks_that_are_shared_out_and_recomputed_learn_the_same():
     exact = alone(*words("native", *more))["losses"][:3]
     compiled = words("fsdp2", "engine.compile=true", "engine.recompute=full", *more)
     assert trained(2, *compiled, steps=3)["losses"] == pytest.approx(exact, abs=1e-4)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_nan_on_one_rank_leaves_all_weights_and_moments_alone(engine):
-    for _, skipped, same, count, _ in ranks.run(2, sharded.left_alone, words(engine, "batch.micro_size=4")):
-        assert (skipped, same, count) == (True, True, 2)
-
-
-@pytest.mark.parametrize("gradients", [pytest.param("auto", marks=pytest.mark.whole), "fp32"])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_an_fp16_overflow_lowers_the_scale_and_otherwise_fp16_tracks_fp32(engine, gradients):
-    more = ["batch.micro_size=4"]
-    exact = alone(*words("native", *more))["losses"][:2]
-    half = words(engine, f"engine.gradients={gradients}", *more, precision="fp16")
-    for losses, skipped, same, count, scale in ranks.run(2, sharded.left_alone, half):
-        assert losses == pytest.approx(exact, rel=0.01)
-        assert (skipped, same, count, scale) == (True, True, 2, 2.0**39)
 
 
 def test_fairscale_does_not_pile_up_hooks():
@@ -128,21 +86,3 @@ def test_a_run_that_is_killed_and_warned_while_it_evaluates_is_the_run_of_one_pr
     for name in ("loss", "validation_loss"):
         one, two = (dict(map(tuple, figures(tmp_path / out, "step", name))) for out in ("one", "run"))
         assert one.keys() == two.keys() and list(two.values()) == pytest.approx(list(one.values()), abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    "more, answer",
-    [
-        (["engine.zero_stage=1"], "cannot do engine.zero_stage=1; it can do stages 2, 3"),
-        (["engine.overlap=false"], "engine.overlap=False has no effect with engine"),
-        (["engine.offload=optimizer"], "cannot do engine.offload=optimizer"),
-        (["parallel.pipeline=2"], "does not support parallel.pipeline"),
-    ],
-)
-@pytest.mark.parametrize("engine", ENGINES)
-def test_what_an_engine_cannot_do_is_refused(engine, more, answer):
-    from hpclm import config
-    from hpclm.errors import ConfigError
-
-    with pytest.raises(ConfigError, match=answer):
-        config.load(None, words(engine, *more))

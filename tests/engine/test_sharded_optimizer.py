@@ -85,30 +85,6 @@ def test_each_replica_keeps_its_part_of_the_moments_and_of_the_fp32_weights():
         assert kept < 4 * full / 50  # what the model's copies are made from is kept by the shards alone
 
 
-NATIVE = ["engine.precision=fp32", "batch.global_size=12", "batch.micro_size=2", "model.layers=2"]
-LINKS = {
-    "native": [(2, [ZERO]), (1, []), (3, [ZERO])],
-    "others": [
-        (3, ["engine.name=fsdp2"]),
-        (4, [ZERO, "parallel.tensor=2", *STYLES["llama"]]),
-        (2, ["engine.name=deepspeed", "engine.zero_stage=2"]),
-        (3, [ZERO]),
-        (1, [ZERO]),
-    ],
-}
-
-
-@pytest.mark.parametrize("links", ["native", pytest.param("others", marks=pytest.mark.whole)])
-def test_a_checkpoint_of_a_sharded_optimizer_goes_to_any_other_layout_and_back(tmp_path, links):
-    own = [*NATIVE, *(STYLES["llama"] if links == "others" else [])]
-    wanted = alone(*own)["losses"]
-    losses = []
-    for number, (size, words) in enumerate(LINKS[links]):
-        (found, *_) = ranks.run(size, sharded.goes_on, tmp_path, 2 * number + 2, [*own, *words])
-        losses += found[1][1:]
-    assert losses == pytest.approx(wanted[: len(losses)], abs=1e-5)
-
-
 @pytest.mark.parametrize("shape", [(7,), (5, 3), (3, 4, 2), ()])
 def test_a_run_of_values_is_a_few_blocks(shape):
     whole = torch.arange(torch.Size(shape).numel()).view(shape)

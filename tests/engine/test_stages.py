@@ -2,11 +2,14 @@ import pytest
 import torch
 
 from hpclm import config
-from hpclm.engine.stages import owned_weights, owners, parameters, stages
+from hpclm.engine.stages import owners, parameters, stages
+from hpclm.errors import ConfigError
 from hpclm.model import count, gpt
-from hpclm.model.stack import Stack
 from hpclm.parallel.mesh import Mesh
+from tests import ranks, weights
+from tests.engine import sharded
 from tests.parity import TINY
+from tests.states import Kept
 
 CPU = torch.device("cpu")
 
@@ -50,10 +53,25 @@ def test_a_costly_vocabulary_takes_blocks_from_its_stages_by_time():
 
 
 def test_a_tied_table_is_on_two_stages_and_each_answers_for_its_layers():
-    _, specs, parts = divided("model.layers=4", "parallel.pipeline=4")
+    _, _, parts = divided("model.layers=4", "parallel.pipeline=4")
     found = owners(parts)
     assert found["tokens"] == [0, 3] and found["block1"] == [1] and found["norm"] == [3]
-    given = {f"{name}.weight": (1,) for name in ("tokens", "block0", "block1", "norm", "stray")}
-    run, *_ = divided("model.layers=4", "parallel.pipeline=4")
-    second = Stack(run.model, parts[1], torch.float32)
-    assert owned_weights(given, specs, second).keys() == {"block1.weight", "stray.weight"}
+
+
+def refused(words):
+    """What each rank says of a checkpoint that lacks a weight and has one too many."""
+    _, engine, _, _ = sharded.made(words)
+    config, own = engine.config.model, {}
+    own = {f"model.{name}": torch.zeros(p.shape) for name, p in weights.build(config).weights()}
+    own["model.stray.weight"] = own.pop("model.block0.norm1.weight")
+    with pytest.raises(ConfigError) as caught:
+        engine.load(Kept(own), engine.scalars())
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "pipelining"])
+def test_a_stage_answers_for_its_layers_and_for_weights_of_none(engine):
+    words = [f"engine.name={engine}", "parallel.pipeline=2", "model.layers=2", "engine.precision=fp32"]
+    first, second = ranks.run(2, refused, words)
+    assert [line.split(" ")[5].rstrip(",") for line in first] == ["block0.norm1.weight", "stray.weight"]
+    assert [line.split(" ")[5].rstrip(",") for line in second] == ["stray.weight"]

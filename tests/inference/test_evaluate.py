@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from hpclm import cli
-from hpclm.checkpoint import inference
 from hpclm.config import load
-from hpclm.inference import scoring
+from hpclm.inference import run_model, scoring
 from tests.interop import made
 from tests.runs import exit_code
 
@@ -33,7 +32,7 @@ def evaluate(capsys, *words, code=0):
 def by_hand(run, documents):
     """Nats and tokens of documents, a window of the context at a time, straight from the logits."""
     config = load(run / "config.yaml")
-    model, _ = inference.load_model(run, config, None, torch.device("cpu"), torch.float32)
+    model, _ = run_model.load_model(run, config, None, torch.device("cpu"), torch.float32)
     nats = count = 0
     for document in documents:
         ids = [256, *document]

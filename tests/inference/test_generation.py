@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from hpclm.checkpoint import inference
 from hpclm.commands.convert import main as convert
 from hpclm.config import load
 from hpclm.errors import ConfigError
+from hpclm.inference import run_model
 from hpclm.inference.generation import Batch, continue_all, window_start
 from hpclm.inference.sampling import Sampling, choose
 from tests.interop import made
@@ -17,7 +17,7 @@ PROMPTS = [[5, 17, 40], [9], [88, 3, 3, 61, 20, 7], [1, 2]]
 
 def model_of(folder):
     config = load(folder / "config.yaml")
-    return inference.load_model(folder, config, None, torch.device("cpu"), torch.float32)[0]
+    return run_model.load_model(folder, config, None, torch.device("cpu"), torch.float32)[0]
 
 
 def continued(model, prompts, most=9, sampling=GREEDY, ended=lambda number, new: False):

@@ -4,18 +4,18 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
+import time
 
 import pytest
 
+import hpclm
 from hpclm import cli
 from hpclm.data import tokenizers
-from hpclm.inference import harness
-from hpclm.rundir import control_files, runs
-from hpclm.rundir.status import status_of
-from hpclm.training import tasks
+from hpclm.rundir.lock import Lock
 from tests.interop import made
-from tests.runs import Ranks
+from tests.runs import ROOT, Ranks
 
 pytest.importorskip("lm_eval")
 pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own
@@ -127,40 +127,96 @@ def scored(out):
     return [(row["step"], row["tasks"]["own_choice"]) for row in rows if "tasks" in row]
 
 
-def training(place, tiny, out):
-    """Words of a run that scores a task after steps 4 and 8."""
+def training(place, tiny, out, *more):
+    """Words of a run that saves after every fourth of 16 steps."""
     shape = f"model={{vocab_size: {size_of(place)}, layers: 2, hidden: 32, heads: 4, context: 64}}"
-    tasks = ["evaluate.tasks=[own_choice]", f"evaluate.tasks_path={place}/tasks", "evaluate.tasks_every=4"]
-    data = [shape, f"data.prefix={place}/d_text_document", "data.source=indexed", "data.split=9,1,0", "budget.steps=8"]
-    return tiny(out, *data, *tasks)
+    data = [shape, f"data.prefix={place}/d_text_document", "data.source=indexed", "data.split=9,1,0", "budget.steps=16"]
+    return tiny(out, *data, "checkpoint.keep_last=9", *more)
 
 
-def test_scores_that_a_signal_interrupts_are_those_of_the_same_step_after_the_restart(
-    place, tiny, tmp_path, capsys, monkeypatch, hear
-):
-    assert cli.main(["train", *training(place, tiny, "whole")]) == 0
-    real, left = harness.Tasks.score, []
+def until(happened, seconds=90):
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
-    def interrupted(*args, **more):
-        if left:
-            os.kill(os.getpid(), signal.SIGTERM) if left.pop() == 1 else (tmp_path / "run/stop").touch()
-        return real(*args, **more)
 
-    monkeypatch.setattr(harness.Tasks, "score", interrupted)
-    monkeypatch.setattr(tasks, "OFTEN", 0.0)
-    monkeypatch.setattr(control_files, "INTERVAL", 0.0)
-    words, out = training(place, tiny, "run"), tmp_path / "run"
-    for order, code, steps in [(2, 0, []), (None, 0, [4, 8]), (1, 85, [4]), (2, 0, [4]), (None, 0, [4, 8])]:
-        if code:  # once more, from the last step, which has only its scores left to do
-            kept = (out / "metrics.jsonl").read_text().splitlines(keepends=True)[:-1]
-            (out / "metrics.jsonl").write_text("".join(kept))
-        left[:] = [order] if order else []
-        assert cli.main(["train", *words]) == code
-        assert [step for step, _ in scored(out)] == steps and not (out / ".tasks").exists()
-        owed = order and steps == [4]
-        assert ("left no time to measure the model after step 8, the last one" in capsys.readouterr().err) == bool(owed)
-        assert (status_of(runs.read(out), None).name == "done") == (steps == [4, 8])
-    assert scored(out) == scored(tmp_path / "whole")
+def following(place, out, *more, **variables):
+    """``hpclm evaluate --follow`` of a run, as a process."""
+    words = ["--tasks", "own_choice", "--tasks-path", f"{place}/tasks", "--follow", "engine.device=cpu", *more]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": f"{place}/hf", "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, "-W", "ignore", "-m", "hpclm", "evaluate", str(out), *words]
+    return subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.parametrize(
+    "layout", [[], pytest.param(["parallel.tensor=2"], marks=pytest.mark.whole)], ids=["one", "tp2"]
+)
+def test_each_checkpoint_of_a_run_is_scored_once_while_it_trains_and_after_it(layout, place, tiny, tmp_path, capsys):
+    out = tmp_path / "run"
+    words = training(
+        place, tiny, "run", "budget.steps=100000", "checkpoint.every=200", "checkpoint.keep_last=500", *layout
+    )
+    with Ranks(1 + len(layout), words) as ranks:
+        ranks.wait_for(out, 1)
+        follower = following(place, out)
+        until(lambda: len(scored(out)) >= 2)  # the run copies what is scored while it trains
+        for process in ranks.processes.values():
+            process.terminate()
+        assert {code for code, _ in ranks.wait().values()} == {85}
+    said, _ = follower.communicate(timeout=300)
+    assert follower.returncode == 0 and "is exited, and its checkpoints are scored" in said, said
+    steps = sorted(int(folder.name[5:]) for folder in (out / "checkpoints").glob("step-*"))
+    with Ranks(1 + len(layout), [*words, f"stop_at={steps[-1] + 4}"]) as ranks:  # and the rest when it resumes
+        assert {code for code, _ in ranks.wait().values()} == {0}
+    assert [step for step, _ in scored(out)] == steps
+    assert [row["step"] for row in hpclm.metrics(out) if "tasks" in row] == steps
+
+
+def test_an_interrupted_follower_ends_with_85_and_the_next_one_scores_the_rest(place, tiny, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert cli.main(["train", *training(place, tiny, "run")]) == 0
+    follower = following(place, out)
+    until(lambda: (out / "scores.jsonl").exists())
+    follower.terminate()
+    said, _ = follower.communicate(timeout=120)
+    complete = follower.returncode == 0  # it was faster than the signal
+    assert complete or (follower.returncode == 85 and "the same command scores" in said), said
+    with Lock(out, "scores.lock"):
+        other = following(place, out)
+        said, _ = other.communicate(timeout=120)
+        assert other.returncode == 75 and "is in use" in said
+    last = following(place, out)
+    said, _ = last.communicate(timeout=120)
+    assert last.returncode == 0 and "is done, and its checkpoints are scored" in said and "hpclm sync" in said
+    assert [step for step, _ in scored(out)] == [4, 8, 12, 16]
+    later = evaluate(capsys, out, place)["tasks"]["own_choice"]
+    assert scored(out)[-1][1] == {name: later[name] for name in ("acc", "acc_norm")}
+
+
+@pytest.mark.slurm
+def test_a_job_follows_the_run(cluster, place, tiny, tmp_path):
+    out = tmp_path / "run"
+    assert cli.main(["train", *training(place, tiny, "run")]) == 0
+    env = {**cluster.env, "HF_HUB_OFFLINE": "1", "HF_HOME": f"{place}/hf", "PYTHONPATH": str(ROOT), "HPCLM_SITE": ""}
+    words = ["--tasks", "own_choice", "--tasks-path", f"{place}/tasks", "--follow", "--submit", "job.time=9"]
+    command = [sys.executable, "-m", "hpclm", "evaluate", out, *words, "engine.device=cpu"]
+    said = cluster.run(command, cwd=ROOT, env=env).stdout
+    assert said.startswith("submitted job ") and "which scores the run's checkpoints" in said
+    until(lambda: [step for step, _ in scored(out)] == [4, 8, 12, 16], 180)
+
+
+def test_scores_of_a_checkpoint_that_was_set_aside_do_not_come_back(place, tiny, tmp_path):
+    out = tmp_path / "run"
+    assert cli.main(["train", *training(place, tiny, "run")]) == 0
+    assert following(place, out).wait(120) == 0
+    before = dict(scored(out))
+    assert cli.main(["train", *training(place, tiny, "run"), "--from", "8", "optim.lr=1e-3"]) == 0
+    assert [step for step, _ in scored(out)] == [4, 8]
+    assert following(place, out).wait(120) == 0
+    after = dict(scored(out))
+    assert list(after) == [4, 8, 12, 16] and [after[step] == before[step] for step in (4, 8)] == [True, True]
+    assert len((out / "scores.jsonl").read_text().splitlines()) == 4
 
 
 def test_processes_of_the_library_end_although_this_one_ignores_sigterm(place, tmp_path, capsys, monkeypatch):
@@ -177,7 +233,7 @@ def test_processes_of_the_library_end_although_this_one_ignores_sigterm(place, t
     assert seen == [signal.SIG_DFL] and signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
 
 
-def test_a_task_that_fails_ends_no_training(place, tiny, tmp_path, capsys):
+def test_a_task_that_fails_is_named_and_the_next_checkpoint_is_tried(place, tiny, tmp_path, capsys):
     rows = (place / "own_choice.jsonl").read_text().splitlines()
     rows[5] = json.dumps(
         {**json.loads(rows[5]), "q": "345"}
@@ -186,47 +242,23 @@ def test_a_task_that_fails_ends_no_training(place, tiny, tmp_path, capsys):
     (tmp_path / "bad").mkdir(mode=0o755)
     text = (place / "tasks/own_choice.yaml").read_text().replace(f"{place}/own_choice", f"{tmp_path}/bad")
     (tmp_path / "bad/own_choice.yaml").write_text(text)
-    words = [*training(place, tiny, "run"), f"evaluate.tasks_path={tmp_path}/bad", "budget.steps=5"]
-    assert cli.main(["train", *words]) == 0
-    assert capsys.readouterr().err.count("the tasks were not measured: AssertionError: Context is not a string") == 2
+    assert cli.main(["train", *training(place, tiny, "run", "budget.steps=8")]) == 0
+    follower = following(place, tmp_path / "run", "--tasks-path", f"{tmp_path}/bad")
+    said, _ = follower.communicate(timeout=120)
+    assert follower.returncode == 0 and said.count("is not scored: AssertionError: Context is not a string") == 2
     assert scored(tmp_path / "run") == []
     (tmp_path / "bad/own_choice.yaml").write_text(text.replace("{{q}}", "{{ 1 // 0 }}"))
-    assert cli.main(["train", *words, f"out={tmp_path}/new"]) == 64  # the first document shows it
-    assert "cannot be loaded: ZeroDivisionError" in capsys.readouterr().err
+    follower = following(place, tmp_path / "run", "--tasks-path", f"{tmp_path}/bad")
+    said, _ = follower.communicate(timeout=120)
+    assert follower.returncode == 64 and "cannot be loaded: ZeroDivisionError" in said
 
 
-@pytest.mark.parametrize(
-    "size", [1, pytest.param(2, marks=pytest.mark.whole)], ids=["one process", "two, tensor parallel"]
-)
-def test_a_run_scores_tasks_on_the_same_steps_whatever_stops_it_and_whatever_its_layout(
-    size, place, tiny, tmp_path, capsys
-):
-    words = training(place, tiny, "run")
-    assert cli.main(["train", *words, "stop_at=6"]) == 0
-    if size == 1:
-        assert cli.main(["train", *words]) == 0
-    else:
-        with Ranks(2, [*words, "parallel.tensor=2"], HF_HUB_OFFLINE=1, HF_HOME=tmp_path) as ranks:
-            assert [code for code, _ in ranks.wait().values()] == [0, 0]
-    found = dict(scored(tmp_path / "run"))
-    assert [*found] == [4, 6, 8]  # where an attempt stops it is measured
-    later = evaluate(capsys, tmp_path / "run", place)["tasks"]["own_choice"]
-    assert found[8] == {name: later[name] for name in ("acc", "acc_norm")}
-    assert not (tmp_path / "run" / ".tasks").exists()
-
-
-def test_what_cannot_be_measured_is_refused_before_the_start(place, tiny, tmp_path, capsys, monkeypatch):
-    tasks = [f"evaluate.tasks_path={place}/tasks", "evaluate.tasks_every=4"]
-    assert cli.main(["train", *tiny("run", "evaluate.tasks=[own_choice]", "evaluate.every=0")]) == 64
-    assert "evaluate.tasks has no effect with evaluate.every=0" in capsys.readouterr().err
-    assert cli.main(["train", *tiny("run", *tasks)]) == 64
-    assert "evaluate.tasks_every=4 has no effect without evaluate.tasks" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    assert cli.main(["train", *tiny("run", *tasks, "evaluate.tasks=[own_choice]")]) == 64
-    assert (
-        "evaluate.tasks needs lm_eval, which is not installed: pip install 'hpclm[lm-eval]'" in capsys.readouterr().err
-    )
-    assert not (tmp_path / "run").exists()
+def test_follow_needs_tasks_and_a_run_of_ones_own(place, tiny, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["evaluate", str(tmp_path), "--follow"])
+    assert "--follow is for --tasks" in capsys.readouterr().err
+    assert cli.main(["train", *tiny("run", "evaluate.tasks=[own_choice]")]) == 64
+    assert "evaluate.tasks" in capsys.readouterr().err
 
 
 def test_task_files_that_others_can_write_are_not_read(place, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""A GPT that Megatron-core trains on a CPU and saves in its torch_dist format: python -m tests.interop.mcore_run OUT [--distributed].
+"""A GPT that Megatron-core trains on a CPU and saves in its torch_dist format: python -m tests.interop.mcore_run OUT [--distributed] [--masked].
 
 Eight steps; the checkpoint is that after the fourth, and OUT/losses.json has loss and gradient norm of each. Megatron-core only
 knows GPUs, so what asks for one gets the CPU.
@@ -28,6 +28,13 @@ def batch(step):
     ids = torch.randint(0, 128, (4, 17), generator=torch.Generator().manual_seed(step))
     ids[:, 8:] = ids[:, :9]
     return ids
+
+
+def mask(step):
+    """[4, 16] tokens that count in a loss with masked ends: each sequence has another number of them."""
+    return torch.rand(4, 16, generator=torch.Generator().manual_seed(1000 + step)) < torch.tensor(
+        [[1.0], [0.2], [0.7], [0.4]]
+    )
 
 
 class OnCPU(TorchFunctionMode):
@@ -82,15 +89,18 @@ def model_and_optimizer(distributed):
     return model, ddp, get_megatron_optimizer(settings, [ddp])
 
 
-def step(ddp, optimizer, number):
-    """Loss and gradient norm of one step."""
+def step(ddp, optimizer, number, masked):
+    """Loss and gradient norm of one step, of one micro-batch or, with masked ends, of two: their losses are averaged."""
     ddp.zero_grad_buffer()
     optimizer.zero_grad()
-    ids = batch(number)
-    mask = torch.ones(16, 16, dtype=torch.bool).triu(1)[None, None]
-    positions = torch.arange(16).expand(4, -1).contiguous()
-    loss = ddp(ids[:, :-1].contiguous(), positions, mask, labels=ids[:, 1:].contiguous()).mean()
-    loss.backward()
+    future = torch.ones(16, 16, dtype=torch.bool).triu(1)[None, None]
+    loss = torch.zeros(())
+    for ids, counts in zip(batch(number).chunk(1 + masked), mask(number).chunk(1 + masked)):
+        positions = torch.arange(16).expand(len(ids), -1).contiguous()
+        losses = ddp(ids[:, :-1].contiguous(), positions, future, labels=ids[:, 1:].contiguous())
+        part = (losses * counts).sum() / counts.sum() / 2 if masked else losses.mean()
+        part.backward()
+        loss += part.detach()
     ddp.finish_grad_sync()
     for group in optimizer.param_groups:  # as Megatron-LM's scheduler does
         group["lr"], group["weight_decay"] = LR, DECAY * group["wd_mult"]
@@ -103,6 +113,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--distributed", action="store_true", help="with the distributed optimizer")
+    parser.add_argument("--masked", action="store_true", help="losses without masked ends (--eod-mask-loss)")
     args = parser.parse_args()
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -113,13 +124,13 @@ def main():
     with OnCPU():
         parallel_state.initialize_model_parallel(1, 1)
         model, ddp, optimizer = model_and_optimizer(args.distributed)
-        losses = [step(ddp, optimizer, number) for number in range(1, 5)]
+        losses = [step(ddp, optimizer, number, args.masked) for number in range(1, 5)]
         folder = args.out / "iter_0000004"
         folder.mkdir(parents=True)
         sharded = model.sharded_state_dict()
         kind = {"distrib_optim_sharding_type": "fully_reshardable"}
         state = {
-            "args": argparse.Namespace(**ARGS),
+            "args": argparse.Namespace(**ARGS, eod_mask_loss=args.masked, calculate_per_token_loss=False),
             "checkpoint_version": 3.0,
             "iteration": 4,
             "model": sharded,
@@ -130,7 +141,7 @@ def main():
         }
         dist_checkpointing.save(state, str(folder), ("torch_dist", 1))
         (args.out / "latest_checkpointed_iteration.txt").write_text("4")
-        losses += [step(ddp, optimizer, number) for number in range(5, 9)]
+        losses += [step(ddp, optimizer, number, args.masked) for number in range(5, 9)]
     (args.out / "losses.json").write_text(json.dumps(losses))
 
 

@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hpclm import cli
-from hpclm.checkpoint import directory, inference
+from hpclm.checkpoint import directory
 from hpclm.checkpoint.tensors import Tensors
 from hpclm.commands.convert import main
 from hpclm.config import ModelConfig
 from hpclm.errors import ConfigError, NoCheckpointError
+from hpclm.inference import run_model
 from hpclm.interop.huggingface import families
-from hpclm.interop.rules import placements
 from tests.interop import made
 
 
@@ -54,14 +54,6 @@ def test_transformers_computes_what_the_run_does_and_the_weights_come_back_bit_f
         assert torch.equal(back[name][:rows], whole[:rows]), name
     assert len(back["tokens.weight"]) == 96 and not back["tokens.weight"][93:].any()
     made.close(made.logits(tmp_path / "back"), made.logits(tmp_path / "run"))
-
-
-@pytest.mark.parametrize("kind", made.NETWORKS)
-def test_every_weight_has_exactly_one_rule(kind):
-    _, network = made.NETWORKS[kind]
-    config = ModelConfig(**network)
-    ours = [rule.ours for rule in families.of_network(config).rules(config)]
-    assert sorted(ours) == sorted(placements(config))
 
 
 def louder(model):
@@ -198,12 +190,6 @@ def test_a_network_of_ours_is_fine_tuned_and_saved_by_transformers(trusted, tmp_
     made.close(peer_logits(trusted(tmp_path / "saved")), logits)
 
 
-@pytest.mark.parametrize("kind", made.OWN)
-def test_every_weight_of_our_own_class_has_exactly_one_rule(kind):
-    config = ModelConfig(**made.OWN[kind])
-    assert sorted(rule.ours for rule in families.of_network(config).rules(config)) == sorted(placements(config))
-
-
 @pytest.mark.parametrize(
     "settings, answer",
     {
@@ -239,7 +225,7 @@ def test_two_dropouts_of_gpt2_of_which_one_is_lost_are_told(tmp_path, caplog):
     assert (
         "embd_pdrop=0.3 and resid_pdrop=0.2: hpclm has one model.dropout for both, and takes resid_pdrop" in caplog.text
     )
-    assert inference.settings(tmp_path / "back", []).model.dropout == 0.2
+    assert run_model.settings(tmp_path / "back", []).model.dropout == 0.2
 
 
 CHANGES = {

@@ -3,13 +3,14 @@
 import io
 import json
 import random
-import re
 
 import pytest
 
-from hpclm.checkpoint import inference
 from hpclm.commands.convert import main
 from hpclm.data import tokenizers
+from hpclm.datasets.tokenizers.huggingface import train_bpe
+from hpclm.datasets.tokenizers.sentencepieces import train_sentencepiece
+from hpclm.inference import run_model
 from hpclm.interop.huggingface import special
 from tests.forks import hpclm
 from tests.interop import made
@@ -99,7 +100,7 @@ def files(kind, tmp_path):
     """Our kind, and files of it."""
     path = tmp_path / "x.model"
     if kind.startswith("our"):
-        path.write_bytes(tokenizers.train_sentencepiece(TEXTS, kind.split()[1], 300))
+        path.write_bytes(train_sentencepiece(TEXTS, kind.split()[1], 300))
         return "sentencepiece", [path]
     if kind in TRAINED:
         path.write_bytes(by_its_own_trainer(TEXTS, **TRAINED[kind]))
@@ -110,7 +111,7 @@ def files(kind, tmp_path):
         path.write_text("\n".join(["[UNK]", "[SEP]", *letters, *(f"##{c}" for c in letters), "model", "small"]) + "\n")
         return kind, [path]
     path = tmp_path / "tokenizer.json"
-    path.write_bytes(tokenizers.train_bpe(TEXTS, 300))
+    path.write_bytes(train_bpe(TEXTS, 300))
     if kind == "json":
         return kind, [path]
     model = json.loads(path.read_text())["model"]
@@ -136,7 +137,7 @@ def test_transformers_gives_the_same_ids_and_an_import_takes_the_tokenizer_along
     some = tokenizer.encode(TEXTS[0])
     assert theirs.decode(some, clean_up_tokenization_spaces=False).strip() == tokenizer.decode(some).strip()
     convert(tmp_path / "hf", tmp_path / "back")
-    data = inference.settings(tmp_path / "back", []).data
+    data = run_model.settings(tmp_path / "back", []).data
     back = tokenizers.of_run(data)
     assert all(str(tmp_path / "back/tokenizer") in path for path in data.tokenizer_files)
     assert back.eod == tokenizer.eod and all(back.encode(text) == tokenizer.encode(text) for text in TEXTS[:50] + ODD)
@@ -150,10 +151,25 @@ def test_a_tokenizer_that_cannot_be_converted_is_skipped_with_a_warning(tmp_path
     convert(tmp_path / "hf", tmp_path / "back")
     assert "is left out: tokenizer json cannot use" in caplog.text
     assert not (tmp_path / "back/tokenizer/tokenizer.json").exists()
-    assert inference.settings(tmp_path / "back", []).data.tokenizer is None
-    (tmp_path / "hf/tokenizer.json").write_bytes(tokenizers.train_bpe([f"{n**4:x}" for n in range(2000)], 420))
+    assert run_model.settings(tmp_path / "back", []).data.tokenizer is None
+    (tmp_path / "hf/tokenizer.json").write_bytes(train_bpe([f"{n**4:x}" for n in range(2000)], 420))
     convert(tmp_path / "hf", tmp_path / "more")
     assert "it has 420 entries, but the network 400" in caplog.text
+
+
+@pytest.mark.parametrize("option, warned", [("dropout", True), ("truncation", False)])
+def test_a_warning_says_that_transformers_will_return_other_ids(option, warned, tmp_path, caplog):
+    path = tmp_path / "tokenizer.json"
+    tree = json.loads(train_bpe(TEXTS, 300))
+    if option == "dropout":  # merges are left out at random
+        tree["model"]["dropout"] = 0.5
+    else:  # transformers does not truncate unless it is asked to
+        tree["truncation"] = dict(direction="Right", max_length=2, strategy="LongestFirst", stride=0)
+    path.write_text(json.dumps(tree))
+    made.run(tmp_path / "run", NETWORK, source="indexed", tokenizer="json", tokenizer_files=[str(path)])
+    convert(tmp_path / "run", tmp_path / "hf")
+    warnings = [line for line in caplog.messages if "transformers will return other ids for some texts: " in line]
+    assert len(warnings) == warned and all(" here and " in line for line in warnings)
 
 
 def test_a_pattern_on_which_the_library_panics_is_an_error(tmp_path):
@@ -187,23 +203,12 @@ def test_a_real_model_of_chinese_gives_the_same_ids_there(tmp_path, caplog):
         assert theirs.encode(text, add_special_tokens=False) == ours.encode(text), text
 
 
-def test_different_ids_are_reported_with_an_example(tmp_path, caplog):
-    path = tmp_path / "x.model"
-    path.write_bytes(tokenizers.train_sentencepiece(TEXTS, "bpe", 300))
-    data = dict(source="indexed", tokenizer="sentencepiece", tokenizer_files=[str(path)], extra_ids=4)
-    made.run(tmp_path / "run", NETWORK, **data)
-    convert(tmp_path / "run", tmp_path / "hf")
-    assert re.search(
-        r"will return other ids for some texts: 'a<extra_id_0>b' is .*\[.*\] here and \[.*\] there", caplog.text
-    )
-
-
 IDS = {"bos_token_id": 301, "eos_token_id": [302, 303], "pad_token_id": 7}
 
 
 def test_ids_and_texts_of_special_tokens_come_back_from_an_import(tmp_path):
     path = tmp_path / "tokenizer.json"
-    path.write_bytes(tokenizers.train_bpe(TEXTS, 390))
+    path.write_bytes(train_bpe(TEXTS, 390))
     made.run(tmp_path / "run", NETWORK, source="indexed", tokenizer="json", tokenizer_files=[str(path)])
     convert(tmp_path / "run", tmp_path / "hf")
     text = json.loads(path.read_text())["model"]["vocab"]
@@ -219,7 +224,7 @@ def test_ids_and_texts_of_special_tokens_come_back_from_an_import(tmp_path):
             json.dumps({name: value for name, value in tree.items() if name not in gone})
         )
     convert(tmp_path / "hf", tmp_path / "back")
-    data = inference.settings(tmp_path / "back", []).data
+    data = run_model.settings(tmp_path / "back", []).data
     assert data.eod == words[302] and tokenizers.of_run(data).eod == 302  # of what config.json says, the first
     convert(tmp_path / "back", tmp_path / "again")
     for file in ("config.json", "generation_config.json"):
@@ -249,7 +254,7 @@ def test_special_ids_are_kept_without_a_tokenizer_unless_the_run_has_another_end
 
 def test_the_end_of_a_document_is_known_though_the_tokenizers_files_are_gone(tmp_path):
     path = tmp_path / "tokenizer.json"
-    path.write_bytes(tokenizers.train_bpe(TEXTS, 300))
+    path.write_bytes(train_bpe(TEXTS, 300))
     known = {"data": {"tokenizer": tokenizers.build("json", [str(path)]).fingerprint}}
     made.run(
         tmp_path / "run", NETWORK, fingerprint=known, source="indexed", tokenizer="json", tokenizer_files=[str(path)]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -245,9 +246,12 @@ def test_without_an_optimizer_that_fits_the_weights_are_imported_at_step_0(tmp_p
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("options", [[], ["--distributed"]], ids=["adam", "distributed optimizer"])
+@pytest.mark.parametrize(
+    "options", [[], ["--distributed"], ["--masked"]], ids=["adam", "distributed optimizer", "masked ends"]
+)
 def test_a_run_of_megatron_core_goes_on_with_the_losses_that_it_has_there(options, tmp_path):
-    pytest.importorskip("megatron.core")
+    if find_spec("megatron") is None:
+        pytest.skip("megatron-core is not installed")
     there = tmp_path / "megatron"
     words = [sys.executable, "-W", "ignore", "-m", "tests.interop.mcore_run", str(there), *options]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
@@ -261,9 +265,10 @@ def test_a_run_of_megatron_core_goes_on_with_the_losses_that_it_has_there(option
     assert progress.step == 4 and progress.samples == 16
     for number, (loss, norm) in enumerate(json.loads((there / "losses.json").read_text())[4:], 5):
         halves = mcore_run.batch(number).split(config.batch.micro_size)
-        mask = torch.ones(config.batch.micro_size, 16, dtype=torch.bool)
+        masks = (mcore_run.mask(number) if "--masked" in options else torch.ones(4, 16, dtype=torch.bool)).split(2)
         result = engine.train_step(
-            [Batch(ids[:, :-1], ids[:, 1:], mask, None, None) for ids in halves], config.optim.lr, number
+            [Batch(ids[:, :-1], ids[:, 1:], mask, None, None) for ids, mask in zip(halves, masks)],
+            *(config.optim.lr, number),
         )
         assert result.loss == pytest.approx(loss, abs=1e-5) and result.grad_norm == pytest.approx(norm, abs=1e-4)
 

@@ -21,7 +21,7 @@ from hpclm.node import gpus
 from hpclm.rundir import submissions
 from tests.launch import launched
 from tests.launch.launched import job_log, left, ready, until
-from tests.runs import ROOT, lines, shown_on
+from tests.runs import ROOT, shown_on
 
 
 def start(out, count, *acts, **more):
@@ -86,7 +86,7 @@ def test_the_first_ranks_output_is_shown_and_logged_the_others_have_files_while_
 
 
 def test_a_rank_that_fails_before_it_met_the_others_has_its_last_words_told(tmp_path):
-    code, _, errors = run(tmp_path, 2, "error=1:no module named x", "exit=1:3", "sleep=60")
+    code, _, errors = run(tmp_path, 2, "error=1:no module named x", "exit=1:3", "obey=60")
     assert code == 3 and "ended with exit code 3; it printed:" in errors and "no module named x" in errors
 
 
@@ -129,10 +129,10 @@ def test_a_terminal_stays_one_for_the_first_rank(tmp_path):
         (["exit=0"], 0, ""),
         (["exit=1:85"], 85, ""),
         (["exit=85"], 85, ""),
-        (["exit=2:93", "sleep=60"], 93, ""),
-        (["kill=1:9", "sleep=60"], 137, "was killed by SIGKILL; perhaps out of memory"),
-        (["kill=1:11", "sleep=60"], 139, "was killed by SIGSEGV: a crash inside a library"),
-        (["sleep=0:0.5", "exit=0:1", "sleep=60"], 1, ""),
+        (["exit=2:93", "obey=60"], 93, ""),
+        (["kill=1:9", "obey=60"], 137, "was killed by SIGKILL; perhaps out of memory"),
+        (["kill=1:11", "obey=60"], 139, "was killed by SIGSEGV: a crash inside a library"),
+        (["sleep=0:0.5", "exit=0:1", "obey=60"], 1, ""),
         (["exit=64"], 64, ""),
     ],
 )
@@ -152,7 +152,9 @@ def test_a_warning_reaches_every_rank_once_and_all_may_save(tmp_path, number):
     process.communicate(timeout=30)
     assert process.returncode == 85 and not left(tmp_path)
     name = "SIGTERM" if number == signal.SIGHUP else signal.Signals(number).name
-    assert [(tmp_path / f"signals-{rank}").read_text() for rank in range(3)] == [f"{name}\n"] * 3
+    for rank in range(3):  # torchrun sends SIGTERM to those that take longer than the first
+        received = (tmp_path / f"signals-{rank}").read_text().split()
+        assert received[0] == name and received[1:] in ([], ["SIGTERM"])
 
 
 def test_ctrl_c_on_a_terminal_reaches_the_ranks_once_and_a_second_ends_them(tmp_path):
@@ -177,7 +179,7 @@ def test_ctrl_c_on_a_terminal_reaches_the_ranks_once_and_a_second_ends_them(tmp_
 def test_a_killed_rank_ends_all_with_their_children(tmp_path):
     """The children are in the background, in new sessions and daemons with no trace of their origin, and ignore
     every signal they can."""
-    process = start(tmp_path, 3, "children", "ready", "sleep=60")
+    process = start(tmp_path, 3, "children", "ready", "obey=60")
     ranks = ready(tmp_path, 3)
     until(lambda: len(left(tmp_path)) == 13, what="the start of all children")  # 1 + 3 + 3 x 3
     os.kill(random.Random(time.time_ns()).choice(ranks), signal.SIGKILL)
@@ -186,34 +188,9 @@ def test_a_killed_rank_ends_all_with_their_children(tmp_path):
     assert process.returncode == 137, errors
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_when_the_launcher_is_killed_its_ranks_end(count, tiny, tmp_path):
-    words = tiny("run", "budget.steps=100000", "batch.micro_size=1", "job.cluster=local", f"job.gpus={count}")
-    command = [sys.executable, "-m", "hpclm", "submit", *words, "cluster.preflight=false"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    out = tmp_path / "run"
-    until(lambda: '"step": 3,' in "".join(lines(out / "metrics.jsonl")), 120, "step 3")
-    process.kill()
-    process.wait()
-    until(lambda: not [pid for pid in left(out) if pid != process.pid], 10, "the end of all ranks")
-    assert "the launcher of rank " in (out / "log.txt").read_text()
-
-
 def test_what_ranks_leave_running_is_ended_with_them(tmp_path):
     code, _, _ = run(tmp_path, 2, "children", "exit=0")
     assert code == 0 and not left(tmp_path)
-
-
-def test_a_program_that_is_not_there_is_one_message(tmp_path):
-    launcher = (
-        "import sys\nfrom pathlib import Path\nfrom hpclm import cli, config\nfrom hpclm.launch import local\n"
-        "run = config.load(None, ['out=' + sys.argv[1]])\n"
-        "sys.exit(cli.run(lambda _: local.run(run, Path(), program=['/nowhere/python']), []))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", launcher, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=30
-    )
-    assert done.returncode == 1 and "/nowhere/python" in done.stderr
 
 
 def test_a_run_of_one_process_trains_here_and_its_exit_code_and_log_are_the_runs(tiny, tmp_path):

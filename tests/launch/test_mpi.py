@@ -111,24 +111,6 @@ class TestHere:
         said = submitted(tmp_path, "--dry-run", "--include", "none-b:1", check=0).stdout
         assert "1 processes on none-b (1)" in said and "CUDA_VISIBLE_DEVICES=1 " in said
 
-    @pytest.mark.parametrize("ssh", [True, False])
-    def test_machines_that_cannot_be_reached_are_told_of_in_a_sentence(self, ssh, tmp_path):
-        agent = tmp_path / "bin" / "ssh"
-        agent.parent.mkdir()
-        for program in ("mpirun", "bash", "sh", "env"):
-            (tmp_path / "bin" / program).symlink_to(shutil.which(program))
-        if ssh:  # as it is where a name is not known
-            agent.write_text(
-                "#!/bin/sh\necho 'ssh: Could not resolve hostname none-a: Name or service not known' >&2; exit 255\n"
-            )
-            agent.chmod(0o755)
-        done = submitted(tmp_path, check=1, PATH=str(agent.parent))
-        said = done.stderr.splitlines()
-        assert len(said) == 3 and "mpirun could not start the processes: " in said[1], done.stderr
-        assert ("Could not resolve hostname none-a" in said[1]) == ssh and "ssh HOST true" in said[1]
-        log = Path(said[2].rpartition(" is in ")[2])
-        assert len(log.read_text().splitlines()) > 10  # the page
-
     @pytest.mark.parametrize(
         "acts, code, told",
         [

@@ -1,4 +1,4 @@
-"""Ranks that torchrun's agent starts again, inside the same launch."""
+"""Ranks that torchrun starts again, inside the same launch."""
 
 import json
 import os
@@ -10,6 +10,7 @@ import time
 import psutil
 import pytest
 
+from hpclm.launch import torchrun
 from tests.forks import Ranks, hpclm
 from tests.runs import ROOT, lines, losses
 
@@ -25,31 +26,63 @@ def ranks_of(launcher):
     return found
 
 
-def test_a_killed_rank_is_started_again_and_the_run_learns_the_same(tiny, tmp_path):
-    words, out = tiny("run", *WORDS), tmp_path / "run"
-    command = [sys.executable, "-m", "hpclm", "submit", *words, "job.cluster=local", "job.gpus=2", "job.restarts=1"]
+@pytest.fixture
+def launch(tiny, tmp_path):
+    """`hpclm submit` of two ranks here with one restart, until a checkpoint is there; ended after the test."""
+    words = [*tiny("run", *WORDS), "job.cluster=local", "job.gpus=2", "job.restarts=1"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HPCLM_SITE": ""}
+    command = [sys.executable, "-m", "hpclm", "submit", *words]
     launcher = subprocess.Popen(
         command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
-    try:
-        until = time.monotonic() + 120
-        while not any('"step": 8,' in line for line in lines(out / "metrics.jsonl")):
-            assert time.monotonic() < until and launcher.poll() is None
-            time.sleep(0.02)
-        doomed = ranks_of(launcher)[1]
-        os.kill(doomed, signal.SIGKILL)
-        _, said = launcher.communicate(timeout=120)
-    finally:
-        launcher.kill()
-    assert launcher.returncode == 0, said
+    until = time.monotonic() + 120
+    while not any('"step": 8,' in line for line in lines(tmp_path / "run/metrics.jsonl")):
+        assert time.monotonic() < until and launcher.poll() is None
+        time.sleep(0.02)
+    yield launcher
+    launcher.kill()
+    launcher.wait()
+
+
+def test_a_killed_rank_is_started_again_and_the_run_learns_the_same(launch, tmp_path):
+    out, doomed = tmp_path / "run", ranks_of(launch)[1]
+    os.kill(doomed, signal.SIGKILL)
+    _, said = launch.communicate(timeout=120)
+    assert launch.returncode == 0, said
     attempts = [json.loads(line) for line in lines(out / "attempts.jsonl")]
     assert len(attempts) == 2 and attempts[1]["from_step"] >= 5
     text = (out / "log.txt").read_text()
     assert f"(pid {doomed}) was killed" in text and "done at step 60" in text
+    assert attempts[1]["after"].startswith("restart 1 of 1: rank 1 on ") and "was killed" in attempts[1]["after"]
     with Ranks(2, [out / "config.yaml", f"out={tmp_path / 'whole'}"]) as ranks:
         assert {code for code, _ in ranks.wait().values()} == {0}
     assert losses(out) == losses(tmp_path / "whole")
+
+
+def test_ranks_that_end_on_purpose_are_not_started_again(launch, tmp_path):
+    launch.terminate()
+    _, said = launch.communicate(timeout=60)
+    assert launch.returncode == 85, said
+    assert len(lines(tmp_path / "run/attempts.jsonl")) == 1
+
+
+@pytest.mark.parametrize(
+    "codes, noted, received, code",
+    [
+        ([85, 85], {85}, [], 85),
+        ([85, -9], {85}, [], 85),  # a hung rank was killed
+        ([-9, 85], {None}, [], 137),  # out of memory at the start; torchrun ended the other
+        ([-9, 1], {1}, [], 137),
+        ([-11, -9], {None}, [], 139),
+        ([-6, 1], {1}, [], 1),  # a library aborts because a peer is gone
+        ([3, 85], {None}, [], 3),
+        ([93, 85, 1], {93}, [], 93),
+        ([-12, 85], {None}, [12], 85),  # warned before it could catch the signal
+        ([-15], {None}, [], 143),
+    ],
+)
+def test_the_exit_code_is_the_cause(codes, noted, received, code):
+    assert torchrun.exit_code(codes, noted, received) == code
 
 
 @pytest.mark.parametrize(

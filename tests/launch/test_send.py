@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from hpclm import config
-from hpclm.launch import script
-from hpclm.launch.options import directive
 from hpclm.rundir import submissions
-from tests.launch.test_script import NASTY
+from hpclm.scheduler.template import directive
 from tests.runs import ROOT
+from tests.scheduler.test_template import NASTY, script
 
 SMALL = ["budget.steps=5", "engine.device=cpu", "evaluate.every=0", "log.tensorboard=false"]
 HOLD = ["--sbatch", "hold"]
@@ -215,23 +214,19 @@ def test_submit_killed_at_any_moment_and_typed_again_leaves_exactly_one_job(subm
     assert times < 30 or {0, 75} <= set(codes)
 
 
-def test_a_job_whose_submission_was_not_recorded_is_found_again(submit):
+def test_a_job_whose_submission_was_not_recorded_is_found_again_and_cancelled(submit):
     first = submit(*SMALL, *HOLD)
     out = submit.here / "runs/debug"
     (out / "jobs.jsonl").unlink()
     found = submit(*SMALL, *HOLD)
     assert job_id(found) == job_id(first) and "already queued" in found.stdout
     (out / "jobs.jsonl").unlink()
-    assert f"job {job_id(first)}" in submit(*SMALL, *HOLD, "seed=9", check=75).stderr
+    assert f"job {job_id(first)}" in submit(*SMALL, *HOLD, "out=runs/debug", "seed=9", check=75).stderr
     assert [each.job_id for each in submissions.read(out)] == [job_id(first)]
-
-
-def test_a_job_whose_submission_was_not_recorded_is_cancelled_too(submit):
-    job = job_id(submit(*SMALL, *HOLD))
-    (submit.here / "runs/debug/jobs.jsonl").unlink()
+    (out / "jobs.jsonl").unlink()
     words = [sys.executable, "-m", "hpclm", "cancel", "debug"]
-    assert f"job {job}: cancelled" in submit.cluster.run(words, cwd=submit.here).stdout
-    assert submit.cluster.wait(job) == "CANCELLED"
+    assert f"job {job_id(first)}: cancelled" in submit.cluster.run(words, cwd=submit.here).stdout
+    assert submit.cluster.wait(job_id(first)) == "CANCELLED"
 
 
 def test_an_sbatch_that_outlives_its_killed_submit_is_waited_for(submit, tmp_path):
@@ -399,7 +394,7 @@ def test_a_job_that_starts_again_may_have_another_number_of_nodes(cluster, by_ha
 
 def test_every_preset_renders_to_a_script_that_slurm_would_take(cluster, tmp_path):
     for path in sorted((ROOT / "configs").glob("*.yaml")):
-        text = script.render(config.load(path, ["job.gpus=8", "job.nodes=2"]), tmp_path / "config.yaml")
+        text = script(config.load(path, ["job.gpus=8", "job.nodes=2"]), tmp_path / "config.yaml")
         done = cluster.run(["sbatch", "--test-only"], stdin=None, input=text, check=False)
         assert done.returncode == 0, (path, done.stderr)
 
@@ -422,3 +417,14 @@ def test_a_job_trains_with_each_template(submit, tmp_path, template):
     done = submit(*SMALL, "--time", 5, "job.env.OMPI_MCA_btl=self,tcp", *words)
     submit.cluster.wait(job_id(done))
     assert "done at step 5" in log_of(done).read_text(), log_of(done).read_text()
+
+
+@pytest.mark.parametrize("start", ["srun --het-group=0,1 ", ""], ids=["srun", "alone"])
+def test_a_heterogeneous_job_is_refused(start, submit, tmp_path):
+    train = f"'{sys.executable}' -m hpclm train debug engine.device=cpu out={tmp_path}/het"
+    script = f"#!/bin/bash\n#SBATCH -N1 -n1\n#SBATCH hetjob\n#SBATCH -N1 -n1\n{start}{train}\n"
+    job = submit.cluster.batch(script, f"--chdir={ROOT}", f"--output={tmp_path}/het.log")
+    assert submit.cluster.wait(job) == "FAILED"
+    text = (tmp_path / "het.log").read_text()
+    assert "this is a heterogeneous Slurm job" in text, text
+    assert not (tmp_path / "het").exists() and submit.cluster.show(job)["ExitCode"] == "64:0"

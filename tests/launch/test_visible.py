@@ -38,22 +38,6 @@ def test_a_missing_path_is_refused_on_the_file_system_of_the_run_and_warned_of_e
     assert done.returncode == 0 and done.stderr.count(warning) == 1, done.stderr
 
 
-@pytest.mark.parametrize(
-    "word, told",
-    [
-        ("job.modules=[nosuchmodule]", "job.modules cannot be loaded here: "),
-        ("job.conda=nosuch", "job.conda cannot be loaded here: "),
-    ],
-)
-def test_modules_and_environments_are_loaded_here_once_to_see(word, told, tmp_path):
-    done = dry_run(tmp_path, word)
-    assert (
-        done.returncode == 0
-        and f"warning: {told}" in done.stderr
-        and ": command not found; the job fails" in done.stderr
-    )
-
-
 def test_what_exists_or_only_a_registry_or_the_job_s_shell_knows_is_not_warned_of(tmp_path):
     (tmp_path / "env" / "bin").mkdir(parents=True)
     (tmp_path / "env" / "bin" / "activate").touch()

@@ -6,6 +6,7 @@ import types
 import pytest
 import torch
 
+from hpclm.config import ModelConfig
 from hpclm.model.position import rotary, rotate
 from hpclm.node import apex
 
@@ -33,7 +34,7 @@ def test_apexs_rotation_needs_only_its_compiled_half(installed):
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(6, 2, 3, 8, generator=draw, requires_grad=True)
     outer = torch.randn(6, 2, 3, 8, generator=draw)
-    cos, sin = rotary(torch.arange(6)[:, None], 8, 10000.0)
+    cos, sin = rotary(torch.arange(6)[:, None], ModelConfig(hidden=8, heads=1))
     wanted, found = rotate(x, cos, sin), apex.kernels().rotate(x, cos, sin)
     assert torch.equal(found, wanted)
     assert torch.allclose(*(torch.autograd.grad(y, x, outer)[0] for y in (found, wanted)))

@@ -8,7 +8,7 @@ from hpclm.model.attention import BLOCK, blocked, dot_product_attention, flex_at
 from hpclm.model.attention_backend import Choice, choose, flexible, installed_flash, prefer
 from hpclm.model.position import ActivationSpec, attention_metadata
 from hpclm.model.stack import Stack
-from hpclm.parallel.mesh import ALONE
+from hpclm.parallel.mesh import SINGLE
 from tests.engine.test_native import GPT2, batches_of, engine_of, settings
 
 
@@ -41,9 +41,9 @@ def test_flex_attention_without_a_mask_is_attention_with_one(documents, position
     kind = ActivationSpec(length, torch.float32, torch.device("cpu"))
     numbers = torch.stack([torch.arange(length) // 37, torch.arange(length) // 90]) if documents else None
     slopes = position.alibi_slopes(4, kind.device) if positions == "alibi" else None
-    masked = attention_metadata(config, kind, ALONE, documents=numbers)
+    masked = attention_metadata(config, kind, SINGLE, documents=numbers)
     flex = position.Flex(position.block_mask(kind, numbers), slopes)
-    free = attention_metadata(config, kind, ALONE, documents=numbers, flex=flex)
+    free = attention_metadata(config, kind, SINGLE, documents=numbers, flex=flex)
     assert free.mask is None and free.flex is not None
     wanted = dot_product_attention(q, k, v, masked.mask, 0.0)
     assert torch.allclose(flex_attention(q, k, v, free.flex), wanted, atol=1e-5)
@@ -54,7 +54,7 @@ def test_a_gpu_makes_no_mask_of_length_by_length():
         return ModelConfig(hidden=64, heads=4, **more)
 
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert flexible(model(positions="alibi"), True, gpu, False) and flexible(model(), True, gpu, True)
+    assert flexible(model(positions="alibi"), True, gpu, True) and flexible(model(), True, gpu, True)
     assert flexible(model(attention="flex"), True, gpu, False)
     for other in (
         (model(), True, gpu, False),  # causal: cuDNN is faster
@@ -136,8 +136,8 @@ def test_the_order_of_kernels_is_pytorchs_from_then_on():
 
 def test_alibis_slopes_are_made_once(monkeypatch):
     made, slopes = [], position.alibi_slopes
-    for module in ("hpclm.model.position", "hpclm.model.stack"):
-        monkeypatch.setattr(f"{module}.alibi_slopes", lambda *given: made.append(given) or slopes(*given))
+    counted = position.PositionKind(slopes=lambda *given: made.append(given) or slopes(*given))
+    monkeypatch.setitem(position.POSITIONS, "alibi", counted)
     config = settings(dict(GPT2, positions="alibi"), dict(recompute="full"))
     engine, batches = engine_of(config), batches_of(config)
     assert isinstance(engine.model, Stack)
@@ -156,7 +156,7 @@ def test_flex_attention_of_other_documents_is_the_same_graph():
     slopes = position.alibi_slopes(4, kind.device)
     for width in (37, 11, 90):
         numbers = (torch.arange(128) // width).expand(2, -1)
-        masked = attention_metadata(config, kind, ALONE, documents=numbers)
+        masked = attention_metadata(config, kind, SINGLE, documents=numbers)
         found = compiled(q, k, v, position.Flex(position.block_mask(kind, numbers), slopes))
         assert torch.allclose(found, dot_product_attention(q, k, v, masked.mask, 0.0), atol=1e-5)
     assert counter.frame_count == 1

@@ -28,14 +28,14 @@ def graphs(words):
 
     def compile_layers(layers, asked):
         whole.append(asked)
-        compiled.compile_layers(layers, asked, counter)
+        return compiled.compile_layers(layers, asked, counter)
 
     before, stack.compile_layers = stack.compile_layers, compile_layers
     run, engine, batches, _ = sharded.made(words)
     engine.model.compile_blocks()
     stack.compile_layers = before
     found = [result.loss for result in sharded.steps(run, engine, batches, 0, 1)]
-    assert whole == [True] and all(layer._compiled_call_impl for layer in blocks(engine))
+    assert whole == [True] and engine.model.compiled
     return plain, found, counter.frame_count
 
 
@@ -115,7 +115,7 @@ def test_a_function_that_cannot_be_compiled_runs_as_it_is_and_the_log_says_so_on
     def doubled(x):
         return 2 * x
 
-    attempt = compiled.compile_function(doubled, lambda x: x + x, broken)
+    attempt = compiled.Compilation("doubled runs", broken).of(doubled, lambda x: x + x)
     assert [attempt(torch.ones(())).item() for _ in range(2)] == [2, 2]
     [said] = [record.getMessage() for record in caplog.records if record.name == "hpclm.model.compiled"]
     assert "doubled runs uncompiled" in said and "no kernels today" in said
@@ -144,10 +144,10 @@ def test_a_block_that_has_met_too_many_shapes_runs_as_it_is(monkeypatch, caplog)
     layer = Doubled()
     monkeypatch.setattr(compiled, "VARIANTS", 2)
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
-    compiled.compile_layers([layer], True, "eager")
+    compilation = compiled.compile_layers([layer], True, "eager")
     for length in range(1, 5):
         assert layer(torch.ones(length)).tolist() == [2] * length
-    assert "torch.compile failed" in caplog.text and layer._compiled_call_impl is None
+    assert "torch.compile failed" in caplog.text and not compilation.works
 
 
 @pytest.mark.parametrize(

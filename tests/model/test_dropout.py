@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hpclm.model.layers import SITES, dropout, philox
+from hpclm.model.layers import DROPOUT_SITES, dropout, philox
 from hpclm.model.stack import Stack
 from tests import ranks
 from tests.engine.test_native import GPT2, LLAMA, batches_of, engine_of, settings
@@ -25,7 +25,7 @@ def test_the_random_words_are_philoxs(counter, key, words):
 
 def test_values_are_dropped_at_the_rate_asked_for_and_the_rest_scaled():
     keys, x = torch.tensor([-5, 1 << 62]), torch.ones(64, 8, 128, dtype=torch.bfloat16, requires_grad=True)
-    first, second = (dropout(x, 0.25, True, keys, site) for site in range(SITES))
+    first, second = (dropout(x, 0.25, True, keys, site) for site in range(DROPOUT_SITES))
     assert set(first.unique().tolist()) == {0.0, 1.3359375}  # 4/3 in bf16
     for y in (first, second):
         assert (y == 0).float().mean().item() == pytest.approx(0.25, abs=0.01)

@@ -8,7 +8,7 @@ import torch
 from hpclm.config import EngineConfig, ModelConfig
 from hpclm.model import gpt, init
 from hpclm.model.init import InitSpec
-from hpclm.parallel.mesh import ALONE, Axis
+from hpclm.parallel.mesh import SINGLE, Axis
 from hpclm.parallel.placement import Placement
 
 PLACEMENTS = {
@@ -28,7 +28,7 @@ def axis(size, rank):
 
 
 def whole(initial):
-    return initial.parameter(ALONE).detach()
+    return initial.parameter(SINGLE).detach()
 
 
 @pytest.mark.parametrize("band", [1, 30, 70, 1 << 20])
@@ -36,7 +36,7 @@ def whole(initial):
 def test_any_run_of_what_a_process_holds_is_that_run_of_the_whole(placement, band, monkeypatch):
     monkeypatch.setattr(init, "BAND", band)
     initial = InitSpec(placement, std=0.5, seed=3)
-    for tp in (ALONE, axis(2, 0), axis(2, 1)):
+    for tp in (SINGLE, axis(2, 0), axis(2, 1)):
         mine = torch.cat([piece_of(whole(initial), piece) for piece in placement.pieces(tp)], placement.dim or 0)
         assert torch.equal(initial.parameter(tp), mine)
         mine = mine.flatten()
@@ -56,7 +56,7 @@ def test_only_bands_that_a_run_has_a_part_of_are_drawn(monkeypatch):
     monkeypatch.setattr(InitSpec, "_band", lambda self, number, rows: drawn.append(number) or band(self, number, rows))
     rows = init.BAND // 1024
     initial = InitSpec(Placement((20 * rows, 1024)), std=1.0)
-    initial.fill(torch.empty(rows * 1024 + 2), (7 * rows + 3) * 1024 - 1, ALONE)
+    initial.fill(torch.empty(rows * 1024 + 2), (7 * rows + 3) * 1024 - 1, SINGLE)
     assert drawn == [7, 8]
 
 
@@ -71,7 +71,7 @@ def test_values_are_the_bands_own_and_have_the_spread_that_was_asked_for():
 @pytest.mark.parametrize("more", [{}, dict(positions="sinusoidal", tied=False, activation="swiglu", qk_norm=True)])
 def test_a_layer_that_is_filled_later_is_the_layer_that_is_built_whole(more):
     config = ModelConfig(layers=1, hidden=64, heads=4, context=8, vocab_size=100, embed_norm=True, **more)
-    for tp in (ALONE, axis(2, 1)):
+    for tp in (SINGLE, axis(2, 1)):
         for spec in gpt.layers(config, EngineConfig(), torch.float32, 5, tp):
             layer = spec.build()
             assert all(p.is_meta for p in layer.parameters()) and not any(b.is_meta for b in layer.buffers())

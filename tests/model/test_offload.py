@@ -14,7 +14,6 @@ class Recorded(offload.Streams):
     """Streams that only record what is queued on them; copies happen at once."""
 
     def __init__(self):
-        super().__init__(torch.device("cpu"))
         self.queued = []
         self.out, self.back, self.main = (Stream(name, self.queued) for name in ("out", "back", "main"))
 

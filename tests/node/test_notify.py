@@ -27,14 +27,16 @@ def serving(server):
 
 
 @contextmanager
-def webhook():
-    """The URL of a receiver, and what it has received."""
+def webhook(status=204, location=""):
+    """The URL of a receiver that answers with ``status``, and what it has received."""
     received = []
 
     class Receiver(BaseHTTPRequestHandler):
         def do_POST(self):
             received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(204)
+            self.send_response(status)
+            if location:
+                self.send_header("Location", location)
             self.end_headers()
 
         def log_message(self, *_):
@@ -42,24 +44,6 @@ def webhook():
 
     with serving(HTTPServer(("127.0.0.1", 0), Receiver)) as port:
         yield f"http://127.0.0.1:{port}/hook", received
-
-
-@contextmanager
-def redirecting(status, to):
-    """The URL of a webhook that sends every request on to the address ``to``."""
-
-    class Receiver(BaseHTTPRequestHandler):
-        def do_POST(self):
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(status)
-            self.send_header("Location", to)
-            self.end_headers()
-
-        def log_message(self, *_):
-            pass
-
-    with serving(HTTPServer(("127.0.0.1", 0), Receiver)) as port:
-        yield f"http://127.0.0.1:{port}/moved"
 
 
 @contextmanager
@@ -97,7 +81,7 @@ def mail_server():
         yield f"127.0.0.1:{port}", mails
 
 
-def test_a_run_tells_when_it_finishes_restarts_and_fails(tiny, tmp_path, monkeypatch):
+def test_a_run_notifies_when_it_finishes_restarts_and_fails(tiny, tmp_path, monkeypatch):
     with webhook() as (url, received), mail_server() as (server, mails):
         monkeypatch.setenv("TEAM_HOOK", url)
         words = [*tiny(), f"job.notify=[$TEAM_HOOK, 'mailto:you@example.org?smtp={server}']"]
@@ -118,7 +102,7 @@ def test_a_run_tells_when_it_finishes_restarts_and_fails(tiny, tmp_path, monkeyp
 
 
 @pytest.mark.whole
-def test_a_run_whose_rank_is_killed_tells_once(tiny, tmp_path):
+def test_a_run_whose_rank_is_killed_notifies_once(tiny, tmp_path):
     with webhook() as (url, received):
         with Ranks(2, [*tiny(), "budget.steps=100000", "job.notify=[$TEAM_HOOK]"], TEAM_HOOK=url) as ranks:
             ranks.wait_for(tmp_path / "run", 6)
@@ -145,9 +129,9 @@ def test_what_cannot_be_delivered_is_a_warning(caplog, tmp_path):
     assert (tmp_path / "options").read_text() == "-t -i\n"
     mail = (tmp_path / "mail").read_text()
     assert "To: you@example.org" in mail and "message: the token *** was refused" in mail
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 2 and all("was not told that the run failed" in line for line in said)
-    assert not any("secret" in line for line in said)  # the path of a webhook is its password
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 2 and all("was not notified that the run failed" in line for line in warnings)
+    assert not any("secret" in line for line in warnings)  # the path of a webhook is its password
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
@@ -155,24 +139,24 @@ def test_what_cannot_be_delivered_is_a_warning(caplog, tmp_path):
 def test_a_webhook_that_redirects_is_not_followed(status, scheme, caplog):
     with (
         counting() as (address, connected),
-        redirecting(status, f"{scheme}://{address}/elsewhere") as url,
+        webhook(status, f"{scheme}://{address}/elsewhere") as (url, received),
         Notifier([url], "run", "runs/run", {}) as notifier,
     ):
         notifier.failed("message")
-    assert not connected
-    [said] = [record.getMessage() for record in caplog.records]
-    assert f"it answered {status}, a redirect" in said and "moved" not in said and "elsewhere" not in said
+    assert len(received) == 1 and not connected
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert f"it answered {status}, a redirect" in warning and "hook" not in warning and "elsewhere" not in warning
 
 
 @pytest.mark.parametrize("scheme", ["ftp", "file", "data"])
-def test_only_http_is_spoken_to_a_webhook(scheme, caplog):
+def test_only_http_reaches_a_webhook(scheme, caplog):
     with counting() as (address, connected):
         target = f"{scheme}://{address}/services/secret"
         with Notifier(["$HOOK"], "run", "runs/run", {"HOOK": target}) as notifier:
             notifier.failed("message")
     assert not connected
-    [said] = [record.getMessage() for record in caplog.records]
-    assert said.startswith("job.notify: $HOOK was not told that the run failed") and "secret" not in said
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert warning.startswith("job.notify: $HOOK was not notified that the run failed") and "secret" not in warning
 
 
 @pytest.mark.parametrize("target, wanted", [
@@ -183,7 +167,7 @@ def test_only_http_is_spoken_to_a_webhook(scheme, caplog):
     ("https://example.org/services/secret", "job.notify=[$TEAM_HOOK]"),
     ("htps://example.org/services/secret", "it must be"),
 ])  # fmt: skip
-def test_a_target_that_cannot_be_told_is_refused_before_the_start(target, wanted, tiny, capsys):
+def test_a_target_that_cannot_be_notified_is_refused_before_the_start(target, wanted, tiny, capsys):
     assert cli.main(["train", *tiny("run", f"job.notify=['{target}']")]) == 64
     said = capsys.readouterr().err
     assert wanted in said and "secret" not in said and "hunter2" not in said

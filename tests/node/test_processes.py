@@ -62,7 +62,7 @@ def test_waiting_for_a_process_times_out():
     child.wait()
 
 
-@pytest.mark.parametrize("word", ["hpclm", "/x/.venv/bin/hpclm", "hpclm.train", "hpclm.launch.elastic"])
+@pytest.mark.parametrize("word", ["hpclm", "/x/.venv/bin/hpclm", "hpclm.train", "hpclm.launch.torchrun"])
 def test_our_command_lines_are_recognised(word):
     assert re.fullmatch(processes.OURS, word)
 

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from hpclm.config import OptimConfig
-from hpclm.optim.adamw import adamw, groups, restore, steps_taken, update
+from hpclm.optim.adamw import set_state, steps_taken, update
+from hpclm.optim.optimizers import optimizer_of
 from tests.engine.test_native import GPT2, settings, train
 
 NAMES = ("adamw", "apex_adam")
@@ -18,6 +19,18 @@ def parameters():
     for p in found:
         p.grad = torch.randn(p.shape, generator=draw)
     return found
+
+
+class Weight:
+    def __init__(self, parameter):
+        self.name, self.parameter, self.shape = "w", parameter, parameter.shape
+
+
+def made(found, optim):
+    optimizer = optimizer_of([Weight(p) for p in found], optim)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1
+    return optimizer
 
 
 def norm_of(found):
@@ -62,12 +75,12 @@ class FusedAdam(torch.optim.Optimizer):
 
 def stepped(name, bad, limit=0.1, scale=8.0):
     optim, found = OptimConfig(name=name), parameters()
-    optimizer = adamw(groups(found[:1], found[1:], optim), optim)
+    optimizer = made(found, optim)
     for p in found:
         p.grad.mul_(scale)
     for _ in range(3):
         gradients = [p.grad.clone() for p in found]
-        update(optimizer, 0.1, norm_of(found), limit, scale, torch.tensor(float(bad)))
+        update(optimizer, norm_of(found), limit, scale, torch.tensor(float(bad)))
         for p, gradient in zip(found, gradients, strict=True):
             p.grad = gradient
     return optimizer, found
@@ -101,13 +114,13 @@ def test_moments_that_are_restored_are_those_that_were(apex, name):
     optimizer, found = stepped(name, bad=False)
     optim = OptimConfig(name=name)
     copies = [nn.Parameter(p.detach().clone()) for p in found]
-    other = adamw(groups(copies[:1], copies[1:], optim), optim)
+    other = made(copies, optim)
     for p, copy in zip(found, copies, strict=True):
         moments = {m: optimizer.state[p][m].clone() for m in ("exp_avg", "exp_avg_sq")}
-        restore(other, copy, moments, steps_taken(optimizer))
+        set_state(other, copy, moments, steps_taken(optimizer))
         copy.grad = p.grad.clone()
     for each, its in ((optimizer, found), (other, copies)):
-        update(each, 0.1, norm_of(its), 0.1, 8.0, torch.tensor(0.0))
+        update(each, norm_of(its), 0.1, 8.0, torch.tensor(0.0))
     for p, copy in zip(found, copies, strict=True):
         assert torch.equal(p, copy)
 
@@ -115,7 +128,7 @@ def test_moments_that_are_restored_are_those_that_were(apex, name):
 def test_without_apex_pytorchs_own_is_used_and_the_log_says_so(caplog):
     found = parameters()
     optim = OptimConfig(name="apex_adam")
-    assert isinstance(adamw(groups(found[:1], found[1:], optim), optim), torch.optim.AdamW)
+    assert isinstance(made(found, optim), torch.optim.AdamW)
     assert "NVIDIA apex is not usable here" in caplog.text
 
 
@@ -123,11 +136,13 @@ def test_a_step_does_not_load_the_compiler():
     code = (
         "import sys, torch\n"
         "from hpclm.config import OptimConfig\n"
-        "from hpclm.optim.adamw import adamw, groups, update\n"
+        "from hpclm.optim.adamw import update\n"
+        "from hpclm.optim.optimizers import optimizer_of\n"
+        "from types import SimpleNamespace\n"
         "weight = torch.nn.Parameter(torch.ones(3))\n"
         "weight.grad = torch.ones(3)\n"
-        "optimizer = adamw(groups([weight], [], OptimConfig()), OptimConfig())\n"
-        "update(optimizer, 0.1, torch.tensor(1.0), 1.0, 1.0, torch.tensor(0.0))\n"
+        "optimizer = optimizer_of([SimpleNamespace(parameter=weight, shape=(3,))], OptimConfig())\n"
+        "update(optimizer, torch.tensor(1.0), 1.0, 1.0, torch.tensor(0.0))\n"
         "optimizer.zero_grad()\n"
         "assert weight.detach().lt(1).all() and weight.grad is None\n"
         "assert 'torch._dynamo' not in sys.modules\n"

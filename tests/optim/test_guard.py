@@ -8,7 +8,7 @@ from hpclm.optim.guard import Guard
 
 
 def step(guard, number, loss, norm, skipped, searching):
-    guard.look(number, loss, skipped, searching)
+    guard.observe(number, loss, skipped, searching)
     guard.check(number, loss, norm, skipped, searching)
 
 
@@ -29,9 +29,9 @@ def test_a_good_step_starts_the_count_anew():
     assert guard.skipped == 3
 
 
-def test_stop_means_the_first_one():
-    with pytest.raises(DivergedError, match=r"optim\.nonfinite=stop"):
-        step(Guard(OptimConfig(nonfinite="stop")), 5, math.nan, 1.0, True, searching=False)
+def test_a_limit_of_one_stops_at_the_first():
+    with pytest.raises(DivergedError, match=r"1 step was not finite \(optim\.nonfinite_limit\)"):
+        step(Guard(OptimConfig(nonfinite_limit=1)), 5, math.nan, 1.0, True, searching=False)
 
 
 def test_steps_skipped_in_a_row_are_counted_over_attempts():

@@ -5,7 +5,6 @@ import pytest
 
 from hpclm.config import OptimConfig, Plan, ScalerConfig
 from hpclm.config.plan import Rampup
-from hpclm.errors import DivergedError
 from hpclm.optim.scaler import LossScale
 from hpclm.optim.schedules import learning_rate
 from tests.shared import shared
@@ -62,7 +61,7 @@ SCALERS = {
     "deepspeed_0.8.0_init2^12_window8_hyst2_min1": ScalerConfig(4096, 8, 2),
     "deepspeed_0.8.0_consecutive_hysteresis": ScalerConfig(4096, 8, 2, consecutive=True),
     "megatron_DynamicGradScaler_init2^12_interval8_hyst2_min1": ScalerConfig(4096, 8, 2),
-    "fairseq_init4_window8": ScalerConfig(4, 8, 1, minimum=1e-4, at_minimum="stop"),
+    "fairseq_init4_window8": ScalerConfig(4, 8, 1, minimum=1e-4),
 }
 
 
@@ -76,12 +75,9 @@ def test_the_loss_scale_moves_as_the_peers_does(name):
     assert found == traces[name]
 
 
-def test_the_loss_scale_stays_at_its_minimum_or_stops_there():
+def test_the_loss_scale_stays_at_its_minimum():
     stay = ScalerConfig(2.0, 8, 1, minimum=1.0)
     assert LossScale.first(stay).after(True, stay).after(True, stay).value == 1.0
-    stop = ScalerConfig(2.0, 8, 1, minimum=1.0, at_minimum="stop")
-    with pytest.raises(DivergedError, match=r"scaler.minimum=1.0"):
-        LossScale.first(stop).after(True, stop)
 
 
 def test_the_first_step_learns_unless_the_warmup_is_told_to_start_at_zero():
@@ -115,12 +111,9 @@ def test_inverse_sqrt_halves_when_time_quadruples():
     assert learning_rate(10_001, 1, 10_000, optim) == 0.1
 
 
-def test_growing_periods_restart_where_they_should():
-    optim = OptimConfig(
-        lr=1.0, min_lr=0.0, schedule="fairseq_cosine", period=10, period_growth=2.0, period_shrink=0.5, restarts=True
-    )
-    assert [learning_rate(at, 1, None, optim) for at in (0, 10, 30)] == pytest.approx([1.0, 0.5, 0.25])
-    assert learning_rate(20, 1, None, optim) == pytest.approx(0.25)  # half-way through the second, of 20
+def test_periods_restart_where_they_should():
+    optim = OptimConfig(lr=1.0, min_lr=0.0, schedule="fairseq_cosine", period=10, restarts=True)
+    assert [learning_rate(at, 1, None, optim) for at in (0, 10, 15, 20)] == pytest.approx([1.0, 0.1, 0.05, 0.01])
 
 
 def own_schedule(position, length, optim):

@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 from hpclm.config import ParallelConfig
-from hpclm.parallel.mesh import ALONE, Axis, Mesh, sub_axis
+from hpclm.parallel.mesh import SINGLE, Axis, Mesh, sub_axis
 
 
 def lines(axis, size, tensor, pipeline, monkeypatch):
@@ -36,7 +36,7 @@ def test_tensor_neighbours_are_next_to_each_other_and_stages_far_apart(monkeypat
 
 def test_one_process_needs_no_group():
     mesh = Mesh.build(0, 1, ParallelConfig())
-    assert {mesh.pp, mesh.dp, mesh.tp, mesh.model, mesh.world} == {ALONE}
+    assert {mesh.pp, mesh.dp, mesh.tp, mesh.model, mesh.world} == {SINGLE}
 
 
 def test_axes_of_the_same_ranks_share_a_group(monkeypatch):

@@ -10,7 +10,7 @@ from hpclm.distributed.context import single
 from hpclm.errors import ConfigError
 from hpclm.node.gpus import KINDS
 from hpclm.planning import forecast, suggest
-from hpclm.training import micro_batch as training
+from hpclm.planning import micro_batch as training
 from tests.forks import hpclm
 
 H200, H100 = KINDS["H200"], KINDS["H100"]

@@ -7,7 +7,7 @@ import pytest
 
 from hpclm import config
 from hpclm.node.gpus import KINDS
-from hpclm.planning import forecast, suggest
+from hpclm.planning import forecast
 from tests.forks import hpclm
 from tests.planning.scaling import rows
 
@@ -49,21 +49,6 @@ def test_more_nodes_never_help_a_gpu():
         found = forecast.of(replace(run, job=replace(run.job, nodes=nodes)), KINDS["H200"])
         rates.append(found.tokens_per_second / found.layout.gpus)
     assert rates == sorted(rates, reverse=True) and rates[-1] > 0.9 * rates[0]
-
-
-def test_a_suggestion_tells_what_twice_the_nodes_would_give():
-    run = config.load("configs/llama-7b.yaml", ["job.nodes=2", "job.gpus=8"])
-    best = suggest.ranked(run, KINDS["H200"])[0]
-    more = suggest.doubled(best, KINDS["H200"])
-    assert more.layout.gpus == 32 and more.samples == best.forecast.samples
-    assert 0.8 < more.tokens_per_second / best.forecast.tokens_per_second / 2 <= 1
-    words = ["configs/llama-7b.yaml", "--nodes", "2", "--gpus", "8", "--gpus-kind", "H200", "--suggest", "2"]
-    assert "on 4 nodes the first would reach" in hpclm("planner", *words, check=0).stdout
-
-
-def test_where_the_batch_cannot_be_divided_further_it_says_so():
-    words = ["configs/gpt-1b3.yaml", "--gpus", "8", "batch.global_size=8", "--suggest", "1"]
-    assert "batch.global_size=8 cannot be divided" in hpclm("planner", *words, check=0).stdout
 
 
 def test_a_table_of_files_takes_for_each_as_many_gpus_as_it_needs():

@@ -12,7 +12,7 @@ def test_each_attempt_says_what_it_did_lost_and_was_ended_by(tmp_path):
     found = history.read(made.preempted(tmp_path / "run"))
     assert [(a.first, a.last, a.lost) for a in found.attempts] == [(0, 30, 0), (30, 57, 17), (40, 70, 10), (60, 100, 0)]
     assert [a.ended for a in found.attempts] == [
-        "told to exit; saved, to be started again (SIGUSR1); PREEMPTED by job 99",
+        "SIGUSR1: saved at step 30, exiting; PREEMPTED by job 99",
         "node a2 failed (NODE_FAIL)",
         "rank 3 on a1: CUDA out of memory. Tried to allocate 2 GiB",
         "finished",
@@ -113,5 +113,7 @@ def test_steps_of_a_killed_attempt_are_kept_apart_and_counted_as_lost(tiny, tmp_
     assert (out / "metrics.lost.jsonl").read_text() == "".join(rows[8:])
     found = history.read(out)
     assert [(a.first, a.last, a.lost) for a in found.attempts] == [(0, 10, 2), (8, 12, 0)]
-    assert [row["step"] for row in found.steps] == list(range(1, 13)) and found.attempts[1].ended == "finished"
+    assert [row["step"] for row in found.steps] == list(range(1, 13)) and found.attempts[1].ended.startswith(
+        "done at step 12"
+    )
     assert 0 < found.goodput < 1 and found.attempts[0].seconds("lost") > 0

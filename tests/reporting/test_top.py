@@ -17,13 +17,13 @@ from rich.console import Console
 
 from hpclm import cli
 from hpclm.commands import top
-from hpclm.commands.top import Watch
+from hpclm.commands.top import TopScreen
 from hpclm.reporting import characters, screen
 from tests import runs
-from tests.reporting import made
 from tests.rundir.test_runs import make
 
 ROWS = [{"step": n, "loss": 5 - n / 10, "step_seconds": 2.0, "tokens_per_second": 100.0} for n in range(1, 41)]
+HOLDER = '{"host": "elsewhere", "pid": 5}'
 
 
 def attempt(**more):
@@ -37,23 +37,9 @@ def attempt(**more):
     }
 
 
-def test_a_curve_is_made_of_places_all_over_the_file(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(made.lines({**row, "more": "x" * 100} for row in ROWS[:5]))
-    assert characters.losses(path, 8) == [4.9, 4.8, 4.7, 4.6, 4.5]
-    rows = [made.row(step, step, loss=1000.0 - step) for step in range(1, 1000)]
-    path.write_text(made.lines(rows) + '{"step": 1000, "loss": 5')
-    found = characters.losses(path, 24)
-    assert len(found) == 24 and found == sorted(found, reverse=True) and found[0] > 980 and found[-1] <= 10
-    assert (
-        characters.sparkline(found)[0] == "█"
-        and characters.sparkline(found)[-1] == "▁"
-        and len(characters.sparkline(found)) == 24
-    )
+def test_a_loss_curve_is_a_bar_for_each_point():
+    assert characters.sparkline([3.0, 2.0, 1.0]) == "█▅▁"
     assert characters.sparkline([]) == "" and characters.sparkline([2.0, 2.0]) == "▁▁"
-    assert characters.losses(tmp_path / "nowhere", 24) == []
-    path.write_text('{"step": 1, "loss": null}\n{"loss": 1e400e}\n')
-    assert characters.losses(path, 24) == []
 
 
 def test_the_folder_is_named_with_an_option_as_for_other_verbs_or_without(tmp_path, capsys):
@@ -64,9 +50,8 @@ def test_the_folder_is_named_with_an_option_as_for_other_verbs_or_without(tmp_pa
 
 
 def test_where_there_is_no_terminal_it_prints_plain_lines(tmp_path, capsys, monkeypatch):
-    log = "2026-01-01 10:00:02,000 I done at step 40, 40 samples; next: ls\n"
-    make(tmp_path / "runs" / "a", [attempt()], ROWS, lock="{}", log_txt=log)
-    make(tmp_path / "runs" / "b\x1b[31m", [attempt(host="elsewhere")], ROWS[:7], lock='{"host": "elsewhere", "pid": 5}')
+    make(tmp_path / "runs" / "a", [attempt()], ROWS, ("done", "done at step 40, 40 samples", 0), lock="{}")
+    make(tmp_path / "runs" / "b\x1b[31m", [attempt()], ROWS[:7], lock=HOLDER, lock_beat="1 1")
     assert cli.main(["top", str(tmp_path / "runs")]) == 0
     heads, running, done = capsys.readouterr().out.splitlines()
     assert heads.split()[:5] == ["RUN", "STATE", "STEP", "LOSS", "LOSS"] and "CURVE" in heads
@@ -81,16 +66,16 @@ def test_slurm_is_not_asked_at_every_look(tmp_path, monkeypatch):
     (tmp_path / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     run = make(tmp_path / "runs" / "a", [attempt(job_id="7")], ROWS[:5])
-    watch = Watch(tmp_path / "runs")
-    first = watch.row(watch.look()[0])
-    assert watch.row(watch.look()[0]) == first and (tmp_path / "asked").read_text() == "asked\n"
+    watch = TopScreen(tmp_path / "runs")
+    first = top.row(watch.look()[0])
+    assert top.row(watch.look()[0]) == first and (tmp_path / "asked").read_text() == "asked\n"
     make(run, [attempt(job_id="7"), attempt(job_id="8")], ROWS)
-    assert watch.row(watch.look()[0])[4] != first[4] and (tmp_path / "asked").read_text() == "asked\n" * 2
+    assert top.row(watch.look()[0])[4] != first[4] and (tmp_path / "asked").read_text() == "asked\n" * 2
 
 
 @pytest.mark.parametrize("colour", [True, False])
 def test_on_a_terminal_it_is_live_until_ctrl_c_and_without_colour_where_that_is_wished(colour, tmp_path):
-    make(tmp_path / "runs" / "a", [attempt(host="elsewhere")], ROWS[:7], lock='{"host": "elsewhere", "pid": 5}')
+    make(tmp_path / "runs" / "a", [attempt()], ROWS[:7], lock=HOLDER, lock_beat="1 1")
     outer, inner = pty.openpty()
     fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("4H", 24, 160, 0, 0))
     env = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(runs.ROOT)}

@@ -14,10 +14,8 @@ def quick(monkeypatch):
     monkeypatch.setattr(following, "pause", time.sleep)
 
 
-@pytest.mark.parametrize("block", [1, 3, 7, 1 << 18])
 @pytest.mark.parametrize("end", ["", "\n", "\n\n"])
-def test_the_last_lines_are_those_of_tail(block, end, tmp_path, monkeypatch):
-    monkeypatch.setattr(following, "BLOCK", block)
+def test_the_last_lines_are_those_of_tail(end, tmp_path):
     text = "\n".join(["", "one", "", "zwölf", "3"]) + end
     (tmp_path / "log").write_text(text)
     lines = [line.encode() + b"\n" for line in text.removesuffix("\n").split("\n")]

@@ -10,6 +10,7 @@ from hpclm.commands import resume, status
 from hpclm.commands.cancel import outcome
 from hpclm.rundir import rows, runs, submissions
 from hpclm.rundir.status import status_of
+from hpclm.rundir.summary import RunSummary
 from hpclm.training import records
 from hpclm.training.metrics import forget_after
 from tests.rundir.test_runs import make
@@ -47,6 +48,14 @@ GOOD = {
         "launcher": "Slurm",
     },
     "ends.jsonl": {"time": "2026-01-01T00:00:00+0000", "attempt": 1, "code": 85, "step": 3},
+    "summary.json": {
+        **{"state": "running", "ending": "", "step": 3, "steps": 20, "loss": 2.5, "step_seconds": 1.0, "stepped": 1.0},
+        **{"tokens_per_second": 10.0, "attempts": 1, "starts": [0], "curve": [2.5], "spiking_since": None},
+        **{
+            "attempt": {"time": "2026-01-01T00:00:00+0000", "from_step": 0, "host": "elsewhere", "pid": 1},
+            "code": None,
+        },
+    },
     "jobs.jsonl": json.loads(json.dumps(vars(submissions.Submission("local", "999999", "elsewhere", 1, 2, "log")))),
     "lock": {"host": "elsewhere", "pid": 1, "job": None},
     "ranks.json": {"slow": [{"rank": 1, "host": "elsewhere", "times": 2.0}]},
@@ -67,6 +76,7 @@ def told(out):
     run = runs.read(out)
     standing = status_of(run, {})
     parts = [*status.table([standing]), *status.detail(standing), json.dumps(status.values(standing), allow_nan=False)]
+    RunSummary(out).write()
     parts += [outcome(out), *resume.words(run, []), *run.jobs, *map(str, run.processes)]
     "\n".join(parts).encode()
     return standing
@@ -113,11 +123,13 @@ ROWS = [
 def test_an_invalid_row_is_skipped(name, change, tmp_path):
     for each, row in GOOD.items():
         (tmp_path / each).write_text(line(row))
+    (tmp_path / "summary.json").unlink()
     before = runs.read(tmp_path)
     (tmp_path / name).write_text(line(GOOD[name]) + line(GOOD[name] | change))
     after = runs.read(tmp_path)
-    assert (after.rows, after.attempts, after.submissions) == (before.rows, before.attempts, before.submissions)
-    assert before.rows and before.attempts and before.submissions and before.holder and before.slow
+    assert (after.step, after.summary["loss"], after.attempts) == (3, 2.5, before.attempts)
+    assert after.submissions == before.submissions
+    assert before.attempts and before.submissions and before.holder and before.slow
     told(tmp_path)
 
 
@@ -130,18 +142,14 @@ def test_lines_that_are_nested_too_deep_or_have_too_many_digits_are_no_rows():
 def test_no_command_ends_in_a_traceback_on_odd_files(tmp_path):
     odd = [{**GOOD["metrics.jsonl"], key: value} for key in GOOD["metrics.jsonl"] for value in ODD]
     begun = [{**GOOD["attempts.jsonl"], key: value} for key in GOOD["attempts.jsonl"] for value in ODD]
-    out = make(tmp_path / "run", begun, odd, config_yaml="budget: {steps: many}\nbatch: {global_size: 8}\n")
+    out = make(
+        tmp_path / "run", begun, odd, summary=False, config_yaml="budget: {steps: many}\nbatch: {global_size: 8}\n"
+    )
     (out / "ends.jsonl").write_text("".join(line({"attempt": value}) for value in ODD))
     (out / "jobs.jsonl").write_text("".join(line({**GOOD["jobs.jsonl"], "nodes": value}) for value in ODD))
     for words in (["status"], ["status", "--json"], ["logs"], ["cancel"], ["checkpoints"], ["resume"], ["save-now"]):
         done = hpclm(*words, out)
         assert done.returncode in (0, 64) and "Traceback" not in done.stderr, (words, done.stderr)
-
-
-@pytest.mark.parametrize("budget", ["{steps: many}", "{steps: -1}", "{tokens: 5}", "{samples: [1]}", "[" * 5000])
-def test_an_invalid_budget_plans_no_steps(budget, tmp_path):
-    text = f"budget: {budget}\nbatch: {{global_size: 8, rampup: [0, 0, 0]}}\nmodel: {{context: 0}}\n"
-    assert runs.read(make(tmp_path, config_yaml=text)).total is None
 
 
 def test_the_line_after_a_truncated_one_is_read(tmp_path):

@@ -1,6 +1,8 @@
 """Sinks that misbehave, and one that writes down what it is sent; named in log.sinks as tests.sinks.own:Name."""
 
 import json
+import os
+import sys
 import time
 
 
@@ -22,9 +24,11 @@ class Written:
 
 
 class Refuses(Written):
-    """Cannot be reached."""
+    """Cannot be reached, and its library prints."""
 
     def __init__(self, run):
+        print("line of a library", flush=True)
+        print("line of a library", file=sys.stderr, flush=True)
         raise ConnectionError("no route to host")
 
 
@@ -46,26 +50,4 @@ class Dies(Written):
     """Takes its process with it."""
 
     def send(self, rows, before):
-        import os
-
         os.kill(os.getpid(), 9)
-
-
-class Chatty(Written):
-    """Its library prints without end, and a process that the library has started prints a lot."""
-
-    def __init__(self, run):
-        import subprocess
-        import sys
-        import threading
-
-        super().__init__(run)
-        code = "for number in range(1_000_000): print(number, 'from a process of the library')"
-        subprocess.Popen([sys.executable, "-c", code])
-        threading.Thread(target=self.print, daemon=True).start()
-
-    def print(self):
-        import itertools
-
-        for number in itertools.count():
-            print(f"line {number} of a library that prints {'a lot' * 1000}", flush=True)

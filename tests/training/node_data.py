@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hpclm import config
-from hpclm.data import index_cache
-from hpclm.data.disk import indexed
+from hpclm.data import index_cache, indexed
 from hpclm.distributed.bootstrap import World
 from hpclm.distributed.context import DistributedContext, single
 from hpclm.errors import ConfigError
@@ -43,7 +42,8 @@ def reads(folders, words):
     indexed.fingerprint = index_cache.fingerprint = counted
     sys.addaudithook(watch)
     run = config.load(None, words)
-    source, train, held, _ = setup.data(run, run.plan(size), context, rank, torch.device("cpu"))
+    data = setup.data(run, context, rank, torch.device("cpu"))
+    source, train, held = data.source, data.train, data.held_out
     rows = np.empty((3, run.model.context + 1), train.samples.dtype)
     for index, row in enumerate(rows):
         train.samples.read(index, row)

@@ -4,8 +4,7 @@ import json
 import math
 
 from hpclm import cli
-from hpclm.reporting import history
-from hpclm.rundir import logs
+from hpclm.rundir import endings
 from hpclm.training import log_lines
 
 
@@ -14,10 +13,11 @@ def test_lines_of_steps_hold_the_run_s_numbers_and_what_reads_the_log_knows_them
     lines = (tmp_path / "run/log.txt").read_text().splitlines()
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
-    told = [line[26:] for line in lines if logs.STEPS.search(line)]
-    assert [int(history.STEP.match(line)[1]) for line in told] == [1, 4, 8, 12]
+    told = [line[26:] for line in lines if endings.TRAINS.search(line) and " step " in line and " loss " in line]
+    assert [int(line.split()[1].partition("/")[0]) for line in told] == [1, 4, 8, 12]
     assert told[2].startswith(f"step 8/12  loss {sum(losses[n] for n in range(5, 9)) / 4:.4f}  lr ")
-    assert logs.last_words(tmp_path / "run/log.txt")[0] == "done"
+    assert endings.ending([*lines, "10:00:00,000 E no luck"]) == ("failed", "no luck")
+    assert endings.ending(["10:00:00,000 E no luck", *lines]) == ("", "")
 
 
 def test_the_perplexity_of_a_loss_that_is_not_finite_hides_nothing():

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpclm.data.disk.writer import Writer
+from hpclm.datasets.writer import Writer
 from tests import ranks
 from tests.training.node_data import reads, refusal
 
@@ -81,11 +81,11 @@ def test_an_error_of_the_rank_that_reads_for_another_node_ends_every_rank(node):
 
 
 def test_an_index_that_is_gone_when_the_others_come_is_made_again(node, tmp_path):
-    from hpclm.data.findings import Findings
     from hpclm.data.index_cache import kept
+    from hpclm.data.shared_facts import SharedFacts
 
-    findings = Findings()
-    kept(tmp_path / "index", {"seed": 1}, lambda: {"a": np.arange(3)}, findings)
+    facts = SharedFacts()
+    kept(tmp_path / "index", {"seed": 1}, lambda: {"a": np.arange(3)}, facts)
     shutil.rmtree(tmp_path / "index")
-    again = kept(tmp_path / "index", {"seed": 1}, lambda: {"a": np.arange(3)}, Findings(findings.known))
+    again = kept(tmp_path / "index", {"seed": 1}, lambda: {"a": np.arange(3)}, SharedFacts(facts.known))
     assert again["a"].tolist() == [0, 1, 2] and list(Path(tmp_path / "index").glob("*/a.npy"))

@@ -15,21 +15,18 @@ from hpclm.distributed.context import DistributedContext
 from hpclm.distributed.rendezvous import RankInfo
 from hpclm.distributed.shutdown import Shutdown
 from hpclm.distributed.watchdog import Watchdog
-from hpclm.engine import DeviceResult
+from hpclm.engine import StepResult
 from hpclm.node.notify import Notifier
 from hpclm.node.preemption import Preemption
 from hpclm.optim.guard import Guard
+from hpclm.parallel.async_all_reduce import AsyncAllReduce, Reduction
 from hpclm.parallel.mesh import Mesh
-from hpclm.parallel.step_vector import Reduction, StepVector
-from hpclm.planning import pretend, trace
-from hpclm.planning.building import built
-from hpclm.planning.record import Recorder
+from hpclm.planning import simulate
+from hpclm.planning.fake_gpu import CUDA, fake_gpu
 from hpclm.sinks.process import Sinks
 from hpclm.training import loop
-from hpclm.training.agreement import Agreement, Trained
-from hpclm.training.control import RunControl
-from hpclm.training.deadline import Deadline
-from hpclm.training.metrics import Mute
+from hpclm.training.control import ControlSync, LocalState, RunControl, StepClock
+from hpclm.training.metrics import NullMeter
 from hpclm.training.profile import Profile
 from hpclm.training.results import Results
 from hpclm.training.saver import Saver
@@ -41,32 +38,35 @@ WORDS += ["batch.micro_size=2", "batch.global_size=8", f"job.gpus={RANKS}", "dat
 WORDS += [f"stop_at={STEPS}", "checkpoint.enabled=false", "engine.compile=false"]
 
 
-class Turns(Recorder):
-    """The operations, and how many there had been before each step and each wait."""
+class Turns:
+    """How many collectives and waits there had been before each step, and how many collectives were the engine's."""
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.began, self.waited = [], []
+    def __init__(self, engine, counter):
+        self._train_step, self._counter, self.began, self.engines = engine.train_step, counter, [], 0
+        engine.train_step = self.train_step
 
-    def wait(self, what):
-        super().wait(what)
-        self.waited.append(len(self.operations))
+    def begin(self):
+        self.began.append((self._counter.calls.total() - self.engines, self._counter.waits))
+
+    def train_step(self, *args):
+        before = self._counter.calls.total()
+        result = self._train_step(*args)
+        self.engines += self._counter.calls.total() - before
+        return result
 
 
 class Vectors:
-    """Which vectors have been read, and how many had been sent by then; they have this rank's numbers, since the device that
-    is not there has none."""
+    """Which vectors have been read, and how many had been sent by then; they have this rank's numbers, since fake tensors have none."""
 
     def __init__(self):
         self.sent, self.read = [], []
-        self._start, self._read = StepVector.start, Reduction.read
+        self._start, self._read = AsyncAllReduce.start, Reduction.read
 
     def starting(self):
         def start(vector, values):
             reduction = self._start(vector, values)
-            self.sent.append(
-                (reduction, [0.0 if isinstance(value, torch.Tensor) else float(value) for value in values])
-            )
+            known = {name: 0.0 if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+            self.sent.append((reduction, known))
             return reduction
 
         return start
@@ -80,12 +80,21 @@ class Vectors:
 
         return read
 
+    def asking(self):
+        ask = DistributedContext.all_reduce_max
 
-def traced(tmp_path, *words):
-    """A whole run of rank 0, by real loop, session and agreement: of its steps but the first and the last two the operations
-    on the device, collectives between CPUs, and waits; and of its vectors when each was read."""
+        def all_reduce_max(context, *values):
+            ask(context, *values)
+            return list(values)
+
+        return all_reduce_max
+
+
+def simulated(tmp_path, *words):
+    """A whole run of rank 0, by real loop, session and control: of its steps but the first and the last two the collectives
+    that are not the engine's, and waits; and of its vectors when each was read."""
     run = config.load("configs/gpt2-124m.yaml", [*WORDS, f"out={tmp_path}", *words])
-    world, turns, vectors = World("single", 0, RANKS), Turns(), Vectors()
+    world, turns, vectors = World("single", 0, RANKS), [], Vectors()
     me = RankInfo.of(world)
     quiet = ClusterConfig(hang_minutes=0, slow=0)
     context = DistributedContext(world, (me,) * RANKS, Watchdog(quiet, (me,), me, Shutdown(me, (me,))))
@@ -93,67 +102,75 @@ def traced(tmp_path, *words):
     @contextmanager
     def session(*_):
         mesh = Mesh.build(0, RANKS, run.parallel)
-        engine = built(run, mesh, pretend.CUDA, trace.DTYPES["bf16"])
-        store, trained = CheckpointStore(tmp_path / "checkpoints", Retention(), {}, context), Trained(0.0)
-        agreement = Agreement(
-            context, StepVector(mesh.world, pretend.CUDA), Preemption(), store, trained, None, None, None
-        )
+        engine = simulate.build(run, mesh)
+        turns.append(Turns(engine, counter))
+        store, clock = CheckpointStore(tmp_path / "checkpoints", Retention(), {}, context), StepClock(0.0)
+        local = LocalState(context, store, Preemption(), clock, None, None)
+        sync = ControlSync(local, AsyncAllReduce(mesh.world, CUDA), None)
         guard, saver, plan = Guard(run.optim), Saver(store, run, 0), run.plan(RANKS)
-        deadline, length = Deadline(agreement, saver), config.plan.Length(None, None)
-        results = Results(agreement, trained, guard, Mute(), run.scaler.minimum)
-        control = RunControl(run, length, engine, agreement, saver, deadline, guard, None, lambda step: None)
+        length, meter = config.plan.Length(None, None), NullMeter({})
 
         def step(samples):
-            turns.began.append(len(turns.operations))
-            return [trace._batch(run)] * plan.accumulation(samples)
+            turns[0].begin()
+            return [simulate.micro_batch(run)] * plan.accumulation(samples)
 
-        profile = Profile(run.profile, tmp_path, 0, pretend.CUDA)
+        profile = Profile(run.profile, tmp_path, 0, CUDA)
         yield Session(
-            run, context, plan, length, pretend.CUDA, engine, SimpleNamespace(step=step), [], guard, control,
-            deadline, results, Mute(), Progress(), profile, None, Sinks([], tmp_path), Notifier([], run.name, run.out),
-        )  # fmt: skip
+            config=run,
+            context=context,
+            plan=plan,
+            length=length,
+            device=CUDA,
+            engine=engine,
+            train=SimpleNamespace(step=step),
+            held_out=[],
+            guard=guard,
+            control=RunControl(run, length, engine, sync, saver, guard),
+            results=Results(sync, clock, guard, meter, run.scaler.minimum),
+            meter=meter,
+            progress=Progress(),
+            profile=profile,
+            attempt=None,
+            sinks=Sinks([], tmp_path),
+            notifier=Notifier([], run.name, run.out),
+        )
 
-    with pytest.MonkeyPatch.context() as patched, pretend.ranks(0, RANKS), pretend.gpu(turns), turns:
+    with pytest.MonkeyPatch.context() as patched, fake_gpu(0, RANKS) as counter:
         patched.setattr(loop, "open_session", session)
-        patched.setattr(StepVector, "start", vectors.starting())
+        patched.setattr(AsyncAllReduce, "start", vectors.starting())
         patched.setattr(Reduction, "read", vectors.reading())
+        patched.setattr(DistributedContext, "all_reduce_max", vectors.asking())
         assert loop.run(run, context) == 0
-    edges = [*turns.began, len(turns.operations)]
-    steps = []
-    for begin, end in pairwise(edges[2:-1]):
-        collectives = [each for each in turns.operations[begin:end] if each.kind == "collective"]
-        between_cpus = [each for each in collectives if each.on_host]
-        agreed = [each for each in collectives if "step_vector" in each.place.file]
-        steps.append((len(between_cpus), len(agreed), sum(begin < at <= end for at in turns.waited)))
-    return steps, vectors.read
+        turns[0].begin()
+    return [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(turns[0].began[2:-1])], vectors.read
 
 
-USUAL = [(0, 1, 1)] * (STEPS - 3), [(1, 1), *((step, step + 1) for step in range(2, STEPS)), (STEPS, STEPS)]
-"""No collective between CPUs, one vector, and one wait a step, which is for the step before; the first and the last step are
+USUAL = [(1, 1)] * (STEPS - 3), [(1, 1), *((step, step + 1) for step in range(2, STEPS)), (STEPS, STEPS)]
+"""One vector, nothing else between ranks, and one wait a step, which is for the step before; the first and the last step are
 waited for at once."""
 
 
 @pytest.mark.parametrize("words", [[], ["engine.name=fsdp2"], ["parallel.tensor=2", "batch.global_size=4"]])
 def test_a_step_waits_for_the_one_before_it_and_asks_nothing_between_cpus(words, tmp_path):
-    assert traced(tmp_path, *words) == USUAL
+    assert simulated(tmp_path, *words) == USUAL
 
 
 def test_a_question_between_cpus_that_is_put_back_is_seen(tmp_path, monkeypatch):
-    hear = RunControl.hear
-    monkeypatch.setattr(RunControl, "hear", lambda self, orders: [hear(self, orders), self.agreement()])
-    steps, _ = traced(tmp_path)
-    assert steps == [(1, 1, 1)] * (STEPS - 3)
+    apply = RunControl.apply
+    monkeypatch.setattr(RunControl, "apply", lambda self, state: [apply(self, state), self.sync.poll()])
+    steps, _ = simulated(tmp_path)
+    assert steps == [(2, 2)] * (STEPS - 3)
 
 
 def test_a_wait_for_the_same_step_that_is_put_back_is_seen(tmp_path, monkeypatch):
     queue = Results.queue
     monkeypatch.setattr(Results, "queue", lambda self, step: [queue(self, step), self.read()][1])
-    _, read = traced(tmp_path)
+    _, read = simulated(tmp_path)
     assert read == [(step, step) for step in range(1, STEPS + 1)]
 
 
 def test_a_loss_that_is_looked_at_is_seen(tmp_path, monkeypatch):
-    values = DeviceResult.values
-    monkeypatch.setattr(DeviceResult, "values", lambda self: [*values(self)[:2], float(self.skipped)])
-    steps, _ = traced(tmp_path)
-    assert steps == [(0, 1, 2)] * (STEPS - 3)
+    init = StepResult.__init__
+    monkeypatch.setattr(StepResult, "__init__", lambda self, *args: [init(self, *args), self.loss][0])
+    steps, _ = simulated(tmp_path)
+    assert steps == [(1, 2)] * (STEPS - 3)

@@ -11,8 +11,8 @@ import pytest
 from hpclm import cli
 from hpclm.checkpoint import store as stores
 from hpclm.training import metrics, writer
-from hpclm.training.agreement import Agreement
-from hpclm.training.writer import Writer
+from hpclm.training.control import ControlSync
+from hpclm.training.writer import WriterThread
 from tests.runs import lines, losses
 
 
@@ -23,7 +23,7 @@ def test_work_is_done_in_order_by_another_thread_and_flush_waits_for_it():
         time.sleep(0.001)
         done.append((number, threading.current_thread().name))
 
-    with Writer() as write:
+    with WriterThread() as write:
         for number in range(20):
             write(lambda number=number: work(number))
         write.flush()
@@ -35,7 +35,7 @@ def test_work_is_done_in_order_by_another_thread_and_flush_waits_for_it():
 def test_more_work_than_may_wait_waits(monkeypatch):
     monkeypatch.setattr(writer, "MOST", 2)
     door, given = threading.Event(), []
-    with Writer() as write:
+    with WriterThread() as write:
 
         def give():
             for number in range(5):
@@ -53,7 +53,7 @@ def test_more_work_than_may_wait_waits(monkeypatch):
 @pytest.mark.parametrize("told", ["call", "flush", "end"])
 def test_an_error_reaches_the_thread_that_gave_the_work(told):
     done = []
-    with pytest.raises(ZeroDivisionError), Writer() as write:
+    with pytest.raises(ZeroDivisionError), WriterThread() as write:
         write(lambda: 1 / 0)
         write(lambda: done.append(1))
         if told == "flush":
@@ -64,7 +64,7 @@ def test_an_error_reaches_the_thread_that_gave_the_work(told):
 
 
 def test_an_error_of_the_block_is_not_hidden():
-    with pytest.raises(KeyError), Writer() as write:
+    with pytest.raises(KeyError), WriterThread() as write:
         write(lambda: 1 / 0)
         raise KeyError
 
@@ -114,8 +114,8 @@ def test_all_steps_of_a_checkpoint_are_on_the_disk_before_it_is_there(background
 def test_an_evaluation_asks_the_ranks_about_once_a_second(tiny, tmp_path, monkeypatch):
     """Each has 40 micro-batches."""
     asked = []
-    ask = Agreement.__call__
-    monkeypatch.setattr(Agreement, "__call__", lambda self: [asked.append(1), ask(self)][1])
+    poll = ControlSync.poll
+    monkeypatch.setattr(ControlSync, "poll", lambda self: [asked.append(1), poll(self)][1])
     quiet = ["budget.steps=8", "checkpoint.every=0", "checkpoint.grace_seconds=1000"]
     assert cli.main(["train", *tiny("plain", *quiet, "evaluate.every=0")]) == 0
     plain, asked[:] = len(asked), []

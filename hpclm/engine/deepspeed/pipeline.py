@@ -5,7 +5,7 @@ Every process of a stage reads its replica's micro-batches itself, so only activ
 
 import contextlib
 import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, islice
 from types import SimpleNamespace
 from typing import Any
@@ -19,20 +19,17 @@ from torch import Tensor, nn
 from hpclm.config import RunConfig
 from hpclm.config.deepspeed import settings
 from hpclm.data.batches import Batch
-from hpclm.engine import StepResult, keep_going
+from hpclm.engine.base import stack_of
 from hpclm.engine.deepspeed import library
-from hpclm.engine.deepspeed.state import PartitionedOptimizer, Wrapped
-from hpclm.engine.deepspeed.zero import finite_or_nan
-from hpclm.engine.sharded_parameter import ShardedParameter, decay_groups
-from hpclm.engine.stages import owned_weights, owners, stages
-from hpclm.engine.step import seed_step, seeds, token_weights
+from hpclm.engine.deepspeed.state import PartitionedOptimizer
+from hpclm.engine.deepspeed.zero import WrappedEngine, finite_or_nan
+from hpclm.engine.sharded_parameter import ShardedParameter
+from hpclm.engine.stages import owners, stages
+from hpclm.engine.step import StepInputs
 from hpclm.model import gpt
 from hpclm.model.gpt import LayerSpec
 from hpclm.model.init import materialize_on
-from hpclm.model.loss import TokenLoss
 from hpclm.model.stack import Stack
-from hpclm.optim.adamw import groups
-from hpclm.optim.scaler import LossScale
 from hpclm.parallel.collectives import all_reduce
 from hpclm.parallel.mesh import Mesh
 
@@ -62,7 +59,10 @@ class Pipeline(PipelineModule):
         """``stack``: this process's stage, which is the only one that DeepSpeed builds. ``parts``: the layers of all."""
         shared = [name for name, members in owners(parts).items() if len(members) > 1]
         weights = [
-            f"stack.layers.{name}.{weight}" for name in shared if name in stack.layers for weight in named(stack, name)
+            f"stack.layers.{name}.{weight}"
+            for name in shared
+            if name in stack.layers
+            for weight, _ in stack.layers[name].named_parameters()
         ]
         layers = [
             TiedLayerSpec("shared", Part, stack, tied_weight_attr=weights)
@@ -79,93 +79,69 @@ class Pipeline(PipelineModule):
 
         If DeepSpeed accumulates gradients in another type, it keeps them in ``grad_accum`` but does not look for them there.
         """
-        found = [
+        tied = [
             (getattr(weight, "grad_accum", None), weight, group)
             for weight, group in super().get_tied_weights_and_groups()
         ]
-        return [(weight if kept is None else SimpleNamespace(grad=kept), group) for kept, weight, group in found]
+        return [(weight if kept is None else SimpleNamespace(grad=kept), group) for kept, weight, group in tied]
 
 
-def named(stack: Stack, layer: str) -> list[str]:
-    """The names of the weights in a layer."""
-    return [name for name, _ in stack.layers[layer].named_parameters()]
+class PipelineEngine(WrappedEngine):
+    """One stage of a pipeline. Steps cannot be abandoned: the stages are never between the same two micro-batches."""
 
-
-class PipelineEngine(Wrapped):
-    """One stage of a pipeline."""
+    backward_timer = "forward_backward"
 
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
         library.begin(device)
-        self.config, self.mesh, self.device = config, mesh, device
-        self.specs = gpt.layers(config.model, config.engine, dtype, config.seed, mesh.tp)
-        parts = stages(config, self.specs, mesh, device, dtype)
-        self.model = Stack(
-            config.model,
-            parts[mesh.pp.rank],
-            dtype,
-            mesh.tp,
-            TokenLoss(config.engine.loss_chunk, compile=bool(config.engine.compile)),
-            config.engine.recompute_every,
-            wrap=materialize_on(device, mesh.tp),
-        )
+        specs = gpt.layers(config.model, config.engine, dtype, config.seed, mesh.tp)
+        parts = stages(config, specs, mesh, device, dtype)
+        model = stack_of(config, mesh, dtype, parts[mesh.pp.rank], materialize_on(device, mesh.tp))
         if config.engine.compile:
-            self.model.compile_blocks(whole=False)  # its hooks break graphs
-        where = {name: found for name, found in owners(parts).items() if mesh.pp.rank in found}
-        self.weights = tuple(
-            ShardedParameter(
-                name, p, self.model.placements[name], duplicate=where[name.split(".")[0]][0] != mesh.pp.rank
-            )
-            for name, p in self.model.weights()
-        )
-        library.mark_split(self.weights)
-        pipeline = Pipeline(self.model, parts, mesh)
+            model.compile_blocks(whole=False)  # its hooks break graphs
+        first = {name: holders[0] for name, holders in owners(parts).items() if mesh.pp.rank in holders}
+        weights = [
+            ShardedParameter(name, p, model.placements[name], duplicate=first[name.split(".")[0]] != mesh.pp.rank)
+            for name, p in model.weights()
+        ]
+        library.mark_split(weights)
+        super().__init__(config, mesh, device, model, weights)
+        pipeline = Pipeline(model, parts, mesh)
         self.part: Any = pipeline.forward_funcs[0]
-        for weight in self.weights:
+        for weight in weights:
             weight.parameter.ds_pipe_replicated = weight.duplicate  # type: ignore[attr-defined]  # the norm counts it once
         self.plan = config.plan(mesh.world.size)
-        decaying, others = decay_groups(self.weights, config.optim.decayed == "all")
-        optimizer = library.optimizer(groups(decaying, others, config.optim), config.optim)
+        optimizer = self.optimizer
         held = [list(group["params"]) for group in optimizer.param_groups]
-        self.engine = library.initialize(
-            model=pipeline,
-            optimizer=optimizer,
-            config=settings(config, self.plan, library.NAMES[dtype], device.type == "cuda"),
-        )
-        self.state = PartitionedOptimizer(self.engine.optimizer, optimizer, held, mesh.dp)
-        self.scale = LossScale.first(config.scaler) if dtype == torch.float16 else None
+        tree = settings(config, self.plan, library.NAMES[dtype], device.type == "cuda")
+        self.engine = library.initialize(model=pipeline, optimizer=optimizer, config=tree)
+        self.state = PartitionedOptimizer(self.engine.optimizer, optimizer, self.state.kind, held, mesh.dp)
 
-    def train_step(
-        self, batches: Sequence[Batch], lr: float, step: int, between: Callable[[int], None] = keep_going
-    ) -> StepResult:
-        """All micro-batches through all stages; DeepSpeed reduces, clips, updates, and skips what is not finite.
-
-        ``between`` is not called: the stages are never between the same two micro-batches.
-        """
-        config, mesh, engine, part = self.config, self.mesh, self.engine, self.part
-        scale = self.scale.value if self.scale else 1.0
+    def forward_backward(self, inputs: StepInputs, factor: float) -> Tensor:
+        """All micro-batches through all stages, and the update, in which DeepSpeed reduces, clips, and skips what is not finite."""
+        engine, count = self.engine, len(inputs.batches)
         if self.scale:
-            engine.optimizer.override_loss_scale(scale)
-        seed_step(config.seed, step, mesh.world.rank)
-        count = len(batches)
+            engine.optimizer.override_loss_scale(factor)
         if count != engine.micro_batches:
-            engine.set_train_batch_size(count * self.plan.micro_size * mesh.dp.size)
-        random = gpt.random(config.model)
-        found = seeds(config.seed, step, count, mesh.dp) if random else [None] * count
+            engine.set_train_batch_size(count * self.plan.micro_size * self.mesh.dp.size)
         # DeepSpeed averages over micro-batches; the token weights include the scale already, where fp16 needs it
-        weights = [w * scale for w in token_weights(batches, config.batch.loss_norm, mesh.dp)]
-        part.queue, part.factor = iter(zip(batches, weights, found, strict=True)), count / scale
-        for group in engine.optimizer.param_groups:
-            group["lr"] = lr
-        with torch.autograd.set_detect_anomaly(config.engine.anomaly, check_nan=self.scale is None):
-            loss = engine.train_batch(ids(batches))
-        return self.result(
-            loss.double() * mesh.dp.size, scale
-        )  # DeepSpeed returns the mean over replicas of their contributions
+        weights = [weight * factor for weight in inputs.weights]
+        self.part.queue = iter(zip(inputs.batches, weights, inputs.seeds, strict=True))
+        self.part.factor = count / factor
+        with self.timers(self.backward_timer):
+            loss = engine.train_batch(ids(inputs.batches))
+        return loss.double() * self.mesh.dp.size  # DeepSpeed returns the mean over replicas of their contributions
+
+    def finish_backward(self) -> None:
+        """Done by train_batch."""
+
+    def update(self, loss: Tensor, scale: float) -> dict[str, Tensor | float]:
+        """Done by train_batch."""
+        return self.outcome()
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss per token; holds one micro-batch per stage, so that every stage is busy."""
-        found = torch.zeros(2, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.part.factor = 1.0
         for _, alike in groupby(batches, lambda batch: batch.tokens.shape):
             self.engine.reset_activation_shape()
@@ -177,14 +153,10 @@ class PipelineEngine(Wrapped):
                 )
                 if self.mesh.pp.last:
                     shares = [torch.stack([x.double(), m.sum().double()]) for x, m in zip(losses, masks, strict=True)]
-                    found += torch.stack(shares).sum(0)
+                    sums += torch.stack(shares).sum(0)
         self.engine.reset_activation_shape()
-        total, counted = all_reduce(found, self.mesh.world)
+        total, counted = all_reduce(sums, self.mesh.world)
         return (total / counted.clamp(min=1)).item()
-
-    def expected_weights(self, given: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """The weights of this stage's layers, and any that belong to no layer."""
-        return owned_weights(given, self.specs, self.model)
 
 
 def ids(batches: Sequence[Batch]) -> Iterator[tuple[Tensor, None]]:

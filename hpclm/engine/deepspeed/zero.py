@@ -1,6 +1,7 @@
 """ZeRO without a pipeline: optimizer state, gradients and weights sharded over the replicas."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
@@ -9,36 +10,21 @@ from torch import Tensor, nn
 
 from hpclm.config import RunConfig
 from hpclm.config.deepspeed import settings, stage_of
-from hpclm.data.batches import Batch
-from hpclm.engine import StepResult, keep_going
-from hpclm.engine.base import BaseEngine
+from hpclm.engine import StepResult
+from hpclm.engine.base import BaseEngine, whole_model
 from hpclm.engine.deepspeed import library
-from hpclm.engine.deepspeed.state import PartitionedOptimizer, PartitionedWeights, Wrapped
-from hpclm.engine.sharded_parameter import ShardedParameter, decay_groups
-from hpclm.engine.step import Timers, mean_loss, seed_step, seeds, token_weights
-from hpclm.model import gpt
+from hpclm.engine.deepspeed.state import PartitionedOptimizer, PartitionedState, PartitionedWeights
+from hpclm.engine.sharded_parameter import ShardedParameter
+from hpclm.engine.step import StepInputs
 from hpclm.model.init import materialize_on
-from hpclm.model.loss import TokenLoss
 from hpclm.model.stack import Stack, WrapLayer
-from hpclm.optim.adamw import groups
-from hpclm.optim.scaler import LossScale
-from hpclm.parallel.collectives import all_reduce
 from hpclm.parallel.mesh import Mesh
 
 
 def stack(config: RunConfig, mesh: Mesh, dtype: torch.dtype, wrap: WrapLayer) -> Stack:
     """The whole model."""
-    engine = config.engine
-    model = Stack(
-        config.model,
-        gpt.layers(config.model, engine, dtype, config.seed, mesh.tp),
-        dtype,
-        mesh.tp,
-        TokenLoss(engine.loss_chunk, compile=bool(engine.compile)),
-        engine.recompute_every,
-        wrap,
-    )
-    if engine.compile:
+    model = whole_model(config, mesh, dtype, wrap, backward="once")
+    if config.engine.compile:
         model.compile_blocks(whole=False)  # its hooks break graphs
     return model
 
@@ -68,74 +54,73 @@ class ReplicatedEngine(BaseEngine):
         self.engine.allreduce_gradients(bucket_size=self.engine.zero_reduce_bucket_size())
 
 
-class ZeroEngine(Wrapped):
-    """Stages 1 to 3: DeepSpeed's ZeRO optimizer wraps ours, with fp32 weights and moments."""
+class WrappedEngine(BaseEngine):
+    """The update is DeepSpeed's: its ZeRO optimizer wraps ours, reduces, clips, and skips what is not finite."""
+
+    engine: Any
+    state: PartitionedState
+
+    def update(self, loss: Tensor, scale: float) -> dict[str, Tensor | float]:
+        """DeepSpeed's update; of its norm and of overflows the host knows."""
+        self.engine.step()
+        return self.outcome()
+
+    def outcome(self) -> dict[str, Tensor | float]:
+        """grad_norm and skipped of the step that DeepSpeed has just done."""
+        return {"grad_norm": self.engine.get_global_grad_norm(), "skipped": float(self.engine.optimizer.overflow)}
+
+    def overflowed(self, result: StepResult) -> bool:
+        """Whether DeepSpeed skipped the step; the host knows."""
+        return bool(self.engine.optimizer.overflow)
+
+
+class ZeroEngine(WrappedEngine):
+    """Stages 1 to 3."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
         if config.engine.offload_folder:
             library.check_disks()
         library.begin(device)
-        self.config, self.mesh, self.device = config, mesh, device
         tree = settings(config, config.plan(mesh.world.size), library.NAMES[dtype], device.type == "cuda")
         stage = stage_of(config)
         wrap = partition(tree, mesh, device, dtype) if stage == 3 else materialize_on(device, mesh.tp)
-        self.model = stack(config, mesh, dtype, wrap)
-        self.weights = tuple(ShardedParameter(name, p, self.model.placements[name]) for name, p in self.model.weights())
-        library.mark_split(self.weights)
-        decaying, others = decay_groups(self.weights, config.optim.decayed == "all")
-        optimizer = library.optimizer(groups(decaying, others, config.optim), config.optim)
+        model = stack(config, mesh, dtype, wrap)
+        weights = [ShardedParameter(name, p, model.placements[name]) for name, p in model.weights()]
+        library.mark_split(weights)
+        super().__init__(config, mesh, device, model, weights)
+        optimizer, kind = self.optimizer, self.state.kind
         held = [list(group["params"]) for group in optimizer.param_groups]
-        self.engine = library.initialize(model=self.model, optimizer=optimizer, config=tree, mpu=library.MeshView(mesh))
-        wrapper = self.engine.optimizer
+        self.engine = library.initialize(model=model, optimizer=optimizer, config=tree, mpu=library.MeshView(mesh))
+        self.forward, wrapper = self.engine, self.engine.optimizer
         if stage == 3:
-            self.state = PartitionedWeights(wrapper, optimizer, mesh.shard)
+            self.state = PartitionedWeights(wrapper, optimizer, kind, mesh.shard)
         else:
-            self.state = PartitionedOptimizer(wrapper, optimizer, held, mesh.dp)
-        self.timers = Timers(device, config.log.timers)
-        self.scale = LossScale.first(config.scaler) if dtype == torch.float16 else None
-        self.mean_over = (
-            mesh.dp.size if stage == 3 else 1
-        )  # DeepSpeed averages, rather than sums, over this many replicas
+            self.state = PartitionedOptimizer(wrapper, optimizer, kind, held, mesh.dp)
+        self.mean_over = mesh.dp.size if stage == 3 else 1
+        """DeepSpeed averages gradients, rather than sums them, over this many replicas."""
+        self.divisor = 1.0
 
-    def train_step(
-        self, batches: Sequence[Batch], lr: float, step: int, between: Callable[[int], None] = keep_going
-    ) -> StepResult:
-        """Forward and backward over the micro-batches; DeepSpeed reduces, clips, updates, and skips what is not finite."""
-        config, mesh, engine = self.config, self.mesh, self.engine
-        scale = self.scale.value if self.scale else 1.0
-        # what DeepSpeed divides by at the end: the backward pass must see no more than the scale, or fp16 overflows sooner
-        divisor = scale / self.mean_over if self.scale else 1.0
-        if self.scale:
-            engine.optimizer.override_loss_scale(divisor)
-        seed_step(config.seed, step, mesh.world.rank)
-        engine.train()
-        random = gpt.random(config.model)
-        found = seeds(config.seed, step, len(batches), mesh.dp) if random else [None] * len(batches)
-        weights = token_weights(batches, config.batch.loss_norm, mesh.dp)
-        factor = scale if self.scale else float(self.mean_over)
-        total = torch.zeros((), device=self.device)
-        with torch.autograd.set_detect_anomaly(config.engine.anomaly, check_nan=self.scale is None):
-            for number, (batch, weight, seed) in enumerate(zip(batches, weights, found, strict=True)):
-                if number:
-                    between(number)
-                engine.set_gradient_accumulation_boundary(number == len(batches) - 1)
-                tokens, labels, _, positions, documents = batch
-                with self.timers("forward"):
-                    value = engine(tokens, positions, documents, labels, weight * factor, seed)
-                with self.timers("backward"):
-                    # the token weights include the scale already; DeepSpeed multiplies by what it will divide by
-                    engine.backward(finite_or_nan(value) / divisor, scale_wrt_gas=False)
-                total += value.detach() / factor
-        for group in engine.optimizer.param_groups:
-            group["lr"] = lr
-        with self.timers("optimizer"):
-            engine.step()
-        return self.result(all_reduce(total, mesh.dp), scale, self.timers.take())
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside this context, backward passes accumulate gradients; DeepSpeed reduces them as its stage says."""
+        self.engine.set_gradient_accumulation_boundary(False)
+        yield
+        self.engine.set_gradient_accumulation_boundary(True)
 
-    def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Mean loss per token."""
-        self.engine.eval()
-        return mean_loss(self.engine, batches, self.device, self.mesh.dp)
+    def forward_backward(self, inputs: StepInputs, factor: float) -> Tensor:
+        """As the base engine; the token weights include all that DeepSpeed divides gradients by at the end."""
+        self.engine.set_gradient_accumulation_boundary(True)
+        if self.scale:  # the backward pass must see no more than the scale, or fp16 overflows sooner
+            self.divisor = factor / self.mean_over
+            self.engine.optimizer.override_loss_scale(self.divisor)
+        return super().forward_backward(inputs, factor if self.scale else float(self.mean_over))
+
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass of one micro-batch; DeepSpeed multiplies by what it will divide by."""
+        self.engine.backward(finite_or_nan(loss) / self.divisor, scale_wrt_gas=False)
+
+    def finish_backward(self) -> None:
+        """DeepSpeed reduces gradients during the backward pass and the update."""
 
 
 def finite_or_nan(loss: Tensor) -> Tensor:
@@ -146,13 +131,12 @@ def finite_or_nan(loss: Tensor) -> Tensor:
 def partition(tree: dict[str, Any], mesh: Mesh, device: torch.device, dtype: torch.dtype) -> WrapLayer:
     """Stage 3: shard each layer as soon as it is built; one layer at a time is whole."""
     shared: dict[str, Any] = {}  # shared by all layers: the NVMe swapper, and hpZ's process groups
-    view, materialize = library.MeshView(mesh), materialize_on(device, mesh.tp)
+    view, group, materialize = library.MeshView(mesh), library.group(mesh.dp), materialize_on(device, mesh.tp)
 
     def wrap(name: str, layer: nn.Module) -> nn.Module:
         materialize(name, layer)
         for weight in layer.parameters():  # DeepSpeed shards a weight in the type that it has
             weight.data = weight.data.to(dtype)
-        group = view.get_data_parallel_group()
         with library.refusals():
             made = deepspeed.zero.Init(
                 module=layer, data_parallel_group=group, mpu=view, config_dict_or_path=tree, **shared

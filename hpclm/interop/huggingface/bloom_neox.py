@@ -8,32 +8,29 @@ from functools import partial
 
 from hpclm.config import ModelConfig
 from hpclm.interop.huggingface.family import LAYERNORM, REQUIRED, Family, Json, unsupported_rope
-from hpclm.interop.rules import Rule, same, table
+from hpclm.interop.rules import of_modules
 
-LINEAR = {"attention.qkv": "query_key_value", "attention.out": "dense"}
-NAMES = {
+IN_BLOCK = {
     "norm1": "input_layernorm",
     "norm2": "post_attention_layernorm",
     "mlp.up": "mlp.dense_h_to_4h",
     "mlp.down": "mlp.dense_4h_to_h",
 }
-
-
-def rules(
-    config: ModelConfig, embedding: str, layers: str, attention: str, final_norm: str, output: str
-) -> Iterator[Rule]:
-    """How each weight is converted; the other arguments are names of modules."""
-    names = NAMES | {ours: f"{attention}.{theirs}" for ours, theirs in LINEAR.items()}
-    yield table("tokens.weight", f"{embedding}.weight", config)
-    for kind in ("weight", "bias"):
-        if config.embed_norm:
-            yield same(f"entry.norm.{kind}", f"{embedding}_layernorm.{kind}")
-        for index in range(config.layers):
-            for ours, theirs in names.items():
-                yield same(f"block{index}.{ours}.{kind}", f"{layers}.{index}.{theirs}.{kind}")
-        yield same(f"norm.{kind}", f"{final_norm}.{kind}")
-    if not config.tied:
-        yield table("output.weight", f"{output}.weight", config)
+BLOOM_MODULES = IN_BLOCK | {
+    "tokens": "transformer.word_embeddings",
+    "entry.norm": "transformer.word_embeddings_layernorm",
+    "attention.qkv": "self_attention.query_key_value",
+    "attention.out": "self_attention.dense",
+    "norm": "transformer.ln_f",
+    "output": "lm_head",
+}
+NEOX_MODULES = IN_BLOCK | {
+    "tokens": "gpt_neox.embed_in",
+    "attention.qkv": "attention.query_key_value",
+    "attention.out": "attention.dense",
+    "norm": "gpt_neox.final_layer_norm",
+    "output": "embed_out",
+}
 
 
 def more(config: ModelConfig) -> Iterator[str]:
@@ -62,14 +59,7 @@ BLOOM = Family(
         attention_dropout=("attention_dropout", 0.0),
         tied=("tie_word_embeddings", True),
     ),
-    rules=partial(
-        rules,
-        embedding="transformer.word_embeddings",
-        layers="transformer.h",
-        attention="self_attention",
-        final_norm="transformer.ln_f",
-        output="lm_head",
-    ),
+    rules=partial(of_modules, modules=BLOOM_MODULES, layer="transformer.h.{}."),
     prefix="transformer.",
     needs={**LAYERNORM, "positions": ("alibi",), "activation": ("gelu_tanh",), "embed_norm": (True,)},
     fixed=dict(apply_residual_connection_post_layernorm=(False,)),
@@ -94,14 +84,7 @@ NEOX = Family(
         attention_dropout=("attention_dropout", 0.0),
         tied=("tie_word_embeddings", False),
     ),
-    rules=partial(
-        rules,
-        embedding="gpt_neox.embed_in",
-        layers="gpt_neox.layers",
-        attention="attention",
-        final_norm="gpt_neox.final_layer_norm",
-        output="embed_out",
-    ),
+    rules=partial(of_modules, modules=NEOX_MODULES, layer="gpt_neox.layers.{}."),
     prefix="gpt_neox.",
     needs=dict(positions=("rope",), **LAYERNORM),
     fixed=dict(attention_bias=(True,)),

@@ -20,7 +20,7 @@ from hpclm.errors import ConfigError
 from hpclm.interop import run
 from hpclm.interop.huggingface import card, families, own, special, tokenizer
 from hpclm.interop.huggingface.family import Family
-from hpclm.interop.huggingface.shards import Reader, Writer
+from hpclm.interop.huggingface.shards import Reader, ShardWriter
 from hpclm.interop.rules import Rule, check_names
 from hpclm.interop.run import Found, fresh
 
@@ -43,7 +43,7 @@ def export_run(
         with Tensors(found.folder, found.manifest) as saved:
             there = [name.removeprefix("model.") for name in saved.shapes() if name.startswith("model.")]
             check_names([rule.ours for rule in rules], there, str(found.folder))
-            writer = Writer(staging_dir, limit)
+            writer = ShardWriter(staging_dir, limit)
             with tqdm(rules, unit="weight", disable=None) as bar:
                 for rule in bar:
                     whole = saved.whole(f"model.{rule.ours}")
@@ -93,7 +93,7 @@ def _end(found: Found, words: Tokenizer | None) -> int | None:
     return special.first(noted.get("eod"))
 
 
-def _add(writer: Writer, rule: Rule, whole: Tensor, dtype: torch.dtype) -> None:
+def _add(writer: ShardWriter, rule: Rule, whole: Tensor, dtype: torch.dtype) -> None:
     for name, piece in zip(rule.theirs, rule.split(whole), strict=True):
         cast = piece.to(dtype)
         if not cast.isfinite().all() and piece.isfinite().all():

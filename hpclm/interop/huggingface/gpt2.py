@@ -1,31 +1,22 @@
 """transformers' GPT2LMHeadModel, which stores the weights of linear layers transposed."""
 
-from collections.abc import Iterator
+from functools import partial
 
-from hpclm.config import ModelConfig
 from hpclm.interop.huggingface.family import LAYERNORM, REQUIRED, Family, Json
-from hpclm.interop.rules import Rule, same, side_by_side, table, transposed
+from hpclm.interop.rules import of_modules
 
-NAMES = {"attention.out": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
-
-
-def rules(config: ModelConfig) -> Iterator[Rule]:
-    """Every weight."""
-    yield table("tokens.weight", "transformer.wte.weight", config)
-    yield same("entry.table", "transformer.wpe.weight")
-    for index in range(config.layers):
-        ours, theirs = f"block{index}", f"transformer.h.{index}"
-        for kind in ("weight", "bias"):
-            yield same(f"{ours}.norm1.{kind}", f"{theirs}.ln_1.{kind}")
-            yield side_by_side(f"{ours}.attention.qkv.{kind}", f"{theirs}.attn.c_attn.{kind}", config)
-            yield same(f"{ours}.norm2.{kind}", f"{theirs}.ln_2.{kind}")
-            for mine, name in NAMES.items():
-                stored = transposed if kind == "weight" else same
-                yield stored(f"{ours}.{mine}.{kind}", f"{theirs}.{name}.{kind}")
-    for kind in ("weight", "bias"):
-        yield same(f"norm.{kind}", f"transformer.ln_f.{kind}")
-    if not config.tied:
-        yield table("output.weight", "lm_head.weight", config)
+MODULES = {
+    "tokens": "transformer.wte",
+    "entry": "transformer.wpe",
+    "norm1": "ln_1",
+    "attention.qkv": "attn.c_attn",
+    "attention.out": "attn.c_proj",
+    "norm2": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+    "norm": "transformer.ln_f",
+    "output": "lm_head",
+}
 
 
 def remark(tree: Json) -> str | None:
@@ -54,7 +45,7 @@ FAMILY = Family(
         attention_dropout=("attn_pdrop", 0.1),
         tied=("tie_word_embeddings", True),
     ),
-    rules=rules,
+    rules=partial(of_modules, modules=MODULES, layer="transformer.h.{}.", in_out=True),
     prefix="transformer.",
     needs=dict(positions=("learned",), **LAYERNORM),
     fixed=dict(scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,)),

@@ -6,28 +6,21 @@ from functools import partial
 
 from hpclm.config import ModelConfig
 from hpclm.interop.huggingface.family import PLAIN, REQUIRED, Family, Json, unsupported_rope
-from hpclm.interop.rules import Rule, kinds, same, separate, stacked, table
+from hpclm.interop.rules import of_modules
 
-
-def rules(config: ModelConfig) -> Iterator[Rule]:
-    """Every weight."""
-    yield table("tokens.weight", "model.embed_tokens.weight", config)
-    for index in range(config.layers):
-        ours, theirs = f"block{index}", f"model.layers.{index}"
-        yield same(f"{ours}.norm1.weight", f"{theirs}.input_layernorm.weight")
-        yield same(f"{ours}.norm2.weight", f"{theirs}.post_attention_layernorm.weight")
-        for kind in kinds(config.bias):
-            qkv = [f"{theirs}.self_attn.{x}_proj.{kind}" for x in "qkv"]
-            yield separate(f"{ours}.attention.qkv.{kind}", qkv, config)
-            yield same(f"{ours}.attention.out.{kind}", f"{theirs}.self_attn.o_proj.{kind}")
-            yield stacked(f"{ours}.mlp.up.{kind}", [f"{theirs}.mlp.{x}_proj.{kind}" for x in ("gate", "up")])
-            yield same(f"{ours}.mlp.down.{kind}", f"{theirs}.mlp.down_proj.{kind}")
-        if config.qk_norm:
-            for x in "qk":
-                yield same(f"{ours}.attention.{x}_norm.weight", f"{theirs}.self_attn.{x}_norm.weight")
-    yield same("norm.weight", "model.norm.weight")
-    if not config.tied:
-        yield table("output.weight", "lm_head.weight", config)
+MODULES = {
+    "tokens": "model.embed_tokens",
+    "norm1": "input_layernorm",
+    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "attention.out": "self_attn.o_proj",
+    "norm2": "post_attention_layernorm",
+    "mlp.up": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down": "mlp.down_proj",
+    "norm": "model.norm",
+    "output": "lm_head",
+}
 
 
 def wrong(tree: Json, width: int | None = None, mlp_bias: bool = False, window: int | None = None) -> Iterator[str]:
@@ -42,12 +35,10 @@ def wrong(tree: Json, width: int | None = None, mlp_bias: bool = False, window: 
     window = tree.get("sliding_window", window) if tree.get("use_sliding_window", True) else None
     if window is not None and window < tree.get("max_position_embeddings", 2048):
         yield f"sliding_window={window}, and hpclm attends to everything before a token"
-    full = {
-        "full_attention",
-        *(["sliding_attention"] if window is not None else []),
-    }  # a window that covers the context
+    # a window that covers the context is none
+    full = {"full_attention", "sliding_attention"} if window is not None else {"full_attention"}
     types = tree.get("layer_types") or []
-    if not isinstance(types, list) or not {str(each) for each in types} <= full:
+    if not isinstance(types, list) or not {str(kind) for kind in types} <= full:
         yield f"layer_types={types}, and hpclm attends to everything before a token"
 
 
@@ -74,7 +65,7 @@ LLAMA = Family(
         attention_dropout=("attention_dropout", 0.0),
         tied=("tie_word_embeddings", False),
     ),
-    rules=rules,
+    rules=partial(of_modules, modules=MODULES, layer="model.layers.{}."),
     prefix="model.",
     needs=dict(positions=("rope",), norm=("rmsnorm",), activation=("swiglu", "geglu"), **PLAIN),
     constant=lambda config: dict(head_dim=config.head_width, mlp_bias=config.bias),

@@ -26,47 +26,44 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+SHAPE: dict[str, Any] = dict(
+    vocab_size=50257,
+    num_hidden_layers=12,
+    hidden_size=768,
+    num_attention_heads=12,
+    num_key_value_heads=None,
+    intermediate_size=3072,
+    max_position_embeddings=1024,
+    position_kind="learned",
+    rotary_base=10000.0,
+    norm_kind="layernorm",
+    norm_eps=1e-5,
+    hidden_act="gelu_tanh",
+    use_bias=True,
+    embed_norm=False,
+    embed_scale=False,
+    qk_norm=False,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    initializer_range=0.02,
+    use_cache=True,
+)
+"""Keys of config.json; the defaults are GPT-2's 124M."""
+
+
 class HpclmConfig(PretrainedConfig):
-    """Shape of the network; the defaults are GPT-2's 124M."""
+    """Shape of the network."""
 
     model_type = "hpclm"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - transformers' name and type
 
-    def __init__(
-        self,
-        vocab_size: int = 50257,
-        num_hidden_layers: int = 12,
-        hidden_size: int = 768,
-        num_attention_heads: int = 12,
-        num_key_value_heads: int | None = None,
-        intermediate_size: int = 3072,
-        max_position_embeddings: int = 1024,
-        position_kind: str = "learned",
-        rotary_base: float = 10000.0,
-        norm_kind: str = "layernorm",
-        norm_eps: float = 1e-5,
-        hidden_act: str = "gelu_tanh",
-        use_bias: bool = True,
-        embed_norm: bool = False,
-        embed_scale: bool = False,
-        qk_norm: bool = False,
-        hidden_dropout: float = 0.0,
-        attention_dropout: float = 0.0,
-        initializer_range: float = 0.02,
-        use_cache: bool = True,
-        **others: Any,
-    ):
-        self.vocab_size, self.num_hidden_layers, self.hidden_size = vocab_size, num_hidden_layers, hidden_size
-        self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_key_value_heads or num_attention_heads
-        self.head_dim = hidden_size // num_attention_heads
-        self.intermediate_size, self.max_position_embeddings = intermediate_size, max_position_embeddings
-        self.position_kind, self.rotary_base = position_kind, rotary_base
-        self.norm_kind, self.norm_eps, self.hidden_act, self.use_bias = norm_kind, norm_eps, hidden_act, use_bias
-        self.embed_norm, self.embed_scale, self.qk_norm = embed_norm, embed_scale, qk_norm
-        self.hidden_dropout, self.attention_dropout = hidden_dropout, attention_dropout
-        self.initializer_range, self.use_cache = initializer_range, use_cache
-        super().__init__(**others)
+    def __init__(self, **settings: Any):
+        shape = {name: settings.pop(name, default) for name, default in SHAPE.items()}
+        shape["num_key_value_heads"] = shape["num_key_value_heads"] or shape["num_attention_heads"]
+        for name, value in shape.items():
+            setattr(self, name, value)
+        self.head_dim = shape["hidden_size"] // shape["num_attention_heads"]
+        super().__init__(**settings)
 
 
 class Norm(nn.Module):
@@ -224,11 +221,8 @@ class HpclmForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """[B, T] ids -> [B, T, vocabulary] logits, or of the last ``logits_to_keep`` tokens; ``labels`` are shifted here."""
         x = self.model.tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if (
-            past_key_values is None
-            and (self.config.use_cache if use_cache is None else use_cache)
-            and not self.training
-        ):
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if past_key_values is None and use_cache and not self.training:
             past_key_values = DynamicCache()
         before = int(past_key_values.get_seq_length()) if past_key_values is not None else 0
         if position_ids is None and attention_mask is not None:

@@ -1,11 +1,11 @@
 """Networks without a class in transformers: modeling_hpclm.py, written next to the weights, has the class."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-from hpclm.config import ModelConfig
 from hpclm.interop.huggingface.family import REQUIRED, Family, Json
-from hpclm.interop.rules import Rule, kinds, norm_kinds, same, table
+from hpclm.interop.rules import of_modules
 
 CODE = Path(__file__).with_name("modeling_hpclm.py")
 KEYS = dict(
@@ -28,29 +28,16 @@ KEYS = dict(
     dropout="hidden_dropout",
     attention_dropout="attention_dropout",
 )
-LINEAR = {"attention.qkv": "attention.qkv", "attention.out": "attention.out", "mlp.up": "up", "mlp.down": "down"}
-
-
-def rules(config: ModelConfig) -> Iterator[Rule]:
-    """Every weight."""
-    yield table("tokens.weight", "model.tokens.weight", config)
-    if config.positions == "learned":
-        yield same("entry.table", "model.positions.weight")
-    for kind in norm_kinds(config):
-        if config.embed_norm:
-            yield same(f"entry.norm.{kind}", f"model.embed_norm.{kind}")
-        yield same(f"norm.{kind}", f"model.norm.{kind}")
-    for index in range(config.layers):
-        ours, theirs = f"block{index}", f"model.blocks.{index}"
-        norms = ["norm1", "norm2", *(["attention.q_norm", "attention.k_norm"] if config.qk_norm else [])]
-        for name in norms:
-            for kind in norm_kinds(config):
-                yield same(f"{ours}.{name}.{kind}", f"{theirs}.{name}.{kind}")
-        for mine, name in LINEAR.items():
-            for kind in kinds(config.bias):
-                yield same(f"{ours}.{mine}.{kind}", f"{theirs}.{name}.{kind}")
-    if not config.tied:
-        yield table("output.weight", "output.weight", config)
+MODULES = {
+    "tokens": "model.tokens",
+    "entry": "model.positions",
+    "entry.norm": "model.embed_norm",
+    "norm": "model.norm",
+    "output": "output",
+    "mlp.up": "up",
+    "mlp.down": "down",
+}
+"""Ours and theirs; all others have the same name."""
 
 
 def wrong(tree: Json) -> Iterator[str]:
@@ -65,7 +52,7 @@ FAMILY = Family(
     "HpclmForCausalLM",
     "hpclm",
     keys={ours: (theirs, REQUIRED) for ours, theirs in KEYS.items()},
-    rules=rules,
+    rules=partial(of_modules, modules=MODULES, layer="model.blocks.{}."),
     prefix="model.",
     needs=dict(block=("gpt",)),
     constant=lambda config: dict(

@@ -20,7 +20,7 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
-class Writer:
+class ShardWriter:
     """Writes tensors to files of at most ``limit`` bytes (at least one tensor each), with one file in memory."""
 
     def __init__(self, folder: Path, limit: float = math.inf):

@@ -12,10 +12,10 @@ from typing import Any
 from hpclm import files
 from hpclm.config import DataConfig
 from hpclm.data import tokenizers
-from hpclm.data.disk.indexed import sidecar
-from hpclm.data.tokenizers import Options, Tokenizer
-from hpclm.data.tokenizers.huggingface import Library, encoder, of_sentencepiece
-from hpclm.data.tokenizers.sentencepieces import SentencePiece, merging
+from hpclm.data.indexed import sidecar
+from hpclm.data.tokenizers import Tokenizer
+from hpclm.datasets.tokenizers.huggingface import Library, encoder, of_sentencepiece
+from hpclm.datasets.tokenizers.sentencepieces import SentencePiece, merging
 from hpclm.errors import ConfigError
 from hpclm.interop.huggingface import special
 
@@ -88,8 +88,7 @@ def write(folder: Path, tokenizer: Tokenizer, paths: list[str], context: int, kn
         if kind == "gpt2":
             for path, name in zip(paths, ("vocab.json", "merges.txt"), strict=True):
                 shutil.copyfile(path, folder / name)
-        wrong = differing(tokenizer, encoder(text))
-        if wrong:
+        if wrong := differing(tokenizer, encoder(text)):
             log.warning("transformers will return other ids for some texts: %s", wrong)
         end = None if tokenizer.eod is None else tokenizer.model.id_to_token(tokenizer.eod)
     elif isinstance(tokenizer, SentencePiece):
@@ -126,9 +125,6 @@ def _sentencepiece(folder: Path, tokenizer: SentencePiece) -> dict[str, Any]:
     if wrong:
         log.info("a tokenizer.json would return other ids (%s); exporting the sentencepiece model instead", wrong)
     (folder / "spiece.model").write_bytes(model)
-    wrong = differing(tokenizer, lambda words: list(tokenizer.model.encode(words)))
-    if wrong:  # transformers does not add the space before <extra_id_N>
-        log.warning("transformers will return other ids for some texts: %s", wrong)
     unknown = tokenizer.model.id_to_piece(tokenizer.model.unk_id())
     return {"tokenizer_class": "BertGenerationTokenizer", "unk_token": unknown, "pad_token": None, "sep_token": None}
 
@@ -138,7 +134,7 @@ def differing(tokenizer: Tokenizer, other: Callable[[str], list[int]]) -> str | 
     size = tokenizer.size
     pieces = (range(begin, min(begin + WIDTH, size)) for begin in range(0, size, max(WIDTH, size // CHUNKS)))
     written = (tokenizer.decode(list(ids)) for ids in pieces)
-    for text in (*PROBES, *written, *_characters(), *_extra(tokenizer)):
+    for text in (*PROBES, *written, *_characters()):
         ours, theirs = tokenizer.encode(text), other(text)
         if ours != theirs:
             shown = text if len(text) < 60 else f"{text[:57]}..."
@@ -162,11 +158,6 @@ def _characters() -> Iterator[str]:
         )
     ]
     return (" ".join(forms[begin : begin + 64]) for begin in range(0, len(forms), 64))
-
-
-def _extra(tokenizer: Tokenizer) -> Iterator[str]:
-    if getattr(tokenizer, "extra_ids", 0):
-        yield "a<extra_id_0>b"
 
 
 def take(folder: Path, entries: int, staging_dir: Path, final: Path, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,7 +193,7 @@ def _built(kind: str, paths: list[str], known: Mapping[str, Any]) -> Tokenizer:
     if end is None:
         return made
     try:
-        other = tokenizers.build(kind, paths, Options(eod=end))
+        other = tokenizers.build(kind, paths, end)
     except ConfigError as error:
         log.warning("the end-of-text token %s is not used: %s", end, "; ".join(error.problems))
         return made

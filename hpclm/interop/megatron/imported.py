@@ -15,7 +15,7 @@ from hpclm.config import ModelConfig
 from hpclm.errors import ConfigError
 from hpclm.interop import run
 from hpclm.interop.megatron import options, torch_dist, training
-from hpclm.interop.megatron.layout import State, distributed, read
+from hpclm.interop.megatron.layout import MegatronState, distributed, read
 from hpclm.interop.megatron.settings import settings, swapped
 from hpclm.interop.rules import check_depth, placements, same, table
 from hpclm.interop.run import fresh
@@ -46,7 +46,7 @@ IN_LAYER = [
 class Merged:
     """The weights of a checkpoint under our names, with the shards of all tensor-parallel ranks merged."""
 
-    def __init__(self, state: State, config: ModelConfig, moment: str | None = None):
+    def __init__(self, state: MegatronState, config: ModelConfig, moment: str | None = None):
         """``moment``: that of Adam's in place of the weights."""
         self.state, self.config, self.placements = state, config, placements(config)
         self.parts = state.moments[moment] if moment else state.parts

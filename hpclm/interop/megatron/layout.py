@@ -30,7 +30,7 @@ LONGEST = 1 << 10  # bytes of a file that names the newest checkpoint
 
 
 @dataclass
-class State:
+class MegatronState:
     """The contents of a checkpoint."""
 
     parts: Mapping[str, list[Tensor]] = field(default_factory=dict)
@@ -71,12 +71,12 @@ def distributed(folder: Path) -> bool:
     return any(folder.glob("*.distcp"))
 
 
-def read(folder: Path) -> State:
+def read(folder: Path) -> MegatronState:
     """The checkpoint in ``folder``, unless it is a distributed one; tensors are memory-mapped."""
     return _layers(folder) if any(folder.glob("layer_*-model_*-model_states.pt")) else _ranks(folder)
 
 
-def _layers(folder: Path) -> State:
+def _layers(folder: Path) -> MegatronState:
     """Megatron-DeepSpeed's layer files; the names in a file show what the layer is."""
     files: dict[int, dict[int, Path]] = {}
     for path in sorted(folder.glob("layer_*")):
@@ -84,7 +84,7 @@ def _layers(folder: Path) -> State:
         if not found:
             raise ConfigError(f"{path} is not a supported layer file; experts are not supported")
         files.setdefault(int(found[1]), {})[int(found[2])] = path
-    state, blocks = State(), 0
+    state, blocks = MegatronState(), 0
     for _, by_rank in sorted(files.items()):
         held = [_tensors(load(path), path) for path in _complete(by_rank, folder)]
         names = held[0].keys()
@@ -109,7 +109,7 @@ def _layers(folder: Path) -> State:
     return state
 
 
-def _ranks(folder: Path) -> State:
+def _ranks(folder: Path) -> MegatronState:
     """Rank files of Megatron-LM, and of Megatron-DeepSpeed without a pipeline."""
     files = _rank_files(folder)
     stages: dict[int, dict[int, Path]] = {}
@@ -120,7 +120,7 @@ def _ranks(folder: Path) -> State:
     ]
     first = states[0][0]
     # Megatron assumes version 0 if a file has none
-    state, blocks = State(args=_args(first), version=_version(first, 0.0)), 0
+    state, blocks = MegatronState(args=_args(first), version=_version(first, 0.0)), 0
     chunks = sorted(
         (key for key in first if re.fullmatch(r"model\d*|module", str(key))), key=lambda key: (len(key), key)
     )
@@ -155,7 +155,7 @@ def _complete(by_rank: Mapping[int, Path], folder: Path) -> list[Path]:
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
-def _add(state: State, found: Mapping[str, list[Tensor]], folder: Path) -> None:
+def _add(state: MegatronState, found: Mapping[str, list[Tensor]], folder: Path) -> None:
     twice = state.parts.keys() & found.keys()
     if twice:
         raise ConfigError(f"{folder} contains {min(twice)} twice")

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from hpclm import files
 from hpclm.errors import ConfigError
-from hpclm.interop.megatron.layout import NO_WEIGHTS, State
+from hpclm.interop.megatron.layout import NO_WEIGHTS, MegatronState
 from hpclm.interop.pickles import load, tensor_of
+from hpclm.optim.optimizers import MATRIX, OPTIMIZERS
 
 log = logging.getLogger(__name__)
 LARGEST = 1 << 31  # bytes of .metadata
@@ -33,7 +34,7 @@ DATA_ONLY = re.compile(r"torch\.distributed\.(checkpoint|_shard)(\.\w+)*|megatro
 STACKED = re.compile(r"((?:encoder|transformer|decoder)\.layers)\.(?!\d)(.+)")
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")
 NO_TENSORS = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state")
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = OPTIMIZERS["adamw"].state(MATRIX)
 MOST = 1 << 20  # tensors of single layers; the largest networks have thousands
 
 
@@ -154,7 +155,7 @@ def _unflattened(stored: Stored, shape: tuple[int, ...], layer: int | None) -> T
     return whole if layer is None else whole[0]
 
 
-def read(folder: Path) -> State:
+def read(folder: Path) -> MegatronState:
     """The checkpoint in ``folder``; ConfigError if it is incomplete, or contains anything but data."""
     stored = _metadata(folder)
     weights = {key: one for key, one in stored.items() if not (NO_TENSORS.match(key) or NO_WEIGHTS.search(key))}
@@ -167,7 +168,7 @@ def read(folder: Path) -> State:
     common = common if isinstance(common, dict) else {}
     args = common.get("args")
     exact = {**weights, **kept.get("param", {}), **kept.get("fp32_param", {})}  # the fp32 weights of a bf16 run
-    state = State(Parts(exact, shapes), args if isinstance(args, Namespace) else None)
+    state = MegatronState(Parts(exact, shapes), args if isinstance(args, Namespace) else None)
     steps = _steps(common.get("optimizer"))
     if steps and all(kept.get(moment, {}).keys() >= weights.keys() for moment in MOMENTS):
         state.moments = {moment: Parts(kept[moment], shapes) for moment in MOMENTS}
@@ -234,21 +235,17 @@ def _sizes(values: Sequence[Any]) -> tuple[int, ...]:
 def _read(chunk: Chunk, name: str) -> Tensor:
     """The values of a chunk; ConfigError if its bytes are anything but a tensor of its size."""
     try:
-        handle = files.opened(chunk.path)
-        try:
-            if chunk.offset + chunk.length > os.fstat(handle).st_size:
+        with os.fdopen(files.opened(chunk.path), "rb") as file:
+            if chunk.offset + chunk.length > os.fstat(file.fileno()).st_size:
                 raise ConfigError(f"{chunk.path} is too short for {name}: it was not copied completely")
-            data = bytearray()
-            while len(data) < chunk.length:  # Linux reads at most 2 GiB at once
-                data += os.pread(handle, chunk.length - len(data), chunk.offset + len(data))
-        finally:
-            os.close(handle)
+            file.seek(chunk.offset)
+            data = file.read(chunk.length)
     except OSError as error:
         raise ConfigError(f"{chunk.path} cannot be read: {error.strerror}") from None
-    found = tensor_of(bytes(data), f"{chunk.path} ({name})")
-    if found.numel() != math.prod(chunk.size):
+    values = tensor_of(data, f"{chunk.path} ({name})")
+    if values.numel() != math.prod(chunk.size):
         raise ConfigError(f"{chunk.path} does not hold {math.prod(chunk.size)} values of {name} where .metadata says")
-    return found.reshape(chunk.size)
+    return values.reshape(chunk.size)
 
 
 def _steps(optimizer: Any) -> int:

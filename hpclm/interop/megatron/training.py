@@ -7,7 +7,7 @@ from hpclm.checkpoint import Progress
 from hpclm.config.fields import as_yaml
 from hpclm.errors import ConfigError
 from hpclm.interop.megatron import options
-from hpclm.interop.megatron.layout import State
+from hpclm.interop.megatron.layout import MegatronState
 from hpclm.interop.megatron.settings import argument
 
 SCHEDULES = {
@@ -22,7 +22,7 @@ OPTIM = dict(lr="lr", min_lr="min_lr", eps="adam_eps", weight_decay="weight_deca
 DATA = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "split")
 
 
-def progress(state: State) -> Progress:
+def progress(state: MegatronState) -> Progress:
     """How far the run had come when it saved."""
     args = state.args or Namespace()
     size = argument(args, "global_batch_size", default=0)

@@ -1,0 +1,97 @@
+"""A run's config.yaml: all settings, resolved, under a first line that names the version of hpclm that wrote it."""
+
+import re
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from hpclm import __version__
+from hpclm.config import reading
+from hpclm.config.reading import Content
+from hpclm.config.schema import RunConfig
+from hpclm.errors import ConfigError
+
+FIRST = f"# Every setting of a run of hpclm {__version__}, resolved: a site file is not read again for this one.\n"
+# older versions did not name themselves
+_FIRST = re.compile(r"# Every setting of a run(?: of hpclm (\S+))?, resolved:")
+_FOLLOW = "hpclm evaluate RUN --tasks A,B --follow scores each checkpoint beside the run"
+REMOVED: dict[str, tuple[Any, str]] = {
+    "checkpoint.files": ("rank", ""),
+    "cluster.hang": ("requeue", ""),
+    "data.extra_ids": (0, ""),
+    "engine.overlap": (True, "set engine.extra.zero_optimization.overlap_comm"),
+    "evaluate.tasks": ([], _FOLLOW),
+    "evaluate.tasks_every": (0, _FOLLOW),
+    **{f"evaluate.tasks_{name}": (None, _FOLLOW) for name in ("path", "samples", "shots")},
+    "job.spares": (0, ""),
+    "log.style": ("hpclm", ""),
+    "optim.nonfinite": ("skip", "to stop at the first step that is not finite, set optim.nonfinite_limit=1"),
+    "optim.period_growth": (1.0, ""),
+    "optim.period_shrink": (0.1, ""),
+    "scaler.at_minimum": ("stay", "optim.nonfinite_limit stops a run that overflows at scaler.minimum"),
+}
+"""Settings that no longer exist, the values with which a config.yaml may still have them (what hpclm does now), and what to do
+instead of other values."""
+RENAMED = {
+    "job.name": "job.options.job-name",
+    **{f"job.{option}": f"job.options.{option}" for option in ("account", "qos", "constraint", "dependency")},
+}
+"""Settings that have another name now; the old one is still read."""
+NAME = "config.yaml"
+HISTORY = "config-history"
+"""The folder of its earlier versions."""
+BESIDE = ("attempts.jsonl", "jobs.jsonl", "checkpoints.saved")
+"""Files next to the config.yaml of a run that has started."""
+
+
+def read(path: Path) -> Content:
+    """The content of a settings file; ConfigError if it is not YAML."""
+    try:
+        return reading.content(path, "settings file")
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {way_out(path)}" if _of_run(path) else error.problems) from None
+
+
+def is_resolved(path: Path, content: Content) -> bool:
+    """True for a run's config.yaml, False for any other settings file.
+
+    ConfigError for a config.yaml that lacks a setting, which would silently be replaced by the default. A setting that did not
+    exist in the version that wrote the file has its default.
+    """
+    written = _FIRST.match(content.text)
+    lacking = missing(content.tree) if written or _of_run(path) else []
+    if lacking and (written is None or written[1] == __version__):
+        more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
+        raise ConfigError(f"{path} lacks {', '.join(lacking[:5])}{more}; {way_out(path)}")
+    return written is not None
+
+
+def way_out(path: Path) -> str:
+    """What to do about an incomplete config.yaml."""
+    return (
+        f"a run's config.yaml holds all of its settings. Copy the newest complete version from {path.parent / HISTORY} there, or "
+        f"repeat the command of the first attempt (see attempts.jsonl and jobs.jsonl), which writes the file again"
+    )
+
+
+def is_run(folder: Path) -> bool:
+    """Whether ``folder`` is a run directory with its settings."""
+    return folder.is_dir() and (folder / NAME).is_file()
+
+
+def _of_run(path: Path) -> bool:
+    """Whether it is the config.yaml of a run that has started."""
+    return path.name == NAME and any((path.parent / name).exists() for name in BESIDE)
+
+
+def missing(tree: dict[Any, Any]) -> list[str]:
+    """Settings that ``tree`` lacks."""
+    lacking = []
+    for field in fields(RunConfig):
+        if not is_dataclass(field.type):
+            lacking += [field.name] * (field.name not in tree)
+        else:
+            section = tree.get(field.name)
+            names = section if isinstance(section, dict) else {}
+            lacking += [f"{field.name}.{inner.name}" for inner in fields(field.type) if inner.name not in names]
+    return lacking

@@ -1,0 +1,112 @@
+"""Content hashes of a dataset: computed while it is written, stored in PREFIX.json, verified when it is read.
+
+A file is hashed in blocks of 1 MiB, each with 64-bit xxh3; the hash of the file is 128-bit xxh3 of the block hashes (8 bytes
+each, big-endian). So corruption can be located, and blocks can be verified separately. PREFIX.json stores the file hash of the
+index, and file and block hashes of the tokens.
+"""
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from hpclm.data.indexed import IndexedDataset, files, sidecar, whereabouts
+from hpclm.errors import ConfigError
+
+BLOCK = 1 << 20  # bytes
+DIGEST = 16  # characters of a block's hash
+KEY = "content"  # in PREFIX.json
+
+
+@dataclass(frozen=True)
+class DatasetContent:
+    """Hashes of a dataset's files."""
+
+    bin: str
+    idx: str
+    blocks: str
+    """Hashes of the blocks of the tokens, concatenated."""
+    added: str | None = None
+    """When they were added to a dataset that had been written without: what was damaged before is not detected."""
+
+    def note(self) -> dict[str, Any]:
+        """The entry in PREFIX.json."""
+        hashes = {name: value for name, value in asdict(self).items() if value is not None}
+        return {"hash": "xxh3", "block_bytes": BLOCK, **hashes}
+
+    def block(self, number: int) -> str:
+        """The hash of a block of the tokens."""
+        return self.blocks[DIGEST * number : DIGEST * (number + 1)]
+
+
+def noted(prefix: str | Path) -> DatasetContent | None:
+    """The hashes in PREFIX.json; None if there are none, ConfigError if they are invalid."""
+    entry = sidecar(prefix).get(KEY)
+    if entry is None:
+        return None
+    if isinstance(entry, dict) and entry.get("hash") == "xxh3" and entry.get("block_bytes") == BLOCK:
+        texts = [entry.get(name) for name in ("bin", "idx", "blocks")]
+        hashes: list[str] = [text for text in texts if isinstance(text, str) and re.fullmatch("[0-9a-f]*", text)]
+        bin, idx, blocks = hashes if len(hashes) == 3 else ("", "", "")
+        if bin and not len(blocks) % DIGEST and hash_of_blocks(blocks) == bin:
+            return DatasetContent(bin, idx, blocks, entry["added"] if isinstance(entry.get("added"), str) else None)
+    raise ConfigError(
+        f"the content hash in {files(prefix)[2]} is corrupt, or from another version of hpclm; restore that file, or hash the "
+        f"dataset as it is now: hpclm data hash --overwrite {prefix}"
+    )
+
+
+def hash_of_blocks(blocks: str) -> str:
+    """The hash of a file: of its concatenated block hashes."""
+    return xxhash.xxh3_128_hexdigest(bytes.fromhex(blocks))
+
+
+def check_some(dataset: IndexedDataset, content: DatasetContent, count: int, rng: random.Random) -> int:
+    """Verify ``count`` random blocks of the tokens, or all if there are fewer; how many. ConfigError if one does not match."""
+    total = len(content.blocks) // DIGEST
+    each = BLOCK // dataset.dtype.itemsize
+    if total != -(-dataset.token_count // each):
+        raise damaged(dataset, [], total)
+    chosen = sorted(rng.sample(range(total), min(count, total)))
+    wrong = [
+        number
+        for number in chosen
+        if xxhash.xxh3_64_hexdigest(dataset.raw(number * each, min((number + 1) * each, dataset.token_count)))
+        != content.block(number)
+    ]
+    dataset.release()
+    if wrong:
+        raise damaged(dataset, wrong, len(chosen))
+    return len(chosen)
+
+
+def differing(dataset: IndexedDataset, known: DatasetContent, found: str) -> ConfigError:
+    """The error for tokens whose block hashes are ``found``."""
+    count = max(len(found), len(known.blocks)) // DIGEST
+    return damaged(dataset, [n for n in range(count) if found[DIGEST * n : DIGEST * (n + 1)] != known.block(n)], count)
+
+
+def index_damaged(dataset: IndexedDataset) -> ConfigError:
+    """The error for an index that does not match its hash."""
+    return ConfigError(
+        f"{dataset.idx_path} is corrupt: it does not match the content hash in {files(dataset.prefix)[2]}. Copy or create the "
+        "dataset again"
+    )
+
+
+def damaged(dataset: IndexedDataset, wrong: Sequence[int], checked: int) -> ConfigError:
+    """The error for tokens of which the blocks ``wrong``, out of ``checked``, do not match."""
+    if not wrong:
+        return ConfigError(
+            f"{dataset.bin_path} does not have the length that was hashed: it was replaced, or belongs to another dataset"
+        )
+    place = min(wrong[0] * BLOCK // dataset.dtype.itemsize, max(0, dataset.token_count - 1))
+    return ConfigError(
+        f"{dataset.bin_path} is corrupt: {len(wrong)} of {checked} blocks of 1 MiB do not match the content hash in "
+        f"{files(dataset.prefix)[2]}, the first one at {whereabouts(dataset, place)}. Copy or create the dataset again; if it was "
+        f"changed on purpose: hpclm data hash --overwrite {dataset.prefix}"
+    )

@@ -1,0 +1,217 @@
+"""Read a dataset: n token sequences, concatenated in ``.bin``, and their index ``.idx`` (layouts: formats.py)."""
+
+import json
+import mmap
+from bisect import bisect_right
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpclm.data.formats import mapped, read_index
+from hpclm.data.scan import check_all, check_ends
+from hpclm.data.shared_facts import SharedFacts
+from hpclm.errors import ConfigError
+from hpclm.files import fingerprint, read_text, readable
+
+SCANNED = 1 << 20  # sequences or documents that are all checked when a dataset is opened: some 10 ms
+
+T = TypeVar("T")
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The type in which Megatron stores token ids of a vocabulary of this size."""
+    return np.dtype("<u2" if vocab_size < 65500 else "<i4")
+
+
+def files(prefix: str | Path) -> tuple[Path, Path, Path]:
+    """The files of a dataset: PREFIX.bin (tokens), PREFIX.idx (index), PREFIX.json (tokenizer, content hash, counts)."""
+    return Path(f"{prefix}.bin"), Path(f"{prefix}.idx"), Path(f"{prefix}.json")
+
+
+def sidecar(prefix: str | Path) -> dict[str, Any]:
+    """The content of PREFIX.json, such as "tokenizer" and "content"; {} if there is no such file, ConfigError if it is invalid."""
+    path = files(prefix)[2]
+    try:
+        note = json.loads(read_text(path))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; restore it, or remove it and set data.tokenizer") from None
+    if not _is_note(note):
+        raise ConfigError(f"{path} was not written by hpclm; remove it and set data.tokenizer")
+    return note
+
+
+def _is_note(note: Any) -> bool:
+    if not isinstance(note, dict):
+        return False
+    tokenizer, paths = note.get("tokenizer"), note.get("tokenizer_files", [])
+    if tokenizer is None:  # made by another project, and hashed by hpclm
+        return isinstance(note.get("content"), dict)
+    return (
+        isinstance(tokenizer, dict)
+        and isinstance(tokenizer.get("kind"), str)
+        and type(tokenizer.get("size")) is int
+        and type(tokenizer.get("eod")) in (int, type(None))
+        and isinstance(tokenizer.get("files"), dict)
+        and isinstance(paths, list)
+        and all(isinstance(text, str) for text in (*tokenizer["files"].values(), *paths))
+    )
+
+
+class IndexedDataset:
+    """A dataset on disk, memory-mapped; ConfigError says what is wrong with its files.
+
+    layout: "megatron" or "fairseq". dtype: type of the tokens. changed_ns: modification time of the index.
+    flat [tokens]: all tokens, a view of the file.
+    sizes [n] int32: tokens in each sequence. pointers [n] int64: offset of each in ``.bin``, in bytes.
+    modes [n] int8: of Megatron's multimodal datasets; None in others.
+
+    Opening checks the header, the exact lengths of both files, and the first and last sequence and document; with at most
+    ``SCANNED`` sequences, everything, as ``check`` always does.
+    """
+
+    def __init__(self, prefix: str | Path, facts: SharedFacts | None = None):
+        """``facts``: of its files, by this process or another of the node; what they hold is not read again."""
+        self.prefix = Path(prefix)
+        self.bin_path, self.idx_path, _ = files(prefix)
+        missing = [str(path) for path in (self.bin_path, self.idx_path) if not path.exists()]
+        if missing:
+            raise ConfigError(_not_there(self.prefix, missing))
+        readable(self.idx_path, "index"), readable(self.bin_path, "token file")
+        index, self.changed_ns = mapped(self.idx_path)
+        tokens, changed_ns = mapped(self.bin_path)
+        self._maps = index, tokens
+        self.facts = facts or SharedFacts()
+        self._name = f"{prefix}: {len(tokens)} bytes of {changed_ns}, {len(index)} of {self.changed_ns}"
+        self._index = read_index(self.idx_path, self._maps[0])
+        self.layout, self.dtype = self._index.layout, self._index.dtype
+        self.sizes, self.pointers = self._index.sizes, self._index.starts
+        self.modes = self._index.modes
+        self._bytes = len(self._maps[1])
+        check_ends(self._index, self.idx_path, self.bin_path, self._bytes)
+        self.flat = np.frombuffer(self._maps[1], self.dtype)
+        if max(len(self), self.document_count) <= SCANNED:
+            self.check_once()
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @cached_property
+    def documents(self) -> NDArray[np.int64]:
+        """[d] document k consists of the sequences documents[k] to documents[k + 1] - 1."""
+        return self.bounds(0, self.document_count)
+
+    @property
+    def document_count(self) -> int:
+        """Number of documents; of sequences, in layouts without documents."""
+        documents = self._index.documents
+        return len(self) if documents is None else len(documents) - 1
+
+    @property
+    def token_count(self) -> int:
+        """Number of tokens."""
+        return len(self.flat)
+
+    def bounds(self, begin: int, end: int) -> NDArray[np.int64]:
+        """``documents[begin : end + 1]``, without loading the others."""
+        documents = self._index.documents
+        return np.arange(begin, end + 1) if documents is None else documents[begin : end + 1]
+
+    def place(self, i: int) -> int:
+        """Start of sequence ``i`` in ``flat``; for i = n the end of the last."""
+        if i == len(self):
+            return self.token_count
+        return int(self._index.starts[i]) // self.dtype.itemsize
+
+    def places(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
+        """``place`` of each of ``sequences`` [k], 0 to n and ascending."""
+        places = np.full(len(sequences), self.token_count)
+        inside = int(np.searchsorted(sequences, len(self)))
+        places[:inside] = self._index.starts[sequences[:inside]] // self.dtype.itemsize
+        return places
+
+    def tokens(self, i: int) -> NDArray:
+        """Sequence ``i``, [sizes[i]], a view of the file; ConfigError if the index is wrong."""
+        begin, size = self.place(i), int(self.sizes[i])
+        if not (0 <= begin <= begin + size <= self.token_count):
+            raise ConfigError(
+                f"{self.idx_path}: sequence {i} is tokens {begin} to {begin + size} of {self.token_count}; "
+                f"the index is corrupt: hpclm data verify {self.prefix} says where"
+            )
+        return self.flat[begin : begin + size]
+
+    def raw(self, begin: int, end: int) -> memoryview:
+        """The bytes of ``flat[begin:end]`` in the file."""
+        width = self.dtype.itemsize
+        return memoryview(self._maps[1])[begin * width : end * width]
+
+    def raw_index(self) -> memoryview:
+        """The bytes of the index."""
+        return memoryview(self._maps[0])
+
+    def check(self, progress: Callable[[int], object] = lambda entries: None) -> None:
+        """Check every entry of the index, n + documents; ConfigError for the first that is wrong."""
+
+        def done(entries: int) -> None:
+            self.release()
+            progress(entries)
+
+        check_all(self._index, self.idx_path, self._bytes, done)
+
+    def check_once(self) -> None:
+        """``check``, unless the index is known to be right."""
+        self.once("index", self.check)
+
+    def find(self, fact: str, read: Callable[[], T]) -> T:
+        """A fact (JSON) about the content of the files: what ``read`` returns, unless the facts have it."""
+        return self.facts.find(f"{self._name}: {fact}", read)
+
+    def once(self, fact: str, check: Callable[[], object]) -> None:
+        """``check`` the content of the files, unless the facts say that it has passed."""
+        self.facts.once(f"{self._name}: {fact}", check)
+
+    def release(self) -> None:
+        """Release the memory of everything read so far; it is read again when needed."""
+        for content in self._maps:
+            if isinstance(content, mmap.mmap) and hasattr(content, "madvise"):
+                content.madvise(mmap.MADV_DONTNEED)
+
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """Identifies the content of the dataset, without reading all of it (JSON).
+
+        Lengths, layout, and hashes of the files: of all of a file up to 16 MB, of 64 blocks of a larger one.
+        """
+        return {
+            "bin_bytes": self._bytes,
+            "idx_bytes": len(self._maps[0]),
+            "layout": self.layout,
+            "dtype": self.dtype.name,
+            "bin": self.find("hash of .bin", lambda: fingerprint(self._maps[1])),
+            "idx": self.find("hash of .idx", lambda: fingerprint(self._maps[0])),
+        }
+
+
+def _not_there(prefix: Path, missing: list[str]) -> str:
+    bin_path, idx_path, _ = files(prefix)
+    if prefix.suffix in (".bin", ".idx") and prefix.is_file():
+        return f"{prefix} is one of a dataset's files: leave off {prefix.suffix}"
+    folder = prefix.parent
+    near = sorted(str(path.with_suffix("")) for path in folder.glob("*.idx")) if folder.is_dir() else []
+    hint = f"; {folder} has {', '.join(near[:5])}" if near else f"; there is no dataset in {folder.absolute()}"
+    return f"a dataset consists of {bin_path} and {idx_path}, but {' and '.join(missing)} {'do' if len(missing) > 1 else 'does'} not exist{hint}"
+
+
+def whereabouts(dataset: IndexedDataset, place: int) -> str:
+    """Byte, document and sequence of the token ``flat[place]``, for messages."""
+    sequence = bisect_right(range(len(dataset)), place, key=dataset.place) - 1
+    document = bisect_right(range(dataset.document_count), sequence, key=lambda k: int(dataset.bounds(k, k)[0])) - 1
+    return (
+        f"byte {place * dataset.dtype.itemsize} (document {document}, sequence {sequence}, "
+        f"offset {place - dataset.place(sequence)} in it)"
+    )

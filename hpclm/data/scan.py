@@ -1,0 +1,92 @@
+"""Check that an index matches its ``.bin``: only at both ends, which is cheap, or completely, in constant memory."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpclm.data.formats import IndexFile
+from hpclm.errors import ConfigError
+
+BLOCK = 1 << 18  # sequences or document bounds that are checked at a time
+
+
+def check_ends(index: IndexFile, idx: Path, bin: Path, size: int) -> None:
+    """ConfigError unless the first and last sequence and document bound match ``size``, the bytes of ``.bin``."""
+    n, width = len(index.sizes), index.dtype.itemsize
+    end = 0
+    if n:
+        start, tokens = int(index.starts[-1]), int(index.sizes[-1])
+        if tokens < 0:
+            raise _negative(idx, n - 1, tokens)
+        if index.starts[0] != 0:
+            raise _misplaced(idx, 0, 0, int(index.starts[0]))
+        end = start + tokens * width
+    if end != size:
+        raise ConfigError(
+            f"{bin} is {size} bytes long, but {idx} describes {end}: one of them is truncated or belongs to another dataset"
+        )
+    if size % width:
+        raise ConfigError(
+            f"{bin} is {size} bytes long, which is not a multiple of {width}, the bytes of a token: it is truncated"
+        )
+    if index.documents is not None:
+        ends = (int(index.documents[0]), int(index.documents[-1])) if len(index.documents) else None
+        if ends != (0, n):
+            raise ConfigError(f"{idx}: document bounds must go from 0 to {n}, the number of sequences, but go {ends}")
+
+
+def check_all(index: IndexFile, idx: Path, size: int, progress: Callable[[int], object] = lambda entries: None) -> None:
+    """ConfigError for the first sequence or document bound that does not follow the previous one; after ``check_ends``.
+
+    ``progress`` is called with numbers of checked sequences and bounds.
+    """
+    n, width = len(index.sizes), index.dtype.itemsize
+    end, last = 0, size
+    for start in range(0, n, BLOCK):
+        sizes = index.sizes[start : start + BLOCK].astype(np.int64)
+        if sizes.min() < 0:
+            where = int(np.argmax(sizes < 0))
+            raise _negative(idx, start + where, int(sizes[where]))
+        if sizes.max() > last:  # so that no sum can overflow
+            where = int(np.argmax(sizes > last))
+            raise ConfigError(
+                f"{idx}: sequence {start + where} has {sizes[where]} tokens, but all tokens together have {size} bytes"
+            )
+        expected = end + np.concatenate(([0], np.cumsum(sizes * width)))
+        found = index.starts[start : start + BLOCK]
+        wrong = expected[:-1] != found
+        if wrong.any():
+            where = int(np.argmax(wrong))
+            raise _misplaced(idx, start + where, int(expected[where]), int(found[where]))
+        end = int(expected[-1])
+        if end > last:
+            raise ConfigError(f"{idx}: sequence {start + len(sizes) - 1} ends past the tokens' {size} bytes")
+        progress(len(sizes))
+    if index.documents is not None:
+        _check_documents(index.documents, idx, progress)
+
+
+def _check_documents(documents: NDArray[np.int64], idx: Path, progress: Callable[[int], object]) -> None:
+    for start in range(0, len(documents) - 1, BLOCK):
+        block = documents[start : start + BLOCK + 1]
+        falls = block[1:] < block[:-1]
+        if falls.any():
+            where = int(np.argmax(falls))
+            raise ConfigError(
+                f"{idx}: document bounds must not decrease; document {start + where} goes from sequence {block[where]} "
+                f"to {block[where + 1]}: the index is damaged"
+            )
+        progress(len(block) - 1)
+
+
+def _negative(idx: Path, sequence: int, size: int) -> ConfigError:
+    return ConfigError(f"{idx}: sequence {sequence} has a negative size, {size}")
+
+
+def _misplaced(idx: Path, sequence: int, expected: int, found: int) -> ConfigError:
+    return ConfigError(
+        f"{idx}: sequence {sequence} should start at byte {expected} of the tokens, where the previous one ends, "
+        f"but the index says {found}"
+    )

@@ -1,1 +1,0 @@
-"""hpclm preprocess: from text to datasets."""

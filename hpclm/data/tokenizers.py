@@ -1,0 +1,166 @@
+"""Tokenizers: their interface, options and fingerprints, and building the one that a run or a dataset names.
+
+The kinds are in ``hpclm.datasets.tokenizers``. Nothing is downloaded, no code is loaded with a vocabulary, and libraries are
+imported only when they are used.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpclm.config.data import TOKENIZERS, DataConfig
+from hpclm.data.indexed import sidecar
+from hpclm.errors import ConfigError
+from hpclm.files import read_bytes
+from hpclm.registry import a_class, lookup
+
+END = "<|endoftext|>"
+CHECK = a_class("encode", "encode_batch", "decode", made_with=["files"])
+REQUIRED = ("size", "eod", "fingerprint", "encode", "encode_batch", "decode")
+"""Attributes of a user-defined tokenizer; ``ends_itself`` is optional."""
+
+Batch = tuple[NDArray[np.integer], NDArray[np.int64]]
+"""Ids of all texts, concatenated, [t], and the number of tokens of each text, [texts]."""
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back.
+
+    Your own class is named package.module:Name. It is constructed with its list of files, and with the text of the
+    end-of-document token as a second argument if data.eod is set.
+    """
+
+    size: int
+    """Size of the vocabulary; every id is smaller."""
+    eod: int | None
+    """Id of the end-of-document token; None if the vocabulary has none."""
+    ends_itself: bool
+    """Whether every encoded text already ends with ``eod``."""
+    fingerprint: dict[str, Any]
+    """JSON: "kind", "files" {name: blake2b of the content}, "size", "eod", and "options" {name: value} that are not the
+    defaults; the function ``fingerprint`` of this package makes one."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of ``text``, without an end-of-document token unless ``ends_itself``."""
+        ...
+
+    def encode_batch(self, texts: list[str]) -> Batch:
+        """``encode`` of each text; ``flat`` converts lists to this."""
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ``ids``."""
+        ...
+
+
+def flat(lists: Sequence[Sequence[int]]) -> Batch:
+    """Lists of ids as ``encode_batch`` returns them: int32 ids [t], int64 lengths [lists]."""
+    lengths = np.fromiter(map(len, lists), np.int64, len(lists))
+    return np.fromiter(chain.from_iterable(lists), np.int32, int(lengths.sum())), lengths
+
+
+def fingerprint(kind: str, files: list[str], size: int, eod: int | None, end: str | None = None) -> dict[str, Any]:
+    """The ``fingerprint`` of a tokenizer; ``end``: the text of its end-of-document token, if that was chosen (data.eod)."""
+    hashes: dict[str, str] = {}
+    for file in files:
+        name = Path(file).name
+        while name in hashes:  # a/vocab and b/vocab
+            name += "'"
+        hashes[name] = hashlib.blake2b(read_bytes(file), digest_size=16).hexdigest()
+    chosen = {} if end is None else {"options": {"eod": end}}
+    return {"kind": kind, "files": hashes, "size": size, "eod": eod, **chosen}
+
+
+def describe(fingerprint: dict[str, Any]) -> str:
+    """A short description: kind, files with the first 8 hex digits of their hashes, vocabulary size."""
+    files = ", ".join(f"{name} {hash[:8]}" for name, hash in fingerprint.get("files", {}).items())
+    return f"{fingerprint.get('kind')} tokenizer ({files + '; ' if files else ''}{fingerprint.get('size')} entries)"
+
+
+def mismatch(made_with: dict[str, Any], given: dict[str, Any]) -> str | None:
+    """How two fingerprints differ in the meaning of ids, in a sentence that names both; None if they do not.
+
+    File names do not matter.
+    """
+    hashes = [sorted(one.get("files", {}).values()) for one in (made_with, given)]
+    differ = [
+        f"{key} {made_with.get(key)} against {given.get(key)}"
+        for key in ("kind", "size", "eod")
+        if made_with.get(key) != given.get(key)
+    ]
+    if hashes[0] != hashes[1]:
+        differ.append("the content of the files")
+    if not differ:
+        return None
+    return f"made with the {describe(made_with)}, given the {describe(given)}; they differ in {', '.join(differ)}"
+
+
+def build(kind: str, files: list[str], eod: str | None = None) -> Tokenizer:
+    """Build the tokenizer ``kind`` (data.tokenizer) from its ``files``; ConfigError if they do not match.
+
+    ``eod``: text of the end-of-document token; None: the default of its kind.
+    """
+    make = lookup("tokenizer", kind, TOKENIZERS, CHECK)
+    arguments = [files] if eod is None else [files, eod]
+    if kind in TOKENIZERS:
+        known: Tokenizer = make(*arguments)
+        return known
+    try:
+        own: Tokenizer = make(*arguments)
+    except TypeError as error:
+        raise ConfigError(f"tokenizer {kind} cannot be built from a list of files: {error}") from error
+    missing = [name for name in REQUIRED if not hasattr(own, name)]
+    if missing:
+        raise ConfigError(f"tokenizer {kind} lacks {', '.join(missing)}; hpclm/data/tokenizers.py says what it needs")
+    return own
+
+
+def end(tokenizer: Tokenizer) -> int:
+    """The id of the end-of-document token; ConfigError if there is none."""
+    if tokenizer.eod is None:
+        raise ConfigError(
+            f"the {describe(tokenizer.fingerprint)} has no end-of-document token; set data.eod "
+            "(--eod in preprocessing) to one of its entries"
+        )
+    return tokenizer.eod
+
+
+def of_run(data: DataConfig) -> Tokenizer:
+    """The tokenizer of a run, from its settings or from its dataset."""
+    if data.tokenizer is not None:
+        return build(data.tokenizer, data.tokenizer_files, data.eod)
+    notes = ((prefix, sidecar(prefix)) for prefix in data.prefixes())
+    prefix, note = next(((prefix, note) for prefix, note in notes if "tokenizer" in note), ("", {}))
+    if not note:
+        raise ConfigError("the run's dataset does not name its tokenizer; set data.tokenizer and data.tokenizer_files")
+    kind, paths = note["tokenizer"]["kind"], note.get("tokenizer_files")
+    if kind not in TOKENIZERS:  # a dataset must not decide which code is run
+        raise ConfigError(
+            f"{prefix}.json names the user-defined tokenizer {kind!r}; if you trust it, set data.tokenizer={kind} and "
+            "data.tokenizer_files"
+        )
+    if not isinstance(paths, list):
+        raise ConfigError(f"{prefix}.json names no tokenizer_files; set data.tokenizer")
+    tokenizer = build(kind, paths, _recorded_end(note["tokenizer"]))
+    differences = mismatch(note["tokenizer"], tokenizer.fingerprint)
+    if differences:
+        raise ConfigError(
+            f"the tokenizer of dataset {prefix} has changed: {differences}; restore {', '.join(paths) or 'it'}, "
+            "or set data.tokenizer"
+        )
+    return tokenizer
+
+
+def _recorded_end(fingerprint: dict[str, Any]) -> str | None:
+    """The text of the end-of-document token that a fingerprint records, if that was chosen."""
+    options = fingerprint.get("options", {})
+    if not isinstance(options, dict) or options.keys() - {"eod"} or not isinstance(options.get("eod", ""), str):
+        raise ConfigError(
+            f"the dataset's tokenizer has options {options!r}; this version of hpclm supports only 'eod'; preprocess again"
+        )
+    return options.get("eod")

@@ -1,0 +1,249 @@
+"""The command line of preprocessing: hpclm's own options, Megatron's and fairseq's."""
+
+import argparse
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpclm import terminal
+from hpclm.config.data import TOKENIZERS
+from hpclm.datasets.encode import Job
+from hpclm.datasets.inputs import LONGEST, MB, Input, Share, find
+from hpclm.distributed import bootstrap
+from hpclm.errors import ConfigError
+
+# Megatron's --tokenizer-type: our kind, and the options that name its files
+MEGATRON_TYPES = {
+    "GPT2BPETokenizer": ("gpt2", ("vocab_file", "merge_file")),
+    "BertWordPieceLowerCase": ("wordpiece_lower", ("vocab_file",)),
+    "BertWordPieceCase": ("wordpiece", ("vocab_file",)),
+    "SentencePieceTokenizer": ("sentencepiece", ("tokenizer_model",)),
+}
+FILE_OPTIONS = ("vocab_file", "merge_file", "tokenizer_model")
+# what Megatron's --lang calls languages (NLTK's names)
+LANGUAGES = dict(
+    czech="cs", danish="da", dutch="nl", english="en", estonian="et", finnish="fi", french="fr", german="de", greek="el",
+    italian="it", norwegian="no", polish="pl", portuguese="pt", russian="ru", slovene="sl", spanish="es", swedish="sv",
+    turkish="tr",
+)  # fmt: skip
+FAIRSEQ_ONLY = ("only_source", "trainpref", "validpref", "testpref", "srcdict", "destdir")
+LONGEST_LINE = f"refuse a longer line, or with --format files a longer file; default: {LONGEST} MB"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The inputs of one dataset, or of one per key."""
+
+    inputs: tuple[Input, ...]
+    prefixes: tuple[Path, ...]
+
+    @property
+    def names(self) -> str:
+        """The names of its inputs, for messages."""
+        return ", ".join(source.name for source in self.inputs)
+
+
+@dataclass(frozen=True)
+class Dictionary:
+    """fairseq's dict.txt: copied from ``given``, or counted in ``corpus``."""
+
+    path: Path
+    corpus: Corpus
+    given: Path | None
+
+
+@dataclass(frozen=True)
+class Request:
+    """The parsed command line."""
+
+    corpora: tuple[Corpus, ...]
+    job: Job
+    share: Share
+    workers: int
+    overwrite: bool
+    longest_line: int
+    """Bytes of text."""
+    dictionary: Dictionary | None = None
+
+
+def parse(argv: list[str]) -> Request:
+    """Parse the arguments; exits with 2 if they are contradictory. ConfigError for invalid inputs."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    for name in ("workers", "longest_line"):
+        if getattr(args, name) < 1:
+            parser.error(f"{_flag(name)} {getattr(args, name)} must be at least 1")
+    fairseq = any(getattr(args, name) for name in FAIRSEQ_ONLY)
+    _tokenizer(parser, args, fairseq)
+    if not args.split_sentences and (args.language or args.keep_newlines):
+        parser.error("--language and --keep-newlines go with --split-sentences")
+    share = _share(parser, args.part)
+    if fairseq:
+        return _fairseq(parser, args, share)
+    if not args.input or not args.output_prefix:
+        parser.error("give --input FILE... and --output-prefix P, or fairseq's --only-source --trainpref F --destdir D")
+    inputs = find(args.input, args.format)
+    keys = tuple(args.json_keys or ["text"])
+    option = f"--json-keys {' '.join(keys)}"
+    if len(set(keys)) < len(keys):
+        raise ConfigError(f"{option} contains a key twice")
+    plain = [source.name for source in inputs if source.format != "jsonl"]
+    if args.json_keys and len(plain) == len(inputs):
+        raise ConfigError(f"{option} has no effect: no input is JSONL")
+    if len(keys) > 1 and plain:
+        raise ConfigError(f"{option} needs JSONL, but {plain[0]} is plain text: preprocess it separately")
+    if share.parts > 1 and any(source.path == "-" for source in inputs):
+        raise ConfigError(f"--input - cannot be divided over {share.parts} processes; give files, or start one process")
+    level = "sentence" if args.split_sentences else "document"
+    prefixes = tuple(Path(f"{args.output_prefix}_{key}_{level}") for key in keys)
+    return _request(args, (Corpus(tuple(inputs), prefixes),), keys, share)
+
+
+def _request(
+    args: argparse.Namespace,
+    corpora: tuple[Corpus, ...],
+    keys: tuple[str, ...],
+    share: Share,
+    dictionary: Dictionary | None = None,
+) -> Request:
+    language = args.language or "en"
+    if language not in LANGUAGES and not re.fullmatch("[a-z]{2,3}", language):
+        raise ConfigError(f"--language {language!r} is not a language code, such as en or de")
+    job = Job(
+        tokenizer="fairseq" if dictionary else args.tokenizer,
+        files=(str(dictionary.path),) if dictionary else tuple(args.tokenizer_files),
+        eod=args.eod,
+        keys=keys,
+        append_eod=args.append_eod,
+        empty=args.empty,
+        on_error=args.on_error,
+        language=LANGUAGES.get(language, language) if args.split_sentences else None,
+        keep_newlines=args.keep_newlines,
+        layout="fairseq" if dictionary else "megatron",
+    )
+    return Request(corpora, job, share, args.workers, args.overwrite, args.longest_line * MB, dictionary)
+
+
+def _fairseq(parser: argparse.ArgumentParser, args: argparse.Namespace, share: Share) -> Request:
+    if not args.only_source:
+        parser.error("hpclm trains language models on one language: give --only-source")
+    if args.input or args.output_prefix or args.json_keys or args.format:
+        parser.error("--input, --format, --json-keys and --output-prefix exclude fairseq's --trainpref and --destdir")
+    if not (args.trainpref or args.validpref or args.testpref):
+        parser.error("give --trainpref FILE, --validpref FILE[,FILE...] or --testpref FILE[,FILE...]")
+    if args.srcdict and args.tokenizer:
+        parser.error("--srcdict has no effect with --tokenizer")
+    if not (args.tokenizer or args.srcdict or args.trainpref):
+        parser.error("without --trainpref there is no text to count words in; give --srcdict dict.txt")
+    if share.parts > 1:
+        raise ConfigError(f"fairseq's options run in one process, not {share.parts}; give --workers to use more cores")
+    folder = Path(args.destdir or "data-bin")
+    corpora = []
+    for split in ("train", "valid", "test"):
+        files = (getattr(args, f"{split}pref") or "").split(",")
+        for i, file in enumerate(filter(None, files)):
+            corpora.append(Corpus(tuple(find([file], "lines")), (folder / f"{split}{i or ''}",)))
+    if args.trainpref and "," in args.trainpref:
+        parser.error(
+            f"--trainpref {args.trainpref}: fairseq's options allow one training text; concatenate the files first"
+        )
+    dictionary = None
+    if not args.tokenizer:
+        given = Path(args.srcdict) if args.srcdict else None
+        dictionary = Dictionary(folder / "dict.txt", corpora[0], given)
+    return _request(args, tuple(corpora), ("text",), share, dictionary)
+
+
+def _tokenizer(parser: argparse.ArgumentParser, args: argparse.Namespace, fairseq: bool) -> None:
+    """Translate Megatron's options into --tokenizer and --tokenizer-files."""
+    if not args.tokenizer_type:
+        if any(getattr(args, name) for name in FILE_OPTIONS):
+            parser.error(f"{', '.join(map(_flag, FILE_OPTIONS))} go with --tokenizer-type; or give --tokenizer-files")
+        if args.tokenizer_files and not args.tokenizer:
+            parser.error("--tokenizer-files go with --tokenizer KIND")
+        if not (args.tokenizer or fairseq):
+            parser.error(f"give --tokenizer KIND and --tokenizer-files FILE...; kinds: {', '.join(sorted(TOKENIZERS))}")
+        return
+    if args.tokenizer or args.tokenizer_files:
+        parser.error("--tokenizer-type excludes --tokenizer and --tokenizer-files")
+    kind, needed = MEGATRON_TYPES[args.tokenizer_type]
+    missing = [_flag(name) for name in needed if not getattr(args, name)]
+    if missing:
+        parser.error(f"--tokenizer-type {args.tokenizer_type} needs {' and '.join(missing)}")
+    useless = [_flag(name) for name in FILE_OPTIONS if getattr(args, name) and name not in needed]
+    if useless:
+        parser.error(f"{' and '.join(useless)} have no effect with --tokenizer-type {args.tokenizer_type}")
+    args.tokenizer, args.tokenizer_files = kind, [getattr(args, name) for name in needed]
+
+
+def _share(parser: argparse.ArgumentParser, part: str | None) -> Share:
+    """The part of the inputs for this process, from --part or its rank."""
+    if part is None:
+        world = bootstrap.detect()
+        return Share(world.rank, world.size)
+    found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", part)
+    if not found or int(found[1]) >= int(found[2]):
+        parser.error(f"--part {part} must be I/N, part I of N, with I from 0 to N - 1")
+    return Share(int(found[1]), int(found[2]))
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = terminal.ArgumentParser(
+        prog="hpclm preprocess",
+        description="Convert text into a dataset. With srun or mpirun, each process handles a part of the input.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument_group("input").add_argument
+    add(
+        "--input",
+        nargs="+",
+        metavar="FILE",
+        help="UTF-8 text or JSONL, .gz, .zst, .parquet, a quoted pattern, or - (a pipe)",
+    )
+    documents = (
+        "documents: JSON objects, lines or files; default: jsonl for .jsonl, .json and .parquet, otherwise lines"
+    )
+    add("--format", choices=["jsonl", "lines", "files"], help=documents)
+    keys = "keys of the texts in JSON; a dataset is written for each; default: text"
+    add("--json-keys", "--json-key", nargs="+", metavar="KEY", help=keys)
+    add("--longest-line", type=int, default=LONGEST, metavar="MB", help=LONGEST_LINE)
+    add("--part", metavar="I/N", help="process part I (from 0) of N of the input; the last to finish joins the parts")
+
+    add = parser.add_argument_group("tokenizer").add_argument
+    add("--tokenizer", metavar="KIND", help=f"{', '.join(sorted(TOKENIZERS))}, or package.module:Name")
+    add("--tokenizer-files", nargs="+", default=[], metavar="FILE", help="its files, in the order of docs/data.md")
+    add("--eod", metavar="TOKEN", help="the end-of-document token; default: the tokenizer's own")
+
+    add = parser.add_argument_group("documents").add_argument
+    add("--append-eod", action="store_true", help="end each document with the end-of-document token")
+    add("--empty", choices=["skip", "keep"], default="skip", help="documents without tokens; default: skip")
+    add("--on-error", choices=["stop", "skip"], default="stop", help="what to do with unreadable lines; default: stop")
+    add("--split-sentences", action="store_true", help="one sequence per sentence; writes P_text_sentence")
+    language = "for --split-sentences, such as de; English rules if sentencex has none, as for zh; default: en"
+    add("--language", "--lang", metavar="CODE", help=language)
+    add("--keep-newlines", action="store_true", help="sentences keep the white space after them")
+
+    add = parser.add_argument_group("output").add_argument
+    add("--output-prefix", metavar="P", help="writes P_text_document.bin, .idx and .json (text: the key)")
+    add("--overwrite", action="store_true", help="replace a dataset of that name")
+    add("--workers", type=int, default=1, metavar="N", help="encoding processes, one core each; default: 1")
+
+    add = parser.add_argument_group("Megatron's names").add_argument
+    add("--tokenizer-type", choices=list(MEGATRON_TYPES), help="GPT2BPETokenizer is --tokenizer gpt2, and so on")
+    add("--vocab-file", "--vocab", metavar="FILE", help="GPT-2's vocab.json, BERT's vocab.txt")
+    add("--merge-file", metavar="FILE", help="GPT-2's merges.txt")
+    add("--tokenizer-model", metavar="FILE", help="sentencepiece's .model")
+    add("--dataset-impl", choices=["mmap"], default="mmap", help="the layout, which all versions of Megatron read")
+
+    add = parser.add_argument_group("fairseq-preprocess's names (documents are lines)").add_argument
+    add("--only-source", action="store_true", help="one language; needed")
+    add("--trainpref", metavar="FILE", help="writes D/train")
+    add("--validpref", metavar="FILE[,FILE...]", help="writes D/valid, D/valid1, ...")
+    add("--testpref", metavar="FILE[,FILE...]", help="writes D/test, D/test1, ...")
+    add("--destdir", metavar="D", help="folder of the datasets and dict.txt; default: data-bin")
+    add("--srcdict", metavar="FILE", help="a dict.txt; default: count the words of the training text")
+    return parser

@@ -1,0 +1,112 @@
+"""fairseq's dictionaries, as tokenizers, and how to create one from text.
+
+Source: facebookresearch/fairseq fairseq/data/dictionary.py and fairseq/tokenizer.py.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+
+from hpclm.data.tokenizers import Batch, fingerprint, flat
+from hpclm.datasets.tokenizers import sentencepieces
+from hpclm.datasets.tokenizers.vocabulary import expect, only_end
+from hpclm.errors import ConfigError
+from hpclm.files import text_reader
+
+SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
+EOS, UNKNOWN = 2, 3
+PADDING = 8  # of which the number of entries is a multiple
+OVERWRITE = "#fairseq:overwrite"
+INTEGER = re.compile(r"\s*[-+]?\d+(_\d+)*\s*")  # as Python's int() accepts
+
+
+class Fairseq:
+    """Words separated by white space, or pieces of a sentencepiece .model, looked up in a dict.txt; every text ends with </s>."""
+
+    ends_itself = True
+
+    def __init__(self, files: list[str], eod: str | None = None):
+        path, *models = expect("fairseq", files, "dict.txt", "x.model", optional=1)
+        only_end("fairseq", eod, SPECIALS[EOS])
+        self.symbols, self.ids = read_dictionary(path)
+        self.size, self.eod = len(self.symbols), EOS
+        self.fingerprint = fingerprint("fairseq", files, self.size, self.eod)
+        self.model = sentencepieces.processor("fairseq", models[0]) if models else None
+        if self.model is not None:
+            spelled = [self.model.id_to_piece(id) for id in range(self.model.get_piece_size())]
+            self._looked_up = np.array([self.ids.get(piece, UNKNOWN) for piece in spelled], np.int32)
+            # pieces whose text is not their name, or not a single word for fairseq
+            odd = [self.model.is_unknown(id) or piece.split() != [piece] for id, piece in enumerate(spelled)]
+            self._odd = np.array(odd, bool)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the words or pieces (or <unk>), and </s>."""
+        words = text if self.model is None else " ".join(self.model.encode(text, out_type=str))
+        return [*(self.ids.get(word, UNKNOWN) for word in words.split()), EOS]
+
+    def encode_batch(self, texts: list[str]) -> Batch:
+        """``encode`` of each text."""
+        if self.model is None:
+            return flat([self.encode(text) for text in texts])
+        found, lengths = sentencepieces.pieces(self.model, texts)
+        if self._odd[found].any():
+            return flat([self.encode(text) for text in texts])
+        ends = np.cumsum(lengths)
+        return np.insert(self._looked_up[found], ends, np.int32(EOS)), lengths + 1
+
+    def decode(self, ids: list[int]) -> str:
+        """The words separated by spaces, including </s>; or the text of the pieces, without </s>."""
+        words = [self.symbols[id] if 0 <= id < self.size else SPECIALS[UNKNOWN] for id in ids]
+        return " ".join(words) if self.model is None else str(self.model.decode(words))
+
+
+def read_dictionary(path: Path) -> tuple[list[str], dict[str, int]]:
+    """The symbols of a dict.txt by id, and {symbol: id}; ConfigError names an invalid line.
+
+    A line is "symbol count". A duplicate is refused unless #fairseq:overwrite follows its count, which gives it a new id.
+    """
+    symbols, ids = list(SPECIALS), {symbol: id for id, symbol in enumerate(SPECIALS)}
+    try:
+        with text_reader(path) as file:
+            lines = file.readlines()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"fairseq dictionary {path} is not UTF-8: {error}") from None
+    for number, line in enumerate(lines, 1):
+        rest = line.rstrip()
+        overwrite = rest.endswith(" " + OVERWRITE)
+        symbol, _, count = rest.removesuffix(" " + OVERWRITE).rpartition(" ")
+        if not symbol or not INTEGER.fullmatch(count):
+            raise ConfigError(
+                f"fairseq dictionary {path}:{number} contains {rest!r}, not a symbol, a space and a count"
+            )
+        if symbol in ids and not overwrite:
+            raise ConfigError(
+                f"fairseq dictionary {path}:{number}: {symbol!r} is a duplicate of id {ids[symbol]}; "
+                f"remove one, or end the line with {OVERWRITE} to give it a new id"
+            )
+        ids[symbol] = len(symbols)
+        symbols.append(symbol)
+    if len(symbols) == len(SPECIALS):
+        raise ConfigError(f"fairseq dictionary {path} contains no symbols")
+    return symbols, ids
+
+
+def dictionary_of(texts: Iterable[str]) -> str:
+    """The content of a dict.txt: the words of ``texts`` by descending count, ties in alphabetical order.
+
+    Entries madeupword0000 ... make their number, with the specials, a multiple of 8.
+    """
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(text.split())
+    for special in SPECIALS:
+        del counts[special]
+    entries = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))
+    made_up = (word for number in count() if (word := f"madeupword{number:04d}") not in counts)
+    while (len(entries) + len(SPECIALS)) % PADDING:
+        entries.append((next(made_up), 0))
+    return "".join(f"{word} {number}\n" for word, number in entries)

@@ -1,0 +1,242 @@
+"""Tokenizers with Hugging Face's tokenizers library, which only this file imports: BPE, WordPiece, any tokenizer.json."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hpclm.data.tokenizers import END, Batch, fingerprint, flat
+from hpclm.datasets.tokenizers import gigatokens
+from hpclm.datasets.tokenizers.sentencepieces import Merging
+from hpclm.datasets.tokenizers.vocabulary import expect, id_of_end, load, vocabulary
+from hpclm.errors import ConfigError
+from hpclm.files import text_reader
+
+SPACE = "\u2581"  # sentencepiece's space
+
+
+class Library:
+    """Base of all kinds that use the library, on one thread; ``model`` is its Tokenizer.
+
+    A byte-level BPE like GPT-2's is encoded by ``fast``, with gigatoken and the same ids.
+    """
+
+    ends_itself = False
+
+    def __init__(
+        self, kind: str, files: list[str], eod: str | None, make: Callable[[], Any], ends: Iterable[str], hinted: str
+    ):
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # --workers determines the number of cores
+        self.model = load(kind, [Path(file) for file in files], make)
+        ids: dict[str, int] = self.model.get_vocab()
+        self.size = max(ids.values(), default=-1) + 1
+        if eod is None:
+            self.eod = next((ids[word] for word in ends if word in ids), None)
+        else:
+            self.eod = id_of_end(kind, Path(files[0]), eod, ids, (word for word in ids if word.startswith(hinted)))
+        self.fingerprint = fingerprint(kind, files, self.size, self.eod, eod)
+        settings = bare(self.model)
+        added = [token.content for token in self.model.get_added_tokens_decoder().values()]
+        self.fast = gigatokens.faster(settings, self.exact, added) if settings else None
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of ``text``, without the special tokens of a template."""
+        return self.fast.encode(text) if self.fast else self.exact([text])[0].tolist()
+
+    def encode_batch(self, texts: list[str]) -> Batch:
+        """``encode`` of each text."""
+        return self.fast.encode_batch(texts) if self.fast else self.exact(texts)
+
+    def exact(self, texts: list[str]) -> Batch:
+        """``encode_batch`` with the tokenizers library."""
+        with _panics():
+            return flat([found.ids for found in self.model.encode_batch_fast(texts, add_special_tokens=False)])
+
+    def decode(self, ids: list[int]) -> str:
+        """The text, including special tokens."""
+        with _panics():
+            return str(self.model.decode(ids, skip_special_tokens=False))
+
+
+class GPT2(Library):
+    """GPT-2's byte-level BPE: vocab.json and merges.txt; a document ends with <|endoftext|>.
+
+    As in Megatron, <|endoftext|> inside a text is encoded as ordinary characters, so that no text can end a document.
+    """
+
+    def __init__(self, files: list[str], eod: str | None = None):
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+        vocab, merges = expect("gpt2", files, "vocab.json", "merges.txt")
+        vocabulary("gpt2", vocab, pre_tokenizers.ByteLevel.alphabet())
+
+        def make() -> Any:
+            model = Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
+            model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+            model.decoder = decoders.ByteLevel()
+            return model
+
+        super().__init__("gpt2", files, eod, make, [END], "<|")
+
+
+class TokenizerJson(Library):
+    """Any tokenizer.json, without its truncation, padding and template; a document ends with <|endoftext|> or </s>."""
+
+    def __init__(self, files: list[str], eod: str | None = None):
+        from tokenizers import Tokenizer
+
+        [path] = expect("json", files, "tokenizer.json")
+
+        def make() -> Any:
+            model = Tokenizer.from_file(str(path))
+            model.no_truncation()
+            model.no_padding()
+            return model
+
+        super().__init__("json", files, eod, make, [END, "</s>"], "<")
+
+
+class WordPiece(Library):
+    """BERT's cased tokenizer: vocab.txt, with a word or ##piece per line; a document ends with [SEP].
+
+    As in Megatron, special tokens inside a text are encoded as ordinary characters.
+    Source: google-research/bert tokenization.py, BasicTokenizer and WordpieceTokenizer.
+    """
+
+    kind, lower = "wordpiece", False
+
+    def __init__(self, files: list[str], eod: str | None = None):
+        from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+        [path] = expect(self.kind, files, "vocab.txt")
+        ids = _lines(self.kind, path)
+
+        def make() -> Any:
+            model = Tokenizer(models.WordPiece(ids, unk_token="[UNK]", max_input_chars_per_word=100))
+            model.normalizer = normalizers.BertNormalizer(lowercase=self.lower)
+            model.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+            model.decoder = decoders.WordPiece()
+            return model
+
+        super().__init__(self.kind, files, eod, make, ["[SEP]"], "[")
+
+
+class WordPieceLower(WordPiece):
+    """BERT's uncased tokenizer, which also strips accents."""
+
+    kind, lower = "wordpiece_lower", True
+
+
+def bare(model: Any) -> str | None:
+    """The tokenizer.json of ``model`` without added tokens if it is a byte-level BPE like GPT-2's; otherwise None."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    bpe, words = model.model, model.pre_tokenizer
+    like_gpt2 = (
+        type(bpe) is models.BPE
+        and type(words) is pre_tokenizers.ByteLevel
+        and model.normalizer is None
+        and words.use_regex
+        and not words.add_prefix_space
+        and not bpe.dropout
+        and not bpe.continuing_subword_prefix
+        and not bpe.end_of_word_suffix
+        and not bpe.byte_fallback
+        and not bpe.ignore_merges
+        and all(bpe.token_to_id(byte) is not None for byte in pre_tokenizers.ByteLevel.alphabet())
+    )
+    if not like_gpt2:
+        return None
+    plain = Tokenizer(bpe)
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return str(plain.to_str())
+
+
+def of_sentencepiece(found: Merging) -> str:
+    """The tokenizer.json that is equivalent to a sentencepiece BPE."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers
+
+    ids = {piece: id for id, (piece, _) in enumerate(found.pieces)}
+    unknown = found.pieces[found.unknown][0]
+    model = Tokenizer(models.BPE(ids, _merges(found), unk_token=unknown, fuse_unk=True, byte_fallback=found.bytes))
+    # Precompiled leaves out this one composition of NFKC
+    composed = normalizers.Replace("\u017f\u0307", "\u1e61")
+    steps: list[Any] = [composed, normalizers.Precompiled(found.charsmap)] if found.charsmap else []
+    if found.squeezed:
+        steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    if found.prefix:
+        steps.append(normalizers.Prepend(SPACE))
+    model.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    parts = [decoders.Replace(SPACE, " "), *([decoders.ByteFallback()] if found.bytes else []), decoders.Fuse()]
+    model.decoder = decoders.Sequence([*parts, *([decoders.Strip(" ", 1, 0)] if found.prefix else [])])
+    return str(model.to_str(pretty=True))
+
+
+def _merges(found: Merging) -> list[tuple[str, str]]:
+    """The merges of a sentencepiece BPE in order: all pairs of pieces that form another piece, by its score."""
+    ids = {piece: id for id, (piece, _) in enumerate(found.pieces)}
+    merges = []
+    for piece, score in found.pieces:
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in ids and right in ids:
+                merges.append((-score, ids[left], ids[right], left, right))
+    return [(left, right) for *_, left, right in sorted(merges)]
+
+
+def encoder(text: str) -> Callable[[str], list[int]]:
+    """A function from text to ids, by a tokenizer.json without its truncation, padding and template."""
+    from tokenizers import Tokenizer
+
+    model = Tokenizer.from_str(text)
+    model.no_truncation()
+    model.no_padding()
+
+    def encode(words: str) -> list[int]:
+        with _panics():
+            return list(model.encode(words, add_special_tokens=False).ids)
+
+    return encode
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
+    """Train a byte-level BPE on ``texts``, with at most ``vocab_size`` entries; its tokenizer.json. Id 0 is <|endoftext|>."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size < len(alphabet) + 1:
+        raise ConfigError(f"--vocab-size {vocab_size} must be at least {len(alphabet) + 1}: all bytes, and {END}")
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    model.train_from_iterator(texts, trainer)
+    return bytes(model.to_str(pretty=True), "utf-8")
+
+
+@contextmanager
+def _panics() -> Iterator[None]:
+    """ConfigError where the library panics, as it does for a text on which a pattern of tokenizer.json takes too long."""
+    try:
+        yield
+    except BaseException as error:  # PanicException is not an Exception, and has no public name
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ConfigError(
+            f"the tokenizer fails on a text: {error}; look at the patterns in its tokenizer.json"
+        ) from None
+
+
+def _lines(kind: str, path: Path) -> dict[str, int]:
+    """{line: its number from 0} of a vocab.txt; the last number for duplicates."""
+    try:
+        with text_reader(path) as file:
+            ids = {line.rstrip("\n"): id for id, line in enumerate(file)}
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"tokenizer {kind}: {path} is not UTF-8: {error}") from None
+    if "[UNK]" not in ids:
+        raise ConfigError(f"tokenizer {kind}: {path} has no line [UNK], the token for unknown words")
+    return ids

@@ -1,0 +1,133 @@
+"""Tokenizers with the sentencepiece library, which only this file imports."""
+
+import io
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpclm import extras
+from hpclm.data.tokenizers import Batch, fingerprint, flat
+from hpclm.datasets.tokenizers.vocabulary import expect, id_of_end, load
+from hpclm.errors import ConfigError
+
+USER_DEFINED = 4  # ModelProto.SentencePiece.Type
+
+
+class SentencePiece:
+    """A sentencepiece .model; documents end with its </s>, or with another piece on request."""
+
+    ends_itself = False
+
+    def __init__(self, files: list[str], eod: str | None = None):
+        [path] = expect("sentencepiece", files, "x.model")
+        self.model = processor("sentencepiece", path)
+        self.size = self.model.get_piece_size()
+        if eod is None:
+            self.eod = self.model.eos_id() if self.model.eos_id() >= 0 else None
+        else:
+            ids = {self.model.id_to_piece(id): id for id in range(self.size)}
+            controls = [piece for piece, id in ids.items() if self.model.is_control(id)]
+            angled = [piece for piece in ids if re.fullmatch(r"<[^0].*>", piece) and piece not in controls]
+            self.eod = id_of_end("sentencepiece", path, eod, ids, controls + angled)
+        self.fingerprint = fingerprint("sentencepiece", files, self.size, self.eod, eod)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the pieces."""
+        return list(self.model.encode(text))
+
+    def encode_batch(self, texts: list[str]) -> Batch:
+        """``encode`` of each text, on one thread."""
+        return pieces(self.model, texts)
+
+    def decode(self, ids: list[int]) -> str:
+        """The text, without control pieces such as </s>."""
+        return str(self.model.decode(ids))
+
+
+@dataclass(frozen=True)
+class Merging:
+    """The parameters of a sentencepiece BPE."""
+
+    pieces: tuple[tuple[str, float], ...]
+    """Text and score of every piece, by id; pairs that form the piece with the highest score are merged first."""
+    unknown: int
+    """Id of <unk>."""
+    charsmap: bytes
+    """Compiled normalisation rules; empty: none."""
+    prefix: bool
+    """Whether a space is prepended to a text."""
+    squeezed: bool
+    """Whether spaces are stripped from both ends, and repeated ones merged."""
+    bytes: bool
+    """Whether unknown characters become byte pieces."""
+
+
+def merging(tokenizer: SentencePiece) -> Merging | None:
+    """The parameters of the tokenizer's model; None if it is not a BPE, or has features that other libraries lack."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    messages: Any = sentencepiece_model_pb2  # its classes are created at run time
+    proto = messages.ModelProto()
+    proto.ParseFromString(tokenizer.model.serialized_model_proto())
+    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+    whole = any(piece.type == USER_DEFINED for piece in proto.pieces)  # user-defined pieces are never split
+    usual = normalizer.escape_whitespaces and not trainer.treat_whitespace_as_suffix
+    if trainer.model_type != trainer.BPE or whole or not usual:
+        return None
+    return Merging(
+        tuple((piece.piece, piece.score) for piece in proto.pieces),
+        tokenizer.model.unk_id(),
+        normalizer.precompiled_charsmap,
+        normalizer.add_dummy_prefix,
+        normalizer.remove_extra_whitespaces,
+        trainer.byte_fallback,
+    )
+
+
+def processor(kind: str, path: Path) -> Any:
+    """The library's processor for the model at ``path``."""
+    with extras.needed_for("a sentencepiece tokenizer"):
+        from sentencepiece import SentencePieceProcessor
+
+    return load(kind, [path], lambda: SentencePieceProcessor(model_file=str(path)))
+
+
+def pieces(model: Any, texts: list[str]) -> Batch:
+    """Ids of ``texts`` by the library's ``model``, on one thread."""
+    try:
+        found = model.encode(texts, num_threads=1, out_type="numpy")  # newer versions only; faster
+    except (ValueError, RuntimeError):
+        return flat(model.encode(texts, num_threads=1))
+    lengths = np.fromiter(map(len, found), np.int64, len(found))
+    return np.concatenate(found) if found else np.empty(0, np.int32), lengths
+
+
+def train_sentencepiece(texts: Iterable[str], kind: str, vocab_size: int) -> bytes:
+    """Train a sentencepiece tokenizer, ``kind`` bpe or unigram, on the lines of ``texts``; its .model.
+
+    Decoding restores the text: no normalisation, and byte fallback. All lines are in memory.
+    """
+    with extras.needed_for("a sentencepiece tokenizer"):
+        from sentencepiece import SentencePieceTrainer
+
+    model = io.BytesIO()
+    lines: Iterator[str] = (line for text in texts for line in text.splitlines() if line)
+    try:
+        SentencePieceTrainer.train(
+            sentence_iterator=lines,
+            model_writer=model,
+            model_type=kind,
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            max_sentence_length=1 << 20,  # bytes; longer lines are dropped
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise ConfigError(f"sentencepiece cannot train {vocab_size} entries on this text: {error}") from None
+    return model.getvalue()

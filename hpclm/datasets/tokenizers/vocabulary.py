@@ -1,0 +1,64 @@
+"""Checks of vocabulary files and options that several kinds of tokenizers share."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from hpclm.errors import ConfigError
+from hpclm.files import read_text, readable
+from hpclm.registry import hint
+
+T = TypeVar("T")
+
+
+def expect(kind: str, files: list[str], *names: str, optional: int = 0) -> list[Path]:
+    """``files`` as readable paths, one for each of ``names``; the last ``optional`` ones may be missing."""
+    if not len(names) - optional <= len(files) <= len(names):
+        wanted = f"{len(names)} file(s), {' and '.join(names)}" if names else "no files"
+        may = f" (the last {optional} may be left out)" if optional else ""
+        raise ConfigError(
+            f"tokenizer {kind} takes {wanted}{may}, but {len(files)} were given: {', '.join(map(str, files)) or 'none'}"
+        )
+    return [readable(file, f"{kind} tokenizer's {name}") for file, name in zip(files, names, strict=False)]
+
+
+def load(kind: str, paths: list[Path], make: Callable[[], T]) -> T:
+    """Call ``make``; ConfigError for any exception, because the libraries raise bare Exception for invalid files."""
+    try:
+        return make()
+    except Exception as error:
+        names = " and ".join(map(str, paths))
+        raise ConfigError(f"tokenizer {kind} cannot use {names}: {error}; is it another kind of file?") from None
+
+
+def vocabulary(kind: str, path: Path, needed: Iterable[str]) -> dict[str, int]:
+    """The {word: id} of a vocab.json, which must contain all of ``needed``."""
+    try:
+        ids = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"tokenizer {kind}: {path} is not JSON: {error}") from None
+    if not isinstance(ids, dict) or not all(type(id) is int and id >= 0 for id in ids.values()):
+        raise ConfigError(f"tokenizer {kind}: {path} must be a JSON object of words and ids")
+    missing = sorted(set(needed) - set(ids))
+    if missing:
+        raise ConfigError(f"tokenizer {kind}: {path} lacks {len(missing)} required entries, such as {missing[:5]}")
+    return ids
+
+
+def id_of_end(kind: str, path: Path, end: str, ids: Mapping[str, int], candidates: Iterable[str]) -> int:
+    """The id of the end-of-document token ``end``. ids: {text: id} of ``path``; candidates: suggestions for the error."""
+    if end in ids:
+        return ids[end]
+    some = list(candidates)[:20]
+    listed = f"; it has {', '.join(map(repr, some))}" if some else ""
+    raise ConfigError(
+        f"end-of-document token {end!r} is not in {path} of the {kind} tokenizer{listed}"
+        f"{hint(end, some)}; use one of its {len(ids)} entries"
+    )
+
+
+def only_end(kind: str, given: str | None, end: str) -> None:
+    """ConfigError if the end-of-document token ``given`` is not ``end``, the only one of ``kind``."""
+    if given not in (None, end):
+        raise ConfigError(f"tokenizer {kind} always ends documents with {end!r}; leave out eod={given!r}")

@@ -1,0 +1,131 @@
+"""Train a tokenizer: a byte-level BPE (tokenizer.json), or a sentencepiece .model."""
+
+import argparse
+import logging
+import random
+import shlex
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+from hpclm import log as logs
+from hpclm.data import tokenizers
+from hpclm.datasets.encode import read
+from hpclm.datasets.inputs import LONGEST, MB, InputChunk, chunks, find
+from hpclm.datasets.options import LONGEST_LINE
+from hpclm.datasets.tokenizers.huggingface import train_bpe
+from hpclm.datasets.tokenizers.sentencepieces import train_sentencepiece
+from hpclm.datasets.workers import exit_on_signals
+from hpclm.errors import ConfigError
+from hpclm.files import writable_folder, write_bytes
+from hpclm.terminal import ArgumentParser, say
+
+log = logging.getLogger(__name__)
+MEASURED = 1000  # random documents for measuring the compression
+LONG = 1 << 16  # characters of such a document, at most
+SENTENCES = 1_000_000  # lines for training sentencepiece by default; they are in memory
+
+
+def main(argv: list[str]) -> int:
+    """``hpclm train-tokenizer``: train and write a tokenizer, and print its compression and the next command."""
+    logs.setup()
+    args = _arguments(argv)
+    output = Path(args.output)
+    library = {".json": "json", ".model": "sentencepiece"}.get(output.suffix)
+    if library is None:
+        raise ConfigError(f"--output {output} must end in .json (byte-level BPE) or .model (sentencepiece)")
+    if library == "json" and args.kind != "bpe":
+        raise ConfigError(f"--kind {args.kind} needs an --output that ends in .model; a .json is a byte-level bpe")
+    if library == "json" and args.sentences is not None:
+        raise ConfigError("--sentences has no effect on a byte-level bpe, which is trained on all text")
+    if output.exists() and not args.overwrite:
+        raise ConfigError(f"{output} exists; give --overwrite to replace it, or another --output")
+    inputs = find(args.input, args.format)
+    if args.json_key and not any(source.format == "jsonl" for source in inputs):
+        raise ConfigError(f"--json-key {args.json_key} has no effect: no input is JSONL")
+    writable_folder(output.parent, "output folder")
+
+    measured = Sample(MEASURED)
+    texts = _texts(chunks(inputs, longest=args.longest_line * MB), args.json_key or "text", measured)
+    with exit_on_signals():
+        first = next(texts, None)
+        if first is None:
+            raise ConfigError(f"no text in {', '.join(source.name for source in inputs)}; no tokenizer was written")
+        texts = chain([first], texts)
+        if library == "json":
+            content = train_bpe(texts, args.vocab_size)
+        else:
+            lines = Sample(args.sentences or SENTENCES)
+            for text in texts:
+                for line in filter(None, text.splitlines()):
+                    lines.add(line)
+            if lines.seen > len(lines.items):
+                log.info("training on %s of %s lines, sampled at random", f"{len(lines.items):,}", f"{lines.seen:,}")
+            content = train_sentencepiece(lines.items, args.kind, args.vocab_size)
+        write_bytes(output, content)
+
+    tokenizer = tokenizers.build(library, [str(output)])
+    tokens = len(tokenizer.encode_batch(measured.items)[0])
+    size = sum(len(text.encode()) for text in measured.items)
+    characters = sum(map(len, measured.items))
+    say(
+        f"{output}: {tokenizer.size:,} entries; {size / tokens:.2f} bytes per token, "
+        f"{tokens / characters:.3f} tokens per character on {len(measured.items):,} of {measured.seen:,} documents"
+    )
+    format = f"--format {args.format} " if args.format else ""
+    key = f"--json-keys {shlex.quote(args.json_key)} " if args.json_key else ""
+    say(
+        f"next: hpclm preprocess --input {shlex.join(args.input)} {format}{key}--output-prefix DATASET "
+        f"--tokenizer {library} --tokenizer-files {shlex.quote(str(output))} --append-eod"
+    )
+    return 0
+
+
+class Sample:
+    """A uniform random sample of at most ``limit`` texts; reproducible."""
+
+    def __init__(self, limit: int):
+        self.items: list[str] = []
+        self.seen = 0
+        self._limit = limit
+        self._random = random.Random(limit)
+
+    def add(self, item: str) -> None:
+        """Offer a text."""
+        self.seen += 1
+        if len(self.items) < self._limit:
+            self.items.append(item)
+        elif (place := self._random.randrange(self.seen)) < self._limit:
+            self.items[place] = item
+
+
+def _texts(pieces: Iterator[InputChunk], key: str, measured: Sample) -> Iterator[str]:
+    """The documents that are not empty, some of them for ``measured``; ConfigError for an unreadable one."""
+    for chunk in pieces:
+        for text in filter(None, read(chunk, (key,), "stop")[0][0]):
+            measured.add(text[:LONG])
+            yield text
+
+
+def _arguments(argv: list[str]) -> argparse.Namespace:
+    parser = ArgumentParser(prog="hpclm train-tokenizer", description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    texts = "UTF-8 text or JSONL, .gz, .zst, .parquet, a quoted pattern, or -"
+    add("--input", nargs="+", required=True, metavar="FILE", help=texts)
+    documents = "documents: JSON objects, lines or files; default: jsonl for .jsonl and .json, otherwise lines"
+    add("--format", choices=["jsonl", "lines", "files"], help=documents)
+    add("--json-key", metavar="KEY", help="key of the text in JSON; default: text")
+    add("--longest-line", type=int, default=LONGEST, metavar="MB", help=LONGEST_LINE)
+    output = "x.json: byte-level BPE, with <|endoftext|>; x.model: sentencepiece"
+    add("--output", required=True, metavar="FILE", help=output)
+    add("--kind", choices=["bpe", "unigram"], default="bpe", help="unigram is for x.model only")
+    size = "maximum number of entries, including special ones"
+    add("--vocab-size", type=int, required=True, metavar="N", help=size)
+    sentences = f"random lines for training sentencepiece, held in memory; default: {SENTENCES:,}"
+    add("--sentences", type=int, metavar="N", help=sentences)
+    add("--overwrite", action="store_true", help="replace a tokenizer of that name")
+    args = parser.parse_args(argv)
+    for name in ("sentences", "longest_line"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    return args

@@ -1,0 +1,122 @@
+"""Encoding processes: results come in the order of the work, and no worker outlives its parent.
+
+Work and results are stored in files; only their names go through the executor's pipes. A name is written at once, so a
+worker that is killed while it answers cannot leave half a message that the parent would wait for.
+"""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing.resource_tracker import ensure_running
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
+from typing import Any, TypeVar
+
+from hpclm.errors import HpclmError
+from hpclm.files import reader
+from hpclm.node.python import safe_children
+
+Work = TypeVar("Work")
+Result = TypeVar("Result")
+QUEUED = 3  # pieces of work for each worker at a time, including the current one
+
+
+def ordered(function: Callable[[Work], Result], work: Iterable[Work], workers: int) -> Generator[Result, None, None]:
+    """The results of ``function`` for each piece of work, in order, with a few pieces per worker in memory.
+
+    With ``workers`` 1 it runs in this process. HpclmError if a worker is killed; exceptions of ``function`` are raised here.
+    """
+    if workers == 1:
+        yield from map(function, work)
+        return
+    context = multiprocessing.get_context("spawn")
+    with (
+        TemporaryDirectory(prefix="hpclm-") as folder,
+        safe_children(),
+        ProcessPoolExecutor(workers, context, initializer=_watch_parent) as pool,
+    ):
+        pending: deque[Future[Path]] = deque()
+        try:
+            for number, piece in enumerate(work):
+                if len(pending) == QUEUED * workers:
+                    yield _taken(pending.popleft().result())
+                path = _stored(piece, Path(folder, str(number)))
+                del piece
+                with _ctrl_c_for_parent():  # which starts a worker, if there are fewer
+                    pending.append(pool.submit(_run, function, path))
+            while pending:
+                yield _taken(pending.popleft().result())
+        except BrokenProcessPool as error:
+            time.sleep(0.2)  # a signal to the whole job kills workers too; let this process handle it first
+            raise HpclmError(
+                "a worker was killed, most likely for memory; try fewer --workers, no dataset was written"
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)  # and wait for what is running
+
+
+@contextmanager
+def _ctrl_c_for_parent() -> Iterator[None]:
+    """Processes that are started in the block never receive a terminal's Ctrl-C, which is for their parent."""
+    ensure_running()  # the helper of multiprocessing, which would unblock the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _watch_parent() -> None:
+    """In a worker: exit when the parent does, however it ends."""
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+    os._exit(1)
+
+
+def _run(function: Callable[[Any], Any], path: Path) -> Path:
+    return _stored(function(_taken(path)), path)
+
+
+def _stored(value: Any, path: Path) -> Path:
+    with path.open("wb") as file:
+        pickle.dump(value, file, pickle.HIGHEST_PROTOCOL)
+    return path
+
+
+def _taken(path: Path) -> Any:
+    with reader(path) as file:
+        value = pickle.load(file)
+    path.unlink()
+    return value
+
+
+@contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """TERM and HUP raise SystemExit in the block, so that it can clean up, with exit code 128 + signal."""
+
+    def leave(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    in_main = threading.current_thread() is threading.main_thread()
+    signals = [sig for sig in (signal.SIGTERM, signal.SIGHUP) if in_main and signal.getsignal(sig) == signal.SIG_DFL]
+    for sig in signals:
+        signal.signal(sig, leave)
+    try:
+        yield
+    finally:
+        for sig in signals:
+            signal.signal(sig, signal.SIG_DFL)

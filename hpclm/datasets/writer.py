@@ -1,0 +1,210 @@
+"""Write datasets under temporary names; they are renamed when all files are complete.
+
+formats.py describes the layouts: Megatron's, and fairseq's, whose index has no documents.
+"""
+
+import json
+import os
+import shutil
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from hpclm.data.content import KEY, DatasetContent
+from hpclm.data.formats import DTYPES, FAIRSEQ_HEADER, FAIRSEQ_ONLY, HEADER, MAGIC, VERSION
+from hpclm.data.indexed import files
+from hpclm.datasets.hashing import HashedFile
+from hpclm.errors import ConfigError, HpclmError
+from hpclm.files import aside, locked, sweep, sync
+
+LONGEST = 2**31 - 1  # tokens in a sequence: sizes are int32
+BLOCK = 1 << 20  # sequences or tokens that are written at a time
+
+Layout = Literal["megatron", "fairseq"]
+
+
+class Writer:
+    """Writes a dataset, which appears, or replaces one of that name, when the ``with`` block ends without an exception.
+
+    After a crash in between there is no dataset that can be opened: ``.idx`` is renamed last. Memory use does not depend on the
+    size. ConfigError for tokens that the type or the layout cannot store, and, unless it ``replaces``, if another process has
+    written a dataset of that name in the meantime.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: DTypeLike, layout: Layout = "megatron", replaces: bool = True):
+        self.dtype, self.layout, self._replaces = np.dtype(dtype).newbyteorder("<"), layout, replaces
+        possible = {code: known for code, known in DTYPES.items() if layout == "fairseq" or code not in FAIRSEQ_ONLY}
+        codes = [code for code, known in possible.items() if known == self.dtype]
+        if not codes:
+            known = [known.name for known in possible.values()]
+            raise ConfigError(f"{layout}'s layout cannot store tokens as {self.dtype.name}; choose one of {known}")
+        self._code, self._range = codes[0], np.iinfo(self.dtype)
+        self._final = files(prefix)
+        self._open = ExitStack()
+        self._ended = 0
+        self._finished = False
+        self.tokens = self.sequences = self.documents = 0  # written so far
+        self.note: dict[str, Any] | None = None
+        """For PREFIX.json, together with the content hash."""
+
+    def add(self, tokens: ArrayLike) -> None:
+        """Append one sequence, [tokens]."""
+        given = np.asarray(tokens)
+        self._append(given, np.array([given.size]))
+
+    def end_document(self) -> None:
+        """End a document of the sequences since the last call."""
+        self._bound(np.array([self.sequences]))
+
+    def add_document(self, tokens: ArrayLike) -> None:
+        """Append a document of one sequence, [tokens]."""
+        self.add(tokens)
+        self.end_document()
+
+    def extend(
+        self,
+        tokens: NDArray[np.integer],
+        sizes: NDArray[np.integer],
+        documents: NDArray[np.integer],
+        modes: NDArray[np.integer] | None = None,
+    ) -> None:
+        """Append documents: concatenated tokens [t], tokens in each sequence [s], sequences in each document [k].
+
+        modes [s]: of multimodal datasets, a number for each sequence; in every call or in none.
+        """
+        if sizes.sum() != tokens.size or documents.sum() != sizes.size:
+            raise ValueError(
+                f"{tokens.size} tokens in sequences of {sizes.sum()}, {sizes.size} in documents of {documents.sum()}"
+            )
+        first = self.sequences
+        if modes is not None:
+            if first != self._modes.tell():
+                raise ValueError("either all sequences have modes or none")
+            self._modes.write(modes.astype("i1").tobytes())
+        self._append(tokens, sizes)
+        self._bound(first + np.cumsum(documents))
+
+    def _append(self, tokens: NDArray, sizes: NDArray[np.integer]) -> None:
+        if sizes.size and sizes.max() > LONGEST:
+            raise ConfigError(f"a sequence of {sizes.max()} tokens is too long: an index holds at most {LONGEST}")
+        self._sizes.write(sizes.astype("<i4", copy=False).tobytes())
+        for start in range(0, tokens.size, BLOCK):
+            self._stream.write(self._fitting(tokens[start : start + BLOCK]).data)
+        self.tokens += tokens.size
+        self.sequences += sizes.size
+
+    def _fitting(self, tokens: NDArray) -> NDArray:
+        if tokens.dtype != self.dtype:
+            low, high = int(tokens.min()), int(tokens.max())
+            if low < self._range.min or high > self._range.max:
+                raise ConfigError(f"token ids {low} to {high} do not fit in {self.dtype.name}")
+        return np.ascontiguousarray(tokens, self.dtype)
+
+    def _bound(self, bounds: NDArray[np.integer]) -> None:
+        if self.layout == "fairseq" and not np.array_equal(bounds, np.arange(len(bounds)) + self.documents + 1):
+            raise ConfigError(
+                "in fairseq's layout each document is one sequence; use Megatron's, or do not split documents"
+            )
+        self._bounds.write(bounds.astype("<i8", copy=False).tobytes())
+        self.documents += len(bounds)
+        self._ended = self.sequences
+
+    def __enter__(self) -> "Writer":
+        for path in self._final:
+            sweep(path)
+        tokens, index, note = (aside(path) for path in self._final)
+        self._tokens, self._index, self._note = self._new(tokens), self._new(index), self._new(note)
+        self._sizes, self._bounds, self._modes = (
+            self._new(Path(f"{index}-{part}")) for part in ("sizes", "bounds", "modes")
+        )
+        self._stream, self._indexed = HashedFile(self._tokens), HashedFile(self._index)
+        self._bounds.write(bytes(8))  # the first document begins at sequence 0
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        with self._open:
+            if kind is None:
+                if not self._finished:
+                    self.finish()
+                self._publish()
+
+    def _new(self, path: Path) -> IO[bytes]:
+        """A new file, which is closed at the end, and removed unless it was renamed."""
+        file = path.open("w+b")
+
+        def discard() -> None:
+            with suppress(OSError):  # on a full disk closing fails too
+                file.close()
+            path.unlink(missing_ok=True)
+
+        self._open.callback(discard)
+        return file
+
+    def finish(self) -> None:
+        """Complete and check the files, so that only renaming remains. Called at the end of the ``with`` block; call it
+        earlier so that of several datasets none appears if one fails.
+        """
+        if self._ended != self.sequences:
+            raise ValueError("sequences after the last end_document() belong to no document")
+        modes = self._modes.tell()
+        if modes not in (0, self.sequences):
+            raise ValueError("either all sequences have modes or none")
+        self._write_index()
+        bin, blocks = self._stream.hasher.end()
+        noted = (self.note or {}) | {KEY: DatasetContent(bin, self._indexed.hasher.end()[0], blocks).note()}
+        self._note.write(json.dumps(noted, indent=1, ensure_ascii=False).encode() + b"\n")
+        columns = 12 * self.sequences
+        wanted = {
+            self._tokens: self.tokens * self.dtype.itemsize,
+            self._index: FAIRSEQ_HEADER.size + columns
+            if self.layout == "fairseq"
+            else HEADER.size + columns + 8 * (self.documents + 1) + modes,
+        }
+        for file in (self._tokens, self._index, self._note):
+            _sync(file)
+        for file, size in wanted.items():
+            found = os.fstat(file.fileno()).st_size
+            if found != size:
+                raise HpclmError(f"{file.name} has {found} bytes, but {size} were written; no dataset was written")
+        self._finished = True
+
+    def _publish(self) -> None:
+        tokens, index, note = self._final
+        with locked(index.parent):  # so that two processes do not mix their files
+            if not self._replaces and index.exists():
+                raise ConfigError(f"{index} was written by another process in the meantime; it is not replaced")
+            index.unlink(missing_ok=True)  # first: an old index must not be opened with new tokens
+            note.unlink(missing_ok=True)
+            for file, final in ((self._tokens, tokens), (self._note, note), (self._index, index)):
+                Path(file.name).replace(final)
+        sync(index.parent)
+
+    def _write_index(self) -> None:
+        counts = (self.sequences, self.documents + 1)
+        head = HEADER.pack(MAGIC, VERSION, self._code, *counts)
+        self._indexed.write(head[: FAIRSEQ_HEADER.size] if self.layout == "fairseq" else head)
+        _copy(self._sizes, self._indexed)
+        self._sizes.seek(0)
+        end = 0
+        while block := self._sizes.read(4 * BLOCK):
+            bytes_ = np.frombuffer(block, "<i4").astype("<i8") * self.dtype.itemsize
+            ends = end + np.cumsum(bytes_)
+            self._indexed.write((ends - bytes_).tobytes())
+            end = int(ends[-1])
+        if self.layout == "megatron":
+            _copy(self._bounds, self._indexed)
+            _copy(self._modes, self._indexed)
+
+
+def _copy(source: IO[bytes], target: HashedFile) -> None:
+    source.seek(0)
+    shutil.copyfileobj(source, target, 1 << 20)
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())

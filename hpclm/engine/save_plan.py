@@ -1,0 +1,120 @@
+"""Who saves what: processes that hold the same values each save an equal part of them, and each read a part and pass it on.
+
+Nothing is gathered for a save: every process writes values that it holds.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpclm.engine import SavedState, Shard
+from hpclm.engine.sharded_parameter import ShardedParameter, blocks
+from hpclm.parallel.collectives import broadcast
+from hpclm.parallel.mesh import Axis, Mesh
+
+Span = tuple[int, int]
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """What this process saves and reads of its weights, and of the optimizer's tensors of them; the same at every save."""
+
+    weights: Sequence[ShardedParameter]
+    tp: Axis
+    saved: Sequence[Span]
+    """Of each weight: the values, counted from the first that this process holds, that it saves."""
+    read: Sequence[Sequence[Span]]
+    """Of each weight: the values that each rank of ``copies`` reads."""
+
+    @classmethod
+    def among(
+        cls, weights: Sequence[ShardedParameter], mesh: Mesh, least: float = 0.0, bytes_each: int = 12
+    ) -> "SavePlan":
+        """The plan for ``weights``. What all tensor-parallel ranks hold, they save together too. Only so many processes take part
+        that each has ``least`` MB or more. ``bytes_each``: of a value of a weight, with the optimizer's state."""
+        least = least / bytes_each
+        tp = mesh.tp
+        saved: list[Span] = [(0, 0)] * len(weights)
+        read: list[Sequence[Span]] = [()] * len(weights)
+        pools: dict[Any, list[int]] = {}
+        for number, weight in enumerate(weights):
+            everywhere = tp.size > 1 and weight.placement.dim is None
+            pools.setdefault((weight.copies, everywhere, weight.duplicate), []).append(number)
+        for (copies, everywhere, duplicate), members in pools.items():
+            slots, slot = (tp.size, tp.rank) if everywhere else (1, 0)
+            held = [weights[number] for number in members]
+            writers = among_ranks(held, copies.size * slots, tp, least)
+            readers = among_ranks(held, copies.size, tp, least)
+            for number, saved_spans, read_spans in zip(members, writers, readers, strict=True):
+                saved[number] = (0, 0) if duplicate else saved_spans[copies.rank * slots + slot]
+                read[number] = read_spans
+        return cls(weights, tp, saved, read)
+
+    def shards(self, number: int, name: str, values: Tensor) -> Iterator[Shard]:
+        """The shards that this process saves of the tensor ``name``, of which it holds ``values``, as of weight ``number``."""
+        shape, values = self.weights[number].placement.shape, values.detach().contiguous()
+        for start, size, stride, offset in self._blocks[number]:
+            yield Shard(name, values.as_strided(size, stride, values.storage_offset() + offset), shape, start)
+
+    @cached_property
+    def _blocks(self) -> list[list[tuple[Sizes, Sizes, Sizes, int]]]:
+        """Of each weight, the blocks that this process saves: the offset of each in the whole weight; its size, strides and offset in
+        what this process holds."""
+        blocks_of = []
+        for weight, (low, high) in zip(self.weights, self.saved, strict=True):
+            held = torch.empty(weight.count, device="meta")[low:high]
+            parts = blocks(weight, weight.begin + low, held, self.tp)
+            blocks_of.append([(at, tuple(part.shape), part.stride(), int(part.storage_offset())) for at, part in parts])
+        return blocks_of
+
+    def load(self, number: int, name: str, saved: SavedState, target: Tensor) -> None:
+        """Load the values of the tensor ``name`` that this process holds into ``target``, as of weight ``number``; a collective over
+        the processes that hold the same ones."""
+        weight, run = self.weights[number], target.view(-1)
+        run[weight.count :] = 0  # padding
+        for rank, (low, high) in enumerate(self.read[number]):
+            if low == high:
+                continue
+            part = run[low:high]
+            if rank == weight.copies.rank:
+                for start, block in blocks(weight, weight.begin + low, part, self.tp):
+                    block.copy_(saved.block(name, start, tuple(block.shape)))
+            broadcast(part, weight.copies, rank)
+
+
+def among_ranks(weights: Sequence[ShardedParameter], size: int, tp: Axis, least: float) -> list[list[Span]]:
+    """Of each weight, the values for each of ``size`` ranks. If an even part has less than ``least`` million values, fewer ranks
+    get one; they are spread over all, and so over nodes."""
+    millions = sum(weight.count for weight in weights) / 1e6
+    parts = max(1, int(min(size, millions / least))) if least else size
+    chosen = {part * size // parts: part for part in range(parts)}
+    return [
+        [spans[chosen[rank]] if rank in chosen else (0, 0) for rank in range(size)]
+        for spans in divided(weights, parts, tp)
+    ]
+
+
+def divided(weights: Sequence[ShardedParameter], parts: int, tp: Axis) -> list[list[Span]]:
+    """Of each weight, the values in each of ``parts`` equal parts of them all, one weight after the other. Cut between rows,
+    since every part of a row would be a separate block."""
+    total, offset = sum(weight.count for weight in weights), 0
+    spans = []
+    for weight in weights:
+        row = prod(weight.placement.local(tp)[1:])
+        cuts = [0, *(_cut(total * part // parts - offset, weight, row) for part in range(1, parts)), weight.count]
+        spans.append(list(pairwise(cuts)))
+        offset += weight.count
+    return spans
+
+
+def _cut(index: int, weight: ShardedParameter, row: int) -> int:
+    """The first value from ``index`` on that begins a row."""
+    index = min(max(index, 0), weight.count)
+    return min(index + -(weight.begin + index) % row, weight.count)

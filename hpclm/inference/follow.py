@@ -1,0 +1,90 @@
+"""Score each checkpoint of a run at tasks, once, as it is published: beside the run, and after it."""
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from hpclm import files
+from hpclm.checkpoint import directory
+from hpclm.checkpoint.manifest import BadCheckpoint
+from hpclm.config import RunConfig
+from hpclm.data import tokenizers
+from hpclm.errors import HpclmError
+from hpclm.inference import run_model
+from hpclm.inference.harness import Tasks
+from hpclm.rundir import scores
+from hpclm.rundir.scores import Scores
+
+log = logging.getLogger(__name__)
+
+
+class Interrupted(Exception):
+    """A signal came before the scores were complete."""
+
+
+class Follower:
+    """Scores the checkpoints of the run in ``out`` that scores.jsonl lacks; one process a run, which holds scores.lock."""
+
+    def __init__(self, out: Path, config: RunConfig, tasks: Tasks, batch: int, begin: int | None):
+        """``config``: the run's settings for one process; ``batch``: texts that are read together; ``begin``: the token that
+        begins a text, where it is not the end-of-document token."""
+        self.out, self.config, self.tasks, self.batch, self.begin = out, config, tasks, batch, begin
+        self.tokenizer = tokenizers.of_run(config.data)
+        self.device, self.dtype = run_model.place(self.config)
+        self._scored = {row.get("checkpoint") for row in self._rows()}
+
+    def _rows(self) -> Iterator[dict[str, object]]:
+        wanted = set(self.tasks.wanted.tasks)
+        return (row for row in Scores(self.out).new() if wanted <= set(row["tasks"]))
+
+    def score_new(self, interrupted: Callable[[], bool]) -> int:
+        """Score what is new, oldest first; how many checkpoints were. Interrupted, between two batches, where that asks for it."""
+        count = 0
+        for folder in directory.steps(self.out / "checkpoints"):
+            name = digest(folder)
+            if name and name not in self._scored:
+                count += self._score(folder, name, interrupted)
+                self._scored.add(name)
+        return count
+
+    def _score(self, folder: Path, name: str, interrupted: Callable[[], bool]) -> bool:
+        def check_interrupt() -> None:
+            if interrupted():
+                raise Interrupted
+
+        check_interrupt()
+        began = time.monotonic()
+        try:
+            manifest = directory.verified(folder)
+            model, progress = run_model.load_checkpoint(
+                folder, manifest, self.config, self.tokenizer.fingerprint, self.device, self.dtype
+            )
+        except (BadCheckpoint, HpclmError) as error:  # pruned meanwhile, or damaged: the run itself says so
+            log.warning("%s is not scored: %s", folder.name, error)
+            return False
+        try:
+            result = self.tasks.score(
+                model.to(self.dtype), self.tokenizer, self.begin, self.batch, check_interrupt, errors=False
+            )
+        except (HpclmError, Interrupted):
+            raise
+        except Exception as error:  # a task's own code may fail in any way
+            log.exception("%s is not scored: %s: %s", folder.name, type(error).__name__, error)
+            return False
+        if digest(folder) not in (name, None):  # another attempt has saved this step again
+            return False
+        scores.append(self.out, progress.step, progress.samples, time.time(), result.scores, name)
+        for task, row in result.scores.items():
+            shown = "  ".join(f"{metric} {value:.4f}" for metric, value in row.items())
+            log.info("step %d  %s  %s  (%.0f s)", progress.step, task, shown, time.monotonic() - began)
+        return True
+
+
+def digest(folder: Path) -> str | None:
+    """A name of the checkpoint in ``folder`` that another one of the same step does not have; None if it is gone."""
+    try:
+        return hashlib.sha256(files.read(folder / "MANIFEST.json", 1 << 30)[0]).hexdigest()[:16]
+    except OSError:
+        return None

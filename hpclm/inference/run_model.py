@@ -1,0 +1,71 @@
+"""Load a trained model from its run directory, for evaluation and generation."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpclm import config as configs
+from hpclm.checkpoint import directory
+from hpclm.checkpoint.fingerprint import tokenizer_clash
+from hpclm.checkpoint.manifest import Manifest
+from hpclm.checkpoint.progress import Progress
+from hpclm.checkpoint.tensors import Tensors
+from hpclm.config import EngineConfig, ParallelConfig, RunConfig
+from hpclm.errors import ConfigError
+from hpclm.model import gpt
+from hpclm.model.loss import TokenLoss
+from hpclm.model.stack import Stack
+from hpclm.node import hardware
+
+
+def settings(run: Path, overrides: list[str]) -> RunConfig:
+    """The settings of the run in ``run``, with key=value overrides, for a single process."""
+    return alone(configs.of_run(run, overrides))
+
+
+def alone(config: RunConfig) -> RunConfig:
+    """The settings of a run, for its model in a single process."""
+    kept = {name: getattr(config.engine, name) for name in ("device", "precision", "matmul", "loss_chunk")}
+    return replace(config, parallel=ParallelConfig(), engine=EngineConfig(**kept))
+
+
+def place(config: RunConfig) -> tuple[torch.device, torch.dtype]:
+    """The device of a single process, made ready, and the type of its activations."""
+    device = hardware.device(config.engine, 0)
+    hardware.set_matmul(config.engine, device)
+    return device, hardware.compute_type(config.engine, device)
+
+
+def load_model(
+    run: Path, config: RunConfig, tokenizer: dict[str, Any] | None, device: torch.device, dtype: torch.dtype
+) -> tuple[Stack, Progress]:
+    """The model of the newest good checkpoint in evaluation mode, and its progress; NoCheckpointError if there is none.
+
+    ``tokenizer``: fingerprint of the tokenizer in use, if known; ConfigError if the model was trained with another.
+    """
+    folder = run / "checkpoints"
+    if not folder.is_dir():
+        raise ConfigError(f"{run} has no checkpoints; train first, with hpclm train")
+    return load_checkpoint(*directory.newest(folder), config, tokenizer, device, dtype)
+
+
+def load_checkpoint(
+    checkpoint: Path,
+    manifest: Manifest,
+    config: RunConfig,
+    tokenizer: dict[str, Any] | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[Stack, Progress]:
+    """The model of the checkpoint in the folder ``checkpoint``, as ``load_model``."""
+    clash = tokenizer_clash(manifest.fingerprint, tokenizer)
+    if clash:
+        raise ConfigError(f"{checkpoint}: {clash[0]}; use the run's own data.tokenizer and data.prefix")
+    layers = gpt.layers(config.model, config.engine, dtype, config.seed)
+    stack = Stack(config.model, layers, dtype, loss=TokenLoss(config.engine.loss_chunk))
+    with Tensors(checkpoint, manifest) as saved:
+        names = [name for name in saved.shapes() if name.startswith("model.")]
+        stack.load_weights({name.removeprefix("model."): saved.whole(name) for name in names})
+    return stack.to(device).eval(), Progress.of(manifest.progress)

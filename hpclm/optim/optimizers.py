@@ -1,0 +1,64 @@
+"""The optimizers by name: what makes each, and which state it keeps of a weight. Needs no PyTorch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hpclm import registry
+
+if TYPE_CHECKING:
+    import torch
+
+    from hpclm.config import OptimConfig
+
+MATRIX = (1, 1)
+
+
+class Weight(Protocol):
+    """A weight as an optimizer needs to know it."""
+
+    @property
+    def name(self) -> str:
+        """Logical name."""
+
+    @property
+    def parameter(self) -> Any:
+        """What is updated: the weight, or the part of it that this process keeps."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole weight."""
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """One optimizer."""
+
+    path: str
+    """module:name of the function that makes it from (weights, optim)."""
+    state: Callable[[Sequence[int]], tuple[str, ...]]
+    """Shape of a weight -> names of the tensors kept for it, each of that shape and in fp32; checkpoints have them under these
+    names."""
+
+    @property
+    def bytes_per_parameter(self) -> int:
+        """Bytes of state for a parameter of a matrix."""
+        return 4 * len(self.state(MATRIX))
+
+
+def moments(shape: Sequence[int]) -> tuple[str, ...]:
+    """Adam's."""
+    return "exp_avg", "exp_avg_sq"
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerKind("hpclm.optim.adamw:fused_adamw", moments),
+    "apex_adam": OptimizerKind("hpclm.optim.adamw:apex_adam", moments),
+    "cpu_adam": OptimizerKind("hpclm.engine.deepspeed.library:cpu_adam", moments),
+}
+
+
+def optimizer_of(weights: Sequence[Weight], optim: "OptimConfig") -> "torch.optim.Optimizer":
+    """The configured optimizer; the learning rate is set before each step."""
+    made: torch.optim.Optimizer = registry.load(OPTIMIZERS[optim.name].path)(weights, optim)
+    return made

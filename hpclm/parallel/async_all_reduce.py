@@ -1,0 +1,67 @@
+"""Named numbers of all ranks, reduced in one vector on the device while the next step is queued, and read then."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpclm.parallel.collectives import wait
+from hpclm.parallel.mesh import Axis
+
+
+class AsyncAllReduce:
+    """All-reduces (max) named numbers without making the host, or the stream that computes, wait."""
+
+    def __init__(self, world: Axis, device: torch.device):
+        self.world, self.device = world, device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def start(self, values: Mapping[str, float | Tensor]) -> "Reduction":
+        """Send numbers that the host knows, and scalars that the device may still be computing.
+
+        A collective: every rank sends the same names, with the same kinds of values, in the same order.
+        """
+        known = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
+        queued = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        names = [*known, *queued]
+        host = torch.tensor(list(known.values()), dtype=torch.float64, pin_memory=self._stream is not None)
+        vector = host.to(self.device, non_blocking=True)
+        if queued:
+            vector = torch.cat([vector, torch.stack([value.double() for value in queued.values()])])
+        work: Any = None
+        if self.world.size > 1:
+            work = dist.all_reduce(vector, dist.ReduceOp.MAX, group=self.world.group, async_op=True)
+        if self._stream is None:
+            return Reduction(names, vector, work)
+        copied, back = torch.cuda.Event(), torch.empty(vector.shape, dtype=torch.float64, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            if work is not None:
+                work.wait()  # the stream waits, not the host
+            back.copy_(vector, non_blocking=True)
+            copied.record()
+        return Reduction(names, back, work, copied, vector)
+
+
+class Reduction:
+    """A vector that is being reduced. It may be dropped unread."""
+
+    def __init__(self, names: Sequence[str], host: Tensor, work: Any, copied: Any = None, device: Tensor | None = None):
+        """``copied``: the event after which ``host`` is complete. ``device``: kept until then."""
+        self._names, self._host, self._work, self._copied, self._device = names, host, work, copied, device
+
+    def done(self) -> bool:
+        """Whether ``read`` would return at once."""
+        if self._copied is not None:
+            return bool(self._copied.query())
+        return self._work is None or bool(self._work.is_completed())
+
+    def read(self) -> dict[str, float]:
+        """The maximum over all ranks, by name; waits for it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        elif self._work is not None:
+            wait(self._work)
+        return dict(zip(self._names, self._host.tolist(), strict=True))

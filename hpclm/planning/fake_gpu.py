@@ -1,0 +1,218 @@
+"""One rank of a cluster on a machine without GPUs: PyTorch's fake tensors, its fake process group and its memory tracker.
+
+Engines run as on ``cuda:0``. PyTorch has fake CUDA tensors only in a CUDA build, so these are fake CPU tensors: what asks for
+``cuda`` gets the CPU, ``is_cuda`` is true, and streams are those of ``torch.cpu``, on which nothing is queued. All that is not
+public in PyTorch is used in this file.
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hpclm.model.stack import Stack
+
+CUDA = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+MEMORY = 128 * 2**30
+"""Bytes of memory of the fake GPU; the loss takes as many tokens at a time as it holds."""
+aten: Any = torch.ops.aten
+
+Collective = tuple[str, tuple[int, ...]]
+"""Kind of a collective, and the global ranks of its group."""
+
+
+class CallCounter(TorchDispatchMode):
+    """Counts collectives and waits of the host for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[Collective] = Counter()
+        self.bytes: Counter[Collective] = Counter()
+        """Bytes of each collective's largest tensor, summed."""
+        self.waits = 0
+        self._queued = False
+        """Whether the device has been given something to do since the last wait."""
+
+    def restart(self) -> None:
+        """Forget what was counted."""
+        self.calls.clear()
+        self.bytes.clear()
+        self.waits = 0
+
+    def wait(self, *_: Any) -> None:
+        """The host waits for the device; it does not, if the device has nothing to do."""
+        self.waits += self._queued
+        self._queued = False
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operation is aten._local_scalar_dense.default:  # item(), tolist(), bool()
+            self.wait()
+            return _value(args[0])
+        self._queued |= not operation.is_view and operation.namespace != "prim"
+        if operation in collective_ops and operation not in sync_ops:
+            ranks = dist.get_process_group_ranks(CollectiveOp.get_process_group(operation, args))
+            key = operation._schema.name.split("::")[1].strip("_").removesuffix("_base"), tuple(ranks)
+            self.calls[key] += 1
+            self.bytes[key] += max(sum(t.nbytes for t in tree_leaves(arg) if isinstance(t, Tensor)) for arg in args)
+        return operation(*args, **kwargs or {})
+
+
+def _value(scalar: Tensor) -> float:
+    """What the host reads, since fake tensors have no values: 0, or 1 where it is a loss, or a vote of PyTorch's pipelines, whose
+    stages know what they will receive."""
+    return 1.0 if scalar.is_floating_point() else int(scalar.dtype == torch.int32)
+
+
+class OnTheCPU(TorchFunctionMode):
+    """Gives the CPU to what asks for a GPU."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.device:
+            return function(*args, **kwargs or {})
+        if function in (Tensor.cuda, Tensor.pin_memory):
+            return args[0]
+        given = {name: _on_the_cpu(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        return function(*map(_on_the_cpu, args), **given)
+
+
+def _on_the_cpu(value: Any) -> Any:
+    device = torch.device(value) if isinstance(value, str) and value.startswith("cuda") else value
+    return CPU if isinstance(device, torch.device) and device.type == "cuda" else value
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """scaled_dot_product_attention as on a GPU, where no kernel keeps the scores; FlashAttention, or cuDNN's with a mask."""
+    if attn_mask is None:
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
+    if attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, -torch.inf)
+    args = (q, k, v, attn_mask, True, dropout_p, is_causal, False)
+    return aten._scaled_dot_product_cudnn_attention(*args, scale=scale)[0]
+
+
+def rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """One operation, as on a GPU, that keeps what a GPU's keeps."""
+    return aten.native_layer_norm(x, list(shape), weight, None, eps or 1e-6)[0]
+
+
+def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """With a mask of one byte a value, as on a GPU."""
+    return aten.native_dropout(x, p, training)[0]
+
+
+@contextmanager
+def fake_gpu(rank: int, world: int) -> Iterator[CallCounter]:
+    """Inside this context PyTorch is that of rank ``rank`` of ``world``, on a GPU that computes nothing."""
+    counter = CallCounter()
+    with ExitStack() as opened:
+        if world > 1:
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+            opened.callback(dist.destroy_process_group)
+        for name, value in _replacements(counter).items():
+            opened.enter_context(mock.patch(f"torch.{name}", value))
+        opened.enter_context(mock.patch.object(Tensor, "is_cuda", property(lambda tensor: True), create=True))
+        opened.enter_context(torch.autograd.set_multithreading_enabled(False))
+        for mode in (FakeTensorMode(allow_non_fake_inputs=True), counter, OnTheCPU()):
+            opened.enter_context(mode)
+        yield counter
+
+
+def _replacements(counter: CallCounter) -> dict[str, Any]:
+    """What stands for parts of PyTorch that need a GPU, by name."""
+
+    class Event(torch.cpu.Event):
+        def __init__(self, *_: Any, **__: Any):
+            """Timing is accepted, and ignored."""
+
+        def synchronize(self) -> None:
+            counter.wait()
+
+        def elapsed_time(self, other: Any) -> float:
+            return 0.0
+
+    def from_group(*args: Any, **kwargs: Any) -> DeviceMesh:
+        with unset_fake_temporarily():  # a mesh needs the ranks themselves
+            return mesh_from_group(*(value if value != "cuda" else "cpu" for value in args), **kwargs)
+
+    mesh_from_group: Callable[..., DeviceMesh] = DeviceMesh.from_group
+    properties = SimpleNamespace(total_memory=MEMORY, name="fake GPU", major=9, minor=0)
+    generator = SimpleNamespace(manual_seed=lambda seed: None)
+    cuda: dict[str, Any] = dict(
+        Event=Event,
+        Stream=torch.cpu.Stream,
+        current_stream=torch.cpu.current_stream,
+        stream=torch.cpu.stream,
+        synchronize=counter.wait,
+        current_device=lambda: 0,
+        device_count=lambda: 1,
+        is_available=lambda: True,
+        get_device_properties=lambda *_: properties,
+        default_generators=(generator,),
+        max_memory_allocated=lambda *_: 0,
+        get_rng_state=lambda *_: torch.get_rng_state(),
+        set_rng_state=lambda *_: None,
+    )
+    kernels = dict(scaled_dot_product_attention=attention, rms_norm=rms_norm, dropout=dropout)
+    return {
+        **{f"cuda.{name}": value for name, value in cuda.items()},
+        **{f"nn.functional.{name}": value for name, value in kernels.items()},
+        "distributed.device_mesh.DeviceMesh.from_group": from_group,
+        "nn.Module.to": lambda module, *_, **__: module,
+    }
+
+
+def peak_memory(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[], None]) -> dict[str, int]:
+    """Bytes of each part of PyTorch's MemTracker at the fullest moment of ``step``."""
+    tracker = MemTracker()
+    weights = nn.ParameterList(weight for group in optimizer.param_groups for weight in group["params"])
+    tracker.track_external(model, weights, optimizer)
+    with _before_each_micro_batch(model, tracker.reset_mod_stats), tracker, warnings.catch_warnings():
+        # it looks at gradients that hooks have already taken
+        warnings.filterwarnings("ignore", "Expected a tensor or a traceable wrapper-subclass", UserWarning)
+        step()
+    return tracker.get_tracker_snapshot("peak")[CPU]
+
+
+@contextmanager
+def _before_each_micro_batch(model: nn.Module, call: Callable[[], None]) -> Iterator[None]:
+    """Call ``call`` before each forward pass of ``model``, one of its pipeline stages or a module around that."""
+    layers = {layer for stage in model.modules() if isinstance(stage, Stack) for layer in stage.layers.modules()}
+    running = 0
+
+    def begin(module: nn.Module, *_: Any) -> None:
+        nonlocal running
+        if module not in layers:
+            if not running:
+                call()
+            running += 1
+
+    def end(module: nn.Module, *_: Any) -> None:
+        nonlocal running
+        running -= module not in layers
+
+    hooks = register_module_forward_pre_hook(begin), register_module_forward_hook(end)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,145 @@
+"""One optimizer step of any rank of a run, by the engine's own code on a fake GPU: what it holds, sends and waits for."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+
+from hpclm.config import RunConfig
+from hpclm.config.engine import ENGINES
+from hpclm.data.batches import Batch
+from hpclm.engine import CHECK
+from hpclm.errors import ConfigError
+from hpclm.parallel.mesh import Mesh
+from hpclm.planning.fake_gpu import CUDA, Collective, fake_gpu, peak_memory
+from hpclm.registry import lookup
+
+SIMULATED = ("native", "fsdp2", "pipelining")
+"""Engines that run on fake tensors. DeepSpeed and FairScale read values back and take tensors' memory apart."""
+SHORT = 3
+"""Micro-batches that are run without a pipeline: the first, one that stands for all in the middle, and the last."""
+DTYPES = {"bf16": torch.bfloat16, "auto": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PARTS = {
+    "weights": ("Parameter", "Buffer"),
+    "gradients": ("Gradient",),
+    "optimizer": ("Optstate",),
+    "activations": ("Activation", "Temp", "Other"),
+}
+"""Parts of a report, and what PyTorch's MemTracker calls them. weights: also those gathered and cast; activations: all the rest."""
+
+
+@dataclass(frozen=True)
+class CollectiveTotal:
+    """Collectives of one kind in one group in a step."""
+
+    kind: str
+    group: str
+    """Axis of the mesh."""
+    size: int
+    """Ranks in the group."""
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One optimizer step of one rank."""
+
+    run: RunConfig
+    rank: int
+    world: int
+    micro_batches: int
+    parameters: int
+    """Of this rank's part of the model."""
+    updated: int
+    """Of those, how many this rank's optimizer updates."""
+    memory: Mapping[str, int]
+    """Bytes of each part at the step's fullest moment, uncompiled."""
+    collectives: tuple[CollectiveTotal, ...]
+    waits: int
+    """How often the host waits for the device, in the micro-batches that were run; without the wait for the result."""
+
+
+def simulate(run: RunConfig, rank: int = 0) -> Simulation:
+    """Simulate the second optimizer step of a rank of job.nodes x job.gpus; ConfigError if the engine cannot be simulated."""
+    world = run.job.nodes * run.job.gpus
+    if run.engine.name not in SIMULATED or run.engine.offload_activations:
+        raise ConfigError(
+            f"a rank can be simulated with engine.name={', '.join(SIMULATED)} without offloading, not with this engine "
+            f"({run.engine.name}); hpclm planner estimates its memory and speed"
+        )
+    micro_batches = run.plan(world).accumulation(run.batch.rampup[2] + 1 if run.batch.rampup else 0)
+    count = micro_batches if run.parallel.pipeline > 1 else min(micro_batches, SHORT)
+    small = shortened(run, count)
+    with fake_gpu(rank, world) as counter:
+        mesh = Mesh.build(rank, world, run.parallel)
+        mesh = replace(mesh, nodes=min(run.job.nodes, mesh.dp.size))
+        engine = build(small, mesh)
+        batches = [micro_batch(run) for _ in range(count)]
+        seen: list[tuple[Counter[Collective], Counter[Collective]]] = []
+        engine.train_step(
+            batches if run.parallel.pipeline > 1 else batches[:1], 1e-4, 0
+        )  # allocates the optimizer's state
+        counter.restart()
+
+        def between(done: int) -> None:
+            seen.append((counter.calls.copy(), counter.bytes.copy()))
+
+        memory = peak_memory(engine.model, engine.optimizer, lambda: engine.train_step(batches, 1e-4, 1, between))
+        updated = sum(weight.numel() for group in engine.optimizer.param_groups for weight in group["params"])
+        parameters = sum(prod(placement.local(mesh.tp)) for placement in engine.model.placements.values())
+    calls, sizes = counter.calls, counter.bytes
+    if count == SHORT < micro_batches and run.parallel.pipeline == 1:
+        for total, before, after in ((calls, seen[0][0], seen[1][0]), (sizes, seen[0][1], seen[1][1])):
+            for key in after:
+                total[key] += (after[key] - before[key]) * (micro_batches - SHORT)
+    return Simulation(
+        run,
+        rank,
+        world,
+        micro_batches,
+        parameters,
+        updated,
+        {part: sum(memory[name] for name in names) for part, names in PARTS.items()},
+        tuple(_collectives(calls, sizes, mesh)),
+        counter.waits,
+    )
+
+
+def shortened(run: RunConfig, micro_batches: int) -> RunConfig:
+    """``run`` with steps of this many micro-batches, uncompiled."""
+    replicas = run.job.nodes * run.job.gpus // run.parallel.model
+    batch = replace(run.batch, global_size=run.batch.micro_size * replicas * micro_batches, rampup=None)
+    return replace(run, batch=batch, engine=replace(run.engine, compile=False))
+
+
+def build(run: RunConfig, mesh: Mesh) -> Any:
+    """The engine on the fake GPU; whether this machine could train with it is not checked."""
+    return lookup("engine", run.engine.name, ENGINES, CHECK)(run, mesh, CUDA, DTYPES[run.engine.precision])
+
+
+def micro_batch(run: RunConfig) -> Batch:
+    """One micro-batch as the data loader makes it."""
+    ids = torch.zeros(run.batch.micro_size, run.model.context, dtype=torch.int64, device=CUDA)
+    data = run.data
+    return Batch(
+        ids,
+        ids.clone(),
+        ids.bool() if data.eod_mask_loss else None,
+        ids.clone() if data.reset_position_ids else None,
+        ids.clone() if data.reset_attention_mask else None,
+    )
+
+
+def _collectives(calls: Counter[Collective], sizes: Counter[Collective], mesh: Mesh) -> list[CollectiveTotal]:
+    """Each kind of collective, with the mesh's axis that its group is; the most specific of axes with the same ranks."""
+    axes = {"all ranks": mesh.world, "model": mesh.model, "pipeline": mesh.pp, "shard": mesh.shard}
+    axes |= {"replicate": mesh.replicate, "data": mesh.dp, "tensor": mesh.tp}
+    names = {axis.ranks: name for name, axis in axes.items() if axis.size > 1}
+    return [
+        CollectiveTotal(kind, names.get(ranks, f"{len(ranks)} ranks"), len(ranks), count, sizes[kind, ranks])
+        for (kind, ranks), count in calls.items()
+    ]

@@ -1,0 +1,56 @@
+"""This machine in place of a scheduler: a job is the process that trains, or launches the ranks, in the foreground."""
+
+import signal
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpclm.errors import ConfigError
+from hpclm.node import processes
+from hpclm.node.slurm import JobState
+from hpclm.scheduler import Queued, Scheduler
+
+if TYPE_CHECKING:
+    from hpclm.config import RunConfig
+
+KILL = 5.0  # seconds after a second Ctrl-C until a process is killed
+
+
+class Here(Scheduler):
+    """Processes of this machine, by their PIDs."""
+
+    def script(self, run: "RunConfig", path: Path, setup: Sequence[str]) -> str:
+        """There is none."""
+        raise ConfigError("--dry-run shows the script of a job; on this machine there is none")
+
+    def check(self, script: str) -> str:
+        """Nothing to check."""
+        return ""
+
+    def submit(self, script: Path, lock: Path) -> str:
+        """There is no queue."""
+        raise ConfigError("this machine has no queue; train in the foreground")
+
+    def queued(self, scripts: Path, seconds: float) -> list[Queued]:
+        """There is no queue."""
+        return []
+
+    def states(self, ids: Collection[str], users: Collection[int] = (), seconds: float = 10) -> dict[str, JobState]:
+        """Those that run."""
+        running = [pid for pid in ids if processes.started(int(pid)) is not None]
+        return {pid: JobState(pid, "RUNNING", "", "", "", 1, "", "") for pid in running}
+
+    def stop(self, job: JobState, attempt: Mapping[str, Any], seconds: float) -> None:
+        """SIGTERM."""
+        processes.send_signal(int(job.id))
+
+    def cancel(self, job: str) -> None:
+        """A second Ctrl-C ends a run at once."""
+        for number, seconds in ((signal.SIGINT, 0.3), (signal.SIGINT, KILL), (signal.SIGKILL, 1.0)):
+            processes.send_signal(int(job), number)
+            if processes.wait(int(job), seconds):
+                return
+
+    def troubles(self, hosts: Sequence[str], seconds: float = 5) -> list[str]:
+        """None are known."""
+        return []

@@ -1,0 +1,202 @@
+"""The script of a Slurm job: a template of slurm/ with the job's options and set-up.
+
+A template also works by hand. Its #SBATCH lines are defaults that the job's options replace, and the job's set-up and
+arguments replace the line that begins with ``# SET-UP``; nothing else changes.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hpclm import files, shipped
+from hpclm.config import JobConfig, RunConfig
+from hpclm.config.job import TEMPLATES
+from hpclm.errors import ConfigError
+from hpclm.node import processes, slurm
+from hpclm.node.processes import NoAnswerError
+from hpclm.node.slurm import Options
+
+MARK = "# SET-UP"
+LARGEST = 1 << 20  # bytes of a template
+MEMORY_AND_CORES = {"mem-per-gpu", "mem-per-cpu", "cpus-per-gpu", "exclusive"}
+SAME_NAMES = ("time", "partition", "exclude", "nodelist", "mem")
+GPU_OPTIONS = {"gres", "gpus-per-node", "gpus-per-socket"}
+SINFO_SECONDS = 5.0  # for sinfo to answer
+GPUS = re.compile(r"\bgpu(?::[^:,(]*[a-z][^:,(]*)?:(\d+)", re.IGNORECASE)
+_BARE = re.compile(r"[A-Za-z0-9_./:=,@%+^-]*")
+_DIRECTIVE = re.compile(r"#SBATCH\s+--([A-Za-z-]+)(?:[=\s]+(.*))?")
+
+
+def render(config: RunConfig, path: Path, setup: Sequence[str]) -> str:
+    """The script of the job that trains with the settings at ``path``, OUT/config.yaml, after the lines of shell ``setup``;
+    ConfigError if bash cannot parse it."""
+    source = template(config.job)
+    text = "\n".join(_filled(_lines(source), options_of(config, path.parent), setup)) + "\n"
+    code, _, errors = processes.ask(["bash", "-n"], 30.0, text=text)
+    if code or errors.strip():  # an unterminated here-document is only a warning, and would swallow the rest
+        raise ConfigError(f"bash cannot read the script made from {source} and job.setup: {errors.strip()}")
+    return text
+
+
+def template(job: JobConfig) -> Path:
+    """The path of the template that ``job`` names."""
+    name = "container" if job.container and job.template == "srun" else job.template
+    if job.restarts and name in TEMPLATES and name != "torchrun":
+        raise ConfigError(f"job.restarts={job.restarts} needs job.template=torchrun, not {name}")
+    if name not in TEMPLATES:
+        return files.readable(Path(name), "job.template")
+    templates = shipped.folder("slurm")
+    path = templates / f"{name}.sbatch"
+    if not path.is_file():
+        raise ConfigError(
+            f"job.template={name}: {templates} is not installed here; give the path of a template of your own"
+        )
+    return path
+
+
+def _lines(path: Path) -> list[str]:
+    """The template's lines; ConfigError if it is not a valid template."""
+    try:
+        lines = files.read_text(path, LARGEST).split("\n")
+    except UnicodeDecodeError:
+        raise ConfigError(f"template {path} is not UTF-8 text") from None
+    except OSError as error:
+        raise ConfigError(f"template {path} cannot be read: {error.strerror}") from None
+    marks = [number for number, line in enumerate(lines, 1) if line.startswith(MARK)]
+    late = [n for n, line in enumerate(lines, 1) if line.startswith("#SBATCH") and marks and n > marks[0]]
+    wrong = []
+    if not lines[0].startswith("#!"):
+        wrong.append('its first line must be "#!/bin/bash"')
+    if len(marks) != 1:
+        wrong.append(
+            f'it has {len(marks)} lines that begin with "{MARK}"; one must, where the set-up and arguments of the job go'
+        )
+    if late:
+        wrong.append(f"#SBATCH in line {late[0]} comes after the set-up, where Slurm does not see it")
+    if '"$@"' not in "\n".join(lines):
+        wrong.append('it does not use "$@", the arguments of hpclm.train')
+    if any(re.match(r"#SBATCH\s+(hetjob|packjob)\b", line) for line in lines):
+        wrong.append("it asks for a heterogeneous job (#SBATCH hetjob), of which a run would use one component only")
+    if any("\r" in line for line in lines):
+        wrong.append("it has Windows line endings; convert them to newlines")
+    if wrong:
+        raise ConfigError([f"template {path}: {problem}" for problem in wrong])
+    return lines[:-1] if lines[-1] == "" else lines
+
+
+def _filled(lines: list[str], asked: Options, setup: Sequence[str]) -> Iterator[str]:
+    """The template's lines with the job's options after the last #SBATCH line, and its set-up at the mark."""
+    mark = next(number for number, line in enumerate(lines) if line.startswith(MARK))
+    last = max((number for number, line in enumerate(lines) if line.startswith("#SBATCH")), default=mark - 1)
+    asked = dict(asked)
+    for number, line in enumerate(lines):
+        match = _DIRECTIVE.match(line)
+        if number == mark:
+            yield f"{MARK} by hpclm submit"
+            yield from setup
+        elif not (match and match[1] in asked):
+            yield line
+        elif match[1] == "signal" and asked["signal"] and (match[2] or "").strip("\"'").startswith("B:"):
+            asked["signal"] = f"B:{asked['signal']}"  # to the script, which forwards it
+        if number == last:
+            yield from (directive(option, value) for option, value in asked.items() if value is not None)
+
+
+def options_of(config: RunConfig, out: Path) -> Options:
+    """The options of the job that trains ``config`` in the run directory ``out``, an absolute path."""
+    job = config.job
+    options: Options = {
+        "nodes": str(job.nodes),
+        "ntasks-per-node": str(job.gpus),
+        "cpus-per-task": str(job.cpus_per_task) if job.cpus_per_task else None,
+        **{name: getattr(job, name) for name in SAME_NAMES},
+    }
+    options = {option: value for option, value in options.items() if value is not None}
+    if config.engine.device != "cpu" and not GPU_OPTIONS & job.options.keys():
+        options["gpus-per-node"] = str(job.gpus)
+        if not MEMORY_AND_CORES & job.options.keys():
+            options = {**shares(job), **options}
+    options["output"] = pattern(out / "logs") + "/job-%j.log"
+    options["open-mode"] = "append"
+    options |= {"requeue": "", "no-requeue": None} if job.requeue else {"requeue": None, "no-requeue": ""}
+    options["signal"] = f"USR2@{job.warn_seconds}" if job.warn_seconds else None
+    return options | job.options | {"job-name": name(job.options.get("job-name") or config.name)}
+
+
+def name(text: str) -> str:
+    """``text`` as a job name that Slurm and shells print safely."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", text).lstrip("-")[:100] or "hpclm"
+
+
+def pattern(path: Path) -> str:
+    """``path`` in the syntax of Slurm's file names, without replacement symbols."""
+    text = str(path)
+    if not text.isprintable() or "\\" in text:
+        raise ConfigError(
+            f"run directory {text!r}: Slurm takes no backslash and no control character there; choose another out="
+        )
+    return text.replace("%", "%%")
+
+
+def directive(option: str, value: str) -> str:
+    """One #SBATCH line, for Slurm's own parser: in double quotes, \\ escapes a quote or itself."""
+    if not value:
+        return f"#SBATCH --{option}"
+    if not _BARE.fullmatch(value):
+        value = '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
+    return f"#SBATCH --{option}={value}"
+
+
+def shares(job: JobConfig) -> dict[str, str]:
+    """Options of sbatch for cores and memory where ``job`` has none: its GPUs' share of a node, by Slurm's own figures.
+
+    Without a request many clusters give a process one core and a few hundred MB. {} where sinfo lists no nodes with
+    GPUs.
+    """
+    if job.cpus_per_task is not None and job.mem is not None:
+        return {}
+    return of_nodes(job, _sinfo(job.partition))
+
+
+def too_many_gpus(requested: Options) -> str:
+    """For an error: that no node has the GPUs of the options, by Slurm's own figures; empty if one has, or that is not known."""
+    count, partition = requested.get("gpus-per-node") or "", requested.get("partition")
+    most = max((gpus for *_, gpus in _nodes(_sinfo(partition))), default=0)
+    if not count.isdecimal() or not 0 < most < int(count):
+        return ""
+    nodes = f"nodes of {partition or 'this cluster'} have at most {most} GPUs"
+    return f"; {nodes}; --gpus {count} counts those of each node"
+
+
+def _sinfo(partition: str | None) -> str:
+    """sinfo's answer: cores, megabytes and generic resources of each kind of node; empty without one."""
+    where = ["--partition", partition] if partition else []
+    try:
+        code, told, _ = slurm.ask(["sinfo", "--noheader", "--format=%c|%m|%G", *where], SINFO_SECONDS)
+    except NoAnswerError:
+        return ""
+    return told if code == 0 else ""
+
+
+def of_nodes(job: JobConfig, told: str) -> dict[str, str]:
+    """The same from sinfo's answer ``told``: cores, megabytes and generic resources of each kind of node."""
+    nodes = [node for node in _nodes(told) if node[2] >= job.gpus]
+    if not nodes:
+        return {}
+    found = {}
+    if job.cpus_per_task is None:
+        found["cpus-per-task"] = str(max(1, min(cores // gpus for cores, _, gpus in nodes)))
+    if job.mem is None:
+        whole = all(gpus == job.gpus for *_, gpus in nodes)
+        found["mem"] = "0" if whole else f"{min(memory * job.gpus // gpus for _, memory, gpus in nodes)}M"
+    return found
+
+
+def _nodes(told: str) -> Iterator[tuple[int, int, int]]:
+    """Cores, megabytes and GPUs of each kind of node that has GPUs."""
+    for line in told.splitlines():
+        cores, memory, resources = (*line.split("|"), "", "")[:3]
+        numbers = [re.match(r"\d+", text.strip()) for text in (cores, memory)]
+        gpus = sum(map(int, GPUS.findall(resources)))
+        if gpus and all(numbers):
+            yield int(numbers[0][0]), int(numbers[1][0]), gpus  # type: ignore[index]

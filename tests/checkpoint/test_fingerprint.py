@@ -1,0 +1,44 @@
+"""What must not change when a run is resumed."""
+
+import pytest
+
+from hpclm.checkpoint.fingerprint import differences, fingerprint
+from hpclm.config import ModelConfig, RunConfig
+
+
+def test_a_setting_that_a_checkpoint_does_not_know_yet_had_its_default_then():
+    now = fingerprint(RunConfig(name="x", out="x", model=ModelConfig(rope_base=5.0, positions="rope")), None)
+    older = {"model": {name: value for name, value in now["model"].items() if name != "norm_eps"}, "seed": now["seed"]}
+    assert differences(older, now) == []
+    del older["model"]["rope_base"]
+    assert differences(older, now) == ["model.rope_base was 10000.0 and is now 5.0"]
+
+
+ONE = {"bin": "a", "idx": "b", "span": [0, 9], "content": None}
+
+
+@pytest.mark.parametrize(
+    "before, after, said",
+    [
+        ([ONE], [{**ONE, "content": "c"}], []),  # hashes may have been added since
+        ([{**ONE, "content": "d"}], [{**ONE, "content": "c"}], ["the training dataset has other tokens"]),
+        ([ONE], [{**ONE, "bin": "x", "y": 1}], ["the training dataset has other tokens, another y"]),
+        (
+            [ONE, ONE],
+            [ONE, {**ONE, "span": [0, 8]}],
+            ["training dataset 2 of 2 has another part in use (data.split)"],
+        ),
+        (
+            [ONE],
+            [ONE, ONE],
+            ["data.prefix, data.train or data.blend: there were 1 training datasets and are now 2"],
+        ),
+    ],
+)
+def test_changed_datasets_are_named(before, after, said):
+    saved, now = (
+        {"data": {"datasets": each, "weights": [1], "tokenizer": {"x": id(each)}}} for each in (before, after)
+    )
+    assert differences(saved, now) == said
+    now["data"]["weights"] = [2]
+    assert differences(saved, now) == ["data.weights was [1] and is now [2]", *said]

@@ -1,0 +1,72 @@
+"""The command that preprocessing prints trains on the dataset as it is, whatever its size."""
+
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hpclm import cli
+from hpclm.config import from_cli
+from hpclm.datasets.next_command import LARGE_FROM, next_command
+from hpclm.datasets.writer import Writer
+from hpclm.distributed.context import single
+from hpclm.training.setup import data
+from tests.datasets.texts import preprocess
+
+
+def dataset(path, lengths):
+    with Writer(path, "u2") as writer:
+        for length in lengths:
+            writer.add_document(np.zeros(length, np.uint16))
+    return Path(path)
+
+
+CORPORA = {
+    "four lines": [33] * 4,
+    "a page": [300],
+    "a small corpus in lines": [40] * 200,
+    "a small corpus in two documents": [4000, 4054],
+    "a few short documents at the end": [9000] * 50 + [1] * 2,
+    "a book": [100] * 3000,
+    "enough for GPT-2's smallest shape": [LARGE_FROM // 90] * 100,
+}
+
+
+@pytest.mark.parametrize("corpus", CORPORA)
+def test_the_next_command_fits_a_corpus_of_any_size(corpus, tmp_path):
+    prefix = dataset(tmp_path / "x", CORPORA[corpus])
+    config = from_cli(shlex.split(next_command([prefix], 64))[2:], None)
+    opened = data(config, single(), 0, torch.device("cpu"))
+    source, train, parts, length = opened.source, opened.train, opened.held_out, opened.length
+    assert length.steps >= 10
+    warmup = config.optim.warmup or config.optim.warmup_fraction * length.steps
+    assert warmup <= 0.06 * length.steps
+    assert length.samples / source.per_epoch("train") <= max(10, 12 * 16 / source.per_epoch("train"))
+    assert len(parts) == (corpus not in ("four lines", "a page", "a small corpus in two documents"))
+    train.close()
+
+
+@pytest.mark.parametrize("lengths", [[1], [4], [2, 2], [128]])
+def test_a_corpus_that_is_too_small_gets_no_command(lengths, tmp_path):
+    prefix = dataset(tmp_path / "x", lengths)
+    refused = f"more text: {sum(lengths)} tokens are too few to train on; at least 129 make a first run"
+    assert next_command([prefix], 64) == next_command([prefix, prefix], 64) == refused
+
+
+def test_validation_data_that_is_too_short_is_not_evaluated(tmp_path):
+    lengths = dict(train=9000, valid=400, valid1=20)
+    train, long, short = (dataset(tmp_path / name, [count]) for name, count in lengths.items())
+    assert next_command([train, long], 64).endswith(f"data.valid=[{long}]' model.vocab_size=64")
+    assert next_command([train, long, short], 64).endswith(" evaluate.every=0")
+
+
+def test_the_printed_command_trains(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("t.txt").write_text("To be, or not to be, that is the question:\n" * 5)
+    assert preprocess("--input", "t.txt", "--output-prefix", "it's", "--tokenizer", "bytes", "--append-eod") == 0
+    printed = capsys.readouterr().out.partition("next: ")[2]
+    words = shlex.split(printed)[1:]
+    assert cli.main([*words, "engine.device=cpu", "stop_at=1", "log.tensorboard=false"]) == 0
+    assert Path("runs/small/checkpoints/step-00000001").is_dir()

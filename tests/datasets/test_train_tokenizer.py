@@ -1,0 +1,116 @@
+"""Tokenizers learned from all of the text there is."""
+
+import gzip
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpclm import cli
+from hpclm.data import tokenizers
+from hpclm.datasets import train_tokenizer
+from hpclm.datasets.train_tokenizer import Sample
+from tests.datasets.texts import jsonl, write
+from tests.shared import ROOT
+
+ENGLISH = ["the cat sat on the mat and the dog sat on the log"] * 3000
+CHINESE = ["深度学习模型的训练需要大量的数据和计算资源"] * 3000
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def train(*words):
+    return cli.run(train_tokenizer.main, list(map(str, words)))
+
+
+def figures(told):
+    """(bytes per token, tokens per character, documents measured, documents seen)"""
+    pattern = r"([\d.]+) bytes per token, ([\d.]+) tokens per character on ([\d,]+) of ([\d,]+) documents"
+    found = re.search(pattern, told).groups()
+    return *map(float, found[:2]), *(int(number.replace(",", "")) for number in found[2:])
+
+
+KINDS = {
+    "byte-level bpe": ["--output", "t.json"],
+    "sentencepiece bpe": ["--output", "t.model", "--kind", "bpe"],
+    "sentencepiece unigram": ["--output", "t.model", "--kind", "unigram"],
+}
+
+
+@pytest.mark.parametrize("words", KINDS.values(), ids=KINDS.keys())
+def test_it_learns_from_all_inputs_and_measures_on_all_of_them(words, capsys):
+    write(**{"a.txt": "\n".join(ENGLISH), "b.jsonl.gz": gzip.compress(jsonl(*CHINESE).encode())})
+    assert train("--input", "[ab].*", "--vocab-size", 293, *words, "--json-key", "text") == 0
+    told = capsys.readouterr().out
+    size, ratio, measured, seen = figures(told)
+    assert (measured, seen) == (1000, 6000)
+    tokenizer = tokenizers.build("json" if "t.json" in words else "sentencepiece", [words[1]])
+    assert f"{words[1]}: {tokenizer.size:,} entries" in told
+    lengths = {language: len(tokenizer.encode(texts[0])) for language, texts in (("en", ENGLISH), ("zh", CHINESE))}
+    only_english = lengths["en"] / len(ENGLISH[0])
+    only_chinese = lengths["zh"] / len(CHINESE[0])
+    assert min(only_english, only_chinese) < ratio < max(only_english, only_chinese)
+    assert 1 < size < 60
+    assert "next: hpclm preprocess --input '[ab].*' --json-keys text --output-prefix" in told
+
+
+def test_standard_input_teaches_too():
+    command = [sys.executable, ROOT / "tools/train_tokenizer.py", "--input", "-", "--format", "lines"]
+    command += ["--output", "t.json", "--vocab-size", "270"]
+    done = subprocess.run(command, input="\n".join(ENGLISH), capture_output=True, text=True, check=True)
+    assert figures(done.stdout)[3] == 3000
+
+
+def test_a_line_that_cannot_be_read_stops_it(capsys):
+    write(**{"a.jsonl": jsonl(*ENGLISH[:50]) + "{oops\n" + jsonl(*ENGLISH[:50])})
+    words = ["--input", "a.jsonl", "--output", "t.json", "--vocab-size", 270]
+    assert train(*words) == 64
+    assert "a.jsonl:51 is not JSON" in capsys.readouterr().err
+    assert not list(Path().glob("t.json*"))
+
+
+def test_sentencepiece_learns_from_a_sample_of_bounded_size(capsys):
+    write(**{"a.txt": "\n".join(ENGLISH + CHINESE)})
+    words = ["--input", "a.txt", "--output", "t.model", "--vocab-size", 320]
+    assert train(*words, "--sentences", 500) == 0
+    assert "training on 500 of 6,000 lines" in capsys.readouterr().err
+    tokenizer = tokenizers.build("sentencepiece", ["t.model"])
+    assert len(tokenizer.encode(CHINESE[0])) < len(CHINESE[0])  # which come last
+
+
+@pytest.mark.parametrize("limit, seen", [(10, 0), (10, 7), (10, 10), (10, 1000)])
+def test_a_random_sample_is_a_subset_of_limited_size(limit, seen):
+    sample = Sample(limit)
+    for item in range(seen):
+        sample.add(item)
+    assert (sample.seen, len(sample.items), len(set(sample.items))) == (seen, min(limit, seen), min(limit, seen))
+    assert set(sample.items) <= set(range(seen))
+
+
+def test_a_sample_takes_as_much_from_the_start_as_from_the_end():
+    sample = Sample(2000)
+    for item in range(40_000):
+        sample.add(item)
+    for quarter in range(4):
+        taken = sum(item // 10_000 == quarter for item in sample.items)
+        assert 400 < taken < 600
+
+
+REFUSED = {
+    "--output t.txt": "must end in .json",
+    "--output t.json --kind unigram": "needs an --output that ends in .model",
+    "--output t.json --sentences 5": "--sentences has no effect",
+    "--output t.json --json-key k": "--json-key k has no effect",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_has_no_effect_is_refused(words, capsys):
+    write(**{"a.txt": "text"})
+    assert train("--input", "a.txt", "--vocab-size", 300, *words.split()) == 64
+    assert REFUSED[words] in capsys.readouterr().err

@@ -1,0 +1,120 @@
+import os
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpclm.data.indexed import IndexedDataset
+from hpclm.datasets.writer import Writer
+from hpclm.errors import ConfigError
+from hpclm.files import ABANDONED
+
+DOCUMENTS = [[[1, 2, 3], [4]], [], [[5, 6]], [[], [7]]]
+
+
+def sequences(documents):
+    return [sequence for document in documents for sequence in document]
+
+
+def extend(writer, documents, modes=None):
+    flat = np.array([token for sequence in sequences(documents) for token in sequence], np.int64)
+    sizes = np.array([len(sequence) for sequence in sequences(documents)], np.int64)
+    writer.extend(flat, sizes, np.array([len(document) for document in documents]), modes)
+
+
+def one_by_one(prefix, documents):
+    with Writer(prefix, "u2") as writer:
+        for document in documents:
+            for sequence in document:
+                writer.add(sequence)
+            writer.end_document()
+
+
+def content(prefix):
+    return [Path(f"{prefix}.{end}").read_bytes() for end in ("bin", "idx")]
+
+
+@pytest.mark.parametrize("cut", range(len(DOCUMENTS) + 1))
+def test_documents_appended_together_are_the_bytes_of_those_appended_one_by_one(cut, tmp_path):
+    one_by_one(tmp_path / "single", DOCUMENTS)
+    with Writer(tmp_path / "bulk", "u2") as writer:
+        extend(writer, DOCUMENTS[:cut])
+        extend(writer, DOCUMENTS[cut:])
+        assert (writer.tokens, writer.sequences, writer.documents) == (7, 5, 4)
+    assert content(tmp_path / "bulk") == content(tmp_path / "single")
+
+
+def test_modes_come_last_in_the_index(tmp_path):
+    one_by_one(tmp_path / "plain", DOCUMENTS)
+    with Writer(tmp_path / "x", "u2") as writer:
+        extend(writer, DOCUMENTS[:1], np.array([0, 1]))
+        extend(writer, DOCUMENTS[1:], np.array([2, 0, 1]))
+    assert content(tmp_path / "x")[1] == content(tmp_path / "plain")[1] + bytes([0, 1, 2, 0, 1])
+
+
+@pytest.mark.parametrize("order", [(None, np.array([1])), (np.array([1]), None)])
+def test_modes_are_for_all_sequences_or_for_none(order, tmp_path):
+    with pytest.raises(ValueError, match="modes"), Writer(tmp_path / "x", "u2") as writer:
+        for modes in order:
+            extend(writer, [[[1]]], modes)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_fairseqs_index_has_no_documents(tmp_path):
+    with Writer(tmp_path / "x", "u2", "fairseq") as writer:
+        extend(writer, [[[1, 2]], [[3]], [[]]])
+    tokens, index = content(tmp_path / "x")
+    assert tokens == struct.pack("<3H", 1, 2, 3)
+    assert index == b"MMIDIDX\0\0" + struct.pack("<QBQ3i3q", 1, 8, 3, 2, 1, 0, 0, 4, 6)
+
+
+@pytest.mark.parametrize("documents", [[[[1], [2]]], [[]]])
+def test_fairseqs_layout_refuses_what_it_cannot_store(documents, tmp_path):
+    with (
+        pytest.raises(ConfigError, match="each document is one sequence"),
+        Writer(tmp_path / "x", "u2", "fairseq") as w,
+    ):
+        extend(w, documents)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_counts_that_do_not_add_up_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="3 tokens in sequences of 2"), Writer(tmp_path / "x", "u2") as writer:
+        writer.extend(np.arange(3), np.array([2]), np.array([1]))
+    with pytest.raises(ValueError, match="belong to no document"), Writer(tmp_path / "x", "u2") as writer:
+        writer.add([1])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_of_killed_writers_are_removed_and_those_of_others_are_not(tmp_path):
+    script = "import os; from hpclm.datasets.writer import Writer\nWriter('x', 'u2').__enter__(); os._exit(9)"
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path)
+    killed = set(tmp_path.iterdir())
+    fresh, old = tmp_path / "x.bin.tmp-other-node-7-ab12cd", tmp_path / "x.idx.tmp-other-node-7-ab12cd-sizes"
+    fresh.touch(), old.touch()
+    os.utime(old, (time.time() - ABANDONED - 60,) * 2)
+    with Writer(tmp_path / "x", "u2") as living:
+        living.add_document([1])
+        one_by_one(tmp_path / "x", DOCUMENTS)
+    assert killed and not killed & set(tmp_path.iterdir())
+    assert fresh.exists() and not old.exists()
+    assert IndexedDataset(tmp_path / "x").flat.tolist() == [1]
+
+
+def test_memory_does_not_grow_with_the_documents(tmp_path):
+    script = (
+        "import resource, numpy as np; from hpclm.datasets.writer import Writer\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\n"
+        "flat, ones = np.ones(100_000, 'u2'), np.ones(100_000, 'i8')\n"
+        "with Writer('x', 'u2') as writer:\n"
+        "    writer.extend(flat, ones, ones); before = peak()\n"
+        "    for _ in range(30): writer.extend(flat, ones, ones)\n"
+        "print(peak() - before)"  # 3 million documents: 36 MB of index
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 30
+    assert len(IndexedDataset(tmp_path / "x")) == 3_100_000

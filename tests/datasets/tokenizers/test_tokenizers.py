@@ -1,0 +1,426 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpclm import cli
+from hpclm.config.data import DataConfig
+from hpclm.data.tokenizers import build, describe, end, flat, mismatch, of_run
+from hpclm.datasets import train_tokenizer
+from hpclm.datasets.tokenizers.huggingface import train_bpe
+from hpclm.datasets.tokenizers.sentencepieces import train_sentencepiece
+from hpclm.datasets.writer import Writer
+from hpclm.errors import ConfigError
+
+SHARED = Path(__file__).parents[3].parent / "shared"
+DATA = SHARED / "data"
+GPT2 = [str(DATA / "gpt2-vocab.json"), str(DATA / "gpt2-merges.txt")]
+CORPUS = ["the cat sat on the mat", "the dog sat on the cat, again and again", "天地玄黄 宇宙洪荒"] * 20
+TEXTS = ["the cat", "", " ", "  two  spaces\n\n\tand a tab", "天地 😀 é", "<|endoftext|> and </s> in a text"]
+needs_shared = pytest.mark.skipif(not DATA.is_dir(), reason="the shared vocabularies are not here")
+
+
+def lists(tokenizer, texts):
+    """``encode_batch`` as lists."""
+    ids, lengths = tokenizer.encode_batch(texts)
+    assert ids.dtype.kind in "iu" and lengths.dtype == np.int64 and lengths.shape == (len(texts),)
+    assert ids.shape == (lengths.sum(),)
+    ends = np.cumsum(lengths)
+    return [ids[end - length : end].tolist() for end, length in zip(ends, lengths)]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Kind -> files of a small tokenizer of each kind."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    bpe = train_bpe(CORPUS, 300)
+    (folder / "t.json").write_bytes(bpe)
+    model = json.loads(bpe)["model"]
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(map(" ".join, model["merges"])) + "\n")
+    (folder / "x.model").write_bytes(train_sentencepiece(CORPUS, "bpe", 330))
+    words = ["<unk>", "<|endoftext|>", "the", "cat", "sat"]
+    (folder / "words.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
+    (folder / "dict.txt").write_text("the 40\ncat 20\nsat 20\n\u2581the 9\n")
+    (folder / "vocab.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "ca", "##t", "天", "The"]) + "\n"
+    )
+    names = {
+        "bytes": [],
+        "fairseq": ["dict.txt"],
+        "gpt2": ["vocab.json", "merges.txt"],
+        "json": ["t.json"],
+        "sentencepiece": ["x.model"],
+        "whitespace": ["words.json"],
+        "wordpiece": ["vocab.txt"],
+        "wordpiece_lower": ["vocab.txt"],
+    }
+    return {kind: [str(folder / name) for name in files] for kind, files in names.items()}
+
+
+KINDS = ["bytes", "fairseq", "gpt2", "json", "sentencepiece", "whitespace", "wordpiece", "wordpiece_lower"]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "gpt2", "sentencepiece"])
+def test_a_text_comes_back_from_its_ids_and_holds_no_end_of_document(kind, made):
+    tokenizer = build(kind, made[kind])
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.eod not in ids
+        assert all(type(id) is int and 0 <= id < tokenizer.size for id in ids)
+
+
+def test_a_tokenizer_json_comes_back_too_and_knows_its_special_tokens(made):
+    tokenizer = build("json", made["json"])
+    assert [tokenizer.decode(tokenizer.encode(text)) for text in TEXTS] == TEXTS
+    assert tokenizer.encode("<|endoftext|>") == [tokenizer.eod] == [0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_is_encoded_as_its_texts_are(kind, made):
+    tokenizer = build(kind, made[kind])
+    assert lists(tokenizer, TEXTS) == [tokenizer.encode(text) for text in TEXTS]
+    assert lists(tokenizer, []) == []
+    assert lists(tokenizer, [""]) == [tokenizer.encode("")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tokenizer_that_ends_every_text_says_so(kind, made):
+    tokenizer = build(kind, made[kind])
+    assert tokenizer.ends_itself == (kind in ("whitespace", "fairseq"))
+    assert [ids[-1:] == [tokenizer.eod] for ids in lists(tokenizer, TEXTS)] == [tokenizer.ends_itself] * len(TEXTS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_fingerprint_follows_the_content_of_the_files(kind, made, tmp_path):
+    tokenizer = build(kind, made[kind])
+    fingerprint = tokenizer.fingerprint
+    assert json.loads(json.dumps(fingerprint)) == fingerprint
+    assert (fingerprint["kind"], fingerprint["size"], fingerprint["eod"]) == (kind, tokenizer.size, tokenizer.eod)
+    assert list(fingerprint["files"]) == [Path(file).name for file in made[kind]]
+    copies = [tmp_path / Path(file).name for file in made[kind]]
+    for copy, file in zip(copies, made[kind], strict=True):
+        copy.write_bytes(Path(file).read_bytes())
+    assert build(kind, list(map(str, copies))).fingerprint == fingerprint
+    if copies and kind not in ("sentencepiece", "fairseq"):
+        copies[0].write_bytes(copies[0].read_bytes() + b"\n")
+        assert build(kind, list(map(str, copies))).fingerprint != fingerprint
+
+
+def test_words_become_ids_and_every_text_ends(made):
+    tokenizer = build("whitespace", made["whitespace"])
+    assert (tokenizer.size, tokenizer.eod) == (5, 1)
+    assert tokenizer.encode(" the  cat\u3000flew \n") == [2, 3, 0, 1]
+    assert tokenizer.encode("") == [1]
+    assert tokenizer.decode([2, 3, 0, 1]) == "the cat <unk> <|endoftext|>"
+
+
+def test_bytes_are_bytes_and_a_broken_character_does_not_stop_the_decoding():
+    tokenizer = build("bytes", [])
+    assert (tokenizer.size, tokenizer.eod) == (257, 256)
+    assert tokenizer.encode("é") == [0xC3, 0xA9]
+    assert tokenizer.decode([0x61, 0xC3, 256, 0x62]) == "a\ufffd<|endoftext|>b"
+
+
+def test_a_tokenizer_jsons_truncation_padding_and_template_are_left_out(made, tmp_path):
+    settings = json.loads(Path(made["json"][0]).read_text())
+    settings["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    settings["padding"] = {
+        "strategy": "BatchLongest",
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<|endoftext|>",
+    }
+    start = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+    settings["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [start, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+    }
+    (tmp_path / "t.json").write_text(json.dumps(settings))
+    plain, fussy = build("json", made["json"]), build("json", [str(tmp_path / "t.json")])
+    assert lists(fussy, TEXTS) == lists(plain, TEXTS)
+
+
+@needs_shared
+def test_gpt2s_ids_are_the_ones_transformers_makes():
+    theirs = pytest.importorskip("transformers").GPT2TokenizerFast(*GPT2)
+    tokenizer = build("gpt2", GPT2)
+    assert (tokenizer.size, tokenizer.eod) == (50257, 50256)
+    lines = (DATA / "medical-zh.jsonl").read_text("utf-8").splitlines()[:50]
+    texts = [(DATA / "tinyshakespeare.txt").read_text()[:50_000], *TEXTS[:-1], *lines]
+    assert lists(tokenizer, texts) == [theirs(text)["input_ids"] for text in texts]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_wrong_number_of_files_is_refused(kind, made):
+    with pytest.raises(ConfigError, match=f"tokenizer {kind} takes"):
+        build(kind, [*made[kind], "one-more", "and-another"])
+
+
+NEED_FILES = [kind for kind in KINDS if kind != "bytes"]
+
+
+@pytest.mark.parametrize("kind", NEED_FILES)
+def test_a_missing_file_is_named(kind, made, tmp_path):
+    files = [*made[kind][:-1], str(tmp_path / "nowhere")]
+    with pytest.raises(ConfigError, match="nowhere does not exist"):
+        build(kind, files)
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"{}", b"[1, 2]", b'{"a": "b"}', b"\xff\xfe\x00"])
+@pytest.mark.parametrize("kind", NEED_FILES)
+def test_a_file_of_another_kind_is_refused_by_name(kind, content, made, tmp_path):
+    (tmp_path / "garbage").write_bytes(content)
+    with pytest.raises(ConfigError, match="garbage"):
+        build(kind, [str(tmp_path / "garbage"), *made[kind][1:]])
+
+
+def test_merges_of_another_vocabulary_are_refused(made, tmp_path):
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nzz qq\n")
+    with pytest.raises(ConfigError, match="cannot use"):
+        build("gpt2", [made["gpt2"][0], str(tmp_path / "merges.txt")])
+
+
+def test_an_unknown_kind_is_refused_with_the_nearest_one():
+    with pytest.raises(ConfigError, match=r"unknown tokenizer 'byte'.*Did you mean 'bytes'"):
+        build("byte", [])
+
+
+def test_a_class_of_ones_own_is_a_tokenizer_too():
+    assert build("hpclm.datasets.tokenizers.plain:Bytes", []).size == 257
+
+
+def test_the_libraries_are_not_loaded_before_they_are_needed():
+    script = (
+        "import sys; from hpclm.commands import preprocess; from hpclm.datasets import train_tokenizer\n"
+        "print({'torch', 'sentencepiece', 'tokenizers', 'gigatoken', 'tqdm'} & set(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "set()\n"
+
+
+ENDS = {
+    "bytes": {None: 256, "<|endoftext|>": 256},
+    "fairseq": {None: 2, "</s>": 2},
+    "gpt2": {None: 0, "!": 1},
+    "json": {None: 0, "!": 1},
+    "sentencepiece": {None: 2, "<s>": 1},
+    "whitespace": {None: 1, "cat": 3},
+    "wordpiece": {None: 3, "[CLS]": 2},
+    "wordpiece_lower": {None: 3, "[CLS]": 2},
+}
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_the_end_of_a_document_is_the_kinds_own_or_the_one_that_is_named(kind, made):
+    tokenizers = {word: build(kind, made[kind], word) for word in ENDS[kind]}
+    assert {word: tokenizer.eod for word, tokenizer in tokenizers.items()} == ENDS[kind]
+    assert [end(tokenizer) for tokenizer in tokenizers.values()] == list(ENDS[kind].values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_end_that_is_not_in_the_vocabulary_is_refused_with_what_there_is(kind, made):
+    with pytest.raises(ConfigError, match="'<nowhere>'") as error:
+        build(kind, made[kind], "<nowhere>")
+    there = {
+        "wordpiece": "'[SEP]'",
+        "wordpiece_lower": "'[SEP]'",
+        "bytes": "<|endoftext|>",
+        "whitespace": "<|endoftext|>",
+    }
+    assert there.get(kind, "</s>" if kind in ("fairseq", "sentencepiece") else "<|endoftext|>") in str(error.value)
+
+
+def test_a_vocabulary_without_an_end_says_how_to_name_one(made, tmp_path):
+    (tmp_path / "vocab.txt").write_text("[UNK]\nthe\n")
+    tokenizer = build("wordpiece", [str(tmp_path / "vocab.txt")])
+    assert tokenizer.eod is None
+    with pytest.raises(ConfigError, match=r"vocab.txt .*2 entries.* has no end-of-document token; set data\.eod"):
+        end(tokenizer)
+
+
+def test_options_that_are_not_the_defaults_are_a_part_of_the_fingerprint(made):
+    plain = build("sentencepiece", made["sentencepiece"])
+    more = build("sentencepiece", made["sentencepiece"], "<s>")
+    assert "options" not in plain.fingerprint
+    assert more.fingerprint["options"] == {"eod": "<s>"}
+    assert (more.size, more.eod) == (plain.size, 1)
+
+
+def test_two_tokenizers_mean_the_same_ids_or_the_difference_is_named(made, tmp_path):
+    known = {kind: build(kind, files).fingerprint for kind, files in made.items()}
+    (tmp_path / "renamed.json").write_bytes(Path(made["json"][0]).read_bytes())
+    assert mismatch(known["json"], build("json", [str(tmp_path / "renamed.json")]).fingerprint) is None
+    said = mismatch(known["wordpiece"], known["json"])
+    assert describe(known["wordpiece"]) in said and describe(known["json"]) in said
+    assert "kind wordpiece against json" in said and "size 9 against 300" in said and "the content of the files" in said
+    hash = known["json"]["files"]["t.json"]
+    assert describe(known["json"]) == f"json tokenizer (t.json {hash[:8]}; 300 entries)"
+    moved = known["json"] | {"eod": 7}
+    assert mismatch(known["json"], moved).endswith("differ in eod 0 against 7")
+    assert [mismatch(one, one) for one in known.values()] == [None] * len(known)
+
+
+def test_two_files_of_one_name_both_count(made, tmp_path):
+    vocab, merges = (Path(file).read_bytes() for file in made["gpt2"])
+    for folder, content in (("a", vocab), ("b", merges)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "file").write_bytes(content)
+    fingerprint = build("gpt2", [str(tmp_path / "a" / "file"), str(tmp_path / "b" / "file")]).fingerprint
+    assert len(fingerprint["files"]) == 2 and mismatch(fingerprint, build("gpt2", made["gpt2"]).fingerprint) is None
+
+
+def noted(tmp_path, made, **change):
+    """Settings of a run on a dataset that was made with a sentencepiece model and another end."""
+    tokenizer = build("sentencepiece", made["sentencepiece"], "<s>")
+    note = {"tokenizer": tokenizer.fingerprint | change, "tokenizer_files": made["sentencepiece"]}
+    (tmp_path / "d.json").write_text(json.dumps(note))
+    return tokenizer, DataConfig(prefix=str(tmp_path / "d"))
+
+
+def test_a_datasets_tokenizer_is_built_again_with_its_options(made, tmp_path):
+    tokenizer, data = noted(tmp_path, made)
+    assert of_run(data).fingerprint == tokenizer.fingerprint
+    named = DataConfig(tokenizer="sentencepiece", tokenizer_files=made["sentencepiece"], eod="<s>")
+    assert of_run(named).fingerprint == tokenizer.fingerprint
+
+
+def test_a_datasets_tokenizer_that_has_changed_is_refused(made, tmp_path):
+    _, data = noted(tmp_path, made, files={"x.model": "0" * 32})
+    with pytest.raises(
+        ConfigError, match=r"has changed: made with .*x.model 00000000.*they differ in the content of the files"
+    ):
+        of_run(data)
+    _, data = noted(tmp_path, made, options={"colour": "red"})
+    with pytest.raises(ConfigError, match=r"options \{'colour': 'red'\}"):
+        of_run(data)
+
+
+class Own:
+    """A tokenizer of a person's own, which says how it was built."""
+
+    size = eod = fingerprint = None
+
+    def __init__(self, *given):
+        self.given = given
+
+    def encode(self, text): ...
+
+    encode_batch = decode = encode
+
+
+def test_a_class_of_ones_own_is_given_options_only_where_some_are_set():
+    kind = f"{__name__}:Own"
+    assert build(kind, ["a"]).given == (["a"],)
+    assert build(kind, ["a"], "x").given == (["a"], "x")
+
+
+def test_lists_of_ids_are_laid_end_to_end():
+    ids, lengths = flat([[1, 2], [], [3]])
+    assert (ids.tolist(), lengths.tolist()) == ([1, 2, 3], [2, 0, 1])
+    assert [part.tolist() for part in flat([])] == [[], []]
+
+
+def test_no_tokenizer_opens_a_socket(made):
+    script = (
+        "import sys\n"
+        "def refuse(event, arguments):\n"
+        "    if event.startswith('socket.'): raise SystemExit(f'{event} {arguments}')\n"
+        "sys.addaudithook(refuse)\n"
+        "from hpclm.data.tokenizers import build\n"
+        f"for kind, files in {made}.items():\n"
+        "    tokenizer = build(kind, files)\n"
+        "    tokenizer.decode(tokenizer.encode_batch(['the cat'])[0].tolist())\n"
+        "print('done')"
+    )
+    apart = ["unshare", "--map-root-user", "--net"]  # a network namespace with nothing in it
+    offline = apart if subprocess.run([*apart, "true"], capture_output=True).returncode == 0 else []
+    assert subprocess.run([*offline, sys.executable, "-c", script], capture_output=True, text=True).stdout == "done\n"
+
+
+def train(*words):
+    return cli.run(train_tokenizer.main, list(map(str, words)))
+
+
+@pytest.mark.parametrize("output, kind", [("t.json", "bpe"), ("t.model", "bpe"), ("t.model", "unigram")])
+@pytest.mark.parametrize("name", ["corpus.txt", "corpus.jsonl"])
+def test_a_tokenizer_learned_from_text_or_jsonl_gives_the_text_back(output, kind, name, tmp_path, capsys):
+    lines = CORPUS if name.endswith("txt") else [json.dumps({"text": text}) for text in CORPUS]
+    (tmp_path / name).write_text("\n".join(lines))
+    arguments = ["--input", tmp_path / name, "--output", tmp_path / "new" / output, "--kind", kind]
+    assert train(*arguments, "--vocab-size", 285) == 0
+    told = capsys.readouterr().out
+    tokenizer = build("json" if output == "t.json" else "sentencepiece", [str(tmp_path / "new" / output)])
+    ids = lists(tokenizer, CORPUS)
+    assert 257 < tokenizer.size <= 285 and tokenizer.eod is not None
+    assert [tokenizer.decode(found) for found in ids] == CORPUS
+    size, count = sum(len(text.encode()) for text in CORPUS), sum(map(len, ids))
+    assert f"{tokenizer.size} entries; {size / count:.2f} bytes per token" in told
+    assert f"hpclm preprocess --input {tmp_path / name}" in told and str(tmp_path / "new" / output) in told
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [output]
+
+
+REFUSED = {
+    "an unknown ending": (["--output", "t.bin"], "must end in .json"),
+    "unigram as json": (["--output", "t.json", "--kind", "unigram"], "--kind unigram needs"),
+    "too few entries": (["--output", "t.json", "--vocab-size", "256"], "must be at least 257"),
+    "too many for sentencepiece": (["--output", "t.model", "--vocab-size", "9999"], "Vocabulary size too high"),
+    "a key without JSON": (["--output", "t.json", "--json-key", "text"], "has no effect"),
+}
+
+
+@pytest.mark.parametrize("words, message", REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_be_learned_is_refused_and_nothing_is_written(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("corpus.txt").write_text("\n".join(CORPUS))
+    size = [] if "--vocab-size" in words else ["--vocab-size", 300]
+    assert train("--input", "corpus.txt", *size, *words) == 64
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus.txt"]
+
+
+def test_a_tokenizer_is_replaced_only_with_overwrite(tmp_path, capsys):
+    (tmp_path / "corpus.txt").write_text("\n".join(CORPUS))
+    (tmp_path / "t.json").write_text("old")
+    words = ["--input", tmp_path / "corpus.txt", "--output", tmp_path / "t.json", "--vocab-size", 260]
+    assert train(*words) == 64 and "--overwrite" in capsys.readouterr().err
+    assert (tmp_path / "t.json").read_text() == "old"
+    assert train(*words, "--overwrite") == 0
+    assert build("json", [str(tmp_path / "t.json")]).size == 260
+
+
+def test_a_dataset_does_not_decide_which_code_is_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    note = {
+        "tokenizer": {"kind": "subprocess:call", "files": {}, "size": 9, "eod": 2},
+        "tokenizer_files": ["touch", "ran"],
+    }
+    with Writer("x", "u2") as writer:
+        writer.note = note
+        writer.add_document([1, 2])
+    with pytest.raises(ConfigError, match=r"names the user-defined tokenizer 'subprocess:call'"):
+        of_run(DataConfig(prefix="x"))
+
+    assert cli.main(["data", "inspect", "x"]) == 0  # shows ids, and says why
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "kind, message",
+    [
+        ("builtins:dict", "part of Python's standard library"),
+        ("os:system", "part of Python's standard library"),
+        (f"{__name__}:test_lists_of_ids_are_laid_end_to_end", "is not a class"),
+        ("tests.runs:Ranks", "has no encode"),
+    ],
+)
+def test_a_class_that_is_no_tokenizer_is_refused(kind, message):
+    with pytest.raises(ConfigError, match=message):
+        build(kind, [])

@@ -1,0 +1,167 @@
+"""A rank that is simulated on a fake GPU: it waits for nothing within a step, and holds and sends what the planner's arithmetic says."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from hpclm import config
+from hpclm.errors import ConfigError
+from hpclm.model.layers import RowLinear
+from hpclm.node.gpus import KINDS
+from hpclm.planning import forecast, ranks, suggest
+from hpclm.planning.simulate import SIMULATED, simulate
+from tests.forks import hpclm
+
+# what the fake GPU claims to have, so that the loss chooses the same number of tokens
+KIND = replace(KINDS["H200"], memory=128)
+ALLOWED = 0.03
+SHORT = ["model.layers=6"]
+SMALL = [*SHORT, "batch.micro_size=8"]
+DP, TP, PP = "job.gpus=8", "parallel.tensor=2", "parallel.pipeline=4"
+SEVEN = [*SHORT, DP, "batch.micro_size=2"]
+NODES = [DP, "job.nodes=2", "parallel.shard=8"]
+HYBRID = [*SHORT, *NODES, "batch.micro_size=2"]
+STAGES = ["model.layers=8", "batch.micro_size=4", DP, PP, "batch.global_size=64", "engine.name=pipelining"]
+# preset, settings, rank
+LAYOUTS = {
+    "native": ("gpt2-124m", SHORT, 0),
+    "native, replicas": ("gpt-1b3", [*SMALL, DP], 7),
+    "native, optimizer sharded": ("gpt2-124m", [*SHORT, DP, "engine.zero_stage=1"], 3),
+    "native, optimizer sharded in groups": ("gpt2-124m", [*SHORT, *NODES, "engine.zero_stage=1"], 12),
+    "native, compute gradients": ("gpt2-124m", [*SHORT, DP, "engine.gradients=compute"], 3),
+    "native, tensor": ("gpt-1b3", [*SMALL, DP, TP], 5),
+    "native, selective": ("gpt-1b3", [*SMALL, "engine.recompute=selective"], 0),
+    "native, recomputed": ("gpt-1b3", [*SMALL, "engine.recompute=full"], 0),
+    "native, dropout": ("gpt2-345m", SHORT, 0),
+    "native, one micro-batch": ("small", [], 0),
+    "fsdp2": ("llama-7b", [*SEVEN, "batch.global_size=64"], 7),
+    "fsdp2, 512 ranks": ("llama-7b", [*SEVEN, "job.nodes=64", "parallel.shard=null"], 511),
+    "fsdp2, stage 2": ("llama-7b", [*SEVEN, "engine.zero_stage=2"], 0),
+    "fsdp2, tensor": ("llama-7b", [*SEVEN, TP], 0),
+    "fsdp2, recomputed": ("llama-7b", [*SEVEN, "engine.recompute=full"], 0),
+    "fsdp2, hybrid": ("llama-7b", [*HYBRID, "batch.global_size=128"], 9),
+    "fsdp2, hybrid, stage 2": ("llama-7b", [*HYBRID, "engine.zero_stage=2"], 15),
+    "fsdp2, hybrid, tensor": ("llama-7b", [*HYBRID, TP, "parallel.shard=4"], 3),
+    "fsdp2, hybrid, deferred": ("llama-7b", [*HYBRID, "engine.defer_reduction=true"], 0),
+    "fsdp2, hybrid, compute gradients": ("llama-7b", [*HYBRID, "engine.gradients=compute"], 0),
+    "pipelining, first stage": ("gpt-1b3", STAGES, 0),
+    "pipelining, second stage": ("gpt-1b3", STAGES, 2),
+    "pipelining, last stage": ("gpt-1b3", STAGES, 7),
+}
+USUAL = ("native, optimizer sharded", "native, tensor", "fsdp2, 512 ranks", "fsdp2, hybrid", "pipelining, second stage")
+PRESETS = [path.stem for path in sorted(Path("configs").glob("*.yaml")) if path.stem != "gpt-13b-3d"]  # DeepSpeed
+TINY = ["model.layers=2", "model.hidden=64", "model.heads=4", "model.vocab_size=256", "model.context=32"]
+TINY += ["batch.micro_size=2", "batch.global_size=16"]
+
+
+def load(preset, words):
+    words = ["engine.precision=bf16", "engine.compile=false", *words]
+    return suggest.with_micro_size(config.load(f"configs/{preset}.yaml", words), KIND)
+
+
+def sent(rank):
+    """Bytes that a rank sends along each axis, if collectives are rings. pipeline: what is sent to neighbours, and summed with them."""
+    axes = dict.fromkeys(("tensor", "pipeline", "data", "replicate"), 0.0)
+    for total in rank.collectives:
+        axis = "data" if total.group == "shard" else total.group
+        ring = (total.size - 1) / total.size
+        times = {"allreduce": 2 * ring, "allgather": ring, "reduce_scatter": ring, "reduce": ring, "recv": 0.0}
+        axes[axis if axis in axes else "pipeline"] += total.bytes * times.get(total.kind, 1.0)
+    return axes
+
+
+def compare(preset, words, number):
+    """The arithmetic against a simulated rank."""
+    run = load(preset, words)
+    planned, rank = forecast.of(run, KIND), simulate(run, number)
+    stage = number * run.parallel.pipeline // rank.world
+    assert planned.tensors(stage) == pytest.approx(sum(rank.memory.values()), rel=ALLOWED)
+    assert rank.waits == 0 or run.parallel.pipeline > 1  # whose micro-batches are numbered by a tensor of the host
+    axes, volumes = sent(rank), asdict(planned.volumes[stage])
+    for axis, size in axes.items():
+        assert volumes[axis] == pytest.approx(size, rel=ALLOWED, abs=ALLOWED / 10 * sum(axes.values())), axis
+
+
+@pytest.mark.parametrize(
+    "preset, words, rank",
+    [pytest.param(*row, id=name, marks=[] if name in USUAL else [pytest.mark.whole]) for name, row in LAYOUTS.items()],
+)
+def test_memory_and_communication_of_every_layout_are_the_planners_and_a_step_does_not_wait(preset, words, rank):
+    compare(preset, words, rank)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("preset", PRESETS)
+def test_memory_and_communication_of_every_preset_are_the_planners(preset):
+    compare(preset, [DP] if preset == "llama-7b" else [], 0)
+
+
+@pytest.mark.parametrize(
+    "words",
+    (
+        ["model.dropout=0.1"],
+        ["model.dropout=0.1", "engine.recompute=full"],
+        ["data.reset_attention_mask=true", "data.reset_position_ids=true"],
+        ["model.positions=alibi"],
+        ["job.gpus=2", "engine.zero_stage=1"],
+        ["job.gpus=4", TP, "engine.name=fsdp2", "engine.zero_stage=2"],
+    ),
+    ids=str,
+)
+def test_the_host_waits_for_nothing_within_a_step(words):
+    assert simulate(load("gpt2-124m", [*TINY, *words])).waits == 0
+
+
+def test_weights_gradients_and_moments_of_a_rank_are_what_zero_says():
+    rank = simulate(load("llama-7b", [*SHORT, DP, "batch.micro_size=1", "batch.global_size=16"]), 3)
+    assert rank.parameters == 8 * rank.updated
+    assert rank.memory["gradients"] == 4 * rank.updated < rank.memory["weights"]
+    assert rank.memory["optimizer"] == pytest.approx(8 * rank.updated, rel=1e-3)
+
+
+def test_what_a_step_keeps_and_waits_for_by_mistake_is_seen(monkeypatch):
+    """As if each layer kept an activation for no reason, and looked at it."""
+    run, forward, kept = load("gpt2-124m", ["model.layers=2", "batch.global_size=64"]), RowLinear.forward, []
+    before = simulate(run)
+
+    def keeping(self, x):
+        kept.append(x.float())
+        kept[-1].sum().item()
+        return forward(self, x)
+
+    monkeypatch.setattr(RowLinear, "forward", keeping)
+    after = simulate(run)
+    assert sum(after.memory.values()) > 1.1 * sum(before.memory.values())
+    assert (before.waits, after.waits) == (0, 3 * 2 * 2)
+
+
+def test_submit_shows_any_rank_of_a_large_run_without_a_gpu(tmp_path):
+    words = [
+        "--nodes",
+        "64",
+        "--gpus",
+        "8",
+        "llama-7b",
+        "data.source=synthetic",
+        "model.layers=2",
+        f"out={tmp_path}/run",
+    ]
+    ended = hpclm("submit", "--dry-run", "--ranks", "0,511", *words)
+    assert "rank 0 of 512: engine fsdp2" in ended.stdout and "rank 511 of 512" in ended.stdout
+    assert "over shard      (   8 ranks)" in ended.stdout and "over replicate  (  64 ranks)" in ended.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_are_checked_and_need_a_dry_run():
+    assert ranks.parse_ranks("0,8-10,511", 512) == [0, 8, 9, 10, 511]
+    for text, message in (("512", "ranks 0 to 511"), ("one", "such as 0,511"), ("5-3", "ranks 0 to")):
+        with pytest.raises(ConfigError, match=message):
+            ranks.parse_ranks(text, 512)
+    assert "--ranks is for --dry-run" in hpclm("submit", "--ranks", "0", "debug", check=2).stderr
+
+
+def test_an_engine_that_cannot_be_simulated_is_refused():
+    for words in (["engine.name=deepspeed"], ["engine.name=fairscale"], ["engine.offload_activations=true"]):
+        with pytest.raises(ConfigError, match=", ".join(SIMULATED)):
+            simulate(load("debug", words))

@@ -1,0 +1,133 @@
+"""summary.json: what rank 0 writes there, when, and what it takes to read it."""
+
+import json
+import os
+import stat
+
+import pytest
+
+from hpclm.errors import DivergedError
+from hpclm.rundir import summary
+from hpclm.rundir.lease import Lease
+from hpclm.rundir.summary import CURVE, LossCurve, RunSummary
+from tests.rundir.holders import job
+from tests.rundir.test_runs import checkpoint
+
+ATTEMPT = {
+    "time": "2026-01-01T00:00:00+0000",
+    "from_step": 4,
+    "host": "here",
+    "pid": 1,
+    "command": ["x"],
+    "hosts": ["a"],
+}
+
+
+def step(number, loss=2.5, **more):
+    return {"step": number, "loss": loss, "time": 100.0 + number, "step_seconds": 2.0, "tokens_per_second": 8.0, **more}
+
+
+def test_it_says_how_a_run_stands_from_its_first_moment_to_its_end(tmp_path, monkeypatch):
+    (tmp_path / "summary.json.tmp-elsewhere-1-abc").touch()
+    os.utime(tmp_path / "summary.json.tmp-elsewhere-1-abc", (1, 1))
+    with RunSummary(tmp_path) as kept:
+        assert summary.read(tmp_path)["state"] == "starting" and summary.read(tmp_path)["step"] == 0
+        kept.begin([{"from_step": 0}, {}, ATTEMPT], 20)
+        told = summary.read(tmp_path)
+        assert (told["state"], told["step"], told["steps"], told["attempts"]) == ("starting", 4, 20, 3)
+        assert told["starts"] == [0, 0, 4] and told["attempt"].keys() == {"time", "from_step", "host", "pid"}
+        kept.resume([step(3), step(4)])
+        kept.measured(step(5))  # the first is written at once
+        told = summary.read(tmp_path)
+        assert (told["state"], told["step"], told["stepped"], told["loss"]) == ("running", 5, 105.0, 2.5)
+        assert (told["step_seconds"], told["tokens_per_second"], told["curve"]) == (2.0, 8.0, [2.5] * 3)
+        checkpoint(tmp_path / "checkpoints/step-00000006")
+        kept.measured({"step": 6, "validation_loss": 2.25})
+        kept.measured(step(6, float("nan"), spiking_since=6))
+        assert summary.read(tmp_path)["step"] == 5
+        monkeypatch.setattr(summary, "INTERVAL", 0.0)
+        kept.tick()  # as the thread does when it is idle
+        told = summary.read(tmp_path)
+        assert (told["step"], told["loss"], told["spiking_since"], told["checkpoint"]) == (6, None, 6, 6)
+        assert (told["validation_loss"], told["validation_step"], told["code"]) == (2.25, 6, None)
+        kept.end("exited", "SIGTERM: saved at step 6, exiting", 85)
+        told = summary.read(tmp_path)
+        assert (told["state"], told["ending"], told["code"]) == ("exited", "SIGTERM: saved at step 6, exiting", 85)
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["summary.json"]
+    with RunSummary(tmp_path) as kept:  # the next attempt; what is known stays until it knows more
+        told = summary.read(tmp_path)
+        assert (told["state"], told["ending"], told["step"], told["curve"]) == ("starting", "", 6, [2.5] * 3)
+        kept.begin([{"from_step": 0}, ATTEMPT], 20)
+        kept.resume([step(4, 2.75)])  # back to step 4: nothing is known of later ones
+        kept.write()
+        told = summary.read(tmp_path)
+        assert (told["step"], told["loss"], told["spiking_since"], told["curve"]) == (4, 2.75, None, [2.75])
+        assert "validation_loss" not in told
+
+
+TRACE = (
+    'rank 0 on a (pid 5) failed: Traceback (most recent call last):\n  File "x", line 1\nValueError: no \x1b[31mluck\n'
+)
+
+
+@pytest.mark.parametrize(
+    "error, ending, code",
+    [
+        (DivergedError("the loss is not finite"), "the loss is not finite", 93),
+        (ValueError("no luck\nat all"), "ValueError: no luck", 1),
+        (KeyError("x"), "KeyError: 'x'", 1),
+    ],
+)
+def test_an_error_is_how_it_ended(error, ending, code, tmp_path):
+    with pytest.raises(type(error)), RunSummary(tmp_path) as kept:
+        raise error
+    told = summary.read(tmp_path)
+    assert (told["state"], told["ending"], told["code"]) == ("failed", ending, code)
+    kept.failed(TRACE)  # the cause, which another rank may have published first
+    assert summary.read(tmp_path)["ending"] == "rank 0 on a (pid 5) failed: ValueError: no  [31mluck"
+
+
+def test_no_secret_reaches_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "abcdefgh12345")
+    RunSummary(tmp_path).failed("cannot log in with abcdefgh12345")
+    assert summary.read(tmp_path)["ending"] == "cannot log in with ***"
+
+
+def test_an_attempt_that_was_given_up_writes_no_more(tmp_path):
+    with Lease(tmp_path, env=job(0)) as lease, RunSummary(tmp_path, lease) as old:
+        old.measured(step(1))
+        with Lease(tmp_path, env=job(1)) as later, RunSummary(tmp_path, later) as new:
+            new.measured(step(7))
+            old.end("exited", "SIGTERM: saved at step 1, exiting", 85)
+            assert (summary.read(tmp_path)["state"], summary.read(tmp_path)["step"]) == ("running", 7)
+
+
+def test_what_cannot_be_written_is_written_later_and_never_through_a_link(tmp_path):
+    kept = RunSummary(tmp_path / "run")
+    kept.measured(step(1))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "run/summary.json").symlink_to(tmp_path / "mine")
+    kept.write()
+    assert summary.read(tmp_path / "run")["step"] == 1 and (tmp_path / "mine").read_text() == "mine"
+    assert stat.S_IMODE((tmp_path / "run/summary.json").lstat().st_mode) == 0o644
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"step": "5"}, {"loss": [1]}, {"ending": "a\nb"}, {"curve": [None]}, {"attempt": {"pid": -1}}, {"state": 1}],
+)
+def test_a_summary_with_odd_values_is_none(change, tmp_path):
+    RunSummary(tmp_path).measured(step(1))
+    content = summary.read(tmp_path)
+    (tmp_path / "summary.json").write_text(json.dumps({**content, **change}))
+    assert content and not summary.read(tmp_path)
+
+
+@pytest.mark.parametrize("count", [5, CURVE, 100, 1001])
+def test_a_loss_curve_has_evenly_spaced_points(count):
+    curve = LossCurve()
+    for number in range(count):
+        curve.add(float(number))
+    gaps = {after - before for before, after in zip(curve.points, curve.points[1:], strict=False)}
+    assert curve.points[0] == 0 and len(gaps) == 1 and min(count, CURVE) <= len(curve.points) < 2 * CURVE

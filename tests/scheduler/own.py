@@ -1,0 +1,46 @@
+"""A scheduler of one's own, in one file: a job is a script in the background, and the queue a folder of process numbers."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+from hpclm.node import processes
+from hpclm.node.slurm import JobState
+from hpclm.scheduler import Queued, Scheduler
+
+
+class Own(Scheduler):
+    def script(self, run, path, setup):
+        return "\n".join(["#!/bin/bash", *setup, 'exec $python -m hpclm.train "$@"', ""])
+
+    def check(self, script):
+        return "it looks well"
+
+    def submit(self, script, lock):
+        log = (script.parent.parent / "logs").resolve()
+        log.mkdir(exist_ok=True)
+        with (log / "own.log").open("w") as output:
+            job = subprocess.Popen(["bash", script], stdout=output, stderr=output, start_new_session=True)
+        script.with_suffix(".pid").write_text(str(job.pid))
+        return str(job.pid)
+
+    def queued(self, scripts, seconds):
+        jobs = {path.read_text(): path.with_suffix(".sbatch") for path in Path(scripts).glob("*.pid")}
+        return [Queued(job, "RUNNING", "None", jobs[job]) for job in self.states(jobs)]
+
+    def states(self, ids, users=(), seconds=10):
+        return {
+            job: JobState(job, "RUNNING", "", "", "", 1, "", "")
+            for job in ids
+            if processes.started(int(job)) is not None
+        }
+
+    def stop(self, job, attempt, seconds):
+        os.kill(int(job.id), signal.SIGTERM)
+
+    def cancel(self, job):
+        os.kill(int(job), signal.SIGKILL)
+
+    def troubles(self, hosts, seconds=5):
+        return []

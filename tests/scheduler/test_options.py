@@ -1,0 +1,35 @@
+import pytest
+
+from hpclm import config
+from hpclm.scheduler import template
+from hpclm.scheduler.template import of_nodes, options_of
+
+BIG, SMALL = "128|1031000|gpu:a100:8(S:0-1)\n", "64+|515000|gpu:4\n"
+
+
+@pytest.mark.parametrize(
+    "told, words, found",
+    [
+        (BIG, ["job.gpus=8"], {"cpus-per-task": "16", "mem": "0"}),
+        (BIG, ["job.gpus=2"], {"cpus-per-task": "16", "mem": "257750M"}),
+        (BIG + SMALL, ["job.gpus=4"], {"cpus-per-task": "16", "mem": "515000M"}),
+        (BIG + SMALL, ["job.gpus=8"], {"cpus-per-task": "16", "mem": "0"}),
+        (BIG, ["job.gpus=8", "job.mem=64G"], {"cpus-per-task": "16"}),
+        (BIG, ["job.gpus=8", "job.cpus_per_task=3"], {"mem": "0"}),
+        ("128|1031000|gpu:h100:4,gpu:l4:4,nvme:1\n", ["job.gpus=8"], {"cpus-per-task": "16", "mem": "0"}),
+        ("128|1031000|(null)\n", ["job.gpus=1"], {}),
+        (SMALL, ["job.gpus=8"], {}),
+        ("nonsense\n\n|||\n", [], {}),
+    ],
+)
+def test_a_job_asks_for_its_gpus_share_of_a_node(told, words, found):
+    assert of_nodes(config.load(None, words).job, told) == found
+
+
+def test_settings_and_options_of_ones_own_come_before_the_share(monkeypatch, tmp_path):
+    monkeypatch.setattr(template, "shares", lambda job: {"cpus-per-task": "16", "mem": "0"})
+    run = config.load(None, ["job.gpus=8"])
+    assert options_of(run, tmp_path)["mem"] == "0"
+    assert "mem" not in options_of(config.load(None, ["engine.device=cpu"]), tmp_path)
+    own = config.load(None, ["job.options.mem-per-gpu=10G", "job.options.exclusive="])
+    assert {"mem", "mem-per-gpu"} & options_of(own, tmp_path).keys() == {"mem-per-gpu"}

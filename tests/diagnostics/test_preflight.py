@@ -2,14 +2,12 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
 
 import pytest
 
-from hpclm.node import python
 from tests.diagnostics import peers
 from tests.runs import ROOT
 
@@ -163,21 +161,3 @@ def test_only_processes_of_earlier_attempts_are_terminated_and_listed(tmp_path, 
     ended = report(out)["ended"]
     assert any(f"a: {trains.pid}: " in line and "hpclm.train" in line for line in ended)
     assert f"terminated a process that an earlier attempt left on a: {stubborn.pid}: sh -c" in results[0][0]
-
-
-def test_a_run_without_open_files_is_found_by_its_command_and_launchers_are_spared(tmp_path, started):
-    (tmp_path / "config.yaml").write_text("")
-    (tmp_path / "torchrun").write_text("import time; time.sleep(1000)")
-    words = [sys.executable, "-u", "-m", "hpclm.train", "config.yaml"]
-    ours = python.command("hpclm.train", "config.yaml")
-    stopped = [started(*command, cwd=folder) for folder in (tmp_path, tmp_path.parent) for command in (words, ours)]
-    for process in stopped:
-        process.send_signal(signal.SIGSTOP)
-    launchers = [
-        started("sh", "-c", "sleep 1000; :", "srun", *words, cwd=tmp_path),
-        started(sys.executable, "torchrun", "--nproc-per-node", "2", "-m", *words[3:], cwd=tmp_path),
-    ]
-    time.sleep(0.3)
-    peers.hold(tmp_path, ["a", "a"])
-    assert [alive(each) for each in stopped] == [False, False, True, True] and all(map(alive, launchers))
-    assert len(report(tmp_path)["ended"]) == 2

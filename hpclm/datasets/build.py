@@ -18,7 +18,7 @@ from hpclm.data.indexed import files
 from hpclm.datasets.encode import Job, encode, read_texts, tokenizer_of
 from hpclm.datasets.inputs import Share, chunks
 from hpclm.datasets.next_command import next_command
-from hpclm.datasets.options import InputCorpus, Dictionary, Request
+from hpclm.datasets.options import Dictionary, InputCorpus, Request
 from hpclm.datasets.output import BuildReport, Output
 from hpclm.datasets.tokenizers.fairseq import dictionary_of
 from hpclm.datasets.workers import ordered

@@ -100,5 +100,5 @@ def json_object(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _wrong(at: yaml.Node | yaml.Event, problem: str) -> yaml.YAMLError:
+def _wrong(at: Any, problem: str) -> yaml.YAMLError:
     return yaml.constructor.ConstructorError(None, None, problem, at.start_mark)

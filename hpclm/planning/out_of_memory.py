@@ -58,7 +58,7 @@ def smaller(run: RunConfig, kind: Kind) -> dict[str, float]:
     now, less = peak(run, kind).total, {}
     for change in changes:
         with suppress(ConfigError):  # the engine, or the batch, does not allow it
-            other = replace(run, **change)  # type: ignore[arg-type]
+            other = replace(run, **change)
             if (total := peak(other, kind).total) < now:
                 less[" ".join(suggest.words(run, other))] = total
     return less

@@ -110,10 +110,10 @@ def test_a_folder_without_room_is_refused(tmp_path, monkeypatch):
     settings = config.from_cli(["data.source=synthetic", f"out={tmp_path}"])
     with context.join(bootstrap.World("single", 0, 1), settings.cluster) as alone:
         cpu = torch.device("cpu")
-        made = preflight.check(alone, cpu, settings, tmp_path, env={})
+        made = preflight.check(alone, cpu, (), tmp_path, env={})
         assert made.ok and made.links == [] and report(tmp_path)["ok"]
         with pytest.raises(HpclmError, match=r"MiB free on .*a checkpoint may take 1,125,899,906,842,624"):
-            preflight.check(alone, cpu, settings, tmp_path, env={}, room=1 << 70)
+            preflight.check(alone, cpu, (), tmp_path, env={}, room=1 << 70)
 
 
 @pytest.fixture

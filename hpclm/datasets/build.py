@@ -5,14 +5,12 @@ inputs (whole lines) → encode (tokens, in worker processes) → output (a data
 
 import json
 import logging
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,7 @@ import numpy as np
 from hpclm import extras
 from hpclm.data import tokenizers
 from hpclm.data.indexed import IndexedDataset, files
-from hpclm.datasets.encode import Job, encode, read, tokenizer_of
+from hpclm.datasets.encode import Job, encode, read_texts, tokenizer_of
 from hpclm.datasets.inputs import Share, chunks
 from hpclm.datasets.next_command import next_command
 from hpclm.datasets.options import Corpus, Dictionary, Request
@@ -54,6 +52,8 @@ def write(
     They are the same for any number of workers, and memory does not grow with the input. ``more`` goes into PREFIX.json.
     ConfigError for unreadable input, or input without tokens.
     """
+    from tqdm import tqdm
+
     job, size = request.job, sum(source.size for source in corpus.inputs) // share.parts
     work = chunks(list(corpus.inputs), share, request.longest_line)
     described = 0
@@ -62,19 +62,29 @@ def write(
             replaces = request.overwrite or share != WHOLE
             outputs = [opened.enter_context(Output(prefix, job, replaces)) for prefix in prefixes]
             results = opened.enter_context(closing(ordered(partial(encode, job=job), work, request.workers)))
-            progress = opened.enter_context(BuildProgress(prefixes[0].name, size or None))
+            bar = opened.enter_context(
+                tqdm(total=size or None, unit="B", unit_scale=True, desc=prefixes[0].name, disable=None)
+            )
+            began = logged = time.monotonic()
             for encoded in results:
                 for output, column in zip(outputs, encoded.columns, strict=True):
-                    output.add(column)
+                    output.add_column(column)
                     output.bad.update(encoded.bad)
                 for problem in encoded.problems[: SHOWN - described]:
-                    log.warning("skipped: %s%s", encoded.chunk.where(problem.line), problem.message)
+                    log.warning("skipped: %s%s", encoded.chunk.location(problem.line), problem.message)
                     described += 1
-                progress.update(encoded.chunk.consumed, encoded.records, sum(output.tokens for output in outputs))
+                now, tokens = time.monotonic(), sum(output.tokens for output in outputs)
+                bar.set_postfix_str(f"{tokens / (now - began):,.0f} tokens/s", refresh=False)
+                bar.update(encoded.chunk.consumed)
+                if bar.disable and now - logged >= EVERY:
+                    log.info(
+                        "%s: %s tokens, %s tokens/s", prefixes[0].name, f"{tokens:,}", f"{tokens / (now - began):,.0f}"
+                    )
+                    logged = now
             if share == WHOLE:
                 for output in outputs:
                     refuse_empty(output.report(), corpus.names)
-            return [output.close(more or {}) for output in outputs]
+            return [output.complete(more or {}) for output in outputs]
     except OSError as error:
         raise unwritten(error, prefixes[0], "no dataset was written") from error
 
@@ -137,7 +147,7 @@ def write_dictionary(dictionary: Dictionary, request: Request) -> None:
         lines = (
             line
             for chunk in chunks(list(dictionary.corpus.inputs), longest=request.longest_line)
-            for line in read(chunk, request.job.keys, request.job.on_error)[0][0]
+            for line in read_texts(chunk, request.job.keys, request.job.on_error)[0][0]
         )
         text = dictionary_of(lines)
     path = dictionary.path
@@ -168,38 +178,3 @@ def _warn_of_unsuitable_tokenizer(prefix: Path, job: Job) -> None:
         prefix,
         problem,
     )
-
-
-class BuildProgress:
-    """Shows progress: a bar on a terminal, otherwise a log line every minute. ``total``: bytes to read, if known."""
-
-    def __init__(self, name: str, total: int | None):
-        self._name, self._total = name, total
-        self._bytes = self._documents = 0
-        self._began = self._shown = time.monotonic()
-        self._bar: Any = None
-
-    def update(self, consumed: int, documents: int, tokens: int) -> None:
-        """Add ``consumed`` bytes and ``documents`` documents; ``tokens`` in all."""
-        self._bytes += consumed
-        self._documents += documents
-        now = time.monotonic()
-        speed = f"{tokens / max(now - self._began, 1e-9):,.0f} tokens/s"
-        if self._bar is not None:
-            self._bar.set_postfix_str(speed, refresh=False)
-            self._bar.update(consumed)
-        elif now - self._shown >= EVERY:
-            share = f", {min(self._bytes / self._total, 1):.0%}" if self._total else ""
-            log.info("%s: %s documents, %s%s", self._name, f"{self._documents:,}", speed, share)
-            self._shown = now
-
-    def __enter__(self) -> "BuildProgress":
-        if sys.stderr is not None and sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=self._total, unit="B", unit_scale=True, desc=self._name)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if self._bar is not None:
-            self._bar.close()

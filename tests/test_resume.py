@@ -69,7 +69,11 @@ def run(tmp_path, tiny):
     """A run directory with settings and a checkpoint, without training; and every byte in it."""
     config = from_cli(tiny("run"))
     out = tmp_path / "run"
-    made = CheckpointStore(out / "checkpoints", Retention(), fingerprint(config.model, config.seed, sources.build(config.data, config.model, config.seed).fingerprint))
+    made = CheckpointStore(
+        out / "checkpoints",
+        Retention(),
+        fingerprint(config.model, config.seed, sources.build(config.data, config.model, config.seed).fingerprint),
+    )
     made.save(State(), progress(4))
     dump(config, out / "config.yaml")
     (out / "attempts.jsonl").write_text("")

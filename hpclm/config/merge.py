@@ -2,7 +2,6 @@
 
 import re
 import typing
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from decimal import Decimal

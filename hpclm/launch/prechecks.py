@@ -97,7 +97,7 @@ def _check_init_from(run: RunConfig, source: "Source | None") -> None:
     from hpclm.checkpoint.fingerprint import fingerprint
     from hpclm.checkpoint.init_from import check_init_from
 
-    now = fingerprint(run.model, run.seed, source and source.fingerprint)
+    now = fingerprint(run.model, run.seed, None if source is None else source.fingerprint)
     check_init_from(run.checkpoint.init_from, Path(run.out) / "checkpoints", now)
 
 
@@ -106,7 +106,7 @@ def _check_history(run: RunConfig, source: "Source | None", resume_step: int | N
     from hpclm.checkpoint.fingerprint import check_fingerprint, fingerprint
 
     out, path = Path(run.out), Path(run.out) / "config.yaml"
-    now = fingerprint(run.model, run.seed, source and source.fingerprint)
+    now = fingerprint(run.model, run.seed, None if source is None else source.fingerprint)
     if resume_step is not None or os.path.lexists(out / "checkpoints"):
         from hpclm.checkpoint import resumable
 

@@ -236,8 +236,8 @@ def open_state(
     context.run_on_main(lambda: records.check_progress(out, progress.step))
     attempt = None
     if directory.summary:
-        reasons = dict(resume_step=rolled_back, restarted=directory.restarted)
-        attempts = records.start(config, context, progress.step, data.length.steps, began, **reasons)
+        steps, restarted = data.length.steps, directory.restarted
+        attempts = records.start(config, context, progress.step, steps, began, rolled_back, restarted)
         directory.summary.begin(attempts, data.length.steps)
         attempt = len(attempts)
     log.info("run directory %s, %s", out, f"resumes from step {progress.step}" if progress.step else "a new run")

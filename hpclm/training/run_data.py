@@ -55,9 +55,7 @@ def on_main(context: DistributedContext, act: Callable[[], T]) -> T | None:
 
 
 @contextmanager
-def open_data(
-    config: RunConfig, context: DistributedContext, replica: int, device: torch.device
-) -> Iterator[RunData]:
+def open_data(config: RunConfig, context: DistributedContext, replica: int, device: torch.device) -> Iterator[RunData]:
     """Open the data of a run, for the data-parallel ``replica`` of this rank.
 
     Rank 0 reads the files first, and writes the index cache; then the first rank of each other node; all others only open

@@ -83,7 +83,9 @@ def test_what_is_kept(tiny, tmp_path):
 )
 def test_a_checkpoint_says_whether_it_was_made_because_the_run_was_told_to_leave(settings, step, state, why, tmp_path):
     store = CheckpointStore(tmp_path, Retention(), {})
-    Saver(store, from_cli(["configs/debug.yaml", *settings], None).checkpoint).exit(State(), Progress(step), None, state)
+    Saver(store, from_cli(["configs/debug.yaml", *settings], None).checkpoint).exit(
+        State(), Progress(step), None, state
+    )
     assert [checked(path).why for path in steps(tmp_path)] == [why]
 
 
@@ -100,7 +102,7 @@ def test_a_checkpoint_says_whether_it_was_made_because_the_run_was_told_to_leave
     ],
 )
 def test_of_several_signals_the_earliest_end_counts(since, left, tmp_path):
-    saver = Saver(CheckpointStore(tmp_path, Retention(), {}), CheckpointConfig())
+    saver = Saver(CheckpointStore(tmp_path, Retention(), {}), CheckpointConfig(), 120.0)
     assert saver.seconds_left(ControlState(since)) == left
 
 

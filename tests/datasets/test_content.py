@@ -234,7 +234,9 @@ def test_a_run_does_not_resume_with_other_content_if_both_hashes_are_known(large
     ):
         large.with_suffix(".json").write_text(json.dumps({k: v for k, v in one.items() if v is not None}))
         assert not [
-            said for said in differences(other, fingerprint(config.model, config.seed, opened(config).fingerprint)) if "content" in said
+            said
+            for said in differences(other, fingerprint(config.model, config.seed, opened(config).fingerprint))
+            if "content" in said
         ]
 
 

@@ -9,9 +9,9 @@ import torch
 
 from hpclm import cli
 from hpclm.config import from_cli
+from hpclm.data.shared_facts import SharedFacts
 from hpclm.datasets.next_command import LARGE_FROM, next_command
 from hpclm.datasets.writer import Writer
-from hpclm.data.shared_facts import SharedFacts
 from hpclm.training.run_data import build_data
 from tests.datasets.texts import preprocess
 

@@ -52,7 +52,9 @@ def test_the_code_is_hpclm_and_the_modules_that_settings_name_with_what_they_imp
 def test_a_copy_is_made_once_whole_and_a_large_one_refused(mine, tmp_path):
     run = config.load("debug", ["model.block=package.block:Block"])
     copy = code.keep(tmp_path, code.sources(run.modules()))
-    assert copy == code.keep(tmp_path, code.sources(run.modules())) == code.folder(tmp_path, code.sources(run.modules()))
+    assert (
+        copy == code.keep(tmp_path, code.sources(run.modules())) == code.folder(tmp_path, code.sources(run.modules()))
+    )
     names = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
     assert {"hpclm/training/loop.py", "package/inner/__init__.py", "SNAPSHOT.json"} <= names
     assert json.loads((copy / "SNAPSHOT.json").read_text())["git"] == code.revision()

@@ -11,6 +11,7 @@ import pytest
 
 from hpclm.node import python
 from tests.diagnostics import peers
+from tests.forks import hpclm
 from tests.runs import ROOT
 
 
@@ -34,8 +35,10 @@ def test_healthy_ranks_log_one_line_and_leave_only_a_report(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["preflight.json"]
 
 
-def test_the_check_can_be_disabled(tmp_path):
-    assert peers.hold(tmp_path, ["a", "b"], "cluster.preflight=off") == [("", 0), ("", 0)]
+@pytest.mark.parametrize("setting, checked", [("on", True), ("off", False)])
+def test_the_check_can_be_disabled(setting, checked, tiny, tmp_path):
+    hpclm("train", *tiny("run", f"cluster.preflight={setting}", "budget.steps=1"), check=0)
+    assert (tmp_path / "run/preflight.json").exists() == checked
     assert list(tmp_path.iterdir()) == []
 
 

@@ -13,11 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hpclm import extras
-from hpclm.data import tokenizers
-from hpclm.data.indexed import IndexedDataset, files
+from hpclm.data.indexed import files
 from hpclm.datasets.encode import Job, encode, read_texts, tokenizer_of
 from hpclm.datasets.inputs import Share, chunks
 from hpclm.datasets.next_command import next_command
@@ -32,11 +29,6 @@ from hpclm.terminal import say
 log = logging.getLogger(__name__)
 SHOWN = 5  # unreadable lines that are described in the log
 WHOLE = Share(0, 1)
-BY_SPACES = ("whitespace", "fairseq")
-"""Tokenizers that split text at white space."""
-SAMPLED = 1 << 22  # tokens
-LEAST = 500  # in shorter texts many words occur once
-TOO_MANY = 0.5
 EVERY = 60  # seconds between log lines
 
 
@@ -125,11 +117,9 @@ def refuse_empty(report: BuildReport, names: str) -> None:
         raise ConfigError(f"no documents in {names} ({report.omissions}); no dataset was written")
 
 
-def print_reports(reports: list[BuildReport], job: Job | None = None, end: str = "") -> None:
-    """Print what was written, and warn if the tokenizer does not suit the text."""
+def print_reports(reports: list[BuildReport], end: str = "") -> None:
+    """Print what was written."""
     for report in reports:
-        if job is not None:
-            _warn_of_unsuitable_tokenizer(report.prefix, job)
         counts = f"{report.documents:,} documents, {report.tokens:,} tokens; {report.omissions}"
         say(f"{report.prefix}.bin, .idx, .json: {counts}{end}")
 
@@ -154,27 +144,3 @@ def write_dictionary(dictionary: Dictionary, request: Request) -> None:
     if path.exists() and read_text(path, errors="replace") != text and not request.overwrite:
         raise ConfigError(f"{path} exists and has other words; give --overwrite to replace it, or another --destdir")
     write_text(path, text)
-
-
-def _warn_of_unsuitable_tokenizer(prefix: Path, job: Job) -> None:
-    """Log a warning if most words of a dataset are unknown, or occur only once or twice."""
-    tokenizer = tokenizer_of(job)
-    if job.tokenizer not in BY_SPACES or getattr(tokenizer, "model", None) is not None:
-        return
-    counts = np.bincount(IndexedDataset(prefix).flat[0:SAMPLED], minlength=tokenizer.size)
-    counts[tokenizers.end(tokenizer)] = 0
-    total, kinds = int(counts.sum()), int(np.count_nonzero(counts))
-    ids: dict[str, int] = tokenizer.ids  # type: ignore[attr-defined]  # as both kinds have it
-    unknown = int(counts[ids["<unk>"]])
-    if total >= LEAST and kinds > TOO_MANY * total:
-        problem = f"{kinds:,} of {total:,} words are different ones (types/tokens {kinds / total:.2f})"
-    elif unknown > TOO_MANY * total:
-        problem = f"{100 * unknown / total:.0f}% of the words are not in the vocabulary (<unk>)"
-    else:
-        return
-    log.warning(
-        "%s: %s; text without spaces between its words, such as Chinese, needs a tokenizer of pieces: hpclm train-tokenizer "
-        "--output t.model --kind unigram, then --tokenizer sentencepiece --tokenizer-files t.model",
-        prefix,
-        problem,
-    )

@@ -55,7 +55,7 @@ def main(request: Request) -> int:
     if all(_complete(each, job) for each in prefixes):
         with locked(folder):  # if two processes see all parts, one of them joins
             if not _joined(folder, request):
-                print_reports(_join(prefixes, request), request.job)
+                print_reports(_join(prefixes, request))
                 write_text(folder / "joined.json", json.dumps(_result(request)))
                 for path in folder.iterdir():
                     if path.name != "joined.json":

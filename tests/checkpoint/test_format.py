@@ -1,12 +1,9 @@
 """Files of tensors, block by block."""
 
-import json
-import struct
 from contextlib import closing
 
 import pytest
 import torch
-import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file

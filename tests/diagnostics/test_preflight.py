@@ -39,7 +39,6 @@ def test_healthy_ranks_log_one_line_and_leave_only_a_report(tmp_path):
 def test_the_check_can_be_disabled(setting, checked, tiny, tmp_path):
     hpclm("train", *tiny("run", f"cluster.preflight={setting}", "budget.steps=1"), check=0)
     assert (tmp_path / "run/preflight.json").exists() == checked
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_nodes_with_different_code_are_refused_with_both_digests_and_the_file(tmp_path):

@@ -22,7 +22,7 @@ from hpclm.data.sources import Source
 from hpclm.diagnostics import preflight
 from hpclm.distributed import bootstrap
 from hpclm.distributed.context import DistributedContext
-from hpclm.engine import Engine, Maker
+from hpclm.engine import Engine
 from hpclm.model import attention_backend, count
 from hpclm.node import affinity, hardware, secrets
 from hpclm.node.notify import Notifier
@@ -56,7 +56,6 @@ class Compute:
     dtype: torch.dtype
     """Of activations and matrix products."""
     mesh: Mesh
-    make_engine: Maker
 
 
 @dataclass(frozen=True)
@@ -151,9 +150,11 @@ def open_devices(config: RunConfig, context: DistributedContext) -> Compute:
     backend = "nccl" if device.type == "cuda" else None  # gloo's part in the group of all serves the CPUs
     mesh = Mesh.build(context.rank, context.size, config.parallel, minutes, backend)
     mesh = replace(mesh, nodes=len({context.hosts[rank] for rank in mesh.dp.ranks}))
-    make_engine = engines.named(config, device)
+    engines.engine_class(
+        config.for_engine(context.size), device
+    )  # refused, if it cannot be used, before anything is written
     shape(config.optim)  # a schedule that cannot be loaded must not surface only after the warm-up
-    return Compute(device, dtype, mesh, make_engine)
+    return Compute(device, dtype, mesh)
 
 
 @contextmanager
@@ -210,7 +211,7 @@ def open_state(
     """Build the engine, load the state to resume from, and record the attempt, which ``began`` at that time."""
     messages.kernels(config.model, compute.device)
     messages.attention(config.model, attention_backend.use(config.model, compute.device))
-    engine = compute.make_engine(config, compute.mesh, compute.device, compute.dtype)
+    engine = engines.build(config.for_engine(context.size), compute.mesh, compute.device, compute.dtype)
     settings, source, out = config.checkpoint, data.source, directory.path
     per_save = math.inf if settings.epochs is None else settings.epochs * source.per_epoch("train")
     retention = Retention(settings.keep_last, settings.keep_every, settings.keep_best, settings.keep_epochs, per_save)

@@ -162,7 +162,6 @@ def compiles(config: RunConfig, device: torch.device) -> tuple[bool, str | None]
     known = SUPPORTS.get(engine.name)
     reasons = {
         f"engine {engine.name!r} is compiled only with engine.compile=true": not (known and known.compiled),
-        "engine.anomaly=true finds nothing in compiled blocks": engine.anomaly,
         f"model.block={model.block} is compiled only with engine.compile=true": model.block not in BLOCKS,
         "model.kernels=apex cannot be compiled into the blocks": model.kernels != "torch",
     }

@@ -88,7 +88,11 @@ def adds_in_place(config: RunConfig, device: torch.device) -> bool:
     Offloading would move the fp32 gradients with the activations, since the forward pass saves both.
     """
     engine = config.engine
-    return device.type == "cuda" and config.model.block in BLOCKS and not (engine.anomaly or engine.offload_activations)
+    return (
+        device.type == "cuda"
+        and config.model.block in BLOCKS
+        and not (torch.is_anomaly_enabled() or engine.offload_activations)
+    )
 
 
 def _cast(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

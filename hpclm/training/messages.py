@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 def device(config: RunConfig, where: torch.device, dtype: torch.dtype, context: DistributedContext) -> None:
     """Log what the run computes on, and in which types."""
-    products = hardware.set_matmul(config.engine, where)
+    products = hardware.set_matmul(where)
     logger.info("%s, %s; fp32 products %s", hardware.describe(where), str(dtype).removeprefix("torch."), products)
     slow = hardware.slow_type(where, dtype)
     if slow and context.is_main:

@@ -11,7 +11,7 @@ from hpclm import cli, config
 from hpclm.config import DataConfig, JobConfig, LogConfig, ModelConfig, OptimConfig, compose
 from hpclm.config.engine import EngineConfig
 from hpclm.data import sources, tokenizers
-from hpclm.engine import named
+from hpclm.engine import engine_class
 from hpclm.errors import ConfigError
 from hpclm.files import exposed
 from hpclm.model import gpt
@@ -199,7 +199,7 @@ def test_what_is_named_is_of_the_expected_kind_before_it_is_called(name, mine):
     looked_up = [
         lambda name: tokenizers.build(name, ["/bin/true"]),
         lambda name: gpt.layers(ModelConfig(block=name), EngineConfig(), None, 1),
-        lambda name: named(config.load(None, [*BUDGET, *cpu]), __import__("torch").device("cpu")),
+        lambda name: engine_class(config.load(None, [*BUDGET, *cpu]).for_engine(), __import__("torch").device("cpu")),
     ]
     if name not in ("touch", "Init", "Half"):  # a function that takes anything may be a source, and is called as one
         looked_up += [

@@ -56,7 +56,7 @@ def ours(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype, compiled: b
         optim=OptimConfig(lr=1e-4, min_lr=1e-5),
         engine=EngineConfig(compile=compiled),
     )
-    engine = NativeEngine(config, Mesh(), rows.device, dtype)
+    engine = NativeEngine(config.for_engine(), Mesh(), rows.device, dtype)
     batch = Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), None, None, None)
 
     def step() -> None:

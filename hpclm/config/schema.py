@@ -11,6 +11,7 @@ from typing import Literal
 from hpclm.config.checks import Checked, at_least
 from hpclm.config.data import DataConfig
 from hpclm.config.engine import EngineConfig, ParallelConfig, unsupported
+from hpclm.config.engine_settings import EngineSettings
 from hpclm.config.job import ClusterConfig, JobConfig
 from hpclm.config.model import ModelConfig
 from hpclm.config.monitoring import EvaluateConfig, LogConfig, ProfileConfig
@@ -233,6 +234,20 @@ class RunConfig(Checked):
     def missing_libraries(self) -> list[str]:
         """Optional libraries that these settings need and that are not installed here."""
         return self.engine.missing_libraries() + self.log.missing_libraries()
+
+    def for_engine(self, processes: int = 1) -> EngineSettings:
+        """What an engine needs to know on ``processes``; ConfigError as of plan()."""
+        sections = dict(
+            model=self.model, optim=self.optim, scaler=self.scaler, parallel=self.parallel, engine=self.engine
+        )
+        return EngineSettings(
+            plan=self.plan(processes),
+            seed=self.seed,
+            loss_norm=self.batch.loss_norm,
+            timers=self.log.timers,
+            file_mb=self.checkpoint.file_mb,
+            **sections,  # type: ignore[arg-type]
+        )
 
     def plan(self, processes: int = 1) -> Plan:
         """How the batches are divided over ``processes``; ConfigError if the numbers do not fit.

@@ -60,7 +60,7 @@ def _check_names(run: RunConfig) -> None:
             if kind == "engine.name":
                 from hpclm.engine import check_supports
 
-                check_supports(run, loaded)
+                check_supports(run.engine, run.parallel, run.optim, loaded)
 
 
 def _check_init_from(run: RunConfig, source: "Source | None") -> None:

@@ -160,7 +160,8 @@ def open_run_directory(
     """Refuse what cannot start or resume, take the run directory over, check the nodes, and write logs from here on."""
     out = Path(config.out)
     context.watchdog.enter("start-up")
-    engines.named(config, compute.device)  # refused, if it cannot be used, before anything is written
+    settings = config.for_engine(context.size)
+    engines.engine_class(settings, compute.device)  # refused, if it cannot be used, before anything is written
     context.run_on_main(lambda: setup.check(config, data.source, resume_step))
     lease = setup.on_main(context, lambda: setup.occupy(out, opened))
     summary = opened.enter_context(RunSummary(out, lease)) if lease else None
@@ -185,7 +186,7 @@ def open_state(
 ) -> RunState:
     """Build the engine, load the state to resume from, and record the attempt, which ``began`` at that time."""
     out, length = Path(config.out), data.length
-    engine = engines.named(config, compute.device)(config, compute.mesh, compute.device, compute.dtype)
+    engine = engines.build(config.for_engine(context.size), compute.mesh, compute.device, compute.dtype)
     retention = setup.retention(config, setup.between_saves(config, data.source))
     saved = fingerprint(config, data.source), context, directory.lease, setup.made(config, context)
     store = CheckpointStore(out / "checkpoints", retention, *saved)

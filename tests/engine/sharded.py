@@ -31,7 +31,7 @@ def made(words):
     run = config.load(None, [*TINY, *words])
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     mesh = Mesh.build(rank, size, run.parallel)
-    engine = engines.build(run, mesh, CPU, TYPES[run.engine.precision])
+    engine = engines.build(run.for_engine(mesh.world.size), mesh, CPU, TYPES[run.engine.precision])
     source = synthetic(run.data, run.model.context, run.seed, run.model.vocab_size)
     batches = Batches(source.samples("train", 1000), run, run.plan(size), source.eod, CPU, mesh.dp.rank)
     alone = single()

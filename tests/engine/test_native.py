@@ -55,7 +55,7 @@ def batches_of(config):
 
 
 def engine_of(config, dtype=torch.float32):
-    return engines.build(config, Mesh(), CPU, dtype)
+    return engines.build(config.for_engine(), Mesh(), CPU, dtype)
 
 
 def train(config, steps=4, dtype=torch.float32):

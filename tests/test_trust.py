@@ -203,7 +203,7 @@ def test_what_is_named_is_of_the_expected_kind_before_it_is_called(name, mine):
     ]
     if name not in ("touch", "Init", "Half"):  # a function that takes anything may be a source, and is called as one
         looked_up += [
-            lambda name: sources.build(config.load(None, [*BUDGET, f"data.source={name}"])),
+            lambda name: sources.build(DataConfig(source=name), ModelConfig(), 1),
             lambda name: schedules.shape(OptimConfig(schedule=name)),
         ]
     for look_up in looked_up:
@@ -222,7 +222,7 @@ def test_the_standard_library_has_nothing_that_settings_may_name(name):
 
 def test_a_source_that_is_none_is_refused_with_what_it_lacks(mine):
     with pytest.raises(ConfigError, match="gives Half, which lacks eod, fingerprint, held_out, per_epoch, samples"):
-        sources.build(config.load(None, [*BUDGET, "data.source=calls_nothing:Half"]))
+        sources.build(DataConfig(source="calls_nothing:Half"), ModelConfig(), 1)
 
 
 def test_the_current_folder_is_searched_for_modules_only_where_PYTHONPATH_names_it(tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 import re
 import typing
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from decimal import Decimal
@@ -12,6 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, OmegaConfBaseException
 
 from hpclm.config import hints, run_file
+from hpclm.config.checks import texts
 from hpclm.config.fields import as_yaml, flattened, keys, required, split_key, type_of, type_words
 from hpclm.config.schema import RunConfig
 from hpclm.errors import ConfigError
@@ -174,15 +174,6 @@ def literal(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [literal(inner) for inner in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
-
-
-def texts(value: Any) -> Iterator[str]:
-    """All text in a value, names in its mappings too."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for inner in [*value, *value.values()] if isinstance(value, dict) else value:
-            yield from texts(inner)
 
 
 def shown_setting(key: str, value: Any) -> str:

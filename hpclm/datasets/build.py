@@ -18,7 +18,7 @@ from hpclm.data.indexed import files
 from hpclm.datasets.encode import Job, encode, read_texts, tokenizer_of
 from hpclm.datasets.inputs import Share, chunks
 from hpclm.datasets.next_command import next_command
-from hpclm.datasets.options import Corpus, Dictionary, Request
+from hpclm.datasets.options import Dictionary, InputCorpus, Request
 from hpclm.datasets.output import BuildReport, Output
 from hpclm.datasets.tokenizers.fairseq import dictionary_of
 from hpclm.datasets.workers import ordered
@@ -33,7 +33,7 @@ EVERY = 60  # seconds between log lines
 
 
 def write(
-    corpus: Corpus,
+    corpus: InputCorpus,
     request: Request,
     prefixes: Sequence[Path],
     share: Share = WHOLE,
@@ -81,7 +81,7 @@ def write(
         raise unwritten(error, prefixes[0], "no dataset was written") from error
 
 
-def job_fingerprint(corpus: Corpus, request: Request) -> dict[str, Any]:
+def job_fingerprint(corpus: InputCorpus, request: Request) -> dict[str, Any]:
     """Everything that determines the dataset (JSON): inputs, options, tokenizer."""
     job = asdict(request.job) | {"files": tokenizer_of(request.job).fingerprint}
     return dict(json.loads(json.dumps({"inputs": [asdict(source) for source in corpus.inputs], "job": job})))

@@ -8,14 +8,13 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpclm import files
-from hpclm.config import RunConfig
 from hpclm.diagnostics import probes, report, stale, verdict
 from hpclm.diagnostics.report import Report
 from hpclm.diagnostics.verdict import Link
@@ -36,25 +35,23 @@ ROOM = 256 << 20  # bytes that a run directory must have free if the size of a c
 def check(
     context: "DistributedContext",
     device: "torch.device",
-    config: RunConfig,
-    out: str | Path,
+    modules: Collection[str],
+    out: Path,
     env: Mapping[str, str] = os.environ,
     room: int = ROOM,
-) -> Report | None:
+) -> Report:
     """The report if all is well; otherwise HpclmError, the same on every rank, with the problems and the bad nodes;
     ConfigError if the nodes run different code.
 
     Call it on every rank once the process group is up, while rank 0 holds the lock of the run directory ``out``: other
-    training processes that have it open are then left over, and are terminated. ``room``: bytes that a checkpoint may take.
-    None if ``cluster.preflight=off``.
+    training processes that have it open are then left over, and are terminated. ``modules``: the user's that the run loads;
+    ``room``: bytes that a checkpoint may take.
     """
-    if not config.cluster.preflight:
-        return None
-    out, began = Path(out), time.monotonic()
+    began = time.monotonic()
     node, me = facts.node_name(context.launcher, env), context.ranks[context.rank]
     present = context.all_gather({"node": node})
     nodes = verdict.nodes_of(present)
-    check_code(context, config, node)
+    check_code(context, modules, node)
     is_first_of_node = nodes[node][0] == context.rank
     pids = [info.pid for info in context.ranks if info.machine == me.machine]
     cleaned = clean(out, pids, env) if is_first_of_node else {}
@@ -109,9 +106,9 @@ def check(
     return made
 
 
-def check_code(context: "DistributedContext", config: RunConfig, node: str) -> None:
+def check_code(context: "DistributedContext", modules: Collection[str], node: str) -> None:
     """ConfigError on every rank if they do not all run the same code, by its digest in attempts.jsonl."""
-    found = code.sources(config)
+    found = code.sources(modules)
     digests = [tuple(each) for each in context.all_gather((node, code.digest(found)))]
     if len({digest for _, digest in digests}) == 1:
         return

@@ -11,6 +11,7 @@ import pytest
 
 from hpclm.node import python
 from tests.diagnostics import peers
+from tests.forks import hpclm
 from tests.runs import ROOT
 
 
@@ -34,9 +35,10 @@ def test_healthy_ranks_log_one_line_and_leave_only_a_report(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["preflight.json"]
 
 
-def test_the_check_can_be_disabled(tmp_path):
-    assert peers.hold(tmp_path, ["a", "b"], "cluster.preflight=off") == [("", 0), ("", 0)]
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("setting, checked", [("on", True), ("off", False)])
+def test_the_check_can_be_disabled(setting, checked, tiny, tmp_path):
+    hpclm("train", *tiny("run", f"cluster.preflight={setting}", "budget.steps=1"), check=0)
+    assert (tmp_path / "run/preflight.json").exists() == checked
 
 
 def test_nodes_with_different_code_are_refused_with_both_digests_and_the_file(tmp_path):
@@ -110,10 +112,10 @@ def test_a_folder_without_room_is_refused(tmp_path, monkeypatch):
     settings = config.from_cli(["data.source=synthetic", f"out={tmp_path}"])
     with context.join(bootstrap.World("single", 0, 1), settings.cluster) as alone:
         cpu = torch.device("cpu")
-        made = preflight.check(alone, cpu, settings, tmp_path, env={})
+        made = preflight.check(alone, cpu, (), tmp_path, env={})
         assert made.ok and made.links == [] and report(tmp_path)["ok"]
         with pytest.raises(HpclmError, match=r"MiB free on .*a checkpoint may take 1,125,899,906,842,624"):
-            preflight.check(alone, cpu, settings, tmp_path, env={}, room=1 << 70)
+            preflight.check(alone, cpu, (), tmp_path, env={}, room=1 << 70)
 
 
 @pytest.fixture

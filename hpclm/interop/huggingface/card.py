@@ -7,7 +7,7 @@ from typing import Any
 
 from hpclm import __version__
 from hpclm.data import tokenizers
-from hpclm.interop.run import Found
+from hpclm.interop.run import RunCheckpoint
 from hpclm.model import count
 from hpclm.reporting import history
 from hpclm.reporting.history import History
@@ -23,7 +23,7 @@ LAST = 100  # steps whose mean is the training loss
 Row = tuple[str, Any]
 
 
-def written(checkpoint: Found, name: str, architecture: str, own_code: bool, tokenizer: bool) -> str:
+def written(checkpoint: RunCheckpoint, name: str, architecture: str, own_code: bool, tokenizer: bool) -> str:
     """The card of an export called ``name``; ``own_code``: its class comes with it, ``tokenizer``: so does its tokenizer.
 
     Folders of this machine are not named.
@@ -65,7 +65,7 @@ def _use(name: str, own_code: bool, tokenizer: bool) -> str:
     return f"{read}```python\n" + "\n".join(lines) + f"\n```\n{without}"
 
 
-def _results(checkpoint: Found, past: History) -> Iterator[Row]:
+def _results(checkpoint: RunCheckpoint, past: History) -> Iterator[Row]:
     step, context = checkpoint.step, checkpoint.config.model.context
     yield "steps", f"{step:,}"
     yield "tokens seen", f"{int(checkpoint.manifest.progress.get('samples', 0)) * context:,}"
@@ -83,7 +83,7 @@ def _results(checkpoint: Found, past: History) -> Iterator[Row]:
                     yield f"{task}, {metric}, step {row['step']:,}", f"{value:.4f}"
 
 
-def _data(checkpoint: Found) -> Iterator[Row]:
+def _data(checkpoint: RunCheckpoint) -> Iterator[Row]:
     data, known = checkpoint.config.data, checkpoint.manifest.fingerprint.get("data", {})
     if not known:
         yield "source", "not known: the weights were imported"
@@ -100,7 +100,7 @@ def _data(checkpoint: Found) -> Iterator[Row]:
         yield "tokenizer", tokenizers.describe(known["tokenizer"])
 
 
-def _training(checkpoint: Found) -> Iterator[Row]:
+def _training(checkpoint: RunCheckpoint) -> Iterator[Row]:
     config, made = checkpoint.config, checkpoint.manifest.made
     if not checkpoint.step:
         yield "steps", "0: the weights were imported, or are initial ones"

@@ -86,7 +86,7 @@ def prepare(args: argparse.Namespace, rank: int, size: int, file: str) -> tuple[
         torch.set_num_threads(args.threads)
         os.environ["DS_ACCELERATOR"] = "cpu"
         os.environ.setdefault("ENABLE_NCCL_BASE_COLLECTIVES", "0")
-    hardware.set_matmul(EngineConfig(), device)
+    hardware.set_matmul(device)
     dtype = hardware.compute_type(EngineConfig(precision=args.precision), device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     stores: Any = dist

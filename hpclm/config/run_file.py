@@ -18,7 +18,10 @@ _FOLLOW = "hpclm evaluate RUN --tasks A,B --follow scores each checkpoint beside
 REMOVED: dict[str, tuple[Any, str]] = {
     "checkpoint.files": ("rank", ""),
     "cluster.hang": ("requeue", ""),
+    "cluster.slow": (1.5, ""),
     "data.extra_ids": (0, ""),
+    "engine.anomaly": (False, "hpclm submit --debug names the operation that made a gradient NaN"),
+    "engine.matmul": ("auto", ""),
     "engine.overlap": (True, "set engine.extra.zero_optimization.overlap_comm"),
     "evaluate.tasks": ([], _FOLLOW),
     "evaluate.tasks_every": (0, _FOLLOW),
@@ -28,6 +31,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "optim.nonfinite": ("skip", "to stop at the first step that is not finite, set optim.nonfinite_limit=1"),
     "optim.period_growth": (1.0, ""),
     "optim.period_shrink": (0.1, ""),
+    "profile.ranks": ([0], ""),
     "scaler.at_minimum": ("stay", "optim.nonfinite_limit stops a run that overflows at scaler.minimum"),
 }
 """Settings that no longer exist, the values with which a config.yaml may still have them (what hpclm does now), and what to do

@@ -176,7 +176,6 @@ def compiles(config: EngineSettings, device: torch.device) -> tuple[bool, str | 
     missing = missing_compiler()
     reasons = {
         f"engine {engine.name!r} is compiled only with engine.compile=true": not (supports and supports.compiled),
-        "engine.anomaly=true finds nothing in compiled blocks": engine.anomaly,
         f"model.block={model.block} is compiled only with engine.compile=true": model.block not in BLOCKS,
         "model.kernels=apex cannot be compiled into the blocks": model.kernels != "torch",
         f"it needs {missing}, which was not found": missing,

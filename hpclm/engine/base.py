@@ -150,12 +150,10 @@ class BaseEngine:
         inputs = step_inputs(config, mesh.dp, batches, step, check_interrupt)
         if self.gradients:
             self.gradients.begin(len(batches))
-        # fp16 overflows are expected: the loss scale handles them
-        with torch.autograd.set_detect_anomaly(config.engine.anomaly, check_nan=self.scale is None):
-            loss = self.forward_backward(inputs, scale)
-            with self.timers(self.backward_timer):
-                self.finish_backward()
-                all_reduce_in_place([w.parameter.grad for w in self.deferred if w.parameter.grad is not None], mesh.tp)
+        loss = self.forward_backward(inputs, scale)
+        with self.timers(self.backward_timer):
+            self.finish_backward()
+            all_reduce_in_place([w.parameter.grad for w in self.deferred if w.parameter.grad is not None], mesh.tp)
         with self.timers("optimizer"):
             metrics = self.update(loss, scale)
         result = StepResult({"loss": loss, **metrics}, scale, self.timers.take())

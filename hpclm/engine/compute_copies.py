@@ -87,7 +87,11 @@ def adds_in_place(engine: EngineConfig, model: ModelConfig, device: torch.device
 
     Offloading would move the fp32 gradients with the activations, since the forward pass saves both.
     """
-    return device.type == "cuda" and model.block in BLOCKS and not (engine.anomaly or engine.offload_activations)
+    return (
+        device.type == "cuda"
+        and model.block in BLOCKS
+        and not (torch.is_anomaly_enabled() or engine.offload_activations)
+    )
 
 
 def _cast(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -73,7 +73,6 @@ def test_gradients_that_are_added_in_place_are_the_same(size, words, traced):
     [
         ([], "cuda", True),
         ([], "cpu", False),
-        (["engine.anomaly=true"], "cuda", False),
         (["engine.offload_activations=true"], "cuda", False),
         (["model.block=tests.blocks:Mine"], "cuda", False),
     ],

@@ -162,7 +162,6 @@ def test_a_block_that_has_met_too_many_shapes_runs_as_it_is(monkeypatch, caplog)
         (["engine.name=fairscale", "engine.compile=false"], "cuda", False, None),
         (["model.block=hpclm.model.gpt:Block"], "cuda", False, "model.block=hpclm.model.gpt:Block is compiled only"),
         (["model.kernels=apex"], "cuda", False, "model.kernels=apex cannot"),
-        (["engine.anomaly=true"], "cuda", False, "finds nothing"),
     ],
 )
 def test_blocks_are_compiled_on_gpus_unless_something_speaks_against_it(words, device, wanted, why, monkeypatch):

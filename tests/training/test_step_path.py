@@ -97,7 +97,7 @@ def simulated(tmp_path, *words):
     run = config.load("configs/gpt2-124m.yaml", [*WORDS, f"out={tmp_path}", *words])
     world, turns, vectors = World("single", 0, RANKS), [], Vectors()
     me = RankInfo.of(world)
-    quiet = ClusterConfig(hang_minutes=0, slow=0)
+    quiet = ClusterConfig(hang_minutes=0)
     context = DistributedContext(world, (me,) * RANKS, Watchdog(quiet, (me,), me, Shutdown(me, (me,))))
 
     @contextmanager

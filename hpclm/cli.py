@@ -225,8 +225,7 @@ class Parser(ArgumentParser):
 
     def _meant(self, option: str, value: str) -> str | None:
         """What was meant by an unknown option: sbatch's, a misspelt one, or one of another project without a setting here."""
-        from hpclm.config.command_line import sbatch_option
-        from hpclm.config.hints import OTHER_NAMES, is_reason
+        from hpclm.config.hints import OTHER_NAMES, is_reason, sbatch_option
 
         reason = sbatch_option(option, value) or OTHER_NAMES.get(option[2:].replace("-", "_"), "")
         if is_reason(reason):

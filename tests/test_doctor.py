@@ -14,18 +14,8 @@ CALM = {name: value for name, value in os.environ.items() if not name.startswith
 
 def test_doctor_and_env_show_what_this_process_has():
     shown = hpclm("env", check=0, env=CALM).stdout
-    for word in (
-        "hpclm ",
-        "torch ",
-        "gloo backends",
-        "open files",
-        "/dev/shm free",
-        "lo ",
-        "mpirun",
-        "sbatch",
-        "launcher",
-    ):
-        assert f"\n  {word}" in shown or word in shown, word
+    names = ("hpclm", "version", "backends", "os", "open_files", "shm", "lo", "mpirun", "sbatch", "launcher")
+    assert [name for name in names if f"\n  {name} " not in shown] == []
 
 
 def test_no_secret_is_shown():
@@ -37,15 +27,15 @@ def test_no_secret_is_shown():
 
 def test_the_site_file_is_shown(tmp_path):
     shown = hpclm("doctor", env=CALM | {"HPCLM_SITE": str(tmp_path / "site.yaml")}).stdout
-    assert f"site file     {tmp_path}/site.yaml" in shown
+    assert f"{tmp_path}/site.yaml" in shown
 
 
 def test_json_has_everything_and_the_problems():
     shown = json.loads(hpclm("doctor", "--json", check=0, env=CALM).stdout)
     assert shown["ok"] and shown["problems"] == []
     found = shown["found"]
-    assert found["launcher"]["launcher"] == "single" and found["torch"]["backends"]
-    assert found["machine"]["threads"] >= 1 and "lo" in found["network"]["interfaces"]
+    assert found["process"]["launcher"] == "single" and found["torch"]["backends"]
+    assert found["machine"]["threads"] >= 1 and "lo" in found["network"]
 
 
 def package(folder, name, code, version=None):
@@ -71,16 +61,10 @@ def test_a_torch_that_cannot_be_loaded_or_crashes_is_a_problem(code, reason, tmp
     assert f"problem: PyTorch cannot be loaded ({reason})" in shown
 
 
-def test_an_apex_that_is_not_nvidias_is_reported(tmp_path):
+def test_an_apex_that_cannot_be_loaded_is_reported(tmp_path):
     env = package(tmp_path, "apex", "raise SystemExit('imported')", version="0.9.10")
     shown = hpclm("doctor", check=0, env=env).stdout
-    assert "hint: apex 0.9.10 is PyPI's unrelated package, not NVIDIA's" in shown
-
-
-def test_an_apex_of_nvidias_that_was_not_built_is_reported(tmp_path):
-    env = package(tmp_path, "apex", "", version="0.1")
-    package(tmp_path, "apex/optimizers", "raise ImportError('no amp_C')")
-    assert "apex          0.1 is NVIDIA's, but was not built: ImportError: no amp_C" in hpclm("doctor", env=env).stdout
+    assert "hint: apex 0.9.10 cannot be loaded (imported): PyPI's is an unrelated package" in shown
 
 
 def test_variables_of_launchers_that_contradict_each_other_are_a_problem():
@@ -124,7 +108,7 @@ def test_processes_without_pytorch_cannot_meet_and_each_shows_itself(tmp_path):
     processes = ranks(2, "--json", env=env)
     said = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [1, 1]
-    assert [json.loads(out)["launcher"]["rank"] for out, _ in said] == [0, 1]
+    assert [json.loads(out)["process"]["rank"] for out, _ in said] == [0, 1]
     assert "the processes cannot find each other: PyTorch cannot be loaded: broken" in said[0][1]
 
 
@@ -138,45 +122,32 @@ def test_processes_that_do_not_meet_show_themselves():
 
 
 HEALTHY = {
-    "host": {"name": "a"},
-    "launcher": {"launcher": "local", "local_size": 1},
+    "process": {"host": "a", "launcher": "local", "local_size": 1},
     "software": {"hpclm": "1", "python": "3.11", "apex": None},
-    "apex": None,
     "torch": {"version": "2.6", "cuda": "12.4", "gpus": [], "architectures": []},
-    "machine": {
-        "driver": None,
-        "gpu_files": 0,
-        "shm": None,
-        "open_files": None,
-        "locked_memory": None,
-        "infiniband": [],
-    },
-    "variables": {"libraries": {}},
-    "mpi": {"mpi4py": None, "mpirun": {"error": "mpirun is not in PATH"}},
-    "slurm": {"sbatch": {"error": "no"}, "controller": {"error": "no"}},
+    "machine": {"driver": None, "gpu_files": 0, "shm": None, "locked_memory": None, "infiniband": []},
+    "variables": {},
+    "programs": {name: {"error": "not in PATH"} for name in ("mpirun", "sbatch", "controller")},
 }
 GPU = {"uuid": "GPU-1", "capability": "9.0"}
 
 
 def but(**parts):
     """A healthy process but for these."""
-    return HEALTHY | {
-        name: HEALTHY[name] | value if isinstance(value, dict) else value for name, value in parts.items()
-    }
+    return HEALTHY | {name: HEALTHY[name] | value for name, value in parts.items()}
 
 
 @pytest.mark.parametrize(
     "parts, said",
     [
-        ({"torch": {"gpus": [GPU, GPU | {"uuid": "2"}]}, "launcher": {"local_size": 4}}, "4 processes see 2 GPUs"),
-        ({"torch": {"gpus": [GPU, GPU]}}, "listed twice in CUDA_VISIBLE_DEVICES: GPU-1"),
+        ({"torch": {"gpus": [GPU, GPU | {"uuid": "2"}]}, "process": {"local_size": 4}}, "4 processes see 2 GPUs"),
         ({"torch": {"gpus": [GPU], "architectures": ["sm_70", "sm_80"]}}, "no code for sm_90, only for sm_70, sm_80"),
         ({"torch": {"gpus": [GPU | {"capability": "6.1"}], "architectures": ["sm_70"]}}, "no code for sm_61"),
-        ({"launcher": {"launcher": "Open MPI"}}, "Open MPI started this process, but mpi4py is not installed"),
+        ({"process": {"launcher": "Open MPI"}}, "Open MPI started this process, but mpi4py is not installed"),
     ],
 )
 def test_what_would_stop_a_run_is_a_problem(parts, said):
-    problems, _ = diagnosis.of([but(**parts)])
+    problems, _ = diagnosis.diagnose([but(**parts)])
     assert len(problems) == 1 and said in problems[0]
 
 
@@ -184,27 +155,27 @@ def test_what_would_stop_a_run_is_a_problem(parts, said):
     "parts, said",
     [
         ({"machine": {"gpu_files": 8}, "torch": {"cuda": None}}, "build without CUDA"),
-        ({"machine": {"gpu_files": 8}, "variables": {"libraries": {"CUDA_VISIBLE_DEVICES": ""}}}, "hides the GPUs"),
+        ({"machine": {"gpu_files": 8}, "variables": {"CUDA_VISIBLE_DEVICES": ""}}, "hides the GPUs"),
         ({"machine": {"gpu_files": 8, "driver": "550"}}, "sees none with driver 550"),
         ({"machine": {"shm": {"size": 64 << 20, "free": 1}}}, "/dev/shm has only 64 MiB"),
         ({"machine": {"infiniband": ["mlx5_0"], "locked_memory": 65536}}, "ulimit -l unlimited"),
         (
-            {"mpi": {"mpi4py": {"library": "Open MPI v4.1.4"}, "mpirun": {"says": "HYDRA build details", "path": "x"}}},
+            {"programs": {"mpi4py": {"library": "Open MPI v4.1.4"}, "mpirun": {"says": "HYDRA build details"}}},
             "each rank would be on its own",
         ),
     ],
 )
 def test_what_may_surprise_is_a_hint(parts, said):
-    problems, hints = diagnosis.of([but(**parts)])
+    problems, hints = diagnosis.diagnose([but(**parts)])
     assert problems == [] and any(said in hint for hint in hints)
 
 
 def test_a_healthy_process_gives_nothing_to_say():
-    assert diagnosis.of([but(torch={"gpus": [GPU], "architectures": ["sm_80", "sm_90"]})]) == ([], [])
+    assert diagnosis.diagnose([but(torch={"gpus": [GPU], "architectures": ["sm_80", "sm_90"]})]) == ([], [])
 
 
 def test_what_differs_between_hosts_is_a_problem_and_a_hint_says_where():
-    other = but(host={"name": "b"}, software={"python": "3.12"}, machine={"shm": {"size": 64 << 20, "free": 1}})
-    problems, hints = diagnosis.of([HEALTHY, other])
+    other = but(process={"host": "b"}, software={"python": "3.12"}, machine={"shm": {"size": 64 << 20, "free": 1}})
+    problems, hints = diagnosis.diagnose([HEALTHY, other])
     assert problems == ["python differs: 3.11 on a; 3.12 on b"]
     assert len(hints) == 1 and hints[0].startswith("on b: /dev/shm has only 64 MiB")

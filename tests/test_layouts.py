@@ -88,7 +88,6 @@ def test_a_run_that_shrinks_and_grows_reads_the_same_samples_at_every_step(tiny,
         "engine.name=pipelining parallel.pipeline=2 batch.global_size=1": "it needs at least 2",
         "engine.name=pipelining parallel.pipeline=2 parallel.schedule=interleaved parallel.chunks=2 batch.global_size=6 "
         "batch.rampup=[4,1,12]": "cannot run 5 micro-batches a step",
-        "engine.anomaly=true engine.precision=fp16": "does not work with engine.precision=fp16",
         "model.kv_heads=2 parallel.tensor=4": "model.kv_heads=2 must be a multiple of parallel.tensor=4",
         "parallel.tensor=2": "1 process cannot be divided by parallel.tensor=2 x parallel.pipeline=1 = 2; start 2 or a "
         "multiple of it, such as hpclm submit --gpus 2",

@@ -16,7 +16,6 @@ from hpclm.distributed.context import single
 from hpclm.errors import ConfigError
 from hpclm.rundir import runs, submissions
 from hpclm.rundir.submissions import Submission
-from hpclm.rundir.summary import RunSummary
 from hpclm.training import loop, records
 from tests.checkpoint.state import State, progress
 from tests.forks import Hpclm, hpclm
@@ -70,7 +69,11 @@ def run(tmp_path, tiny):
     """A run directory with settings and a checkpoint, without training; and every byte in it."""
     config = from_cli(tiny("run"))
     out = tmp_path / "run"
-    made = CheckpointStore(out / "checkpoints", Retention(), fingerprint(config, sources.build(config)))
+    made = CheckpointStore(
+        out / "checkpoints",
+        Retention(),
+        fingerprint(config.model, config.seed, sources.build(config.data, config.model, config.seed).fingerprint),
+    )
     made.save(State(), progress(4))
     dump(config, out / "config.yaml")
     (out / "attempts.jsonl").write_text("")
@@ -136,15 +139,7 @@ def test_a_refusal_costs_no_time_for_pytorch(run):
 def test_each_attempt_says_which_version_of_the_settings_it_used(tmp_path, tiny):
     (tmp_path / "run").mkdir()
     for lr in ("1e-3", "1e-3", "2e-3"):
-        records.start(
-            tmp_path / "run",
-            from_cli(tiny("run", f"optim.lr={lr}")),
-            single(),
-            0,
-            12,
-            RunSummary(tmp_path / "run"),
-            0.0,
-        )
+        records.start(from_cli(tiny("run", f"optim.lr={lr}")), single(), 0, 12, 0.0)
     found = [each["config"] for each in runs.read(tmp_path / "run").attempts]
     assert found == ["config-history/0001.yaml"] * 2 + ["config-history/0002.yaml"]
     assert (tmp_path / "run" / found[2]).read_bytes() == (tmp_path / "run/config.yaml").read_bytes()

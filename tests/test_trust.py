@@ -11,7 +11,7 @@ from hpclm import cli, config
 from hpclm.config import DataConfig, JobConfig, LogConfig, ModelConfig, OptimConfig, compose
 from hpclm.config.engine import EngineConfig
 from hpclm.data import sources, tokenizers
-from hpclm.engine import named
+from hpclm.engine import engine_class
 from hpclm.errors import ConfigError
 from hpclm.files import exposed
 from hpclm.model import gpt
@@ -199,11 +199,11 @@ def test_what_is_named_is_of_the_expected_kind_before_it_is_called(name, mine):
     looked_up = [
         lambda name: tokenizers.build(name, ["/bin/true"]),
         lambda name: gpt.layers(ModelConfig(block=name), EngineConfig(), None, 1),
-        lambda name: named(config.load(None, [*BUDGET, *cpu]), __import__("torch").device("cpu")),
+        lambda name: engine_class(config.load(None, [*BUDGET, *cpu]).for_engine(), __import__("torch").device("cpu")),
     ]
     if name not in ("touch", "Init", "Half"):  # a function that takes anything may be a source, and is called as one
         looked_up += [
-            lambda name: sources.build(config.load(None, [*BUDGET, f"data.source={name}"])),
+            lambda name: sources.build(DataConfig(source=name), ModelConfig(), 1),
             lambda name: schedules.shape(OptimConfig(schedule=name)),
         ]
     for look_up in looked_up:
@@ -222,7 +222,7 @@ def test_the_standard_library_has_nothing_that_settings_may_name(name):
 
 def test_a_source_that_is_none_is_refused_with_what_it_lacks(mine):
     with pytest.raises(ConfigError, match="gives Half, which lacks eod, fingerprint, held_out, per_epoch, samples"):
-        sources.build(config.load(None, [*BUDGET, "data.source=calls_nothing:Half"]))
+        sources.build(DataConfig(source="calls_nothing:Half"), ModelConfig(), 1)
 
 
 def test_the_current_folder_is_searched_for_modules_only_where_PYTHONPATH_names_it(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from hpclm import config as configs
 from hpclm.checkpoint import CheckpointStore, Progress, Retention
 from hpclm.commands.convert import main as convert
 from hpclm.config import RunConfig
-from hpclm.engine import named
+from hpclm.engine import build
 from hpclm.inference import run_model
 from hpclm.inference.generation import continue_all
 from hpclm.inference.sampling import Sampling
@@ -65,7 +65,7 @@ def models(config: RunConfig, folder: Path, device: torch.device, dtype: torch.d
     run = folder / "run"
     run.mkdir(0o700)
     configs.dump(config, run / "config.yaml")
-    engine = named(config, torch.device("cpu"))(config, Mesh.build(0, 1, config.parallel), torch.device("cpu"), dtype)
+    engine = build(config.for_engine(), Mesh.build(0, 1, config.parallel), torch.device("cpu"), dtype)
     CheckpointStore(run / "checkpoints", Retention(), {}).save(engine, Progress(step=1))
     convert([str(run), str(folder / "hf")])
     ours, _ = run_model.load_model(run, config, None, device, dtype)

@@ -53,7 +53,7 @@ def engine_step(args: argparse.Namespace, words: list[str], size: int, rank: int
 
     run = settings(args, words)
     mesh = Mesh.build(rank, size, run.parallel)
-    engine = engines.build(run, mesh, device, dtype)
+    engine = engines.build(run.for_engine(mesh.world.size), mesh, device, dtype)
     batches = micro_batches(args, run, mesh.dp.size, mesh.dp.rank, device)
 
     def step() -> None:
@@ -86,7 +86,7 @@ def prepare(args: argparse.Namespace, rank: int, size: int, file: str) -> tuple[
         torch.set_num_threads(args.threads)
         os.environ["DS_ACCELERATOR"] = "cpu"
         os.environ.setdefault("ENABLE_NCCL_BASE_COLLECTIVES", "0")
-    hardware.set_matmul(EngineConfig(), device)
+    hardware.set_matmul(device)
     dtype = hardware.compute_type(EngineConfig(precision=args.precision), device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     stores: Any = dist
@@ -180,7 +180,10 @@ def one_of_many(args: argparse.Namespace, rank: int, size: int, store: str, answ
     device, dtype, words = prepare(args, rank, size, store)
     run = settings(args, [f"batch.global_size={args.micro * size}"])
     mesh = Mesh.build(rank, size, run.parallel)
-    engine, vector = engines.build(run, mesh, device, dtype), AsyncAllReduce(mesh.world, device)
+    engine, vector = (
+        engines.build(run.for_engine(mesh.world.size), mesh, device, dtype),
+        AsyncAllReduce(mesh.world, device),
+    )
     shape = argparse.Namespace(**vars(args) | {"batch": args.micro * size})
     batches = micro_batches(shape, run, size, rank, device)
     known = {f"control{number}": float(number) for number in range(12)}

@@ -56,7 +56,7 @@ def ours(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype, compiled: b
         optim=OptimConfig(lr=1e-4, min_lr=1e-5),
         engine=EngineConfig(compile=compiled),
     )
-    engine = NativeEngine(config, Mesh(), rows.device, dtype)
+    engine = NativeEngine(config.for_engine(), Mesh(), rows.device, dtype)
     batch = Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), None, None, None)
 
     def step() -> None:
@@ -89,7 +89,7 @@ def measure(args: argparse.Namespace) -> None:
     device = hardware.device(EngineConfig(device=args.device), 0)
     if device.type == "cpu":
         torch.set_num_threads(args.threads)
-    products = hardware.set_matmul(EngineConfig(matmul=args.matmul), device)
+    products = hardware.set_matmul(device)
     dtype = hardware.compute_type(EngineConfig(precision=args.precision), device)
     model = ModelConfig(**SHAPES[args.shape], context=args.context)
     rows = torch.randint(
@@ -189,9 +189,6 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=12, help="sequences in a step")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--precision", choices=("auto", "fp32", "bf16"), default="auto")
-    parser.add_argument(
-        "--matmul", choices=("auto", "exact", "fast"), default="auto", help="as engine.matmul, for every subject"
-    )
     parser.add_argument("--threads", type=int, default=1, help="threads on a CPU")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=2, help="steps of each subject that are not counted")

@@ -3,14 +3,11 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hpclm.config import ModelConfig, RunConfig
+from hpclm.config import ModelConfig
 from hpclm.data.tokenizers import mismatch
 from hpclm.errors import ConfigError
-
-if TYPE_CHECKING:  # with numpy, and what reads datasets
-    from hpclm.data.sources import Source
 
 FREE = {"dropout", "attention_dropout", "init_std", "kernels", "attention"}
 """Model settings that may change when a run is resumed."""
@@ -27,10 +24,13 @@ OF_DATASETS = {
 """What a dataset has if a key of its fingerprint differs."""
 
 
-def fingerprint(config: RunConfig, source: "Source | None") -> dict[str, Any]:
-    """What must not change when a run is resumed: the network, the seed, and with ``source`` the data and their order."""
-    shape = {key: value for key, value in vars(config.model).items() if key not in FREE}
-    return {"model": shape, "seed": config.seed} | ({} if source is None else {"data": source.fingerprint})
+def fingerprint(model: ModelConfig, seed: int, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What must not change when a run is resumed: the network, the seed, and the data and their order.
+
+    ``data``: the fingerprint of its source; None if that is unknown.
+    """
+    shape = {key: value for key, value in vars(model).items() if key not in FREE}
+    return {"model": shape, "seed": seed} | ({} if data is None else {"data": data})
 
 
 def check_fingerprint(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

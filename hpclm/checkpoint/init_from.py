@@ -10,7 +10,6 @@ from hpclm.checkpoint import directory, manifest
 from hpclm.checkpoint.fingerprint import differences, tokenizer_clash
 from hpclm.checkpoint.manifest import Manifest
 from hpclm.checkpoint.tensors import Tensors
-from hpclm.config import RunConfig
 from hpclm.distributed.context import DistributedContext
 from hpclm.engine import Engine
 from hpclm.errors import ConfigError
@@ -50,17 +49,14 @@ def begin_from(path: Path, engine: Engine, context: DistributedContext, fingerpr
     return folder
 
 
-def check_init_from(run: RunConfig, fingerprint: Mapping[str, Any] | None) -> None:
-    """ConfigError or NoCheckpointError if the run cannot start from checkpoint.init_from.
+def check_init_from(path: str | None, own: Path, fingerprint: Mapping[str, Any]) -> None:
+    """ConfigError or NoCheckpointError if a run cannot start from ``path``, its checkpoint.init_from.
 
-    Reads names, sizes and manifests only. ``fingerprint``: of the run; None if unknown.
+    Reads names, sizes and manifests only. ``own``: the run's checkpoints, from which it resumes where there are any;
+    ``fingerprint``: of the run, without its data if they are unknown.
     """
-    own = Path(run.out) / "checkpoints"
-    if run.checkpoint.init_from is None or (own.is_dir() and directory.steps(own)):  # it resumes from its own then
-        return
-    folder, manifest = _located(Path(run.checkpoint.init_from), hashes=False)
-    if fingerprint is not None:
-        _check_model(folder, manifest, fingerprint)
+    if path is not None and not (own.is_dir() and directory.steps(own)):
+        _check_model(*_located(Path(path), hashes=False), fingerprint)
 
 
 def _located(path: Path, hashes: bool) -> tuple[Path, Manifest]:

@@ -1,7 +1,7 @@
 """How far a run has trained."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from hpclm.optim.health import Health
@@ -22,13 +22,3 @@ class Progress:
     def of(cls, saved: Mapping[str, Any]) -> "Progress":
         """Progress from a checkpoint."""
         return cls(**{**saved, "health": Health.of(saved.get("health"))})
-
-    def after(self, samples: int, seconds: float, skipped: bool) -> "Progress":
-        """Progress after one more step."""
-        return replace(
-            self,
-            step=self.step + 1,
-            samples=self.samples + samples,
-            seconds=self.seconds + seconds,
-            skipped=self.skipped + skipped,
-        )

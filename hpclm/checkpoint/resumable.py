@@ -1,34 +1,33 @@
 """Check, before anything is written or queued, that a run can resume with these settings; reads manifests only."""
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from hpclm.checkpoint import directory
-from hpclm.checkpoint.fingerprint import check_fingerprint, fingerprint
+from hpclm.checkpoint.fingerprint import check_fingerprint
 from hpclm.checkpoint.manifest import BadCheckpoint, Manifest
-from hpclm.config import RunConfig
 from hpclm.errors import ConfigError
 from hpclm.rundir import submissions
-
-if TYPE_CHECKING:
-    from hpclm.data.sources import Source
-
 
 Candidate = tuple[Path, Manifest]
 """The path of a checkpoint, and its manifest."""
 
 
-def check(candidate: Candidate | None, config: RunConfig, source: "Source | None") -> None:
-    """ConfigError if a run with these settings cannot resume from ``candidate``; without ``source`` data are not compared."""
+def check_resumable(candidate: Candidate | None, policy: str, fingerprint: Mapping[str, Any]) -> None:
+    """ConfigError if a run with this ``fingerprint`` cannot resume from ``candidate``; without its data they are not compared.
+
+    ``policy``: checkpoint.resume.
+    """
     if candidate is None:
         return
     folder, manifest = candidate
-    if config.checkpoint.resume == "never":
+    if policy == "never":
         raise directory.not_empty(folder)
     if manifest.fingerprint:  # imported checkpoints have none
-        now = fingerprint(config, source)
-        check_fingerprint(folder, {key: value for key, value in manifest.fingerprint.items() if key in now}, now)
+        saved = {key: value for key, value in manifest.fingerprint.items() if key in fingerprint}
+        check_fingerprint(folder, saved, fingerprint)
 
 
 def candidate(out: Path, step: int | None = None) -> Candidate | None:

@@ -70,7 +70,7 @@ def converted(args: argparse.Namespace) -> str:
         from hpclm.interop import megatron, run
         from hpclm.interop.huggingface import folder
 
-    source, target, words = args.source, args.target, args.settings
+    source, target, overrides = args.source, args.target, args.settings
     if not source.is_dir():
         raise ConfigError(f"{source.absolute()} {'is not a folder' if source.exists() else 'does not exist'}")
     if run.is_run(source):
@@ -78,17 +78,17 @@ def converted(args: argparse.Namespace) -> str:
             raise ConfigError("--pickle has no effect: an export reads safetensors")
         if args.ignore or args.weights_only:
             raise ConfigError("--ignore and --weights-only are for imports")
-        found = run.find(source, words)
-        name = folder.export_run(found, target, args.dtype or "fp32", (args.shard_gb or 5.0) * 1e9, args.allow_nan)
-        return f"{target}: {name}, from step {found.step} of {found.run}"
+        checkpoint = run.find_checkpoint(source, overrides)
+        name = folder.export_run(checkpoint, target, args.dtype or "fp32", (args.shard_gb or 5.0) * 1e9, args.allow_nan)
+        return f"{target}: {name}, from step {checkpoint.step} of {checkpoint.run}"
     if args.dtype or args.shard_gb or args.allow_nan:
         raise ConfigError("--dtype, --shard-gb and --allow-nan are for exports; a run's weights are fp32 and finite")
     if (source / "config.json").is_file():
         if args.weights_only:
             raise ConfigError("--weights-only has no effect: a folder with config.json contains only weights")
-        model = folder.import_folder(source, target, words, args.pickle, args.ignore)
+        model = folder.import_folder(source, target, overrides, args.pickle, args.ignore)
     elif (kind := megatron.recognised(source)) is not None:
-        model = megatron.convert(kind, target, words, args.ignore, args.weights_only)
+        model = megatron.convert(kind, target, overrides, args.ignore, args.weights_only)
     else:
         raise ConfigError(
             f"{source} cannot be converted: it is not a run directory or a checkpoint, and has no config.json (Hugging Face), "

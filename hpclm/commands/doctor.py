@@ -5,13 +5,11 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from hpclm import terminal
 from hpclm.config import ClusterConfig
 from hpclm.diagnostics import diagnosis, inventory
-from hpclm.diagnostics.report import gib
 from hpclm.distributed import bootstrap
 from hpclm.distributed.rendezvous import LINGER, connect
 from hpclm.errors import ConfigError, HpclmError
@@ -21,6 +19,8 @@ from hpclm.terminal import say
 RENDEZVOUS = 20  # seconds within which the processes must find each other
 ANSWER = 30.0  # seconds that a process may take to report
 PIPE = 4000  # bytes that are written to a pipe atomically
+HEAD = ("rank", "host", "local", "launcher", "device", "threads", "python", "torch", "interface", "pid")
+Facts = dict[str, dict[str, Any]]
 
 
 def main(argv: list[str]) -> int:
@@ -36,47 +36,47 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.ERROR)
 
-    found = inventory.collect()
+    own = inventory.collect()
     try:
         world = bootstrap.detect(alone=False)
-    except ConfigError:  # already in what was found
+    except ConfigError:  # already among the facts
         world = bootstrap.World("single", 0, 1)
     if world.size == 1:
-        return conclude([found], args.json, args.ranks)
+        return conclude([own], args)
     try:
-        return together(world, found, args)
-    except (HpclmError, ImportError) as failed:
-        error = failed if isinstance(failed, HpclmError) else HpclmError(f"PyTorch cannot be loaded: {failed}")
+        return together(world, own, args)
+    except (HpclmError, ImportError) as error:
         # each process prints its own, in one write, so that lines do not mix
-        text = json.dumps(found) if args.json else "  ".join(row(found))
+        text = json.dumps(own) if args.json else "  ".join(row(own))
         os.write(1, text.encode()[: None if args.json else PIPE] + b"\n")
         if not world.rank:
-            raise HpclmError(f"the processes cannot find each other: {error}") from None
-        return error.exit_code
+            reason = f"PyTorch cannot be loaded: {error}" if isinstance(error, ImportError) else error
+            raise HpclmError(f"the processes cannot find each other: {reason}") from None
+        return 1
 
 
-def together(world: bootstrap.World, found: dict[str, Any], args: argparse.Namespace) -> int:
-    """Gather in the store what all processes found; rank 0 shows it.
+def together(world: bootstrap.World, own: Facts, args: argparse.Namespace) -> int:
+    """Gather the facts of all processes in the store; rank 0 shows them.
 
     Without collectives: if they do not work, doctor must still show why.
     """
     met = connect(world, ClusterConfig(start_seconds=RENDEZVOUS))
     store = met.store
-    found["network"]["chosen"] = found["network"]["chosen"] if found["network"]["told"] else met.interface
-    store.set(f"hpclm/doctor/{world.rank}", found)
+    own["network"]["to rank 0"] = met.interface
+    store.set(f"hpclm/doctor/{world.rank}", own)
     if world.rank:
         code = store.wait("hpclm/doctor", 2 * ANSWER)
         if code is None:
             raise HpclmError("rank 0 is gone")
         store.set(f"hpclm/doctor/read/{world.rank}", True)
         return int(code)
-    everyone = [found]
+    everyone = [own]
     for info in met.ranks[1:]:
         answer = store.wait(f"hpclm/doctor/{info.rank}", ANSWER)
         if answer is None:
             raise HpclmError(f"{info} does not report what it has")
         everyone.append(answer)
-    code = conclude(everyone, args.json, args.ranks)
+    code = conclude(everyone, args)
     sys.stdout.flush()
     store.set("hpclm/doctor", code)
     keys = [f"hpclm/doctor/read/{info.rank}" for info in met.ranks[1:]]
@@ -84,117 +84,53 @@ def together(world: bootstrap.World, found: dict[str, Any], args: argparse.Names
     return code
 
 
-def conclude(everyone: list[dict[str, Any]], as_json: bool, ranks_only: bool) -> int:
-    """Print what was found; 1 if something would stop a run."""
-    problems, hints = diagnosis.of(everyone)
-    if as_json:
-        listed = everyone if len(everyone) > 1 else everyone[0]
-        print(json.dumps({"ok": not problems, "problems": problems, "hints": hints, "found": listed}, indent=1))
+def conclude(everyone: list[Facts], args: argparse.Namespace) -> int:
+    """Print the facts; 1 if something would stop a run."""
+    problems, hints = diagnosis.diagnose(everyone)
+    if args.json:
+        facts = everyone if len(everyone) > 1 else everyone[0]
+        print(json.dumps({"ok": not problems, "problems": problems, "hints": hints, "found": facts}, indent=1))
         return bool(problems)
-    if not ranks_only:
-        for title, lines in sections(everyone[0]):
+    if not args.ranks:
+        for title, values in everyone[0].items():
             say(title)
-            for name, text in lines:
-                say(f"  {name:<14}{text}")
-    if len(everyone) > 1 or ranks_only:
+            for name, value in values.items():
+                say(f"  {name:<24}{shown(value)}")
+    if len(everyone) > 1 or args.ranks:
         say("\n".join(terminal.columns([HEAD, *map(row, everyone)])))
-    for problem in problems:
-        say(f"problem: {problem}")
-    for hint in hints:
-        say(f"hint: {hint}")
+    for kind, texts in (("problem", problems), ("hint", hints)):
+        for text in texts:
+            say(f"{kind}: {text}")
     if not problems and not hints:
         print("no problems found")
     return bool(problems)
 
 
-HEAD = ("rank", "host", "local", "launcher", "device", "cores", "threads", "python", "torch", "interface", "pid")
-
-
-def row(found: dict[str, Any]) -> list[str]:
+def row(facts: Facts) -> list[str]:
     """One process in the columns of the table."""
-    world, torch, machine = found["launcher"], found["torch"], found["machine"]
-    gpus = torch.get("gpus") or []
-    visible = found["variables"]["libraries"].get("CUDA_VISIBLE_DEVICES")
+    process, torch, machine = facts["process"], facts["torch"], facts["machine"]
+    gpus, visible = torch.get("gpus") or [], facts["variables"].get("CUDA_VISIBLE_DEVICES")
     device = f"{len(gpus)} x {gpus[0]['name']}" if gpus else "CPU"
     return [
-        f"{world.get('rank', '?')}/{world.get('size', '?')}",
-        found["host"]["name"],
-        f"{world.get('local_rank', '?')}/{world.get('local_size', '?')}",
-        world.get("launcher", "?"),
+        f"{process.get('rank', '?')}/{process.get('size', '?')}",
+        process["host"],
+        f"{process.get('local_rank', '?')}/{process.get('local_size', '?')}",
+        process.get("launcher", "?"),
         device + (f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""),
-        machine["allowed"].split(" ")[1] + (" bound" if machine["bound"] else ""),
-        str(machine["threads"]),
-        found["software"]["python"],
+        f"{machine['threads']}{' bound' * machine['bound']}",
+        facts["software"]["python"],
         torch.get("version") or "none",
-        found["network"]["chosen"] or "-",
-        str(found["host"]["pid"]),
+        facts["network"]["to rank 0"] or "-",
+        str(process["pid"]),
     ]
 
 
-Lines = list[tuple[str, str]]
-
-
-def sections(found: dict[str, Any]) -> Iterator[tuple[str, Lines]]:
-    """What one process found, for people: titles, with names and values."""
-    host, software, machine, network = (found[part] for part in ("host", "software", "machine", "network"))
-    world, slurm, mpi, variables = (found[part] for part in ("launcher", "slurm", "mpi", "variables"))
-    launcher = [("launcher", world.get("error") or world["launcher"])]
-    if "error" not in world:
-        local = f"{world['local_rank']} of {world['local_size']} on this host"
-        launcher.append(("rank", f"{world['rank']} of {world['size']}; {local}"))
-    place = ("host", f"{host['name']}, {host['system']}, pid {host['pid']}")
-    yield "process", [place, *launcher, *variables["launcher"].items()]
-
-    missing = ", ".join(name for name, version in software.items() if version is None)
-    installed = [(name, version) for name, version in software.items() if version]
-    yield "software", [*installed, ("not installed", missing or "-")]
-    apex = [("apex", diagnosis.apex(found))] if software["apex"] else []
-    yield "pytorch", [*pytorch(found), *apex]
-
-    free = {name: gib((machine[name] or {}).get("free")) for name in ("shm", "folder", "home")}
-    locked = machine["locked_memory"]
-    values = {
-        "cores": f"{machine['allowed']} ({machine['physical']} physical) of {machine['cores']}",
-        "bound": "by the launcher" if machine["bound"] else "no",
-        "threads": f"{machine['threads']} per process",
-        "NUMA nodes": "; ".join(machine["numa"]) or "-",
-        "memory free": gib(machine["memory_free"]),
-        "/dev/shm free": free["shm"],
-        "open files": str(machine["open_files"] or "unlimited"),
-        "locked memory": "unlimited" if locked is None else gib(locked),
-        "disk free": f"{free['folder']} here, {free['home']} at home",
-    }
-    yield "machine", list(values.items())
-    infiniband = ("InfiniBand", ", ".join(machine["infiniband"]) or "none")
-    chosen = ("to rank 0", str(network["chosen"] or "unknown: no launcher names its host"))
-    yield "network", [*network["interfaces"].items(), infiniband, chosen]
-    answers = {
-        "sbatch": slurm["sbatch"],
-        "controller": slurm["controller"],
-        **{n: mpi[n] for n in ("mpirun", "mpi4py")},
-    }
-    yield "launchers", [(name, answered(found) if found else "not installed") for name, found in answers.items()]
-    yield "settings", [("site file", found["site"] or "none"), *variables["libraries"].items()]
-
-
-def answered(result: dict[str, Any]) -> str:
-    """What a library or a program answered."""
-    if "error" in result:
-        return str(result["error"])
-    if "says" in result:
-        return f"{result['says']} ({result['path']})"
-    return ", ".join(str(value) for value in result.values())
-
-
-def pytorch(found: dict[str, Any]) -> Lines:
-    """What PyTorch reports of itself and of the GPUs."""
-    torch, driver = found["torch"], found["machine"]["driver"] or "none"
-    if "error" in torch:
-        return [("torch", f"cannot be loaded: {torch['error']}")]
-    backends = ", ".join(torch["backends"]) or "no"
-    cuda = f"{torch['cuda'] or 'not built in'}, driver {driver}, NCCL {torch['nccl'] or 'none'}"
-    gpus = [
-        (f"cuda:{i}", f"{gpu['name']}, {gib(gpu['memory'])}, {gpu['capability']}, {gpu['uuid']}")
-        for i, gpu in enumerate(torch["gpus"])
-    ]
-    return [("torch", f"{torch['version']}, {backends} backends, {torch['threads']} threads"), ("CUDA", cuda), *gpus]
+def shown(value: Any) -> str:
+    """A value for people: bytes in GiB, lists and objects in one line."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {shown(part)}" for name, part in value.items())
+    if isinstance(value, list):
+        return "; ".join(map(shown, value)) or "none"
+    if isinstance(value, int) and value >= 1 << 24:
+        return f"{value / (1 << 30):.1f} GiB"
+    return "none" if value is None else str(value).replace("\n", "; ")

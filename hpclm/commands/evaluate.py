@@ -162,11 +162,11 @@ def measure(run: Path, overrides: list[str], part: str, wanted: int | None) -> d
 
     config = run_model.settings(run, overrides)
     device, dtype = run_model.place(config)
-    source = sources.build(config)
+    source = sources.build(config.data, config.model, config.seed)
     model, progress = run_model.load_model(run, config, source.fingerprint.get("tokenizer"), device, dtype)
     samples = source.samples(part, wanted)
     count = len(samples) if wanted is None else wanted
-    batches = Batches(samples, config, config.plan(), source.eod, device)
+    batches = Batches(samples, config.data, config.model, config.plan(), source.eod, device)
     with tqdm(total=count, unit="sample", disable=None) as bar:
 
         def counted(batch: Batch) -> Batch:

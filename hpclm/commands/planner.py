@@ -20,12 +20,12 @@ from hpclm.terminal import say
 
 GPUS = ((1, 1), (1, 8), (2, 8), (4, 8), (8, 8))
 """Nodes, and GPUs of each, that a table of several files tries in this order."""
-SHOWN = 10  # suggestions, where no number is given
+SHOWN = 10  # suggestions
 
 
 def main(argv: list[str]) -> int:
     """``hpclm planner``."""
-    args = _parser().parse_intermixed_args(_with_count(argv))
+    args = _parser().parse_intermixed_args(argv)
     settings = [*args.settings]
     settings += [f"job.{name}={value}" for name in ("nodes", "gpus") if (value := getattr(args, name)) is not None]
     kind = kind_of(args.gpus_kind, args.memory, args.network)
@@ -33,15 +33,13 @@ def main(argv: list[str]) -> int:
     if len(files) > 1:
         return _compare(args, files, list(filter(is_override, settings)), kind)
     run = cli.settings(settings)
-    if args.suggest is None:
+    if not args.suggest:
         run = _with_micro_size(run, kind)
         plan = forecast.of(run, kind)
         say(json.dumps(facts(plan), indent=1) if args.json else "\n".join(report(run, plan, args.gpus_kind)))
         return 0
-    if args.suggest < 1:
-        raise ConfigError(f"--suggest={args.suggest} must be at least 1")
     best = suggest.ranked(run, kind)
-    shown = best[: args.suggest]
+    shown = best[:SHOWN]
     if args.json:
         say(json.dumps([{"settings": s.words, **facts(s.forecast)} for s in shown], indent=1))
     else:
@@ -51,7 +49,7 @@ def main(argv: list[str]) -> int:
 
 def _compare(args: argparse.Namespace, files: Sequence[str], overrides: list[str], kind: Kind) -> int:
     """A table of several settings files."""
-    if args.suggest is not None:
+    if args.suggest:
         raise ConfigError(f"give one settings file with --suggest, not {len(files)}: {', '.join(files)}")
     plans: dict[str, Forecast | ConfigError] = {}
     for path in files:
@@ -132,18 +130,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--gpus", metavar="N", help="GPUs of each node, short for job.gpus")
     add("--memory", type=float, metavar="GIB", help="memory of a GPU, if it differs from the default of its kind")
     add("--network", type=float, metavar="GB/S", help="gigabytes/s to other nodes for each GPU, in one direction")
-    add("--suggest", type=int, metavar="N", help="the N fastest layouts that fit (10), and their settings")
+    add("--suggest", action="store_true", help="the ten fastest layouts that fit, and their settings")
     add("--json", action="store_true", help="for programs; bytes and seconds")
     return parser
-
-
-def _with_count(argv: list[str]) -> list[str]:
-    """``argv`` with a number after a --suggest that has none, so that it does not take a file name as its value."""
-    following = [*argv[1:], ""]
-    return [
-        f"{argument}={SHOWN}" if argument == "--suggest" and not after.isdigit() else argument
-        for argument, after in zip(argv, following, strict=True)
-    ]
 
 
 def kind_of(name: str, memory: float | None = None, network: float | None = None) -> Kind:

@@ -29,6 +29,6 @@ def main(argv: list[str]) -> int:
             reports = build.write(corpus, request, corpus.prefixes)
             seconds = time.monotonic() - began
             size = sum(source.size for source in corpus.inputs)
-            build.print_reports(reports, request.job, f"; {size / 1e6 / seconds:.1f} MB/s" if size else "")
+            build.print_reports(reports, f"; {size / 1e6 / seconds:.1f} MB/s" if size else "")
     build.print_next([corpus.prefixes[0] for corpus in request.corpora], request)
     return 0

@@ -3,6 +3,7 @@
 from hpclm.config.compose import dump, from_cli, load, of_run
 from hpclm.config.data import DataConfig
 from hpclm.config.engine import EngineConfig, ParallelConfig
+from hpclm.config.engine_settings import EngineSettings
 from hpclm.config.job import ClusterConfig, JobConfig
 from hpclm.config.model import ModelConfig
 from hpclm.config.monitoring import EvaluateConfig, LogConfig
@@ -17,6 +18,7 @@ __all__ = [
     "ClusterConfig",
     "DataConfig",
     "EngineConfig",
+    "EngineSettings",
     "EvaluateConfig",
     "JobConfig",
     "LogConfig",

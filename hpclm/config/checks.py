@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from hpclm.errors import ConfigError
 
@@ -42,3 +43,12 @@ def fraction(section: str, **values: float) -> Iterator[str]:
     for name, value in values.items():
         if not 0 <= value < 1:
             yield f"{section}.{name}={value} must be at least 0 and less than 1"
+
+
+def texts(value: Any) -> Iterator[str]:
+    """All text in a value, names in its mappings too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for inner in [*value, *value.values()] if isinstance(value, dict) else value:
+            yield from texts(inner)

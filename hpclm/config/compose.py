@@ -6,7 +6,6 @@ Later layers override earlier ones, key by key. Mappings (job.env, job.options) 
 import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,8 +15,8 @@ import yaml
 
 from hpclm import files, shipped
 from hpclm.config import length, reading, run_file
-from hpclm.config.command_line import mistakes
 from hpclm.config.fields import as_yaml, required, type_of
+from hpclm.config.hints import mistakes
 from hpclm.config.job import TEMPLATES
 from hpclm.config.merge import Setting, literal, merge, shown_setting
 from hpclm.config.schema import RunConfig
@@ -64,9 +63,8 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = (), site: Pa
     given = _parsed(overrides, problems)
     resolved = False
     if path is not None:
-        file = files.readable(_existing(path), "settings file")
-        content = run_file.read(file)
-        resolved = run_file.is_resolved(file, content)
+        file = files.readable(_settings_file(path), "settings file")
+        content, resolved = run_file.read_settings(file)
         settings = _leaves(content, file)
         if run_file.is_run(Path(path)):  # which may have been moved
             settings.append(Setting("out", literal(str(path)), "command line"))
@@ -74,30 +72,20 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = (), site: Pa
     if site is not None and not resolved:
         settings = _from_site(site, problems) + settings
     run = merge(settings + given, problems)
-    if not resolved and not (path is not None and _tries(given)):
-        _refuse_short(run)
-    return run
-
-
-def _tries(given: list[Setting]) -> bool:
-    """Whether a command line sets only a budget, as to try a file's settings for some steps: that is worth no more than a warning."""
     names = {setting.key for setting in given}
-    return any(key.startswith("budget.") for key in names) and not names & {"optim.warmup", "optim.wsd_decay"}
-
-
-def _refuse_short(run: RunConfig) -> None:
-    """ConfigError if the budget is too short for the warm-up or wsd's decay that is given with it."""
-    short = length.planned_inside_warmup(run)
-    if short and run.optim.schedule_length is None:
-        raise ConfigError(f"{short}; shorten the warm-up, or extend the budget. To stop early once, set stop_at")
+    # a budget on the command line tries a file's settings for some steps: worth no more than a warning
+    tries = any(key.startswith("budget.") for key in names) and not names & {"optim.warmup", "optim.wsd_decay"}
+    if not resolved and not (path is not None and tries):
+        short = length.planned_inside_warmup(run)
+        if short and run.optim.schedule_length is None:
+            raise ConfigError(f"{short}; shorten the warm-up, or extend the budget. To stop early once, set stop_at")
+    return run
 
 
 def of_run(folder: Path, overrides: Sequence[str]) -> RunConfig:
     """The settings of the run in ``folder`` with ``overrides`` on top, without its job settings: for verbs that only read its
     model. ConfigError if it is not a run directory."""
     path, content = _of_folder(folder)
-    if not run_file.is_resolved(path, content) and run_file.missing(content.tree):
-        raise ConfigError(f"{path} was not written by hpclm as a run's config.yaml; {run_file.way_out(path)}")
     problems: list[str] = []
     settings = [setting for setting in _leaves(content, path) if not setting.key.startswith("job.")]
     settings += _parsed(overrides, problems)
@@ -117,7 +105,7 @@ def _of_folder(folder: Path) -> tuple[Path, reading.Content]:
     if not path.is_file():
         reason = "it is a file" if folder.exists() else f"it does not exist; looked in {Path.cwd()}"
         raise ConfigError(f"{folder} is not a run directory: {'it has no config.yaml' if folder.is_dir() else reason}")
-    return path, run_file.read(path)
+    return path, run_file.read_settings(path, of_run=True)[0]
 
 
 def dump(config: RunConfig, path: Path) -> None:
@@ -177,27 +165,24 @@ def _value(key: str, text: str) -> Any:
     return [str(v) for v in value] if kind == list[str] and isinstance(value, list) else value
 
 
-def _existing(path: str | Path) -> str | Path:
+def _settings_file(path: str | Path) -> Path:
     """``path``, or if there is no such file the preset of that name, which may be written with or without configs/ and .yaml."""
     presets, file = shipped.folder("configs"), Path(path)
     if run_file.is_run(file):
         return file / run_file.NAME
-    if (file.exists() and not file.is_dir()) or not presets.is_dir():
-        return path
+    candidates = [file]
     if file.parent in (Path(), Path("configs")):
-        for candidate in (presets / file.name, presets / f"{file.name}.yaml"):
-            if candidate.is_file():
-                return candidate
+        candidates += [presets / file.name, presets / f"{file.name}.yaml"]
+    for candidate in candidates:
+        if candidate.exists() and not candidate.is_dir():
+            return candidate
     if file.exists():
-        return path
-    names = sorted(preset.name for preset in presets.glob("*.yaml"))
-    by_stem = {}
-    with suppress(OSError):
-        by_stem = {beside.stem: str(beside) for beside in file.parent.glob("*.yaml")}
-    by_stem |= {Path(name).stem: name for name in names}
-    near = [by_stem[stem] for stem in get_close_matches(file.stem, by_stem, n=1)]
+        return file
+    names = {preset.stem: preset.name for preset in sorted(presets.glob("*.yaml"))}
+    beside = {other.stem: str(other) for other in file.parent.glob("*.yaml")} if file.parent.is_dir() else {}
+    near = [(beside | names)[stem] for stem in get_close_matches(file.stem, beside | names, n=1)]
     suggestion = f" Did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"settings file {path} does not exist; configs/ has {', '.join(names)}.{suggestion}")
+    raise ConfigError(f"settings file {path} does not exist; configs/ has {', '.join(names.values())}.{suggestion}")
 
 
 def _from_site(path: Path, problems: list[str]) -> list[Setting]:
@@ -224,13 +209,11 @@ def _leaves(content: reading.Content, path: Path) -> list[Setting]:
 
 def _renamed(settings: Iterable[Setting]) -> list[Setting]:
     """The settings by their names of today; renamed ones last, since a mapping that they are in may be emptied first."""
-    current, renamed = [], []
-    for setting in settings:
-        if setting.key not in run_file.RENAMED:
-            current.append(setting)
-        elif setting.value is not None:
-            renamed.append(setting._replace(key=run_file.RENAMED[setting.key]))
-    return current + renamed
+    settings = list(settings)
+    renamed = [each for each in settings if each.key in run_file.RENAMED and each.value is not None]
+    return [each for each in settings if each.key not in run_file.RENAMED] + [
+        each._replace(key=run_file.RENAMED[each.key]) for each in renamed
+    ]
 
 
 def _flat(key: str, value: Any, origin: str) -> Iterator[Setting]:

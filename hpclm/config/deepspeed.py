@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from hpclm.config import reading
+from hpclm.config.engine import EngineConfig
+from hpclm.config.engine_settings import EngineSettings
 from hpclm.config.fields import flattened
-from hpclm.config.plan import Plan
 from hpclm.errors import ConfigError
 from hpclm.registry import hint
 
@@ -56,12 +57,12 @@ ON_GPUS: Flat = {"zero_optimization.use_multi_rank_bucket_allreduce": False}
 all-reduce. gloo would add the gradients in another order, and CPUs gain nothing."""
 
 
-def derived(config: "RunConfig", plan: Plan, precision: str | None) -> Flat:
+def derived(config: EngineSettings, precision: str | None) -> Flat:
     """DeepSpeed's keys; ``precision``: fp32, bf16 or fp16, or None if it depends on the device.
 
     At stage 0 the model itself handles the precision, and DeepSpeed is set to fp32 (its own bf16 does one Adam step too many).
     """
-    engine, stage = config.engine, stage_of(config)
+    engine, plan, stage = config.engine, config.plan, stage_of(config.engine)
     flat: Flat = {
         "train_batch_size": plan.global_size,
         "train_micro_batch_size_per_gpu": plan.micro_size,
@@ -96,53 +97,54 @@ def derived(config: "RunConfig", plan: Plan, precision: str | None) -> Flat:
     return flat
 
 
-def stage_of(config: "RunConfig") -> int:
+def stage_of(engine: EngineConfig) -> int:
     """The ZeRO stage, 1 by default."""
-    return 1 if config.engine.zero_stage is None else config.engine.zero_stage
+    return 1 if engine.zero_stage is None else engine.zero_stage
 
 
-def settings(config: "RunConfig", plan: Plan, precision: str, gpu: bool = False) -> dict[str, Any]:
+def settings(config: EngineSettings, precision: str, gpu: bool = False) -> dict[str, Any]:
     """DeepSpeed's JSON, including engine.extra; ConfigError for contradictions. ``gpu``: whether it trains on GPUs."""
-    flat = derived(config, plan, precision)
-    wrong = list(problems(config, flat))
+    flat = derived(config, precision)
+    wrong = list(problems(config.engine, flat))
     if wrong:
         raise ConfigError(wrong)
-    stage = stage_of(config)
+    stage = stage_of(config.engine)
     scattered = ON_GPUS if gpu and stage in (1, 2) else {}
     overlapped = {"zero_optimization.overlap_comm": True} if stage > 0 else {}
-    return nested({**DEFAULTS, **scattered, **overlapped, **flat, **extra(config)})
+    return nested({**DEFAULTS, **scattered, **overlapped, **flat, **extra(config.engine)})
 
 
-def extra(config: "RunConfig") -> Flat:
+def extra(engine: EngineConfig) -> Flat:
     """engine.extra with parsed values."""
-    return flattened({key: parsed(key, text) for key, text in config.engine.extra.items()})
+    return flattened({key: parsed(key, text) for key, text in engine.extra.items()})
 
 
 def unsuitable(config: "RunConfig") -> Iterator[str]:
     """What is wrong, as far as it is known before the number of processes and the device."""
-    if config.optim.name == "apex_adam" and stage_of(config) == 3:
+    stage = stage_of(config.engine)
+    if config.optim.name == "apex_adam" and stage == 3:
         yield "optim.name=apex_adam does not work at engine.zero_stage=3, where it would count one step per part of the weights; use adamw"
     if config.optim.name == "apex_adam" and config.engine.offload != "none":
         yield f"optim.name=apex_adam needs a GPU, but engine.offload={config.engine.offload} updates on the CPU; use cpu_adam"
-    if config.engine.offload_folder and stage_of(config) != 3:
+    if config.engine.offload_folder and stage != 3:
         yield (
-            f"engine.offload_folder={config.engine.offload_folder} needs engine.zero_stage=3; at stage {stage_of(config)} "
+            f"engine.offload_folder={config.engine.offload_folder} needs engine.zero_stage=3; at stage {stage} "
             f"DeepSpeed would use CPU memory"
         )
     precision = config.engine.precision
     try:
-        plan = config.plan(config.parallel.model)
+        smallest = config.for_engine(config.parallel.model)
     except ConfigError:  # reported elsewhere
         return
-    flat = derived(config, plan, None if precision == "auto" else precision)
+    flat = derived(smallest, None if precision == "auto" else precision)
     del flat["gradient_accumulation_steps"]
-    yield from problems(config, flat)
+    yield from problems(config.engine, flat)
 
 
-def problems(config: "RunConfig", flat: Flat) -> Iterator[str]:
+def problems(engine: EngineConfig, flat: Flat) -> Iterator[str]:
     """Keys of engine.extra that contradict ``flat``, or that cannot be set there."""
     try:
-        added = extra(config)
+        added = extra(engine)
     except ConfigError as error:
         yield from error.problems
         return

@@ -91,9 +91,6 @@ class EngineConfig(Checked):
     """auto: a GPU if there is one."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Type of activations and matrix products; weights and optimizer stay fp32. auto: bf16 on GPUs that support it, else fp32."""
-    matmul: Literal["auto", "exact", "fast"] = "auto"
-    """How fp32 matrix products run. fast: oneDNN on CPUs, TF32 on GPUs. auto: fast if that keeps fp32 precision, else
-    exact."""
     deterministic: bool = False
     """Use only GPU kernels that give the same bits each time, so that a resumed run equals one that never stopped;
     slower."""
@@ -107,8 +104,6 @@ class EngineConfig(Checked):
     """Keep activations in CPU memory until the backward pass; slower, and only for GPUs."""
     loss_chunk: int | None = None
     """Tokens whose logits are computed at a time; null: 512 on a CPU, 4096 on a GPU, more on one with 60 GiB or more."""
-    anomaly: bool = False
-    """Stop at the operation that produced a NaN gradient, and report its place in the forward pass; slow."""
 
     def problems(self) -> Iterator[str]:
         """Invalid engine settings."""
@@ -122,10 +117,6 @@ class EngineConfig(Checked):
             yield f"engine.bucket_mb={self.bucket_mb} must be more than 0"
         if self.offload_folder and self.offload == "none":
             yield f"engine.offload_folder={self.offload_folder} has no effect with engine.offload=none"
-        if self.anomaly and self.precision == "fp16":
-            yield "engine.anomaly=true does not work with engine.precision=fp16, where overflows are normal; use bf16"
-        if self.anomaly and self.compile:
-            yield "engine.anomaly=true finds nothing inside compiled blocks; set engine.compile=false"
         if self.recompute_every > 1 and self.recompute != "full":
             yield f"engine.recompute_every={self.recompute_every} has no effect with engine.recompute={self.recompute}"
 

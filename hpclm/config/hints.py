@@ -1,71 +1,74 @@
-"""Suggest the right setting for an unknown one, by its name in hpclm or in another project."""
+"""What was meant: by an unknown setting, by stray words of a command line, and by options of sbatch."""
 
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-ACCUMULATION = "it follows from batch.global_size = batch.micro_size x accumulation steps x data-parallel replicas"
-FROM_LAUNCHER = "it follows from Slurm, MPI or torchrun; hpclm submit takes --nodes and --gpus"
-OTHER_NAMES = {
-    # Megatron-LM, Hugging Face transformers, nanoGPT, fairseq, DeepSpeed -> a setting, key=value, or why there is none
-    **dict.fromkeys(("num_layers", "n_layer", "num_hidden_layers"), "model.layers"),
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), "model.hidden"),
-    **dict.fromkeys(("num_attention_heads", "n_head"), "model.heads"),
-    **dict.fromkeys(("num_key_value_heads", "num_query_groups"), "model.kv_heads"),
-    **dict.fromkeys(("ffn_hidden_size", "intermediate_size"), "model.ffn"),
-    **dict.fromkeys(("seq_length", "max_position_embeddings", "block_size", "tokens_per_sample"), "model.context"),
-    "position_embedding_type": "model.positions",
-    "rope_theta": "model.rope_base",
-    "hidden_dropout": "model.dropout",
-    "tie_word_embeddings": "model.tied",
-    "use_flash_attn": "model.attention=flash",
-    **dict.fromkeys(("data_path", "train_data"), "data.prefix"),
-    "tokenizer_type": "data.tokenizer",
-    "vocab_file": "data.tokenizer_files",
-    "num_workers": "data.workers",
-    **dict.fromkeys(("micro_batch_size", "batch_size", "per_device_train_batch_size"), "batch.micro_size"),
-    **dict.fromkeys(("global_batch_size", "train_batch_size"), "batch.global_size"),
-    "rampup_batch_size": "batch.rampup",
-    **dict.fromkeys(("max_steps", "train_iters", "max_update"), "budget.steps"),
-    "train_samples": "budget.samples",
-    **dict.fromkeys(("num_train_epochs", "max_epoch"), "budget.epochs"),
-    "learning_rate": "optim.lr",
-    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_betas"), "optim.betas"),
-    **dict.fromkeys(("clip_grad", "max_grad_norm", "gradient_clipping"), "optim.clip"),
-    **dict.fromkeys(("lr_scheduler", "lr_decay_style", "scheduler_type"), "optim.schedule"),
-    **dict.fromkeys(("warmup_steps", "lr_warmup_iters", "warmup_updates"), "optim.warmup"),
-    "warmup_ratio": "optim.warmup_fraction",
-    "lr_decay_iters": "optim.schedule_length",
-    "fp16_init_scale": "scaler.initial",
-    **dict.fromkeys(("tensor_model_parallel_size", "tensor_parallel"), "parallel.tensor"),
-    **dict.fromkeys(("pipeline_model_parallel_size", "pipeline_parallel"), "parallel.pipeline"),
-    "zero_optimization_stage": "engine.zero_stage",
-    **dict.fromkeys(("fp16_enabled", "bf16_enabled", "dtype"), "engine.precision"),
-    "bf16": "engine.precision=bf16",
-    "fp16": "engine.precision=fp16",
-    **dict.fromkeys(("gradient_checkpointing", "checkpoint_activations"), "engine.recompute"),
-    "checkpoint_num_layers": "engine.recompute_every",
-    "checkpoint_in_cpu": "engine.offload_activations",
-    **dict.fromkeys(("eval_interval", "eval_steps"), "evaluate.every"),
-    "eval_iters": "evaluate.batches",
-    **dict.fromkeys(("save", "save_dir", "output_dir", "checkpoint_dir"), "out"),
-    **dict.fromkeys(("save_interval", "save_steps"), "checkpoint.every"),
-    "save_total_limit": "checkpoint.keep_last",
-    **dict.fromkeys(("load", "resume_from_checkpoint"), "checkpoint.resume"),
-    "finetune": "checkpoint.init_from",
-    **dict.fromkeys(("log_interval", "logging_steps"), "log.every"),
-    "report_to": "log.sinks",
-    "profile_step_start": "profile.steps",
-    **dict.fromkeys(("num_nodes", "nnodes"), "job.nodes"),
-    **dict.fromkeys(("nproc_per_node", "gpus_per_node", "num_gpus"), "job.gpus"),
-    **dict.fromkeys(("gradient_accumulation_steps", "update_freq"), ACCUMULATION),
-    **dict.fromkeys(("local_rank", "world_size", "master_addr", "master_port"), FROM_LAUNCHER),
-    "partition_activations": "with parallel.tensor, activations between layers are always divided (sequence parallelism)",
-    "synchronize_each_layer": "hpclm submit --debug waits for the GPU after every operation",
-    "context_parallel_size": "hpclm has no context parallelism; parallel.tensor divides the sequence between layers",
-    "num_experts": "hpclm has no mixture of experts",
+from hpclm.config.fields import type_of
+from hpclm.config.job import INSTEAD
+
+_NAMES = {  # of Megatron-LM, Hugging Face transformers, nanoGPT, fairseq and DeepSpeed
+    "model.layers": "num_layers n_layer num_hidden_layers",
+    "model.hidden": "hidden_size n_embd d_model",
+    "model.heads": "num_attention_heads n_head",
+    "model.kv_heads": "num_key_value_heads num_query_groups",
+    "model.ffn": "ffn_hidden_size intermediate_size",
+    "model.context": "seq_length max_position_embeddings block_size tokens_per_sample",
+    "model.positions": "position_embedding_type",
+    "model.rope_base": "rope_theta",
+    "model.tied": "tie_word_embeddings",
+    "data.prefix": "data_path train_data",
+    "data.tokenizer_files": "vocab_file",
+    "batch.micro_size": "micro_batch_size batch_size per_device_train_batch_size",
+    "batch.global_size": "global_batch_size train_batch_size",
+    "budget.steps": "max_steps train_iters max_update",
+    "budget.epochs": "num_train_epochs max_epoch",
+    "optim.lr": "learning_rate",
+    "optim.betas": "adam_betas",
+    "optim.clip": "clip_grad max_grad_norm gradient_clipping",
+    "optim.schedule": "lr_scheduler lr_decay_style scheduler_type",
+    "optim.warmup": "warmup_steps lr_warmup_iters warmup_updates",
+    "optim.warmup_fraction": "warmup_ratio",
+    "optim.schedule_length": "lr_decay_iters",
+    "parallel.tensor": "tensor_model_parallel_size",
+    "parallel.pipeline": "pipeline_model_parallel_size",
+    "engine.zero_stage": "zero_optimization_stage",
+    "engine.precision": "fp16_enabled bf16_enabled dtype",
+    "engine.precision=bf16": "bf16",
+    "engine.precision=fp16": "fp16",
+    "engine.recompute": "gradient_checkpointing checkpoint_activations",
+    "evaluate.every": "eval_interval eval_steps",
+    "evaluate.batches": "eval_iters",
+    "out": "save save_dir output_dir checkpoint_dir",
+    "checkpoint.every": "save_interval save_steps",
+    "checkpoint.keep_last": "save_total_limit",
+    "checkpoint.resume": "load resume_from_checkpoint",
+    "log.every": "log_interval logging_steps",
+    "log.sinks": "report_to",
+    "job.nodes": "num_nodes nnodes",
+    "job.gpus": "nproc_per_node gpus_per_node num_gpus",
+    "it follows from batch.global_size = batch.micro_size x accumulation steps x data-parallel replicas": (
+        "gradient_accumulation_steps update_freq"
+    ),
+    "it follows from Slurm, MPI or torchrun; hpclm submit takes --nodes and --gpus": "local_rank world_size master_addr",
+    "with parallel.tensor, activations between layers are always divided (sequence parallelism)": "partition_activations",
+    "hpclm submit --debug waits for the GPU after every operation": "synchronize_each_layer",
+    "hpclm has no context parallelism; parallel.tensor divides the sequence between layers": "context_parallel_size",
+    "hpclm has no mixture of experts": "num_experts",
 }
+OTHER_NAMES = {name: meaning for meaning, names in _NAMES.items() for name in names.split()}
+"""Name in another project -> a setting, key=value, or why there is none."""
 NEAR = 0.8  # minimum similarity of a misspelt name
+
+KEY = re.compile(r"[A-Za-z_][\w.-]*")
+UNIT = re.compile(r"([KMGT])(i?B)?", re.IGNORECASE)
+FLAGS = re.compile("contiguous|exclusive|kill-on-invalid-dep|overcommit|oversubscribe|reboot|spread-job")
+"""Options of sbatch without a value."""
+VALUED = re.compile(
+    "account|begin|chdir|clusters|comment|constraint|cpus-per-gpu|dependency|distribution|export|gpus-per-node|gres|job-name|licenses|mail-(type|user)|mem-per-(cpu|gpu)"
+    "|nice|priority|qos|reservation|switches|time-min|wckey"
+)
+SHORT = dict(D="chdir", e="error", G="gpus", m="distribution", n="ntasks", o="output")
 
 
 def hint(key: str, known: Sequence[str]) -> str:
@@ -81,24 +84,56 @@ def is_reason(suggestion: str) -> bool:
     return " " in suggestion
 
 
-def is_variable(key: str) -> bool:
-    """Whether ``key`` is written as environment variables are."""
-    return re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", key) is not None
-
-
 def meant(key: str, known: Sequence[str]) -> str | None:
     """The one of ``known`` that ``key`` stands for, perhaps as key=value, or why there is none; None if it is unclear."""
     parts = key.lstrip("-").replace("-", "_").lower().split(".")
     for start in range(len(parts)):  # with and without its sections: fp16.enabled is not our checkpoint.enabled
         name = "_".join(parts[start:])
-        if exact := OTHER_NAMES.get(name) or _named(name, parts, known):
+        if exact := OTHER_NAMES.get(name) or _setting_named(name, parts, known):
             return exact
     names = {setting.rpartition(".")[2] for setting in known}
     near = get_close_matches(parts[-1], sorted(names | OTHER_NAMES.keys()), n=1, cutoff=NEAR)
-    return (OTHER_NAMES.get(near[0]) or _named(near[0], parts, known)) if near else None
+    return (OTHER_NAMES.get(near[0]) or _setting_named(near[0], parts, known)) if near else None
 
 
-def _named(name: str, parts: Sequence[str], known: Sequence[str]) -> str | None:
+def _setting_named(name: str, parts: Sequence[str], known: Sequence[str]) -> str | None:
     """The setting whose last part is ``name``, in the section most like that of ``parts``."""
     same = [setting for setting in known if setting.rpartition(".")[2] == name]
     return next(iter(get_close_matches(".".join(parts), same, n=1, cutoff=0.0)), None)
+
+
+def mistakes(stray: Sequence[str], typed: Sequence[str]) -> list[str]:
+    """What is wrong with the ``stray`` words of the command line ``typed``, which name no settings file; empty if it is unclear."""
+    explained: set[str] = set()
+    problems = []
+    for index, word in enumerate(typed):
+        before, after = typed[index - 1] if index else "", typed[index + 1] if index + 1 < len(typed) else "…"
+        setting, _, value = word.partition("=")
+        if word in explained:
+            continue
+        if setting == "" and KEY.fullmatch(before) and "=" in word:
+            problems.append(f"write {before}={value or after}, without spaces")
+            explained |= {before} if value else {before, after}
+        elif word.endswith("=") and KEY.fullmatch(setting) and after in stray:
+            problems.append(f"write {word}{after}, without a space")
+            explained.add(after)
+        elif UNIT.fullmatch(word) and re.search(r"(^|=)\d+$", before):
+            option = f"{typed[index - 2]} " if before.isdigit() and index > 1 else ""
+            problems.append(f"write {option}{before}{word[0].upper()}, in one word")
+        elif word in stray and type_of(word) is not None and not after.startswith("="):
+            problems.append(f"{word} has no value: {word}=…")
+    return problems
+
+
+def sbatch_option(option: str, value: str) -> str | None:
+    """What to give for an ``option`` of sbatch, with its dashes and without its ``value``; None if it is not one."""
+    name = option.lstrip("-") if option.startswith("--") else SHORT.get(option[1:], "")
+    if name in ("gres", "gpus-per-node") and (count := value.rpartition(":")[2]).isdecimal():
+        return f"use --gpus {count} (GPUs of each node)"
+    if name in INSTEAD:
+        return INSTEAD[name]
+    if VALUED.fullmatch(name):
+        name = f"{name}={value or '...'}"
+    elif not FLAGS.fullmatch(name):
+        return None
+    return f"it is an option of sbatch: hpclm submit --sbatch {name}"

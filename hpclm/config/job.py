@@ -236,8 +236,6 @@ class ClusterConfig(Checked):
     """Minutes without progress on any process after which the run is considered hung: stacks are written, the log names the
     rank that blocks the others, and the run ends. Six times as long for start-up, the first step, evaluations and saves. 0:
     no hang detection."""
-    slow: float = 1.5
-    """A process is reported as slow if its own part of a step takes this many times the median; 0: never."""
     interface: str | None = None
     """Network interface between nodes; null: the one that reaches the first node (gloo), NCCL's own choice.
     NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME override it."""
@@ -250,7 +248,5 @@ class ClusterConfig(Checked):
         """Invalid cluster settings."""
         yield from at_least(1, "cluster", start_seconds=self.start_seconds)
         yield from at_least(0, "cluster", hang_minutes=self.hang_minutes)
-        if self.slow and not 1 < self.slow < float("inf"):
-            yield f"cluster.slow={self.slow} must be more than 1, or 0 to disable the check"
         if not self.timeout_minutes > 0:
             yield f"cluster.timeout_minutes={self.timeout_minutes} must be more than 0"

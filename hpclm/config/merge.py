@@ -2,7 +2,6 @@
 
 import re
 import typing
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from decimal import Decimal
@@ -12,6 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, OmegaConfBaseException
 
 from hpclm.config import hints, run_file
+from hpclm.config.checks import texts
 from hpclm.config.fields import as_yaml, flattened, keys, required, split_key, type_of, type_words
 from hpclm.config.schema import RunConfig
 from hpclm.errors import ConfigError
@@ -19,6 +19,7 @@ from hpclm.registry import hint
 
 LARGEST = 2**63 - 1  # integers beyond 64 bits are refused
 LONGEST = 200  # characters of a value in a message
+VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
 
 
 class Setting(NamedTuple):
@@ -37,9 +38,10 @@ def merge(settings: list[Setting], problems: list[str]) -> RunConfig:
         OmegaConf.set_readonly(node, False)
     refused = []
     for setting in settings:
-        wrong = _set(tree, setting.key, setting.value)
-        if wrong:
-            problems.append(f"{wrong} ({setting.origin})")
+        try:
+            _set(tree, setting.key, setting.value)
+        except ConfigError as error:
+            problems.append(f"{error} ({setting.origin})")
             refused += [setting.key] if type_of(setting.key) else []
     parts: dict[str, Any] = {}
     for field in fields(RunConfig):
@@ -58,37 +60,37 @@ def merge(settings: list[Setting], problems: list[str]) -> RunConfig:
     return run
 
 
-def _set(tree: Any, key: str, value: Any) -> str | None:
-    """Set one setting; returns what is wrong with it, or None."""
+def _set(tree: Any, key: str, value: Any) -> None:
+    """Set one setting; ConfigError if it does not exist or does not take this value."""
     kind = type_of(key)
     if kind is None:
-        return _unknown(key)
+        raise ConfigError(_unknown(key))
     if is_dataclass(kind):
-        return f"{key} is a section; set its fields, such as {key}.{fields(kind)[0].name}=…"
-    wrong = _unfit(key, kind, value)
-    if wrong:
-        return wrong
+        raise ConfigError(f"{key} is a section; set its fields, such as {key}.{fields(kind)[0].name}=…")
+    if any(re.search("[\0\ud800-\udfff]", text) for text in texts(value)):  # NUL bytes and lone surrogates
+        raise ConfigError(f"{shown_setting(key, value)} contains a character that cannot be stored in a file")
     mapping, name = split_key(key)
     if typing.get_origin(type_of(mapping)) is dict:
-        return _add_to_mapping(tree, mapping, {name: value} if name else value)
-    value = _normal(key, required(kind), value)
-    if any(isinstance(each, int) and abs(each) > LARGEST for each in (value if isinstance(value, list) else [value])):
-        return f"{key}={shown(value)} must be {type_words(kind)} of at most {LARGEST:,}"
+        _add_to_mapping(tree, mapping, {name: value} if name else value)
+        return
     before = OmegaConf.select(tree, key)
     try:
-        OmegaConf.update(tree, key, value, merge=False)
+        OmegaConf.update(tree, key, _normal(key, kind, value), merge=False)
         OmegaConf.select(tree, key)  # resolves ${...}
+    except ConfigError:
+        raise
     except (OmegaConfBaseException, ValueError, OverflowError) as error:
         OmegaConf.update(tree, key, before, merge=False)
         if isinstance(error, InterpolationResolutionError):
-            return f"{key}={shown(value)}: {_unresolved(error)}"
+            raise ConfigError(f"{key}={shown(value)}: {_unresolved(error)}") from None
         near = hint(str(value), [str(choice) for choice in typing.get_args(kind)]) or _as_meant(key, kind, value)
-        return f"{key}={shown(value)} must be {type_words(kind)}{'.' * near.startswith(' ')}{near}"
-    return None
+        raise ConfigError(
+            f"{key}={shown(value)} must be {type_words(kind)}{'.' * near.startswith(' ')}{near}"
+        ) from None
 
 
 def _unknown(key: str) -> str:
-    if hints.is_variable(key):
+    if VARIABLE.fullmatch(key):
         return f"{key} is an environment variable, not a setting: export it where you start or submit the run"
     if key in run_file.REMOVED:
         default, advice = run_file.REMOVED[key]
@@ -98,29 +100,26 @@ def _unknown(key: str) -> str:
     return f"unknown setting {key}{hints.hint(key, keys())}"
 
 
-def _unfit(key: str, kind: Any, value: Any) -> str | None:
-    """What is wrong with a value that OmegaConf would convert, or refuse less clearly."""
+def _normal(key: str, kind: Any, value: Any) -> Any:
+    """``value`` as OmegaConf takes it: 1e6 and 1_000_000 as integers, micro_size=auto as 0, ${...} of job.* as text.
+
+    ConfigError for values that it would take, but that were hardly meant.
+    """
     inner, words = required(kind), type_words(kind)
     if value is None and inner is kind:
-        return f"{key} must be {words}, not empty"
-    if not all(map(_storable, texts(value))):
-        return f"{shown_setting(key, value)} contains a character that cannot be stored in a file"
-    if key == "batch.micro_size" and value == 0 and value is not False:
-        return f"{key}=0 must be at least 1, or auto"
+        raise ConfigError(f"{key} must be {words}, not empty")
     if inner is str and isinstance(value, bool):
-        return f"{key} must be {words}; YAML reads this word as {str(value).lower()}, so put quotes around it"
-    scalar, structure = inner in (int, float, str), isinstance(value, (list, dict))
-    if (scalar and structure) or (inner in (int, float) and isinstance(value, bool)):
-        return f"{shown_setting(key, value)} must be {words}"
-    return None
-
-
-def _normal(key: str, kind: Any, value: Any) -> Any:
-    """``value`` as OmegaConf takes it: 1e6 and 1_000_000 as integers, micro_size=auto as 0, ${...} of job.* as text."""
-    if key == "batch.micro_size" and value == "auto":
+        raise ConfigError(
+            f"{key} must be {words}; YAML reads this word as {str(value).lower()}, so put quotes around it"
+        )
+    if key == "batch.micro_size" and value in (0, "auto") and value is not False:
+        if value == 0:
+            raise ConfigError(f"{key}=0 must be at least 1, or auto")
         return 0
-    if kind is int and isinstance(value, (int, float, str)):
-        return _whole(value)
+    if inner is int and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        value = _whole(value)
+    if any(isinstance(part, int) and abs(part) > LARGEST for part in (value if isinstance(value, list) else [value])):
+        raise ConfigError(f"{key}={shown(value)} must be {words} of at most {LARGEST:,}")
     return literal(value) if key.startswith("job.") else value
 
 
@@ -133,22 +132,20 @@ def _whole(value: float | str) -> Any:
     return value
 
 
-def _add_to_mapping(tree: Any, key: str, value: Any) -> str | None:
-    """Add entries to the mapping ``key``; {} empties it. Returns what is wrong, or None."""
+def _add_to_mapping(tree: Any, key: str, value: Any) -> None:
+    """Add entries to the mapping ``key``; {} empties it. ConfigError, without values, which may be secrets."""
     if not isinstance(value, dict):
-        return f"{shown_setting(key, value)} must be {type_words(type_of(key))}"
+        raise ConfigError(f"{shown_setting(key, value)} must be {type_words(type_of(key))}")
     if key == "engine.extra":
         value = {name: inner if isinstance(inner, str) else as_yaml(inner) for name, inner in flattened(value).items()}
     for name, text in value.items():
         if text is None and ":" in str(name):  # {NAME:value} is one name
-            return (
-                f"{key} has no space after the ':' of {str(name).partition(':')[0]}, which YAML needs (value not shown)"
-            )
+            before = str(name).partition(":")[0]
+            raise ConfigError(f"{key} has no space after the ':' of {before}, which YAML needs (value not shown)")
         if isinstance(text, bool) or not isinstance(text, (str, int, float)):
-            return f"{shown_setting(f'{key}.{name}', text)} must be text; put quotes around it"
+            raise ConfigError(f"{shown_setting(f'{key}.{name}', text)} must be text; put quotes around it")
     added = literal({str(name): str(text) for name, text in value.items()})
     OmegaConf.update(tree, key, added, merge=bool(value))
-    return None
 
 
 def _as_meant(key: str, kind: Any, value: Any) -> str:
@@ -177,19 +174,6 @@ def literal(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [literal(inner) for inner in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
-
-
-def texts(value: Any) -> Iterator[str]:
-    """All text in a value, names in its mappings too."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for inner in [*value, *value.values()] if isinstance(value, dict) else value:
-            yield from texts(inner)
-
-
-def _storable(text: str) -> bool:
-    return not re.search("[\0\ud800-\udfff]", text)  # NUL bytes and lone surrogates
 
 
 def shown_setting(key: str, value: Any) -> str:

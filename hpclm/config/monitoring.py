@@ -67,9 +67,7 @@ class ProfileConfig(Checked):
 
     steps: tuple[int, int] | None = None
     """[first, last]: record these steps, as profile/rank-00000.json (for Perfetto) and a table of the ten most expensive
-    operations; null: off."""
-    ranks: list[int] = field(default_factory=lambda: [0])
-    """Ranks that record."""
+    operations; null: off. Rank 0 records."""
 
     def problems(self) -> Iterator[str]:
         """What cannot work in the profile settings."""
@@ -78,5 +76,3 @@ class ProfileConfig(Checked):
                 f"profile.steps={list(self.steps)} must be [first, last], from step 1, in order, and at most {MOST_PROFILED} "
                 "steps: a trace is held in memory"
             )
-        if not self.ranks or any(rank < 0 for rank in self.ranks):
-            yield f"profile.ranks={self.ranks} must name ranks, from 0"

@@ -12,7 +12,6 @@ from hpclm import files
 from hpclm.errors import ConfigError
 
 LARGEST = 4 << 20  # bytes of a settings file
-MOST = 500_000  # values in a file, with every alias (*name) expanded
 DIGITS = 400  # of a number; the largest float has 309
 NUMBERS = {
     "tag:yaml.org,2002:int": re.compile(r"[-+]?(0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)$"),
@@ -23,18 +22,20 @@ NUMBERS = {
 
 
 class Loader(yaml.SafeLoader):
-    """YAML, but duplicate keys are an error, 10:00:00 is text (not base 60), and so is 0123 (not base 8)."""
+    """YAML without aliases, in which duplicate keys are an error; 10:00:00 is text (not base 60), and so is 0123 (not base 8)."""
 
     yaml_implicit_resolvers: dict = {  # noqa: RUF012
         first: [(tag, NUMBERS.get(tag, pattern)) for tag, pattern in rows]
         for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-    def get_single_node(self) -> yaml.Node | None:
-        """The document, after checking its size with all aliases expanded."""
-        node = super().get_single_node()
-        if node is not None:
-            _count(node, {})
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """A node; no aliases, which can multiply a small file into a huge one, and no endless numbers."""
+        if self.check_event(yaml.AliasEvent):
+            raise _wrong(self.peek_event(), "aliases (*name) are not supported; repeat the value")
+        node = super().compose_node(parent, index)
+        if isinstance(node, yaml.ScalarNode) and len(node.value) > DIGITS and node.tag in NUMBERS:
+            raise _wrong(node, f"a number has {len(node.value)} digits; at most {DIGITS} are allowed")
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
@@ -99,24 +100,5 @@ def json_object(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _count(node: yaml.Node, known: dict[int, int]) -> int:
-    """Number of values in ``node`` with every alias expanded; YAMLError for more than ``MOST`` and for recursive aliases."""
-    if isinstance(node, yaml.ScalarNode):
-        if len(node.value) > DIGITS and node.tag in NUMBERS:
-            raise _wrong(node, f"a number has {len(node.value)} digits; at most {DIGITS} are allowed")
-        return 1
-    if id(node) in known:
-        if not known[id(node)]:
-            raise _wrong(node, "an alias refers to a node that contains it")
-        return known[id(node)]
-    known[id(node)] = 0
-    inner = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
-    found = 1 + sum(_count(part, known) for part in inner)
-    if found > MOST:
-        raise _wrong(node, f"it holds more than {MOST:,} values")
-    known[id(node)] = found
-    return found
-
-
-def _wrong(node: yaml.Node, problem: str) -> yaml.YAMLError:
-    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+def _wrong(at: Any, problem: str) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, at.start_mark)

@@ -18,7 +18,10 @@ _FOLLOW = "hpclm evaluate RUN --tasks A,B --follow scores each checkpoint beside
 REMOVED: dict[str, tuple[Any, str]] = {
     "checkpoint.files": ("rank", ""),
     "cluster.hang": ("requeue", ""),
+    "cluster.slow": (1.5, ""),
     "data.extra_ids": (0, ""),
+    "engine.anomaly": (False, "hpclm submit --debug names the operation that made a gradient NaN"),
+    "engine.matmul": ("auto", ""),
     "engine.overlap": (True, "set engine.extra.zero_optimization.overlap_comm"),
     "evaluate.tasks": ([], _FOLLOW),
     "evaluate.tasks_every": (0, _FOLLOW),
@@ -28,6 +31,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "optim.nonfinite": ("skip", "to stop at the first step that is not finite, set optim.nonfinite_limit=1"),
     "optim.period_growth": (1.0, ""),
     "optim.period_shrink": (0.1, ""),
+    "profile.ranks": ([0], ""),
     "scaler.at_minimum": ("stay", "optim.nonfinite_limit stops a run that overflows at scaler.minimum"),
 }
 """Settings that no longer exist, the values with which a config.yaml may still have them (what hpclm does now), and what to do
@@ -44,34 +48,27 @@ BESIDE = ("attempts.jsonl", "jobs.jsonl", "checkpoints.saved")
 """Files next to the config.yaml of a run that has started."""
 
 
-def read(path: Path) -> Content:
-    """The content of a settings file; ConfigError if it is not YAML."""
-    try:
-        return reading.content(path, "settings file")
-    except ConfigError as error:
-        raise ConfigError(f"{error}; {way_out(path)}" if _of_run(path) else error.problems) from None
+def read_settings(path: Path, of_run: bool = False) -> tuple[Content, bool]:
+    """The content of a settings file, and whether a run has written it, so that it is complete; ConfigError if it is not YAML.
 
-
-def is_resolved(path: Path, content: Content) -> bool:
-    """True for a run's config.yaml, False for any other settings file.
-
-    ConfigError for a config.yaml that lacks a setting, which would silently be replaced by the default. A setting that did not
-    exist in the version that wrote the file has its default.
+    ConfigError for a run's config.yaml (``of_run``, or by the files beside it) that lacks a setting, which would silently be
+    replaced by the default. A setting that did not exist in the version that wrote the file has its default.
     """
-    written = _FIRST.match(content.text)
-    lacking = missing(content.tree) if written or _of_run(path) else []
-    if lacking and (written is None or written[1] == __version__):
-        more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
-        raise ConfigError(f"{path} lacks {', '.join(lacking[:5])}{more}; {way_out(path)}")
-    return written is not None
-
-
-def way_out(path: Path) -> str:
-    """What to do about an incomplete config.yaml."""
-    return (
+    of_run = of_run or (path.name == NAME and any((path.parent / name).exists() for name in BESIDE))
+    way_out = (
         f"a run's config.yaml holds all of its settings. Copy the newest complete version from {path.parent / HISTORY} there, or "
         f"repeat the command of the first attempt (see attempts.jsonl and jobs.jsonl), which writes the file again"
     )
+    try:
+        content = reading.content(path, "settings file")
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {way_out}" if of_run else error.problems) from None
+    written = _FIRST.match(content.text)
+    lacking = _missing(content.tree) if written or of_run else []
+    if lacking and (written is None or written[1] == __version__):
+        more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
+        raise ConfigError(f"{path} lacks {', '.join(lacking[:5])}{more}; {way_out}")
+    return content, written is not None
 
 
 def is_run(folder: Path) -> bool:
@@ -79,12 +76,7 @@ def is_run(folder: Path) -> bool:
     return folder.is_dir() and (folder / NAME).is_file()
 
 
-def _of_run(path: Path) -> bool:
-    """Whether it is the config.yaml of a run that has started."""
-    return path.name == NAME and any((path.parent / name).exists() for name in BESIDE)
-
-
-def missing(tree: dict[Any, Any]) -> list[str]:
+def _missing(tree: dict[Any, Any]) -> list[str]:
     """Settings that ``tree`` lacks."""
     lacking = []
     for field in fields(RunConfig):

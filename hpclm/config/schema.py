@@ -4,13 +4,15 @@ The string under a field is its documentation, for ``hpclm config`` and docs/set
 wrong inside it; RunConfig adds contradictions between sections.
 """
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-from hpclm.config.checks import Checked, at_least
+from hpclm.config.checks import Checked, at_least, texts
 from hpclm.config.data import DataConfig
 from hpclm.config.engine import EngineConfig, ParallelConfig, unsupported
+from hpclm.config.engine_settings import EngineSettings
 from hpclm.config.job import ClusterConfig, JobConfig
 from hpclm.config.model import ModelConfig
 from hpclm.config.monitoring import EvaluateConfig, LogConfig, ProfileConfig
@@ -21,6 +23,7 @@ from hpclm.errors import ConfigError
 from hpclm.registry import load
 
 MOST = 10**9  # epochs, or hours
+OWN_CODE = re.compile(r"([A-Za-z_]\w*)(?:\.\w+)*:[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)
@@ -233,6 +236,28 @@ class RunConfig(Checked):
     def missing_libraries(self) -> list[str]:
         """Optional libraries that these settings need and that are not installed here."""
         return self.engine.missing_libraries() + self.log.missing_libraries()
+
+    def evaluation_samples(self, per_epoch: int) -> int:
+        """Samples that an evaluation reads of a split with ``per_epoch`` of them."""
+        return max(1, min(self.evaluate.batches * self.batch.global_size, per_epoch))
+
+    def modules(self) -> set[str]:
+        """Top-level modules of the user's own code that settings name, as in data.tokenizer=my.mod:Tok."""
+        return {match[1] for text in texts(asdict(self)) if (match := OWN_CODE.fullmatch(text))}
+
+    def for_engine(self, processes: int = 1) -> EngineSettings:
+        """What an engine needs to know on ``processes``; ConfigError as of plan()."""
+        sections = dict(
+            model=self.model, optim=self.optim, scaler=self.scaler, parallel=self.parallel, engine=self.engine
+        )
+        return EngineSettings(
+            plan=self.plan(processes),
+            seed=self.seed,
+            loss_norm=self.batch.loss_norm,
+            timers=self.log.timers,
+            file_mb=self.checkpoint.file_mb,
+            **sections,  # type: ignore[arg-type]
+        )
 
     def plan(self, processes: int = 1) -> Plan:
         """How the batches are divided over ``processes``; ConfigError if the numbers do not fit.

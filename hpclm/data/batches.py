@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hpclm.config import Plan, RunConfig
+from hpclm.config import DataConfig, ModelConfig, Plan
 from hpclm.data.sources import PADDING, Samples, needs_eod
 from hpclm.errors import ConfigError
 
@@ -34,14 +34,20 @@ class Batches:
     """The micro-batches of any step of one replica."""
 
     def __init__(
-        self, samples: Samples, config: RunConfig, plan: Plan, eod: int | None, device: torch.device, replica: int = 0
+        self,
+        samples: Samples,
+        data: DataConfig,
+        model: ModelConfig,
+        plan: Plan,
+        eod: int | None,
+        device: torch.device,
+        replica: int = 0,
     ):
-        data = config.data
         lacking = list(needs_eod(data, eod))
         if lacking:
             raise ConfigError(lacking)
         self.samples, self.plan, self.data, self.device, self.replica = samples, plan, data, device, replica
-        self.width, self.vocab_size, self.eod = config.model.context + 1, config.model.vocab_size, eod
+        self.width, self.vocab_size, self.eod = model.context + 1, model.vocab_size, eod
         self._ahead = Prefetch(self._read_step, lambda consumed: consumed + plan.batch_size(consumed), data.workers)
 
     def step(self, consumed: int) -> list[Batch]:

@@ -7,9 +7,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hpclm.config import DataConfig, Plan, RunConfig
+from hpclm.config import DataConfig, ModelConfig
 from hpclm.config.data import SOURCES
-from hpclm.config.length import run_length
 from hpclm.data.shared_facts import SharedFacts
 from hpclm.errors import ConfigError
 from hpclm.registry import a_function, lookup
@@ -58,18 +57,18 @@ class Source(Protocol):
         ...
 
 
-def build(config: RunConfig, facts: SharedFacts | None = None) -> Source:
+def build(data: DataConfig, model: ModelConfig, seed: int, facts: SharedFacts | None = None) -> Source:
     """The configured source; ConfigError if there is none, or if a user-defined one is not valid.
 
     ``facts``: for a source that takes them; it adds what it reads, and does not read again what they hold.
     """
-    make = lookup("data.source", config.data.source, SOURCES, CHECK)
+    make = lookup("data.source", data.source, SOURCES, CHECK)
     more = {"facts": facts} if facts and "facts" in signature(make).parameters else {}
-    made: Source = make(config.data, config.model.context, config.seed, config.model.vocab_size, **more)
+    made: Source = make(data, model.context, seed, model.vocab_size, **more)
     lacks = [name for name in REQUIRED if not hasattr(made, name)]
     if lacks:
         raise ConfigError(
-            f"data.source {config.data.source} gives {type(made).__name__}, which lacks {', '.join(lacks)}; "
+            f"data.source {data.source} gives {type(made).__name__}, which lacks {', '.join(lacks)}; "
             "hpclm/data/sources.py says what a source needs"
         )
     return made
@@ -82,43 +81,12 @@ def check_content(source: Source) -> list[str]:
     return found
 
 
-def check(config: RunConfig, plan: Plan) -> Source | None:
-    """Check the data of a run before it starts, without building an index or reading samples; ConfigError lists every problem.
-
-    Returns the source; None for a user-defined one, of which only the name is checked, because building it may take long.
-    """
-    if config.data.source not in SOURCES:
-        lookup("data.source", config.data.source, SOURCES, CHECK)
-        return None
-    problems: list[str] = []
-    source = build(config)
-    try:
-        length = run_length(config, plan, samples_per_epoch(source))
-        _check_part(source, "train", length.samples)
-    except ConfigError as error:
-        problems += error.problems
-    problems += needs_eod(config.data, source.eod)
-    for part in source.held_out if config.evaluate.every else ():
-        try:
-            _check_part(source, part, evaluated(source, config, part))
-        except ConfigError as error:
-            problems += without_evaluation(source, part, error).problems
-    if problems:
-        raise ConfigError(problems)
-    return source
-
-
 def samples_per_epoch(source: Source) -> int:
     """Samples in one epoch of the training data; ConfigError if there are none."""
     found = source.per_epoch("train")
     if not found:
-        _check_part(source, "train", None)
+        check_part(source, "train", None)
     return found
-
-
-def evaluated(source: Source, config: RunConfig, part: str) -> int:
-    """Samples that an evaluation reads from a split."""
-    return max(1, min(config.evaluate.batches * config.batch.global_size, source.per_epoch(part)))
 
 
 def without_evaluation(source: Source, part: str, error: ConfigError) -> ConfigError:
@@ -138,6 +106,7 @@ def needs_eod(data: DataConfig, eod: int | None) -> Iterator[str]:
             )
 
 
-def _check_part(source: Source, part: str, wanted: int | None) -> None:
-    look: Any = getattr(source, "check", source.samples)
-    look(part, wanted)
+def check_part(source: Source, part: str, wanted: int | None) -> None:
+    """ConfigError if a split has no samples, or its files cannot be used; reads no samples, if the source can do so."""
+    check: Any = getattr(source, "check", source.samples)
+    check(part, wanted)

@@ -5,25 +5,20 @@ inputs (whole lines) → encode (tokens, in worker processes) → output (a data
 
 import json
 import logging
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-import numpy as np
-
 from hpclm import extras
-from hpclm.data import tokenizers
-from hpclm.data.indexed import IndexedDataset, files
-from hpclm.datasets.encode import Job, encode, read, tokenizer_of
+from hpclm.data.indexed import files
+from hpclm.datasets.encode import Job, encode, read_texts, tokenizer_of
 from hpclm.datasets.inputs import Share, chunks
 from hpclm.datasets.next_command import next_command
-from hpclm.datasets.options import Corpus, Dictionary, Request
+from hpclm.datasets.options import Dictionary, InputCorpus, Request
 from hpclm.datasets.output import BuildReport, Output
 from hpclm.datasets.tokenizers.fairseq import dictionary_of
 from hpclm.datasets.workers import ordered
@@ -34,16 +29,11 @@ from hpclm.terminal import say
 log = logging.getLogger(__name__)
 SHOWN = 5  # unreadable lines that are described in the log
 WHOLE = Share(0, 1)
-BY_SPACES = ("whitespace", "fairseq")
-"""Tokenizers that split text at white space."""
-SAMPLED = 1 << 22  # tokens
-LEAST = 500  # in shorter texts many words occur once
-TOO_MANY = 0.5
 EVERY = 60  # seconds between log lines
 
 
 def write(
-    corpus: Corpus,
+    corpus: InputCorpus,
     request: Request,
     prefixes: Sequence[Path],
     share: Share = WHOLE,
@@ -54,6 +44,8 @@ def write(
     They are the same for any number of workers, and memory does not grow with the input. ``more`` goes into PREFIX.json.
     ConfigError for unreadable input, or input without tokens.
     """
+    from tqdm import tqdm
+
     job, size = request.job, sum(source.size for source in corpus.inputs) // share.parts
     work = chunks(list(corpus.inputs), share, request.longest_line)
     described = 0
@@ -62,24 +54,34 @@ def write(
             replaces = request.overwrite or share != WHOLE
             outputs = [opened.enter_context(Output(prefix, job, replaces)) for prefix in prefixes]
             results = opened.enter_context(closing(ordered(partial(encode, job=job), work, request.workers)))
-            progress = opened.enter_context(BuildProgress(prefixes[0].name, size or None))
+            bar = opened.enter_context(
+                tqdm(total=size or None, unit="B", unit_scale=True, desc=prefixes[0].name, disable=None)
+            )
+            began = logged = time.monotonic()
             for encoded in results:
                 for output, column in zip(outputs, encoded.columns, strict=True):
-                    output.add(column)
+                    output.add_column(column)
                     output.bad.update(encoded.bad)
                 for problem in encoded.problems[: SHOWN - described]:
-                    log.warning("skipped: %s%s", encoded.chunk.where(problem.line), problem.message)
+                    log.warning("skipped: %s%s", encoded.chunk.location(problem.line), problem.message)
                     described += 1
-                progress.update(encoded.chunk.consumed, encoded.records, sum(output.tokens for output in outputs))
+                now, tokens = time.monotonic(), sum(output.tokens for output in outputs)
+                bar.set_postfix_str(f"{tokens / (now - began):,.0f} tokens/s", refresh=False)
+                bar.update(encoded.chunk.consumed)
+                if bar.disable and now - logged >= EVERY:
+                    log.info(
+                        "%s: %s tokens, %s tokens/s", prefixes[0].name, f"{tokens:,}", f"{tokens / (now - began):,.0f}"
+                    )
+                    logged = now
             if share == WHOLE:
                 for output in outputs:
                     refuse_empty(output.report(), corpus.names)
-            return [output.close(more or {}) for output in outputs]
+            return [output.complete(more or {}) for output in outputs]
     except OSError as error:
         raise unwritten(error, prefixes[0], "no dataset was written") from error
 
 
-def job_fingerprint(corpus: Corpus, request: Request) -> dict[str, Any]:
+def job_fingerprint(corpus: InputCorpus, request: Request) -> dict[str, Any]:
     """Everything that determines the dataset (JSON): inputs, options, tokenizer."""
     job = asdict(request.job) | {"files": tokenizer_of(request.job).fingerprint}
     return dict(json.loads(json.dumps({"inputs": [asdict(source) for source in corpus.inputs], "job": job})))
@@ -115,11 +117,9 @@ def refuse_empty(report: BuildReport, names: str) -> None:
         raise ConfigError(f"no documents in {names} ({report.omissions}); no dataset was written")
 
 
-def print_reports(reports: list[BuildReport], job: Job | None = None, end: str = "") -> None:
-    """Print what was written, and warn if the tokenizer does not suit the text."""
+def print_reports(reports: list[BuildReport], end: str = "") -> None:
+    """Print what was written."""
     for report in reports:
-        if job is not None:
-            _warn_of_unsuitable_tokenizer(report.prefix, job)
         counts = f"{report.documents:,} documents, {report.tokens:,} tokens; {report.omissions}"
         say(f"{report.prefix}.bin, .idx, .json: {counts}{end}")
 
@@ -137,69 +137,10 @@ def write_dictionary(dictionary: Dictionary, request: Request) -> None:
         lines = (
             line
             for chunk in chunks(list(dictionary.corpus.inputs), longest=request.longest_line)
-            for line in read(chunk, request.job.keys, request.job.on_error)[0][0]
+            for line in read_texts(chunk, request.job.keys, request.job.on_error)[0][0]
         )
         text = dictionary_of(lines)
     path = dictionary.path
     if path.exists() and read_text(path, errors="replace") != text and not request.overwrite:
         raise ConfigError(f"{path} exists and has other words; give --overwrite to replace it, or another --destdir")
     write_text(path, text)
-
-
-def _warn_of_unsuitable_tokenizer(prefix: Path, job: Job) -> None:
-    """Log a warning if most words of a dataset are unknown, or occur only once or twice."""
-    tokenizer = tokenizer_of(job)
-    if job.tokenizer not in BY_SPACES or getattr(tokenizer, "model", None) is not None:
-        return
-    counts = np.bincount(IndexedDataset(prefix).flat[0:SAMPLED], minlength=tokenizer.size)
-    counts[tokenizers.end(tokenizer)] = 0
-    total, kinds = int(counts.sum()), int(np.count_nonzero(counts))
-    ids: dict[str, int] = tokenizer.ids  # type: ignore[attr-defined]  # as both kinds have it
-    unknown = int(counts[ids["<unk>"]])
-    if total >= LEAST and kinds > TOO_MANY * total:
-        problem = f"{kinds:,} of {total:,} words are different ones (types/tokens {kinds / total:.2f})"
-    elif unknown > TOO_MANY * total:
-        problem = f"{100 * unknown / total:.0f}% of the words are not in the vocabulary (<unk>)"
-    else:
-        return
-    log.warning(
-        "%s: %s; text without spaces between its words, such as Chinese, needs a tokenizer of pieces: hpclm train-tokenizer "
-        "--output t.model --kind unigram, then --tokenizer sentencepiece --tokenizer-files t.model",
-        prefix,
-        problem,
-    )
-
-
-class BuildProgress:
-    """Shows progress: a bar on a terminal, otherwise a log line every minute. ``total``: bytes to read, if known."""
-
-    def __init__(self, name: str, total: int | None):
-        self._name, self._total = name, total
-        self._bytes = self._documents = 0
-        self._began = self._shown = time.monotonic()
-        self._bar: Any = None
-
-    def update(self, consumed: int, documents: int, tokens: int) -> None:
-        """Add ``consumed`` bytes and ``documents`` documents; ``tokens`` in all."""
-        self._bytes += consumed
-        self._documents += documents
-        now = time.monotonic()
-        speed = f"{tokens / max(now - self._began, 1e-9):,.0f} tokens/s"
-        if self._bar is not None:
-            self._bar.set_postfix_str(speed, refresh=False)
-            self._bar.update(consumed)
-        elif now - self._shown >= EVERY:
-            share = f", {min(self._bytes / self._total, 1):.0%}" if self._total else ""
-            log.info("%s: %s documents, %s%s", self._name, f"{self._documents:,}", speed, share)
-            self._shown = now
-
-    def __enter__(self) -> "BuildProgress":
-        if sys.stderr is not None and sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=self._total, unit="B", unit_scale=True, desc=self._name)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if self._bar is not None:
-            self._bar.close()

@@ -2,30 +2,21 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
-from typing import Any, AnyStr, Literal
+from typing import Literal
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from hpclm.data import tokenizers
 from hpclm.data.indexed import token_dtype
-from hpclm.datasets.inputs import InputChunk
+from hpclm.datasets.inputs import Format, InputChunk
 from hpclm.errors import ConfigError
 
 SHOWN = 5  # unreadable lines of a chunk that are described
-JSON = {
-    int: "a number",
-    float: "a number",
-    bool: "a truth value",
-    type(None): "null",
-    list: "a list",
-    dict: "an object",
-}
-
 OnError = Literal["stop", "skip"]
 
 
@@ -85,8 +76,6 @@ class Encoded:
     """The chunk, without its text."""
     columns: tuple[Column, ...]
     """One for each key."""
-    records: int
-    """Number of lines, JSON objects or files that were read."""
     bad: dict[str, int] = field(default_factory=dict)
     """Number of unreadable lines, by reason."""
     problems: tuple[Problem, ...] = ()
@@ -101,86 +90,56 @@ def tokenizer_of(job: Job) -> tokenizers.Tokenizer:
 
 def encode(chunk: InputChunk, job: Job) -> Encoded:
     """Encode a chunk, whose text is discarded; ConfigError, with file and line, if that fails."""
-    texts, problems = read(chunk, job.keys, job.on_error)
+    texts, problems = read_texts(chunk, job.keys, job.on_error)
     chunk.text.clear()  # it may be gigabytes
     columns = tuple(_column(documents, job, chunk.source.name) for documents in texts)
     bad = Counter(problem.reason for problem in problems)
-    return Encoded(replace(chunk, text=bytearray()), columns, len(texts[0]), dict(bad), tuple(problems[:SHOWN]))
+    return Encoded(replace(chunk, text=bytearray()), columns, dict(bad), tuple(problems[:SHOWN]))
 
 
-def read(chunk: InputChunk, keys: tuple[str, ...], on_error: OnError) -> tuple[list[list[str]], list[Problem]]:
+def read_texts(chunk: InputChunk, keys: tuple[str, ...], on_error: OnError) -> tuple[list[list[str]], list[Problem]]:
     """The texts of a chunk, a list for each key, and its unreadable lines; ConfigError for those if ``on_error`` is "stop"."""
-    texts = _read_at_once(chunk, keys)
-    if texts is not None:
-        return texts, []
-    texts, problems = [[] for _ in keys], []
-    for record in read_lines(chunk, keys):
+    texts: list[list[str]] = [[] for _ in keys]
+    problems = []
+    format = chunk.source.format
+    lines = [chunk.text] if format == "files" else chunk.text.split(b"\n")
+    if format != "files" and not lines[-1]:
+        lines.pop()
+    for number, line in enumerate(lines):
+        record = (_json_texts(line, keys) if format == "jsonl" else None) or read_line(line, format, keys, number)
         if not isinstance(record, Problem):
-            for column, text in zip(texts, record, strict=True):
+            for column, text in zip(texts, record, strict=False):  # a blank line has none
                 column.append(text)
         elif on_error == "stop":
-            raise ConfigError(f"{chunk.where(record.line)}{record.message}")
+            raise ConfigError(f"{chunk.location(number)}{record.message}")
         else:
             problems.append(record)
     return texts, problems
 
 
-def _read_at_once(chunk: InputChunk, keys: tuple[str, ...]) -> list[list[str]] | None:
-    """The texts that ``read_lines`` gives, faster; None if a line needs that."""
-    if chunk.source.format != "jsonl":
-        try:
-            text = chunk.text.decode()
-        except UnicodeDecodeError:
-            return None
-        lines = [text] if chunk.source.format == "files" else [line.rstrip("\r") for line in _lines(text, "\n")]
-        return [lines for _ in keys]
-
-    from orjson import JSONDecodeError, loads
-
-    several = chunk.text.find(b"\n", 0, -1) >= 0
-    raws: list[Any] = _lines(bytes(chunk.text), b"\n") if several else [chunk.text]  # a long line is not copied
-    texts: list[list[str]] = [[] for _ in keys]
+def _json_texts(line: bytes | bytearray, keys: tuple[str, ...]) -> list[str] | None:
+    """What ``read_line`` returns, faster; None for a line that it must look at."""
     try:
-        if len(keys) == 1:
-            [key] = keys
-            texts = [[loads(raw)[key] for raw in raws]]
-        else:
-            for record in map(loads, raws):
-                for column, key in zip(texts, keys, strict=True):
-                    column.append(record[key])
-    except (JSONDecodeError, KeyError, TypeError, IndexError):
+        record = orjson.loads(line)
+        texts = [record[key] for key in keys]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
         return None
-    return texts if all(type(text) is str for column in texts for text in column) else None
+    return texts if all(type(text) is str for text in texts) else None
 
 
-def read_lines(chunk: InputChunk, keys: tuple[str, ...]) -> Iterator[list[str] | Problem]:
-    """The texts of each line, or what is wrong with it; takes the JSON that Python's json takes, and skips blank lines of JSONL."""
-    format = chunk.source.format
-    raws = [bytes(chunk.text)] if format == "files" else _lines(bytes(chunk.text), b"\n")
-    for number, raw in enumerate(raws):
-        try:
-            line = raw.decode()
-        except UnicodeDecodeError as error:
-            message = f" is not UTF-8: byte {raw[error.start]:#x} at {error.start}; convert it, for example with iconv"
-            yield Problem(number, "not UTF-8", message)
-            continue
-        if format == "jsonl":
-            if line.strip():
-                yield _record(line, keys, number)
-        else:
-            yield [line.rstrip("\r") if format == "lines" else line for _ in keys]
-
-
-def _lines(text: AnyStr, newline: AnyStr) -> list[AnyStr]:
-    """The lines of ``text``; the last one may end with a newline."""
-    lines = text.split(newline)
-    return lines if lines[-1] else lines[:-1]
-
-
-def _record(line: str, keys: tuple[str, ...], number: int) -> list[str] | Problem:
-    """The texts of a JSON object."""
+def read_line(line: bytes | bytearray, format: Format, keys: tuple[str, ...], number: int) -> list[str] | Problem:
+    """The texts of a line (none for a blank line of JSONL), or what is wrong with it; takes the JSON that Python's json takes."""
     try:
-        record = json.loads(line, parse_int=lambda _: 0)  # Python refuses very long numbers
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        message = f" is not UTF-8: byte {line[error.start]:#x} at {error.start}; convert it, for example with iconv"
+        return Problem(number, "not UTF-8", message)
+    if format != "jsonl":
+        return [text.rstrip("\r") if format == "lines" else text] * len(keys)
+    if not text.strip():
+        return []
+    try:
+        record = json.loads(text, parse_int=lambda _: 0)  # Python refuses very long numbers
     except (ValueError, RecursionError) as error:
         return Problem(number, "not JSON", f" is not JSON: {error}; a .jsonl file has one JSON object per line")
     if not isinstance(record, dict):
@@ -191,7 +150,7 @@ def _record(line: str, keys: tuple[str, ...], number: int) -> list[str] | Proble
             message = f" has no key {key!r}; it has {sorted(record)}; select one with --json-keys"
             return Problem(number, "no key", message)
         if not isinstance(record[key], str):
-            return Problem(number, "not text", f": {key!r} holds {JSON[type(record[key])]}, not text")
+            return Problem(number, "not text", f": {key!r} holds a JSON {type(record[key]).__name__}, not text")
         try:
             record[key].encode()
         except UnicodeEncodeError as error:

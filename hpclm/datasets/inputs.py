@@ -68,7 +68,7 @@ class InputChunk:
     consumed: int
     """Bytes of the file, as stored, that were read for this chunk."""
 
-    def where(self, line: int) -> str:
+    def location(self, line: int) -> str:
         """FILE:LINE of line number ``line`` (from 0) of the chunk; FILE if the input is a single document."""
         if self.source.format == "files":
             return self.source.name
@@ -156,7 +156,7 @@ def chunks(inputs: list[Input], share: Share = Share(), longest: int = LONGEST *
             if len(chunk.text) > longest and (source.format == "files" or chunk.text.find(b"\n", 0, longest + 1) < 0):
                 what = "a single document with --format files" if source.format == "files" else "a single line"
                 raise ConfigError(
-                    f"{chunk.where(0)} has more than {longest / MB:g} MB of text without an end: it would be {what}. If that "
+                    f"{chunk.location(0)} has more than {longest / MB:g} MB of text without an end: it would be {what}. If that "
                     "is meant, give --longest-line MB; it is held in memory several times"
                 )
             yield chunk

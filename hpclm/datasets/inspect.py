@@ -1,6 +1,5 @@
 """Describe a dataset: counts, lengths, tokenizer, and the first documents as text."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +7,11 @@ from hpclm.config.data import DataConfig
 from hpclm.data import tokenizers
 from hpclm.data.content import noted
 from hpclm.data.indexed import IndexedDataset, sidecar
-from hpclm.datasets.lengths import Bin, bars, bins, document_lengths, sequence_lengths
+from hpclm.datasets.lengths import bins, document_lengths, sequence_lengths
 from hpclm.datasets.verify import check_index
 from hpclm.errors import ConfigError
 
 SHOWN = 300  # characters of a document
-WIDTH = 100  # characters of the histogram, at most
 READ = 4 * SHOWN  # tokens that are decoded for them: a character has at most 4 bytes of UTF-8
 
 
@@ -66,9 +64,6 @@ def as_text(report: dict[str, Any]) -> str:
     if report["sequence_lengths"] != report["document_lengths"]:
         rows["tokens in a sequence"] = _summary(report["sequence_lengths"])
     parts = [report["prefix"], *(f"  {name:<21} {value}" for name, value in rows.items() if value)]
-    if report["histogram"]:
-        bins = [Bin(*bin) for bin in report["histogram"]]
-        parts += ["", "documents by their tokens", bars(bins, min(shutil.get_terminal_size().columns, WIDTH))]
     for document in report["first"]:
         text = document["text"] if "text" in document else " ".join(map(str, document["ids"]))
         cut = " … (cut)" if document["cut"] else ""

@@ -10,7 +10,6 @@ from hpclm.data.indexed import IndexedDataset
 
 BLOCK = 1 << 18  # documents that are read at a time
 PERCENTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
-SMALLEST_BAR = 8  # characters
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,12 +51,30 @@ class Bin:
 
 def document_lengths(dataset: IndexedDataset) -> Lengths:
     """The lengths of documents; the index must have been checked."""
-    return _gathered(_of_documents(dataset))
+    return _counted(
+        (np.diff(dataset.places(dataset.bounds(start, min(start + BLOCK, dataset.document_count)))))
+        for start in _starts(dataset, dataset.document_count)
+    )
 
 
 def sequence_lengths(dataset: IndexedDataset) -> Lengths:
     """The lengths of sequences."""
-    return _gathered(_of_sequences(dataset))
+    return _counted(dataset.sizes[start : start + BLOCK].astype(np.int64) for start in _starts(dataset, len(dataset)))
+
+
+def _starts(dataset: IndexedDataset, count: int) -> Iterator[int]:
+    for start in range(0, count, BLOCK):
+        yield start
+        dataset.release()
+
+
+def _counted(blocks: Iterator[NDArray[np.int64]]) -> Lengths:
+    values, counts = np.empty(0, np.int64), np.empty(0, np.int64)
+    for block in blocks:
+        new, often = np.unique(block, return_counts=True)
+        values, inverse = np.unique(np.concatenate((values, new)), return_inverse=True)
+        counts = np.bincount(inverse, np.concatenate((counts, often))).astype(np.int64)
+    return Lengths(values, counts)
 
 
 def bins(lengths: Lengths) -> list[Bin]:
@@ -66,33 +83,3 @@ def bins(lengths: Lengths) -> list[Bin]:
     counts = np.bincount(exponents, lengths.counts).astype(np.int64)
     lowest = int(exponents[0]) if len(exponents) else 0
     return [Bin(1 << e >> 1, (1 << e) - 1, int(counts[e])) for e in range(lowest, len(counts))]
-
-
-def bars(bins: list[Bin], width: int) -> str:
-    """The bins as a bar chart of ``width`` characters."""
-    margin = max((len(bin.name) for bin in bins), default=0)
-    room = max(SMALLEST_BAR, width - margin - 2 - max((len(f" {bin.count:,}") for bin in bins), default=0))
-    most = max((bin.count for bin in bins), default=0)
-    return "\n".join(f"{bin.name:>{margin}}  {'█' * -(-room * bin.count // most)} {bin.count:,}" for bin in bins)
-
-
-def _of_documents(dataset: IndexedDataset) -> Iterator[NDArray[np.int64]]:
-    for start in range(0, dataset.document_count, BLOCK):
-        bounds = dataset.bounds(start, min(start + BLOCK, dataset.document_count))
-        yield np.diff(dataset.places(bounds))
-        dataset.release()
-
-
-def _of_sequences(dataset: IndexedDataset) -> Iterator[NDArray[np.int64]]:
-    for start in range(0, len(dataset), BLOCK):
-        yield dataset.sizes[start : start + BLOCK].astype(np.int64)
-        dataset.release()
-
-
-def _gathered(blocks: Iterator[NDArray[np.int64]]) -> Lengths:
-    values, counts = np.empty(0, np.int64), np.empty(0, np.int64)
-    for block in blocks:
-        new, often = np.unique(block, return_counts=True)
-        values, inverse = np.unique(np.concatenate((values, new)), return_inverse=True)
-        counts = np.bincount(inverse, np.concatenate((counts, often))).astype(np.int64)
-    return Lengths(values, counts)

@@ -1,7 +1,6 @@
 """Merge datasets into one, or convert one to another layout or type."""
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,14 +100,9 @@ def joined_note(prefixes: Sequence[str | Path]) -> dict[str, Any] | None:
 
 
 def _check_places(out: Path, prefixes: Sequence[str | Path], overwrite: bool) -> None:
-    if not prefixes:
-        raise ConfigError("no datasets to merge; name at least one")
     taken = {path.resolve() for prefix in prefixes for path in files(prefix)[:2]}
     for path in files(out)[:2]:
-        same = path.resolve() in taken
-        with suppress(OSError):
-            same = same or any(path.samefile(other) for other in taken)
-        if same:
+        if path.resolve() in taken:
             raise ConfigError(f"{path} is both input and output; choose another output")
     there = [str(path) for path in files(out) if path.exists()]
     if there and not overwrite:

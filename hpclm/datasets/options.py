@@ -31,7 +31,7 @@ LONGEST_LINE = f"refuse a longer line, or with --format files a longer file; def
 
 
 @dataclass(frozen=True)
-class Corpus:
+class InputCorpus:
     """The inputs of one dataset, or of one per key."""
 
     inputs: tuple[Input, ...]
@@ -48,7 +48,7 @@ class Dictionary:
     """fairseq's dict.txt: copied from ``given``, or counted in ``corpus``."""
 
     path: Path
-    corpus: Corpus
+    corpus: InputCorpus
     given: Path | None
 
 
@@ -56,7 +56,7 @@ class Dictionary:
 class Request:
     """The parsed command line."""
 
-    corpora: tuple[Corpus, ...]
+    corpora: tuple[InputCorpus, ...]
     job: Job
     share: Share
     workers: int
@@ -96,12 +96,12 @@ def parse(argv: list[str]) -> Request:
         raise ConfigError(f"--input - cannot be divided over {share.parts} processes; give files, or start one process")
     level = "sentence" if args.split_sentences else "document"
     prefixes = tuple(Path(f"{args.output_prefix}_{key}_{level}") for key in keys)
-    return _request(args, (Corpus(tuple(inputs), prefixes),), keys, share)
+    return _request(args, (InputCorpus(tuple(inputs), prefixes),), keys, share)
 
 
 def _request(
     args: argparse.Namespace,
-    corpora: tuple[Corpus, ...],
+    corpora: tuple[InputCorpus, ...],
     keys: tuple[str, ...],
     share: Share,
     dictionary: Dictionary | None = None,
@@ -142,7 +142,7 @@ def _fairseq(parser: argparse.ArgumentParser, args: argparse.Namespace, share: S
     for split in ("train", "valid", "test"):
         files = (getattr(args, f"{split}pref") or "").split(",")
         for i, file in enumerate(filter(None, files)):
-            corpora.append(Corpus(tuple(find([file], "lines")), (folder / f"{split}{i or ''}",)))
+            corpora.append(InputCorpus(tuple(find([file], "lines")), (folder / f"{split}{i or ''}",)))
     if args.trainpref and "," in args.trainpref:
         parser.error(
             f"--trainpref {args.trainpref}: fairseq's options allow one training text; concatenate the files first"

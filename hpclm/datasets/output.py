@@ -3,7 +3,6 @@
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from hpclm.data.indexed import token_dtype
@@ -33,37 +32,28 @@ class BuildReport:
         return f"{empty}, {sum(self.bad.values()):,} unreadable lines skipped ({reasons})"
 
 
-class Output:
-    """The dataset of one key; it exists once the ``with`` block ends without an exception. ``replaces``: as of Writer."""
+class Output(Writer):
+    """Writes the dataset of one key. ``replaces``: as of Writer."""
 
     def __init__(self, prefix: Path, job: Job, replaces: bool = True):
+        super().__init__(prefix, token_dtype(tokenizer_of(job).size), job.layout, replaces)
         self.prefix, self._job = prefix, job
         self.skipped = 0
         self.bad: Counter[str] = Counter()
-        self._writer = Writer(prefix, token_dtype(tokenizer_of(job).size), job.layout, replaces)
 
-    @property
-    def tokens(self) -> int:
-        """Number of tokens so far."""
-        return self._writer.tokens
-
-    def add(self, column: Column) -> None:
+    def add_column(self, column: Column) -> None:
         """Append a column's documents."""
         self.skipped += column.empty if self._job.empty == "skip" else 0
-        self._writer.extend(column.tokens, column.sizes, column.documents)
+        self.extend(column.tokens, column.sizes, column.documents)
 
     def report(self) -> BuildReport:
         """The summary so far."""
-        bad = {reason: self.bad[reason] for reason in sorted(self.bad)}
-        return BuildReport(self.prefix, self._writer.documents, self._writer.tokens, self.skipped, bad)
+        return BuildReport(self.prefix, self.documents, self.tokens, self.skipped, dict(sorted(self.bad.items())))
 
-    def close(self, more: dict[str, Any]) -> BuildReport:
-        """Complete the files, with ``more`` in PREFIX.json; call it last.
-
-        All that can fail is done here, so that of several outputs none appears if one cannot be completed.
-        """
+    def complete(self, more: dict[str, Any]) -> BuildReport:
+        """Complete the files, with ``more`` in PREFIX.json; all that can fail is done here (see ``Writer.finish``)."""
         report = self.report()
-        self._writer.note = {
+        self.note = {
             "tokenizer": tokenizer_of(self._job).fingerprint,
             "tokenizer_files": [str(Path(file).absolute()) for file in self._job.files],
             "documents": report.documents,
@@ -72,14 +62,5 @@ class Output:
             **({"bad": report.bad} if report.bad else {}),
             **more,
         }
-        self._writer.finish()
+        self.finish()
         return report
-
-    def __enter__(self) -> "Output":
-        self._writer.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._writer.__exit__(kind, error, trace)

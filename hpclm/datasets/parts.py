@@ -25,7 +25,7 @@ from hpclm.datasets.encode import Column
 from hpclm.datasets.hashing import TokenReader
 from hpclm.datasets.options import Request
 from hpclm.datasets.output import BuildReport, Output
-from hpclm.errors import ConfigError, HpclmError, unwritten
+from hpclm.errors import ConfigError, unwritten
 from hpclm.files import locked, read_text, writable_folder, write_text
 from hpclm.terminal import say
 
@@ -35,51 +35,35 @@ log = logging.getLogger(__name__)
 def main(request: Request) -> int:
     """Write this process's part unless it exists, and join the parts if all of them exist."""
     [corpus] = request.corpora
+    part, parts, folder = request.share.part, request.share.parts, Path(f"{corpus.prefixes[0]}.parts")
     check(request.job)
-    folder = Path(f"{corpus.prefixes[0]}.parts")
-    if _joined(folder, request):
-        say(f"{' and '.join(map(str, corpus.prefixes))}: already written by this job")
-        return 0
-    try:
+    if not folder.is_dir():
         refuse_to_replace(request, corpus.prefixes)
-        writable_folder(folder, "shared folder of the parts")
-        reports = _write_and_join(folder, request)
-    except (HpclmError, OSError):
-        if not _joined_meanwhile(folder, request):  # otherwise another process has joined and removed the parts
-            raise
-        reports = None
-    if reports:
-        print_reports(reports, request.job)
-        print_next(list(corpus.prefixes[:1]), request)
-    else:
-        part, parts = request.share.part, request.share.parts
-        say(f"part {part} of {parts} is done; the last process to finish joins all parts in {folder}")
-    return 0
-
-
-def _write_and_join(folder: Path, request: Request) -> list[BuildReport] | None:
-    """Write the part, and join all parts if they exist: reports, or None if this process does not join."""
-    [corpus] = request.corpora
-    job = job_fingerprint(corpus, request) | {"parts": request.share.parts}
-    mine = _prefixes(folder, request, request.share.part)
-    if all(_complete(prefix, job) for prefix in mine):
-        log.info("part %d of %d exists already", request.share.part, request.share.parts)
-    elif _joined(folder, request):  # in the meantime
-        return None
-    else:
-        print_reports(write(corpus, request, mine, request.share, {"job": job}))
-    everything = [_prefixes(folder, request, part) for part in range(request.share.parts)]
-    if not all(_complete(prefix, job) for part in everything for prefix in part):
-        return None
-    with locked(folder):  # if two processes see all parts, one of them joins
+    writable_folder(folder, "shared folder of the parts")
+    job = job_fingerprint(corpus, request) | {"parts": parts}
+    prefixes = [[folder / f"{prefix.name}-{i}-of-{parts}" for prefix in corpus.prefixes] for i in range(parts)]
+    with locked(folder):  # another process may be joining
         if _joined(folder, request):
-            return None
-        reports = _join(everything, request)
-        write_text(folder / "joined.json", json.dumps(_result(request)))
-        for path in folder.iterdir():
-            if path.name != "joined.json":
-                path.unlink(missing_ok=True)
-    return reports
+            say(f"{' and '.join(map(str, corpus.prefixes))}: already written by this job")
+            return 0
+        refuse_to_replace(request, corpus.prefixes)
+        complete = _complete(prefixes[part], job)
+    if complete:
+        log.info("part %d of %d exists already", part, parts)
+    else:
+        print_reports(write(corpus, request, prefixes[part], request.share, {"job": job}))
+    if all(_complete(each, job) for each in prefixes):
+        with locked(folder):  # if two processes see all parts, one of them joins
+            if not _joined(folder, request):
+                print_reports(_join(prefixes, request))
+                write_text(folder / "joined.json", json.dumps(_result(request)))
+                for path in folder.iterdir():
+                    if path.name != "joined.json":
+                        path.unlink(missing_ok=True)
+                print_next(list(corpus.prefixes[:1]), request)
+                return 0
+    say(f"part {part} of {parts} is done; the last process to finish joins all parts in {folder}")
+    return 0
 
 
 def _joined(folder: Path, request: Request) -> bool:
@@ -90,14 +74,6 @@ def _joined(folder: Path, request: Request) -> bool:
         return False
 
 
-def _joined_meanwhile(folder: Path, request: Request) -> bool:
-    """Whether this job has written its datasets, once no other process is joining (it publishes them one by one)."""
-    if not folder.is_dir():
-        return False
-    with locked(folder):
-        return _joined(folder, request)
-
-
 def _result(request: Request) -> dict[str, Any]:
     """The job, and the files that it wrote (JSON); OSError if they do not exist."""
     [corpus] = request.corpora
@@ -105,15 +81,10 @@ def _result(request: Request) -> dict[str, Any]:
     return {"job": job_fingerprint(corpus, request), "files": [[file.st_size, file.st_mtime_ns] for file in status]}
 
 
-def _prefixes(folder: Path, request: Request, part: int) -> list[Path]:
-    names = [prefix.name for prefix in request.corpora[0].prefixes]
-    return [folder / f"{name}-{part}-of-{request.share.parts}" for name in names]
-
-
-def _complete(prefix: Path, job: dict[str, Any]) -> bool:
-    """Whether a part exists, and belongs to the job."""
+def _complete(prefixes: list[Path], job: dict[str, Any]) -> bool:
+    """Whether the datasets of a part exist, and belong to the job."""
     try:
-        return sidecar(prefix).get("job") == job and bool(IndexedDataset(prefix).layout)
+        return all(sidecar(prefix).get("job") == job and IndexedDataset(prefix).layout for prefix in prefixes)
     except ConfigError:
         return False
 
@@ -128,7 +99,7 @@ def _join(parts: list[list[Path]], request: Request) -> list[BuildReport]:
                 for part in parts:
                     _add(part[key], output)
                 refuse_empty(output.report(), corpus.names)
-            return [output.close({}) for output in outputs]
+            return [output.complete({}) for output in outputs]
     except OSError as error:
         raise unwritten(error, corpus.prefixes[0], "the parts are kept; start again") from error
 
@@ -140,6 +111,6 @@ def _add(prefix: Path, output: Output) -> None:
     output.skipped += note["skipped"]
     try:
         for documents in TokenReader(IndexedDataset(prefix)).documents():
-            output.add(Column(documents.tokens, documents.sizes, documents.per_document))
+            output.add_column(Column(documents.tokens, documents.sizes, documents.per_document))
     except ConfigError as error:
         raise ConfigError(f"{error}. This is a part: remove {prefix}.*, and start its process again") from None

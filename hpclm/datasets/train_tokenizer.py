@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpclm import log as logs
 from hpclm.data import tokenizers
-from hpclm.datasets.encode import read
+from hpclm.datasets.encode import read_texts
 from hpclm.datasets.inputs import LONGEST, MB, InputChunk, chunks, find
 from hpclm.datasets.options import LONGEST_LINE
 from hpclm.datasets.tokenizers.huggingface import train_bpe
@@ -102,7 +102,7 @@ class Sample:
 def _texts(pieces: Iterator[InputChunk], key: str, measured: Sample) -> Iterator[str]:
     """The documents that are not empty, some of them for ``measured``; ConfigError for an unreadable one."""
     for chunk in pieces:
-        for text in filter(None, read(chunk, (key,), "stop")[0][0]):
+        for text in filter(None, read_texts(chunk, (key,), "stop")[0][0]):
             measured.add(text[:LONG])
             yield text
 

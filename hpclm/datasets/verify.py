@@ -4,7 +4,6 @@ import json
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpclm.data.content import KEY, DatasetContent, differing, index_damaged, noted
 from hpclm.data.indexed import IndexedDataset, files, sidecar, whereabouts
@@ -100,7 +99,7 @@ def _check_tokens(reader: TokenReader, size: int | None) -> int | None:
                 low, high = int(block.min()), int(block.max())
                 highest = high if highest is None else max(highest, high)
                 if low < 0 or (size is not None and high >= size):
-                    outside = np.flatnonzero(_outside(block, size))
+                    outside = np.flatnonzero((block < 0) if size is None else (block < 0) | (block >= size))
                     count += len(outside)
                     first = first or (begin + int(outside[0]), int(block[outside[0]]))
                 bar.update(len(block))
@@ -116,8 +115,3 @@ def _check_tokens(reader: TokenReader, size: int | None) -> int | None:
     if problems:
         raise ConfigError(problems)
     return highest
-
-
-def _outside(block: NDArray, size: int | None) -> NDArray[np.bool_]:
-    wrong = block < 0 if block.dtype.kind == "i" else np.zeros(len(block), bool)
-    return wrong if size is None else wrong | (block >= size)

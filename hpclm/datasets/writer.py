@@ -9,7 +9,7 @@ import shutil
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -18,13 +18,14 @@ from hpclm.data.content import KEY, DatasetContent
 from hpclm.data.formats import DTYPES, FAIRSEQ_HEADER, FAIRSEQ_ONLY, HEADER, MAGIC, VERSION
 from hpclm.data.indexed import files
 from hpclm.datasets.hashing import HashedFile
-from hpclm.errors import ConfigError, HpclmError
+from hpclm.errors import ConfigError
 from hpclm.files import aside, locked, sweep, sync
 
 LONGEST = 2**31 - 1  # tokens in a sequence: sizes are int32
 BLOCK = 1 << 20  # sequences or tokens that are written at a time
 
 Layout = Literal["megatron", "fairseq"]
+Own = TypeVar("Own", bound="Writer")
 
 
 class Writer:
@@ -113,7 +114,7 @@ class Writer:
         self.documents += len(bounds)
         self._ended = self.sequences
 
-    def __enter__(self) -> "Writer":
+    def __enter__(self: Own) -> Own:
         for path in self._final:
             sweep(path)
         tokens, index, note = (aside(path) for path in self._final)
@@ -157,19 +158,9 @@ class Writer:
         bin, blocks = self._stream.hasher.end()
         noted = (self.note or {}) | {KEY: DatasetContent(bin, self._indexed.hasher.end()[0], blocks).note()}
         self._note.write(json.dumps(noted, indent=1, ensure_ascii=False).encode() + b"\n")
-        columns = 12 * self.sequences
-        wanted = {
-            self._tokens: self.tokens * self.dtype.itemsize,
-            self._index: FAIRSEQ_HEADER.size + columns
-            if self.layout == "fairseq"
-            else HEADER.size + columns + 8 * (self.documents + 1) + modes,
-        }
         for file in (self._tokens, self._index, self._note):
-            _sync(file)
-        for file, size in wanted.items():
-            found = os.fstat(file.fileno()).st_size
-            if found != size:
-                raise HpclmError(f"{file.name} has {found} bytes, but {size} were written; no dataset was written")
+            file.flush()
+            os.fsync(file.fileno())
         self._finished = True
 
     def _publish(self) -> None:
@@ -203,8 +194,3 @@ class Writer:
 def _copy(source: IO[bytes], target: HashedFile) -> None:
     source.seek(0)
     shutil.copyfileobj(source, target, 1 << 20)
-
-
-def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())

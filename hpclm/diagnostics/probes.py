@@ -21,7 +21,7 @@ OPENING = 60.0  # seconds that all processes may take to connect
 MESSAGE = 15.0  # seconds that one message may take
 
 
-def look(out: Path, token: str) -> dict[str, object]:
+def probe_disk(out: Path, token: str) -> dict[str, object]:
     """What this node finds in the run directory, where rank 0 has written ``token``: free bytes, and whether it is the same
     directory; or why it cannot be written."""
     own = out / f"{marker(token)}-{secrets.token_hex(4)}"

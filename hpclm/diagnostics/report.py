@@ -14,7 +14,6 @@ from hpclm.node.facts import Facts
 from hpclm.rundir.runs import resolve
 
 FILE = "preflight.json"
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -51,11 +50,6 @@ class Report:
         if self.links:
             parts.append(f"slowest link {verdict.rate(min(link['speed'] for link in self.links))}")
         return f"preflight: {'; '.join(parts)}; {self.seconds:.1f} s"
-
-
-def gib(count: int | None) -> str:
-    """Bytes in GiB."""
-    return "-" if count is None else f"{count / GIB:.1f} GiB"
 
 
 def bad_nodes(runs: Sequence[str]) -> list[str]:

@@ -190,12 +190,12 @@ def links(measured: Sequence[Link]) -> list[Finding]:
     return findings
 
 
-def remains(local: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
-    """Processes of earlier attempts that cannot be terminated."""
+def remains(stuck: Mapping[str, Sequence[str]]) -> list[Finding]:
+    """Processes of earlier attempts that cannot be terminated, by node."""
     return [
         Finding(f"a process of an earlier attempt cannot be terminated on {node}: {process}", (node,))
-        for node, found in local.items()
-        for process in found["stuck"]
+        for node, left in stuck.items()
+        for process in left
     ]
 
 

@@ -252,7 +252,7 @@ def single(settings: ClusterConfig | None = None) -> DistributedContext:
     """The context of a process without peers; ``settings``: for its watchdog."""
     world = World("single", 0, 1)
     me = RankInfo.of(world)
-    watchdog = Watchdog(settings or ClusterConfig(hang_minutes=0, slow=0), (me,), me, Shutdown(me, (me,)))
+    watchdog = Watchdog(settings or ClusterConfig(hang_minutes=0), (me,), me, Shutdown(me, (me,)))
     return DistributedContext(world, (me,), watchdog)
 
 

@@ -33,8 +33,8 @@ class Shutdown:
         self.me, self.ranks, self.marker = me, ranks, marker
         self.log: Path | None = None
         """The run's log, once it exists; rank 0's handler writes there too."""
-        self.notify: Callable[[str], None] = lambda text: None
-        """Passes the cause on to people, within seconds."""
+        self.listeners: list[Callable[[str], None]] = []
+        """Hear of the cause, and pass it on within seconds."""
         self._once = threading.Lock()
 
     def claim(self) -> bool:
@@ -49,13 +49,17 @@ class Shutdown:
             with suppress(RuntimeError):
                 if store is not None:
                     store.set(LOGGED, True)
-            self.notify(text)
+            self._tell(text)
         elif not _is_logged(store):
             with suppress(OSError):
                 if self.log is None:
                     log.error(text)
                 elif _append_once(self.log, text):
-                    self.notify(text)
+                    self._tell(text)
+
+    def _tell(self, text: str) -> None:
+        for listener in self.listeners:
+            listener(text)
 
     def wait_for_others(self, store: SignedStore | None) -> None:
         """On rank 0, whose end closes the store: wait a moment until the others have read the failure."""

@@ -23,6 +23,7 @@ from hpclm.distributed.rendezvous import RankInfo
 log = logging.getLogger(__name__)
 STEPS = 5  # a comparison covers at least this many steps; a rank that is slow in two consecutive ones is named
 SECONDS = 1.0  # and at least this long
+SLOW = 1.5  # multiple of the others' median work per step
 NOTABLE = 0.2  # fraction of a step's time that a slow rank must cost
 Row = dict[str, Any]
 """A slow rank in ranks.json: rank, host, seconds of work per step, the others' median, and the ratio of both."""
@@ -75,10 +76,10 @@ class WorkTimer:
 class Stragglers:
     """On rank 0: compares the ranks' counters, each time over the steps since the last comparison."""
 
-    def __init__(self, limit: float, ranks: Sequence[RankInfo], path: Path, stages: int = 1):
-        """``limit``: multiple of the median that counts as slow; 0: none. ``path``: the file that lists slow ranks.
+    def __init__(self, ranks: Sequence[RankInfo], path: Path, stages: int = 1):
+        """``path``: the file that lists slow ranks.
         ``stages``: of the pipeline; their work may differ, so each rank is compared with the others of its stage."""
-        self.limit, self.ranks, self.path, self.stages = limit, ranks, path, stages
+        self.ranks, self.path, self.stages = ranks, path, stages
         self._since: Mapping[int, Tally] = {}
         self._suspects = self._slow = dict[int, Row]()
         with suppress(OSError):
@@ -87,7 +88,7 @@ class Stragglers:
     def update(self, tallies: Mapping[int, Tally], step: int) -> dict[int, Row]:
         """Compare the ranks once there are enough steps, and log which become slow; those that are slow now."""
         spans = {rank: tally.since(self._since.get(rank, Tally())) for rank, tally in tallies.items()}
-        if not self.limit or any(span.steps < STEPS or span.total < SECONDS for span in spans.values()):
+        if any(span.steps < STEPS or span.total < SECONDS for span in spans.values()):
             return self._slow
         self._since, before, suspects = dict(tallies), self._slow, self._compare(spans)
         self._slow = {rank: row for rank, row in suspects.items() if rank in self._suspects}
@@ -107,7 +108,7 @@ class Stragglers:
         return self._slow
 
     def _compare(self, spans: Mapping[int, Tally]) -> dict[int, Row]:
-        """The ranks that work ``limit`` times as long in a step as the median of their stage, or longer."""
+        """The ranks that work ``SLOW`` times as long in a step as the median of their stage, or longer."""
         slow, share = dict[int, Row](), max(1, len(spans) // self.stages)
         work = {rank: span.work / span.steps for rank, span in sorted(spans.items())}
         for rank, seconds in work.items():
@@ -116,7 +117,7 @@ class Stragglers:
                 [work[peer] for peer in range(first, min(first + share, len(work)))] if share > 1 else [*work.values()]
             )
             median, step = median_low(peers), spans[rank].total / spans[rank].steps
-            if seconds >= self.limit * median and seconds - median >= NOTABLE * step:
+            if seconds >= SLOW * median and seconds - median >= NOTABLE * step:
                 host, times = self.ranks[rank].host, seconds / max(median, 1e-9)
                 slow[rank] = {"rank": rank, "host": host, "times": times, "seconds": seconds, "median": median}
         return slow

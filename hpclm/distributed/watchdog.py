@@ -131,7 +131,7 @@ class Watchdog:
         """Set the run directory: stacks go to its folder logs/NAME, the same on every rank."""
         self.out, self.folder = out, out / "logs" / name
         if self.me.rank == 0:
-            self._stragglers = Stragglers(self.settings.slow, self.ranks, out / "ranks.json", stages)
+            self._stragglers = Stragglers(self.ranks, out / "ranks.json", stages)
 
     def progress(self) -> dict[str, Any]:
         """What this rank sends the others in its heartbeats."""

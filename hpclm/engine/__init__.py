@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hpclm.config import RunConfig
+from hpclm.config import EngineConfig, EngineSettings, OptimConfig, ParallelConfig
 from hpclm.config.engine import ENGINES, unsupported
 from hpclm.config.model import BLOCKS
 from hpclm.config.supports import SUPPORTS, Supports
@@ -129,10 +129,19 @@ class Engine(Protocol):
 
 
 CHECK = a_class("train_step", "evaluate", "tensors", "scalars", "load", made_with=("config", "mesh", "device", "dtype"))
-Maker = Callable[[RunConfig, Mesh, torch.device, torch.dtype], Engine]
+Maker = Callable[[EngineSettings, Mesh, torch.device, torch.dtype], Engine]
 
 
-def named(config: RunConfig, device: torch.device) -> Maker:
+def build(config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> Engine:
+    """The configured engine, with a freshly initialised model."""
+    maker = engine_class(config, device)
+    compiled, reason = compiles(config, device)
+    if reason:
+        log.info("torch.compile is off: %s", reason)
+    return maker(replace(config, engine=replace(config.engine, compile=compiled)), mesh, device, dtype)
+
+
+def engine_class(config: EngineSettings, device: torch.device) -> Maker:
     """The class of the configured engine; ConfigError if it or its requirements cannot be loaded, or if ``device`` does not
     support the settings."""
     problems = list(config.engine.problems_without_gpu()) if device.type == "cpu" else []
@@ -140,65 +149,44 @@ def named(config: RunConfig, device: torch.device) -> Maker:
         raise ConfigError(problems)
     maker = lookup("engine", config.engine.name, ENGINES, CHECK)
     gpt.layers(config.model, config.engine, torch.float32, config.seed)  # loads a user-defined block
-    if config.engine.compile:
-        check_compiler()
-    check_supports(config, maker)
-    compiled, why = compiles(config, device)
-    if why:
-        log.info("torch.compile is off: %s", why)
-
-    def make(run: RunConfig, *where: Any) -> Engine:
-        changed = compiled and not run.engine.compile
-        return maker(replace(run, engine=replace(run.engine, compile=True)) if changed else run, *where)
-
-    return make
-
-
-def compiles(config: RunConfig, device: torch.device) -> tuple[bool, str | None]:
-    """Whether to use torch.compile, and why not where it would be used by default."""
-    engine, model = config.engine, config.model
-    if engine.compile is not None or device.type == "cpu":
-        return bool(engine.compile), None
-    known = SUPPORTS.get(engine.name)
-    reasons = {
-        f"engine {engine.name!r} is compiled only with engine.compile=true": not (known and known.compiled),
-        "engine.anomaly=true finds nothing in compiled blocks": engine.anomaly,
-        f"model.block={model.block} is compiled only with engine.compile=true": model.block not in BLOCKS,
-        "model.kernels=apex cannot be compiled into the blocks": model.kernels != "torch",
-    }
-    why = next((reason for reason, holds in reasons.items() if holds), None)
-    why = why or (f"it needs {lacking}, which was not found" if (lacking := lacking_compiler()) else None)
-    return why is None, why
-
-
-def lacking_compiler() -> str | None:
-    """What torch.compile needs and this machine does not have."""
-    compiler = next(filter(shutil.which, ("g++", "clang++", "gcc")), None)
-    header = Path(sysconfig.get_path("include"), "Python.h")
-    if not compiler:
-        return "a C++ compiler on the PATH"
-    return None if header.exists() else str(header)
-
-
-def check_compiler() -> None:
-    """ConfigError if torch.compile cannot work on this machine."""
-    missing = lacking_compiler()
-    if missing:
+    if config.engine.compile and (missing := missing_compiler()):
         raise ConfigError(
             f"engine.compile=true needs {missing}, which was not found; set engine.compile=false, "
             f"or install it (Debian: apt-get install g++ python3-dev)"
         )
+    check_supports(config.engine, config.parallel, config.optim, maker)
+    return maker
 
 
-def check_supports(config: RunConfig, maker: Maker) -> None:
+def check_supports(engine: EngineConfig, parallel: ParallelConfig, optim: OptimConfig, maker: Maker) -> None:
     """ConfigError if a user-defined engine declares that it does not support the settings."""
-    its: Supports | None = getattr(maker, "supports", None)
-    if config.engine.name not in ENGINES and its:
-        wrong = list(unsupported(config.engine, config.parallel, config.optim.name, its))
-        if wrong:
-            raise ConfigError(wrong)
+    declared: Supports | None = getattr(maker, "supports", None)
+    if engine.name not in ENGINES and declared:
+        problems = list(unsupported(engine, parallel, optim.name, declared))
+        if problems:
+            raise ConfigError(problems)
 
 
-def build(config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> Engine:
-    """The configured engine, with a freshly initialised model."""
-    return named(config, device)(config, mesh, device, dtype)
+def compiles(config: EngineSettings, device: torch.device) -> tuple[bool, str | None]:
+    """Whether to use torch.compile, and why not where it would be used by default."""
+    engine, model = config.engine, config.model
+    if engine.compile is not None or device.type == "cpu":
+        return bool(engine.compile), None
+    supports = SUPPORTS.get(engine.name)
+    missing = missing_compiler()
+    reasons = {
+        f"engine {engine.name!r} is compiled only with engine.compile=true": not (supports and supports.compiled),
+        f"model.block={model.block} is compiled only with engine.compile=true": model.block not in BLOCKS,
+        "model.kernels=apex cannot be compiled into the blocks": model.kernels != "torch",
+        f"it needs {missing}, which was not found": missing,
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    return reason is None, reason
+
+
+def missing_compiler() -> str | None:
+    """What torch.compile needs and this machine does not have."""
+    if not any(map(shutil.which, ("g++", "clang++", "gcc"))):
+        return "a C++ compiler on the PATH"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    return None if header.exists() else str(header)

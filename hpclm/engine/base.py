@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpclm.config import RunConfig
+from hpclm.config import EngineSettings
 from hpclm.config.model import BLOCKS
 from hpclm.data.batches import Batch
 from hpclm.engine import SavedState, Shard, StepResult, keep_going
@@ -45,7 +45,7 @@ class BaseEngine:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: EngineSettings,
         mesh: Mesh,
         device: torch.device,
         model: Stack | Stages,
@@ -58,7 +58,7 @@ class BaseEngine:
         self.weights = tuple(weights)
         self.optimizer = optimizer_of(self.weights, config.optim)
         self.state = TrainingState(self.optimizer, OPTIMIZERS[config.optim.name])
-        self.timers = Timers(device, config.log.timers)
+        self.timers = Timers(device, config.timers)
         self.scale = LossScale.first(config.scaler) if model.dtype == torch.float16 else None
 
         deferred = any(isinstance(m, TensorParallelModule) and m.defer_tp_grad_sum for m in model.modules())
@@ -150,12 +150,10 @@ class BaseEngine:
         inputs = step_inputs(config, mesh.dp, batches, step, check_interrupt)
         if self.gradients:
             self.gradients.begin(len(batches))
-        # fp16 overflows are expected: the loss scale handles them
-        with torch.autograd.set_detect_anomaly(config.engine.anomaly, check_nan=self.scale is None):
-            loss = self.forward_backward(inputs, scale)
-            with self.timers(self.backward_timer):
-                self.finish_backward()
-                all_reduce_in_place([w.parameter.grad for w in self.deferred if w.parameter.grad is not None], mesh.tp)
+        loss = self.forward_backward(inputs, scale)
+        with self.timers(self.backward_timer):
+            self.finish_backward()
+            all_reduce_in_place([w.parameter.grad for w in self.deferred if w.parameter.grad is not None], mesh.tp)
         with self.timers("optimizer"):
             metrics = self.update(loss, scale)
         result = StepResult({"loss": loss, **metrics}, scale, self.timers.take())
@@ -175,7 +173,7 @@ class BaseEngine:
         """What this process saves and reads."""
         held = [self.state.held(weight) for weight in self.weights]
         bytes_each = 4 + self.state.kind.bytes_per_parameter
-        return SavePlan.among(held, self.mesh, self.config.checkpoint.file_mb, bytes_each)
+        return SavePlan.among(held, self.mesh, self.config.file_mb, bytes_each)
 
     def tensors(self) -> Iterator[Shard]:
         """Weights, and the optimizer's state once there is any."""
@@ -203,10 +201,10 @@ class BaseEngine:
         return {name: shape for name, shape in given.items() if name.split(".")[0] not in elsewhere}
 
 
-def defer_tp_grad_sum(model: Stack | Stages, config: RunConfig, mesh: Mesh, device: torch.device) -> None:
+def defer_tp_grad_sum(model: Stack, mesh: Mesh, device: torch.device) -> None:
     """On GPUs, sum the gradients of norms and biases over the tensor-parallel ranks once a step and together, rather than six
     times in each block and micro-batch. On CPUs, where messages cost less, the order of the sums stays what it was."""
-    if defers(device) and mesh.tp.size > 1 and config.model.block in BLOCKS:
+    if defers(device) and mesh.tp.size > 1 and model.config.block in BLOCKS:
         for module in model.modules():
             if isinstance(module, TensorParallelModule):
                 module.defer_tp_grad_sum = True
@@ -218,7 +216,7 @@ def defers(device: torch.device) -> bool:
 
 
 def whole_model(
-    config: RunConfig, mesh: Mesh, dtype: torch.dtype, wrap: WrapLayer, backward: Backward = "unscaled"
+    config: EngineSettings, mesh: Mesh, dtype: torch.dtype, wrap: WrapLayer, backward: Backward = "unscaled"
 ) -> Stack:
     """The whole model; each layer is passed to ``wrap`` as it is built. ``backward``: as of the loss."""
     specs = gpt.layers(config.model, config.engine, dtype, config.seed, mesh.tp)
@@ -226,7 +224,7 @@ def whole_model(
 
 
 def stack_of(
-    config: RunConfig,
+    config: EngineSettings,
     mesh: Mesh,
     dtype: torch.dtype,
     specs: Sequence[LayerSpec],

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from hpclm.config import RunConfig
+from hpclm.config import EngineConfig, ModelConfig
 from hpclm.config.model import BLOCKS
 from hpclm.model.init import TensorParallelModule
 from hpclm.model.layers import ColumnLinear, Norm, RowLinear, VocabParallelEmbedding
@@ -81,14 +81,17 @@ class ComputeCopies:
         copy.grad = None
 
 
-def adds_in_place(config: RunConfig, device: torch.device) -> bool:
+def adds_in_place(engine: EngineConfig, model: ModelConfig, device: torch.device) -> bool:
     """Whether backward passes add gradients to the fp32 ones: on GPUs, in blocks of our own. On CPUs, which multiply no two
     bf16 matrices into an fp32 one, gradients stay what they were.
 
     Offloading would move the fp32 gradients with the activations, since the forward pass saves both.
     """
-    engine = config.engine
-    return device.type == "cuda" and config.model.block in BLOCKS and not (engine.anomaly or engine.offload_activations)
+    return (
+        device.type == "cuda"
+        and model.block in BLOCKS
+        and not (torch.is_anomaly_enabled() or engine.offload_activations)
+    )
 
 
 def _cast(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -7,7 +7,6 @@ replica holds an equal slice of every flattened weight, padded with zeros.
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cache, partial
 from math import prod
 from types import ModuleType, SimpleNamespace
@@ -21,7 +20,7 @@ from fairscale.nn.data_parallel import fully_sharded_data_parallel as library
 from fairscale.nn.data_parallel.fully_sharded_data_parallel import TrainingState
 from torch import Tensor, nn
 
-from hpclm.config import RunConfig
+from hpclm.config import EngineSettings
 from hpclm.engine.base import BaseEngine, whole_model
 from hpclm.engine.native import NativeEngine
 from hpclm.engine.sharded_parameter import ShardedParameter
@@ -34,7 +33,7 @@ from hpclm.parallel.placement import Placement
 BACKWARD = (TrainingState.BACKWARD_PRE, TrainingState.BACKWARD_POST)
 
 
-def build(config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> BaseEngine:
+def build(config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> BaseEngine:
     """The engine named fairscale; with one replica there is nothing to shard."""
     return (FairScaleEngine if mesh.dp.size > 1 else NativeEngine)(config, mesh, device, dtype)
 
@@ -44,18 +43,17 @@ class FairScaleEngine(BaseEngine):
 
     sharded = True
 
-    def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
+    def __init__(self, config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype):
         dp, engine = mesh.dp, config.engine
         modernise()
         if device.type == "cpu":
             without_streams()
-        limit = timedelta(minutes=config.cluster.timeout_minutes)
         mixed = dtype != torch.float32
         shard = partial(
             Sharded,
             process_group=dp.group,
             # a separate one, so that gradients are summed while the next block's weights are gathered
-            process_group_reduce_scatter=dist.new_group(dp.ranks, limit, dp.backend, use_local_synchronization=True),
+            process_group_reduce_scatter=dist.new_group(dp.ranks, dp.limit, dp.backend, use_local_synchronization=True),
             reshard_after_forward=engine.zero_stage != 2,
             flatten_parameters=False,  # flattened weights lose their shapes, which checkpoints and weight decay need
             mixed_precision=mixed,

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hpclm.config import RunConfig
+from hpclm.config import EngineSettings
 from hpclm.engine.base import BaseEngine, defer_tp_grad_sum, whole_model
 from hpclm.engine.native import NativeEngine
 from hpclm.engine.sharded_parameter import ShardedParameter
@@ -25,7 +25,7 @@ from hpclm.model.stack import Stack
 from hpclm.parallel.mesh import Mesh
 
 
-def build(config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> BaseEngine:
+def build(config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> BaseEngine:
     """The engine named fsdp2; with one replica there is nothing to shard."""
     return (FSDP2Engine if mesh.dp.size > 1 else NativeEngine)(config, mesh, device, dtype)
 
@@ -36,7 +36,7 @@ class FSDP2Engine(BaseEngine):
     model: Stack
     sharded = True
 
-    def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
+    def __init__(self, config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype):
         engine = config.engine
         # sums of a group are added up over the micro-batches only in fp32
         self._keeps_sums = mesh.replicate.size > 1 and (engine.gradients != "compute" or dtype == torch.float32)
@@ -54,7 +54,7 @@ class FSDP2Engine(BaseEngine):
             return layer
 
         model = whole_model(config, mesh, dtype, wrap)
-        defer_tp_grad_sum(model, config, mesh, device)
+        defer_tp_grad_sum(model, mesh, device)
         if engine.compile:
             model.compile_blocks()
         shard(model, reshard_after_forward=False)  # its backward pass starts with the layers its forward pass ends with

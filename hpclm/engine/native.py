@@ -5,7 +5,7 @@ In bf16 and fp16 the model computes with copies of the weights in that type, whi
 
 import torch
 
-from hpclm.config import RunConfig
+from hpclm.config import EngineSettings
 from hpclm.engine.base import BaseEngine, defer_tp_grad_sum, whole_model
 from hpclm.engine.compute_copies import ComputeCopies, adds_in_place
 from hpclm.engine.gradient_buckets import Bucket, GradientBuckets, grouped, megabytes
@@ -18,9 +18,9 @@ from hpclm.parallel.mesh import Mesh
 class NativeEngine(BaseEngine):
     """The engine named native: the model and optimizer replicated on every data-parallel rank."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
+    def __init__(self, config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype):
         model = native_model(config, mesh, device, dtype)
-        self.copies = ComputeCopies(model, adds_in_place(config, device))
+        self.copies = ComputeCopies(model, adds_in_place(config.engine, config.model, device))
         leaves = {self.copies.master(p): p for _, p in model.weights()}
         weights = [
             ShardedParameter(name, self.copies.master(p), model.placements[name], copies=mesh.dp)
@@ -41,10 +41,10 @@ class NativeEngine(BaseEngine):
         self.copies.refresh()
 
 
-def native_model(config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> Stack:
+def native_model(config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> Stack:
     """The whole model, initialised on every replica."""
     model = whole_model(config, mesh, dtype, materialize_on(device, mesh.tp))
-    defer_tp_grad_sum(model, config, mesh, device)
+    defer_tp_grad_sum(model, mesh, device)
     if config.engine.compile:
         model.compile_blocks()
     return model

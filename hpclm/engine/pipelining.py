@@ -5,7 +5,6 @@ their gradients back. T tokens in a sequence, t = T / tp, B sequences in a micro
 """
 
 from collections.abc import Callable
-from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
-from hpclm.config import RunConfig
+from hpclm.config import EngineSettings
 from hpclm.engine.base import BaseEngine, defer_tp_grad_sum, stack_of
 from hpclm.engine.gradient_buckets import Bucket, GradientBuckets, grouped
 from hpclm.engine.sharded_parameter import ShardedParameter
@@ -49,7 +48,7 @@ class PipeliningEngine(BaseEngine):
 
     backward_timer = "forward_backward"  # of several micro-batches at a time
 
-    def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
+    def __init__(self, config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype):
         engine, late = config.engine, config.parallel.schedule == "zero_bubble"
         parts = stages(config, gpt.layers(config.model, engine, dtype, config.seed, mesh.tp), mesh, device, dtype)
         wrap = materialize_on(device, mesh.tp)
@@ -60,7 +59,7 @@ class PipeliningEngine(BaseEngine):
         }
         """The stages of this process, by their number among all ``count``."""
         for stack in self.stacks.values():
-            defer_tp_grad_sum(stack, config, mesh, device)
+            defer_tp_grad_sum(stack, mesh, device)
         shared = "tokens.weight" if config.model.tied and self.count > 1 else None
         weights = [
             ShardedParameter(name, p, stack.placements[name], copies=mesh.dp, duplicate=name == shared and index > 0)
@@ -70,8 +69,7 @@ class PipeliningEngine(BaseEngine):
         super().__init__(config, mesh, device, Stages([*self.stacks.values()]), weights, self.evaluate_one)
         self.tied = [weight.parameter for weight in weights if weight.name == shared]
         """The tied embedding, if the first and the last stage each hold a copy."""
-        limit = timedelta(minutes=config.cluster.timeout_minutes)
-        self.ends = sub_axis(mesh.pp, [0, mesh.pp.size - 1], limit) if self.tied else SINGLE
+        self.ends = sub_axis(mesh.pp, [0, mesh.pp.size - 1]) if self.tied else SINGLE
         """The processes that hold the tied embedding."""
         if mesh.dp.size > 1:
             every = {weight.parameter: weight.parameter for weight in weights}

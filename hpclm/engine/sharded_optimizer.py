@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpclm.config import RunConfig
+from hpclm.config import EngineSettings
 from hpclm.engine.base import BaseEngine
 from hpclm.engine.compute_copies import ComputeCopies, adds_in_place
 from hpclm.engine.gradient_buckets import Bucket, GradientBuckets, grouped, megabytes, view
@@ -27,7 +27,7 @@ from hpclm.parallel.mesh import Axis, Mesh
 ALIGN = 64  # values; then CPU kernels use the same vector instructions for a value as without sharding
 
 
-def build(config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> BaseEngine:
+def build(config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> BaseEngine:
     """The engine named native; with one replica there is nothing to shard."""
     sharded = config.engine.zero_stage == 1 and mesh.dp.size > 1
     return (ShardedOptimizerEngine if sharded else NativeEngine)(config, mesh, device, dtype)
@@ -42,9 +42,9 @@ def scatters(device: torch.device) -> bool:
 class ShardedOptimizerEngine(BaseEngine):
     """The engine named native with engine.zero_stage=1."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
+    def __init__(self, config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype):
         model = native_model(config, mesh, device, dtype)
-        self.copies = ComputeCopies(model, adds_in_place(config, device))
+        self.copies = ComputeCopies(model, adds_in_place(config.engine, config.model, device))
         self.scatter = scatters(device)
         named = [(name, p, self.copies.master(p)) for name, p in model.weights()]
         leaves = {master: p for _, p, master in named}

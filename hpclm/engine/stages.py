@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from hpclm.config import RunConfig
+from hpclm.config import EngineSettings
 from hpclm.errors import ConfigError
 from hpclm.model.gpt import LayerSpec
 from hpclm.model.loss import TokenLoss
@@ -21,7 +21,7 @@ REPEATS = 3
 
 
 def stages(
-    config: RunConfig, specs: Sequence[LayerSpec], mesh: Mesh, device: torch.device, dtype: torch.dtype
+    config: EngineSettings, specs: Sequence[LayerSpec], mesh: Mesh, device: torch.device, dtype: torch.dtype
 ) -> list[list[LayerSpec]]:
     """The specs of every stage in order, divided as parallel.partition says; each stage has at least one block.
 
@@ -60,16 +60,16 @@ def parameters(specs: Sequence[LayerSpec]) -> list[float]:
 
 
 def seconds(
-    config: RunConfig, specs: Sequence[LayerSpec], mesh: Mesh, device: torch.device, dtype: torch.dtype
+    config: EngineSettings, specs: Sequence[LayerSpec], mesh: Mesh, device: torch.device, dtype: torch.dtype
 ) -> list[float]:
     """Costs for partition=time: seconds of each layer's forward and backward pass of a micro-batch, measured on rank 0."""
     costs = by_kind(specs, lambda spec: measured(config, spec, mesh, device, dtype))
     return broadcast(torch.tensor(costs, dtype=torch.float64, device=device), mesh.world, 0).tolist()
 
 
-def measured(config: RunConfig, spec: LayerSpec, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> float:
+def measured(config: EngineSettings, spec: LayerSpec, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> float:
     """Seconds of one layer's forward and backward pass; a collective over its tensor-parallel ranks."""
-    model, size = config.model, config.batch.micro_size
+    model, size = config.model, config.plan.micro_size
     stack = Stack(model, [spec], dtype, mesh.tp, TokenLoss(config.engine.loss_chunk)).to(device)
     ids = torch.zeros(size, model.context, dtype=torch.int64, device=device)
     hidden = torch.zeros(model.context // mesh.tp.size, size, model.hidden, dtype=dtype, device=device)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpclm.config import RunConfig
+from hpclm.config import EngineSettings
 from hpclm.data.batches import Batch
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.model import gpt
@@ -33,12 +33,12 @@ class StepInputs:
 
 
 def step_inputs(
-    config: RunConfig, dp: Axis, batches: Sequence[Batch], step: int, check_interrupt: Callable[[int], None]
+    config: EngineSettings, dp: Axis, batches: Sequence[Batch], step: int, check_interrupt: Callable[[int], None]
 ) -> StepInputs:
     """The inputs of step number ``step``."""
     count = len(batches)
     drawn = seeds(config.seed, step, count, dp) if gpt.random(config.model) else [None] * count
-    return StepInputs(batches, token_weights(batches, config.batch.loss_norm, dp), drawn, check_interrupt)
+    return StepInputs(batches, token_weights(batches, config.loss_norm, dp), drawn, check_interrupt)
 
 
 def seed_step(seed: int, step: int, rank: int = 0) -> None:

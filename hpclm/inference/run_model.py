@@ -27,14 +27,14 @@ def settings(run: Path, overrides: list[str]) -> RunConfig:
 
 def alone(config: RunConfig) -> RunConfig:
     """The settings of a run, for its model in a single process."""
-    kept = {name: getattr(config.engine, name) for name in ("device", "precision", "matmul", "loss_chunk")}
+    kept = {name: getattr(config.engine, name) for name in ("device", "precision", "loss_chunk")}
     return replace(config, parallel=ParallelConfig(), engine=EngineConfig(**kept))
 
 
 def place(config: RunConfig) -> tuple[torch.device, torch.dtype]:
     """The device of a single process, made ready, and the type of its activations."""
     device = hardware.device(config.engine, 0)
-    hardware.set_matmul(config.engine, device)
+    hardware.set_matmul(device)
     return device, hardware.compute_type(config.engine, device)
 
 

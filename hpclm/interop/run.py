@@ -22,7 +22,7 @@ from hpclm.errors import ConfigError, unwritten
 from hpclm.interop.rules import Rule, check_depth, check_names, placements
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """The tensors of another format."""
 
     def names(self) -> set[str]:
@@ -35,7 +35,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Found:
+class RunCheckpoint:
     """A checkpoint of a run."""
 
     run: Path
@@ -54,7 +54,7 @@ def is_run(path: Path) -> bool:
     return (path / "checkpoints").is_dir() or (path / manifest.NAME).is_file()
 
 
-def find(path: Path, overrides: list[str]) -> Found:
+def find_checkpoint(path: Path, overrides: list[str]) -> RunCheckpoint:
     """The newest good checkpoint of the run ``path``, or the checkpoint ``path`` itself.
 
     ConfigError if it is not part of a run, NoCheckpointError if there is no good checkpoint.
@@ -62,20 +62,20 @@ def find(path: Path, overrides: list[str]) -> Found:
     run = path.absolute().parent.parent if (path / manifest.NAME).is_file() else path
     config = configs.of_run(run, overrides)
     folder, known = directory.locate(path)
-    return Found(run, folder, known, config)
+    return RunCheckpoint(run, folder, known, config)
 
 
-class Weights:
+class ImportedWeights:
     """Imported weights, in the form in which CheckpointStore saves an engine."""
 
     def __init__(
         self,
         config: ModelConfig,
-        source: Source,
+        source: TensorSource,
         rules: Iterable[Rule],
         place: str,
         spare: Iterable[str] = (),
-        moments: Mapping[str, Source] | None = None,
+        moments: Mapping[str, TensorSource] | None = None,
         steps: int = 0,
     ):
         """``place`` names the source in errors; ``spare`` are tensors there that are not needed. ``moments``: Adam's, by name,
@@ -98,7 +98,7 @@ class Weights:
                 for moment, source in self.moments.items():
                     yield Shard.whole(f"optim.{moment}.{rule.ours}", self._converted(rule, source))
 
-    def _converted(self, rule: Rule, source: Source) -> Tensor:
+    def _converted(self, rule: Rule, source: TensorSource) -> Tensor:
         try:
             tensor = rule.join([source.read(name) for name in rule.theirs])
         except RuntimeError as error:  # torch's error for shapes that do not match
@@ -122,27 +122,29 @@ def save(
     target: Path,
     model: ModelConfig,
     data: Mapping[str, Any],
-    weights: Weights,
-    words: Sequence[str] = (),
+    weights: ImportedWeights,
+    overrides: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> None:
     """Make ``staging_dir``, which will be ``target``, a run directory whose checkpoint holds ``weights``.
 
-    ``words``: more settings of the run, as key=value. ``progress``: of the checkpoint; None: at step 0.
+    ``overrides``: more settings of the run, as key=value. ``progress``: of the checkpoint; None: at step 0.
     """
-    begun = configs.load(None, list(words))
-    data_settings = replace(begun.data, **data) if words else DataConfig(**data)
+    begun = configs.load(None, list(overrides))
+    data_settings = replace(begun.data, **data) if overrides else DataConfig(**data)
     config = replace(begun, name=target.name, out=str(target), model=model, data=data_settings)
     configs.dump(config, staging_dir / "config.yaml")
     CheckpointStore(staging_dir / "checkpoints", Retention(), {}).save(weights, progress or Progress())  # type: ignore[arg-type]
 
 
-def network(derived: Mapping[str, Any], words: list[str]) -> ModelConfig:
+def network(derived: Mapping[str, Any], overrides: list[str]) -> ModelConfig:
     """The network of ``derived`` model settings and ``model.key=value`` overrides; ConfigError if it is invalid."""
-    other = [word for word in words if not word.startswith("model.")]
+    other = [word for word in overrides if not word.startswith("model.")]
     if other:
         raise ConfigError(f"{other[0]}: an import accepts only model.… settings; give the others to hpclm train")
-    return configs.load(None, [*(f"model.{name}={as_yaml(value)}" for name, value in derived.items()), *words]).model
+    return configs.load(
+        None, [*(f"model.{name}={as_yaml(value)}" for name, value in derived.items()), *overrides]
+    ).model
 
 
 @contextmanager

@@ -53,8 +53,11 @@ def run(config: RunConfig, train: Callable[[RunConfig], int], pdb: bool = False)
     settings.dump(changed, out / "config.yaml")
     os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # a GPU's error appears where its cause is
     faulthandler.enable()
+    from torch.autograd import set_detect_anomaly
+
     try:
-        return train(changed)
+        with set_detect_anomaly(True, check_nan=changed.engine.precision != "fp16"):  # where overflows are normal
+            return train(changed)
     except HpclmError:
         raise
     except Exception as error:
@@ -92,7 +95,6 @@ def overrides(config: RunConfig) -> list[str]:
         "budget.steps": min(config.budget.steps or BUDGET, BUDGET),
         "data.workers": 0,
         "engine.compile": False,
-        "engine.anomaly": True,
         "evaluate.every": STEPS if config.evaluate.every else 0,
         "evaluate.batches": 1,
         "checkpoint.every": 0,

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from hpclm import config
 from hpclm.config import RunConfig
+from hpclm.config.data import SOURCES
 from hpclm.config.engine import ENGINES
+from hpclm.config.length import run_length
 from hpclm.config.model import BLOCKS
 from hpclm.config.optim import SCHEDULES
 from hpclm.errors import ConfigError
@@ -37,9 +39,7 @@ def check(
     collect(lambda: _check_names(run))
     source: Source | None = None
     if data and not run.missing():
-        from hpclm.data import sources  # imports NumPy
-
-        source = collect(lambda: sources.check(run, run.plan(run.parallel.model)))
+        source = collect(lambda: _check_data(run))
     collect(lambda: _check_init_from(run, source))
     if continues:
         collect(lambda: _check_history(run, source, resume_step, queued))
@@ -60,7 +60,34 @@ def _check_names(run: RunConfig) -> None:
             if kind == "engine.name":
                 from hpclm.engine import check_supports
 
-                check_supports(run, loaded)
+                check_supports(run.engine, run.parallel, run.optim, loaded)
+
+
+def _check_data(run: RunConfig) -> "Source | None":
+    """The data's source; ConfigError with every problem of its data. No index is built, and no samples are read.
+
+    Of a user-defined source only the name is checked, because building it may take long; it is not returned.
+    """
+    from hpclm.data import sources  # imports NumPy
+
+    if run.data.source not in SOURCES:
+        lookup("data.source", run.data.source, SOURCES, sources.CHECK)
+        return None
+    source = sources.build(run.data, run.model, run.seed)
+    problems = list(sources.needs_eod(run.data, source.eod))
+    try:
+        length = run_length(run, run.plan(run.parallel.model), sources.samples_per_epoch(source))
+        sources.check_part(source, "train", length.samples)
+    except ConfigError as error:
+        problems = [*error.problems, *problems]
+    for part in source.held_out if run.evaluate.every else ():
+        try:
+            sources.check_part(source, part, run.evaluation_samples(source.per_epoch(part)))
+        except ConfigError as error:
+            problems += sources.without_evaluation(source, part, error).problems
+    if problems:
+        raise ConfigError(problems)
+    return source
 
 
 def _check_init_from(run: RunConfig, source: "Source | None") -> None:
@@ -70,20 +97,23 @@ def _check_init_from(run: RunConfig, source: "Source | None") -> None:
     from hpclm.checkpoint.fingerprint import fingerprint
     from hpclm.checkpoint.init_from import check_init_from
 
-    check_init_from(run, None if source is None else fingerprint(run, source))
+    now = fingerprint(run.model, run.seed, None if source is None else source.fingerprint)
+    check_init_from(run.checkpoint.init_from, Path(run.out) / "checkpoints", now)
 
 
 def _check_history(run: RunConfig, source: "Source | None", resume_step: int | None, queued: bool) -> None:
     """ConfigError if the settings do not fit the run's checkpoints, or a job of it that has saved nothing yet."""
+    from hpclm.checkpoint.fingerprint import check_fingerprint, fingerprint
+
     out, path = Path(run.out), Path(run.out) / "config.yaml"
+    now = fingerprint(run.model, run.seed, None if source is None else source.fingerprint)
     if resume_step is not None or os.path.lexists(out / "checkpoints"):
-        from hpclm.checkpoint import resumable  # with NumPy
+        from hpclm.checkpoint import resumable
 
         checkpoint = resumable.candidate(out, resume_step)
-        resumable.check(checkpoint, run, source)
+        resumable.check_resumable(checkpoint, run.checkpoint.resume, now)
         if checkpoint:
             return
     if queued and path.is_file():
-        from hpclm.checkpoint.fingerprint import check_fingerprint, fingerprint
-
-        check_fingerprint(path, fingerprint(config.load(path), None), fingerprint(run, None))
+        before = config.load(path)
+        check_fingerprint(path, fingerprint(before.model, before.seed), fingerprint(run.model, run.seed))

@@ -54,7 +54,7 @@ def send(
         if not found:
             refuse_if_held(out)
         if config.job.snapshot:
-            code.keep(out, config)
+            code.keep(out, code.sources(config.modules()))
         script = out / "job" / f"script-{max(scripts, default=0) + 1}.sbatch"
         with _prepared(config, resume_step):
             files.write_text(script, text)

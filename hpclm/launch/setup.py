@@ -34,7 +34,7 @@ def lines(config: RunConfig, path: Path, folders: Iterable[Path] = ()) -> Iterat
         yield f"pass=({' '.join(f'-x {variable}' for variable in job.env)})"
     yield from job.setup
     if job.snapshot:
-        folder = shlex.quote(str(code.folder(path.parent, code.sources(config))))
+        folder = shlex.quote(str(code.folder(path.parent, code.sources(config.modules()))))
         yield f"export PYTHONPATH={folder}${{PYTHONPATH:+:$PYTHONPATH}} {environment.SNAPSHOT}={folder}"
     yield "export PYTHONSAFEPATH=1"  # for what libraries start, and a user's own template
     if job.container:

@@ -1,4 +1,4 @@
-"""The facts of a node: the only place that asks the system, its libraries and its programs what there is.
+"""The facts of a node: what the system, its libraries and its programs say about it.
 
 The preflight check gathers ``of_process`` from every rank and compares; ``hpclm doctor`` shows all of it. ``python.ask`` and
 ``ask_program`` ask in a separate process, so that a library or program that crashes or hangs is an answer too.
@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 Facts = dict[str, Any]
-"""What was found, as JSON; {"error": reason} if a library or program did not answer."""
+"""What a process has, as JSON; {"error": reason} if a library or program did not answer."""
 
 LIBRARIES = ("deepspeed", "fairscale", "apex", "mpi4py", "submitit", "numpy", "safetensors", "tokenizers")
 DECISIVE = ("numpy", "triton", "deepspeed", "fairscale", "safetensors")
@@ -38,6 +38,13 @@ import json, warnings
 warnings.simplefilter("ignore")
 from hpclm.node import facts
 print(json.dumps(facts.pytorch()))
+"""
+COLLECT_ENV = """
+import json, os
+from torch.utils import collect_env
+os.chdir("/")  # it starts pip
+answers = {name: str(answer) for name, answer in collect_env.get_env_info()._asdict().items()}
+print(json.dumps({name: text for name, text in answers.items() if name != "cpu_info" and text not in ("None", "N/A")}))
 """
 MPI = """
 import json, mpi4py
@@ -55,7 +62,7 @@ print(json.dumps({"kernels": ["FusedAdam", *apex.kernels().names()]}))
 
 def of_process(launcher: str, device: "torch.device", env: Mapping[str, str] = os.environ) -> Facts:
     """What the preflight check compares between processes: the node at this moment, its versions, and the device."""
-    found = {
+    facts = {
         "time": time.time(),
         "node": node_name(launcher, env),
         "host": socket.gethostname(),
@@ -63,13 +70,13 @@ def of_process(launcher: str, device: "torch.device", env: Mapping[str, str] = o
         "hpclm": __version__,
         "python": platform.python_version(),
         **{name: version(name) for name in DECISIVE},
-        **_device(device),
         "visible": env.get("CUDA_VISIBLE_DEVICES"),
         **machine(),
+        **_device(device),
     }
     if device.type != "cuda":
-        found["driver"] = None  # it does not matter to a run on CPUs
-    return found
+        facts["driver"] = None  # it does not matter to a run on CPUs
+    return facts
 
 
 def node_name(launcher: str, env: Mapping[str, str] = os.environ) -> str:
@@ -84,9 +91,7 @@ def machine() -> Facts:
     """Cores, memory, limits and devices of this node."""
     allowed = os.sched_getaffinity(0)
     return {
-        "cores": os.cpu_count(),
-        "allowed": affinity.described(allowed),
-        "physical": affinity.physical(allowed),
+        "cores": f"{affinity.described(allowed)} ({affinity.physical(allowed)} physical) of {os.cpu_count()}",
         "numa": [affinity.described(cores) for cores in affinity.numa()],
         "load": os.getloadavg()[0],
         "memory_free": psutil.virtual_memory().available,
@@ -123,9 +128,8 @@ def driver() -> str | None:
 
 def software() -> dict[str, str | None]:
     """Installed versions; None for packages that are not installed."""
-    found: dict[str, str | None] = {"hpclm": __version__, "python": platform.python_version()}
-    found["interpreter"] = sys.executable
-    return found | {name: version(name) for name in LIBRARIES}
+    own = {"hpclm": __version__, "python": platform.python_version(), "interpreter": sys.executable}
+    return own | {name: version(name) for name in LIBRARIES}
 
 
 def version(package: str) -> str | None:
@@ -136,12 +140,6 @@ def version(package: str) -> str | None:
         return None
 
 
-def has_nvidia_apex() -> bool:
-    """Whether an installed apex is NVIDIA's; the package of that name on PyPI is something else."""
-    spec = util.find_spec("apex")  # finds, does not import
-    return bool(spec and any((Path(place) / "optimizers").is_dir() for place in spec.submodule_search_locations or ()))
-
-
 def pytorch() -> Facts:
     """Versions, backends and GPUs that PyTorch sees; loads PyTorch."""
     import torch
@@ -150,27 +148,22 @@ def pytorch() -> Facts:
     return {
         "version": torch.__version__,
         "cuda": torch.version.cuda,
-        "hip": torch.version.hip,
         "nccl": _nccl(),
         "backends": [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()],
-        "threads": torch.get_num_threads(),
         "architectures": torch.cuda.get_arch_list(),
-        "gpus": [gpu(i) for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)],
+        "gpus": [_gpu(index) for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)],
     }
 
 
-def gpu(index: int) -> Facts:
+def _gpu(index: int) -> Facts:
     """One GPU, as PyTorch describes it."""
     import torch
-
-    from hpclm.node import hardware
 
     properties = torch.cuda.get_device_properties(index)
     return {
         "name": properties.name,
         "memory": properties.total_memory,
         "uuid": str(getattr(properties, "uuid", "")) or None,
-        "pci": hardware.pci_address(torch.device("cuda", index)),
         "capability": f"{properties.major}.{properties.minor}",
     }
 
@@ -179,14 +172,14 @@ def _device(device: "torch.device") -> Facts:
     """The device of a training process, and the versions of what drives it."""
     import torch
 
-    found: Facts = {"device": str(device), "torch": torch.__version__, "cuda": torch.version.cuda}
+    facts: Facts = {"device": str(device), "torch": torch.__version__, "cuda": torch.version.cuda}
     if device.type != "cuda":
-        return found | {"device_name": "CPU"}
-    its = gpu(torch.cuda.current_device() if device.index is None else device.index)
+        return facts | {"device_name": "CPU"}
+    gpu = _gpu(torch.cuda.current_device() if device.index is None else device.index)
     free, total = torch.cuda.mem_get_info(device)
     used = max(0, total - free - torch.cuda.memory_reserved(device))
-    found |= {"device_name": its["name"], "uuid": its["uuid"], "pci": its["pci"]}
-    return found | {"device_total": total, "device_used": used, "nccl": _nccl()}
+    facts |= {"device_name": gpu["name"], "uuid": gpu["uuid"], "nccl": _nccl()}
+    return facts | {"device_total": total, "device_used": used}
 
 
 def _nccl() -> str | None:

@@ -115,14 +115,9 @@ def slow_type(device: torch.device, dtype: torch.dtype, cpuinfo: str = "/proc/cp
     )
 
 
-def set_matmul(config: EngineConfig, device: torch.device) -> str:
-    """Choose how fp32 products run in this process; returns what was chosen and why."""
+def set_matmul(device: torch.device) -> str:
+    """Let fp32 products run fast where that keeps their precision; returns what was chosen and why."""
     torch.set_float32_matmul_precision("highest")
-    if config.matmul == "exact":
-        return "exact, as set"
-    if config.matmul == "fast":
-        torch.set_float32_matmul_precision("high" if device.type == "cuda" else "medium")
-        return "fast, as set"
     if device.type == "cuda":
         return "exact: TF32 would round fp32 products"
     exact = _product_error()

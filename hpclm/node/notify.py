@@ -37,10 +37,17 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 class Notifier:
     """Sends an attempt's messages; as a context manager also that of an error. Nothing in it raises."""
 
-    def __init__(self, targets: Sequence[str], run: str, out: str, env: Mapping[str, str] = os.environ):
+    def __init__(
+        self,
+        targets: Sequence[str],
+        run: str,
+        out: str,
+        job: Mapping[str, Any] = NOTHING,
+        env: Mapping[str, str] = os.environ,
+    ):
+        """``job``: fields of every message, such as the job's ID."""
         self.targets, self.run, self.out, self.env = targets, run, out, env
-        self.about = NOTHING
-        """More fields of every message."""
+        self._about = dict(job)
         self._failed = False
 
     def __enter__(self) -> "Notifier":
@@ -49,6 +56,13 @@ class Notifier:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, LockedError):
             self.failed(str(error) or type(error).__name__)
+
+    def begin(self, attempt: int, step: int, reason: str) -> None:
+        """The attempt of this number begins at ``step``; if it is not the first, people hear of that and its ``reason``."""
+        self._about["attempt"] = attempt
+        if attempt > 1:
+            resumed = f"attempt {attempt} resumes from step {step}"
+            self.send("restarted", resumed + (f"; {reason}" if reason else ""), seconds=0)
 
     def failed(self, message: str) -> None:
         """The run ends with this error; sent once."""
@@ -63,7 +77,7 @@ class Notifier:
         message = secrets.Redactor(self.env)(message)[:LONGEST]
         host = socket.gethostname()
         text = f"hpclm: {self.run} {EVENTS[event]} ({self.out} on {host}): {message}"
-        content = {"event": event, "run": self.run, "out": self.out, "host": host, **self.about, "message": message}
+        content = {"event": event, "run": self.run, "out": self.out, "host": host, **self._about, "message": message}
         content |= {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "text": text}
         threads = [
             threading.Thread(target=_deliver, args=(target, content, self.env), name="hpclm-notify", daemon=True)

@@ -8,9 +8,8 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -27,28 +26,12 @@ Locks = dict[str, list[int]]
 Env = Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class Process:
-    """One process of this user."""
-
-    pid: int
-    parent: int
-    started: float
-    """Seconds since 1970."""
-    command: list[str]
-    env: dict[str, str]
-    """The environment it was started with."""
-    handle: psutil.Process
-
-
-def of_this_user() -> dict[int, Process]:
-    """PID -> every running process of this user that can be read."""
-    found = {}
-    for each in psutil.process_iter():
+def of_this_user() -> Iterator[psutil.Process]:
+    """Every running process of this user that can be read."""
+    for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            if each.uids().real == os.getuid() and is_running(each) and (command := each.cmdline()):
-                found[each.pid] = Process(each.pid, each.ppid(), each.create_time(), command, each.environ(), each)
-    return found
+            if process.uids().real == os.getuid() and is_running(process) and process.cmdline():
+                yield process
 
 
 def is_running(process: psutil.Process) -> bool:
@@ -80,20 +63,6 @@ def is_ours(pid: int, recorded: str) -> bool:
     with suppress(psutil.Error):
         return any(re.fullmatch(OURS, word) for word in psutil.Process(pid).cmdline())
     return False
-
-
-def ancestors(pid: int) -> list[int]:
-    """The parent of ``pid``, its parent, and so on."""
-    with suppress(psutil.Error):
-        return [process.pid for process in psutil.Process(pid).parents()]
-    return []
-
-
-def open_files(process: psutil.Process) -> list[Path]:
-    """The files that a process has open."""
-    with suppress(psutil.Error, OSError):
-        return [Path(file.path) for file in process.open_files()]
-    return []
 
 
 def locks() -> Locks:
@@ -138,18 +107,18 @@ def wait(pid: int, seconds: float) -> bool:
     return wait_until(lambda: started(pid) is None, seconds)
 
 
-def terminate(processes: Sequence[Process], grace: float) -> list[Process]:
+def terminate(processes: Sequence[psutil.Process], grace: float) -> list[psutil.Process]:
     """Send TERM, and KILL after ``grace`` seconds; returns the processes that are still running.
 
     psutil never signals a PID that was reused.
     """
     running = list(processes)
     for number in (signal.SIGTERM, signal.SIGKILL):
-        for each in running:
+        for process in running:
             with suppress(psutil.Error):
-                each.handle.send_signal(number)
-        wait_until(lambda: not any(is_running(each.handle) for each in processes), grace)
-        running = [each for each in running if is_running(each.handle)]
+                process.send_signal(number)
+        wait_until(lambda: not any(map(is_running, processes)), grace)
+        running = [process for process in running if is_running(process)]
     return running
 
 
@@ -188,11 +157,10 @@ def kill_strays(marker: Mapping[str, str], keep: Collection[int]) -> int:
 
     They are children of a rank that was killed, so no rank is their parent any more.
     """
-    keep, killed = {os.getpid(), *keep}, 0
-    for process in psutil.process_iter():
+    killed = 0
+    for process in of_this_user():
         with suppress(psutil.Error, OSError):
-            ours = process.pid not in keep and process.uids().real == os.getuid()
-            if ours and marker.items() <= process.environ().items():
+            if process.pid not in {os.getpid(), *keep} and marker.items() <= process.environ().items():
                 process.kill()
                 killed += 1
     return killed

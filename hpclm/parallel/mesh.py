@@ -25,6 +25,8 @@ class Axis:
     """The group's name, by which compiled code finds it."""
     backend: str | None = None
     """Of its group and of groups of some of its ranks; None: as the group of all."""
+    limit: timedelta | None = None
+    """The same: a collective that takes longer raises an error."""
 
     @property
     def first(self) -> bool:
@@ -110,16 +112,16 @@ def _axis(
     mine = next((tuple(ranks) for ranks in members if rank in ranks), (rank,))
     if len(mine) > 1 and mine not in groups:
         groups[mine] = dist.group.WORLD if len(mine) == size else _new_group(mine, limit, backend)
-    return Axis(len(mine), mine.index(rank), groups.get(mine), mine, _name(groups.get(mine)), backend)
+    return Axis(len(mine), mine.index(rank), groups.get(mine), mine, _name(groups.get(mine)), backend, limit)
 
 
-def sub_axis(axis: Axis, members: Sequence[int], limit: timedelta | None = None) -> Axis:
+def sub_axis(axis: Axis, members: Sequence[int]) -> Axis:
     """The processes of ``axis`` at ``members``, including this one, as a separate axis; only they call this."""
     if list(members) == list(range(axis.size)):
         return axis
     ranks = tuple(axis.ranks[member] for member in members)
-    group = _new_group(ranks, limit, axis.backend) if len(ranks) > 1 else None
-    return Axis(len(ranks), list(members).index(axis.rank), group, ranks, _name(group), axis.backend)
+    group = _new_group(ranks, axis.limit, axis.backend) if len(ranks) > 1 else None
+    return Axis(len(ranks), list(members).index(axis.rank), group, ranks, _name(group), axis.backend, axis.limit)
 
 
 def _new_group(ranks: Sequence[int], limit: timedelta | None, backend: str | None) -> Any:

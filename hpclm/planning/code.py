@@ -127,7 +127,7 @@ def sent(engine: EngineConfig, common: Code) -> int:
 def native(engine: EngineConfig, common: Code, pipeline: int) -> Code:
     """The same 16 bytes, and a copy of the weights in the compute type that is made once a step; stage 1 shards the optimizer."""
     cast = common.element if common.element < 4 else 0
-    in_place = bool(cast) and not (engine.offload_activations or engine.anomaly)
+    in_place = bool(cast) and not engine.offload_activations
     """Whether products add to the fp32 gradients; the embedding then needs only memory for a gradient that is not filled."""
     own = replace(
         common,

@@ -118,7 +118,9 @@ def shortened(run: RunConfig, micro_batches: int) -> RunConfig:
 
 def build(run: RunConfig, mesh: Mesh) -> Any:
     """The engine on the fake GPU; whether this machine could train with it is not checked."""
-    return lookup("engine", run.engine.name, ENGINES, CHECK)(run, mesh, CUDA, DTYPES[run.engine.precision])
+    return lookup("engine", run.engine.name, ENGINES, CHECK)(
+        run.for_engine(mesh.world.size), mesh, CUDA, DTYPES[run.engine.precision]
+    )
 
 
 def micro_batch(run: RunConfig) -> Batch:

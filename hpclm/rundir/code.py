@@ -7,19 +7,15 @@ their own folder; installed libraries are not included.
 import ast
 import hashlib
 import json
-import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 from hpclm import files, shipped
-from hpclm.config import RunConfig
-from hpclm.config.merge import texts
 from hpclm.errors import ConfigError
 from hpclm.node import environment, processes
 from hpclm.node.processes import NoAnswerError
@@ -28,16 +24,14 @@ Sources = Mapping[str, Path]
 """Files by the names they have below a folder of Python's path: hpclm/loop.py, mine.py."""
 
 ROOT = Path(__file__).parents[1]
-NAME = re.compile(r"([A-Za-z_]\w*)(?:\.\w+)*:[A-Za-z_]\w*")
 NOTE = "SNAPSHOT.json"
 LARGEST = 1 << 26  # bytes of all files
 
 
-def sources(config: RunConfig) -> Sources:
-    """The files of the code that ``config`` runs, as Python would find them now."""
+def sources(modules: Collection[str]) -> Sources:
+    """The files of hpclm and of the user's top-level ``modules``, as Python would find them now."""
     code: dict[str, Path] = _package(ROOT)
-    names = {match[1] for text in texts(asdict(config)) if (match := NAME.fullmatch(text))}
-    seen = {"hpclm"}
+    names, seen = set(modules), {"hpclm"}
     while names - seen:
         name = min(names - seen)
         seen.add(name)
@@ -72,9 +66,8 @@ def folder(out: Path, code: Sources) -> Path:
     return out / "job" / f"code-{digest(code)}"
 
 
-def keep(out: Path, config: RunConfig) -> Path:
-    """Copy the code of ``config`` into the run directory, unless it is there already; returns the snapshot."""
-    code = sources(config)
+def keep(out: Path, code: Sources) -> Path:
+    """Copy the code into the run directory, unless it is there already; returns the snapshot."""
     sizes = {path: path.stat().st_size for path in code.values()}
     if sum(sizes.values()) > LARGEST:
         raise ConfigError(

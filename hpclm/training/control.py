@@ -1,122 +1,159 @@
-"""When a run saves and when it exits, decided alike on every rank.
-
-Every step sends what each rank knows (signals, requests, the time, whether a checkpoint has been written) along in the vector
-that brings the step's metrics. The answer, a ``ControlState``, is read when the next step has been queued, so nothing waits for
-it. Where something depends on it, the ranks synchronize: they wait for the last step, and poll one another.
-"""
+"""When a run saves and when it exits, decided alike on every rank."""
 
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-
-from torch import Tensor
+from collections.abc import Callable
 
 from hpclm.checkpoint import CheckpointStore, Progress
-from hpclm.config import RunConfig
+from hpclm.config import CheckpointConfig, RunConfig
 from hpclm.config.plan import Length
-from hpclm.distributed.context import DistributedContext
 from hpclm.engine import Engine, keep_going
-from hpclm.errors import REQUEUE
-from hpclm.node.preemption import Preemption
+from hpclm.errors import REQUEUE, HpclmError, LockedError
 from hpclm.optim.guard import Guard
-from hpclm.parallel.async_all_reduce import AsyncAllReduce, Reduction
-from hpclm.rundir.control_files import KILL_SWITCH, ControlFiles
-from hpclm.rundir.lease import Lease
-from hpclm.training.saver import Saver
-from hpclm.training.state import SIGNALS, STOPS, ControlState
+from hpclm.training.sync import ControlState, ControlSync
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 1.0  # between two polls within a step or an evaluation, about
 LATE_STEPS = 3  # steps that may pass until a signal is acted on where answers are read late
+MARGIN = 1.5  # a save may take so much longer than the longest one before
 
 
 class StepAbandoned(Exception):
     """The step was not finished: weights and optimizer state are what they were before it."""
 
 
-@dataclass
-class StepClock:
-    """What this rank's clock says of the steps whose results are known."""
+class Saver:
+    """Saves a run, in the background or before it exits; one save is on its way at once, and one that fails costs no training."""
 
-    seconds: float
-    """Of all attempts."""
-    micro_batch: float = 0.0
-    """Seconds of a micro-batch of the last step; 0 before the first."""
+    def __init__(
+        self,
+        store: CheckpointStore,
+        settings: CheckpointConfig,
+        warn_seconds: float | None = None,
+        begin: Progress = Progress(),  # noqa: B008 (it is immutable)
+        samples_per_save: float = math.inf,
+        flush: Callable[[], None] = lambda: None,
+    ):
+        """``warn_seconds``: job.warn_seconds. ``begin``: where the run resumes, which is saved. ``samples_per_save``: what
+        checkpoint.epochs asks for. ``flush``: called on rank 0 just before a checkpoint is published."""
+        self.store, self.settings, self.samples_per_save, self.flush = store, settings, samples_per_save, flush
+        self.step = begin.step
+        """The newest that is saved."""
+        grace = settings.grace_seconds
+        self.limits = dict(SIGTERM=grace, SIGUSR1=warn_seconds or grace, SIGUSR2=warn_seconds or grace)
+        """Seconds from a signal to the end of this process; nothing follows a Ctrl-C."""
+        self._passes = int(begin.samples / samples_per_save)
+        self._minutes = self._longest = self._began = self._stalled = 0.0
 
+    def due(self, progress: Progress, state: ControlState) -> bool:
+        """Whether the state after this step is to be saved, and is not yet."""
+        if not self.settings.enabled:
+            if state.save:
+                log.warning("save-now: checkpoint.enabled=false, so nothing is saved")
+            return False
+        pending = self.store.pending
+        newest = pending.progress.step if pending else self.step
+        return progress.step > newest and (self._regular(progress, state) or state.save)
 
-@dataclass(frozen=True)
-class LocalState:
-    """What one rank contributes to a ControlState."""
+    def _regular(self, progress: Progress, state: ControlState) -> bool:
+        """Whether checkpoint.every, checkpoint.minutes or checkpoint.epochs ask for a save now."""
+        minutes = self.settings.minutes
+        timed = minutes is not None and state.minutes - self._minutes >= minutes
+        ends_pass = int(progress.samples / self.samples_per_save) > self._passes
+        return timed or ends_pass or due(self.settings.every, progress)
 
-    context: DistributedContext
-    store: CheckpointStore
-    preemption: Preemption
-    clock: StepClock
-    control_files: ControlFiles | None
-    """Rank 0's."""
-    lease: Lease | None
-    """Rank 0's."""
-    began: float = field(default_factory=time.monotonic)
+    def save(self, engine: Engine, progress: Progress, validation: float | None, state: ControlState) -> None:
+        """Save. A failure is logged, and training continues with the earlier checkpoints."""
+        self._minutes, self._passes = state.minutes, int(progress.samples / self.samples_per_save)
+        try:
+            self._begin(engine, progress, validation, self.settings.background)
+        except LockedError:
+            raise
+        except HpclmError as error:
+            log.error("%s; training continues; the checkpoints before it are untouched", error)
+        if not self.settings.background:
+            self.wait()
 
-    def values(self) -> dict[str, float]:
-        """Numbers of which the greatest of all ranks counts. The prefix keeps them apart from a step's metrics."""
-        files = self.control_files
-        values = {
-            "writing": not self.store.written(),
-            "stop": self.stop(),
-            "save": bool(files and files.requested("save-now")),
-            "lost": bool(self.lease and self.lease.lost),
-            "minutes": (time.monotonic() - self.began) / 60 if self.context.is_main else 0.0,
-            "trained": self.clock.seconds,
-            "micro_batch": self.clock.micro_batch,
-            **{name: self.preemption.seconds(name) for name in SIGNALS},
-        }
-        return {f"control/{name}": float(value) for name, value in values.items()}
+    def poll(self, state: ControlState) -> None:
+        """Publish what every rank has written meanwhile."""
+        if state.written:
+            self.wait()
 
-    def stop(self, now: bool = False) -> int:
-        """The number in STOPS of what is requested; ``now``: look in any case."""
-        if self.control_files is None:
-            return 0
-        stop = self.control_files.requested("stop", now)
-        return 2 if self.control_files.requested(KILL_SWITCH) else int(stop)
+    def wait(self) -> None:
+        """Wait for what is on its way, and publish it; every rank must come here. A failure is logged."""
+        if not self.store.pending:
+            return
+        try:
+            self._commit()
+        except LockedError:
+            raise
+        except HpclmError as error:
+            log.error("%s; training continues; the checkpoints before it are untouched", error)
 
+    def exit(
+        self, engine: Engine, progress: Progress, validation: float | None, state: ControlState, again: bool = False
+    ) -> None:
+        """Save before the run exits, where there is time for it.
 
-class ControlSync:
-    """All-reduces what the ranks know of signals and requests. Every rank must call it at the same places."""
+        HpclmError when it was and the save failed, unless the run is started ``again``: then that costs some steps, and no run.
+        """
+        self.wait()
+        if progress.step <= self.step or not self.settings.enabled:
+            return
+        left = self.seconds_left(state)
+        if left is not None and self.seconds() > left:
+            text = "%s: %.0f s left but saving may take %.1f s; exiting without saving; steps %d to %d will be repeated"
+            log.error(text, state.signal, max(left, 0.0), self.seconds(), self.step + 1, progress.step)
+            return
+        # where nothing else saves, saves at exit are the regular ones
+        often = self.settings.every > 0 or self.settings.minutes is not None or self.settings.epochs is not None
+        why = state.leaving if often and not self._regular(progress, state) else None
+        try:
+            self._begin(engine, progress, validation, background=False, why=why)
+            self._commit()
+        except HpclmError as error:
+            if isinstance(error, LockedError) or not again:
+                raise
+            log.error("%s; the steps after %d will be repeated", error, self.step)
 
-    def __init__(self, local: LocalState, vector: AsyncAllReduce, exit_minutes: float | None):
-        self.local, self.context, self.vector, self.exit_minutes = local, local.context, vector, exit_minutes
+    def outcome(self) -> str:
+        """What is saved and what follows for a run that exits, for the log."""
+        if self.step:
+            return f"saved at step {self.step}, exiting; the same command resumes from here"
+        return "nothing saved, exiting; the same command starts again"
 
-    def poll(self) -> ControlState:
-        """What holds now; a collective. LockedError on every rank when another attempt has taken the run directory over."""
-        values = self.local.values()
-        state = self.state(dict(zip(values, self.context.all_reduce_max(*values.values()), strict=True)))
-        if state.lost:
-            self.context.run_on_main(lambda: self.local.lease.check() if self.local.lease else None)
-        if state.since and not state.stop:  # it wins over a signal, and may have been requested since the last look
-            state = replace(state, stop=STOPS[int(self.context.all_reduce_max(self.local.stop(now=True))[0])])
-        return state
+    def seconds(self) -> float:
+        """Seconds that a save may take; 0 before the first."""
+        return self._longest * MARGIN
 
-    def start(self, metrics: Mapping[str, float | Tensor]) -> Reduction:
-        """Send what this rank knows, and a step's ``metrics``, without waiting; ``state`` reads the answer."""
-        self.context.watchdog.tick()
-        return self.vector.start({**self.local.values(), **metrics})
+    def seconds_left(self, state: ControlState) -> float | None:
+        """Seconds until this process is killed; None if no signal announced it."""
+        limits, since = self.limits, state.since
+        return min((limits[name] - passed for name, passed in since.items() if name in limits), default=None)
 
-    def state(self, answer: Mapping[str, float]) -> ControlState:
-        """What an answer says."""
-        minutes = answer["control/minutes"]
-        return ControlState(
-            since={name: answer[f"control/{name}"] for name in SIGNALS if answer[f"control/{name}"]},
-            stop=STOPS[int(answer["control/stop"])],
-            out_of_time=self.exit_minutes is not None and minutes >= self.exit_minutes,
-            save=bool(answer["control/save"]),
-            written=not answer["control/writing"],
-            minutes=minutes,
-            trained=answer["control/trained"],
-            micro_batch=answer["control/micro_batch"],
-            lost=bool(answer["control/lost"]),
-        )
+    def _begin(
+        self, engine: Engine, progress: Progress, validation: float | None, background: bool, why: str | None = None
+    ) -> None:
+        self._began = time.monotonic()
+        if self.store.pending:
+            text = "step %d is still being written: training waits; save less often, or to a faster disk"
+            log.warning(text, self.store.pending.progress.step)
+            self.wait()
+        self.store.begin(engine, progress, validation, background, why)
+        self._stalled = time.monotonic() - self._began
+
+    def _commit(self) -> None:
+        pending = self.store.pending
+        assert pending is not None
+        self.store.commit(self.flush)
+        self.step, health = pending.progress.step, pending.progress.health
+        # all ranks decide alike what there is time for
+        (seconds,) = self.store.context.all_reduce_max(time.monotonic() - self._began)
+        self._longest = max(self._longest, seconds)
+        log.info("saved step %d in %.2f s; training waited %.2f s", self.step, seconds, min(self._stalled, seconds))
+        if not health.good:
+            log.warning("step %d is saved, and does not replace healthy checkpoints: %s", self.step, health.words())
 
 
 class RunControl:

@@ -7,7 +7,7 @@ import torch
 
 from hpclm import files
 from hpclm.checkpoint import Progress
-from hpclm.config import Plan, RunConfig
+from hpclm.config import ModelConfig, Plan, RunConfig
 from hpclm.config.length import inside_warmup
 from hpclm.config.plan import Length
 from hpclm.distributed.context import DistributedContext
@@ -19,12 +19,11 @@ from hpclm.training.control import RunControl
 logger = logging.getLogger(__name__)
 
 
-def device(config: RunConfig, where: torch.device, dtype: torch.dtype, context: DistributedContext) -> None:
-    """Log what the run computes on, and in which types."""
-    products = hardware.set_matmul(config.engine, where)
-    logger.info("%s, %s; fp32 products %s", hardware.describe(where), str(dtype).removeprefix("torch."), products)
-    slow = hardware.slow_type(where, dtype)
-    if slow and context.is_main:
+def device(device: torch.device, dtype: torch.dtype, products: str, is_main: bool) -> None:
+    """Log what the run computes on, and in which types; ``products``: how fp32 products run."""
+    logger.info("%s, %s; fp32 products %s", hardware.describe(device), str(dtype).removeprefix("torch."), products)
+    slow = hardware.slow_type(device, dtype)
+    if slow and is_main:
         logger.warning("%s", slow)
 
 
@@ -42,28 +41,37 @@ def hello(config: RunConfig, plan: Plan, context: DistributedContext, length: Le
         logger.warning("%s", short)
 
 
-def attention(config: RunConfig, device: torch.device) -> None:
-    """Choose attention's kernel for this process, and log it."""
-    choice = attention_backend.use(config.model, device)
+def attention(model: ModelConfig, choice: attention_backend.Choice | None) -> None:
+    """Log the kernel of attention; ``choice``: None on a CPU."""
     if choice is None:
-        if config.model.attention != "auto":
-            logger.warning("model.attention=%s is for GPUs; a CPU uses PyTorch's own", config.model.attention)
+        if model.attention != "auto":
+            logger.warning("model.attention=%s is for GPUs; a CPU uses PyTorch's own", model.attention)
         return
     if choice.warning:
         logger.warning("%s", choice.warning)
     logger.info("attention: %s", choice.words())
 
 
-def kernels(config: RunConfig, device: torch.device) -> None:
+def kernels(model: ModelConfig, device: torch.device) -> None:
     """Log whose fused operations are used, where the settings ask for apex's."""
-    if config.model.kernels != "apex":
+    if model.kernels != "apex":
         return
-    found = apex.kernels().names() if device.type == "cuda" else []
-    if found:
-        logger.info("kernels: NVIDIA apex's %s; PyTorch's for the rest", ", ".join(found))
+    names = apex.kernels().names() if device.type == "cuda" else []
+    if names:
+        logger.info("kernels: NVIDIA apex's %s; PyTorch's for the rest", ", ".join(names))
     else:
         why = "it is for GPUs" if device.type != "cuda" else "it is not usable here (hpclm doctor says why)"
         logger.warning("model.kernels=apex: %s; PyTorch's own operations", why)
+
+
+def other_budget(before: int | None, now: int | None) -> None:
+    """Warn that a checkpoint's data order was made for another budget."""
+    logger.warning(
+        "the budget was %s samples and is %s: as with Megatron, the order of the data follows from it, so from here on "
+        "samples may be repeated or left out unless all of it is within one epoch",
+        before,
+        now,
+    )
 
 
 def way_back(config: RunConfig) -> str:

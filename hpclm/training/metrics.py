@@ -14,9 +14,10 @@ from typing import Any
 from tqdm import tqdm
 
 from hpclm import files
-from hpclm.config import LogConfig
+from hpclm.config import LogConfig, ModelConfig
 from hpclm.errors import ConfigError
 from hpclm.log import LIVE
+from hpclm.model import count
 from hpclm.rundir import scores
 from hpclm.rundir.rows import LOST, STEP, append, finite, parsed
 from hpclm.rundir.summary import RunSummary
@@ -217,19 +218,20 @@ class Speed:
     """Tokens a second, and the part of the device's peak that the model's own arithmetic uses: MFU, and HFU with what is
     computed again."""
 
-    def __init__(self, context: int, flops_per_token: float, peak_flops: float | None, again: float = 0.0):
-        """``again``: floating-point operations of a token that only repeat others."""
-        self.context, self.flops, self.peak, self.again = context, flops_per_token, peak_flops, again
+    def __init__(self, model: ModelConfig, recompute: str, peak_flops: float | None):
+        """``recompute``: engine.recompute. ``peak_flops``: of all processes together; None if unknown."""
+        self.context, self.peak = model.context, peak_flops
+        self.flops, self.again = count.flops_per_token(model), count.recompute_flops(model, recompute)
 
     def __call__(self, samples: int, seconds: float) -> dict[str, float]:
         """Figures of ``samples`` samples in ``seconds``."""
         rate = samples * self.context / seconds
-        found = {"tokens_per_second": rate}
+        figures = {"tokens_per_second": rate}
         if self.peak:
-            found["mfu"] = rate * self.flops / self.peak
+            figures["mfu"] = rate * self.flops / self.peak
             if self.again:
-                found["hfu"] = rate * (self.flops + self.again) / self.peak
-        return found
+                figures["hfu"] = rate * (self.flops + self.again) / self.peak
+        return figures
 
 
 def add_scores(out: Path) -> None:

@@ -1,45 +1,51 @@
 """Open a run on every rank: what cannot work is refused before anything is written, and all that is opened is closed again."""
 
 import logging
+import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 
+from hpclm import __version__, files
 from hpclm import engine as engines
-from hpclm.checkpoint import CheckpointStore, Progress
+from hpclm import log as logs
+from hpclm.checkpoint import CheckpointStore, Progress, Retention, begin_from, resumable, rollback
 from hpclm.checkpoint.fingerprint import fingerprint
+from hpclm.checkpoint.init_from import check_init_from
 from hpclm.config import RunConfig
+from hpclm.data.sources import Source
 from hpclm.diagnostics import preflight
 from hpclm.distributed import bootstrap
 from hpclm.distributed.context import DistributedContext
 from hpclm.engine import Engine
-from hpclm.model import count
-from hpclm.node import affinity, hardware
+from hpclm.model import attention_backend, count
+from hpclm.node import affinity, hardware, secrets
 from hpclm.node.notify import Notifier
 from hpclm.node.preemption import Preemption
 from hpclm.optim.guard import Guard
 from hpclm.optim.schedules import shape
 from hpclm.parallel.async_all_reduce import AsyncAllReduce
 from hpclm.parallel.mesh import Mesh
+from hpclm.rundir import submissions
 from hpclm.rundir.control_files import ControlFiles
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.summary import RunSummary
 from hpclm.sinks.process import Sinks
-from hpclm.training import messages, records, setup
-from hpclm.training.control import ControlSync, LocalState, RunControl, StepClock
+from hpclm.training import messages, records
+from hpclm.training.control import RunControl, Saver
 from hpclm.training.metrics import Meter, NullMeter, Speed
 from hpclm.training.profile import Profile
 from hpclm.training.results import Results
-from hpclm.training.saver import Saver
+from hpclm.training.run_data import RunData, on_main, open_data
 from hpclm.training.session import Session
-from hpclm.training.setup import RunData
+from hpclm.training.sync import ControlSync, LocalState, StepClock
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,7 @@ class Compute:
 class Directory:
     """The run directory, which this attempt has taken over."""
 
+    path: Path
     lease: Lease | None
     """Rank 0's."""
     summary: RunSummary | None
@@ -71,6 +78,8 @@ class RunState:
     engine: Engine
     store: CheckpointStore
     progress: Progress
+    samples_per_save: float
+    """What checkpoint.epochs asks for."""
     attempt: int | None
     """The attempt's number, on rank 0."""
 
@@ -82,96 +91,112 @@ def open_session(config: RunConfig, context: DistributedContext, resume_step: in
     ``resume_step``: the step of a checkpoint to resume from, in place of the newest.
     """
     out, began = Path(config.out), time.time()
-    with Preemption() as preemption, ExitStack() as opened:
-        notifier = Notifier(config.job.notify, config.name, str(out.absolute()))
-        if context.is_main:
-            opened.enter_context(notifier)
-        context.watchdog.shutdown.notify = notifier.failed
+    notifier = Notifier(config.job.notify, config.name, str(out.absolute()), bootstrap.job())
+    context.watchdog.shutdown.listeners.append(notifier.failed)
+    with Preemption() as preemption, notifier if context.is_main else nullcontext():
         compute = open_devices(config, context)
         context.watchdog.enter("data")
-        data = setup.data(config, context, compute.mesh.dp.rank, compute.device)
-        opened.callback(data.train.close)
-        shape(config.optim)  # a schedule that cannot be loaded must not surface only after the warm-up
-        if context.is_main:
-            messages.hello(config, data.plan, context, data.length, len(data.train.samples))
-        directory = open_run_directory(config, context, compute, data, resume_step, opened)
-        if directory.summary:
-            context.watchdog.shutdown.notify = _failed(notifier, directory.summary)
-        state = open_state(config, context, compute, data, directory, resume_step, began)
-        if context.is_main:
-            _notify(notifier, state.attempt, state.progress.step, directory.restarted)
-        meter, sinks = open_metrics(config, context, compute, data, directory, state.progress, opened)
+        with (
+            open_data(config, context, compute.mesh.dp.rank, compute.device) as data,
+            open_run_directory(config, context, compute, data, resume_step) as directory,
+        ):
+            state = open_state(config, context, compute, data, directory, resume_step, began)
+            if state.attempt is not None:
+                notifier.begin(state.attempt, state.progress.step, directory.restarted)
+            with (
+                open_metrics(config, context, compute, data, directory, state.progress) as (meter, sinks),
+                Profile(config.profile, out, context.rank, compute.device) as profile,
+            ):
+                progress = state.progress
+                clock, guard = StepClock(progress.seconds), Guard(config.optim, progress.skipped, progress.health)
+                control_files = ControlFiles(out, config.kill_switch) if context.is_main else None
+                local = LocalState(context, state.store, preemption, clock, control_files, directory.lease)
+                sync = ControlSync(local, AsyncAllReduce(compute.mesh.world, compute.device), config.exit_minutes)
 
-        control_files = ControlFiles(out, config.kill_switch) if context.is_main else None
-        clock, guard = (
-            StepClock(state.progress.seconds),
-            Guard(config.optim, state.progress.skipped, state.progress.health),
-        )
-        local = LocalState(context, state.store, preemption, clock, control_files, directory.lease)
-        sync = ControlSync(local, AsyncAllReduce(compute.mesh.world, compute.device), config.exit_minutes)
-        per_pass = setup.between_saves(config, data.source)
-        saver = Saver(
-            state.store, config, state.progress.step, state.progress.samples, per_pass, lambda: _flush(meter, out)
-        )
-        yield Session(
-            config=config,
-            context=context,
-            plan=data.plan,
-            length=data.length,
-            device=compute.device,
-            engine=state.engine,
-            train=data.train,
-            held_out=data.held_out,
-            guard=guard,
-            control=RunControl(config, data.length, state.engine, sync, saver, guard),
-            results=Results(sync, clock, guard, meter, config.scaler.minimum),
-            meter=meter,
-            progress=state.progress,
-            profile=opened.enter_context(Profile(config.profile, out, context.rank, compute.device)),
-            attempt=state.attempt,
-            sinks=sinks,
-            notifier=notifier,
-        )
+                def flush() -> None:
+                    meter.flush()
+                    records.sync(out)
+
+                warn_seconds, per_save = config.job.warn_seconds, state.samples_per_save
+                saver = Saver(state.store, config.checkpoint, warn_seconds, progress, per_save, flush)
+                yield Session(
+                    config=config,
+                    context=context,
+                    device=compute.device,
+                    data=data,
+                    engine=state.engine,
+                    guard=guard,
+                    control=RunControl(config, data.length, state.engine, sync, saver, guard),
+                    results=Results(sync, clock, guard, meter, config.scaler.minimum),
+                    meter=meter,
+                    progress=progress,
+                    profile=profile,
+                    attempt=state.attempt,
+                    sinks=sinks,
+                    notifier=notifier,
+                )
 
 
 def open_devices(config: RunConfig, context: DistributedContext) -> Compute:
-    """Take a device and its cores, and set the process groups up."""
+    """Take a device and its cores, set the process groups up, and load the engine; ConfigError if it cannot be used."""
     device = hardware.device(config.engine, context.local_rank, context.local_size)
     if config.cluster.bind:
         pci_address = hardware.pci_address(device)
-        logger.info("%s", affinity.bind(context.local_rank, context.local_size, pci_address))
+        log.info("%s", affinity.bind(context.local_rank, context.local_size, pci_address))
     context.init_process_group(device, config.cluster.timeout_minutes, Path(config.out).absolute() / "logs")
     dtype = hardware.compute_type(config.engine, device)
-    messages.device(config, device, dtype, context)
+    messages.device(device, dtype, hardware.set_matmul(device), context.is_main)
     minutes = timedelta(minutes=config.cluster.timeout_minutes)
     backend = "nccl" if device.type == "cuda" else None  # gloo's part in the group of all serves the CPUs
     mesh = Mesh.build(context.rank, context.size, config.parallel, minutes, backend)
-    return Compute(device, dtype, replace(mesh, nodes=len({context.hosts[rank] for rank in mesh.dp.ranks})))
+    mesh = replace(mesh, nodes=len({context.hosts[rank] for rank in mesh.dp.ranks}))
+    engines.engine_class(
+        config.for_engine(context.size), device
+    )  # refused, if it cannot be used, before anything is written
+    shape(config.optim)  # a schedule that cannot be loaded must not surface only after the warm-up
+    return Compute(device, dtype, mesh)
 
 
+@contextmanager
 def open_run_directory(
-    config: RunConfig,
-    context: DistributedContext,
-    compute: Compute,
-    data: RunData,
-    resume_step: int | None,
-    opened: ExitStack,
-) -> Directory:
+    config: RunConfig, context: DistributedContext, compute: Compute, data: RunData, resume_step: int | None
+) -> Iterator[Directory]:
     """Refuse what cannot start or resume, take the run directory over, check the nodes, and write logs from here on."""
     out = Path(config.out)
+    if context.is_main:
+        messages.hello(config, data.plan, context, data.length, len(data.train.samples))
     context.watchdog.enter("start-up")
-    engines.named(config, compute.device)  # refused, if it cannot be used, before anything is written
-    context.run_on_main(lambda: setup.check(config, data.source, resume_step))
-    lease = setup.on_main(context, lambda: setup.occupy(out, opened))
-    summary = opened.enter_context(RunSummary(out, lease)) if lease else None
-    preflight.check(context, compute.device, config, out, room=setup.checkpoint_bytes(config))
-    setup.log_files(out, context, opened)
-    restarted = records.tell_restart(out, context) if context.is_main else ""
-    stacks = context.run_on_main(lambda: time.strftime("stacks-%Y%m%d-%H%M%S"))
-    context.watchdog.write_to(out, stacks, config.parallel.pipeline)
-    messages.kernels(config, compute.device)
-    messages.attention(config, compute.device)
-    return Directory(lease, summary, restarted)
+    context.run_on_main(lambda: check_start(config, data.source, resume_step))
+    with ExitStack() as stack:
+        lease = on_main(context, lambda: stack.enter_context(_lease(out)))
+        summary = stack.enter_context(RunSummary(out, lease)) if lease else None
+        if summary:
+            context.watchdog.shutdown.listeners.append(summary.failed)
+        if config.cluster.preflight:
+            room = 12 * count.parameters(config.model)  # bytes of a checkpoint: weights and Adam's two moments in fp32
+            preflight.check(context, compute.device, config.modules(), out, room=room)
+        if context.is_main:
+            stack.enter_context(logs.also_to(out / "log.txt", secrets.Redactor()))
+        else:
+            logs.instead_to(out / "logs" / f"rank-{context.rank:05d}.log", secrets.Redactor())
+        stack.enter_context(context.guard(out / "log.txt"))
+        restarted = records.tell_restart(out, context) if context.is_main else ""
+        stacks = context.run_on_main(lambda: time.strftime("stacks-%Y%m%d-%H%M%S"))
+        context.watchdog.write_to(out, stacks, config.parallel.pipeline)
+        yield Directory(out, lease, summary, restarted)
+
+
+def _lease(out: Path) -> Lease:
+    files.private_folder(out, "run directory")
+    return Lease(out)
+
+
+def check_start(config: RunConfig, source: Source, resume_step: int | None) -> None:
+    """ConfigError where the run cannot start, or resume, with these settings from the checkpoint that it would take."""
+    out, now = Path(config.out), fingerprint(config.model, config.seed, source.fingerprint)
+    candidate = resumable.candidate(out, records.requested_step(out, resume_step))
+    resumable.check_resumable(candidate, config.checkpoint.resume, now)
+    check_init_from(config.checkpoint.init_from, out / "checkpoints", now)
 
 
 def open_state(
@@ -184,22 +209,43 @@ def open_state(
     began: float,
 ) -> RunState:
     """Build the engine, load the state to resume from, and record the attempt, which ``began`` at that time."""
-    out, length = Path(config.out), data.length
-    engine = engines.named(config, compute.device)(config, compute.mesh, compute.device, compute.dtype)
-    retention = setup.retention(config, setup.between_saves(config, data.source))
-    saved = fingerprint(config, data.source), context, directory.lease, setup.made(config, context)
-    store = CheckpointStore(out / "checkpoints", retention, *saved)
-    rolled_back = context.run_on_main(lambda: setup.go_back(out, resume_step))
-    progress = setup.begin(setup.start(store, engine, config, context), length)
+    messages.kernels(config.model, compute.device)
+    messages.attention(config.model, attention_backend.use(config.model, compute.device))
+    engine = engines.build(config.for_engine(context.size), compute.mesh, compute.device, compute.dtype)
+    settings, source, out = config.checkpoint, data.source, directory.path
+    per_save = math.inf if settings.epochs is None else settings.epochs * source.per_epoch("train")
+    retention = Retention(settings.keep_last, settings.keep_every, settings.keep_best, settings.keep_epochs, per_save)
+    now = fingerprint(config.model, config.seed, source.fingerprint)
+    made = dict(processes=context.size, engine=config.engine.name, parallel=vars(config.parallel), hpclm=__version__)
+    store = CheckpointStore(out / "checkpoints", retention, now, context, directory.lease, made | bootstrap.job())
+
+    def roll_back() -> int | None:
+        """Set aside checkpoints newer than the one that this start was asked to continue from; its step, if there is one."""
+        step = records.requested_step(out, resume_step)
+        if step is not None:
+            submissions.roll_back(out, step)
+        return rollback.carry_out(out)
+
+    rolled_back = context.run_on_main(roll_back)
+    progress = store.resume(engine, settings.resume)
+    if settings.init_from and not progress.step:
+        weights = begin_from(Path(settings.init_from), engine, context, store.fingerprint)
+        log.info("weights of %s; optimizer, step and data start from scratch", weights)
+    if progress.step and progress.planned != data.length.samples:
+        messages.other_budget(progress.planned, data.length.samples)
+    progress = replace(progress, planned=data.length.samples)
     context.run_on_main(lambda: records.check_progress(out, progress.step))
     attempt = None
     if directory.summary:
-        about = directory.summary, began, rolled_back, directory.restarted
-        attempt = records.start(out, config, context, progress.step, length.steps, *about)
-    logger.info("run directory %s, %s", out, f"resumes from step {progress.step}" if progress.step else "a new run")
-    return RunState(engine, store, progress, attempt)
+        steps, restarted = data.length.steps, directory.restarted
+        attempts = records.start(config, context, progress.step, steps, began, rolled_back, restarted)
+        directory.summary.begin(attempts, data.length.steps)
+        attempt = len(attempts)
+    log.info("run directory %s, %s", out, f"resumes from step {progress.step}" if progress.step else "a new run")
+    return RunState(engine, store, progress, per_save, attempt)
 
 
+@contextmanager
 def open_metrics(
     config: RunConfig,
     context: DistributedContext,
@@ -207,47 +253,16 @@ def open_metrics(
     data: RunData,
     directory: Directory,
     progress: Progress,
-    opened: ExitStack,
-) -> tuple[Meter, Sinks]:
+) -> Iterator[tuple[Meter, Sinks]]:
     """What writes metrics, and sends them to trackers: on rank 0; the others only know which losses have been measured."""
-    out = Path(config.out)
-    sinks = opened.enter_context(Sinks(config.log.sinks if context.is_main else [], out))
-    meter = None
-    if directory.summary:
-        begin, speed = (progress.step, progress.samples), speed_of(config, context.size, compute.device, compute.dtype)
-        meter = Meter(out, config.log, begin, data.length.steps, speed, directory.summary)
-        opened.enter_context(meter)
-        sinks.start()
-    losses = context.run_on_main(lambda: list(meter.losses.items()) if meter else [])
-    return meter or NullMeter({(step, part): loss for (step, part), loss in losses}), sinks
-
-
-def _failed(notifier: Notifier, summary: RunSummary) -> Callable[[str], None]:
-    """What tells people, and the run's summary, of a failure."""
-
-    def failed(text: str) -> None:
-        notifier.failed(text)
-        summary.failed(text)
-
-    return failed
-
-
-def _notify(notifier: Notifier, attempt: int | None, step: int, restarted: str) -> None:
-    """Tell people, if they asked for it, that the run continues."""
-    notifier.about = {"attempt": attempt, **bootstrap.job()}
-    if attempt is not None and attempt > 1:
-        resumed = f"attempt {attempt} resumes from step {step}"
-        notifier.send("restarted", resumed + (f"; {restarted}" if restarted else ""), seconds=0)
-
-
-def _flush(meter: Meter, out: Path) -> None:
-    """fsync logs and metrics before a checkpoint is published."""
-    meter.flush()
-    records.sync(out)
-
-
-def speed_of(config: RunConfig, processes: int, device: torch.device, dtype: torch.dtype) -> Speed:
-    """What turns samples and seconds into tokens a second, MFU and HFU, of all processes together."""
-    peak = hardware.peak_flops(device, dtype)
-    again = count.recompute_flops(config.model, config.engine.recompute)
-    return Speed(config.model.context, count.flops_per_token(config.model), peak and peak * processes, again)
+    with Sinks(config.log.sinks if context.is_main else [], directory.path) as sinks, ExitStack() as stack:
+        meter = None
+        if directory.summary:
+            peak = hardware.peak_flops(compute.device, compute.dtype)
+            speed = Speed(config.model, config.engine.recompute, peak and peak * context.size)
+            start = progress.step, progress.samples
+            meter = Meter(directory.path, config.log, start, data.length.steps, speed, directory.summary)
+            stack.enter_context(meter)
+            sinks.start()
+        losses = context.run_on_main(lambda: list(meter.losses.items()) if meter else [])
+        yield meter or NullMeter({(step, part): loss for (step, part), loss in losses}), sinks

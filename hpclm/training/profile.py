@@ -14,10 +14,10 @@ ROWS = 10  # operations in the table
 
 
 class Profile:
-    """Records the steps that the settings name, on the ranks that they name; use it as a context manager."""
+    """Records the steps that the settings name, on rank 0; use it as a context manager."""
 
     def __init__(self, config: ProfileConfig, out: Path, rank: int, device: torch.device):
-        self.steps = config.steps if rank in config.ranks else None
+        self.steps = config.steps if rank == 0 else None
         self.path, self.cuda = out / "profile" / f"rank-{rank:05d}.json", device.type == "cuda"
         self._recording: Any = None
         self._first = 0

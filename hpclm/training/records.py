@@ -23,7 +23,6 @@ from hpclm.errors import DivergedError
 from hpclm.node import python, secrets
 from hpclm.rundir import code, config_history
 from hpclm.rundir.rows import ATTEMPT, END, Check, append, sane
-from hpclm.rundir.summary import RunSummary
 
 log = logging.getLogger(__name__)
 LIBRARIES = (
@@ -36,20 +35,19 @@ MOST = 3  # starts of a job without a checkpoint in between, which was not made 
 
 
 def start(
-    out: Path,
     run: config.RunConfig,
     context: DistributedContext,
     step: int,
     steps: int | None,
-    summary: RunSummary,
     began: float,
     resume_step: int | None = None,
     restarted: str = "",
-) -> int:
-    """Write config.yaml and add a line to attempts.jsonl: an attempt begins after ``step``, of ``steps`` in all; its number.
+) -> list[dict[str, Any]]:
+    """Write config.yaml and add a line to attempts.jsonl: an attempt begins after ``step``, of ``steps`` in all; all lines.
 
     ``began``: when its set-up began; ``resume_step``: the step of the checkpoint that it went back to; ``restarted``: what ``tell_restart`` has logged.
     """
+    out = Path(run.out)
     used = config_history.use(out, dumped(replace(run, data=absolute(run.data))))
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -69,15 +67,13 @@ def start(
         "pid": os.getpid(),
         "hpclm": __version__,
         "git": code.revision(),
-        "code": code.digest(code.sources(run)),
+        "code": code.digest(code.sources(run.modules())),
         "python": platform.python_version(),
         "versions": versions(),
     }
     warn_of_other_code(out, line)
     append(out / "attempts.jsonl", line)
-    attempts = rows(out / "attempts.jsonl", ATTEMPT)
-    summary.begin(attempts, steps)
-    return len(attempts)
+    return rows(out / "attempts.jsonl", ATTEMPT)
 
 
 def warn_of_other_code(out: Path, line: Mapping[str, Any]) -> None:
@@ -112,20 +108,21 @@ def end(out: Path, attempt: int, code: int, step: int, ending: str) -> None:
 
 
 def sync(out: Path) -> None:
-    """Have on the disk what the run in ``out`` has told so far, so that a power cut leaves no checkpoint without it."""
+    """fsync logs and metrics of the run in ``out``, before a checkpoint is published."""
     for name in LASTING:
         with suppress(FileNotFoundError):
             files.sync(out / name)
     files.sync(out)
 
 
-def went_back(out: Path, step: int) -> bool:
-    """Whether this job, before Slurm started it again, went back to the checkpoint of ``step``: now it is to resume."""
-    mine = bootstrap.job()
-    return any(
-        row.get("back_to") == step and row.get("job_id") == mine["job_id"] and row.get("restart", 0) < mine["restart"]
-        for row in (rows(out / "attempts.jsonl", ATTEMPT) if mine else [])
+def requested_step(out: Path, step: int | None) -> int | None:
+    """The step to go back to, which --from named; None if this job has gone back to it before Slurm started it again."""
+    job = bootstrap.job()
+    done = any(
+        row.get("back_to") == step and row.get("job_id") == job["job_id"] and row.get("restart", 0) < job["restart"]
+        for row in (rows(out / "attempts.jsonl", ATTEMPT) if job and step is not None else [])
     )
+    return None if done else step
 
 
 def tell_restart(out: Path, context: DistributedContext) -> str:

@@ -9,9 +9,8 @@ from hpclm.checkpoint import Progress
 from hpclm.engine import StepResult
 from hpclm.optim.guard import Guard
 from hpclm.parallel.async_all_reduce import Reduction
-from hpclm.training.control import ControlSync, StepClock
 from hpclm.training.metrics import Meter
-from hpclm.training.state import ControlState
+from hpclm.training.sync import ControlState, ControlSync, StepClock
 
 
 @dataclass

@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 
 from hpclm.checkpoint import Progress
-from hpclm.config import Plan, RunConfig
-from hpclm.config.plan import Length
-from hpclm.data.batches import Batches
+from hpclm.config import OptimConfig, RunConfig
+from hpclm.data.batches import Batch
 from hpclm.distributed import restart
 from hpclm.distributed.context import DistributedContext
 from hpclm.engine import Engine
@@ -27,7 +26,7 @@ from hpclm.training.control import RunControl, StepAbandoned, due
 from hpclm.training.metrics import Meter
 from hpclm.training.profile import Profile
 from hpclm.training.results import QueuedStep, Results
-from hpclm.training.validation import HeldOut, evaluate
+from hpclm.training.run_data import RunData
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +37,9 @@ class Session:
 
     config: RunConfig
     context: DistributedContext
-    plan: Plan
-    length: Length
     device: torch.device
+    data: RunData
     engine: Engine
-    train: Batches
-    held_out: list[HeldOut]
     guard: Guard
     control: RunControl
     results: Results
@@ -58,7 +54,7 @@ class Session:
 
     def must_synchronize(self, progress: Progress) -> bool:
         """Whether something may have to be done between the last step and the next."""
-        return self.control.must_synchronize(progress, self.plan.accumulation(progress.samples))
+        return self.control.must_synchronize(progress, self.data.plan.accumulation(progress.samples))
 
     def synchronize(self, progress: Progress) -> Progress:
         """Wait for the last step, and agree with all ranks; how far the run is. DivergedError where it has."""
@@ -78,16 +74,27 @@ class Session:
 
     def _unmeasured(self, step: int) -> bool:
         """Whether the final evaluation is incomplete."""
-        return any((step, each.part) not in self.meter.losses for each in self.held_out)
+        return any((step, each.part) not in self.meter.losses for each in self.data.held_out)
 
     def evaluate(self, progress: Progress) -> None:
-        """Measure the loss on held-out data, until a signal warns."""
+        """Measure the parts of the held-out data that have no figure for this step yet, until a signal warns."""
         self.context.watchdog.enter("evaluation", progress.step)
+        every, warned = self.control.micro_batches_per_poll(), False
 
-        def warned() -> bool:
-            return bool(self.control.sync.poll().leaving)
+        def until_warned(batches: Iterator[Batch]) -> Iterator[Batch]:
+            nonlocal warned
+            for number, batch in enumerate(batches):
+                if number and number % every == 0 and self.control.sync.poll().leaving:
+                    warned = True
+                    return
+                yield batch
 
-        evaluate(self.held_out, self.engine, self.meter, progress, warned, self.control.micro_batches_per_poll())
+        for held in self.data.held_out:
+            if (progress.step, held.part) not in self.meter.losses:
+                loss = self.engine.evaluate(until_warned(held.batches.take(0, held.size)))
+                if warned:
+                    return
+                self.meter.evaluated(progress.step, progress.samples, loss, held.part)
 
     def train_step(self, progress: Progress) -> Progress:
         """Learn from the next batch; how far the run is then, as far as that is known.
@@ -100,11 +107,11 @@ class Session:
         self.context.watchdog.enter("step", step)
         self.profile.before(step)
         began = time.perf_counter()
-        lr = rate(self.config, self.plan, self.length, progress)
-        size = self.plan.batch_size(progress.samples)
+        lr = rate(self.config.optim, self.data, progress)
+        size = self.data.plan.batch_size(progress.samples)
         with self._saved_before_it_ends():
             with self.context.watchdog.reading():
-                batches = self.train.step(progress.samples)
+                batches = self.data.train.step(progress.samples)
             waited = time.perf_counter() - began if self.results.device_is_idle() else 0.0
             result = self.engine.train_step(batches, lr, progress.step, self.control.check_interrupt(len(batches)))
             reduction = self.control.sync.start(result.metrics)
@@ -131,13 +138,13 @@ class Session:
         self.context.watchdog.enter("save", progress.step)
         unmeasured = self.control.finished(progress) and self._unmeasured(progress.step)
         code = self.control.exit(progress, self.validation(progress), unmeasured)
-        state, ending = messages.goodbye(self.config, self.length, progress, self.control, code, unmeasured)
+        state, ending = messages.goodbye(self.config, self.data.length, progress, self.control, code, unmeasured)
         if self.attempt is not None:
             records.end(Path(self.config.out), self.attempt, code, self.control.saver.step, ending)
         self.meter.end(state, ending, code)
         self.sinks.code = code
         if self.context.is_main and self.control.finished(progress) and not code:
-            self.notifier.send("finished", messages.ending(self.config, self.length, progress, ""))
+            self.notifier.send("finished", messages.ending(self.config, self.data.length, progress, ""))
         if code and self.context.is_main and restart.abandoned():
             logger.warning("the job's script was killed (JobLaunchFailure): Slurm was asked to start the job again")
         return code
@@ -162,8 +169,8 @@ class Session:
             raise
 
 
-def rate(config: RunConfig, plan: Plan, length: Length, progress: Progress) -> float:
+def rate(optim: OptimConfig, data: RunData, progress: Progress) -> float:
     """Learning rate of the next step."""
-    by_step = config.optim.unit == "steps"
-    position, amount = (progress.step, 1) if by_step else (progress.samples, plan.batch_size(progress.samples))
-    return learning_rate(position, amount, length.in_unit(config.optim.unit), config.optim)
+    by_step = optim.unit == "steps"
+    position, amount = (progress.step, 1) if by_step else (progress.samples, data.plan.batch_size(progress.samples))
+    return learning_rate(position, amount, data.length.in_unit(optim.unit), optim)

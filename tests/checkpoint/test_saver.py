@@ -10,13 +10,13 @@ import torch
 
 from hpclm.checkpoint import CheckpointStore, Progress, Retention
 from hpclm.checkpoint.directory import checked, steps
-from hpclm.config import from_cli
+from hpclm.config import CheckpointConfig, from_cli
 from hpclm.engine import Shard
 from hpclm.errors import DivergedError
 from hpclm.rundir.control_files import ControlFiles
 from hpclm.training import records
-from hpclm.training.saver import Saver
-from hpclm.training.state import ControlState
+from hpclm.training.control import Saver
+from hpclm.training.sync import ControlState
 from tests import forks
 from tests.forks import Hpclm, hpclm
 from tests.runs import lines, losses
@@ -83,7 +83,9 @@ def test_what_is_kept(tiny, tmp_path):
 )
 def test_a_checkpoint_says_whether_it_was_made_because_the_run_was_told_to_leave(settings, step, state, why, tmp_path):
     store = CheckpointStore(tmp_path, Retention(), {})
-    Saver(store, from_cli(["configs/debug.yaml", *settings], None), 0).exit(State(), Progress(step), None, state)
+    Saver(store, from_cli(["configs/debug.yaml", *settings], None).checkpoint).exit(
+        State(), Progress(step), None, state
+    )
     assert [checked(path).why for path in steps(tmp_path)] == [why]
 
 
@@ -100,7 +102,7 @@ def test_a_checkpoint_says_whether_it_was_made_because_the_run_was_told_to_leave
     ],
 )
 def test_of_several_signals_the_earliest_end_counts(since, left, tmp_path):
-    saver = Saver(CheckpointStore(tmp_path, Retention(), {}), from_cli(["configs/debug.yaml"], None), 0)
+    saver = Saver(CheckpointStore(tmp_path, Retention(), {}), CheckpointConfig(), 120.0)
     assert saver.seconds_left(ControlState(since)) == left
 
 
@@ -171,8 +173,7 @@ def test_an_order_is_a_file_of_the_owner_and_no_link(tmp_path):
 @pytest.mark.parametrize("grace, saves", [(60, True), (0.5, False)])
 def test_a_save_that_would_not_be_done_in_time_is_not_begun(tmp_path, caplog, grace, saves):
     store = CheckpointStore(tmp_path, Retention(), {})
-    config = from_cli(["configs/debug.yaml", f"checkpoint.grace_seconds={grace}"], None)
-    saver = Saver(store, config, 0)
+    saver = Saver(store, CheckpointConfig(grace_seconds=grace))
     saver.save(State(), Progress(1), None, ControlState())
     saver.poll(ControlState())
     saver._longest = 1.0  # as if the disk were slow

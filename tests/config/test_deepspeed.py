@@ -12,7 +12,7 @@ DISK = ["engine.zero_stage=3", "engine.offload=parameters", "engine.offload_fold
 
 def json_for(precision, *words, processes=4):
     run = config.load(None, [*BASE, *words])
-    return deepspeed.settings(run, run.plan(processes), precision)
+    return deepspeed.settings(run.for_engine(processes), precision)
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_extra_keys_contradict_nothing_and_have_no_setting(word, message):
 
 def test_settings_that_depend_on_the_device_are_checked_once_it_is_known():
     run = config.load(None, [*BASE, "engine.extra.bf16.enabled=true"])
-    assert deepspeed.settings(run, run.plan(4), "bf16")["bf16"] == {"enabled": True}
+    assert deepspeed.settings(run.for_engine(4), "bf16")["bf16"] == {"enabled": True}
     with pytest.raises(ConfigError, match=r"bf16.enabled=True contradicts False"):
-        deepspeed.settings(run, run.plan(4), "fp32")
+        deepspeed.settings(run.for_engine(4), "fp32")
 
 
 def test_apex_cannot_count_steps_at_stage_3():
@@ -112,7 +112,7 @@ def test_on_gpus_each_gradient_goes_only_to_the_replica_that_keeps_it(stage, red
     key = "use_multi_rank_bucket_allreduce"
     run = config.load(None, [*BASE, f"engine.zero_stage={stage}"])
     for gpu in (False, True):
-        value = deepspeed.settings(run, run.plan(4), "bf16", gpu)["zero_optimization"].get(key)
+        value = deepspeed.settings(run.for_engine(4), "bf16", gpu)["zero_optimization"].get(key)
         assert value is (reduced if gpu else None)
 
 

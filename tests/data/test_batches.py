@@ -54,7 +54,7 @@ def batches(samples=None, replica=0, replicas=1, workers=0, rampup=None, eod=Non
         batch=BatchConfig(global_size=12, micro_size=2, rampup=rampup),
         budget=BudgetConfig(steps=10),
     )
-    return Batches(samples or Counting(), config, config.plan(replicas), eod, CPU, replica)
+    return Batches(samples or Counting(), config.data, config.model, config.plan(replicas), eod, CPU, replica)
 
 
 def first(found):
@@ -177,7 +177,7 @@ def test_they_need_to_know_the_end_of_document_token(option):
 
 def test_the_synthetic_language_is_a_source_like_any_other():
     config = RunConfig(data=DataConfig(source="synthetic"), model=ModelConfig(vocab_size=64, context=CONTEXT))
-    source = sources.build(config)
+    source = sources.build(config.data, config.model, config.seed)
     assert source.held_out == ["valid"]
     rows = np.empty((2, CONTEXT + 1), np.int64)
     for part, row in zip(("train", "valid"), rows, strict=True):

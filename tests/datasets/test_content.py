@@ -179,12 +179,16 @@ def test_a_json_file_of_another_program_is_refused_and_not_changed(tmp_path, cap
     assert (tmp_path / "x.json").read_text() == '{"text": "the corpus itself"}'
 
 
+def opened(config):
+    return sources.build(config.data, config.model, config.seed)
+
+
 def words(prefix, *more):
     return [f"data.prefix={prefix}", "model.vocab_size=300", "model.context=64", *more]
 
 
 def test_a_start_verifies_random_blocks_and_logs_it(large, caplog):
-    source = sources.build(from_cli(words(large)))
+    source = opened(from_cli(words(large)))
     [said] = sources.check_content(source)
     assert said.startswith(f"data: {SAMPLED} of 81 blocks of 1 MiB, chosen at random, are intact")
     fingerprint = IndexedDataset(large).fingerprint
@@ -196,14 +200,14 @@ def test_a_start_verifies_random_blocks_and_logs_it(large, caplog):
             file.write(bytes(end - begin))
     assert IndexedDataset(large).fingerprint == fingerprint
     with pytest.raises(ConfigError, match=r"[3-6]\d of 64 blocks of 1 MiB do not match"):
-        sources.check_content(sources.build(from_cli(words(large))))
+        sources.check_content(opened(from_cli(words(large))))
 
 
 def test_a_start_names_datasets_without_hashes_and_divides_the_blocks_over_the_others(large, tmp_path):
     shutil.copy(large.with_suffix(".bin"), tmp_path / "y.bin")
     shutil.copy(large.with_suffix(".idx"), tmp_path / "y.idx")
     several = [f"data.blend=[{large},{tmp_path / 'y'}]", *words("", "data.prefix=null")[1:]]
-    first, second = sources.check_content(sources.build(from_cli(several)))
+    first, second = sources.check_content(opened(from_cli(several)))
     assert first.startswith("data: 32 of 81 blocks")
     assert second.startswith(
         f"data: lengths and index of {tmp_path / 'y'} are valid; their tokens cannot be verified without hashes"
@@ -212,7 +216,7 @@ def test_a_start_names_datasets_without_hashes_and_divides_the_blocks_over_the_o
 
 def test_a_run_does_not_resume_with_other_content_if_both_hashes_are_known(large):
     config = from_cli(words(large))
-    saved = json.loads(json.dumps(fingerprint(config, sources.build(config))))
+    saved = json.loads(json.dumps(fingerprint(config.model, config.seed, opened(config).fingerprint)))
     [dataset] = saved["data"]["datasets"]
     assert dataset["content"] == content.noted(large).bin
     note = sidecar(large)
@@ -222,7 +226,7 @@ def test_a_run_does_not_resume_with_other_content_if_both_hashes_are_known(large
     large.with_suffix(".json").write_text(
         json.dumps(note | {"content": note["content"] | {"bin": bin, "blocks": blocks}})
     )
-    [said] = differences(saved, fingerprint(config, sources.build(config)))
+    [said] = differences(saved, fingerprint(config.model, config.seed, opened(config).fingerprint))
     assert said == "the training dataset has other tokens"
     for one, other in (
         (note | {"content": None}, saved),
@@ -230,7 +234,9 @@ def test_a_run_does_not_resume_with_other_content_if_both_hashes_are_known(large
     ):
         large.with_suffix(".json").write_text(json.dumps({k: v for k, v in one.items() if v is not None}))
         assert not [
-            said for said in differences(other, fingerprint(config, sources.build(config))) if "content" in said
+            said
+            for said in differences(other, fingerprint(config.model, config.seed, opened(config).fingerprint))
+            if "content" in said
         ]
 
 
@@ -239,7 +245,7 @@ def test_a_dataset_with_hashes_but_no_tokenizer_can_be_read(tmp_path):
     (tmp_path / "x.json").unlink()
     add_hashes(IndexedDataset(tmp_path / "x"))
     config = from_cli(words(tmp_path / "x", "data.split=100,0,0"))
-    assert sources.build(config).fingerprint["tokenizer"] is None
+    assert opened(config).fingerprint["tokenizer"] is None
     with pytest.raises(ConfigError, match="does not name its tokenizer"):
         tokenizers.of_run(config.data)
     assert cli.main(["data", "inspect", str(tmp_path / "x")]) == 0

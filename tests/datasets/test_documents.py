@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from hpclm.data.indexed import IndexedDataset, sidecar
-from hpclm.datasets.encode import Job, Problem, encode, read, read_lines
+from hpclm.datasets.encode import Job, Problem, encode, read_line, read_texts
 from hpclm.datasets.inputs import Input, InputChunk
 from hpclm.datasets.writer import Writer
 from tests.datasets.texts import COMMAND, content, documents, jsonl, preprocess, write
@@ -174,9 +174,10 @@ LINE = some.one_of(
 @given(some.lists(LINE, max_size=6), some.sampled_from(["jsonl", "lines", "files"]))
 def test_the_fast_reader_returns_what_the_careful_one_returns(lines, format):
     raw = b"\n".join(lines)
-    texts, problems = read(chunk(raw, format), ("text",), "skip")
-    careful = list(read_lines(chunk(raw, format), ("text",)))
-    assert texts[0] == [found[0] for found in careful if not isinstance(found, Problem)]
+    texts, problems = read_texts(chunk(raw, format), ("text",), "skip")
+    parts = [raw] if format == "files" else raw.removesuffix(b"\n").split(b"\n") if raw else []
+    careful = [read_line(line, format, ("text",), number) for number, line in enumerate(parts)]
+    assert texts[0] == [found[0] for found in careful if found and not isinstance(found, Problem)]
     assert problems == [found for found in careful if isinstance(found, Problem)]
 
 

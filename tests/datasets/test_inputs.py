@@ -46,7 +46,7 @@ def test_a_file_is_read_in_whole_lines_with_any_compression(name, pack, raw, tmp
     assert sum(chunk.consumed for chunk in found) == path.stat().st_size
     assert all(chunk.text.endswith(b"\n") for chunk in found[:-1])
     assert all(len(chunk.text) < 2 * CHUNK for chunk in found)
-    assert [chunk.where(0) for chunk in found] == [f"{path}:{chunk.first}" for chunk in found]
+    assert [chunk.location(0) for chunk in found] == [f"{path}:{chunk.first}" for chunk in found]
     assert [chunk.first for chunk in found[1:]] == [
         1 + b"".join(chunk.text for chunk in found[:i]).count(b"\n") for i in range(1, len(found))
     ]
@@ -190,7 +190,7 @@ def test_line_numbers_are_right_in_every_share(tmp_path):
     lines = path.read_bytes().split(b"\n")
     for part in range(7):
         for chunk in chunks(find([str(path)], None), Share(part, 7)):
-            number = int(chunk.where(0).rsplit(":", 1)[1])
+            number = int(chunk.location(0).rsplit(":", 1)[1])
             assert bytes(chunk.text).split(b"\n")[0] == lines[number - 1]
             assert bytes(chunk.text) in path.read_bytes()
 

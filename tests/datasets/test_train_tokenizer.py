@@ -106,11 +106,14 @@ REFUSED = {
     "--output t.json --kind unigram": "needs an --output that ends in .model",
     "--output t.json --sentences 5": "--sentences has no effect",
     "--output t.json --json-key k": "--json-key k has no effect",
+    "--output t.json --vocab-size 256": "must be at least 257",
+    "--output t.model --vocab-size 9999": "Vocabulary size too high",
 }
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_has_no_effect_is_refused(words, capsys):
-    write(**{"a.txt": "text"})
+def test_what_cannot_be_learned_is_refused_and_nothing_is_written(words, capsys):
+    write(**{"a.txt": "\n".join(ENGLISH[:60])})
     assert train("--input", "a.txt", "--vocab-size", 300, *words.split()) == 64
     assert REFUSED[words] in capsys.readouterr().err
+    assert [path.name for path in Path().iterdir()] == ["a.txt"]

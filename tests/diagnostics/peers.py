@@ -25,7 +25,7 @@ def main(out, *words):
     try:
         with context.join(bootstrap.detect(), settings.cluster) as ours:
             ours.init_process_group(torch.device("cpu"), 1)
-            preflight.check(ours, torch.device("cpu"), settings, out)
+            preflight.check(ours, torch.device("cpu"), settings.modules(), Path(out))
     except HpclmError as error:
         print(error)
         return error.exit_code

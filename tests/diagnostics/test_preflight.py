@@ -2,15 +2,14 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
 
 import pytest
 
-from hpclm.node import python
 from tests.diagnostics import peers
+from tests.forks import hpclm
 from tests.runs import ROOT
 
 
@@ -34,9 +33,10 @@ def test_healthy_ranks_log_one_line_and_leave_only_a_report(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["preflight.json"]
 
 
-def test_the_check_can_be_disabled(tmp_path):
-    assert peers.hold(tmp_path, ["a", "b"], "cluster.preflight=off") == [("", 0), ("", 0)]
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("setting, checked", [("on", True), ("off", False)])
+def test_the_check_can_be_disabled(setting, checked, tiny, tmp_path):
+    hpclm("train", *tiny("run", f"cluster.preflight={setting}", "budget.steps=1"), check=0)
+    assert (tmp_path / "run/preflight.json").exists() == checked
 
 
 def test_nodes_with_different_code_are_refused_with_both_digests_and_the_file(tmp_path):
@@ -110,10 +110,10 @@ def test_a_folder_without_room_is_refused(tmp_path, monkeypatch):
     settings = config.from_cli(["data.source=synthetic", f"out={tmp_path}"])
     with context.join(bootstrap.World("single", 0, 1), settings.cluster) as alone:
         cpu = torch.device("cpu")
-        made = preflight.check(alone, cpu, settings, tmp_path, env={})
+        made = preflight.check(alone, cpu, (), tmp_path, env={})
         assert made.ok and made.links == [] and report(tmp_path)["ok"]
         with pytest.raises(HpclmError, match=r"MiB free on .*a checkpoint may take 1,125,899,906,842,624"):
-            preflight.check(alone, cpu, settings, tmp_path, env={}, room=1 << 70)
+            preflight.check(alone, cpu, (), tmp_path, env={}, room=1 << 70)
 
 
 @pytest.fixture
@@ -163,21 +163,3 @@ def test_only_processes_of_earlier_attempts_are_terminated_and_listed(tmp_path, 
     ended = report(out)["ended"]
     assert any(f"a: {trains.pid}: " in line and "hpclm.train" in line for line in ended)
     assert f"terminated a process that an earlier attempt left on a: {stubborn.pid}: sh -c" in results[0][0]
-
-
-def test_a_run_without_open_files_is_found_by_its_command_and_launchers_are_spared(tmp_path, started):
-    (tmp_path / "config.yaml").write_text("")
-    (tmp_path / "torchrun").write_text("import time; time.sleep(1000)")
-    words = [sys.executable, "-u", "-m", "hpclm.train", "config.yaml"]
-    ours = python.command("hpclm.train", "config.yaml")
-    stopped = [started(*command, cwd=folder) for folder in (tmp_path, tmp_path.parent) for command in (words, ours)]
-    for process in stopped:
-        process.send_signal(signal.SIGSTOP)
-    launchers = [
-        started("sh", "-c", "sleep 1000; :", "srun", *words, cwd=tmp_path),
-        started(sys.executable, "torchrun", "--nproc-per-node", "2", "-m", *words[3:], cwd=tmp_path),
-    ]
-    time.sleep(0.3)
-    peers.hold(tmp_path, ["a", "a"])
-    assert [alive(each) for each in stopped] == [False, False, True, True] and all(map(alive, launchers))
-    assert len(report(tmp_path)["ended"]) == 2

@@ -36,9 +36,9 @@ def groups(folder, backend):
 
     found = {}
     for layout, (words, _) in LAYOUTS.items():
-        context, run = joined(f"{folder}/{layout}"), config.load(None, [*TINY, *words])
+        context, run = joined(f"{folder}/{layout}"), config.load(None, [*TINY, "batch.micro_size=2", *words])
         mesh = Mesh.build(context.rank, context.size, run.parallel, backend=backend)
-        engines.build(run, mesh, CPU, torch.float32)
+        engines.build(run.for_engine(mesh.world.size), mesh, CPU, torch.float32)
         world = dist.distributed_c10d._world
         found[layout] = Counter((world.pg_map[group][0], len(of)) for group, of in world.pg_group_ranks.items())
     return found

@@ -108,7 +108,7 @@ def tallies(*seconds, steps):
     }.values(),
 )
 def test_a_rank_is_slow_by_its_own_part_of_the_steps(seconds, stages, slow, tmp_path, caplog):
-    stragglers = Stragglers(1.5, EVERYONE, tmp_path / "ranks.json", stages)
+    stragglers = Stragglers(EVERYONE, tmp_path / "ranks.json", stages)
     assert stragglers.update(tallies(*seconds, steps=4), 4) == {}  # too few steps
     assert stragglers.update(tallies(*seconds, steps=10), 10) == {}  # once may be chance
     named = stragglers.update(tallies(*seconds, steps=20), 20)

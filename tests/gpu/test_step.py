@@ -31,7 +31,7 @@ def stepper(device, *words):
     place = [f"engine.device={device.type}", "engine.compile=false"]
     run = config.load(None, [SHAPES[device.type], BATCH, *REST, *place, *words])
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    engine = engines.build(run, Mesh(), device, dtype)
+    engine = engines.build(run.for_engine(), Mesh(), device, dtype)
     rows = torch.randint(
         0, run.model.vocab_size, (4, run.model.context + 1), generator=torch.Generator().manual_seed(0)
     ).to(device)

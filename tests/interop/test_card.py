@@ -48,8 +48,8 @@ def test_a_card_says_what_was_trained_on_what_and_how_and_its_code_runs(run, tmp
     assert table["training loss, mean of the last 12 steps"] == f"{sum(losses) / 12:.4f}"
     assert table["loss on valid, step 12"] == f"{held_out[-1]:.4f}"
     assert table["dataset"] == "stories_text_document" and "json tokenizer" in table["tokenizer"]
-    assert table["optimizer"].startswith("adamw") and table["batch size"] == "4 sequences"
-    assert table["learning rate"].endswith("warm-up 0.25 of the schedule's length")
+    assert table["optim.name"] == "adamw" and table["batch.global_size"] == "4"
+    assert table["optim.warmup_fraction"] == "0.25"
     assert re.fullmatch(r"\d+\.\d minutes in training steps", table["time"])
     assert f"hpclm {__version__}" in card and "# mine\\|two" in card and str(tmp_path) not in card
     [code] = re.findall(r"```python\n(.*?)```", card, re.S)

@@ -17,40 +17,15 @@ from tests.interop import made
 from tests.shared import shared
 
 WORDS = [
-    "so",
-    "it",
-    "goes",
-    "and",
-    "then",
-    "a",
-    "small",
-    "model",
-    "reads",
-    "text,",
-    "12",
-    "345",
-    "éà",
-    "—",
-    "日本",
+    "so", "it", "goes", "and", "then", "a", "small", "model", "reads", "text,", "12", "345", "éà", "—", "日本",
     "don't\t",
-]
+]  # fmt: skip
 DRAW = random.Random(1)
 TEXTS = [" ".join(DRAW.choices(WORDS, k=DRAW.randrange(3, 30))) for _ in range(300)]
 ODD = [
-    "two  spaces",
-    "",
-    "trail ",
-    " lead",
-    "line\nbreak",
-    "emoji 😀 x",
-    "ÀÉ ﬁne ①",
-    "don't",
-    "so<sep>it goes",
-    "--- ...",
-    "\n",
-    "▁so",
-    "E\u0301COLE, A\u030angstro\u0308m, \u017f\u0307",
-]
+    "two  spaces", "", "trail ", " lead", "line\nbreak", "emoji 😀 x", "ÀÉ ﬁne ①", "don't", "so<sep>it goes",
+    "--- ...", "\n", "▁so", "E\u0301COLE, A\u030angstro\u0308m, \u017f\u0307",
+]  # fmt: skip
 NETWORK = dict(made.LLAMA, vocab_size=400, vocab_multiple=1)
 
 

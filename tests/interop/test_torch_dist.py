@@ -260,7 +260,7 @@ def test_a_run_of_megatron_core_goes_on_with_the_losses_that_it_has_there(option
     config = load(tmp_path / "run/config.yaml", ["data.source=synthetic", "engine.device=cpu"])
     alone = Mesh.build(0, 1, config.parallel, timedelta(minutes=1))
     device = torch.device("cpu")
-    engine = engines.named(config, device)(config, alone, device, torch.float32)
+    engine = engines.build(config.for_engine(), alone, device, torch.float32)
     progress = CheckpointStore(Path(config.out) / "checkpoints", Retention(), {}).resume(engine, "require")
     assert progress.step == 4 and progress.samples == 16
     for number, (loss, norm) in enumerate(json.loads((there / "losses.json").read_text())[4:], 5):

@@ -7,11 +7,9 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from hpclm import config
 from hpclm.config.data import SOURCES
-from hpclm.errors import ConfigError
 from hpclm.launch import debug
 from tests.runs import ROOT, hpclm, shown_on
 
@@ -26,7 +24,7 @@ def value(settings, key):
 def test_every_preset_can_be_debugged_without_its_data(preset):
     settings = config.load(preset, ["data.prefix=nowhere/x"] * (preset != "debug"))
     changed = debug.applied(settings, debug.overrides(settings))
-    assert changed.out == settings.out + "-debug" and changed.stop_at == 5 and changed.engine.anomaly
+    assert changed.out == settings.out + "-debug" and changed.stop_at == 5
     assert not changed.engine.compile and changed.data.workers == 0 and changed.log.every == 1
     assert changed.data.source == "synthetic" and not changed.missing() and changed.model == settings.model
     assert changed.batch.global_size == 2 * changed.batch.micro_size <= 4 and not changed.checkpoint.every
@@ -36,7 +34,7 @@ def test_every_preset_can_be_debugged_without_its_data(preset):
 def test_only_what_changes_is_told():
     words = debug.overrides(config.load("debug", ["stop_at=2", "data.workers=0", "engine.compile=false"]))
     assert "stop_at=2" not in words and not any(word.startswith(("data.", "engine.compile")) for word in words)
-    assert "engine.anomaly=true" in words and "checkpoint.every=0" in words
+    assert "checkpoint.every=0" in words
 
 
 def test_data_that_is_there_is_used(tmp_path):
@@ -97,13 +95,6 @@ def test_a_gradient_that_is_nan_is_found_where_it_was_made(tiny, broken):
     assert plain.returncode == 0 and "BadBackward" not in plain.stderr  # steps are skipped, with no reason given
     done = hpclm("submit", *tiny("run", "model.block=broken:Nan"), "--debug", check=1, env=broken)
     assert "Function 'BadBackward' returned nan values" in done.stderr and "Bad.apply(super()" in done.stderr
-
-
-def test_anomaly_detection_is_on_only_while_it_is_asked_for(tiny):
-    hpclm("train", *tiny("run", "engine.anomaly=true", "budget.steps=1"), check=0)
-    assert not torch.is_anomaly_enabled()
-    with pytest.raises(ConfigError, match=r"engine.anomaly=true finds nothing inside compiled blocks"):
-        config.load(None, ["engine.anomaly=true", "engine.compile=true"])
 
 
 def test_the_debugger_opens_where_it_broke_on_a_terminal(tiny, tmp_path, broken):

@@ -162,13 +162,12 @@ def test_a_block_that_has_met_too_many_shapes_runs_as_it_is(monkeypatch, caplog)
         (["engine.name=fairscale", "engine.compile=false"], "cuda", False, None),
         (["model.block=hpclm.model.gpt:Block"], "cuda", False, "model.block=hpclm.model.gpt:Block is compiled only"),
         (["model.kernels=apex"], "cuda", False, "model.kernels=apex cannot"),
-        (["engine.anomaly=true"], "cuda", False, "finds nothing"),
     ],
 )
 def test_blocks_are_compiled_on_gpus_unless_something_speaks_against_it(words, device, wanted, why, monkeypatch):
-    monkeypatch.setattr(engines, "lacking_compiler", lambda: None)
+    monkeypatch.setattr(engines, "missing_compiler", lambda: None)
     run = config.load(None, [word for word in [*TINY, *words] if word != "engine.device=cpu"])
-    found, reason = engines.compiles(run, torch.device(device))
+    found, reason = engines.compiles(run.for_engine(), torch.device(device))
     assert found == wanted and (why in reason if why else reason is None)
 
 
@@ -176,22 +175,23 @@ def test_without_a_compiler_gpus_run_uncompiled_and_the_log_says_so(monkeypatch,
     monkeypatch.setattr(shutil, "which", lambda name: None)
     run = config.load(None, [word for word in TINY if word != "engine.device=cpu"])
     caplog.set_level("INFO")
-    engines.named(run, CUDA)
+    monkeypatch.setattr(engines, "engine_class", lambda *_: lambda *_: None)  # there is no GPU to build it on
+    engines.build(run.for_engine(), sharded.Mesh(), CUDA, torch.float32)
     assert "torch.compile is off: it needs a C++ compiler on the PATH" in caplog.text
 
 
 def test_an_engine_learns_whether_it_is_to_compile(monkeypatch):
     asked = []
     monkeypatch.setattr(Stack, "compile_blocks", lambda stack, whole=True: asked.append(whole))
-    monkeypatch.setattr(engines, "compiles", lambda run, device: (True, None))
+    monkeypatch.setattr(engines, "compiles", lambda *_: (True, None))
     run = config.load(None, TINY)
-    engine = engines.named(run, CUDA)(run, sharded.Mesh(), torch.device("cpu"), torch.float32)
+    engine = engines.build(run.for_engine(), sharded.Mesh(), torch.device("cpu"), torch.float32)
     assert asked == [True] and engine.config.engine.compile
 
 
 @pytest.mark.whole
 @pytest.mark.slow
-@pytest.mark.skipif(engines.lacking_compiler() is not None, reason="no C++ compiler, or no Python.h")
+@pytest.mark.skipif(engines.missing_compiler() is not None, reason="no C++ compiler, or no Python.h")
 def test_an_attempt_uses_what_the_one_before_has_compiled_on_this_machine(tiny, tmp_path):
     words, told = tiny("run", "engine.compile=true", "budget.steps=4"), []
     tmp_path.chmod(0o700)

@@ -123,7 +123,7 @@ def test_what_cannot_be_delivered_is_a_warning(caplog, tmp_path):
             "mailto:you@example.org",
             "mailto:you@example.org?smtp=127.0.0.1:1",
         ]
-        with Notifier(targets, "run", "runs/run", {"API_TOKEN": "do-not-tell"}) as notifier:
+        with Notifier(targets, "run", "runs/run", env={"API_TOKEN": "do-not-tell"}) as notifier:
             notifier.failed("the token do-not-tell was refused")
             notifier.failed("again")
     assert (tmp_path / "options").read_text() == "-t -i\n"
@@ -140,7 +140,7 @@ def test_a_webhook_that_redirects_is_not_followed(status, scheme, caplog):
     with (
         counting() as (address, connected),
         webhook(status, f"{scheme}://{address}/elsewhere") as (url, received),
-        Notifier([url], "run", "runs/run", {}) as notifier,
+        Notifier([url], "run", "runs/run", env={}) as notifier,
     ):
         notifier.failed("message")
     assert len(received) == 1 and not connected
@@ -152,7 +152,7 @@ def test_a_webhook_that_redirects_is_not_followed(status, scheme, caplog):
 def test_only_http_reaches_a_webhook(scheme, caplog):
     with counting() as (address, connected):
         target = f"{scheme}://{address}/services/secret"
-        with Notifier(["$HOOK"], "run", "runs/run", {"HOOK": target}) as notifier:
+        with Notifier(["$HOOK"], "run", "runs/run", env={"HOOK": target}) as notifier:
             notifier.failed("message")
     assert not connected
     [warning] = [record.getMessage() for record in caplog.records]

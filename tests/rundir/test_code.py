@@ -35,7 +35,7 @@ def mine(tmp_path, monkeypatch):
 
 def test_the_code_is_hpclm_and_the_modules_that_settings_name_with_what_they_import_from_beside_them(mine):
     run = config.load("debug", ["optim.schedule=own:rate", "model.block=package.block:Block", "engine.name=json:loads"])
-    found = code.sources(run)
+    found = code.sources(run.modules())
     own = {name for name in found if not name.startswith("hpclm/")}
     assert own == {
         "own.py",
@@ -44,15 +44,17 @@ def test_the_code_is_hpclm_and_the_modules_that_settings_name_with_what_they_imp
     }
     assert found["hpclm/rundir/code.py"] == Path(code.__file__) and not any("__pycache__" in name for name in found)
     before = code.digest(found)
-    assert before == code.digest(code.sources(run))
+    assert before == code.digest(code.sources(run.modules()))
     (mine / "helper.py").write_text("factor = 2.0\n")
-    assert code.digest(code.sources(run)) != before
+    assert code.digest(code.sources(run.modules())) != before
 
 
 def test_a_copy_is_made_once_whole_and_a_large_one_refused(mine, tmp_path):
     run = config.load("debug", ["model.block=package.block:Block"])
-    copy = code.keep(tmp_path, run)
-    assert copy == code.keep(tmp_path, run) == code.folder(tmp_path, code.sources(run))
+    copy = code.keep(tmp_path, code.sources(run.modules()))
+    assert (
+        copy == code.keep(tmp_path, code.sources(run.modules())) == code.folder(tmp_path, code.sources(run.modules()))
+    )
     names = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
     assert {"hpclm/training/loop.py", "package/inner/__init__.py", "SNAPSHOT.json"} <= names
     assert json.loads((copy / "SNAPSHOT.json").read_text())["git"] == code.revision()
@@ -60,7 +62,7 @@ def test_a_copy_is_made_once_whole_and_a_large_one_refused(mine, tmp_path):
     with (mine / "package" / "data.txt").open("wb") as file:
         file.truncate(code.LARGEST)
     with pytest.raises(ConfigError, match=r"would copy 6\d MB of code, most of it in \S+package"):
-        code.keep(tmp_path, run)
+        code.keep(tmp_path, code.sources(run.modules()))
 
 
 def test_a_warning_says_that_the_code_has_changed_since_the_last_attempt(mine, tiny, tmp_path):

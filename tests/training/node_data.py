@@ -15,7 +15,7 @@ from hpclm.data import index_cache, indexed
 from hpclm.distributed.bootstrap import World
 from hpclm.distributed.context import DistributedContext, single
 from hpclm.errors import ConfigError
-from hpclm.training import setup
+from hpclm.training.run_data import open_data
 
 
 def reads(folders, words):
@@ -42,11 +42,11 @@ def reads(folders, words):
     indexed.fingerprint = index_cache.fingerprint = counted
     sys.addaudithook(watch)
     run = config.load(None, words)
-    data = setup.data(run, context, rank, torch.device("cpu"))
-    source, train, held = data.source, data.train, data.held_out
-    rows = np.empty((3, run.model.context + 1), train.samples.dtype)
-    for index, row in enumerate(rows):
-        train.samples.read(index, row)
+    with open_data(run, context, rank, torch.device("cpu")) as data:
+        source, train, held = data.source, data.train, data.held_out
+        rows = np.empty((3, run.model.context + 1), train.samples.dtype)
+        for index, row in enumerate(rows):
+            train.samples.read(index, row)
     return sorted(opened), len(hashed), rows.tolist(), source.fingerprint, source.eod, len(held)
 
 

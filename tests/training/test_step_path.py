@@ -25,12 +25,13 @@ from hpclm.planning import simulate
 from hpclm.planning.fake_gpu import CUDA, fake_gpu
 from hpclm.sinks.process import Sinks
 from hpclm.training import loop
-from hpclm.training.control import ControlSync, LocalState, RunControl, StepClock
+from hpclm.training.control import RunControl, Saver
 from hpclm.training.metrics import NullMeter
 from hpclm.training.profile import Profile
 from hpclm.training.results import Results
-from hpclm.training.saver import Saver
+from hpclm.training.run_data import RunData
 from hpclm.training.session import Session
+from hpclm.training.sync import ControlSync, LocalState, StepClock
 
 STEPS, RANKS = 8, 2
 WORDS = ["model.layers=1", "model.hidden=64", "model.heads=2", "model.vocab_size=256", "model.context=32"]
@@ -96,7 +97,7 @@ def simulated(tmp_path, *words):
     run = config.load("configs/gpt2-124m.yaml", [*WORDS, f"out={tmp_path}", *words])
     world, turns, vectors = World("single", 0, RANKS), [], Vectors()
     me = RankInfo.of(world)
-    quiet = ClusterConfig(hang_minutes=0, slow=0)
+    quiet = ClusterConfig(hang_minutes=0)
     context = DistributedContext(world, (me,) * RANKS, Watchdog(quiet, (me,), me, Shutdown(me, (me,))))
 
     @contextmanager
@@ -107,7 +108,7 @@ def simulated(tmp_path, *words):
         store, clock = CheckpointStore(tmp_path / "checkpoints", Retention(), {}, context), StepClock(0.0)
         local = LocalState(context, store, Preemption(), clock, None, None)
         sync = ControlSync(local, AsyncAllReduce(mesh.world, CUDA), None)
-        guard, saver, plan = Guard(run.optim), Saver(store, run, 0), run.plan(RANKS)
+        guard, saver, plan = Guard(run.optim), Saver(store, run.checkpoint), run.plan(RANKS)
         length, meter = config.plan.Length(None, None), NullMeter({})
 
         def step(samples):
@@ -118,12 +119,9 @@ def simulated(tmp_path, *words):
         yield Session(
             config=run,
             context=context,
-            plan=plan,
-            length=length,
             device=CUDA,
+            data=RunData(plan, length, None, SimpleNamespace(step=step), []),
             engine=engine,
-            train=SimpleNamespace(step=step),
-            held_out=[],
             guard=guard,
             control=RunControl(run, length, engine, sync, saver, guard),
             results=Results(sync, clock, guard, meter, run.scaler.minimum),

@@ -9,8 +9,6 @@ from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 
-import numpy as np
-
 from hpclm.data.tokenizers import Batch, fingerprint, flat
 from hpclm.datasets.tokenizers import sentencepieces
 from hpclm.datasets.tokenizers.vocabulary import expect, only_end
@@ -36,12 +34,6 @@ class Fairseq:
         self.size, self.eod = len(self.symbols), EOS
         self.fingerprint = fingerprint("fairseq", files, self.size, self.eod)
         self.model = sentencepieces.processor("fairseq", models[0]) if models else None
-        if self.model is not None:
-            spelled = [self.model.id_to_piece(id) for id in range(self.model.get_piece_size())]
-            self._looked_up = np.array([self.ids.get(piece, UNKNOWN) for piece in spelled], np.int32)
-            # pieces whose text is not their name, or not a single word for fairseq
-            odd = [self.model.is_unknown(id) or piece.split() != [piece] for id, piece in enumerate(spelled)]
-            self._odd = np.array(odd, bool)
 
     def encode(self, text: str) -> list[int]:
         """Ids of the words or pieces (or <unk>), and </s>."""
@@ -50,13 +42,7 @@ class Fairseq:
 
     def encode_batch(self, texts: list[str]) -> Batch:
         """``encode`` of each text."""
-        if self.model is None:
-            return flat([self.encode(text) for text in texts])
-        found, lengths = sentencepieces.pieces(self.model, texts)
-        if self._odd[found].any():
-            return flat([self.encode(text) for text in texts])
-        ends = np.cumsum(lengths)
-        return np.insert(self._looked_up[found], ends, np.int32(EOS)), lengths + 1
+        return flat([self.encode(text) for text in texts])
 
     def decode(self, ids: list[int]) -> str:
         """The words separated by spaces, including </s>; or the text of the pieces, without </s>."""

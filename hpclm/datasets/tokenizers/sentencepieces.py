@@ -41,7 +41,11 @@ class SentencePiece:
 
     def encode_batch(self, texts: list[str]) -> Batch:
         """``encode`` of each text, on one thread."""
-        return pieces(self.model, texts)
+        try:
+            ids = self.model.encode(texts, num_threads=1, out_type="numpy")  # newer versions only; faster
+        except (ValueError, RuntimeError):
+            return flat(self.model.encode(texts, num_threads=1))
+        return np.concatenate(ids or [np.empty(0, np.int32)]), np.fromiter(map(len, ids), np.int64, len(ids))
 
     def decode(self, ids: list[int]) -> str:
         """The text, without control pieces such as </s>."""
@@ -94,16 +98,6 @@ def processor(kind: str, path: Path) -> Any:
         from sentencepiece import SentencePieceProcessor
 
     return load(kind, [path], lambda: SentencePieceProcessor(model_file=str(path)))
-
-
-def pieces(model: Any, texts: list[str]) -> Batch:
-    """Ids of ``texts`` by the library's ``model``, on one thread."""
-    try:
-        found = model.encode(texts, num_threads=1, out_type="numpy")  # newer versions only; faster
-    except (ValueError, RuntimeError):
-        return flat(model.encode(texts, num_threads=1))
-    lengths = np.fromiter(map(len, found), np.int64, len(found))
-    return np.concatenate(found) if found else np.empty(0, np.int32), lengths
 
 
 def train_sentencepiece(texts: Iterable[str], kind: str, vocab_size: int) -> bytes:

@@ -2,14 +2,14 @@
 
 import torch
 
-from hpclm.config import RunConfig
+from hpclm.config import EngineSettings
 from hpclm.config.deepspeed import stage_of
 from hpclm.engine import Engine
 from hpclm.node import environment
 from hpclm.parallel.mesh import Mesh
 
 
-def build(config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> Engine:
+def build(config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> Engine:
     """The engine for the settings' ZeRO stage and number of pipeline stages."""
     builds = config.optim.name == "cpu_adam" or config.engine.offload_folder is not None
     environment.for_deepspeed(device.type, device.index or 0, builds)  # it is read when DeepSpeed is imported
@@ -18,4 +18,4 @@ def build(config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtyp
 
     if mesh.pp.size > 1:
         return PipelineEngine(config, mesh, device, dtype)
-    return (ZeroEngine if stage_of(config) else ReplicatedEngine)(config, mesh, device, dtype)
+    return (ZeroEngine if stage_of(config.engine) else ReplicatedEngine)(config, mesh, device, dtype)

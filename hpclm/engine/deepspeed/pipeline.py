@@ -16,7 +16,7 @@ from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
-from hpclm.config import RunConfig
+from hpclm.config import EngineSettings
 from hpclm.config.deepspeed import settings
 from hpclm.data.batches import Batch
 from hpclm.engine.base import stack_of
@@ -91,7 +91,7 @@ class PipelineEngine(WrappedEngine):
 
     backward_timer = "forward_backward"
 
-    def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
+    def __init__(self, config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype):
         library.begin(device)
         specs = gpt.layers(config.model, config.engine, dtype, config.seed, mesh.tp)
         parts = stages(config, specs, mesh, device, dtype)
@@ -109,10 +109,9 @@ class PipelineEngine(WrappedEngine):
         self.part: Any = pipeline.forward_funcs[0]
         for weight in weights:
             weight.parameter.ds_pipe_replicated = weight.duplicate  # type: ignore[attr-defined]  # the norm counts it once
-        self.plan = config.plan(mesh.world.size)
         optimizer = self.optimizer
         held = [list(group["params"]) for group in optimizer.param_groups]
-        tree = settings(config, self.plan, library.NAMES[dtype], device.type == "cuda")
+        tree = settings(config, library.NAMES[dtype], device.type == "cuda")
         self.engine = library.initialize(model=pipeline, optimizer=optimizer, config=tree)
         self.state = PartitionedOptimizer(self.engine.optimizer, optimizer, self.state.kind, held, mesh.dp)
 
@@ -122,7 +121,7 @@ class PipelineEngine(WrappedEngine):
         if self.scale:
             engine.optimizer.override_loss_scale(factor)
         if count != engine.micro_batches:
-            engine.set_train_batch_size(count * self.plan.micro_size * self.mesh.dp.size)
+            engine.set_train_batch_size(count * self.config.plan.micro_size * self.mesh.dp.size)
         # DeepSpeed averages over micro-batches; the token weights include the scale already, where fp16 needs it
         weights = [weight * factor for weight in inputs.weights]
         self.part.queue = iter(zip(inputs.batches, weights, inputs.seeds, strict=True))

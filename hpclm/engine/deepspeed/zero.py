@@ -8,7 +8,7 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from hpclm.config import RunConfig
+from hpclm.config import EngineSettings
 from hpclm.config.deepspeed import settings, stage_of
 from hpclm.engine import StepResult
 from hpclm.engine.base import BaseEngine, whole_model
@@ -21,7 +21,7 @@ from hpclm.model.stack import Stack, WrapLayer
 from hpclm.parallel.mesh import Mesh
 
 
-def stack(config: RunConfig, mesh: Mesh, dtype: torch.dtype, wrap: WrapLayer) -> Stack:
+def stack(config: EngineSettings, mesh: Mesh, dtype: torch.dtype, wrap: WrapLayer) -> Stack:
     """The whole model."""
     model = whole_model(config, mesh, dtype, wrap, backward="once")
     if config.engine.compile:
@@ -33,9 +33,9 @@ class ReplicatedEngine(BaseEngine):
     """Stage 0: nothing is sharded, and DeepSpeed all-reduces the gradients. Clipping and the update are ours, because
     DeepSpeed's do not skip non-finite steps at this stage."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
+    def __init__(self, config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype):
         library.begin(device)
-        tree = settings(config, config.plan(mesh.world.size), library.NAMES[dtype], device.type == "cuda")
+        tree = settings(config, library.NAMES[dtype], device.type == "cuda")
         model = stack(config, mesh, dtype, materialize_on(device, mesh.tp))
         self.engine = library.initialize(model=model, config=tree, mpu=library.MeshView(mesh))
         self.engine.enable_backward_allreduce = False  # gradients are reduced once per step
@@ -77,12 +77,12 @@ class WrappedEngine(BaseEngine):
 class ZeroEngine(WrappedEngine):
     """Stages 1 to 3."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype):
+    def __init__(self, config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype):
         if config.engine.offload_folder:
             library.check_disks()
         library.begin(device)
-        tree = settings(config, config.plan(mesh.world.size), library.NAMES[dtype], device.type == "cuda")
-        stage = stage_of(config)
+        tree = settings(config, library.NAMES[dtype], device.type == "cuda")
+        stage = stage_of(config.engine)
         wrap = partition(tree, mesh, device, dtype) if stage == 3 else materialize_on(device, mesh.tp)
         model = stack(config, mesh, dtype, wrap)
         weights = [ShardedParameter(name, p, model.placements[name]) for name, p in model.weights()]

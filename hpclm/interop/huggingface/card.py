@@ -7,7 +7,7 @@ from typing import Any
 
 from hpclm import __version__
 from hpclm.data import tokenizers
-from hpclm.interop.run import Found
+from hpclm.interop.run import RunCheckpoint
 from hpclm.model import count
 from hpclm.reporting import history
 from hpclm.reporting.history import History
@@ -23,7 +23,7 @@ LAST = 100  # steps whose mean is the training loss
 Row = tuple[str, Any]
 
 
-def written(checkpoint: Found, name: str, architecture: str, own_code: bool, tokenizer: bool) -> str:
+def written(checkpoint: RunCheckpoint, name: str, architecture: str, own_code: bool, tokenizer: bool) -> str:
     """The card of an export called ``name``; ``own_code``: its class comes with it, ``tokenizer``: so does its tokenizer.
 
     Folders of this machine are not named.
@@ -65,7 +65,7 @@ def _use(name: str, own_code: bool, tokenizer: bool) -> str:
     return f"{read}```python\n" + "\n".join(lines) + f"\n```\n{without}"
 
 
-def _results(checkpoint: Found, past: History) -> Iterator[Row]:
+def _results(checkpoint: RunCheckpoint, past: History) -> Iterator[Row]:
     step, context = checkpoint.step, checkpoint.config.model.context
     yield "steps", f"{step:,}"
     yield "tokens seen", f"{int(checkpoint.manifest.progress.get('samples', 0)) * context:,}"
@@ -77,13 +77,13 @@ def _results(checkpoint: Found, past: History) -> Iterator[Row]:
         if row["validation_loss"] is not None:
             yield f"loss on {part}, step {row['step']:,}", f"{row['validation_loss']:.4f}"
     for row in [row for row in past.tasks if row["step"] <= step][-1:]:
-        scores = [(task, metric, value) for task, figures in row["tasks"].items() for metric, value in figures.items()]
-        for task, metric, value in scores:
-            if value is not None:
-                yield f"{task}, {metric}, step {row['step']:,}", f"{value:.4f}"
+        for task, scores in row["tasks"].items():
+            for metric, value in scores.items():
+                if value is not None:
+                    yield f"{task}, {metric}, step {row['step']:,}", f"{value:.4f}"
 
 
-def _data(checkpoint: Found) -> Iterator[Row]:
+def _data(checkpoint: RunCheckpoint) -> Iterator[Row]:
     data, known = checkpoint.config.data, checkpoint.manifest.fingerprint.get("data", {})
     if not known:
         yield "source", "not known: the weights were imported"
@@ -100,24 +100,16 @@ def _data(checkpoint: Found) -> Iterator[Row]:
         yield "tokenizer", tokenizers.describe(known["tokenizer"])
 
 
-def _training(checkpoint: Found) -> Iterator[Row]:
+def _training(checkpoint: RunCheckpoint) -> Iterator[Row]:
     config, made = checkpoint.config, checkpoint.manifest.made
     if not checkpoint.step:
         yield "steps", "0: the weights were imported, or are initial ones"
         return
-    optim = config.optim
     yield "sequence length", config.model.context
-    yield "batch size", f"{config.batch.global_size} sequences"
-    if config.batch.rampup:
-        yield "batch ramp-up", list(config.batch.rampup)
-    decay = f"weight decay {optim.weight_decay:g}"
-    yield "optimizer", f"{optim.name}, betas {list(optim.betas)}, eps {optim.eps:g}, {decay}"
-    part = optim.warmup_fraction
-    warmup = f"{optim.warmup:g} {optim.unit}" if part is None else f"{part:.3g} of the schedule's length"
-    yield "learning rate", f"{optim.lr:g} to {optim.min_lr:g}, {optim.schedule}, warm-up {warmup}"
-    yield "gradient clipping", optim.clip
-    precision = config.engine.precision
-    yield "precision", "bf16 on GPUs that have it, otherwise fp32" if precision == "auto" else precision
+    for name in ("batch", "optim"):
+        section = vars(getattr(config, name))
+        yield from ((f"{name}.{key}", value) for key, value in section.items() if value is not None)
+    yield "engine.precision", config.engine.precision
     yield "seed", config.seed
     yield "time", f"{checkpoint.manifest.progress.get('seconds', 0.0) / 60:.1f} minutes in training steps"
     if "processes" in made:

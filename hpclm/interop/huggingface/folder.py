@@ -22,41 +22,41 @@ from hpclm.interop.huggingface import card, families, own, special, tokenizer
 from hpclm.interop.huggingface.family import Family
 from hpclm.interop.huggingface.shards import Reader, ShardWriter
 from hpclm.interop.rules import Rule, check_names
-from hpclm.interop.run import Found, fresh
+from hpclm.interop.run import RunCheckpoint, fresh
 
 log = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def export_run(
-    found: Found, target: Path, dtype: str = "fp32", limit: float = math.inf, allow_nan: bool = False
+    checkpoint: RunCheckpoint, target: Path, dtype: str = "fp32", limit: float = math.inf, allow_nan: bool = False
 ) -> str:
     """Export to ``target``, with weights of ``dtype`` in files of at most ``limit`` bytes; the class in transformers.
 
     ConfigError if the network has no Hugging Face form, or a weight is too large for fp16, or not finite without ``allow_nan``.
     """
-    config = found.config.model
+    config = checkpoint.config.model
     family = families.of_network(config)
     rules = list(family.rules(config))
-    words = tokenizer.of_run(found.config.data)
+    run_tokenizer = tokenizer.of_run(checkpoint.config.data)
     with fresh(target) as staging_dir:
-        with Tensors(found.folder, found.manifest) as saved:
+        with Tensors(checkpoint.folder, checkpoint.manifest) as saved:
             there = [name.removeprefix("model.") for name in saved.shapes() if name.startswith("model.")]
-            check_names([rule.ours for rule in rules], there, str(found.folder))
+            check_names([rule.ours for rule in rules], there, str(checkpoint.folder))
             writer = ShardWriter(staging_dir, limit)
             with tqdm(rules, unit="weight", disable=None) as bar:
                 for rule in bar:
                     whole = saved.whole(f"model.{rule.ours}")
                     if not allow_nan and not whole.isfinite().all():
                         raise ConfigError(
-                            f"{found.folder}: model.{rule.ours} has values that are not finite; export another checkpoint (hpclm "
+                            f"{checkpoint.folder}: model.{rule.ours} has values that are not finite; export another checkpoint (hpclm "
                             "checkpoints shows which are healthy), or give --allow-nan"
                         )
                     _add(writer, rule, whole, DTYPES[dtype])
             writer.finish()
-        paths = tokenizer.paths(found.config.data)
-        known = special.of_run(found.run, paths)
-        ids = special.ids(known, _end(found, words))
+        paths = tokenizer.paths(checkpoint.config.data)
+        known = special.of_run(checkpoint.run, paths)
+        ids = special.ids(known, _end(checkpoint, run_tokenizer))
         if family is own.FAMILY:
             shutil.copyfile(own.CODE, staging_dir / own.CODE.name)
             why = f"no class of transformers supports this network ({families.why_own(config)})"
@@ -64,10 +64,10 @@ def export_run(
             log.warning(told, why, own.CODE.name)
         _write(staging_dir / "config.json", config_json(config, ids, dtype))
         _write(staging_dir / "generation_config.json", ids)
-        if words is not None:
-            tokenizer.write(staging_dir, words, paths, config.context, known)
+        if run_tokenizer is not None:
+            tokenizer.write(staging_dir, run_tokenizer, paths, config.context, known)
         has_tokenizer = (staging_dir / "tokenizer_config.json").is_file()
-        text = card.written(found, target.name, family.architecture, family is own.FAMILY, has_tokenizer)
+        text = card.written(checkpoint, target.name, family.architecture, family is own.FAMILY, has_tokenizer)
         (staging_dir / "README.md").write_text(text, encoding="utf-8")
     return family.architecture
 
@@ -85,11 +85,11 @@ def config_json(config: ModelConfig, ids: Mapping[str, Any], dtype: str) -> dict
     )
 
 
-def _end(found: Found, words: Tokenizer | None) -> int | None:
+def _end(checkpoint: RunCheckpoint, run_tokenizer: Tokenizer | None) -> int | None:
     """Id of the end-of-document token, from the run's tokenizer, or from the checkpoint if its files are missing."""
-    if words is not None:
-        return words.eod
-    noted = found.manifest.fingerprint.get("data", {}).get("tokenizer") or {}
+    if run_tokenizer is not None:
+        return run_tokenizer.eod
+    noted = checkpoint.manifest.fingerprint.get("data", {}).get("tokenizer") or {}
     return special.first(noted.get("eod"))
 
 
@@ -128,9 +128,9 @@ class Prefixed:
 
 
 def import_folder(
-    folder: Path, target: Path, words: list[str], pickle: bool = False, ignored: Sequence[str] = ()
+    folder: Path, target: Path, overrides: list[str], pickle: bool = False, ignored: Sequence[str] = ()
 ) -> ModelConfig:
-    """Import ``folder`` as the run directory ``target``; ``words``: model.… settings that override config.json.
+    """Import ``folder`` as the run directory ``target``; ``overrides``: model.… settings that override config.json.
 
     ``ignored``: keys of config.json that are not checked. ConfigError if hpclm does not support the network, or if config.json and
     weights do not match.
@@ -139,11 +139,11 @@ def import_folder(
     try:
         tree = families.without(saved, ignored)
         family = families.of_config(tree)
-        config = run.network(families.settings(tree), words)
+        config = run.network(families.settings(tree), overrides)
     except ConfigError as error:
         raise ConfigError([f"{folder / 'config.json'}: {line}" for line in error.problems]) from None
     with Reader(folder, pickle) as reader:
-        weights = run.Weights(config, Prefixed(reader, family, config), family.rules(config), str(folder))
+        weights = run.ImportedWeights(config, Prefixed(reader, family, config), family.rules(config), str(folder))
         with fresh(target, mode=0o700) as staging_dir:
             known = special.of_folder(folder, tree)
             data = tokenizer.take(folder, config.vocab_size, staging_dir, target, known)

@@ -55,7 +55,7 @@ class HpclmConfig(PretrainedConfig):
     """Shape of the network."""
 
     model_type = "hpclm"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - transformers' name and type
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012 - transformers' name and type
 
     def __init__(self, **settings: Any):
         shape = {name: settings.pop(name, default) for name, default in SHAPE.items()}
@@ -217,9 +217,14 @@ class HpclmForCausalLM(PreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
+        cache: Any = None,
         **_: Any,
     ) -> CausalLMOutputWithPast:
-        """[B, T] ids -> [B, T, vocabulary] logits, or of the last ``logits_to_keep`` tokens; ``labels`` are shifted here."""
+        """[B, T] ids -> [B, T, vocabulary] logits, or of the last ``logits_to_keep`` tokens; ``labels`` are shifted here.
+
+        ``cache``: past_key_values, as transformers names them from 5.24 on.
+        """
+        past_key_values = cache if past_key_values is None else past_key_values
         x = self.model.tokens(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if past_key_values is None and use_cache and not self.training:
@@ -235,7 +240,7 @@ class HpclmForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        return CausalLMOutputWithPast(loss, logits, past_key_values)  # the name of the third depends on the version
 
 
 def attention_mask(config: HpclmConfig, x: Tensor, before: int, seen: Tensor | None) -> Tensor:

@@ -21,28 +21,12 @@ from hpclm.interop.huggingface import special
 
 log = logging.getLogger(__name__)
 PROBES = (
-    *["line\nbreak", "two  spaces", " before", "after ", "", "   ", "tab\there", "a\r\nb", "\n\n", "x\n\n\ny", "don't"],
-    *[
-        "I'LL",
-        "12,345.67 + 8%",
-        "...---...",
-        "aaaaaaaaaaaa",
-        "ﬁne ①② Ｈｅｌｌｏ",
-        "caf\u00e9 cafe\u0301 a\u0301\u0323",
-        "ÀÉÎõß",
-    ],
-    *[
-        "x\u00a0y\u200bz",
-        "日本語のテキスト。",
-        "中文，没有空格。",
-        "한국어 문장",
-        "Привет, мир",
-        "مرحبا ١٢٣",
-        "\u2581under",
-    ],
-    *["😀 x 👩\u200d👩\u200d👧", "a\x01b", "\ufeffbom", "def f(x):\n    return x  # a comment\n"],
+    "line\nbreak", "two  spaces", " before", "after ", "", "   ", "tab\there", "a\r\nb", "\n\n", "x\n\n\ny", "don't",
+    "I'LL", "12,345.67 + 8%", "...---...", "aaaaaaaaaaaa", "ﬁne ①② Ｈｅｌｌｏ", "caf\u00e9 cafe\u0301 a\u0301\u0323",
+    "ÀÉÎõß", "x\u00a0y\u200bz", "日本語のテキスト。", "中文，没有空格。", "한국어 문장", "Привет, мир", "مرحبا ١٢٣", "\u2581under",
+    "😀 x 👩\u200d👩\u200d👧", "a\x01b", "\ufeffbom", "def f(x):\n    return x  # a comment\n",
     "The quick brown fox jumps over the lazy dog; so it goes, and then it comes back again.",
-)
+)  # fmt: skip
 """Texts on which tokenizers tend to differ."""
 WIDTH, CHUNKS = 16, 256
 """The vocabulary is tested in up to CHUNKS runs of WIDTH consecutive ids."""

@@ -97,9 +97,9 @@ def reordered(x: Tensor, version: float, config: ModelConfig) -> Tensor:
 
 
 def convert(
-    folder: Path, target: Path, words: list[str], ignored: Sequence[str] = (), weights_only: bool = False
+    folder: Path, target: Path, overrides: list[str], ignored: Sequence[str] = (), weights_only: bool = False
 ) -> ModelConfig:
-    """Import the checkpoint in ``folder`` as the run directory ``target``; ``words``: more model.… settings.
+    """Import the checkpoint in ``folder`` as the run directory ``target``; ``overrides``: more model.… settings.
 
     ``ignored``: options in the checkpoint that are not checked. ConfigError if hpclm does not support the network or, unless
     ``weights_only``, the training of a run that would continue here, or if settings and weights do not match.
@@ -109,7 +109,7 @@ def convert(
         state.moments = {}
     if state.unread:
         log.warning("the settings in the checkpoint are not used: %s", state.unread)
-    if state.args is None and not words:
+    if state.args is None and not overrides:
         raise ConfigError(
             f"{folder} does not contain the network's settings; give model.layers=… model.hidden=… model.heads=… and all "
             "others that differ from hpclm's defaults"
@@ -118,11 +118,11 @@ def convert(
     try:
         if ignored:
             state.args = options.without(state.args or Namespace(), ignored)
-        config = run.network({} if state.args is None else settings(state.args), words)
+        config = run.network({} if state.args is None else settings(state.args), overrides)
         settings_of_run = _training(state.args, config) if goes_on and state.args is not None else []
     except ConfigError as error:
         raise ConfigError([f"{folder}: {line}" for line in error.problems]) from None
-    if not any(word.startswith("model.vocab_size=") for word in words):
+    if not any(override.startswith("model.vocab_size=") for override in overrides):
         log.warning(
             "model.vocab_size=%d is the checkpoint's, which may include padding; if so, give the tokenizer's size",
             config.vocab_size,
@@ -131,7 +131,7 @@ def convert(
     source = Merged(state, config)
     rules = [table(name, name, config) if name in EMBEDDINGS else same(name, name) for name in source.placements]
     moments = {moment: Merged(state, config, moment) for moment in state.moments}
-    weights = run.Weights(config, source, rules, str(folder), moments=moments, steps=state.steps)
+    weights = run.ImportedWeights(config, source, rules, str(folder), moments=moments, steps=state.steps)
     with fresh(target, mode=0o700) as staging_dir:
         progress = training.progress(state) if goes_on else Progress()
         run.save(staging_dir, target, config, {}, weights, settings_of_run, progress)

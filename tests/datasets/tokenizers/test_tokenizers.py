@@ -367,25 +367,6 @@ def test_a_tokenizer_learned_from_text_or_jsonl_gives_the_text_back(output, kind
     assert [path.name for path in (tmp_path / "new").iterdir()] == [output]
 
 
-REFUSED = {
-    "an unknown ending": (["--output", "t.bin"], "must end in .json"),
-    "unigram as json": (["--output", "t.json", "--kind", "unigram"], "--kind unigram needs"),
-    "too few entries": (["--output", "t.json", "--vocab-size", "256"], "must be at least 257"),
-    "too many for sentencepiece": (["--output", "t.model", "--vocab-size", "9999"], "Vocabulary size too high"),
-    "a key without JSON": (["--output", "t.json", "--json-key", "text"], "has no effect"),
-}
-
-
-@pytest.mark.parametrize("words, message", REFUSED.values(), ids=REFUSED.keys())
-def test_what_cannot_be_learned_is_refused_and_nothing_is_written(words, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("corpus.txt").write_text("\n".join(CORPUS))
-    size = [] if "--vocab-size" in words else ["--vocab-size", 300]
-    assert train("--input", "corpus.txt", *size, *words) == 64
-    assert message in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["corpus.txt"]
-
-
 def test_a_tokenizer_is_replaced_only_with_overwrite(tmp_path, capsys):
     (tmp_path / "corpus.txt").write_text("\n".join(CORPUS))
     (tmp_path / "t.json").write_text("old")

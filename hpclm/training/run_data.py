@@ -1,0 +1,124 @@
+"""What a run reads: each rank opens its data, and the ranks check that all nodes have the same."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from hpclm.checkpoint.fingerprint import differences
+from hpclm.config import Plan, RunConfig
+from hpclm.config.length import run_length
+from hpclm.config.plan import Length
+from hpclm.data import sources
+from hpclm.data.batches import Batches
+from hpclm.data.shared_facts import SharedFacts
+from hpclm.data.sources import Source, samples_per_epoch, without_evaluation
+from hpclm.data.tokenizers import mismatch
+from hpclm.distributed.context import DistributedContext
+from hpclm.errors import ConfigError
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Samples of one part, always the same ones."""
+
+    part: str
+    batches: Batches
+    size: int
+    """Samples an evaluation reads."""
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a rank reads."""
+
+    plan: Plan
+    length: Length
+    source: Source
+    train: Batches
+    """The micro-batches of this rank's replica."""
+    held_out: list[HeldOut]
+    """What evaluations read."""
+
+
+def on_main(context: DistributedContext, act: Callable[[], T]) -> T | None:
+    """``act()`` on rank 0, where its result stays, whatever it is; its HpclmError on every rank."""
+    results: list[T] = []
+    context.run_on_main(lambda: results.append(act()))
+    return results[0] if results else None
+
+
+@contextmanager
+def open_data(config: RunConfig, context: DistributedContext, replica: int, device: torch.device) -> Iterator[RunData]:
+    """Open the data of a run, for the data-parallel ``replica`` of this rank.
+
+    Rank 0 reads the files first, and writes the index cache; then the first rank of each other node; all others only open
+    what they train on. ConfigError if the data of another node differ from rank 0's.
+    """
+
+    def build(facts: SharedFacts) -> RunData:
+        return build_data(config, config.plan(context.size), device, replica, facts)
+
+    def first() -> RunData:
+        built = build(facts)
+        for line in sources.check_content(built.source):
+            log.info(line)
+        return built
+
+    facts = SharedFacts()
+    built = on_main(context, first)
+    known = context.run_on_main(lambda: facts.known)
+    problems: list[str] = []
+    if built is None and (context.rank == context.first_on_node or not known):  # a source without facts: all at once
+        try:
+            built = build(facts)
+            problems = _differences(known.get("fingerprint", {}), facts.known.get("fingerprint", {}))
+        except ConfigError as error:
+            problems = error.problems
+    other = facts.known if built and facts.known != known else None  # such as the dates of a node's own copies
+    gathered = context.all_gather((problems, other), unlimited=True)
+    for info, (wrong, _) in zip(context.ranks, gathered, strict=True):
+        if wrong:
+            failed = ConfigError([f"the data on {info.host} cannot be used:", *wrong])
+            failed.shared = True
+            raise failed
+    data = built or build(SharedFacts(gathered[context.first_on_node][1] or known))
+    try:
+        yield data
+    finally:
+        data.train.close()
+
+
+def build_data(config: RunConfig, plan: Plan, device: torch.device, replica: int, facts: SharedFacts) -> RunData:
+    """Build what this replica reads, without asking other ranks."""
+    source = sources.build(config.data, config.model, config.seed, facts)
+    length = run_length(config, plan, samples_per_epoch(source))
+
+    def batches(part: str, count: int | None) -> Batches:
+        samples = source.samples(part, count)
+        return Batches(samples, config.data, config.model, plan, source.eod, device, replica)
+
+    train, held_out = batches("train", length.samples), []
+    if config.evaluate.every and not source.held_out:
+        log.info("no evaluation: the data settings keep nothing for it")
+    for part in source.held_out if config.evaluate.every else ():
+        size = config.evaluation_samples(source.per_epoch(part))
+        try:
+            held_out.append(HeldOut(part, batches(part, size), size))
+        except ConfigError as error:
+            raise without_evaluation(source, part, error) from None
+    return RunData(plan, length, source, train, held_out)
+
+
+def _differences(main: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """How the data of this node differ from those of the node of rank 0, by their fingerprints."""
+    clash = mismatch(main.get("tokenizer") or {}, here.get("tokenizer") or {})
+    lines = [*([clash] if clash else []), *differences({"data": main}, {"data": here})]
+    head = "they are not those of rank 0's node; copy the same files to every node. Differences (rank 0 → this node):"
+    return [head, *lines] if lines else []

@@ -149,19 +149,14 @@ def append(path: Path, row: Row) -> None:
 
 def tail(path: Path | str, size: int = TAIL) -> str:
     """The last ``size`` bytes of a regular file, from the beginning of a line; empty without a file."""
-    return dated_tail(path, size)[0]
-
-
-def dated_tail(path: Path | str, size: int = TAIL) -> tuple[str, float | None]:
-    """``tail``, and when the file was last written, in seconds since 1970; None without a file."""
     try:
         handle = files.opened(path)
         try:
-            status = os.fstat(handle)
-            begin = max(0, status.st_size - size)
-            text = os.pread(handle, status.st_size - begin, begin)
+            end = os.fstat(handle).st_size
+            begin = max(0, end - size)
+            text = os.pread(handle, end - begin, begin)
         finally:
             os.close(handle)
     except OSError:
-        return "", None
-    return (text.partition(b"\n")[2] if begin else text).decode(errors="replace"), status.st_mtime
+        return ""
+    return (text.partition(b"\n")[2] if begin else text).decode(errors="replace")

@@ -198,7 +198,7 @@ def read(out: Path, brief: bool = False) -> Run:
     ``brief``: only what one line about it needs.
     """
     # strings: making a Path takes longer than reading a small file
-    told = summary.read(out) or summary.of_older_version(out)
+    standing = summary.read(out)
     checkpoint, bad = saved.survey(f"{out}/checkpoints")
     holder = lock.holder(f"{out}/lock")
     submitted, owner = list[Submission](), 0
@@ -208,8 +208,8 @@ def read(out: Path, brief: bool = False) -> Run:
     run = Run(
         out=out,
         submissions=submitted,
-        attempts=[told["attempt"]] if told.get("attempt") else [],
-        summary=told,
+        attempts=[standing["attempt"]] if standing.get("attempt") else [],
+        summary=standing,
         checkpoint=checkpoint,
         bad=bad,
         holder=holder,
@@ -217,7 +217,7 @@ def read(out: Path, brief: bool = False) -> Run:
         slow=_slow(f"{out}/ranks.json") if holder else [],
         owner=owner,
     )
-    if brief and run.trained:
+    if brief and run.trained and standing:
         return run
     attempts, rollback = rows.parsed_lines(rows.tail(f"{out}/attempts.jsonl", LARGEST), rows.ATTEMPT), None
     with suppress(OSError, ConfigError):

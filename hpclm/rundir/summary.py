@@ -47,20 +47,6 @@ def read(out: Path | str) -> Row:
     return {}
 
 
-def of_older_version(out: Path | str) -> Row:
-    """The same for a run directory that an hpclm without summary.json has left, as far as its other files tell."""
-    attempts = rows.parsed_lines(rows.tail(f"{out}/attempts.jsonl", LARGEST), ATTEMPT)
-    if not attempts:
-        return {}
-    text, written = rows.dated_tail(f"{out}/metrics.jsonl")
-    steps = [row for row in rows.parsed_lines(text, rows.STEP, ["step"]) if "loss" in row]
-    summary = {"steps": attempts[-1].get("steps"), **starts(attempts), "attempt": attempts[-1]}
-    if not steps:
-        return summary | {"state": "starting", "step": attempts[-1].get("from_step") or 0}
-    last = {name: steps[-1].get(name) for name in ("step", "loss", "spiking_since")}
-    return summary | last | {"state": "running", "stepped": written, **speed(steps)}
-
-
 def starts(attempts: Sequence[Row]) -> dict[str, Any]:
     """What a summary says of all attempts: how many there were, and where the last ones began."""
     return {"attempts": len(attempts), "starts": [each.get("from_step") or 0 for each in attempts[-STARTS:]]}

@@ -98,20 +98,10 @@ def test_the_job_around_a_local_launch_is_not_the_runs(tmp_path):
     assert runs.read(tmp_path).jobs == []  # srun by hpclm submit --interactive
 
 
-def test_a_run_without_a_summary_is_of_an_older_version_and_known_from_its_other_files(tmp_path):
-    rows = [{"step": n, "loss": 3.0 - n / 10, "step_seconds": 2.0, "tokens_per_second": 100.0} for n in range(1, 8)]
+def test_a_run_without_a_summary_is_known_from_its_attempts(tmp_path):
     attempts = [{"from_step": 0, "steps": 20}, {"from_step": 4, "steps": 20, "host": "elsewhere", "pid": 1}]
-    make(tmp_path, attempts, rows, summary=False)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 8, "lo')
-    run = runs.read(tmp_path, brief=True)
-    assert (run.step, run.total, run.attempt, run.summary["starts"]) == (7, 20, attempts[-1], [0, 4])
-    assert run.summary["loss"] == 2.3 and run.summary["step_seconds"] == 2.0 and run.summary["attempts"] == 2
-    make(tmp_path, attempts, rows)
-    kept = runs.read(tmp_path, brief=True).summary
-    assert {key: kept[key] for key in run.summary if key != "stepped"} == {
-        key: value for key, value in run.summary.items() if key != "stepped"
-    }
+    run = runs.read(make(tmp_path, attempts, summary=False), brief=True)
+    assert (run.step, run.attempts, run.summary) == (4, attempts, {})
 
 
 def test_the_newest_checkpoint_is_the_one_of_the_highest_step_and_a_thousand_broken_ones_cost_little_time(tmp_path):

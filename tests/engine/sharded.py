@@ -57,7 +57,12 @@ def goes_on(folder, stop, words):
     losses = [engine.evaluate(batches.take(0, 5))]
     for result in steps(run, engine, batches, progress.step, stop):
         losses.append(result.loss)
-        progress = progress.after(run.batch.global_size, 0.0, result.skipped)
+        progress = replace(
+            progress,
+            step=progress.step + 1,
+            samples=progress.samples + run.batch.global_size,
+            skipped=progress.skipped + result.skipped,
+        )
     if len(losses) > 1:
         store.save(engine, progress)
     return begun, losses

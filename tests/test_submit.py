@@ -309,7 +309,7 @@ def test_variables_of_the_surrounding_job_are_kept_from_a_new_one():
     shell = "SBATCH_ACCOUNT SBATCH_PARTITION SBATCH_TIMELIMIT OMPI_MCA_btl CUDA_VISIBLE_DEVICES"
     unset = environment.to_unset(["partition"], dict.fromkeys(shell.split(), "x"))
     assert unset == ["SBATCH_PARTITION", "SBATCH_TIMELIMIT"]
-    assert environment.unset_command([], {"HOME": "/"}) == []
+    assert environment.of_a_job([], {"HOME": "/", "SLURM_JOB_ID": "1"}) == {"HOME": "/"}
 
 
 def test_submit_loads_neither_torch_nor_submitit_for_help_or_a_dry_run(tmp_path):

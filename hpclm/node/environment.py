@@ -10,9 +10,7 @@ from hpclm.node import python
 
 SNAPSHOT = "HPCLM_SNAPSHOT"
 """The snapshot of the code that a job runs."""
-LAUNCH_ID = "HPCLM_LAUNCH"
-"""Marks all processes of a launch in the foreground."""
-LAUNCH = ("HPCLM_LAUNCHER", "HPCLM_SECRET", LAUNCH_ID)
+LAUNCH = ("HPCLM_LAUNCHER", "HPCLM_SECRET")
 """Set by hpclm for its ranks; a launch inside another must not inherit them."""
 
 # Set by Slurm, by mpirun and by torchrun for the processes that they start.

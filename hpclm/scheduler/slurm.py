@@ -176,7 +176,7 @@ def main(script: Path, lock: Path) -> int:
     from submitit import SlurmExecutor
     from submitit.helpers import CommandFunction
 
-    setup = [*files.read_text(script).splitlines()[1:], "exit"]
+    setup = [*files.read_text(script).split("\n")[1:], "exit"]
     folder = script.with_suffix("")  # the queue shows the path of what submitit writes there
     try:
         with files.locked(lock), contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it then raises
@@ -184,9 +184,9 @@ def main(script: Path, lock: Path) -> int:
             executor.update_parameters(  # the script's own #SBATCH lines come later, and count
                 setup=setup, time=None, wckey=None, signal_delay_s=0, stderr_to_stdout=True, use_srun=False
             )
-            print(executor.submit(CommandFunction(["true"])).job_id)
+            sys.stdout.write(str(executor.submit(CommandFunction(["true"])).job_id))
     except Exception as error:
-        print(error, file=sys.stderr)
+        sys.stderr.write(str(error))
         return 1
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -26,8 +26,8 @@ SMALL = ["budget.steps=5", "optim.warmup=0", "engine.device=cpu", "evaluate.ever
 def submit(tmp_path):
     """`hpclm submit WORDS` in an empty folder, on a machine without Slurm and without a site file."""
     (tmp_path / "bin").mkdir()
-    for program in ("bash", "env"):
-        (tmp_path / "bin" / program).symlink_to(f"/bin/{program}")
+    for program in ("bash", "tee"):
+        (tmp_path / "bin" / program).symlink_to(f"/usr/bin/{program}")
     env = {"PATH": f"{tmp_path}/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     here = tmp_path / "here"
     here.mkdir()

@@ -69,7 +69,7 @@ def detect_launcher(env: Mapping[str, str]) -> dict[str, Any]:
 def interface_to_rank_0(env: Mapping[str, str]) -> str | None:
     """The interface that leads to rank 0's host; None if no launcher names that host."""
     try:
-        first = bootstrap.detect(env).first_host or env.get("MASTER_ADDR", "")
+        first = next(iter(bootstrap.detect(env).hosts), "") or env.get("MASTER_ADDR", "")
     except ConfigError:
         return None
     if not first or first == socket.gethostname():

@@ -101,7 +101,6 @@ def test_what_others_write_is_bounded_and_what_ranks_and_libraries_write_stays(t
     store = SignedStore(PrefixStore("7.0.0", server) if torchrun else server, "7.0.0", SECRET)
     for rank in range(2):
         store.set(f"hpclm/heartbeat/{rank}", {"step": 3})
-    store.raw.add("hpclm/arrived", 2)
     store.raw.set("default_pg/0/rank/1", "x" * 60_000)  # gloo's
     server.set("torchelastic/role", "x" * 1000)
     right, limits = sorted(server.list_keys()), limits_of(store, 2)

@@ -242,7 +242,7 @@ def _decide(store: SignedStore, me: RankInfo, world: World, seconds: float) -> N
     entries = entries or [*map(store.get, keys)]
     missing = [rank for rank, entry in enumerate(entries) if entry is None]
     if missing:
-        named = ", ".join(f"rank {rank}" + f" ({world.hosts[rank]})" * bool(world.hosts) for rank in missing[:16])
+        named = ", ".join(f"rank {rank}" + (f" ({world.hosts[rank]})" if world.hosts else "") for rank in missing[:16])
         more = f" and {len(missing) - 16} more" * (len(missing) > 16)
         text = f"{len(missing)} of {me.size} processes did not arrive within {seconds:g} s: {named}{more}; "
         _refuse(store, HpclmError(f"{text}look at their output, or raise cluster.start_seconds"))

@@ -102,7 +102,7 @@ class Sample:
 def _texts(pieces: Iterator[InputChunk], key: str, measured: Sample) -> Iterator[str]:
     """The documents that are not empty, some of them for ``measured``; ConfigError for an unreadable one."""
     for chunk in pieces:
-        for text in filter(None, read_texts(chunk, (key,), "stop")[0][0]):
+        for text in filter(None, read_texts(chunk, (key,))[0][0]):
             measured.add(text[:LONG])
             yield text
 

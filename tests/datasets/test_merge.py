@@ -12,7 +12,7 @@ from hpclm.datasets import hashing
 from hpclm.datasets.merge import merge
 from hpclm.datasets.writer import Writer
 from hpclm.errors import ConfigError
-from tests.data.layouts import pack
+from tests.data.layouts import append, pack
 from tests.data.test_indexed import REFERENCE, needs_reference
 
 TOKENIZER = {"kind": "bytes", "files": {}, "size": 257, "eod": 256}
@@ -26,10 +26,7 @@ def content(prefix):
 def write(prefix, documents, dtype="u2", tokenizer=TOKENIZER, **counts):
     """Documents are lists of sequences."""
     with Writer(prefix, dtype) as writer:
-        for document in documents:
-            for sequence in document:
-                writer.add(sequence)
-            writer.end_document()
+        append(writer, documents)
         if tokenizer:
             writer.note = {"tokenizer": tokenizer, "tokenizer_files": [], "tokens": writer.tokens, **counts}
     return str(prefix)

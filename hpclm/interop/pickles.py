@@ -3,7 +3,6 @@
 A pickle names classes and functions to call. Only those listed below are allowed; a file that names others is refused.
 """
 
-import io
 import re
 import zipfile
 from argparse import Namespace
@@ -56,23 +55,14 @@ class Pickles:
 def load(path: Path) -> Any:
     """The contents of a torch.save file, memory-mapped; ConfigError if it contains anything but data."""
     files.readable(path, "weights file")
-    with _refused(str(path)):
+    with refused(str(path)):
         mapped = zipfile.is_zipfile(path)  # files from before PyTorch 1.6 are not
         with torch.serialization.safe_globals([*_allowed(path, mapped)]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
 
 
-def tensor_of(data: bytes, place: str) -> Tensor:
-    """The tensor that torch.save wrote as ``data``; ConfigError, which names ``place``, if it is anything else."""
-    with _refused(place):
-        found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    if not isinstance(found, Tensor):
-        raise ConfigError(f"{place} is not a tensor")
-    return found
-
-
 @contextmanager
-def _refused(path: str) -> Iterator[None]:
+def refused(path: str) -> Iterator[None]:
     """ConfigError where torch.load finds anything but data, or no data at all."""
     try:
         yield
@@ -80,7 +70,16 @@ def _refused(path: str) -> Iterator[None]:
         named = re.search(r"GLOBAL (\S+) (?:was not an allowed global|whose module)", str(error))
         why = f"it names {named[1]}, which is not data" if named else str(error).splitlines()[-1]
         raise ConfigError(f"{path} is refused: {why}") from None
-    except (RuntimeError, EOFError, KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
+    except (
+        RuntimeError,
+        EOFError,
+        KeyError,
+        IndexError,
+        ValueError,
+        AttributeError,
+        TypeError,
+        AssertionError,
+    ) as error:
         raise ConfigError(f"{path} is not a torch.save file: {str(error).splitlines()[0]}") from None
 
 

@@ -137,7 +137,7 @@ def import_folder(
     """
     saved = json_object(folder / "config.json")
     try:
-        tree = families.without(saved, ignored)
+        tree = families.without_ignored(saved, ignored)
         family = families.of_config(tree)
         config = run.network(families.settings(tree), overrides)
     except ConfigError as error:

@@ -97,10 +97,9 @@ def read_texts(
     """The texts of a chunk, a list for each key, and its unreadable lines; ConfigError for those if ``on_error`` is "stop"."""
     texts: list[list[str]] = [[] for _ in keys]
     errors = []
-    format = chunk.source.format
     for number, line in enumerate(chunk.lines):
         try:
-            record = (_json_texts(line, keys) if format == "jsonl" else None) or read_line(line, format, keys)
+            record = read_line(line, chunk.source.format, keys)
         except UnreadableLineError as error:
             if on_error == "stop":
                 raise ConfigError(f"{chunk.location(number)}{error}") from None
@@ -111,48 +110,49 @@ def read_texts(
     return texts, errors
 
 
-def _json_texts(line: bytes, keys: tuple[str, ...]) -> list[str] | None:
-    """What ``read_line`` returns, faster; None for a line that it must look at."""
-    try:
-        record = orjson.loads(line)
-        texts = [record[key] for key in keys]
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return None
-    return texts if all(type(text) is str for text in texts) else None
-
-
 def read_line(line: bytes, format: Format, keys: tuple[str, ...]) -> list[str]:
     """The texts of a line, none for a blank line of JSONL; takes the JSON that Python's json takes. UnreadableLineError."""
-    try:
-        text = line.decode()
-    except UnicodeDecodeError as error:
-        message = f" is not UTF-8: byte {line[error.start]:#x} at {error.start}; convert it, for example with iconv"
-        raise UnreadableLineError("not UTF-8", message) from None
     if format != "jsonl":
+        text = _decoded(line)
         return [text.removesuffix("\n").rstrip("\r") if format == "lines" else text] * len(keys)
-    if not text.strip():
-        return []
+    lenient = False
     try:
-        record = json.loads(text, parse_int=lambda _: 0)  # Python refuses very long numbers
-    except (ValueError, RecursionError) as error:
-        message = f" is not JSON: {error}; a .jsonl file has one JSON object per line"
-        raise UnreadableLineError("not JSON", message) from None
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        text, lenient = _decoded(line), True
+        if not text.strip():
+            return []
+        try:
+            record = json.loads(text, parse_int=lambda _: 0)  # Python refuses very long numbers
+        except (ValueError, RecursionError) as error:
+            message = f" is not JSON: {error}; a .jsonl file has one JSON object per line"
+            raise UnreadableLineError("not JSON", message) from None
     if not isinstance(record, dict):
         message = f" holds a JSON {type(record).__name__}, not an object with the key {keys[0]!r}"
         raise UnreadableLineError("not an object", message)
+    texts = []
     for key in keys:
         if key not in record:
             message = f" has no key {key!r}; it has {sorted(record)}; select one with --json-keys"
             raise UnreadableLineError("no key", message)
-        if not isinstance(record[key], str):
-            message = f": {key!r} holds a JSON {type(record[key]).__name__}, not text"
-            raise UnreadableLineError("not text", message)
+        text = record[key]
+        if not isinstance(text, str):
+            raise UnreadableLineError("not text", f": {key!r} holds a JSON {type(text).__name__}, not text")
         try:
-            record[key].encode()
-        except UnicodeEncodeError as error:
-            message = f": {key!r} holds half a character (a lone surrogate) at {error.start}"
-            raise UnreadableLineError("half a character", message) from None
-    return [record[key] for key in keys]
+            texts.append(text.encode().decode() if lenient else text)
+        except UnicodeEncodeError:
+            raise UnreadableLineError(
+                "half a character", f": {key!r} holds half a character (a lone surrogate)"
+            ) from None
+    return texts
+
+
+def _decoded(line: bytes) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        message = f" is not UTF-8: byte {line[error.start]:#x} at {error.start}; convert it, for example with iconv"
+        raise UnreadableLineError("not UTF-8", message) from None
 
 
 def _column(texts: list[str], job: Job, name: str) -> Column:

@@ -5,13 +5,12 @@ import logging
 import random
 import shlex
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 
 from hpclm import log as logs
 from hpclm.data import tokenizers
 from hpclm.datasets.encode import read_texts
-from hpclm.datasets.inputs import LONGEST, MB, InputChunk, chunks, find
+from hpclm.datasets.inputs import LONGEST, MB, chunks, find
 from hpclm.datasets.options import LONGEST_LINE
 from hpclm.datasets.tokenizers.huggingface import train_bpe
 from hpclm.datasets.tokenizers.sentencepieces import train_sentencepiece
@@ -45,23 +44,27 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--json-key {args.json_key} has no effect: no input is JSONL")
     writable_folder(output.parent, "output folder")
 
-    measured = Sample(MEASURED)
-    texts = _texts(chunks(inputs, longest=args.longest_line * MB), args.json_key or "text", measured)
+    measured, lines = Sample(MEASURED), Sample(args.sentences or SENTENCES)
+    pieces = chunks(inputs, longest=args.longest_line * MB)
+    texts = (text for piece in pieces for text in read_texts(piece, (args.json_key or "text",))[0][0] if text)
+
+    def offered() -> Iterator[str]:
+        for text in texts:
+            measured.add(text[:LONG])
+            yield text
+
     with exit_on_signals():
-        first = next(texts, None)
-        if first is None:
-            raise ConfigError(f"no text in {', '.join(source.name for source in inputs)}; no tokenizer was written")
-        texts = chain([first], texts)
         if library == "json":
-            content = train_bpe(texts, args.vocab_size)
+            content = train_bpe(offered(), args.vocab_size)
         else:
-            lines = Sample(args.sentences or SENTENCES)
-            for text in texts:
+            for text in offered():
                 for line in filter(None, text.splitlines()):
                     lines.add(line)
             if lines.seen > len(lines.items):
                 log.info("training on %s of %s lines, sampled at random", f"{len(lines.items):,}", f"{lines.seen:,}")
-            content = train_sentencepiece(lines.items, args.kind, args.vocab_size)
+            content = train_sentencepiece(lines.items, args.kind, args.vocab_size) if lines.items else b""
+        if not measured.seen:
+            raise ConfigError(f"no text in {', '.join(source.name for source in inputs)}; no tokenizer was written")
         write_bytes(output, content)
 
     tokenizer = tokenizers.build(library, [str(output)])
@@ -97,14 +100,6 @@ class Sample:
             self.items.append(item)
         elif (place := self._random.randrange(self.seen)) < self._limit:
             self.items[place] = item
-
-
-def _texts(pieces: Iterator[InputChunk], key: str, measured: Sample) -> Iterator[str]:
-    """The documents that are not empty, some of them for ``measured``; ConfigError for an unreadable one."""
-    for chunk in pieces:
-        for text in filter(None, read_texts(chunk, (key,))[0][0]):
-            measured.add(text[:LONG])
-            yield text
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:

@@ -83,10 +83,10 @@ def check_some(dataset: IndexedDataset, content: DatasetContent, count: int, rng
     return len(chosen)
 
 
-def differing(dataset: IndexedDataset, known: DatasetContent, found: str) -> ConfigError:
-    """The error for tokens whose block hashes are ``found``."""
-    count = max(len(found), len(known.blocks)) // DIGEST
-    return damaged(dataset, [n for n in range(count) if found[DIGEST * n : DIGEST * (n + 1)] != known.block(n)], count)
+def differing(dataset: IndexedDataset, known: DatasetContent, blocks: str) -> ConfigError:
+    """The error for tokens whose block hashes are ``blocks``."""
+    count = max(len(blocks), len(known.blocks)) // DIGEST
+    return damaged(dataset, [n for n in range(count) if blocks[DIGEST * n : DIGEST * (n + 1)] != known.block(n)], count)
 
 
 def index_damaged(dataset: IndexedDataset) -> ConfigError:

@@ -27,8 +27,8 @@ ARRAYS = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconst
 class StandIn:
     """Replaces an object of a class that is not imported; keeps the value of enum members."""
 
-    def __init__(self, *words: Any):
-        self.value = words[0] if len(words) == 1 else None
+    def __init__(self, *arguments: Any):
+        self.value = arguments[0] if len(arguments) == 1 else None
 
     def __setstate__(self, state: Any) -> None:
         self.value = None
@@ -38,18 +38,18 @@ class Pickles:
     """The tensors of a file that holds a dictionary of tensors, with the interface of safetensors."""
 
     def __init__(self, path: Path):
-        found = load(path)
-        if not isinstance(found, dict) or not all(isinstance(x, Tensor) for x in found.values()):
+        tensors = load(path)
+        if not isinstance(tensors, dict) or not all(isinstance(x, Tensor) for x in tensors.values()):
             raise ConfigError(f"{path} is not a dictionary of tensors")
-        self._found: dict[str, Tensor] = found
+        self._tensors: dict[str, Tensor] = tensors
 
     def keys(self) -> Iterable[str]:
         """Names of the tensors."""
-        return self._found.keys()
+        return self._tensors.keys()
 
     def get_tensor(self, name: str) -> Tensor:
         """One of them."""
-        return self._found[name]
+        return self._tensors[name]
 
 
 def load(path: Path) -> Any:

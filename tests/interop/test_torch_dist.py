@@ -192,7 +192,7 @@ def test_pickles_that_are_not_data_are_refused_and_do_not_run(tmp_path):
         torch.save(Code(), saved)
         content = file.read_bytes()
         file.write_bytes(saved.getvalue().ljust(len(content), b"\0"))
-    refused(tmp_path, r"distcp is refused: it names (os|posix)\.system, which is not data")
+    refused(tmp_path, r"distcp is (refused|not a torch\.save file)")
     assert not proof.exists()
 
 

@@ -16,11 +16,11 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in (*WRITTEN
 
 def of_network(config: ModelConfig) -> Family:
     """The class for a network: one of transformers, or else ours; ConfigError for a user-defined block."""
-    found = next((family for family in WRITTEN if not family.obstacles(config)), own.FAMILY)
-    obstacles = found.obstacles(config)
+    family = next((family for family in WRITTEN if not family.obstacles(config)), own.FAMILY)
+    obstacles = family.obstacles(config)
     if obstacles:
         raise ConfigError(["this network has no Hugging Face form:", *obstacles])
-    return found
+    return family
 
 
 def why_own(config: ModelConfig) -> str:

@@ -64,8 +64,8 @@ def export_run(
         if family is own.FAMILY:
             shutil.copyfile(own.CODE, staging_dir / own.CODE.name)
             why = f"no class of transformers supports this network ({families.why_own(config)})"
-            told = "%s; %s is written next to the weights: load them with trust_remote_code=True"
-            log.warning(told, why, own.CODE.name)
+            how = "%s; %s is written next to the weights: load them with trust_remote_code=True"
+            log.warning(how, why, own.CODE.name)
         _write(staging_dir / "config.json", config_json(config, ids, dtype))
         _write(staging_dir / "generation_config.json", ids)
         if run_tokenizer is not None:

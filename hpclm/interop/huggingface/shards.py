@@ -44,7 +44,7 @@ class Reader:
         self.folder = folder
         self._stack = ExitStack()
         self._open: dict[str, Any] = {}
-        self._where: dict[str, str] = dict(self._listed(pickle))
+        self._files: dict[str, str] = dict(self._listed(pickle))
 
     def __enter__(self) -> "Reader":
         return self
@@ -55,11 +55,11 @@ class Reader:
 
     def names(self) -> set[str]:
         """Names of all tensors."""
-        return set(self._where)
+        return set(self._files)
 
     def read(self, name: str) -> Tensor:
         """One tensor, whole."""
-        tensor: Tensor = self._file(self._where[name]).get_tensor(name)
+        tensor: Tensor = self._file(self._files[name]).get_tensor(name)
         return tensor
 
     def _listed(self, pickle: bool) -> Iterator[tuple[str, str]]:
@@ -77,15 +77,17 @@ class Reader:
         )
 
     def _indexed(self, path: Path) -> Iterator[tuple[str, str]]:
-        where = json_object(path).get("weight_map")
-        if not isinstance(where, dict) or not all(isinstance(x, str) and Path(x).name == x for x in where.values()):
+        weight_map = json_object(path).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(x, str) and Path(x).name == x for x in weight_map.values()
+        ):
             raise ConfigError(f"{path} has no weight_map from names to files in the same folder")
-        for file in sorted(set(where.values())):
+        for file in sorted(set(weight_map.values())):
             there = set(self._file(file).keys())
-            lacking = [name for name, place in where.items() if place == file and name not in there]
+            lacking = [name for name, place in weight_map.items() if place == file and name not in there]
             if lacking:
                 raise ConfigError(f"{self.folder / file} lacks {', '.join(lacking[:5])}, which {path.name} says it has")
-        yield from where.items()
+        yield from weight_map.items()
 
     def _file(self, name: str) -> Any:
         if name not in self._open:

@@ -139,12 +139,12 @@ def convert(
 def _training(args: Namespace, config: ModelConfig) -> list[str]:
     """The run's training settings as key=value; ConfigError if hpclm cannot continue with them."""
     try:
-        words = training.words(args, config.context)
-        configs.load(None, words)
+        overrides = training.overrides(args, config.context)
+        configs.load(None, overrides)
     except ConfigError as error:
         lines = [f"the run cannot continue here: {line}" for line in error.problems]
         raise ConfigError([*lines, "to import only the weights, at step 0, give --weights-only"]) from None
-    return words
+    return overrides
 
 
 def ours(name: str) -> str:
@@ -152,7 +152,7 @@ def ours(name: str) -> str:
     layer = re.fullmatch(r"(?:encoder|transformer|decoder)\.layers\.(\d+)\.(.*)", name)
     inner, table = (layer[2], IN_LAYER) if layer else (name, OURS)
     for pattern, replacement in table:
-        found = re.fullmatch(pattern, inner)
-        if found:
-            return (f"block{layer[1]}." if layer else "") + found.expand(replacement)
+        match = re.fullmatch(pattern, inner)
+        if match:
+            return (f"block{layer[1]}." if layer else "") + match.expand(replacement)
     return name

@@ -80,10 +80,10 @@ def _layers(folder: Path) -> MegatronState:
     """Megatron-DeepSpeed's layer files; the names in a file show what the layer is."""
     files: dict[int, dict[int, Path]] = {}
     for path in sorted(folder.glob("layer_*")):
-        found = LAYER_FILE.fullmatch(path.name)
-        if not found:
+        match = LAYER_FILE.fullmatch(path.name)
+        if not match:
             raise ConfigError(f"{path} is not a supported layer file; experts are not supported")
-        files.setdefault(int(found[1]), {})[int(found[2])] = path
+        files.setdefault(int(match[1]), {})[int(match[2])] = path
     state, blocks = MegatronState(), 0
     for _, by_rank in sorted(files.items()):
         held = [_tensors(load(path), path) for path in _complete(by_rank, folder)]
@@ -129,23 +129,23 @@ def _ranks(folder: Path) -> MegatronState:
             held = [_tensors(rank.get(key), files[0, sorted(stages)[number]]) for rank in ranks]
             there = {full(name, blocks): [part[name] for part in held if name in part] for name in held[0]}
             _add(state, {name: parts for name, parts in there.items() if name is not None}, folder)
-            local = {int(found[1]) for name in held[0] if (found := re.search(r"\blayers\.(\d+)\.", name))}
+            local = {int(match[1]) for name in held[0] if (match := re.search(r"\blayers\.(\d+)\.", name))}
             blocks += max(local, default=-1) + 1
     return state
 
 
 def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
-    found = {}
+    by_place = {}
     for path in sorted(folder.glob("mp_rank_*")):
         numbers = RANK_FOLDER.fullmatch(path.name)
         file = next((path / name for name in RANK_FILES if (path / name).is_file()), None)
         if file and not numbers:
             raise ConfigError(f"{path} is not a supported rank folder; experts are not supported")
         if file and numbers:
-            found[int(numbers[1]), int(numbers[2] or 0)] = file
+            by_place[int(numbers[1]), int(numbers[2] or 0)] = file
         if path.is_file() and (rank := DEEPSPEED_FILE.fullmatch(path.name)):
-            found[int(rank[1]), 0] = path
-    return found
+            by_place[int(rank[1]), 0] = path
+    return by_place
 
 
 def _complete(by_rank: Mapping[int, Path], folder: Path) -> list[Path]:
@@ -155,17 +155,17 @@ def _complete(by_rank: Mapping[int, Path], folder: Path) -> list[Path]:
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
-def _add(state: MegatronState, found: Mapping[str, list[Tensor]], folder: Path) -> None:
-    twice = state.parts.keys() & found.keys()
+def _add(state: MegatronState, parts: Mapping[str, list[Tensor]], folder: Path) -> None:
+    twice = state.parts.keys() & parts.keys()
     if twice:
         raise ConfigError(f"{folder} contains {min(twice)} twice")
-    state.parts = {**state.parts, **found}
+    state.parts = {**state.parts, **parts}
 
 
-def _mapping(found: Any, path: Path) -> dict[str, Any]:
-    if not isinstance(found, dict):
+def _mapping(saved: Any, path: Path) -> dict[str, Any]:
+    if not isinstance(saved, dict):
         raise ConfigError(f"{path} does not contain a dictionary")
-    return found
+    return saved
 
 
 def _args(saved: Mapping[str, Any]) -> Namespace | None:
@@ -180,7 +180,7 @@ def _version(saved: Mapping[str, Any], default: float) -> float:
     return default if given is None else float(given)
 
 
-def _tensors(found: Any, path: Path) -> dict[str, Tensor]:
+def _tensors(saved: Any, path: Path) -> dict[str, Tensor]:
     flat: dict[str, Tensor] = {}
 
     def walk(value: Any, name: str) -> None:
@@ -190,7 +190,7 @@ def _tensors(found: Any, path: Path) -> dict[str, Tensor]:
             for key, inner in value.items():
                 walk(inner, f"{name}.{key}" if name else str(key))
 
-    walk(_mapping(found, path), "")
+    walk(_mapping(saved, path), "")
     return flat
 
 
@@ -202,4 +202,4 @@ def full(name: str, first: int) -> str | None:
     name = OUTER.sub("", name)
     if NO_WEIGHTS.search(name) or name.startswith("word_embeddings_for_head."):
         return None
-    return re.sub(r"\blayers\.(\d+)\.", lambda found: f"layers.{first + int(found[1])}.", name)
+    return re.sub(r"\blayers\.(\d+)\.", lambda match: f"layers.{first + int(match[1])}.", name)

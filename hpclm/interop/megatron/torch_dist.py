@@ -20,11 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from hpclm import files
 from hpclm.errors import ConfigError
@@ -77,18 +75,6 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is not data")
 
 
-class _Reader(FileSystemReader):
-    """PyTorch's reader, with metadata that have been read and checked."""
-
-    def __init__(self, folder: Path, metadata: Metadata):
-        super().__init__(folder)
-        self._metadata = metadata
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The description of all tensors."""
-        return self._metadata
-
-
 def _read(folder: Path, metadata: Metadata, names: Iterable[str]) -> dict[str, Tensor]:
     """The tensors ``names``, each merged from its chunks; ConfigError if one cannot be read, or is anything but data."""
     described = {name: metadata.state_dict_metadata[name] for name in names}
@@ -97,12 +83,14 @@ def _read(folder: Path, metadata: Metadata, names: Iterable[str]) -> dict[str, T
         for name, one in described.items()
         if isinstance(one, TensorStorageMetadata)
     }
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    reader, planner = (
+        FileSystemReader(folder),
+        DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+    )
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    planner.set_up_planner(tensors, metadata, is_coordinator=True)
     with refused(f"{folder}/*.distcp"):
-        try:
-            load_tensors(tensors, storage_reader=_Reader(folder, metadata), planner=planner, no_dist=True)
-        except CheckpointException as error:
-            raise next(iter(error.failures.values()))[0] from None
+        reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
     return tensors
 
 

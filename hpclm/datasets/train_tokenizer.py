@@ -1,33 +1,30 @@
 """Train a tokenizer: a byte-level BPE (tokenizer.json), or a sentencepiece .model."""
 
 import argparse
-import logging
 import random
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpclm import log as logs
+from hpclm import log
 from hpclm.data import tokenizers
 from hpclm.datasets.encode import read_texts
 from hpclm.datasets.inputs import LONGEST, MB, chunks, find
 from hpclm.datasets.options import LONGEST_LINE
 from hpclm.datasets.tokenizers.huggingface import train_bpe
-from hpclm.datasets.tokenizers.sentencepieces import train_sentencepiece
+from hpclm.datasets.tokenizers.sentencepieces import SENTENCES, train_sentencepiece
 from hpclm.datasets.workers import exit_on_signals
 from hpclm.errors import ConfigError
 from hpclm.files import writable_folder, write_bytes
 from hpclm.terminal import ArgumentParser, say
 
-log = logging.getLogger(__name__)
 MEASURED = 1000  # random documents for measuring the compression
 LONG = 1 << 16  # characters of such a document, at most
-SENTENCES = 1_000_000  # lines for training sentencepiece by default; they are in memory
 
 
 def main(argv: list[str]) -> int:
     """``hpclm train-tokenizer``: train and write a tokenizer, and print its compression and the next command."""
-    logs.setup()
+    log.setup()
     args = _arguments(argv)
     output = Path(args.output)
     library = {".json": "json", ".model": "sentencepiece"}.get(output.suffix)
@@ -44,7 +41,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--json-key {args.json_key} has no effect: no input is JSONL")
     writable_folder(output.parent, "output folder")
 
-    measured, lines = Sample(MEASURED), Sample(args.sentences or SENTENCES)
+    measured = Sample(MEASURED)
     pieces = chunks(inputs, longest=args.longest_line * MB)
     texts = (text for piece in pieces for text in read_texts(piece, (args.json_key or "text",))[0][0] if text)
 
@@ -57,12 +54,7 @@ def main(argv: list[str]) -> int:
         if library == "json":
             content = train_bpe(offered(), args.vocab_size)
         else:
-            for text in offered():
-                for line in filter(None, text.splitlines()):
-                    lines.add(line)
-            if lines.seen > len(lines.items):
-                log.info("training on %s of %s lines, sampled at random", f"{len(lines.items):,}", f"{lines.seen:,}")
-            content = train_sentencepiece(lines.items, args.kind, args.vocab_size) if lines.items else b""
+            content = train_sentencepiece(offered(), args.kind, args.vocab_size, args.sentences or SENTENCES)
         if not measured.seen:
             raise ConfigError(f"no text in {', '.join(source.name for source in inputs)}; no tokenizer was written")
         write_bytes(output, content)

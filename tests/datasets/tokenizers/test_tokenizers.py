@@ -9,7 +9,6 @@ import pytest
 from hpclm import cli
 from hpclm.config.data import DataConfig
 from hpclm.data.tokenizers import build, describe, end, flat, mismatch, of_run
-from hpclm.datasets import train_tokenizer
 from hpclm.datasets.tokenizers.huggingface import train_bpe
 from hpclm.datasets.tokenizers.sentencepieces import train_sentencepiece
 from hpclm.datasets.writer import Writer
@@ -343,38 +342,6 @@ def test_no_tokenizer_opens_a_socket(made):
     apart = ["unshare", "--map-root-user", "--net"]  # a network namespace with nothing in it
     offline = apart if subprocess.run([*apart, "true"], capture_output=True).returncode == 0 else []
     assert subprocess.run([*offline, sys.executable, "-c", script], capture_output=True, text=True).stdout == "done\n"
-
-
-def train(*words):
-    return cli.run(train_tokenizer.main, list(map(str, words)))
-
-
-@pytest.mark.parametrize("output, kind", [("t.json", "bpe"), ("t.model", "bpe"), ("t.model", "unigram")])
-@pytest.mark.parametrize("name", ["corpus.txt", "corpus.jsonl"])
-def test_a_tokenizer_learned_from_text_or_jsonl_gives_the_text_back(output, kind, name, tmp_path, capsys):
-    lines = CORPUS if name.endswith("txt") else [json.dumps({"text": text}) for text in CORPUS]
-    (tmp_path / name).write_text("\n".join(lines))
-    arguments = ["--input", tmp_path / name, "--output", tmp_path / "new" / output, "--kind", kind]
-    assert train(*arguments, "--vocab-size", 285) == 0
-    told = capsys.readouterr().out
-    tokenizer = build("json" if output == "t.json" else "sentencepiece", [str(tmp_path / "new" / output)])
-    ids = lists(tokenizer, CORPUS)
-    assert 257 < tokenizer.size <= 285 and tokenizer.eod is not None
-    assert [tokenizer.decode(found) for found in ids] == CORPUS
-    size, count = sum(len(text.encode()) for text in CORPUS), sum(map(len, ids))
-    assert f"{tokenizer.size} entries; {size / count:.2f} bytes per token" in told
-    assert f"hpclm preprocess --input {tmp_path / name}" in told and str(tmp_path / "new" / output) in told
-    assert [path.name for path in (tmp_path / "new").iterdir()] == [output]
-
-
-def test_a_tokenizer_is_replaced_only_with_overwrite(tmp_path, capsys):
-    (tmp_path / "corpus.txt").write_text("\n".join(CORPUS))
-    (tmp_path / "t.json").write_text("old")
-    words = ["--input", tmp_path / "corpus.txt", "--output", tmp_path / "t.json", "--vocab-size", 260]
-    assert train(*words) == 64 and "--overwrite" in capsys.readouterr().err
-    assert (tmp_path / "t.json").read_text() == "old"
-    assert train(*words, "--overwrite") == 0
-    assert build("json", [str(tmp_path / "t.json")]).size == 260
 
 
 def test_a_dataset_does_not_decide_which_code_is_run(tmp_path, monkeypatch):

@@ -78,15 +78,15 @@ def read(folder: Path) -> MegatronState:
 
 def _layers(folder: Path) -> MegatronState:
     """Megatron-DeepSpeed's layer files; the names in a file show what the layer is."""
-    files: dict[int, dict[int, Path]] = {}
+    by_layer: dict[int, dict[int, Path]] = {}
     for path in sorted(folder.glob("layer_*")):
         match = LAYER_FILE.fullmatch(path.name)
         if not match:
             raise ConfigError(f"{path} is not a supported layer file; experts are not supported")
-        files.setdefault(int(match[1]), {})[int(match[2])] = path
+        by_layer.setdefault(int(match[1]), {})[int(match[2])] = path
     state, blocks = MegatronState(), 0
-    for _, by_rank in sorted(files.items()):
-        held = [_tensors(load(path), path) for path in _complete(by_rank, folder)]
+    for _, by_rank in sorted(by_layer.items()):
+        held = [_tensors(_saved(path)) for path in _complete(by_rank, folder)]
         names = held[0].keys()
         if any(LAYER.search(name) for name in names):
             prefix, blocks = f"decoder.layers.{blocks}.", blocks + 1
@@ -99,10 +99,9 @@ def _layers(folder: Path) -> MegatronState:
         else:
             prefix = ""
         _add(state, {prefix + name: [part[name] for part in held if name in part] for name in names}, folder)
-    note = next((p for p in sorted(folder.glob("mp_rank_*_model_states.pt"))), None)
-    if note is not None:
+    for note in sorted(folder.glob("mp_rank_*_model_states.pt"))[:1]:
         try:
-            saved = _mapping(load(note), note)
+            saved = _saved(note)
             state.args, state.version = _args(saved), _version(saved, 3.0)
         except ConfigError as error:  # the layers may not need it
             state.unread = str(error)
@@ -111,22 +110,21 @@ def _layers(folder: Path) -> MegatronState:
 
 def _ranks(folder: Path) -> MegatronState:
     """Rank files of Megatron-LM, and of Megatron-DeepSpeed without a pipeline."""
-    files = _rank_files(folder)
-    stages: dict[int, dict[int, Path]] = {}
-    for (tensor, stage), path in files.items():
-        stages.setdefault(stage, {})[tensor] = path
-    states = [
-        [_mapping(load(path), path) for path in _complete(by_rank, folder)] for _, by_rank in sorted(stages.items())
-    ]
-    first = states[0][0]
+    by_stage: dict[int, dict[int, Path]] = {}
+    for (tensor, stage), path in _rank_files(folder).items():
+        by_stage.setdefault(stage, {})[tensor] = path
+    stages = [[_saved(path) for path in _complete(by_rank, folder)] for _, by_rank in sorted(by_stage.items())]
+    first = stages[0][0]
     # Megatron assumes version 0 if a file has none
     state, blocks = MegatronState(args=_args(first), version=_version(first, 0.0)), 0
     chunks = sorted(
         (key for key in first if re.fullmatch(r"model\d*|module", str(key))), key=lambda key: (len(key), key)
     )
     for key in chunks:
-        for number, ranks in enumerate(states):
-            held = [_tensors(rank.get(key), files[0, sorted(stages)[number]]) for rank in ranks]
+        for ranks in stages:
+            if not all(isinstance(rank.get(key), dict) for rank in ranks):
+                raise ConfigError(f"{folder} has files whose {key} is not a dictionary")
+            held = [_tensors(rank[key]) for rank in ranks]
             there = {full(name, blocks): [part[name] for part in held if name in part] for name in held[0]}
             _add(state, {name: parts for name, parts in there.items() if name is not None}, folder)
             local = {int(match[1]) for name in held[0] if (match := re.search(r"\blayers\.(\d+)\.", name))}
@@ -135,6 +133,7 @@ def _ranks(folder: Path) -> MegatronState:
 
 
 def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
+    """The files by tensor-parallel rank and stage."""
     by_place = {}
     for path in sorted(folder.glob("mp_rank_*")):
         numbers = RANK_FOLDER.fullmatch(path.name)
@@ -162,7 +161,8 @@ def _add(state: MegatronState, parts: Mapping[str, list[Tensor]], folder: Path) 
     state.parts = {**state.parts, **parts}
 
 
-def _mapping(saved: Any, path: Path) -> dict[str, Any]:
+def _saved(path: Path) -> dict[Any, Any]:
+    saved = load(path)
     if not isinstance(saved, dict):
         raise ConfigError(f"{path} does not contain a dictionary")
     return saved
@@ -180,17 +180,14 @@ def _version(saved: Mapping[str, Any], default: float) -> float:
     return default if given is None else float(given)
 
 
-def _tensors(saved: Any, path: Path) -> dict[str, Tensor]:
+def _tensors(saved: Mapping[Any, Any], prefix: str = "") -> dict[str, Tensor]:
+    """The tensors in nested dictionaries, by their keys joined with dots."""
     flat: dict[str, Tensor] = {}
-
-    def walk(value: Any, name: str) -> None:
+    for key, value in saved.items():
         if isinstance(value, Tensor):
-            flat[name] = value
+            flat[f"{prefix}{key}"] = value
         elif isinstance(value, dict):
-            for key, inner in value.items():
-                walk(inner, f"{name}.{key}" if name else str(key))
-
-    walk(_mapping(saved, path), "")
+            flat |= _tensors(value, f"{prefix}{key}.")
     return flat
 
 

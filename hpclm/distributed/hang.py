@@ -79,7 +79,8 @@ def write_stacks(folder: Path, me: RankInfo, state: RankState) -> None:
     """Write the Python stacks of all threads of this rank into ``folder``."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (folder / f"rank-{me.rank:05d}.txt").open("w", encoding="utf-8") as file:
-        print(f"{me}, {state.describe()}", file=file, flush=True)
+        file.write(f"{me}, {state.describe()}\n")
+        file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
 
 

@@ -3,13 +3,13 @@
 import argparse
 import json
 import logging
-import os
 import sys
 from typing import Any
 
 from hpclm import terminal
 from hpclm.config import ClusterConfig
-from hpclm.diagnostics import diagnosis, inventory
+from hpclm.diagnostics import facts, verdict
+from hpclm.diagnostics.facts import Facts
 from hpclm.distributed import bootstrap
 from hpclm.distributed.rendezvous import LINGER, connect
 from hpclm.errors import ConfigError, HpclmError
@@ -17,10 +17,8 @@ from hpclm.node.processes import wait_until
 from hpclm.terminal import say
 
 RENDEZVOUS = 20  # seconds within which the processes must find each other
-ANSWER = 30.0  # seconds that a process may take to report
-PIPE = 4000  # bytes that are written to a pipe atomically
+ANSWER = 60.0  # seconds that a process may take to report
 HEAD = ("rank", "host", "local", "launcher", "device", "threads", "python", "torch", "interface", "pid")
-Facts = dict[str, dict[str, Any]]
 
 
 def main(argv: list[str]) -> int:
@@ -36,19 +34,17 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.ERROR)
 
-    own = inventory.collect()
     try:
-        world = bootstrap.detect(alone=False)
-    except ConfigError:  # already among the facts
-        world = bootstrap.World("single", 0, 1)
+        world, wrong = bootstrap.detect(alone=False), {}
+    except ConfigError as error:
+        world, wrong = bootstrap.World("single", 0, 1), {"wrong": str(error)}
+    own = wrong | facts.everything(world)
     if world.size == 1:
         return conclude([own], args)
     try:
         return together(world, own, args)
     except (HpclmError, ImportError) as error:
-        # each process prints its own, in one write, so that lines do not mix
-        text = json.dumps(own) if args.json else "  ".join(row(own))
-        os.write(1, text.encode()[: None if args.json else PIPE] + b"\n")
+        say(json.dumps(own) if args.json else "  ".join(row(own)), flush=True)  # each process its own
         if not world.rank:
             reason = f"PyTorch cannot be loaded: {error}" if isinstance(error, ImportError) else error
             raise HpclmError(f"the processes cannot find each other: {reason}") from None
@@ -62,7 +58,7 @@ def together(world: bootstrap.World, own: Facts, args: argparse.Namespace) -> in
     """
     met = connect(world, ClusterConfig(start_seconds=RENDEZVOUS))
     store = met.store
-    own["network"]["to rank 0"] = met.interface
+    own["interface"] = met.interface
     store.set(f"hpclm/doctor/{world.rank}", own)
     if world.rank:
         code = store.wait("hpclm/doctor", 2 * ANSWER)
@@ -86,42 +82,43 @@ def together(world: bootstrap.World, own: Facts, args: argparse.Namespace) -> in
 
 def conclude(everyone: list[Facts], args: argparse.Namespace) -> int:
     """Print the facts; 1 if something would stop a run."""
-    problems, hints = diagnosis.diagnose(everyone)
+    findings = [*verdict.processes(everyone), *verdict.agreement(everyone), *verdict.machines(everyone)]
+    problems = [finding.text for finding in findings if finding.serious]
+    hints = [finding.text for finding in findings if not finding.serious]
     if args.json:
-        facts = everyone if len(everyone) > 1 else everyone[0]
-        print(json.dumps({"ok": not problems, "problems": problems, "hints": hints, "found": facts}, indent=1))
+        found = everyone if len(everyone) > 1 else everyone[0]
+        print(json.dumps({"ok": not problems, "problems": problems, "hints": hints, "found": found}, indent=1))
         return bool(problems)
     if not args.ranks:
-        for title, values in everyone[0].items():
-            say(title)
-            for name, value in values.items():
-                say(f"  {name:<24}{shown(value)}")
+        for name, value in everyone[0].items():
+            if isinstance(value, dict) and name in ("collect_env", "network", "variables"):
+                say("\n".join([name, *(f"  {inner:<24}{shown(part)}" for inner, part in value.items())]))
+            else:
+                say(f"{name:<26}{shown(value)}")
     if len(everyone) > 1 or args.ranks:
         say("\n".join(terminal.columns([HEAD, *map(row, everyone)])))
-    for kind, texts in (("problem", problems), ("hint", hints)):
-        for text in texts:
-            say(f"{kind}: {text}")
-    if not problems and not hints:
-        print("no problems found")
+    say(
+        "\n".join([*(f"problem: {text}" for text in problems), *(f"hint: {text}" for text in hints)])
+        or "no problems found"
+    )
     return bool(problems)
 
 
-def row(facts: Facts) -> list[str]:
+def row(own: Facts) -> list[str]:
     """One process in the columns of the table."""
-    process, torch, machine = facts["process"], facts["torch"], facts["machine"]
-    gpus, visible = torch.get("gpus") or [], facts["variables"].get("CUDA_VISIBLE_DEVICES")
-    device = f"{len(gpus)} x {gpus[0]['name']}" if gpus else "CPU"
+    gpus, visible = own.get("gpus"), own["visible"]
+    device = f"{gpus} x {own['device_name']}" if gpus else "CPU"
     return [
-        f"{process.get('rank', '?')}/{process.get('size', '?')}",
-        process["host"],
-        f"{process.get('local_rank', '?')}/{process.get('local_size', '?')}",
-        process.get("launcher", "?"),
+        f"{own['rank']}/{own['size']}",
+        own["host"],
+        f"{own['local_rank']}/{own['local_size']}",
+        own["launcher"],
         device + (f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""),
-        f"{machine['threads']}{' bound' * machine['bound']}",
-        facts["software"]["python"],
-        torch.get("version") or "none",
-        facts["network"]["to rank 0"] or "-",
-        str(process["pid"]),
+        str(own["threads"]),
+        own["python"],
+        own["torch"] or "none",
+        own["interface"] or "-",
+        str(own["pid"]),
     ]
 
 

@@ -4,9 +4,9 @@ Every process reports what it has; each node terminates what earlier attempts le
 do an all-reduce together, and each node sends messages to the next. The result is kept as preflight.json.
 """
 
+import json
 import logging
 import os
-import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpclm import files
-from hpclm.diagnostics import probes, report, verdict
+from hpclm.diagnostics import facts, probes, report, verdict
 from hpclm.diagnostics.report import Report
 from hpclm.diagnostics.verdict import Link
 from hpclm.errors import ConfigError, HpclmError
-from hpclm.node import facts, left_over, processes
+from hpclm.node import left_over, processes
 from hpclm.rundir import code
 
 if TYPE_CHECKING:
@@ -40,42 +40,38 @@ def check(
     out: Path,
     env: Mapping[str, str] = os.environ,
     room: int = ROOM,
-) -> Report:
-    """The report if all is well; otherwise HpclmError, the same on every rank, with the problems and the bad nodes;
-    ConfigError if the nodes run different code.
+) -> None:
+    """HpclmError, the same on every rank, with the problems and the bad nodes; ConfigError if the nodes run different code.
 
     Call it on every rank once the process group is up, while rank 0 holds the lock of the run directory ``out``: other
     training processes that have it open are then left over, and are terminated. ``modules``: the user's that the run loads;
     ``room``: bytes that a checkpoint may take.
     """
     began = time.monotonic()
-    node, me = facts.node_name(context.launcher, env), context.ranks[context.rank]
+    node = facts.node_name(context.launcher, env)
     names = context.all_gather(node)
     nodes = verdict.nodes_of([{"node": name} for name in names])
     check_code(context, modules, node)
-    is_first_of_node = nodes[node][0] == context.rank
-    pids = [info.pid for info in context.ranks if info.machine == me.machine]
-    of_node = end_left_over(out, pids, env) if is_first_of_node else {}
+    leads = nodes[node][0] == context.rank
+    of_node = end_left_over(context, out) if leads else {}
 
     context.barrier()
-    ranks = context.all_gather(facts.of_process(context.launcher, device, env))
+    ranks = context.all_gather(facts.of_process(context.launcher, env) | facts.of_device(device))
     ranks = [each | {"rank": rank, "clock": each["time"] - ranks[0]["time"]} for rank, each in enumerate(ranks)]
-    token = context.run_on_main(lambda: _mark(out))
-    of_node |= {"disk": probes.probe_disk(out, token)} if is_first_of_node else {}
-    of_nodes = {name: found for name, found in zip(names, context.all_gather(of_node), strict=True) if found}
-    if context.rank == 0:
-        with suppress(OSError):
-            (out / probes.marker(token)).unlink()
+    token = context.run_on_main(lambda: probes.mark(out))
+    of_node |= {"disk": probes.probe_disk(out, token)} if leads else {}
+    of_nodes = {name: each for name, each in zip(names, context.all_gather(of_node), strict=True) if each}
     links = measure_links(context, nodes, device)
 
-    def conclude() -> dict[str, Any]:
-        disks = {name: found["disk"] for name, found in of_nodes.items()}
+    def conclude() -> None:
+        probes.unmark(out, token)
+        disks = {name: each["disk"] for name, each in of_nodes.items()}
         findings = [
             *verdict.agreement(ranks),
             *verdict.devices(ranks),
             *verdict.machines(ranks),
             *verdict.disks(str(out), disks, room),
-            *verdict.remains({name: found["stuck"] for name, found in of_nodes.items()}),
+            *verdict.remains({name: each["stuck"] for name, each in of_nodes.items()}),
             *verdict.links(links),
         ]
         made = Report(
@@ -85,25 +81,23 @@ def check(
             problems=[finding.text for finding in findings if finding.serious],
             warnings=[finding.text for finding in findings if not finding.serious],
             bad=sorted({name for finding in findings for name in finding.bad}),
-            ended=[f"{name}: {process}" for name, found in of_nodes.items() for process in found["ended"]],
+            ended=[f"{name}: {process}" for name, each in of_nodes.items() for process in each["ended"]],
             ranks=ranks,
             links=[asdict(link) for link in links],
             disks=disks,
         )
         with suppress(OSError):  # a folder that cannot be written is already among the problems
-            made.write(out)
-        return asdict(made)
-
-    made = Report(**context.run_on_main(conclude))
-    if context.rank == 0:
-        log_report(made, context.size)
-
-    def refuse() -> None:
+            files.write_text(out / report.FILE, json.dumps(asdict(made), indent=1) + "\n")
+        if context.size > 1:
+            log.info(made.line())
+        for process in made.ended:
+            log.warning("terminated a process that an earlier attempt left on %s", process)
+        for warning in made.warnings:
+            log.warning("preflight: %s", warning)
         if not made.ok:
             raise HpclmError(refusal(made, out))
 
-    context.run_on_main(refuse)
-    return made
+    context.run_on_main(conclude)
 
 
 def check_code(context: "DistributedContext", modules: Collection[str], node: str) -> None:
@@ -123,20 +117,15 @@ def check_code(context: "DistributedContext", modules: Collection[str], node: st
     context.run_on_main(refuse)
 
 
-def _mark(out: Path) -> str:
-    token = secrets.token_hex(8)
-    with suppress(OSError):  # every node reports itself that it cannot write
-        files.write_text(out / probes.marker(token), token)
-    return token
-
-
-def end_left_over(out: Path, ranks: Sequence[int], env: Mapping[str, str]) -> dict[str, Any]:
+def end_left_over(context: "DistributedContext", out: Path) -> dict[str, Any]:
     """Terminate what earlier attempts left running on this machine."""
-    found = {process: left_over.described(process) for process in left_over.left_over(out, ranks, env)}
-    stuck = processes.terminate(list(found), GRACE)
+    me = context.ranks[context.rank]
+    old = left_over.left_over(out, [info.pid for info in context.ranks if info.machine == me.machine])
+    lines = {process: left_over.described(process) for process in old}
+    stuck = processes.terminate(old, GRACE)
     return {
-        "ended": [text for process, text in found.items() if process not in stuck],
-        "stuck": [found[process] for process in stuck],
+        "ended": [line for process, line in lines.items() if process not in stuck],
+        "stuck": [lines[process] for process in stuck],
     }
 
 
@@ -172,16 +161,6 @@ def measure_links(
                 ) from error
     results = context.all_gather((speed, reason))
     return [Link((names[number - 1], names[number]), *results[leader]) for number, leader in enumerate(leaders)]
-
-
-def log_report(made: Report, size: int) -> None:
-    """Log the result in one line, and the warnings."""
-    if size > 1:
-        log.info(made.line())
-    for process in made.ended:
-        log.warning("terminated a process that an earlier attempt left on %s", process)
-    for warning in made.warnings:
-        log.warning("preflight: %s", warning)
 
 
 def refusal(made: Report, out: Path) -> str:

@@ -3,14 +3,14 @@
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hpclm import files
 from hpclm.diagnostics import verdict
+from hpclm.diagnostics.facts import Facts
 from hpclm.errors import ConfigError
-from hpclm.node.facts import Facts
 from hpclm.rundir.runs import resolve
 
 FILE = "preflight.json"
@@ -36,36 +36,26 @@ class Report:
     disks: dict[str, Any] = field(default_factory=dict)
     """What each node found in the run directory."""
 
-    def write(self, out: Path) -> None:
-        """Write it to preflight.json."""
-        files.write_text(out / FILE, json.dumps(asdict(self), indent=1) + "\n")
-
     def line(self) -> str:
         """The report in one line."""
-        nodes = verdict.nodes_of(self.ranks)
-        count = f"{len(self.ranks)} rank{'s' * (len(self.ranks) != 1)} on {len(nodes)} node{'s' * (len(nodes) != 1)}"
-        parts = [
-            f"{count} agree" if self.ok else f"{count}, {len(self.problems)} problem{'s' * (len(self.problems) != 1)}"
-        ]
-        if self.links:
-            parts.append(f"slowest link {verdict.rate(min(link['speed'] for link in self.links))}")
-        return f"preflight: {'; '.join(parts)}; {self.seconds:.1f} s"
+        ranks, nodes, problems = len(self.ranks), len(verdict.nodes_of(self.ranks)), len(self.problems)
+        state = " agree" if self.ok else f", {problems} problem{'s' * (problems != 1)}"
+        link = f"; slowest link {verdict.rate(min(link['speed'] for link in self.links))}" if self.links else ""
+        return f"preflight: {ranks} ranks on {nodes} node{'s' * (nodes != 1)}{state}{link}; {self.seconds:.1f} s"
 
 
 def bad_nodes(runs: Sequence[str]) -> list[str]:
     """Nodes that the reports of the run directories ``runs`` call bad; ConfigError where one cannot be read."""
-    found: list[str] = []
+    nodes: dict[str, None] = {}
     for run in runs:
         out = Path(run) if (Path(run) / FILE).exists() else resolve(run, Path("runs"))
         path = files.readable(out / FILE, "--exclude-bad: the preflight report")
         try:
-            names = json.loads(files.read_text(path))["bad"]
-            if not isinstance(names, list):
-                raise TypeError
+            names = [*map(str, json.loads(files.read_text(path))["bad"])]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             raise ConfigError(f"--exclude-bad: {path} does not list bad nodes") from None
-        wrong = [name for name in names if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", str(name))]
+        wrong = [name for name in names if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name)]
         if wrong:
             raise ConfigError(f"--exclude-bad: {path} lists {wrong[0]!r}, which is not a node name")
-        found += map(str, names)
-    return list(dict.fromkeys(found))
+        nodes |= dict.fromkeys(names)
+    return list(nodes)

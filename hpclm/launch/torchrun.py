@@ -45,7 +45,7 @@ from hpclm.distributed import bootstrap, network, restart
 from hpclm.distributed.signed import SECRET
 from hpclm.errors import REQUEUE
 from hpclm.launch import foreground
-from hpclm.node import affinity, processes, python
+from hpclm.node import processes, python, threads
 
 FINAL = (64, 66, 75, 93)
 """Exit codes of a rank that must not be restarted; neither must one that has saved and exits with 85."""
@@ -167,7 +167,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     args = parser.parse_args(argv)
-    affinity.limit_threads_of(args.nproc_per_node)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads.per_process(args.nproc_per_node, env={})))
     with tempfile.TemporaryDirectory(prefix="hpclm-") as folder:
         logs = RankLogs(Path(folder), separate=False)
         config = LaunchConfig(

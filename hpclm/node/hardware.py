@@ -78,16 +78,6 @@ def use_deterministic_kernels() -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def pci_address(device: torch.device) -> str | None:
-    """PCI address of the device, as 0000:17:00.0; None for a CPU, or if PyTorch does not know it."""
-    if device.type != "cuda":
-        return None
-    facts: Any = torch.cuda.get_device_properties(device)
-    with suppress(AttributeError):
-        return f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
-    return None
-
-
 def compute_type(config: EngineConfig, device: torch.device) -> torch.dtype:
     """Type of activations and matrix products."""
     if config.precision != "auto":

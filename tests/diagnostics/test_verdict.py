@@ -8,7 +8,7 @@ GIB = 1 << 30
 
 def rank(node, **more):
     same = {"hpclm": "1", "python": "3.11", "torch": "2.6", "cuda": None, "driver": None, "device_name": "CPU"}
-    rest = {"device": "cpu", "clock": 0.0, "open_files": 4096, "shm": {"size": GIB, "free": GIB}}
+    rest = {"device": "cpu", "gpus": 0, "clock": 0.0, "shm": {"total": GIB, "free": GIB}, "visible": None}
     return {"node": node, **same, **rest, **more}
 
 
@@ -18,7 +18,12 @@ def said(findings):
 
 def test_equal_ranks_give_no_finding():
     ranks = [rank("a"), rank("a"), rank("b")]
-    assert [*verdict.agreement(ranks), *verdict.devices(ranks), *verdict.machines(ranks)] == []
+    assert [
+        *verdict.processes(ranks),
+        *verdict.agreement(ranks),
+        *verdict.devices(ranks),
+        *verdict.machines(ranks),
+    ] == []
 
 
 @pytest.mark.parametrize("key", verdict.AGREE)
@@ -58,7 +63,8 @@ def test_a_gpu_that_other_processes_use_is_reported():
     "facts, text",
     [
         ({"clock": -60.0}, "the clock of b is 60 s behind that of a"),
-        ({"shm": {"size": 64 << 20, "free": 60 << 20}}, "/dev/shm of b has 60 of 64 MiB free, and 2 processes"),
+        ({"shm": {"total": 64 << 20, "free": 60 << 20}}, "/dev/shm of b has 60 of 64 MiB free, and 2 processes"),
+        ({"infiniband": ["mlx5_0"], "locked_memory": 65536}, "InfiniBand needs locked memory"),
     ],
 )
 def test_a_clock_skew_or_a_low_limit_is_reported_and_not_refused(facts, text):
@@ -107,7 +113,29 @@ def test_a_slow_link_between_good_nodes_makes_neither_bad():
     assert finding.bad == () and not finding.serious and finding.text.startswith("messages from c to d: 0.01 GB/s")
 
 
-def test_of_two_nodes_neither_is_bad_but_a_very_slow_link_is_reported():
-    assert verdict.links(ring("ab")) == []
-    (finding,) = verdict.links(ring("ab", "b"))
-    assert "is cluster.interface right?" in finding.text and not finding.serious
+def test_of_two_nodes_neither_is_bad():
+    assert verdict.links(ring("ab", "b")) == []
+
+
+BROKEN = "GPU 0 (H100) does not compute: CUDA error: no kernel image is available for execution on the device"
+
+
+@pytest.mark.parametrize(
+    "facts, text, serious",
+    [
+        ({"wrong": "torchrun says rank 5 of 2"}, "torchrun says rank 5 of 2", True),
+        ({"torch": None, "error": "ended by signal 6"}, "PyTorch cannot be loaded (ended by signal 6)", True),
+        ({"gpus": 1, "broken": [BROKEN]}, BROKEN, True),
+        ({"gpus": 2, "local_size": 4}, "4 processes see 2 GPUs", True),
+        (
+            {"driver": "550", "visible": ""},
+            "this machine has GPUs (driver 550), but PyTorch, built for CUDA None",
+            False,
+        ),
+    ],
+)
+def test_what_doctor_finds_in_one_process_names_its_node_among_others(facts, text, serious):
+    (alone,) = verdict.processes([rank("a", **facts)])
+    assert alone.text.startswith(text) and alone.serious == serious
+    (finding,) = verdict.processes([rank("a"), rank("b", **facts), rank("b", **facts)])
+    assert finding == verdict.Finding(f"on b: {alone.text}", (), serious)

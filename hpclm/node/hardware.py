@@ -11,7 +11,7 @@ import torch
 
 from hpclm.config import EngineConfig
 from hpclm.errors import ConfigError, HpclmError
-from hpclm.node.gpus import peak_of
+from hpclm.node.gpus import named
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ASKED = ("SLURM_GPUS_PER_NODE", "SLURM_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS")
@@ -119,23 +119,18 @@ def set_matmul(device: torch.device) -> str:
     return f"fast: oneDNN, with fp32's precision here (relative error {fast:.0e})"
 
 
-def _operands(size: int = 256) -> tuple[torch.Tensor, torch.Tensor]:
-    draw = torch.Generator().manual_seed(0)
-    return torch.randn(size, size, generator=draw), torch.randn(size, size, generator=draw)
-
-
-def _product_error() -> float:
+def _product_error(size: int = 256) -> float:
     """Relative error of one fp32 product against fp64."""
-    a, b = _operands()
+    draw = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(size, size, generator=draw) for _ in range(2))
     truth = a.double() @ b.double()
     return float(((a @ b).double() - truth).norm() / truth.norm())
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Dense peak of 16-bit products on this device in FLOP/s; None if unknown."""
-    if device.type != "cuda" or dtype == torch.float32:
-        return None
-    return peak_of(torch.cuda.get_device_name(device))
+    kind = named(torch.cuda.get_device_name(device)) if device.type == "cuda" and dtype != torch.float32 else None
+    return kind.peak if kind else None
 
 
 def keep_freed_memory() -> None:

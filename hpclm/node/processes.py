@@ -1,4 +1,4 @@
-"""Processes of this machine: find them, check that a PID still is the process that was recorded, find the owner of a lock, end them;
+"""Processes of this machine: find them, check that a PID still is the process that was recorded, end them;
 run programs that may be missing, hang or fail, each with a time limit."""
 
 import ctypes
@@ -18,11 +18,9 @@ import psutil
 
 from hpclm.errors import HpclmError
 
-PROC = Path("/proc")
 OURS = r"(.*/)?hpclm([.][a-z_.]+)?"  # an argument of our command lines: hpclm, its path, or the module after -m
 TOLERANCE = 60  # seconds by which a process may seem younger than its record: clocks are adjusted
 PR_SET_CHILD_SUBREAPER = 36
-Locks = dict[str, list[int]]
 Env = Mapping[str, str]
 
 
@@ -65,25 +63,11 @@ def is_ours(pid: int, recorded: str) -> bool:
     return False
 
 
-def locks() -> Locks:
-    """PIDs on this machine that hold a lock (flock) on a file, by its device and inode."""
-    found: Locks = {}
-    with suppress(OSError):
-        for line in (PROC / "locks").read_text().splitlines():
-            words = line.split()
-            if len(words) > 5 and words[1] == "FLOCK":
-                found.setdefault(words[5], []).append(int(words[4]))
-    return found
-
-
-def lock_holders(path: Path | str, known: Locks | None = None) -> list[int] | None:
-    """PIDs on this machine that hold a lock on a file, from ``known`` if given; None if the file does not exist."""
-    try:
-        info = os.stat(path)  # noqa: PTH116 - for many runs
-    except OSError:
-        return None
-    wanted = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
-    return (locks() if known is None else known).get(wanted, [])
+def has_open(pid: int, path: Path) -> bool:
+    """Whether a process on this machine has a file open."""
+    with suppress(psutil.Error, OSError):
+        return any(Path(file.path) == path for file in psutil.Process(pid).open_files())
+    return False
 
 
 def send_signal(pid: int, number: int = signal.SIGTERM) -> None:
@@ -122,34 +106,28 @@ def terminate(processes: Sequence[psutil.Process], grace: float) -> list[psutil.
     return running
 
 
-def machine_memory() -> int:
-    """Bytes of this machine's memory."""
-    return int(psutil.virtual_memory().total)
-
-
 def children_with(variable: str) -> list[int]:
     """Children of this process whose environment has ``variable``."""
-    found = []
+    children = []
     for child in psutil.Process().children():
         with suppress(psutil.Error, OSError):
-            found += [child.pid] if variable in child.environ() else []
-    return found
+            children += [child.pid] if variable in child.environ() else []
+    return children
 
 
 def kill_children(pid: int | None = None) -> int:
     """Kill all descendants of process ``pid`` (this one) until none are left; returns how many there were."""
-    found: set[int] = set()
+    killed: set[psutil.Process] = set()
     for _ in range(20):
         with suppress(psutil.Error):
-            children = psutil.Process(pid or os.getpid()).children(recursive=True)
-            new = [child for child in children if child.pid not in found]
+            new = {*psutil.Process(pid).children(recursive=True)} - killed
             if not new:
                 break
             for child in new:
                 with suppress(psutil.Error):
                     child.kill()
-            found |= {child.pid for child in new}
-    return len(found)
+            killed |= new
+    return len(killed)
 
 
 def kill_strays(marker: Mapping[str, str], keep: Collection[int]) -> int:
@@ -182,8 +160,7 @@ def stopped(pid: int) -> bool:
 def wake(pids: Iterable[int]) -> None:
     """Continue processes that a signal has stopped."""
     for pid in filter(stopped, pids):
-        with suppress(OSError):
-            os.kill(pid, signal.SIGCONT)
+        send_signal(pid, signal.SIGCONT)
 
 
 class NoAnswerError(HpclmError):

@@ -74,4 +74,4 @@ def test_fewer_gpus_than_processes_are_refused(gpus, visible, said):
     }.items(),
 )
 def test_the_peak_is_that_of_the_exact_model(name, peak):
-    assert gpus.peak_of(name) == peak
+    assert getattr(gpus.named(name), "peak", None) == peak

@@ -1,4 +1,3 @@
-import fcntl
 import os
 import re
 import subprocess
@@ -45,14 +44,11 @@ def test_a_reused_pid_is_not_ours():
         other.communicate()
 
 
-def test_the_holder_of_a_lock_is_found_without_taking_it(tmp_path):
+def test_the_process_that_has_a_file_open_is_known(tmp_path):
     path = tmp_path / "lock"
-    assert processes.lock_holders(path) is None
-    with path.open("w") as file:
-        assert processes.lock_holders(path) == []
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert processes.lock_holders(path) == [os.getpid()]
-    assert processes.lock_holders(path) == []
+    with path.open("w"):
+        assert processes.has_open(os.getpid(), path)
+    assert not processes.has_open(os.getpid(), path)
 
 
 def test_waiting_for_a_process_times_out():

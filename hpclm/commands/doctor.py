@@ -82,7 +82,7 @@ def together(world: bootstrap.World, own: Facts, args: argparse.Namespace) -> in
 
 def conclude(everyone: list[Facts], args: argparse.Namespace) -> int:
     """Print the facts; 1 if something would stop a run."""
-    findings = [*verdict.processes(everyone), *verdict.agreement(everyone), *verdict.machines(everyone)]
+    findings = [*verdict.processes(everyone), *verdict.agreement(everyone), *verdict.memory(everyone)]
     problems = [finding.text for finding in findings if finding.serious]
     hints = [finding.text for finding in findings if not finding.serious]
     if args.json:

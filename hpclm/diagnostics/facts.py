@@ -5,10 +5,8 @@ The preflight check gathers ``of_process`` and ``of_device`` from every rank and
 
 import os
 import platform
-import resource
 import shutil
 import socket
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
@@ -56,9 +54,7 @@ VARIABLES = (
 def of_process(launcher: str, env: Mapping[str, str] = os.environ) -> Facts:
     """The node at this moment, and versions; PyTorch is not loaded."""
     allowed = os.sched_getaffinity(0)
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return {
-        "time": time.time(),
         "node": node_name(launcher, env),
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -68,8 +64,6 @@ def of_process(launcher: str, env: Mapping[str, str] = os.environ) -> Facts:
         "visible": env.get("CUDA_VISIBLE_DEVICES"),
         "cores": f"{ranges(allowed)} ({threads.physical(allowed)} physical) of {os.cpu_count()}",
         "shm": shutil.disk_usage("/dev/shm")._asdict(),
-        "locked_memory": None if locked == resource.RLIM_INFINITY else locked,
-        "infiniband": sorted(path.name for path in Path("/sys/class/infiniband").glob("*")),
         "driver": driver(),
     }
 

@@ -1,47 +1,16 @@
-"""The report of a preflight check: kept in the run directory, and read by ``hpclm submit --exclude-bad``."""
+"""The report of a preflight check, as ``hpclm submit --exclude-bad`` reads it."""
 
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from hpclm import files
-from hpclm.diagnostics import verdict
-from hpclm.diagnostics.facts import Facts
 from hpclm.errors import ConfigError
 from hpclm.rundir.runs import resolve
 
 FILE = "preflight.json"
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a preflight check found."""
-
-    time: str
-    ok: bool
-    seconds: float
-    problems: list[str]
-    """What must be fixed before the run can start."""
-    warnings: list[str]
-    bad: list[str]
-    """Nodes to exclude."""
-    ended: list[str]
-    """Processes of earlier attempts that were terminated."""
-    ranks: list[Facts]
-    links: list[dict[str, Any]]
-    """From one node to the next, and GB/s between them."""
-    disks: dict[str, Any] = field(default_factory=dict)
-    """What each node found in the run directory."""
-
-    def line(self) -> str:
-        """The report in one line."""
-        ranks, nodes, problems = len(self.ranks), len(verdict.nodes_of(self.ranks)), len(self.problems)
-        state = " agree" if self.ok else f", {problems} problem{'s' * (problems != 1)}"
-        link = f"; slowest link {verdict.rate(min(link['speed'] for link in self.links))}" if self.links else ""
-        return f"preflight: {ranks} ranks on {nodes} node{'s' * (nodes != 1)}{state}{link}; {self.seconds:.1f} s"
+"""Its name in the run directory."""
 
 
 def bad_nodes(runs: Sequence[str]) -> list[str]:

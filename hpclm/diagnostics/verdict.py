@@ -12,9 +12,7 @@ from typing import Any
 from hpclm.diagnostics.facts import DECISIVE, Facts
 
 AGREE = ("hpclm", "python", "torch", "cuda", "nccl", *DECISIVE, "driver", "device_name")
-SKEW = 5.0  # seconds between clocks
 SHM = 32 << 20  # bytes of /dev/shm for each process: NCCL and MPI keep their buffers there
-LOCKED = 1 << 30  # bytes of memory that InfiniBand may want to lock
 OTHERS = 0.1  # of a GPU's memory
 MIB, GIB = 1 << 20, 1 << 30
 FAR = 5.0  # times slower than the others is a fault
@@ -144,24 +142,17 @@ def devices(ranks: Sequence[Facts]) -> list[Finding]:
     return findings
 
 
-def machines(ranks: Sequence[Facts]) -> list[Finding]:
-    """Clocks, shared memory and memory that can be locked, of each node."""
+def memory(ranks: Sequence[Facts]) -> list[Finding]:
+    """Nodes with little shared memory."""
     findings = []
     for node, members in nodes_of(ranks).items():
-        first = ranks[members[0]]
-        skew, shm, locked = first.get("clock", 0.0), first.get("shm"), first.get("locked_memory")
-        if abs(skew) > SKEW:
-            how = "ahead of" if skew > 0 else "behind"
-            findings.append(warning(f"the clock of {node} is {abs(skew):.0f} s {how} that of {ranks[0]['node']}"))
-        if shm and shm["free"] < SHM * len(members):
+        shm, needed = ranks[members[0]]["shm"], SHM * len(members)
+        if shm["free"] < needed:
             text = (
-                f"/dev/shm of {node} has {shm['free'] // MIB} of {shm['total'] // MIB} MiB free, and {len(members)} "
-                f"processes may want {SHM * len(members) // MIB} MiB; in a container: --shm-size or --ipc=host"
+                f"/dev/shm of {node} has {shm['free'] // MIB} of {shm['total'] // MIB} MiB free, and {len(members)} processes may "
+                f"want {needed // MIB} MiB; in a container: --shm-size or --ipc=host"
             )
             findings.append(warning(text))
-        if first.get("infiniband") and locked is not None and locked < LOCKED:
-            text = f"InfiniBand needs locked memory, which is limited to {locked // MIB} MiB on {node}: ulimit -l unlimited"
-            findings.append(warning(f"{text} (Slurm: PropagateResourceLimitsExcept)"))
     return findings
 
 
@@ -203,15 +194,6 @@ def links(measured: Sequence[Link]) -> list[Finding]:
             text = f"{messages}: {rate(link.speed)}; the fastest node does {rate(max(best.values()))}"
             findings.append(Finding(text, bad, serious=bool(bad)))
     return findings
-
-
-def remains(stuck: Mapping[str, Sequence[str]]) -> list[Finding]:
-    """Processes of earlier attempts that cannot be terminated, by node."""
-    return [
-        Finding(f"a process of an earlier attempt cannot be terminated on {node}: {process}", (node,))
-        for node, left in stuck.items()
-        for process in left
-    ]
 
 
 def rate(speed: float) -> str:

@@ -87,24 +87,6 @@ def compute_type(config: EngineConfig, device: torch.device) -> torch.dtype:
     return torch.float32
 
 
-def slow_type(device: torch.device, dtype: torch.dtype, cpuinfo: str = "/proc/cpuinfo") -> str | None:
-    """A warning if the CPU has no instructions for products of ``dtype``; otherwise None."""
-    names = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-    if device.type != "cpu" or dtype not in names:
-        return None
-    flags = ""
-    with suppress(OSError, StopIteration), open(cpuinfo, encoding="utf-8", errors="replace") as lines:
-        flags = next(line for line in lines if line.startswith(("flags", "Features")))
-    name = names[dtype]
-    native = {f"avx512_{name}", f"amx_{name}", {"fp16": "asimdhp", "bf16": "bf16"}[name]}  # Intel's and AMD's, Arm's
-    if native & set(flags.split()):
-        return None
-    return (
-        f"engine.precision={name}: this CPU has no {name} instructions, so training is about 20 times slower than with "
-        f"engine.precision=fp32; use {name} here only to try out what will run on GPUs"
-    )
-
-
 def set_matmul(device: torch.device) -> str:
     """Let fp32 products run fast where that keeps their precision; returns what was chosen and why."""
     torch.set_float32_matmul_precision("highest")

@@ -91,21 +91,6 @@ def wait(pid: int, seconds: float) -> bool:
     return wait_until(lambda: started(pid) is None, seconds)
 
 
-def terminate(processes: Sequence[psutil.Process], grace: float) -> list[psutil.Process]:
-    """Send TERM, and KILL after ``grace`` seconds; returns the processes that are still running.
-
-    psutil never signals a PID that was reused.
-    """
-    running = list(processes)
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for process in running:
-            with suppress(psutil.Error):
-                process.send_signal(number)
-        wait_until(lambda: not any(map(is_running, processes)), grace)
-        running = [process for process in running if is_running(process)]
-    return running
-
-
 def children_with(variable: str) -> list[int]:
     """Children of this process whose environment has ``variable``."""
     children = []

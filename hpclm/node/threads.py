@@ -24,7 +24,7 @@ def per_process(local_size: int, env: Mapping[str, str] = os.environ, system: Pa
     if given.isdigit() and int(given):
         return max(1, min(int(given), cores))
     if not bound(allowed, env):
-        return max(1, int(min(cores, quota(system))) // local_size)
+        return max(1, cores // local_size)
     # a launcher that binds to sockets gives several processes the same cores
     return max(1, min(cores, (os.cpu_count() or 1) // local_size))
 
@@ -51,14 +51,6 @@ def physical(cores: Collection[int], system: Path = SYS) -> int:
         except OSError:
             siblings.add(str(core))
     return len(siblings)
-
-
-def quota(system: Path = SYS) -> float:
-    """CPUs that this container may use by its quota (cgroup v2); infinite without one."""
-    with suppress(OSError, ValueError):
-        most, _, period = (system / "fs/cgroup/cpu.max").read_text().partition(" ")
-        return float(most) / float(period)
-    return float("inf")
 
 
 def prepare() -> None:

@@ -142,7 +142,7 @@ def open_devices(config: RunConfig, context: DistributedContext) -> Compute:
     device = hardware.device(config.engine, context.local_rank, context.local_size)
     context.init_process_group(device, config.cluster.timeout_minutes, Path(config.out).absolute() / "logs")
     dtype = hardware.compute_type(config.engine, device)
-    messages.device(device, dtype, hardware.set_matmul(device), context.is_main)
+    messages.device(device, dtype, hardware.set_matmul(device))
     minutes = timedelta(minutes=config.cluster.timeout_minutes)
     backend = "nccl" if device.type == "cuda" else None  # gloo's part in the group of all serves the CPUs
     mesh = Mesh.build(context.rank, context.size, config.parallel, minutes, backend)

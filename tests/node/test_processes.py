@@ -66,17 +66,3 @@ def test_our_command_lines_are_recognised(word):
 @pytest.mark.parametrize("word", ["/home/me/hpclm/notes.txt", "hpclm = 1", "/tmp/hpclm-slurm/etc", "my-hpclm"])
 def test_the_name_of_a_folder_makes_no_process_ours(word):
     assert not re.fullmatch(processes.OURS, word)
-
-
-def test_processes_are_terminated_and_killed_if_they_ignore_it():
-    words = [["sleep", "1000"], ["sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.1; done"]]
-    children = [subprocess.Popen(each, stdout=subprocess.PIPE) for each in words]
-    try:
-        assert children[1].stdout.readline() == b"ready\n"
-        ours = [process for process in processes.of_this_user() if process.pid in {child.pid for child in children}]
-        assert len(ours) == 2 and processes.terminate(ours, 0.5) == []
-        assert [child.wait() for child in children] == [-15, -9]
-    finally:
-        for child in children:
-            child.kill()
-            child.communicate()

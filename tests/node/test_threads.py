@@ -28,14 +28,6 @@ def test_threads_are_as_the_user_set_or_a_fair_share(local_size, env, count, tmp
     assert threads.per_process(local_size, env, tmp_path) == count
 
 
-def test_a_container_with_a_cpu_quota_gets_fewer_threads(tmp_path):
-    (tmp_path / "fs/cgroup").mkdir(parents=True)
-    (tmp_path / "fs/cgroup/cpu.max").write_text("100000 100000\n")
-    assert threads.per_process(1, {}, tmp_path) == 1
-    (tmp_path / "fs/cgroup/cpu.max").write_text("max 100000\n")
-    assert threads.quota(tmp_path) == float("inf")
-
-
 def test_hyperthreads_of_one_core_count_once(tmp_path):
     for core in range(8):
         path = tmp_path / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list"

@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -24,26 +24,12 @@ PR_SET_CHILD_SUBREAPER = 36
 Env = Mapping[str, str]
 
 
-def of_this_user() -> Iterator[psutil.Process]:
-    """Every running process of this user that can be read."""
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):
-            if process.uids().real == os.getuid() and is_running(process) and process.cmdline():
-                yield process
-
-
-def is_running(process: psutil.Process) -> bool:
-    """Whether a process exists and is not a zombie, and its PID has not been reused."""
-    with suppress(psutil.Error):
-        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    return False
-
-
 def started(pid: int) -> float | None:
     """When a process started, in seconds since 1970; None if there is none, or only a zombie."""
     with suppress(psutil.Error):
         process = psutil.Process(pid)
-        return process.create_time() if is_running(process) else None
+        if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            return float(process.create_time())
     return None
 
 
@@ -100,33 +86,29 @@ def children_with(variable: str) -> list[int]:
     return children
 
 
-def kill_children(pid: int | None = None) -> int:
-    """Kill all descendants of process ``pid`` (this one) until none are left; returns how many there were."""
+def kill_children() -> None:
+    """Kill all descendants of this process until none are left."""
     killed: set[psutil.Process] = set()
     for _ in range(20):
-        with suppress(psutil.Error):
-            new = {*psutil.Process(pid).children(recursive=True)} - killed
-            if not new:
-                break
-            for child in new:
-                with suppress(psutil.Error):
-                    child.kill()
-            killed |= new
-    return len(killed)
+        new = {*psutil.Process().children(recursive=True)} - killed
+        if not new:
+            return
+        for child in new:
+            with suppress(psutil.Error):
+                child.kill()
+        killed |= new
 
 
-def kill_strays(marker: Mapping[str, str], keep: Collection[int]) -> int:
-    """Kill this user's processes whose environment contains all of ``marker``, except ``keep``; returns how many.
+def kill_strays(marker: Mapping[str, str], keep: Collection[int]) -> None:
+    """Kill this user's processes whose environment contains all of ``marker``, except ``keep`` and this one.
 
     They are children of a rank that was killed, so no rank is their parent any more.
     """
-    killed = 0
-    for process in of_this_user():
+    for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            if process.pid not in {os.getpid(), *keep} and marker.items() <= process.environ().items():
+            spared = process.pid in {os.getpid(), *keep} or process.uids().real != os.getuid()
+            if not spared and marker.items() <= process.environ().items():
                 process.kill()
-                killed += 1
-    return killed
 
 
 def adopt_orphans() -> None:

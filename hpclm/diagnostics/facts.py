@@ -151,11 +151,10 @@ def everything(world: World, env: Mapping[str, str] = os.environ) -> Facts:
         **of_process(world.launcher, env),
         "torch": None,
         **python.ask(TORCH, env, seconds=60),
-        **{f"{name} version": version(name) for name in ("apex", "mpi4py", "tokenizers")},
+        **{name: version(name) for name in ("apex", "mpi4py", "tokenizers")},
         **{name: shutil.which(name) for name in ("mpirun", "sbatch")},
         "threads": threads.per_process(world.local_size, env),
         "site file": str(environment.site_file(env) or "none"),
-        "interface": None,
         "network": network.addresses(),
         "variables": {
             name: redact(env[name])

@@ -60,29 +60,20 @@ def grouped(values: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     return dict(sorted(groups.items(), key=lambda group: -len(group[1])))
 
 
-def processes(everyone: Sequence[Facts]) -> list[Finding]:
-    """What is wrong with single processes, as ``hpclm doctor`` shows it: with the nodes if not all have it."""
-    findings, count = [], len(nodes_of(everyone))
-    for serious, texts_of in ((True, _problems), (False, _hints)):
-        groups = grouped((facts["node"], text) for facts in everyone for text in texts_of(facts))
-        for text, nodes in groups.items():
-            whose = "" if len(nodes) == count else f"on {listing(nodes)}: "
-            findings.append(Finding(whose + text, serious=serious))
-    return findings
-
-
-def _problems(facts: Facts) -> Iterator[str]:
-    gpus, local = facts.get("gpus", 0), facts.get("local_size", 1)
-    if "wrong" in facts:
-        yield facts["wrong"]
+def problems(facts: Facts) -> Iterator[str]:
+    """What would stop a run of one process."""
+    gpus, local, launcher = facts.get("gpus", 0), facts["local_size"], facts["launcher"]
     if facts["torch"] is None:
         yield f"PyTorch cannot be loaded ({facts['error']}): reinstall it, or load the modules it was built with"
     yield from facts.get("broken", ())
     if 1 < gpus < local:
         yield f"{local} processes see {gpus} GPUs: request one GPU for each process of a node"
+    if "MPI" in launcher and facts["mpi4py"] is None:
+        yield f"{launcher} started this process, but mpi4py is not installed: pip install 'hpclm[mpi]', for your mpirun's MPI"
 
 
-def _hints(facts: Facts) -> Iterator[str]:
+def hints(facts: Facts) -> Iterator[str]:
+    """What will not stop a run of one process, but may surprise its user."""
     if facts["torch"] and facts["driver"] and not facts["gpus"]:
         yield (
             f"this machine has GPUs (driver {facts['driver']}), but PyTorch, built for CUDA {facts['cuda']}, sees none, with "

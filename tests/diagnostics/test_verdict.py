@@ -19,7 +19,6 @@ def said(findings):
 def test_equal_ranks_give_no_finding():
     ranks = [rank("a"), rank("a"), rank("b")]
     assert [
-        *verdict.processes(ranks),
         *verdict.agreement(ranks),
         *verdict.devices(ranks),
         *verdict.memory(ranks),
@@ -115,21 +114,23 @@ BROKEN = "GPU 0 (H100) does not compute: CUDA error: no kernel image is availabl
 
 
 @pytest.mark.parametrize(
-    "facts, text, serious",
+    "facts, text",
     [
-        ({"wrong": "torchrun says rank 5 of 2"}, "torchrun says rank 5 of 2", True),
-        ({"torch": None, "error": "ended by signal 6"}, "PyTorch cannot be loaded (ended by signal 6)", True),
-        ({"gpus": 1, "broken": [BROKEN]}, BROKEN, True),
-        ({"gpus": 2, "local_size": 4}, "4 processes see 2 GPUs", True),
-        (
-            {"driver": "550", "visible": ""},
-            "this machine has GPUs (driver 550), but PyTorch, built for CUDA None",
-            False,
-        ),
+        ({"torch": None, "error": "ended by signal 6"}, "PyTorch cannot be loaded (ended by signal 6)"),
+        ({"gpus": 1, "broken": [BROKEN]}, BROKEN),
+        ({"gpus": 2, "local_size": 4}, "4 processes see 2 GPUs"),
+        ({"launcher": "Open MPI"}, "Open MPI started this process, but mpi4py is not installed"),
     ],
 )
-def test_what_doctor_finds_in_one_process_names_its_node_among_others(facts, text, serious):
-    (alone,) = verdict.processes([rank("a", **facts)])
-    assert alone.text.startswith(text) and alone.serious == serious
-    (finding,) = verdict.processes([rank("a"), rank("b", **facts), rank("b", **facts)])
-    assert finding == verdict.Finding(f"on b: {alone.text}", (), serious)
+def test_what_would_stop_one_process_is_a_problem(facts, text):
+    own = {"launcher": "local", "local_size": 1, "mpi4py": None, **rank("a", **facts)}
+    (problem,) = verdict.problems(own)
+    assert problem.startswith(text) and not list(verdict.hints(own))
+
+
+def test_gpus_that_pytorch_does_not_see_are_a_hint():
+    own = {"launcher": "local", "local_size": 1, **rank("a", driver="550", visible="")}
+    (hint,) = verdict.hints(own)
+    assert hint.startswith("this machine has GPUs (driver 550), but PyTorch, built for CUDA None") and not list(
+        verdict.problems(own)
+    )

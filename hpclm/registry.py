@@ -37,7 +37,7 @@ def lookup(kind: str, name: str, table: Mapping[str, str], check: Check) -> Any:
             return load(table[name])
     module, _, attribute = name.partition(":")
     top = module.partition(".")[0]
-    if top in sys.stdlib_module_names:
+    if _standard(top):
         raise ConfigError(f"{kind} {name!r}: {top} is part of Python's standard library, which contains no {kind}")
     try:
         named = getattr(import_module(module), attribute)
@@ -45,7 +45,9 @@ def lookup(kind: str, name: str, table: Mapping[str, str], check: Check) -> Any:
         here = Path(top).is_dir() or Path(f"{top}.py").exists()
         note = f"; the current folder is not searched: start with PYTHONPATH={files.typed(Path.cwd())}" if here else ""
         raise ConfigError(f"{kind} {name!r} cannot be loaded: {error}{note}") from error
-    if lacks := check(named):
+    standard = _standard(getattr(named, "__module__", None))
+    lacks = "is part of Python's standard library" if standard else check(named)
+    if lacks:
         raise ConfigError(f"{kind} {name!r} {lacks}; ARCHITECTURE.md says what a {kind} of your own must be")
     return named
 
@@ -94,3 +96,7 @@ def hint(name: str, known: Mapping[str, Any] | list[str]) -> str:
     """`` Did you mean 'x'?`` for the most similar known name, or ""."""
     near = get_close_matches(name, list(known), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def _standard(module: Any) -> bool:
+    return isinstance(module, str) and module.partition(".")[0] in sys.stdlib_module_names

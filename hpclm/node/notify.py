@@ -114,7 +114,8 @@ def _deliver(target: str, content: Mapping[str, Any], env: Mapping[str, str]) ->
         else:
             headers = {"Content-Type": "application/json", "User-Agent": "hpclm"}
             request = urllib.request.Request(address, json.dumps(content).encode(), headers)
-            urllib.request.build_opener(_NoRedirects).open(request, timeout=30).close()  # the answer's body is not read
+            post = urllib.request.build_opener(_NoRedirects).open
+            post(request, timeout=30).close()  # the answer's body is not read
     except Exception as error:  # of a network, a server or a program
         shown = target if target.startswith("$") or "://" not in target else target.split("/")[2]
         log.warning("job.notify: %s was not notified that the run %s: %s", shown, content["event"], error)

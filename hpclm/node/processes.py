@@ -20,7 +20,7 @@ from hpclm.errors import HpclmError
 
 OURS = r"(.*/)?hpclm([.][a-z_.]+)?"  # an argument of our command lines: hpclm, its path, or the module after -m
 TOLERANCE = 60  # seconds by which a process may seem younger than its record: clocks are adjusted
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 Env = Mapping[str, str]
 
 
@@ -77,6 +77,16 @@ def wait(pid: int, seconds: float) -> bool:
     return wait_until(lambda: started(pid) is None, seconds)
 
 
+def terminate_children(grace: float) -> None:
+    """Send this process's children TERM, and KILL after ``grace`` seconds."""
+    children = psutil.Process().children()
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for child in children:
+            with suppress(psutil.Error):
+                child.send_signal(number)
+        wait_until(lambda: not any(started(child.pid) for child in children), grace)
+
+
 def children_with(variable: str) -> list[int]:
     """Children of this process whose environment has ``variable``."""
     children = []
@@ -115,6 +125,15 @@ def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent exits, so that ``kill_children`` finds them (Linux)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def when_orphaned(parent: int, act: Callable[[], object]) -> None:
+    """Call ``act`` as soon as this process's parent, process ``parent``, has ended (Linux); it takes SIGALRM."""
+    signal.signal(signal.SIGALRM, lambda *_: act())
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGALRM, 0, 0, 0)
+    if os.getppid() != parent:
+        act()
 
 
 def stopped(pid: int) -> bool:

@@ -34,20 +34,7 @@ from hpclm.diagnostics import facts
 os.chdir("/")  # collect_env starts pip
 print(json.dumps(facts.pytorch()))
 """
-VARIABLES = (
-    "CUDA",
-    "GLOO_",
-    "LD_LIB",
-    "LOCAL_",
-    "MASTER_",
-    "NCCL_",
-    "OMP",
-    "PMI",
-    "RANK",
-    "SLURM",
-    "TORCH",
-    "WORLD_SIZE",
-)
+VARIABLES = tuple("CUDA GLOO_ LD_LIB LOCAL_ MASTER_ NCCL_ OMP PMI RANK SLURM TORCH WORLD_SIZE".split())
 """Beginnings of the variables that are shown, unless their names are those of secrets."""
 
 
@@ -63,7 +50,7 @@ def of_process(launcher: str, env: Mapping[str, str] = os.environ) -> Facts:
         **{name: version(name) for name in DECISIVE},
         "visible": env.get("CUDA_VISIBLE_DEVICES"),
         "cores": f"{ranges(allowed)} ({threads.physical(allowed)} physical) of {os.cpu_count()}",
-        "shm": shutil.disk_usage("/dev/shm")._asdict(),
+        "shm": shutil.disk_usage("/dev/shm")._asdict() if Path("/dev/shm").is_dir() else None,
         "driver": driver(),
     }
 

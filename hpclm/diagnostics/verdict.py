@@ -138,7 +138,7 @@ def memory(ranks: Sequence[Facts]) -> list[Finding]:
     findings = []
     for node, members in nodes_of(ranks).items():
         shm, needed = ranks[members[0]]["shm"], SHM * len(members)
-        if shm["free"] < needed:
+        if shm and shm["free"] < needed:
             text = (
                 f"/dev/shm of {node} has {shm['free'] // MIB} of {shm['total'] // MIB} MiB free, and {len(members)} processes may "
                 f"want {needed // MIB} MiB; in a container: --shm-size or --ipc=host"

@@ -5,6 +5,7 @@ The preflight check gathers ``of_process`` and ``of_device`` from every rank and
 
 import os
 import platform
+import re
 import shutil
 import socket
 from collections.abc import Mapping
@@ -34,7 +35,7 @@ from hpclm.diagnostics import facts
 os.chdir("/")  # collect_env starts pip
 print(json.dumps(facts.pytorch()))
 """
-VARIABLES = tuple("CUDA GLOO_ LD_LIB LOCAL_ MASTER_ NCCL_ OMP PMI RANK SLURM TORCH WORLD_SIZE".split())
+VARIABLES = re.compile("CUDA|GLOO_|LD_LIB|LOCAL_|MASTER_|NCCL_|OMP|PMI|RANK|SLURM|TORCH|WORLD_SIZE")
 """Beginnings of the variables that are shown, unless their names are those of secrets."""
 
 
@@ -144,8 +145,6 @@ def everything(world: World, env: Mapping[str, str] = os.environ) -> Facts:
         "site file": str(environment.site_file(env) or "none"),
         "network": network.addresses(),
         "variables": {
-            name: redact(env[name])
-            for name in sorted(env)
-            if name.startswith(VARIABLES) and not secrets.is_secret(name)
+            name: redact(env[name]) for name in sorted(env) if VARIABLES.match(name) and not secrets.is_secret(name)
         },
     }

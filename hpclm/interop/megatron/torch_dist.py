@@ -79,7 +79,9 @@ def _read(folder: Path, metadata: Metadata, names: Iterable[str]) -> dict[str, T
     """The tensors ``names``, each merged from its chunks; ConfigError if one cannot be read, or is anything but data."""
     described = {name: metadata.state_dict_metadata[name] for name in names}
     tensors = {  # a value that no chunk holds stays NaN, which an import refuses
-        name: torch.full(one.size, math.nan, dtype=one.properties.dtype)
+        name: torch.full(
+            one.size, math.nan if one.properties.dtype.is_floating_point else 0, dtype=one.properties.dtype
+        )
         for name, one in described.items()
         if isinstance(one, TensorStorageMetadata)
     }

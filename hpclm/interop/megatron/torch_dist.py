@@ -85,10 +85,8 @@ def _read(folder: Path, metadata: Metadata, names: Iterable[str]) -> dict[str, T
         for name, one in described.items()
         if isinstance(one, TensorStorageMetadata)
     }
-    reader, planner = (
-        FileSystemReader(folder),
-        DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-    )
+    reader = FileSystemReader(folder)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     planner.set_up_planner(tensors, metadata, is_coordinator=True)
     with refused(f"{folder}/*.distcp"):
@@ -196,6 +194,8 @@ def _metadata(folder: Path) -> Metadata:
 def _check(name: str, tensor: TensorStorageMetadata, places: Mapping[MetadataIndex, Any], ends: dict[str, int]) -> None:
     """ValueError if chunks do not fill a tensor, or what they are said to hold cannot be there; adds to the ``ends`` of files."""
     shape = _sizes(tensor.size)
+    if not isinstance(tensor.properties.dtype, torch.dtype):
+        raise ValueError(f"{name} has no type")
     filled = 0
     for chunk in tensor.chunks:
         start, size = _sizes(chunk.offsets), _sizes(chunk.sizes)

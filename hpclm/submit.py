@@ -4,21 +4,20 @@ import argparse
 import math
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
-from hpclm import cli, config, extras, files, train
+from hpclm import cli, config, files, train
 from hpclm.config import JobConfig, RunConfig
 from hpclm.config.job import seconds_of
 from hpclm.config.length import planned_inside_warmup
 from hpclm.errors import ConfigError, HpclmError, LockedError
-from hpclm.launch import arguments, debug, local, send, setup, sweep
-from hpclm.node import gpus, notify, secrets
-from hpclm.rundir import folder, submissions
+from hpclm.launch import arguments, debug, prechecks, send, setup, sweep
+from hpclm.node import gpus, secrets
 from hpclm.rundir import runs as folders
+from hpclm.rundir import submissions
 from hpclm.rundir.status import span, status_of
 from hpclm.scheduler import Scheduler, named
 from hpclm.terminal import say
@@ -43,7 +42,7 @@ def main(argv: list[str]) -> int:
     if len(runs) > 1 and not queues:
         raise ConfigError(f"--sweep needs a scheduler, not {where}: start the runs one after another")
     for run in runs:
-        check(run, where, args.again, args.resume_step)
+        prechecks.check(run, where, args.again, args.resume_step)
     if args.ranks:
         return _ranks(runs, args.ranks, args.gpus_kind)
     if where == "debug":
@@ -75,36 +74,6 @@ def _where(args: argparse.Namespace, job: JobConfig) -> str:
     return "slurm" if args.dry_run or shutil.which("sbatch") else "local"
 
 
-def check(run: RunConfig, where: str, again: bool = False, resume_step: int | None = None) -> None:
-    """ConfigError with every problem, before anything is written.
-
-    ``again``: it will follow a queued job; ``resume_step``: the step of the checkpoint to continue from.
-    """
-    from hpclm.launch import prechecks
-
-    problems = secrets.problems(asdict(run)) + ([] if where == "debug" else run.missing())
-    problems += run.engine.problems_on_cpu() + notify.missing(run.job.notify)
-    if here := not (run.job.venv or run.job.conda or run.job.container or run.job.modules):
-        problems += run.missing_libraries()
-    if here and (where == "mpirun" or run.job.template == "mpirun"):
-        problems += filter(None, [extras.missing("starting ranks with mpirun", "mpi4py")])
-    processes = run.job.nodes * run.job.gpus
-    try:
-        if where != "debug" and not (where == "mpirun" and run.job.hostfile):
-            run.plan(processes)
-    except ConfigError as error:
-        hint = f"; this job has job.nodes={run.job.nodes} x job.gpus={run.job.gpus} = {processes} processes"
-        problems += [problem + hint for problem in error.problems]
-    misplaced = _problems(lambda: folder.check(Path(run.out)))
-    problems += misplaced + (_problems(lambda: local.check(run)) if where == "local" else [])
-    started_anew = where == "debug"  # with synthetic data if the run's are missing
-    problems += _problems(
-        lambda: prechecks.check(run, not started_anew, resume_step, again, continues=not (misplaced or started_anew))
-    )
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
-
-
 class DoneError(ConfigError):
     """The run has already done everything its settings ask for."""
 
@@ -123,14 +92,6 @@ def refuse_done(run: RunConfig) -> None:
         f"{run.out} is done: {status.ending or 'done'}; extend it, for example with a larger budget.steps, go back with "
         "--from STEP, or choose another out"
     )
-
-
-def _problems(look: Callable[[], object]) -> list[str]:
-    try:
-        look()
-    except ConfigError as error:
-        return error.problems
-    return []
 
 
 def _script(scheduler: Scheduler, run: RunConfig) -> str:

@@ -161,7 +161,7 @@ def _warn(runs: Sequence[RunConfig]) -> None:
             say(f"warning: {short}", file=sys.stderr)
     visible.warn(runs[0])
     for out in (Path(run.out) for run in runs if folders.is_run(Path(run.out))):
-        last = folders.read(out, brief=True).attempt
+        last = folders.read(out).attempt
         if last and (not last.get("job_id") or last.get("launcher") == "local"):
             say(
                 f"{out} trained on {last.get('host')} so far; from now on in a Slurm job (--cluster local: here)",

@@ -123,7 +123,7 @@ OF_THE_KERNEL = (
     "launch/kill_with_launcher.py",
     "datasets/tokenizers/gigatokens.py",
 )
-FOLDERS_AND_NULL = {"cli.py": 3, "rundir/lease.py": 2, "checkpoint/format.py": 1}
+FOLDERS_AND_NULL = {"cli.py": 3, "checkpoint/format.py": 1}
 """How often a file opens a folder, /dev/null, or a file that must not be there yet."""
 
 

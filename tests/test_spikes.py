@@ -70,7 +70,7 @@ def test_a_spike_leaves_the_healthy_checkpoints_and_is_told(spiked, capsys):
     assert f"loss spike since step {first}: " in log
     assert "step 24 is saved, and does not replace healthy checkpoints" in log
     [standing] = query([runs.read(spiked)], 1)
-    assert standing.warnings() == [f"loss spike since step {first}: hpclm checkpoints {spiked}"]
+    assert [*standing.warnings()] == [f"loss spike since step {first}: hpclm checkpoints {spiked}"]
     assert cli.main(["checkpoints", str(spiked), "--no-verify"]) == 0
     *lines, hint = capsys.readouterr().out.splitlines()
     assert ["spike" in line for line in lines] == [False] * 3 + [True] * 2

@@ -4,13 +4,10 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from hpclm import cli, files, terminal
 from hpclm.errors import ConfigError
-from hpclm.node import slurm
-from hpclm.node.processes import NoAnswerError
 from hpclm.rundir import runs as folders
 from hpclm.rundir.lock import HolderWatch
 from hpclm.rundir.logs import follow, last, matching, whole
@@ -62,45 +59,31 @@ def main(argv: list[str]) -> int:
 
 def find(run: Run, rank: int | None, job: bool, queue: Queue, wait: bool) -> Path:
     """The requested log; if ``wait``, as soon as it exists. ConfigError if it never will."""
-    noted, ask = "", True
-    while not (path := existing(run, rank, job, ask)):
+    noted = ""
+    while not (path := existing(run, rank, job)):
         [status] = queue.statuses([run])
         if not (wait and goes_on(status)):
             raise missing(status, rank, job)
         text = f"waiting for the log; {status.name}{f': {status.where()}' if status.where() else ''}"
         if text != noted:
             note(text)
-        noted, ask = text, False
+        noted = text
         time.sleep(LOOK)
         run = folders.read(run.out)
     return path
 
 
-def existing(run: Run, rank: int | None, job: bool, ask: bool) -> Path | None:
-    """The requested log, if it exists; the job's if training has not started and no rank was given.
-
-    ``ask``: ask Slurm where the log of a job is that jobs.jsonl does not list.
-    """
+def existing(run: Run, rank: int | None, job: bool) -> Path | None:
+    """The requested log, if it exists; the job's if training has not started and no rank was given."""
     if rank:
         path = run.out / "logs" / f"rank-{rank:05d}.log"
         return path if files.is_file(path) else None
     if not job and files.is_file(run.out / "log.txt"):
         return run.out / "log.txt"
-    of_job = None if rank is not None else run.job_log() or (slurm_output(run) if ask else None)
+    of_job = None if rank is not None else run.job_log()
     if of_job and not job:
         note(f"training has not started; this is the job's log, {of_job}:")
     return of_job
-
-
-def slurm_output(run: Run) -> Path | None:
-    """The output file of the newest job according to Slurm, for a job that jobs.jsonl does not list."""
-    submitted = {each.job_id for each in run.submissions}
-    with suppress(NoAnswerError):
-        for job in (job for job in reversed(run.jobs) if job not in submitted):
-            path = slurm.job_log(job, PATIENCE)
-            if path and files.is_file(Path(path)):
-                return Path(path)
-    return None
 
 
 def missing(status: RunStatus, rank: int | None, job: bool) -> ConfigError:

@@ -96,7 +96,6 @@ def before(run: Run, changes: list[str]) -> list[str]:
         choices = {"cluster": last.cluster, "nodes": str(last.nodes), "gpus": str(last.tasks_per_node)}
     else:
         attempt = run.attempt
-        nodes = len(attempt.get("hosts") or [1])
-        size = int(attempt.get("size") or 1)
+        nodes, size = int(attempt.get("nodes") or len(attempt.get("hosts") or [1])), int(attempt.get("size") or 1)
         choices = {"nodes": str(nodes), "gpus": str(max(1, size // nodes))}
     return [word for name, value in choices.items() if not said(name) for word in (f"--{name}", value)]

@@ -60,7 +60,7 @@ class TopScreen:
 
     def look(self) -> list[RunStatus]:
         """How the runs stand now, the most interesting first."""
-        statuses = self._queue.statuses([folders.read(out, brief=True) for out in folders.find(self.folder)])
+        statuses = self._queue.statuses([folders.read(out) for out in folders.find(self.folder)])
         order = {name: number for number, name in enumerate(ORDER)}
         stepped = {status.run.out: status.run.summary.get("stepped") or 0.0 for status in statuses}
         return sorted(statuses, key=lambda status: (order.get(status.name, len(ORDER)), -stepped[status.run.out]))

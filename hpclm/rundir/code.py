@@ -10,9 +10,10 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from importlib.machinery import PathFinder
+from modulefinder import ModuleFinder
 from pathlib import Path
 
 from hpclm import files, shipped
@@ -31,19 +32,18 @@ LARGEST = 1 << 26  # bytes of all files
 def sources(modules: Collection[str]) -> Sources:
     """The files of hpclm and of the user's top-level ``modules``, as Python would find them now."""
     code: dict[str, Path] = _package(ROOT)
-    names, seen = set(modules), {"hpclm"}
-    while names - seen:
-        name = min(names - seen)
-        seen.add(name)
-        origin = _own(name)
+    for module in modules:
+        origin = _own(module)
         if origin is None:
             continue
-        package = origin.name == "__init__.py"
-        new = _package(origin.parent) if package else {origin.name: origin}
-        beside = origin.parent.parent if package else origin.parent
-        code |= new
-        imported = {top for path in new.values() if path.suffix == ".py" for top in _imported(path)}
-        names |= {top for top in imported if (beside / f"{top}.py").exists() or (beside / top).is_dir()}
+        beside = origin.parents[1 if origin.name == "__init__.py" else 0]
+        finder = ModuleFinder([str(beside)])
+        for path in _files(beside, module).values():
+            if path.suffix == ".py":
+                with suppress(SyntaxError, ValueError):
+                    finder.run_script(str(path))
+        for name in {module, *(name.partition(".")[0] for name in finder.modules)} - {"__main__", "hpclm"}:
+            code |= _files(beside, name)
     return code
 
 
@@ -119,6 +119,12 @@ def _git(*words: str) -> str | None:
     return None if code else output.strip()
 
 
+def _files(folder: Path, name: str) -> dict[str, Path]:
+    """The files of the module or package ``name`` in ``folder``, by name; none if there is no such module."""
+    path = folder / f"{name}.py"
+    return _package(folder / name) if (folder / name).is_dir() else {path.name: path} if path.exists() else {}
+
+
 def _package(root: Path) -> dict[str, Path]:
     """All files of a package, by name; hidden ones, which editors and NFS make, and links to folders are left out."""
     names = {str(path.relative_to(root.parent)): path for path in sorted(root.rglob("*")) if path.is_file()}
@@ -134,13 +140,3 @@ def _own(top: str) -> Path | None:
     if origin is None or installed & set(origin.parts) or origin.is_relative_to(Path(ast.__file__).parent):
         return None
     return origin
-
-
-def _imported(path: Path) -> Iterator[str]:
-    """Top-level names of what a file imports."""
-    with suppress(SyntaxError, ValueError):
-        for node in ast.walk(ast.parse(files.read_bytes(path))):
-            if isinstance(node, ast.Import):
-                yield from (alias.name.partition(".")[0] for alias in node.names)
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                yield node.module.partition(".")[0]

@@ -93,7 +93,7 @@ ATTEMPT = {
     **dict.fromkeys(("time", "host", "launcher", "after"), text),
     "from_step": maybe(whole),
     "steps": maybe(whole),
-    "size": count,
+    **dict.fromkeys(("size", "nodes"), count),
     "hosts": texts,
     "pid": process,
     "job_id": maybe(job),

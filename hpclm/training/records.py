@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from hpclm import __version__, config, files
+from hpclm import __version__, config, files, scheduler
 from hpclm.config.compose import dumped
 from hpclm.config.data import mixture
 from hpclm.distributed import bootstrap, restart
@@ -48,7 +48,7 @@ def start(
     ``began``: when its set-up began; ``resume_step``: the step of the checkpoint that it went back to; ``restarted``: what ``tell_restart`` has logged.
     """
     out = Path(run.out)
-    used = config_history.use(out, dumped(replace(run, data=absolute(run.data))))
+    _, used = config_history.replace(out, dumped(replace(run, data=absolute(run.data))))
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "from_step": step,
@@ -125,25 +125,23 @@ def requested_step(out: Path, step: int | None) -> int | None:
     return None if done else step
 
 
-def tell_restart(out: Path, context: DistributedContext) -> str:
-    """Log why Slurm has started this job again, or torchrun's agent the ranks, as far as it is known; what was logged."""
-    if inside := restart.inside_the_job():
-        log.warning("%s", inside)
-        return inside
+def tell_restart(out: Path, context: DistributedContext, ending: str) -> str:
+    """How the attempt before ended; logged if that is why Slurm has started this job again, or torchrun's agent the ranks.
+
+    ``ending``: what its summary says.
+    """
     job = bootstrap.job()
-    if not job.get("restart") or context.launcher == "local":
-        return ""
-    before = rows(out / "attempts.jsonl", ATTEMPT)
-    saved = [
-        f"it had saved step {row['step']} and exited with {row['code']}"
-        for row in rows(out / "ends.jsonl", END)
-        if row.get("attempt") == len(before)
-    ]
-    why = [*saved[-1:], *restart.reasons(before[-1].get("hosts", []) if before else [])]
-    told = "; ".join(why) or "neither Slurm's records nor the job's log say"
-    text = f"start {int(job['restart']) + 1} of job {job['job_id']}; why the last one ended: {told}"
-    log.warning("%s", text)
-    return text
+    if inside := restart.inside_the_job():
+        ending = inside
+    elif job.get("restart") and context.launcher != "local":
+        before = rows(out / "attempts.jsonl", ATTEMPT)
+        troubles = scheduler.named("slurm").troubles(before[-1].get("hosts", []) if before else [])
+        why = [ending or "it ended before training started", *troubles]
+        ending = f"start {int(job['restart']) + 1} of job {job['job_id']}; why the last one ended: {'; '.join(why)}"
+    else:
+        return ending
+    log.warning("%s", ending)
+    return ending
 
 
 def check_progress(out: Path, step: int) -> None:

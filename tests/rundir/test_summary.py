@@ -35,7 +35,7 @@ def test_it_says_how_a_run_stands_from_its_first_moment_to_its_end(tmp_path, mon
         kept.begin([{"from_step": 0}, {}, ATTEMPT], 20)
         told = summary.read(tmp_path)
         assert (told["state"], told["step"], told["steps"], told["attempts"]) == ("starting", 4, 20, 3)
-        assert told["starts"] == [0, 0, 4] and told["attempt"].keys() == {"time", "from_step", "host", "pid"}
+        assert told["attempt"] == {"time": ATTEMPT["time"], "from_step": 4, "host": "here", "pid": 1, "nodes": 1}
         kept.resume([step(3), step(4)])
         kept.measured(step(5))  # the first is written at once
         told = summary.read(tmp_path)

@@ -53,7 +53,6 @@ DOORS = {
     "tensorboard": "training/metrics.py",
     "matplotlib": "reporting/figures.py",
     "lm_eval": "inference/harness.py",
-    "rich": "reporting/screen.py",
     "wandb": "sinks/wandb.py",
     "mlflow": "sinks/mlflow.py",
     "trackio": "sinks/trackio.py",

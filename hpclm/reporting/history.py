@@ -16,12 +16,11 @@ from hpclm.rundir import rows, submissions, summary
 from hpclm.rundir.status import moment
 
 LARGEST = 1 << 31  # bytes of a file that is read whole
+LATEST = 1 << 36  # seconds since 1970 that are a time
 RESTARTED = "why the last one ended: "
 FIGURES = {
     **rows.STEP,
-    **dict.fromkeys(
-        ("memory", "mfu", "data_seconds", "data_fraction", "validation_perplexity"), rows.maybe(rows.figure)
-    ),
+    **dict.fromkeys(("memory", "mfu", "data_seconds", "data_fraction", "validation_perplexity"), float),
 }
 CODES = {0: "finished", 85: "preempted; saved, will be requeued", 93: "diverged"}
 KINDS = ("queued", "starting", "training", "lost")
@@ -139,7 +138,7 @@ def _attempts(out: Path, measured: Sequence[Row]) -> Iterator[Attempt]:
     submitted: dict[str, float] = {}
     with suppress(OSError):
         submitted = {each.job_id: when for each in submissions.read(out) if (when := moment(each.time))}
-    timed = sorted((row for row in measured if row.get("time")), key=lambda row: float(row["time"]))
+    timed = sorted((row for row in measured if 0 < (row.get("time") or 0) < LATEST), key=lambda row: float(row["time"]))
     bounds = [*map(_started, begun), float("inf")]
     before: Attempt | None = None
     for number, (row, (entry, until)) in enumerate(zip(begun, pairwise(bounds), strict=True), 1):
@@ -147,7 +146,7 @@ def _attempts(out: Path, measured: Sequence[Row]) -> Iterator[Attempt]:
         end = end_of.get(number, {})
         own = [each for each in timed if entry <= each["time"] < until]
         finish = max(
-            moment(row["time"]) or 0.0, moment(end.get("time", "")) or 0.0, *(each["time"] for each in own[-1:])
+            moment(row["time"]) or 0.0, moment(end.get("time") or "") or 0.0, *(each["time"] for each in own[-1:])
         )
         first, steps = row.get("from_step") or 0, [each for each in own if "loss" in each]
         last = max([first, *(each["step"] for each in steps)])

@@ -68,11 +68,11 @@ def folder(out: Path, code: Sources) -> Path:
 
 def keep(out: Path, code: Sources) -> Path:
     """Copy the code into the run directory, unless it is there already; returns the snapshot."""
-    sizes = {path: path.stat().st_size for path in code.values()}
-    if sum(sizes.values()) > LARGEST:
+    size = sum(path.stat().st_size for path in code.values())
+    if size > LARGEST:
         raise ConfigError(
-            f"job.snapshot=true would copy {sum(sizes.values()) >> 20} MB of code, most of it in "
-            f"{max(sizes, key=sizes.__getitem__).parent}: move data out of the folders of your modules, or leave job.snapshot out"
+            f"job.snapshot=true would copy {size >> 20} MB of code: move data out of the folders of your modules, or leave "
+            "job.snapshot out"
         )
     copy = folder(out, code)
     if copy.is_dir():
@@ -99,24 +99,17 @@ def check_snapshot() -> None:
 
 def revision() -> str | None:
     """Commit of the code, with "-dirty" if files differ; None if unknown."""
-    snapshot = environment.snapshot()
-    if snapshot:
+    if snapshot := environment.snapshot():
         with suppress(OSError, ValueError, KeyError):
             commit: str | None = json.loads(files.read_text(snapshot / NOTE))["git"]
             return commit
-        return None
-    head = _git("rev-parse", "HEAD")
-    return head and head + ("-dirty" if _git("status", "--porcelain", "-uno") else "")
-
-
-def _git(*words: str) -> str | None:
-    if shipped.installed():
-        return None  # a repository around the environment is not that of hpclm
-    try:
-        code, output, _ = processes.ask(["git", "-C", str(ROOT), *words], 10.0)
-    except NoAnswerError:
-        return None
-    return None if code else output.strip()
+    elif not shipped.installed():  # otherwise a repository around the environment is not that of hpclm
+        with suppress(NoAnswerError):
+            code, head, _ = processes.ask(
+                ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], 10.0
+            )
+            return None if code else head.strip()
+    return None
 
 
 def _files(folder: Path, name: str) -> dict[str, Path]:

@@ -18,7 +18,6 @@ NAMES = ("save-now", "stop")
 KILL_SWITCH = "kill_switch"
 INTERVAL = 1.0  # seconds between checks by the run: a shared file system answers slowly
 SQUEUE_SECONDS = 5.0  # that squeue may take
-STATUS_INTERVAL = 2.0  # seconds between checks whether the run still exists
 SILENT = 60.0  # seconds without a heartbeat after which a run that cannot be seen from here has ended
 POLL = 0.3  # seconds between checks whether the run has complied
 
@@ -31,22 +30,22 @@ class ControlFiles:
         self.folder = folder
         self._kill_switch = None if kill_switch is None else Path(kill_switch)
         self._checked = -INTERVAL
-        self._found: frozenset[str] = frozenset()
+        self._requests: frozenset[str] = frozenset()
 
     def requested(self, name: str, now: bool = False) -> bool:
         """Whether ``name``, one of NAMES or KILL_SWITCH, is requested, as of a second ago; ``now``: check the folder in any case."""
         if now or time.monotonic() - self._checked >= INTERVAL:
             owners = (os.getuid(), self.folder.stat().st_uid)
-            self._found = frozenset(name for name in NAMES if _counts(self.folder / name, owners))
+            self._requests = frozenset(name for name in NAMES if _counts(self.folder / name, owners))
             if self._kill_switch is not None and _counts(self._kill_switch, (os.getuid(), 0)):
                 log.warning("kill_switch: %s exists, so the run saves and exits", self._kill_switch)
-                self._found |= {KILL_SWITCH}
+                self._requests |= {KILL_SWITCH}
             self._checked = time.monotonic()
-        return name in self._found
+        return name in self._requests
 
     def remove(self, name: str) -> None:
         """Remove a request that was carried out."""
-        self._found -= {name}
+        self._requests -= {name}
         try:
             (self.folder / name).unlink(missing_ok=True)
         except OSError as error:
@@ -66,7 +65,7 @@ def request(verb: str, out: Path) -> Path:
     """Create the file ``verb`` for a run that is training; returns its path. ConfigError, and no file, for any other run."""
     if other := runs.other_owner(out):
         raise ConfigError(f"{files.shown(out)} belongs to {other}: a run follows no requests but its owner's")
-    status = query([runs.read(out)], SQUEUE_SECONDS)[0]
+    [status] = query([runs.read(out)], SQUEUE_SECONDS)
     if status.name not in ("running", "starting"):
         way = {
             "waiting": f"; hpclm cancel {files.typed(out)} takes it out of the queue",
@@ -74,29 +73,6 @@ def request(verb: str, out: Path) -> Path:
         }.get(status.name, "")
         raise ConfigError(f"{files.shown(out)} is not training: {status.how()}{way}")
     return create(out, verb)
-
-
-def followed(path: Path, until: float) -> bool:
-    """Wait until a run has complied with the request ``path``; False if it has ended meanwhile, with everything saved.
-
-    HpclmError if it has not complied at the time ``until`` of the monotonic clock (the request then stays pending), or has
-    ended without saving (the request is then withdrawn).
-    """
-    out = path.parent
-    heartbeat, checked, queue = HolderWatch(out), time.monotonic(), Queue(SQUEUE_SECONDS)
-    while path.exists():
-        if time.monotonic() > until:
-            raise HpclmError(
-                f"{files.shown(out)} has not responded in time; the request stays pending until its current step ends. Look with "
-                f"hpclm status {files.typed(out)}; rm {files.typed(path)} withdraws it"
-            )
-        if time.monotonic() - checked > STATUS_INTERVAL:
-            now, checked = queue.statuses([runs.read(out)], ask=heartbeat.silent()[1] > LATE)[0], time.monotonic()
-            if not now.live and (now.name != "unknown" or heartbeat.silent()[1] > SILENT):
-                path.unlink(missing_ok=True)
-                return _ended(now)
-        time.sleep(POLL)
-    return True
 
 
 def create(out: Path, verb: str) -> Path:
@@ -107,6 +83,30 @@ def create(out: Path, verb: str) -> Path:
     except OSError as error:
         raise HpclmError(f"{path} cannot be written: {error.strerror}") from None
     return path
+
+
+def followed(path: Path, until: float) -> bool:
+    """Wait until a run has complied with the request ``path``; False if it has ended meanwhile, with everything saved.
+
+    HpclmError if it has not complied at the time ``until`` of the monotonic clock (the request then stays pending), or has
+    ended without saving (the request is then withdrawn).
+    """
+    out = path.parent
+    heartbeat, queue = HolderWatch(out), Queue(SQUEUE_SECONDS)
+    while path.exists():
+        if time.monotonic() > until:
+            raise HpclmError(
+                f"{files.shown(out)} has not responded in time; the request stays pending until its current step ends. Look with "
+                f"hpclm status {files.typed(out)}; rm {files.typed(path)} withdraws it"
+            )
+        released, silent = heartbeat.silent()
+        if released or silent > LATE:
+            [status] = queue.statuses([runs.read(out)])
+            if path.exists() and not status.live and (status.name != "unknown" or silent > SILENT):
+                path.unlink(missing_ok=True)
+                return _ended(status)
+        time.sleep(POLL)
+    return True
 
 
 def _ended(status: RunStatus) -> bool:

@@ -59,7 +59,9 @@ class Lease:
             free, holder = try_lock(file, self.path), read(self.path)
             # this job before its last requeue
             given_up = (
-                self._me["job"] and holder.get("job") == self._me["job"] and holder.get("start", 0) < self._me["start"]
+                self._me["job"]
+                and holder.get("job") == self._me["job"]
+                and (holder.get("start") or 0) < self._me["start"]
             )
             if not free and not given_up:
                 raise in_use(self.path.parent, holder)
@@ -67,7 +69,7 @@ class Lease:
                 log.warning("taking %s over from %s", self.path.parent, described(holder))
             elif not given_up and holder.get("host") not in (None, self._me["host"]):
                 self._wait_for_silence(holder)
-            self._take(holder.get("generation", 0) + 1)
+            self._take((holder.get("generation") or 0) + 1)
         self._thread.start()
         return self
 
@@ -108,7 +110,7 @@ class Lease:
         named = rows.parsed(text, rows.HOLDER) or {}
         if "token" in named:
             return bool(named["token"] == self._me["token"])
-        return bool(named.get("generation", 0) <= self.generation)
+        return bool((named.get("generation") or 0) <= self.generation)
 
     def _opened(self) -> IO[bytes]:
         try:

@@ -29,7 +29,7 @@ def read(path: Path | str) -> Holder:
 def holder(path: Path | str) -> Holder | None:
     """The process that a lock file names as using the run directory; None if there is none, or it has released the folder."""
     named = read(path)
-    return named if "pid" in named else None
+    return named if named.get("pid") else None
 
 
 def described(holder: Holder) -> str:

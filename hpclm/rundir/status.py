@@ -199,8 +199,8 @@ def process_here(run: Run, locks: Locks | None = None) -> int | None:
     """PID on this host of the run's launcher, otherwise of the run itself; None without one."""
     launched = [each for each in run.submissions if not each.is_job and each.job_id.isdecimal()][-1:]
     recorded = [(each.host, int(each.job_id), each.time) for each in launched]
-    if {"host", "pid", "time"} <= run.attempt.keys():
-        recorded.append((run.attempt["host"], run.attempt["pid"], run.attempt["time"]))
+    if run.attempt.get("pid") and run.attempt.get("time"):
+        recorded.append((run.attempt.get("host", ""), run.attempt["pid"], run.attempt["time"]))
     running = (pid for host, pid, when in recorded if host == socket.gethostname() and processes.is_ours(pid, when))
     holding = (pid for pid in processes.lock_holders(f"{run.out}/lock", locks) or [] if pid > 0)
     return next(running, None) or next(holding, None)

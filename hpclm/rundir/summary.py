@@ -15,7 +15,7 @@ from hpclm.errors import HpclmError
 from hpclm.node.secrets import Redactor
 from hpclm.rundir import lock, rows, saved
 from hpclm.rundir.lease import Lease
-from hpclm.rundir.rows import ATTEMPT, Row, maybe
+from hpclm.rundir.rows import ATTEMPT, Row
 
 NAME = "summary.json"
 ENDED = ("done", "stopped", "exited", "failed")
@@ -26,17 +26,14 @@ CURVE = 16  # points of a loss curve, at least, if there are so many steps
 RECENT = 50  # steps that speed is averaged over
 LARGEST = 1 << 20  # bytes
 TRACE = "Traceback (most recent call last):"
-FIELDS = {
-    "state": rows.text,
-    "ending": rows.text,
-    **dict.fromkeys(("step", "attempts"), rows.whole),
-    **dict.fromkeys(("code", "steps", "checkpoint", "validation_step", "spiking_since"), maybe(rows.whole)),
-    **dict.fromkeys(("loss", "validation_loss"), maybe(rows.figure)),
-    **dict.fromkeys(("time", "stepped", "step_seconds", "tokens_per_second"), maybe(rows.duration)),
-    "curve": rows.listed(rows.figure),
+FIELDS: dict[str, rows.Kind] = {
+    **dict.fromkeys(("state", "ending"), str),
+    **dict.fromkeys(("step", "attempts", "code", "steps", "checkpoint", "validation_step", "spiking_since"), int),
+    **dict.fromkeys(("loss", "validation_loss", "time", "stepped", "step_seconds", "tokens_per_second"), float),
+    "curve": list,
     "attempt": lambda value: rows.sane(value, ATTEMPT),
 }
-NEEDED = ("state", "step", "attempts", "attempt")
+NEEDED = ("state", "ending", "step", "attempts", "attempt")
 
 
 def read(out: Path | str) -> Row:

@@ -22,7 +22,7 @@ from hpclm.distributed.context import DistributedContext
 from hpclm.errors import DivergedError
 from hpclm.node import python, secrets
 from hpclm.rundir import code, config_history
-from hpclm.rundir.rows import ATTEMPT, END, Check, append, sane
+from hpclm.rundir.rows import ATTEMPT, END, Kind, append, sane
 
 log = logging.getLogger(__name__)
 LIBRARIES = (
@@ -119,7 +119,7 @@ def requested_step(out: Path, step: int | None) -> int | None:
     """The step to go back to, which --from named; None if this job has gone back to it before Slurm started it again."""
     job = bootstrap.job()
     done = any(
-        row.get("back_to") == step and row.get("job_id") == job["job_id"] and row.get("restart", 0) < job["restart"]
+        row.get("back_to") == step and row.get("job_id") == job["job_id"] and (row.get("restart") or 0) < int(job["restart"])
         for row in (rows(out / "attempts.jsonl", ATTEMPT) if job and step is not None else [])
     )
     return None if done else step
@@ -135,7 +135,7 @@ def tell_restart(out: Path, context: DistributedContext, ending: str) -> str:
         ending = inside
     elif job.get("restart") and context.launcher != "local":
         before = rows(out / "attempts.jsonl", ATTEMPT)
-        troubles = scheduler.named("slurm").troubles(before[-1].get("hosts", []) if before else [])
+        troubles = scheduler.named("slurm").troubles(before[-1].get("hosts") or [] if before else [])
         why = [ending or "it ended before training started", *troubles]
         ending = f"start {int(job['restart']) + 1} of job {job['job_id']}; why the last one ended: {'; '.join(why)}"
     else:
@@ -162,7 +162,7 @@ def check_progress(out: Path, step: int) -> None:
         )
 
 
-def rows(path: Path, fields: Mapping[str, Check]) -> list[dict[str, Any]]:
+def rows(path: Path, fields: Mapping[str, Kind]) -> list[dict[str, Any]]:
     """The lines of a file of JSON objects, empty where ``fields`` are not what they must be; none where there is no file."""
     found = []
     with suppress(OSError):

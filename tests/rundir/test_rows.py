@@ -112,7 +112,7 @@ ROWS = [
     ("attempts.jsonl", {"hosts": 5}),
     ("attempts.jsonl", {"steps": "20"}),
     ("attempts.jsonl", {"pid": -1}),
-    ("attempts.jsonl", {"host": "a\nb"}),
+    ("attempts.jsonl", {"host": "a" * 5000}),
     ("jobs.jsonl", {"nodes": "1"}),
     ("jobs.jsonl", {"log": 1}),
     ("jobs.jsonl", {"job_id": 7}),

@@ -35,52 +35,47 @@ def main(argv: list[str]) -> int:
         "--lines", type=int, metavar="N", help=f"only the last N lines (default: all; with -f, {FOLLOWED})"
     )
     args = parser.parse_args(argv)
-    if args.lines is not None and args.lines < 0:
-        parser.error("--lines must be at least 0")
-    if args.rank is not None and args.rank < 0:
-        parser.error("--rank must be at least 0")
+    if min(args.lines or 0, args.rank or 0) < 0:
+        parser.error("--lines and --rank must be at least 0")
     try:
         re.compile(args.grep or "")
     except re.error as error:
         parser.error(f"--grep {args.grep!r} is not a regular expression: {error}")
-    queue = Queue(PATIENCE)
-    run = folders.read(folders.resolve(args.run, args.runs))
-    path = find(run, args.rank, args.job, queue, args.follow)
+    queue, out = Queue(PATIENCE), folders.resolve(args.run, args.runs)
+    path = find(out, args.rank, args.job, queue, args.follow)
     if args.follow:
-        lines = FOLLOWED if args.lines is None else args.lines
-        for line in terminal.lines(follow(path, lines, args.grep, over(run.out, queue))):
-            sys.stdout.buffer.write(line)
-            sys.stdout.buffer.flush()
+        lines = follow(path, FOLLOWED if args.lines is None else args.lines, args.grep, over(out, queue))
     else:
-        lines = matching(whole(path), args.grep) if args.lines is None else last(path, args.lines, args.grep)
-        sys.stdout.buffer.writelines(terminal.lines(lines))
+        lines = matching(whole(path), args.grep) if args.lines is None else iter(last(path, args.lines, args.grep))
+    for line in terminal.lines(lines):
+        sys.stdout.buffer.write(line)
+        if args.follow:
+            sys.stdout.buffer.flush()
     return 0
 
 
-def find(run: Run, rank: int | None, job: bool, queue: Queue, wait: bool) -> Path:
+def find(out: Path, rank: int | None, job: bool, queue: Queue, wait: bool) -> Path:
     """The requested log; if ``wait``, as soon as it exists. ConfigError if it never will."""
-    noted = ""
+    noted, run = "", folders.read(out)
     while not (path := existing(run, rank, job)):
         [status] = queue.statuses([run])
         if not (wait and goes_on(status)):
             raise missing(status, rank, job)
-        text = f"waiting for the log; {status.name}{f': {status.where()}' if status.where() else ''}"
+        text = f"waiting for the log; {status.name}: {status.where()}".removesuffix(": ")
         if text != noted:
             note(text)
         noted = text
         time.sleep(LOOK)
-        run = folders.read(run.out)
+        run = folders.read(out)
     return path
 
 
 def existing(run: Run, rank: int | None, job: bool) -> Path | None:
     """The requested log, if it exists; the job's if training has not started and no rank was given."""
-    if rank:
-        path = run.out / "logs" / f"rank-{rank:05d}.log"
-        return path if files.is_file(path) else None
-    if not job and files.is_file(run.out / "log.txt"):
-        return run.out / "log.txt"
-    of_job = None if rank is not None else run.job_log()
+    path = run.out / (f"logs/rank-{rank:05d}.log" if rank else "log.txt")
+    if not job and files.is_file(path):
+        return path
+    of_job = run.job_log() if rank is None else None
     if of_job and not job:
         note(f"training has not started; this is the job's log, {of_job}:")
     return of_job

@@ -35,9 +35,8 @@ class Lease:
     earlier attempt. The lease of a process on another host is taken over after ``seconds`` without a heartbeat.
     """
 
-    def __init__(self, folder: Path, name: str = "lock", seconds: float = SECONDS, env: Mapping[str, str] = os.environ):
-        self.path, self.seconds = folder / name, seconds
-        self._beats = folder / f"{name}.beat"
+    def __init__(self, folder: Path, seconds: float = SECONDS, env: Mapping[str, str] = os.environ):
+        self.path, self._beats, self.seconds = folder / "lock", folder / "lock.beat", seconds
         self.generation = 0
         """Of this holder, from 1."""
         self._me: Holder = {

@@ -29,7 +29,8 @@ NOISE = re.compile(
 """Lines of Slurm and of a job's script that only say that processes have ended."""
 PLACE = re.compile(r"^(?:bash|\S*/slurm_script): line \d+: |^(?:[\d-]+ )?\d\d:\d\d:\d\d\S* [EC] |^error: ")
 FAULT = re.compile(
-    r"error|not found|cannot|can't|could not|no such|no module|denied|fail|fatal|fault|DUE TO", re.IGNORECASE
+    r"error|not found|cannot|can't|could not|no such|no module|denied|fail|fatal|fault|DUE TO|:\d\d\S* E ",
+    re.IGNORECASE,
 )
 
 
@@ -146,7 +147,8 @@ def status_of(
     """The status of ``run`` if Slurm knows ``states``; None: it did not answer, for the reason ``asked``."""
     mine = [states[job] for job in run.jobs if job in states] if states else []
     job = next((each for each in reversed(mine) if each.live), mine[-1] if mine else None)
-    here, unanswered = process_here(run, locks), states is None
+    over = run.holder is None and run.trained and run.summary.get("state") in ("done", "stopped")
+    here, unanswered = None if over else process_here(run, locks), states is None  # it may take a while to exit
     elsewhere = run.holder is not None and run.holder.get("host") != socket.gethostname()
     if run.attempt.get("job_id") and not unanswered:
         elsewhere = False  # Slurm knows better than its files

@@ -105,7 +105,9 @@ class RunSummary:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is not None and self._facts["state"] not in ENDED:
-            text = str(error) if isinstance(error, HpclmError) else f"{type(error).__name__}: {error}".removesuffix(": ")
+            text = (
+                str(error) if isinstance(error, HpclmError) else f"{type(error).__name__}: {error}".removesuffix(": ")
+            )
             self.failed(text, getattr(error, "exit_code", 1))
 
     def begin(self, attempts: Sequence[Row], steps: int | None) -> None:

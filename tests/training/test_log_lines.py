@@ -12,7 +12,7 @@ def test_lines_of_steps_hold_the_run_s_numbers(tiny, tmp_path):
     lines = (tmp_path / "run/log.txt").read_text().splitlines()
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
-    told = [line[26:] for line in lines if " I step " in line and " loss " in line]
+    told = [line[26:] for line in lines if "/12  loss " in line]
     assert [int(line.split()[1].partition("/")[0]) for line in told] == [1, 4, 8, 12]
     assert told[2].startswith(f"step 8/12  loss {sum(losses[n] for n in range(5, 9)) / 4:.4f}  lr ")
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from hpclm import cli, files, terminal
 from hpclm.errors import ConfigError
 from hpclm.rundir import runs as folders
-from hpclm.rundir.lock import HolderWatch
 from hpclm.rundir.logs import follow, last, matching, whole
 from hpclm.rundir.runs import Run
-from hpclm.rundir.status import LATE, Queue, RunStatus, status_of
+from hpclm.rundir.status import Queue, RunStatus, status_of
 
 FOLLOWED = 20  # lines that following begins with
 PATIENCE = 5.0  # seconds squeue may take
@@ -92,15 +91,11 @@ def missing(status: RunStatus, rank: int | None, job: bool) -> ConfigError:
 
 
 def over(out: Path, queue: Queue) -> Callable[[], bool]:
-    """A function that returns whether the run is over, as far as can be seen from here, and then prints how it ended.
-
-    Slurm is asked once at the beginning, and later only when the run sends no heartbeats.
-    """
-    heartbeat = HolderWatch(out)
+    """A function that returns whether the run is over, as far as can be seen from here, and then prints how it ended."""
 
     def is_over() -> bool:
         run = folders.read(out)
-        [status] = queue.statuses([run], ask=heartbeat.silent()[1] > LATE)
+        [status] = queue.statuses([run])
         if run.holder is None and run.trained and run.summary.get("state") in ("done", "stopped"):
             status = status_of(run, {})  # it has ended, whatever Slurm still has to do
         elif goes_on(status):

@@ -10,7 +10,7 @@ from hpclm import files
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.rundir import runs
 from hpclm.rundir.lock import HolderWatch
-from hpclm.rundir.status import LATE, Queue, RunStatus, query
+from hpclm.rundir.status import Queue, RunStatus, query
 from hpclm.terminal import say
 
 log = logging.getLogger(__name__)
@@ -18,6 +18,7 @@ NAMES = ("save-now", "stop")
 KILL_SWITCH = "kill_switch"
 INTERVAL = 1.0  # seconds between checks by the run: a shared file system answers slowly
 SQUEUE_SECONDS = 5.0  # that squeue may take
+LATE = 15.0  # seconds without a heartbeat, of which there is one every 5 s, after which a run may have ended
 SILENT = 60.0  # seconds without a heartbeat after which a run that cannot be seen from here has ended
 POLL = 0.3  # seconds between checks whether the run has complied
 

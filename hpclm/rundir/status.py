@@ -19,7 +19,6 @@ from hpclm.scheduler import of_run
 
 SILENT = 30.0  # seconds without a heartbeat after which a run that cannot be seen from here does not count as running
 ASK = 60.0  # seconds between questions to Slurm of one command, since many people watch many runs
-LATE = 15.0  # seconds without a heartbeat, of which there is one every 5 s, after which a run may have ended
 OWN = re.compile(r"(\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d\S* [DIW] ")
 """A line that the run logged before it ended."""
 NOISE = re.compile(
@@ -117,10 +116,10 @@ class Queue:
         self._asked = -ASK
         self._known: set[str] = set()
 
-    def statuses(self, runs: Sequence[Run], ask: bool = True) -> list[RunStatus]:
-        """How the runs stand now; without ``ask``, by what Slurm said of their jobs the last time."""
+    def statuses(self, runs: Sequence[Run]) -> list[RunStatus]:
+        """How the runs stand now, by what Slurm said of their jobs less than a minute ago."""
         jobs = {job for run in runs for job in run.jobs}
-        if (ask and time.monotonic() - self._asked >= ASK) or not jobs <= self._known:
+        if time.monotonic() - self._asked >= ASK or not jobs <= self._known:
             self._ask(runs, jobs)
         locks = processes.locks()
         return [status_of(run, self._states if run.jobs else {}, self.silent * bool(run.jobs), locks) for run in runs]

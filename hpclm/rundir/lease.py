@@ -55,7 +55,9 @@ class Lease:
     def __enter__(self) -> "Lease":
         waiting = f"waiting for another process, which is taking {self.path.parent} over"
         with files.locked(self.path.parent, waiting), self._opened() as file:
-            free, holder = try_lock(file, self.path), read(self.path)
+            # not free: the file was replaced meanwhile, where the file system cannot lock the folder
+            free = try_lock(file, self.path) and os.path.samestat(os.fstat(file.fileno()), self.path.stat())
+            holder = read(self.path)
             # this job before its last requeue
             given_up = (
                 self._me["job"]

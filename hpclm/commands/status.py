@@ -13,7 +13,7 @@ from hpclm.errors import ConfigError
 from hpclm.node import processes
 from hpclm.rundir import runs as folders
 from hpclm.rundir import submissions
-from hpclm.rundir.status import RunStatus, job_words, query, span
+from hpclm.rundir.status import RunStatus, query, span
 from hpclm.terminal import say
 
 DEADLINE = 0.75  # seconds after the start of this process by which squeue must have answered
@@ -72,8 +72,10 @@ def row(status: RunStatus) -> tuple[str, ...]:
 
 
 def detail(status: RunStatus) -> Iterator[str]:
-    """Everything about one run, one line each."""
-    for name, text in _lines(status):
+    """Everything about one run, one line each: the columns of the table, and what has no room there."""
+    cells = dict(zip(COLUMNS[:-1], row(status)[:-1], strict=True))
+    lines = [(name.lower(), cell) for name, cell in cells.items() if cell != "-"]
+    for name, text in (*lines, *_more(status)):
         if text:
             yield f"{name:<12}{terminal.line(text)}"
     out = terminal.line(files.typed(status.run.out))
@@ -85,23 +87,13 @@ def detail(status: RunStatus) -> Iterator[str]:
         yield f"{'next':<12}hpclm logs {out} · hpclm resume {out}"
 
 
-def _lines(status: RunStatus) -> Iterator[tuple[str, str]]:
-    run, summary, attempt, job = status.run, status.run.summary, status.run.attempt, status.where()
-    yield "run", files.shown(run.out)
-    yield "state", f"{status.name}{f': {job}' if job else ''}"
-    over = job_words(status.job) if status.job and not status.job.live else ""
-    yield "queue", f"unknown ({status.asked})" if status.asked else over
-    if attempt:
-        of = f" of {run.total}, {run.step / run.total:.0%}" if run.total else ""
-        yield "step", f"{run.step}{of}{'' if status.left is None else f', {span(status.left)} left'}"
-    held_out = summary.get("validation_loss")
-    validation = "" if held_out is None else f" (validation {held_out:.4f} at step {summary.get('validation_step')})"
-    yield "loss", f"{loss(status)}{validation}" if loss(status) else ""
-    if summary.get("tokens_per_second") and summary.get("step_seconds"):
-        yield "speed", f"{summary['tokens_per_second']:,.0f} tokens/s, {summary['step_seconds']:.3g} s a step"
-    yield "last step", "" if status.age is None else f"{span(status.age)} ago"
-    if run.checkpoint:
-        yield "checkpoint", f"step {run.checkpoint[0]}, {span(max(0, status.now - run.checkpoint[1]))} ago"
+def _more(status: RunStatus) -> Iterator[tuple[str, str]]:
+    run, summary, attempt = status.run, status.run.summary, status.run.attempt
+    yield "job", status.where()
+    yield "queue", f"unknown ({status.asked})" if status.asked else ""
+    yield "ended", "" if status.live else status.ending
+    if summary.get("validation_loss") is not None:
+        yield "validation", f"{summary['validation_loss']:.4f} at step {summary.get('validation_step')}"
     if attempt:
         size, launcher = attempt.get("size"), attempt.get("launcher")
         ranks = f", {size} rank{'s' * (size != 1)} by {launcher}" if size and launcher else ""
@@ -111,7 +103,6 @@ def _lines(status: RunStatus) -> Iterator[tuple[str, str]]:
     with suppress(OSError, ConfigError):
         rollback = submissions.rollback(run.out)
         yield "rollback", "" if rollback is None else f"the next attempt resumes from step {rollback}"
-    yield "ended", "" if status.live else status.ending
     logs = [path for path in (run.out / "log.txt", run.job_log()) if path and files.is_file(path)]
     yield "logs", " · ".join(map(files.shown, logs))
     yield from (("warning", text) for text in status.warnings())

@@ -10,7 +10,7 @@ from hpclm import files
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.rundir import runs
 from hpclm.rundir.lock import HolderWatch
-from hpclm.rundir.status import Queue, RunStatus, query
+from hpclm.rundir.status import Queue, query
 from hpclm.terminal import say
 
 log = logging.getLogger(__name__)
@@ -101,21 +101,15 @@ def followed(path: Path, until: float) -> bool:
                 f"hpclm status {files.typed(out)}; rm {files.typed(path)} withdraws it"
             )
         released, silent = heartbeat.silent()
-        if released or silent > LATE:
-            [status] = queue.statuses([runs.read(out)])
-            if path.exists() and not status.live and (status.name != "unknown" or silent > SILENT):
-                path.unlink(missing_ok=True)
-                return _ended(status)
+        [status] = queue.statuses([runs.read(out)]) if released or silent > LATE else [None]
+        if status and path.exists() and not status.live and (status.name != "unknown" or silent > SILENT):
+            path.unlink(missing_ok=True)
+            step, saved = status.run.step, status.run.checkpoint[0] if status.run.checkpoint else 0
+            text = f"{files.shown(out)} has ended meanwhile: {status.how()}; "
+            if saved < step:
+                was = f"it was at step {step}, and {f'step {saved}' if saved else 'nothing'} is saved"
+                raise HpclmError(f"{text}{was}. The request was withdrawn")
+            say(f"{text}saved at step {saved}")
+            return False
         time.sleep(POLL)
     return True
-
-
-def _ended(status: RunStatus) -> bool:
-    """Print that the run has ended meanwhile with everything saved (False); HpclmError if something is not saved."""
-    run = status.run
-    how = f"{files.shown(run.out)} has ended meanwhile: {status.how()}"
-    if not run.checkpoint or run.checkpoint[0] < run.step:
-        saved = f"step {run.checkpoint[0]}" if run.checkpoint else "nothing"
-        raise HpclmError(f"{how}; it was at step {run.step}, and {saved} is saved. The request was withdrawn")
-    say(f"{how}; saved at step {run.checkpoint[0]}")
-    return False

@@ -18,17 +18,17 @@ HIDDEN = "***"
 SHORTEST = 6
 """Shorter values are flags (true, 1, none), not secrets."""
 
-_SECRET = r"KEY|TOKEN|SECRET|PASS|PWD|CREDENTIAL|JWT|AUTH(?!OR)|AUTHORIZATION|BEARER|HOOK|(?<!COM)PAT(?![A-Z])"
+_SECRET = r"KEY|TOKEN|SECRET|PASS|PWD|CREDENTIAL|(?<![A-Z])(?:CREDS?|SAS|DSN)(?![A-Z])|JWT|AUTH(?!OR)|AUTHORIZATION|BEARER|HOOK|(?<!COM)PAT(?![A-Z])"
 _NAME = re.compile(_SECRET, re.IGNORECASE)
 _HARMLESS = re.compile(  # budget.tokens, TOKENIZERS_PARALLELISM, NCCL_IB_PKEY
     r"((max|min|new|num|n|total)[_-])*tokens([_-]per[_-]\w+)?|[\w-]*tokeni[sz][\w-]*|\w*IB_PKEY|(OLD)?PWD",
     re.IGNORECASE,
 )
-_URL = re.compile(r"(\b[a-z][a-z0-9+.-]*://)(?:([^\s/:@'\"]*:)([^\s/'\"]+)|([^\s/:@'\"]{20,}))@", re.IGNORECASE)
-_HOOK = re.compile(r"(https?://(?:hooks\.[\w.-]+/|[\w.:-]+/(?:[\w./-]*/)?webhooks?/))[^\s'\"]+", re.IGNORECASE)
+_URL = re.compile(r"(\b[a-z][a-z0-9+.-]*://)(?:([^\s/:@'\"]*:)([^\s/'\"]+)|([^\s/:@'\"]{12,}))@", re.IGNORECASE)
+_HOOK = re.compile(r"(https?://(?:hooks\.[\w.-]+/|[\w.:-]+/(?:[\w./-]*/)?webhook\w*/))[^\s'\"]+", re.IGNORECASE)
 _TOKEN = re.compile(  # of Hugging Face, GitHub, GitLab, OpenAI, Slack, AWS, Google; JWTs
     r"\b(?:hf_\w{20,}|gh[a-z]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|sk-(?:[a-z]+-)*\w{20,}|xox[a-z]-[\w-]{10,}"
-    r"|AKIA[0-9A-Z]{16}|AIza[\w-]{30,}|eyJ[\w-]{10,}\.eyJ[\w-]+\.[\w-]+)"
+    r"|AKIA[0-9A-Z]{16}|AIza[\w-]{30,}|bot\d{6,}:[\w-]{20,}|eyJ[\w-]{10,}\.eyJ[\w-]+\.[\w-]+)"
 )
 _VALUE = r"""(?P<value>[\\$]?"[^"]*"?|[\\$]?'[^']*'?|[^\s,;{}\[\]"'|&<>)]+)"""
 _SCHEME = r"(?:Bearer|Basic|Digest|Token)\s+"
@@ -46,6 +46,13 @@ _SAID = [
         rf"(?<![\w-])--?[\w-]*{_OPTION}\s+(?!-){_VALUE}",
         r"\bwandb\s+login\b[^|;&#]*?\s[\"']?(?P<value>\w{3,})(?=[\s\"'\]]|$)",
         rf"\b(?:login|sshpass)\b[^|;&#]*?\s-p\s*(?!-){_VALUE}",
+        rf"\b(?:vault\s+login|add-authtoken|set\s+[\w.-]*(?:key|{_OPTION}))\s+(?!-){_VALUE}",
+        rf"\blogin\([^)]*?(?:key|{_OPTION})\s*=\s*{_VALUE}",
+        rf"\b(?:login|with-token|stdin)\b[^|;&#]*?<<<\s*{_VALUE}",
+        rf"\b(?:echo|printf)\s+{_VALUE}\s*\|[^;&#]*?(?:login|-stdin|with-token)\b",
+        rf"\bmachine\s+\S+\s+login\s+\S+\s+password\s+{_VALUE}",
+        rf"\bmysql\w*\b[^|;&#]*?\s-p(?!\s){_VALUE}",
+        rf"[?&](?:sig|signature)={_VALUE}",
         rf"\bcurl\b[^|;&#]*?\s(?:-u|--user|--proxy-user)[\s=]*[\"']?[\w.@+-]*:{_VALUE}",
     )
 ]

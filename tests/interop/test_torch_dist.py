@@ -309,6 +309,21 @@ def test_losses_with_masked_ends_are_averaged_as_megatron_does(args, norm, tmp_p
     assert load(tmp_path / "run/config.yaml").batch.loss_norm == norm
 
 
+@pytest.mark.parametrize("masks", [None, True, False])
+def test_documents_are_masked_where_megatron_makes_a_mask(masks, tmp_path):
+    more = {} if masks is None else dict(create_attention_mask_in_dataloader=masks)
+    checkpoint(tmp_path / "iter", SHAPE, {**ARGS, **TRAINED, "reset_attention_mask": True, **more})
+    convert(tmp_path / "iter", tmp_path / "run", "model.vocab_size=96")
+    assert load(tmp_path / "run/config.yaml").data.reset_attention_mask == (masks is not False)
+
+
+def test_datasets_that_were_read_whole_are_not_split(tmp_path, caplog):
+    checkpoint(tmp_path / "iter", SHAPE, {**ARGS, **TRAINED, "train_data_path": ["a", "b"], "split": "90,10"})
+    convert(tmp_path / "iter", tmp_path / "run", "model.vocab_size=96")
+    assert "train_data_path=['a', 'b']" in caplog.text and "data.train" in caplog.text
+    assert load(tmp_path / "run/config.yaml").data.split == "969,30,1"
+
+
 def test_fp16s_scaling_is_taken_over(tmp_path):
     fp16 = dict(bf16=False, fp16=True, loss_scale_window=200, min_loss_scale=2.0, hysteresis=3)
     checkpoint(tmp_path / "iter", SHAPE, {**ARGS, **TRAINED, **fp16})

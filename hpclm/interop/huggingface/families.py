@@ -44,7 +44,7 @@ def without(tree: Json, ignored: Collection[str]) -> Json:
 def of_config(tree: Json) -> Family:
     """The class that a config.json describes; ConfigError if hpclm does not support the network."""
     kind = tree.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError(f"model_type={kind} is not supported; hpclm reads {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
     wrong = family.problems(tree)

@@ -25,6 +25,11 @@ WITHOUT_EFFECT = """
     forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
     begin_suppress_tokens"""
 """Keys of config.json that no class's logits depend on, or that are read elsewhere (quantization_config, vocab_size)."""
+UNSET = """
+    add_cross_attention cross_attention_hidden_size is_decoder is_encoder_decoder tie_encoder_decoder pruned_heads head_dim rope_scaling
+    layer_types sliding_window use_sliding_window attention_bias mlp_bias summary_use_proj summary_proj_to_labels"""
+"""Keys without effect as long as they are false or empty."""
+CAUSAL = {"is_causal": (True,)}
 GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 """transformers' names of activations, and ours."""
 PLAIN = dict(embed_norm=(False,), embed_scale=(False,), qk_norm=(False,), block=("gpt",))
@@ -89,7 +94,7 @@ class Family:
         found = {ours: absent if tree.get(key) is None else tree[key] for ours, (key, absent) in self.keys.items()}
         if "activation" in found:
             key, theirs = self.keys["activation"][0], found["activation"]
-            if theirs not in self.activations:
+            if not isinstance(theirs, str) or theirs not in self.activations:
                 raise ConfigError(f"{key}={_shown(theirs)}, and hpclm has {', '.join(self.activations)}")
             found["activation"] = self.activations[theirs]
         if "rope_base" in found:
@@ -116,15 +121,16 @@ class Family:
         """What in a config.json hpclm does not support."""
         found = [
             f"{key}={_shown(tree.get(key, values[0]))}, and hpclm has {' or '.join(map(_shown, values))}"
-            for key, values in self.fixed.items()
+            for key, values in {**CAUSAL, **self.fixed}.items()
             if tree.get(key, values[0]) not in values
         ]
-        known = {key for key, _ in self.keys.values()} | {*self.fixed, *self.aliases}
+        known = {key for key, _ in self.keys.values()} | {*CAUSAL, *self.fixed, *self.aliases}
         known |= {*WITHOUT_EFFECT.split(), *self.read.split(), *self.unread.split()}
+        unset = {*UNSET.split()}
         found += [
             f"{key}={_shown(value)}: hpclm does not know this key; if the logits do not depend on it, give --ignore {key}"
             for key, value in tree.items()
-            if value and key not in known
+            if value is not None and key not in known and (value or key not in unset)
         ]
         found += [
             f"{old}={_shown(tree[old])} and {key}={_shown(tree[key])}: two names of one setting"
@@ -150,8 +156,11 @@ def unsupported_rope(tree: Json, part: str = "partial_rotary_factor", absent: fl
 
 def _rope(tree: Json) -> Json:
     """Parameters of rotary positions: rope_parameters since transformers 5, rope_scaling before; with both, transformers 5
-    takes rope_scaling (``RotaryEmbeddingConfigMixin.convert_rope_params_to_dict``)."""
-    return tree.get("rope_scaling") or tree.get("rope_parameters") or {}
+    takes rope_scaling (``RotaryEmbeddingConfigMixin.convert_rope_params_to_dict``). ConfigError if they are no mapping."""
+    parameters = tree.get("rope_scaling") or tree.get("rope_parameters") or {}
+    if not isinstance(parameters, Mapping):
+        raise ConfigError(f"rope_parameters={_shown(parameters)} must be a mapping")
+    return parameters
 
 
 def _shown(value: Any) -> str:

@@ -115,8 +115,15 @@ class Prefixed:
         bare = not any(name.startswith(family.prefix) for name in there)
         self._reader = reader
         self._names = {family.prefix + name if bare and not _head(name) else name: name for name in there}
-        if config.tied:  # some files contain the embedding twice
-            self._names = {name: own for name, own in self._names.items() if not _head(name)}
+        heads = [name for name in self._names if _head(name)] if config.tied else []
+        for head in heads:  # some files contain the embedding twice
+            own = self._names.pop(head)
+            tokens = next(rule.theirs[0] for rule in family.rules(config) if rule.ours == "tokens.weight")
+            if not torch.equal(reader.read(own), self.read(tokens)):
+                raise ConfigError(
+                    f"config.json ties the output to the embedding, but {own} in the weights is another matrix; give model.tied=false to "
+                    "use it, or remove it"
+                )
 
     def names(self) -> set[str]:
         """Names of all tensors."""

@@ -1,5 +1,6 @@
 """How a Megatron run continues here: its progress, and the training settings for its arguments."""
 
+import logging
 from argparse import Namespace
 from typing import Any
 
@@ -10,6 +11,7 @@ from hpclm.interop.megatron import options
 from hpclm.interop.megatron.layout import MegatronState
 from hpclm.interop.megatron.settings import argument
 
+log = logging.getLogger(__name__)
 SCHEDULES = {
     "constant": "constant",
     "linear": "linear",
@@ -49,6 +51,13 @@ def words(args: Namespace, context: int) -> list[str]:
     fraction = argument(args, "lr_warmup_fraction")
     found: dict[str, Any] = {f"optim.{ours}": argument(args, theirs) for ours, theirs in OPTIM.items()}
     found |= {f"data.{name}": argument(args, name) for name in DATA}
+    if not argument(args, "create_attention_mask_in_dataloader", default=True):
+        found["data.reset_attention_mask"] = False  # Megatron then masks nothing but what comes later
+    if argument(args, "train_data_path"):
+        log.warning(
+            "the run read train_data_path=%s, not parts of one: list its datasets in data.train", args.train_data_path
+        )
+        found.pop("data.split")
     if argument(args, "fp16", default=False):
         found |= {f"scaler.{ours}": argument(args, theirs) for ours, theirs in SCALER.items()}
     if argument(args, "eod_mask_loss", default=False) and not argument(args, "calculate_per_token_loss", default=False):

@@ -66,7 +66,9 @@ def test_a_run_of_a_job_is_shown_with_its_queue_its_progress_and_the_time_left(t
     )
     assert {key: found[key] for key in wanted} == wanted and found["job"]["nodelist"] == "node[1-2]"
     said = hpclm("status", "a", "--runs", tmp_path / "runs", env=env, check=0).stdout
-    assert "job 7 RUNNING for 1:02:03 on node[1-2]" in said and "step        5/20" in said and "left        30 s" in said
+    assert (
+        "job 7 RUNNING for 1:02:03 on node[1-2]" in said and "step        5/20" in said and "left        30 s" in said
+    )
     table = hpclm("status", "--runs", tmp_path / "runs", env=env, check=0).stdout.splitlines()
     assert table[0].split()[:3] == ["RUN", "STATE", "STEP"] and table[1].split()[1:3] == ["running", "5/20"]
 

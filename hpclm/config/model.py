@@ -62,7 +62,7 @@ class ModelConfig(Checked):
     block: str = "gpt"
     """Transformer block: gpt, or your own module as package.module:Name."""
     kernels: Literal["torch", "apex"] = "torch"
-    """Norms and rotary positions on GPUs: PyTorch's operations, or NVIDIA apex's fused ones if apex is installed."""
+    """Norms on GPUs: PyTorch's operations, or NVIDIA apex's fused ones if apex is installed."""
     attention: Literal["auto", "cudnn", "flash", "flex", "math"] = "auto"
     """Attention's kernel on GPUs: cuDNN's, FlashAttention, FlexAttention, or plain matrix products. auto: the fastest for
     the GPU and the shape, and FlexAttention for documents and ALiBi."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpclm import files
 from hpclm.node import processes
-from hpclm.node.processes import Locks, NoAnswerError
+from hpclm.node.processes import NoAnswerError
 from hpclm.node.slurm import JobState
 from hpclm.rundir import rows
 from hpclm.rundir.runs import Run
@@ -121,8 +121,7 @@ class Queue:
         jobs = {job for run in runs for job in run.jobs}
         if time.monotonic() - self._asked >= ASK or not jobs <= self._known:
             self._ask(runs, jobs)
-        locks = processes.locks()
-        return [status_of(run, self._states if run.jobs else {}, self.silent * bool(run.jobs), locks) for run in runs]
+        return [status_of(run, self._states if run.jobs else {}, self.silent * bool(run.jobs)) for run in runs]
 
     def _ask(self, runs: Sequence[Run], jobs: set[str]) -> None:
         self._asked, self._known, self._states, self.silent = time.monotonic(), jobs, {}, ""
@@ -140,14 +139,12 @@ def query(runs: Sequence[Run], seconds: float) -> list[RunStatus]:
     return Queue(seconds).statuses(runs)
 
 
-def status_of(
-    run: Run, states: Mapping[str, JobState] | None, asked: str = "", locks: Locks | None = None
-) -> RunStatus:
+def status_of(run: Run, states: Mapping[str, JobState] | None, asked: str = "") -> RunStatus:
     """The status of ``run`` if Slurm knows ``states``; None: it did not answer, for the reason ``asked``."""
     mine = [states[job] for job in run.jobs if job in states] if states else []
     job = next((each for each in reversed(mine) if each.live), mine[-1] if mine else None)
     over = run.holder is None and run.trained and run.summary.get("state") in ("done", "stopped")
-    here, unanswered = None if over else process_here(run, locks), states is None  # it may take a while to exit
+    here, unanswered = None if over else process_here(run), states is None  # it may take a while to exit
     elsewhere = run.holder is not None and run.holder.get("host") != socket.gethostname()
     if run.attempt.get("job_id") and not unanswered:
         elsewhere = False  # Slurm knows better than its files
@@ -196,15 +193,17 @@ def last_fault(log: Path | None) -> str:
     return ""
 
 
-def process_here(run: Run, locks: Locks | None = None) -> int | None:
+def process_here(run: Run) -> int | None:
     """PID on this host of the run's launcher, otherwise of the run itself; None without one."""
     launched = [each for each in run.submissions if not each.is_job and each.job_id.isdecimal()][-1:]
     recorded = [(each.host, int(each.job_id), each.time) for each in launched]
     if run.attempt.get("pid") and run.attempt.get("time"):
         recorded.append((run.attempt.get("host", ""), run.attempt["pid"], run.attempt["time"]))
     running = (pid for host, pid, when in recorded if host == socket.gethostname() and processes.is_ours(pid, when))
-    holding = (pid for pid in processes.lock_holders(f"{run.out}/lock", locks) or [] if pid > 0)
-    return next(running, None) or next(holding, None)
+    if (pid := next(running, None)) or not run.holder or run.holder.get("host") != socket.gethostname():
+        return pid
+    holding: int = run.holder["pid"]
+    return holding if processes.has_open(holding, (run.out / "lock").resolve()) else None
 
 
 def job_words(job: JobState) -> str:

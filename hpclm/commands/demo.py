@@ -12,6 +12,8 @@ from hpclm import cli, files
 from hpclm.config import RunConfig
 from hpclm.errors import ConfigError
 from hpclm.node import python
+from hpclm.reporting.characters import sparkline
+from hpclm.rundir import summary
 from hpclm.terminal import say
 
 FOLDER = Path("demo")
@@ -75,16 +77,13 @@ def write_corpus(output: Path, library: Path | None = None) -> str:
 
 
 def _train(settings: RunConfig, words: Sequence[str]) -> int:
-    """Train in two parts, draw the loss, and generate; the exit code."""
-    from hpclm.reporting import characters, history
-
+    """Train in two parts, show the course of the loss, and generate; the exit code."""
     first = f"4/6 training, up to step {STOP}, where it is to stop; a run that is further along stays where it is"
     code = _step(first, ["train", "demo", f"stop_at={STOP}", *words])
     code = code or _step("5/6 training: the same command continues the run", ["train", "demo", *words])
     if code:
         return code
-    for line in characters.curve(history.read(Path(settings.out))).splitlines():
-        say(line)
+    say(f"loss from the first step to the last: {sparkline(summary.read(settings.out).get('curve', []))}")
     code = _step("6/6 the model writes", ["generate", settings.out, "--prompt", PROMPT, "--tokens", "120"])
     if not code:
         say(f"\n== done. {settings.out} holds the run. Type next:\n")

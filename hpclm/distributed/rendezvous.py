@@ -238,7 +238,7 @@ def _decide(store: SignedStore, me: RankInfo, world: World, seconds: float) -> N
         entries[:] = store.get_all(keys) or []
         return bool(entries and None not in entries) or store.get(RANKS) is not None
 
-    wait_until(decided, seconds, POLL)
+    wait_until(decided, seconds, POLL / 5)
     entries = entries or [*map(store.get, keys)]
     missing = [rank for rank, entry in enumerate(entries) if entry is None]
     if missing:

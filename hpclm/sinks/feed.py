@@ -14,10 +14,9 @@ from hpclm.sinks import Row, RunInfo, Sink, lookup
 BLOCK = 1 << 20  # bytes read at once
 MOST = 10_000  # rows that are held at once
 LARGEST = 1 << 20  # bytes of a position
-POSITION = {
-    "id": rows.text,
-    **dict.fromkeys(("rollbacks", "rows"), rows.whole),
-    "steps": lambda steps: isinstance(steps, dict) and all(map(rows.whole, steps.values())),
+POSITION: dict[str, rows.Kind] = {
+    **{"id": str, "rollbacks": int, "rows": int},
+    "steps": lambda steps: isinstance(steps, dict) and all(rows.fits(step, int) for step in steps.values()),
 }
 
 

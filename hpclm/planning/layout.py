@@ -21,8 +21,6 @@ class Layout:
     schedule: str = "1f1b"
     chunks: int = 1
     partition: str = "parameters"
-    blocks: tuple[int, ...] | None = None
-    """Blocks of each stage, if known; None: according to ``partition``."""
     recompute: str = "none"
     recompute_every: int = 1
     node: int = 8
@@ -41,10 +39,6 @@ class Layout:
     def copies(self) -> int:
         """Number of such copies."""
         return self.data // self.sharing
-
-    def within(self, size: int, stride: int) -> int:
-        """Number of members in one node of a group of ``size`` ranks that are ``stride`` apart."""
-        return max(1, min(size, self.node // stride))
 
 
 def of(run: RunConfig) -> Layout:
@@ -83,7 +77,7 @@ class Stage:
 def stages(model: ModelConfig, layout: Layout) -> tuple[Stage, ...]:
     """The layers on every pipeline rank, in order. With several chunks, a rank holds every ``pipeline``-th stage."""
     size = layout.pipeline
-    held = layout.blocks or _divided(model, size * layout.chunks, layout.partition)
+    held = _divided(model, size * layout.chunks, layout.partition)
     return tuple(Stage(i, sum(held[i::size]), i == 0, i == size - 1) for i in range(size))
 
 

@@ -32,12 +32,12 @@ def main(args: argparse.Namespace) -> int:
     from hpclm.data import tokenizers
     from hpclm.inference import run_model
     from hpclm.inference.follow import Follower, Interrupted
-    from hpclm.inference.harness import Tasks, Wanted
+    from hpclm.inference.harness import Tasks
     from hpclm.interop.huggingface import special, tokenizer
 
     runs.check_own(args.run, "scored")
     log.setup(0, redact=secrets.Redactor())
-    tasks = Tasks(Wanted(args.tasks.split(","), args.tasks_path, args.samples, args.shots))
+    tasks = Tasks(args.tasks.split(","), args.tasks_path, args.samples, args.shots)
     config, queue = run_model.settings(args.run, args.settings), Queue(PATIENCE)
     begin = special.begin(args.run, tokenizer.paths(config.data), tokenizers.of_run(config.data).eod)
     with Lock(args.run, scores.LOCK), Preemption() as preemption:

@@ -53,19 +53,6 @@ VERBS = {
     "env": ("hpclm.commands.doctor", "the same"),
 }
 
-MEANT = {
-    **dict.fromkeys(("run", "start", "launch"), "'train' or 'submit'"),
-    **dict.fromkeys(("sbatch", "srun", "queue"), "'submit'"),
-    **dict.fromkeys(("kill", "scancel"), "'cancel'"),
-    **dict.fromkeys(("ls", "list", "ps", "squeue"), "'status'"),
-    **dict.fromkeys(("watch", "monitor"), "'top'"),
-    **dict.fromkeys(("continue", "restart"), "'resume'"),
-    **dict.fromkeys(("tokenize", "prepare"), "'preprocess'"),
-    **dict.fromkeys(("infer", "sample", "chat"), "'generate'"),
-    **dict.fromkeys(("export", "import"), "'convert'"),
-}
-"""What other programs call a verb."""
-
 ONE = "run directory, or its name below --runs"
 SEVERAL = "run directories, their names below --runs, or patterns of these: 'sweep-*'"
 EPILOG = """exit codes: 0 done · 1 error in hpclm · 2 invalid arguments · 64 invalid settings or input files
@@ -90,8 +77,9 @@ def _dispatch(words: list[str]) -> int:
         print(f"hpclm {__version__}")
         return 0
     if verb not in VERBS:
-        near = f" Did you mean {MEANT[verb]}?" if verb in MEANT else hint(verb, list(VERBS))
-        say(f"error: unknown verb {verb!r}; choose one of {', '.join(VERBS)}.{near}", file=sys.stderr)
+        say(
+            f"error: unknown verb {verb!r}; choose one of {', '.join(VERBS)}.{hint(verb, list(VERBS))}", file=sys.stderr
+        )
         return 2
     module, _, function = VERBS[verb][0].partition(":")
     return getattr(import_module(module), function or "main")(rest) or 0

@@ -1,7 +1,7 @@
 """Continue text with a run's model: prompts to ids, ids to text, and where a continuation ends."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -69,6 +69,13 @@ class Completer:
         if max(ids) >= self.vocabulary:
             raise ConfigError(f"the tokenizer gives id {max(ids)}, but the run's model.vocab_size is {self.vocabulary}")
         return ids
+
+    def complete_all(
+        self, prompts: Sequence[str], size: int, limits: Limits, sampling: Sampling
+    ) -> Iterator[Completion]:
+        """The completions of all prompts, in their order, ``size`` at a time."""
+        for begin in range(0, len(prompts), size):
+            yield from self.complete(prompts[begin : begin + size], limits, replace(sampling, first=begin))
 
     def complete(
         self, prompts: Sequence[str], limits: Limits, sampling: Sampling, streamed: Streamed | None = None

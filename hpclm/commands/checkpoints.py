@@ -59,7 +59,7 @@ def rows(folder: Path, verify: bool) -> Iterator[dict[str, Any]]:
             row |= {"step": manifest.progress["step"], "bytes": manifest.size, "files": len(manifest.files)}
             row |= {"validation_loss": manifest.validation, "time": made.get("time"), "seconds": made.get("seconds")}
             row |= {"engine": made.get("engine"), "processes": made.get("processes")}
-            row |= {"why": manifest.why, "healthy": good.get(step.name, True), "health": manifest.health.words()}
+            row |= {"why": manifest.why, "healthy": good.get(step.name, True), "health": manifest.health.describe()}
             if not row["healthy"] and not row["health"]:
                 row["health"] = "the loss spiked in the next step"
             manifests.check_sizes(step, manifest)

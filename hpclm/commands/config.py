@@ -9,7 +9,7 @@ from typing import Any
 
 from hpclm import cli
 from hpclm.config import RunConfig
-from hpclm.config.fields import as_yaml, docs, type_words
+from hpclm.config.fields import as_yaml, docs, type_text
 from hpclm.terminal import say
 
 REFERENCE_HEAD = """# All settings
@@ -84,7 +84,5 @@ def _table(prefix: str, section: type) -> str:
     for field in fields(section):
         if not is_dataclass(field.type):
             what = docs(section)[field.name].replace("|", "\\|")
-            rows.append(
-                f"| `{prefix}{field.name}` | {type_words(field.type)} | `{as_yaml(_default(field))}` | {what} |"
-            )
+            rows.append(f"| `{prefix}{field.name}` | {type_text(field.type)} | `{as_yaml(_default(field))}` | {what} |")
     return "\n".join(rows)

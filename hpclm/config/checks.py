@@ -11,9 +11,9 @@ class Checked:
     """A settings class whose constructor raises ConfigError for invalid values."""
 
     def __post_init__(self) -> None:
-        found = list(self.problems())
-        if found:
-            raise ConfigError(found)
+        problems_here = list(self.problems())
+        if problems_here:
+            raise ConfigError(problems_here)
 
     def problems(self) -> Iterator[str]:
         """Everything that is wrong, one sentence each, with what to do."""

@@ -1,4 +1,4 @@
-"""Read settings from layers: defaults, a site file, a settings file, key=value words. One RunConfig, or every problem at once.
+"""Read settings from layers: defaults, a site file, a settings file, key=value arguments. One RunConfig, or every problem at once.
 
 Later layers override earlier ones, key by key. Mappings (job.env, job.options) are merged name by name; {} empties them.
 """
@@ -37,15 +37,15 @@ RUNS_CODE = ("setup", "env", "options", "template", "venv", "conda", "modules", 
 """Settings of job that determine which programs run."""
 
 
-def from_cli(words: list[str], site: Path | None = None, typed: Sequence[str] = ()) -> RunConfig:
+def from_cli(arguments: list[str], site: Path | None = None, typed: Sequence[str] = ()) -> RunConfig:
     """The settings of ``[FILE] key=value ...``, on top of those of the file ``site``; or ConfigError.
 
     ``typed``: the whole command line, if there is more to it, to say what a stray word was meant to be.
     """
-    overrides = [word for word in words if is_override(word)]
-    paths = [word for word in words if not is_override(word)]
+    overrides = [word for word in arguments if is_override(word)]
+    paths = [word for word in arguments if not is_override(word)]
     absent = [path for path in paths if not Path(path).exists()]
-    if absent and (wrong := mistakes(absent, typed or words)):
+    if absent and (wrong := mistakes(absent, typed or arguments)):
         raise ConfigError(wrong)
     if len(paths) > 1:
         raise ConfigError(f"give one settings file, not {len(paths)}: {', '.join(paths)}")
@@ -131,13 +131,13 @@ def is_override(word: str) -> bool:
     return re.match(r"[A-Za-z_][\w.-]*\s*=", word) is not None
 
 
-def named(words: list[str]) -> list[str]:
-    """The settings that the key=value words of a command line set."""
-    return [setting.key for setting in _parsed([word for word in words if is_override(word)], [])]
+def named(arguments: list[str]) -> list[str]:
+    """The settings that the key=value arguments of a command line set."""
+    return [setting.key for setting in _parsed([word for word in arguments if is_override(word)], [])]
 
 
 def _parsed(overrides: Sequence[str], problems: list[str]) -> list[Setting]:
-    """The settings of key=value words; what is wrong with other words is added to ``problems``."""
+    """The settings of key=value arguments; what is wrong with others is added to ``problems``."""
     settings: list[Setting] = []
     for word in overrides:
         key, sign, text = word.partition("=")

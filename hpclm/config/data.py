@@ -110,10 +110,10 @@ class DataConfig(Checked):
 
     def prefixes(self) -> list[str]:
         """The prefixes of all datasets."""
-        lists = [self.blend, self.train, self.valid, self.test]
-        found = [prefix for words in lists if words for prefix in mixture(words, "data").prefixes]
-        found += [prefix for entry in named(self.validation, "data.validation").values() for prefix in entry.prefixes]
-        return [self.prefix, *found] if self.prefix else found
+        mixtures = [mixture(entries, "data") for entries in (self.blend, self.train, self.valid, self.test) if entries]
+        mixtures += named(self.validation, "data.validation").values()
+        paths = [prefix for each in mixtures for prefix in each.prefixes]
+        return [self.prefix, *paths] if self.prefix else paths
 
     def _listing(self) -> Iterator[str]:
         if self.train:
@@ -154,38 +154,40 @@ class Mixture:
     """In any unit; None: each dataset is read completely."""
 
 
-def mixture(words: list[str], setting: str) -> Mixture:
+def mixture(entries: list[str], setting: str) -> Mixture:
     """Parse paths, or alternating weights and paths; ConfigError, which names ``setting``, if they are invalid."""
-    if _number(words[0]) is None:
-        stray = [word for word in words if _number(word) is not None]
+    if _number(entries[0]) is None:
+        stray = [entry for entry in entries if _number(entry) is not None]
         if stray:
             raise ConfigError(
-                f"{setting}={words}: {stray[0]} is a weight, but the first dataset has none; give all or none"
+                f"{setting}={entries}: {stray[0]} is a weight, but the first dataset has none; give all or none"
             )
-        return Mixture(tuple(words), None)
-    weights, prefixes = [_number(word) for word in words[::2]], words[1::2]
-    if len(words) % 2 or None in weights or any(_number(prefix) is not None for prefix in prefixes):
+        return Mixture(tuple(entries), None)
+    weights, prefixes = [_number(entry) for entry in entries[::2]], entries[1::2]
+    if len(entries) % 2 or None in weights or any(_number(prefix) is not None for prefix in prefixes):
         raise ConfigError(
-            f"{setting}={words} must be alternating weights and paths, such as [0.3, a, 0.7, b], or only paths; "
+            f"{setting}={entries} must be alternating weights and paths, such as [0.3, a, 0.7, b], or only paths; "
             "write ./2024 for a path that looks like a number"
         )
-    found = tuple(weight for weight in weights if weight is not None)
-    if not all(weight > 0 and math.isfinite(weight) for weight in found):
-        raise ConfigError(f"{setting}={words}: weights must be more than 0; leave out datasets that should not be read")
+    known = tuple(weight for weight in weights if weight is not None)
+    if not all(weight > 0 and math.isfinite(weight) for weight in known):
+        raise ConfigError(
+            f"{setting}={entries}: weights must be more than 0; leave out datasets that should not be read"
+        )
     if len(set(prefixes)) != len(prefixes):
-        raise ConfigError(f"{setting}={words} contains a dataset twice; add up its weights")
-    return Mixture(tuple(prefixes), found)
+        raise ConfigError(f"{setting}={entries} contains a dataset twice; add up its weights")
+    return Mixture(tuple(prefixes), known)
 
 
-def named(words: list[str], setting: str) -> dict[str, Mixture]:
+def named(entries: list[str], setting: str) -> dict[str, Mixture]:
     """Parse a list of name=path; a repeated name adds a dataset."""
-    found: dict[str, list[str]] = {}
-    for word in words:
-        name, sign, prefix = word.partition("=")
+    paths: dict[str, list[str]] = {}
+    for entry in entries:
+        name, sign, prefix = entry.partition("=")
         if not (name and sign and prefix) or "/" in name or not name.isprintable():
-            raise ConfigError(f"{setting}: {word!r} must be name=path, such as law=/data/law_text_document")
-        found.setdefault(name, []).append(prefix)
-    return {name: Mixture(tuple(prefixes), None) for name, prefixes in found.items()}
+            raise ConfigError(f"{setting}: {entry!r} must be name=path, such as law=/data/law_text_document")
+        paths.setdefault(name, []).append(prefix)
+    return {name: Mixture(tuple(prefixes), None) for name, prefixes in paths.items()}
 
 
 def _number(word: str) -> float | None:

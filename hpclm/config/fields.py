@@ -17,11 +17,11 @@ WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or f
 
 def keys() -> list[str]:
     """Every setting's dotted key, in the order of the schema."""
-    found = []
+    names = []
     for field in fields(RunConfig):
         kind: Any = field.type
-        found += [f"{field.name}.{f.name}" for f in fields(kind)] if is_dataclass(kind) else [field.name]
-    return found
+        names += [f"{field.name}.{f.name}" for f in fields(kind)] if is_dataclass(kind) else [field.name]
+    return names
 
 
 def type_of(key: str) -> Any:
@@ -30,18 +30,18 @@ def type_of(key: str) -> Any:
     for part in key.split("."):
         if typing.get_origin(kind) is dict:  # the rest of the key is a name in the mapping, dots included
             return typing.get_args(kind)[1]
-        found = {f.name: f.type for f in fields(kind)} if is_dataclass(kind) else {}
-        if part not in found:
+        types_here = {f.name: f.type for f in fields(kind)} if is_dataclass(kind) else {}
+        if part not in types_here:
             return None
-        kind = found[part]
+        kind = types_here[part]
     return kind
 
 
-def required(wanted: Any) -> Any:
+def required(kind: Any) -> Any:
     """``X`` of ``X | None``; any other type unchanged."""
-    if isinstance(wanted, types.UnionType) or typing.get_origin(wanted) is typing.Union:  # Literal | None is the latter
-        return next(kind for kind in typing.get_args(wanted) if kind is not types.NoneType)
-    return wanted
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:  # Literal | None is the latter
+        return next(each for each in typing.get_args(kind) if each is not types.NoneType)
+    return kind
 
 
 def split_key(key: str) -> tuple[str, str | None]:
@@ -51,17 +51,17 @@ def split_key(key: str) -> tuple[str, str | None]:
     return (f"{section}.{field}", name) if name else (key, None)
 
 
-def type_words(wanted: Any) -> str:
+def type_text(kind: Any) -> str:
     """A type in plain words, for messages and the reference page."""
-    inner = required(wanted)
-    found = {
+    inner = required(kind)
+    text = {
         typing.Literal: f"one of {', '.join(map(str, typing.get_args(inner)))}",
         tuple: f"a list of {len(typing.get_args(inner))} numbers",
         list: "a list of text",
         dict: "a mapping of names to text",
         None: WORDS.get(inner, str(inner)),
     }[typing.get_origin(inner)]
-    return found + (" or null" if inner is not wanted else "")
+    return text + (" or null" if inner is not kind else "")
 
 
 class _OneLine(yaml.SafeDumper):
@@ -96,8 +96,8 @@ def docs(section: type) -> dict[str, str]:
     """Field name -> the string below the field in the source."""
     body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
     assert isinstance(body, ast.ClassDef)
-    found = {}
+    texts = {}
     for field, after in zip(body.body, body.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):
-            found[field.target.id] = " ".join(ast.literal_eval(after.value).split())
-    return found
+            texts[field.target.id] = " ".join(ast.literal_eval(after.value).split())
+    return texts

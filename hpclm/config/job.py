@@ -130,10 +130,10 @@ class JobConfig(Checked):
             yield wrong
         if self.restarts and self.cluster == "mpirun":
             yield f"job.restarts={self.restarts}: mpirun cannot restart ranks; use job.cluster=local or Slurm"
-        for name, (shape, words) in SHAPES.items():
+        for name, (shape, meaning) in SHAPES.items():
             value = getattr(self, name)
             if value is not None and not shape.fullmatch(value):
-                yield f"job.{name}={value!r} must be {words}"
+                yield f"job.{name}={value!r} must be {meaning}"
         for name in (*WITHOUT_SPACES, "template", "venv", "conda", "container", "hostfile"):
             yield from _line(f"job.{name}", getattr(self, name), blank=name not in WITHOUT_SPACES)
         for name in ("modules", "mounts"):

@@ -25,11 +25,11 @@ def run_length(config: RunConfig, plan: Plan, samples_per_epoch: int | None) -> 
                 f"less than the first step's {plan.batch_size(0)}; raise it, or lower batch.global_size"
             )
     steps = min(ends, default=None)
-    found = Length(steps, None if steps is None else plan.samples_after(steps))
-    wrong = config.optim.outlasting(found.in_unit(config.optim.unit))
+    length = Length(steps, None if steps is None else plan.samples_after(steps))
+    wrong = config.optim.outlasting(length.in_unit(config.optim.unit))
     if wrong:
         raise ConfigError(wrong)
-    return found
+    return length
 
 
 def inside_warmup(config: RunConfig, length: Length) -> str | None:

@@ -12,7 +12,7 @@ from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError
 
 from hpclm.config import hints, run_file
 from hpclm.config.checks import texts
-from hpclm.config.fields import as_yaml, flattened, keys, required, split_key, type_of, type_words
+from hpclm.config.fields import as_yaml, flattened, keys, required, split_key, type_of, type_text
 from hpclm.config.schema import RunConfig
 from hpclm.errors import ConfigError
 from hpclm.registry import hint
@@ -84,9 +84,7 @@ def _set(tree: Any, key: str, value: Any) -> None:
         if isinstance(error, InterpolationResolutionError):
             raise ConfigError(f"{key}={shown(value)}: {_unresolved(error)}") from None
         near = hint(str(value), [str(choice) for choice in typing.get_args(kind)]) or _as_meant(key, kind, value)
-        raise ConfigError(
-            f"{key}={shown(value)} must be {type_words(kind)}{'.' * near.startswith(' ')}{near}"
-        ) from None
+        raise ConfigError(f"{key}={shown(value)} must be {type_text(kind)}{'.' * near.startswith(' ')}{near}") from None
 
 
 def _unknown(key: str) -> str:
@@ -105,12 +103,12 @@ def _normal(key: str, kind: Any, value: Any) -> Any:
 
     ConfigError for values that it would take, but that were hardly meant.
     """
-    inner, words = required(kind), type_words(kind)
+    inner, expected = required(kind), type_text(kind)
     if value is None and inner is kind:
-        raise ConfigError(f"{key} must be {words}, not empty")
+        raise ConfigError(f"{key} must be {expected}, not empty")
     if inner is str and isinstance(value, bool):
         raise ConfigError(
-            f"{key} must be {words}; YAML reads this word as {str(value).lower()}, so put quotes around it"
+            f"{key} must be {expected}; YAML reads this word as {str(value).lower()}, so put quotes around it"
         )
     if key == "batch.micro_size" and value in (0, "auto") and value is not False:
         if value == 0:
@@ -119,7 +117,7 @@ def _normal(key: str, kind: Any, value: Any) -> Any:
     if inner is int and isinstance(value, (int, float, str)) and not isinstance(value, bool):
         value = _whole(value)
     if any(isinstance(part, int) and abs(part) > LARGEST for part in (value if isinstance(value, list) else [value])):
-        raise ConfigError(f"{key}={shown(value)} must be {words} of at most {LARGEST:,}")
+        raise ConfigError(f"{key}={shown(value)} must be {expected} of at most {LARGEST:,}")
     return literal(value) if key.startswith("job.") else value
 
 
@@ -135,7 +133,7 @@ def _whole(value: float | str) -> Any:
 def _add_to_mapping(tree: Any, key: str, value: Any) -> None:
     """Add entries to the mapping ``key``; {} empties it. ConfigError, without values, which may be secrets."""
     if not isinstance(value, dict):
-        raise ConfigError(f"{shown_setting(key, value)} must be {type_words(type_of(key))}")
+        raise ConfigError(f"{shown_setting(key, value)} must be {type_text(type_of(key))}")
     if key == "engine.extra":
         value = {name: inner if isinstance(inner, str) else as_yaml(inner) for name, inner in flattened(value).items()}
     for name, text in value.items():

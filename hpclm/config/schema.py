@@ -223,15 +223,15 @@ class RunConfig(Checked):
 
     def missing(self) -> list[str]:
         """Settings that are required for a run, but not for inspecting settings."""
-        found = []
+        missing = []
         if self.data.source == "indexed" and not (self.data.prefix or self.data.blend or self.data.train):
-            found.append(
+            missing.append(
                 "data.prefix is not set; give the path of a dataset made by 'hpclm preprocess', or data.blend or data.train, "
                 "or data.source=synthetic"
             )
         if self.budget == BudgetConfig():
-            found.append("no budget: set budget.steps, budget.samples, budget.tokens, budget.epochs or budget.hours")
-        return found
+            missing.append("no budget: set budget.steps, budget.samples, budget.tokens, budget.epochs or budget.hours")
+        return missing
 
     def missing_libraries(self) -> list[str]:
         """Optional libraries that these settings need and that are not installed here."""

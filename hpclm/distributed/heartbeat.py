@@ -15,6 +15,7 @@ from hpclm.distributed.failure import Failure
 from hpclm.distributed.rendezvous import RankInfo
 from hpclm.distributed.shutdown import read_key
 from hpclm.distributed.signed import SignedStore
+from hpclm.distributed.store_limits import StoreLimits
 from hpclm.node import processes
 
 SEND = 1.0  # seconds between two heartbeats, and between two readings of the others'
@@ -51,6 +52,7 @@ class Heartbeat:
         self._called: float | None = None
         """When this rank answered the roll call."""
         self._sent = 0.0
+        self._limits = StoreLimits(store, len(ranks)) if me.rank == 0 else None
         self.send()
 
     def exchange(self) -> None:
@@ -72,6 +74,8 @@ class Heartbeat:
                 self._sent = now
                 self.send()
                 self.receive(len(self.ranks) if self.me.rank == 0 else 1)
+                if self._limits:
+                    self._limits.enforce()
         except RuntimeError as error:
             processes.wait_until(lambda: self.launcher_gone() or _ended(self.ranks[0], self.me), SETTLE)
             if self.launcher_gone():  # and the store with it

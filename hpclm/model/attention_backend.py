@@ -39,7 +39,7 @@ class Choice:
     flash: str | None = None
     """An implementation that PyTorch is to use in place of its own FlashAttention 2."""
 
-    def words(self) -> str:
+    def __str__(self) -> str:
         """The order in words."""
         names = [
             f"{NAMES[FLASH]} {self.flash.removeprefix('FA')}" if b is FLASH and self.flash else NAMES[b]

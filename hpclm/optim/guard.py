@@ -39,7 +39,7 @@ class Guard:
             log.warning(
                 "%s; until the loss recovers, new checkpoints do not replace older healthy ones. To go back: "
                 "hpclm resume RUN --from STEP",
-                now.words(),
+                now.describe(),
             )
         elif now.spiking_since is None and before.spiking_since is not None:
             log.info(

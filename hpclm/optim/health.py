@@ -58,7 +58,7 @@ class Health:
         """The fields for metrics.jsonl."""
         return {} if self.spiking_since is None else {"spiking_since": self.spiking_since}
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """What is wrong, in words; "" if healthy."""
         said = []
         if self.spiking_since is not None:

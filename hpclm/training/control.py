@@ -153,7 +153,7 @@ class Saver:
         self._longest = max(self._longest, seconds)
         log.info("saved step %d in %.2f s; training waited %.2f s", self.step, seconds, min(self._stalled, seconds))
         if not health.good:
-            log.warning("step %d is saved, and does not replace healthy checkpoints: %s", self.step, health.words())
+            log.warning("step %d is saved, and does not replace healthy checkpoints: %s", self.step, health.describe())
 
 
 class RunControl:

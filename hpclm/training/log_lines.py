@@ -30,7 +30,7 @@ class Interval:
         return self.seconds / len(self.rows)
 
 
-def words(row: Mapping[str, Any]) -> str:
+def described(row: Mapping[str, Any]) -> str:
     """Loss, learning rate and speed."""
     parts = [f"loss {row['loss']:.4f}", f"lr {row['lr']:.3g}"]
     parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
@@ -46,7 +46,7 @@ def step_line(steps: Interval) -> str:
     of, left = "", ""
     if steps.total:
         of, left = f"/{steps.total}", f"  {_clock((steps.total - steps.step) * steps.step_seconds)} left"
-    return f"step {steps.step}{of}  {words(steps.mean)}  {steps.step_seconds:.3f} s/step{left}"
+    return f"step {steps.step}{of}  {described(steps.mean)}  {steps.step_seconds:.3f} s/step{left}"
 
 
 def evaluation_line(step: int, loss: float, part: str) -> str:

@@ -49,7 +49,7 @@ def attention(model: ModelConfig, choice: attention_backend.Choice | None) -> No
         return
     if choice.warning:
         logger.warning("%s", choice.warning)
-    logger.info("attention: %s", choice.words())
+    logger.info("attention: %s", choice)
 
 
 def kernels(model: ModelConfig, device: torch.device) -> None:
@@ -115,7 +115,7 @@ def goodbye(
         logger.warning("%s left no time to measure the model after step %d, the last one", leaving, progress.step)
     if not progress.health.good:
         logger.warning(
-            "%s; hpclm checkpoints %s shows which are healthy", progress.health.words(), files.typed(config.out)
+            "%s; hpclm checkpoints %s shows which are healthy", progress.health.describe(), files.typed(config.out)
         )
     if code:
         state, text = "exited", f"{control.state.signal}: {control.saver.outcome()}"

@@ -115,7 +115,7 @@ class Meter:
         self._since.append(row)
         self._bar.update()
         if not self._bar.disable:
-            self._bar.set_postfix_str(log_lines.words(row), refresh=False)
+            self._bar.set_postfix_str(log_lines.described(row), refresh=False)
         if step % self.every == 0 or step == self.total or step == self.start + 1:
             self._tell(step)
 
@@ -151,8 +151,8 @@ class Meter:
 
     def validation(self, step: int) -> float | None:
         """The loss on held-out data at ``step``, where that was measured; of several parts the mean."""
-        found = [loss for (at, _), loss in self.losses.items() if at == step and loss is not None]
-        return sum(found) / len(found) if found and all(map(math.isfinite, found)) else None
+        losses = [loss for (at, _), loss in self.losses.items() if at == step and loss is not None]
+        return sum(losses) / len(losses) if losses and all(map(math.isfinite, losses)) else None
 
     def _tell(self, step: int) -> None:
         """The log line: means over the steps since the last one."""

@@ -140,8 +140,8 @@ def tell_restart(out: Path, context: DistributedContext) -> str:
         if row.get("attempt") == len(before)
     ]
     why = [*saved[-1:], *restart.reasons(before[-1].get("hosts", []) if before else [])]
-    told = "; ".join(why) or "neither Slurm's records nor the job's log say"
-    text = f"start {int(job['restart']) + 1} of job {job['job_id']}; why the last one ended: {told}"
+    reason = "; ".join(why) or "neither Slurm's records nor the job's log say"
+    text = f"start {int(job['restart']) + 1} of job {job['job_id']}; why the last one ended: {reason}"
     log.warning("%s", text)
     return text
 
@@ -166,13 +166,13 @@ def check_progress(out: Path, step: int) -> None:
 
 def rows(path: Path, fields: Mapping[str, Check]) -> list[dict[str, Any]]:
     """The lines of a file of JSON objects, empty where ``fields`` are not what they must be; none where there is no file."""
-    found = []
+    read = []
     with suppress(OSError):
         for line in files.read_text(path, errors="replace").splitlines():
             with suppress(ValueError, RecursionError):
                 row = json.loads(line)
-                found.append(row if sane(row, fields) else {})
-    return found
+                read.append(row if sane(row, fields) else {})
+    return read
 
 
 def absolute(data: config.DataConfig) -> config.DataConfig:
@@ -181,9 +181,9 @@ def absolute(data: config.DataConfig) -> config.DataConfig:
     def whole(path: str) -> str:
         return str(Path(path).absolute())
 
-    def listed(words: list[str]) -> list[str]:
-        paths = set(mixture(words, "data").prefixes) if words else set()
-        return [whole(word) if word in paths else word for word in words]
+    def listed(entries: list[str]) -> list[str]:
+        paths = set(mixture(entries, "data").prefixes) if entries else set()
+        return [whole(entry) if entry in paths else entry for entry in entries]
 
     return replace(
         data,
@@ -192,7 +192,7 @@ def absolute(data: config.DataConfig) -> config.DataConfig:
         train=listed(data.train),
         valid=listed(data.valid),
         test=listed(data.test),
-        validation=[f"{name}={whole(path)}" for name, _, path in (word.partition("=") for word in data.validation)],
+        validation=[f"{name}={whole(path)}" for name, _, path in (entry.partition("=") for entry in data.validation)],
         index_cache=data.index_cache and whole(data.index_cache),
         tokenizer_files=[whole(file) for file in data.tokenizer_files],
     )
@@ -200,10 +200,10 @@ def absolute(data: config.DataConfig) -> config.DataConfig:
 
 def versions() -> dict[str, str]:
     """Installed versions of the libraries that decide a run's numbers."""
-    found: dict[str, str] = {}
+    installed: dict[str, str] = {}
     for name in LIBRARIES:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed

@@ -97,7 +97,7 @@ def test_the_kernel_suits_the_gpu_and_the_log_says_why_a_faster_one_does_not(
     more, capability, cudnn, installed, words, warning
 ):
     choice = choose(ModelConfig(**{"hidden": 256, "heads": 4, **more}), capability, cudnn, installed)
-    assert choice.words().startswith(words)
+    assert str(choice).startswith(words)
     assert warning in choice.warning if warning else choice.warning is None
 
 

@@ -51,10 +51,10 @@ def test_a_spike_lasts_until_the_loss_is_back_however_long_that_takes():
     assert watch.health.good and watch.health.usual == pytest.approx(3.4)
     watch = after([666.0] * 500, watch, first=16)
     assert watch.health.spiking_since == 16 and not watch.health.good and watch.health.usual == pytest.approx(3.4)
-    assert watch.health.words() == "loss spike since step 16: 666, usually 3.4"
+    assert watch.health.describe() == "loss spike since step 16: 666, usually 3.4"
     assert watch.health.row() == {"spiking_since": 16}
     watch = after([3.6], watch, first=516)
-    assert watch.health.good and watch.health.words() == "" and watch.health.row() == {}
+    assert watch.health.good and watch.health.describe() == "" and watch.health.row() == {}
 
 
 @pytest.mark.parametrize("loss, spike", [(3.4 + 0.49, False), (3.4 + 0.51, True), (2.0, False), (math.nan, False)])
@@ -89,7 +89,7 @@ def test_skipped_steps_are_counted_until_one_is_not():
     for step in range(11, 14):
         watch = watch.after(step, math.nan, skipped=True)
     assert watch.health.skipped_in_a_row == 3 and not watch.health.good
-    assert watch.health.words() == "the last 3 steps were skipped"
+    assert watch.health.describe() == "the last 3 steps were skipped"
     assert watch.after(14, 3.4, skipped=False).health.good
 
 

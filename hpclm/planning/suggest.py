@@ -95,8 +95,8 @@ def fitting(run: RunConfig, kind: Kind) -> Iterator[tuple[RunConfig, Forecast]]:
     plan = forecast.of(run, kind)
     while plan.room == "fits":
         layout = plan.layout
-        sized = replace(run, batch=replace(run.batch, micro_size=layout.micro_size))
         with suppress(ConfigError):  # a step during the ramp-up cannot be divided
+            sized = replace(run, batch=replace(run.batch, micro_size=layout.micro_size))
             sized.plan(run.job.nodes * run.job.gpus)
             yield sized, plan
         if layout.accumulation % 2:

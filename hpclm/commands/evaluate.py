@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from hpclm import cli
+from hpclm import cli, extras
 from hpclm.rundir.rows import finite
 from hpclm.terminal import say
 
@@ -104,9 +104,10 @@ def _print_tasks(args: argparse.Namespace) -> None:
     """Score the newest checkpoint at tasks: a line for each metric, or one JSON object."""
     from hpclm.data import tokenizers
     from hpclm.inference import run_model
-    from hpclm.inference.harness import Tasks
     from hpclm.interop.huggingface import special, tokenizer
 
+    with extras.needed_for("evaluation on tasks"):
+        from hpclm.inference.harness import Tasks
     config = run_model.settings(args.run, args.settings)
     own = tokenizers.of_run(config.data)
     tasks = Tasks(args.tasks.split(","), args.tasks_path, args.samples, args.shots)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hpclm import files, log
+from hpclm import extras, files, log
 from hpclm import scheduler as schedulers
 from hpclm.config import ParallelConfig
 from hpclm.errors import REQUEUE
@@ -31,10 +31,11 @@ def main(args: argparse.Namespace) -> int:
     """Follow the run; the exit code is 85 after a signal: the same command continues."""
     from hpclm.data import tokenizers
     from hpclm.inference import run_model
-    from hpclm.inference.follow import Follower, Interrupted
-    from hpclm.inference.harness import Tasks
     from hpclm.interop.huggingface import special, tokenizer
 
+    with extras.needed_for("evaluation on tasks"):
+        from hpclm.inference.follow import Follower, Interrupted
+        from hpclm.inference.harness import Tasks
     runs.check_own(args.run, "scored")
     log.setup(0, redact=secrets.Redactor())
     tasks = Tasks(args.tasks.split(","), args.tasks_path, args.samples, args.shots)

@@ -1,6 +1,6 @@
 """Tasks of lm-evaluation-harness, measured on a model of hpclm's as the library measures one of transformers.
 
-Only this file imports the library.
+Only this file imports the library; import it in ``extras.needed_for("evaluation on tasks")``.
 """
 
 import logging
@@ -13,8 +13,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.models.utils import Collator, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from hpclm import extras, files
+from hpclm import files
 from hpclm.data.tokenizers import Tokenizer
 from hpclm.errors import ConfigError
 from hpclm.inference.generation import continue_all
@@ -34,11 +40,9 @@ class Tasks:
         """``names``: of tasks, groups or tags. ``folder``: of task files, which come before the library's own. ``samples``: documents
         of each task; None: all. ``shots``: examples before each question; None: what the task says.
 
-        ConfigError if the library is missing, a task unknown, or its data cannot be read.
+        ConfigError if a task is unknown, or its data cannot be read.
         """
         self.names, self.samples, self.shots = list(names), samples, shots
-        with extras.needed_for("evaluation on tasks"):
-            from lm_eval.tasks import TaskManager
         for name in names:
             if "/" in name or name.endswith(".yaml"):
                 raise ConfigError(f"{name} is not the name of a task; give the folder of a task file as --tasks-path")
@@ -77,11 +81,9 @@ class Tasks:
         ``begin``: the token that begins a text, where it is not the end-of-document token. ``check_interrupt`` is called between
         batches of ``batch`` texts, and may raise. ``errors``: also estimate standard errors.
         """
-        from lm_eval.evaluator import simple_evaluate
-
         with redirect_stdout(sys.stderr):  # where a result may go, the library prints remarks
             results = simple_evaluate(
-                model=adapted(model, tokenizer, begin, batch, check_interrupt),
+                model=Adapter(model, tokenizer, begin, batch, check_interrupt),
                 tasks=self.names,
                 num_fewshot=self.shots,
                 limit=self.samples,
@@ -103,95 +105,91 @@ def _figures(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield name.removesuffix(",none"), float(value)
 
 
-def adapted(
-    model: Stack, tokenizer: Tokenizer, begin: int | None, batch: int, check_interrupt: Callable[[], None]
-) -> Any:
-    """``model`` as a model of the library's."""
-    from lm_eval.api.instance import Instance
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.models.utils import Collator, normalize_gen_kwargs, postprocess_generated_text
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+class Adapter(TemplateLM):
+    """A model as the library wants it."""
 
-    begins = tokenizer.eod if begin is None else begin
-    if begins is None:
-        raise ConfigError("the tokenizer has no end-of-document token, which begins every text of a task")
-    first: int = begins
-    context, vocabulary = model.config.context, model.config.vocab_size
+    tokenizer_name = "hpclm"
 
-    class Adapter(TemplateLM):
-        """What the library asks of a model."""
+    def __init__(
+        self, model: Stack, own: Tokenizer, begin: int | None, batch: int, check_interrupt: Callable[[], None]
+    ):
+        super().__init__()
+        first = own.eod if begin is None else begin
+        if first is None:
+            raise ConfigError("the tokenizer has no end-of-document token, which begins every text of a task")
+        self.model, self.own, self.first, self.batch, self.check_interrupt = model, own, first, batch, check_interrupt
+        self.max_length = model.config.context
 
-        tokenizer_name = "hpclm"
-        max_length = context
+    @property
+    def eot_token_id(self) -> int:
+        """The end-of-document token."""
+        return self.first if self.own.eod is None else self.own.eod
 
-        @property
-        def eot_token_id(self) -> int:
-            return first if tokenizer.eod is None else tokenizer.eod
+    @property
+    def prefix_token_id(self) -> int:
+        """The token that begins a text."""
+        return self.first
 
-        @property
-        def prefix_token_id(self) -> int:
-            return first
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """The tokens of a text; ConfigError where the model has no such tokens."""
+        ids, size = list(self.own.encode(string)), self.model.config.vocab_size
+        if self.own.ends_itself and ids and ids[-1] == self.own.eod:
+            ids.pop()
+        if ids and max(ids) >= size:
+            raise ConfigError(f"the tokenizer gives id {max(ids)}, but the run's model.vocab_size is {size}")
+        return ids
 
-        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-            ids = list(tokenizer.encode(string))
-            if tokenizer.ends_itself and ids and ids[-1] == tokenizer.eod:
-                ids.pop()
-            if ids and max(ids) >= vocabulary:
-                raise ConfigError(f"the tokenizer gives id {max(ids)}, but the run's model.vocab_size is {vocabulary}")
-            return ids
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> Any:
+        """As the library does, without its progress bar."""
+        return super().loglikelihood(requests, disable_tqdm=True)
 
-        def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> Any:
-            return super().loglikelihood(requests, disable_tqdm=True)
+    def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+        pairs = [(before, after) for _, before, after in requests]
+        return log_likelihoods(self.model, pairs, self.batch, self.check_interrupt)
 
-        def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-            return log_likelihoods(model, [(before, after) for _, before, after in requests], batch, check_interrupt)
-
-        def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-            texts = [
-                [*map(make_disjoint_window, get_rolling_token_windows(self.tok_encode(text), first, context, 1))]
-                for (text,) in (request.args for request in requests)
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
+        """The log-probability of each text."""
+        texts = [
+            [
+                *map(
+                    make_disjoint_window,
+                    get_rolling_token_windows(self.tok_encode(text), self.first, self.max_length, 1),
+                )
             ]
-            scores = iter(log_likelihoods(model, [pair for text in texts for pair in text], batch, check_interrupt))
-            return [sum(next(scores)[0] for _ in text) for text in texts]
+            for (text,) in (request.args for request in requests)
+        ]
+        pairs = [pair for text in texts for pair in text]
+        scores = iter(log_likelihoods(self.model, pairs, self.batch, self.check_interrupt))
+        return [sum(next(scores)[0] for _ in text) for text in texts]
 
-        def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-            def longest_first(args: Any) -> tuple[int, str]:
-                return -len(self.tok_encode(args[0])), args[0]
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
+        """The text after each prompt."""
 
-            alike = Collator([request.args for request in requests], longest_first, lambda args: args[1], "gen_kwargs")
-            texts = []
-            for chunk in alike.get_batched(n=batch):
-                options = dict(normalize_gen_kwargs(chunk[0][1], NEW))
-                until, most = options.get("until") or [], int(options["max_gen_toks"])
-                stop = [until] if isinstance(until, str) else [text for text in until if text]
-                room = context - most if most < context else 3 * context // 4
-                starts = [self.tok_encode(text)[-room:] or [first] for text, _ in chunk]
-                new = generated(model, tokenizer, starts, most, stop, sampling(options))
-                texts += [postprocess_generated_text(text, stop, None) for text in new]
-                check_interrupt()
-            return list(alike.get_original(texts))
+        def longest_first(args: Any) -> tuple[int, str]:
+            return -len(self.tok_encode(args[0])), args[0]
 
-    return Adapter()
+        alike = Collator([request.args for request in requests], longest_first, lambda args: args[1], "gen_kwargs")
+        texts: list[str] = []
+        for chunk in alike.get_batched(n=self.batch):
+            texts += self._generated([text for text, _ in chunk], dict(normalize_gen_kwargs(chunk[0][1], NEW)))
+            self.check_interrupt()
+        return list(alike.get_original(texts))
 
+    def _generated(self, prompts: Sequence[str], options: Mapping[str, Any]) -> Iterator[str]:
+        """What follows each prompt until its document ends, one of the texts ``until`` comes, or there are enough tokens."""
+        until, most = options.get("until") or [], int(options["max_gen_toks"])
+        stop = [until] if isinstance(until, str) else [text for text in until if text]
+        room = self.max_length - most if most < self.max_length else 3 * self.max_length // 4
+        starts = [self.tok_encode(prompt)[-room:] or [self.first] for prompt in prompts]
+        temperature = float(options.get("temperature") or 0.0) if options.get("do_sample") else 0.0
+        sampling = Sampling(temperature, options.get("top_k") or None, float(options.get("top_p") or 1.0))
 
-def sampling(options: Mapping[str, Any]) -> Sampling:
-    """A task's options of generation."""
-    temperature = float(options.get("temperature") or 0.0) if options.get("do_sample") else 0.0
-    return Sampling(temperature, options.get("top_k") or None, float(options.get("top_p") or 1.0))
+        def ended(_: int, new: list[int]) -> bool:
+            return new[-1] == self.own.eod or any(text in self.own.decode(new) for text in stop)
 
-
-def generated(
-    model: Stack, tokenizer: Tokenizer, starts: list[list[int]], most: int, stop: Sequence[str], how: Sampling
-) -> list[str]:
-    """The text after each of ``starts``, until its document ends, a text of ``stop`` comes, or there are ``most`` tokens."""
-
-    def ended(_: int, new: list[int]) -> bool:
-        if new[-1] == tokenizer.eod:
-            return True
-        return bool(stop) and any(text in tokenizer.decode(new) for text in stop)
-
-    continuations = continue_all(model, starts, most, tokenizer.size, how, ended)
-    return [tokenizer.decode(new[:-1] if new and new[-1] == tokenizer.eod else new) for new in continuations]
+        for new in continue_all(self.model, starts, most, self.own.size, sampling, ended):
+            text = self.own.decode(new[:-1] if new and new[-1] == self.own.eod else new)
+            yield postprocess_generated_text(text, stop, None)
 
 
 @torch.inference_mode()

@@ -120,7 +120,6 @@ def test_importing_hpclm_and_its_verbs_loads_no_heavy_library():
 OF_THE_KERNEL = (
     *("node/hardware.py", "node/affinity.py", "node/processes.py", "node/facts.py", "distributed/peers.py"),
     "distributed/stragglers.py",
-    "launch/kill_with_launcher.py",
     "datasets/tokenizers/gigatokens.py",
 )
 FOLDERS_AND_NULL = {"cli.py": 3, "rundir/lease.py": 2, "checkpoint/format.py": 1}

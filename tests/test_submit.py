@@ -26,8 +26,8 @@ SMALL = ["budget.steps=5", "optim.warmup=0", "engine.device=cpu", "evaluate.ever
 def submit(tmp_path):
     """`hpclm submit WORDS` in an empty folder, on a machine without Slurm and without a site file."""
     (tmp_path / "bin").mkdir()
-    for program in ("bash", "env"):
-        (tmp_path / "bin" / program).symlink_to(f"/bin/{program}")
+    for program in ("bash", "tee"):
+        (tmp_path / "bin" / program).symlink_to(f"/usr/bin/{program}")
     env = {"PATH": f"{tmp_path}/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     here = tmp_path / "here"
     here.mkdir()
@@ -309,7 +309,7 @@ def test_variables_of_the_surrounding_job_are_kept_from_a_new_one():
     shell = "SBATCH_ACCOUNT SBATCH_PARTITION SBATCH_TIMELIMIT OMPI_MCA_btl CUDA_VISIBLE_DEVICES"
     unset = environment.to_unset(["partition"], dict.fromkeys(shell.split(), "x"))
     assert unset == ["SBATCH_PARTITION", "SBATCH_TIMELIMIT"]
-    assert environment.unset_command([], {"HOME": "/"}) == []
+    assert environment.of_a_job([], {"HOME": "/", "SLURM_JOB_ID": "1"}) == {"HOME": "/"}
 
 
 def test_submit_loads_neither_torch_nor_submitit_for_help_or_a_dry_run(tmp_path):

@@ -1,27 +1,26 @@
-"""A launch in the foreground: its record, its log, and mpirun or srun run to its end."""
+"""A launch in the foreground: its record, its log, and a process that starts the ranks and ends with this one."""
 
 import os
-import secrets
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import IO
 
 from hpclm import files
 from hpclm.config import RunConfig
-from hpclm.errors import REQUEUE
-from hpclm.launch import kill_with_launcher
-from hpclm.node import environment, preemption, processes
+from hpclm.errors import REQUEUE, HpclmError
+from hpclm.node import preemption, processes
 from hpclm.rundir import submissions
 from hpclm.rundir.submissions import Submission
 from hpclm.terminal import say
+
+FLUSH = 5.0  # seconds that the last output may take to be copied; a left-over process may still hold the pipe
 
 
 def begin(
@@ -40,134 +39,117 @@ def begin(
     entry = Submission(cluster, str(os.getpid()), host, nodes, ranks, str(log), command=list(command), folder=here)
     submissions.append(out, entry)
     for note in notes:
-        log_line(note, log)
+        line = f"{time.strftime('%H:%M:%S')} I {note}"
+        say(line, file=sys.stderr)
+        files.append(log, line + "\n", 0o600)
     return log
 
 
-def run(name: str, command: Sequence[str], env: Mapping[str, str], log: Path, signals: Mapping[int, int]) -> int:
-    """Run the launcher ``name`` by ``command`` to its end; its exit code, 128 + n when signal n ended it.
+def run(command: Sequence[str], env: Mapping[str, str], log: Path, signals: Mapping[int, int]) -> int:
+    """Run mpirun or srun by ``command`` to its end; its exit code, 128 + n when signal n ended it.
 
-    ``signals``: which signal to send it instead of another, each once; others are forwarded unchanged. A second Ctrl-C,
-    and the death of this process, end it at once.
+    ``signals``: which signal to send it instead of another. A second Ctrl-C, and the death of this process, end it at once.
     """
-    processes.adopt_orphans()
-    sender = _Sender(signals)
-    with preemption.handling(sender), killed_with_this_process(log) as marked, copied_to(log) as (out, err):
-        with open(out or os.devnull, "wb") as stdout, open(err or os.devnull, "wb") as stderr:
-            streams = {"stdout": stdout, "stderr": stderr} if out else {}
-            process = subprocess.Popen(
-                list(command),
-                env={**env, **marked},
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in a terminal reaches this process only
-                **streams,  # type: ignore[call-overload]
-            )
-        sender.follow(process)
-        code = process.wait()
-        processes.kill_children()
-    code = 128 - code if code < 0 else code
-    return REQUEUE if code - 128 in sender.forwarded else code  # it came before they caught it: nothing was trained
+
+    def start() -> int:
+        started = list[int]()
+        forward = Forward(lambda: started, signals, signal.SIGTERM)
+        with preemption.handling(forward):
+            process = subprocess.Popen(list(command), env=dict(env), stdin=subprocess.DEVNULL, start_new_session=True)
+            started.append(process.pid)
+            for number in list(forward.received):  # before it had started
+                forward.send(number)
+            try:
+                code = process.wait()
+            except KeyboardInterrupt:
+                process.wait()
+                return 128 + signal.SIGINT
+        warnings = {signals.get(number, number) for number in forward.received}
+        return REQUEUE if -code in warnings or code - 128 in warnings else code  # it came before they caught it
+
+    return contained(start, log)
 
 
-def log_line(text: str, log: Path, level: str = "I") -> None:
-    """Print ``text``, and append it to ``log``."""
-    for line in text.splitlines():
-        line = f"{time.strftime('%H:%M:%S')} {level} {line}"
-        say(line, file=sys.stderr)
-        files.append(log, line + "\n", 0o600)
+def contained(work: Callable[[], int], log: Path) -> int:
+    """The exit code of ``work`` in a child process, which ends with everything it has started if this process is killed.
+
+    It receives the signals of this process. What it prints is also in ``log``, unless this process has a terminal.
+    """
+    parent = os.getpid()
+    with _copied_to(log) as streams:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                for number, handle in streams.items():
+                    os.dup2(handle, number)
+                os.setsid()  # Ctrl-C in a terminal reaches the parent only
+                processes.adopt_orphans()
+                processes.when_orphaned(parent, lambda: _orphaned(log))
+                code = work()
+                processes.kill_children()
+            except HpclmError as error:
+                code = error.exit_code
+                say(f"error: {error}", file=sys.stderr)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code if code >= 0 else 128 - code)
+        with preemption.handling(lambda number, _: processes.send_signal(child, number)):
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return code if code >= 0 else 128 - code
+
+
+def _orphaned(log: Path) -> None:
+    """End all ranks: by their launcher, which reaches those of other machines, then by force."""
+    processes.terminate_children(2.5)
+    processes.kill_children()
+    text = f"{time.strftime('%H:%M:%S')} E the launcher was killed; what it had started has ended too\n"
+    with suppress(OSError):
+        files.append(log, text, 0o600)
+    os._exit(128 + signal.SIGKILL)
 
 
 @contextmanager
-def copied_to(log: Path) -> Iterator[tuple[str, str]]:
-    """Paths to which a child writes its output and errors during the block, to be shown and appended to ``log``.
-
-    Both are empty if this process has a terminal, which the child then inherits.
-    """
+def _copied_to(log: Path) -> Iterator[dict[int, int]]:
+    """For the standard output and error, pipes to copy them to ``log``, too; none if this process has a terminal."""
     if sys.stderr is not None and sys.stderr.isatty():
-        yield "", ""
+        yield {}
         return
-    with os.fdopen(files.appending(log, 0o600), "ab", buffering=0) as file:
-        pipes = [os.pipe() for _ in range(2)]
-        threads = [
-            threading.Thread(target=_copy, args=(source, shown, file), daemon=True)
-            for (source, _), shown in zip(pipes, (sys.stdout, sys.stderr), strict=True)
-        ]
-        for thread in threads:
-            thread.start()
-        try:
-            yield f"/proc/self/fd/{pipes[0][1]}", f"/proc/self/fd/{pipes[1][1]}"
-        finally:
-            for _, sink in pipes:
-                os.close(sink)
-            for thread in threads:
-                thread.join(5.0)  # a left-over process may still hold the pipe
+    # a closed terminal or a full disk does not end tee, nor does Ctrl-C
+    tee = ["tee", "--append", "--output-error=warn", str(log)]
+    options = {"stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL, "start_new_session": True}
+    copies = {number: subprocess.Popen(tee, stdout=number, **options) for number in (1, 2)}  # type: ignore[call-overload]
+    try:
+        yield {number: copy.stdin.fileno() for number, copy in copies.items()}
+    finally:
+        for copy in copies.values():
+            copy.stdin.close()
+        for copy in copies.values():
+            with suppress(subprocess.TimeoutExpired):
+                copy.wait(FLUSH)
 
 
-def _copy(source: int, shown: IO[str] | None, log: IO[bytes]) -> None:
-    """Show and log what comes from the pipe ``source``; a closed terminal or a full disk does not end the run."""
-    rest = b""
-    while data := os.read(source, 1 << 16):
-        lines, newline, rest = (rest + data).rpartition(b"\n")  # whole lines, so that the two streams do not mix
-        with suppress(OSError, ValueError):
-            log.write(lines + newline)
-        if shown is not None:
-            with suppress(OSError):
-                shown.flush()
-                os.write(shown.fileno(), data)
-    with suppress(OSError, ValueError):
-        log.write(rest)
-    os.close(source)
+class Forward:
+    """Forwards signals, each once, to the processes that ``targets`` names; a second Ctrl-C ends them."""
 
-
-class _Sender:
-    """Sends signals to the launcher's process, each once."""
-
-    def __init__(self, signals: Mapping[int, int]):
-        self.process: subprocess.Popen[bytes] | None = None
-        self.signals, self.received = signals, list[int]()
-        self.forwarded = set[int]()
-        """What it has sent as a warning."""
+    def __init__(self, targets: Callable[[], Sequence[int]], signals: Mapping[int, int], last: int):
+        """``signals``: which signal to send instead of another; ``last``: what a second Ctrl-C sends."""
+        self.targets, self.signals, self.last = targets, signals, last
+        self.received: list[int] = []
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        again = number in self.received
-        self.received.append(number)
-        if self.process and not again:
-            self._forward(number)
-        elif self.process and number == signal.SIGINT:
-            self.forwarded.clear()
-            self.process.send_signal(signal.SIGTERM)
+        """Handle a signal; KeyboardInterrupt at the second Ctrl-C."""
+        if number not in self.received:
+            self.received.append(number)
+            self.send(number)
+        elif number == signal.SIGINT:
+            self.send(number, self.last)
+            raise KeyboardInterrupt
 
-    def follow(self, process: "subprocess.Popen[bytes]") -> None:
-        """Send to ``process``, also what was received before it was started."""
-        self.process = process
-        for number in dict.fromkeys(self.received):
-            self._forward(number)
-
-    def _forward(self, number: int) -> None:
-        assert self.process is not None
-        self.forwarded.add(warning := self.signals.get(number, number))
-        self.process.send_signal(warning)
-
-
-@contextmanager
-def killed_with_this_process(log: Path) -> Iterator[dict[str, str]]:
-    """A variable for the environment of what is started during the block: if this process is killed, all that has it ends,
-    and ``log`` says so."""
-    marked = {environment.LAUNCH_ID: secrets.token_hex(8)}
-    words = [str(kill_with_launcher.__file__), *(f"{name}={value}" for name, value in marked.items())]
-    output = files.appending(log, 0o600)
-    try:
-        guard = subprocess.Popen(
-            [sys.executable, "-IS", *words],
-            start_new_session=True,
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.DEVNULL,
-        )
-    finally:
-        os.close(output)
-    with guard:
-        try:
-            yield marked
-        finally:
-            guard.kill()
+    def send(self, number: int, instead: int = 0) -> None:
+        """Send the signal ``number``, or what replaces it."""
+        for pid in self.targets():
+            processes.send_signal(pid, instead or self.signals.get(number, number))

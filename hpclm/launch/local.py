@@ -1,6 +1,5 @@
 """Start a run's ranks on this machine through torchrun's agent: one for each GPU, or as many as requested on a CPU."""
 
-import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -22,13 +21,17 @@ def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Seq
     env = environment.inherited() | config.job.env
     available = 0 if config.engine.device == "cpu" else gpus.count(env)
     count = process_count(config, available)
-    from hpclm.launch import torchrun  # with PyTorch
-
     notes = [placement(config, count, available, environment.cores()), *unused(config.job, "local")]
     log = foreground.begin(config, "local", (1, count), notes, command)
     env.setdefault("OMP_NUM_THREADS", str(threads(count, environment.cores())))
-    environment.replace(env)
-    return torchrun.run_here(program or train(path), count, log, secrets.token_hex(8), config.job.restarts)
+
+    def start() -> int:
+        environment.replace(env)
+        from hpclm.launch import torchrun  # with PyTorch
+
+        return torchrun.run_here(program or train(path), count, config.job.restarts)
+
+    return foreground.contained(start, log)
 
 
 def check(config: RunConfig) -> None:

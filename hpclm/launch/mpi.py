@@ -94,7 +94,7 @@ def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Seq
     log = foreground.begin(config, "mpirun", (launch.nodes, launch.most), notes, command)
     signals = SIGNALS if launch.kind == "Open MPI" else SIGNALS | {signal.SIGUSR2: signal.SIGUSR1}
     line = launch.command(program or local.train(path), config.job.env)
-    return foreground.run("mpirun", line, launch.env, log, signals)
+    return foreground.run(line, launch.env, log, signals)
 
 
 def resources(config: RunConfig) -> Resources:

@@ -39,7 +39,7 @@ def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Seq
     note = f"srun in allocation {allocation}: {job.nodes * job.gpus} processes, {per_node}"
     notes = [note, *local.unused(job, "interactive")]
     log = foreground.begin(config, "srun", (job.nodes, job.gpus), notes, command)
-    return foreground.run("srun", srun(job, program or local.train(path), inside), env, log, SIGNALS)
+    return foreground.run(srun(job, program or local.train(path), inside), env, log, SIGNALS)
 
 
 def srun(job: JobConfig, program: Sequence[str], inside: bool) -> list[str]:

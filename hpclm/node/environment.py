@@ -10,9 +10,7 @@ from hpclm.node import python
 
 SNAPSHOT = "HPCLM_SNAPSHOT"
 """The snapshot of the code that a job runs."""
-LAUNCH_ID = "HPCLM_LAUNCH"
-"""Marks all processes of a launch in the foreground."""
-LAUNCH = ("HPCLM_LAUNCHER", "HPCLM_SECRET", LAUNCH_ID)
+LAUNCH = ("HPCLM_LAUNCHER", "HPCLM_SECRET")
 """Set by hpclm for its ranks; a launch inside another must not inherit them."""
 
 # Set by Slurm, by mpirun and by torchrun for the processes that they start.
@@ -72,7 +70,7 @@ def for_inductor(env: MutableMapping[str, str] = os.environ) -> None:
 
 
 def to_unset(options: Iterable[str], env: Mapping[str, str] = os.environ) -> list[str]:
-    """Variables to unset before sbatch is called; ``options``: those that the job sets itself.
+    """Variables that sbatch must not see; ``options``: those that the job sets itself.
 
     SBATCH_* variables override a script's options, and sbatch passes all other variables on to the job.
     """
@@ -91,10 +89,9 @@ def to_unset(options: Iterable[str], env: Mapping[str, str] = os.environ) -> lis
     return sorted(name for name in found if name not in kept)
 
 
-def unset_command(options: Iterable[str], env: Mapping[str, str] = os.environ) -> list[str]:
-    """The prefix of a command that unsets those variables: env -u NAME …; empty if there are none."""
-    names = to_unset(options, env)
-    return ["env", *(word for name in names for word in ("-u", name))] if names else []
+def of_a_job(options: Iterable[str], env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment in which sbatch is called, without those variables."""
+    return {name: value for name, value in env.items() if name not in to_unset(options, env)}
 
 
 def site_file(env: Mapping[str, str] = os.environ) -> Path | None:

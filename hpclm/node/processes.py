@@ -21,7 +21,7 @@ from hpclm.errors import HpclmError
 PROC = Path("/proc")
 OURS = r"(.*/)?hpclm([.][a-z_.]+)?"  # an argument of our command lines: hpclm, its path, or the module after -m
 TOLERANCE = 60  # seconds by which a process may seem younger than its record: clocks are adjusted
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 Locks = dict[str, list[int]]
 Env = Mapping[str, str]
 
@@ -122,6 +122,11 @@ def terminate(processes: Sequence[psutil.Process], grace: float) -> list[psutil.
     return running
 
 
+def terminate_children(grace: float) -> None:
+    """Send this process's children TERM, and KILL after ``grace`` seconds."""
+    terminate(psutil.Process().children(), grace)
+
+
 def machine_memory() -> int:
     """Bytes of this machine's memory."""
     return int(psutil.virtual_memory().total)
@@ -170,6 +175,15 @@ def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent exits, so that ``kill_children`` finds them (Linux)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def when_orphaned(parent: int, act: Callable[[], object]) -> None:
+    """Call ``act`` as soon as this process's parent, process ``parent``, has ended (Linux); it takes SIGALRM."""
+    signal.signal(signal.SIGALRM, lambda *_: act())
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGALRM, 0, 0, 0)
+    if os.getppid() != parent:
+        act()
 
 
 def stopped(pid: int) -> bool:

@@ -1,4 +1,8 @@
-"""Slurm: jobs are submitted with sbatch, through submitit, which only this file imports, when it submits: it is slow to load."""
+"""Slurm: jobs are submitted through submitit, which only this file imports, when it submits: it is slow to load.
+
+submitit's own way is to pickle a function, and to run it by a script that it writes. Here its parameter ``setup`` carries the
+whole script of the job, whose end it never passes.
+"""
 
 import contextlib
 import io
@@ -11,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpclm import files
 from hpclm.errors import ConfigError, HpclmError
-from hpclm.node import environment, processes, slurm
+from hpclm.node import environment, processes, python, slurm
 from hpclm.node.processes import NoAnswerError
 from hpclm.node.slurm import JobState
 from hpclm.scheduler import Queued, Scheduler
@@ -21,7 +25,9 @@ if TYPE_CHECKING:
     from hpclm.config import RunConfig
 
 QUEUE = "%i|%T|%r|%o"
-SCRIPT = re.compile(r"script-(\d+)\.sbatch")
+SCRIPT = re.compile(r"/(script-(\d+))(\.sbatch|/\.submission_file_\w+\.sh)")
+"""The path of a job's script in the folder of scripts, or of the file that submitit made of it."""
+SUBMISSION = 600.0  # seconds that sbatch may take while slurmctld is busy
 MPI = ("orted", "prted", "prterun", "hydra_bstrap_proxy", "hydra_pmi_proxy")
 """Names of the steps that an mpirun starts for its own daemons."""
 USUAL = {"", "None", "Priority", "Resources", "Dependency", "BeginTime", "JobHeldUser", "JobHeldAdmin"}
@@ -33,22 +39,19 @@ REQUESTS = {
     "TimeLimit": "time",
     "Dependency": "dependency",
 }
-LIMITS = (
-    "MaxNodes",
-    "MaxTime",
-    "MaxMemPerNode",
-    "MaxMemPerCPU",
-    "MaxCPUsPerNode",
-    "AllowAccounts",
-    "AllowQos",
-    "TotalNodes",
-)
+LIMITS = re.compile(r"Max(Nodes|Time|MemPerNode|MemPerCPU|CPUsPerNode)|Allow(Accounts|Qos)|TotalNodes")
 # What sbatch says when it is not known whether the job is in the queue.
 UNANSWERED = re.compile(
     "unable to contact|connection|timed out|socket|communication|try again|temporarily|could not make sense",
     re.IGNORECASE,
 )
-UNCONFIGURED = "configuration source"
+WAYS_OUT = {
+    "configuration source": "Slurm's commands are installed here, but no cluster is configured: set SLURM_CONF, or give "
+    "--cluster local",
+    "generic resource": "if this cluster has no GPUs to ask for, engine.device=cpu; if it names them, job.options.gres=gpu:NAME:N",
+    "configuration is not available": "no node has all that was requested: --gpus counts those of each node",
+}
+"""What to do about a refusal, by a part of sbatch's message."""
 
 
 class Slurm(Scheduler):
@@ -66,50 +69,28 @@ class Slurm(Scheduler):
         """The answer of ``sbatch --test-only``."""
         if not shutil.which("sbatch"):
             return ""
-        requested = slurm.options_in(script)
-        command = [*environment.unset_command(requested), "sbatch", "--test-only"]
+        env = environment.of_a_job(slurm.options_in(script))
         try:
-            code, _, message = processes.ask(command, 60.0, text=script)
+            code, _, message = processes.ask(["sbatch", "--test-only"], 60.0, env, script)
         except NoAnswerError as error:
             return f"sbatch --test-only: {error}"
-        if UNCONFIGURED in message:
-            return "Slurm has not checked this script: its commands are installed here, but no cluster is configured"
         if code:
-            refusal = refused(message, requested)
-            if isinstance(refusal, ConfigError):
+            refusal = refused(message)
+            if isinstance(refusal, ConfigError) and "no cluster is configured" not in str(refusal):
                 raise refusal
-            return str(refusal)
+            return f"this script was not checked: {refusal}"
         return " ".join(message.replace("sbatch: ", "").split())
 
     def submit(self, script: Path, lock: Path) -> str:
-        """Submit with sbatch, then ask once whether the job can start."""
-        from submitit.core.utils import FailedJobError, FailedSubmissionError
-        from submitit.slurm.slurm import SlurmExecutor
-
-        requested = slurm.options_in(files.read_text(script))
-        prefix = ["flock", str(lock)] if shutil.which("flock") else []
-        command = [*prefix, *environment.unset_command(requested), "sbatch", str(script)]
-
-        class Executor(SlurmExecutor):
-            """submitit's executor for an existing script, instead of a pickled function."""
-
-            def _make_submission_file_text(self, command: str, uid: str) -> str:
-                return files.read_text(script)
-
-            def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-                return command
-
-        folder = files.aside(script.with_name("submitit"))
-        folder.mkdir(0o700)
-        try:
-            with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it then raises
-                job = str(Executor(folder)._submit_command("").job_id)
-        except (FailedJobError, FailedSubmissionError) as error:
-            raise refused(str(error), requested) from None
-        except RuntimeError as error:
-            raise ConfigError(f"{error} Give --cluster local to train here") from None
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        """Submit by ``main`` in a process of its own, then ask once whether the job can start."""
+        if not shutil.which("sbatch"):
+            raise ConfigError("sbatch is not installed here; give --cluster local to train here")
+        env = environment.of_a_job(slurm.options_in(files.read_text(script)))
+        command = python.command("hpclm.scheduler.slurm", str(script), str(lock))
+        code, answer, message = processes.ask(command, SUBMISSION, env)
+        if code:
+            raise refused(message)
+        job = answer.strip()
         self._check_startable(job)
         return job
 
@@ -118,13 +99,13 @@ class Slurm(Scheduler):
         code, answer, error = slurm.ask(["squeue", "--me", "--noheader", "--array", "--format", QUEUE], seconds)
         if code:
             raise NoAnswerError(f"squeue: {error.strip() or f'exit code {code}'}; nothing was submitted")
-        jobs = []
+        jobs = list[tuple[int, Queued]]()
         for line in answer.splitlines():
-            fields = line.strip().split("|", 3)
-            script = Path(fields[3]) if len(fields) == 4 else Path()
-            if SCRIPT.fullmatch(script.name) and script.parent.resolve() == scripts.resolve():
-                jobs.append(Queued(fields[0], fields[1], fields[2], script))
-        return sorted(jobs, key=lambda job: int(SCRIPT.sub(r"\1", job.script.name)))
+            job, state, reason, path = (*line.strip().split("|", 3), "", "", "")[:4]
+            match = SCRIPT.search(path)
+            if match and match.end() == len(path) and Path(path[: match.start()]).resolve() == scripts.resolve():
+                jobs.append((int(match[2]), Queued(job, state, reason, scripts / f"{match[1]}.sbatch")))
+        return [job for _, job in sorted(jobs, key=lambda numbered: numbered[0])]
 
     def states(self, ids: Collection[str], users: Collection[int] = (), seconds: float = 10) -> dict[str, JobState]:
         """From squeue."""
@@ -158,6 +139,7 @@ class Slurm(Scheduler):
         """ConfigError if Slurm has accepted a job that it can never start; the job is cancelled then."""
         try:
             shown = slurm.shown("job", job)
+            partition = slurm.shown("partition", shown.get("Partition", ""))
         except NoAnswerError:
             return
         reason = shown.get("Reason", "")
@@ -166,39 +148,50 @@ class Slurm(Scheduler):
         if not slurm.NEVER.fullmatch(reason):
             say(f"warning: job {job} waits for {reason}", file=sys.stderr)
             return
+        slurm.cancel(job)
         values = {name: shown.get(field, "(null)") for field, name in REQUESTS.items()}
         requests = ", ".join(f"{name}={value}" for name, value in values.items() if value != "(null)")
         requests = re.sub(r"nodes=(\d+)-\1\b", r"nodes=\1", requests)
-        limits = ""
-        with contextlib.suppress(NoAnswerError):
-            partition = slurm.shown("partition", shown.get("Partition", ""))
-            limited = {name: partition.get(name, "ALL") for name in LIMITS}
-            texts = [f"{name}={value}" for name, value in limited.items() if value not in ("ALL", "UNLIMITED")]
-            limits = f"; limits of the partition: {', '.join(texts)}" if texts else ""
-        slurm.cancel(job)
+        limits = [f"{name}={value}" for name, value in partition.items() if LIMITS.fullmatch(name)]
+        limits = [limit for limit in limits if not limit.endswith(("=ALL", "=UNLIMITED"))]
         raise ConfigError(
-            f"Slurm can never start this job ({reason}), so it was cancelled: it asks for {requests}{limits}"
+            f"Slurm can never start this job ({reason}), so it was cancelled: it asks for {requests}"
+            + (f"; limits of the partition: {', '.join(limits)}" if limits else "")
         )
 
 
-def refused(message: str, requested: slurm.Options) -> HpclmError:
-    """The error for sbatch's ``message`` about a job with these options: ConfigError, or HpclmError if the job may be in the
-    queue, or not."""
+def refused(message: str) -> HpclmError:
+    """The error for sbatch's ``message``: ConfigError, or HpclmError if the job may be in the queue, or not."""
     text = " ".join(re.sub(r"(sbatch|allocation failure): (error: )?", "", message).split())
     text = text or "sbatch failed without a message"
     if UNANSWERED.search(message):
         return HpclmError(f"Slurm did not answer: {text}; repeat the command: it checks the queue before it submits")
-    if UNCONFIGURED in message:
-        return ConfigError(
-            "Slurm's commands are installed here, but no cluster is configured: set SLURM_CONF, or give --cluster local"
-        )
-    way_out = ""
-    if "generic resource" in message:
-        way_out = (
-            "; if this cluster has no GPUs to ask for, engine.device=cpu; if it names them, job.options.gres=gpu:NAME:N"
-        )
-    elif "configuration is not available" in message:
-        from hpclm.scheduler import template
+    return ConfigError(
+        "; ".join([f"Slurm refuses the job: {text}", *(WAYS_OUT[part] for part in WAYS_OUT if part in message)])
+    )
 
-        way_out = template.too_many_gpus(requested)
-    return ConfigError(f"Slurm refuses the job: {text}{way_out}")
+
+def main(script: Path, lock: Path) -> int:
+    """Submit ``script`` and print the job's ID. ``lock`` is locked until sbatch has ended, even if hpclm submit is killed."""
+    from submitit import SlurmExecutor
+    from submitit.helpers import CommandFunction
+
+    setup = [*files.read_text(script).split("\n")[1:], "exit"]
+    folder = script.with_suffix("")  # the queue shows the path of what submitit writes there
+    try:
+        with files.locked(lock), contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it then raises
+            executor = SlurmExecutor(folder)
+            executor.update_parameters(  # the script's own #SBATCH lines come later, and count
+                setup=setup, time=None, wckey=None, signal_delay_s=0, stderr_to_stdout=True, use_srun=False
+            )
+            sys.stdout.write(str(executor.submit(CommandFunction(["true"])).job_id))
+    except Exception as error:
+        sys.stderr.write(str(error))
+        return 1
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(Path, sys.argv[1:])))

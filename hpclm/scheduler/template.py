@@ -22,9 +22,11 @@ MEMORY_AND_CORES = {"mem-per-gpu", "mem-per-cpu", "cpus-per-gpu", "exclusive"}
 SAME_NAMES = ("time", "partition", "exclude", "nodelist", "mem")
 GPU_OPTIONS = {"gres", "gpus-per-node", "gpus-per-socket"}
 SINFO_SECONDS = 5.0  # for sinfo to answer
+NODES = re.compile(r"(?P<cores>\d+)\+?\|(?P<megabytes>\d+)\+?\|(?P<resources>.*)")
+"""A kind of nodes, as sinfo is asked for it."""
 GPUS = re.compile(r"\bgpu(?::[^:,(]*[a-z][^:,(]*)?:(\d+)", re.IGNORECASE)
-_BARE = re.compile(r"[A-Za-z0-9_./:=,@%+^-]*")
-_DIRECTIVE = re.compile(r"#SBATCH\s+--([A-Za-z-]+)(?:[=\s]+(.*))?")
+BARE = re.compile(r"[A-Za-z0-9_./:=,@%+^-]*")
+DIRECTIVE = re.compile(r"#SBATCH\s+--([A-Za-z-]+)(?:[=\s]+(.*))?")
 
 
 def render(config: RunConfig, path: Path, setup: Sequence[str]) -> str:
@@ -65,20 +67,18 @@ def _lines(path: Path) -> list[str]:
     marks = [number for number, line in enumerate(lines, 1) if line.startswith(MARK)]
     late = [n for n, line in enumerate(lines, 1) if line.startswith("#SBATCH") and marks and n > marks[0]]
     wrong = []
-    if not lines[0].startswith("#!"):
-        wrong.append('its first line must be "#!/bin/bash"')
+    if lines[0] != "#!/bin/bash":
+        wrong.append('its first line must be "#!/bin/bash", without options or Windows line endings')
     if len(marks) != 1:
         wrong.append(
             f'it has {len(marks)} lines that begin with "{MARK}"; one must, where the set-up and arguments of the job go'
         )
     if late:
         wrong.append(f"#SBATCH in line {late[0]} comes after the set-up, where Slurm does not see it")
-    if '"$@"' not in "\n".join(lines):
+    if not any('"$@"' in line for line in lines):
         wrong.append('it does not use "$@", the arguments of hpclm.train')
     if any(re.match(r"#SBATCH\s+(hetjob|packjob)\b", line) for line in lines):
         wrong.append("it asks for a heterogeneous job (#SBATCH hetjob), of which a run would use one component only")
-    if any("\r" in line for line in lines):
-        wrong.append("it has Windows line endings; convert them to newlines")
     if wrong:
         raise ConfigError([f"template {path}: {problem}" for problem in wrong])
     return lines[:-1] if lines[-1] == "" else lines
@@ -90,7 +90,7 @@ def _filled(lines: list[str], asked: Options, setup: Sequence[str]) -> Iterator[
     last = max((number for number, line in enumerate(lines) if line.startswith("#SBATCH")), default=mark - 1)
     asked = dict(asked)
     for number, line in enumerate(lines):
-        match = _DIRECTIVE.match(line)
+        match = DIRECTIVE.match(line)
         if number == mark:
             yield f"{MARK} by hpclm submit"
             yield from setup
@@ -131,9 +131,10 @@ def name(text: str) -> str:
 def pattern(path: Path) -> str:
     """``path`` in the syntax of Slurm's file names, without replacement symbols."""
     text = str(path)
-    if not text.isprintable() or "\\" in text:
+    if not text.isprintable() or re.search(r"\\|%[jtAa]", text):
         raise ConfigError(
-            f"run directory {text!r}: Slurm takes no backslash and no control character there; choose another out="
+            f"run directory {text!r}: Slurm and submitit take no backslash, control character, %j, %t, %A or %a there; "
+            "choose another out="
         )
     return text.replace("%", "%%")
 
@@ -142,7 +143,7 @@ def directive(option: str, value: str) -> str:
     """One #SBATCH line, for Slurm's own parser: in double quotes, \\ escapes a quote or itself."""
     if not value:
         return f"#SBATCH --{option}"
-    if not _BARE.fullmatch(value):
+    if not BARE.fullmatch(value):
         value = '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
     return f"#SBATCH --{option}={value}"
 
@@ -155,48 +156,25 @@ def shares(job: JobConfig) -> dict[str, str]:
     """
     if job.cpus_per_task is not None and job.mem is not None:
         return {}
-    return of_nodes(job, _sinfo(job.partition))
-
-
-def too_many_gpus(requested: Options) -> str:
-    """For an error: that no node has the GPUs of the options, by Slurm's own figures; empty if one has, or that is not known."""
-    count, partition = requested.get("gpus-per-node") or "", requested.get("partition")
-    most = max((gpus for *_, gpus in _nodes(_sinfo(partition))), default=0)
-    if not count.isdecimal() or not 0 < most < int(count):
-        return ""
-    nodes = f"nodes of {partition or 'this cluster'} have at most {most} GPUs"
-    return f"; {nodes}; --gpus {count} counts those of each node"
-
-
-def _sinfo(partition: str | None) -> str:
-    """sinfo's answer: cores, megabytes and generic resources of each kind of node; empty without one."""
-    where = ["--partition", partition] if partition else []
+    partition = ["--partition", job.partition] if job.partition else []
     try:
-        code, told, _ = slurm.ask(["sinfo", "--noheader", "--format=%c|%m|%G", *where], SINFO_SECONDS)
+        code, answer, _ = slurm.ask(["sinfo", "--noheader", "--format=%c|%m|%G", *partition], SINFO_SECONDS)
     except NoAnswerError:
-        return ""
-    return told if code == 0 else ""
-
-
-def of_nodes(job: JobConfig, told: str) -> dict[str, str]:
-    """The same from sinfo's answer ``told``: cores, megabytes and generic resources of each kind of node."""
-    nodes = [node for node in _nodes(told) if node[2] >= job.gpus]
-    if not nodes:
         return {}
-    found = {}
-    if job.cpus_per_task is None:
-        found["cpus-per-task"] = str(max(1, min(cores // gpus for cores, _, gpus in nodes)))
-    if job.mem is None:
+    return of_nodes(job, answer) if code == 0 else {}
+
+
+def of_nodes(job: JobConfig, kinds: str) -> dict[str, str]:
+    """The same from sinfo's answer: a line with cores, megabytes and generic resources for each kind of node."""
+    nodes = []
+    for line in map(NODES.fullmatch, kinds.splitlines()):
+        gpus = sum(map(int, GPUS.findall(line["resources"]))) if line else 0
+        if line and gpus >= job.gpus:
+            nodes.append((int(line["cores"]), int(line["megabytes"]), gpus))
+    options = {}
+    if nodes and job.cpus_per_task is None:
+        options["cpus-per-task"] = str(max(1, min(cores // gpus for cores, _, gpus in nodes)))
+    if nodes and job.mem is None:
         whole = all(gpus == job.gpus for *_, gpus in nodes)
-        found["mem"] = "0" if whole else f"{min(memory * job.gpus // gpus for _, memory, gpus in nodes)}M"
-    return found
-
-
-def _nodes(told: str) -> Iterator[tuple[int, int, int]]:
-    """Cores, megabytes and GPUs of each kind of node that has GPUs."""
-    for line in told.splitlines():
-        cores, memory, resources = (*line.split("|"), "", "")[:3]
-        numbers = [re.match(r"\d+", text.strip()) for text in (cores, memory)]
-        gpus = sum(map(int, GPUS.findall(resources)))
-        if gpus and all(numbers):
-            yield int(numbers[0][0]), int(numbers[1][0]), gpus  # type: ignore[index]
+        options["mem"] = "0" if whole else f"{min(memory * job.gpus // gpus for _, memory, gpus in nodes)}M"
+    return options

@@ -23,7 +23,7 @@ def seconds_left(words, out, after, from_rank):
     """How long anything runs after a launcher was killed ``after`` seconds from its start, or from a rank's."""
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     if from_rank:
-        until(lambda: len(left(out)) > 1, 600, "the start of a rank")
+        until(lambda: len(left(out)) > 4, 600, "the start of a rank")
     time.sleep(after)
     process.kill()
     process.wait()
@@ -69,7 +69,7 @@ def test_nothing_outlives_a_launcher_that_is_killed_at_any_moment(cluster, tiny,
 def test_whatever_is_started_ends_with_the_launcher_and_the_log_says_so(tmp_path):
     """Ranks that never look after their launcher, and children of theirs in new sessions that ignore every signal."""
     process = start("local", tmp_path, "job.gpus=2", "child", "ready", "sleep=600")
-    until(lambda: len(left(tmp_path)) == 5, what="the start of all children")
+    until(lambda: len(left(tmp_path)) == 8, what="the start of all children")
     process.kill()
     process.communicate()
     began = time.monotonic()

@@ -7,8 +7,8 @@ import shutil
 import signal
 import sys
 import time
-from pathlib import Path
 
+import psutil
 import pytest
 
 from hpclm import config
@@ -140,7 +140,8 @@ class TestHere:
         process = start("mpi", tmp_path, "job.gpus=2", "ready", "obey=60")
         ready(tmp_path, 2)
         time.sleep(random.uniform(0, 0.3))
-        [mpirun] = [pid for pid in children(process.pid) if "mpirun" in Path(f"/proc/{pid}/cmdline").read_text()]
+        started = psutil.Process(process.pid).children(recursive=True)
+        [mpirun] = [child.pid for child in started if child.name() == "mpirun"]
         os.kill({"launcher": process.pid, "mpirun": mpirun}[victim], signal.SIGKILL)
         process.communicate(timeout=60)
         until(lambda: not left(tmp_path), 10, "the end of all processes")
@@ -148,14 +149,6 @@ class TestHere:
     def test_more_nodes_than_this_want_a_hostfile(self, tmp_path):
         code, _, errors = launched("mpi", tmp_path, "job.nodes=2", "exit=0", env=clean())
         assert code == 64 and "job.nodes=2 with mpirun needs job.hostfile" in errors
-
-
-def children(pid):
-    found = []
-    for task in os.scandir(f"/proc/{pid}/task"):
-        with open(f"{task.path}/children") as numbers:
-            found += [int(number) for number in numbers.read().split()]
-    return found
 
 
 def clean(**more):

@@ -20,7 +20,7 @@ WORDS = ["budget.steps=60", "checkpoint.every=5", "batch.micro_size=1", "cluster
 def ranks_of(launcher):
     """The ranks of a launcher by their number."""
     found = {}
-    for child in psutil.Process(launcher.pid).children():
+    for child in psutil.Process(launcher.pid).children(recursive=True):
         if "hpclm.train" in child.cmdline():
             found[int(child.environ()["RANK"])] = child.pid
     return found

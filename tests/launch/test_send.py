@@ -49,7 +49,7 @@ def test_more_gpus_than_a_node_has_are_explained_and_the_time_limit_is_told(subm
     said = submit(
         "--gpus", 16, "--time", "24:00", *SMALL, "engine.device=cuda", "batch.global_size=16", check=64
     ).stderr
-    assert "nodes of this cluster have at most 8 GPUs; --gpus 16 counts those of each node" in said
+    assert "--gpus counts those of each node" in said
     assert "submitted; time limit 24 min\n" in submit(*SMALL, *HOLD, "--time", "24:00").stdout
 
 
@@ -58,7 +58,7 @@ def job_id(done):
 
 
 def test_a_job_trains_in_a_directory_with_spaces_and_quotes_and_the_words_that_follow_are_right(submit):
-    out = submit.here / "a b'c\"d $(touch canary) `x` %j é"
+    out = submit.here / "a b'c\"d $(touch canary) `x` %x é"
     done = submit("--gpus", 1, *SMALL, f"out={out}", "job.env.MINE=a b'c", "--time", 5)
     job = job_id(done)
     assert submit.cluster.wait(job) == "COMPLETED", log_of(done).read_text()
@@ -75,7 +75,7 @@ def test_a_job_trains_in_a_directory_with_spaces_and_quotes_and_the_words_that_f
     assert sorted(path.name for path in (out / "job").iterdir()) == ["lock", "sbatch.lock", "script-1.sbatch"]
 
 
-def test_the_script_that_is_submitted_is_byte_for_byte_that_of_the_dry_run_and_slurm_checks_that(submit):
+def test_the_script_of_the_dry_run_is_what_the_job_runs_and_slurm_checks_that(submit):
     words = [
         "--nodes",
         2,
@@ -94,7 +94,8 @@ def test_the_script_that_is_submitted_is_byte_for_byte_that_of_the_dry_run_and_s
     text = (submit.here / "runs/debug/job/script-1.sbatch").read_bytes()
     assert text == dry.stdout.encode()
     kept = submit.cluster.run(["scontrol", "write", "batch_script", job_id(done), "-"]).stdout
-    assert kept.rstrip("\n") == text.decode().rstrip("\n")
+    header, _, rest = kept.partition(text.decode().removeprefix("#!/bin/bash\n").rstrip("\n"))
+    assert rest.startswith("\nexit\n") and not [line for line in header.splitlines() if line[:1] not in ("#", "")], kept
     assert submit.cluster.run(["squeue", "-h", "-o", "%k"]).stdout.strip() == "a # b \"c\" \\ 'd' $(e) é"
     refused = submit("--dry-run", *SMALL, "--partition", "none", check=64)
     assert "Slurm refuses the job" in refused.stderr and "partition" in refused.stderr
@@ -147,7 +148,7 @@ def test_a_job_that_can_never_start_ends_with_64_and_is_not_left_in_the_queue(su
     }
     for words, said in never.items():
         error = submit(*SMALL, *words, check=64).stderr
-        assert said in error and ("never start this job (Partition" in error or "refuses" in error), (words, error)
+        assert said in error and ("never start this job (" in error or "refuses" in error), (words, error)
         assert jobs(submit.cluster) == [] and not (submit.here / "runs/debug/config.yaml").exists()
     assert not list((submit.here / "runs/debug").rglob("*.sbatch"))
 

@@ -23,9 +23,10 @@ sbatch: fatal: Could not establish a configuration source
             "repeat the command",
         ),
         ("sbatch: error: Invalid generic resource (gres) specification\n", ConfigError, "engine.device=cpu"),
+        ("Requested node configuration is not available\n", ConfigError, "--gpus counts those of each node"),
         ("", ConfigError, "sbatch failed without a message"),
     ],
 )
 def test_what_sbatch_says_becomes_an_error_that_says_what_to_do(said, kind, answer):
-    error = refused(said, {})
+    error = refused(said)
     assert type(error) is kind and answer in str(error) and "sbatch:" not in str(error)

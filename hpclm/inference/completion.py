@@ -93,9 +93,9 @@ class Completer:
                 streamed(number, self._text(starts[number], new))
             return finishes[number] != "length"
 
-        found = continue_all(self.model, starts, limits.tokens, self.tokenizer.size, sampling, ended)
+        continuations = continue_all(self.model, starts, limits.tokens, self.tokenizer.size, sampling, ended)
         completions = []
-        for prompt, ids, new, finish in zip(prompts, starts, found, finishes, strict=True):
+        for prompt, ids, new, finish in zip(prompts, starts, continuations, finishes, strict=True):
             text = self._text(ids, new[:-1] if finish == "end" else new)
             cut = min([at for stop in limits.stop if (at := text.find(stop)) >= 0], default=len(text))
             completions.append(Completion(prompt, text[:cut], len(new), finish))

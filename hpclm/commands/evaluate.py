@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -114,6 +115,9 @@ def _print_tasks(args: argparse.Namespace) -> None:
     device, dtype = run_model.place(config)
     model, progress = run_model.load_model(args.run, config, own.fingerprint, device, dtype)
     begin = special.begin(args.run, tokenizer.paths(config.data), own.eod)
+    signal.signal(
+        signal.SIGTERM, signal.SIG_DFL
+    )  # the library ends its processes by it, and would wait where it is ignored
     scores, samples = tasks.score(model.to(dtype), own, begin, args.batch or 16)
     if args.json:
         rows = {task: finite(row) for task, row in scores.items()}

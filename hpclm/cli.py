@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from hpclm import __version__
 from hpclm.errors import FULL, MACHINE, REFUSED, ConfigError, HpclmError
-from hpclm.node import affinity, environment, secrets
+from hpclm.node import environment, secrets, threads
 from hpclm.registry import hint
 from hpclm.terminal import ArgumentParser, say
 
@@ -88,8 +88,7 @@ def _dispatch(arguments: list[str]) -> int:
 def run(verb: Callable[[list[str]], int | None], argv: Sequence[str] | None = None) -> int:
     """Call a verb's main. Errors of the user or the machine become a message and an exit code, without a traceback."""
     _open_streams()
-    affinity.idle_threads_sleep()
-    affinity.raise_file_limit()
+    threads.prepare()
     redact = secrets.Redactor()
     try:
         Path.cwd()  # it may have been deleted

@@ -19,7 +19,7 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TextIO
@@ -98,8 +98,8 @@ def read(path: str | Path, most: int = LARGEST) -> tuple[bytes, os.stat_result]:
     """The content of a regular file, and its status; OSError if it has more than ``most`` bytes."""
     with reader(path) as file:
         status = os.fstat(file.fileno())
-        content = file.read(most + 1) if status.st_size <= most else None
-    if content is None or len(content) > most:  # it may have grown
+        content = file.read(most + 1)
+    if len(content) > most:
         raise Unfit(f"larger than {most / 1e6:,.1f} MB, the limit", os.fspath(path))
     return content, status
 
@@ -149,10 +149,9 @@ def age(path: Path | str) -> float | None:
 
 def exposed(path: Path, status: os.stat_result) -> str | None:
     """How another user could have written the file ``path`` with this ``status``; None if only this user and root could."""
-    found = _exposed(f"{path}", status, OTHERS)
-    for folder in dict.fromkeys([path.absolute().parent, Path(os.path.realpath(path)).parent]):
-        found = found or exposed_folder(folder, sticky=True)
-    return found
+    folders = dict.fromkeys([path.absolute().parent, Path(os.path.realpath(path)).parent])
+    problems = (exposed_folder(folder, sticky=True) for folder in folders)
+    return _exposed(f"{path}", status, OTHERS) or next(filter(None, problems), None)
 
 
 def exposed_folder(folder: Path, sticky: bool = False) -> str | None:
@@ -184,8 +183,8 @@ def own_temporary(name: str) -> Path:
     return Path(tempfile.mkdtemp(prefix=f"{name}-"))
 
 
-def _exposed(name: str, status: os.stat_result, modes: int) -> str | None:
-    if status.st_uid not in (0, os.geteuid()):
+def _exposed(name: str, status: os.stat_result, modes: int, trusted: Collection[int] = ()) -> str | None:
+    if status.st_uid not in (trusted or (0, os.geteuid())):
         return f"{name} belongs to another user (number {status.st_uid})"
     if status.st_mode & modes:
         return f"{name} can be written by others (mode {stat.S_IMODE(status.st_mode):04o}; chmod go-w)"
@@ -226,16 +225,11 @@ def private_folder(path: str | Path, what: str) -> Path:
 def check_private(path: str | Path, what: str) -> None:
     """ConfigError if the folder ``path`` exists and another user owns it or can write to it."""
     try:
-        found = Path(path).stat()
+        status = Path(path).stat()
     except OSError:  # reported when it is created
         return
-    if found.st_uid != os.geteuid():
-        raise ConfigError(f"{what} {path} belongs to another user (number {found.st_uid}); choose another out")
-    if found.st_mode & OTHERS:
-        raise ConfigError(
-            f"{what} {path} can be written by others (mode {stat.S_IMODE(found.st_mode):04o}), who could change files of "
-            f"the run; chmod go-w {path}"
-        )
+    if problem := _exposed(f"{what} {path}", status, OTHERS, trusted=(os.geteuid(),)):
+        raise ConfigError(f"{problem}: others could change files of the run there; choose another out")
 
 
 def shown(path: str | Path) -> str:

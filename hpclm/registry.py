@@ -40,15 +40,16 @@ def lookup(kind: str, name: str, table: Mapping[str, str], check: Check) -> Any:
     if _standard(top):
         raise ConfigError(f"{kind} {name!r}: {top} is part of Python's standard library, which contains no {kind}")
     try:
-        found = getattr(import_module(module), attribute)
+        named = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         here = Path(top).is_dir() or Path(f"{top}.py").exists()
         note = f"; the current folder is not searched: start with PYTHONPATH={files.typed(Path.cwd())}" if here else ""
         raise ConfigError(f"{kind} {name!r} cannot be loaded: {error}{note}") from error
-    lacks = "is part of Python's standard library" if _standard(getattr(found, "__module__", None)) else check(found)
+    standard = _standard(getattr(named, "__module__", None))
+    lacks = "is part of Python's standard library" if standard else check(named)
     if lacks:
         raise ConfigError(f"{kind} {name!r} {lacks}; ARCHITECTURE.md says what a {kind} of your own must be")
-    return found
+    return named
 
 
 def load(path: str) -> Any:
@@ -62,7 +63,7 @@ def a_class(*methods: str, made_with: Sequence[str] = (), named: bool = False, b
 
     def check(found: Any) -> str | None:
         if not inspect.isclass(found):
-            return f"is not a class but {_article(type(found).__name__)}"
+            return "is not a class"
         if not issubclass(found, base):
             return f"is not a subclass of {base.__module__}.{base.__qualname__}"
         missing = [name for name in methods if not callable(getattr(found, name, None))]
@@ -76,7 +77,7 @@ def a_function(*parameters: str) -> Check:
 
     def check(found: Any) -> str | None:
         if not (inspect.isfunction(found) or inspect.isclass(found)):
-            return f"is not a function but {_article(type(found).__name__)}"
+            return "is not a function"
         return _refuses(found, parameters, False)
 
     return check
@@ -99,7 +100,3 @@ def hint(name: str, known: Mapping[str, Any] | list[str]) -> str:
 
 def _standard(module: Any) -> bool:
     return isinstance(module, str) and module.partition(".")[0] in sys.stdlib_module_names
-
-
-def _article(word: str) -> str:
-    return f"{'an' if word[0] in 'aeiou' else 'a'} {word}"

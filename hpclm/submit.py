@@ -4,21 +4,20 @@ import argparse
 import math
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 
-from hpclm import cli, config, extras, files
+from hpclm import cli, config, files, train
 from hpclm.config import JobConfig, RunConfig
 from hpclm.config.job import seconds_of
 from hpclm.config.length import planned_inside_warmup
 from hpclm.errors import ConfigError, HpclmError, LockedError
-from hpclm.launch import arguments, local, send, setup, sweep, visible
-from hpclm.node import gpus, notify, secrets
-from hpclm.rundir import folder, submissions
+from hpclm.launch import arguments, debug, prechecks, send, setup, sweep
+from hpclm.node import gpus, secrets
 from hpclm.rundir import runs as folders
+from hpclm.rundir import submissions
 from hpclm.rundir.status import span, status_of
 from hpclm.scheduler import Scheduler, named
 from hpclm.terminal import say
@@ -39,21 +38,23 @@ def main(argv: list[str]) -> int:
     runs = [arguments.compose(args, variant, argv) for variant in sweep.variants(args.sweep)]
     command = secrets.Redactor().words(["hpclm", "submit", *argv])
     where = _where(args, runs[0].job)
-    if len(runs) == 1 and where != "debug" and args.resume_step is None and _is_toy(args):
-        runs = [_own_directory(runs[0])]
     queues = where not in (*STARTED_BY, "debug")
     if len(runs) > 1 and not queues:
         raise ConfigError(f"--sweep needs a scheduler, not {where}: start the runs one after another")
     for run in runs:
-        check(run, where, args.again, args.resume_step)
+        prechecks.check(run, where, args.again, args.resume_step)
     if args.ranks:
         return _ranks(runs, args.ranks, args.gpus_kind)
     if where == "debug":
-        return _debug(runs[0], args.pdb)
+        changes = debug.overrides(runs[0])
+        changed = arguments.compose(args, sweep.Variant(tuple(changes)), argv)
+        return debug.run(changed, changes, lambda run: train.start(run, alone=True), args.pdb)
     if not queues:
         return _preview(where, runs[0]) if args.dry_run else _here(where, runs[0], command, args.resume_step)
     scheduler = named(where)
-    _warn(runs)
+    for warning in dict.fromkeys([*map(planned_inside_warmup, runs), *setup.missing_here(runs[0].job)]):
+        if warning:  # runs that start at once say so themselves
+            say(f"warning: {warning}", file=sys.stderr)
     scripts = [_script(scheduler, run) for run in runs]
     if len(runs) == 1 and args.resume_step is None:
         refuse_done(runs[0])
@@ -73,108 +74,24 @@ def _where(args: argparse.Namespace, job: JobConfig) -> str:
     return "slurm" if args.dry_run or shutil.which("sbatch") else "local"
 
 
-def check(run: RunConfig, where: str, again: bool = False, resume_step: int | None = None) -> None:
-    """ConfigError with every problem, before anything is written.
-
-    ``again``: it will follow a queued job; ``resume_step``: the step of the checkpoint to continue from.
-    """
-    from hpclm.launch import prechecks
-
-    problems = secrets.problems(asdict(run)) + ([] if where == "debug" else run.missing())
-    problems += run.engine.problems_on_cpu() + notify.missing(run.job.notify)
-    if here := not (run.job.venv or run.job.conda or run.job.container or run.job.modules):
-        problems += run.missing_libraries()
-    if here and (where == "mpirun" or run.job.template == "mpirun"):
-        problems += filter(None, [extras.missing("starting ranks with mpirun", "mpi4py")])
-    processes = run.job.nodes * run.job.gpus
-    try:
-        if where != "debug" and not (where == "mpirun" and run.job.hostfile):
-            run.plan(processes)
-    except ConfigError as error:
-        hint = f"; this job has job.nodes={run.job.nodes} x job.gpus={run.job.gpus} = {processes} processes"
-        problems += [problem + hint for problem in error.problems]
-    misplaced = _problems(lambda: folder.check(Path(run.out)))
-    problems += visible.problems(run) if where not in (*STARTED_BY, "debug") else []
-    problems += misplaced + (_problems(lambda: local.check(run)) if where == "local" else [])
-    if where == "debug":  # always starts from scratch, with synthetic data if the run's are missing
-        problems += _problems(lambda: prechecks.check(run, data=False))
-    else:
-        problems += _problems(
-            lambda: prechecks.check(run, resume_step=resume_step, queued=again, continues=not misplaced)
-        )
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
-
-
 class DoneError(ConfigError):
     """The run has already done everything its settings ask for."""
 
 
 def refuse_done(run: RunConfig) -> None:
     """DoneError if there is nothing left to do for this run."""
-    ending, before = _ending(run)
-    if ending and (before is None or _same_length(run, before)):
-        raise DoneError(
-            f"{run.out} is done: {ending}; extend it, for example with a larger budget.steps, go back with --from STEP, "
-            "or choose another out"
-        )
-
-
-def _ending(run: RunConfig) -> tuple[str, RunConfig | None]:
-    """How the run in the directory of ``run`` has completed, empty if it has not; and its settings, if they can be read."""
     out = Path(run.out)
-    if not folders.is_run(out):
-        return "", None
-    status, before = status_of(folders.read(out), None), None
-    with suppress(ConfigError):
+    status = status_of(folders.read(out), None) if folders.is_run(out) else None
+    if not status or not (status.name == "done" or "as stop_at says" in status.ending):
+        return
+    with suppress(ConfigError):  # settings that can no longer be read
         before = config.load(out / "config.yaml")
-    return status.ending or "done" if status.name == "done" or "as stop_at says" in status.ending else "", before
-
-
-def _same_length(run: RunConfig, before: RunConfig) -> bool:
-    return (run.budget, run.stop_at) == (before.budget, before.stop_at)
-
-
-def _is_toy(args: argparse.Namespace) -> bool:
-    """Whether the run is the toy model, in a run directory that was not chosen."""
-    words = [*filter(None, [args.config]), *args.settings]
-    chosen = {"out", "name"} & set(config.compose.named(words))
-    return not chosen and [word for word in words if not config.compose.is_override(word)] in ([], ["debug"])
-
-
-def _own_directory(toy: RunConfig) -> RunConfig:
-    """``toy``, in runs/debug-2, -3, … if runs/debug has a run that is done, or one of another length."""
-    run, number = toy, 1
-    while folders.is_run(Path(run.out)):
-        ending, before = _ending(run)
-        if not ending and (before is None or _same_length(run, before)):
-            return run  # to be continued
-        number += 1
-        run = replace(toy, name=f"{toy.name}-{number}", out=f"{toy.out}-{number}")
-    return run
-
-
-def _warn(runs: Sequence[RunConfig]) -> None:
-    """Warn of what may go wrong in a job, and of runs that have trained outside of one."""
-    for run in runs:
-        if short := planned_inside_warmup(run):  # runs that start at once say so themselves
-            say(f"warning: {short}", file=sys.stderr)
-    visible.warn(runs[0])
-    for out in (Path(run.out) for run in runs if folders.is_run(Path(run.out))):
-        last = folders.read(out, brief=True).attempt
-        if last and (not last.get("job_id") or last.get("launcher") == "local"):
-            say(
-                f"{out} trained on {last.get('host')} so far; from now on in a Slurm job (--cluster local: here)",
-                file=sys.stderr,
-            )
-
-
-def _problems(look: Callable[[], object]) -> list[str]:
-    try:
-        look()
-    except ConfigError as error:
-        return error.problems
-    return []
+        if (run.budget, run.stop_at) != (before.budget, before.stop_at):
+            return
+    raise DoneError(
+        f"{run.out} is done: {status.ending or 'done'}; extend it, for example with a larger budget.steps, go back with "
+        "--from STEP, or choose another out"
+    )
 
 
 def _script(scheduler: Scheduler, run: RunConfig) -> str:
@@ -225,14 +142,6 @@ def _here(where: str, run: RunConfig, command: list[str], resume_step: int | Non
         return int(import_module(STARTED_BY[where]).run(run, Path(run.out) / "config.yaml", command=command))
 
 
-def _debug(run: RunConfig, pdb: bool) -> int:
-    """Train a few steps in this process."""
-    from hpclm import train
-    from hpclm.launch import debug
-
-    return debug.run(run, lambda changed: train.start(changed, alone=True), pdb)
-
-
 def _submit(
     scheduler: Scheduler,
     runs: Sequence[RunConfig],
@@ -269,14 +178,8 @@ def _submit(
         limit = f"; time limit {_limit(run.job.time)}" if run.job.time else ""
         say(f"job {job.job_id}: {run.job.nodes} x {run.job.gpus} processes, {state}{limit}")
         say(f"run directory  {run.out}\nlog            {job.log}")
-        step = submissions.rollback(Path(run.out))
-        if step is not None:
-            earlier = (
-                ""
-                if resume_step is not None
-                else f", as requested earlier ({submissions.ROLLBACK} in the run directory)"
-            )
-            say(f"goes back to   step {step}{earlier}")
+        if (step := submissions.rollback(Path(run.out))) is not None:
+            say(f"goes back to   step {step}, as {submissions.ROLLBACK} in the run directory says")
         say(f"follow         hpclm logs -f {out}\nstop           hpclm cancel {out}\nresume         hpclm resume {out}")
         sys.stdout.flush()
     return code

@@ -22,7 +22,7 @@ from hpclm.distributed import bootstrap, network, restart
 from hpclm.distributed import context as distributed
 from hpclm.distributed.bootstrap import World
 from hpclm.errors import REQUEUE, ConfigError
-from hpclm.node import affinity, notify, secrets
+from hpclm.node import notify, secrets, threads
 from hpclm.rundir import code, folder
 
 HONOURED = ("job.notify", "job.warn_seconds")
@@ -84,7 +84,7 @@ def start(settings: RunConfig, alone: bool = False, resume_step: int | None = No
     if world.local_size < world.size:
         network.hide_lookup_warnings()
     if world.local_size > 1:
-        affinity.limit_threads(affinity.threads(world.local_size))
+        os.environ["OMP_NUM_THREADS"] = str(threads.per_process(world.local_size))
 
     if world.size == 1 or world.launcher in bootstrap.OF_MPI:  # MPI must be finalised
         ended = train(settings, world, resume_step)

@@ -4,13 +4,11 @@ import sys
 
 import numpy as np
 import pytest
-import torch
 
 from hpclm import cli
 from hpclm.data.tokenizers import build
 from hpclm.datasets.writer import Writer
 from hpclm.inference import run_model
-from hpclm.node import hardware
 
 OWN = """
 from hpclm.config.supports import Supports
@@ -118,14 +116,3 @@ def test_a_model_that_was_trained_with_offloaded_activations_is_measured_on_a_cp
     path = here / "run/config.yaml"
     path.write_text(path.read_text().replace("offload_activations: false", "offload_activations: true"))
     assert run_model.settings(here / "run", ["engine.device=cpu"]).engine.device == "cpu"
-
-
-def test_types_that_a_cpu_computes_slowly_are_warned_of(tmp_path, tiny, capsys):
-    cpu, info = torch.device("cpu"), tmp_path / "cpuinfo"
-    info.write_text("flags : fpu avx512_bf16\n")
-    assert hardware.slow_type(cpu, torch.bfloat16, str(info)) is hardware.slow_type(cpu, torch.float32) is None
-    assert "no fp16 instructions" in hardware.slow_type(cpu, torch.float16, str(info))
-    assert hardware.slow_type(torch.device("cuda"), torch.float16, str(info)) is None
-    if hardware.slow_type(cpu, torch.float16):
-        assert cli.main(["train", *tiny("run", "engine.precision=fp16", "stop_at=1")]) == 0
-        assert "training is about 20 times slower than with engine.precision=fp32" in capsys.readouterr().err

@@ -40,7 +40,7 @@ def train(tiny):
     """Train in this process; the exit code."""
 
     def call(out, *words, **more):
-        quiet = ["cluster.preflight=false", "cluster.bind=false", "optim.schedule=constant", "budget.steps=100"]
+        quiet = ["cluster.preflight=false", "optim.schedule=constant", "budget.steps=100"]
         return loop.run(from_cli([*tiny(out, *quiet), *words]), single(), **more)
 
     return call

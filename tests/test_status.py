@@ -1,5 +1,4 @@
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -11,6 +10,7 @@ import time
 import pytest
 
 from hpclm.rundir import submissions
+from hpclm.rundir.lease import Lease
 from hpclm.rundir.submissions import Submission
 from tests import forks, traced
 from tests.forks import Hpclm, hpclm
@@ -191,8 +191,7 @@ def test_a_silent_run_a_loss_that_is_not_finite_and_a_crash_loop_are_warned_of(t
 
 def test_a_lock_that_is_held_is_not_taken_by_looking(tmp_path):
     run = make(tmp_path / "a", [attempt(host=socket.gethostname())])
-    with (run / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with Lease(run):
         assert status(run)[0]["process"] == os.getpid()
 
 

@@ -212,7 +212,7 @@ def environments(clients: int) -> list[dict[str, str]]:
 def settings(clients: int, out: Path, steps: int) -> list[str]:
     """What N ranks of the debug model are started with."""
     words = ["configs/debug.yaml", f"budget.steps={steps}", "evaluate.every=0", f"batch.global_size={max(16, clients)}"]
-    return [*words, "engine.device=cpu", f"out={out}", "log.tensorboard=false", "cluster.bind=false"]
+    return [*words, "engine.device=cpu", f"out={out}", "log.tensorboard=false"]
 
 
 def ranks(clients: int, out: Path) -> dict[str, Any]:

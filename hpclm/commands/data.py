@@ -38,12 +38,12 @@ def inspect(args: argparse.Namespace) -> None:
 def histogram(contents: dict[str, Any], path: Path) -> None:
     """Write the document lengths of a report as a picture; ConfigError if the format is unknown or it cannot be written."""
     from hpclm import files
-    from hpclm.datasets.lengths import Bin
     from hpclm.reporting import figures
 
     title = f"{Path(contents['prefix']).name}: {contents['documents']:,} documents, {contents['tokens']:,} tokens"
-    bins = [Bin(*bin) for bin in contents["histogram"]]
-    picture = figures.histogram([bin.name for bin in bins], [bin.count for bin in bins], title)
+    bins = contents["histogram"]
+    names = [f"{low:,}" if low == high else f"{low:,}–{high:,}" for low, high, _ in bins]
+    picture = figures.histogram(names, [count for *_, count in bins], title)
     if path.suffix not in (".svg", ".png"):
         raise ConfigError(f"--histogram {path} must end in .svg or .png")
     content = figures.png(picture) if path.suffix == ".png" else figures.svg(picture, path.stem).encode()

@@ -97,7 +97,7 @@ def slurm_output(run: Run) -> Path | None:
     submitted = {each.job_id for each in run.submissions}
     with suppress(NoAnswerError):
         for job in (job for job in reversed(run.jobs) if job not in submitted):
-            path = slurm.job_log(job, PATIENCE)
+            path = slurm.shown("job", job, PATIENCE).get("StdOut")
             if path and files.is_file(Path(path)):
                 return Path(path)
     return None

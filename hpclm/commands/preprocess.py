@@ -1,13 +1,13 @@
 """``hpclm preprocess``: turn text into a dataset; Megatron users know it as tools/preprocess_data.py."""
 
-import time
-
 from hpclm import log
 from hpclm.datasets import build, parts
 from hpclm.datasets.encode import tokenizer_of
+from hpclm.datasets.next_command import next_command
 from hpclm.datasets.options import parse
 from hpclm.datasets.workers import exit_on_signals
 from hpclm.files import writable_folder
+from hpclm.terminal import say
 
 
 def main(argv: list[str]) -> int:
@@ -17,18 +17,16 @@ def main(argv: list[str]) -> int:
     tokenizer_of.cache_clear()  # its files may have changed since an earlier call
     with exit_on_signals():
         if request.share.parts > 1:
-            return parts.main(request)
-        build.refuse_to_replace(request, [prefix for corpus in request.corpora for prefix in corpus.prefixes])
-        for corpus in request.corpora:
-            writable_folder(corpus.prefixes[0].parent, "output folder")
-        if request.dictionary is not None:
-            build.write_dictionary(request.dictionary, request)
-        build.check(request.job)
-        for corpus in request.corpora:
-            began = time.monotonic()
-            reports = build.write(corpus, request, corpus.prefixes)
-            seconds = time.monotonic() - began
-            size = sum(source.size for source in corpus.inputs)
-            build.print_reports(reports, f"; {size / 1e6 / seconds:.1f} MB/s" if size else "")
-    build.print_next([corpus.prefixes[0] for corpus in request.corpora], request)
+            if not parts.write_part(request):
+                return 0
+        else:
+            build.refuse_to_replace(request, [prefix for corpus in request.corpora for prefix in corpus.prefixes])
+            for corpus in request.corpora:
+                writable_folder(corpus.prefixes[0].parent, "output folder")
+            if request.dictionary is not None:
+                build.write_dictionary(request.dictionary, request)
+            build.check(request.job)
+            for corpus in request.corpora:
+                build.write(corpus, request, corpus.prefixes)
+    say(f"next: {next_command([corpus.prefixes[0] for corpus in request.corpora], tokenizer_of(request.job).size)}")
     return 0

@@ -1,7 +1,6 @@
 """The verbs ``hpclm save-now`` and ``hpclm stop``: a request to each of several runs, and waiting for all of them."""
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from hpclm import cli, files
@@ -13,26 +12,21 @@ from hpclm.terminal import say
 def save_now(argv: list[str]) -> int:
     """``hpclm save-now``: have runs save after the current step, and continue."""
     return _request(
-        "save-now",
-        "Have runs save after the current step, and continue.",
-        lambda out: f"saving; see: hpclm checkpoints {files.typed(out)}",
-        argv,
+        "save-now", "Have runs save after the current step, and continue.", "saving; see: hpclm checkpoints", argv
     )
 
 
 def stop(argv: list[str]) -> int:
     """``hpclm stop``: have runs save after the current step, and exit."""
-    return _request(
-        "stop",
+    description = (
         "Have runs save after the current step, and exit with code 0, so that Slurm does not start them again. Works from any "
-        "machine that sees the run directory; 'hpclm cancel' also ends runs that wait or hang. 'hpclm resume' continues them.",
-        lambda out: f"saved and ended; continue with: hpclm resume {files.typed(out)}",
-        argv,
+        "machine that sees the run directory; 'hpclm cancel' also ends runs that wait or hang. 'hpclm resume' continues them."
     )
+    return _request("stop", description, "saved and ended; continue with: hpclm resume", argv)
 
 
-def _request(verb: str, description: str, done: Callable[[Path], str], argv: list[str]) -> int:
-    """The verb ``verb``; ``done`` says what a run has done once it has complied."""
+def _request(verb: str, description: str, done: str, argv: list[str]) -> int:
+    """The verb ``verb``; ``done`` is said of a run that has complied, before its name."""
     parser = cli.run_parser(
         verb,
         description,
@@ -51,5 +45,5 @@ def _request(verb: str, description: str, done: Callable[[Path], str], argv: lis
     for out, path in asked.items():
         with each:
             if control_files.followed(path, until):
-                say(done(out), flush=True)
+                say(f"{done} {files.typed(out)}", flush=True)
     return each.code

@@ -80,23 +80,15 @@ def may_start(status: RunStatus, changes: list[str]) -> None:
 
 
 def words(run: Run, changes: list[str]) -> list[str]:
-    """The arguments of hpclm submit that submit ``run`` again: ``changes`` come last, so that they win."""
-    out = run.out.absolute()
-    return ["--config", str(out / "config.yaml"), *before(run, changes), f"out={out}", *changes]
-
-
-def before(run: Run, changes: list[str]) -> list[str]:
-    """Cluster and size of the last job, or of a run's own processes if it was started by hand, unless they are changed."""
-
-    def said(name: str) -> bool:
-        return any(word == f"--{name}" or word.startswith((f"--{name}=", f"job.{name}=")) for word in changes)
-
+    """The arguments of hpclm submit that submit ``run`` again, on the cluster and with the size of its last job, or of its own
+    processes if it was started by hand: ``changes`` come last, so that they win."""
     if run.submissions:
         last = run.submissions[-1]
-        choices = {"cluster": last.cluster, "nodes": str(last.nodes), "gpus": str(last.tasks_per_node)}
+        choices = {"cluster": last.cluster, "nodes": last.nodes, "gpus": last.tasks_per_node}
     else:
-        attempt = run.attempt
-        nodes = len(attempt.get("hosts") or [1])
-        size = int(attempt.get("size") or 1)
-        choices = {"nodes": str(nodes), "gpus": str(max(1, size // nodes))}
-    return [word for name, value in choices.items() if not said(name) for word in (f"--{name}", value)]
+        nodes = len(run.attempt.get("hosts") or [1])
+        choices = {"nodes": nodes, "gpus": max(1, int(run.attempt.get("size") or 1) // nodes)}
+    changed = [name for name in choices for word in changes if re.match(rf"--{name}(=|$)|job\.{name}=", word)]
+    kept = [word for name, value in choices.items() if name not in changed for word in (f"--{name}", str(value))]
+    out = run.out.absolute()
+    return ["--config", str(out / "config.yaml"), *kept, f"out={out}", *changes]

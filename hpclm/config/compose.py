@@ -204,6 +204,7 @@ def _leaves(content: reading.Content, path: Path) -> list[Setting]:
     """The settings of a file, without removed ones at the value that changes nothing."""
     leaves = [setting for key, value in content.tree.items() for setting in _flat(str(key), value, str(path))]
     unchanged = {key: default for key, (default, _) in run_file.REMOVED.items()}
+    leaves = [each for each in leaves if each.key not in run_file.HARMLESS]
     return _renamed(each for each in leaves if each.key not in unchanged or unchanged[each.key] != each.value)
 
 

@@ -241,8 +241,6 @@ class ClusterConfig(Checked):
     NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME override it."""
     preflight: bool = True
     """Check hosts, devices, versions, disk and network before a run of several processes starts."""
-    bind: bool = True
-    """Bind each process to the cores near its GPU, or to its share of the NUMA nodes, unless the launcher has bound it."""
 
     def problems(self) -> Iterator[str]:
         """Invalid cluster settings."""

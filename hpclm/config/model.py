@@ -1,5 +1,6 @@
 """Settings of the network."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -61,7 +62,7 @@ class ModelConfig(Checked):
     block: str = "gpt"
     """Transformer block: gpt, or your own module as package.module:Name."""
     kernels: Literal["torch", "apex"] = "torch"
-    """Norms and rotary positions on GPUs: PyTorch's operations, or NVIDIA apex's fused ones if apex is installed."""
+    """Norms on GPUs: PyTorch's operations, or NVIDIA apex's fused ones if apex is installed."""
     attention: Literal["auto", "cudnn", "flash", "flex", "math"] = "auto"
     """Attention's kernel on GPUs: cuDNN's, FlashAttention, FlexAttention, or plain matrix products. auto: the fastest for
     the GPU and the shape, and FlexAttention for documents and ALiBi."""
@@ -90,8 +91,8 @@ class ModelConfig(Checked):
             yield f"model.positions=sinusoidal needs an even model.hidden, not {self.hidden}"
         if self.rope_base != 10000.0 and self.positions != "rope":
             yield f"model.rope_base={self.rope_base} has no effect with model.positions={self.positions}"
-        elif not self.rope_base > 1:
-            yield f"model.rope_base={self.rope_base} must be more than 1"
+        elif not 1 < self.rope_base < math.inf:
+            yield f"model.rope_base={self.rope_base} must be more than 1 and finite"
         wrong_block = problem("model.block", self.block, BLOCKS)
         if wrong_block:
             yield wrong_block

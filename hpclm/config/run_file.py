@@ -17,6 +17,7 @@ _FIRST = re.compile(r"# Every setting of a run(?: of hpclm (\S+))?, resolved:")
 _FOLLOW = "hpclm evaluate RUN --tasks A,B --follow scores each checkpoint beside the run"
 REMOVED: dict[str, tuple[Any, str]] = {
     "checkpoint.files": ("rank", ""),
+    "cluster.bind": (False, "srun --cpu-bind and mpirun --bind-to bind processes to cores"),
     "cluster.hang": ("requeue", ""),
     "cluster.slow": (1.5, ""),
     "data.extra_ids": (0, ""),
@@ -36,6 +37,8 @@ REMOVED: dict[str, tuple[Any, str]] = {
 }
 """Settings that no longer exist, the values with which a config.yaml may still have them (what hpclm does now), and what to do
 instead of other values."""
+HARMLESS = ("cluster.bind",)
+"""Those of them that a settings file may have with any value, since no result depends on them."""
 RENAMED = {
     "job.name": "job.options.job-name",
     **{f"job.{option}": f"job.options.{option}" for option in ("account", "qos", "constraint", "dependency")},

@@ -135,9 +135,9 @@ class _Loaded(NamedTuple):
 
 def _restarted(documents: NDArray[np.int64]) -> NDArray[np.int64]:
     """[B, T] document indices -> positions that start at 0 in each document."""
-    where = np.broadcast_to(np.arange(documents.shape[1]), documents.shape)
+    index = np.broadcast_to(np.arange(documents.shape[1]), documents.shape)
     starts = np.diff(documents, axis=1, prepend=-1) != 0
-    return where - np.maximum.accumulate(np.where(starts, where, 0), axis=1)
+    return index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)
 
 
 class Prefetch(Generic[T]):
@@ -156,12 +156,12 @@ class Prefetch(Generic[T]):
         """The result of ``make(key)``, or its exception."""
         if self._pool is None:
             return self._make(key)
-        wanted = [key]
+        keys = [key]
         for _ in range(self._threads + 1):
-            wanted.append(self._following(wanted[-1]))
-        for stale in set(self._coming) - set(wanted):
+            keys.append(self._following(keys[-1]))
+        for stale in set(self._coming) - set(keys):
             self._coming.pop(stale).cancel()
-        for ahead in wanted:
+        for ahead in keys:
             if ahead not in self._coming:
                 self._coming[ahead] = self._pool.submit(self._make, ahead)
         return self._coming.pop(key).result()

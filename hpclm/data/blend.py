@@ -1,6 +1,6 @@
 """Blend several datasets: which of them provides the i-th sample.
 
-K datasets, N samples wanted. Greedy: the next sample comes from the dataset that is furthest behind its weight; ties go to the first.
+K datasets, N samples requested. Greedy: the next sample comes from the dataset that is furthest behind its weight; ties go to the first.
 Source: NVIDIA/Megatron-LM megatron/core/datasets/blended_megatron_dataset_builder.py and helpers.cpp;
 bigscience-workshop/Megatron-DeepSpeed megatron/data/blendable_dataset.py.
 """
@@ -28,14 +28,14 @@ class BlendIndex:
     index: NDArray[np.int64]
 
 
-def shares(weights: Sequence[float], wanted: int, policy: str) -> tuple[list[int], int]:
-    """Samples to request from each dataset for ``wanted`` in all, and the resulting size of the blend."""
+def shares(weights: Sequence[float], requested: int, policy: str) -> tuple[list[int], int]:
+    """Samples to request from each dataset for ``requested`` in all, and the resulting size of the blend."""
     whole = sum(weights)
     parts = [weight / whole for weight in weights]
     if policy == "mcore":
-        asked = [math.ceil(wanted * part) for part in parts]
+        asked = [math.ceil(requested * part) for part in parts]
         return [math.ceil(number * SURPLUS) for number in asked], sum(asked)
-    return [math.ceil(wanted * part * SURPLUS) for part in parts], wanted
+    return [math.ceil(requested * part * SURPLUS) for part in parts], requested
 
 
 def weighted(weights: Sequence[float], total: int) -> BlendIndex:
@@ -52,10 +52,10 @@ def exhaustive(sizes: Sequence[int]) -> BlendIndex:
 
 def counts(blend_index: BlendIndex, datasets: int) -> list[int]:
     """Number of samples from each dataset."""
-    found = np.zeros(datasets, np.int64)
+    totals = np.zeros(datasets, np.int64)
     for first in range(0, len(blend_index.which), BLOCK):
-        found += np.bincount(blend_index.which[first : first + BLOCK], minlength=datasets)
-    return found.tolist()
+        totals += np.bincount(blend_index.which[first : first + BLOCK], minlength=datasets)
+    return totals.tolist()
 
 
 def _blended(weights: NDArray[np.float64], limits: NDArray[np.int64], total: int) -> BlendIndex:

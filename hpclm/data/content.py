@@ -6,8 +6,8 @@ index, and file and block hashes of the tokens.
 """
 
 import random
-import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -48,12 +48,11 @@ def noted(prefix: str | Path) -> DatasetContent | None:
     entry = sidecar(prefix).get(KEY)
     if entry is None:
         return None
-    if isinstance(entry, dict) and entry.get("hash") == "xxh3" and entry.get("block_bytes") == BLOCK:
-        texts = [entry.get(name) for name in ("bin", "idx", "blocks")]
-        hashes: list[str] = [text for text in texts if isinstance(text, str) and re.fullmatch("[0-9a-f]*", text)]
-        bin, idx, blocks = hashes if len(hashes) == 3 else ("", "", "")
-        if bin and not len(blocks) % DIGEST and hash_of_blocks(blocks) == bin:
-            return DatasetContent(bin, idx, blocks, entry["added"] if isinstance(entry.get("added"), str) else None)
+    with suppress(KeyError, TypeError, ValueError, AttributeError):
+        content = DatasetContent(entry["bin"], entry["idx"], entry["blocks"], entry.get("added"))
+        known = (entry["hash"], entry["block_bytes"]) == ("xxh3", BLOCK) and isinstance(content.idx, str)
+        if known and hash_of_blocks(content.blocks) == content.bin:
+            return content
     raise ConfigError(
         f"the content hash in {files(prefix)[2]} is corrupt, or from another version of hpclm; restore that file, or hash the "
         f"dataset as it is now: hpclm data hash --overwrite {prefix}"
@@ -84,10 +83,10 @@ def check_some(dataset: IndexedDataset, content: DatasetContent, count: int, rng
     return len(chosen)
 
 
-def differing(dataset: IndexedDataset, known: DatasetContent, found: str) -> ConfigError:
-    """The error for tokens whose block hashes are ``found``."""
-    count = max(len(found), len(known.blocks)) // DIGEST
-    return damaged(dataset, [n for n in range(count) if found[DIGEST * n : DIGEST * (n + 1)] != known.block(n)], count)
+def differing(dataset: IndexedDataset, known: DatasetContent, blocks: str) -> ConfigError:
+    """The error for tokens whose block hashes are ``blocks``."""
+    count = max(len(blocks), len(known.blocks)) // DIGEST
+    return damaged(dataset, [n for n in range(count) if blocks[DIGEST * n : DIGEST * (n + 1)] != known.block(n)], count)
 
 
 def index_damaged(dataset: IndexedDataset) -> ConfigError:

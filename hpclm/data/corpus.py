@@ -28,8 +28,8 @@ class Corpus:
     def __init__(self, settings: DataConfig, context: int, seed: int, vocab_size: int, facts: SharedFacts):
         self.settings, self.context = settings, context
         self._datasets: dict[str, IndexedDataset] = {}
-        wanted = dict(listed(settings))
-        for entry in wanted.values():
+        mixtures = dict(listed(settings))
+        for entry in mixtures.values():
             for prefix in entry.prefixes:
                 if prefix not in self._datasets:
                     self._datasets[prefix] = opened(prefix, facts)
@@ -51,7 +51,7 @@ class Corpus:
         self._sampling = SampleSettings(
             context, seed, settings.order, settings.break_mode, settings.index_cache, eos, repeat
         )
-        self.splits = {name: self._split(name, entry) for name, entry in wanted.items()}
+        self.splits = {name: self._split(name, entry) for name, entry in mixtures.items()}
         self.held_out = [name for name in self.splits if name.startswith("valid")]
         self.fingerprint: dict[str, Any] = facts.find("fingerprint", lambda: self._fingerprint(tokenizer))
 
@@ -86,13 +86,13 @@ class Corpus:
         """Samples in one epoch of the split; 0 if it is shorter than one."""
         return self.splits[split].per_epoch if split in self.splits else 0
 
-    def check(self, split: str, wanted: int | None) -> None:
+    def check(self, split: str, requested: int | None) -> None:
         """ConfigError if ``samples`` cannot provide that many; reads and builds nothing large."""
-        self._known(split).check(wanted, self.settings, self.context)
+        self._known(split).check(requested, self.settings, self.context)
 
-    def samples(self, split: str, wanted: int | None) -> Samples:
-        """At least ``wanted`` samples of the split, or one epoch; ConfigError if it is shorter than one."""
-        return self._known(split).samples(wanted, self.settings, self.context)
+    def samples(self, split: str, requested: int | None) -> Samples:
+        """At least ``mixtures`` samples of the split, or one epoch; ConfigError if it is shorter than one."""
+        return self._known(split).samples(requested, self.settings, self.context)
 
     def _known(self, split: str) -> Split:
         if split not in self.splits:

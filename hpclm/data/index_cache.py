@@ -97,8 +97,8 @@ def _save(arrays: Arrays, entry: Path, about: dict[str, Any]) -> None:
 
 def _fingerprints(entry: Path) -> dict[str, list[Any]]:
     """Size and fingerprint of each array's file."""
-    found: dict[str, list[Any]] = {}
+    fingerprints: dict[str, list[Any]] = {}
     for path in sorted(entry.glob("*.npy")):
         with reader(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            found[path.name] = [len(content), fingerprint(content)]
-    return found
+            fingerprints[path.name] = [len(content), fingerprint(content)]
+    return fingerprints

@@ -1,6 +1,6 @@
 """The order of a dataset's samples: which documents a split has, how they are shuffled, where each sample starts.
 
-S tokens in a sample (model.context), n sequences in the dataset, N samples wanted, E epochs. Sample i is S + 1 tokens of
+S tokens in a sample (model.context), n sequences in the dataset, N samples requested, E epochs. Sample i is S + 1 tokens of
 the concatenated shuffled documents, so neighbours share one. Source: NVIDIA/Megatron-LM
 megatron/core/datasets/gpt_dataset.py, bigscience-workshop/Megatron-DeepSpeed megatron/data/gpt_dataset.py, and
 Megatron-LM v1.1.5; what their C++ helper does one document at a time is done here in blocks of documents.
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 LAST_EPOCH_APART = {"mcore": 0.80, "bigscience": 0.95, "dse": 0.0}
-"""The last epoch is shuffled separately if less than this fraction of it is wanted."""
+"""The last epoch is shuffled separately if less than this fraction of it is requested."""
 BLOCK = 1 << 16  # documents processed at a time, to stay in the processor's cache
 WORTHWHILE = 1_000_000  # iterations of the innermost loop; fewer finish before the compiler has started
 SEPARATOR = 1  # tokens of a line that ends a document: only </s>
@@ -33,7 +33,7 @@ class Order:
     seed: int
     policy: str = "mcore"
     """mcore, bigscience or dse."""
-    wanted: int | None = None
+    requested: int | None = None
     """N; None: one epoch."""
     keep_partial: bool = False
     """Use the remaining tokens after the last whole sample as a shorter sample."""
@@ -83,7 +83,7 @@ def samples_in(tokens: int, context: int, keep_partial: bool = False) -> int:
 
 def passes(tokens: int, order: Order) -> int:
     """E: number of epochs over a split of ``tokens`` tokens that the wanted samples need."""
-    return 1 if order.wanted is None else max(1, -(-(order.wanted * order.context + 1) // tokens))
+    return 1 if order.requested is None else max(1, -(-(order.requested * order.context + 1) // tokens))
 
 
 def index_bytes(sequences: int, tokens: int, order: Order) -> int:
@@ -97,17 +97,17 @@ def index_bytes(sequences: int, tokens: int, order: Order) -> int:
 def build_index(sizes: NDArray[np.int32], span: range, order: Order) -> SampleIndex:
     """The order of at least ``order.wanted`` samples of the sequences ``span``, which hold enough tokens for one.
 
-    A split shorter than one sample is repeated, as in Megatron; with ``wanted`` None it has no sample.
+    A split shorter than one sample is repeated, as in Megatron; with ``requested`` None it has no sample.
 
     sizes [n]: tokens of every sequence of the dataset.
     """
-    context, wanted = order.context, order.wanted
+    context, requested = order.context, order.requested
     per_epoch = int(sizes[span.start : span.stop].sum(dtype=np.int64))
     epochs = passes(per_epoch, order)
     total = samples_in(epochs * per_epoch, context, order.keep_partial)
     before_last = ((epochs - 1) * per_epoch - 1) // context
     enough = int(LAST_EPOCH_APART[order.policy] * ((per_epoch - 1) // context))
-    apart = wanted is not None and epochs > 1 and wanted - before_last < enough
+    apart = requested is not None and epochs > 1 and requested - before_last < enough
     runs = [epochs - 1, 1] if apart else [epochs]
 
     rng = np.random.RandomState(order.seed)  # the same generator, used in the same sequence, as in the other projects
@@ -191,8 +191,8 @@ def blocks(sizes: NDArray[np.int32], longest: int, mode: str) -> Blocks:
         bounds = np.stack((ends - sizes, ends), 1)[sizes > 0]
     else:
         bounds = np.empty((len(sizes), 2), np.int64)
-        found = compiled(_pack, len(sizes))(sizes, longest, mode == "complete_doc", bounds)
-        bounds = bounds[:found].copy()
+        count = compiled(_pack, len(sizes))(sizes, longest, mode == "complete_doc", bounds)
+        bounds = bounds[:count].copy()
     begins = np.concatenate(([0], ends[:-1]))
     near = np.minimum(np.searchsorted(begins, bounds[:, 0]), max(len(begins) - 1, 0))
     return Blocks(bounds, begins[near] == bounds[:, 0])
@@ -200,26 +200,26 @@ def blocks(sizes: NDArray[np.int32], longest: int, mode: str) -> Blocks:
 
 def _pack(sizes: NDArray[np.int32], longest: int, by_document: bool, bounds: NDArray[np.int64]) -> int:
     """Fill ``bounds`` with blocks of whole lines; returns their number."""
-    found = 0
+    count = 0
     start = end = 0
     for i in range(len(sizes)):
         size = sizes[i]
         separator = by_document and size == SEPARATOR
         if separator or (end > start and end - start + size > longest):
             if end - start > (1 if by_document else 0):
-                bounds[found, 0], bounds[found, 1] = start, end
-                found += 1
+                bounds[count, 0], bounds[count, 1] = start, end
+                count += 1
             start = end
         end += size
         if separator:
             start = end
     if end - start > (1 if by_document else 0):
-        bounds[found, 0], bounds[found, 1] = start, end
-        found += 1
-    return found
+        bounds[count, 0], bounds[count, 1] = start, end
+        count += 1
+    return count
 
 
-def shuffled(count: int, wanted: int, seed: int) -> NDArray[np.int64]:
-    """The order of ``wanted`` out of ``count`` blocks, shuffled anew in each epoch."""
-    passes = -(-wanted // count)
+def shuffled(count: int, requested: int, seed: int) -> NDArray[np.int64]:
+    """The order of ``requested`` out of ``count`` blocks, shuffled anew in each epoch."""
+    passes = -(-requested // count)
     return np.concatenate([np.random.RandomState((seed + i) % 2**32).permutation(count) for i in range(passes)])

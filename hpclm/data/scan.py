@@ -47,19 +47,19 @@ def check_all(index: IndexFile, idx: Path, size: int, progress: Callable[[int], 
     for start in range(0, n, BLOCK):
         sizes = index.sizes[start : start + BLOCK].astype(np.int64)
         if sizes.min() < 0:
-            where = int(np.argmax(sizes < 0))
-            raise _negative(idx, start + where, int(sizes[where]))
+            place = int(np.argmax(sizes < 0))
+            raise _negative(idx, start + place, int(sizes[place]))
         if sizes.max() > last:  # so that no sum can overflow
-            where = int(np.argmax(sizes > last))
+            place = int(np.argmax(sizes > last))
             raise ConfigError(
-                f"{idx}: sequence {start + where} has {sizes[where]} tokens, but all tokens together have {size} bytes"
+                f"{idx}: sequence {start + place} has {sizes[place]} tokens, but all tokens together have {size} bytes"
             )
         expected = end + np.concatenate(([0], np.cumsum(sizes * width)))
-        found = index.starts[start : start + BLOCK]
-        wrong = expected[:-1] != found
+        actual = index.starts[start : start + BLOCK]
+        wrong = expected[:-1] != actual
         if wrong.any():
-            where = int(np.argmax(wrong))
-            raise _misplaced(idx, start + where, int(expected[where]), int(found[where]))
+            place = int(np.argmax(wrong))
+            raise _misplaced(idx, start + place, int(expected[place]), int(actual[place]))
         end = int(expected[-1])
         if end > last:
             raise ConfigError(f"{idx}: sequence {start + len(sizes) - 1} ends past the tokens' {size} bytes")
@@ -73,10 +73,10 @@ def _check_documents(documents: NDArray[np.int64], idx: Path, progress: Callable
         block = documents[start : start + BLOCK + 1]
         falls = block[1:] < block[:-1]
         if falls.any():
-            where = int(np.argmax(falls))
+            place = int(np.argmax(falls))
             raise ConfigError(
-                f"{idx}: document bounds must not decrease; document {start + where} goes from sequence {block[where]} "
-                f"to {block[where + 1]}: the index is damaged"
+                f"{idx}: document bounds must not decrease; document {start + place} goes from sequence {block[place]} "
+                f"to {block[place + 1]}: the index is damaged"
             )
         progress(len(block) - 1)
 
@@ -85,8 +85,8 @@ def _negative(idx: Path, sequence: int, size: int) -> ConfigError:
     return ConfigError(f"{idx}: sequence {sequence} has a negative size, {size}")
 
 
-def _misplaced(idx: Path, sequence: int, expected: int, found: int) -> ConfigError:
+def _misplaced(idx: Path, sequence: int, expected: int, actual: int) -> ConfigError:
     return ConfigError(
         f"{idx}: sequence {sequence} should start at byte {expected} of the tokens, where the previous one ends, "
-        f"but the index says {found}"
+        f"but the index says {actual}"
     )

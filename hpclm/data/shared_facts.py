@@ -20,8 +20,8 @@ class SharedFacts:
         """The fact ``name``; if it is not known, what ``read`` returns (JSON)."""
         if name not in self.known:
             self.known[name] = read()
-        found: T = self.known[name]
-        return found
+        fact: T = self.known[name]
+        return fact
 
     def once(self, name: str, check: Callable[[], object]) -> None:
         """``check``, unless it is known to have passed."""

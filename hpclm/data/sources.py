@@ -52,8 +52,8 @@ class Source(Protocol):
         """Samples in one epoch of the split; 0 if it is shorter than one sample."""
         ...
 
-    def samples(self, split: str, wanted: int | None) -> Samples:
-        """At least ``wanted`` samples, or one epoch if that is None; ConfigError if the split has none."""
+    def samples(self, split: str, requested: int | None) -> Samples:
+        """At least ``requested`` samples, or one epoch if that is None; ConfigError if the split has none."""
         ...
 
 
@@ -77,16 +77,16 @@ def build(data: DataConfig, model: ModelConfig, seed: int, facts: SharedFacts | 
 def check_content(source: Source) -> list[str]:
     """Verify some of the data, if the source supports that; returns what was found. ConfigError if data are corrupt."""
     look = getattr(source, "check_content", list)
-    found: list[str] = look()
-    return found
+    findings: list[str] = look()
+    return findings
 
 
 def samples_per_epoch(source: Source) -> int:
     """Samples in one epoch of the training data; ConfigError if there are none."""
-    found = source.per_epoch("train")
-    if not found:
+    samples = source.per_epoch("train")
+    if not samples:
         check_part(source, "train", None)
-    return found
+    return samples
 
 
 def without_evaluation(source: Source, part: str, error: ConfigError) -> ConfigError:
@@ -106,7 +106,7 @@ def needs_eod(data: DataConfig, eod: int | None) -> Iterator[str]:
             )
 
 
-def check_part(source: Source, part: str, wanted: int | None) -> None:
+def check_part(source: Source, part: str, requested: int | None) -> None:
     """ConfigError if a split has no samples, or its files cannot be used; reads no samples, if the source can do so."""
     check: Any = getattr(source, "check", source.samples)
-    check(part, wanted)
+    check(part, requested)

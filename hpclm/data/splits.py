@@ -65,42 +65,42 @@ class DatasetSlice:
             return len(self._blocks.bounds)
         return samples_in(self.tokens, self.sampling.context, self.keep_partial)
 
-    def check(self, wanted: int | None, split: str) -> None:
-        """ConfigError if ``wanted`` samples are so many epochs that their index would not fit in memory."""
+    def check(self, requested: int | None, split: str) -> None:
+        """ConfigError if ``requested`` samples are so many epochs that their index would not fit in memory."""
         if self.sampling.break_mode:
-            often, size, each = -(-(wanted or 1) // self.per_epoch), 8 * (wanted or 0), 8 * self.per_epoch
+            often, size, each = -(-(requested or 1) // self.per_epoch), 8 * (requested or 0), 8 * self.per_epoch
         else:
-            order = self._order(wanted)
+            order = self._order(requested)
             often, size = passes(self.tokens, order), index_bytes(len(self.span), self.tokens, order)
             each = size // often
         if often <= MANY_PASSES or size <= LARGE_INDEX:
             return
         fits = max(MANY_PASSES, LARGE_INDEX // max(1, each))
         raise ConfigError(
-            f"{wanted:,} samples of model.context={self.sampling.context} tokens are {often:,} passes over the {split} split of "
+            f"{requested:,} samples of model.context={self.sampling.context} tokens are {often:,} passes over the {split} split of "
             f"{self.dataset.prefix}, which has {self.tokens:,} tokens, and their index would take {size / 2**30:.1f} GiB of "
             f"memory; set budget.epochs=10 (at most budget.epochs={fits} fits), or give more data"
         )
 
-    def _order(self, wanted: int | None) -> Order:
-        if self.keep_partial and wanted is not None and wanted <= self.per_epoch:
-            wanted = None  # otherwise the last token would come from a second epoch
-        if wanted is None and not self._whole:
-            wanted = 1
+    def _order(self, requested: int | None) -> Order:
+        if self.keep_partial and requested is not None and requested <= self.per_epoch:
+            requested = None  # otherwise the last token would come from a second epoch
+        if requested is None and not self._whole:
+            requested = 1
         sampling = self.sampling
-        return Order(sampling.context, sampling.seed, sampling.order, wanted, self.keep_partial)
+        return Order(sampling.context, sampling.seed, sampling.order, requested, self.keep_partial)
 
-    def samples(self, wanted: int | None) -> Samples:
-        """At least ``wanted`` samples, or one epoch; there must be at least one sample."""
+    def samples(self, requested: int | None) -> Samples:
+        """At least ``requested`` samples, or one epoch; there must be at least one sample."""
         if self.sampling.break_mode:
-            return self._block_samples(wanted or self.per_epoch)
-        sampling, order = self.sampling, self._order(wanted)
+            return self._block_samples(requested or self.per_epoch)
+        sampling, order = self.sampling, self._order(requested)
 
         def build() -> index_cache.Arrays:
             self.dataset.check_once()  # completely; opening a large dataset only checks its ends
             return vars(build_index(self.dataset.sizes, self.span, order))
 
-        often = -(-(wanted or 1) // max(1, self.per_epoch))
+        often = -(-(requested or 1) // max(1, self.per_epoch))
         large = often * (len(self.span) + self.per_epoch) > WORTH_KEEPING
         if not (large or sampling.cache):
             return PackedSamples(self.dataset, SampleIndex(**build()), self.keep_partial)
@@ -117,10 +117,10 @@ class DatasetSlice:
             "content": content and content.bin,
         }
 
-    def _block_samples(self, wanted: int) -> Samples:
+    def _block_samples(self, requested: int) -> Samples:
         first = self.dataset.place(self.span.start)
         flat = self.dataset.flat[first : first + self.tokens]
-        order = shuffled(self.per_epoch, wanted, self.sampling.seed)
+        order = shuffled(self.per_epoch, requested, self.sampling.seed)
         return BlockSamples(flat, self._blocks, order, self.sampling.eos)
 
     @property
@@ -132,15 +132,15 @@ class DatasetSlice:
     def _blocks(self) -> Blocks:
         self.dataset.check_once()
         sizes = self.dataset.sizes[self.span.start : self.span.stop]
-        found = blocks(sizes, self.sampling.context, self.sampling.break_mode or "")
-        longest = int(np.diff(found.bounds).max(initial=0))
+        packed = blocks(sizes, self.sampling.context, self.sampling.break_mode or "")
+        longest = int(np.diff(packed.bounds).max(initial=0))
         if longest > self.sampling.context:
             raise ConfigError(
                 f"dataset {self.dataset.prefix} has a line of {longest} tokens, but data.break_mode={self.sampling.break_mode} "
                 f"keeps lines whole and model.context is {self.sampling.context}; set model.context={longest} or "
                 "data.break_mode=none"
             )
-        return found
+        return packed
 
 
 @dataclass(frozen=True)
@@ -154,48 +154,48 @@ class Split:
     @property
     def per_epoch(self) -> int:
         """Samples in one epoch: all, or with weights until the first dataset is exhausted."""
-        found = [each.per_epoch for each in self.slices]
-        if self.weights is None or len(found) == 1:
-            return sum(found)
-        passes = [count * sum(self.weights) / weight for count, weight in zip(found, self.weights, strict=True)]
+        counts = [each.per_epoch for each in self.slices]
+        if self.weights is None or len(counts) == 1:
+            return sum(counts)
+        passes = [count * sum(self.weights) / weight for count, weight in zip(counts, self.weights, strict=True)]
         return int(min(passes) + 1e-6)  # rounding may have put a whole number slightly below itself
 
-    def check(self, wanted: int | None, settings: DataConfig, context: int) -> None:
+    def check(self, requested: int | None, settings: DataConfig, context: int) -> None:
         """ConfigError, naming the dataset, if ``samples`` would give none or not fit in memory."""
         for each in self.slices:
             if not each.per_epoch:
                 raise ConfigError(self._too_small(each, settings, context))
-        asked: list[int | None] = [wanted]
+        asked: list[int | None] = [requested]
         if len(self.slices) > 1:
-            asked = [None] * len(self.slices) if self._once(wanted) else [*self._shares(wanted, settings)[0]]
+            asked = [None] * len(self.slices) if self._once(requested) else [*self._shares(requested, settings)[0]]
         for each, number in zip(self.slices, asked, strict=True):
             each.check(number, self.name)
 
-    def samples(self, wanted: int | None, settings: DataConfig, context: int) -> Samples:
-        """At least ``wanted`` samples, or one epoch; ConfigError names a dataset that has none."""
-        self.check(wanted, settings, context)
+    def samples(self, requested: int | None, settings: DataConfig, context: int) -> Samples:
+        """At least ``requested`` samples, or one epoch; ConfigError names a dataset that has none."""
+        self.check(requested, settings, context)
         if len(self.slices) == 1:
-            return self.slices[0].samples(wanted)
-        if self._once(wanted):
+            return self.slices[0].samples(requested)
+        if self._once(requested):
             counts = [each.per_epoch for each in self.slices]
             blend_index = self._blend_index({"counts": counts}, sum(counts), lambda: blend.exhaustive(counts))
             return BlendedSamples([each.samples(None) for each in self.slices], blend_index)
         weights = self._weights()
-        asked, total = self._shares(wanted, settings)
+        asked, total = self._shares(requested, settings)
         blend_index = self._blend_index({"weights": list(weights)}, total, lambda: blend.weighted(weights, total))
         sizes = [max(number, least) for number, least in zip(asked, blend.counts(blend_index, len(asked)), strict=True)]
         samples = [each.samples(size) for each, size in zip(self.slices, sizes, strict=True)]
         return BlendedSamples(samples, blend_index)
 
-    def _once(self, wanted: int | None) -> bool:
+    def _once(self, requested: int | None) -> bool:
         """Whether every dataset is read at most once, because there are no weights."""
-        return self.weights is None and (wanted is None or wanted <= self.per_epoch)
+        return self.weights is None and (requested is None or requested <= self.per_epoch)
 
     def _weights(self) -> Sequence[float]:
         return [each.per_epoch for each in self.slices] if self.weights is None else self.weights
 
-    def _shares(self, wanted: int | None, settings: DataConfig) -> tuple[list[int], int]:
-        return blend.shares(self._weights(), self.per_epoch if wanted is None else wanted, settings.order)
+    def _shares(self, requested: int | None, settings: DataConfig) -> tuple[list[int], int]:
+        return blend.shares(self._weights(), self.per_epoch if requested is None else requested, settings.order)
 
     def _blend_index(self, key: dict[str, Any], total: int, take: Callable[[], blend.BlendIndex]) -> blend.BlendIndex:
         """The blend order computed by ``take``, which depends only on ``key`` and ``total``."""

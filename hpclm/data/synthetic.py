@@ -47,12 +47,12 @@ class SyntheticSource:
         """Samples per epoch: an arbitrary number, since the data are unlimited."""
         return 10_000
 
-    def samples(self, split: str, wanted: int | None) -> SyntheticSamples:
-        """``wanted`` samples of "train", "valid" or "test"."""
+    def samples(self, split: str, requested: int | None) -> SyntheticSamples:
+        """``requested`` samples of "train", "valid" or "test"."""
         if split not in SPLITS:
             raise ConfigError(f"data.source=synthetic has no split {split!r}; it has {', '.join(SPLITS)}")
         number = SPLITS.index(split)
-        return SyntheticSamples(wanted or self.per_epoch(split), self.context, (self.seed, number), self.eod)
+        return SyntheticSamples(requested or self.per_epoch(split), self.context, (self.seed, number), self.eod)
 
 
 def synthetic(data: DataConfig, context: int, seed: int, vocab_size: int) -> SyntheticSource:

@@ -1,11 +1,12 @@
-"""Build datasets from text: what one process and several processes have in common.
+"""Build datasets from text.
 
-inputs (whole lines) → encode (tokens, in worker processes) → output (a dataset for each key)
+inputs (whole lines) → encode (tokens, in worker processes) → Output (a dataset for each key)
 """
 
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
@@ -14,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from hpclm import extras
-from hpclm.data.indexed import files
-from hpclm.datasets.encode import Job, encode, read_texts, tokenizer_of
+from hpclm.data.indexed import files, token_dtype
+from hpclm.datasets.encode import Column, Job, encode, read_texts, tokenizer_of
 from hpclm.datasets.inputs import Share, chunks
-from hpclm.datasets.next_command import next_command
 from hpclm.datasets.options import Dictionary, InputCorpus, Request
-from hpclm.datasets.output import BuildReport, Output
 from hpclm.datasets.tokenizers.fairseq import dictionary_of
 from hpclm.datasets.workers import ordered
+from hpclm.datasets.writer import Writer
 from hpclm.errors import ConfigError, unwritten
 from hpclm.files import read_text, readable, write_text
 from hpclm.terminal import say
@@ -32,13 +32,58 @@ WHOLE = Share(0, 1)
 EVERY = 60  # seconds between log lines
 
 
+class Output(Writer):
+    """The dataset of one key, and what was left out of it. ``replaces``: as of Writer."""
+
+    def __init__(self, prefix: Path, job: Job, replaces: bool = True):
+        super().__init__(prefix, token_dtype(tokenizer_of(job).size), job.layout, replaces)
+        self.prefix, self._job = prefix, job
+        self.skipped = 0  # empty documents
+        self.bad: Counter[str] = Counter()  # unreadable lines, by reason
+
+    def add(self, column: Column) -> None:
+        """Append a column's documents."""
+        self.skipped += column.empty if self._job.empty == "skip" else 0
+        self.extend(column.tokens, column.sizes, column.documents)
+
+    def refuse_empty(self, names: str) -> None:
+        """ConfigError if the inputs ``names`` had no tokens."""
+        if not self.tokens:
+            raise ConfigError(f"no documents in {names} ({self._omissions()}); no dataset was written")
+
+    def complete(self, more: dict[str, Any]) -> None:
+        """Complete the files, with ``more`` in PREFIX.json; all that can fail is done here (see ``Writer.finish``)."""
+        self.note = {
+            "tokenizer": tokenizer_of(self._job).fingerprint,
+            "tokenizer_files": [str(Path(file).absolute()) for file in self._job.files],
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "skipped": self.skipped,
+            **({"bad": dict(sorted(self.bad.items()))} if self.bad else {}),
+            **more,
+        }
+        self.finish()
+
+    def describe(self, end: str = "") -> None:
+        """Print what was written."""
+        counts = f"{self.documents:,} documents, {self.tokens:,} tokens; {self._omissions()}"
+        say(f"{self.prefix}.bin, .idx, .json: {counts}{end}")
+
+    def _omissions(self) -> str:
+        empty = f"{self.skipped:,} empty documents skipped"
+        if not self.bad:
+            return empty
+        reasons = ", ".join(f"{reason}: {count:,}" for reason, count in sorted(self.bad.items()))
+        return f"{empty}, {self.bad.total():,} unreadable lines skipped ({reasons})"
+
+
 def write(
     corpus: InputCorpus,
     request: Request,
     prefixes: Sequence[Path],
     share: Share = WHOLE,
     more: dict[str, Any] | None = None,
-) -> list[BuildReport]:
+) -> None:
     """Write ``share`` of the corpus as a dataset for each of ``prefixes``; either all of them or none.
 
     They are the same for any number of workers, and memory does not grow with the input. ``more`` goes into PREFIX.json.
@@ -49,6 +94,7 @@ def write(
     job, size = request.job, sum(source.size for source in corpus.inputs) // share.parts
     work = chunks(list(corpus.inputs), share, request.longest_line)
     described = 0
+    began = logged = time.monotonic()
     try:
         with ExitStack() as opened:
             replaces = request.overwrite or share != WHOLE
@@ -57,28 +103,28 @@ def write(
             bar = opened.enter_context(
                 tqdm(total=size or None, unit="B", unit_scale=True, desc=prefixes[0].name, disable=None)
             )
-            began = logged = time.monotonic()
             for encoded in results:
                 for output, column in zip(outputs, encoded.columns, strict=True):
-                    output.add_column(column)
+                    output.add(column)
                     output.bad.update(encoded.bad)
-                for problem in encoded.problems[: SHOWN - described]:
-                    log.warning("skipped: %s%s", encoded.chunk.location(problem.line), problem.message)
+                for line in encoded.described[: SHOWN - described]:
+                    log.warning("skipped: %s", line)
                     described += 1
                 now, tokens = time.monotonic(), sum(output.tokens for output in outputs)
-                bar.set_postfix_str(f"{tokens / (now - began):,.0f} tokens/s", refresh=False)
-                bar.update(encoded.chunk.consumed)
+                speed = f"{tokens / (now - began):,.0f} tokens/s"
+                bar.set_postfix_str(speed, refresh=False)
+                bar.update(encoded.consumed)
                 if bar.disable and now - logged >= EVERY:
-                    log.info(
-                        "%s: %s tokens, %s tokens/s", prefixes[0].name, f"{tokens:,}", f"{tokens / (now - began):,.0f}"
-                    )
+                    log.info("%s: %s tokens, %s", prefixes[0].name, f"{tokens:,}", speed)
                     logged = now
-            if share == WHOLE:
-                for output in outputs:
-                    refuse_empty(output.report(), corpus.names)
-            return [output.complete(more or {}) for output in outputs]
+            for output in outputs:
+                if share == WHOLE:
+                    output.refuse_empty(corpus.names)
+                output.complete(more or {})
     except OSError as error:
         raise unwritten(error, prefixes[0], "no dataset was written") from error
+    for output in outputs:
+        output.describe(f"; {size / 1e6 / (time.monotonic() - began):.1f} MB/s" if size and share == WHOLE else "")
 
 
 def job_fingerprint(corpus: InputCorpus, request: Request) -> dict[str, Any]:
@@ -92,11 +138,10 @@ def check(job: Job) -> None:
     tokenizer = tokenizer_of(job)
     if job.append_eod and tokenizer.eod is None:
         raise ConfigError(f"--append-eod: the {job.tokenizer} tokenizer has no end-of-document token")
-    ends_itself = getattr(tokenizer, "ends_itself", False)  # optional for user-defined tokenizers
-    if job.append_eod and ends_itself:
-        raise ConfigError(f"the {job.tokenizer} tokenizer ends every document by itself; leave out --append-eod")
-    if job.language is not None and ends_itself:
-        raise ConfigError(f"the {job.tokenizer} tokenizer ends every text by itself; leave out --split-sentences")
+    if getattr(tokenizer, "ends_itself", False):  # optional for user-defined tokenizers
+        for option, chosen in (("--append-eod", job.append_eod), ("--split-sentences", job.language is not None)):
+            if chosen:
+                raise ConfigError(f"the {job.tokenizer} tokenizer ends every text by itself; leave out {option}")
     if job.language is not None and (problem := extras.missing("--split-sentences", "sentencex")):
         raise ConfigError(problem)
 
@@ -111,35 +156,14 @@ def refuse_to_replace(request: Request, prefixes: Sequence[Path]) -> None:
         )
 
 
-def refuse_empty(report: BuildReport, names: str) -> None:
-    """ConfigError for a dataset without tokens."""
-    if not report.tokens:
-        raise ConfigError(f"no documents in {names} ({report.omissions}); no dataset was written")
-
-
-def print_reports(reports: list[BuildReport], end: str = "") -> None:
-    """Print what was written."""
-    for report in reports:
-        counts = f"{report.documents:,} documents, {report.tokens:,} tokens; {report.omissions}"
-        say(f"{report.prefix}.bin, .idx, .json: {counts}{end}")
-
-
-def print_next(prefixes: list[Path], request: Request) -> None:
-    """Print the command to run next, for one dataset or for train, valid, ... datasets."""
-    say(f"next: {next_command(prefixes, tokenizer_of(request.job).size)}")
-
-
 def write_dictionary(dictionary: Dictionary, request: Request) -> None:
     """Write dict.txt next to the datasets; ConfigError rather than change an existing one."""
     if dictionary.given is not None:
         text = read_text(readable(dictionary.given, "dictionary"))
     else:
-        lines = (
-            line
-            for chunk in chunks(list(dictionary.corpus.inputs), longest=request.longest_line)
-            for line in read_texts(chunk, request.job.keys, request.job.on_error)[0][0]
-        )
-        text = dictionary_of(lines)
+        pieces = chunks(list(dictionary.corpus.inputs), longest=request.longest_line)
+        texts = (read_texts(piece, request.job.keys, request.job.on_error)[0][0] for piece in pieces)
+        text = dictionary_of(line for lines in texts for line in lines)
     path = dictionary.path
     if path.exists() and read_text(path, errors="replace") != text and not request.overwrite:
         raise ConfigError(f"{path} exists and has other words; give --overwrite to replace it, or another --destdir")

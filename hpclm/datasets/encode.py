@@ -2,10 +2,10 @@
 
 import json
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import orjson
@@ -42,8 +42,7 @@ class Job:
     layout: Literal["megatron", "fairseq"] = "megatron"
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """The encoded documents of one key."""
 
     tokens: NDArray
@@ -56,30 +55,25 @@ class Column:
     """Number of documents without tokens, kept or not."""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """An unreadable line."""
-
-    line: int
-    """Its number in the chunk, from 0."""
-    reason: str
-    """Category, for counting."""
-    message: str
-    """Description, to follow file name and line number."""
-
-
-@dataclass(frozen=True)
-class Encoded:
+class Encoded(NamedTuple):
     """An encoded chunk."""
 
-    chunk: InputChunk
-    """The chunk, without its text."""
-    columns: tuple[Column, ...]
+    columns: list[Column]
     """One for each key."""
-    bad: dict[str, int] = field(default_factory=dict)
+    consumed: int
+    """As in the chunk."""
+    bad: Counter[str]
     """Number of unreadable lines, by reason."""
-    problems: tuple[Problem, ...] = ()
-    """The first unreadable lines."""
+    described: list[str]
+    """The first unreadable lines: where they are, and what is wrong with them."""
+
+
+class UnreadableLineError(Exception):
+    """What is wrong with a line: a ``reason`` for counting, and a message to follow file name and line number."""
+
+    def __init__(self, reason: str, message: str):
+        super().__init__(message)
+        self.reason = reason
 
 
 @cache
@@ -90,73 +84,75 @@ def tokenizer_of(job: Job) -> tokenizers.Tokenizer:
 
 def encode(chunk: InputChunk, job: Job) -> Encoded:
     """Encode a chunk, whose text is discarded; ConfigError, with file and line, if that fails."""
-    texts, problems = read_texts(chunk, job.keys, job.on_error)
-    chunk.text.clear()  # it may be gigabytes
-    columns = tuple(_column(documents, job, chunk.source.name) for documents in texts)
-    bad = Counter(problem.reason for problem in problems)
-    return Encoded(replace(chunk, text=bytearray()), columns, dict(bad), tuple(problems[:SHOWN]))
+    texts, errors = read_texts(chunk, job.keys, job.on_error)
+    described = [f"{chunk.location(number)}{error}" for number, error in errors[:SHOWN]]
+    chunk.lines.clear()  # they may be gigabytes
+    columns = [_column(documents, job, chunk.source.name) for documents in texts]
+    return Encoded(columns, chunk.consumed, Counter(error.reason for _, error in errors), described)
 
 
-def read_texts(chunk: InputChunk, keys: tuple[str, ...], on_error: OnError) -> tuple[list[list[str]], list[Problem]]:
+def read_texts(
+    chunk: InputChunk, keys: tuple[str, ...], on_error: OnError = "stop"
+) -> tuple[list[list[str]], list[tuple[int, UnreadableLineError]]]:
     """The texts of a chunk, a list for each key, and its unreadable lines; ConfigError for those if ``on_error`` is "stop"."""
     texts: list[list[str]] = [[] for _ in keys]
-    problems = []
-    format = chunk.source.format
-    lines = [chunk.text] if format == "files" else chunk.text.split(b"\n")
-    if format != "files" and not lines[-1]:
-        lines.pop()
-    for number, line in enumerate(lines):
-        record = (_json_texts(line, keys) if format == "jsonl" else None) or read_line(line, format, keys, number)
-        if not isinstance(record, Problem):
-            for column, text in zip(texts, record, strict=False):  # a blank line has none
-                column.append(text)
-        elif on_error == "stop":
-            raise ConfigError(f"{chunk.location(number)}{record.message}")
-        else:
-            problems.append(record)
-    return texts, problems
+    errors = []
+    for number, line in enumerate(chunk.lines):
+        try:
+            record = read_line(line, chunk.source.format, keys)
+        except UnreadableLineError as error:
+            if on_error == "stop":
+                raise ConfigError(f"{chunk.location(number)}{error}") from None
+            errors.append((number, error))
+            continue
+        for column, text in zip(texts, record, strict=False):  # a blank line has none
+            column.append(text)
+    return texts, errors
 
 
-def _json_texts(line: bytes | bytearray, keys: tuple[str, ...]) -> list[str] | None:
-    """What ``read_line`` returns, faster; None for a line that it must look at."""
+def read_line(line: bytes, format: Format, keys: tuple[str, ...]) -> list[str]:
+    """The texts of a line, none for a blank line of JSONL; takes the JSON that Python's json takes. UnreadableLineError."""
+    if format != "jsonl":
+        text = _decoded(line)
+        return [text.removesuffix("\n").rstrip("\r") if format == "lines" else text] * len(keys)
+    lenient = False
     try:
         record = orjson.loads(line)
-        texts = [record[key] for key in keys]
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return None
-    return texts if all(type(text) is str for text in texts) else None
-
-
-def read_line(line: bytes | bytearray, format: Format, keys: tuple[str, ...], number: int) -> list[str] | Problem:
-    """The texts of a line (none for a blank line of JSONL), or what is wrong with it; takes the JSON that Python's json takes."""
-    try:
-        text = line.decode()
-    except UnicodeDecodeError as error:
-        message = f" is not UTF-8: byte {line[error.start]:#x} at {error.start}; convert it, for example with iconv"
-        return Problem(number, "not UTF-8", message)
-    if format != "jsonl":
-        return [text.rstrip("\r") if format == "lines" else text] * len(keys)
-    if not text.strip():
-        return []
-    try:
-        record = json.loads(text, parse_int=lambda _: 0)  # Python refuses very long numbers
-    except (ValueError, RecursionError) as error:
-        return Problem(number, "not JSON", f" is not JSON: {error}; a .jsonl file has one JSON object per line")
+    except orjson.JSONDecodeError:
+        text, lenient = _decoded(line), True
+        if not text.strip():
+            return []
+        try:
+            record = json.loads(text, parse_int=lambda _: 0)  # Python refuses very long numbers
+        except (ValueError, RecursionError) as error:
+            message = f" is not JSON: {error}; a .jsonl file has one JSON object per line"
+            raise UnreadableLineError("not JSON", message) from None
     if not isinstance(record, dict):
         message = f" holds a JSON {type(record).__name__}, not an object with the key {keys[0]!r}"
-        return Problem(number, "not an object", message)
+        raise UnreadableLineError("not an object", message)
+    texts = []
     for key in keys:
         if key not in record:
             message = f" has no key {key!r}; it has {sorted(record)}; select one with --json-keys"
-            return Problem(number, "no key", message)
-        if not isinstance(record[key], str):
-            return Problem(number, "not text", f": {key!r} holds a JSON {type(record[key]).__name__}, not text")
+            raise UnreadableLineError("no key", message)
+        text = record[key]
+        if not isinstance(text, str):
+            raise UnreadableLineError("not text", f": {key!r} holds a JSON {type(text).__name__}, not text")
         try:
-            record[key].encode()
-        except UnicodeEncodeError as error:
-            message = f": {key!r} holds half a character (a lone surrogate) at {error.start}"
-            return Problem(number, "half a character", message)
-    return [record[key] for key in keys]
+            texts.append(text.encode().decode() if lenient else text)
+        except UnicodeEncodeError:
+            raise UnreadableLineError(
+                "half a character", f": {key!r} holds half a character (a lone surrogate)"
+            ) from None
+    return texts
+
+
+def _decoded(line: bytes) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        message = f" is not UTF-8: byte {line[error.start]:#x} at {error.start}; convert it, for example with iconv"
+        raise UnreadableLineError("not UTF-8", message) from None
 
 
 def _column(texts: list[str], job: Job, name: str) -> Column:

@@ -2,14 +2,13 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from hpclm.data.content import BLOCK, DatasetContent, differing, hash_of_blocks, noted
+from hpclm.data.content import BLOCK, DatasetContent, differing, hash_of_blocks
 from hpclm.data.indexed import IndexedDataset
 
 TOKENS = 1 << 21  # tokens, sequences or documents that are read at a time; documents are not split
@@ -56,15 +55,7 @@ class HashedFile:
         self.file.write(piece)
 
 
-def index_hash(dataset: IndexedDataset) -> str:
-    """The hash of the index as it is now."""
-    hasher = Hasher()
-    hasher.update(dataset.raw_index())
-    return hasher.end()[0]
-
-
-@dataclass(frozen=True)
-class Documents:
+class Documents(NamedTuple):
     """Consecutive documents of a dataset."""
 
     tokens: NDArray
@@ -78,52 +69,34 @@ class Documents:
 
 
 class TokenReader:
-    """Reads all tokens of a dataset in order, in constant memory; the index must have been checked.
+    """Reads all documents of a dataset in order, in constant memory; the index must have been checked.
 
-    At the end of ``blocks`` or ``documents``: ConfigError if the tokens do not match the hashes in PREFIX.json, if it has
-    any; with ``record`` they are not compared, and ``content`` gives the hashes.
+    At the end: ConfigError if the tokens do not match the hashes in ``recorded``; ``content`` gives those of now.
     """
 
-    def __init__(self, dataset: IndexedDataset, record: bool = False):
-        self.dataset = dataset
-        self.recorded = None if record else noted(dataset.prefix)
-        self._hasher = Hasher() if record or self.recorded else None
+    def __init__(self, dataset: IndexedDataset, recorded: DatasetContent | None):
+        self.dataset, self.recorded = dataset, recorded
+        self._hasher = Hasher()
+        self.content: DatasetContent | None = None
 
-    def blocks(self) -> Iterator[tuple[int, NDArray]]:
-        """Tokens, and the place of the first one."""
-        for begin in range(0, self.dataset.token_count, TOKENS):
-            yield begin, self._read(begin, min(begin + TOKENS, self.dataset.token_count))
-            self.dataset.release()
-        self._compare()
-
-    def documents(self) -> Iterator[Documents]:
+    def __iter__(self) -> Iterator[Documents]:
         """Whole documents with at most ``TOKENS`` tokens in all, or one document."""
         dataset = self.dataset
         for begin, end in _document_ranges(dataset):
             bounds = dataset.bounds(begin, end)
             first, last = int(bounds[0]), int(bounds[-1])
-            tokens = self._read(dataset.place(first), dataset.place(last))
+            places = dataset.place(first), dataset.place(last)
+            self._hasher.update(dataset.raw(*places))
             sizes = dataset.sizes[first:last].astype(np.int64)
             modes = None if dataset.modes is None else dataset.modes[first:last]
-            yield Documents(tokens, sizes, np.diff(bounds), modes)
+            yield Documents(dataset.flat[slice(*places)], sizes, np.diff(bounds), modes)
             dataset.release()
-        self._compare()
-
-    def content(self) -> DatasetContent:
-        """The hashes of the dataset as it is now; with ``record``, after all tokens have been read."""
-        tokens, blocks = (self._hasher or Hasher()).end()
-        return DatasetContent(tokens, index_hash(self.dataset), blocks, time.strftime("%Y-%m-%dT%H:%M:%S%z"))
-
-    def _read(self, begin: int, end: int) -> NDArray:
-        if self._hasher:
-            self._hasher.update(self.dataset.raw(begin, end))
-        return self.dataset.flat[begin:end]
-
-    def _compare(self) -> None:
-        if self._hasher and self.recorded:
-            blocks = self._hasher.end()[1]
-            if blocks != self.recorded.blocks:
-                raise differing(self.dataset, self.recorded, blocks)
+        tokens, blocks = self._hasher.end()
+        if self.recorded and blocks != self.recorded.blocks:
+            raise differing(dataset, self.recorded, blocks)
+        index = Hasher()
+        index.update(dataset.raw_index())
+        self.content = DatasetContent(tokens, index.end()[0], blocks, time.strftime("%Y-%m-%dT%H:%M:%S%z"))
 
 
 def _document_ranges(dataset: IndexedDataset) -> Iterator[tuple[int, int]]:

@@ -57,10 +57,11 @@ class Input:
 
 @dataclass(frozen=True)
 class InputChunk:
-    """Whole lines of an input, or all of it with format "files"."""
+    """Consecutive lines of an input, or all of it with format "files"."""
 
     source: Input
-    text: bytearray
+    lines: list[bytes]
+    """With their newlines."""
     first: int
     """Number of the first line, counting from 1 at byte ``begin``."""
     begin: int
@@ -136,7 +137,7 @@ def guess(path: str | Path) -> Format:
 def chunks(inputs: list[Input], share: Share = Share(), longest: int = LONGEST * MB) -> Iterator[InputChunk]:
     """The chunks of a share of the inputs, in order; ConfigError for a corrupt compressed file.
 
-    ConfigError also for a line, or with format "files" a file, of more than ``longest`` bytes of text, at least CHUNK.
+    ConfigError also for a line, or with format "files" a file, of more than ``longest`` bytes of text.
     A document belongs to the share that contains its first byte. Compressed files, and files that are single documents, are not
     split: they belong to the share in which they begin.
     """
@@ -148,18 +149,57 @@ def chunks(inputs: list[Input], share: Share = Share(), longest: int = LONGEST *
         begin, end = max(low - start, 0), min(high - start, source.size)
         mine = low <= start and (start < high or last)  # the last share takes empty files at the end
         start += source.size
-        if source.unsplittable:
-            found = _whole(source, longest) if mine else iter(())
-        else:
-            found = _lines(source, begin, end, longest) if begin < end else iter(())
-        for chunk in found:
-            if len(chunk.text) > longest and (source.format == "files" or chunk.text.find(b"\n", 0, longest + 1) < 0):
-                what = "a single document with --format files" if source.format == "files" else "a single line"
-                raise ConfigError(
-                    f"{chunk.location(0)} has more than {longest / MB:g} MB of text without an end: it would be {what}. If that "
-                    "is meant, give --longest-line MB; it is held in memory several times"
-                )
-            yield chunk
+        if source.unsplittable and mine:
+            yield from _chunks(source, 0, None, longest)
+        elif not source.unsplittable and begin < end:
+            yield from _chunks(source, begin, end, longest)
+
+
+def _chunks(source: Input, begin: int, end: int | None, longest: int) -> Iterator[InputChunk]:
+    """The lines whose first byte is in [``begin``, ``end``), in chunks; None: all."""
+    with _opened(source) as (file, raw):
+        here = begin = _line_start(file, begin) if begin else 0
+        number, lines, size, before = 1, list[bytes](), 0, begin
+
+        def chunk() -> InputChunk:
+            return InputChunk(source, lines, number, begin, (raw.tell() if raw else here) - before)
+
+        while (end is None or here < end) and (line := _next(file, source.format, longest)):
+            if len(line) > longest and (source.format == "files" or not line.endswith(b"\n")):
+                raise ConfigError(_too_long(chunk().location(len(lines)), source.format, longest))
+            here, size = here + len(line), size + len(line)
+            lines.append(line if here > len(line) else line.removeprefix(BOM))
+            if size >= CHUNK:
+                yield chunk()
+                number, before = number + len(lines), raw.tell() if raw else here
+                lines, size = [], 0
+        if source.format == "files" and not here:  # an empty document
+            lines.append(b"")
+        if lines:
+            yield chunk()
+
+
+def _next(file: BinaryIO, format: Format, longest: int) -> bytes:
+    """The next document's bytes; of one that is longer than ``longest``, a byte more than that."""
+    return file.read(longest + 1) if format == "files" else file.readline(longest + 1)
+
+
+def _too_long(place: str, format: Format, longest: int) -> str:
+    what = "a single document with --format files" if format == "files" else "a single line"
+    return (
+        f"{place} has more than {longest / MB:g} MB of text without an end: it would be {what}. If that is meant, give "
+        "--longest-line MB; it is held in memory several times"
+    )
+
+
+def _line_start(file: BinaryIO, byte: int) -> int:
+    """Go to the first line that begins at ``byte`` or after it: a line begins there if the previous byte is a newline."""
+    here = file.seek(byte - 1)
+    while piece := file.readline(CHUNK):
+        here += len(piece)
+        if piece.endswith(b"\n"):
+            break
+    return here
 
 
 def lines_before(path: str, byte: int) -> int:
@@ -173,84 +213,11 @@ def lines_before(path: str, byte: int) -> int:
     return count
 
 
-def _lines(source: Input, begin: int, end: int, longest: int) -> Iterator[InputChunk]:
-    """The lines of an uncompressed file whose first byte is in [begin, end)."""
-    with reader(source.path) as file:
-        here = begin
-        if begin:
-            file.seek(begin - 1)  # a line begins here if the previous byte is a newline
-            here = begin - 1
-            while block := file.read(CHUNK):
-                newline = block.find(b"\n") + 1
-                here += newline or len(block)
-                if newline:
-                    break
-            file.seek(here)
-        first, consumed = 1, here - begin
-        begin = here
-        for text in _blocks(file, longest, end - here):
-            consumed += len(text)
-            lines = text.count(b"\n")
-            yield InputChunk(source, text if begin else _without_bom(text, first), first, begin, consumed)
-            first, consumed = first + lines, 0
-
-
-def _whole(source: Input, longest: int) -> Iterator[InputChunk]:
-    with _opened(source) as (file, raw):
-        if source.format == "files":
-            text = bytearray()
-            while len(text) <= longest and (block := file.read(CHUNK)):
-                text += block
-            yield InputChunk(source, _without_bom(text, 1), 1, 0, source.size or len(text))
-            return
-        first, before = 1, 0
-        for text in _blocks(file, longest):
-            here = max(before, raw.tell()) if source.compression else before + len(text)
-            lines = text.count(b"\n")
-            yield InputChunk(source, _without_bom(text, first), first, 0, here - before)
-            first, before = first + lines, here
-
-
-def _blocks(file: BinaryIO, longest: int, limit: int | None = None) -> Iterator[bytearray]:
-    """Whole lines, about CHUNK bytes at a time; with ``limit`` those that begin within so many bytes.
-
-    A line of more than ``longest`` bytes is not read to its end.
-    """
-    if limit is not None and limit <= 0:
-        return
-    given = 0
-    lines = bytearray()  # grows in place, so that a line of gigabytes is in memory only once
-    while block := file.read(CHUNK):
-        whole = block.rfind(b"\n") + 1
-        lines += memoryview(block)[: whole or None]
-        if not whole:
-            if len(lines) > longest:
-                yield lines
-                return
-            continue
-        if limit is not None and given + len(lines) >= limit:
-            del lines[lines.find(b"\n", limit - given - 1) + 1 :]
-            yield lines
-            return
-        given += len(lines)
-        yield lines
-        lines = bytearray(memoryview(block)[whole:])
-    if lines:
-        yield lines
-
-
-def _without_bom(text: bytearray, first: int) -> bytearray:
-    """``text`` without a byte order mark; it begins with line ``first``."""
-    if first == 1 and text.startswith(BOM):
-        del text[: len(BOM)]
-    return text
-
-
 @contextmanager
-def _opened(source: Input) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """A reader of the decompressed text, and the file itself, for its position; ConfigError if it is corrupt."""
+def _opened(source: Input) -> Iterator[tuple[BinaryIO, BinaryIO | None]]:
+    """A reader of the decompressed text, and the file itself, if it has a position; ConfigError if it is corrupt."""
     if source.path == "-":
-        yield sys.stdin.buffer, sys.stdin.buffer
+        yield sys.stdin.buffer, None
         return
     with reader(source.path) as raw:
         if source.compression and not os.fstat(raw.fileno()).st_size:

@@ -1,18 +1,24 @@
 """Describe a dataset: counts, lengths, tokenizer, and the first documents as text."""
 
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hpclm.config.data import DataConfig
 from hpclm.data import tokenizers
 from hpclm.data.content import noted
 from hpclm.data.indexed import IndexedDataset, sidecar
-from hpclm.datasets.lengths import bins, document_lengths, sequence_lengths
 from hpclm.datasets.verify import check_index
 from hpclm.errors import ConfigError
 
 SHOWN = 300  # characters of a document
 READ = 4 * SHOWN  # tokens that are decoded for them: a character has at most 4 bytes of UTF-8
+BLOCK = 1 << 18  # documents whose lengths are read at a time
+PERCENTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 def report(
@@ -27,7 +33,7 @@ def report(
     tokenizer, missing = _tokenizer(dataset.prefix, kind, files or [])
     named = sidecar(dataset.prefix).get("tokenizer")
     content = noted(dataset.prefix)
-    lengths = document_lengths(dataset)
+    lengths = counted(document_lengths(dataset))
     return {
         "prefix": str(dataset.prefix),
         "layout": dataset.layout,
@@ -38,9 +44,9 @@ def report(
         "documents": dataset.document_count,
         "sequences": len(dataset),
         "tokens": dataset.token_count,
-        "document_lengths": lengths.summary(),
-        "sequence_lengths": sequence_lengths(dataset).summary(),
-        "histogram": [[bin.low, bin.high, bin.count] for bin in bins(lengths)],
+        "document_lengths": summary(lengths),
+        "sequence_lengths": summary(counted(_sequence_lengths(dataset))),
+        "histogram": bins(lengths),
         "tokenizer": tokenizer.fingerprint if tokenizer else named,
         "tokenizer_missing": missing,
         "content": content and content.bin,
@@ -59,16 +65,64 @@ def as_text(report: dict[str, Any]) -> str:
         "tokenizer": tokenizers.describe(report["tokenizer"]) if report["tokenizer"] else "unknown",
         "": report["tokenizer_missing"] or "",
         "content hash": report["content"] or "none; hpclm data hash adds one",
-        "tokens in a document": _summary(report["document_lengths"]),
+        "tokens in a document": _line(report["document_lengths"]),
     }
     if report["sequence_lengths"] != report["document_lengths"]:
-        rows["tokens in a sequence"] = _summary(report["sequence_lengths"])
+        rows["tokens in a sequence"] = _line(report["sequence_lengths"])
     parts = [report["prefix"], *(f"  {name:<21} {value}" for name, value in rows.items() if value)]
     for document in report["first"]:
         text = document["text"] if "text" in document else " ".join(map(str, document["ids"]))
         cut = " … (cut)" if document["cut"] else ""
         parts += ["", f"document {document['document']}, {document['tokens']:,} tokens", text + cut]
     return "\n".join(parts)
+
+
+def document_lengths(dataset: IndexedDataset) -> Iterator[NDArray[np.int64]]:
+    """Tokens in each document, in blocks; the index must have been checked."""
+    for start in range(0, dataset.document_count, BLOCK):
+        yield np.diff(dataset.places(dataset.bounds(start, min(start + BLOCK, dataset.document_count))))
+        dataset.release()
+
+
+def _sequence_lengths(dataset: IndexedDataset) -> Iterator[NDArray[np.int32]]:
+    for start in range(0, len(dataset), BLOCK):
+        yield dataset.sizes[start : start + BLOCK]
+        dataset.release()
+
+
+def counted(blocks: Iterator[NDArray[Any]]) -> Counter[int]:
+    """How often each value occurs."""
+    counts = Counter[int]()
+    for block in blocks:
+        values, often = np.unique(block, return_counts=True)
+        counts.update(dict(zip(values.tolist(), often.tolist(), strict=True)))
+    return counts
+
+
+def summary(lengths: Counter[int]) -> dict[str, float]:
+    """Minimum, mean, median, 90th and 99th percentile, maximum and number of empty ones; {} without documents."""
+    if not lengths:
+        return {}
+    values, counts = np.array(sorted(lengths.items())).T
+    total = lengths.total()
+    ranks = np.ceil(np.array([*PERCENTILES.values()]) * total)
+    percentiles = values[np.searchsorted(np.cumsum(counts), ranks)].tolist()
+    return {
+        "min": min(lengths),
+        "mean": sum(value * count for value, count in lengths.items()) / total,
+        **dict(zip(PERCENTILES, percentiles, strict=True)),
+        "max": max(lengths),
+        "empty": lengths[0],
+    }
+
+
+def bins(lengths: Counter[int]) -> list[tuple[int, int, int]]:
+    """(low, high, count) of lengths from low to high: 0, 1, 2 to 3, 4 to 7, and so on, without empty bins at both ends."""
+    counts = Counter[int]()
+    for length, count in lengths.items():
+        counts[length.bit_length()] += count
+    bits = range(min(counts), max(counts) + 1) if counts else range(0)
+    return [(1 << n >> 1, (1 << n) - 1, counts[n]) for n in bits]
 
 
 def _tokenizer(prefix: Path, kind: str | None, files: list[str]) -> tuple[tokenizers.Tokenizer | None, str | None]:
@@ -92,7 +146,7 @@ def _document(dataset: IndexedDataset, number: int, tokenizer: tokenizers.Tokeni
     return document | {"text": text[:SHOWN], "cut": end - begin > len(ids) or len(text) > SHOWN}
 
 
-def _summary(summary: dict[str, float]) -> str:
+def _line(summary: dict[str, float]) -> str:
     return " · ".join(
         f"{name} {value:,.1f}" if name == "mean" else f"{name} {value:,}" for name, value in summary.items()
     )

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from hpclm.data import tokenizers
-from hpclm.data.content import KEY
+from hpclm.data.content import KEY, noted
 from hpclm.data.formats import DTYPES, FAIRSEQ_ONLY
 from hpclm.data.indexed import IndexedDataset, files, sidecar
 from hpclm.datasets.hashing import TokenReader
@@ -117,7 +117,7 @@ def copy(dataset: IndexedDataset, writer: Writer, progress: Callable[[int], obje
     if writer.layout == "fairseq" and dataset.modes is not None:
         raise ConfigError(f"{dataset.prefix} has modes, which fairseq's layout cannot store; choose --layout megatron")
     done = 0
-    for documents in TokenReader(dataset).documents():
+    for documents in TokenReader(dataset, noted(dataset.prefix)):
         counts = documents.per_document
         if writer.layout == "fairseq" and (counts != 1).any():
             first = int(np.argmax(counts != 1))

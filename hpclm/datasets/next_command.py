@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hpclm import config
-from hpclm.config import RunConfig
 from hpclm.data.indexed import IndexedDataset
 from hpclm.data.order import samples_in, split_bounds
 
@@ -19,73 +18,61 @@ STEPS = 10  # a run has at least
 SHORTEST = 8  # tokens of a sample from which a model can learn more than which token follows which
 WARMUP = 1 / 20  # of the steps
 
+Choice = tuple[list[str], int, int | None]
+"""Settings, and the tokens of the training and validation data; None: without validation."""
+
 
 def next_command(prefixes: Sequence[Path], vocab_size: int) -> str:
     """``hpclm train PRESET ...`` for one dataset, or for train, valid, ... datasets; or how much more text it needs."""
-    [train, *others] = prefixes
     vocabulary = f"model.vocab_size={vocab_size}"
-    if not others:
-        command = _of_whole([f"data.prefix={train}", vocabulary], train)
-    else:
-        parts = {part: [p for p in prefixes if p.name.startswith(part)] for part in ("train", "valid", "test")}
-        settings = [f"data.{part}=[{found[0]}]" for part, found in parts.items() if found]
-        more = [f"{prefix.name}={prefix}" for prefix in parts["valid"][1:]]
-        settings += [f"data.validation=[{', '.join(more)}]"] if more else []
-        train = (parts["train"] or [train])[0]
-        shortest = min((IndexedDataset(prefix).token_count for prefix in parts["valid"]), default=None)
-        command = _command([*settings, vocabulary], IndexedDataset(train).token_count, shortest, can_skip=True)
-    if command:
-        return shlex.join(command)
-    batch = config.load(SMALL).batch.global_size
-    least = SHORTEST * -(-STEPS * batch // EPOCHS) + 1
-    return f"more text: {IndexedDataset(train).token_count:,} tokens are too few to train on; at least {least:,} make a first run"
+    for settings, train, valid in (
+        _splits(prefixes[0], vocabulary) if len(prefixes) == 1 else _parts(prefixes, vocabulary)
+    ):
+        preset = LARGE if train >= LARGE_FROM else SMALL
+        changes = _changes(train, valid, preset)
+        if changes is not None:
+            return shlex.join(["hpclm", "train", preset, *settings, *changes])
+    least = SHORTEST * -(-STEPS * config.load(SMALL).batch.global_size // EPOCHS) + 1
+    tokens = IndexedDataset(prefixes[0]).token_count
+    return f"more text: {tokens:,} tokens are too few to train on; at least {least:,} make a first run"
 
 
-def _of_whole(settings: list[str], prefix: Path) -> list[str] | None:
-    """The command for a dataset that is split; None if it is too small."""
+def _splits(prefix: Path, vocabulary: str) -> Iterator[Choice]:
+    """One dataset, which data.split divides."""
     sizes, data = IndexedDataset(prefix).sizes, config.DataConfig()
     for split in SPLITS:
         bounds = split_bounds(split or data.split, len(sizes), data.order)
         train, valid, _ = (int(sizes[begin:end].sum(dtype="i8")) for begin, end in bounds)
         chosen = [f"data.split={split}"] if split else []
-        command = _command([*settings, *chosen], train, None if split == "1" else valid)
-        if command:
-            return command
-    return None
+        yield [f"data.prefix={prefix}", vocabulary, *chosen], train, None if split == "1" else valid
 
 
-def _command(settings: list[str], train: int, valid: int | None, can_skip: bool = False) -> list[str] | None:
-    """The command for so many tokens (valid None: no validation data); None if they are too few.
+def _parts(prefixes: Sequence[Path], vocabulary: str) -> Iterator[Choice]:
+    """A dataset for each split, and more for validation."""
+    parts = {part: [p for p in prefixes if p.name.startswith(part)] for part in ("train", "valid", "test")}
+    settings = [f"data.{part}=[{named[0]}]" for part, named in parts.items() if named]
+    more = [f"{prefix.name}={prefix}" for prefix in parts["valid"][1:]]
+    settings += [f"data.validation=[{', '.join(more)}]"] if more else []
+    train = IndexedDataset((parts["train"] or prefixes)[0]).token_count
+    shortest = min((IndexedDataset(prefix).token_count for prefix in parts["valid"]), default=None)
+    yield [*settings, vocabulary], train, shortest
+    yield [*settings, vocabulary, "evaluate.every=0"], train, None
 
-    ``can_skip``: train without evaluations if the validation data are too short.
-    """
-    preset = LARGE if train >= LARGE_FROM else SMALL
+
+def _changes(train: int, valid: int | None, preset: str) -> list[str] | None:
+    """Settings on top of the preset's: a shorter context, and a budget of a useful number of epochs; None for too few tokens."""
     defaults = config.load(preset)
-    context = _context(train, defaults)
-    if context < SHORTEST:
-        return None
-    command = ["hpclm", "train", preset, *settings, *_budget(train, context, defaults)]
-    if valid is None or samples_in(valid, context):
-        return command
-    return [*command, "evaluate.every=0"] if can_skip else None
-
-
-def _context(tokens: int, defaults: RunConfig) -> int:
-    """The preset's context, or a shorter one if the data has only a few samples of that length."""
-    context = defaults.model.context
-    while context > 1 and EPOCHS * samples_in(tokens, context) < STEPS * defaults.batch.global_size:
+    batch, context = defaults.batch.global_size, defaults.model.context
+    while context > 1 and EPOCHS * samples_in(train, context) < STEPS * batch:
         context //= 2
-    return context
-
-
-def _budget(tokens: int, context: int, defaults: RunConfig) -> Iterator[str]:
-    """Settings on top of the preset's: a shorter context, and a budget of a useful number of epochs."""
-    batch, per_epoch = defaults.batch.global_size, samples_in(tokens, context)
-    if context < defaults.model.context:
-        yield f"model.context={context}"
+    if context < SHORTEST or (valid is not None and not samples_in(valid, context)):
+        return None
+    changes = [f"model.context={context}"] if context < defaults.model.context else []
+    per_epoch = samples_in(train, context)
     epochs = max(EPOCHS, -(-STEPS * batch // per_epoch))
     steps = epochs * per_epoch // batch
     if steps < (defaults.budget.steps or 0) and epochs != defaults.budget.epochs:
-        yield f"budget.epochs={epochs}"
+        changes.append(f"budget.epochs={epochs}")
         if defaults.optim.warmup > WARMUP * steps:
-            yield f"optim.warmup={int(WARMUP * steps)}"
+            changes.append(f"optim.warmup={int(WARMUP * steps)}")
+    return changes

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,20 +71,82 @@ def parse(argv: list[str]) -> Request:
     """Parse the arguments; exits with 2 if they are contradictory. ConfigError for invalid inputs."""
     parser = _parser()
     args = parser.parse_args(argv)
+    fairseq = any(getattr(args, name) for name in FAIRSEQ_ONLY)
+    for mistake in (*_mistakes(args), *_tokenizer(args, fairseq), *(_fairseq_mistakes(args) if fairseq else ())):
+        parser.error(mistake)
+    share = _share(args.part)
+    corpora, dictionary = _fairseq(args, share) if fairseq else ((_corpus(args, share),), None)
+    language = args.language or "en"
+    if language not in LANGUAGES and not re.fullmatch("[a-z]{2,3}", language):
+        raise ConfigError(f"--language {language!r} is not a language code, such as en or de")
+    job = Job(
+        tokenizer="fairseq" if dictionary else args.tokenizer,
+        files=(str(dictionary.path),) if dictionary else tuple(args.tokenizer_files),
+        eod=args.eod,
+        keys=tuple(args.json_keys or ["text"]),
+        append_eod=args.append_eod,
+        empty=args.empty,
+        on_error=args.on_error,
+        language=LANGUAGES.get(language, language) if args.split_sentences else None,
+        keep_newlines=args.keep_newlines,
+        layout="fairseq" if dictionary else "megatron",
+    )
+    return Request(corpora, job, share, args.workers, args.overwrite, args.longest_line * MB, dictionary)
+
+
+def _mistakes(args: argparse.Namespace) -> Iterator[str]:
     for name in ("workers", "longest_line"):
         if getattr(args, name) < 1:
-            parser.error(f"{_flag(name)} {getattr(args, name)} must be at least 1")
-    fairseq = any(getattr(args, name) for name in FAIRSEQ_ONLY)
-    _tokenizer(parser, args, fairseq)
+            yield f"{_flag(name)} {getattr(args, name)} must be at least 1"
     if not args.split_sentences and (args.language or args.keep_newlines):
-        parser.error("--language and --keep-newlines go with --split-sentences")
-    share = _share(parser, args.part)
-    if fairseq:
-        return _fairseq(parser, args, share)
-    if not args.input or not args.output_prefix:
-        parser.error("give --input FILE... and --output-prefix P, or fairseq's --only-source --trainpref F --destdir D")
+        yield "--language and --keep-newlines go with --split-sentences"
+    if args.part and not _part(args.part):
+        yield f"--part {args.part} must be I/N, part I of N, with I from 0 to N - 1"
+    if not any(getattr(args, name) for name in FAIRSEQ_ONLY) and not (args.input and args.output_prefix):
+        yield "give --input FILE... and --output-prefix P, or fairseq's --only-source --trainpref F --destdir D"
+
+
+def _tokenizer(args: argparse.Namespace, fairseq: bool) -> Iterator[str]:
+    """Translate Megatron's options into --tokenizer and --tokenizer-files; yields what is wrong with them."""
+    if not args.tokenizer_type:
+        if any(getattr(args, name) for name in FILE_OPTIONS):
+            yield f"{', '.join(map(_flag, FILE_OPTIONS))} go with --tokenizer-type; or give --tokenizer-files"
+        if args.tokenizer_files and not args.tokenizer:
+            yield "--tokenizer-files go with --tokenizer KIND"
+        if not (args.tokenizer or fairseq):
+            yield f"give --tokenizer KIND and --tokenizer-files FILE...; kinds: {', '.join(sorted(TOKENIZERS))}"
+        return
+    if args.tokenizer or args.tokenizer_files:
+        yield "--tokenizer-type excludes --tokenizer and --tokenizer-files"
+    kind, needed = MEGATRON_TYPES[args.tokenizer_type]
+    missing = [_flag(name) for name in needed if not getattr(args, name)]
+    if missing:
+        yield f"--tokenizer-type {args.tokenizer_type} needs {' and '.join(missing)}"
+    useless = [_flag(name) for name in FILE_OPTIONS if getattr(args, name) and name not in needed]
+    if useless:
+        yield f"{' and '.join(useless)} have no effect with --tokenizer-type {args.tokenizer_type}"
+    args.tokenizer, args.tokenizer_files = kind, [getattr(args, name) for name in needed]
+
+
+def _fairseq_mistakes(args: argparse.Namespace) -> Iterator[str]:
+    if not args.only_source:
+        yield "hpclm trains language models on one language: give --only-source"
+    if args.input or args.output_prefix or args.json_keys or args.format:
+        yield "--input, --format, --json-keys and --output-prefix exclude fairseq's --trainpref and --destdir"
+    if not (args.trainpref or args.validpref or args.testpref):
+        yield "give --trainpref FILE, --validpref FILE[,FILE...] or --testpref FILE[,FILE...]"
+    if args.srcdict and args.tokenizer:
+        yield "--srcdict has no effect with --tokenizer"
+    if not (args.tokenizer or args.srcdict or args.trainpref):
+        yield "without --trainpref there is no text to count words in; give --srcdict dict.txt"
+    if args.trainpref and "," in args.trainpref:
+        yield f"--trainpref {args.trainpref}: fairseq's options allow one training text; concatenate the files first"
+
+
+def _corpus(args: argparse.Namespace, share: Share) -> InputCorpus:
+    """The inputs, and a dataset for each key."""
     inputs = find(args.input, args.format)
-    keys = tuple(args.json_keys or ["text"])
+    keys = args.json_keys or ["text"]
     option = f"--json-keys {' '.join(keys)}"
     if len(set(keys)) < len(keys):
         raise ConfigError(f"{option} contains a key twice")
@@ -95,96 +158,34 @@ def parse(argv: list[str]) -> Request:
     if share.parts > 1 and any(source.path == "-" for source in inputs):
         raise ConfigError(f"--input - cannot be divided over {share.parts} processes; give files, or start one process")
     level = "sentence" if args.split_sentences else "document"
-    prefixes = tuple(Path(f"{args.output_prefix}_{key}_{level}") for key in keys)
-    return _request(args, (InputCorpus(tuple(inputs), prefixes),), keys, share)
+    return InputCorpus(tuple(inputs), tuple(Path(f"{args.output_prefix}_{key}_{level}") for key in keys))
 
 
-def _request(
-    args: argparse.Namespace,
-    corpora: tuple[InputCorpus, ...],
-    keys: tuple[str, ...],
-    share: Share,
-    dictionary: Dictionary | None = None,
-) -> Request:
-    language = args.language or "en"
-    if language not in LANGUAGES and not re.fullmatch("[a-z]{2,3}", language):
-        raise ConfigError(f"--language {language!r} is not a language code, such as en or de")
-    job = Job(
-        tokenizer="fairseq" if dictionary else args.tokenizer,
-        files=(str(dictionary.path),) if dictionary else tuple(args.tokenizer_files),
-        eod=args.eod,
-        keys=keys,
-        append_eod=args.append_eod,
-        empty=args.empty,
-        on_error=args.on_error,
-        language=LANGUAGES.get(language, language) if args.split_sentences else None,
-        keep_newlines=args.keep_newlines,
-        layout="fairseq" if dictionary else "megatron",
-    )
-    return Request(corpora, job, share, args.workers, args.overwrite, args.longest_line * MB, dictionary)
-
-
-def _fairseq(parser: argparse.ArgumentParser, args: argparse.Namespace, share: Share) -> Request:
-    if not args.only_source:
-        parser.error("hpclm trains language models on one language: give --only-source")
-    if args.input or args.output_prefix or args.json_keys or args.format:
-        parser.error("--input, --format, --json-keys and --output-prefix exclude fairseq's --trainpref and --destdir")
-    if not (args.trainpref or args.validpref or args.testpref):
-        parser.error("give --trainpref FILE, --validpref FILE[,FILE...] or --testpref FILE[,FILE...]")
-    if args.srcdict and args.tokenizer:
-        parser.error("--srcdict has no effect with --tokenizer")
-    if not (args.tokenizer or args.srcdict or args.trainpref):
-        parser.error("without --trainpref there is no text to count words in; give --srcdict dict.txt")
+def _fairseq(args: argparse.Namespace, share: Share) -> tuple[tuple[InputCorpus, ...], Dictionary | None]:
+    """The datasets of fairseq's options, and their dictionary, unless another tokenizer is given."""
     if share.parts > 1:
         raise ConfigError(f"fairseq's options run in one process, not {share.parts}; give --workers to use more cores")
     folder = Path(args.destdir or "data-bin")
     corpora = []
     for split in ("train", "valid", "test"):
-        files = (getattr(args, f"{split}pref") or "").split(",")
-        for i, file in enumerate(filter(None, files)):
+        for i, file in enumerate(filter(None, (getattr(args, f"{split}pref") or "").split(","))):
             corpora.append(InputCorpus(tuple(find([file], "lines")), (folder / f"{split}{i or ''}",)))
-    if args.trainpref and "," in args.trainpref:
-        parser.error(
-            f"--trainpref {args.trainpref}: fairseq's options allow one training text; concatenate the files first"
-        )
-    dictionary = None
-    if not args.tokenizer:
-        given = Path(args.srcdict) if args.srcdict else None
-        dictionary = Dictionary(folder / "dict.txt", corpora[0], given)
-    return _request(args, tuple(corpora), ("text",), share, dictionary)
+    given = Path(args.srcdict) if args.srcdict else None
+    return tuple(corpora), None if args.tokenizer else Dictionary(folder / "dict.txt", corpora[0], given)
 
 
-def _tokenizer(parser: argparse.ArgumentParser, args: argparse.Namespace, fairseq: bool) -> None:
-    """Translate Megatron's options into --tokenizer and --tokenizer-files."""
-    if not args.tokenizer_type:
-        if any(getattr(args, name) for name in FILE_OPTIONS):
-            parser.error(f"{', '.join(map(_flag, FILE_OPTIONS))} go with --tokenizer-type; or give --tokenizer-files")
-        if args.tokenizer_files and not args.tokenizer:
-            parser.error("--tokenizer-files go with --tokenizer KIND")
-        if not (args.tokenizer or fairseq):
-            parser.error(f"give --tokenizer KIND and --tokenizer-files FILE...; kinds: {', '.join(sorted(TOKENIZERS))}")
-        return
-    if args.tokenizer or args.tokenizer_files:
-        parser.error("--tokenizer-type excludes --tokenizer and --tokenizer-files")
-    kind, needed = MEGATRON_TYPES[args.tokenizer_type]
-    missing = [_flag(name) for name in needed if not getattr(args, name)]
-    if missing:
-        parser.error(f"--tokenizer-type {args.tokenizer_type} needs {' and '.join(missing)}")
-    useless = [_flag(name) for name in FILE_OPTIONS if getattr(args, name) and name not in needed]
-    if useless:
-        parser.error(f"{' and '.join(useless)} have no effect with --tokenizer-type {args.tokenizer_type}")
-    args.tokenizer, args.tokenizer_files = kind, [getattr(args, name) for name in needed]
-
-
-def _share(parser: argparse.ArgumentParser, part: str | None) -> Share:
+def _share(part: str | None) -> Share:
     """The part of the inputs for this process, from --part or its rank."""
     if part is None:
         world = bootstrap.detect()
         return Share(world.rank, world.size)
-    found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", part)
-    if not found or int(found[1]) >= int(found[2]):
-        parser.error(f"--part {part} must be I/N, part I of N, with I from 0 to N - 1")
-    return Share(int(found[1]), int(found[2]))
+    return _part(part) or Share()
+
+
+def _part(text: str) -> Share | None:
+    """--part I/N; None if it is not valid."""
+    numbers = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
+    return Share(int(numbers[1]), int(numbers[2])) if numbers and int(numbers[1]) < int(numbers[2]) else None
 
 
 def _flag(name: str) -> str:

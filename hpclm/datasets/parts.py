@@ -12,19 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from hpclm.data.indexed import IndexedDataset, files, sidecar
-from hpclm.datasets.build import (
-    check,
-    job_fingerprint,
-    print_next,
-    print_reports,
-    refuse_empty,
-    refuse_to_replace,
-    write,
-)
-from hpclm.datasets.encode import Column
-from hpclm.datasets.hashing import TokenReader
+from hpclm.datasets.build import Output, check, job_fingerprint, refuse_to_replace, write
+from hpclm.datasets.merge import copy
 from hpclm.datasets.options import Request
-from hpclm.datasets.output import BuildReport, Output
 from hpclm.errors import ConfigError, unwritten
 from hpclm.files import locked, read_text, writable_folder, write_text
 from hpclm.terminal import say
@@ -32,8 +22,8 @@ from hpclm.terminal import say
 log = logging.getLogger(__name__)
 
 
-def main(request: Request) -> int:
-    """Write this process's part unless it exists, and join the parts if all of them exist."""
+def write_part(request: Request) -> bool:
+    """Write this process's part unless it exists, and join the parts if all of them exist; whether this process has joined them."""
     [corpus] = request.corpora
     part, parts, folder = request.share.part, request.share.parts, Path(f"{corpus.prefixes[0]}.parts")
     check(request.job)
@@ -45,25 +35,24 @@ def main(request: Request) -> int:
     with locked(folder):  # another process may be joining
         if _joined(folder, request):
             say(f"{' and '.join(map(str, corpus.prefixes))}: already written by this job")
-            return 0
+            return False
         refuse_to_replace(request, corpus.prefixes)
         complete = _complete(prefixes[part], job)
     if complete:
         log.info("part %d of %d exists already", part, parts)
     else:
-        print_reports(write(corpus, request, prefixes[part], request.share, {"job": job}))
+        write(corpus, request, prefixes[part], request.share, {"job": job})
     if all(_complete(each, job) for each in prefixes):
         with locked(folder):  # if two processes see all parts, one of them joins
             if not _joined(folder, request):
-                print_reports(_join(prefixes, request))
+                _join(prefixes, request)
                 write_text(folder / "joined.json", json.dumps(_result(request)))
                 for path in folder.iterdir():
                     if path.name != "joined.json":
                         path.unlink(missing_ok=True)
-                print_next(list(corpus.prefixes[:1]), request)
-                return 0
+                return True
     say(f"part {part} of {parts} is done; the last process to finish joins all parts in {folder}")
-    return 0
+    return False
 
 
 def _joined(folder: Path, request: Request) -> bool:
@@ -89,19 +78,22 @@ def _complete(prefixes: list[Path], job: dict[str, Any]) -> bool:
         return False
 
 
-def _join(parts: list[list[Path]], request: Request) -> list[BuildReport]:
+def _join(parts: list[list[Path]], request: Request) -> None:
     """Write the parts, in order, as the datasets that a single process would write."""
     [corpus] = request.corpora
     try:
         with ExitStack() as opened:
             outputs = [opened.enter_context(Output(prefix, request.job)) for prefix in corpus.prefixes]
-            for key, output in enumerate(outputs):
-                for part in parts:
-                    _add(part[key], output)
-                refuse_empty(output.report(), corpus.names)
-            return [output.complete({}) for output in outputs]
+            for output, prefixes in zip(outputs, zip(*parts, strict=True), strict=True):
+                for prefix in prefixes:
+                    _add(prefix, output)
+                output.refuse_empty(corpus.names)
+            for output in outputs:
+                output.complete({})
     except OSError as error:
         raise unwritten(error, corpus.prefixes[0], "the parts are kept; start again") from error
+    for output in outputs:
+        output.describe()
 
 
 def _add(prefix: Path, output: Output) -> None:
@@ -110,7 +102,6 @@ def _add(prefix: Path, output: Output) -> None:
     output.bad.update(note.get("bad", {}))
     output.skipped += note["skipped"]
     try:
-        for documents in TokenReader(IndexedDataset(prefix)).documents():
-            output.add_column(Column(documents.tokens, documents.sizes, documents.per_document))
+        copy(IndexedDataset(prefix), output)
     except ConfigError as error:
         raise ConfigError(f"{error}. This is a part: remove {prefix}.*, and start its process again") from None

@@ -1,34 +1,30 @@
 """Train a tokenizer: a byte-level BPE (tokenizer.json), or a sentencepiece .model."""
 
 import argparse
-import logging
 import random
 import shlex
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 
-from hpclm import log as logs
+from hpclm import log
 from hpclm.data import tokenizers
 from hpclm.datasets.encode import read_texts
-from hpclm.datasets.inputs import LONGEST, MB, InputChunk, chunks, find
+from hpclm.datasets.inputs import LONGEST, MB, chunks, find
 from hpclm.datasets.options import LONGEST_LINE
 from hpclm.datasets.tokenizers.huggingface import train_bpe
-from hpclm.datasets.tokenizers.sentencepieces import train_sentencepiece
+from hpclm.datasets.tokenizers.sentencepieces import SENTENCES, train_sentencepiece
 from hpclm.datasets.workers import exit_on_signals
 from hpclm.errors import ConfigError
 from hpclm.files import writable_folder, write_bytes
 from hpclm.terminal import ArgumentParser, say
 
-log = logging.getLogger(__name__)
 MEASURED = 1000  # random documents for measuring the compression
 LONG = 1 << 16  # characters of such a document, at most
-SENTENCES = 1_000_000  # lines for training sentencepiece by default; they are in memory
 
 
 def main(argv: list[str]) -> int:
     """``hpclm train-tokenizer``: train and write a tokenizer, and print its compression and the next command."""
-    logs.setup()
+    log.setup()
     args = _arguments(argv)
     output = Path(args.output)
     library = {".json": "json", ".model": "sentencepiece"}.get(output.suffix)
@@ -46,22 +42,21 @@ def main(argv: list[str]) -> int:
     writable_folder(output.parent, "output folder")
 
     measured = Sample(MEASURED)
-    texts = _texts(chunks(inputs, longest=args.longest_line * MB), args.json_key or "text", measured)
+    pieces = chunks(inputs, longest=args.longest_line * MB)
+    texts = (text for piece in pieces for text in read_texts(piece, (args.json_key or "text",))[0][0] if text)
+
+    def offered() -> Iterator[str]:
+        for text in texts:
+            measured.add(text[:LONG])
+            yield text
+
     with exit_on_signals():
-        first = next(texts, None)
-        if first is None:
-            raise ConfigError(f"no text in {', '.join(source.name for source in inputs)}; no tokenizer was written")
-        texts = chain([first], texts)
         if library == "json":
-            content = train_bpe(texts, args.vocab_size)
+            content = train_bpe(offered(), args.vocab_size)
         else:
-            lines = Sample(args.sentences or SENTENCES)
-            for text in texts:
-                for line in filter(None, text.splitlines()):
-                    lines.add(line)
-            if lines.seen > len(lines.items):
-                log.info("training on %s of %s lines, sampled at random", f"{len(lines.items):,}", f"{lines.seen:,}")
-            content = train_sentencepiece(lines.items, args.kind, args.vocab_size)
+            content = train_sentencepiece(offered(), args.kind, args.vocab_size, args.sentences or SENTENCES)
+        if not measured.seen:
+            raise ConfigError(f"no text in {', '.join(source.name for source in inputs)}; no tokenizer was written")
         write_bytes(output, content)
 
     tokenizer = tokenizers.build(library, [str(output)])
@@ -97,14 +92,6 @@ class Sample:
             self.items.append(item)
         elif (place := self._random.randrange(self.seen)) < self._limit:
             self.items[place] = item
-
-
-def _texts(pieces: Iterator[InputChunk], key: str, measured: Sample) -> Iterator[str]:
-    """The documents that are not empty, some of them for ``measured``; ConfigError for an unreadable one."""
-    for chunk in pieces:
-        for text in filter(None, read_texts(chunk, (key,), "stop")[0][0]):
-            measured.add(text[:LONG])
-            yield text
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:

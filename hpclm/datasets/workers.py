@@ -42,7 +42,7 @@ def ordered(function: Callable[[Work], Result], work: Iterable[Work], workers: i
     with (
         TemporaryDirectory(prefix="hpclm-") as folder,
         safe_children(),
-        ProcessPoolExecutor(workers, context, initializer=_watch_parent) as pool,
+        ProcessPoolExecutor(workers, context, initializer=_exit_with_parent) as pool,
     ):
         pending: deque[Future[Path]] = deque()
         try:
@@ -75,16 +75,16 @@ def _ctrl_c_for_parent() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _watch_parent() -> None:
-    """In a worker: exit when the parent does, however it ends."""
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-
-
 def _exit_with_parent() -> None:
+    """In a worker: exit when the parent does, however it ends."""
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-    os._exit(1)
+
+    def wait() -> None:
+        if parent is not None:
+            parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _run(function: Callable[[Any], Any], path: Path) -> Path:

@@ -46,25 +46,15 @@ class Writer:
         self._code, self._range = codes[0], np.iinfo(self.dtype)
         self._final = files(prefix)
         self._open = ExitStack()
-        self._ended = 0
         self._finished = False
         self.tokens = self.sequences = self.documents = 0  # written so far
         self.note: dict[str, Any] | None = None
         """For PREFIX.json, together with the content hash."""
 
-    def add(self, tokens: ArrayLike) -> None:
-        """Append one sequence, [tokens]."""
-        given = np.asarray(tokens)
-        self._append(given, np.array([given.size]))
-
-    def end_document(self) -> None:
-        """End a document of the sequences since the last call."""
-        self._bound(np.array([self.sequences]))
-
     def add_document(self, tokens: ArrayLike) -> None:
         """Append a document of one sequence, [tokens]."""
-        self.add(tokens)
-        self.end_document()
+        given = np.asarray(tokens)
+        self.extend(given, np.array([given.size]), np.array([1]))
 
     def extend(
         self,
@@ -81,22 +71,23 @@ class Writer:
             raise ValueError(
                 f"{tokens.size} tokens in sequences of {sizes.sum()}, {sizes.size} in documents of {documents.sum()}"
             )
-        first = self.sequences
         if modes is not None:
-            if first != self._modes.tell():
+            if self.sequences != self._modes.tell():
                 raise ValueError("either all sequences have modes or none")
             self._modes.write(modes.astype("i1").tobytes())
-        self._append(tokens, sizes)
-        self._bound(first + np.cumsum(documents))
-
-    def _append(self, tokens: NDArray, sizes: NDArray[np.integer]) -> None:
         if sizes.size and sizes.max() > LONGEST:
             raise ConfigError(f"a sequence of {sizes.max()} tokens is too long: an index holds at most {LONGEST}")
+        if self.layout == "fairseq" and (documents != 1).any():
+            raise ConfigError(
+                "in fairseq's layout each document is one sequence; use Megatron's, or do not split documents"
+            )
         self._sizes.write(sizes.astype("<i4", copy=False).tobytes())
+        self._bounds.write((self.sequences + np.cumsum(documents)).astype("<i8", copy=False).tobytes())
         for start in range(0, tokens.size, BLOCK):
             self._stream.write(self._fitting(tokens[start : start + BLOCK]).data)
         self.tokens += tokens.size
         self.sequences += sizes.size
+        self.documents += documents.size
 
     def _fitting(self, tokens: NDArray) -> NDArray:
         if tokens.dtype != self.dtype:
@@ -104,15 +95,6 @@ class Writer:
             if low < self._range.min or high > self._range.max:
                 raise ConfigError(f"token ids {low} to {high} do not fit in {self.dtype.name}")
         return np.ascontiguousarray(tokens, self.dtype)
-
-    def _bound(self, bounds: NDArray[np.integer]) -> None:
-        if self.layout == "fairseq" and not np.array_equal(bounds, np.arange(len(bounds)) + self.documents + 1):
-            raise ConfigError(
-                "in fairseq's layout each document is one sequence; use Megatron's, or do not split documents"
-            )
-        self._bounds.write(bounds.astype("<i8", copy=False).tobytes())
-        self.documents += len(bounds)
-        self._ended = self.sequences
 
     def __enter__(self: Own) -> Own:
         for path in self._final:
@@ -149,10 +131,7 @@ class Writer:
         """Complete and check the files, so that only renaming remains. Called at the end of the ``with`` block; call it
         earlier so that of several datasets none appears if one fails.
         """
-        if self._ended != self.sequences:
-            raise ValueError("sequences after the last end_document() belong to no document")
-        modes = self._modes.tell()
-        if modes not in (0, self.sequences):
+        if self._modes.tell() not in (0, self.sequences):
             raise ValueError("either all sequences have modes or none")
         self._write_index()
         bin, blocks = self._stream.hasher.end()

@@ -1,25 +1,24 @@
 """Checks before a run of several processes starts, so that a bad node costs seconds and not a night.
 
-Every process reports what it has; each node terminates what earlier attempts left, and checks the run directory; all processes
-do an all-reduce together, and each node sends messages to the next. The result is kept as preflight.json.
+Every process reports what it has; each node checks the run directory; all processes do an all-reduce together, and each node sends
+messages to the next. The result is kept as preflight.json.
 """
 
+import json
 import logging
 import os
-import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpclm import files
-from hpclm.diagnostics import probes, report, verdict
-from hpclm.diagnostics.report import Report
+from hpclm.diagnostics import facts, probes, verdict
+from hpclm.diagnostics.report import FILE
 from hpclm.diagnostics.verdict import Link
 from hpclm.errors import ConfigError, HpclmError
-from hpclm.node import facts, left_over, processes
 from hpclm.rundir import code
 
 if TYPE_CHECKING:
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 ROUNDS = 5  # messages over each link; the fastest one counts
 ROOM = 256 << 20  # bytes that a run directory must have free if the size of a checkpoint is unknown
-GRACE = 3.0  # seconds between TERM and KILL
 
 
 def check(
@@ -40,70 +38,59 @@ def check(
     out: Path,
     env: Mapping[str, str] = os.environ,
     room: int = ROOM,
-) -> Report:
-    """The report if all is well; otherwise HpclmError, the same on every rank, with the problems and the bad nodes;
-    ConfigError if the nodes run different code.
+) -> None:
+    """HpclmError, the same on every rank, with the problems and the bad nodes; ConfigError if the nodes run different code.
 
-    Call it on every rank once the process group is up, while rank 0 holds the lock of the run directory ``out``: other
-    training processes that have it open are then left over, and are terminated. ``modules``: the user's that the run loads;
-    ``room``: bytes that a checkpoint may take.
+    Call it on every rank once the process group is up. ``modules``: the user's that the run loads; ``room``: bytes that a
+    checkpoint in the run directory ``out`` may take.
     """
     began = time.monotonic()
-    node, me = facts.node_name(context.launcher, env), context.ranks[context.rank]
-    names = context.all_gather(node)
-    nodes = verdict.nodes_of([{"node": name} for name in names])
+    node = facts.node_name(context.launcher, env)
     check_code(context, modules, node)
-    is_first_of_node = nodes[node][0] == context.rank
-    pids = [info.pid for info in context.ranks if info.machine == me.machine]
-    of_node = end_left_over(out, pids, env) if is_first_of_node else {}
-
-    context.barrier()
-    ranks = context.all_gather(facts.of_process(context.launcher, device, env))
-    ranks = [each | {"rank": rank, "clock": each["time"] - ranks[0]["time"]} for rank, each in enumerate(ranks)]
-    token = context.run_on_main(lambda: _mark(out))
-    of_node |= {"disk": probes.probe_disk(out, token)} if is_first_of_node else {}
-    of_nodes = {name: found for name, found in zip(names, context.all_gather(of_node), strict=True) if found}
-    if context.rank == 0:
-        with suppress(OSError):
-            (out / probes.marker(token)).unlink()
+    ranks = context.all_gather(facts.of_process(context.launcher, env) | facts.of_device(device))
+    nodes = verdict.nodes_of(ranks)
+    token = context.run_on_main(lambda: probes.mark(out))
+    probed = context.all_gather(probes.probe_disk(out, token) if nodes[node][0] == context.rank else None)
+    disks = {name: probed[members[0]] for name, members in nodes.items()}
     links = measure_links(context, nodes, device)
 
-    def conclude() -> dict[str, Any]:
-        disks = {name: found["disk"] for name, found in of_nodes.items()}
+    def conclude() -> None:
+        probes.unmark(out, token)
         findings = [
             *verdict.agreement(ranks),
             *verdict.devices(ranks),
-            *verdict.machines(ranks),
+            *verdict.memory(ranks),
             *verdict.disks(str(out), disks, room),
-            *verdict.remains({name: found["stuck"] for name, found in of_nodes.items()}),
             *verdict.links(links),
         ]
-        made = Report(
-            time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            ok=not any(finding.serious for finding in findings),
-            seconds=round(time.monotonic() - began, 3),
-            problems=[finding.text for finding in findings if finding.serious],
-            warnings=[finding.text for finding in findings if not finding.serious],
-            bad=sorted({name for finding in findings for name in finding.bad}),
-            ended=[f"{name}: {process}" for name, found in of_nodes.items() for process in found["ended"]],
-            ranks=ranks,
-            links=[asdict(link) for link in links],
-            disks=disks,
-        )
+        problems = [finding.text for finding in findings if finding.serious]
+        warnings = [finding.text for finding in findings if not finding.serious]
+        bad = sorted({name for finding in findings for name in finding.bad})
+        seconds = round(time.monotonic() - began, 3)
+        report = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "ok": not problems,
+            "seconds": seconds,
+            "problems": problems,
+            "warnings": warnings,
+            "bad": bad,
+            "ranks": [{"rank": rank, **each} for rank, each in enumerate(ranks)],
+            "links": [asdict(link) for link in links],
+            "disks": disks,
+        }
         with suppress(OSError):  # a folder that cannot be written is already among the problems
-            made.write(out)
-        return asdict(made)
+            files.write_text(out / FILE, json.dumps(report, indent=1) + "\n")
+        if context.size > 1:
+            state = f", {len(problems)} problem{'s' * (len(problems) != 1)}" if problems else " agree"
+            slowest = f"; slowest link {verdict.rate(min(link.speed for link in links))}" if links else ""
+            count = f"{len(ranks)} ranks on {len(nodes)} node{'s' * (len(nodes) != 1)}"
+            log.info("preflight: %s%s%s; %.1f s", count, state, slowest, seconds)
+        for warning in warnings:
+            log.warning("preflight: %s", warning)
+        if problems:
+            raise HpclmError(refusal(problems, bad, out))
 
-    made = Report(**context.run_on_main(conclude))
-    if context.rank == 0:
-        log_report(made, context.size)
-
-    def refuse() -> None:
-        if not made.ok:
-            raise HpclmError(refusal(made, out))
-
-    context.run_on_main(refuse)
-    return made
+    context.run_on_main(conclude)
 
 
 def check_code(context: "DistributedContext", modules: Collection[str], node: str) -> None:
@@ -121,23 +108,6 @@ def check_code(context: "DistributedContext", modules: Collection[str], node: st
         )
 
     context.run_on_main(refuse)
-
-
-def _mark(out: Path) -> str:
-    token = secrets.token_hex(8)
-    with suppress(OSError):  # every node reports itself that it cannot write
-        files.write_text(out / probes.marker(token), token)
-    return token
-
-
-def end_left_over(out: Path, ranks: Sequence[int], env: Mapping[str, str]) -> dict[str, Any]:
-    """Terminate what earlier attempts left running on this machine."""
-    found = {process: left_over.described(process) for process in left_over.left_over(out, ranks, env)}
-    stuck = processes.terminate(list(found), GRACE)
-    return {
-        "ended": [text for process, text in found.items() if process not in stuck],
-        "stuck": [found[process] for process in stuck],
-    }
 
 
 def measure_links(
@@ -174,23 +144,13 @@ def measure_links(
     return [Link((names[number - 1], names[number]), *results[leader]) for number, leader in enumerate(leaders)]
 
 
-def log_report(made: Report, size: int) -> None:
-    """Log the result in one line, and the warnings."""
-    if size > 1:
-        log.info(made.line())
-    for process in made.ended:
-        log.warning("terminated a process that an earlier attempt left on %s", process)
-    for warning in made.warnings:
-        log.warning("preflight: %s", warning)
-
-
-def refusal(made: Report, out: Path) -> str:
-    """The problems, and what to do."""
-    lines = [f"preflight: {problem}" for problem in made.problems]
-    if made.bad:
+def refusal(problems: Sequence[str], bad: Sequence[str], out: Path) -> str:
+    """The problems, and what to do about the ``bad`` nodes."""
+    lines = [f"preflight: {problem}" for problem in problems]
+    if bad:
         lines.append(
-            f"bad node{'s' * (len(made.bad) > 1)}: {', '.join(made.bad)}; start again without: "
+            f"bad node{'s' * (len(bad) > 1)}: {', '.join(bad)}; start again without: "
             f"hpclm resume {files.typed(out)} --exclude-bad {files.typed(out)}"
         )
-    lines.append(f"what each process has is in {out / report.FILE}; cluster.preflight=off skips these checks")
+    lines.append(f"what each process has is in {out / FILE}; cluster.preflight=off skips these checks")
     return "\n".join(lines)

@@ -21,14 +21,29 @@ OPENING = 60.0  # seconds that all processes may take to connect
 MESSAGE = 15.0  # seconds that one message may take
 
 
+def mark(out: Path) -> str:
+    """Write the file in the run directory ``out`` that the other nodes must see; the token that its name and content are."""
+    token = secrets.token_hex(8)
+    with suppress(OSError):  # every node reports itself that it cannot write
+        files.write_text(marker(out, token), token)
+    return token
+
+
+def unmark(out: Path, token: str) -> None:
+    """Remove that file."""
+    with suppress(OSError):
+        marker(out, token).unlink()
+
+
 def probe_disk(out: Path, token: str) -> dict[str, object]:
     """What this node finds in the run directory, where rank 0 has written ``token``: free bytes, and whether it is the same
     directory; or why it cannot be written."""
-    own = out / f"{marker(token)}-{secrets.token_hex(4)}"
+    marked = marker(out, token)
+    own = marked.with_name(f"{marked.name}-{secrets.token_hex(4)}")
 
     def has_arrived() -> bool:
         with suppress(OSError):
-            return files.read_text(out / marker(token), errors="replace") == token
+            return files.read_text(marked, errors="replace") == token
         return False
 
     try:
@@ -40,9 +55,9 @@ def probe_disk(out: Path, token: str) -> dict[str, object]:
     return {"free": free, "same": processes.wait_until(has_arrived, PATIENCE, pause=0.1)}
 
 
-def marker(token: str) -> str:
-    """Name of the file that rank 0 writes."""
-    return f".preflight-{token}"
+def marker(out: Path, token: str) -> Path:
+    """The file that rank 0 writes."""
+    return out / f".preflight-{token}"
 
 
 def all_reduce(size: int, device: torch.device) -> None:

@@ -1,23 +1,21 @@
-"""The verdict of the preflight check: what is wrong, and which nodes are bad.
+"""The verdict of the preflight check and of ``hpclm doctor``: what is wrong, and which nodes are bad.
 
 Everything here is a pure function of gathered facts.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_high
 from typing import Any
 
-from hpclm.node.facts import DECISIVE, Facts
+from hpclm.diagnostics.facts import DECISIVE, Facts
 
 AGREE = ("hpclm", "python", "torch", "cuda", "nccl", *DECISIVE, "driver", "device_name")
-SKEW = 5.0  # seconds between clocks
 SHM = 32 << 20  # bytes of /dev/shm for each process: NCCL and MPI keep their buffers there
 OTHERS = 0.1  # of a GPU's memory
 MIB, GIB = 1 << 20, 1 << 30
 FAR = 5.0  # times slower than the others is a fault
-SLUGGISH = 0.05  # GB/s; half of what gigabit Ethernet does
 
 
 @dataclass(frozen=True)
@@ -48,30 +46,54 @@ class Link:
 
 def nodes_of(ranks: Sequence[Facts]) -> dict[str, list[int]]:
     """Node -> its ranks."""
-    found: dict[str, list[int]] = {}
+    nodes: dict[str, list[int]] = {}
     for rank, facts in enumerate(ranks):
-        found.setdefault(facts["node"], []).append(rank)
-    return found
+        nodes.setdefault(facts["node"], []).append(rank)
+    return nodes
+
+
+def grouped(values: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Pairs of a node and its value as value -> nodes, the most common value first."""
+    groups: dict[str, list[str]] = {}
+    for node, value in dict.fromkeys(values):
+        groups.setdefault(value, []).append(node)
+    return dict(sorted(groups.items(), key=lambda group: -len(group[1])))
+
+
+def problems(facts: Facts) -> Iterator[str]:
+    """What would stop a run of one process."""
+    gpus, local, launcher = facts.get("gpus", 0), facts["local_size"], facts["launcher"]
+    if facts["torch"] is None:
+        yield f"PyTorch cannot be loaded ({facts['error']}): reinstall it, or load the modules it was built with"
+    yield from facts.get("broken", ())
+    if 1 < gpus < local:
+        yield f"{local} processes see {gpus} GPUs: request one GPU for each process of a node"
+    if "MPI" in launcher and facts["mpi4py"] is None:
+        yield f"{launcher} started this process, but mpi4py is not installed: pip install 'hpclm[mpi]', for your mpirun's MPI"
+
+
+def hints(facts: Facts) -> Iterator[str]:
+    """What will not stop a run of one process, but may surprise its user."""
+    if facts["torch"] and facts["driver"] and not facts["gpus"]:
+        yield (
+            f"this machine has GPUs (driver {facts['driver']}), but PyTorch, built for CUDA {facts['cuda']}, sees none, with "
+            f"CUDA_VISIBLE_DEVICES={facts['visible']}: request GPUs from the scheduler, or install a build for that driver"
+        )
 
 
 def agreement(ranks: Sequence[Facts]) -> list[Finding]:
     """Versions and devices that differ between nodes; nodes that differ from the majority are bad."""
     findings = []
-    nodes = nodes_of(ranks)
+    nodes = nodes_of(ranks).items()
     for key in AGREE:
-        value = {
-            node: " and ".join(sorted({str(ranks[rank].get(key)) for rank in members}))
-            for node, members in nodes.items()
-        }
-        groups = Counter(value.values()).most_common()
-        if len(groups) == 1 and " and " not in groups[0][0]:
+        own = [(node, sorted({str(ranks[rank].get(key)) for rank in members})) for node, members in nodes]
+        groups = grouped((node, " and ".join(values)) for node, values in own)
+        if len(groups) == 1 and len(own[0][1]) == 1:
             continue
-        clear = len(groups) > 1 and groups[0][1] > groups[1][1]
-        bad = tuple(node for node in nodes if clear and value[node] != groups[0][0])
-        listed = "; ".join(
-            f"{text} on {listing([node for node in nodes if value[node] == text])}" for text, _ in groups
-        )
-        findings.append(Finding(f"{key.replace('_', ' ')} differs: {listed}", bad))
+        usual, *others = groups.values()
+        bad = [node for group in others for node in group] if others and len(usual) > len(others[0]) else []
+        listed = "; ".join(f"{value} on {listing(names)}" for value, names in groups.items())
+        findings.append(Finding(f"{key.replace('_', ' ')} differs: {listed}", tuple(bad)))
     return findings
 
 
@@ -80,12 +102,9 @@ def other_code(digests: Sequence[tuple[str, str]], contents: Sequence[Mapping[st
 
     ``digests``: node, and digest of the code, of each rank; ``contents``: file -> digest, of each rank.
     """
-    nodes: dict[str, list[str]] = {}
-    for node, digest in dict.fromkeys(digests):
-        nodes.setdefault(digest, []).append(node)
-    listed = "; ".join(f"{digest} on {listing(names)}" for digest, names in nodes.items())
-    pairs = Counter(pair for files in contents for pair in files.items())
-    names = sorted({name for (name, _), ranks in pairs.items() if ranks < len(contents)})
+    listed = "; ".join(f"{digest} on {listing(nodes)}" for digest, nodes in grouped(digests).items())
+    copies = Counter(pair for files in contents for pair in files.items())
+    names = sorted({name for (name, _), ranks in copies.items() if ranks < len(contents)})
     return f"the nodes run different code: {listed}; different: {listing(names, 3)}"
 
 
@@ -95,73 +114,54 @@ def devices(ranks: Sequence[Facts]) -> list[Finding]:
     for rank, facts in enumerate(ranks):
         if facts.get("uuid"):
             users.setdefault(facts["uuid"], []).append(rank)
-    findings = [
-        Finding(
-            f"ranks {listing(sharing)} on {ranks[sharing[0]]['node']} all use {ranks[sharing[0]]['device']} "
-            f"({uuid}), with CUDA_VISIBLE_DEVICES={ranks[sharing[0]].get('visible')}; start one process for each GPU: "
-            f"request one GPU for each process of a node"
-        )
-        for uuid, sharing in users.items()
-        if len(sharing) > 1
-    ]
-    for rank, facts in enumerate(ranks):
-        used, size = facts.get("device_used", 0), facts.get("device_total", 0)
-        if len(users.get(facts.get("uuid", ""), ())) == 1 and used > OTHERS * size:
-            findings.append(
-                warning(
-                    f"{used / GIB:.1f} of {size / GIB:.1f} GiB of {facts['device']} on {facts['node']} (rank {rank}) are "
-                    f"in use by other processes: nvidia-smi on that node lists them"
-                )
+    findings = []
+    for uuid, sharing in users.items():
+        first = ranks[sharing[0]]
+        used, size = first.get("device_used", 0), first.get("device_total", 0)
+        if len(sharing) > 1:
+            text = (
+                f"ranks {listing(sharing)} on {first['node']} all use {first['device']} ({uuid}), with CUDA_VISIBLE_DEVICES="
+                f"{first.get('visible')}; start one process for each GPU: request one GPU for each process of a node"
             )
+            findings.append(Finding(text))
+        elif used > OTHERS * size:
+            text = (
+                f"{used / GIB:.1f} of {size / GIB:.1f} GiB of {first['device']} on {first['node']} (rank {sharing[0]}) are in use "
+                "by other processes: nvidia-smi on that node lists them"
+            )
+            findings.append(warning(text))
     return findings
 
 
-def machines(ranks: Sequence[Facts]) -> list[Finding]:
-    """Clocks and shared memory of each node."""
+def memory(ranks: Sequence[Facts]) -> list[Finding]:
+    """Nodes with little shared memory."""
     findings = []
     for node, members in nodes_of(ranks).items():
-        first = ranks[members[0]]
-        skew = first["clock"]
-        if abs(skew) > SKEW:
-            how = "ahead of" if skew > 0 else "behind"
-            findings.append(warning(f"the clock of {node} is {abs(skew):.0f} s {how} that of {ranks[0]['node']}"))
-        shm = first.get("shm")
-        if shm and shm["free"] < SHM * len(members):
-            findings.append(
-                warning(
-                    f"/dev/shm of {node} has {shm['free'] // MIB} of {shm['size'] // MIB} MiB free, and {len(members)} "
-                    f"processes may want {SHM * len(members) // MIB} MiB; in a container: --shm-size or --ipc=host"
-                )
+        shm, needed = ranks[members[0]]["shm"], SHM * len(members)
+        if shm and shm["free"] < needed:
+            text = (
+                f"/dev/shm of {node} has {shm['free'] // MIB} of {shm['total'] // MIB} MiB free, and {len(members)} processes may "
+                f"want {needed // MIB} MiB; in a container: --shm-size or --ipc=host"
             )
+            findings.append(warning(text))
     return findings
 
 
-def disks(out: str, looks: Mapping[str, Mapping[str, Any]], room: int) -> list[Finding]:
+def disks(out: str, probed: Mapping[str, Mapping[str, Any]], room: int) -> list[Finding]:
     """Whether every node sees the same run directory ``out``, can write there, and has ``room`` bytes free."""
-    findings = []
-    home = next(iter(looks))
 
-    def bad_nodes(nodes: Sequence[str]) -> tuple[str, ...]:
-        return tuple(nodes) if 2 * len(nodes) < len(looks) else ()
+    def finding(nodes: Sequence[str], problem: str) -> Finding:
+        return Finding(f"{out} {problem}", tuple(nodes) if 2 * len(nodes) < len(probed) else ())
 
-    errors: dict[str, list[str]] = {}
-    for node, look in looks.items():
-        if "error" in look:
-            errors.setdefault(look["error"], []).append(node)
-    for error, nodes in errors.items():
-        findings.append(Finding(f"{out} cannot be written on {listing(nodes)}: {error}", bad_nodes(nodes)))
-    other = [node for node, look in looks.items() if "error" not in look and not look["same"]]
-    if other:
-        text = (
-            f"{out} on {listing(other)} is not the folder that {home} has: files written on one are not visible on the other; "
-            f"choose an out= on a file system that all nodes share"
-        )
-        findings.append(Finding(text, bad_nodes(other)))
-    full = [node for node, look in looks.items() if look.get("free", room) < room]
-    if full:
-        least = min(looks[node]["free"] for node in full)
-        text = f"{out} has {least / MIB:,.1f} MiB free on {listing(full)}; a checkpoint may take {room / MIB:,.1f} MiB"
-        findings.append(Finding(f"{text}: free some, or choose another out=", bad_nodes(full)))
+    errors = grouped((node, probe["error"]) for node, probe in probed.items() if "error" in probe)
+    findings = [finding(nodes, f"cannot be written on {listing(nodes)}: {error}") for error, nodes in errors.items()]
+    if other := [node for node, probe in probed.items() if not probe.get("same", True)]:
+        text = f"on {listing(other)} is not the folder that {next(iter(probed))} has: files written on one are not visible on the other"
+        findings.append(finding(other, f"{text}; choose an out= on a file system that all nodes share"))
+    if full := [node for node, probe in probed.items() if probe.get("free", room) < room]:
+        least = min(probed[node]["free"] for node in full) / MIB
+        text = f"has {least:,.1f} MiB free on {listing(full)}; a checkpoint may take {room / MIB:,.1f} MiB"
+        findings.append(finding(full, f"{text}: free some, or choose another out="))
     return findings
 
 
@@ -175,28 +175,16 @@ def links(measured: Sequence[Link]) -> list[Finding]:
         for node in link.nodes:
             best[node] = max(best.get(node, 0.0), link.speed)
     slow = median_high(best.values()) / FAR if best else 0.0
-    bad = [node for node in best if best[node] < slow]
     findings = []
     for link in measured:
-        at_fault = tuple(node for node in link.nodes if node in bad)
+        bad = tuple(node for node in link.nodes if best[node] < slow)
+        messages = f"messages from {' to '.join(link.nodes)}"
         if link.error:
-            findings.append(Finding(f"messages from {' to '.join(link.nodes)} fail: {link.error}", at_fault))
+            findings.append(Finding(f"{messages} fail: {link.error}", bad))
         elif link.speed < slow:
-            text = f"messages from {' to '.join(link.nodes)}: {rate(link.speed)}; the fastest node does {rate(max(best.values()))}"
-            findings.append(Finding(text, at_fault, serious=bool(at_fault)))
-    if measured and not findings and max(best.values()) < SLUGGISH:
-        text = f"no link between nodes does more than {rate(max(best.values()))}, less than gigabit Ethernet"
-        findings.append(warning(f"{text}: is cluster.interface right?"))
+            text = f"{messages}: {rate(link.speed)}; the fastest node does {rate(max(best.values()))}"
+            findings.append(Finding(text, bad, serious=bool(bad)))
     return findings
-
-
-def remains(stuck: Mapping[str, Sequence[str]]) -> list[Finding]:
-    """Processes of earlier attempts that cannot be terminated, by node."""
-    return [
-        Finding(f"a process of an earlier attempt cannot be terminated on {node}: {process}", (node,))
-        for node, left in stuck.items()
-        for process in left
-    ]
 
 
 def rate(speed: float) -> str:

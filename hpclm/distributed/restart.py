@@ -92,7 +92,7 @@ def _last_start(env: Env) -> list[str]:
     """The lines of the job's log between its last two starts."""
     job = str(bootstrap.job(env).get("job_id", ""))
     try:
-        path = slurm.job_log(job, SECONDS, env)
+        path = slurm.shown("job", job, SECONDS, env).get("StdOut")
         with files.reader(path or "") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
             lines = file.read(TAIL).decode(errors="replace").splitlines()

@@ -3,7 +3,6 @@
 A pickle names classes and functions to call. Only those listed below are allowed; a file that names others is refused.
 """
 
-import io
 import re
 import zipfile
 from argparse import Namespace
@@ -28,8 +27,8 @@ ARRAYS = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconst
 class StandIn:
     """Replaces an object of a class that is not imported; keeps the value of enum members."""
 
-    def __init__(self, *words: Any):
-        self.value = words[0] if len(words) == 1 else None
+    def __init__(self, *arguments: Any):
+        self.value = arguments[0] if len(arguments) == 1 else None
 
     def __setstate__(self, state: Any) -> None:
         self.value = None
@@ -39,40 +38,31 @@ class Pickles:
     """The tensors of a file that holds a dictionary of tensors, with the interface of safetensors."""
 
     def __init__(self, path: Path):
-        found = load(path)
-        if not isinstance(found, dict) or not all(isinstance(x, Tensor) for x in found.values()):
+        tensors = load(path)
+        if not isinstance(tensors, dict) or not all(isinstance(x, Tensor) for x in tensors.values()):
             raise ConfigError(f"{path} is not a dictionary of tensors")
-        self._found: dict[str, Tensor] = found
+        self._tensors: dict[str, Tensor] = tensors
 
     def keys(self) -> Iterable[str]:
         """Names of the tensors."""
-        return self._found.keys()
+        return self._tensors.keys()
 
     def get_tensor(self, name: str) -> Tensor:
         """One of them."""
-        return self._found[name]
+        return self._tensors[name]
 
 
 def load(path: Path) -> Any:
     """The contents of a torch.save file, memory-mapped; ConfigError if it contains anything but data."""
     files.readable(path, "weights file")
-    with _refused(str(path)):
+    with refused(str(path)):
         mapped = zipfile.is_zipfile(path)  # files from before PyTorch 1.6 are not
         with torch.serialization.safe_globals([*_allowed(path, mapped)]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
 
 
-def tensor_of(data: bytes, place: str) -> Tensor:
-    """The tensor that torch.save wrote as ``data``; ConfigError, which names ``place``, if it is anything else."""
-    with _refused(place):
-        found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    if not isinstance(found, Tensor):
-        raise ConfigError(f"{place} is not a tensor")
-    return found
-
-
 @contextmanager
-def _refused(path: str) -> Iterator[None]:
+def refused(path: str) -> Iterator[None]:
     """ConfigError where torch.load finds anything but data, or no data at all."""
     try:
         yield
@@ -80,7 +70,16 @@ def _refused(path: str) -> Iterator[None]:
         named = re.search(r"GLOBAL (\S+) (?:was not an allowed global|whose module)", str(error))
         why = f"it names {named[1]}, which is not data" if named else str(error).splitlines()[-1]
         raise ConfigError(f"{path} is refused: {why}") from None
-    except (RuntimeError, EOFError, KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
+    except (
+        RuntimeError,
+        EOFError,
+        KeyError,
+        IndexError,
+        ValueError,
+        AttributeError,
+        TypeError,
+        AssertionError,
+    ) as error:
         raise ConfigError(f"{path} is not a torch.save file: {str(error).splitlines()[0]}") from None
 
 

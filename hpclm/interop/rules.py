@@ -4,8 +4,9 @@ C hidden size, G key/value heads, D size of one head, V vocabulary.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,6 +135,15 @@ def check_names(needed: Iterable[str], there: Iterable[str], place: str) -> None
     wrong = [*_named("has no", missing, place), *_named("has tensors that this network does not use:", unused, place)]
     if wrong:
         raise ConfigError(wrong)
+
+
+def without(values: Mapping[str, Any], ignored: Collection[str], needed: Collection[str], kind: str) -> dict[str, Any]:
+    """``values`` without names that the user wants ignored; ConfigError for one that is not there, or that hpclm needs."""
+    wrong = [f"--ignore {name}: the source has no such {kind}" for name in ignored if name not in values]
+    wrong += [f"--ignore {name}: hpclm needs this {kind}" for name in ignored if name in needed]
+    if wrong:
+        raise ConfigError(wrong)
+    return {name: value for name, value in values.items() if name not in ignored}
 
 
 def _named(what: str, names: set[str], place: str) -> Iterator[str]:

@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import MISSING, fields
@@ -30,14 +29,12 @@ BUDGET = 1000  # steps at most, so that the order of the data is computed quickl
 MICRO = 2
 
 
-def run(config: RunConfig, train: Callable[[RunConfig], int], pdb: bool = False) -> int:
-    """Call ``train`` in this process with ``config`` and the ``overrides``; returns its exit code.
+def run(changed: RunConfig, changes: list[str], train: Callable[[RunConfig], int], pdb: bool = False) -> int:
+    """Call ``train`` in this process with the settings ``changed`` by ``overrides``; returns its exit code.
 
     The run directory is OUT-debug, and is emptied first. ``pdb``: on a terminal, open the debugger at an exception that
     is not an HpclmError.
     """
-    changes = overrides(config)
-    changed = applied(config, changes)
     print("debug: one process, in the foreground, with these settings changed:", file=sys.stderr)
     for change in changes:
         say(f"  {change}", file=sys.stderr)
@@ -71,13 +68,6 @@ def run(config: RunConfig, train: Callable[[RunConfig], int], pdb: bool = False)
 
         post_mortem(error.__traceback__)
         return 1
-
-
-def applied(config: RunConfig, changes: list[str]) -> RunConfig:
-    """``config`` with the overrides ``changes`` on top."""
-    with tempfile.TemporaryDirectory() as folder:
-        settings.dump(config, Path(folder) / "config.yaml")
-        return settings.load(Path(folder) / "config.yaml", changes)
 
 
 def overrides(config: RunConfig) -> list[str]:

@@ -53,10 +53,33 @@ class MpiPlan:
     """The same in words."""
 
     def command(self, program: Sequence[str], more: Iterable[str] = ()) -> list[str]:
-        """The mpirun command that starts ``program`` on every slot; ``more``: additional variables to pass."""
-        passed = [name for name in self.env if PASSED.fullmatch(name) or name in set(more)]
-        shape = (self.nodes, self.most)
-        return mpirun_command(self.mpirun, self.kind, self.hosts, shape, program, passed, os.geteuid() == 0)
+        """The mpirun command that starts ``program`` on every slot; ``more``: additional variables to pass.
+
+        Ranks follow the order of hosts and slots. The chosen slots of a host are its CUDA_VISIBLE_DEVICES.
+        """
+        line, exported, more = [self.mpirun], list[str](), set(more)
+        if self.kind == "Open MPI":
+            # the placement is explicit; more processes than cores are allowed
+            by = "slot" if self.hosts or self.nodes == 1 else f"ppr:{self.most}:node"
+            line += ["--allow-run-as-root"] * (os.geteuid() == 0) + [
+                "--bind-to",
+                "none",
+                "--map-by",
+                f"{by}:OVERSUBSCRIBE",
+            ]
+            passed = (name for name in self.env if PASSED.fullmatch(name) or name in more)
+            exported = [word for name in passed for word in ("-x", name)]
+        else:
+            line += ["-bind-to", "none"] if self.kind == "MPICH" else ["-genv", "I_MPI_PIN", "0"]
+            line += ["-genvall"]
+        if not self.hosts:
+            counts = ["-ppn", str(self.most)] * (self.kind != "Open MPI") + ["-n", str(self.nodes * self.most)]
+            return [*line, *exported, *counts, *program]
+        for number, (host, slots) in enumerate(self.hosts.items()):
+            place = f"{host}:{len(slots)}" if self.kind == "Open MPI" else host
+            devices = "CUDA_VISIBLE_DEVICES=" + ",".join(map(str, slots))
+            line += [":"] * bool(number) + exported + ["-host", place, "-n", str(len(slots)), "env", devices, *program]
+        return line
 
 
 def plan(config: RunConfig) -> MpiPlan:
@@ -134,37 +157,3 @@ def flavour(version: str, mpirun: str = "mpirun") -> Flavour:
             return kind
     first = (version.strip().splitlines() or ["nothing"])[0]
     raise ConfigError(f"{mpirun} --version says {first!r}; hpclm knows Open MPI, MPICH and Intel MPI")
-
-
-def mpirun_command(
-    mpirun: str,
-    kind: Flavour,
-    hosts: Resources,
-    shape: tuple[int, int],
-    program: Sequence[str],
-    passed: Sequence[str],
-    root: bool = False,
-) -> list[str]:
-    """The mpirun command that starts ``program`` on every slot of ``hosts``, or without hosts on ``shape`` (nodes,
-    processes on each); ``passed``: names of the variables to pass.
-
-    Ranks follow the order of hosts and slots. The chosen slots of a host are its CUDA_VISIBLE_DEVICES.
-    """
-    nodes, per_node = shape
-    line, exported = [mpirun], list[str]()
-    if kind == "Open MPI":
-        # the placement is explicit; more processes than cores are allowed
-        by = "slot" if hosts or nodes == 1 else f"ppr:{per_node}:node"
-        line += ["--allow-run-as-root"] * root + ["--bind-to", "none", "--map-by", f"{by}:OVERSUBSCRIBE"]
-        exported = [word for name in passed for word in ("-x", name)]
-    else:
-        line += ["-bind-to", "none"] if kind == "MPICH" else ["-genv", "I_MPI_PIN", "0"]
-        line += ["-genvall"]
-    if not hosts:
-        counts = ["-ppn", str(per_node)] * (kind != "Open MPI") + ["-n", str(nodes * per_node)]
-        return [*line, *exported, *counts, *program]
-    for number, (host, slots) in enumerate(hosts.items()):
-        place = f"{host}:{len(slots)}" if kind == "Open MPI" else host
-        devices = "CUDA_VISIBLE_DEVICES=" + ",".join(map(str, slots))
-        line += [":"] * bool(number) + exported + ["-host", place, "-n", str(len(slots)), "env", devices, *program]
-    return line

@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpclm import config
+from hpclm import config, extras
 from hpclm.config import RunConfig
 from hpclm.config.data import SOURCES
 from hpclm.config.engine import ENGINES
@@ -14,34 +15,50 @@ from hpclm.config.length import run_length
 from hpclm.config.model import BLOCKS
 from hpclm.config.optim import SCHEDULES
 from hpclm.errors import ConfigError
+from hpclm.launch import local
+from hpclm.node import notify, secrets
 from hpclm.registry import lookup
+from hpclm.rundir import folder
 
 if TYPE_CHECKING:
     from hpclm.data.sources import Source
 
 
-def check(
-    run: RunConfig, data: bool = True, resume_step: int | None = None, queued: bool = False, continues: bool = False
-) -> None:
-    """ConfigError with every problem.
+def check(run: RunConfig, cluster: str, queued: bool = False, resume_step: int | None = None) -> None:
+    """ConfigError with every problem, before anything is written.
 
-    ``data``: whether the run reads the data in its settings; ``resume_step``: the step of the checkpoint to continue from;
-    ``queued``: it will follow a job in the queue; ``continues``: its directory may contain a run to continue.
+    ``cluster``: what starts the run, or "debug"; ``queued``: it will follow a job in the queue; ``resume_step``: the step of
+    the checkpoint to continue from.
     """
-    problems: list[str] = []
+    job, debug = run.job, cluster == "debug"  # which starts anew, with synthetic data if the run's are missing
+    problems = secrets.problems(asdict(run)) + ([] if debug else run.missing())
+    problems += run.engine.problems_on_cpu() + notify.missing(job.notify)
+    if not (job.venv or job.conda or job.container or job.modules):  # with another Python its libraries are not known
+        problems += run.missing_libraries()
+        if cluster == "mpirun" or job.template == "mpirun":
+            problems += filter(None, [extras.missing("starting ranks with mpirun", "mpi4py")])
 
-    def collect(check: Callable[[], Any]) -> Any:
+    def collect(check: Callable[[], Any], hint: str = "") -> Any:
         try:
             return check()
         except ConfigError as error:
-            problems.extend(error.problems)
+            problems.extend(problem + hint for problem in error.problems)
 
+    if not debug and not (cluster == "mpirun" and job.hostfile):
+        processes = job.nodes * job.gpus
+        hint = f"; this job has job.nodes={job.nodes} x job.gpus={job.gpus} = {processes} processes"
+        collect(lambda: run.plan(processes), hint)
+    before = len(problems)
+    collect(lambda: folder.check(Path(run.out)))
+    misplaced = len(problems) > before
+    if cluster == "local":
+        collect(lambda: local.check(run))
     collect(lambda: _check_names(run))
     source: Source | None = None
-    if data and not run.missing():
+    if not debug and not run.missing():
         source = collect(lambda: _check_data(run))
     collect(lambda: _check_init_from(run, source))
-    if continues:
+    if not debug and not misplaced:
         collect(lambda: _check_history(run, source, resume_step, queued))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))

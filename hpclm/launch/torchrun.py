@@ -43,7 +43,7 @@ from hpclm.distributed import bootstrap, network, restart
 from hpclm.distributed.signed import SECRET
 from hpclm.errors import REQUEUE
 from hpclm.launch.foreground import Forward
-from hpclm.node import affinity, processes, python
+from hpclm.node import processes, python, threads
 
 FINAL = (64, 66, 75, 93)
 """Exit codes of a rank that must not be restarted; neither must one that has saved and exits with 85."""
@@ -126,7 +126,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     args = parser.parse_args(argv)
-    affinity.limit_threads_of(args.nproc_per_node)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads.per_process(args.nproc_per_node, env={})))
     processes.adopt_orphans()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # srun sends it when the launcher of another node exits
     return launch(

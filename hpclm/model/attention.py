@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from hpclm.config import ModelConfig
 from hpclm.model.layers import ColumnLinear, Norm, RowLinear
 from hpclm.model.position import AttentionMetadata, Flex, rotate
-from hpclm.node import apex
 from hpclm.parallel.mesh import Axis
 
 BLOCK = 128
@@ -30,7 +29,6 @@ class Attention(nn.Module):
         super().__init__()
         self.per_group, self.width = config.heads // config.groups, config.head_width
         self.dropout, self.recompute_core = config.attention_dropout, recompute_core
-        self.fused = apex.kernels() if config.kernels == "apex" else None
         fused = (config.heads + 2 * config.groups) * config.head_width
         self.qkv = ColumnLinear(config.hidden, fused, config.bias, config.init_std, generator, tp)
         std = config.init_std / (2 * config.layers) ** 0.5
@@ -46,7 +44,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if metadata.cos is not None and metadata.sin is not None:
-            q, k = self._rotate(q, metadata.cos, metadata.sin), self._rotate(k, metadata.cos, metadata.sin)
+            q, k = rotate(q, metadata.cos, metadata.sin), rotate(k, metadata.cos, metadata.sin)
         if metadata.cache is not None:
             y = metadata.cache.attend(self, q, k, v, metadata.mask)
         elif metadata.flex is not None:  # keeps no scores, so there is no core to recompute
@@ -57,12 +55,6 @@ class Attention(nn.Module):
         else:
             y = self._core(q, k, v, metadata.mask)
         return self.out(y)
-
-    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Apply rotary embeddings to [T, B, H or G, D]."""
-        if self.fused and self.fused.rotate and x.is_cuda and cos.shape[1] == 1:  # the same positions in all sequences
-            return self.fused.rotate(x, cos, sin)
-        return rotate(x, cos, sin)
 
     def _flex(self, q: Tensor, k: Tensor, v: Tensor, flex: Flex) -> Tensor:
         """As _core, by FlexAttention."""

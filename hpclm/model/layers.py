@@ -86,7 +86,7 @@ class Norm(TensorParallelModule):
         super().__init__(tp)
         self.norm, self.biased = NORMS[config.norm]
         self.eps = config.norm_eps
-        self.fused = getattr(apex.kernels(), self.norm) if config.kernels == "apex" else None
+        self.fused = apex.norms().get(self.norm) if config.kernels == "apex" else None
         self.weight = self.new_parameter("weight", InitSpec(Placement((width,)), mean=1.0))
         biased = config.bias and self.biased
         self.bias = self.new_parameter("bias", InitSpec(Placement((width,)))) if biased else None

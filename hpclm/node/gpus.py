@@ -59,14 +59,8 @@ def known(name: str) -> Kind:
 
 def named(name: str) -> Kind | None:
     """The kind of the GPU that calls itself ``name``; None if it is not known."""
-    found = [key for key in KINDS if re.search(rf"\b{key}\b", name)]
-    return KINDS[max(found, key=len)] if found else None
-
-
-def peak_of(name: str) -> float | None:
-    """The peak of the GPU that calls itself ``name``; None if it is not known."""
-    kind = named(name)
-    return kind.peak if kind else None
+    models = [model for model in KINDS if re.search(rf"\b{model}\b", name)]
+    return KINDS[max(models, key=len)] if models else None
 
 
 DEVICE_FILES = ("dev/nvidia[0-9]*", "dev/kfd", "dev/dxg")
@@ -81,7 +75,7 @@ def count(env: Mapping[str, str], root: Path = Path("/")) -> int:
     """
     if not any(next(root.glob(pattern), None) for pattern in DEVICE_FILES):
         return 0
-    found = python.ask(COUNT, env, seconds=120)
-    if "error" in found:
-        raise HpclmError(f"PyTorch cannot count the GPUs here: {found['error']}; hpclm doctor shows more")
-    return int(found["gpus"])
+    answer = python.ask(COUNT, env, seconds=120)
+    if "error" in answer:
+        raise HpclmError(f"PyTorch cannot count the GPUs here: {answer['error']}; hpclm doctor shows more")
+    return int(answer["gpus"])

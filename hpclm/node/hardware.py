@@ -11,7 +11,7 @@ import torch
 
 from hpclm.config import EngineConfig
 from hpclm.errors import ConfigError, HpclmError
-from hpclm.node.gpus import peak_of
+from hpclm.node.gpus import named
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ASKED = ("SLURM_GPUS_PER_NODE", "SLURM_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS")
@@ -78,16 +78,6 @@ def use_deterministic_kernels() -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def pci_address(device: torch.device) -> str | None:
-    """PCI address of the device, as 0000:17:00.0; None for a CPU, or if PyTorch does not know it."""
-    if device.type != "cuda":
-        return None
-    facts: Any = torch.cuda.get_device_properties(device)
-    with suppress(AttributeError):
-        return f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
-    return None
-
-
 def compute_type(config: EngineConfig, device: torch.device) -> torch.dtype:
     """Type of activations and matrix products."""
     if config.precision != "auto":
@@ -95,24 +85,6 @@ def compute_type(config: EngineConfig, device: torch.device) -> torch.dtype:
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.bfloat16
     return torch.float32
-
-
-def slow_type(device: torch.device, dtype: torch.dtype, cpuinfo: str = "/proc/cpuinfo") -> str | None:
-    """A warning if the CPU has no instructions for products of ``dtype``; otherwise None."""
-    names = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-    if device.type != "cpu" or dtype not in names:
-        return None
-    flags = ""
-    with suppress(OSError, StopIteration), open(cpuinfo, encoding="utf-8", errors="replace") as lines:
-        flags = next(line for line in lines if line.startswith(("flags", "Features")))
-    name = names[dtype]
-    native = {f"avx512_{name}", f"amx_{name}", {"fp16": "asimdhp", "bf16": "bf16"}[name]}  # Intel's and AMD's, Arm's
-    if native & set(flags.split()):
-        return None
-    return (
-        f"engine.precision={name}: this CPU has no {name} instructions, so training is about 20 times slower than with "
-        f"engine.precision=fp32; use {name} here only to try out what will run on GPUs"
-    )
 
 
 def set_matmul(device: torch.device) -> str:
@@ -129,23 +101,18 @@ def set_matmul(device: torch.device) -> str:
     return f"fast: oneDNN, with fp32's precision here (relative error {fast:.0e})"
 
 
-def _operands(size: int = 256) -> tuple[torch.Tensor, torch.Tensor]:
-    draw = torch.Generator().manual_seed(0)
-    return torch.randn(size, size, generator=draw), torch.randn(size, size, generator=draw)
-
-
-def _product_error() -> float:
+def _product_error(size: int = 256) -> float:
     """Relative error of one fp32 product against fp64."""
-    a, b = _operands()
+    draw = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(size, size, generator=draw) for _ in range(2))
     truth = a.double() @ b.double()
     return float(((a @ b).double() - truth).norm() / truth.norm())
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Dense peak of 16-bit products on this device in FLOP/s; None if unknown."""
-    if device.type != "cuda" or dtype == torch.float32:
-        return None
-    return peak_of(torch.cuda.get_device_name(device))
+    kind = named(torch.cuda.get_device_name(device)) if device.type == "cuda" and dtype != torch.float32 else None
+    return kind.peak if kind else None
 
 
 def keep_freed_memory() -> None:

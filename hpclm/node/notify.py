@@ -9,7 +9,6 @@ import socket
 import subprocess
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from email.message import EmailMessage
@@ -46,8 +45,8 @@ class Notifier:
         env: Mapping[str, str] = os.environ,
     ):
         """``job``: fields of every message, such as the job's ID."""
-        self.targets, self.run, self.out, self.env = targets, run, out, env
-        self._about = dict(job)
+        self.targets, self.env = targets, env
+        self._about = {"run": run, "out": out, "host": socket.gethostname(), **job}
         self._failed = False
 
     def __enter__(self) -> "Notifier":
@@ -72,13 +71,9 @@ class Notifier:
 
     def send(self, event: Literal["failed", "finished", "restarted"], message: str, seconds: float = SECONDS) -> None:
         """Send to all targets at once, and wait ``seconds`` for them; with 0 it continues in the background."""
-        if not self.targets:
-            return
-        message = secrets.Redactor(self.env)(message)[:LONGEST]
-        host = socket.gethostname()
-        text = f"hpclm: {self.run} {EVENTS[event]} ({self.out} on {host}): {message}"
-        content = {"event": event, "run": self.run, "out": self.out, "host": host, **self._about, "message": message}
-        content |= {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "text": text}
+        content = {"event": event, **self._about, "message": secrets.Redactor(self.env)(message)[:LONGEST]}
+        content["time"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        content["text"] = "hpclm: {run} {what} ({out} on {host}): {message}".format(what=EVENTS[event], **content)
         threads = [
             threading.Thread(target=_deliver, args=(target, content, self.env), name="hpclm-notify", daemon=True)
             for target in self.targets
@@ -94,53 +89,40 @@ class Notifier:
 
 def missing(targets: Sequence[str], env: Mapping[str, str] = os.environ) -> list[str]:
     """What is wrong with the targets on this machine: variables without a target."""
-    problems = []
-    for target in targets:
-        value = env.get(target[1:], "") if target.startswith("$") else target
-        if not _is_target(value):
-            problems.append(
-                f"job.notify={target}: the environment variable {target[1:]} must hold https://... or mailto:...; export it "
-                "where you start or submit the run"
-            )
-    return problems
+    return [
+        f"job.notify={target}: the environment variable {target[1:]} must hold https://... or mailto:...; export it where you "
+        "start or submit the run"
+        for target in targets
+        if _address(target, env) is None
+    ]
 
 
-def _is_target(value: str) -> bool:
-    """Whether it is a webhook or a mail address."""
-    return NOTIFY.fullmatch(value) is not None and not value.startswith("$")
+def _address(target: str, env: Mapping[str, str]) -> str | None:
+    """The webhook or mail address that ``target`` is, or that the variable holds which it names; None for anything else."""
+    value = env.get(target[1:], "") if target.startswith("$") else target
+    return value if NOTIFY.fullmatch(value) and not value.startswith("$") else None
 
 
 def _deliver(target: str, content: Mapping[str, Any], env: Mapping[str, str]) -> None:
     """Send to one target; a failure is a warning."""
-    name, target = target, env.get(target[1:], "") if target.startswith("$") else target
+    address = _address(target, env)
     try:
-        if not _is_target(target):
+        if address is None:
             raise ValueError("its value must be https://... or mailto:...")
-        if target.startswith("mailto:"):
-            _mail(target.removeprefix("mailto:"), content)
+        if address.startswith("mailto:"):
+            _mail(address.removeprefix("mailto:"), content)
         else:
-            _post(target, content)
+            headers = {"Content-Type": "application/json", "User-Agent": "hpclm"}
+            request = urllib.request.Request(address, json.dumps(content).encode(), headers)
+            post = urllib.request.build_opener(_NoRedirects).open
+            post(request, timeout=30).close()  # the answer's body is not read
     except Exception as error:  # of a network, a server or a program
-        shown = name if name.startswith("$") or "://" not in name else name.split("/")[2]
+        shown = target if target.startswith("$") or "://" not in target else target.split("/")[2]
         log.warning("job.notify: %s was not notified that the run %s: %s", shown, content["event"], error)
 
 
-def _post(url: str, content: Mapping[str, Any]) -> None:
-    """POST as JSON; the answer's body is not read, and a redirect is an error."""
-    request = urllib.request.Request(
-        url, json.dumps(content).encode(), {"Content-Type": "application/json", "User-Agent": "hpclm"}
-    )
-    post = urllib.request.build_opener(_NoRedirects).open
-    try:
-        post(request, timeout=30).close()
-    except urllib.error.HTTPError as error:
-        if 300 <= error.code < 400:
-            problem = f"it answered {error.code}, a redirect, which is not followed; set its final address"
-            raise ConnectionError(problem) from None
-        raise
-
-
 def _mail(target: str, content: Mapping[str, Any]) -> None:
+    """Send a mail through the server that ``target`` names, otherwise by the node's sendmail."""
     address, _, server = target.partition("?smtp=")
     mail = EmailMessage()
     mail["To"] = mail["From"] = address

@@ -1,4 +1,4 @@
-"""Processes of this machine: find them, check that a PID still is the process that was recorded, find the owner of a lock, end them;
+"""Processes of this machine: find them, check that a PID still is the process that was recorded, end them;
 run programs that may be missing, hang or fail, each with a time limit."""
 
 import ctypes
@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -18,34 +18,18 @@ import psutil
 
 from hpclm.errors import HpclmError
 
-PROC = Path("/proc")
 OURS = r"(.*/)?hpclm([.][a-z_.]+)?"  # an argument of our command lines: hpclm, its path, or the module after -m
 TOLERANCE = 60  # seconds by which a process may seem younger than its record: clocks are adjusted
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-Locks = dict[str, list[int]]
 Env = Mapping[str, str]
-
-
-def of_this_user() -> Iterator[psutil.Process]:
-    """Every running process of this user that can be read."""
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):
-            if process.uids().real == os.getuid() and is_running(process) and process.cmdline():
-                yield process
-
-
-def is_running(process: psutil.Process) -> bool:
-    """Whether a process exists and is not a zombie, and its PID has not been reused."""
-    with suppress(psutil.Error):
-        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    return False
 
 
 def started(pid: int) -> float | None:
     """When a process started, in seconds since 1970; None if there is none, or only a zombie."""
     with suppress(psutil.Error):
         process = psutil.Process(pid)
-        return process.create_time() if is_running(process) else None
+        if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            return float(process.create_time())
     return None
 
 
@@ -65,25 +49,11 @@ def is_ours(pid: int, recorded: str) -> bool:
     return False
 
 
-def locks() -> Locks:
-    """PIDs on this machine that hold a lock (flock) on a file, by its device and inode."""
-    found: Locks = {}
-    with suppress(OSError):
-        for line in (PROC / "locks").read_text().splitlines():
-            words = line.split()
-            if len(words) > 5 and words[1] == "FLOCK":
-                found.setdefault(words[5], []).append(int(words[4]))
-    return found
-
-
-def lock_holders(path: Path | str, known: Locks | None = None) -> list[int] | None:
-    """PIDs on this machine that hold a lock on a file, from ``known`` if given; None if the file does not exist."""
-    try:
-        info = os.stat(path)  # noqa: PTH116 - for many runs
-    except OSError:
-        return None
-    wanted = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
-    return (locks() if known is None else known).get(wanted, [])
+def has_open(pid: int, path: Path) -> bool:
+    """Whether a process on this machine has a file open."""
+    with suppress(psutil.Error, OSError):
+        return any(Path(file.path) == path for file in psutil.Process(pid).open_files())
+    return False
 
 
 def send_signal(pid: int, number: int = signal.SIGTERM) -> None:
@@ -107,68 +77,48 @@ def wait(pid: int, seconds: float) -> bool:
     return wait_until(lambda: started(pid) is None, seconds)
 
 
-def terminate(processes: Sequence[psutil.Process], grace: float) -> list[psutil.Process]:
-    """Send TERM, and KILL after ``grace`` seconds; returns the processes that are still running.
-
-    psutil never signals a PID that was reused.
-    """
-    running = list(processes)
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for process in running:
-            with suppress(psutil.Error):
-                process.send_signal(number)
-        wait_until(lambda: not any(map(is_running, processes)), grace)
-        running = [process for process in running if is_running(process)]
-    return running
-
-
 def terminate_children(grace: float) -> None:
     """Send this process's children TERM, and KILL after ``grace`` seconds."""
-    terminate(psutil.Process().children(), grace)
-
-
-def machine_memory() -> int:
-    """Bytes of this machine's memory."""
-    return int(psutil.virtual_memory().total)
+    children = psutil.Process().children()
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for child in children:
+            with suppress(psutil.Error):
+                child.send_signal(number)
+        wait_until(lambda: not any(started(child.pid) for child in children), grace)
 
 
 def children_with(variable: str) -> list[int]:
     """Children of this process whose environment has ``variable``."""
-    found = []
+    children = []
     for child in psutil.Process().children():
         with suppress(psutil.Error, OSError):
-            found += [child.pid] if variable in child.environ() else []
-    return found
+            children += [child.pid] if variable in child.environ() else []
+    return children
 
 
-def kill_children(pid: int | None = None) -> int:
-    """Kill all descendants of process ``pid`` (this one) until none are left; returns how many there were."""
-    found: set[int] = set()
+def kill_children() -> None:
+    """Kill all descendants of this process until none are left."""
+    killed: set[psutil.Process] = set()
     for _ in range(20):
-        with suppress(psutil.Error):
-            children = psutil.Process(pid or os.getpid()).children(recursive=True)
-            new = [child for child in children if child.pid not in found]
-            if not new:
-                break
-            for child in new:
-                with suppress(psutil.Error):
-                    child.kill()
-            found |= {child.pid for child in new}
-    return len(found)
+        new = {*psutil.Process().children(recursive=True)} - killed
+        if not new:
+            return
+        for child in new:
+            with suppress(psutil.Error):
+                child.kill()
+        killed |= new
 
 
-def kill_strays(marker: Mapping[str, str], keep: Collection[int]) -> int:
-    """Kill this user's processes whose environment contains all of ``marker``, except ``keep``; returns how many.
+def kill_strays(marker: Mapping[str, str], keep: Collection[int]) -> None:
+    """Kill this user's processes whose environment contains all of ``marker``, except ``keep`` and this one.
 
     They are children of a rank that was killed, so no rank is their parent any more.
     """
-    killed = 0
-    for process in of_this_user():
+    for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            if process.pid not in {os.getpid(), *keep} and marker.items() <= process.environ().items():
+            spared = process.pid in {os.getpid(), *keep} or process.uids().real != os.getuid()
+            if not spared and marker.items() <= process.environ().items():
                 process.kill()
-                killed += 1
-    return killed
 
 
 def adopt_orphans() -> None:
@@ -196,8 +146,7 @@ def stopped(pid: int) -> bool:
 def wake(pids: Iterable[int]) -> None:
     """Continue processes that a signal has stopped."""
     for pid in filter(stopped, pids):
-        with suppress(OSError):
-            os.kill(pid, signal.SIGCONT)
+        send_signal(pid, signal.SIGCONT)
 
 
 class NoAnswerError(HpclmError):

@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -18,17 +17,17 @@ HIDDEN = "***"
 SHORTEST = 6
 """Shorter values are flags (true, 1, none), not secrets."""
 
-_SECRET = r"KEY|TOKEN|SECRET|PASS|PWD|CREDENTIAL|JWT|AUTH(?!OR)|AUTHORIZATION|BEARER|HOOK|(?<!COM)PAT(?![A-Z])"
+_SECRET = r"KEY|TOKEN|SECRET|PASS|PWD|CREDENTIAL|(?<![A-Z])(?:CREDS?|SAS|DSN)(?![A-Z])|JWT|AUTH(?!OR)|AUTHORIZATION|BEARER|HOOK|(?<!COM)PAT(?![A-Z])"
 _NAME = re.compile(_SECRET, re.IGNORECASE)
 _HARMLESS = re.compile(  # budget.tokens, TOKENIZERS_PARALLELISM, NCCL_IB_PKEY
     r"((max|min|new|num|n|total)[_-])*tokens([_-]per[_-]\w+)?|[\w-]*tokeni[sz][\w-]*|\w*IB_PKEY|(OLD)?PWD",
     re.IGNORECASE,
 )
-_URL = re.compile(r"(\b[a-z][a-z0-9+.-]*://)(?:([^\s/:@'\"]*:)([^\s/'\"]+)|([^\s/:@'\"]{20,}))@", re.IGNORECASE)
-_HOOK = re.compile(r"(https?://(?:hooks\.[\w.-]+/|[\w.:-]+/(?:[\w./-]*/)?webhooks?/))[^\s'\"]+", re.IGNORECASE)
+_URL = re.compile(r"(\b[a-z][a-z0-9+.-]*://)(?:([^\s/:@'\"]*:)([^\s/'\"]+)|([^\s/:@'\"]{12,}))@", re.IGNORECASE)
+_HOOK = re.compile(r"(https?://(?:hooks\.[\w.-]+/|[\w.:-]+/(?:[\w./-]*/)?webhook\w*/))[^\s'\"]+", re.IGNORECASE)
 _TOKEN = re.compile(  # of Hugging Face, GitHub, GitLab, OpenAI, Slack, AWS, Google; JWTs
     r"\b(?:hf_\w{20,}|gh[a-z]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|sk-(?:[a-z]+-)*\w{20,}|xox[a-z]-[\w-]{10,}"
-    r"|AKIA[0-9A-Z]{16}|AIza[\w-]{30,}|eyJ[\w-]{10,}\.eyJ[\w-]+\.[\w-]+)"
+    r"|AKIA[0-9A-Z]{16}|AIza[\w-]{30,}|bot\d{6,}:[\w-]{20,}|eyJ[\w-]{10,}\.eyJ[\w-]+\.[\w-]+)"
 )
 _VALUE = r"""(?P<value>[\\$]?"[^"]*"?|[\\$]?'[^']*'?|[^\s,;{}\[\]"'|&<>)]+)"""
 _SCHEME = r"(?:Bearer|Basic|Digest|Token)\s+"
@@ -46,6 +45,13 @@ _SAID = [
         rf"(?<![\w-])--?[\w-]*{_OPTION}\s+(?!-){_VALUE}",
         r"\bwandb\s+login\b[^|;&#]*?\s[\"']?(?P<value>\w{3,})(?=[\s\"'\]]|$)",
         rf"\b(?:login|sshpass)\b[^|;&#]*?\s-p\s*(?!-){_VALUE}",
+        rf"\b(?:vault\s+login|add-authtoken|set\s+[\w.-]*(?:key|{_OPTION}))\s+(?!-){_VALUE}",
+        rf"\blogin\([^)]*?(?:key|{_OPTION})\s*=\s*{_VALUE}",
+        rf"\b(?:login|with-token|stdin)\b[^|;&#]*?<<<\s*{_VALUE}",
+        rf"\b(?:echo|printf)\s+{_VALUE}\s*\|[^;&#]*?(?:login|-stdin|with-token)\b",
+        rf"\bmachine\s+\S+\s+login\s+\S+\s+password\s+{_VALUE}",
+        rf"\bmysql\w*\b[^|;&#]*?\s-p(?!\s){_VALUE}",
+        rf"[?&](?:sig|signature)={_VALUE}",
         rf"\bcurl\b[^|;&#]*?\s(?:-u|--user|--proxy-user)[\s=]*[\"']?[\w.@+-]*:{_VALUE}",
     )
 ]
@@ -65,10 +71,12 @@ class Redactor:
 
     def __init__(self, env: Env = os.environ):
         """``env``: the variables whose values are hidden."""
-        values = {value for name, value in env.items() if is_secret(name) and not _is_place(value)}
+        values = {value for name, value in env.items() if is_secret(name) and not os.path.exists(value)}  # noqa: PTH110
         values |= {part for value in env.values() for url in _URL.findall(value) for part in url[2:]}
         values |= {line for value in values for line in value.splitlines()}  # a private key is logged line by line
-        spelled = {form for value in values if len(value.strip()) >= SHORTEST for form in _spellings(value.strip())}
+        plain = {value.strip() for value in values if len(value.strip()) >= SHORTEST}
+        spelled = plain | {quote(value, safe="") for value in plain}  # in a URL
+        spelled |= {literal(value)[1:-1] for value in plain for literal in (json.dumps, repr)}
         longest_first = sorted(spelled, key=lambda form: (-len(form), form))
         self._values = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
@@ -90,12 +98,12 @@ class Redactor:
 
     def words(self, words: Iterable[str]) -> list[str]:
         """A command line, also without secrets it contains itself: ``NAME=value``, ``--name value``, ``--name=value``."""
-        found: list[str] = []
+        redacted: list[str] = []
         follows = False
         for word in words:
-            found.append(HIDDEN if follows and not word.startswith("-") else self.said(word))
+            redacted.append(HIDDEN if follows and not word.startswith("-") else self.said(word))
             follows = word.startswith("--") and "=" not in word and is_secret(word.lstrip("-"))
-        return found
+        return redacted
 
     def command(self, words: Iterable[str]) -> str:
         """A command line as it would be typed, secrets hidden."""
@@ -108,29 +116,24 @@ def problems(settings: Mapping[str, Any], env: Env = os.environ) -> list[str]:
     found = []
     for key, text in _leaves(settings):
         section, name = key.rpartition(".")[::2]
+        hook = section == "job.notify" and text.startswith(("http:", "https:"))
+        kinds = {
+            "the password of a URL": _URL.search(text),
+            "a secret, by its name": section in ("job.env", "job.options") and is_secret(name) and _is_literal(text),
+            "what looks like a token": _TOKEN.search(text),
+            "a webhook, whose address is a password": hook or _HOOK.search(text),
+            "a secret, by the name before it": key.startswith("job.") and _without_said(text) != text,
+        }
         inside = [f"the value of ${name}" for name, redact in held.items() if redact.knows(text)]
-        inside += ["the password of a URL"] * bool(_URL.search(text))
-        named = section in ("job.env", "job.options") and is_secret(name) and _is_literal(text)
-        inside += ["a secret, by its name"] * named
-        inside += ["what looks like a token"] * bool(_TOKEN.search(text))
-        hook = _HOOK.search(text) or (section == "job.notify" and text.startswith(("http:", "https:")))
-        inside += ["a webhook, whose address is a password"] * bool(hook)
-        inside += ["a secret, by the name before it"] * (key.startswith("job.") and _without_said(text) != text)
+        inside += [kind for kind, contained in kinds.items() if contained]
         if inside:
-            found.append(
-                f"{key} contains {inside[0]}, and a run's settings are written to its config.yaml; {_way_out(section)}"
-            )
+            way_out = "remove it, and export it as an environment variable where you start or submit the run"
+            if section == "job.notify":
+                way_out = way_out.removeprefix("remove it, and ") + ", and give its name: job.notify=[$TEAM_HOOK]"
+            elif section == "job.setup":
+                way_out += " (the job inherits it), or let the command read it from a file: export NAME=$(cat FILE)"
+            found.append(f"{key} contains {inside[0]}, and a run's settings are written to its config.yaml; {way_out}")
     return found
-
-
-def _way_out(section: str) -> str:
-    where = "where you start or submit the run"
-    if section == "job.notify":
-        return f"export it as an environment variable {where}, and give its name: job.notify=[$TEAM_HOOK]"
-    out = f"remove it, and export it as an environment variable {where}"
-    if section == "job.setup":
-        out += " (the job inherits it), or let the command read it from a file: export NAME=$(cat FILE)"
-    return out
 
 
 def _leaves(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
@@ -138,22 +141,9 @@ def _leaves(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str,
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{above}{name}.")
         elif isinstance(value, (list, tuple)):
-            yield from _leaves({str(place): each for place, each in enumerate(value)}, f"{above}{name}.")
+            yield from _leaves({str(index): item for index, item in enumerate(value)}, f"{above}{name}.")
         elif isinstance(value, str):
             yield above + name, value
-
-
-def _is_place(value: str) -> bool:
-    """Whether a value is the path of a file or folder, and so not a secret itself."""
-    try:
-        return value.startswith("/") and Path(value).exists()
-    except (OSError, ValueError):
-        return False
-
-
-def _spellings(value: str) -> set[str]:
-    """How a value may appear in text: unchanged, in a URL, in JSON, in a repr."""
-    return {value, quote(value, safe=""), json.dumps(value)[1:-1], repr(value)[1:-1]}
 
 
 def _without_said(text: str) -> str:
@@ -163,13 +153,13 @@ def _without_said(text: str) -> str:
     return text
 
 
-def _hide(found: re.Match[str]) -> str:
-    """What a pattern has found, without the value."""
-    name, value = found.groupdict().get("name"), found["value"]
+def _hide(match: re.Match[str]) -> str:
+    """The text of a match, without the value."""
+    name, value = match.groupdict().get("name"), match["value"]
     if (name is not None and not is_secret(name)) or not _is_literal(value):
-        return found[0]
-    begin, end = (place - found.start() for place in found.span("value"))
-    return f"{found[0][:begin]}{HIDDEN}{found[0][end:]}"
+        return match[0]
+    begin, end = (place - match.start() for place in match.span("value"))
+    return f"{match[0][:begin]}{HIDDEN}{match[0][end:]}"
 
 
 def _is_literal(value: str) -> bool:

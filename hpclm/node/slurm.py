@@ -103,10 +103,10 @@ def read_squeue(asked: subprocess.Popen[bytes], ids: Collection[str], seconds: f
     if code:
         raise NoAnswerError(f"squeue: {_last_line(error) or f'exit code {code}'}")
     lines = answer.splitlines()
-    found = [state for line in lines if (state := _state(line))]
-    if lines and not found:
+    jobs = [state for line in lines if (state := _state(line))]
+    if lines and not jobs:
         raise NoAnswerError(f"squeue's answer cannot be parsed: {lines[0][:60]!r}")
-    return {state.id: state for state in found if state.id in ids or state.id.partition("_")[0] in ids}
+    return {state.id: state for state in jobs if state.id in ids or state.id.partition("_")[0] in ids}
 
 
 def steps(job: str, seconds: float = 10, env: Env = os.environ) -> list[str]:
@@ -114,36 +114,29 @@ def steps(job: str, seconds: float = 10, env: Env = os.environ) -> list[str]:
     code, answer, error = ask(["squeue", "-h", "-s", "-j", job, "-o", "%i|%j"], seconds, env)
     if code:
         raise NoAnswerError(f"squeue: {_last_line(error) or f'exit code {code}'}")
-    found = [line.strip().partition("|") for line in answer.splitlines()]
-    return [name for step, _, name in found if re.fullmatch(r".*\.\d+", step)]
+    rows = [line.strip().partition("|") for line in answer.splitlines()]
+    return [name for step, _, name in rows if re.fullmatch(r".*\.\d+", step)]
 
 
 def shown(kind: str, name: str, seconds: float = 10, env: Env = os.environ) -> dict[str, str]:
     """The fields that scontrol shows of a job, a partition or a node; {} if it does not know it. NoAnswerError as in ``states``."""
     code, answer, _ = ask(["scontrol", "show", kind, name, "--oneliner"], seconds, env)
-    return dict(re.findall(r"(\S+?)=(\S*)", answer)) if not code else {}
+    return _fields(answer) if not code else {}
 
 
 def troubles(hosts: Sequence[str], seconds: float = 5, env: Env = os.environ) -> list[str]:
     """The problems of those nodes that have one, asked once for all: ``node2 is DOWN (Not responding [root@...])``."""
-    nodes, found = ",".join(host.partition(".")[0] for host in hosts), []
+    names = ",".join(host.partition(".")[0] for host in hosts)
     try:
-        code, answer, _ = ask(["scontrol", "show", "node", "--oneliner", nodes], seconds, env) if hosts else (1, "", "")
+        code, answer, _ = ask(["scontrol", "show", "node", "--oneliner", names], seconds, env) if hosts else (1, "", "")
     except NoAnswerError:
         return []
-    for line in answer.splitlines() if not code else ():
-        node, state = re.search(r"\bNodeName=(\S+)", line), re.search(r"\bState=(\S+)", line)
-        if node and state and FAULTY.search(state[1]):
-            reason = re.search(r"\bReason=(.*)", line)
-            found.append(f"{node[1]} is {state[1]}" + (f" ({reason[1].strip()})" if reason else ""))
-    return found
-
-
-def job_log(job: str, seconds: float = 10, env: Env = os.environ) -> str | None:
-    """Path of a job's output file; None for a job that Slurm has forgotten."""
-    code, answer, _ = ask(["scontrol", "show", "job", job], seconds, env)
-    found = re.search(r"^\s*StdOut=(.+)$", answer, re.MULTILINE)
-    return found[1].strip() if found and not code else None
+    nodes = [_fields(line) for line in answer.splitlines()] if not code else []
+    return [
+        f"{node['NodeName']} is {node['State']}" + (f" ({node['Reason']})" if "Reason" in node else "")
+        for node in nodes
+        if "NodeName" in node and FAULTY.search(node.get("State", ""))
+    ]
 
 
 def update(job: str, env: Env = os.environ, **fields: str | int) -> bool:
@@ -213,6 +206,11 @@ def _state(line: str) -> JobState | None:
         return None
     job, name, elapsed, left, start, nodes, nodelist, reason = parts
     return JobState(job, name, elapsed, left, start, int(nodes) if nodes.isdecimal() else 0, nodelist, reason)
+
+
+def _fields(line: str) -> dict[str, str]:
+    """The fields ``Name=value`` of a line of scontrol; values may contain spaces."""
+    return dict(re.findall(r"(\S+?)=(.*?)(?=\s+[A-Za-z/:]+=|\s*$)", line))
 
 
 def _gone_or(wrong: str) -> bool:

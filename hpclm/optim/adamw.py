@@ -46,9 +46,7 @@ def apex_adam(weights: Sequence[Weight], optim: OptimConfig) -> torch.optim.Opti
     if made is not None:
         log.info("optimizer: NVIDIA apex's FusedAdam")
         return made
-    log.warning(
-        "optim.name=apex_adam: NVIDIA apex is not usable here (hpclm doctor says why); using PyTorch's fused AdamW"
-    )
+    log.warning("optim.name=apex_adam: NVIDIA apex is not usable here; using PyTorch's fused AdamW")
     return fused_adamw(weights, optim)
 
 

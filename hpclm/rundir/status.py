@@ -11,7 +11,7 @@ from subprocess import Popen
 
 from hpclm import files
 from hpclm.node import processes, slurm
-from hpclm.node.processes import Locks, NoAnswerError
+from hpclm.node.processes import NoAnswerError
 from hpclm.node.slurm import JobState
 from hpclm.rundir import endings
 from hpclm.rundir.runs import Run
@@ -135,8 +135,7 @@ class Queue:
             except NoAnswerError as silent:
                 self._states, self.silent = None, str(silent)
             self._asked, self._known = time.monotonic(), jobs
-        locks = processes.locks()
-        return [status_of(run, self._states if run.jobs else {}, self.silent * bool(run.jobs), locks) for run in runs]
+        return [status_of(run, self._states if run.jobs else {}, self.silent * bool(run.jobs)) for run in runs]
 
     def _answer(self, runs: Sequence[Run], jobs: set[str]) -> Mapping[str, JobState]:
         squeue, self._squeue = self._squeue, None
@@ -162,14 +161,12 @@ def query(runs: Sequence[Run], seconds: float, squeue: Popen[bytes] | None = Non
     return Queue(seconds, squeue).statuses(runs)
 
 
-def status_of(
-    run: Run, states: Mapping[str, JobState] | None, asked: str = "", locks: Locks | None = None
-) -> RunStatus:
+def status_of(run: Run, states: Mapping[str, JobState] | None, asked: str = "") -> RunStatus:
     """The status of ``run`` if Slurm knows ``states``; None: it did not answer, for the reason ``asked``."""
     mine = [states[job] for job in run.jobs if job in states] if states else []
     live = [job for job in mine if job.live]
     job = (live or mine)[-1] if mine else None
-    here = process_here(run, locks)
+    here = process_here(run)
     beats = run.beat_age is not None and run.beat_age < SILENT and _is_elsewhere(run)
     if live and job:
         name, text = "waiting" if job.waits else "completing" if job.name == "COMPLETING" else _working(run, job), ""
@@ -216,12 +213,13 @@ def _told(run: Run) -> tuple[str, str]:
     return (endings.last_ending(log) if log else told) or told
 
 
-def process_here(run: Run, locks: Locks | None = None) -> int | None:
+def process_here(run: Run) -> int | None:
     """PID on this host of the run's launcher, otherwise of the run itself; None without one."""
     recorded = [(pid, when) for host, pid, when in run.processes if host == socket.gethostname()]
     running = (pid for pid, when in recorded if processes.is_ours(pid, when))
-    holding = (pid for pid in processes.lock_holders(f"{run.out}/lock", locks) or [] if pid > 0)
-    return next(running, None) or next(holding, None)
+    holder = run.holder or {}
+    pid = holder.get("pid", 0) if holder.get("host") == socket.gethostname() else 0
+    return next(running, None) or (pid if pid and processes.has_open(pid, (run.out / "lock").resolve()) else None)
 
 
 def job_words(job: JobState) -> str:

@@ -19,12 +19,9 @@ from hpclm.training.control import RunControl
 logger = logging.getLogger(__name__)
 
 
-def device(device: torch.device, dtype: torch.dtype, products: str, is_main: bool) -> None:
+def device(device: torch.device, dtype: torch.dtype, products: str) -> None:
     """Log what the run computes on, and in which types; ``products``: how fp32 products run."""
     logger.info("%s, %s; fp32 products %s", hardware.describe(device), str(dtype).removeprefix("torch."), products)
-    slow = hardware.slow_type(device, dtype)
-    if slow and is_main:
-        logger.warning("%s", slow)
 
 
 def hello(config: RunConfig, plan: Plan, context: DistributedContext, length: Length, samples: int) -> None:
@@ -56,11 +53,10 @@ def kernels(model: ModelConfig, device: torch.device) -> None:
     """Log whose fused operations are used, where the settings ask for apex's."""
     if model.kernels != "apex":
         return
-    names = apex.kernels().names() if device.type == "cuda" else []
-    if names:
-        logger.info("kernels: NVIDIA apex's %s; PyTorch's for the rest", ", ".join(names))
+    if device.type == "cuda" and apex.norms():
+        logger.info("kernels: NVIDIA apex's norms")
     else:
-        why = "it is for GPUs" if device.type != "cuda" else "it is not usable here (hpclm doctor says why)"
+        why = "it is for GPUs" if device.type != "cuda" else "NVIDIA apex cannot be imported here"
         logger.warning("model.kernels=apex: %s; PyTorch's own operations", why)
 
 

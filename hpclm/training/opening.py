@@ -24,7 +24,7 @@ from hpclm.distributed import bootstrap
 from hpclm.distributed.context import DistributedContext
 from hpclm.engine import Engine
 from hpclm.model import attention_backend, count
-from hpclm.node import affinity, hardware, secrets
+from hpclm.node import hardware, secrets
 from hpclm.node.notify import Notifier
 from hpclm.node.preemption import Preemption
 from hpclm.optim.guard import Guard
@@ -138,14 +138,11 @@ def open_session(config: RunConfig, context: DistributedContext, resume_step: in
 
 
 def open_devices(config: RunConfig, context: DistributedContext) -> Compute:
-    """Take a device and its cores, set the process groups up, and load the engine; ConfigError if it cannot be used."""
+    """Take a device, set the process groups up, and load the engine; ConfigError if it cannot be used."""
     device = hardware.device(config.engine, context.local_rank, context.local_size)
-    if config.cluster.bind:
-        pci_address = hardware.pci_address(device)
-        log.info("%s", affinity.bind(context.local_rank, context.local_size, pci_address))
     context.init_process_group(device, config.cluster.timeout_minutes, Path(config.out).absolute() / "logs")
     dtype = hardware.compute_type(config.engine, device)
-    messages.device(device, dtype, hardware.set_matmul(device), context.is_main)
+    messages.device(device, dtype, hardware.set_matmul(device))
     minutes = timedelta(minutes=config.cluster.timeout_minutes)
     backend = "nccl" if device.type == "cuda" else None  # gloo's part in the group of all serves the CPUs
     mesh = Mesh.build(context.rank, context.size, config.parallel, minutes, backend)

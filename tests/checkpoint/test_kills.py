@@ -126,7 +126,7 @@ def test_what_an_earlier_attempt_renamed_is_deleted_once_that_is_on_the_disk(goo
 @pytest.mark.parametrize("more", [[], ["checkpoint.background=false"], ["exit_interval=6"]], ids=str)
 def test_what_a_run_has_told_is_on_the_disk_before_a_checkpoint_has_its_name(more, tiny, tmp_path):
     """Metrics, attempts and log, and their names: beside the training, at once, and when the run must leave."""
-    words = tiny("deep/run", "cluster.preflight=false", "cluster.bind=false", *more)
+    words = tiny("deep/run", "cluster.preflight=false", *more)
     lines = [line for *_, line in traced.points(train, words, threads=True)]
     out = tmp_path / "deep/run"
 

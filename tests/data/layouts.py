@@ -21,6 +21,14 @@ def pack(prefix, layout, sequences, documents=None, dtype="i4", modes=None):
     return prefix
 
 
+def append(writer, documents, modes=None):
+    """Append documents, lists of sequences, to a Writer."""
+    sequences = [sequence for document in documents for sequence in document]
+    flat = np.array([token for sequence in sequences for token in sequence], np.int64)
+    sizes = np.array([len(sequence) for sequence in sequences], np.int64)
+    writer.extend(flat, sizes, np.array([len(document) for document in documents], np.int64), modes)
+
+
 def mmap_index(layout, sizes, documents, dtype, modes):
     width = np.dtype(dtype).itemsize
     pointers = [width * sum(sizes[:k]) for k in range(len(sizes))]

@@ -11,6 +11,7 @@ import pytest
 from hpclm.data.indexed import IndexedDataset, files, sidecar, token_dtype
 from hpclm.datasets.writer import Writer
 from hpclm.errors import ConfigError
+from tests.data.layouts import append
 
 REFERENCE = Path(__file__).parents[2].parent / "shared" / "reference"
 PEERS = [
@@ -28,10 +29,7 @@ needs_reference = pytest.mark.skipif(not REFERENCE.is_dir(), reason="the peers' 
 def write(prefix, documents=DOCUMENTS, dtype="u2", note=None):
     with Writer(prefix, dtype) as writer:
         writer.note = note
-        for document in documents:
-            for sequence in document:
-                writer.add(sequence)
-            writer.end_document()
+        append(writer, documents)
     return prefix
 
 

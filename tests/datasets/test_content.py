@@ -253,7 +253,7 @@ def test_a_dataset_with_hashes_but_no_tokenizer_can_be_read(tmp_path):
 
 
 def test_a_run_logs_its_checks_and_does_not_train_on_corrupt_data(large, tiny, tmp_path, caplog):
-    quiet = ["cluster.preflight=false", "cluster.bind=false", "budget.steps=2"]
+    quiet = ["cluster.preflight=false", "budget.steps=2"]
     config = from_cli([*tiny("run", *quiet), "data.source=indexed", *words(large)])
     with caplog.at_level("INFO"):
         assert loop.run(config, single()) == 0

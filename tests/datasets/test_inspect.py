@@ -1,5 +1,6 @@
 import json
 import xml.etree.ElementTree as xml
+from collections import Counter
 from itertools import pairwise
 
 import numpy as np
@@ -7,8 +8,7 @@ import pytest
 
 from hpclm import cli
 from hpclm.data.indexed import IndexedDataset
-from hpclm.datasets import lengths
-from hpclm.datasets.lengths import Lengths, bins
+from hpclm.datasets import inspect
 from hpclm.datasets.writer import Writer
 from tests.data.layouts import pack
 from tests.datasets.test_merge import TOKENIZER, write
@@ -135,23 +135,23 @@ SPREADS = {
 
 @pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS)
 def test_bins_are_adjacent_and_contain_every_length_once(spread):
-    found = bins(Lengths(*np.unique(spread, return_counts=True)))
-    assert found[0].low <= min(spread) <= found[0].high and found[-1].low <= max(spread) <= found[-1].high
-    assert all(a.high + 1 == b.low for a, b in pairwise(found))
-    assert [bin.count for bin in found] == [sum(bin.low <= length <= bin.high for length in spread) for bin in found]
+    bins = inspect.bins(Counter(spread))
+    assert bins[0][0] <= min(spread) <= bins[0][1] and bins[-1][0] <= max(spread) <= bins[-1][1]
+    assert all(a[1] + 1 == b[0] for a, b in pairwise(bins))
+    assert all(count == sum(low <= length <= high for length in spread) for low, high, count in bins)
 
 
 def test_lengths_are_exact_over_many_blocks(tmp_path):
     rng = np.random.default_rng(1)
-    documents = rng.integers(0, 3, 2 * lengths.BLOCK + 9)
+    documents = rng.integers(0, 3, 2 * inspect.BLOCK + 9)
     sizes = rng.integers(0, 50, documents.sum())
     with Writer(tmp_path / "x", "u1") as writer:
         writer.extend(np.zeros(sizes.sum(), "u1"), sizes, documents)
     bounds = np.concatenate(([0], np.cumsum(documents)))
     expected = np.diff(np.concatenate(([0], np.cumsum(sizes)))[bounds])
-    found = lengths.document_lengths(IndexedDataset(tmp_path / "x"))
-    assert np.repeat(found.values, found.counts).tolist() == sorted(expected.tolist())
-    summary = found.summary()
+    counts = inspect.counted(inspect.document_lengths(IndexedDataset(tmp_path / "x")))
+    assert sorted(counts.elements()) == sorted(expected.tolist())
+    summary = inspect.summary(counts)
     assert summary["mean"] == pytest.approx(expected.mean())
-    for name, part in lengths.PERCENTILES.items():
+    for name, part in inspect.PERCENTILES.items():
         assert summary[name] == np.quantile(expected, part, method="inverted_cdf")

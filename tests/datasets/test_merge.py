@@ -12,7 +12,7 @@ from hpclm.datasets import hashing
 from hpclm.datasets.merge import merge
 from hpclm.datasets.writer import Writer
 from hpclm.errors import ConfigError
-from tests.data.layouts import pack
+from tests.data.layouts import append, pack
 from tests.data.test_indexed import REFERENCE, needs_reference
 
 TOKENIZER = {"kind": "bytes", "files": {}, "size": 257, "eod": 256}
@@ -26,10 +26,7 @@ def content(prefix):
 def write(prefix, documents, dtype="u2", tokenizer=TOKENIZER, **counts):
     """Documents are lists of sequences."""
     with Writer(prefix, dtype) as writer:
-        for document in documents:
-            for sequence in document:
-                writer.add(sequence)
-            writer.end_document()
+        append(writer, documents)
         if tokenizer:
             writer.note = {"tokenizer": tokenizer, "tokenizer_files": [], "tokens": writer.tokens, **counts}
     return str(prefix)
@@ -135,12 +132,6 @@ def test_datasets_of_different_tokenizers_are_not_merged_unasked(other, why, tmp
     assert without_content(tmp_path / "all") == {}
 
 
-def test_the_name_of_a_tokenizers_file_does_not_matter(tmp_path):
-    tokenizers = [TOKENIZER | {"files": {name: "ab12"}} for name in ("v.json", "vocab.json")]
-    parts = [write(tmp_path / str(k), [[[k]]], tokenizer=tokenizer) for k, tokenizer in enumerate(tokenizers)]
-    assert merge(tmp_path / "all", parts).flat.tolist() == [0, 1]
-
-
 def test_a_dataset_is_not_replaced_unless_asked_and_never_by_itself(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write("a", [[[1]]]), write("b", [[[2]]])
@@ -205,13 +196,6 @@ def test_ranges_of_documents_are_complete_and_in_order_for_any_lengths(tmp_path)
     assert all(count <= big or end - begin == 1 for count, (begin, end) in zip(tokens, found))
     merge(tmp_path / "y", [tmp_path / "x"])
     assert content(tmp_path / "y") == content(tmp_path / "x")
-
-
-def test_help_describes_each_command(capsys):
-    for command in ("inspect", "verify", "merge", "convert"):
-        with pytest.raises(SystemExit, match="0"):
-            cli.main(["data", command, "--help"])
-        assert f"usage: hpclm data {command}" in capsys.readouterr().out
 
 
 def test_memory_does_not_grow_with_the_dataset(tmp_path):

@@ -72,11 +72,6 @@ def test_another_key_names_the_dataset_too(run):
     assert documents("x_body_document") == ["one"]
 
 
-def test_every_document_ends_with_the_token_when_asked(run):
-    assert run({"a.txt": "ab\n\nc"}, "--append-eod") == 0
-    assert IndexedDataset("x_text_document").flat.tolist() == [97, 98, 256, 99, 256]
-
-
 def test_the_json_file_names_the_tokenizer_and_its_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("x y")

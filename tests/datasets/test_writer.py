@@ -12,26 +12,15 @@ from hpclm.data.indexed import IndexedDataset
 from hpclm.datasets.writer import Writer
 from hpclm.errors import ConfigError
 from hpclm.files import ABANDONED
+from tests.data.layouts import append
 
 DOCUMENTS = [[[1, 2, 3], [4]], [], [[5, 6]], [[], [7]]]
-
-
-def sequences(documents):
-    return [sequence for document in documents for sequence in document]
-
-
-def extend(writer, documents, modes=None):
-    flat = np.array([token for sequence in sequences(documents) for token in sequence], np.int64)
-    sizes = np.array([len(sequence) for sequence in sequences(documents)], np.int64)
-    writer.extend(flat, sizes, np.array([len(document) for document in documents]), modes)
 
 
 def one_by_one(prefix, documents):
     with Writer(prefix, "u2") as writer:
         for document in documents:
-            for sequence in document:
-                writer.add(sequence)
-            writer.end_document()
+            append(writer, [document])
 
 
 def content(prefix):
@@ -42,8 +31,8 @@ def content(prefix):
 def test_documents_appended_together_are_the_bytes_of_those_appended_one_by_one(cut, tmp_path):
     one_by_one(tmp_path / "single", DOCUMENTS)
     with Writer(tmp_path / "bulk", "u2") as writer:
-        extend(writer, DOCUMENTS[:cut])
-        extend(writer, DOCUMENTS[cut:])
+        append(writer, DOCUMENTS[:cut])
+        append(writer, DOCUMENTS[cut:])
         assert (writer.tokens, writer.sequences, writer.documents) == (7, 5, 4)
     assert content(tmp_path / "bulk") == content(tmp_path / "single")
 
@@ -51,8 +40,8 @@ def test_documents_appended_together_are_the_bytes_of_those_appended_one_by_one(
 def test_modes_come_last_in_the_index(tmp_path):
     one_by_one(tmp_path / "plain", DOCUMENTS)
     with Writer(tmp_path / "x", "u2") as writer:
-        extend(writer, DOCUMENTS[:1], np.array([0, 1]))
-        extend(writer, DOCUMENTS[1:], np.array([2, 0, 1]))
+        append(writer, DOCUMENTS[:1], np.array([0, 1]))
+        append(writer, DOCUMENTS[1:], np.array([2, 0, 1]))
     assert content(tmp_path / "x")[1] == content(tmp_path / "plain")[1] + bytes([0, 1, 2, 0, 1])
 
 
@@ -60,13 +49,13 @@ def test_modes_come_last_in_the_index(tmp_path):
 def test_modes_are_for_all_sequences_or_for_none(order, tmp_path):
     with pytest.raises(ValueError, match="modes"), Writer(tmp_path / "x", "u2") as writer:
         for modes in order:
-            extend(writer, [[[1]]], modes)
+            append(writer, [[[1]]], modes)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_fairseqs_index_has_no_documents(tmp_path):
     with Writer(tmp_path / "x", "u2", "fairseq") as writer:
-        extend(writer, [[[1, 2]], [[3]], [[]]])
+        append(writer, [[[1, 2]], [[3]], [[]]])
     tokens, index = content(tmp_path / "x")
     assert tokens == struct.pack("<3H", 1, 2, 3)
     assert index == b"MMIDIDX\0\0" + struct.pack("<QBQ3i3q", 1, 8, 3, 2, 1, 0, 0, 4, 6)
@@ -78,15 +67,13 @@ def test_fairseqs_layout_refuses_what_it_cannot_store(documents, tmp_path):
         pytest.raises(ConfigError, match="each document is one sequence"),
         Writer(tmp_path / "x", "u2", "fairseq") as w,
     ):
-        extend(w, documents)
+        append(w, documents)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_counts_that_do_not_add_up_are_refused(tmp_path):
     with pytest.raises(ValueError, match="3 tokens in sequences of 2"), Writer(tmp_path / "x", "u2") as writer:
         writer.extend(np.arange(3), np.array([2]), np.array([1]))
-    with pytest.raises(ValueError, match="belong to no document"), Writer(tmp_path / "x", "u2") as writer:
-        writer.add([1])
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,20 +1,13 @@
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
-import time
 
 import pytest
 
 from tests.diagnostics import peers
 from tests.forks import hpclm
 from tests.runs import ROOT
-
-
-def alive(process):
-    return process.poll() is None
 
 
 def report(out):
@@ -29,7 +22,6 @@ def test_healthy_ranks_log_one_line_and_leave_only_a_report(tmp_path):
     found = report(tmp_path)
     assert found["ok"] and found["bad"] == [] and [each["rank"] for each in found["ranks"]] == [0, 1, 2, 3]
     assert [link["nodes"] for link in found["links"]] == [["b", "a"], ["a", "b"]] and found["links"][0]["speed"] > 0
-    assert abs(found["ranks"][3]["clock"]) < 2
     assert [path.name for path in tmp_path.iterdir()] == ["preflight.json"]
 
 
@@ -110,56 +102,7 @@ def test_a_folder_without_room_is_refused(tmp_path, monkeypatch):
     settings = config.from_cli(["data.source=synthetic", f"out={tmp_path}"])
     with context.join(bootstrap.World("single", 0, 1), settings.cluster) as alone:
         cpu = torch.device("cpu")
-        made = preflight.check(alone, cpu, (), tmp_path, env={})
-        assert made.ok and made.links == [] and report(tmp_path)["ok"]
+        preflight.check(alone, cpu, (), tmp_path, env={})
+        assert report(tmp_path)["ok"] and report(tmp_path)["links"] == []
         with pytest.raises(HpclmError, match=r"MiB free on .*a checkpoint may take 1,125,899,906,842,624"):
             preflight.check(alone, cpu, (), tmp_path, env={}, room=1 << 70)
-
-
-@pytest.fixture
-def started():
-    """Start processes that are gone after the test."""
-    running = []
-
-    def start(*words, **kwargs):
-        running.append(
-            subprocess.Popen([*map(str, words)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **kwargs)
-        )
-        return running[-1]
-
-    yield start
-    for process in running:
-        process.kill()
-        process.wait()
-
-
-def until(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.1)
-
-
-def test_only_processes_of_earlier_attempts_are_terminated_and_listed(tmp_path, tiny, started):
-    trains = started(sys.executable, "-m", "hpclm.train", *tiny("run", "budget.steps=1000000"), cwd=ROOT)
-    other = started(sys.executable, "-m", "hpclm.train", *tiny("other", "budget.steps=1000000"), cwd=ROOT)
-    out = tmp_path / "run"
-    until(lambda: (out / "metrics.jsonl").exists() and (tmp_path / "other/metrics.jsonl").exists())
-    below = started(sys.executable, "-m", "hpclm.train", *tiny("run/below", "budget.steps=1000000"), cwd=ROOT)
-    copied = [out / "config.yaml", f"out={tmp_path / 'copy'}"]  # as the README repeats a run
-    copy = started(sys.executable, "-m", "hpclm.train", *map(str, copied), cwd=ROOT)
-    until(lambda: (out / "below/metrics.jsonl").exists() and (tmp_path / "copy/metrics.jsonl").exists())
-    reads = started("tail", "-f", out / "log.txt")
-    env = os.environ | {"SLURM_JOB_ID": "77"}
-    stubborn = started("sh", "-c", "trap '' TERM; while :; do sleep 1; done", env=env)
-    foreign = started("sleep", "1000", env=env | {"SLURM_JOB_ID": "78"})
-    own = started("sleep", "1000", env=env | {"SLURM_RESTART_COUNT": "1"})
-    time.sleep(0.3)
-
-    results = peers.hold(out, ["a", "a"], SLURM_JOB_ID="77", SLURM_RESTART_COUNT="1")
-    assert [code for _, code in results] == [0, 0]
-    assert not alive(trains) and not alive(stubborn)
-    assert all(map(alive, (other, below, copy, reads, foreign, own)))
-    ended = report(out)["ended"]
-    assert any(f"a: {trains.pid}: " in line and "hpclm.train" in line for line in ended)
-    assert f"terminated a process that an earlier attempt left on a: {stubborn.pid}: sh -c" in results[0][0]

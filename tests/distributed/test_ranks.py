@@ -15,7 +15,7 @@ from hpclm.config import ClusterConfig
 from hpclm.distributed import network, rendezvous
 from hpclm.distributed.bootstrap import World
 from hpclm.errors import HpclmError
-from hpclm.node import facts, python
+from hpclm.node import python
 from tests.runs import Ranks, figures, free_port, hpclm, lines, losses
 
 
@@ -262,7 +262,8 @@ def test_ports_are_below_those_the_system_hands_out_and_follow_from_the_launch()
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_process_that_its_mpi_left_alone_is_refused_before_anything_is_written(rank, tiny, tmp_path):
     """The variables are those of a launch of two, but MPI_Init finds nobody: a singleton."""
-    found = python.ask(facts.MPI, os.environ)  # not imported here: MPI's variables would be every later process's
+    code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print('{}')"
+    found = python.ask(code, os.environ)  # not imported here: MPI's variables would be every later process's
     if "error" in found:
         pytest.skip(f"mpi4py: {found['error']}")
     numbers = {"RANK": rank, "SIZE": "2", "LOCAL_RANK": rank, "LOCAL_SIZE": "2"}

@@ -50,7 +50,6 @@ def test_a_card_says_what_was_trained_on_what_and_how_and_its_code_runs(run, tmp
     assert table["dataset"] == "stories_text_document" and "json tokenizer" in table["tokenizer"]
     assert table["optim.name"] == "adamw" and table["batch.global_size"] == "4"
     assert table["optim.warmup_fraction"] == "0.25"
-    assert re.fullmatch(r"\d+\.\d minutes in training steps", table["time"])
     assert f"hpclm {__version__}" in card and "# mine\\|two" in card and str(tmp_path) not in card
     [code] = re.findall(r"```python\n(.*?)```", card, re.S)
     monkeypatch.chdir(tmp_path)

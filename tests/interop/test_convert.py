@@ -85,9 +85,9 @@ def test_the_script_is_the_verb(tmp_path):
 SLOW = (
     "import sys, time\n"
     "from hpclm.interop.huggingface import shards\n"
-    "add = shards.ShardWriter.add\n"
-    "def slow(self, *words):\n    add(self, *words)\n    self._flush()\n    print('one', flush=True)\n    time.sleep(60)\n"
-    "shards.ShardWriter.add = slow\n"
+    "save = shards.save_file\n"
+    "def slow(*words, **more):\n    save(*words, **more)\n    print('one', flush=True)\n    time.sleep(60)\n"
+    "shards.save_file = slow\n"
     "from hpclm.commands import convert\n"
     "sys.exit(convert.main(sys.argv[1:]))\n"
 )
@@ -107,13 +107,13 @@ def test_an_export_that_is_killed_leaves_no_target_and_the_next_one_no_rest(tmp_
 
 def test_an_interrupted_export_leaves_nothing(tmp_path, monkeypatch):
     made.run(tmp_path / "run", made.NETWORKS["gpt2"][1])
-    finish = shards.ShardWriter.finish
+    save = shards.save_file
 
-    def interrupted(self):
-        finish(self)
+    def interrupted(*words, **more):
+        save(*words, **more)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(shards.ShardWriter, "finish", interrupted)
+    monkeypatch.setattr(shards, "save_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert.main([str(tmp_path / "run"), str(tmp_path / "hf")])
     assert [p.name for p in tmp_path.iterdir()] == ["run"]

@@ -460,7 +460,8 @@ SILENT = dict(
     no_rope_freq=4, softmax_type="off-by-one", softmax_scale=0.1, qk_l2_norm=True, glu_linear_offset=1.0, use_mup=True,
     activation_func_clamp_value=7.0, attention_output_gate=True, experimental_attention_variant="dsa", window_size=(4, 0),
     heterogeneous_layers_config_path="layers.json", hybrid_override_pattern="M*M*", spec=["mine", "layers"],
-    linear_attention_freq=4, mlp_type="residual", new_in_a_later_version=0.5,
+    linear_attention_freq=4, mlp_type="residual", new_in_a_later_version=0.5, logits_scaling=8, mup_depth_multiplier=4,
+    zero_centered_gamma=True, bert_like_bidirectional=True, ds_scale=2.0, rl_temperature=0.5,
 )  # fmt: skip
 DEFAULTS = dict(
     no_rope_freq=None, softmax_type="vanilla", softmax_scale=None, qk_l2_norm=False, glu_linear_offset=0.0, use_mup=False,

@@ -22,8 +22,9 @@ def value(settings, key):
 
 @pytest.mark.parametrize("preset", sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
 def test_every_preset_can_be_debugged_without_its_data(preset):
-    settings = config.load(preset, ["data.prefix=nowhere/x"] * (preset != "debug"))
-    changed = debug.applied(settings, debug.overrides(settings))
+    words = ["data.prefix=nowhere/x"] * (preset != "debug")
+    settings = config.load(preset, words)
+    changed = config.load(preset, [*words, *debug.overrides(settings)])
     assert changed.out == settings.out + "-debug" and changed.stop_at == 5
     assert not changed.engine.compile and changed.data.workers == 0 and changed.log.every == 1
     assert changed.data.source == "synthetic" and not changed.missing() and changed.model == settings.model

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from hpclm.config.engine import EngineConfig
-from hpclm.errors import HpclmError
-from hpclm.node import hardware
+from hpclm.errors import ConfigError, HpclmError
+from hpclm.node import gpus, hardware
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -37,3 +37,41 @@ def test_only_precision_decides_how_products_run_and_no_speed_is_claimed(monkeyp
     said = hardware.set_matmul(torch.device("cpu"))
     assert said == "fast: oneDNN, with fp32's precision here (relative error 1e-07)"
     assert torch.get_float32_matmul_precision() == "medium"
+
+
+@pytest.mark.parametrize(
+    "local_rank, local_size, gpus, visible, device",
+    [(3, 4, 4, "0,1,2,3", 3), (3, 4, 8, None, 3), (3, 4, 1, "3", 0), (0, 1, 1, None, 0), (0, 1, 8, None, 0)],
+)
+def test_each_process_has_its_own_gpu(local_rank, local_size, gpus, visible, device):
+    assert hardware.gpu_of(local_rank, local_size, gpus, visible) == device
+
+
+@pytest.mark.parametrize(
+    "gpus, visible, said",
+    [
+        (2, "4,5", "there are 2 GPUs for them (CUDA_VISIBLE_DEVICES=4,5); start 2 on each node, ask for 4 GPUs"),
+        (1, None, "1 GPU"),
+    ],
+)
+def test_fewer_gpus_than_processes_are_refused(gpus, visible, said):
+    with pytest.raises(ConfigError, match="4 processes run on ") as refused:
+        hardware.gpu_of(0, 4, gpus, visible)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "name, peak",
+    {
+        "NVIDIA H200": 989e12,
+        "NVIDIA H100 80GB HBM3": 989e12,
+        "NVIDIA H100 PCIe": 756e12,
+        "NVIDIA A100-SXM4-80GB": 312e12,
+        "NVIDIA L40": 181e12,
+        "NVIDIA L4": 121e12,
+        "NVIDIA RTX A1000": None,
+        "NVIDIA GeForce RTX 4090": None,
+    }.items(),
+)
+def test_the_peak_is_that_of_the_exact_model(name, peak):
+    assert getattr(gpus.named(name), "peak", None) == peak

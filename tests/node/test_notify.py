@@ -145,7 +145,7 @@ def test_a_webhook_that_redirects_is_not_followed(status, scheme, caplog):
         notifier.failed("message")
     assert len(received) == 1 and not connected
     [warning] = [record.getMessage() for record in caplog.records]
-    assert f"it answered {status}, a redirect" in warning and "hook" not in warning and "elsewhere" not in warning
+    assert f"HTTP Error {status}" in warning and "hook" not in warning and "elsewhere" not in warning
 
 
 @pytest.mark.parametrize("scheme", ["ftp", "file", "data"])

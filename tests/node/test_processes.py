@@ -1,4 +1,3 @@
-import fcntl
 import os
 import re
 import subprocess
@@ -45,14 +44,11 @@ def test_a_reused_pid_is_not_ours():
         other.communicate()
 
 
-def test_the_holder_of_a_lock_is_found_without_taking_it(tmp_path):
+def test_the_process_that_has_a_file_open_is_known(tmp_path):
     path = tmp_path / "lock"
-    assert processes.lock_holders(path) is None
-    with path.open("w") as file:
-        assert processes.lock_holders(path) == []
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert processes.lock_holders(path) == [os.getpid()]
-    assert processes.lock_holders(path) == []
+    with path.open("w"):
+        assert processes.has_open(os.getpid(), path)
+    assert not processes.has_open(os.getpid(), path)
 
 
 def test_waiting_for_a_process_times_out():
@@ -70,17 +66,3 @@ def test_our_command_lines_are_recognised(word):
 @pytest.mark.parametrize("word", ["/home/me/hpclm/notes.txt", "hpclm = 1", "/tmp/hpclm-slurm/etc", "my-hpclm"])
 def test_the_name_of_a_folder_makes_no_process_ours(word):
     assert not re.fullmatch(processes.OURS, word)
-
-
-def test_processes_are_terminated_and_killed_if_they_ignore_it():
-    words = [["sleep", "1000"], ["sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.1; done"]]
-    children = [subprocess.Popen(each, stdout=subprocess.PIPE) for each in words]
-    try:
-        assert children[1].stdout.readline() == b"ready\n"
-        ours = [process for process in processes.of_this_user() if process.pid in {child.pid for child in children}]
-        assert len(ours) == 2 and processes.terminate(ours, 0.5) == []
-        assert [child.wait() for child in children] == [-15, -9]
-    finally:
-        for child in children:
-            child.kill()
-            child.communicate()

@@ -134,6 +134,20 @@ REFUSED = {
     "a variable, WEBHOOK": "job.env={SLACK_WEBHOOK: canary}",
     "a variable without a space": "job.env={WANDB_API_KEY:canary}",
     "a value of another variable": "job.env.EXTRA='--token canary'",
+    "a user of a URL": "job.setup=['git clone https://canary0123456789@github.com/x']",
+    "aws configure": "job.setup=[aws configure set aws_secret_access_key canary]",
+    "vault login": "job.setup=[vault login canary]",
+    "ngrok": "job.setup=[ngrok config add-authtoken canary]",
+    "a here-string": "job.setup=['gh auth login --with-token <<< canary']",
+    "a pipe": "job.setup=['echo canary | docker login -u me --password-stdin example.org']",
+    "a login in Python": """job.setup=['python -c "import wandb; wandb.login(key=''canary'')"']""",
+    "a netrc": "job.setup=['echo machine api.wandb.ai login user password canary >> ~/.netrc']",
+    "a Teams hook": "job.setup=['curl -d x https://example.webhook.office.com/webhookb2/canary']",
+    "a Telegram bot": "job.setup=['curl https://api.telegram.org/bot123456789:canaryABCDEFGHIJKLMNOPQRS/x']",
+    "mysql": "job.setup=[mysql -u me -pcanary -e x]",
+    "a signed URL": "job.setup=['curl https://example.org/x?sv=2&sig=canary']",
+    "a variable, DSN": "job.env={SENTRY_DSN: canary}",
+    "a variable, CRED": "job.env={MY_CRED: canary}",
 }
 
 

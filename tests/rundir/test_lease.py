@@ -196,3 +196,13 @@ def test_a_removed_lock_file_is_still_ours_until_another_attempt_creates_one(tmp
         lease.check()
         with Lease(tmp_path), pytest.raises(LockedError, match="was taken over"):
             lease.check()
+
+
+def test_a_folder_has_one_holder_and_a_released_lock_names_none(tmp_path):
+    with Lease(tmp_path):
+        assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+        with pytest.raises(LockedError, match=f"process {os.getpid()} on "), Lease(tmp_path):
+            pass
+    assert json.loads((tmp_path / "lock").read_text()) == {"generation": 1, "job": None, "start": 0}
+    with Lease(tmp_path):
+        pass

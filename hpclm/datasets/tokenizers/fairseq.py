@@ -9,45 +9,40 @@ from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 
-from hpclm.data.tokenizers import Batch, fingerprint, flat
+from hpclm.data.tokenizers import fingerprint
 from hpclm.datasets.tokenizers import sentencepieces
+from hpclm.datasets.tokenizers.plain import Words
 from hpclm.datasets.tokenizers.vocabulary import expect, only_end
 from hpclm.errors import ConfigError
 from hpclm.files import text_reader
 
 SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
-EOS, UNKNOWN = 2, 3
+EOS = 2
 PADDING = 8  # of which the number of entries is a multiple
 OVERWRITE = "#fairseq:overwrite"
 INTEGER = re.compile(r"\s*[-+]?\d+(_\d+)*\s*")  # as Python's int() accepts
 
 
-class Fairseq:
-    """Words separated by white space, or pieces of a sentencepiece .model, looked up in a dict.txt; every text ends with </s>."""
-
-    ends_itself = True
+class Fairseq(Words):
+    """Words, or pieces of a sentencepiece .model, of a dict.txt; every text ends with </s>."""
 
     def __init__(self, files: list[str], eod: str | None = None):
         path, *models = expect("fairseq", files, "dict.txt", "x.model", optional=1)
         only_end("fairseq", eod, SPECIALS[EOS])
-        self.symbols, self.ids = read_dictionary(path)
-        self.size, self.eod = len(self.symbols), EOS
+        symbols, self.ids = read_dictionary(path)
+        self.words, self.size, self.eod = dict(enumerate(symbols)), len(symbols), EOS
         self.fingerprint = fingerprint("fairseq", files, self.size, self.eod)
         self.model = sentencepieces.processor("fairseq", models[0]) if models else None
 
     def encode(self, text: str) -> list[int]:
         """Ids of the words or pieces (or <unk>), and </s>."""
-        words = text if self.model is None else " ".join(self.model.encode(text, out_type=str))
-        return [*(self.ids.get(word, UNKNOWN) for word in words.split()), EOS]
-
-    def encode_batch(self, texts: list[str]) -> Batch:
-        """``encode`` of each text."""
-        return flat([self.encode(text) for text in texts])
+        return super().encode(text if self.model is None else " ".join(self.model.encode(text, out_type=str)))
 
     def decode(self, ids: list[int]) -> str:
         """The words separated by spaces, including </s>; or the text of the pieces, without </s>."""
-        words = [self.symbols[id] if 0 <= id < self.size else SPECIALS[UNKNOWN] for id in ids]
-        return " ".join(words) if self.model is None else str(self.model.decode(words))
+        if self.model is None:
+            return super().decode(ids)
+        return str(self.model.decode([self.words.get(id, self.unknown) for id in ids]))
 
 
 def read_dictionary(path: Path) -> tuple[list[str], dict[str, int]]:

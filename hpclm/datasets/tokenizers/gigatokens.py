@@ -48,29 +48,22 @@ def faster(settings: str, exact: Encode, markers: list[str]) -> "Fast | None":
     the tokenizers library; markers: the added tokens.
     """
     try:
-        return _checked(settings, exact, markers)
+        if len(markers) > MARKERS:
+            raise ValueError(f"it has {len(markers)} added tokens, and gigatoken is only used with up to {MARKERS}")
+        if extras.missing("encoding", "gigatoken"):
+            raise ValueError(f"gigatoken is not installed; {extras.install('gigatoken')}")
+        versions = {name: ".".join(version(name).split(".")[:2]) for name in COMPARED}
+        if versions != COMPARED:
+            raise ValueError(f"hpclm has been tested with {COMPARED}, not with {versions}")
+        fast = Fast(settings, exact, markers)
+        if not np.array_equal(exact(TEXTS)[0], np.concatenate([fast.encode(text) for text in TEXTS])):
+            raise ValueError("gigatoken returns other ids for a test text")
+        return fast
     except BaseException as error:  # a panic in Rust is not an Exception
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
         log.warning("encoding with tokenizers, many times slower: %s", error)
         return None
-
-
-def _checked(settings: str, exact: Encode, markers: list[str]) -> "Fast":
-    """An exception says why it cannot be used."""
-    if len(markers) > MARKERS:
-        raise ValueError(
-            f"the tokenizer has {len(markers)} added tokens, and gigatoken is only used with up to {MARKERS}"
-        )
-    if extras.missing("encoding", "gigatoken"):
-        raise ValueError(f"gigatoken is not installed; {extras.install('gigatoken')}")
-    versions = {name: ".".join(version(name).split(".")[:2]) for name in COMPARED}
-    if versions != COMPARED:
-        raise ValueError(f"hpclm has been tested with {COMPARED}, not with {versions}")
-    fast = Fast(settings, exact, markers)
-    if not np.array_equal(exact(TEXTS)[0], np.concatenate([fast.encode(text) for text in TEXTS])):
-        raise ValueError("gigatoken returns other ids for a test text")
-    return fast
 
 
 class Fast:

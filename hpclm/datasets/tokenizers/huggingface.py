@@ -51,7 +51,7 @@ class Library:
     def exact(self, texts: list[str]) -> Batch:
         """``encode_batch`` with the tokenizers library."""
         with _panics():
-            return flat([found.ids for found in self.model.encode_batch_fast(texts, add_special_tokens=False)])
+            return flat([encoding.ids for encoding in self.model.encode_batch_fast(texts, add_special_tokens=False)])
 
     def decode(self, ids: list[int]) -> str:
         """The text, including special tokens."""
@@ -132,13 +132,13 @@ def bare(model: Any) -> str | None:
     """The tokenizer.json of ``model`` without added tokens if it is a byte-level BPE like GPT-2's; otherwise None."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    bpe, words = model.model, model.pre_tokenizer
+    bpe, splitter = model.model, model.pre_tokenizer
     like_gpt2 = (
         type(bpe) is models.BPE
-        and type(words) is pre_tokenizers.ByteLevel
+        and type(splitter) is pre_tokenizers.ByteLevel
         and model.normalizer is None
-        and words.use_regex
-        and not words.add_prefix_space
+        and splitter.use_regex
+        and not splitter.add_prefix_space
         and not bpe.dropout
         and not bpe.continuing_subword_prefix
         and not bpe.end_of_word_suffix
@@ -153,31 +153,31 @@ def bare(model: Any) -> str | None:
     return str(plain.to_str())
 
 
-def of_sentencepiece(found: Merging) -> str:
+def of_sentencepiece(bpe: Merging) -> str:
     """The tokenizer.json that is equivalent to a sentencepiece BPE."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers
 
-    ids = {piece: id for id, (piece, _) in enumerate(found.pieces)}
-    unknown = found.pieces[found.unknown][0]
-    model = Tokenizer(models.BPE(ids, _merges(found), unk_token=unknown, fuse_unk=True, byte_fallback=found.bytes))
+    ids = {piece: id for id, (piece, _) in enumerate(bpe.pieces)}
+    unknown = bpe.pieces[bpe.unknown][0]
+    model = Tokenizer(models.BPE(ids, _merges(bpe), unk_token=unknown, fuse_unk=True, byte_fallback=bpe.bytes))
     # Precompiled leaves out this one composition of NFKC
     composed = normalizers.Replace("\u017f\u0307", "\u1e61")
-    steps: list[Any] = [composed, normalizers.Precompiled(found.charsmap)] if found.charsmap else []
-    if found.squeezed:
+    steps: list[Any] = [composed, normalizers.Precompiled(bpe.charsmap)] if bpe.charsmap else []
+    if bpe.squeezed:
         steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
-    if found.prefix:
+    if bpe.prefix:
         steps.append(normalizers.Prepend(SPACE))
     model.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
-    parts = [decoders.Replace(SPACE, " "), *([decoders.ByteFallback()] if found.bytes else []), decoders.Fuse()]
-    model.decoder = decoders.Sequence([*parts, *([decoders.Strip(" ", 1, 0)] if found.prefix else [])])
+    parts = [decoders.Replace(SPACE, " "), *([decoders.ByteFallback()] if bpe.bytes else []), decoders.Fuse()]
+    model.decoder = decoders.Sequence([*parts, *([decoders.Strip(" ", 1, 0)] if bpe.prefix else [])])
     return str(model.to_str(pretty=True))
 
 
-def _merges(found: Merging) -> list[tuple[str, str]]:
+def _merges(bpe: Merging) -> list[tuple[str, str]]:
     """The merges of a sentencepiece BPE in order: all pairs of pieces that form another piece, by its score."""
-    ids = {piece: id for id, (piece, _) in enumerate(found.pieces)}
+    ids = {piece: id for id, (piece, _) in enumerate(bpe.pieces)}
     merges = []
-    for piece, score in found.pieces:
+    for piece, score in bpe.pieces:
         for cut in range(1, len(piece)):
             left, right = piece[:cut], piece[cut:]
             if left in ids and right in ids:
@@ -193,9 +193,9 @@ def encoder(text: str) -> Callable[[str], list[int]]:
     model.no_truncation()
     model.no_padding()
 
-    def encode(words: str) -> list[int]:
+    def encode(document: str) -> list[int]:
         with _panics():
-            return list(model.encode(words, add_special_tokens=False).ids)
+            return list(model.encode(document, add_special_tokens=False).ids)
 
     return encode
 

@@ -32,25 +32,21 @@ class Bytes:
         return raw.decode(errors="replace")
 
 
-class Whitespace:
-    """Words separated by white space, looked up in a vocab.json {word: id}; every text ends with the end-of-document token."""
+class Words:
+    """Words separated by white space, looked up in a vocabulary; every text ends with the end-of-document token.
+
+    ids: of the words; words: by id; unknown: the word for all others.
+    """
 
     ends_itself = True
-
-    def __init__(self, files: list[str], eod: str | None = None):
-        [path] = expect("whitespace", files, "vocab.json")
-        self.ids = vocabulary("whitespace", path, ["<unk>", *([END] if eod is None else [])])
-        angled = (word for word in self.ids if word.startswith("<"))
-        self.words = {id: word for word, id in self.ids.items()}
-        self.size, self.eod = (
-            max(self.words) + 1,
-            id_of_end("whitespace", path, END if eod is None else eod, self.ids, angled),
-        )
-        self.fingerprint = fingerprint("whitespace", files, self.size, self.eod, eod)
+    ids: dict[str, int]
+    words: dict[int, str]
+    unknown = "<unk>"
+    eod: int
 
     def encode(self, text: str) -> list[int]:
         """Ids of the words (or <unk>), and the end-of-document token."""
-        unknown = self.ids["<unk>"]
+        unknown = self.ids[self.unknown]
         return [*(self.ids.get(word, unknown) for word in text.split()), self.eod]
 
     def encode_batch(self, texts: list[str]) -> Batch:
@@ -59,4 +55,17 @@ class Whitespace:
 
     def decode(self, ids: list[int]) -> str:
         """The words separated by spaces."""
-        return " ".join(self.words.get(id, "<unk>") for id in ids)
+        return " ".join(self.words.get(id, self.unknown) for id in ids)
+
+
+class Whitespace(Words):
+    """Words of a vocab.json {word: id}."""
+
+    def __init__(self, files: list[str], eod: str | None = None):
+        [path] = expect("whitespace", files, "vocab.json")
+        self.ids = vocabulary("whitespace", path, ["<unk>", *([END] if eod is None else [])])
+        self.words = {id: word for word, id in self.ids.items()}
+        self.size = max(self.words) + 1
+        angled = (word for word in self.ids if word.startswith("<"))
+        self.eod = id_of_end("whitespace", path, END if eod is None else eod, self.ids, angled)
+        self.fingerprint = fingerprint("whitespace", files, self.size, self.eod, eod)

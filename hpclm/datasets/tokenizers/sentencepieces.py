@@ -14,6 +14,7 @@ from hpclm.data.tokenizers import Batch, fingerprint, flat
 from hpclm.datasets.tokenizers.vocabulary import expect, id_of_end, load
 from hpclm.errors import ConfigError
 
+SENTENCES = 1_000_000  # lines that a model is trained on by default
 USER_DEFINED = 4  # ModelProto.SentencePiece.Type
 
 
@@ -100,14 +101,15 @@ def processor(kind: str, path: Path) -> Any:
     return load(kind, [path], lambda: SentencePieceProcessor(model_file=str(path)))
 
 
-def train_sentencepiece(texts: Iterable[str], kind: str, vocab_size: int) -> bytes:
-    """Train a sentencepiece tokenizer, ``kind`` bpe or unigram, on the lines of ``texts``; its .model.
+def train_sentencepiece(texts: Iterable[str], kind: str, vocab_size: int, sentences: int = SENTENCES) -> bytes:
+    """Train a sentencepiece tokenizer, ``kind`` bpe or unigram, on ``sentences`` random lines of ``texts``; its .model.
 
-    Decoding restores the text: no normalisation, and byte fallback. All lines are in memory.
+    Decoding restores the text: no normalisation, and byte fallback. The lines are in memory.
     """
     with extras.needed_for("a sentencepiece tokenizer"):
-        from sentencepiece import SentencePieceTrainer
+        from sentencepiece import SentencePieceTrainer, set_random_generator_seed
 
+    set_random_generator_seed(sentences)
     model = io.BytesIO()
     lines: Iterator[str] = (line for text in texts for line in text.splitlines() if line)
     try:
@@ -116,6 +118,7 @@ def train_sentencepiece(texts: Iterable[str], kind: str, vocab_size: int) -> byt
             model_writer=model,
             model_type=kind,
             vocab_size=vocab_size,
+            input_sentence_size=sentences,
             byte_fallback=True,
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,

@@ -15,10 +15,10 @@ T = TypeVar("T")
 def expect(kind: str, files: list[str], *names: str, optional: int = 0) -> list[Path]:
     """``files`` as readable paths, one for each of ``names``; the last ``optional`` ones may be missing."""
     if not len(names) - optional <= len(files) <= len(names):
-        wanted = f"{len(names)} file(s), {' and '.join(names)}" if names else "no files"
+        needed = f"{len(names)} file(s), {' and '.join(names)}" if names else "no files"
         may = f" (the last {optional} may be left out)" if optional else ""
         raise ConfigError(
-            f"tokenizer {kind} takes {wanted}{may}, but {len(files)} were given: {', '.join(map(str, files)) or 'none'}"
+            f"tokenizer {kind} takes {needed}{may}, but {len(files)} were given: {', '.join(map(str, files)) or 'none'}"
         )
     return [readable(file, f"{kind} tokenizer's {name}") for file, name in zip(files, names, strict=False)]
 

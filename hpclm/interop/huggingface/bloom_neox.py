@@ -62,9 +62,9 @@ BLOOM = Family(
     rules=partial(of_modules, modules=BLOOM_MODULES, layer="transformer.h.{}."),
     prefix="transformer.",
     needs={**LAYERNORM, "positions": ("alibi",), "activation": ("gelu_tanh",), "embed_norm": (True,)},
-    fixed=dict(apply_residual_connection_post_layernorm=(False,)),
+    fixed=dict(apply_residual_connection_post_layernorm=(False,), slow_but_exact=(False,)),
     aliases={"n_embed": "hidden_size", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
-    unread="pretraining_tp slow_but_exact attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi "
+    unread="pretraining_tp attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi "
     "skip_bias_add skip_bias_add_qkv",
     more=more,
 )

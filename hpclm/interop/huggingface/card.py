@@ -1,4 +1,4 @@
-"""The model card of an export, README.md: how to load it, what it was trained on and how, and what came of it."""
+"""The model card of an export, README.md: how to load it, what came of the run, and what it was trained on and how."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -10,7 +10,6 @@ from hpclm.data import tokenizers
 from hpclm.interop.run import RunCheckpoint
 from hpclm.model import count
 from hpclm.reporting import history
-from hpclm.reporting.history import History
 
 HEAD = """---
 library_name: transformers
@@ -28,47 +27,34 @@ def written(checkpoint: RunCheckpoint, name: str, architecture: str, own_code: b
 
     Folders of this machine are not named.
     """
-    config, step = checkpoint.config, checkpoint.step
-    past = history.read(checkpoint.run)
+    config = checkpoint.config
     size = count.parameters(replace(config.model, vocab_multiple=1))  # the padding of the vocabulary is not exported
-    parts = [
-        HEAD,
-        f"# {_line(config.name)}\n",
-        f"A language model ({architecture}) of {size:,} parameters, exported by hpclm {__version__} from the checkpoint of step "
-        f"{step:,}.\n",
-        "## Use\n",
-        _use(name, own_code, tokenizer),
-        "## Results\n",
-        _table(_results(checkpoint, past)),
-        "## Data\n",
-        _table(_data(checkpoint)),
-        "## Training\n",
-        _table(_training(checkpoint)),
-        "## Network\n",
-        _table((key, value) for key, value in vars(config.model).items() if value is not None),
-    ]
-    return "\n".join(parts)
+    about = f"A language model ({architecture}) of {size:,} parameters, exported by hpclm {__version__} from step {checkpoint.step:,}."
+    parts = [HEAD, f"# {_line(config.name)}", about, "## Use", _use(name, own_code, tokenizer)]
+    parts += ["## Results", _table(_results(checkpoint)), "## Data and settings", _table(_settings(checkpoint))]
+    return "\n\n".join(parts) + "\n"
 
 
 def _use(name: str, own_code: bool, tokenizer: bool) -> str:
     more = ", trust_remote_code=True" if own_code else ""
-    read = "Read `modeling_hpclm.py` before you load it: it is run.\n\n" if own_code else ""
-    lines = ["from transformers import AutoModelForCausalLM" + ", AutoTokenizer" * tokenizer, ""]
-    lines.append(f"model = AutoModelForCausalLM.from_pretrained({name!r}{more})")
+    lines = ["Read `modeling_hpclm.py` before you load it: it is run.", ""] if own_code else []
+    lines += ["```python", "from transformers import AutoModelForCausalLM" + ", AutoTokenizer" * tokenizer, ""]
+    lines += [f"model = AutoModelForCausalLM.from_pretrained({name!r}{more})"]
     if tokenizer:
         lines += [
             f"tokenizer = AutoTokenizer.from_pretrained({name!r})",
             'ids = tokenizer("Once upon a time", return_tensors="pt", return_token_type_ids=False)',
             "print(tokenizer.decode(model.generate(**ids, max_new_tokens=20)[0]))",
         ]
-    without = "" if tokenizer else "\nThe run's tokenizer has no Hugging Face form, so none is here.\n"
-    return f"{read}```python\n" + "\n".join(lines) + f"\n```\n{without}"
+    without = [] if tokenizer else ["", "The run's tokenizer has no Hugging Face form, so none is here."]
+    return "\n".join([*lines, "```", *without])
 
 
-def _results(checkpoint: RunCheckpoint, past: History) -> Iterator[Row]:
-    step, context = checkpoint.step, checkpoint.config.model.context
+def _results(checkpoint: RunCheckpoint) -> Iterator[Row]:
+    step, past = checkpoint.step, history.read(checkpoint.run)
+    samples = int(checkpoint.manifest.progress.get("samples", 0))
     yield "steps", f"{step:,}"
-    yield "tokens seen", f"{int(checkpoint.manifest.progress.get('samples', 0)) * context:,}"
+    yield "tokens seen", f"{samples * checkpoint.config.model.context:,}"
     losses = [row["loss"] for row in past.steps if row["step"] <= step and row["loss"] is not None][-LAST:]
     if losses:
         yield f"training loss, mean of the last {len(losses)} steps", f"{sum(losses) / len(losses):.4f}"
@@ -78,48 +64,31 @@ def _results(checkpoint: RunCheckpoint, past: History) -> Iterator[Row]:
             yield f"loss on {part}, step {row['step']:,}", f"{row['validation_loss']:.4f}"
     for row in [row for row in past.tasks if row["step"] <= step][-1:]:
         for task, scores in row["tasks"].items():
-            for metric, value in scores.items():
-                if value is not None:
-                    yield f"{task}, {metric}, step {row['step']:,}", f"{value:.4f}"
+            measured = {metric: value for metric, value in scores.items() if value is not None}
+            yield from (
+                (f"{task}, {metric}, step {row['step']:,}", f"{value:.4f}") for metric, value in measured.items()
+            )
 
 
-def _data(checkpoint: RunCheckpoint) -> Iterator[Row]:
-    data, known = checkpoint.config.data, checkpoint.manifest.fingerprint.get("data", {})
+def _settings(checkpoint: RunCheckpoint) -> Iterator[Row]:
+    config, known = checkpoint.config, checkpoint.manifest.fingerprint.get("data", {})
     if not known:
-        yield "source", "not known: the weights were imported"
-        return
-    if data.source != "indexed":
-        yield "source", data.source
-    prefixes, weights = data.prefixes(), known.get("weights")
-    weighted = isinstance(weights, list) and len(weights) == len(prefixes)
-    for number, prefix in enumerate(prefixes):
-        yield "dataset", Path(prefix).name + (f", weight {weights[number]:g}" if weighted else "")
-    if data.prefix or data.blend:
-        yield "split", data.split
-    if known.get("tokenizer"):
-        yield "tokenizer", tokenizers.describe(known["tokenizer"])
-
-
-def _training(checkpoint: RunCheckpoint) -> Iterator[Row]:
-    config, made = checkpoint.config, checkpoint.manifest.made
-    if not checkpoint.step:
-        yield "steps", "0: the weights were imported, or are initial ones"
-        return
-    yield "sequence length", config.model.context
-    for name in ("batch", "optim"):
+        yield "data", "not known: the weights were imported"
+    elif config.data.source != "indexed":
+        yield "data", config.data.source
+    else:
+        yield from (("dataset", Path(prefix).name) for prefix in config.data.prefixes())
+        if known.get("tokenizer"):
+            yield "tokenizer", tokenizers.describe(known["tokenizer"])
+    for name in ("model", "batch", "optim") if checkpoint.step else ("model",):
         section = vars(getattr(config, name))
         yield from ((f"{name}.{key}", value) for key, value in section.items() if value is not None)
     yield "engine.precision", config.engine.precision
     yield "seed", config.seed
-    yield "time", f"{checkpoint.manifest.progress.get('seconds', 0.0) / 60:.1f} minutes in training steps"
-    if "processes" in made:
-        yield "processes", f"{made['processes']}, engine {made.get('engine')}"
-    yield "saved", f"{made.get('time', '')} by hpclm {made.get('hpclm', '')}"
 
 
 def _table(rows: Iterable[Row]) -> str:
-    lines = [f"| {_line(key)} | {_line(value)} |" for key, value in rows]
-    return "\n".join(["| | |", "|---|---|", *lines]) + "\n"
+    return "\n".join(["| | |", "|---|---|", *(f"| {_line(key)} | {_line(value)} |" for key, value in rows)])
 
 
 def _line(value: Any) -> str:

@@ -7,6 +7,7 @@ from hpclm.config import ModelConfig
 from hpclm.errors import ConfigError
 from hpclm.interop.huggingface import bloom_neox, gpt2, llama, own
 from hpclm.interop.huggingface.family import Family, Json
+from hpclm.interop.rules import without
 
 WRITTEN = (gpt2.FAMILY, bloom_neox.BLOOM, llama.LLAMA, llama.QWEN3, bloom_neox.NEOX)
 """Classes for an export; a Mistral is exported as a Llama."""
@@ -15,11 +16,11 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in (*WRITTEN
 
 def of_network(config: ModelConfig) -> Family:
     """The class for a network: one of transformers, or else ours; ConfigError for a user-defined block."""
-    found = next((family for family in WRITTEN if not family.obstacles(config)), own.FAMILY)
-    obstacles = found.obstacles(config)
+    family = next((family for family in WRITTEN if not family.obstacles(config)), own.FAMILY)
+    obstacles = family.obstacles(config)
     if obstacles:
         raise ConfigError(["this network has no Hugging Face form:", *obstacles])
-    return found
+    return family
 
 
 def why_own(config: ModelConfig) -> str:
@@ -30,21 +31,17 @@ def why_own(config: ModelConfig) -> str:
     return " | ".join(f"{family.architecture}: {'; '.join(wrong)}" for family, wrong in nearest)
 
 
-def without(tree: Json, ignored: Collection[str]) -> Json:
+def without_ignored(tree: Json, ignored: Collection[str]) -> Json:
     """A config.json without keys that the user wants ignored; ConfigError for one that is not there, or that hpclm reads."""
     family = FAMILIES.get(str(tree.get("model_type")), own.FAMILY)
     needed = {key for key, _ in family.keys.values()} | {"model_type", "vocab_size", *family.read.split()}
-    wrong = [f"--ignore {key}: it has no such key" for key in ignored if key not in tree]
-    wrong += [f"--ignore {key}: hpclm needs this key" for key in ignored if key in needed]
-    if wrong:
-        raise ConfigError(wrong)
-    return {key: value for key, value in tree.items() if key not in ignored}
+    return without(tree, ignored, needed, "key")
 
 
 def of_config(tree: Json) -> Family:
     """The class that a config.json describes; ConfigError if hpclm does not support the network."""
     kind = tree.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError(f"model_type={kind} is not supported; hpclm reads {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
     wrong = family.problems(tree)

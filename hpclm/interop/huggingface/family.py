@@ -25,6 +25,11 @@ WITHOUT_EFFECT = """
     forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
     begin_suppress_tokens"""
 """Keys of config.json that no class's logits depend on, or that are read elsewhere (quantization_config, vocab_size)."""
+UNSET = """
+    add_cross_attention cross_attention_hidden_size is_decoder is_encoder_decoder tie_encoder_decoder pruned_heads head_dim rope_scaling
+    layer_types sliding_window use_sliding_window attention_bias mlp_bias summary_use_proj summary_proj_to_labels"""
+"""Keys without effect as long as they are false or empty."""
+CAUSAL = {"is_causal": (True,)}
 GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 """transformers' names of activations, and ours."""
 PLAIN = dict(embed_norm=(False,), embed_scale=(False,), qk_norm=(False,), block=("gpt",))
@@ -86,52 +91,53 @@ class Family:
         missing = [key for key, absent in self.keys.values() if absent is REQUIRED and tree.get(key) is None]
         if missing:
             raise ConfigError(f"it does not say {', '.join(missing)}")
-        found = {ours: absent if tree.get(key) is None else tree[key] for ours, (key, absent) in self.keys.items()}
-        if "activation" in found:
-            key, theirs = self.keys["activation"][0], found["activation"]
-            if theirs not in self.activations:
+        values = {ours: absent if tree.get(key) is None else tree[key] for ours, (key, absent) in self.keys.items()}
+        if "activation" in values:
+            key, theirs = self.keys["activation"][0], values["activation"]
+            if not isinstance(theirs, str) or theirs not in self.activations:
                 raise ConfigError(f"{key}={_shown(theirs)}, and hpclm has {', '.join(self.activations)}")
-            found["activation"] = self.activations[theirs]
-        if "rope_base" in found:
-            found["rope_base"] = float(_rope(tree).get("rope_theta", found["rope_base"]))
-        derived = {"ffn": 4 * found["hidden"], "kv_heads": found["heads"]}
-        found |= {name: value for name, value in derived.items() if name in found and not found[name]}
+            values["activation"] = self.activations[theirs]
+        if "rope_base" in values:
+            values["rope_base"] = float(_rope(tree).get("rope_theta", values["rope_base"]))
+        derived = {"ffn": 4 * values["hidden"], "kv_heads": values["heads"]}
+        values |= {name: value for name, value in derived.items() if name in values and not values[name]}
         remark = self.remark(tree)
         if remark:
             log.warning(remark)
-        return found
+        return values
 
     def obstacles(self, config: ModelConfig) -> list[str]:
         """Why this class does not cover a network."""
-        found = [
+        reasons = [
             f"model.{name}={_shown(getattr(config, name))}, where it has {' or '.join(map(_shown, values))}"
             for name, values in self.needs.items()
             if getattr(config, name) not in values
         ]
         if not self.grouped and config.groups != config.heads:
-            found.append(f"model.kv_heads={config.kv_heads}, where it has as many as model.heads={config.heads}")
-        return [*found, *self.more(config)]
+            reasons.append(f"model.kv_heads={config.kv_heads}, where it has as many as model.heads={config.heads}")
+        return [*reasons, *self.more(config)]
 
     def problems(self, tree: Json) -> list[str]:
         """What in a config.json hpclm does not support."""
-        found = [
+        reasons = [
             f"{key}={_shown(tree.get(key, values[0]))}, and hpclm has {' or '.join(map(_shown, values))}"
-            for key, values in self.fixed.items()
+            for key, values in {**CAUSAL, **self.fixed}.items()
             if tree.get(key, values[0]) not in values
         ]
-        known = {key for key, _ in self.keys.values()} | {*self.fixed, *self.aliases}
+        known = {key for key, _ in self.keys.values()} | {*CAUSAL, *self.fixed, *self.aliases}
         known |= {*WITHOUT_EFFECT.split(), *self.read.split(), *self.unread.split()}
-        found += [
+        unset = {*UNSET.split()}
+        reasons += [
             f"{key}={_shown(value)}: hpclm does not know this key; if the logits do not depend on it, give --ignore {key}"
             for key, value in tree.items()
-            if value and key not in known
+            if value is not None and key not in known and (value or key not in unset)
         ]
-        found += [
+        reasons += [
             f"{old}={_shown(tree[old])} and {key}={_shown(tree[key])}: two names of one setting"
             for old, key in self.aliases.items()
             if old in tree and tree[old] != tree.get(key, tree[old])
         ]
-        return [*found, *self.wrong(tree)]
+        return [*reasons, *self.wrong(tree)]
 
 
 def unsupported_rope(tree: Json, part: str = "partial_rotary_factor", absent: float = 1.0) -> Iterator[str]:
@@ -150,8 +156,11 @@ def unsupported_rope(tree: Json, part: str = "partial_rotary_factor", absent: fl
 
 def _rope(tree: Json) -> Json:
     """Parameters of rotary positions: rope_parameters since transformers 5, rope_scaling before; with both, transformers 5
-    takes rope_scaling (``RotaryEmbeddingConfigMixin.convert_rope_params_to_dict``)."""
-    return tree.get("rope_scaling") or tree.get("rope_parameters") or {}
+    takes rope_scaling (``RotaryEmbeddingConfigMixin.convert_rope_params_to_dict``). ConfigError if they are no mapping."""
+    parameters = tree.get("rope_scaling") or tree.get("rope_parameters") or {}
+    if not isinstance(parameters, Mapping):
+        raise ConfigError(f"rope_parameters={_shown(parameters)} must be a mapping")
+    return parameters
 
 
 def _shown(value: Any) -> str:

@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from hpclm.config.reading import json_object
 from hpclm.data.tokenizers import Tokenizer
 from hpclm.errors import ConfigError
 from hpclm.interop import run
-from hpclm.interop.huggingface import card, families, own, special, tokenizer
+from hpclm.interop.huggingface import card, families, own, shards, special, tokenizer
 from hpclm.interop.huggingface.family import Family
-from hpclm.interop.huggingface.shards import Reader, ShardWriter
+from hpclm.interop.huggingface.shards import Reader
 from hpclm.interop.rules import Rule, check_names
 from hpclm.interop.run import RunCheckpoint, fresh
 
@@ -43,25 +43,29 @@ def export_run(
         with Tensors(checkpoint.folder, checkpoint.manifest) as saved:
             there = [name.removeprefix("model.") for name in saved.shapes() if name.startswith("model.")]
             check_names([rule.ours for rule in rules], there, str(checkpoint.folder))
-            writer = ShardWriter(staging_dir, limit)
-            with tqdm(rules, unit="weight", disable=None) as bar:
-                for rule in bar:
-                    whole = saved.whole(f"model.{rule.ours}")
-                    if not allow_nan and not whole.isfinite().all():
-                        raise ConfigError(
-                            f"{checkpoint.folder}: model.{rule.ours} has values that are not finite; export another checkpoint (hpclm "
-                            "checkpoints shows which are healthy), or give --allow-nan"
-                        )
-                    _add(writer, rule, whole, DTYPES[dtype])
-            writer.finish()
+            sizes = [math.prod(saved.shapes()[f"model.{rule.ours}"]) * DTYPES[dtype].itemsize for rule in rules]
+            with tqdm(total=len(rules), unit="weight", disable=None) as bar:
+
+                def exported(part: list[Rule]) -> Iterator[tuple[str, Tensor]]:
+                    for rule in part:
+                        whole = saved.whole(f"model.{rule.ours}")
+                        if not allow_nan and not whole.isfinite().all():
+                            raise ConfigError(
+                                f"{checkpoint.folder}: model.{rule.ours} has values that are not finite; export another checkpoint "
+                                "(hpclm checkpoints shows which are healthy), or give --allow-nan"
+                            )
+                        yield from _cast(rule, whole, DTYPES[dtype])
+                        bar.update()
+
+                shards.write(staging_dir, [exported(part) for part in _divided(rules, sizes, limit)])
         paths = tokenizer.paths(checkpoint.config.data)
         known = special.of_run(checkpoint.run, paths)
         ids = special.ids(known, _end(checkpoint, run_tokenizer))
         if family is own.FAMILY:
             shutil.copyfile(own.CODE, staging_dir / own.CODE.name)
             why = f"no class of transformers supports this network ({families.why_own(config)})"
-            told = "%s; %s is written next to the weights: load them with trust_remote_code=True"
-            log.warning(told, why, own.CODE.name)
+            how = "%s; %s is written next to the weights: load them with trust_remote_code=True"
+            log.warning(how, why, own.CODE.name)
         _write(staging_dir / "config.json", config_json(config, ids, dtype))
         _write(staging_dir / "generation_config.json", ids)
         if run_tokenizer is not None:
@@ -93,14 +97,27 @@ def _end(checkpoint: RunCheckpoint, run_tokenizer: Tokenizer | None) -> int | No
     return special.first(noted.get("eod"))
 
 
-def _add(writer: ShardWriter, rule: Rule, whole: Tensor, dtype: torch.dtype) -> None:
+def _divided(rules: Sequence[Rule], sizes: Sequence[int], limit: float) -> list[list[Rule]]:
+    """Consecutive rules whose weights, of ``sizes`` bytes, have at most ``limit`` bytes together; at least one in each part."""
+    parts, filled = [list[Rule]()], 0
+    for rule, size in zip(rules, sizes, strict=True):
+        if parts[-1] and filled + size > limit:
+            parts.append([])
+            filled = 0
+        parts[-1].append(rule)
+        filled += size
+    return parts
+
+
+def _cast(rule: Rule, whole: Tensor, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """A weight's tensors there; ConfigError if they do not fit in ``dtype``."""
     for name, piece in zip(rule.theirs, rule.split(whole), strict=True):
         cast = piece.to(dtype)
         if not cast.isfinite().all() and piece.isfinite().all():
             raise ConfigError(
                 f"{name} has values up to {piece.abs().max():.3g}, which fp16 cannot represent; use --dtype bf16"
             )
-        writer.add(name, cast)
+        yield name, cast
 
 
 def _write(path: Path, tree: dict[str, Any]) -> None:
@@ -115,8 +132,15 @@ class Prefixed:
         bare = not any(name.startswith(family.prefix) for name in there)
         self._reader = reader
         self._names = {family.prefix + name if bare and not _head(name) else name: name for name in there}
-        if config.tied:  # some files contain the embedding twice
-            self._names = {name: own for name, own in self._names.items() if not _head(name)}
+        heads = [name for name in self._names if _head(name)] if config.tied else []
+        for head in heads:  # some files contain the embedding twice
+            own = self._names.pop(head)
+            tokens = next(rule.theirs[0] for rule in family.rules(config) if rule.ours == "tokens.weight")
+            if not torch.equal(reader.read(own), self.read(tokens)):
+                raise ConfigError(
+                    f"config.json ties the output to the embedding, but {own} in the weights is another matrix; give model.tied=false to "
+                    "use it, or remove it"
+                )
 
     def names(self) -> set[str]:
         """Names of all tensors."""
@@ -137,7 +161,7 @@ def import_folder(
     """
     saved = json_object(folder / "config.json")
     try:
-        tree = families.without(saved, ignored)
+        tree = families.without_ignored(saved, ignored)
         family = families.of_config(tree)
         config = run.network(families.settings(tree), overrides)
     except ConfigError as error:

@@ -23,8 +23,11 @@ MODULES = {
 }
 
 
-def wrong(tree: Json, width: int | None = None, mlp_bias: bool = False, window: int | None = None) -> Iterator[str]:
-    """What hpclm does not support; ``width`` and ``window``: head_dim and sliding_window if the keys are missing."""
+def wrong(
+    tree: Json, width: int | None = None, mlp_bias: bool = False, window: int | None = None, switched: bool = False
+) -> Iterator[str]:
+    """What hpclm does not support; ``width`` and ``window``: head_dim and sliding_window if the keys are missing. ``switched``:
+    use_sliding_window=false turns the window off."""
     yield from unsupported_rope(tree)
     hidden, heads, given = tree.get("hidden_size"), tree.get("num_attention_heads"), tree.get("head_dim", width)
     if None not in (hidden, heads, given) and given * heads != hidden:
@@ -32,8 +35,9 @@ def wrong(tree: Json, width: int | None = None, mlp_bias: bool = False, window: 
     attention, mlp = bool(tree.get("attention_bias")), bool(tree.get("mlp_bias")) and mlp_bias
     if attention != mlp:
         yield f"attention_bias={attention} and a bias in the MLP {mlp}, where hpclm has model.bias for both"
-    window = tree.get("sliding_window", window) if tree.get("use_sliding_window", True) else None
-    if window is not None and window < tree.get("max_position_embeddings", 2048):
+    off = switched and not tree.get("use_sliding_window", True)
+    window = None if off else tree.get("sliding_window", window)
+    if window is not None and not (isinstance(window, int) and window >= tree.get("max_position_embeddings", 2048)):
         yield f"sliding_window={window}, and hpclm attends to everything before a token"
     # a window that covers the context is none
     full = {"full_attention", "sliding_attention"} if window is not None else {"full_attention"}
@@ -84,5 +88,5 @@ QWEN3 = replace(
     needs={**LLAMA.needs, "qk_norm": (True,)},
     constant=lambda config: dict(head_dim=config.head_width),
     more=more,
-    wrong=partial(wrong, width=128),
+    wrong=partial(wrong, width=128, switched=True),
 )

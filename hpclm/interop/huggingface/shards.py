@@ -1,8 +1,7 @@
 """The safetensors files of a Hugging Face folder: one file, or several with an index."""
 
 import json
-import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,48 +19,22 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
-class ShardWriter:
-    """Writes tensors to files of at most ``limit`` bytes (at least one tensor each), with one file in memory."""
-
-    def __init__(self, folder: Path, limit: float = math.inf):
-        self.folder, self.limit = folder, limit
-        self._pending: dict[str, Tensor] = {}
-        self._size = self._total = 0
-        self._files: list[list[str]] = []
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor."""
-        size = tensor.numel() * tensor.element_size()
-        if self._pending and self._size + size > self.limit:
-            self._flush()
-        self._pending[name] = tensor.contiguous()
-        self._size, self._total = self._size + size, self._total + size
-
-    def finish(self) -> None:
-        """Write the last file, and rename all files, whose names contain their number."""
-        self._flush()
-        if len(self._files) == 1:
-            self._part(0).rename(self.folder / WHOLE)
-            return
-        where: dict[str, str] = {}
-        for number, names in enumerate(self._files):
-            final = f"model-{number + 1:05d}-of-{len(self._files):05d}.safetensors"
-            self._part(number).rename(self.folder / final)
-            where |= dict.fromkeys(names, final)
-        index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(where.items()))}
-        (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-    def _flush(self) -> None:
-        path = self._part(len(self._files))
+def write(folder: Path, parts: Sequence[Iterable[tuple[str, Tensor]]]) -> None:
+    """Write a file for each of ``parts``, named tensors, with one part in memory; and an index if there are several."""
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, part in enumerate(parts, 1):
+        file = WHOLE if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        tensors = {name: tensor.contiguous() for name, tensor in part}
         try:
-            save_file(self._pending, path, metadata={"format": "pt"})
+            save_file(tensors, folder / file, metadata={"format": "pt"})
         except SafetensorError as error:  # raised for a full disk
-            raise HpclmError(f"{path.name} could not be written: {error}") from error
-        self._files.append(list(self._pending))
-        self._pending, self._size = {}, 0
-
-    def _part(self, number: int) -> Path:
-        return self.folder / f".part-{number:05d}"
+            raise HpclmError(f"{file} could not be written: {error}") from error
+        weight_map |= dict.fromkeys(tensors, file)
+        total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    if len(parts) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 class Reader:
@@ -71,7 +44,7 @@ class Reader:
         self.folder = folder
         self._stack = ExitStack()
         self._open: dict[str, Any] = {}
-        self._where: dict[str, str] = dict(self._listed(pickle))
+        self._files: dict[str, str] = dict(self._listed(pickle))
 
     def __enter__(self) -> "Reader":
         return self
@@ -82,11 +55,11 @@ class Reader:
 
     def names(self) -> set[str]:
         """Names of all tensors."""
-        return set(self._where)
+        return set(self._files)
 
     def read(self, name: str) -> Tensor:
         """One tensor, whole."""
-        tensor: Tensor = self._file(self._where[name]).get_tensor(name)
+        tensor: Tensor = self._file(self._files[name]).get_tensor(name)
         return tensor
 
     def _listed(self, pickle: bool) -> Iterator[tuple[str, str]]:
@@ -104,15 +77,17 @@ class Reader:
         )
 
     def _indexed(self, path: Path) -> Iterator[tuple[str, str]]:
-        where = json_object(path).get("weight_map")
-        if not isinstance(where, dict) or not all(isinstance(x, str) and Path(x).name == x for x in where.values()):
+        weight_map = json_object(path).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(x, str) and Path(x).name == x for x in weight_map.values()
+        ):
             raise ConfigError(f"{path} has no weight_map from names to files in the same folder")
-        for file in sorted(set(where.values())):
+        for file in sorted(set(weight_map.values())):
             there = set(self._file(file).keys())
-            lacking = [name for name, place in where.items() if place == file and name not in there]
+            lacking = [name for name, place in weight_map.items() if place == file and name not in there]
             if lacking:
                 raise ConfigError(f"{self.folder / file} lacks {', '.join(lacking[:5])}, which {path.name} says it has")
-        yield from where.items()
+        yield from weight_map.items()
 
     def _file(self, name: str) -> Any:
         if name not in self._open:

@@ -20,7 +20,7 @@ TEXTS = ("bos_token", "eos_token", "pad_token", "unk_token", "add_bos_token", "a
 
 def of_folder(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """The special tokens of a Hugging Face folder; more specific files override config.json."""
-    found = {name: config[name] for name in IDS if config.get(name) is not None}
+    tokens = {name: config[name] for name in IDS if config.get(name) is not None}
     for file, names in (
         ("generation_config.json", IDS),
         ("special_tokens_map.json", TEXTS),
@@ -28,18 +28,18 @@ def of_folder(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     ):
         if (folder / file).is_file():
             tree = json_object(folder / file)
-            found |= {name: tree[name] for name in names if tree.get(name) is not None}
+            tokens |= {name: tree[name] for name in names if tree.get(name) is not None}
     for name in TEXTS:
-        if isinstance(found.get(name), dict):  # an AddedToken with its options
-            found[name] = found[name].get("content")
-    return {name: value for name, value in found.items() if _sane(name, value)}
+        if isinstance(tokens.get(name), dict):  # an AddedToken with its options
+            tokens[name] = tokens[name].get("content")
+    return {name: value for name, value in tokens.items() if _sane(name, value)}
 
 
-def keep(place: Path, found: Mapping[str, Any]) -> None:
+def keep(place: Path, tokens: Mapping[str, Any]) -> None:
     """Write them into the folder ``place``, which is created if necessary."""
-    if found:
+    if tokens:
         place.mkdir(exist_ok=True)
-        (place / FILE).write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        (place / FILE).write_text(json.dumps(tokens, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def kept(places: Iterable[Path]) -> dict[str, Any]:
@@ -60,13 +60,13 @@ def of_run(run: Path, paths: Sequence[str]) -> dict[str, Any]:
 
 def ids(known: Mapping[str, Any], end: int | None) -> dict[str, Any]:
     """Ids for config.json: the ``known`` ones, and the run's end-of-document token, which also begins a text."""
-    found = {name: known.get(name) for name in IDS}
-    ends = found["eos_token_id"] if isinstance(found["eos_token_id"], list) else [found["eos_token_id"]]
+    tokens = {name: known.get(name) for name in IDS}
+    ends = tokens["eos_token_id"] if isinstance(tokens["eos_token_id"], list) else [tokens["eos_token_id"]]
     if end is not None and end not in ends:  # the run was trained with another
-        found["eos_token_id"] = end
-    if found["bos_token_id"] is None:
-        found["bos_token_id"] = end
-    return found
+        tokens["eos_token_id"] = end
+    if tokens["bos_token_id"] is None:
+        tokens["bos_token_id"] = end
+    return tokens
 
 
 def begin(run: Path, paths: Sequence[str], end: int | None) -> int | None:

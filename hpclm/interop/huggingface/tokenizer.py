@@ -6,6 +6,7 @@ import shutil
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -64,53 +65,42 @@ def write(folder: Path, tokenizer: Tokenizer, paths: list[str], context: int, kn
     ``known``: special tokens of an imported run. The result is tested on ``PROBES``, with a warning if ids differ.
     """
     kind = tokenizer.fingerprint["kind"]
-    settings: dict[str, Any] = {"model_max_length": context, "clean_up_tokenization_spaces": False}
-    end = None
+    named: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     if isinstance(tokenizer, Library):
         text = files.read_text(paths[0]) if kind == "json" else tokenizer.model.to_str(pretty=True)
-        settings |= _fast(folder, text)
+        (folder / "tokenizer.json").write_text(text, encoding="utf-8")
         if kind == "gpt2":
             for path, name in zip(paths, ("vocab.json", "merges.txt"), strict=True):
                 shutil.copyfile(path, folder / name)
         if wrong := differing(tokenizer, encoder(text)):
             log.warning("transformers will return other ids for some texts: %s", wrong)
-        end = None if tokenizer.eod is None else tokenizer.model.id_to_token(tokenizer.eod)
     elif isinstance(tokenizer, SentencePiece):
-        settings |= _sentencepiece(folder, tokenizer)
-        end = None if tokenizer.eod is None else tokenizer.model.id_to_piece(tokenizer.eod)
+        model = tokenizer.model.serialized_model_proto()
+        bpe = merging(tokenizer)
+        text = None if bpe is None else of_sentencepiece(bpe)
+        if text is not None and not differing(tokenizer, encoder(text)):
+            (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+            (folder / "tokenizer.model").write_bytes(model)  # for programs that do not read tokenizer.json
+        else:  # a class of transformers that uses the sentencepiece library
+            (folder / "spiece.model").write_bytes(model)
+            unknown = _text(tokenizer, tokenizer.model.unk_id())
+            named = {
+                "tokenizer_class": "BertGenerationTokenizer",
+                "unk_token": unknown,
+                "pad_token": None,
+                "sep_token": None,
+            }
     else:
         log.warning(
             "the %s has no Hugging Face form; no tokenizer is written", tokenizers.describe(tokenizer.fingerprint)
         )
         return
-    texts = {name: value for name, value in known.items() if name in special.TEXTS}
-    settings |= {"bos_token": end, "eos_token": end} | texts | ({"eos_token": end} if end else {})
+    end = _text(tokenizer, tokenizer.eod)
+    settings = {"model_max_length": context, "clean_up_tokenization_spaces": False, **named}
+    settings |= {"bos_token": end, "eos_token": end}
+    settings |= {name: value for name, value in known.items() if name in special.TEXTS}
+    settings |= {"eos_token": end} if end else {}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-
-
-def _fast(folder: Path, text: str) -> dict[str, Any]:
-    """Write a tokenizer.json; the entries for tokenizer_config.json."""
-    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
-    return {"tokenizer_class": "PreTrainedTokenizerFast"}
-
-
-def _sentencepiece(folder: Path, tokenizer: SentencePiece) -> dict[str, Any]:
-    """Write a sentencepiece model; the entries for tokenizer_config.json.
-
-    A BPE becomes a tokenizer.json; if that cannot express it, a class of transformers that uses the sentencepiece library.
-    """
-    model = tokenizer.model.serialized_model_proto()
-    found = merging(tokenizer)
-    text = None if found is None else of_sentencepiece(found)
-    wrong = None if text is None else differing(tokenizer, encoder(text))
-    if text is not None and wrong is None:
-        (folder / "tokenizer.model").write_bytes(model)  # for programs that do not read tokenizer.json
-        return _fast(folder, text)
-    if wrong:
-        log.info("a tokenizer.json would return other ids (%s); exporting the sentencepiece model instead", wrong)
-    (folder / "spiece.model").write_bytes(model)
-    unknown = tokenizer.model.id_to_piece(tokenizer.model.unk_id())
-    return {"tokenizer_class": "BertGenerationTokenizer", "unk_token": unknown, "pad_token": None, "sep_token": None}
 
 
 def differing(tokenizer: Tokenizer, other: Callable[[str], list[int]]) -> str | None:
@@ -121,13 +111,10 @@ def differing(tokenizer: Tokenizer, other: Callable[[str], list[int]]) -> str | 
     for text in (*PROBES, *written, *_characters()):
         ours, theirs = tokenizer.encode(text), other(text)
         if ours != theirs:
-            shown = text if len(text) < 60 else f"{text[:57]}..."
-            same = next(
-                (i for i, (one, two) in enumerate(zip(ours, theirs, strict=False)) if one != two),
-                min(len(ours), len(theirs)),
-            )
-            begin = f"from id {same} on " if same else ""
-            return f"{shown!r} is {begin}{ours[same : same + 6]} here and {theirs[same : same + 6]} there"
+            pairs = enumerate(zip_longest(ours, theirs))
+            first = next(place for place, (here, there) in pairs if here != there)
+            here, there = (ids[first : first + 6] for ids in (ours, theirs))
+            return f"{text[:57]!r} is {here} here and {there} there, from id {first} on"
     return None
 
 
@@ -150,11 +137,11 @@ def take(folder: Path, entries: int, staging_dir: Path, final: Path, known: Mapp
     ``entries``: size of the network's vocabulary. ``final``: final path of the run. ``known``: the folder's special tokens. {},
     with a warning, if there is no tokenizer that hpclm supports.
     """
-    found = next(((kind, names) for kind, names in KINDS if all((folder / name).is_file() for name in names)), None)
-    if found is None:
+    kinds = [(kind, names) for kind, names in KINDS if all((folder / name).is_file() for name in names)]
+    if not kinds:
         log.warning("%s has no tokenizer that hpclm supports; set data.tokenizer and data.tokenizer_files", folder)
         return {}
-    kind, names = found
+    kind, names = kinds[0]
     try:
         made = _built(kind, [str(folder / name) for name in names], known)
         if made.size > entries:

@@ -17,7 +17,7 @@ from hpclm.interop import run
 from hpclm.interop.megatron import options, torch_dist, training
 from hpclm.interop.megatron.layout import MegatronState, distributed, read
 from hpclm.interop.megatron.settings import settings, swapped
-from hpclm.interop.rules import check_depth, placements, same, table
+from hpclm.interop.rules import check_depth, placements, same, table, without
 from hpclm.interop.run import fresh
 from hpclm.parallel.placement import Placement
 
@@ -104,9 +104,7 @@ def convert(
     ``ignored``: options in the checkpoint that are not checked. ConfigError if hpclm does not support the network or, unless
     ``weights_only``, the training of a run that would continue here, or if settings and weights do not match.
     """
-    state = torch_dist.read(folder) if distributed(folder) else read(folder)
-    if weights_only:
-        state.moments = {}
+    state = torch_dist.read(folder, weights_only) if distributed(folder) else read(folder)
     if state.unread:
         log.warning("the settings in the checkpoint are not used: %s", state.unread)
     if state.args is None and not overrides:
@@ -117,7 +115,7 @@ def convert(
     goes_on = bool(state.moments) and state.args is not None
     try:
         if ignored:
-            state.args = options.without(state.args or Namespace(), ignored)
+            state.args = Namespace(**without(vars(state.args or Namespace()), ignored, options.READ, "option"))
         config = run.network({} if state.args is None else settings(state.args), overrides)
         settings_of_run = _training(state.args, config) if goes_on and state.args is not None else []
     except ConfigError as error:
@@ -141,12 +139,12 @@ def convert(
 def _training(args: Namespace, config: ModelConfig) -> list[str]:
     """The run's training settings as key=value; ConfigError if hpclm cannot continue with them."""
     try:
-        words = training.words(args, config.context)
-        configs.load(None, words)
+        overrides = training.overrides(args, config.context)
+        configs.load(None, overrides)
     except ConfigError as error:
         lines = [f"the run cannot continue here: {line}" for line in error.problems]
         raise ConfigError([*lines, "to import only the weights, at step 0, give --weights-only"]) from None
-    return words
+    return overrides
 
 
 def ours(name: str) -> str:
@@ -154,7 +152,7 @@ def ours(name: str) -> str:
     layer = re.fullmatch(r"(?:encoder|transformer|decoder)\.layers\.(\d+)\.(.*)", name)
     inner, table = (layer[2], IN_LAYER) if layer else (name, OURS)
     for pattern, replacement in table:
-        found = re.fullmatch(pattern, inner)
-        if found:
-            return (f"block{layer[1]}." if layer else "") + found.expand(replacement)
+        match = re.fullmatch(pattern, inner)
+        if match:
+            return (f"block{layer[1]}." if layer else "") + match.expand(replacement)
     return name

@@ -78,15 +78,15 @@ def read(folder: Path) -> MegatronState:
 
 def _layers(folder: Path) -> MegatronState:
     """Megatron-DeepSpeed's layer files; the names in a file show what the layer is."""
-    files: dict[int, dict[int, Path]] = {}
+    by_layer: dict[int, dict[int, Path]] = {}
     for path in sorted(folder.glob("layer_*")):
-        found = LAYER_FILE.fullmatch(path.name)
-        if not found:
+        match = LAYER_FILE.fullmatch(path.name)
+        if not match:
             raise ConfigError(f"{path} is not a supported layer file; experts are not supported")
-        files.setdefault(int(found[1]), {})[int(found[2])] = path
+        by_layer.setdefault(int(match[1]), {})[int(match[2])] = path
     state, blocks = MegatronState(), 0
-    for _, by_rank in sorted(files.items()):
-        held = [_tensors(load(path), path) for path in _complete(by_rank, folder)]
+    for _, by_rank in sorted(by_layer.items()):
+        held = [_tensors(_saved(path)) for path in _complete(by_rank, folder)]
         names = held[0].keys()
         if any(LAYER.search(name) for name in names):
             prefix, blocks = f"decoder.layers.{blocks}.", blocks + 1
@@ -99,10 +99,9 @@ def _layers(folder: Path) -> MegatronState:
         else:
             prefix = ""
         _add(state, {prefix + name: [part[name] for part in held if name in part] for name in names}, folder)
-    note = next((p for p in sorted(folder.glob("mp_rank_*_model_states.pt"))), None)
-    if note is not None:
+    for note in sorted(folder.glob("mp_rank_*_model_states.pt"))[:1]:
         try:
-            saved = _mapping(load(note), note)
+            saved = _saved(note)
             state.args, state.version = _args(saved), _version(saved, 3.0)
         except ConfigError as error:  # the layers may not need it
             state.unread = str(error)
@@ -111,41 +110,41 @@ def _layers(folder: Path) -> MegatronState:
 
 def _ranks(folder: Path) -> MegatronState:
     """Rank files of Megatron-LM, and of Megatron-DeepSpeed without a pipeline."""
-    files = _rank_files(folder)
-    stages: dict[int, dict[int, Path]] = {}
-    for (tensor, stage), path in files.items():
-        stages.setdefault(stage, {})[tensor] = path
-    states = [
-        [_mapping(load(path), path) for path in _complete(by_rank, folder)] for _, by_rank in sorted(stages.items())
-    ]
-    first = states[0][0]
+    by_stage: dict[int, dict[int, Path]] = {}
+    for (tensor, stage), path in _rank_files(folder).items():
+        by_stage.setdefault(stage, {})[tensor] = path
+    stages = [[_saved(path) for path in _complete(by_rank, folder)] for _, by_rank in sorted(by_stage.items())]
+    first = stages[0][0]
     # Megatron assumes version 0 if a file has none
     state, blocks = MegatronState(args=_args(first), version=_version(first, 0.0)), 0
     chunks = sorted(
         (key for key in first if re.fullmatch(r"model\d*|module", str(key))), key=lambda key: (len(key), key)
     )
     for key in chunks:
-        for number, ranks in enumerate(states):
-            held = [_tensors(rank.get(key), files[0, sorted(stages)[number]]) for rank in ranks]
+        for ranks in stages:
+            if not all(isinstance(rank.get(key), dict) for rank in ranks):
+                raise ConfigError(f"{folder} has files whose {key} is not a dictionary")
+            held = [_tensors(rank[key]) for rank in ranks]
             there = {full(name, blocks): [part[name] for part in held if name in part] for name in held[0]}
             _add(state, {name: parts for name, parts in there.items() if name is not None}, folder)
-            local = {int(found[1]) for name in held[0] if (found := re.search(r"\blayers\.(\d+)\.", name))}
+            local = {int(match[1]) for name in held[0] if (match := re.search(r"\blayers\.(\d+)\.", name))}
             blocks += max(local, default=-1) + 1
     return state
 
 
 def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
-    found = {}
+    """The files by tensor-parallel rank and stage."""
+    by_place = {}
     for path in sorted(folder.glob("mp_rank_*")):
         numbers = RANK_FOLDER.fullmatch(path.name)
         file = next((path / name for name in RANK_FILES if (path / name).is_file()), None)
         if file and not numbers:
             raise ConfigError(f"{path} is not a supported rank folder; experts are not supported")
         if file and numbers:
-            found[int(numbers[1]), int(numbers[2] or 0)] = file
+            by_place[int(numbers[1]), int(numbers[2] or 0)] = file
         if path.is_file() and (rank := DEEPSPEED_FILE.fullmatch(path.name)):
-            found[int(rank[1]), 0] = path
-    return found
+            by_place[int(rank[1]), 0] = path
+    return by_place
 
 
 def _complete(by_rank: Mapping[int, Path], folder: Path) -> list[Path]:
@@ -155,17 +154,18 @@ def _complete(by_rank: Mapping[int, Path], folder: Path) -> list[Path]:
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
-def _add(state: MegatronState, found: Mapping[str, list[Tensor]], folder: Path) -> None:
-    twice = state.parts.keys() & found.keys()
+def _add(state: MegatronState, parts: Mapping[str, list[Tensor]], folder: Path) -> None:
+    twice = state.parts.keys() & parts.keys()
     if twice:
         raise ConfigError(f"{folder} contains {min(twice)} twice")
-    state.parts = {**state.parts, **found}
+    state.parts = {**state.parts, **parts}
 
 
-def _mapping(found: Any, path: Path) -> dict[str, Any]:
-    if not isinstance(found, dict):
+def _saved(path: Path) -> dict[Any, Any]:
+    saved = load(path)
+    if not isinstance(saved, dict):
         raise ConfigError(f"{path} does not contain a dictionary")
-    return found
+    return saved
 
 
 def _args(saved: Mapping[str, Any]) -> Namespace | None:
@@ -180,17 +180,14 @@ def _version(saved: Mapping[str, Any], default: float) -> float:
     return default if given is None else float(given)
 
 
-def _tensors(found: Any, path: Path) -> dict[str, Tensor]:
+def _tensors(saved: Mapping[Any, Any], prefix: str = "") -> dict[str, Tensor]:
+    """The tensors in nested dictionaries, by their keys joined with dots."""
     flat: dict[str, Tensor] = {}
-
-    def walk(value: Any, name: str) -> None:
+    for key, value in saved.items():
         if isinstance(value, Tensor):
-            flat[name] = value
+            flat[f"{prefix}{key}"] = value
         elif isinstance(value, dict):
-            for key, inner in value.items():
-                walk(inner, f"{name}.{key}" if name else str(key))
-
-    walk(_mapping(found, path), "")
+            flat |= _tensors(value, f"{prefix}{key}.")
     return flat
 
 
@@ -202,4 +199,4 @@ def full(name: str, first: int) -> str | None:
     name = OUTER.sub("", name)
     if NO_WEIGHTS.search(name) or name.startswith("word_embeddings_for_head."):
         return None
-    return re.sub(r"\blayers\.(\d+)\.", lambda found: f"layers.{first + int(found[1])}.", name)
+    return re.sub(r"\blayers\.(\d+)\.", lambda match: f"layers.{first + int(match[1])}.", name)

@@ -4,14 +4,13 @@ An option in none of its groups must not be set.
 """
 
 from argparse import Namespace
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from hpclm import files
-from hpclm.errors import ConfigError
 from hpclm.interop.pickles import StandIn
 
 GROUPS: dict[str, Any] = yaml.safe_load(files.read_text(Path(__file__).with_name("options.yaml")))
@@ -35,15 +34,6 @@ def plain(value: Any) -> Any:
 def known(name: str) -> bool:
     """Whether the option ``name`` is in one of the groups."""
     return name in READ | CHECKED | WITHOUT_EFFECT or name.startswith(PREFIXES)
-
-
-def without(args: Namespace, ignored: Collection[str]) -> Namespace:
-    """The arguments without options that the user wants ignored; ConfigError for one that is not there, or that hpclm reads."""
-    wrong = [f"--ignore {name}: the checkpoint has no such option" for name in ignored if name not in vars(args)]
-    wrong += [f"--ignore {name}: hpclm needs this option" for name in ignored if name in READ]
-    if wrong:
-        raise ConfigError(wrong)
-    return Namespace(**{name: value for name, value in vars(args).items() if name not in ignored})
 
 
 def of_network(args: Namespace) -> Iterator[str]:

@@ -22,7 +22,7 @@ def settings(args: Namespace) -> dict[str, Any]:
     if wrong:
         raise ConfigError(wrong)
     grouped = argument(args, "group_query_attention", default=False)
-    found = dict(
+    values = dict(
         layers=args.num_layers,
         hidden=args.hidden_size,
         heads=args.num_attention_heads,
@@ -41,9 +41,9 @@ def settings(args: Namespace) -> dict[str, Any]:
         dropout=argument(args, "hidden_dropout", default=0.0),
         attention_dropout=argument(args, "attention_dropout", default=0.0),
     )
-    if found["positions"] == "rope":
-        found["rope_base"] = float(argument(args, "rotary_base", "rope_theta", default=10000.0))
-    return {name: value for name, value in found.items() if value is not None}
+    if values["positions"] == "rope":
+        values["rope_base"] = float(argument(args, "rotary_base", "rope_theta", default=10000.0))
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def swapped(args: Namespace | None) -> bool:
@@ -53,8 +53,8 @@ def swapped(args: Namespace | None) -> bool:
 
 def argument(args: Namespace, *names: str, default: Any = None) -> Any:
     """The first of ``names`` that the arguments have a value for; ``default`` if there is none."""
-    values = (getattr(args, name, None) for name in names)
-    plain = (value.value if isinstance(value, StandIn) else value for value in values)
+    given = (getattr(args, name, None) for name in names)
+    plain = (value.value if isinstance(value, StandIn) else value for value in given)
     return next((value for value in plain if value is not None), default)
 
 

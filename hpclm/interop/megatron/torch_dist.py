@@ -1,8 +1,8 @@
 """Megatron-core's torch_dist checkpoints: PyTorch's distributed format (DCP), read without running its pickles.
 
-.metadata says for each tensor its shape, its chunks, and the file and bytes of each chunk; *.distcp files have the chunks, each
-as torch.save writes it; common.pt has the arguments and the optimizer's step count. A tensor of all layers has them stacked
-along its first dimension. Chunks are merged, so it does not matter how the run was split.
+.metadata says for each tensor its shape, its chunks, and the file and bytes of each chunk; PyTorch reads the chunks from *.distcp
+files, and merges them, so it does not matter how the run was split. common.pt has the arguments and the optimizer's step count.
+A tensor of all layers has them stacked along its first dimension.
 """
 
 import io
@@ -13,168 +13,144 @@ import pickle
 import re
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from hpclm import files
 from hpclm.errors import ConfigError
 from hpclm.interop.megatron.layout import NO_WEIGHTS, MegatronState
-from hpclm.interop.pickles import load, tensor_of
+from hpclm.interop.pickles import load, refused
 from hpclm.optim.optimizers import MATRIX, OPTIMIZERS
 
 log = logging.getLogger(__name__)
 LARGEST = 1 << 31  # bytes of .metadata
-DATA_ONLY = re.compile(r"torch\.distributed\.(checkpoint|_shard)(\.\w+)*|megatron(\.\w+)*")
-"""Modules whose classes describe tensors here; they are replaced by a ``Record``, and never imported."""
+CLASSES = {
+    "torch.distributed.checkpoint.metadata": "Metadata StorageMeta TensorStorageMetadata ChunkStorageMetadata TensorProperties "
+    "BytesStorageMetadata MetadataIndex _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
+}
+"""What a .metadata may name: classes without behaviour that describe tensors."""
+IGNORED = re.compile(r"torch\.distributed\.(checkpoint|_shard)(\.\w+)*|megatron(\.\w+)*")
+"""Modules whose other classes are replaced by an ``Ignored``, and never imported."""
 STACKED = re.compile(r"((?:encoder|transformer|decoder)\.layers)\.(?!\d)(.+)")
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")
 NO_TENSORS = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state")
 MOMENTS = OPTIMIZERS["adamw"].state(MATRIX)
 MOST = 1 << 20  # tensors of single layers; the largest networks have thousands
 
+Shape = tuple[int, ...]
 
-class Record:
-    """Replaces an object of a class that is not imported: its arguments and its state."""
 
-    def __init__(self, *words: Any):
-        self.words = words
+class Ignored:
+    """Replaces an object that no tensor depends on."""
+
+    def __init__(self, *arguments: Any):
+        pass
 
     def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            self.__dict__.update(state)
+        pass
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes containers, numbers, texts and ``Record``s, and refuses everything else."""
+    """Makes containers, numbers, texts and descriptions of tensors, and refuses everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
         """What a pickle names."""
-        found = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(found, torch.dtype):
-            return found
-        if (module, name) == ("torch", "Size"):
-            return tuple
+        if name in CLASSES.get(module, "").split():
+            return getattr(import_module(module), name)
+        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+            return getattr(torch, name)
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
-        if DATA_ONLY.fullmatch(module) or (module, name) == ("torch.serialization", "_get_layout"):
-            return Record
+        if IGNORED.fullmatch(module) or (module, name) == ("torch.serialization", "_get_layout"):
+            return Ignored
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is not data")
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """A block of a tensor, and where its bytes are."""
-
-    start: tuple[int, ...]
-    size: tuple[int, ...]
-    path: Path
-    offset: int
-    length: int
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor of the checkpoint."""
-
-    name: str
-    shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
-
-    def layers(self, first: int, count: int) -> Tensor:
-        """``count`` entries along the first dimension, from ``first`` on; ConfigError if chunks of them are missing."""
-        wanted = (count, *self.shape[1:])
-        inside = [
-            (chunk, max(first, chunk.start[0]), min(first + count, chunk.start[0] + chunk.size[0]))
-            for chunk in self.chunks
-        ]
-        inside = [(chunk, low, high) for chunk, low, high in inside if low < high]
-        filled = sum((high - low) * math.prod(chunk.size[1:]) for chunk, low, high in inside)
-        if not inside or filled != math.prod(wanted):
-            raise ConfigError(f"{self.name}: its chunks hold {filled} of {math.prod(wanted)} values")
-        found = None
-        for chunk, low, high in inside:
-            piece = _read(chunk, self.name)[low - chunk.start[0] : high - chunk.start[0]]
-            found = torch.empty(wanted, dtype=piece.dtype) if found is None else found
-            ends = zip(chunk.start[1:], chunk.size[1:], strict=True)
-            found[tuple([slice(low - first, high - first), *(slice(a, a + n) for a, n in ends)])] = piece
-        assert found is not None
-        return found
+def _read(folder: Path, metadata: Metadata, names: Iterable[str]) -> dict[str, Tensor]:
+    """The tensors ``names``, each merged from its chunks; ConfigError if one cannot be read, or is anything but data."""
+    described = {name: metadata.state_dict_metadata[name] for name in names}
+    tensors = {  # a value that no chunk holds stays NaN, which an import refuses
+        name: torch.full(one.size, math.nan, dtype=one.properties.dtype)
+        for name, one in described.items()
+        if isinstance(one, TensorStorageMetadata)
+    }
+    reader, planner = (
+        FileSystemReader(folder),
+        DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+    )
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    planner.set_up_planner(tensors, metadata, is_coordinator=True)
+    with refused(f"{folder}/*.distcp"):
+        reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+    return tensors
 
 
-class Parts(Mapping[str, list[Tensor]]):
-    """Tensors by Megatron-core's names with layer numbers, each in one part, read when they are asked for."""
+def _parts(tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> dict[str, list[Tensor]]:
+    """Tensors by Megatron-core's names with layer numbers, each in one part.
 
-    def __init__(self, stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]):
-        """``shapes``: of the weights, which the optimizer may keep in another form."""
-        self._stored, self._shapes = stored, shapes
-        self._keys: dict[str, tuple[str, int | None]] = {}
-        if (count := sum(shapes[key][0] for key in stored if STACKED.fullmatch(key))) > MOST:
-            raise ConfigError(f".metadata describes {count} tensors of layers; at most {MOST} are read")
-        for key in stored:
-            stack = STACKED.fullmatch(key)
-            for layer in range(shapes[key][0] if stack else 0):
-                self._keys[f"{stack[1]}.{layer}.{stack[2]}" if stack else key] = (key, layer)
-            if not stack:
-                self._keys[key] = (key, None)
-
-    def __getitem__(self, name: str) -> list[Tensor]:
-        key, layer = self._keys[name]
-        stored, shape = self._stored[key], self._shapes[key]
-        if stored.shape == shape:
-            return [stored.layers(0, shape[0]) if layer is None else stored.layers(layer, 1)[0]]
-        return [_unflattened(stored, shape, layer)]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-
-def _unflattened(stored: Stored, shape: tuple[int, ...], layer: int | None) -> Tensor:
-    """A tensor, or one layer of it, that the distributed optimizer of Megatron-core before 0.15 has flattened.
-
-    It kept [blocks along each dimension …, values of a block].
+    ``shapes``: of the weights, which the optimizer may keep in another form.
     """
-    blocks, size = stored.shape[:-1], stored.shape[-1]
+    parts: dict[str, list[Tensor]] = {}
+    for name, tensor in tensors.items():
+        whole = tensor if tensor.shape == shapes[name] else _unflattened(name, tensor, shapes[name])
+        if stack := STACKED.fullmatch(name):
+            parts |= {f"{stack[1]}.{layer}.{stack[2]}": [one] for layer, one in enumerate(whole)}
+        else:
+            parts[name] = [whole]
+    return parts
+
+
+def _unflattened(name: str, stored: Tensor, shape: Shape) -> Tensor:
+    """A tensor that the distributed optimizer of Megatron-core before 0.15 has flattened: [blocks along each dimension …, values]."""
+    blocks = stored.shape[:-1]
     fits = len(blocks) == len(shape) and all(n and not whole % n for whole, n in zip(shape, blocks, strict=True))
-    if not fits or math.prod(stored.shape) != math.prod(shape) or (layer is not None and blocks[0] != shape[0]):
-        raise ConfigError(f"{stored.name} has shape {list(stored.shape)}, but the weight has {list(shape)}")
-    first, count = (0, blocks[0]) if layer is None else (layer, 1)
-    block = [whole // n for whole, n in zip(shape, blocks, strict=True)]
-    found = stored.layers(first, count).reshape(count, *blocks[1:], *block) if math.prod(block) == size else None
-    if found is None:
-        raise ConfigError(f"{stored.name} has blocks of {size} values, not of {math.prod(block)}")
+    if not fits or stored.numel() != math.prod(shape):
+        raise ConfigError(f"{name} has shape {list(stored.shape)} in the optimizer, but the weight has {list(shape)}")
+    inner = [whole // n for whole, n in zip(shape, blocks, strict=True)]
     order = [axis for pair in zip(range(len(shape)), range(len(shape), 2 * len(shape)), strict=True) for axis in pair]
-    whole = found.permute(order).reshape(count * block[0], *shape[1:])
-    return whole if layer is None else whole[0]
+    return stored.reshape(*blocks, *inner).permute(order).reshape(shape)
 
 
-def read(folder: Path) -> MegatronState:
+def read(folder: Path, weights_only: bool = False) -> MegatronState:
     """The checkpoint in ``folder``; ConfigError if it is incomplete, or contains anything but data."""
-    stored = _metadata(folder)
-    weights = {key: one for key, one in stored.items() if not (NO_TENSORS.match(key) or NO_WEIGHTS.search(key))}
-    shapes = {key: one.shape for key, one in weights.items()}
-    kept: dict[str, dict[str, Stored]] = {}
-    for key, one in stored.items():
-        if (found := STATE.fullmatch(key)) and found[2] in shapes:
-            kept.setdefault(found[1], {})[found[2]] = one
+    metadata = _metadata(folder)
+    described: Mapping[str, Any] = metadata.state_dict_metadata
+    weights = [key for key in described if not (NO_TENSORS.match(key) or NO_WEIGHTS.search(key))]
+    shapes: dict[str, Shape] = {key: tuple(described[key].size) for key in weights}
+    if (count := sum(shape[0] for key, shape in shapes.items() if shape and STACKED.fullmatch(key))) > MOST:
+        raise ConfigError(f"{folder / '.metadata'} describes {count} tensors of layers; at most {MOST} are read")
+    kept: dict[str, dict[str, str]] = {}
+    for key in described:
+        if (named := STATE.fullmatch(key)) and named[2] in shapes:
+            kept.setdefault(named[1], {})[named[2]] = key
     common = load(folder / "common.pt") if (folder / "common.pt").is_file() else {}
     common = common if isinstance(common, dict) else {}
     args = common.get("args")
-    exact = {**weights, **kept.get("param", {}), **kept.get("fp32_param", {})}  # the fp32 weights of a bf16 run
-    state = MegatronState(Parts(exact, shapes), args if isinstance(args, Namespace) else None)
+
+    def parts(keys: Mapping[str, str]) -> dict[str, list[Tensor]]:
+        tensors = _read(folder, metadata, keys.values())
+        return _parts({name: tensors[key] for name, key in keys.items()}, shapes)
+
+    # the fp32 weights of a bf16 run are in the optimizer
+    exact = {key: key for key in weights} | kept.get("param", {}) | kept.get("fp32_param", {})
+    state = MegatronState(parts(exact), args if isinstance(args, Namespace) else None)
     steps = _steps(common.get("optimizer"))
-    if steps and all(kept.get(moment, {}).keys() >= weights.keys() for moment in MOMENTS):
-        state.moments = {moment: Parts(kept[moment], shapes) for moment in MOMENTS}
+    if weights_only:
+        return state
+    if steps and all(kept.get(moment, {}).keys() >= shapes.keys() for moment in MOMENTS):
+        state.moments = {moment: parts(kept[moment]) for moment in MOMENTS}
         state.steps = steps
         state.iteration = _whole(common.get("iteration"))
-    elif any(re.match(r"(chained_\d+\.)?optimizer\.", key) for key in stored) or "optimizer" in common:
+    elif any(re.match(r"(chained_\d+\.)?optimizer\.", key) for key in described) or "optimizer" in common:
         log.warning(
             "%s: only the weights are imported, since its optimizer state is in a form that only fits the run that saved it; save once "
             "with --dist-ckpt-optim-fully-reshardable to import that too",
@@ -183,69 +159,63 @@ def read(folder: Path) -> MegatronState:
     return state
 
 
-def _metadata(folder: Path) -> dict[str, Stored]:
+def _metadata(folder: Path) -> Metadata:
+    """The description of all tensors; ConfigError if it is not complete, or says what the files cannot hold."""
     path = folder / ".metadata"
     if not path.is_file():
         raise ConfigError(f"{folder} has no .metadata: it was not saved completely")
     try:
-        root = _Unpickler(io.BytesIO(files.read_bytes(path, LARGEST))).load()
-        places = {
-            (index.fqn, tuple(getattr(index, "offset", None) or ())): place
-            for index, place in root.storage_data.items()
-            if isinstance(index.fqn, str)
+        metadata = _Unpickler(io.BytesIO(files.read_bytes(path, LARGEST))).load()
+        tensors = {
+            name: one for name, one in metadata.state_dict_metadata.items() if isinstance(one, TensorStorageMetadata)
         }
-        tensors = [(name, one) for name, one in root.state_dict_metadata.items() if hasattr(one, "chunks")]
-        return {str(name): _stored(folder, str(name), one, places) for name, one in tensors}
+        ends: dict[str, int] = {}  # of the files
+        for name, one in tensors.items():
+            _check(str(name), one, metadata.storage_data, ends)
+        described: Any = tensors
+        checked = Metadata(described, storage_data=metadata.storage_data)
     except pickle.UnpicklingError as error:
         raise ConfigError(f"{path} is refused: {error}") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (AttributeError, TypeError, ValueError, LookupError, EOFError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{path} is not the metadata of a checkpoint: {error}") from None
+    for file, end in ends.items():
+        try:
+            with files.reader(folder / file) as opened:
+                size = os.fstat(opened.fileno()).st_size
+        except OSError as error:
+            raise ConfigError(f"{folder / file} cannot be read: {error.strerror}") from None
+        if size < end:
+            raise ConfigError(f"{folder / file} is too short, {size} of {end} bytes: it was not copied completely")
+    return checked
 
 
-def _stored(folder: Path, name: str, one: Any, places: Mapping[Any, Any]) -> Stored:
-    shape = _sizes(one.size)
-    chunks = []
-    for each in one.chunks:
-        start, size = _sizes(each.offsets), _sizes(each.sizes)
-        place = places[name, start]
-        if not len(start) == len(size) == len(shape) or any(
-            a + n > whole for a, n, whole in zip(start, size, shape, strict=True)
-        ):
+def _check(name: str, tensor: TensorStorageMetadata, places: Mapping[MetadataIndex, Any], ends: dict[str, int]) -> None:
+    """ValueError if chunks do not fill a tensor, or what they are said to hold cannot be there; adds to the ``ends`` of files."""
+    shape = _sizes(tensor.size)
+    filled = 0
+    for chunk in tensor.chunks:
+        start, size = _sizes(chunk.offsets), _sizes(chunk.sizes)
+        place = places[MetadataIndex(name, chunk.offsets)]
+        if any(a + n > whole for a, n, whole in zip(start, size, shape, strict=True)):
             raise ValueError(f"{name} has a chunk outside its shape")
         if Path(place.relative_path).name != place.relative_path or getattr(place, "transform_descriptors", None):
             raise ValueError(f"{name} is in another folder, or compressed")
         offset, length = _sizes((place.offset, place.length))
         if math.prod(size) > length:  # a value takes at least a byte
             raise ValueError(f"{name} has a chunk of {math.prod(size)} values in {length} bytes")
-        chunks.append(Chunk(start, size, folder / place.relative_path, offset, length))
-    if not shape:
-        return Stored(name, (1,), tuple(Chunk((0,), (1,), c.path, c.offset, c.length) for c in chunks))
-    return Stored(name, shape, tuple(chunks))
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), offset + length)
+        filled += math.prod(size)
+    if filled != math.prod(shape):
+        raise ValueError(f"the chunks of {name} hold {filled} of {math.prod(shape)} values")
 
 
-def _sizes(values: Sequence[Any]) -> tuple[int, ...]:
-    found = tuple(values)
-    if not all(type(value) is int and 0 <= value < 1 << 48 for value in found):
-        raise ValueError(f"{found} are not sizes")
-    return found
-
-
-def _read(chunk: Chunk, name: str) -> Tensor:
-    """The values of a chunk; ConfigError if its bytes are anything but a tensor of its size."""
-    try:
-        with os.fdopen(files.opened(chunk.path), "rb") as file:
-            if chunk.offset + chunk.length > os.fstat(file.fileno()).st_size:
-                raise ConfigError(f"{chunk.path} is too short for {name}: it was not copied completely")
-            file.seek(chunk.offset)
-            data = file.read(chunk.length)
-    except OSError as error:
-        raise ConfigError(f"{chunk.path} cannot be read: {error.strerror}") from None
-    values = tensor_of(data, f"{chunk.path} ({name})")
-    if values.numel() != math.prod(chunk.size):
-        raise ConfigError(f"{chunk.path} does not hold {math.prod(chunk.size)} values of {name} where .metadata says")
-    return values.reshape(chunk.size)
+def _sizes(values: Iterable[Any]) -> Shape:
+    sizes = tuple(values)
+    if not all(type(value) is int and 0 <= value < 1 << 48 for value in sizes):
+        raise ValueError(f"{sizes} are not sizes")
+    return sizes
 
 
 def _steps(optimizer: Any) -> int:

@@ -1,5 +1,6 @@
 """How a Megatron run continues here: its progress, and the training settings for its arguments."""
 
+import logging
 from argparse import Namespace
 from typing import Any
 
@@ -10,6 +11,7 @@ from hpclm.interop.megatron import options
 from hpclm.interop.megatron.layout import MegatronState
 from hpclm.interop.megatron.settings import argument
 
+log = logging.getLogger(__name__)
 SCHEDULES = {
     "constant": "constant",
     "linear": "linear",
@@ -31,7 +33,7 @@ def progress(state: MegatronState) -> Progress:
     return Progress(step=state.iteration, samples=samples, planned=rows)
 
 
-def words(args: Namespace, context: int) -> list[str]:
+def overrides(args: Namespace, context: int) -> list[str]:
     """Settings of optimizer, schedule, batches and precision, as key=value; what the arguments do not say is left out.
 
     ``context``: model.context. ConfigError if the run was trained in a way that hpclm does not have.
@@ -47,15 +49,22 @@ def words(args: Namespace, context: int) -> list[str]:
     warmup = argument(args, f"lr_warmup_{unit}", default=0)
     style = argument(args, "lr_decay_style")
     fraction = argument(args, "lr_warmup_fraction")
-    found: dict[str, Any] = {f"optim.{ours}": argument(args, theirs) for ours, theirs in OPTIM.items()}
-    found |= {f"data.{name}": argument(args, name) for name in DATA}
+    values: dict[str, Any] = {f"optim.{ours}": argument(args, theirs) for ours, theirs in OPTIM.items()}
+    values |= {f"data.{name}": argument(args, name) for name in DATA}
+    if not argument(args, "create_attention_mask_in_dataloader", default=True):
+        values["data.reset_attention_mask"] = False  # Megatron then masks nothing but what comes later
+    if argument(args, "train_data_path"):
+        log.warning(
+            "the run read train_data_path=%s, not parts of one: list its datasets in data.train", args.train_data_path
+        )
+        values.pop("data.split")
     if argument(args, "fp16", default=False):
-        found |= {f"scaler.{ours}": argument(args, theirs) for ours, theirs in SCALER.items()}
+        values |= {f"scaler.{ours}": argument(args, theirs) for ours, theirs in SCALER.items()}
     if argument(args, "eod_mask_loss", default=False) and not argument(args, "calculate_per_token_loss", default=False):
-        found["batch.loss_norm"] = "microbatch"
+        values["batch.loss_norm"] = "microbatch"
     betas = [argument(args, name) for name in ("adam_beta1", "adam_beta2")]
     ramp = argument(args, "rampup_batch_size")
-    found |= {
+    values |= {
         "optim.betas": betas if None not in betas else None,
         "optim.schedule": SCHEDULES.get(str(style)) if style else None,
         "optim.unit": "samples" if by_samples else "steps",
@@ -73,11 +82,11 @@ def words(args: Namespace, context: int) -> list[str]:
         "engine.precision": _precision(args),
     }
     if style == "WSD":
-        found |= {
+        values |= {
             "optim.wsd_decay": argument(args, f"lr_wsd_decay_{unit}"),
             "optim.wsd_style": argument(args, "lr_wsd_decay_style"),
         }
-    return [f"{name}={as_yaml(value)}" for name, value in found.items() if value is not None]
+    return [f"{name}={as_yaml(value)}" for name, value in values.items() if value is not None]
 
 
 def _precision(args: Namespace) -> str | None:

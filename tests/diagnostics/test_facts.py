@@ -1,0 +1,40 @@
+import json
+import os
+
+import pytest
+import torch
+
+from hpclm.diagnostics import facts
+from hpclm.distributed.bootstrap import World
+from hpclm.node import python
+
+
+def test_facts_are_json_and_pytorch_reports_itself():
+    own = facts.everything(World("single", 0, 1))
+    assert json.loads(json.dumps(own)) == own
+    assert own["torch"] == torch.__version__ and own["collect_env"]["torch_version"] == own["torch"]
+    assert own["broken"] == [] and own["threads"] >= 1 and "lo" in own["network"]
+
+
+def test_the_driver_does_not_matter_to_a_run_on_cpus(monkeypatch):
+    monkeypatch.setattr(facts, "driver", lambda: "550.54")
+    assert facts.of_process("single", {})["driver"] == "550.54"
+    assert facts.of_device(torch.device("cpu"))["driver"] is None
+
+
+def test_the_name_of_a_node_is_slurms_only_for_its_own_ranks():
+    env = {"SLURMD_NODENAME": "node1"}
+    assert facts.node_name("Slurm", env) == "node1" != facts.node_name("Open MPI", env)
+
+
+@pytest.mark.parametrize(
+    "code, error",
+    [
+        ("raise ImportError('libcudart.so')", "ImportError: libcudart.so"),
+        ("import os; os.kill(os.getpid(), 11)", "ended by signal 11"),
+        ("import time; time.sleep(30)", "did not answer within 0.3 s"),
+        ("print('hello')", "no answer"),
+    ],
+)
+def test_a_library_that_fails_is_an_answer(code, error):
+    assert python.ask(code, os.environ, seconds=0.3 if "sleep" in code else 30)["error"].endswith(error)

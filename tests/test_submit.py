@@ -312,4 +312,10 @@ def test_without_slurm_the_run_trains_here_in_a_directory_of_its_owner_alone(sub
     out = submit.here / "runs/debug"
     assert stat.S_IMODE(out.stat().st_mode) == 0o700
     assert compose.load(out / "config.yaml").budget.steps == 5
-    assert "done at step 5" in done.stdout + done.stderr
+    [log] = (out / "logs").glob("job-local-*.log")
+    for text in (done.stdout + done.stderr, log.read_text()):
+        assert (
+            "done at step 5" in text
+            and "engine.device=cpu: job.nodes=1 x job.gpus=1 = 1 process of this machine" in text
+        )
+    assert json.loads((out / "jobs.jsonl").read_text())["command"][:2] == ["hpclm", "submit"]

@@ -114,17 +114,6 @@ def copy(dataset: IndexedDataset, writer: Writer, progress: Callable[[int], obje
 
     ConfigError if the tokens do not match their hash, or if the writer's layout cannot store the documents.
     """
-    if writer.layout == "fairseq" and dataset.modes is not None:
-        raise ConfigError(f"{dataset.prefix} has modes, which fairseq's layout cannot store; choose --layout megatron")
-    done = 0
     for documents in TokenReader(dataset, noted(dataset.prefix)):
-        counts = documents.per_document
-        if writer.layout == "fairseq" and (counts != 1).any():
-            first = int(np.argmax(counts != 1))
-            raise ConfigError(
-                f"{dataset.prefix}: document {done + first} has {counts[first]} sequences, and in fairseq's layout each sequence "
-                "is a document; choose --layout megatron"
-            )
-        writer.extend(documents.tokens, documents.sizes, counts, documents.modes)
-        done += len(counts)
+        writer.extend(*documents)
         progress(len(documents.tokens))

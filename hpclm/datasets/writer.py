@@ -77,10 +77,14 @@ class Writer:
             self._modes.write(modes.astype("i1").tobytes())
         if sizes.size and sizes.max() > LONGEST:
             raise ConfigError(f"a sequence of {sizes.max()} tokens is too long: an index holds at most {LONGEST}")
-        if self.layout == "fairseq" and (documents != 1).any():
-            raise ConfigError(
-                "in fairseq's layout each document is one sequence; use Megatron's, or do not split documents"
+        if self.layout == "fairseq" and (modes is not None or (documents != 1).any()):
+            number = int(np.argmax(documents != 1))
+            what = (
+                f"document {self.documents + number} has {documents[number]} sequences"
+                if modes is None
+                else "it has modes"
             )
+            raise ConfigError(f"fairseq's layout cannot store this: {what}; choose --layout megatron")
         self._sizes.write(sizes.astype("<i4", copy=False).tobytes())
         self._bounds.write((self.sequences + np.cumsum(documents)).astype("<i8", copy=False).tobytes())
         for start in range(0, tokens.size, BLOCK):

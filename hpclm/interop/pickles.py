@@ -34,22 +34,12 @@ class StandIn:
         self.value = None
 
 
-class Pickles:
-    """The tensors of a file that holds a dictionary of tensors, with the interface of safetensors."""
-
-    def __init__(self, path: Path):
-        tensors = load(path)
-        if not isinstance(tensors, dict) or not all(isinstance(x, Tensor) for x in tensors.values()):
-            raise ConfigError(f"{path} is not a dictionary of tensors")
-        self._tensors: dict[str, Tensor] = tensors
-
-    def keys(self) -> Iterable[str]:
-        """Names of the tensors."""
-        return self._tensors.keys()
-
-    def get_tensor(self, name: str) -> Tensor:
-        """One of them."""
-        return self._tensors[name]
+def tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a torch.save file that holds a dictionary of tensors."""
+    saved = load(path)
+    if not isinstance(saved, dict) or not all(isinstance(x, Tensor) for x in saved.values()):
+        raise ConfigError(f"{path} is not a dictionary of tensors")
+    return saved
 
 
 def load(path: Path) -> Any:

@@ -91,7 +91,8 @@ def to_unset(options: Iterable[str], env: Mapping[str, str] = os.environ) -> lis
 
 def of_a_job(options: Iterable[str], env: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment in which sbatch is called, without those variables."""
-    return {name: value for name, value in env.items() if name not in to_unset(options, env)}
+    unset = set(to_unset(options, env))
+    return {name: value for name, value in env.items() if name not in unset}
 
 
 def site_file(env: Mapping[str, str] = os.environ) -> Path | None:

@@ -64,7 +64,7 @@ def test_fairseqs_index_has_no_documents(tmp_path):
 @pytest.mark.parametrize("documents", [[[[1], [2]]], [[]]])
 def test_fairseqs_layout_refuses_what_it_cannot_store(documents, tmp_path):
     with (
-        pytest.raises(ConfigError, match="each document is one sequence"),
+        pytest.raises(ConfigError, match=r"document 0 has [02] sequences; choose --layout megatron"),
         Writer(tmp_path / "x", "u2", "fairseq") as w,
     ):
         append(w, documents)

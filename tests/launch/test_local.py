@@ -1,6 +1,5 @@
 """The launcher on this machine, with small programs in the place of training processes."""
 
-import json
 import os
 import pty
 import random
@@ -186,22 +185,3 @@ def test_a_killed_rank_ends_all_with_their_children(tmp_path):
 def test_what_ranks_leave_running_is_ended_with_them(tmp_path):
     code, _, _ = run(tmp_path, 2, "children", "exit=0")
     assert code == 0 and not left(tmp_path)
-
-
-def test_a_run_of_one_process_trains_here_and_its_exit_code_and_log_are_the_runs(tiny, tmp_path):
-    code = (
-        "import sys\nfrom pathlib import Path\nfrom hpclm import config, files\nfrom hpclm.launch import local\n"
-        "settings = config.from_cli(sys.argv[1:])\n"
-        "out = files.private_folder(settings.out, 'run directory')\n"
-        "config.dump(settings, out / 'config.yaml')\n"
-        "sys.exit(local.run(settings, out / 'config.yaml', ['hpclm', 'submit']))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *tiny("run")], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert "engine.device=cpu: job.nodes=1 x job.gpus=1 = 1 process of this machine" in done.stderr
-    assert "done at step 12" in done.stderr and "done at step 12" in job_log(tmp_path / "run")
-    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 12
-    [line] = (tmp_path / "run/jobs.jsonl").read_text().splitlines()
-    assert json.loads(line)["command"] == ["hpclm", "submit"]

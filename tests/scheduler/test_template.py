@@ -99,11 +99,8 @@ def test_options_of_the_job_replace_those_of_the_template_and_others_stay(tmp_pa
 def test_a_time_limit_that_the_warning_takes_up_whole_is_refused(time):
     with pytest.raises(ConfigError, match=f"job.time={time} must be longer than job.warn_seconds=120"):
         run(f"job.time={time}")
-
-
-@pytest.mark.parametrize("time", ["3", "2:01", "0:2:1", "0-1", "1-0", "0-0:2:1", "0", "unlimited"])
-def test_a_longer_time_limit_is_taken_as_it_is(time):
-    assert run(f"job.time={time}").job.time == time
+    for longer in ("3", "2:01", "0:2:1", "0-1", "1-0", "0-0:2:1", "0", "unlimited"):
+        assert run(f"job.time={longer}").job.time == longer
 
 
 @pytest.mark.parametrize(

@@ -166,13 +166,13 @@ def import_folder(
         config = run.network(families.settings(tree), overrides)
     except ConfigError as error:
         raise ConfigError([f"{folder / 'config.json'}: {line}" for line in error.problems]) from None
-    with Reader(folder, pickle) as reader:
-        weights = run.ImportedWeights(config, Prefixed(reader, family, config), family.rules(config), str(folder))
-        with fresh(target, mode=0o700) as staging_dir:
-            known = special.of_folder(folder, tree)
-            data = tokenizer.take(folder, config.vocab_size, staging_dir, target, known)
-            special.keep(staging_dir / "tokenizer", known)
-            run.save(staging_dir, target, config, data, weights)
+    reader = Reader(folder, pickle)
+    weights = run.ImportedWeights(config, Prefixed(reader, family, config), family.rules(config), str(folder))
+    with fresh(target, mode=0o700) as staging_dir:
+        known = special.of_folder(folder, tree)
+        data = tokenizer.take(folder, config.vocab_size, staging_dir, target, known)
+        special.keep(staging_dir / "tokenizer", known)
+        run.save(staging_dir, target, config, data, weights)
     return config
 
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from hpclm import files
 from hpclm.config.reading import json_object
 from hpclm.errors import ConfigError, HpclmError
-from hpclm.interop.pickles import Pickles
+from hpclm.interop import pickles
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -42,16 +41,8 @@ class Reader:
 
     def __init__(self, folder: Path, pickle: bool = False):
         self.folder = folder
-        self._stack = ExitStack()
         self._open: dict[str, Any] = {}
         self._files: dict[str, str] = dict(self._listed(pickle))
-
-    def __enter__(self) -> "Reader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.clear()
-        self._stack.close()
 
     def names(self) -> set[str]:
         """Names of all tensors."""
@@ -59,7 +50,8 @@ class Reader:
 
     def read(self, name: str) -> Tensor:
         """One tensor, whole."""
-        tensor: Tensor = self._file(self._files[name]).get_tensor(name)
+        file = self._file(self._files[name])
+        tensor: Tensor = file[name] if isinstance(file, dict) else file.get_tensor(name)
         return tensor
 
     def _listed(self, pickle: bool) -> Iterator[tuple[str, str]]:
@@ -93,9 +85,7 @@ class Reader:
         if name not in self._open:
             path = files.readable(self.folder / name, "weights file")
             try:
-                pickled = path.suffix == ".bin"
-                opened: Any = Pickles(path) if pickled else safe_open(path, framework="pt")
-                self._open[name] = opened if pickled else self._stack.enter_context(opened)
+                self._open[name] = pickles.tensors(path) if path.suffix == ".bin" else safe_open(path, framework="pt")
             except SafetensorError as error:
                 raise ConfigError(f"{path} is not a safetensors file: {error}") from None
         return self._open[name]

@@ -79,14 +79,14 @@ def _read(folder: Path, metadata: Metadata, names: Iterable[str]) -> dict[str, T
     """The tensors ``names``, each merged from its chunks; ConfigError if one cannot be read, or is anything but data."""
     described = {name: metadata.state_dict_metadata[name] for name in names}
     tensors = {  # a value that no chunk holds stays NaN, which an import refuses
-        name: torch.full(one.size, math.nan, dtype=one.properties.dtype)
+        name: torch.full(
+            one.size, math.nan if one.properties.dtype.is_floating_point else 0, dtype=one.properties.dtype
+        )
         for name, one in described.items()
         if isinstance(one, TensorStorageMetadata)
     }
-    reader, planner = (
-        FileSystemReader(folder),
-        DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-    )
+    reader = FileSystemReader(folder)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     planner.set_up_planner(tensors, metadata, is_coordinator=True)
     with refused(f"{folder}/*.distcp"):
@@ -194,6 +194,8 @@ def _metadata(folder: Path) -> Metadata:
 def _check(name: str, tensor: TensorStorageMetadata, places: Mapping[MetadataIndex, Any], ends: dict[str, int]) -> None:
     """ValueError if chunks do not fill a tensor, or what they are said to hold cannot be there; adds to the ``ends`` of files."""
     shape = _sizes(tensor.size)
+    if not isinstance(tensor.properties.dtype, torch.dtype):
+        raise ValueError(f"{name} has no type")
     filled = 0
     for chunk in tensor.chunks:
         start, size = _sizes(chunk.offsets), _sizes(chunk.sizes)

@@ -53,7 +53,6 @@ DOORS = {
     "tensorboard": "training/metrics.py",
     "matplotlib": "reporting/figures.py",
     "lm_eval": "inference/harness.py",
-    "rich": "reporting/screen.py",
     "wandb": "sinks/wandb.py",
     "mlflow": "sinks/mlflow.py",
     "trackio": "sinks/trackio.py",
@@ -122,7 +121,7 @@ OF_THE_KERNEL = (
     "distributed/stragglers.py",
     "datasets/tokenizers/gigatokens.py",
 )
-FOLDERS_AND_NULL = {"cli.py": 3, "rundir/lease.py": 2, "checkpoint/format.py": 1}
+FOLDERS_AND_NULL = {"cli.py": 3, "checkpoint/format.py": 1}
 """How often a file opens a folder, /dev/null, or a file that must not be there yet."""
 
 

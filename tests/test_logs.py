@@ -2,7 +2,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -62,6 +61,8 @@ def test_following_ends_when_its_reader_leaves(run, squeue):  # noqa: F811
     with start("-f", run, env=squeue(RUNNING)) as child:
         assert child.stdout.readline().decode().strip() == LINES[10]
         child.stdout.close()
+        with (run / "log.txt").open("a") as file:
+            file.write("10:00:30 I step 30\n")
         assert child.wait(20) == 141 and child.stderr.read() == b""
 
 
@@ -74,6 +75,7 @@ def test_ctrl_c_ends_following_with_130(run, squeue):  # noqa: F811
 
 
 def test_following_a_run_that_is_over_ends_and_says_how_it_ended(run):
+    make(run, [attempt()], ended=("failed", "rank 1 on node2 failed: no luck", 1))
     with (run / "log.txt").open("a") as file:
         file.write("10:00:30 E rank 1 on node2 failed: no luck\n")
     done = hpclm("logs", "-f", run, check=0)
@@ -104,14 +106,3 @@ def test_where_training_never_began_the_job_s_log_is_named_and_printed(tmp_path,
     log.write_text("error: data.prefix is not set\n")
     done = hpclm("logs", run, env=squeue("true"), check=0)
     assert done.stdout == "error: data.prefix is not set\n" and f"the job's log, {log}" in done.stderr
-
-
-def test_a_job_by_hand_is_found_through_slurm(cluster, tmp_path):
-    run = make(tmp_path / "a")
-    job = cluster.batch("echo from the script", f"--output={tmp_path}/mine-%j.out")
-    make(run, [attempt(job_id=job)])
-    cluster.wait(job)
-    until = time.monotonic() + 30
-    while not (tmp_path / f"mine-{job}.out").exists() and time.monotonic() < until:
-        time.sleep(0.1)
-    assert hpclm("logs", run, "--job", env=cluster.env, check=0).stdout == "from the script\n"

@@ -143,11 +143,11 @@ def disturb(job, names, draw):
         job.wait_for_restart(number + 1)
         job.wait_for_attempt(number + 2)
         attempts = [json.loads(line) for line in lines(job.out / "attempts.jsonl")]
-        before = [row["step"] for row in map(json.loads, lines(job.out / "ends.jsonl"))]
+        before = [json.loads(line) for line in lines(job.out / "ends.jsonl")]
         lost.append((name, attempts[-1]["from_step"]))
         if saves:
-            assert before and before[-1] == attempts[-1]["from_step"], (name, before, job.log())
-            why = f"start {number + 2} of job {job.id}; why the last one ended: it had saved step {before[-1]} and exited with 85"
+            assert before and before[-1]["step"] == attempts[-1]["from_step"], (name, before, job.log())
+            why = f"start {number + 2} of job {job.id}; why the last one ended: {before[-1]['ending']}"
             assert why in (job.out / "log.txt").read_text()
     return lost
 

@@ -37,14 +37,12 @@ def test_a_run_starts_again_when_srun_or_the_script_is_killed_and_its_log_says_w
     job.wait_for_step(2)
     kill(cluster, rf"srun .*{job.out}/")
     job.wait_for_step(2, 1)
-    assert [
-        "; srun ended with exit code 137: a process was killed by SIGKILL" in f"; {why}" and "JOB REQUEUE" not in why
-        for why in told(job, 2)
-    ] == [True], told(job, 2)
+    assert len(told(job, 2)) == 1 and "SIGTERM: saved at step " in told(job, 2)[0]  # when the script requeued the job
+    assert "srun ended with exit code 137" in job.log()
     before = job.step()
     kill(cluster, rf"\S*bash \S*/job0*{job.id}/slurm_script")
     job.wait_for_attempt(3)
-    assert len(told(job, 3)) == 1 and f"STEP {job.id}.0 ON " in told(job, 3)[0]
+    assert len(told(job, 3)) == 1 and "SIGTERM: saved at step " in told(job, 3)[0]
     assert "the job's script was killed (JobLaunchFailure): Slurm was asked" in (job.out / "log.txt").read_text()
     assert json.loads(lines(job.out / "attempts.jsonl")[-1])["from_step"] >= before  # it got the signal, and saved
     assert int(cluster.show(job.id)["Restarts"]) == 2
@@ -130,7 +128,7 @@ def test_a_lost_node_is_not_called_out_of_memory_once_slurm_knows_better(cluster
     job.wait_for_attempt(2)
     log = (job.out / "log.txt").read_text()
     assert f"rank 1 on {lost}" in log and f"Slurm says that {lost} is " in log and "NOT_RESPONDING" in log
-    assert "memory" not in log and "DUE TO NODE FAILURE" in told(job, 2)[0] and f"{lost} is DOWN" in told(job, 2)[0]
+    assert "memory" not in log and f"rank 1 on {lost}" in told(job, 2)[0] and f"{lost} is DOWN" in told(job, 2)[0]
 
 
 def test_a_job_whose_slurmstepd_was_killed_ends_when_its_run_has(cluster, tmp_path):

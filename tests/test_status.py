@@ -66,7 +66,9 @@ def test_a_run_of_a_job_is_shown_with_its_queue_its_progress_and_the_time_left(t
     )
     assert {key: found[key] for key in wanted} == wanted and found["job"]["nodelist"] == "node[1-2]"
     said = hpclm("status", "a", "--runs", tmp_path / "runs", env=env, check=0).stdout
-    assert "job 7 RUNNING for 1:02:03 on node[1-2]" in said and "5 of 20, 25%, 30 s left" in said
+    assert (
+        "job 7 RUNNING for 1:02:03 on node[1-2]" in said and "step        5/20" in said and "left        30 s" in said
+    )
     table = hpclm("status", "--runs", tmp_path / "runs", env=env, check=0).stdout.splitlines()
     assert table[0].split()[:3] == ["RUN", "STATE", "STEP"] and table[1].split()[1:3] == ["running", "5/20"]
 
@@ -76,7 +78,8 @@ def test_a_run_that_only_its_files_show_is_running_while_its_heart_beats(age, st
     run = make(tmp_path / "a", [attempt()], rows(5), lock='{"host": "elsewhere", "pid": 1}', lock_beat="1 7")
     os.utime(run / "lock.beat", (time.time() - age,) * 2)
     [found] = status(run)
-    assert found["state"] == state and bool(found["warnings"]) == (state == "unknown")
+    assert found["state"] == state
+    assert "process 1 on elsewhere, according to its files" in hpclm("status", run, check=0).stdout
 
 
 def test_a_waiting_job_says_why_it_waits(tmp_path, squeue):
@@ -89,8 +92,8 @@ def test_a_waiting_job_says_why_it_waits(tmp_path, squeue):
 @pytest.mark.parametrize("script", [SLOW, "yes", "echo garbage", "exit 1", None], ids=str)
 def test_whatever_squeue_does_the_rest_is_told_within_a_second(script, tmp_path, squeue):
     for number in range(100):
-        run = make(tmp_path / "runs" / str(number), [attempt(job_id="7")], rows(5), lock_beat="1 1\n")
-        (run / "log.txt").write_text("2026-01-01 10:00:00,000 E rank 1 on node2 failed\n" if number == 3 else "")
+        failed = ("failed", "rank 1 on node2 failed", 1) if number == 3 else None
+        run = make(tmp_path / "runs" / str(number), [attempt(job_id="7")], rows(5), failed, lock_beat="1 1\n")
         (run / "lock").write_text("" if number == 3 else '{"host": "elsewhere", "pid": 1}')
     env = squeue(script) if script else os.environ | {"PATH": "/nowhere"}
     times = []
@@ -130,7 +133,7 @@ def test_whichever_rank_is_killed_status_says_that_the_run_has_failed_and_who(ki
         ranks.wait()
     [found] = status(out)
     assert found["state"] == "failed" and f"rank {killed} on " in found["ending"]
-    assert found["step"] >= 1 and found["exit_code"] == (None if killed == 0 else 1)
+    assert found["step"] >= 1 and found["exit_code"] == 1
 
 
 def test_a_run_that_is_done_says_so(tmp_path, tiny):
@@ -140,7 +143,7 @@ def test_a_run_that_is_done_says_so(tmp_path, tiny):
     assert (found["ending"], found["exit_code"]) == ("done at step 12, 96 samples", 0)
 
 
-def test_how_an_attempt_failed_is_told_in_its_log_s_words(tmp_path, tiny):
+def test_how_an_attempt_failed_is_told_in_its_own_words(tmp_path, tiny):
     wild = ["optim.lr=1e30", "optim.min_lr=1e30", "optim.clip=0", "optim.schedule=constant", "optim.nonfinite_limit=1"]
     hpclm("train", *tiny("run", *wild), check=93)
     [found] = status(tmp_path / "run")
@@ -148,45 +151,32 @@ def test_how_an_attempt_failed_is_told_in_its_log_s_words(tmp_path, tiny):
 
 
 @pytest.mark.parametrize(
-    "line, state",
+    "line, ending",
     [
-        ("slurmstepd: error: *** JOB 7 ON node1 CANCELLED AT 2026-01-01T10:00:00 DUE TO TIME LIMIT ***", "ended"),
-        ("error: data.prefix is not set", "failed"),
+        ("slurmstepd: error: *** JOB 7 ON node1 CANCELLED AT 2026-01-01T10:00:00 DUE TO TIME LIMIT ***", None),
+        ("srun: error: node1: task 0: Segmentation fault", None),
+        ("10:00:02 E the disk is gone", "the disk is gone"),
+        ("10:00:02 E no checkpoint\n10:00:03 I step 5/20", "ended without a message: killed, or its node failed"),
     ],
 )
-def test_the_job_s_log_says_how_it_ended_where_the_run_s_own_does_not(line, state, tmp_path, squeue):
+def test_the_job_s_log_says_how_a_run_was_killed_that_could_not_say_so(line, ending, tmp_path, squeue):
     run = make(tmp_path / "a", [attempt(job_id="7")], rows(5), lock='{"host": "elsewhere", "pid": 1}')
     (run / "logs").mkdir()
     (run / "logs" / "job-7.log").write_text(
-        f"10:00:00 I run directory a, a new run\n{line}\nsrun: error: node1: task 0: x\n"
+        f"10:00:00 I run directory a, a new run\n{line}\nsrun: error: node1: task 1: Killed\nsrun ended with exit code 137\n"
     )
     [found] = status(run, env=squeue("true"))
-    assert found["state"] == state and found["ending"].split()[-1] in line
+    assert found["state"] == "ended" and found["ending"] == (ending or line)
 
 
-def test_the_cause_is_the_last_line_of_a_traceback_and_no_error_that_training_survived(tmp_path):
-    step = "2026-01-01 10:00:01,000 I step 5/20  loss 1.0  lr 1  1 tokens/s"
-    log = f"""2026-01-01 10:00:00,000 I run directory a, a new run
-2026-01-01 10:00:00,500 E checkpoint could not be saved; training continues
-{step}
-"""
-    run = make(tmp_path / "a", [attempt()], rows(5), log_txt=log, lock="")
-    assert status(run)[0]["state"] == "exited"
-    trace = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\n    g()\nValueError: no luck\n'
-    (run / "log.txt").write_text(f"{log}2026-01-01 10:00:02,000 E rank 3 on node2 (pid 5) failed: {trace}")
-    [found] = status(run)
-    assert (found["state"], found["ending"]) == ("failed", "rank 3 on node2 (pid 5) failed: ValueError: no luck")
-
-
-def test_a_silent_run_a_loss_that_is_not_finite_and_a_crash_loop_are_warned_of(tmp_path, squeue):
+def test_a_silent_run_with_a_loss_that_is_not_finite_is_warned_of(tmp_path, squeue):
     last = {"step": 6, "loss": None, "time": time.time() - 4000}
-    run = make(tmp_path / "a", [attempt(time=now(-5000), job_id="7", from_step=3)] * 3, [*rows(5), last])
+    run = make(tmp_path / "a", [attempt(time=now(-5000), job_id="7", from_step=3)], [*rows(5), last])
     (run / "checkpoints" / ".bad-step-00000004").mkdir(parents=True)
     env = squeue(RUNNING)
     found = " ".join(status(run, env=env)[0]["warnings"])
-    assert "no step for 1 h 06 min" in found and "loss of step 6 is not finite" in found and "1 bad checkpoint" in found
-    make(run, [attempt(job_id="7", from_step=6)] * 3)
-    assert "three attempts from step 6 without a step" in " ".join(status(run, env=squeue("true"))[0]["warnings"])
+    assert "no step for 1 h 06 min" in found and "1 bad checkpoint" in found
+    assert "not finite" in hpclm("status", run, env=env, check=0).stdout
 
 
 def test_a_lock_that_is_held_is_not_taken_by_looking(tmp_path):
@@ -243,9 +233,7 @@ def submitted(run, *jobs, log=True):
 
 
 def test_a_last_job_that_failed_before_training_is_not_hidden_behind_done(tmp_path, squeue):
-    run = make(
-        tmp_path / "a", [attempt(job_id="7", steps=5)], rows(5), log_txt="10:00:00 I done at step 5, 40 samples\n"
-    )
+    run = make(tmp_path / "a", [attempt(job_id="7", steps=5)], rows(5), ("done", "done at step 5, 40 samples", 0))
     submitted(run, "7", "8")
     (run / "logs" / "job-8.log").write_text("start 1 of job 8 on node1\nerror: data.prefix is not set\n")
     known = (
@@ -293,7 +281,7 @@ EXITED = "start 1 of job 8 on node1\n{}srun: error: node1: task 0: {}\nsrun ende
         ),
         (
             EXITED.format("", "Segmentation fault (core dumped)", 139),
-            "node1: task 0: killed by SIGSEGV: a crash inside a library",
+            "srun: error: node1: task 0: Segmentation fault (core dumped)",
         ),
     ],
     ids=["module", "lmod", "venv", "conda", "container", "python", "segfault"],
@@ -309,27 +297,11 @@ def test_a_job_that_failed_before_training_is_told_in_the_words_of_its_log(log, 
     assert f"is over: failed, {told}" in hpclm("logs", "-f", run, env=env, check=0).stderr
 
 
-def test_a_crash_of_a_single_process_is_told_by_its_signal(tmp_path, squeue):
-    run = make(tmp_path / "a", [attempt(job_id="7")], rows(5), lock='{"host": "elsewhere", "pid": 1}')
-    (run / "logs").mkdir()
-    log = "10:00:00 I run directory a, a new run\nsrun: error: node1: task 0: Segmentation fault\nsrun ended with exit code 139\n"
-    (run / "logs" / "job-7.log").write_text(log)
-    [found] = status(run, env=squeue("true"))
-    assert (found["state"], found["ending"]) == ("ended", "node1: task 0: killed by SIGSEGV: a crash inside a library")
-
-
 def test_a_job_that_can_never_start_is_warned_of(tmp_path, squeue):
     run = submitted(make(tmp_path / "a", config_yaml=""), "8", log=False)
     env = squeue("echo '8|PENDING|0:00|1:00|N/A|1||PartitionTimeLimit'")
     [warning] = status(run, env=env)[0]["warnings"]
     assert warning == f"Slurm can never start job 8 (PartitionTimeLimit): hpclm cancel {run}"
-
-
-def test_a_run_that_failed_in_its_last_step_is_not_done(tmp_path, squeue):
-    log = "10:00:00,000 I run directory a, a new run\n10:00:01,000 E rank 1 on node2 failed: no luck\n"
-    run = make(tmp_path / "a", [attempt(job_id="7", steps=5)], rows(5), log_txt=log)
-    [found] = status(run, env=squeue("true"))
-    assert (found["state"], found["ending"]) == ("failed", "rank 1 on node2 failed: no luck")
 
 
 @pytest.mark.parametrize("known", ["8|CANCELLED|0:00|0:00|N/A|1||None", ""], ids=["known", "forgotten"])
@@ -339,7 +311,7 @@ def test_a_job_that_was_cancelled_in_the_queue_has_not_failed(known, tmp_path, s
     [found] = status(run, env=env)
     assert (found["state"], found["ending"]) == ("cancelled", "its job was cancelled before training started")
     assert f"hpclm resume {run}" in hpclm("status", run, env=env, check=0).stdout
-    make(run, [attempt(job_id="7")], rows(20), ended=("done", "done at step 20, 40 samples", 0))
+    make(run, [attempt(job_id="7", time=now(-60))], rows(20), ended=("done", "done at step 20, 40 samples", 0))
     [found] = status(run, env=env)
     assert found["state"] == "done" and "its last job was cancelled" in found["ending"]
 

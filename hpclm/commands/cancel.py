@@ -194,6 +194,6 @@ def outcome(out: Path) -> str:
     done = f"{files.shown(out)} has ended at step {run.step}, {saved}{f', {lost} steps lost' if lost else ''}"
     return (
         f"{done}; continue with: hpclm resume {files.typed(out)}"
-        if run.attempts
+        if run.attempt
         else f"{files.shown(out)} has not trained; start: hpclm resume {files.typed(out)}"
     )

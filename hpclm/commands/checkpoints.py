@@ -46,20 +46,28 @@ def rows(folder: Path, verify: bool) -> Iterator[dict[str, Any]]:
     """One row for each checkpoint in ``folder``, and for each one that was set aside."""
     from tqdm import tqdm
 
-    from hpclm.checkpoint import directory, format
+    from hpclm.checkpoint import directory, format, retention
     from hpclm.checkpoint import manifest as manifests
-    from hpclm.checkpoint.manifest import BadCheckpoint
+    from hpclm.checkpoint.manifest import BadCheckpoint, Manifest
 
-    good = _healthy(directory.steps(folder))
-    for step in directory.steps(folder):
+    steps, read, problems = directory.steps(folder), dict[Path, Manifest](), dict[Path, Exception]()
+    for step in steps:
+        try:
+            read[step] = manifests.read(step)
+        except (BadCheckpoint, OSError, ConfigError) as error:
+            problems[step] = error
+    healthy = retention.healthy([*read.values()])
+    for step in steps:
         row: dict[str, Any] = {"name": step.name, "state": "complete", "reason": ""}
         try:
-            manifest = manifests.read(step)
-            made = manifest.made
-            row |= {"step": manifest.progress["step"], "bytes": manifest.size, "files": len(manifest.files)}
+            if step in problems:
+                raise problems[step]
+            manifest = read[step]
+            made, number = manifest.made, manifest.progress["step"]
+            row |= {"step": number, "bytes": manifest.size, "files": len(manifest.files)}
             row |= {"validation_loss": manifest.validation, "time": made.get("time"), "seconds": made.get("seconds")}
             row |= {"engine": made.get("engine"), "processes": made.get("processes")}
-            row |= {"why": manifest.why, "healthy": good.get(step.name, True), "health": manifest.health.describe()}
+            row |= {"why": manifest.why, "healthy": healthy.get(number, True), "health": manifest.health.describe()}
             if not row["healthy"] and not row["health"]:
                 row["health"] = "the loss spiked in the next step"
             manifests.check_sizes(step, manifest)
@@ -71,34 +79,16 @@ def rows(folder: Path, verify: bool) -> Iterator[dict[str, Any]]:
                 if nan:
                     more = f" and {len(nan) - 1} other tensors" if len(nan) > 1 else ""
                     row |= {"healthy": False, "health": f"values are not finite in {nan[0]}{more}"}
-        except BadCheckpoint as reason:
-            row |= {"state": "bad", "reason": str(reason)}
+        except BadCheckpoint as error:
+            row |= {"state": "bad", "reason": str(error)}
         except (OSError, ConfigError) as error:
             row |= {"state": "unreadable", "reason": str(error)}
         yield row
     for away in sorted([*folder.glob(".bad-*"), *folder.glob(".rolled-back-*")]):
-        yield {"name": away.name, "state": "set aside", "reason": why_set_aside(away / "REASON.txt")}
-
-
-def why_set_aside(note: Path) -> str:
-    """The recorded reason why a checkpoint was set aside."""
-    with suppress(OSError):
-        return files.read_text(note, LONGEST, errors="replace").strip()
-    return ""
-
-
-def _healthy(steps: list[Path]) -> dict[str, bool]:
-    """Name -> whether the checkpoint is healthy, for those whose manifest can be read."""
-    from hpclm.checkpoint import manifest as manifests
-    from hpclm.checkpoint import retention
-    from hpclm.checkpoint.manifest import BadCheckpoint
-
-    found = []
-    for step in steps:
-        with suppress(BadCheckpoint, OSError, ConfigError):
-            found.append(manifests.read(step))
-    good = retention.healthy(found)
-    return {step.name: good.get(int(step.name[5:]), True) for step in steps}
+        reason = ""
+        with suppress(OSError):
+            reason = files.read_text(away / "REASON.txt", LONGEST, errors="replace").strip()
+        yield {"name": away.name, "state": "set aside", "reason": reason}
 
 
 def line(row: dict[str, Any]) -> str:

@@ -46,7 +46,7 @@ def histogram(contents: dict[str, Any], path: Path) -> None:
     picture = figures.histogram(names, [count for *_, count in bins], title)
     if path.suffix not in (".svg", ".png"):
         raise ConfigError(f"--histogram {path} must end in .svg or .png")
-    content = figures.png(picture) if path.suffix == ".png" else figures.svg(picture, path.stem).encode()
+    content = figures.png(picture) if path.suffix == ".png" else figures.svg(picture)
     try:
         files.write_bytes(path, content)
     except OSError as error:

@@ -12,6 +12,8 @@ from hpclm import cli, files
 from hpclm.config import RunConfig
 from hpclm.errors import ConfigError
 from hpclm.node import python
+from hpclm.reporting.characters import sparkline
+from hpclm.rundir import summary
 from hpclm.terminal import say
 
 FOLDER = Path("demo")
@@ -28,10 +30,10 @@ def main(argv: list[str]) -> int:
         "two CPU cores. Nothing is downloaded. The same command continues where it was stopped.",
     )
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of the training: budget.steps=100")
-    args = parser.parse_intermixed_args(argv).settings
-    settings = cli.settings(["demo", *args])  # mistakes are reported before anything is written
+    words = parser.parse_intermixed_args(argv).settings
+    settings = cli.settings(["demo", *words])  # mistakes are reported before anything is written
     files.writable_folder(FOLDER, "folder")
-    return _prepare() or _train(settings, args)
+    return _prepare() or _train(settings, words)
 
 
 def _prepare() -> int:
@@ -42,12 +44,12 @@ def _prepare() -> int:
         say(write_corpus(corpus), flush=True)
     code = 0
     if not tokenizer.exists():
-        args = ["train-tokenizer", "--input", str(corpus), "--output", str(tokenizer), "--vocab-size", "4096"]
-        code = _step("2/6 tokenizer: byte-level BPE, 4,096 entries", args)
+        words = ["train-tokenizer", "--input", str(corpus), "--output", str(tokenizer), "--vocab-size", "4096"]
+        code = _step("2/6 tokenizer: byte-level BPE, 4,096 entries", words)
     if not code and not Path(f"{data}_text_document.idx").exists():
-        args = ["preprocess", "--input", str(corpus), "--output-prefix", str(data), "--append-eod", "--workers", "2"]
-        args += ["--tokenizer", "json", "--tokenizer-files", str(tokenizer)]
-        code = _step("3/6 dataset: Megatron's .bin and .idx", args)
+        words = ["preprocess", "--input", str(corpus), "--output-prefix", str(data), "--append-eod", "--workers", "2"]
+        words += ["--tokenizer", "json", "--tokenizer-files", str(tokenizer)]
+        code = _step("3/6 dataset: Megatron's .bin and .idx", words)
     return code
 
 
@@ -74,17 +76,14 @@ def write_corpus(output: Path, library: Path | None = None) -> str:
     return f"{output}: {len(documents):,} documents, {output.stat().st_size / 1e6:.1f} MB, from {library}"
 
 
-def _train(settings: RunConfig, args: Sequence[str]) -> int:
-    """Train in two parts, draw the loss, and generate; the exit code."""
-    from hpclm.reporting import characters, history
-
+def _train(settings: RunConfig, words: Sequence[str]) -> int:
+    """Train in two parts, show the course of the loss, and generate; the exit code."""
     first = f"4/6 training, up to step {STOP}, where it is to stop; a run that is further along stays where it is"
-    code = _step(first, ["train", "demo", f"stop_at={STOP}", *args])
-    code = code or _step("5/6 training: the same command continues the run", ["train", "demo", *args])
+    code = _step(first, ["train", "demo", f"stop_at={STOP}", *words])
+    code = code or _step("5/6 training: the same command continues the run", ["train", "demo", *words])
     if code:
         return code
-    for line in characters.curve(history.read(Path(settings.out))).splitlines():
-        say(line)
+    say(f"loss from the first step to the last: {sparkline(summary.read(settings.out).get('curve', []))}")
     code = _step("6/6 the model writes", ["generate", settings.out, "--prompt", PROMPT, "--tokens", "120"])
     if not code:
         say(f"\n== done. {settings.out} holds the run. Type next:\n")
@@ -94,9 +93,9 @@ def _train(settings: RunConfig, args: Sequence[str]) -> int:
     return code
 
 
-def _step(title: str, args: Sequence[str]) -> int:
+def _step(title: str, words: Sequence[str]) -> int:
     """Show and run an hpclm command; its exit code."""
     say(f"\n== {title}")
-    say(f"   $ hpclm {shlex.join(args)}", flush=True)
-    code = subprocess.run(python.command("hpclm", *args), env=python.safe_env()).returncode
+    say(f"   $ hpclm {shlex.join(words)}", flush=True)
+    code = subprocess.run(python.command("hpclm", *words), env=python.safe_env()).returncode
     return code if code >= 0 else 128 - code

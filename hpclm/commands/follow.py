@@ -14,9 +14,8 @@ from hpclm.config import ParallelConfig
 from hpclm.errors import REQUEUE
 from hpclm.node import secrets
 from hpclm.node.preemption import WARNINGS, Preemption
-from hpclm.rundir import folder, runs, scores
+from hpclm.rundir import folder, lock, runs, scores
 from hpclm.rundir.lease import Lease
-from hpclm.rundir.lock import Lock
 from hpclm.rundir.status import Queue
 from hpclm.terminal import say
 
@@ -41,7 +40,7 @@ def main(args: argparse.Namespace) -> int:
     tasks = Tasks(args.tasks.split(","), args.tasks_path, args.samples, args.shots)
     config, queue = run_model.settings(args.run, args.settings), Queue(PATIENCE)
     begin = special.begin(args.run, tokenizer.paths(config.data), tokenizers.of_run(config.data).eod)
-    with Lock(args.run, scores.LOCK), Preemption() as preemption:
+    with lock.held(args.run, scores.LOCK), Preemption() as preemption:
         follower = Follower(args.run, config, tasks, args.batch or 16, begin)
 
         def interrupted() -> bool:
@@ -49,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
 
         try:
             while True:
-                [status] = queue.statuses([runs.read(args.run, brief=True)])  # before a last look for checkpoints
+                [status] = queue.statuses([runs.read(args.run)])  # before a last look for checkpoints
                 follower.score_new(interrupted)
                 if status.name in OVER:
                     break

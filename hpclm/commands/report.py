@@ -1,5 +1,6 @@
 """The verb ``hpclm report``: curves and attempts of one run, or of several side by side, as a page and as images."""
 
+import re
 from pathlib import Path
 
 from hpclm import cli, files
@@ -45,13 +46,14 @@ def write(chosen: list[Path], output: Path, images: bool) -> list[Path]:
 
     names = _names(chosen)
     runs = {name: history.read(out) for name, out in zip(names, chosen, strict=True)}
-    drawings = {name: figures.svg(each, name) for name, each in figures.figures(runs).items()}
+    drawn = figures.figures(runs)
+    drawings = {name: figures.svg(figure) for name, figure in drawn.items()}
     settings = {name: _settings(out) for name, out in zip(names, chosen, strict=True)}
     title = names[0] if len(names) == 1 else f"{len(names)} runs: {', '.join(names)}"
     written = {output: page.page(title, runs, drawings, settings).encode(errors="replace")}
     if images:
-        for name, figure in figures.figures(runs, ink="black").items():
-            label = name.replace(" ", "-").replace("/", "-").replace("_", "-")
+        for name, figure in drawn.items():
+            label = re.sub("[ /_]", "-", name)
             written[output.with_name(f"{output.stem}-{label}.png")] = figures.png(figure)
     for path, content in written.items():
         try:

@@ -86,7 +86,7 @@ def words(run: Run, changes: list[str]) -> list[str]:
         last = run.submissions[-1]
         choices = {"cluster": last.cluster, "nodes": last.nodes, "gpus": last.tasks_per_node}
     else:
-        nodes = len(run.attempt.get("hosts") or [1])
+        nodes = int(run.attempt.get("nodes") or len(run.attempt.get("hosts") or [1]))
         choices = {"nodes": nodes, "gpus": max(1, int(run.attempt.get("size") or 1) // nodes)}
     changed = [name for name in choices for word in changes if re.match(rf"--{name}(=|$)|job\.{name}=", word)]
     kept = [word for name, value in choices.items() if name not in changed for word in (f"--{name}", str(value))]

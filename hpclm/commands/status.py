@@ -4,13 +4,16 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 from hpclm import cli, files, terminal
-from hpclm.node import processes, slurm
+from hpclm.errors import ConfigError
+from hpclm.node import processes
 from hpclm.rundir import runs as folders
-from hpclm.rundir.status import RunStatus, job_words, query, span
+from hpclm.rundir import submissions
+from hpclm.rundir.status import RunStatus, query, span
 from hpclm.terminal import say
 
 DEADLINE = 0.75  # seconds after the start of this process by which squeue must have answered
@@ -29,11 +32,9 @@ def main(argv: list[str]) -> int:
     cli.add_runs(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON list with an object for each run")
     args = parser.parse_args(argv)
-    chosen = folders.choose(args.run, args.runs) or folders.find(args.runs)
-    squeue = slurm.start_squeue({out.stat().st_uid for out in chosen}) if chosen else None
-    runs = [folders.read(out, brief=not args.run) for out in chosen]
+    runs = [folders.read(out) for out in folders.choose(args.run, args.runs) or folders.find(args.runs)]
     began = processes.started(os.getpid())
-    statuses = query(runs, max(LEAST, DEADLINE - (time.time() - began if began else 0)), squeue)
+    statuses = query(runs, max(LEAST, DEADLINE - (time.time() - began if began else 0)))
     if args.json:
         print(json.dumps([values(status) for status in statuses], indent=2))
     elif args.run:
@@ -55,12 +56,11 @@ def table(statuses: Sequence[RunStatus]) -> Iterator[str]:
 def row(status: RunStatus) -> tuple[str, ...]:
     """One run's line of the table."""
     run, speed = status.run, status.run.summary.get("tokens_per_second")
-    ending = status.ending.splitlines()[0] if status.ending else ""
-    notes = [status.where() if status.live else ending, *status.warnings()]
+    notes = [status.where() if status.live else status.ending, *status.warnings()]
     cells = (
         files.shown(run.out),
         status.name,
-        f"{run.step}/{run.total}" if run.total else str(run.step) if run.attempts else "-",
+        f"{run.step}/{run.total}" if run.total else str(run.step) if run.attempt else "-",
         loss(status) or "-",
         f"{speed:,.0f}" if speed else "-",
         "-" if status.left is None else span(status.left),
@@ -72,10 +72,12 @@ def row(status: RunStatus) -> tuple[str, ...]:
 
 
 def detail(status: RunStatus) -> Iterator[str]:
-    """Everything about one run, one line each."""
-    for name, text in _lines(status):
+    """Everything about one run, one line each: the columns of the table, and what has no room there."""
+    cells = dict(zip(COLUMNS[:-1], row(status)[:-1], strict=True))
+    lines = [(name.lower(), cell) for name, cell in cells.items() if cell != "-"]
+    for name, text in (*lines, *_more(status)):
         if text:
-            yield f"{name:<12}{terminal.plain(text) if name == 'ended' else terminal.line(text)}"
+            yield f"{name:<12}{terminal.line(text)}"
     out = terminal.line(files.typed(status.run.out))
     if status.live:
         yield f"{'next':<12}hpclm logs -f {out} · hpclm cancel {out}"
@@ -85,31 +87,22 @@ def detail(status: RunStatus) -> Iterator[str]:
         yield f"{'next':<12}hpclm logs {out} · hpclm resume {out}"
 
 
-def _lines(status: RunStatus) -> Iterator[tuple[str, str]]:
-    run, summary, attempt, where = status.run, status.run.summary, status.run.attempt, status.where()
-    yield "run", files.shown(run.out)
-    yield "state", f"{status.name}{f': {where}' if where else ''}"
-    over = job_words(status.job) if status.job and not status.job.live else ""
-    yield "queue", f"unknown ({status.asked})" if status.asked else over
-    if run.attempts:
-        of = f" of {run.total}, {run.step / run.total:.0%}" if run.total else ""
-        yield "step", f"{run.step}{of}{'' if status.left is None else f', {span(status.left)} left'}"
-    held_out = summary.get("validation_loss")
-    validation = "" if held_out is None else f" (validation {held_out:.4f} at step {summary.get('validation_step')})"
-    yield "loss", f"{loss(status)}{validation}" if loss(status) else ""
-    if summary.get("tokens_per_second") and summary.get("step_seconds"):
-        yield "speed", f"{summary['tokens_per_second']:,.0f} tokens/s, {summary['step_seconds']:.3g} s a step"
-    yield "last step", "" if status.age is None else f"{span(status.age)} ago"
-    if run.checkpoint:
-        yield "checkpoint", f"step {run.checkpoint[0]}, {span(max(0, status.now - run.checkpoint[1]))} ago"
+def _more(status: RunStatus) -> Iterator[tuple[str, str]]:
+    run, summary, attempt = status.run, status.run.summary, status.run.attempt
+    yield "job", status.where()
+    yield "queue", f"unknown ({status.asked})" if status.asked else ""
+    yield "ended", "" if status.live else status.ending
+    if summary.get("validation_loss") is not None:
+        yield "validation", f"{summary['validation_loss']:.4f} at step {summary.get('validation_step')}"
     if attempt:
         size, launcher = attempt.get("size"), attempt.get("launcher")
         ranks = f", {size} rank{'s' * (size != 1)} by {launcher}" if size and launcher else ""
         begun = f"from step {attempt.get('from_step')} on {attempt.get('host')}{ranks}, {attempt.get('time')}"
         used = f", settings in {attempt['config']}" if attempt.get("config") else ""
-        yield "attempts", f"{len(run.attempts)}, the last {begun}{used}"
-    yield "rollback", "" if run.rollback is None else f"the next attempt resumes from step {run.rollback}"
-    yield "ended", "" if status.live else status.ending.replace("\n", "\n" + " " * 12)
+        yield "attempts", f"{summary.get('attempts', 'several')}, the last {begun}{used}"
+    with suppress(OSError, ConfigError):
+        rollback = submissions.rollback(run.out)
+        yield "rollback", "" if rollback is None else f"the next attempt resumes from step {rollback}"
     logs = [path for path in (run.out / "log.txt", run.job_log()) if path and files.is_file(path)]
     yield "logs", " · ".join(map(files.shown, logs))
     yield from (("warning", text) for text in status.warnings())
@@ -117,10 +110,8 @@ def _lines(status: RunStatus) -> Iterator[tuple[str, str]]:
 
 def loss(status: RunStatus) -> str:
     """The last step's loss."""
-    summary = status.run.summary
-    if "loss" not in summary:
-        return ""
-    return "not finite" if summary["loss"] is None else f"{summary['loss']:.4f}"
+    value = status.run.summary.get("loss", "")
+    return "not finite" if value is None else f"{value:.4f}" if value != "" else ""
 
 
 def values(status: RunStatus) -> dict[str, Any]:
@@ -138,12 +129,12 @@ def values(status: RunStatus) -> dict[str, Any]:
         "seconds_left": status.left,
         "last_step_age": status.age,
         "checkpoint": run.checkpoint[0] if run.checkpoint else None,
-        "attempts": summary.get("attempts", len(run.attempts)),
+        "attempts": summary.get("attempts"),
         "from_step": run.attempt.get("from_step"),
         "host": run.attempt.get("host"),
         "ending": status.ending or None,
         "exit_code": summary.get("code"),
         "slow": run.slow if status.live else [],
-        "warnings": status.warnings(),
+        "warnings": list(status.warnings()),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }

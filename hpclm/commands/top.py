@@ -1,11 +1,11 @@
 """The verb ``hpclm top``: all runs below a folder, live, with the course of their losses."""
 
+import shutil
 import sys
 import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hpclm import cli, terminal
 from hpclm.commands import status as verb
@@ -14,13 +14,11 @@ from hpclm.rundir import runs as folders
 from hpclm.rundir.status import Queue, RunStatus
 from hpclm.terminal import say
 
-if TYPE_CHECKING:
-    from hpclm.reporting.screen import Rows
-
 PATIENCE = 0.75  # seconds that Slurm has for an answer
 ORDER = ("running", "starting", "completing", "waiting", "failed", "ended", "unknown")
 """Of the states, those worth looking at first."""
 COLUMNS = (*verb.COLUMNS[:4], "LOSS CURVE", *verb.COLUMNS[4:])
+CLEAR = "\x1b[H\x1b[2J"
 
 
 def main(argv: list[str]) -> int:
@@ -39,15 +37,17 @@ def main(argv: list[str]) -> int:
     watch = TopScreen(args.folder or args.runs)
     if args.once or not sys.stdout.isatty():
         statuses = watch.look()
-        if not statuses:
-            say(f"{folders.none_in(watch.folder)}; name their folder, or start one with hpclm submit")
+        if statuses:
+            say("\n".join(watch.lines(statuses)))
         else:
-            say("\n".join([*terminal.columns([COLUMNS, *map(row, statuses)]), *watch.notes()]))
+            say(f"{folders.none_in(watch.folder)}; name their folder, or start one with hpclm submit")
         return 0
-    from hpclm.reporting import screen
-
     with suppress(KeyboardInterrupt):
-        screen.live(watch.rows, args.every)
+        while True:
+            sys.stdout.write(CLEAR + "\n".join(watch.screen(*shutil.get_terminal_size())))
+            sys.stdout.flush()
+            time.sleep(args.every)
+    say()
     return 0
 
 
@@ -60,24 +60,26 @@ class TopScreen:
 
     def look(self) -> list[RunStatus]:
         """How the runs stand now, the most interesting first."""
-        statuses = self._queue.statuses([folders.read(out, brief=True) for out in folders.find(self.folder)])
+        statuses = self._queue.statuses([folders.read(out) for out in folders.find(self.folder)])
         order = {name: number for number, name in enumerate(ORDER)}
         stepped = {status.run.out: status.run.summary.get("stepped") or 0.0 for status in statuses}
         return sorted(statuses, key=lambda status: (order.get(status.name, len(ORDER)), -stepped[status.run.out]))
 
-    def rows(self) -> "Rows":
-        """The live table."""
-        from hpclm.reporting.screen import Rows
+    def lines(self, statuses: list[RunStatus]) -> list[str]:
+        """The table."""
+        silent = [f"queue: unknown ({terminal.line(self._queue.silent)})"] if self._queue.silent else []
+        return [*terminal.columns([COLUMNS, *map(row, statuses)]), *silent]
 
+    def screen(self, width: int, height: int) -> list[str]:
+        """The table below a title, as much of it as there is room for."""
         statuses = self.look()
         counts = Counter(status.name for status in statuses)
         states = ", ".join(f"{count} {name}" for name, count in counts.items()) or "no runs"
         title = terminal.line(f"{self.folder}  {time.strftime('%H:%M:%S')}  {states}  (Ctrl-C exits)")
-        return Rows(COLUMNS, list(map(row, statuses)), title, self.notes())
-
-    def notes(self) -> list[str]:
-        """What is not known."""
-        return [f"queue: unknown ({terminal.line(self._queue.silent)})"] if self._queue.silent else []
+        lines = [title, "", *self.lines(statuses)]
+        if len(lines) > height:
+            lines[height - 1 :] = [f"and {len(lines) - height + 1} more"]
+        return [line[:width] for line in lines]
 
 
 def row(status: RunStatus) -> tuple[str, ...]:

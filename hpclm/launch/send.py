@@ -14,8 +14,7 @@ from hpclm.config import RunConfig
 from hpclm.config.compose import dumped
 from hpclm.config.length import run_length
 from hpclm.errors import ConfigError, LockedError
-from hpclm.rundir import code, config_history, folder, submissions
-from hpclm.rundir.lock import Lock, refuse_if_held
+from hpclm.rundir import code, config_history, folder, lock, submissions
 from hpclm.rundir.submissions import Submission
 from hpclm.scheduler import Queued, Scheduler
 
@@ -52,7 +51,7 @@ def send(
                 "hpclm cancel ends it, and --again submits another"
             )
         if not found:
-            refuse_if_held(out)
+            lock.refuse_if_held(out)
         if config.job.snapshot:
             code.keep(out, code.sources(config.modules()))
         script = out / "job" / f"script-{max(scripts, default=0) + 1}.sbatch"
@@ -72,7 +71,7 @@ def _prepared(config: RunConfig, resume_step: int | None) -> Iterator[None]:
     """During the block, the run directory has the settings, and the step to roll back to, of the attempt that is being
     started; a ConfigError restores what was there before."""
     out = Path(config.out)
-    replaced, asked = config_history.replace(out, dumped(config)), submissions.rollback(out)
+    (replaced, _), asked = config_history.replace(out, dumped(config)), submissions.rollback(out)
     if resume_step is not None:
         submissions.roll_back(out, resume_step)
     try:
@@ -92,8 +91,8 @@ def held(config: RunConfig, resume_step: int | None = None) -> Iterator[None]:
     """
     out = Path(config.out)
     folder.make(out)
-    with Lock(out, "job/launch"):
-        refuse_if_held(out)
+    with lock.held(out, "job/launch"):
+        lock.refuse_if_held(out)
         with _prepared(config, resume_step):
             yield
 

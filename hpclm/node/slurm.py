@@ -79,25 +79,7 @@ def states(
     if not ids:
         return {}
     only = ["-u", ",".join(map(str, users))] if users and len(ids) > 1 else ["-j", ",".join(sorted(ids))]
-    return read_squeue(start([*SQUEUE, *only], env), ids, seconds)
-
-
-def options_in(script: str) -> Options:
-    """The options that a script sets, by their long names."""
-    return dict(re.findall(r'^#SBATCH --([a-z-]+)(?:="?([^"\n]*))?', script, re.MULTILINE))
-
-
-def start_squeue(users: Collection[int], env: Env = os.environ) -> subprocess.Popen[bytes] | None:
-    """Start squeue for all jobs of these users; ``read_squeue`` reads its answer. None if it cannot be started."""
-    try:
-        return start([*SQUEUE, "-u", ",".join(map(str, users))], env)
-    except NoAnswerError:
-        return None
-
-
-def read_squeue(asked: subprocess.Popen[bytes], ids: Collection[str], seconds: float) -> dict[str, JobState]:
-    """The jobs among ``ids`` in the answer, which must arrive within ``seconds``; NoAnswerError as in ``states``."""
-    code, answer, error = processes.finish(asked, seconds)
+    code, answer, error = ask([*SQUEUE, *only], seconds, env)
     if code and "Invalid job id" in error:
         return {}
     if code:
@@ -107,6 +89,11 @@ def read_squeue(asked: subprocess.Popen[bytes], ids: Collection[str], seconds: f
     if lines and not jobs:
         raise NoAnswerError(f"squeue's answer cannot be parsed: {lines[0][:60]!r}")
     return {state.id: state for state in jobs if state.id in ids or state.id.partition("_")[0] in ids}
+
+
+def options_in(script: str) -> Options:
+    """The options that a script sets, by their long names."""
+    return dict(re.findall(r'^#SBATCH --([a-z-]+)(?:="?([^"\n]*))?', script, re.MULTILINE))
 
 
 def steps(job: str, seconds: float = 10, env: Env = os.environ) -> list[str]:

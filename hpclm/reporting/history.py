@@ -1,34 +1,29 @@
-"""What became of a run's attempts: when each was queued, started, trained and saved, what it lost, and what ended it.
+"""What became of a run's attempts: when each was queued, started and trained, what it lost, and what ended it.
 
 Everything is read from the run directory: attempts.jsonl, ends.jsonl, jobs.jsonl, metrics.jsonl, metrics.lost.jsonl and
-log.txt. What a file does not say is left out.
+summary.json. What a file does not say is left out.
 """
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from hpclm import files
-from hpclm.rundir import rows, submissions
+from hpclm.rundir import rows, submissions, summary
 from hpclm.rundir.status import moment
 
 LARGEST = 1 << 31  # bytes of a file that is read whole
-STAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) ([DIWEC]) (.*)")
-SAVED = re.compile(r"saved step (\d+) in ([\d.]+) s; training waited ([\d.]+) s")
+LATEST = 1 << 36  # seconds since 1970 that are a time
 RESTARTED = "why the last one ended: "
 FIGURES = {
     **rows.STEP,
-    **dict.fromkeys(
-        ("memory", "mfu", "data_seconds", "data_fraction", "validation_perplexity"), rows.maybe(rows.figure)
-    ),
+    **dict.fromkeys(("memory", "mfu", "data_seconds", "data_fraction", "validation_perplexity"), float),
 }
 CODES = {0: "finished", 85: "preempted; saved, will be requeued", 93: "diverged"}
-KINDS = ("queued", "starting", "training", "saving", "lost")
+KINDS = ("queued", "starting", "training", "lost")
 Row = Mapping[str, Any]
 
 
@@ -107,69 +102,25 @@ class History:
         return self.attempts[-1].end - self.attempts[0].begin if self.attempts else 0.0
 
     @property
-    def kept(self) -> float:
-        """Seconds in training steps that count."""
-        return sum(row["step_seconds"] for row in self.steps if row.get("step_seconds"))
-
-    @property
     def goodput(self) -> float | None:
         """The part of the wall time that went into training steps that count."""
-        return min(1.0, self.kept / self.wall) if self.wall > 0 else None
+        kept = sum(row["step_seconds"] for row in self.steps if row.get("step_seconds"))
+        return min(1.0, kept / self.wall) if self.wall > 0 else None
 
     def seconds(self, kind: str) -> float:
         """Time of all attempts in the phases of this kind."""
         return sum(attempt.seconds(kind) for attempt in self.attempts)
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line of log.txt."""
-
-    time: float
-    level: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Records:
-    """What a run's files say of one attempt."""
-
-    number: int
-    row: Row
-    """Its line of attempts.jsonl."""
-    after: Row
-    """The next attempt's; empty without one."""
-    end: Row
-    """Its line of ends.jsonl; empty if it did not exit cleanly."""
-    log: Sequence[Line]
-    measured: Sequence[Row]
-    """Its rows of metrics.jsonl and metrics.lost.jsonl, in order."""
-
-    @property
-    def entry(self) -> float:
-        """When its process started, or is first heard of."""
-        return min([_started(self.row), *(line.time for line in self.log)])
-
-    @property
-    def finish(self) -> float:
-        """Its last sign of life."""
-        ended = moment(self.end["time"]) if "time" in self.end else None
-        signs = [*(line.time for line in self.log), *(row["time"] for row in self.measured)]
-        return max([moment(self.row["time"]) or 0.0, ended or 0.0, *signs])
-
-
 def read(out: Path) -> History:
     """The history of the run in ``out``."""
     lines = [rows.parsed(line, FIGURES, ["step"]) for line in _lines(out / "metrics.jsonl")]
     kept = [row for row in lines if row]
-    lost = list({(row["step"], row.get("time")): row for row in _rows(out / rows.LOST, FIGURES, ["step"])}.values())
-    attempts: list[Attempt] = []
-    submitted = {each.job_id: when for each in _submissions(out) if (when := moment(each.time))}
-    for records in _by_attempt(out, [*kept, *lost]):
-        attempts.append(_attempt(records, attempts[-1] if attempts else None, submitted))
+    repeated = (rows.parsed(line, FIGURES, ["step"]) for line in _lines(out / rows.LOST))
+    lost = list({(row["step"], row.get("time")): row for row in repeated if row}.values())
     return History(
         out,
-        tuple(attempts),
+        tuple(_attempts(out, [*kept, *lost])),
         tuple({row["step"]: row for row in kept if "loss" in row}.values()),
         tuple(row for row in kept if "validation_loss" in row),
         tuple(row for row in lost if "loss" in row),
@@ -178,22 +129,42 @@ def read(out: Path) -> History:
     )
 
 
-def _by_attempt(out: Path, measured: Sequence[Row]) -> Iterator[Records]:
-    """The files' lines, attempt by attempt: each has those from its start to the next one's."""
-    begun = [row for row in _rows(out / "attempts.jsonl", rows.ATTEMPT, ["time"]) if moment(row["time"])]
-    ends = {row["attempt"]: row for row in _rows(out / "ends.jsonl", rows.END, ["attempt", "code"])}
-    log = list(_log(out / "log.txt"))
-    timed = sorted((row for row in measured if row.get("time")), key=lambda row: float(row["time"]))
+def _attempts(out: Path, measured: Sequence[Row]) -> Iterator[Attempt]:
+    """The attempts; each has the rows of metrics.jsonl and metrics.lost.jsonl from its start to the next one's."""
+    begun = rows.parsed_lines("\n".join(_lines(out / "attempts.jsonl")), rows.ATTEMPT, ["time"])
+    begun = [row for row in begun if moment(row["time"])]
+    ends = rows.parsed_lines("\n".join(_lines(out / "ends.jsonl")), rows.END, ["attempt", "code"])
+    end_of = {row["attempt"]: row for row in ends}
+    submitted: dict[str, float] = {}
+    with suppress(OSError):
+        submitted = {each.job_id: when for each in submissions.read(out) if (when := moment(each.time))}
+    timed = sorted((row for row in measured if 0 < (row.get("time") or 0) < LATEST), key=lambda row: float(row["time"]))
     bounds = [*map(_started, begun), float("inf")]
-    for number, (row, (since, until)) in enumerate(zip(begun, pairwise(bounds), strict=True), 1):
-        yield Records(
-            number,
-            row,
-            begun[number] if number < len(begun) else {},
-            ends.get(number, {}),
-            [line for line in log if since <= line.time < until],
-            [each for each in timed if since <= each["time"] < until],
+    before: Attempt | None = None
+    for number, (row, (entry, until)) in enumerate(zip(begun, pairwise(bounds), strict=True), 1):
+        after = begun[number] if number < len(begun) else {}
+        end = end_of.get(number, {})
+        own = [each for each in timed if entry <= each["time"] < until]
+        finish = max(
+            moment(row["time"]) or 0.0, moment(end.get("time") or "") or 0.0, *(each["time"] for each in own[-1:])
         )
+        first, steps = row.get("from_step") or 0, [each for each in own if "loss" in each]
+        last = max([first, *(each["step"] for each in steps)])
+        saved = min(last, after.get("from_step") or 0) if after else last
+        begins = {each["step"]: each["time"] - (each.get("step_seconds") or 0.0) for each in steps}
+        training = min(begins.values(), default=finish)
+        lost = min((begin for step, begin in begins.items() if step > saved), default=finish)
+        queued, job = entry, row.get("job_id")
+        requeued = before is not None and job is not None and job == before.row.get("job_id")
+        if str(job) in submitted or requeued:  # otherwise nothing says that it was in a queue
+            queued = max(submitted.get(str(job), 0.0), before.end if before else 0.0)
+        marks = queued, max(queued, entry), training, lost, finish
+        phases = tuple(
+            Phase(kind, *span) for kind, span in zip(KINDS, pairwise(marks), strict=True) if span[0] < span[1]
+        )
+        ended = _ended(end, after, {} if after else summary.read(out))
+        before = Attempt(number, row, phases or (Phase("starting", finish, finish),), first, last, saved, ended)
+        yield before
 
 
 def _started(row: Row) -> float:
@@ -201,76 +172,16 @@ def _started(row: Row) -> float:
     return row.get("began") or (moment(row["time"]) or 1.0) - 1
 
 
-def _attempt(records: Records, before: Attempt | None, submitted: Mapping[str, float]) -> Attempt:
-    row, finish, entry = records.row, records.finish, records.entry
-    steps = [each for each in records.measured if "loss" in each]
-    first = row.get("from_step") or 0
-    last = max([first, *(each["step"] for each in steps)])
-    saved = min(last, records.after.get("from_step") or 0) if records.after else last
-    begins = {each["step"]: each["time"] - (each.get("step_seconds") or 0.0) for each in steps}
-    training = min(begins.values(), default=finish)
-    lost = min((begin for step, begin in begins.items() if step > saved), default=finish)
-    job = row.get("job_id")
-    requeued = before is not None and job is not None and job == before.row.get("job_id")
-    waited = str(job) in submitted or requeued  # otherwise nothing says that it was in a queue
-    queued = max(submitted.get(str(job), 0.0), before.end if before else 0.0) if waited else entry
-    marks = [("queued", queued, entry), ("starting", max(queued, entry), training)]
-    marks += _trained(training, finish, lost, _stalls(records.log))
-    phases = tuple(Phase(kind, begin, to) for kind, begin, to in marks if to > begin)
-    idle = Phase("starting", finish, finish)
-    return Attempt(records.number, row, phases or (idle,), first, last, saved, _ended(records))
-
-
-def _stalls(log: Sequence[Line]) -> list[tuple[float, float]]:
-    """When training waited for a save."""
-    saves = [(line.time, match) for line in log if (match := SAVED.match(line.text))]
-    return [(when - float(save[2]), when - float(save[2]) + float(save[3])) for when, save in saves]
-
-
-def _trained(
-    begin: float, end: float, lost: float, stalls: Sequence[tuple[float, float]]
-) -> Iterator[tuple[str, float, float]]:
-    """The time from ``begin`` to ``end`` in pieces: training, saving, and all that came after ``lost``."""
-    at = begin
-    for stall, over in sorted(stalls):
-        if begin <= stall and at <= stall and over <= lost:
-            yield "training", at, stall
-            yield "saving", stall, over
-            at = over
-    yield "training", at, min(lost, end)
-    yield "lost", max(at, lost), end
-
-
-def _ended(records: Records) -> str:
-    """What ended an attempt; empty while it may still run."""
-    end, restarted = records.end, str(records.after.get("after", ""))
-    why = restarted.partition(RESTARTED)[2] or restarted
+def _ended(end: Row, after: Row, standing: Row) -> str:
+    """What ended an attempt, by the next one, by itself or by the run's summary; empty while it may still run."""
+    if why := str(after.get("after", "")):
+        return why.rpartition(RESTARTED)[2]
     if end:
-        text = end.get("ending") or CODES.get(end["code"], f"exit code {end['code']}")
-        return f"{text}; {why}" if why and end["code"] else text
-    error = next((line.text for line in reversed(records.log) if line.level in "EC"), "")
-    return error[:300] or why or ("killed, or its node failed: it left no message" if records.after else "")
+        return str(end.get("ending") or CODES.get(end["code"], f"exit code {end['code']}"))
+    return str(standing.get("ending", "")) or (summary.KILLED if after else "")
 
 
 def _lines(path: Path) -> list[str]:
     with suppress(OSError):
         return files.read_text(path, LARGEST, errors="replace").splitlines()
-    return []
-
-
-def _log(path: Path) -> Iterator[Line]:
-    for line in _lines(path):
-        if match := STAMP.match(line):
-            with suppress(ValueError, OverflowError):
-                when = datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S").timestamp() + int(match[2]) / 1000
-                yield Line(when, match[3], match[4])
-
-
-def _rows(path: Path, fields: Mapping[str, rows.Check], needs: Iterable[str] = ()) -> list[Row]:
-    return rows.parsed_lines("\n".join(_lines(path)), fields, needs)
-
-
-def _submissions(out: Path) -> list[submissions.Submission]:
-    with suppress(OSError):
-        return submissions.read(out)
     return []

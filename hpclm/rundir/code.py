@@ -10,9 +10,10 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from importlib.machinery import PathFinder
+from modulefinder import ModuleFinder
 from pathlib import Path
 
 from hpclm import files, shipped
@@ -31,19 +32,18 @@ LARGEST = 1 << 26  # bytes of all files
 def sources(modules: Collection[str]) -> Sources:
     """The files of hpclm and of the user's top-level ``modules``, as Python would find them now."""
     code: dict[str, Path] = _package(ROOT)
-    names, seen = set(modules), {"hpclm"}
-    while names - seen:
-        name = min(names - seen)
-        seen.add(name)
-        origin = _own(name)
+    for module in modules:
+        origin = _own(module)
         if origin is None:
             continue
-        package = origin.name == "__init__.py"
-        new = _package(origin.parent) if package else {origin.name: origin}
-        beside = origin.parent.parent if package else origin.parent
-        code |= new
-        imported = {top for path in new.values() if path.suffix == ".py" for top in _imported(path)}
-        names |= {top for top in imported if (beside / f"{top}.py").exists() or (beside / top).is_dir()}
+        beside = origin.parents[1 if origin.name == "__init__.py" else 0]
+        finder = ModuleFinder([str(beside)])
+        for path in _files(beside, module).values():
+            if path.suffix == ".py":
+                with suppress(SyntaxError, ValueError):
+                    finder.run_script(str(path))
+        for name in {module, *(name.partition(".")[0] for name in finder.modules)} - {"__main__", "hpclm"}:
+            code |= _files(beside, name)
     return code
 
 
@@ -68,11 +68,11 @@ def folder(out: Path, code: Sources) -> Path:
 
 def keep(out: Path, code: Sources) -> Path:
     """Copy the code into the run directory, unless it is there already; returns the snapshot."""
-    sizes = {path: path.stat().st_size for path in code.values()}
-    if sum(sizes.values()) > LARGEST:
+    size = sum(path.stat().st_size for path in code.values())
+    if size > LARGEST:
         raise ConfigError(
-            f"job.snapshot=true would copy {sum(sizes.values()) >> 20} MB of code, most of it in "
-            f"{max(sizes, key=sizes.__getitem__).parent}: move data out of the folders of your modules, or leave job.snapshot out"
+            f"job.snapshot=true would copy {size >> 20} MB of code: move data out of the folders of your modules, or leave "
+            "job.snapshot out"
         )
     copy = folder(out, code)
     if copy.is_dir():
@@ -99,24 +99,23 @@ def check_snapshot() -> None:
 
 def revision() -> str | None:
     """Commit of the code, with "-dirty" if files differ; None if unknown."""
-    snapshot = environment.snapshot()
-    if snapshot:
+    if snapshot := environment.snapshot():
         with suppress(OSError, ValueError, KeyError):
             commit: str | None = json.loads(files.read_text(snapshot / NOTE))["git"]
             return commit
-        return None
-    head = _git("rev-parse", "HEAD")
-    return head and head + ("-dirty" if _git("status", "--porcelain", "-uno") else "")
+    elif not shipped.installed():  # otherwise a repository around the environment is not that of hpclm
+        with suppress(NoAnswerError):
+            code, head, _ = processes.ask(
+                ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], 10.0
+            )
+            return None if code else head.strip()
+    return None
 
 
-def _git(*words: str) -> str | None:
-    if shipped.installed():
-        return None  # a repository around the environment is not that of hpclm
-    try:
-        code, output, _ = processes.ask(["git", "-C", str(ROOT), *words], 10.0)
-    except NoAnswerError:
-        return None
-    return None if code else output.strip()
+def _files(folder: Path, name: str) -> dict[str, Path]:
+    """The files of the module or package ``name`` in ``folder``, by name; none if there is no such module."""
+    path = folder / f"{name}.py"
+    return _package(folder / name) if (folder / name).is_dir() else {path.name: path} if path.exists() else {}
 
 
 def _package(root: Path) -> dict[str, Path]:
@@ -134,13 +133,3 @@ def _own(top: str) -> Path | None:
     if origin is None or installed & set(origin.parts) or origin.is_relative_to(Path(ast.__file__).parent):
         return None
     return origin
-
-
-def _imported(path: Path) -> Iterator[str]:
-    """Top-level names of what a file imports."""
-    with suppress(SyntaxError, ValueError):
-        for node in ast.walk(ast.parse(files.read_bytes(path))):
-            if isinstance(node, ast.Import):
-                yield from (alias.name.partition(".")[0] for alias in node.names)
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                yield node.module.partition(".")[0]

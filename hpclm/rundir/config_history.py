@@ -1,55 +1,38 @@
-"""A run's config.yaml, and copies of its earlier versions: config-history/0001.yaml and so on."""
+"""A run's config.yaml, and copies of its versions: config-history/0001.yaml and so on."""
 
-import re
 from pathlib import Path
 
 from hpclm import files
 from hpclm.config.run_file import HISTORY, NAME
 
-_VERSION = re.compile(r"(\d{4,})\.yaml")
 
-
-def replace(out: Path, text: str) -> bytes | None:
-    """Make ``text`` the config.yaml of the run directory ``out``; returns the one before it, which is kept in the history."""
-    folder = out / HISTORY
+def replace(out: Path, text: str) -> tuple[bytes | None, str]:
+    """Make ``text`` the config.yaml of the run directory ``out``; the one before it, and where in ``out`` this version is kept."""
+    folder, new, kept = out / HISTORY, text.encode(), ""
     folder.mkdir(0o700, exist_ok=True)
     with files.locked(folder):
-        before = _content(out / NAME)
-        if before is not None:
-            _keep(folder, before)
-        if before != text.encode():
-            files.write_text(out / NAME, text)
-    return before
+        before = files.read_bytes(out / NAME) if (out / NAME).exists() else None
+        for version in (new,) if before is None else (before, new):
+            kept = _keep(folder, version)
+        if before != new:
+            files.write_bytes(out / NAME, new)
+    return before, f"{HISTORY}/{kept}"
 
 
 def restore(out: Path, before: bytes | None) -> None:
-    """Undo a ``replace``, given what it returned."""
+    """Undo a ``replace``, given the version that was there before."""
     if before is None:
         (out / NAME).unlink(missing_ok=True)
     else:
         files.write_bytes(out / NAME, before)
 
 
-def use(out: Path, text: str) -> str:
-    """As ``replace``, for an attempt that trains with ``text``; returns the path in ``out`` where this version is kept."""
-    replace(out, text)
-    with files.locked(out / HISTORY):
-        return f"{HISTORY}/{_keep(out / HISTORY, text.encode())}"
-
-
 def _keep(folder: Path, content: bytes) -> str:
-    """Copy a version to the history, unless it is the last one there; returns its name."""
-    last = max((int(match[1]) for path in folder.iterdir() if (match := _VERSION.fullmatch(path.name))), default=0)
-    if last and _content(folder / f"{last:04}.yaml") == content:
+    """Copy a version to the history, unless it is the last one there; its name."""
+    last = max((int(path.stem) for path in folder.glob("*.yaml") if path.stem.isdecimal()), default=0)
+    if last and files.read_bytes(folder / f"{last:04}.yaml") == content:
         return f"{last:04}.yaml"
     new = folder / f"{last + 1:04}.yaml"
     files.sweep(new)  # left by a killed process
     files.write_bytes(new, content)
     return new.name
-
-
-def _content(path: Path) -> bytes | None:
-    try:
-        return files.read_bytes(path)
-    except FileNotFoundError:
-        return None

@@ -10,7 +10,7 @@ from hpclm import files
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.rundir import runs
 from hpclm.rundir.lock import HolderWatch
-from hpclm.rundir.status import LATE, Queue, RunStatus, query
+from hpclm.rundir.status import Queue, query
 from hpclm.terminal import say
 
 log = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ NAMES = ("save-now", "stop")
 KILL_SWITCH = "kill_switch"
 INTERVAL = 1.0  # seconds between checks by the run: a shared file system answers slowly
 SQUEUE_SECONDS = 5.0  # that squeue may take
-STATUS_INTERVAL = 2.0  # seconds between checks whether the run still exists
+LATE = 15.0  # seconds without a heartbeat, of which there is one every 5 s, after which a run may have ended
 SILENT = 60.0  # seconds without a heartbeat after which a run that cannot be seen from here has ended
 POLL = 0.3  # seconds between checks whether the run has complied
 
@@ -31,22 +31,22 @@ class ControlFiles:
         self.folder = folder
         self._kill_switch = None if kill_switch is None else Path(kill_switch)
         self._checked = -INTERVAL
-        self._found: frozenset[str] = frozenset()
+        self._requests: frozenset[str] = frozenset()
 
     def requested(self, name: str, now: bool = False) -> bool:
         """Whether ``name``, one of NAMES or KILL_SWITCH, is requested, as of a second ago; ``now``: check the folder in any case."""
         if now or time.monotonic() - self._checked >= INTERVAL:
             owners = (os.getuid(), self.folder.stat().st_uid)
-            self._found = frozenset(name for name in NAMES if _counts(self.folder / name, owners))
+            self._requests = frozenset(name for name in NAMES if _counts(self.folder / name, owners))
             if self._kill_switch is not None and _counts(self._kill_switch, (os.getuid(), 0)):
                 log.warning("kill_switch: %s exists, so the run saves and exits", self._kill_switch)
-                self._found |= {KILL_SWITCH}
+                self._requests |= {KILL_SWITCH}
             self._checked = time.monotonic()
-        return name in self._found
+        return name in self._requests
 
     def remove(self, name: str) -> None:
         """Remove a request that was carried out."""
-        self._found -= {name}
+        self._requests -= {name}
         try:
             (self.folder / name).unlink(missing_ok=True)
         except OSError as error:
@@ -66,7 +66,7 @@ def request(verb: str, out: Path) -> Path:
     """Create the file ``verb`` for a run that is training; returns its path. ConfigError, and no file, for any other run."""
     if other := runs.other_owner(out):
         raise ConfigError(f"{files.shown(out)} belongs to {other}: a run follows no requests but its owner's")
-    status = query([runs.read(out)], SQUEUE_SECONDS)[0]
+    [status] = query([runs.read(out)], SQUEUE_SECONDS)
     if status.name not in ("running", "starting"):
         way = {
             "waiting": f"; hpclm cancel {files.typed(out)} takes it out of the queue",
@@ -74,29 +74,6 @@ def request(verb: str, out: Path) -> Path:
         }.get(status.name, "")
         raise ConfigError(f"{files.shown(out)} is not training: {status.how()}{way}")
     return create(out, verb)
-
-
-def followed(path: Path, until: float) -> bool:
-    """Wait until a run has complied with the request ``path``; False if it has ended meanwhile, with everything saved.
-
-    HpclmError if it has not complied at the time ``until`` of the monotonic clock (the request then stays pending), or has
-    ended without saving (the request is then withdrawn).
-    """
-    out = path.parent
-    heartbeat, checked, queue = HolderWatch(out), time.monotonic(), Queue(SQUEUE_SECONDS)
-    while path.exists():
-        if time.monotonic() > until:
-            raise HpclmError(
-                f"{files.shown(out)} has not responded in time; the request stays pending until its current step ends. Look with "
-                f"hpclm status {files.typed(out)}; rm {files.typed(path)} withdraws it"
-            )
-        if time.monotonic() - checked > STATUS_INTERVAL:
-            now, checked = queue.statuses([runs.read(out)], ask=heartbeat.silent()[1] > LATE)[0], time.monotonic()
-            if not now.live and (now.name != "unknown" or heartbeat.silent()[1] > SILENT):
-                path.unlink(missing_ok=True)
-                return _ended(now)
-        time.sleep(POLL)
-    return True
 
 
 def create(out: Path, verb: str) -> Path:
@@ -109,12 +86,30 @@ def create(out: Path, verb: str) -> Path:
     return path
 
 
-def _ended(status: RunStatus) -> bool:
-    """Print that the run has ended meanwhile with everything saved (False); HpclmError if something is not saved."""
-    run = status.run
-    how = f"{files.shown(run.out)} has ended meanwhile: {status.how()}"
-    if not run.checkpoint or run.checkpoint[0] < run.step:
-        saved = f"step {run.checkpoint[0]}" if run.checkpoint else "nothing"
-        raise HpclmError(f"{how}; it was at step {run.step}, and {saved} is saved. The request was withdrawn")
-    say(f"{how}; saved at step {run.checkpoint[0]}")
-    return False
+def followed(path: Path, until: float) -> bool:
+    """Wait until a run has complied with the request ``path``; False if it has ended meanwhile, with everything saved.
+
+    HpclmError if it has not complied at the time ``until`` of the monotonic clock (the request then stays pending), or has
+    ended without saving (the request is then withdrawn).
+    """
+    out = path.parent
+    heartbeat, queue = HolderWatch(out), Queue(SQUEUE_SECONDS)
+    while path.exists():
+        if time.monotonic() > until:
+            raise HpclmError(
+                f"{files.shown(out)} has not responded in time; the request stays pending until its current step ends. Look with "
+                f"hpclm status {files.typed(out)}; rm {files.typed(path)} withdraws it"
+            )
+        released, silent = heartbeat.silent()
+        [status] = queue.statuses([runs.read(out)]) if released or silent > LATE else [None]
+        if status and path.exists() and not status.live and (status.name != "unknown" or silent > SILENT):
+            path.unlink(missing_ok=True)
+            step, saved = status.run.step, status.run.checkpoint[0] if status.run.checkpoint else 0
+            text = f"{files.shown(out)} has ended meanwhile: {status.how()}; "
+            if saved < step:
+                was = f"it was at step {step}, and {f'step {saved}' if saved else 'nothing'} is saved"
+                raise HpclmError(f"{text}{was}. The request was withdrawn")
+            say(f"{text}saved at step {saved}")
+            return False
+        time.sleep(POLL)
+    return True

@@ -3,7 +3,6 @@
 import errno
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 from hpclm import files
@@ -18,18 +17,19 @@ FILES = (
 FOLDERS = ("checkpoints", "config-history", "logs", "job", "tensorboard")
 TRUSTED = ("checkpoints", "logs", "job")  # created for their owner only, whatever the umask; may be links to elsewhere
 KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link", stat.S_IFIFO: "a named pipe"}
+CHOOSE = "or choose another out"
 
 
 def check(out: Path) -> None:
     """ConfigError unless ``out`` is a folder that only this user can write to, or can be created."""
     try:
-        found = out.stat()
+        mode = out.stat().st_mode
     except FileNotFoundError:
         _check_room(out, next(folder for folder in out.parents if folder.exists()))
         return
     except OSError as error:
         raise ConfigError(f"run directory {out}: {error.strerror} (errno {error.errno}); choose another out") from None
-    if not stat.S_ISDIR(found.st_mode):
+    if not stat.S_ISDIR(mode):
         raise ConfigError(f"run directory {out} is a file; choose another out")
     if not any((out / mark).exists() for mark in MARKS) and out.resolve() in (Path("/"), Path.home(), Path.cwd()):
         raise ConfigError(f"run directory {out} is not a folder for a run's files; choose another out")
@@ -43,38 +43,30 @@ def check_inside(out: Path) -> None:
 
     Its folders may be links, to a disk with more space; its files may not, as a run would write through them.
     """
-    wanted = {**dict.fromkeys(FILES, stat.S_IFREG), **dict.fromkeys(FOLDERS, stat.S_IFDIR)}
-    problems, reach = [], _reach(out)
-    for name, kind in wanted.items():
+    mode = out.stat().st_mode if out.is_dir() else 0  # who cannot enter the folder cannot write its files
+    reach = (stat.S_IWGRP if mode & stat.S_IXGRP else 0) | (stat.S_IWOTH if mode & stat.S_IXOTH else 0)
+    problems = []
+    for name in (*FILES, *FOLDERS):
+        kind, path = stat.S_IFDIR if name in FOLDERS else stat.S_IFREG, out / name
         try:
-            found = (out / name).stat(follow_symlinks=kind == stat.S_IFDIR)
+            status = path.stat(follow_symlinks=kind == stat.S_IFDIR)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
-            problems.append(f"{out / name}: {error.strerror}; remove it, or choose another out")
+            problems.append(f"{path}: {error.strerror}; remove it, {CHOOSE}")
             continue
-        open_to = files.OTHERS if name in TRUSTED else reach
-        problems += [f"{out / name} {wrong}, or choose another out" for wrong in _wrong(found, kind, open_to)]
+        mode, writable = stat.S_IMODE(status.st_mode), files.OTHERS if name in TRUSTED else reach
+        if stat.S_IFMT(status.st_mode) != kind:
+            is_a = KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+            problems.append(f"{path} is {is_a} and must be {KINDS[kind]}: a run writes there; move it away, {CHOOSE}")
+        elif status.st_uid != os.geteuid():
+            owner = f"belongs to another user (number {status.st_uid})"
+            problems.append(f"{path} {owner}: a run trusts what is there; move it away, {CHOOSE}")
+        elif mode & writable:
+            others = f"can be written by others (mode {mode:04o})"
+            problems.append(f"{path} {others}: a run trusts what is there; chmod go-w it, {CHOOSE}")
     if problems:
         raise ConfigError(problems)
-
-
-def _reach(out: Path) -> int:
-    """The mode bits that let others write a file in the folder ``out``: none if they cannot enter it."""
-    mode = out.stat().st_mode if out.is_dir() else 0
-    return (stat.S_IWGRP if mode & stat.S_IXGRP else 0) | (stat.S_IWOTH if mode & stat.S_IXOTH else 0)
-
-
-def _wrong(found: os.stat_result, kind: int, open_to: int) -> Iterator[str]:
-    """What is wrong with a file or folder of a run directory, and what to do about it."""
-    if stat.S_IFMT(found.st_mode) != kind:
-        is_a = KINDS.get(stat.S_IFMT(found.st_mode), "something else")
-        yield f"is {is_a} and must be {KINDS[kind]}: a run writes there; move it away"
-    elif found.st_uid != os.geteuid():
-        yield f"belongs to another user (number {found.st_uid}): a run trusts what is there; move it away"
-    elif found.st_mode & open_to:
-        mode = stat.S_IMODE(found.st_mode)
-        yield f"can be written by others (mode {mode:04o}): a run trusts what is there; chmod go-w it"
 
 
 def make(out: Path) -> None:
@@ -94,7 +86,7 @@ def _check_room(out: Path, folder: Path) -> None:
     elif disk.f_bavail == 0 or (disk.f_files and disk.f_favail == 0):  # some file systems count no files
         number = errno.ENOSPC
     if number:
-        where = "" if folder == out else f" in {folder}"
+        parent = "" if folder == out else f" in {folder}"
         raise ConfigError(
-            f"run directory {out} cannot be written{where}: {os.strerror(number)} (errno {number}); choose another out"
+            f"run directory {out} cannot be written{parent}: {os.strerror(number)} (errno {number}); choose another out"
         )

@@ -14,18 +14,17 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from hpclm import files
 from hpclm.errors import HpclmError, LockedError
 from hpclm.rundir import rows
-from hpclm.rundir.lock import LARGEST, Holder, described, in_use, read, try_lock
+from hpclm.rundir.lock import FLAGS, LARGEST, Holder, described, in_use, read, try_lock
 
 log = logging.getLogger(__name__)
-PATIENCE = 10.0  # seconds to wait for another attempt that is taking over at the same time
 SECONDS = 30.0  # without a heartbeat after which a holder on another host counts as dead
 
 
@@ -36,9 +35,8 @@ class Lease:
     earlier attempt. The lease of a process on another host is taken over after ``seconds`` without a heartbeat.
     """
 
-    def __init__(self, folder: Path, name: str = "lock", seconds: float = SECONDS, env: Mapping[str, str] = os.environ):
-        self.path, self.seconds = folder / name, seconds
-        self._beats = folder / f"{name}.beat"
+    def __init__(self, folder: Path, seconds: float = SECONDS, env: Mapping[str, str] = os.environ):
+        self.path, self._beats, self.seconds = folder / "lock", folder / "lock.beat", seconds
         self.generation = 0
         """Of this holder, from 1."""
         self._me: Holder = {
@@ -48,40 +46,45 @@ class Lease:
             "start": int(env.get("SLURM_RESTART_COUNT") or 0),
             "token": secrets.token_hex(8),
         }
-        self._written = ""
         self._file: IO[bytes] | None = None
         self._over = threading.Event()
         self._lost = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="hpclm-lease", daemon=True)
-        os.register_at_fork(after_in_child=self._forget)  # a child must not keep the lock when this process has exited
+        os.register_at_fork(after_in_child=self._forget)
 
     def __enter__(self) -> "Lease":
-        self._wait_for_turn()
-        with self._alone():
+        waiting = f"waiting for another process, which is taking {self.path.parent} over"
+        with files.locked(self.path.parent, waiting), self._opened() as file:
+            # not free: the file was replaced meanwhile, where the file system cannot lock the folder
+            free = try_lock(file, self.path) and os.path.samestat(os.fstat(file.fileno()), self.path.stat())
             holder = read(self.path)
-            free = self._is_earlier_attempt(holder) if self._file is None else same_file(self._file, self.path)
-            if not free:  # another attempt was faster
-                if self._file is not None:
-                    self._file.close()
+            # this job before its last requeue
+            given_up = (
+                self._me["job"]
+                and holder.get("job") == self._me["job"]
+                and (holder.get("start") or 0) < self._me["start"]
+            )
+            if not free and not given_up:
                 raise in_use(self.path.parent, holder)
-            if self._file is None:
+            if not free:
                 log.warning("taking %s over from %s", self.path.parent, described(holder))
-            self._take(holder.get("generation", 0) + 1)
+            elif not given_up and holder.get("host") not in (None, self._me["host"]):
+                self._wait_for_silence(holder)
+            self._take((holder.get("generation") or 0) + 1)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
-        if self._file is not None:
-            with suppress(OSError):  # written to the open file, so that a file of a newer holder is not touched
-                known = {"generation": self.generation, "job": self._me["job"], "start": self._me["start"]}
-                signed_off = json.dumps(known).ljust(len(self._written))
-                if self.is_mine():
-                    self._beats.unlink(missing_ok=True)
-                os.pwrite(self._file.fileno(), signed_off.encode(), 0)
-                os.fsync(self._file.fileno())
-            self._file.close()
+        assert self._file is not None
+        with suppress(OSError, ValueError), self._file as file:  # the open file: that of a newer holder is not touched
+            known = {"generation": self.generation, "job": self._me["job"], "start": self._me["start"]}
+            signed_off = json.dumps(known).ljust(os.fstat(file.fileno()).st_size)
+            if self.is_mine():
+                self._beats.unlink(missing_ok=True)
+            os.pwrite(file.fileno(), signed_off.encode(), 0)
+            os.fsync(file.fileno())
 
     @property
     def lost(self) -> bool:
@@ -105,60 +108,16 @@ class Lease:
         text = ""
         with suppress(FileNotFoundError, files.Unfit):
             text = files.read_text(self.path, LARGEST, errors="replace")
-        named = rows.parsed(text, {}) or {}
+        named = rows.parsed(text, rows.HOLDER) or {}
         if "token" in named:
             return bool(named["token"] == self._me["token"])
-        generation = named.get("generation", 0)
-        return not rows.count(generation) or bool(generation <= self.generation)
+        return bool((named.get("generation") or 0) <= self.generation)
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Attempts that take over at the same time do so one after the other, if the file system can lock a folder."""
-        handle, until = os.open(self.path.parent, os.O_RDONLY), time.monotonic() + PATIENCE
+    def _opened(self) -> IO[bytes]:
         try:
-            while time.monotonic() < until:
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:  # lasts milliseconds, unless that process was stopped meanwhile
-                    time.sleep(0.01)
-                except OSError:
-                    break
-            yield
-        finally:
-            os.close(handle)
-
-    def _wait_for_turn(self) -> None:
-        """Return once the last holder has certainly ended; LockedError while it holds the lease.
-
-        Afterwards its file is locked by this process, or belongs to an earlier attempt of this job.
-        """
-        while True:
-            try:
-                flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
-                file: IO[bytes] = os.fdopen(files.opened(self.path, flags, 0o644), "ab+")
-            except OSError as error:
-                raise HpclmError(f"{self.path} cannot be opened: {error.strerror}; remove it") from error
-            if not try_lock(file, self.path):
-                file.close()
-                holder = read(self.path)
-                if self._is_earlier_attempt(holder):
-                    return
-                raise in_use(self.path.parent, holder)
-            if not same_file(file, self.path):  # replaced meanwhile
-                file.close()
-                continue
-            self._file = file
-            holder = read(self.path)
-            elsewhere = holder.get("host") not in (None, self._me["host"])
-            if elsewhere and not self._is_earlier_attempt(holder):
-                self._wait_for_silence(holder)
-            return
-
-    def _is_earlier_attempt(self, holder: Holder) -> bool:
-        """Whether ``holder`` is this job before its last requeue."""
-        same_job = bool(self._me["job"]) and holder.get("job") == self._me["job"]
-        return same_job and holder.get("start", 0) < self._me["start"]
+            return os.fdopen(files.opened(self.path, FLAGS, 0o644), "ab+")
+        except OSError as error:
+            raise HpclmError(f"{self.path} cannot be opened: {error.strerror}; remove it") from error
 
     def _wait_for_silence(self, holder: Holder) -> None:
         """Return when ``holder``, on a host whose processes are not visible, has sent no heartbeat for long enough."""
@@ -168,8 +127,6 @@ class Lease:
         while time.monotonic() < until:
             time.sleep(min(1.0, self.seconds / 10))
             if rows.tail(self._beats) != first:
-                assert self._file is not None
-                self._file.close()
                 raise in_use(self.path.parent, holder)
 
     def _take(self, generation: int) -> None:
@@ -177,10 +134,9 @@ class Lease:
         self.generation = generation
         new = files.aside(self.path)
         file = os.fdopen(files.opened(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644), "wb+")
-        fcntl.flock(file, fcntl.LOCK_EX)
-        self._written = json.dumps({"generation": generation, **self._me})
         try:
-            file.write(self._written.encode())
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.write(json.dumps({"generation": generation, **self._me}).encode())
             file.flush()
             os.fsync(file.fileno())
             new.replace(self.path)
@@ -188,8 +144,6 @@ class Lease:
             file.close()
             new.unlink(missing_ok=True)
             raise HpclmError(f"{self.path} cannot be written: {error.strerror}; free the disk") from error
-        if self._file is not None:
-            self._file.close()
         self._file = file
         files.sync(self.path.parent)
 
@@ -204,15 +158,6 @@ class Lease:
                 files.overwrite(self._beats, f"{self.generation} {number}\n")
 
     def _forget(self) -> None:
-        if self._file is not None and not self._file.closed:
-            nothing = os.open(os.devnull, os.O_RDWR)
-            os.dup2(nothing, self._file.fileno(), inheritable=False)
-            os.close(nothing)
-
-
-def same_file(file: IO[bytes], path: Path) -> bool:
-    """Whether ``path`` still is the open ``file``."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except OSError:
-        return False
+        """In a forked child, which must not keep the lock when this process has exited."""
+        if self._file is not None:
+            self._file.close()

@@ -5,7 +5,8 @@ import json
 import os
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,28 +16,20 @@ from hpclm.rundir import rows
 
 Holder = dict[str, Any]
 LARGEST = 1 << 16  # bytes of a lock file
-
-
-def refuse_if_held(folder: Path, name: str = "lock") -> None:
-    """LockedError if another process holds ``folder``; nothing is written."""
-    with suppress(FileNotFoundError), files.reader(folder / name) as file:
-        if not try_lock(file, folder / name, fcntl.LOCK_SH):
-            raise in_use(folder, read(folder / name))
-
-
-def in_use(folder: Path, holder: Holder) -> LockedError:
-    """The error for a folder that ``holder`` is using."""
-    return LockedError(
-        f"{folder} is in use by another run ({described(holder)}); wait for it, end it (hpclm cancel {files.typed(folder)}), "
-        "or choose another out="
-    )
+FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
 
 
 def read(path: Path | str) -> Holder:
-    """The holder that a lock file names: host, pid and more; empty without one."""
+    """The last holder that a lock file names: host, pid and more; empty without one."""
     with suppress(OSError):
         return rows.parsed(files.read_text(path, LARGEST, errors="replace"), rows.HOLDER) or {}
     return {}
+
+
+def holder(path: Path | str) -> Holder | None:
+    """The process that a lock file names as using the run directory; None if there is none, or it has released the folder."""
+    named = read(path)
+    return named if named.get("pid") else None
 
 
 def described(holder: Holder) -> str:
@@ -45,28 +38,12 @@ def described(holder: Holder) -> str:
     return f"process {holder.get('pid', 'unknown')} on {holder.get('host', 'unknown')}{job}"
 
 
-class Lock:
-    """Holds ``folder`` by the file ``name`` in it while the block runs; LockedError names the holder if another process has it."""
-
-    def __init__(self, folder: Path, name: str):
-        self.folder, self.path = folder, folder / name
-        self._file: IO[str] | None = None
-
-    def __enter__(self) -> "Lock":
-        self._file = os.fdopen(files.opened(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW), "a+")
-        if not try_lock(self._file, self.path):
-            self._file.close()
-            raise in_use(self.folder, read(self.path))
-        self._file.truncate(0)
-        holder = {"host": socket.gethostname(), "pid": os.getpid(), "job": os.environ.get("SLURM_JOB_ID")}
-        self._file.write(json.dumps(holder))
-        self._file.flush()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.truncate(0)
-            self._file.close()
+def in_use(folder: Path, holder: Holder) -> LockedError:
+    """The error for a folder that ``holder`` is using."""
+    return LockedError(
+        f"{folder} is in use by another run ({described(holder)}); wait for it, end it (hpclm cancel {files.typed(folder)}), "
+        "or choose another out="
+    )
 
 
 def try_lock(file: IO[Any], path: Path, kind: int = fcntl.LOCK_EX) -> bool:
@@ -80,10 +57,28 @@ def try_lock(file: IO[Any], path: Path, kind: int = fcntl.LOCK_EX) -> bool:
     return True
 
 
-def holder(path: Path | str) -> Holder | None:
-    """The process that a lock file names as using the run directory; None if there is none, or it has released the folder."""
-    named = read(path)
-    return named if "pid" in named else None
+def refuse_if_held(folder: Path, name: str = "lock") -> None:
+    """LockedError if another process holds ``folder``; nothing is written."""
+    with suppress(FileNotFoundError), files.reader(folder / name) as file:
+        if not try_lock(file, folder / name, fcntl.LOCK_SH):
+            raise in_use(folder, read(folder / name))
+
+
+@contextmanager
+def held(folder: Path, name: str) -> Iterator[None]:
+    """Hold ``folder`` by the file ``name`` in it during the block; LockedError names the holder if another process has it."""
+    with os.fdopen(files.opened(folder / name, FLAGS), "a+") as file:
+        if not try_lock(file, folder / name):
+            raise in_use(folder, read(folder / name))
+        file.truncate(0)
+        file.write(
+            json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "job": os.environ.get("SLURM_JOB_ID")})
+        )
+        file.flush()
+        try:
+            yield
+        finally:
+            file.truncate(0)
 
 
 class HolderWatch:

@@ -2,8 +2,6 @@
 
 import os
 import re
-import select
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +11,6 @@ from typing import BinaryIO
 
 from hpclm import files
 
-BLOCK = 1 << 18  # bytes that are read at once while a log is followed
 LONGEST = 1 << 20  # bytes of a line; a file need not have lines
 LARGEST = 1 << 28  # bytes at the end of a log in which its last lines are looked for
 PAUSE = 0.2  # seconds between reads of a log that has not grown
@@ -21,7 +18,7 @@ ASK = 2.0  # seconds between checks whether the run is over
 
 
 def matching(lines: Iterable[bytes], pattern: str | None) -> Iterator[bytes]:
-    """Lines that ``pattern`` is found in; all without one."""
+    """Lines that ``pattern`` matches somewhere; all without one."""
     regex = re.compile(pattern or "")
     return (line for line in lines if pattern is None or regex.search(line.decode(errors="replace").rstrip("\r\n")))
 
@@ -35,8 +32,7 @@ def whole(path: Path) -> Iterator[bytes]:
 def last(path: Path, count: int, pattern: str | None = None) -> list[bytes]:
     """The last ``count`` lines of a file that match."""
     with files.reader(path) as file:
-        lines, rest = _end(file, count, pattern)
-        return [*lines, *matching([rest + b"\n"] if rest else [], pattern)][-count:] if count else []
+        return [line.removesuffix(b"\n") + b"\n" for line in _last(file, count, pattern)]
 
 
 def follow(path: Path, count: int, pattern: str | None, over: Callable[[], bool]) -> Iterator[bytes]:
@@ -49,17 +45,17 @@ def follow(path: Path, count: int, pattern: str | None, over: Callable[[], bool]
     try:
         with suppress(OSError):
             file = files.reader(path)
-            lines, rest = _end(file, count, pattern)
+            lines = _last(file, count, pattern)
+            if lines and not lines[-1].endswith(b"\n"):
+                rest = lines.pop()
             yield from lines
         while True:
             if file is None:
                 with suppress(OSError):
                     file = files.reader(path)
-            part = file.read(BLOCK) if file else b""
-            if part:
-                complete, newline, rest = (rest + part).rpartition(b"\n")
-                yield from matching([line + b"\n" for line in complete.split(b"\n")] if newline else [], pattern)
-                if len(rest) > LONGEST:
+            if file and (part := file.readline(LONGEST)):
+                rest += part
+                if rest.endswith(b"\n") or len(rest) >= LONGEST:
                     yield from matching([rest], pattern)
                     rest = b""
             elif file and _replaced(file, path):
@@ -71,46 +67,20 @@ def follow(path: Path, count: int, pattern: str | None, over: Callable[[], bool]
             elif time.monotonic() - asked > ASK:
                 ending, asked = over(), time.monotonic()  # what was written meanwhile is read once more
             else:
-                if rest and pattern is None:  # a line that is still being written
-                    yield rest
-                    rest = b""
-                pause(PAUSE)
+                time.sleep(PAUSE)
     finally:
         if file:
             file.close()
-
-
-def pause(seconds: float) -> None:
-    """Wait; BrokenPipeError as soon as standard output is closed."""
-    try:
-        watched = select.poll()
-        watched.register(sys.stdout.fileno(), 0)
-    except (OSError, ValueError, AttributeError):
-        time.sleep(seconds)
-        return
-    if watched.poll(seconds * 1000):
-        raise BrokenPipeError
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
     return iter(lambda: file.readline(LONGEST), b"")
 
 
-def _end(file: BinaryIO, count: int, pattern: str | None) -> tuple[deque[bytes], bytes]:
-    """The last ``count`` complete lines that match, and the beginning of a line after them; ``file`` is read to its end."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - LARGEST))
-    rest = b""
-
-    def complete() -> Iterator[bytes]:
-        nonlocal rest
-        for line in _lines(file):
-            if line.endswith(b"\n") or len(line) == LONGEST:
-                yield line
-            else:
-                rest = line
-
-    return deque(matching(complete(), pattern), maxlen=count), rest
+def _last(file: BinaryIO, count: int, pattern: str | None) -> deque[bytes]:
+    """The last ``count`` lines that match; ``file`` is read to its end."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - LARGEST))
+    return deque(matching(_lines(file), pattern), maxlen=count)
 
 
 def _replaced(file: BinaryIO, path: Path) -> bool:

@@ -6,7 +6,7 @@ import pwd
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from hpclm.rundir.rows import Row
 from hpclm.rundir.submissions import Submission
 
 MARKS = ("config.yaml", submissions.NAME, "attempts.jsonl")
-LARGEST = 1 << 20  # bytes at the end of attempts.jsonl that are read
 DEPTH = 3  # folders below the one that is searched
 
 
@@ -29,10 +28,10 @@ class Run:
 
     out: Path
     submissions: list[Submission]
-    attempts: list[Row]
-    """Lines of attempts.jsonl, oldest first; of a run that was read briefly, the last one."""
     summary: Row
     """The content of summary.json."""
+    attempt: Row
+    """The last attempt, as summary.json or attempts.jsonl has it; empty without one."""
     checkpoint: tuple[int, float] | None
     """Step and time of the newest complete checkpoint."""
     bad: int
@@ -41,17 +40,10 @@ class Run:
     """The process that the lock names: host, pid."""
     beat_age: float | None
     """Seconds since its last heartbeat; None without one."""
-    slow: list[Row] = field(default_factory=list)
+    slow: list[Row]
     """Stragglers, as rank 0 last recorded them: rank, host, times the median."""
-    rollback: int | None = None
-    """Step of the checkpoint that the next attempt rolls back to."""
-    owner: int = 0
+    owner: int
     """UID of the owner."""
-
-    @property
-    def attempt(self) -> Row:
-        """The last attempt; empty without one."""
-        return self.attempts[-1] if self.attempts else {}
 
     @property
     def step(self) -> int:
@@ -62,10 +54,12 @@ class Run:
     @property
     def trained(self) -> bool:
         """Whether the last submission, if there is one, has started training."""
-        last = self.submissions[-1] if self.submissions else None
-        if last and last.is_job:
-            return any(str(each.get("job_id")) == last.job_id for each in self.attempts)
-        return last is None or str(self.attempt.get("time", "")) >= last.time
+        if not self.submissions:
+            return True
+        last, began, job = self.submissions[-1], str(self.attempt.get("time", "")), str(self.attempt.get("job_id"))
+        if any(each.job_id == job for each in self.submissions):
+            return job == last.job_id
+        return began > last.time or (began == last.time and not last.is_job)
 
     @property
     def total(self) -> int | None:
@@ -75,41 +69,21 @@ class Run:
 
     @property
     def jobs(self) -> list[str]:
-        """IDs of its Slurm jobs, oldest first."""
+        """IDs of its jobs, oldest first: those that were submitted, and that of the last attempt, if it was started by hand."""
         submitted = [each.job_id for each in self.submissions if each.is_job]
-        here = [each.time for each in self.submissions if not each.is_job][-1:]
-        trained = [
-            str(each["job_id"])
-            for each in self.attempts
-            # a local launch inside a job is not that job
-            if each.get("job_id")
-            and each.get("launcher") != "local"
-            and not (here and str(each.get("time", "")) >= here[0])
-        ]
-        return list(dict.fromkeys(submitted + trained))
-
-    @property
-    def processes(self) -> list[tuple[str, int, str]]:
-        """Host, PID and start time of its launcher and its rank 0, the newest last."""
-        launched = [
-            (each.host, int(each.job_id), each.time)
-            for each in self.submissions
-            if not each.is_job and each.job_id.isdecimal()
-        ]
-        return launched[-1:] + [
-            (str(each["host"]), int(each["pid"]), str(each["time"]))
-            for each in self.attempts[-1:]
-            if {"host", "pid", "time"} <= each.keys()
-        ]
+        launched = [each.time for each in self.submissions if not each.is_job][-1:]
+        job = self.attempt.get("job_id")
+        # a local launch inside a job is not that job
+        local = self.attempt.get("launcher") == "local" or [str(self.attempt.get("time", ""))] >= launched > []
+        if job and not local:
+            submitted.append(str(job))
+        return list(dict.fromkeys(submitted))
 
     def job_log(self) -> Path | None:
         """The newest log that a job of the run printed to."""
-        printed: list[Path] = []
         with suppress(OSError):
-            printed = sorted((self.out / "logs").glob("job-*.log"))
-        named = [self.out / each.log for each in self.submissions if each.log]
-        dated = [(path.stat().st_mtime, path) for path in (*named, *printed) if files.is_file(path)]
-        return max(dated)[1] if dated else None
+            return max((self.out / "logs").glob("job-*.log"), key=lambda path: path.stat().st_mtime, default=None)
+        return None
 
 
 def find(folder: Path, depth: int = DEPTH) -> list[Path]:
@@ -134,29 +108,29 @@ def none_in(folder: Path) -> str:
     return f"no run in {folder}{why}"
 
 
-def resolve(word: str, runs: Path) -> Path:
-    """The run directory that ``word`` names: a path, or a name below the folder ``runs``; ConfigError without one."""
-    for path in (Path(word), runs / word):
+def resolve(name: str, runs: Path) -> Path:
+    """The run directory of this ``name``: a path, or a name below the folder ``runs``; ConfigError without one."""
+    for path in (Path(name), runs / name):
         if is_run(path):
             return path
     known = [str(path.relative_to(runs)) for path in find(runs)]
     has = f"; {runs} has {', '.join(known[:20])}{', …' * (len(known) > 20)}." if known else f", and {runs} has none"
-    raise ConfigError(f"{word} is not a run directory{has}{hint(word, known)}")
+    raise ConfigError(f"{name} is not a run directory{has}{hint(name, known)}")
 
 
-def choose(words: Iterable[str], runs: Path) -> list[Path]:
+def choose(names: Iterable[str], runs: Path) -> list[Path]:
     """The run directories that several names or patterns such as ``sweep-*`` match; each run once."""
-    found: list[Path] = []
-    for word in words:
-        if re.search(r"[*?[]", word) and not any(map(is_run, (Path(word), runs / word))):
-            below = [path for path in find(runs) if fnmatchcase(str(path.relative_to(runs)), word)]
-            matching = below or sorted(filter(is_run, Path(Path(word).anchor).glob(word.lstrip("/"))))
+    chosen: list[Path] = []
+    for name in names:
+        if re.search(r"[*?[]", name) and not any(map(is_run, (Path(name), runs / name))):
+            below = [path for path in find(runs) if fnmatchcase(str(path.relative_to(runs)), name)]
+            matching = below or sorted(filter(is_run, Path(Path(name).anchor).glob(name.lstrip("/"))))
             if not matching:
-                raise ConfigError(f"no run directory matches {word!r}, neither here nor in {runs}")
-            found += matching
+                raise ConfigError(f"no run directory matches {name!r}, neither here nor in {runs}")
+            chosen += matching
         else:
-            found.append(resolve(word, runs))
-    return list({path.resolve(): path for path in found}.values())
+            chosen.append(resolve(name, runs))
+    return list({path.resolve(): path for path in chosen}.values())
 
 
 def is_run(path: Path) -> bool:
@@ -164,25 +138,22 @@ def is_run(path: Path) -> bool:
     try:
         return any((path / mark).exists() for mark in MARKS)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}{_whose(path)}") from None
+        owner = ""
+        with suppress(OSError):
+            owner = f"; it belongs to {_user(path.stat().st_uid)}"
+        raise ConfigError(f"{path} cannot be read: {error.strerror}{owner}") from None
 
 
 def check_own(out: Path, act: str) -> None:
-    """ConfigError if the run belongs to another user."""
-    if os.geteuid() not in (0, out.stat().st_uid):
-        raise ConfigError(f"{files.shown(out)} cannot be {act} by you{_whose(out)}")
+    """ConfigError if the run belongs to another user, and this one is not root."""
+    if os.geteuid() and (other := other_owner(out)):
+        raise ConfigError(f"{files.shown(out)} cannot be {act} by you; it belongs to {other}")
 
 
 def other_owner(path: Path) -> str:
     """The user that ``path`` belongs to, if that is not this one; else empty."""
     uid = path.stat().st_uid
     return "" if uid == os.geteuid() else _user(uid)
-
-
-def _whose(path: Path) -> str:
-    with suppress(OSError):
-        return f"; it belongs to {_user(path.stat().st_uid)}"
-    return ""
 
 
 def _user(uid: int) -> str:
@@ -192,24 +163,24 @@ def _user(uid: int) -> str:
         return f"user number {uid}"
 
 
-def read(out: Path, brief: bool = False) -> Run:
-    """Read the run directory ``out``. Files that are missing, incomplete or broken are ignored.
-
-    ``brief``: only what one line about it needs.
-    """
+def read(out: Path) -> Run:
+    """Read the run directory ``out``. Files that are missing, incomplete or broken are ignored."""
     # strings: making a Path takes longer than reading a small file
-    standing = summary.read(out)
+    standing, holder = summary.read(out), lock.holder(f"{out}/lock")
     checkpoint, bad = saved.survey(f"{out}/checkpoints")
-    holder = lock.holder(f"{out}/lock")
     submitted, owner = list[Submission](), 0
     with suppress(OSError):
         owner = out.stat().st_uid
         submitted = submissions.read(out)
-    run = Run(
+    attempt = standing.get("attempt")
+    if not attempt:
+        begun = rows.parsed_lines(rows.tail(f"{out}/attempts.jsonl"), rows.ATTEMPT)
+        attempt = begun[-1] if begun else {}
+    return Run(
         out=out,
         submissions=submitted,
-        attempts=[standing["attempt"]] if standing.get("attempt") else [],
         summary=standing,
+        attempt=attempt,
         checkpoint=checkpoint,
         bad=bad,
         holder=holder,
@@ -217,12 +188,6 @@ def read(out: Path, brief: bool = False) -> Run:
         slow=_slow(f"{out}/ranks.json") if holder else [],
         owner=owner,
     )
-    if brief and run.trained and standing:
-        return run
-    attempts, rollback = rows.parsed_lines(rows.tail(f"{out}/attempts.jsonl", LARGEST), rows.ATTEMPT), None
-    with suppress(OSError, ConfigError):
-        rollback = submissions.rollback(out)
-    return replace(run, attempts=attempts, rollback=rollback)
 
 
 def _slow(path: str) -> list[Row]:

@@ -4,23 +4,33 @@ import re
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from subprocess import Popen
+from pathlib import Path
 
 from hpclm import files
-from hpclm.node import processes, slurm
+from hpclm.node import processes
 from hpclm.node.processes import NoAnswerError
 from hpclm.node.slurm import JobState
-from hpclm.rundir import endings
+from hpclm.rundir import rows
 from hpclm.rundir.runs import Run
-from hpclm.rundir.summary import ENDED
-from hpclm.scheduler import Scheduler, of_run
+from hpclm.rundir.summary import ENDED, KILLED
+from hpclm.scheduler import of_run
 
 SILENT = 30.0  # seconds without a heartbeat after which a run that cannot be seen from here does not count as running
 ASK = 60.0  # seconds between questions to Slurm of one command, since many people watch many runs
-LATE = 15.0  # seconds without a heartbeat, of which there is one every 5 s, after which a run may have ended
+OWN = re.compile(r"(\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d\S* [DIW] ")
+"""A line that the run logged before it ended."""
+NOISE = re.compile(
+    r"(?:srun|mpirun) ended with|start \d+ of job \d+ on |srun: (?:Job step|Terminating|launch/slurm: )"
+    r"|srun: error: \S+: tasks? \S+: (?:Exited|Terminated|Killed)|slurmstepd: error: \*\*\* (?!.* DUE TO )"
+)
+"""Lines of Slurm and of a job's script that only say that processes have ended."""
+PLACE = re.compile(r"^(?:bash|\S*/slurm_script): line \d+: |^(?:[\d-]+ )?\d\d:\d\d:\d\d\S* [EC] |^error: ")
+FAULT = re.compile(
+    r"error|not found|cannot|can't|could not|no such|no module|denied|fail|fatal|fault|DUE TO|:\d\d\S* E ",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -62,9 +72,7 @@ class RunStatus:
 
     def how(self) -> str:
         """The state, and how the last attempt ended."""
-        if self.ending.startswith(self.name):
-            return self.ending
-        return f"{self.name}, {self.ending}" if self.ending else self.name
+        return self.ending if self.ending.startswith(self.name) else f"{self.name}, {self.ending}".removesuffix(", ")
 
     def where(self) -> str:
         """Which job or process it is."""
@@ -72,19 +80,16 @@ class RunStatus:
             return job_words(self.job)
         if self.process:
             return f"process {self.process} on this host"
-        if self.live and self.run.holder:
-            holder = self.run.holder
+        holder = self.run.holder
+        if holder and (self.live or self.name == "unknown"):
             job = f"job {holder['job']}, " if holder.get("job") else ""
             return f"{job}process {holder.get('pid')} on {holder.get('host')}, according to its files"
         return ""
 
-    def warnings(self) -> list[str]:
+    def warnings(self) -> Iterator[str]:
         """What the user should look at."""
-        return [text for text in self._warnings() if text]
-
-    def _warnings(self) -> Iterator[str]:
         run, out = self.run, files.typed(self.run.out)
-        usual, loss = run.summary.get("step_seconds") or 0, run.summary.get("loss", 0.0)
+        usual = run.summary.get("step_seconds") or 0
         if self.name == "running" and self.age is not None and self.age > max(120, 20 * usual):
             yield f"no step for {span(self.age)}, and a step takes {usual:.2f} s: hpclm logs {out}"
         if self.live and run.slow:
@@ -93,133 +98,112 @@ class RunStatus:
             yield f"slower than the others: {', '.join(ranks[:8])}{more}"
         if self.job and self.job.hopeless:
             yield f"Slurm can never start job {self.job.id} ({self.job.reason}): hpclm cancel {out}"
-        if loss is None:
-            yield f"the loss of step {run.step} is not finite"
-        elif run.summary.get("spiking_since"):
+        if run.summary.get("spiking_since"):
             yield f"loss spike since step {run.summary['spiking_since']}: hpclm checkpoints {out}"
-        yield self._crash_loop(run.summary.get("starts", []))
         if run.bad:
             yield f"{run.bad} bad checkpoint{'s' * (run.bad > 1)} set aside in {files.shown(run.out)}/checkpoints"
-        if self.name == "unknown" and run.holder:
-            yield (
-                f"process {run.holder.get('pid')} on {run.holder.get('host')} has not released the run directory; "
-                "whether it is running cannot be seen from here"
-            )
-
-    def _crash_loop(self, starts: Sequence[int]) -> str:
-        if len(starts) < 3 or len(set(starts)) > 1:
-            return ""
-        if self.run.step <= starts[0]:
-            return f"three attempts from step {starts[0]} without a step"
-        return "" if self.live else f"three attempts in a row started at step {starts[0]}: none reached a checkpoint"
 
 
 class Queue:
     """The status of runs, again and again: Slurm is asked at most every ASK seconds, or when there are new jobs."""
 
-    def __init__(self, seconds: float, squeue: Popen[bytes] | None = None):
-        """``seconds``: that Slurm has for an answer; ``squeue``: already asks it."""
-        self.seconds, self._squeue = seconds, squeue
+    def __init__(self, seconds: float):
+        """``seconds``: that Slurm has for an answer."""
+        self.seconds = seconds
         self.silent = ""
         """Why Slurm did not answer; "" if it did."""
-        self._states: Mapping[str, JobState] | None = {}
+        self._states: dict[str, JobState] | None = {}
         self._asked = -ASK
         self._known: set[str] = set()
 
-    def statuses(self, runs: Sequence[Run], ask: bool = True) -> list[RunStatus]:
-        """How the runs stand now; without ``ask``, by what Slurm said of their jobs the last time."""
+    def statuses(self, runs: Sequence[Run]) -> list[RunStatus]:
+        """How the runs stand now, by what Slurm said of their jobs less than a minute ago."""
         jobs = {job for run in runs for job in run.jobs}
-        if (ask and time.monotonic() - self._asked >= ASK) or not jobs <= self._known:
-            try:
-                self._states, self.silent = self._answer(runs, jobs), ""
-            except NoAnswerError as silent:
-                self._states, self.silent = None, str(silent)
-            self._asked, self._known = time.monotonic(), jobs
+        if time.monotonic() - self._asked >= ASK or not jobs <= self._known:
+            self._ask(runs, jobs)
         return [status_of(run, self._states if run.jobs else {}, self.silent * bool(run.jobs)) for run in runs]
 
-    def _answer(self, runs: Sequence[Run], jobs: set[str]) -> Mapping[str, JobState]:
-        squeue, self._squeue = self._squeue, None
-        owners, states = sorted({run.owner for run in runs if run.jobs}), dict[str, JobState]()
-        if squeue and not jobs:
-            with suppress(NoAnswerError):
-                processes.finish(squeue, 0)
-        for scheduler in _schedulers(runs) if jobs else ():
-            if squeue and scheduler.name == "slurm":
-                states |= slurm.read_squeue(squeue, jobs, self.seconds)
-            else:
-                states |= scheduler.states(jobs, owners, self.seconds)
-        return states
+    def _ask(self, runs: Sequence[Run], jobs: set[str]) -> None:
+        self._asked, self._known, self._states, self.silent = time.monotonic(), jobs, {}, ""
+        owned = [run for run in runs if run.jobs]
+        clusters = [of_run([each.cluster for each in run.submissions if each.is_job], run.owner) for run in owned]
+        try:
+            for scheduler in dict.fromkeys(each for several in clusters for each in several):
+                self._states |= scheduler.states(jobs, sorted({run.owner for run in owned}), self.seconds)
+        except NoAnswerError as silent:
+            self._states, self.silent = None, str(silent)
 
 
-def _schedulers(runs: Sequence[Run]) -> list[Scheduler]:
-    found = [of_run([each.cluster for each in run.submissions if each.is_job], run.owner) for run in runs]
-    return list(dict.fromkeys(each for several in found for each in several))
-
-
-def query(runs: Sequence[Run], seconds: float, squeue: Popen[bytes] | None = None) -> list[RunStatus]:
-    """The status of runs. squeue is asked once for all of them, or was started before, and has ``seconds`` to answer."""
-    return Queue(seconds, squeue).statuses(runs)
+def query(runs: Sequence[Run], seconds: float) -> list[RunStatus]:
+    """The status of runs. Each scheduler is asked once for all of them, and has ``seconds`` to answer."""
+    return Queue(seconds).statuses(runs)
 
 
 def status_of(run: Run, states: Mapping[str, JobState] | None, asked: str = "") -> RunStatus:
     """The status of ``run`` if Slurm knows ``states``; None: it did not answer, for the reason ``asked``."""
     mine = [states[job] for job in run.jobs if job in states] if states else []
-    live = [job for job in mine if job.live]
-    job = (live or mine)[-1] if mine else None
-    here = process_here(run)
-    beats = run.beat_age is not None and run.beat_age < SILENT and _is_elsewhere(run)
-    if live and job:
+    job = next((each for each in reversed(mine) if each.live), mine[-1] if mine else None)
+    over = run.holder is None and run.trained and run.summary.get("state") in ("done", "stopped")
+    here, unanswered = None if over else process_here(run), states is None  # it may take a while to exit
+    elsewhere = run.holder is not None and run.holder.get("host") != socket.gethostname()
+    if run.attempt.get("job_id") and not unanswered:
+        elsewhere = False  # Slurm knows better than its files
+    if job and job.live:
         name, text = "waiting" if job.waits else "completing" if job.name == "COMPLETING" else _working(run, job), ""
-    elif here is not None or (beats and (states is None or not run.attempt.get("job_id"))):
+    elif here is not None or (elsewhere and run.beat_age is not None and run.beat_age < SILENT):
         name, text = _working(run, None), ""
     else:
-        name, text = _over(run, states is None, job)
+        name, text = _over(run, unanswered, elsewhere, job)
     if job and not job.live and name in ("failed", "ended") and job.name != "COMPLETED":
         because = f" ({job.reason})" if job.reason not in ("", "None", "NonZeroExitCode") else ""
         text = f"{text}; job {job.id} {job.name}{because}"
     return RunStatus(run, name, job, asked, here, text, time.time())
 
 
-def _over(run: Run, silent: bool, job: JobState | None) -> tuple[str, str]:
-    """State of a run that does not seem to be running, and how it ended; ``silent``: Slurm did not answer."""
-    name, text = _told(run)
-    if not run.trained and not silent:
+def _over(run: Run, unanswered: bool, elsewhere: bool, job: JobState | None) -> tuple[str, str]:
+    """State of a run that does not seem to be running, and how it ended; ``unanswered``: Slurm did not answer, ``elsewhere``: a
+    process that is not visible from here holds the run directory."""
+    said = run.summary.get("state") in ENDED
+    name, text = (run.summary["state"], run.summary["ending"]) if said else ("", "")
+    if not run.trained and not unanswered:
         log = run.out / run.submissions[-1].log
-        terminated = endings.terminated(log)
-        wrong = "" if terminated else endings.last_ending(log)[1]
-        if not terminated and (wrong or (files.is_file(log) and not (job and job.name == "CANCELLED"))):
-            return "failed", wrong or endings.last_fault(log) or "ended before training started"
-        if not run.attempts:
+        ended_by_term = rows.tail(log).rstrip().endswith(" ended with exit code 143")
+        if not (job.name == "CANCELLED" if job else ended_by_term or not files.is_file(log)):
+            return "failed", last_fault(log) or "ended before training started"
+        if not run.attempt:
             return "cancelled", "its job was cancelled before training started"
         text = f"{text}; its last job was cancelled before training started".removeprefix("; ")
-    total, unmeasured = run.total, name in ("failed", "exited", "stopped")
-    if total is not None and run.step >= total and not unmeasured:
-        return "done", text if name == "done" else f"step {run.step} of {total}"
-    if name or silent or (_is_elsewhere(run) and not run.attempt.get("job_id")):
+    if name or unanswered or elsewhere:
         return name or "unknown", text
-    if not run.attempts:
-        return ("failed", "ended before training started") if job or run.submissions else ("new", "")
-    if run.holder is None:  # it has released the run directory
-        return "exited", text or f"exited cleanly after step {run.step}"
-    return "ended", text or "ended without a message: killed, or its node failed"
+    if not run.attempt:
+        return ("failed", "ended before training started") if run.submissions else ("new", "")
+    return "ended", text or last_fault(run.job_log()) or KILLED
 
 
-def _told(run: Run) -> tuple[str, str]:
-    """How the last attempt ended by its own account, otherwise by the end of its log or its job's; empty if unknown."""
-    if run.summary.get("state") in ENDED:
-        return run.summary["state"], run.summary["ending"]
-    told = endings.last_ending(run.out / "log.txt")
-    log = run.job_log() if run.trained and told[0] in ("", "ended") else None
-    return (endings.last_ending(log) if log else told) or told
+def last_fault(log: Path | None) -> str:
+    """What a job printed last about a fault, after the run's own last message; empty if nothing.
+
+    It is the cause of death if the run was killed, or failed before training, and so could not say it in summary.json.
+    """
+    for line in reversed(rows.tail(log or "").splitlines()):
+        if OWN.match(line):
+            break
+        if FAULT.search(line) and not NOISE.match(line):
+            return PLACE.sub("", line.strip())
+    return ""
 
 
 def process_here(run: Run) -> int | None:
     """PID on this host of the run's launcher, otherwise of the run itself; None without one."""
-    recorded = [(pid, when) for host, pid, when in run.processes if host == socket.gethostname()]
-    running = (pid for pid, when in recorded if processes.is_ours(pid, when))
-    holder = run.holder or {}
-    pid = holder.get("pid", 0) if holder.get("host") == socket.gethostname() else 0
-    return next(running, None) or (pid if pid and processes.has_open(pid, (run.out / "lock").resolve()) else None)
+    launched = [each for each in run.submissions if not each.is_job and each.job_id.isdecimal()][-1:]
+    recorded = [(each.host, int(each.job_id), each.time) for each in launched]
+    if run.attempt.get("pid") and run.attempt.get("time"):
+        recorded.append((run.attempt.get("host", ""), run.attempt["pid"], run.attempt["time"]))
+    running = (pid for host, pid, when in recorded if host == socket.gethostname() and processes.is_ours(pid, when))
+    if (pid := next(running, None)) or not run.holder or run.holder.get("host") != socket.gethostname():
+        return pid
+    holding: int = run.holder["pid"]
+    return holding if processes.has_open(holding, (run.out / "lock").resolve()) else None
 
 
 def job_words(job: JobState) -> str:
@@ -227,9 +211,7 @@ def job_words(job: JobState) -> str:
     if job.waits:
         when = f", expected to start {job.start}" if re.match(r"\d{4}-", job.start) else ""
         return f"job {job.id} {job.name} ({job.reason}){when}"
-    if job.live:
-        return f"job {job.id} {job.name} for {job.elapsed} on {job.nodelist}, {job.left} left"
-    return f"job {job.id} {job.name}"
+    return f"job {job.id} {job.name}" + (f" for {job.elapsed} on {job.nodelist}, {job.left} left" if job.live else "")
 
 
 def span(seconds: float) -> str:
@@ -258,8 +240,3 @@ def moment(text: str) -> float | None:
         except (ValueError, OverflowError):
             continue
     return None
-
-
-def _is_elsewhere(run: Run) -> bool:
-    """Whether a process of another host, which is not visible from here, holds the run directory."""
-    return run.holder is not None and run.holder.get("host") != socket.gethostname()

@@ -17,6 +17,7 @@ from hpclm.rundir import rows
 
 NAME = "jobs.jsonl"
 ROLLBACK = "rollback.json"
+NEEDED = ("cluster", "job_id", "host", "nodes", "tasks_per_node", "log", "time")
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def read(out: Path) -> list[Submission]:
     except FileNotFoundError:
         return []
     submitted: list[Submission] = []
-    for row in rows.parsed_lines(text, rows.SUBMISSION):
+    for row in rows.parsed_lines(text, rows.SUBMISSION, NEEDED):
         with suppress(TypeError):  # it lacks something, or has too much
             submitted.append(Submission(**row))
     return submitted
@@ -78,7 +79,7 @@ def rollback(out: Path) -> int | None:
     path = out / ROLLBACK
     if not path.exists():
         return None
-    row = rows.parsed(rows.tail(path), {"step": rows.whole, "time": rows.text}, ["step"])
+    row = rows.parsed(rows.tail(path), {"step": int, "time": str}, ["step"])
     if row is None:
         raise ConfigError(f"{path} has no step to go back to; remove it, and repeat --from STEP")
     return int(row["step"])

@@ -11,8 +11,8 @@ from hpclm.rundir import rows
 from hpclm.sinks import Row
 
 LARGEST = 1 << 20  # bytes
-NEEDED = {"id": rows.text, **dict.fromkeys(("step", "rows", "rollbacks"), rows.whole), "parts": rows.texts}
-FIELDS = {**NEEDED, "scored": rows.whole}
+NEEDED = {"id": str, **dict.fromkeys(("step", "rows", "rollbacks"), int), "parts": list}
+FIELDS = {**NEEDED, "scored": int}
 
 
 @dataclass(frozen=True)

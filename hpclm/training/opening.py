@@ -34,7 +34,7 @@ from hpclm.parallel.mesh import Mesh
 from hpclm.rundir import submissions
 from hpclm.rundir.control_files import ControlFiles
 from hpclm.rundir.lease import Lease
-from hpclm.rundir.summary import RunSummary
+from hpclm.rundir.summary import RunSummary, failed_without_main
 from hpclm.sinks.process import Sinks
 from hpclm.training import messages, records
 from hpclm.training.control import RunControl, Saver
@@ -68,7 +68,7 @@ class Directory:
     summary: RunSummary | None
     """Rank 0's."""
     restarted: str
-    """Why Slurm has started the job again, if it has."""
+    """How the attempt before ended, and why Slurm has started the job again, if it has."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,7 @@ def open_run_directory(
     with ExitStack() as stack:
         lease = on_main(context, lambda: stack.enter_context(_lease(out)))
         summary = stack.enter_context(RunSummary(out, lease)) if lease else None
-        if summary:
-            context.watchdog.shutdown.listeners.append(summary.failed)
+        context.watchdog.shutdown.listeners.insert(0, summary.failed if summary else failed_without_main(out))
         if config.cluster.preflight:
             room = 12 * count.parameters(config.model)  # bytes of a checkpoint: weights and Adam's two moments in fp32
             preflight.check(context, compute.device, config.modules(), out, room=room)
@@ -177,7 +176,7 @@ def open_run_directory(
         else:
             logs.instead_to(out / "logs" / f"rank-{context.rank:05d}.log", secrets.Redactor())
         stack.enter_context(context.guard(out / "log.txt"))
-        restarted = records.tell_restart(out, context) if context.is_main else ""
+        restarted = records.tell_restart(out, context, summary.before) if summary else ""
         stacks = context.run_on_main(lambda: time.strftime("stacks-%Y%m%d-%H%M%S"))
         context.watchdog.write_to(out, stacks, config.parallel.pipeline)
         yield Directory(out, lease, summary, restarted)

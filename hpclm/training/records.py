@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from hpclm import __version__, config, files
+from hpclm import __version__, config, files, scheduler
 from hpclm.config.compose import dumped
 from hpclm.config.data import mixture
 from hpclm.distributed import bootstrap, restart
@@ -22,7 +22,7 @@ from hpclm.distributed.context import DistributedContext
 from hpclm.errors import DivergedError
 from hpclm.node import python, secrets
 from hpclm.rundir import code, config_history
-from hpclm.rundir.rows import ATTEMPT, END, Check, append, sane
+from hpclm.rundir.rows import ATTEMPT, END, Kind, append, sane
 
 log = logging.getLogger(__name__)
 LIBRARIES = (
@@ -48,7 +48,7 @@ def start(
     ``began``: when its set-up began; ``resume_step``: the step of the checkpoint that it went back to; ``restarted``: what ``tell_restart`` has logged.
     """
     out = Path(run.out)
-    used = config_history.use(out, dumped(replace(run, data=absolute(run.data))))
+    _, used = config_history.replace(out, dumped(replace(run, data=absolute(run.data))))
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "from_step": step,
@@ -119,31 +119,31 @@ def requested_step(out: Path, step: int | None) -> int | None:
     """The step to go back to, which --from named; None if this job has gone back to it before Slurm started it again."""
     job = bootstrap.job()
     done = any(
-        row.get("back_to") == step and row.get("job_id") == job["job_id"] and row.get("restart", 0) < job["restart"]
+        row.get("back_to") == step
+        and row.get("job_id") == job["job_id"]
+        and (row.get("restart") or 0) < int(job["restart"])
         for row in (rows(out / "attempts.jsonl", ATTEMPT) if job and step is not None else [])
     )
     return None if done else step
 
 
-def tell_restart(out: Path, context: DistributedContext) -> str:
-    """Log why Slurm has started this job again, or torchrun's agent the ranks, as far as it is known; what was logged."""
-    if inside := restart.inside_the_job():
-        log.warning("%s", inside)
-        return inside
+def tell_restart(out: Path, context: DistributedContext, ending: str) -> str:
+    """How the attempt before ended; logged if that is why Slurm has started this job again, or torchrun's agent the ranks.
+
+    ``ending``: what its summary says.
+    """
     job = bootstrap.job()
-    if not job.get("restart") or context.launcher == "local":
-        return ""
-    before = rows(out / "attempts.jsonl", ATTEMPT)
-    saved = [
-        f"it had saved step {row['step']} and exited with {row['code']}"
-        for row in rows(out / "ends.jsonl", END)
-        if row.get("attempt") == len(before)
-    ]
-    why = [*saved[-1:], *restart.reasons(before[-1].get("hosts", []) if before else [])]
-    reason = "; ".join(why) or "neither Slurm's records nor the job's log say"
-    text = f"start {int(job['restart']) + 1} of job {job['job_id']}; why the last one ended: {reason}"
-    log.warning("%s", text)
-    return text
+    if inside := restart.inside_the_job():
+        ending = inside
+    elif job.get("restart") and context.launcher != "local":
+        before = rows(out / "attempts.jsonl", ATTEMPT)
+        troubles = scheduler.named("slurm").troubles(before[-1].get("hosts") or [] if before else [])
+        why = [ending or "it ended before training started", *troubles]
+        ending = f"start {int(job['restart']) + 1} of job {job['job_id']}; why the last one ended: {'; '.join(why)}"
+    else:
+        return ending
+    log.warning("%s", ending)
+    return ending
 
 
 def check_progress(out: Path, step: int) -> None:
@@ -164,7 +164,7 @@ def check_progress(out: Path, step: int) -> None:
         )
 
 
-def rows(path: Path, fields: Mapping[str, Check]) -> list[dict[str, Any]]:
+def rows(path: Path, fields: Mapping[str, Kind]) -> list[dict[str, Any]]:
     """The lines of a file of JSON objects, empty where ``fields`` are not what they must be; none where there is no file."""
     read = []
     with suppress(OSError):

@@ -12,7 +12,7 @@ import pytest
 import hpclm
 from hpclm import cli
 from hpclm.data import tokenizers
-from hpclm.rundir.lock import Lock
+from hpclm.rundir import lock
 from tests.interop import made
 from tests.runs import ROOT, Ranks
 
@@ -181,7 +181,7 @@ def test_an_interrupted_follower_ends_with_85_and_the_next_one_scores_the_rest(p
     said, _ = follower.communicate(timeout=120)
     complete = follower.returncode == 0  # it was faster than the signal
     assert complete or (follower.returncode == 85 and "the same command scores" in said), said
-    with Lock(out, "scores.lock"):
+    with lock.held(out, "scores.lock"):
         other = following(place, out)
         said, _ = other.communicate(timeout=120)
         assert other.returncode == 75 and "is in use" in said

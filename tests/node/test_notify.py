@@ -90,7 +90,7 @@ def test_a_run_notifies_when_it_finishes_restarts_and_fails(tiny, tmp_path, monk
     about = [(said["event"], said["run"], said["attempt"]) for said in received]
     assert about == [("finished", "run", 1), ("restarted", "run", 2), ("failed", "run", 2)]
     assert received[0]["message"].startswith("stopped at step 4 as stop_at says")
-    assert received[1]["message"] == "attempt 2 resumes from step 4"
+    assert received[1]["message"] == "attempt 2 resumes from step 4; stopped at step 4 as stop_at says"
     assert "not finite" in received[2]["message"] and received[2]["out"] == str(tmp_path / "run")
     assert received[2]["text"].startswith("hpclm: run has failed (")
     assert [mail.partition("Subject: ")[2].partition("\r")[0] for mail in mails] == [

@@ -18,11 +18,6 @@ def stamp(seconds):
     return at(seconds).strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
-def logged(seconds, text, level="I"):
-    when = at(seconds)
-    return f"{when.strftime('%Y-%m-%d %H:%M:%S')},{when.microsecond // 1000:03} {level} {text}\n"
-
-
 def row(step, seconds, loss=None, **more):
     figures = dict(grad_norm=1.5, lr=1e-3, step_seconds=1.0, tokens_per_second=2000.0 + step, memory=3 << 30, mfu=0.4)
     figures |= dict(data_fraction=0.01, data_seconds=0.01)
@@ -57,9 +52,9 @@ def preempted(out, lr=1e-3):
     again = "start {} of job 7; why the last one ended: {}"
     after = [
         {},
-        {"after": again.format(2, "PREEMPTED by job 99")},
+        {"after": again.format(2, "SIGUSR1: saved at step 30, exiting; a1 is DOWN")},
         {"after": again.format(3, "node a2 failed (NODE_FAIL)")},
-        {},
+        {"after": "rank 3 on a1: CUDA out of memory. Tried to allocate 2 GiB"},
     ]
     size = dict(steps=100, launcher="slurm", size=8, hosts=["a1", "a2"], host="a1")
     attempts = [
@@ -82,18 +77,4 @@ def preempted(out, lr=1e-3):
     ]
     (out / "metrics.jsonl").write_text(lines(kept))
     (out / "metrics.lost.jsonl").write_text(lines([*lost, lost[-1]]) + '{"step": 7')
-    log = [
-        logged(68.5, f"run directory {out}, a new run"),
-        logged(90.5, "saved step 20 in 1.00 s; training waited 0.50 s"),
-        logged(101, "saved step 30 in 0.90 s; training waited 0.90 s"),
-        logged(102, "SIGUSR1: saved at step 30, exiting; the same command resumes from here", "W"),
-        logged(208.5, f"run directory {out}, resumes from step 30"),
-        logged(221, "saved step 40 in 0.50 s; training waited 0.00 s"),
-        logged(308.5, f"run directory {out}, resumes from step 40"),
-        logged(331, "saved step 60 in 0.50 s; training waited 0.00 s"),
-        logged(340.5, "rank 3 on a1: CUDA out of memory. Tried to allocate 2 GiB", "E"),
-        logged(428.5, f"run directory {out}, resumes from step 60"),
-        logged(470.5, "done at step 100, 800 samples; next: ls"),
-    ]
-    (out / "log.txt").write_text("".join(log))
     return out

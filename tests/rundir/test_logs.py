@@ -11,7 +11,6 @@ from hpclm.rundir.logs import follow, last
 def quick(monkeypatch):
     monkeypatch.setattr(following, "ASK", 0.1)
     monkeypatch.setattr(following, "PAUSE", 0.02)
-    monkeypatch.setattr(following, "pause", time.sleep)
 
 
 @pytest.mark.parametrize("end", ["", "\n", "\n\n"])

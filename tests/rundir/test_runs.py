@@ -72,11 +72,7 @@ def test_a_run_is_named_by_its_path_or_by_its_name_below_the_folder_of_runs(tmp_
 def test_missing_and_broken_files_are_ignored(tmp_path):
     for _ in range(2):
         run = runs.read(tmp_path)
-        assert (run.attempts, run.summary, run.checkpoint, run.holder, run.total, run.step) == (
-            *([], {}),
-            *(None,) * 3,
-            0,
-        )
+        assert (run.attempt, run.summary, run.checkpoint, run.holder, run.total, run.step) == ({}, {}, *(None,) * 3, 0)
         for name in ("attempts.jsonl", "metrics.jsonl", "jobs.jsonl", "summary.json", "lock", "log.txt"):
             (tmp_path / name).write_bytes(b'\xff\x00{]: \n[1, 2]\n"x"\n12\n{"step"')
 
@@ -100,8 +96,8 @@ def test_the_job_around_a_local_launch_is_not_the_runs(tmp_path):
 
 def test_a_run_without_a_summary_is_known_from_its_attempts(tmp_path):
     attempts = [{"from_step": 0, "steps": 20}, {"from_step": 4, "steps": 20, "host": "elsewhere", "pid": 1}]
-    run = runs.read(make(tmp_path, attempts, summary=False), brief=True)
-    assert (run.step, run.attempts, run.summary) == (4, attempts, {})
+    run = runs.read(make(tmp_path, attempts, summary=False))
+    assert (run.step, run.attempt, run.summary) == (4, attempts[-1], {})
 
 
 def test_the_newest_checkpoint_is_the_one_of_the_highest_step_and_a_thousand_broken_ones_cost_little_time(tmp_path):
@@ -133,4 +129,4 @@ def test_the_planned_steps_are_those_of_the_last_attempt_or_of_a_later_submissio
     make(tmp_path, [{"from_step": 0, "steps": 77, "job_id": "7"}])
     assert runs.read(tmp_path).total == 77
     submissions.append(tmp_path, Submission("slurm", "8", "host", 1, 1, "", steps=99))
-    assert runs.read(tmp_path, brief=True).total == 99
+    assert runs.read(tmp_path).total == 99

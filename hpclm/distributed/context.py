@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,6 +37,23 @@ CAUSE = 60.0  # seconds that a rank which lost a connection waits for its watchd
 LATEST = 15.0  # seconds that the main thread has to exit after an error: a collective may hang
 EXIT = 0.5  # seconds that rank 0, whose end closes the store, stays after an error that all ranks raise
 UNLIMITED = timedelta(days=7)  # for a collective in which one rank may arrive hours after another
+
+
+def waits_in(name: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """For a method that waits for other ranks: tells the watchdog so, which takes ranks that wait for no culprits of a hang."""
+
+    def decorator(method: Callable[..., T]) -> Callable[..., T]:
+        @wraps(method)
+        def noted(self: "DistributedContext", *args: Any, **kwargs: Any) -> T:
+            self.watchdog.waits_in = name
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                self.watchdog.waits_in = ""
+
+        return noted
+
+    return decorator
 
 
 class DistributedContext:
@@ -82,6 +100,7 @@ class DistributedContext:
         texts = self._exchange(_text_tensor(own, width), unlimited, everywhere)
         return [json.loads(bytes(text[: int(size)].numpy())) for text, size in zip(texts, sizes, strict=False)]
 
+    @waits_in("all_gather")
     def _exchange(self, own: "torch.Tensor", unlimited: bool, everywhere: bool = True) -> "list[torch.Tensor]":
         """Every rank's tensor, on every rank or, unless ``everywhere``, on rank 0; on the others an empty list."""
         import torch.distributed as dist
@@ -95,6 +114,7 @@ class DistributedContext:
         (group.allgather if everywhere else group.gather)([parts] if parts else [], [own], options).wait()
         return parts
 
+    @waits_in("all_reduce")
     def all_reduce_max(self, *values: float) -> list[float]:
         """The maximum over all ranks of the first values, of the second ones, …, on every rank."""
         self.watchdog.tick()
@@ -136,6 +156,7 @@ class DistributedContext:
             raise failed
         return result
 
+    @waits_in("run_on_main")
     def _broadcast(self, tensor: "torch.Tensor") -> "torch.Tensor":
         """Rank 0's tensor, on every rank."""
         import torch.distributed as dist

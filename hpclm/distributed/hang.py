@@ -15,11 +15,11 @@ from hpclm.distributed.failure import named
 from hpclm.distributed.rendezvous import RankInfo
 from hpclm.terminal import ranges
 
-COLLECTIVES = ("torch.distributed.", "hpclm.parallel.", "hpclm.distributed.context")
-"""Modules in which a thread waits for other ranks."""
+COLLECTIVES = ("torch.distributed.", "hpclm.parallel.")
+"""Modules in which a thread waits for other ranks; operations of the context are noted by ``context.waits_in``."""
 AUTOGRAD = "torch.autograd"
 """The backward pass computes, or waits for a collective, both outside Python."""
-LIBRARIES = ("torch.", "threading", "queue", "concurrent.")
+LIBRARIES = ("torch.", "threading", "queue", "concurrent.", "hpclm.distributed.context")
 """Modules that say little about where a thread is: their caller does."""
 
 
@@ -61,9 +61,9 @@ class RankState:
         return f"{doing}, {waits} ({self.location})"
 
 
-def position() -> tuple[str, str]:
-    """MODULE:LINE in FUNCTION of the main thread, and the collective that it waits in, if its innermost calls are one."""
-    waits_in = ""
+def position(waits_in: str = "") -> tuple[str, str]:
+    """MODULE:LINE in FUNCTION of the main thread, and the collective that it waits in: ``waits_in``, which it has noted, or one
+    that its innermost calls are."""
     for frame, line in traceback.walk_stack(sys._current_frames().get(threading.main_thread().ident or 0)):
         module, name = str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
         if module.startswith(AUTOGRAD):

@@ -216,12 +216,16 @@ def _register(store: SignedStore, me: RankInfo, world: World, seconds: float) ->
         _refuse(store, ConfigError(f"two processes are rank {me.rank}: {first} and {me}; start each rank once"))
     if me.rank == 0:
         _decide(store, me, world, seconds)
-    answer = store.wait(RANKS, seconds + LINGER, _pause(POLL, me.size))
-    if answer is None:
-        raise HpclmError(f"{me} got no answer from rank 0 within {seconds:g} s; see its output")
+    until = time.monotonic() + seconds + LINGER
+    while (answer := store.get(RANKS)) is None:
+        if time.monotonic() > until:
+            raise HpclmError(f"{me} got no answer from rank 0 within {seconds:g} s; see its output")
+        store.put(rank_key("rank", me.rank), asdict(me))  # again, if another process has replaced it
+        time.sleep(_pause(POLL, me.size))
+    store.set(rank_key("met", me.rank), True)
+    if me.rank == 0:
+        _wait_for_readers(store, answer, me.size)
     if "refused" in answer:
-        if me.rank == 0:
-            time.sleep(LINGER)  # the store ends with this process
         raise (ConfigError if answer["settings"] else HpclmError)(answer["refused"])
     ranks = tuple(RankInfo(*values) for values in answer["ranks"])
     if len(ranks) != me.size:
@@ -257,6 +261,12 @@ def _decide(store: SignedStore, me: RankInfo, world: World, seconds: float) -> N
             continue
         return _refuse(store, ConfigError(text))
     store.put(RANKS, {"ranks": [astuple(info) for info in ranks]})
+
+
+def _wait_for_readers(store: SignedStore, answer: dict[str, Any], size: int) -> None:
+    """On rank 0: stay until all have read ``answer``, and write it again if another process has replaced it."""
+    keys = [rank_key("met", rank) for rank in range(size)]
+    wait_until(lambda: store.put(RANKS, answer) and all(store.get_all(keys) or [False]), LINGER, _pause(POLL, size))
 
 
 def _refuse(store: SignedStore, error: HpclmError) -> None:

@@ -60,6 +60,8 @@ class Watchdog:
         self.heartbeat: Heartbeat | None = None
         self.limit = settings.hang_minutes * 60
         self.phase, self.step, self.leaving = "", 0, False
+        self.waits_in = ""
+        """The operation of all ranks that the main thread waits in (``context.waits_in``); empty if in none."""
         self.out: Path | None = None
         self.folder: Path | None = None
         """For the stacks."""
@@ -142,7 +144,7 @@ class Watchdog:
         patience = FOREVER if self.phase in UNLIMITED else max(PATIENT * self.limit, LEAST)
         if self.phase == STEP:
             patience = max(self.limit, 2 * self._longest)
-        location, waits_in = hang.position()
+        location, waits_in = hang.position(self.waits_in)
         return RankState(
             clock=self.now,
             phase=self.phase,

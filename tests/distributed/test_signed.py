@@ -126,6 +126,18 @@ def test_what_others_write_is_bounded_and_what_ranks_and_libraries_write_stays(t
     assert sorted(server.list_keys()) == sorted(keys) and store.get("hpclm/heartbeat/1") == {"step": 3}
 
 
+def test_a_start_outlives_another_user_who_overwrites_its_entries(tiny, tmp_path):
+    launched = {**launch(2), "HPCLM_SECRET": SECRET}
+    with Ranks(2, tiny("run", "budget.steps=100000", "cluster.preflight=false"), **launched) as ranks:
+        store, until = intruder(launched), time.monotonic() + 8
+        while time.monotonic() < until:
+            for key in ("rank/0", "rank/1", "ranks", "arrived", "met/1", "failure", "heartbeat/1"):
+                store.set(f"hpclm/{key}", FORGED)
+            time.sleep(0.3)
+        ranks.wait_for(tmp_path / "run", 3)
+        assert [process.poll() for process in ranks.processes.values()] == [None, None]
+
+
 def memory(pid):
     """Megabytes that a process holds in memory."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize() >> 20
@@ -141,7 +153,7 @@ def test_another_user_s_entries_do_not_fill_rank_0_s_memory(tiny, tmp_path):
         for _ in range(3):  # 300 MB each, half of them under a rank's names
             for number in range(300):
                 (server if number % 2 else store).set(f"hpclm/heartbeat/{number}", "x" * (1 << 20))
-            until = time.monotonic() + 60
+            until = time.monotonic() + 120
             while len(server.list_keys()) > 100 and time.monotonic() < until:
                 time.sleep(0.2)
             assert len(server.list_keys()) < 100

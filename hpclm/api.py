@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpclm import cli
-from hpclm.commands.generate import completed
 from hpclm.config import RunConfig
 from hpclm.errors import ConfigError
 from hpclm.reporting import history
@@ -54,7 +53,7 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p, seed)
     prompts = [prompt] if isinstance(prompt, str) else prompt
     completer = Completer(Path(run), list(overrides))
-    texts = [each.text for each in completed(completer, prompts, batch, limits, sampling)]
+    texts = [each.text for each in completer.complete_all(prompts, batch, limits, sampling)]
     if isinstance(prompt, str):
         return texts[0]
     return texts

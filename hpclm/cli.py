@@ -53,19 +53,6 @@ VERBS = {
     "env": ("hpclm.commands.doctor", "the same"),
 }
 
-MEANT = {
-    **dict.fromkeys(("run", "start", "launch"), "'train' or 'submit'"),
-    **dict.fromkeys(("sbatch", "srun", "queue"), "'submit'"),
-    **dict.fromkeys(("kill", "scancel"), "'cancel'"),
-    **dict.fromkeys(("ls", "list", "ps", "squeue"), "'status'"),
-    **dict.fromkeys(("watch", "monitor"), "'top'"),
-    **dict.fromkeys(("continue", "restart"), "'resume'"),
-    **dict.fromkeys(("tokenize", "prepare"), "'preprocess'"),
-    **dict.fromkeys(("infer", "sample", "chat"), "'generate'"),
-    **dict.fromkeys(("export", "import"), "'convert'"),
-}
-"""What other programs call a verb."""
-
 ONE = "run directory, or its name below --runs"
 SEVERAL = "run directories, their names below --runs, or patterns of these: 'sweep-*'"
 EPILOG = """exit codes: 0 done · 1 error in hpclm · 2 invalid arguments · 64 invalid settings or input files
@@ -78,20 +65,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(_dispatch, argv)
 
 
-def _dispatch(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help"):
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
         verbs = "\n".join(f"  {verb:<18}{what}" for verb, (_, what) in VERBS.items())
         print(
             f"usage: hpclm VERB ...\n\nTrain GPT models on HPC clusters.\n\n{verbs}\n\nSee also hpclm VERB --help.\n\n{EPILOG}"
         )
         return 0
-    verb, *rest = words
+    verb, *rest = arguments
     if verb == "--version":
         print(f"hpclm {__version__}")
         return 0
     if verb not in VERBS:
-        near = f" Did you mean {MEANT[verb]}?" if verb in MEANT else hint(verb, list(VERBS))
-        say(f"error: unknown verb {verb!r}; choose one of {', '.join(VERBS)}.{near}", file=sys.stderr)
+        say(
+            f"error: unknown verb {verb!r}; choose one of {', '.join(VERBS)}.{hint(verb, list(VERBS))}", file=sys.stderr
+        )
         return 2
     module, _, function = VERBS[verb][0].partition(":")
     return getattr(import_module(module), function or "main")(rest) or 0
@@ -200,20 +188,20 @@ class Parser(ArgumentParser):
             super().error(message)
         unknown = message.partition(": ")[2].split()
         options = [each for each in self.given if each.startswith("-") and each in unknown] or unknown
-        said, words = [], []
+        hints, settings = [], []
         for word in options:
             option, sign, value = word.partition("=")
             value = value if sign else self._after(word)
             if meant := self._meant(option, value):
-                said.append(meant)
+                hints.append(meant)
             elif setting := _setting(option, value or "..."):
-                words.append(setting)
+                settings.append(setting)
             elif secrets.is_secret(option):
-                said.append(f"export {option.lstrip('-').replace('-', '_').upper()} where you start or submit the run")
-        if words:
-            said.append(f"settings are written without dashes, as key=value: {' '.join(words)}")
+                hints.append(f"export {option.lstrip('-').replace('-', '_').upper()} where you start or submit the run")
+        if settings:
+            hints.append(f"settings are written without dashes, as key=value: {' '.join(settings)}")
         names = " ".join(word.partition("=")[0] for word in options)
-        super().error("; ".join([f"unrecognized arguments: {names}", *said]))
+        super().error("; ".join([f"unrecognized arguments: {names}", *hints]))
 
     def _after(self, word: str) -> str:
         """The value that follows the option ``word``, or empty."""

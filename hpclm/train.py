@@ -111,11 +111,11 @@ def train(settings: RunConfig, world: World, resume_step: int | None = None) -> 
         if context.is_main:
             files.check_private(settings.out, "run directory")
             folder.check_inside(Path(settings.out))
-        from hpclm.planning import micro_batch, out_of_memory
+        from hpclm.planning import fit
         from hpclm.training import loop
 
-        config = micro_batch.resolved(settings, context)
-        with out_of_memory.explained(config, context):
+        config = fit.with_micro_size(settings, context)
+        with fit.memory_errors_explained(config, context):
             return loop.run(config, context, resume_step)
 
 

@@ -39,9 +39,8 @@ MISTAKES = {
     ("generate", "x", "--prompt", "x", "--max-tokens", "5"): "did you mean --tokens 5?",
     ("submit", "--sbatch", "hetjob"): "a run is trained by one job; its nodes must be alike",
     # verbs
-    ("run", "debug"): "Did you mean 'train' or 'submit'?",
     ("trian", "debug"): "Did you mean 'train'?",
-    ("ls",): "Did you mean 'status'?",
+    ("ls",): "unknown verb 'ls'; choose one of",
     # values
     ("train", "debug", "job.modules=cuda/12.4"): "must be a list of text: job.modules=[cuda/12.4]",
     ("train", "debug", "budget.tokens=1B"): "must be a whole number or null: 1000000000, or 1e9",

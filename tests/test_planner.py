@@ -25,7 +25,7 @@ def output(*arguments, capsys):
 def test_parts_add_up_and_every_figure_is_there(capsys):
     text = output(LLAMA, "engine.recompute=full", "--nodes", 2, "--gpus", 8, "--gpus-kind", "h200", capsys=capsys)
     table = dict(re.findall(r"^  (\w+) +([\d.]+)", text.partition("a step  ")[0], re.M))
-    assert list(table) == ["weights", "gradients", "optimizer", "activations", "buffers", "logits", "total"]
+    assert list(table) == ["weights", "gradients", "optimizer", "activations", "buffers", "logits", "overhead", "total"]
     total = float(table.pop("total"))
     assert sum(map(float, table.values())) == pytest.approx(total, abs=0.04)
     assert "6,738,415,616 parameters" in text and "16 x h200" in text
@@ -73,7 +73,9 @@ def test_what_saves_memory_is_said_to(less, more, capsys):
 def test_over_a_slow_network_weights_are_best_sharded_within_a_node():
     run = cli.settings([LLAMA, "job.nodes=2", "job.gpus=8", "parallel.shard=null"])
     ranked = suggest.ranked(run, planner.kind_of("H100", network=3))
-    best = next(one for one in ranked if one.words == ("parallel.shard=8", "batch.micro_size=2", "engine.zero_stage=3"))
+    best = next(
+        one for one in ranked if one.options == ("parallel.shard=8", "batch.micro_size=2", "engine.zero_stage=3")
+    )
     assert best.forecast.volume.replicate == pytest.approx(4 * count.parameters(run.model) / 8)
     everywhere = forecast.of(replace(best.run, parallel=run.parallel), best.forecast.kind)
     assert best.forecast.step.total < 0.5 * everywhere.step.total and everywhere.volume.replicate == 0
@@ -90,7 +92,7 @@ def test_suggestions_fit_are_ranked_and_are_what_their_words_give(capsys):
     assert {one.forecast.layout.tensor for one in best} >= {1, 2, 4}
     assert {one.run.engine.name for one in best} >= {"deepspeed", "fairscale", "fsdp2", "pipelining"}
     for one in best[:5]:
-        again = json.loads(output(*asked, *one.words, "--gpus-kind", "A100", "--json", capsys=capsys))
+        again = json.loads(output(*asked, *one.options, "--gpus-kind", "A100", "--json", capsys=capsys))
         assert again["tokens_per_second"] == pytest.approx(one.forecast.tokens_per_second)
         assert again["verdict"] == "fits"
 

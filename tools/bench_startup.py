@@ -106,7 +106,7 @@ def meet(clients: int, processes: int) -> dict[str, Any]:
         members = range(first, clients, processes)
         gc.disable()  # one process holds what hundreds of ranks know
         together.wait()
-        worlds = {rank: World("Slurm", rank, clients, rank, clients, run, ((host, clients),)) for rank in members}
+        worlds = {rank: World("Slurm", rank, clients, rank, clients, run, (host,) * clients) for rank in members}
         met = in_threads(lambda rank: rendezvous.connect(worlds[rank], ClusterConfig()), members)
         assert {len(each.ranks) for each in met.values()} == {clients}
         answers.put((counts, time.process_time()))

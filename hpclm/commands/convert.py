@@ -28,35 +28,20 @@ def main(argv: list[str]) -> int:
         epilog="exit codes: 0 done, 2 wrong arguments, 64 what cannot be converted, with the reason, 66 no good checkpoint",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("source", type=Path, metavar="SOURCE")
-    parser.add_argument("target", type=Path, metavar="TARGET")
-    parser.add_argument(
-        "settings",
-        nargs="*",
-        metavar="key=value",
-        help="settings that differ from the run's own, such as data.tokenizer_files; in an import, model.… settings that "
-        "its files do not say",
-    )
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of an export's weights (default: fp32)")
-    parser.add_argument("--shard-gb", type=float, metavar="GB", help="start another file beyond this (default: 5)")
-    parser.add_argument("--allow-nan", action="store_true", help="export weights that are not finite, too")
-    parser.add_argument(
-        "--pickle",
-        action="store_true",
-        help="read pytorch_model.bin where there is no safetensors: tensors, nothing else",
-    )
-    parser.add_argument(
-        "--ignore",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="import although hpclm does not know or support this option of Megatron's, or key of config.json; may be repeated",
-    )
-    parser.add_argument(
-        "--weights-only",
-        action="store_true",
-        help="import a Megatron run at step 0, without its optimizer and settings",
-    )
+    add = parser.add_argument
+    add("source", type=Path, metavar="SOURCE")
+    add("target", type=Path, metavar="TARGET")
+    settings = "settings that differ from the run's own, such as data.tokenizer_files; in an import, model.… settings that its files do not say"
+    add("settings", nargs="*", metavar="key=value", help=settings)
+    add("--dtype", choices=("fp32", "bf16", "fp16"), help="of an export's weights (default: fp32)")
+    add("--shard-gb", type=float, metavar="GB", help="start another file beyond this (default: 5)")
+    add("--allow-nan", action="store_true", help="export weights that are not finite, too")
+    pickled = "read pytorch_model.bin where there is no safetensors: tensors, nothing else"
+    add("--pickle", action="store_true", help=pickled)
+    ignore = "import although hpclm does not know or support this option of Megatron's, or key of config.json; may be repeated"
+    add("--ignore", action="append", default=[], metavar="NAME", help=ignore)
+    weights_only = "import a Megatron run at step 0, without its optimizer and settings"
+    add("--weights-only", action="store_true", help=weights_only)
     args = parser.parse_intermixed_args(argv)  # settings may follow options
     if args.shard_gb is not None and not args.shard_gb > 0:
         parser.error("--shard-gb must be more than 0")

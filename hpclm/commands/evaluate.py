@@ -3,17 +3,17 @@
 import argparse
 import json
 import math
+import signal
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from hpclm import cli
+from hpclm import cli, extras
 from hpclm.rundir.rows import finite
 from hpclm.terminal import say
 
-if TYPE_CHECKING:
-    from hpclm.config import DataConfig
-    from hpclm.inference.harness import Scored
+Figures = dict[str, float | int | str]
 
 
 def main(argv: list[str]) -> int:
@@ -23,193 +23,166 @@ def main(argv: list[str]) -> int:
         description="Measure a run's newest checkpoint: on its held-out data, on any text or dataset, or on tasks of "
         "lm-evaluation-harness.",
     )
-    parser.add_argument("run", type=Path, help=cli.ONE)
+    add = parser.add_argument
+    add("run", type=Path, help=cli.ONE)
     cli.add_runs(parser)
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings that differ from the run's own")
+    add("settings", nargs="*", metavar="key=value", help="settings that differ from the run's own")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--part",
-        default="valid",
-        metavar="PART",
-        help="valid, test, train, or valid/NAME of data.validation (default: valid)",
-    )
-    what.add_argument(
-        "--text", metavar="FILE", help='a text, or a .jsonl file with a {"text": ...} a line; - reads standard input'
-    )
+    parts = "valid, test, train, or valid/NAME of data.validation (default: valid)"
+    what.add_argument("--part", default="valid", metavar="PART", help=parts)
+    text = 'a text, or a .jsonl file with a {"text": ...} a line; - reads standard input'
+    what.add_argument("--text", metavar="FILE", help=text)
     what.add_argument("--data", metavar="PREFIX", help="all sequences of a dataset made by hpclm preprocess")
-    what.add_argument(
-        "--tasks", metavar="A,B", help="tasks of lm-evaluation-harness, which pip install 'hpclm[lm-eval]' brings"
+    tasks = "tasks of lm-evaluation-harness, which pip install 'hpclm[lm-eval]' brings"
+    what.add_argument("--tasks", metavar="A,B", help=tasks)
+    add("--tasks-path", metavar="DIR", help="with --tasks: a folder of task files of your own")
+    add("--shots", type=int, help="with --tasks: examples before each question (default: what the task says)")
+    add("--batch", type=int, help="with --tasks: texts that are read together (default: 16)")
+    follow = (
+        "with --tasks: score each checkpoint once, as the run publishes it, until the run has ended; scores go to its "
+        "scores.jsonl, metrics.jsonl and sinks"
     )
-    parser.add_argument("--tasks-path", metavar="DIR", help="with --tasks: a folder of task files of your own")
-    parser.add_argument(
-        "--shots", type=int, help="with --tasks: examples before each question (default: what the task says)"
-    )
-    parser.add_argument("--batch", type=int, help="with --tasks: texts that are read together (default: 16)")
-    parser.add_argument(
-        "--follow",
-        action="store_true",
-        help="with --tasks: score each checkpoint once, as the run publishes it, until the run has ended; scores go to "
-        "its scores.jsonl, metrics.jsonl and sinks",
-    )
-    parser.add_argument(
-        "--submit",
-        action="store_true",
-        help="with --follow: as a Slurm job of one process, with the run's own job settings; key=value changes them",
-    )
-    parser.add_argument("--tokens", type=int, help="with --text and --data: stop after about this many tokens")
-    parser.add_argument(
-        "--samples",
-        type=int,
-        help="read this many samples (default: one pass over the part), or with --tasks documents of each task (default: all)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add("--follow", action="store_true", help=follow)
+    submit = "with --follow: as a Slurm job of one process, with the run's own job settings; key=value changes them"
+    add("--submit", action="store_true", help=submit)
+    add("--tokens", type=int, help="with --text and --data: stop after about this many tokens")
+    samples = "read this many samples (default: one pass over the part), or with --tasks documents of each task (default: all)"
+    add("--samples", type=int, help=samples)
+    add("--json", action="store_true", help="print one JSON object")
     args = parser.parse_intermixed_args(argv)  # settings may follow options
-    given_run, args.run = args.run, cli.located(args.run, args.runs)
-    if args.samples is not None and args.samples < 1:
-        parser.error("--samples must be at least 1")
-    if args.tokens is not None and args.tokens < 1:
-        parser.error("--tokens must be at least 1")
-    given = args.text or args.data
-    if given and args.samples is not None:
-        parser.error("--samples is for --part and --tasks; use --tokens")
-    if args.tasks is None and not (args.tasks_path is args.shots is args.batch is None):
-        parser.error("--tasks-path, --shots and --batch are for --tasks")
-    if args.submit and not args.follow:
-        parser.error("--submit is for --follow")
-    if args.follow and (args.tasks is None or args.json):
-        parser.error("--follow is for --tasks, without --json")
-    if (args.shots is not None and args.shots < 0) or (args.batch is not None and args.batch < 1):
-        parser.error("--shots must be at least 0, and --batch at least 1")
-    if args.tasks is not None and not all(args.tasks.split(",")):
-        parser.error("--tasks must be names, separated by commas")
-    if not given and args.tokens is not None:
-        parser.error("--tokens is for --text and --data; use --samples")
+    if problem := next(_misused(args), None):
+        parser.error(problem)
+    typed_run, args.run = args.run, cli.located(args.run, args.runs)
     if args.follow:
-        from hpclm.commands import follow
+        from hpclm.commands import follow as follower
 
         if args.submit:
-            words = [word for word in argv if word not in ("--submit", str(given_run))]
-            return follow.submit(args, [str(args.run.absolute()), *words])
-        return follow.main(args)
+            words = [word for word in argv if word not in ("--submit", str(typed_run))]
+            return follower.submit(args, [str(args.run.absolute()), *words])
+        return follower.main(args)
     if args.tasks is not None:
-        print_tasks(*at_tasks(args), args.json)
+        _print_tasks(args)
         return 0
-    if given:
-        result = scored(args.run, args.settings, args.text, args.data, args.tokens)
-    else:
-        result = measure(args.run, args.settings, args.part, args.samples)
-    if not math.isfinite(float(result["loss"])):
+    figures = _of_documents(args) if args.text or args.data else _of_part(args)
+    if not math.isfinite(float(figures["loss"])):
         from hpclm.errors import ConfigError
         from hpclm.inference.sampling import NOT_FINITE
 
-        raise ConfigError(f"the loss is {result['loss']}: {NOT_FINITE}")
+        raise ConfigError(f"the loss is {figures['loss']}: {NOT_FINITE}")
     if args.json:
-        print(json.dumps(finite(result)))
+        print(json.dumps(finite(figures)))
     else:
         say(
             "  ".join(
-                f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}" for key, value in result.items()
+                f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}"
+                for name, value in figures.items()
             )
         )
     return 0
 
 
-def at_tasks(args: argparse.Namespace) -> tuple["Scored", int]:
-    """The scores of the newest checkpoint at the tasks of the command line, and its step."""
+def _misused(args: argparse.Namespace) -> Iterator[str]:
+    """Options that do not go together, or have no such values."""
+    documents, tasks = bool(args.text or args.data), args.tasks is not None
+    for name, least in (("samples", 1), ("tokens", 1), ("shots", 0), ("batch", 1)):
+        if (value := getattr(args, name)) is not None and value < least:
+            yield f"--{name} must be at least {least}"
+    if documents and args.samples is not None:
+        yield "--samples is for --part and --tasks; use --tokens"
+    if not documents and args.tokens is not None:
+        yield "--tokens is for --text and --data; use --samples"
+    if not tasks and not (args.tasks_path is args.shots is args.batch is None):
+        yield "--tasks-path, --shots and --batch are for --tasks"
+    if tasks and not all(args.tasks.split(",")):
+        yield "--tasks must be names, separated by commas"
+    if args.submit and not args.follow:
+        yield "--submit is for --follow"
+    if args.follow and (not tasks or args.json):
+        yield "--follow is for --tasks, without --json"
+
+
+def _print_tasks(args: argparse.Namespace) -> None:
+    """Score the newest checkpoint at tasks: a line for each metric, or one JSON object."""
     from hpclm.data import tokenizers
     from hpclm.inference import run_model
-    from hpclm.inference.harness import Tasks, Wanted
     from hpclm.interop.huggingface import special, tokenizer
 
+    with extras.needed_for("evaluation on tasks"):
+        from hpclm.inference.harness import Tasks
     config = run_model.settings(args.run, args.settings)
-    words = tokenizers.of_run(config.data)
-    tasks = Tasks(Wanted(args.tasks.split(","), args.tasks_path, args.samples, args.shots))
+    own = tokenizers.of_run(config.data)
+    tasks = Tasks(args.tasks.split(","), args.tasks_path, args.samples, args.shots)
     device, dtype = run_model.place(config)
-    model, progress = run_model.load_model(args.run, config, words.fingerprint, device, dtype)
-    begin = special.begin(args.run, tokenizer.paths(config.data), words.eod)
-    return tasks.score(model.to(dtype), words, begin, args.batch or 16), progress.step
-
-
-def print_tasks(found: "Scored", step: int, as_json: bool) -> None:
-    """A line for each metric, or one JSON object."""
-    if as_json:
-        rows = {task: finite(row) for task, row in found.scores.items()}
-        print(json.dumps({"tasks": rows, "samples": found.samples, "step": step}))
+    model, progress = run_model.load_model(args.run, config, own.fingerprint, device, dtype)
+    begin = special.begin(args.run, tokenizer.paths(config.data), own.eod)
+    signal.signal(
+        signal.SIGTERM, signal.SIG_DFL
+    )  # the library ends its processes by it, and would wait where it is ignored
+    scores, samples = tasks.score(model.to(dtype), own, begin, args.batch or 16)
+    if args.json:
+        rows = {task: finite(row) for task, row in scores.items()}
+        print(json.dumps({"tasks": rows, "samples": samples, "step": progress.step}))
         return
-    for task, row in found.scores.items():
+    for task, row in scores.items():
         for metric, value in row.items():
-            error = row.get(stderr_of(metric))
+            name, comma, filtered = metric.partition(",")
+            error = row.get(f"{name}_stderr{comma}{filtered}")
             if "_stderr" not in metric:
-                say(f"{task}  {metric} {value:.4f}{'' if error is None else f' ± {error:.4f}'}  step {step}")
+                say(f"{task}  {metric} {value:.4f}{'' if error is None else f' ± {error:.4f}'}  step {progress.step}")
 
 
-def stderr_of(metric: str) -> str:
-    """The name of a metric's standard error; a filter's name stays at the end."""
-    name, comma, rest = metric.partition(",")
-    return f"{name}_stderr{comma}{rest}"
-
-
-def measure(run: Path, overrides: list[str], part: str, wanted: int | None) -> dict[str, float | int | str]:
+def _of_part(args: argparse.Namespace) -> Figures:
     """Mean loss per token in nats, perplexity, and what they were measured on."""
     from tqdm import tqdm
 
     from hpclm.data import sources
-    from hpclm.data.batches import Batch, Batches
+    from hpclm.data.batches import Batches
     from hpclm.engine.step import mean_loss
     from hpclm.inference import run_model
     from hpclm.inference.scoring import perplexity
     from hpclm.parallel.mesh import SINGLE
 
-    config = run_model.settings(run, overrides)
+    config = run_model.settings(args.run, args.settings)
     device, dtype = run_model.place(config)
     source = sources.build(config.data, config.model, config.seed)
-    model, progress = run_model.load_model(run, config, source.fingerprint.get("tokenizer"), device, dtype)
-    samples = source.samples(part, wanted)
-    count = len(samples) if wanted is None else wanted
-    batches = Batches(samples, config.data, config.model, config.plan(), source.eod, device)
-    with tqdm(total=count, unit="sample", disable=None) as bar:
-
-        def counted(batch: Batch) -> Batch:
-            bar.update(len(batch.tokens))
-            return batch
-
-        mean = mean_loss(model, map(counted, batches.take(0, count)), device, SINGLE)
-    return {"loss": mean, "perplexity": perplexity(mean), "step": progress.step, "part": part, "samples": count}
+    model, progress = run_model.load_model(args.run, config, source.fingerprint.get("tokenizer"), device, dtype)
+    samples = source.samples(args.part, args.samples)
+    count = len(samples) if args.samples is None else args.samples
+    plan = config.plan()
+    batches = Batches(samples, config.data, config.model, plan, source.eod, device).take(0, count)
+    with tqdm(batches, total=-(-count // plan.micro_size), unit="batch", disable=None) as bar:
+        mean = mean_loss(model, bar, device, SINGLE)
+    return {"loss": mean, "perplexity": perplexity(mean), "step": progress.step, "part": args.part, "samples": count}
 
 
-def scored(
-    run: Path, overrides: list[str], text: str | None, prefix: str | None, most: int | None
-) -> dict[str, float | int | str]:
-    """Loss, perplexity and bits per byte of ``text``, or of the dataset ``prefix``."""
+def _of_documents(args: argparse.Namespace) -> Figures:
+    """Loss, perplexity and bits per byte of a text, or of a dataset."""
     from tqdm import tqdm
 
     from hpclm.data import tokenizers
     from hpclm.errors import ConfigError
     from hpclm.inference import run_model, scoring
 
-    config = run_model.settings(run, overrides)
-    data = config.data if prefix is None else alone(config.data, prefix)
+    config = run_model.settings(args.run, args.settings)
+    data = config.data
+    if args.data is not None:  # this dataset and no other; a tokenizer that the settings name stays
+        data = replace(data, source="indexed", prefix=args.data, blend=[], train=[], valid=[], test=[], validation=[])
     tokenizer = None
     try:
         tokenizer = tokenizers.of_run(data)
     except ConfigError:
-        if text is not None:
+        if args.data is None:
             raise
-    if text is not None and tokenizer is not None:
-        content = sys.stdin.read() if text == "-" else scoring.text_of(text)
-        documents = scoring.of_text(text, content, tokenizer)
+    if args.data is None and tokenizer is not None:
+        content = sys.stdin.read() if args.text == "-" else scoring.text_of(args.text)
+        documents = scoring.of_text(args.text, content, tokenizer)
     else:
-        documents = scoring.of_dataset(Path(prefix or ""), tokenizer)
+        documents = scoring.of_dataset(Path(args.data), tokenizer)
     device, dtype = run_model.place(config)
-    model, progress = run_model.load_model(run, config, tokenizer.fingerprint if tokenizer else None, device, dtype)
-    eod = tokenizer.eod if tokenizer else None
-    with tqdm(total=most, unit="token", unit_scale=True, disable=None) as bar:
-        found = scoring.score(model, documents, eod, config.batch.micro_size, most, bar)
-    return {**found.result(progress), "source": text or prefix or ""}
-
-
-def alone(data: "DataConfig", prefix: str) -> "DataConfig":
-    """``data`` of the dataset ``prefix`` and no other; a tokenizer that the settings name stays."""
-    from dataclasses import replace
-
-    return replace(data, source="indexed", prefix=prefix, blend=[], train=[], valid=[], test=[], validation=[])
+    model, progress = run_model.load_model(
+        args.run, config, tokenizer.fingerprint if tokenizer else None, device, dtype
+    )
+    with tqdm(total=args.tokens, unit="token", unit_scale=True, disable=None) as bar:
+        eod = tokenizer.eod if tokenizer else None
+        score = scoring.score(model, documents, eod, config.batch.micro_size, args.tokens, bar)
+    return {**score.result(progress), "source": args.text or args.data}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hpclm import files, log
+from hpclm import extras, files, log
 from hpclm import scheduler as schedulers
 from hpclm.config import ParallelConfig
 from hpclm.errors import REQUEUE
@@ -30,13 +30,14 @@ def main(args: argparse.Namespace) -> int:
     """Follow the run; the exit code is 85 after a signal: the same command continues."""
     from hpclm.data import tokenizers
     from hpclm.inference import run_model
-    from hpclm.inference.follow import Follower, Interrupted
-    from hpclm.inference.harness import Tasks, Wanted
     from hpclm.interop.huggingface import special, tokenizer
 
+    with extras.needed_for("evaluation on tasks"):
+        from hpclm.inference.follow import Follower, Interrupted
+        from hpclm.inference.harness import Tasks
     runs.check_own(args.run, "scored")
     log.setup(0, redact=secrets.Redactor())
-    tasks = Tasks(Wanted(args.tasks.split(","), args.tasks_path, args.samples, args.shots))
+    tasks = Tasks(args.tasks.split(","), args.tasks_path, args.samples, args.shots)
     config, queue = run_model.settings(args.run, args.settings), Queue(PATIENCE)
     begin = special.begin(args.run, tokenizer.paths(config.data), tokenizers.of_run(config.data).eod)
     with lock.held(args.run, scores.LOCK), Preemption() as preemption:

@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from hpclm.errors import ConfigError
 from hpclm.terminal import say
 
 if TYPE_CHECKING:
-    from hpclm.inference.completion import Completer, Completion, Limits
+    from hpclm.inference.completion import Completer, Limits
     from hpclm.inference.sampling import Sampling
 
 LARGEST = 1 << 30  # bytes of a file of prompts
@@ -21,7 +21,7 @@ LARGEST = 1 << 30  # bytes of a file of prompts
 
 def main(argv: list[str]) -> int:
     """``hpclm generate``."""
-    args = arguments(argv)
+    args = _arguments(argv)
     from hpclm.inference.completion import Completer, Limits
     from hpclm.inference.sampling import Sampling
 
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     if args.interactive:
         converse(completer, "".join(prompts), limits, sampling)
         return 0
-    for done in completed(completer, prompts, args.batch, limits, sampling):
+    for done in completer.complete_all(prompts, args.batch, limits, sampling):
         if args.json or args.prompts:
             print(json.dumps(vars(done)), flush=True)
         else:  # a model may have learned, or make up, what steers a terminal
@@ -41,40 +41,28 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def arguments(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
+def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = cli.Parser(prog="hpclm generate", description="Continue prompts with a run's newest checkpoint.")
-    parser.add_argument("run", type=Path, help=cli.ONE)
+    add = parser.add_argument
+    add("run", type=Path, help=cli.ONE)
     cli.add_runs(parser)
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings that differ from the run's own")
-    parser.add_argument("--prompt", metavar="TEXT", help="text to continue; - reads standard input")
-    parser.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help='a prompt a line, in .jsonl files as {"prompt": TEXT}; - reads standard input; prints a JSON object for each',
+    add("settings", nargs="*", metavar="key=value", help="settings that differ from the run's own")
+    add("--prompt", metavar="TEXT", help="text to continue; - reads standard input")
+    prompts = (
+        'a prompt a line, in .jsonl files as {"prompt": TEXT}; - reads standard input; prints a JSON object for each'
     )
-    parser.add_argument(
-        "--interactive",
-        action="store_true",
-        help="read lines from the terminal, and continue the text after each; an empty line continues further, /clear starts over",
-    )
-    parser.add_argument("--batch", type=int, default=16, help="prompts that are continued together (default: 16)")
-    parser.add_argument("--tokens", type=int, default=100, help="new tokens at most (default: 100)")
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="stop before this text; may be repeated"
-    )
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the most likely token (default: 0.8)")
-    parser.add_argument(
-        "--top-k", "--top", type=int, default=50, help="sample from this many most likely tokens; 0: all (default: 50)"
-    )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="sample from the most likely tokens up to this probability (default: 1)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="same seed, same text (default: 0)")
-    parser.add_argument("--json", action="store_true", help="print a JSON object: prompt, text, tokens, finish")
+    add("--prompts", metavar="FILE", help=prompts)
+    interactive = "read lines from the terminal, and continue the text after each; an empty line continues further, /clear starts over"
+    add("--interactive", action="store_true", help=interactive)
+    add("--batch", type=int, default=16, help="prompts that are continued together (default: 16)")
+    add("--tokens", type=int, default=100, help="new tokens at most (default: 100)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="stop before this text; may be repeated")
+    add("--temperature", type=float, default=0.8, help="0 takes the most likely token (default: 0.8)")
+    add("--top-k", "--top", type=int, default=50, help="sample from this many most likely tokens; 0: all (default: 50)")
+    top_p = "sample from the most likely tokens up to this probability (default: 1)"
+    add("--top-p", type=float, default=1.0, help=top_p)
+    add("--seed", type=int, default=0, help="same seed, same text (default: 0)")
+    add("--json", action="store_true", help="print a JSON object: prompt, text, tokens, finish")
     args = parser.parse_intermixed_args(argv)  # settings may follow options
     if args.prompts and (args.prompt is not None or args.interactive):
         parser.error("--prompts goes with neither --prompt nor --interactive")
@@ -87,39 +75,24 @@ def arguments(argv: list[str]) -> argparse.Namespace:
 
 def _prompts(args: argparse.Namespace) -> Iterator[str]:
     """The prompts of the command line, or of the file it names."""
+    path = args.prompts
     try:
-        if args.prompts is None:
+        if path is None:
             prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
             prompt.encode()
             yield prompt
             return
-        text = sys.stdin.read() if args.prompts == "-" else files.read_text(args.prompts, LARGEST)
+        text = sys.stdin.read() if path == "-" else files.read_text(path, LARGEST)
     except UnicodeError:
         raise ConfigError("the prompt is not UTF-8 text") from None
     except OSError as error:
-        raise ConfigError(f"--prompts {args.prompts}: {error.strerror}") from None
-    lines = text.split("\n")  # nothing else ends a line of a prompt
-    for number, line in enumerate(lines[:-1] if lines[-1] == "" else lines, 1):
-        yield _of_json(line, f"{args.prompts}, line {number}") if args.prompts.endswith(".jsonl") else line
+        raise ConfigError(f"--prompts {path}: {error.strerror}") from None
+    if path.endswith(".jsonl"):
+        from hpclm.inference.scoring import json_texts
 
-
-def _of_json(line: str, where: str) -> str:
-    try:
-        row = json.loads(line)
-        prompt = row["prompt"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        prompt = None
-    if not isinstance(prompt, str):
-        raise ConfigError(f'{where} must be a JSON object with the text to continue as "prompt"')
-    return prompt
-
-
-def completed(
-    completer: "Completer", prompts: Sequence[str], size: int, limits: "Limits", sampling: "Sampling"
-) -> Iterator["Completion"]:
-    """The completions of all prompts, in their order, ``size`` at a time."""
-    for begin in range(0, len(prompts), size):
-        yield from completer.complete(prompts[begin : begin + size], limits, replace(sampling, first=begin))
+        yield from json_texts(path, text, "prompt", "the text to continue")
+    else:
+        yield from text.removesuffix("\n").split("\n") if text else []  # nothing else ends a line of a prompt
 
 
 def converse(completer: "Completer", text: str, limits: "Limits", sampling: "Sampling") -> None:
@@ -127,20 +100,20 @@ def converse(completer: "Completer", text: str, limits: "Limits", sampling: "Sam
     at_terminal = sys.stdin.isatty()
     if at_terminal:
         say("An empty line continues the text, /clear begins a new one, Ctrl-C stops, Ctrl-D exits.", file=sys.stderr)
-    waiting = not text
     turn = 0
+    if text:
+        text += _streamed(completer, text, limits, sampling)
+        turn = 1
     while True:
-        if waiting:
-            if at_terminal:
-                print("> ", end="", flush=True)
-            line = sys.stdin.readline()
-            if not line:
-                return
-            if line.strip() == "/clear":
-                text = ""
-                continue
-            text += line.rstrip("\n")
-        waiting = True
+        if at_terminal:
+            print("> ", end="", flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip() == "/clear":
+            text = ""
+            continue
+        text += line.rstrip("\n")
         text += _streamed(completer, text, limits, replace(sampling, first=turn))
         turn += 1
 

@@ -13,7 +13,7 @@ from hpclm.errors import ConfigError
 from hpclm.model import count
 from hpclm.node.gpus import KINDS, Kind, known
 from hpclm.planning import forecast, suggest, time
-from hpclm.planning.code import zero_stage
+from hpclm.planning.engines import zero_stage
 from hpclm.planning.forecast import GIB, Forecast
 from hpclm.planning.memory import Memory
 from hpclm.terminal import say
@@ -21,85 +21,57 @@ from hpclm.terminal import say
 GPUS = ((1, 1), (1, 8), (2, 8), (4, 8), (8, 8))
 """Nodes, and GPUs of each, that a table of several files tries in this order."""
 SHOWN = 10  # suggestions
+EPILOG = (
+    f"kinds of GPUs: {', '.join(KINDS)}\nexit codes: 0 done · 1 no layout fits · 2 wrong arguments · 64 wrong settings"
+)
 
 
 def main(argv: list[str]) -> int:
     """``hpclm planner``."""
-    args = _parser().parse_intermixed_args(argv)
+    parser = cli.Parser(
+        prog="hpclm planner",
+        description="Estimate the memory that a run needs on each GPU, and its speed. Nothing is started.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    files_or_one = "one settings file, or several to compare, and overrides"
+    add("settings", nargs="*", metavar="FILE | key=value", help=files_or_one)
+    add("--gpus-kind", default="H100", metavar="KIND", help="kind of GPU (H100)")
+    add("--nodes", "-N", metavar="N", help="nodes, short for job.nodes")
+    add("--gpus", metavar="N", help="GPUs of each node, short for job.gpus")
+    add("--memory", type=float, metavar="GIB", help="memory of a GPU, if it differs from the default of its kind")
+    add("--network", type=float, metavar="GB/S", help="gigabytes/s to other nodes for each GPU, in one direction")
+    add("--suggest", action="store_true", help="the ten fastest layouts that fit, and their settings")
+    add("--json", action="store_true", help="for programs; bytes and seconds")
+    args = parser.parse_intermixed_args(argv)
     settings = [*args.settings]
     settings += [f"job.{name}={value}" for name in ("nodes", "gpus") if (value := getattr(args, name)) is not None]
     kind = kind_of(args.gpus_kind, args.memory, args.network)
     files = [setting for setting in settings if not is_override(setting)]
+    if len(files) > 1 and args.suggest:
+        raise ConfigError(f"give one settings file with --suggest, not {len(files)}: {', '.join(files)}")
     if len(files) > 1:
-        return _compare(args, files, list(filter(is_override, settings)), kind)
+        plans = {path: _on_its_gpus([path, *filter(is_override, settings)], kind) for path in files}
+        rows = {path: {"error": str(p)} if isinstance(p, ConfigError) else facts(p) for path, p in plans.items()}
+        _show(rows if args.json else None, comparison(plans, args.gpus_kind))
+        return 0
     run = cli.settings(settings)
     if not args.suggest:
         run = _with_micro_size(run, kind)
         plan = forecast.of(run, kind)
-        say(json.dumps(facts(plan), indent=1) if args.json else "\n".join(report(run, plan, args.gpus_kind)))
+        _show(facts(plan) if args.json else None, report(run, plan, args.gpus_kind))
         return 0
     best = suggest.ranked(run, kind)
-    shown = best[:SHOWN]
-    if args.json:
-        say(json.dumps([{"settings": s.words, **facts(s.forecast)} for s in shown], indent=1))
-    else:
-        say("\n".join(ranking(run, shown, len(best), args.gpus_kind)))
+    shown = [{"settings": one.options, **facts(one.forecast)} for one in best[:SHOWN]]
+    _show(shown if args.json else None, ranking(run, best, args.gpus_kind))
     return 0 if best else 1
 
 
-def _compare(args: argparse.Namespace, files: Sequence[str], overrides: list[str], kind: Kind) -> int:
-    """A table of several settings files."""
-    if args.suggest:
-        raise ConfigError(f"give one settings file with --suggest, not {len(files)}: {', '.join(files)}")
-    plans: dict[str, Forecast | ConfigError] = {}
-    for path in files:
-        try:
-            plans[path] = _on_its_gpus(cli.settings([path, *overrides]), kind)
-        except ConfigError as error:
-            plans[path] = error
-    if args.json:
-        rows = {path: {"error": str(p)} if isinstance(p, ConfigError) else facts(p) for path, p in plans.items()}
-        say(json.dumps(rows, indent=1))
-    else:
-        say("\n".join(comparison(plans, args.gpus_kind)))
-    return 0
-
-
-def _on_its_gpus(run: RunConfig, kind: Kind) -> Forecast:
-    """The forecast of a run; if its settings name no number of GPUs, on the smallest of GPUS that it fits."""
-    sizes = GPUS if (run.job.nodes, run.job.gpus) == (1, 1) else ((run.job.nodes, run.job.gpus),)
-    plan: Forecast | None = None
-    problem: ConfigError | None = None
-    for nodes, gpus in sizes:
-        try:
-            other = replace(run, job=replace(run.job, nodes=nodes, gpus=gpus))
-            plan = forecast.of(_with_micro_size(other, kind), kind)
-        except ConfigError as error:
-            problem = problem or error
-            continue
-        if plan.room == "fits":
-            break
-    if plan is None:
-        assert problem is not None
-        raise problem
-    return plan
-
-
-def comparison(plans: Mapping[str, Forecast | ConfigError], kind: str) -> Iterator[str]:
-    """Memory and speed of each settings file, a line each."""
-    width = max(map(len, plans)) + 2
-    yield f"{'on ' + kind:<{width}}{'parameters':>16}{'GPUs':>6}{'micro':>7}{'GiB':>8}{'tokens/s a GPU':>16}{'MFU':>8}"
-    for path, plan in plans.items():
-        if isinstance(plan, ConfigError):
-            yield f"{path:<{width}}{plan.problems[0]}"
-            continue
-        need, layout = plan.memory[plan.worst].total / GIB, plan.layout
-        speed = f"{'-':>16}{'-':>8}"
-        if plan.tokens_per_second:
-            speed = f"{plan.tokens_per_second / layout.gpus:>16,.0f}{plan.mfu or 0:>8.1%}"
-        room = "" if plan.room == "fits" else f"  {plan.room}"
-        parameters = count.parameters(plan.model)
-        yield f"{path:<{width}}{parameters:>16,}{layout.gpus:>6}{layout.micro_size:>7}{need:>8.1f}{speed}{room}"
+def _show(values: Any, lines: Iterator[str]) -> None:
+    """Print ``values`` as JSON; None: the lines."""
+    say("\n".join(lines) if values is None else json.dumps(values, indent=1))
 
 
 def _with_micro_size(run: RunConfig, kind: Kind) -> RunConfig:
@@ -110,29 +82,24 @@ def _with_micro_size(run: RunConfig, kind: Kind) -> RunConfig:
         return replace(run, batch=replace(run.batch, micro_size=1))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = cli.Parser(
-        prog="hpclm planner",
-        description="Estimate the memory that a run needs on each GPU, and its speed. Nothing is started.",
-        epilog=f"kinds of GPUs: {', '.join(KINDS)}\nexit codes: 0 done · 1 no layout fits · 2 wrong arguments · 64 wrong settings",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add(
-        "settings",
-        nargs="*",
-        metavar="FILE | key=value",
-        help="one settings file, or several to compare, and overrides",
-    )
-    add("--gpus-kind", default="H100", metavar="KIND", help="kind of GPU (H100)")
-    add("--nodes", "-N", metavar="N", help="nodes, short for job.nodes")
-    add("--gpus", metavar="N", help="GPUs of each node, short for job.gpus")
-    add("--memory", type=float, metavar="GIB", help="memory of a GPU, if it differs from the default of its kind")
-    add("--network", type=float, metavar="GB/S", help="gigabytes/s to other nodes for each GPU, in one direction")
-    add("--suggest", action="store_true", help="the ten fastest layouts that fit, and their settings")
-    add("--json", action="store_true", help="for programs; bytes and seconds")
-    return parser
+def _on_its_gpus(settings: Sequence[str], kind: Kind) -> Forecast | ConfigError:
+    """The forecast of a run; if its settings name no number of GPUs, on the smallest of GPUS that it fits."""
+    outcome: Forecast | ConfigError | None = None
+    try:
+        run = cli.settings(settings)
+    except ConfigError as error:
+        return error
+    for nodes, gpus in GPUS if (run.job.nodes, run.job.gpus) == (1, 1) else [(run.job.nodes, run.job.gpus)]:
+        try:
+            other = replace(run, job=replace(run.job, nodes=nodes, gpus=gpus))
+            outcome = forecast.of(_with_micro_size(other, kind), kind)
+        except ConfigError as error:
+            outcome = outcome or error
+            continue
+        if outcome.room == "fits":
+            break
+    assert outcome is not None
+    return outcome
 
 
 def kind_of(name: str, memory: float | None = None, network: float | None = None) -> Kind:
@@ -149,7 +116,7 @@ def facts(plan: Forecast) -> dict[str, Any]:
     return {
         "parameters": count.parameters(plan.model),
         "layout": asdict(plan.layout),
-        "memory": [{**asdict(part), "total": part.total} for part in plan.memory],
+        "memory": [{**asdict(part), "overhead": part.overhead, "total": part.total} for part in plan.memory],
         "available": plan.kind.memory * GIB,
         "verdict": plan.room,
         "bubble": time.bubble(plan.layout),
@@ -159,6 +126,23 @@ def facts(plan: Forecast) -> dict[str, Any]:
         "mfu": plan.mfu,
         "hfu": plan.hfu,
     }
+
+
+def comparison(plans: Mapping[str, Forecast | ConfigError], kind: str) -> Iterator[str]:
+    """Memory and speed of each settings file, a line each."""
+    width = max(map(len, plans)) + 2
+    yield f"{'on ' + kind:<{width}}{'parameters':>16}{'GPUs':>6}{'micro':>7}{'GiB':>8}{'tokens/s a GPU':>16}{'MFU':>8}"
+    for path, plan in plans.items():
+        if isinstance(plan, ConfigError):
+            yield f"{path:<{width}}{plan.problems[0]}"
+            continue
+        layout, rate = plan.layout, plan.tokens_per_second
+        speed = f"{rate / layout.gpus:>16,.0f}{plan.mfu or 0:>8.1%}" if rate else f"{'-':>16}{'-':>8}"
+        room = "" if plan.room == "fits" else f"  {plan.room}"
+        sizes = (
+            f"{count.parameters(plan.model):>16,}{layout.gpus:>6}{layout.micro_size:>7}{plan.peak.total / GIB:>8.1f}"
+        )
+        yield f"{path:<{width}}{sizes}{speed}{room}"
 
 
 def report(run: RunConfig, plan: Forecast, kind: str) -> Iterator[str]:
@@ -191,11 +175,13 @@ def _memory(plan: Forecast) -> Iterator[str]:
     shown = sorted({0, plan.worst, last})
     names = [f"stage {i + 1}" if last else "GiB" for i in shown]
     yield f"{'memory of a GPU, GiB' if last else 'memory of a GPU':<22}" + "".join(f"{name:>10}" for name in names)
-    for part in fields(Memory):
-        yield f"  {part.name:<20}" + "".join(f"{getattr(plan.memory[i], part.name) / GIB:>10.2f}" for i in shown)
-    need = f"  {'total':<20}" + "".join(f"{plan.memory[i].total / GIB:>10.2f}" for i in shown)
+    rows = [
+        f"  {name:<20}" + "".join(f"{getattr(plan.memory[i], name) / GIB:>10.2f}" for i in shown)
+        for name in (*(part.name for part in fields(Memory)), "overhead", "total")
+    ]
+    yield from rows[:-1]
     at = f", at stage {plan.worst + 1} of {last + 1}" if last else ""
-    yield f"{need}   of {plan.kind.memory:g}{at}: {plan.room}"
+    yield f"{rows[-1]}   of {plan.kind.memory:g}{at}: {plan.room}"
 
 
 def _speed(plan: Forecast) -> Iterator[str]:
@@ -218,16 +204,14 @@ def _speed(plan: Forecast) -> Iterator[str]:
     yield f"{rate:,.0f} tokens/s, {rate / layout.gpus:,.0f} of each GPU: MFU {plan.mfu:.1%}{again}"
 
 
-def ranking(run: RunConfig, shown: list[suggest.Suggestion], fitting: int, kind: str) -> Iterator[str]:
+def ranking(run: RunConfig, best: Sequence[suggest.Suggestion], kind: str) -> Iterator[str]:
     """Suggestions for a reader."""
     gpus = run.job.nodes * run.job.gpus
-    if not shown:
+    if not best:
         yield f"nothing fits {gpus} x {kind}; more GPUs, or a smaller model.context"
         return
-    yield f"{fitting} layouts fit {gpus} x {kind}; the fastest, each with its best micro-batch:"
+    yield f"{len(best)} layouts fit {gpus} x {kind}; the fastest, each with its best micro-batch:"
     yield f"{'tokens/s':>12}{'MFU':>8}{'GiB':>7}  settings"
-    for one in shown:
-        plan = one.forecast
-        need = plan.memory[plan.worst].total / GIB
-        settings = " ".join(one.words) or "(as given)"
-        yield f"{plan.tokens_per_second or 0:>12,.0f}{plan.mfu or 0:>8.1%}{need:>7.1f}  {settings}"
+    for one in best[:SHOWN]:
+        settings = " ".join(one.options) or "(as given)"
+        yield f"{one.speed:>12,.0f}{one.forecast.mfu or 0:>8.1%}{one.forecast.peak.total / GIB:>7.1f}  {settings}"

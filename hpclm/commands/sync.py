@@ -6,8 +6,8 @@ from hpclm import cli, files
 from hpclm.config import compose
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.rundir import runs
-from hpclm.sinks import lookup, position
-from hpclm.sinks.feed import Feed
+from hpclm.sinks import lookup
+from hpclm.sinks.feed import Feed, cause, place
 from hpclm.terminal import say
 
 
@@ -35,15 +35,16 @@ def main(argv: list[str]) -> int:
 def sync(out: Path, name: str) -> None:
     """Send all rows that the sink ``name`` lacks; HpclmError if it fails."""
     lookup(name)
-    failures: list[str] = []
-    with files.locked(position.lock(out, name), f"waiting for the process of {out} that sends to {name}"):
-        feed = Feed(name, out, failures.append, "what it lacks is sent when the command is repeated")
-        before = feed.position.rows
-        complete = feed.send()
+    with files.locked(place(out, name, "lock"), f"waiting for the process of {out} that sends to {name}"):
+        feed = Feed(name, out)
+        before = feed.rows
+        try:
+            feed.send()
+        except Exception as error:
+            raise HpclmError(f"{name}: {cause(error)}; what it lacks is sent when the command is repeated") from None
         feed.close(0)
-    if not complete:
-        raise HpclmError(failures[-1] if failures else f"{name}: not all rows were sent; try again")
-    say(f"{name}: {feed.position.rows - before} rows sent; it has everything up to step {feed.position.step}")
+    step = max(feed.steps.values(), default=0)
+    say(f"{name}: {feed.rows - before} rows sent; it has everything up to step {step}")
 
 
 if __name__ == "__main__":

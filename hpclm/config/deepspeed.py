@@ -23,32 +23,21 @@ SECTIONS = (
     *("dump_state", "disable_python_gc", "log_level"),
 )
 """Parts of DeepSpeed's JSON that engine.extra may add to; what is inside them, DeepSpeed checks."""
-_INSTEAD = {
-    "set optim.*": "optimizer scheduler",
-    "set engine.precision and scaler.*": "fp16 amp torch_autocast data_types.param_dtype",
-    "set engine.gradients": "communication_data_type data_types.grad_accum_dtype bf16.immediate_grad_update",
-    "set engine.recompute, engine.recompute_every or engine.offload_activations": "activation_checkpointing",
-    "set parallel.pipeline, parallel.partition and engine.recompute": "pipeline",
-    "set parallel.tensor": "tensor_parallel",
-    "it follows from batch.* and the number of processes": "gradient_accumulation_steps",
-    "set engine.compile": "compile",
-    "set log.*": "steps_per_print tensorboard wandb csv_monitor comet",
-    "set checkpoint.*": "checkpoint nebula load_universal_checkpoint zero_optimization.elastic_checkpoint "
-    "zero_optimization.load_from_fp32_weights zero_optimization.gather_16bit_weights_on_model_save "
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save zero_optimization.stage3_gather_fp16_weights_on_model_save",
-    "hpclm reads the data": "data_efficiency curriculum_learning dataloader_drop_last",
-    "weights and moments are kept in fp32": "bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states",
-    "set optim.nonfinite_limit": "bf16.check_grad_overflow",
-    "the norm is clipped on and logged": "zero_optimization.compute_grad_norm",
-    "weights are saved from buffers that it would order otherwise": "zero_optimization.round_robin_gradients",
-    "its state could not be saved": "zero_optimization.zenflow zero_optimization.offload_optimizer.ratio "
-    "zero_optimization.offload_optimizer.super_offload",
-    "set engine.offload and engine.offload_folder": "zero_optimization.cpu_offload zero_optimization.cpu_offload_param "
-    "zero_optimization.offload_optimizer.device zero_optimization.offload_optimizer.nvme_path "
-    "zero_optimization.offload_param.device zero_optimization.offload_param.nvme_path",
-}
-INSTEAD = {key: reason for reason, keys in _INSTEAD.items() for key in keys.split()}
-"""Keys that cannot be set in engine.extra, and what to set instead."""
+REFUSED = (
+    *("data_types.param_dtype", "data_types.grad_accum_dtype", "bf16.immediate_grad_update"),
+    *("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states", "bf16.check_grad_overflow"),
+    *(
+        f"zero_optimization.{key}"
+        for key in (
+            *("compute_grad_norm", "round_robin_gradients", "zenflow", "elastic_checkpoint", "load_from_fp32_weights"),
+            *("gather_16bit_weights_on_model_save", "stage3_gather_16bit_weights_on_model_save"),
+            *("stage3_gather_fp16_weights_on_model_save", "cpu_offload", "cpu_offload_param"),
+            *("offload_optimizer.device", "offload_optimizer.nvme_path", "offload_optimizer.ratio"),
+            *("offload_optimizer.super_offload", "offload_param.device", "offload_param.nvme_path"),
+        )
+    ),
+)
+"""Keys in these parts that follow from settings, or with which the state could not be saved or a step not be repeated."""
 
 DEFAULTS: Flat = {"timers.throughput.enabled": False}
 """Ours, unless engine.extra says otherwise: the timer waits for the device in every forward pass."""
@@ -160,16 +149,13 @@ def problems(engine: EngineConfig, flat: Flat) -> Iterator[str]:
 
 
 def refusal(key: str) -> str | None:
-    """Why engine.extra does not take a key, and what to set instead; None if it does."""
-    parts = key.split(".")
-    for count in range(len(parts), 0, -1):
-        if reason := INSTEAD.get(".".join(parts[:count])):
-            return reason
-    if parts[0] in SECTIONS:
+    """Why engine.extra does not take a key; None if it does."""
+    if any(f"{key}.".startswith(f"{refused}.") for refused in REFUSED):
+        return "it follows from the settings, or its state could not be saved"
+    first = key.split(".")[0]
+    if first in SECTIONS:
         return None
-    return (
-        f"engine.extra adds to {', '.join(SECTIONS)}; the rest follows from settings.{hint(parts[0], list(SECTIONS))}"
-    )
+    return f"engine.extra adds to {', '.join(SECTIONS)}; the rest follows from settings.{hint(first, list(SECTIONS))}"
 
 
 def parsed(key: str, text: str) -> Any:

@@ -27,25 +27,12 @@ class World:
     local_size: int = 1
     run_id: str = ""
     """Identifies this start of the run: the same for all ranks, different at the next start."""
-    nodes: tuple[tuple[str, int], ...] = ()
-    """Hosts and their numbers of ranks, in rank order, if the launcher provides them."""
+    hosts: tuple[str, ...] = ()
+    """The host of each rank, if the launcher names them."""
     master: str = ""
     """The host of torchrun's store."""
     secret: str = field(default="", repr=False)
     """With which the ranks sign what they write into the store; empty if the launcher gave them none."""
-
-    @property
-    def first_host(self) -> str:
-        """The host of rank 0; empty if unknown."""
-        return self.nodes[0][0] if self.nodes else ""
-
-    def host_of(self, rank: int) -> str:
-        """The host of ``rank`` if hosts are filled one after another; empty if unknown."""
-        for host, count in self.nodes:
-            if rank < count:
-                return host
-            rank -= count
-        return ""
 
 
 def detect(env: Env = os.environ, alone: bool = True) -> World:
@@ -54,15 +41,10 @@ def detect(env: Env = os.environ, alone: bool = True) -> World:
     ``alone=False``: refuse a process in a Slurm job of several tasks that no launcher started, since its peers are
     missing.
     """
-    for variable, read in LAUNCHERS:
-        if variable in env:
-            world = replace(read(env), secret=env.get(SECRET, ""))
-            break
-    else:
-        world = World("single", 0, 1)
-    wrong = [*_nonsense(world), *_contradictions(world, env), *(() if alone else _peerless(world, env))]
-    if wrong:
-        raise ConfigError(wrong)
+    launched = (read for variable, read in LAUNCHERS if variable in env)
+    world = replace(next(launched, lambda _: World("single", 0, 1))(env), secret=env.get(SECRET, ""))
+    if problems := list(_contradictions(world, env, alone)):
+        raise ConfigError(problems)
     return world
 
 
@@ -83,7 +65,7 @@ def marker(world: World, env: Env = os.environ) -> dict[str, str]:
 
 def _torchrun(env: Env) -> World:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    rank, size, local_rank, local_size = _numbers("torchrun", env, *names)
+    rank, size, local_rank, local_size = _values("torchrun", env, int, *names)
     run_id = f"{env['TORCHELASTIC_RUN_ID']}.{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     launcher = "local" if env.get("HPCLM_LAUNCHER") == "local" else "torchrun"  # hpclm's own, on one machine
     return World(launcher, rank, size, local_rank, local_size, run_id, master=env.get("MASTER_ADDR", ""))
@@ -91,29 +73,26 @@ def _torchrun(env: Env) -> World:
 
 def _open_mpi(env: Env) -> World:
     names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-    return World("Open MPI", *_numbers("Open MPI", env, *(f"OMPI_COMM_WORLD_{name}" for name in names)))
+    return World("Open MPI", *_values("Open MPI", env, int, *(f"OMPI_COMM_WORLD_{name}" for name in names)))
 
 
 def _hydra(env: Env) -> World:
-    return World("MPI", *_numbers("MPI", env, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"))
+    return World("MPI", *_values("MPI", env, int, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"))
 
 
 def _slurm(env: Env) -> World:
-    rank, size, local_rank, node = _numbers(
-        "Slurm", env, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID"
-    )
-    names = ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID")
-    nodes, tasks, job = (_variable("Slurm", env, name) for name in names)
-    counts = tasks_per_node(tasks)
-    if node >= len(counts):
+    numbers = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID")
+    texts = ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID")
+    rank, size, local_rank, node = _values("Slurm", env, int, *numbers)
+    nodes, tasks, job = _values("Slurm", env, str, *texts)
+    counts, names = tasks_per_node(tasks), expand(nodes)
+    if len(names) != len(counts) or node >= len(counts):
         raise ConfigError(
-            f"Slurm says that this is node {node} of SLURM_STEP_TASKS_PER_NODE={tasks}, which has {len(counts)}"
+            f"SLURM_STEP_NODELIST={nodes}, SLURM_STEP_TASKS_PER_NODE={tasks} and SLURM_NODEID={node} contradict each other"
         )
     run_id = ".".join([job, env["SLURM_STEP_ID"], env.get("SLURM_RESTART_COUNT", "0")])
-    hosts = expand(nodes)
-    if len(hosts) != len(counts):
-        raise ConfigError(f"SLURM_STEP_NODELIST={nodes} and SLURM_STEP_TASKS_PER_NODE={tasks} contradict each other")
-    return World("Slurm", rank, size, local_rank, counts[node], run_id, tuple(zip(hosts, counts, strict=True)))
+    hosts = tuple(name for name, count in zip(names, counts, strict=True) for _ in range(count))
+    return World("Slurm", rank, size, local_rank, counts[node], run_id, hosts)
 
 
 # The first row whose variable is set wins. Launchers nest, so the innermost come first: torchrun and mpirun run inside
@@ -131,100 +110,62 @@ OF_MPI = ("Open MPI", "MPI")
 """Launchers that use MPI."""
 
 
-def _nonsense(world: World) -> Iterator[str]:
-    if not (0 <= world.rank < world.size and 0 <= world.local_rank < world.local_size <= world.size):
-        yield (
-            f"{world.launcher} says rank {world.rank} of {world.size}, and {world.local_rank} of {world.local_size} on "
-            f"this host, which is impossible"
-        )
+OTHERS = {
+    "Slurm": ("SLURM_NTASKS",),
+    **dict.fromkeys(OF_MPI, ("SLURM_STEP_NUM_TASKS",)),  # of mpirun's daemons there are no more than of its ranks
+    **dict.fromkeys(("torchrun", "local"), ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")),
+    "single": ("WORLD_SIZE", "PMI_SIZE"),
+}
+"""Variables of other launches: if one counts more processes than this launch has, it has leaked into this environment."""
 
 
-def _contradictions(world: World, env: Env) -> Iterator[str]:
-    """Contradictions between the variables of two launchers."""
-    tasks, nodes, promised = (_number(env, f"SLURM_{name}") for name in ("STEP_NUM_TASKS", "STEP_NUM_NODES", "NTASKS"))
-    if world.launcher != "single":
-        yield from _heterogeneous(env)
-    if world.launcher == "Slurm" and promised is not None and promised != world.size:
+def _contradictions(world: World, env: Env, alone: bool) -> Iterator[str]:
+    launcher, size = world.launcher, world.size
+    if not (0 <= world.rank < size and 0 <= world.local_rank < world.local_size <= size):
         yield (
-            f"SLURM_STEP_NUM_TASKS={world.size} but SLURM_NTASKS={promised}: another step's variables are in the environment "
-            f"of this process (a job submitted from inside another?); start the processes with srun"
+            f"{launcher} says rank {world.rank} of {size}, and {world.local_rank} of {world.local_size} on this host, "
+            "which is impossible"
         )
-    # mpirun starts one daemon a node as a separate step; anything else around it is another job's
-    if world.launcher in OF_MPI and tasks and nodes and tasks > nodes and tasks != world.size:
-        name = "OMPI_COMM_WORLD_SIZE" if world.launcher == "Open MPI" else "PMI_SIZE"
-        yield (
-            f"{name}={world.size} but SLURM_STEP_NUM_TASKS={tasks}: mpirun and srun both claim this process; start it with "
-            f"one of them, and with srun clear the other's variables first (env -u OMPI_COMM_WORLD_RANK ...)"
-        )
-    outer = max(_number(env, name) or 1 for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
-    if world.launcher in ("torchrun", "local") and outer > world.size:
-        yield (
-            f"torchrun says that there are {world.size} processes, and MPI {outer}: the variables of one have leaked into the "
-            "other's processes; clear the wrong ones (env -u TORCHELASTIC_RUN_ID ...)"
-        )
-    pmix = _number(env, "PMIX_RANK")
-    if world.launcher == "Open MPI" and pmix is not None and pmix != world.rank:
-        yield (
-            f"OMPI_COMM_WORLD_RANK={world.rank} but PMIX_RANK={pmix}: the variables of an mpirun around this launch have "
-            f"leaked into it; clear them first (env -u OMPI_COMM_WORLD_RANK ...)"
-        )
-    if world.launcher == "single":
-        for name in ("PMI_SIZE", "WORLD_SIZE"):
-            size = _number(env, name)
-            if size is not None and size > 1:
-                yield (
-                    f"{name}={size} says that there are more processes, but no launcher that hpclm knows started this one; "
-                    f"use srun, mpirun or torchrun, or clear {name}"
-                )
-
-
-def _heterogeneous(env: Env) -> Iterator[str]:
-    if (_number(env, "SLURM_HET_SIZE") or 1) > 1:
+    if (launcher != "single" or not alone) and _number(env, "SLURM_HET_SIZE") > 1:
         yield "this is a heterogeneous Slurm job, of which the run would use one component; submit one job of equal nodes"
-
-
-def _peerless(world: World, env: Env) -> Iterator[str]:
-    if world.launcher == "single":
-        yield from _heterogeneous(env)
-    tasks = max(_number(env, "SLURM_NTASKS") or 1, _number(env, "SLURM_STEP_NUM_TASKS") or 1)
-    if world.size == 1 and world.launcher in ("single", *OF_MPI) and "SLURM_JOB_ID" in env and tasks > 1:
-        started = "without srun or mpirun" if world.launcher == "single" else "by an mpirun of one process"
+    for name in OTHERS.get(launcher, ()):
+        if (count := _number(env, name)) > size:
+            known = (
+                "no launcher started this process" if launcher == "single" else f"{launcher} started {size} processes"
+            )
+            yield (
+                f"{known}, but {name}={count}: use one of srun, mpirun and torchrun, or clear the variables of another launch that "
+                f"have leaked into this process's environment (env -u {name} ...)"
+            )
+    tasks = max(_number(env, "SLURM_NTASKS"), _number(env, "SLURM_STEP_NUM_TASKS"))
+    if not alone and size == 1 and launcher in ("single", *OF_MPI) and "SLURM_JOB_ID" in env and tasks > 1:
         yield (
-            f"this Slurm job has SLURM_NTASKS={tasks} tasks, but this process was started alone, {started}; "
-            f"put srun before the command, or env -u SLURM_NTASKS to train on one process"
+            f"this Slurm job has {tasks} tasks (SLURM_NTASKS), but this process was started alone, without srun or by an mpirun "
+            "of one process; put srun before the command, or env -u SLURM_NTASKS to train on one process"
         )
 
 
-def _numbers(launcher: str, env: Env, *names: str) -> Any:  # as many whole numbers as names
+def _values(launcher: str, env: Env, kind: type, *names: str) -> Any:  # as many as names
     try:
-        return [int(_variable(launcher, env, name)) for name in names]
+        return [kind(env[name]) for name in names]
+    except KeyError as missing:
+        text = f"{launcher} started this process, but {missing.args[0]} is missing from its environment"
     except ValueError as error:
-        raise ConfigError(f"{launcher} started this process, but its environment is invalid: {error}") from None
+        text = f"{launcher} started this process, but its environment is invalid: {error}"
+    raise ConfigError(text)
 
 
-def _variable(launcher: str, env: Env, name: str) -> str:
-    try:
-        return env[name]
-    except KeyError:
-        raise ConfigError(f"{launcher} started this process, but {name} is missing from its environment") from None
-
-
-def _number(env: Env, name: str) -> int | None:
+def _number(env: Env, name: str) -> int:
     text = env.get(name, "")
-    return int(text) if text.isascii() and text.isdigit() else None
+    return int(text) if text.isascii() and text.isdigit() else 0
 
 
-def restarts_left(env: Env = os.environ) -> bool:
-    """Whether torchrun's agent restarts the ranks if one fails."""
-    count, most = (_number(env, f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    return count is not None and most is not None and count < most
-
-
-def lost_code(launcher: str, restarts: bool, env: Env = os.environ) -> int:
+def lost_code(launcher: str, env: Env = os.environ) -> int:
     """Exit code of the other ranks if one is killed: Slurm can requeue the job, and may not know that a node is down.
 
-    ``restarts``: whether torchrun's agent restarts the ranks, which it does not after an exit with 85.
+    Not if torchrun's agent restarts the ranks, which it does not after an exit with 85.
     """
+    restarts = _number(env, "TORCHELASTIC_RESTART_COUNT") < _number(env, "TORCHELASTIC_MAX_RESTARTS")
     return REQUEUE if job(env) and launcher != "local" and not restarts else 1
 
 
@@ -234,14 +175,12 @@ def job(env: Env = os.environ) -> dict[str, str | int]:
         return {}
     array = env.get("SLURM_ARRAY_JOB_ID")
     number = f"{array}_{env.get('SLURM_ARRAY_TASK_ID', 0)}" if array else env["SLURM_JOB_ID"]
-    return {"job_id": number, "restart": _number(env, "SLURM_RESTART_COUNT") or 0}
+    return {"job_id": number, "restart": _number(env, "SLURM_RESTART_COUNT")}
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Slurm's ``4(x2),3`` -> [4, 4, 3]; ConfigError when it is something else."""
-    if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text):
-        raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is not a list of task counts")
-    return [int(count) for count, _, times in re.findall(r"(\d+)(\(x(\d+)\))?", text) for _ in range(int(times or 1))]
+    """Slurm's ``4(x2),3`` -> [4, 4, 3]."""
+    return [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
 
 
 def expand(nodes: str) -> list[str]:

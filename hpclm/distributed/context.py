@@ -6,14 +6,12 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,9 +20,8 @@ from hpclm.config import ClusterConfig
 from hpclm.distributed import bootstrap, failure, network, restart
 from hpclm.distributed.bootstrap import World
 from hpclm.distributed.failure import Failure
-from hpclm.distributed.heartbeat import Heartbeat
 from hpclm.distributed.rendezvous import RankInfo, connect
-from hpclm.distributed.shutdown import Shutdown
+from hpclm.distributed.shutdown import Shutdown, exit_after
 from hpclm.distributed.signed import SignedStore
 from hpclm.distributed.watchdog import Watchdog
 from hpclm.errors import ConfigError, HpclmError
@@ -36,25 +33,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 CAUSE = 60.0  # seconds that a rank which lost a connection waits for its watchdog to end it with the cause
+LATEST = 15.0  # seconds that the main thread has to exit after an error: a collective may hang
 EXIT = 0.5  # seconds that rank 0, whose end closes the store, stays after an error that all ranks raise
 UNLIMITED = timedelta(days=7)  # for a collective in which one rank may arrive hours after another
-
-
-def waits_in(name: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """For a method that waits for other ranks: tells the watchdog so, which takes ranks that wait for no culprits of a hang."""
-
-    def decorator(method: Callable[..., T]) -> Callable[..., T]:
-        @wraps(method)
-        def noted(self: "DistributedContext", *args: Any, **kwargs: Any) -> T:
-            self.watchdog.waits_in = name
-            try:
-                return method(self, *args, **kwargs)
-            finally:
-                self.watchdog.waits_in = ""
-
-        return noted
-
-    return decorator
 
 
 class DistributedContext:
@@ -101,7 +82,6 @@ class DistributedContext:
         texts = self._exchange(_text_tensor(own, width), unlimited, everywhere)
         return [json.loads(bytes(text[: int(size)].numpy())) for text, size in zip(texts, sizes, strict=False)]
 
-    @waits_in("all_gather")
     def _exchange(self, own: "torch.Tensor", unlimited: bool, everywhere: bool = True) -> "list[torch.Tensor]":
         """Every rank's tensor, on every rank or, unless ``everywhere``, on rank 0; on the others an empty list."""
         import torch.distributed as dist
@@ -115,7 +95,6 @@ class DistributedContext:
         (group.allgather if everywhere else group.gather)([parts] if parts else [], [own], options).wait()
         return parts
 
-    @waits_in("all_reduce")
     def all_reduce_max(self, *values: float) -> list[float]:
         """The maximum over all ranks of the first values, of the second ones, …, on every rank."""
         self.watchdog.tick()
@@ -157,7 +136,6 @@ class DistributedContext:
             raise failed
         return result
 
-    @waits_in("run_on_main")
     def _broadcast(self, tensor: "torch.Tensor") -> "torch.Tensor":
         """Rank 0's tensor, on every rank."""
         import torch.distributed as dist
@@ -176,6 +154,7 @@ class DistributedContext:
         """
         if self._store is None:
             return
+        self.watchdog.timer.on_gpu = device.type == "cuda"
         if device.type == "cuda" and logs is not None:
             network.record_collectives(logs)
         import torch.distributed as dist
@@ -211,9 +190,7 @@ class DistributedContext:
         import torch.distributed as dist
 
         gc.collect()  # what still holds the process group would abort at exit
-        self.watchdog.leaving = True
-        if self.watchdog.heartbeat:
-            self.watchdog.heartbeat.finish()
+        self.watchdog.leave()
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
@@ -226,11 +203,13 @@ class DistributedContext:
         """
         heart, shutdown = self.watchdog.heartbeat, self.watchdog.shutdown
         assert heart is not None
-        text = failure.shortened(secrets.Redactor()(_text(error)))
-        own = Failure(self.rank, "raised", exit_code(error), text)
+        code, text = described(error)
+        own = Failure(self.rank, "raised", code, failure.shortened(secrets.Redactor()(text)))
         if failure.lost_a_peer(error) and self.watchdog.watches:
             if heart.failure is None:
-                log.warning("%s lost its connection to another rank: %s", self.ranks[self.rank], _first_sentence(error))
+                log.warning(
+                    "%s lost its connection to another rank: %s", self.ranks[self.rank], str(error).partition("\n")[0]
+                )
             own = replace(own, kind="disconnected", code=heart.lost_code)
             with suppress(RuntimeError):
                 failure.publish(heart.store, own, self.size)
@@ -241,11 +220,13 @@ class DistributedContext:
             first = failure.publish(heart.store, own, self.size)
         except RuntimeError:
             first = own
-        restart.note(exit_code(error), first.describe(self.ranks))
-        shutdown.log_failure(first.describe(self.ranks), heart.store)
+        text = first.describe(self.ranks)
+        restart.note(code, text)
+        shutdown.log_failure(text, heart.store)
         error.told = self.is_main  # type: ignore[attr-defined]  # the command line need not say it again
         shutdown.wait_for_others(heart.store)
-        shutdown.exit_soon(exit_code(error))
+        shutdown.clean_up()
+        exit_after(LATEST, code)
 
 
 def single(settings: ClusterConfig | None = None) -> DistributedContext:
@@ -254,15 +235,6 @@ def single(settings: ClusterConfig | None = None) -> DistributedContext:
     me = RankInfo.of(world)
     watchdog = Watchdog(settings or ClusterConfig(hang_minutes=0), (me,), me, Shutdown(me, (me,)))
     return DistributedContext(world, (me,), watchdog)
-
-
-def exit_code(error: BaseException) -> int:
-    """The exit code of a process that raises ``error``."""
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return error.code if error.code in errors.CODES else 1  # the others still need this process
-    return error.exit_code if isinstance(error, HpclmError) else 1
 
 
 @contextmanager
@@ -277,7 +249,7 @@ def join(world: World, settings: ClusterConfig) -> Iterator[DistributedContext]:
     if world.size == 1:
         context = single(settings)
         context.launcher = world.launcher
-        context.watchdog.start(launched=world.launcher in ("torchrun", "local"))
+        context.watchdog.start(launcher=os.getppid() if world.launcher in ("torchrun", "local") else None)
         try:
             yield context
         finally:
@@ -287,12 +259,11 @@ def join(world: World, settings: ClusterConfig) -> Iterator[DistributedContext]:
     preemption.ranks_have_met()
     me = met.ranks[world.rank]
     network.use_interface(settings.interface, met.interface)
-    lost_code = bootstrap.lost_code(world.launcher, bootstrap.restarts_left())
-    watchdog = Watchdog(settings, met.ranks, me, Shutdown(me, met.ranks, bootstrap.marker(world)), lost_code)
+    shutdown = Shutdown(me, met.ranks, bootstrap.marker(world))
+    watchdog = Watchdog(settings, met.ranks, me, shutdown, bootstrap.lost_code(world.launcher))
     # a run survives the death of its slurmstepd: Slurm, or the end of the run, ends the job
     launcher = None if world.launcher == "Slurm" else os.getppid()
-    heartbeat = Heartbeat(met.store, me, met.ranks, watchdog.progress, lost_code, launcher)
-    watchdog.start(heartbeat)
+    watchdog.start(met.store, launcher)
     context = DistributedContext(world, met.ranks, watchdog, met.store)
     try:
         with context.guard():
@@ -300,13 +271,9 @@ def join(world: World, settings: ClusterConfig) -> Iterator[DistributedContext]:
             sys.stdout.flush()
             context.finish()
     except HpclmError as error:
-        watchdog.leaving = True
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # the first rank to end has its launcher end the others
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        with suppress(RuntimeError):
-            heartbeat.finish()
+        with suppress(ValueError):  # not in the main thread
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first rank to end has its launcher end the others
+        watchdog.leave()
         if not context.is_main:
             raise SystemExit(error.exit_code) from None
         time.sleep(EXIT)
@@ -320,15 +287,13 @@ def _text_tensor(text: bytes, width: int) -> "torch.Tensor":
     return torch.frombuffer(bytearray(text.ljust(width)), dtype=torch.uint8)
 
 
-def _first_sentence(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0].partition(". ")[0]
-
-
-def _text(error: BaseException) -> str:
-    """The message of an error of the user or the machine, otherwise the traceback."""
+def described(error: BaseException) -> tuple[int, str]:
+    """The exit code of a process that raises ``error``, and the message; a traceback unless it is the user's or the machine's."""
     if isinstance(error, HpclmError):
-        return str(error)
+        return error.exit_code, str(error)
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
-    text = traceback.format_exc()
-    return f"it called sys.exit({error.code!r})\n{text}" if isinstance(error, SystemExit) else text
+        return 130, "interrupted"
+    if isinstance(error, SystemExit):  # the others still need this process
+        code = error.code if isinstance(error.code, int) and error.code in errors.CODES else 1
+        return code, f"it called sys.exit({error.code!r})\n{traceback.format_exc()}"
+    return 1, traceback.format_exc()

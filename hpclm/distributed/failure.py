@@ -47,6 +47,8 @@ class Failure:
             return f"{who} {text or silent}"
         if self.kind == "lost":
             return f"{text}; the others end because of it"
+        if self.kind == "hung":
+            return text
         if self.kind == "launcher":
             return f"the launcher of {who} is gone; the run ends, because nothing would restart or stop it"
         return f"{who} failed: {text}"

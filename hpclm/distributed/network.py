@@ -6,9 +6,11 @@ import os
 import random
 import socket
 import struct
-from collections.abc import MutableMapping, Sequence
+import threading
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from hpclm.errors import HpclmError
 
@@ -17,6 +19,25 @@ PORTS = range(10_240, 32_000)
 CANDIDATES = 32
 BACKLOG = 4096
 SIOCGIFADDR = 0x8915
+
+
+class StoreCall(threading.Thread):
+    """A call to a store, in a thread: PyTorch's client waits forever for a server that accepts and never answers."""
+
+    def __init__(self, call: Callable[[], Any]):
+        super().__init__(name="hpclm-store", daemon=True)
+        self.call, self.answer = call, None
+        self.start()
+
+    def run(self) -> None:
+        """Call; an error is no answer."""
+        with suppress(RuntimeError):
+            self.answer = self.call()
+
+    def result(self, seconds: float) -> Any:
+        """The answer; None if there is none within ``seconds``."""
+        self.join(seconds)
+        return self.answer
 
 
 def candidates(seed: str) -> list[int]:

@@ -9,12 +9,12 @@ import os
 import resource
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hpclm import __version__, extras, files
@@ -28,9 +28,8 @@ from hpclm.node.processes import wait_until
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-Endpoint = tuple[str, int]
-"""Host and port."""
-SERVER, ARRIVED, RANKS = "hpclm/server", "hpclm/arrived", "hpclm/ranks"
+SERVER, RANKS = "hpclm/server", "hpclm/ranks"
+LOOPBACK, EVERY = "127.0.0.1", "0.0.0.0"
 PATIENCE = 1.0  # seconds for a server to answer before the next port is tried; a later answer still counts
 SEARCH = 0.1  # seconds between two searches for the server
 CROWD = 128  # with more clients, each asks less often
@@ -59,6 +58,10 @@ class RankInfo:
         """This process."""
         numbers = (world.rank, world.size, world.local_rank, world.local_size)
         return cls(*numbers, pid=os.getpid(), address=address, machine=files.here())
+
+    def neighbours(self, ranks: Sequence["RankInfo"]) -> list["RankInfo"]:
+        """The other ranks of its machine."""
+        return [info for info in ranks if info.machine == self.machine and info.rank != self.rank]
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host} (pid {self.pid})"
@@ -97,49 +100,37 @@ def serve(listener: socket.socket, world: World) -> SignedStore:
     with suppress(ValueError, OSError):  # two connections for each rank
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     host, port = listener.getsockname()[:2]
-    own, limit = "127.0.0.1" if host == "0.0.0.0" else host, timedelta(seconds=60)
+    own, limit = LOOPBACK if host == EVERY else host, timedelta(seconds=60)
     server = TCPStore(own, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
     store = SignedStore(server, world.run_id, world.secret)
     store.set(SERVER, True)
     return store
 
 
-def find(endpoints: Sequence[Endpoint], world: World, seconds: float) -> tuple[SignedStore, str]:
-    """Rank 0's store at one of ``endpoints``, and its host; HpclmError when it is not found within ``seconds``."""
-    until, attempts = time.monotonic() + seconds, dict[Endpoint, _Attempt]()
+def find(hosts: Sequence[str], ports: Sequence[int], world: World, seconds: float) -> tuple[SignedStore, str]:
+    """Rank 0's store on one of ``hosts``, and its address; HpclmError if it is not there within ``seconds``."""
+    until, calls = time.monotonic() + seconds, dict[tuple[str, int], network.StoreCall]()
     while time.monotonic() < until:
-        addresses = {host: network.resolved(host) for host, _ in endpoints}  # one question, not one for each port
-        for host, port in endpoints:
-            endpoint = addresses[host], port
-            attempt = attempts.get(endpoint)
-            if attempt is None or not (attempt.is_alive() or attempt.store):
-                if not network.answers(*endpoint, seconds=2.0):
-                    continue
-                attempt = attempts[endpoint] = _Attempt(endpoint, world)
-                attempt.start()
-            attempt.join(PATIENCE)
-            if attempt.store is not None:
-                return attempt.store, endpoint[0]
+        for address in map(network.resolved, hosts):
+            for endpoint in [(address, port) for port in ports]:
+                call = calls.get(endpoint)
+                if call is None or not (call.is_alive() or call.answer):
+                    if not network.answers(*endpoint, seconds=2.0):
+                        continue
+                    call = calls[endpoint] = network.StoreCall(partial(_client, *endpoint, world))
+                if store := call.result(PATIENCE):
+                    return store, address
         time.sleep(_pause(SEARCH, world.size))
-    raise _unreachable(world, ", ".join(sorted({host for host, _ in endpoints})), seconds)
+    raise _unreachable(world, ", ".join(hosts), seconds)
 
 
-class _Attempt(threading.Thread):
-    """An attempt to connect, in a thread: PyTorch's client waits forever for a server that accepts and never answers."""
+def _client(address: str, port: int, world: World) -> SignedStore | None:
+    """The store at an address, if it is the one of this launch."""
+    from torch.distributed import TCPStore
 
-    def __init__(self, endpoint: Endpoint, world: World):
-        super().__init__(name=f"hpclm-connect-{endpoint[1]}", daemon=True)
-        self.endpoint, self.world = endpoint, world
-        self.store: SignedStore | None = None
-
-    def run(self) -> None:
-        from torch.distributed import TCPStore
-
-        with suppress(RuntimeError):
-            server = TCPStore(*self.endpoint, None, False, timedelta(seconds=30), wait_for_workers=False)
-            store = SignedStore(server, self.world.run_id, self.world.secret)
-            if store.opened(SERVER, server.get(SERVER)):  # otherwise it is another run's
-                self.store = store
+    server = TCPStore(address, port, None, False, timedelta(seconds=30), wait_for_workers=False)
+    store = SignedStore(server, world.run_id, world.secret)
+    return store if store.opened(SERVER, server.get(SERVER)) else None
 
 
 def _unreachable(world: World, host: str, seconds: float, why: str = "") -> HpclmError:
@@ -158,15 +149,28 @@ def _store(world: World, settings: ClusterConfig) -> tuple[SignedStore, str]:
     """The run's store, and its host if that is another rank's."""
     if world.launcher in ("torchrun", "local"):
         return SignedStore(_of_torchrun(world, settings), world.run_id, world.secret), world.master
-    one_host = world.local_size == world.size
-    if world.launcher in OF_MPI:
-        listener, endpoints, world = _by_mpi(world, settings, one_host)
-    else:
-        ports, first = network.candidates(world.run_id), "127.0.0.1" if one_host else world.first_host
-        address = "127.0.0.1" if one_host else _bind_address(settings, world.first_host)
-        listener = network.listen(ports, address) if world.rank == 0 else None
-        endpoints = [(first, port) for port in ports]
-    return (serve(listener, world), "") if listener is not None else find(endpoints, world, settings.start_seconds)
+    comm = _mpi(world) if world.launcher in OF_MPI else None
+    world = replace(world, secret=secrets.token_hex(16)) if comm else world  # rank 0's counts
+    hosts, ports, listener = list(world.hosts[:1]), network.candidates(world.run_id or world.secret), None
+    if world.local_size == world.size:
+        hosts = [LOOPBACK]
+    if world.rank == 0:
+        listener = network.listen(ports, _address(settings, hosts[0] if hosts else ""))
+    if comm:
+        if listener:
+            address, port = listener.getsockname()
+            outward = [own for own in network.addresses().values() if not own.startswith("127.")]
+            hosts, ports = [address] if address != EVERY else [*outward, socket.gethostname()], [port]
+        hosts, ports, secret = comm.bcast((hosts, ports, world.secret))
+        world = replace(world, secret=secret)
+    return (serve(listener, world), "") if listener else find(hosts, ports, world, settings.start_seconds)
+
+
+def _address(settings: ClusterConfig, host: str) -> str:
+    """The address that rank 0 listens on: of the chosen interface, else of its ``host``, if that is known; empty: all."""
+    if settings.interface and host != LOOPBACK:
+        return network.addresses().get(settings.interface, "")
+    return network.own_address(host) if host and host != LOOPBACK else host
 
 
 def _of_torchrun(world: World, settings: ClusterConfig, env: Mapping[str, str] = os.environ) -> "Store":
@@ -184,15 +188,8 @@ def _of_torchrun(world: World, settings: ClusterConfig, env: Mapping[str, str] =
     return PrefixStore(world.run_id, store)
 
 
-def _bind_address(settings: ClusterConfig, name: str) -> str:
-    """The address that rank 0 listens on: of the chosen interface, else of its host ``name``, else any."""
-    return network.addresses().get(settings.interface, "") if settings.interface else network.own_address(name)
-
-
-def _by_mpi(
-    world: World, settings: ClusterConfig, one_host: bool
-) -> tuple[socket.socket | None, list[Endpoint], World]:
-    """Rank 0's socket, its endpoints, and the world with a secret; MPI broadcasts both."""
+def _mpi(world: World) -> Any:
+    """MPI's communicator of all ranks; ConfigError if it does not have those of ``world``."""
     try:
         with extras.needed_for(f"{world.launcher}, which started this process,"):
             from mpi4py import MPI  # importing it initialises MPI: only ever under an MPI launcher
@@ -209,23 +206,14 @@ def _by_mpi(
             f"{comm.size}: mpirun and the library that mpi4py loads belong to different MPIs, or the variables of another "
             "launch have leaked in (check env | grep -E 'OMPI|PMI')"
         )
-    listener, endpoints, secret = None, list[Endpoint](), secrets.token_hex(16)
-    if world.rank == 0:
-        address = "127.0.0.1" if one_host else _bind_address(settings, "") if settings.interface else ""
-        listener = network.listen(network.candidates(secret), address)
-        own = [interface for interface in network.addresses().values() if not interface.startswith("127.")]
-        hosts = [address] if address else [*own, socket.gethostname()]
-        endpoints = [(host, listener.getsockname()[1]) for host in hosts]
-    endpoints, secret = comm.bcast((endpoints, secret) if world.rank == 0 else None)
-    return listener, endpoints, replace(world, secret=secret)
+    return comm
 
 
 def _register(store: SignedStore, me: RankInfo, world: World, seconds: float) -> tuple[RankInfo, ...]:
     """Register this rank, and wait until rank 0 lists all ranks, or refuses the run."""
-    first = _info(store.put(_rank(me.rank), asdict(me)))
+    first = _info(store.put(rank_key("rank", me.rank), asdict(me)))
     if first != me:
         _refuse(store, ConfigError(f"two processes are rank {me.rank}: {first} and {me}; start each rank once"))
-    store.raw.add(ARRIVED, 1)
     if me.rank == 0:
         _decide(store, me, world, seconds)
     answer = store.wait(RANKS, seconds + LINGER, _pause(POLL, me.size))
@@ -235,7 +223,7 @@ def _register(store: SignedStore, me: RankInfo, world: World, seconds: float) ->
         if me.rank == 0:
             time.sleep(LINGER)  # the store ends with this process
         raise (ConfigError if answer["settings"] else HpclmError)(answer["refused"])
-    ranks = roster(answer)
+    ranks = tuple(RankInfo(*values) for values in answer["ranks"])
     if len(ranks) != me.size:
         raise ConfigError(f"the processes disagree: {ranks[0]} is one of {len(ranks)}, {me} one of {me.size}")
     return ranks
@@ -243,20 +231,18 @@ def _register(store: SignedStore, me: RankInfo, world: World, seconds: float) ->
 
 def _decide(store: SignedStore, me: RankInfo, world: World, seconds: float) -> None:
     """On rank 0: wait for all ranks, then start or refuse the run."""
-    keys = [*map(_rank, range(me.size))]
+    keys = [rank_key("rank", rank) for rank in range(me.size)]
     entries: list[Any] = []
 
-    def decided() -> bool:  # the counter, which is not signed, only saves questions
-        if store.raw.add(ARRIVED, 0) >= me.size:
-            entries[:] = store.get_all(keys) or []
+    def decided() -> bool:
+        entries[:] = store.get_all(keys) or []
         return bool(entries and None not in entries) or store.get(RANKS) is not None
 
     wait_until(decided, seconds, POLL / 5)
     entries = entries or [*map(store.get, keys)]
     missing = [rank for rank, entry in enumerate(entries) if entry is None]
     if missing:
-        hosts = [f" ({host})" if (host := world.host_of(rank)) else "" for rank in missing]
-        named = ", ".join(f"rank {rank}{host}" for rank, host in zip(missing[:16], hosts, strict=False))
+        named = ", ".join(f"rank {rank}" + (f" ({world.hosts[rank]})" if world.hosts else "") for rank in missing[:16])
         more = f" and {len(missing) - 16} more" * (len(missing) > 16)
         text = f"{len(missing)} of {me.size} processes did not arrive within {seconds:g} s: {named}{more}; "
         _refuse(store, HpclmError(f"{text}look at their output, or raise cluster.start_seconds"))
@@ -273,19 +259,14 @@ def _decide(store: SignedStore, me: RankInfo, world: World, seconds: float) -> N
     store.put(RANKS, {"ranks": [astuple(info) for info in ranks]})
 
 
-def roster(answer: Mapping[str, Any]) -> tuple[RankInfo, ...]:
-    """All ranks, of rank 0's answer."""
-    return tuple(RankInfo(*values) for values in answer["ranks"])
-
-
 def _refuse(store: SignedStore, error: HpclmError) -> None:
     """Publish that the run is refused; the first decision counts."""
     store.put(RANKS, {"refused": str(error), "settings": isinstance(error, ConfigError)})
 
 
-def _rank(rank: int) -> str:
-    """The key under which a rank registers."""
-    return f"hpclm/rank/{rank}"
+def rank_key(name: str, rank: int) -> str:
+    """The key of what a rank says under a name."""
+    return f"hpclm/{name}/{rank}"
 
 
 def _info(value: Any) -> RankInfo:

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from hpclm import files
 from hpclm.distributed import restart
-from hpclm.distributed.rendezvous import RankInfo
+from hpclm.distributed.rendezvous import RankInfo, rank_key
 from hpclm.distributed.signed import SignedStore
 from hpclm.node import processes
 from hpclm.terminal import plain
@@ -45,19 +45,19 @@ class Shutdown:
         """Log ``text``; if rank 0 does not (it sets a key in ``store``), append it to the run's log too."""
         if self.me.rank == 0 or self.log is not None:  # on other ranks it would only be repeated on the console
             log.error(text)
-        if self.me.rank == 0:
-            with suppress(RuntimeError):
-                if store is not None:
-                    store.set(LOGGED, True)
-            self._tell(text)
-        elif not _is_logged(store):
+        logged = False
+        with suppress(RuntimeError):
+            if store is not None and self.me.rank == 0:
+                store.set(LOGGED, True)
+            elif store is not None:
+                logged = store.wait(LOGGED, PATIENCE) is not None
+        if self.me.rank:
+            if not logged and self.log is None:
+                log.error(text)
             with suppress(OSError):
-                if self.log is None:
-                    log.error(text)
-                elif _append_once(self.log, text):
-                    self._tell(text)
-
-    def _tell(self, text: str) -> None:
+                logged = logged or self.log is None or not _append_once(self.log, text)
+            if logged:
+                return
         for listener in self.listeners:
             listener(text)
 
@@ -65,7 +65,7 @@ class Shutdown:
         """On rank 0, whose end closes the store: wait a moment until the others have read the failure."""
         if self.me.rank == 0 and store is not None:
             with suppress(RuntimeError):
-                keys = [read_key(info.rank) for info in self.ranks if info.rank]
+                keys = [rank_key("read", info.rank) for info in self.ranks if info.rank]
                 processes.wait_until(lambda: all(store.get_all(keys) or [False]), PATIENCE)
 
     def clean_up(self) -> None:
@@ -74,14 +74,9 @@ class Shutdown:
         if self.marker:
             processes.kill_strays(self.marker, [info.pid for info in self.ranks if info.machine == self.me.machine])
 
-    def exit_soon(self, code: int) -> None:
-        """Let the main thread exit, and exit with ``code`` if that takes long: a collective may hang."""
-        self.clean_up()
-        _exit_after(15.0, code)
-
     def exit(self, text: str, code: int, store: SignedStore | None = None) -> NoReturn:
         """Log the cause and end this process with ``code``; the main thread may never return from where it is."""
-        _exit_after(LATEST, code)
+        exit_after(LATEST, code)
         restart.note(code, text)
         self.clean_up()
         if text:
@@ -92,23 +87,11 @@ class Shutdown:
         os._exit(code)
 
 
-def read_key(rank: int) -> str:
-    """The key that records that a rank knows the failure."""
-    return f"hpclm/read/{rank}"
-
-
-def _exit_after(seconds: float, code: int) -> None:
+def exit_after(seconds: float, code: int) -> None:
     """End this process with ``code`` after ``seconds``."""
     late = threading.Timer(seconds, os._exit, args=(code,))
     late.daemon = True
     late.start()
-
-
-def _is_logged(store: SignedStore | None) -> bool:
-    """Whether rank 0 has written the cause into the log."""
-    with suppress(RuntimeError):
-        return store is not None and store.wait(LOGGED, PATIENCE) is not None
-    return False
 
 
 def _append_once(path: Path, text: str) -> bool:

@@ -16,12 +16,8 @@ from hpclm.distributed.signed import SignedStore
 log = logging.getLogger(__name__)
 
 PREFIX = "hpclm/"  # how the keys begin that ranks write through SignedStore
-COUNTER, DIGITS = "hpclm/arrived", 20  # written by TCPStore's add: a number without a signature
 EVERY, CROWD = 5.0, 128  # seconds between two looks, with at most CROWD ranks; proportionally longer with more
-LARGEST, LARGEST_PER_RANK = (
-    1 << 16,
-    1 << 8,
-)  # bytes of an unsigned value: gloo lists the addresses of a whole group in one
+LARGEST, PER_RANK = 1 << 16, 1 << 8  # bytes of an unsigned value: gloo lists the addresses of a whole group in one
 TOGETHER = 32  # such values for each rank, in all its process groups
 BATCH = 16  # keys read at once
 
@@ -32,7 +28,7 @@ class StoreLimits:
     def __init__(self, store: SignedStore, ranks: int):
         self.store = store.clone()
         self.store.raw.set_timeout(timedelta(seconds=2))  # reading waits for a key that has just been deleted
-        self.largest = LARGEST + LARGEST_PER_RANK * ranks
+        self.largest = LARGEST + PER_RANK * ranks
         self.together = self.largest * TOGETHER * ranks
         self.interval = EVERY * max(1.0, ranks / CROWD)
         self._checked = time.monotonic()
@@ -67,8 +63,7 @@ class StoreLimits:
         """hpclm's keys whose values no rank has signed."""
         raw: Any = self.store.raw
         for key, data in _entries(raw, (key for key in raw.list_keys() if key.startswith(PREFIX))):
-            counts = key == COUNTER and len(data) <= DIGITS
-            if self.store.opened(key, data) is None and not counts:
+            if self.store.opened(key, data) is None:
                 yield raw, key, data
 
     def _too_large(self) -> Iterator[tuple[Any, str, bytes]]:

@@ -1,7 +1,7 @@
 """Continue text with a run's model: prompts to ids, ids to text, and where a continuation ends."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -70,6 +70,13 @@ class Completer:
             raise ConfigError(f"the tokenizer gives id {max(ids)}, but the run's model.vocab_size is {self.vocabulary}")
         return ids
 
+    def complete_all(
+        self, prompts: Sequence[str], size: int, limits: Limits, sampling: Sampling
+    ) -> Iterator[Completion]:
+        """The completions of all prompts, in their order, ``size`` at a time."""
+        for begin in range(0, len(prompts), size):
+            yield from self.complete(prompts[begin : begin + size], limits, replace(sampling, first=begin))
+
     def complete(
         self, prompts: Sequence[str], limits: Limits, sampling: Sampling, streamed: Streamed | None = None
     ) -> list[Completion]:
@@ -86,9 +93,9 @@ class Completer:
                 streamed(number, self._text(starts[number], new))
             return finishes[number] != "length"
 
-        found = continue_all(self.model, starts, limits.tokens, self.tokenizer.size, sampling, ended)
+        continuations = continue_all(self.model, starts, limits.tokens, self.tokenizer.size, sampling, ended)
         completions = []
-        for prompt, ids, new, finish in zip(prompts, starts, found, finishes, strict=True):
+        for prompt, ids, new, finish in zip(prompts, starts, continuations, finishes, strict=True):
             text = self._text(ids, new[:-1] if finish == "end" else new)
             cut = min([at for stop in limits.stop if (at := text.find(stop)) >= 0], default=len(text))
             completions.append(Completion(prompt, text[:cut], len(new), finish))

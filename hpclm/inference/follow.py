@@ -36,8 +36,8 @@ class Follower:
         self._scored = {row.get("checkpoint") for row in self._rows()}
 
     def _rows(self) -> Iterator[dict[str, object]]:
-        wanted = set(self.tasks.wanted.tasks)
-        return (row for row in Scores(self.out).new() if wanted <= set(row["tasks"]))
+        names = set(self.tasks.names)
+        return (row for row in Scores(self.out).new() if names <= set(row["tasks"]))
 
     def score_new(self, interrupted: Callable[[], bool]) -> int:
         """Score what is new, oldest first; how many checkpoints were. Interrupted, between two batches, where that asks for it."""
@@ -65,7 +65,7 @@ class Follower:
             log.warning("%s is not scored: %s", folder.name, error)
             return False
         try:
-            result = self.tasks.score(
+            tasks, _ = self.tasks.score(
                 model.to(self.dtype), self.tokenizer, self.begin, self.batch, check_interrupt, errors=False
             )
         except (HpclmError, Interrupted):
@@ -75,8 +75,8 @@ class Follower:
             return False
         if digest(folder) not in (name, None):  # another attempt has saved this step again
             return False
-        scores.append(self.out, progress.step, progress.samples, time.time(), result.scores, name)
-        for task, row in result.scores.items():
+        scores.append(self.out, progress.step, progress.samples, time.time(), tasks, name)
+        for task, row in tasks.items():
             shown = "  ".join(f"{metric} {value:.4f}" for metric, value in row.items())
             log.info("step %d  %s  %s  (%.0f s)", progress.step, task, shown, time.monotonic() - began)
         return True

@@ -7,11 +7,11 @@ the context is read in windows; each token is scored once.
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
+from tqdm import tqdm
 
 from hpclm import files
 from hpclm.checkpoint import Progress
@@ -41,16 +41,15 @@ class Score:
     documents: int = 0
     tokens: int = 0
     bytes: int | None = 0
-    nats: float = field(default=0.0)
+    nats: float = 0.0
 
     def result(self, progress: Progress) -> dict[str, float | int]:
         """The figures to print."""
         mean = self.nats / max(1, self.tokens)
-        found: dict[str, float | int] = {"loss": mean, "perplexity": perplexity(mean)}
+        figures: dict[str, float | int] = {"loss": mean, "perplexity": perplexity(mean)}
         if self.bytes:
-            found["bits_per_byte"] = self.nats / math.log(2) / self.bytes
-            found["bytes"] = self.bytes
-        return {**found, "tokens": self.tokens, "documents": self.documents, "step": progress.step}
+            figures |= {"bits_per_byte": self.nats / math.log(2) / self.bytes, "bytes": self.bytes}
+        return {**figures, "tokens": self.tokens, "documents": self.documents, "step": progress.step}
 
 
 def perplexity(mean: float) -> float:
@@ -58,17 +57,10 @@ def perplexity(mean: float) -> float:
     return math.nan if math.isnan(mean) else math.exp(min(20.0, mean))
 
 
-class Ticks(Protocol):
-    """A progress bar."""
-
-    def update(self, n: float) -> object:
-        """So many more tokens are done."""
-        ...
-
-
 def of_text(path: str, text: str, tokenizer: Tokenizer) -> Iterator[Document]:
     """The documents of a text: one, or in a .jsonl file one in the "text" of each line."""
-    for number, document in enumerate(_lines(path, text), 1):
+    texts = json_texts(path, text, "text", "a document") if path.endswith(".jsonl") else [text]
+    for number, document in enumerate(texts, 1):
         ids = list(tokenizer.encode(document))
         while ids and ids[-1] == tokenizer.eod:
             ids.pop()
@@ -77,19 +69,17 @@ def of_text(path: str, text: str, tokenizer: Tokenizer) -> Iterator[Document]:
         yield Document(ids, len(document.encode()))
 
 
-def _lines(path: str, text: str) -> Iterator[str]:
-    if not path.endswith(".jsonl"):
-        yield text
-        return
+def json_texts(path: str, text: str, key: str, what: str) -> Iterator[str]:
+    """The value of ``key`` in each line of a .jsonl file's text; ConfigError where a line has no ``what`` there."""
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
-                document = json.loads(line)["text"]
+                value = json.loads(line)[key]
             except (ValueError, KeyError, TypeError, RecursionError):
-                document = None
-            if not isinstance(document, str):
-                raise ConfigError(f'{path}, line {number} must be a JSON object with a document as "text"')
-            yield document
+                value = None
+            if not isinstance(value, str):
+                raise ConfigError(f'{path}, line {number} must be a JSON object with {what} as "{key}"')
+            yield value
 
 
 def text_of(path: str) -> str:
@@ -115,37 +105,37 @@ def of_dataset(prefix: Path, tokenizer: Tokenizer | None) -> Iterator[Document]:
 
 
 def score(
-    model: Stack, documents: Iterable[Document], eod: int | None, size: int, most: int | None, bar: Ticks
+    model: Stack, documents: Iterable[Document], eod: int | None, size: int, most: int | None, bar: tqdm
 ) -> Score:
     """Score documents, ``size`` windows at a time, until ``most`` tokens are."""
-    found = Score()
+    total = Score()
     device, context = next(model.parameters()).device, model.config.context
     waiting: list[list[int]] = []
 
     def flush() -> None:
         batch = _batch(waiting, device)
         count = sum(len(window) - 1 for window in waiting)
-        found.nats += mean_loss(model, [batch], device, SINGLE) * count
-        found.tokens += count
+        total.nats += mean_loss(model, [batch], device, SINGLE) * count
+        total.tokens += count
         waiting.clear()
         bar.update(count)
 
     for document in documents:
-        if most is not None and found.tokens + sum(len(window) - 1 for window in waiting) >= most:
+        if most is not None and total.tokens + sum(len(window) - 1 for window in waiting) >= most:
             break
         _check(document.ids, model.config.vocab_size)
-        found.documents += 1
+        total.documents += 1
         ids = list(document.ids) if eod is None else [eod, *document.ids]
-        found.bytes = None if found.bytes is None or document.bytes is None else found.bytes + document.bytes
+        total.bytes = None if total.bytes is None or document.bytes is None else total.bytes + document.bytes
         for begin in range(0, len(ids) - 1, context):
             waiting.append(ids[begin : begin + context + 1])
             if len(waiting) == size:
                 flush()
     if waiting:
         flush()
-    if not found.tokens:
+    if not total.tokens:
         raise ConfigError("there is nothing to score: no document has a token that follows another")
-    return found
+    return total
 
 
 def _batch(windows: Sequence[Sequence[int]], device: torch.device) -> Batch:

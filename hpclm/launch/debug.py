@@ -90,6 +90,7 @@ def overrides(config: RunConfig) -> list[str]:
         "checkpoint.every": 0,
         "checkpoint.resume": "auto",
         "log.every": 1,
+        "cluster.hang_minutes": 0.0,  # a person in the debugger may take any time
     }
     optim = config.optim
     if optim.schedule == "wsd" and optim.schedule_length is None:  # its warm-up and decay may be longer than the budget

@@ -22,7 +22,6 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -126,7 +125,7 @@ def fake_gpu(rank: int, world: int) -> Iterator[CallCounter]:
     counter = CallCounter()
     with ExitStack() as opened:
         if world > 1:
-            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+            dist.init_process_group("fake", rank=rank, world_size=world)
             opened.callback(dist.destroy_process_group)
         for name, value in _replacements(counter).items():
             opened.enter_context(mock.patch(f"torch.{name}", value))

@@ -6,8 +6,8 @@ from functools import cached_property
 from hpclm.config import ModelConfig, RunConfig
 from hpclm.model import count
 from hpclm.node.gpus import Kind
-from hpclm.planning import code, layout, memory, time
-from hpclm.planning.code import Code
+from hpclm.planning import engines, layout, memory, time
+from hpclm.planning.engines import EngineCosts
 from hpclm.planning.layout import Layout
 from hpclm.planning.memory import Memory
 from hpclm.planning.time import Step, Volume
@@ -21,45 +21,46 @@ class Forecast:
 
     model: ModelConfig
     layout: Layout
-    code: Code
+    costs: EngineCosts
     kind: Kind
 
     @cached_property
     def memory(self) -> list[Memory]:
         """Memory of a GPU of each pipeline stage."""
-        return memory.each(self.model, self.layout, self.code)
+        return memory.of_stages(self.model, self.layout, self.costs)
 
-    @cached_property
+    @property
     def worst(self) -> int:
         """The stage that needs the most memory."""
         return max(range(len(self.memory)), key=lambda i: self.memory[i].total)
 
-    def tensors(self, stage: int) -> float:
-        """Bytes of a GPU's tensors, without the process and the allocator's overhead."""
-        return (self.memory[stage].total - self.code.fixed) / (1 + self.code.slack)
+    @property
+    def peak(self) -> Memory:
+        """Memory of a GPU of that stage."""
+        return self.memory[self.worst]
 
     @property
     def room(self) -> str:
         """ "fits", "tight" (only if the allocator releases its overhead), or "does not fit"."""
-        need, have = self.memory[self.worst].total, self.kind.memory * GIB
-        if need <= have:
+        have = self.kind.memory * GIB
+        if self.peak.total <= have:
             return "fits"
-        return "tight" if self.tensors(self.worst) + self.code.fixed <= have else "does not fit"
+        return "tight" if self.peak.tensors + memory.PROCESS <= have else "does not fit"
 
     @cached_property
     def step(self) -> Step | None:
         """Seconds of a step; None in fp32, for which no peak rates are known."""
-        return None if self.code.element > 2 else time.step(self.model, self.layout, self.code, self.kind)
+        return None if self.costs.element > 2 else time.step(self.model, self.layout, self.costs, self.kind)
 
     @cached_property
     def volumes(self) -> list[Volume]:
         """Bytes that a GPU of each pipeline stage sends per step."""
-        return time.volumes(self.model, self.layout, self.code)
+        return time.volumes(self.model, self.layout, self.costs)
 
-    @cached_property
+    @property
     def volume(self) -> Volume:
         """Bytes that a GPU of the busiest stage sends per step."""
-        return time.volume(self.model, self.layout, self.code)
+        return time.busiest(self.volumes)
 
     @property
     def samples(self) -> int:
@@ -88,10 +89,9 @@ class Forecast:
 
 def of(run: RunConfig, kind: Kind) -> Forecast:
     """The forecast for ``run`` on job.nodes x job.gpus GPUs; ConfigError if the layout does not fit that number."""
-    where = layout.of(run)
-    own = code.of(run.engine, element(run, kind), where.pipeline, run.optim.name)
-    own = own if run.engine.loss_chunk else replace(own, memory=kind.memory * GIB)
-    return Forecast(run.model, where, own, kind)
+    shape = layout.of(run)
+    costs = engines.costs(run.engine, element(run, kind), run.parallel, run.optim.name)
+    return Forecast(run.model, shape, replace(costs, memory=kind.memory * GIB), kind)
 
 
 def element(run: RunConfig, kind: Kind) -> int:

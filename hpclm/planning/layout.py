@@ -5,6 +5,7 @@ from functools import lru_cache
 
 from hpclm.config import ModelConfig, RunConfig
 from hpclm.model import count
+from hpclm.parallel.balance import balanced
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,6 @@ class Layout:
     schedule: str = "1f1b"
     chunks: int = 1
     partition: str = "parameters"
-    blocks: tuple[int, ...] | None = None
-    """Blocks of each stage, if known; None: according to ``partition``."""
     recompute: str = "none"
     recompute_every: int = 1
     node: int = 8
@@ -41,10 +40,6 @@ class Layout:
     def copies(self) -> int:
         """Number of such copies."""
         return self.data // self.sharing
-
-    def within(self, size: int, stride: int) -> int:
-        """Number of members in one node of a group of ``size`` ranks that are ``stride`` apart."""
-        return max(1, min(size, self.node // stride))
 
 
 def of(run: RunConfig) -> Layout:
@@ -79,31 +74,29 @@ class Stage:
     """Whether it has the head and the loss."""
 
 
-@lru_cache(maxsize=512)
 def stages(model: ModelConfig, layout: Layout) -> tuple[Stage, ...]:
     """The layers on every pipeline rank, in order. With several chunks, a rank holds every ``pipeline``-th stage."""
     size = layout.pipeline
-    held = layout.blocks or _divided(model, size * layout.chunks, layout.partition)
+    held = _blocks(model, size * layout.chunks, layout.partition)
     return tuple(Stage(i, sum(held[i::size]), i == 0, i == size - 1) for i in range(size))
 
 
-def _divided(model: ModelConfig, parts: int, by: str) -> tuple[int, ...]:
-    """Blocks of each of ``parts`` stages, at least one, so that the heaviest stage is as light as possible."""
-    if by == "blocks":
-        return tuple(model.layers * (i + 1) // parts - model.layers * i // parts for i in range(parts))
-    table = model.hidden * model.padded_vocab
-    if by == "time":  # attention counts too, and the embedding takes almost no time
-        first, block, last = 0, count.block(model) + model.hidden * model.context, table
-    else:
-        first, block, last = count.embedding(model), count.block(model), table + count.norm(model)
-    ends = [first * (i == 0) + last * (i == parts - 1) for i in range(parts)]
-    for most in sorted({end + block * n for end in ends for n in range(1, model.layers + 1)}):
-        room = [(most - end) // block for end in ends]
-        if min(room) >= 1 and sum(room) >= model.layers:
-            break
-    for _ in range(sum(room) - model.layers):
-        room[room.index(max(room))] -= 1
-    return tuple(room)
+@lru_cache(maxsize=512)
+def _blocks(model: ModelConfig, parts: int, by: str) -> tuple[int, ...]:
+    """Blocks of each of ``parts`` stages."""
+    table, block = model.hidden * model.padded_vocab, count.block(model)
+    first, block, last = {
+        "blocks": (0, 1, 0),
+        "time": (
+            0,
+            block + model.hidden * model.context,
+            table,
+        ),  # attention counts too, and the embedding takes almost no time
+        "parameters": (count.embedding(model), block, table + count.norm(model)),
+    }[by]
+    needed = [False, *[True] * model.layers, False]
+    ranges = balanced([first, *[block] * model.layers, last], parts, needed)
+    return tuple(sum(needed[i] for i in part) for part in ranges)
 
 
 def parameters(model: ModelConfig, layout: Layout, stage: Stage) -> float:

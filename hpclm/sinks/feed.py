@@ -1,50 +1,67 @@
-"""From metrics.jsonl to a sink: whatever the sink lacks, in order."""
+"""From metrics.jsonl to a sink: whatever the sink lacks, in order. How far it has come is kept in the run directory, so that no
+attempt sends a row twice."""
 
-from collections.abc import Callable
+import json
+import secrets
 from contextlib import suppress
 from pathlib import Path
 
 from hpclm import files
 from hpclm.config import compose
-from hpclm.rundir.rows import STEP, parsed
-from hpclm.sinks import Row, RunInfo, Sink, lookup, position
+from hpclm.rundir import rows
+from hpclm.sinks import Row, RunInfo, Sink, lookup
 
 BLOCK = 1 << 20  # bytes read at once
 MOST = 10_000  # rows that are held at once
+LARGEST = 1 << 20  # bytes of a position
+POSITION: dict[str, rows.Kind] = {
+    **{"id": str, "rollbacks": int, "rows": int},
+    "steps": lambda steps: isinstance(steps, dict) and all(rows.fits(step, int) for step in steps.values()),
+}
+
+
+def place(out: Path, sink: str, ending: str) -> Path:
+    """The file of the sink's position (json), or the one to lock while rows are sent to it (lock)."""
+    path = out / "sinks" / f"{sink.replace(':', '-')}.{ending}"
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    return path
 
 
 class Feed:
     """The rows of a run's metrics.jsonl that a sink lacks, and the sink, made again after failures."""
 
-    def __init__(self, name: str, out: Path, report: Callable[[str], None], next_step: str):
-        """``report`` is called for a new failure, and when it is over; ``next_step``: what follows a failure, as text.
-
-        Create one only while holding ``position.lock``.
-        """
-        self.name, self.out, self.report, self.next_step = name, out, report, next_step
-        self.position = position.read(out, name)
+    def __init__(self, name: str, out: Path):
+        """Create one only while holding the lock."""
+        self.name, self.out = name, out
+        self.rollbacks = sum(1 for _ in out.glob("metrics.rolled-back-*.jsonl"))
+        self.id, self.rows, self.steps = secrets.token_hex(4), 0, dict[str, int]()
+        """Of the run in the sink; the rows that it has; and of each kind of row the last step that it has."""
         self.sink: Sink | None = None
-        self._offset, self._pending, self._rest = 0, list[Row](), b""
-        self._failure = ""
+        self._offset, self._rest, self._pending = 0, b"", list[Row]()
+        with suppress(FileNotFoundError):
+            text = files.read_text(place(out, name, "json"), LARGEST, errors="replace")
+            before = rows.parsed(text, POSITION, POSITION)
+            if (
+                before and before["rollbacks"] == self.rollbacks
+            ):  # otherwise the run has gone back: a new one in the sink
+                self.id, self.rows, self.steps = before["id"], before["rows"], before["steps"]
 
-    def send(self) -> bool:
-        """Send what is new; whether the sink has everything now. A failure is reported once; the next call tries again."""
+    def send(self) -> None:
+        """Send what is new. It raises what the sink raises; the next call makes the sink again and sends the same rows."""
         try:
             while self._read() or self.sink is None:
                 if self.sink is None:
-                    self.sink = lookup(self.name)(self._about())
-                    position.write(self.out, self.name, self.position)  # its id, before any row is there
+                    self.sink = lookup(self.name)(self._run())
                 if self._pending:
-                    self.sink.send(self._pending, self.position.rows)
-                    self.position, self._pending = self.position.after(self._pending), []
-                    position.write(self.out, self.name, self.position)
-        except Exception as error:
-            self._failed(error)
-            return False
-        if self._failure:
-            self.report(f"{self.name}: works again; it has the rows up to step {self.position.step}")
-        self._failure = ""
-        return True
+                    self._keep()  # its id, before any row is there
+                    self.sink.send(self._pending, self.rows)
+                    self.steps |= {kind(row): row["step"] for row in self._pending}
+                    self.rows, self._pending = self.rows + len(self._pending), []
+                self._keep()
+        except Exception:
+            self.close(1)
+            self.sink = None
+            raise
 
     def close(self, code: int) -> None:
         """The attempt has ended with ``code``."""
@@ -52,19 +69,14 @@ class Feed:
             with suppress(Exception):
                 self.sink.close(code)
 
-    def _about(self) -> RunInfo:
+    def _run(self) -> RunInfo:
         settings = compose.flat_of_run(self.out)
         name, project = str(settings.get("name")), str(settings.get("log.project"))
-        return RunInfo(self.position.id, name, project, self.out.absolute(), settings)
+        return RunInfo(self.id, name, project, self.out.absolute(), settings)
 
-    def _failed(self, error: Exception) -> None:
-        lines = str(error).strip().splitlines()
-        failure = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-        if failure != self._failure:
-            self.report(f"{self.name}: {failure}; {self.next_step}")
-        self._failure = failure
-        self.close(1)
-        self.sink = None
+    def _keep(self) -> None:
+        position = {"id": self.id, "rollbacks": self.rollbacks, "rows": self.rows, "steps": self.steps}
+        files.write_text(place(self.out, self.name, "json"), json.dumps(position) + "\n")
 
     def _read(self) -> bool:
         """Add the complete new lines of metrics.jsonl to what is pending; whether anything is."""
@@ -73,6 +85,18 @@ class Feed:
             while len(self._pending) < MOST and (block := file.read(BLOCK)):
                 self._offset += len(block)
                 *lines, self._rest = (self._rest + block).split(b"\n")
-                rows = (parsed(line.decode(errors="replace"), STEP, ["step"]) for line in lines)
-                self._pending += [row for row in rows if row and self.position.is_new(row)]
+                read = (rows.parsed(line.decode(errors="replace"), rows.STEP, ["step"]) for line in lines)
+                self._pending += [row for row in read if row and row["step"] > self.steps.get(kind(row), 0)]
         return bool(self._pending)
+
+
+def kind(row: Row) -> str:
+    """``train``, the part that was evaluated, or ``tasks``: rows of a kind come in the order of their steps."""
+    if "tasks" in row:
+        return "tasks"
+    return str(row.get("part", "valid")) if "validation_loss" in row else "train"
+
+
+def cause(error: Exception) -> str:
+    """An error of a sink, in one line."""
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])

@@ -1,13 +1,10 @@
 """The processes that send a run's metrics to its sinks, from rank 0's side."""
 
-import json
 import logging
 import subprocess
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 from hpclm import files
 from hpclm.errors import REQUEUE
@@ -26,8 +23,7 @@ class Sinks:
         self.names, self.out = names, out
         self.code = 0
         """How the attempt ends, unless an error ends it."""
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._listeners: list[threading.Thread] = []
+        self._processes: dict[str, subprocess.Popen[str]] = {}
 
     def __enter__(self) -> "Sinks":
         return self
@@ -35,17 +31,12 @@ class Sinks:
     def start(self) -> None:
         """Start sending, once metrics.jsonl ends where the run resumes."""
         for name in self.names:
-            command = python.command("hpclm.sinks.worker", name, str(self.out))
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            command, nothing = python.command("hpclm.sinks.worker", name, str(self.out)), subprocess.DEVNULL
+            pipes = {"stdin": subprocess.PIPE, "stdout": nothing, "stderr": nothing}
             try:
-                process = subprocess.Popen(command, env=python.safe_env(), **pipes)  # type: ignore[call-overload]
+                self._processes[name] = subprocess.Popen(command, env=python.safe_env(), text=True, **pipes)  # type: ignore
             except OSError as error:
                 log.warning("sink %s cannot be started: %s; training continues without it", name, error)
-                continue
-            self._processes[name] = process
-            thread = threading.Thread(target=_listen, args=(process.stdout,), name=f"hpclm-sink-{name}", daemon=True)
-            thread.start()
-            self._listeners.append(thread)
 
     def __exit__(self, kind: object, *_: object) -> None:
         """Let the sinks have the last rows, as far as there is time."""
@@ -54,25 +45,14 @@ class Sinks:
             log.info("the last rows have up to %.0f s to reach %s", seconds, ", ".join(self._processes))
         for process in self._processes.values():
             with suppress(OSError):
-                process.stdin.write(json.dumps([code, seconds]).encode())  # type: ignore[union-attr]
+                process.stdin.write(str(code))  # type: ignore[union-attr]
                 process.stdin.close()  # type: ignore[union-attr]
         until = time.monotonic() + seconds
         for name, process in self._processes.items():
-            try:
-                complete = process.wait(max(0.0, until - time.monotonic())) == 0
-            except subprocess.TimeoutExpired:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
+            if process.poll() != 0:
                 process.kill()
                 process.wait()
-                complete = False
-            if not complete:
                 text = "sink %s lacks the last rows of metrics.jsonl; the next attempt sends them, or hpclm sync %s"
                 log.warning(text, name, files.typed(self.out))
-        for thread in self._listeners:  # its last lines belong to the log
-            thread.join(1.0)
-
-
-def _listen(stream: IO[bytes]) -> None:
-    """Log what a sink's process reports."""
-    with suppress(OSError), stream:
-        for line in stream:
-            log.warning("sink %s", line.decode(errors="replace").strip())

@@ -1,5 +1,6 @@
 """What is said of hung runs and slow ranks, from what is known of them."""
 
+import json
 import threading
 import time
 from dataclasses import replace
@@ -12,20 +13,20 @@ from hpclm.distributed.bootstrap import World
 from hpclm.distributed.context import DistributedContext, single
 from hpclm.distributed.hang import RankState, culprits, report
 from hpclm.distributed.rendezvous import RankInfo
-from hpclm.distributed.stragglers import Stragglers, Tally
+from hpclm.distributed.stragglers import LEAST, Stragglers, WorkTimer
 from tests import ranks
 
 EVERYONE = [RankInfo(rank, 4, rank % 2, 2, host=f"node{rank // 2}", pid=100 + rank) for rank in range(4)]
-REDUCE = ("hpclm/engine/step.py:88 in gradient_norm", "all_reduce")
-GATHER = ("hpclm/distributed/context.py:60 in gather", "all_gather")
-BACKWARD = ("hpclm/engine/step.py:107 in accumulate", "backward")
-DATA = ("hpclm/data/batches.py:91 in _load", "")
-SILENT = (*REDUCE, 61.0)
+REDUCE = {"location": "hpclm.engine.step:88 in gradient_norm", "waits_in": "all_reduce"}
+GATHER = {"location": "hpclm.training.run_data:60 in on_main", "waits_in": "all_gather"}
+BACKWARD = {"location": "hpclm.engine.step:107 in accumulate", "waits_in": "backward"}
+DATA = {"location": "hpclm.data.batches:91 in _load"}
+SILENT = {**REDUCE, "silent": 61.0}
 
 
 def states(*positions):
     """States of four ranks."""
-    return {rank: RankState("step", 12, 60.0, *position) for rank, position in enumerate(positions)}
+    return {rank: RankState(phase="step", step=12, idle=60.0, **position) for rank, position in enumerate(positions)}
 
 
 @pytest.mark.parametrize(
@@ -46,13 +47,12 @@ def test_the_ranks_that_block_the_others_are_named(known, blocking):
 
 
 def test_the_report_names_rank_node_process_place_and_who_waits_where():
-    text = report(states(REDUCE, REDUCE, DATA, REDUCE), EVERYONE, None, "the run ends")
-    assert text.splitlines() == [
-        "no progress for 60 s: rank 2 on node1 (pid 102) is blocking the others, in step 12, at hpclm/data/batches.py:91 in _load",
-        "ranks 0-1, 3: step 12, waiting in all_reduce (hpclm/engine/step.py:88 in gradient_norm)",
-        "the run ends",
+    text = report(states(REDUCE, REDUCE, DATA, REDUCE), EVERYONE, None)
+    assert text.splitlines()[:2] == [
+        "no progress for 60 s: rank 2 on node1 (pid 102) is blocking the others, in step 12, at hpclm.data.batches:91 in _load",
+        "ranks 0-1, 3: step 12, waiting in all_reduce (hpclm.engine.step:88 in gradient_norm)",
     ]
-    silent = report(states(SILENT, REDUCE, REDUCE, REDUCE), EVERYONE, None, "")
+    silent = report(states(SILENT, REDUCE, REDUCE, REDUCE), EVERYONE, None)
     assert "rank 0 on node0 (pid 100) is blocking the others, in step 12, no heartbeat for 61 s" in silent
 
 
@@ -72,7 +72,7 @@ def positions():
         (1, lambda: context.all_reduce_max(1.0)),
         (1, dist.barrier),
     ):
-        watcher = threading.Timer(LATE / 2, lambda: seen.append(hang.position(context.watchdog.waits_in)))
+        watcher = threading.Timer(LATE / 2, lambda: seen.append(hang.position()))
         watcher.start()
         if rank == late == 1:
             time.sleep(LATE)
@@ -84,15 +84,10 @@ def positions():
 
 def test_ranks_that_wait_for_another_are_not_its_culprits():
     first, second = ranks.run(2, positions)
-    assert [waits_in for _, waits_in in first] == ["", "all_gather", "all_reduce", "barrier"]
+    assert [waits_in for _, waits_in in first] == ["", "all_gather", "all_reduce_max", "barrier"]
     assert [waits_in for _, waits_in in second] == ["run_on_main", "", "", ""]
     for late, both in zip((0, 1, 1, 1), zip(first, second, strict=True), strict=True):
-        assert culprits({rank: RankState("step", 1, 9.0, *position) for rank, position in enumerate(both)}) == [late]
-
-
-def tallies(*seconds, steps):
-    """Counters after ``steps`` steps of a second, of which each rank worked so many seconds."""
-    return {rank: Tally(steps, own * steps, 1.0 * steps) for rank, own in enumerate(seconds)}
+        assert culprits({rank: RankState(waits_in=waits_in) for rank, (_, waits_in) in enumerate(both)}) == [late]
 
 
 @pytest.mark.parametrize(
@@ -108,10 +103,20 @@ def tallies(*seconds, steps):
     }.values(),
 )
 def test_a_rank_is_slow_by_its_own_part_of_the_steps(seconds, stages, slow, tmp_path, caplog):
-    stragglers = Stragglers(EVERYONE, tmp_path / "ranks.json", stages)
-    assert stragglers.update(tallies(*seconds, steps=4), 4) == {}  # too few steps
-    assert stragglers.update(tallies(*seconds, steps=10), 10) == {}  # once may be chance
-    named = stragglers.update(tallies(*seconds, steps=20), 20)
-    assert {rank: row["times"] for rank, row in named.items()} == pytest.approx(slow)
-    assert stragglers.update(tallies(*seconds, steps=21), 21) == named
-    assert caplog.text.count("is slow") == len(slow) and (tmp_path / "ranks.json").exists() == bool(slow)
+    stragglers, path = Stragglers(EVERYONE[: len(seconds)], tmp_path / "ranks.json", stages), tmp_path / "ranks.json"
+    for step_seconds in (0.0, 1.0, 1.0):  # 0: too few steps
+        stragglers.update({rank: RankState(work=own, step_seconds=step_seconds) for rank, own in enumerate(seconds)})
+        rows = json.loads(path.read_text())["slow"] if path.exists() else []
+        assert {row["rank"]: row["times"] for row in rows} == (pytest.approx(slow) if step_seconds else {})
+    assert caplog.text.count("is slow") == len(slow)
+
+
+def test_a_step_that_takes_long_by_chance_is_not_the_usual_work():
+    timer = WorkTimer()
+    for number in range(LEAST):
+        assert timer.seconds == 0.0
+        timer.begin()
+        with timer.reading():
+            time.sleep(0.2 if number == 5 else 0.01)
+        timer.end()
+    assert 0.01 <= timer.work <= timer.seconds < 0.1

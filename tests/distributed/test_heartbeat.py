@@ -15,10 +15,11 @@ from torch.distributed import TCPStore
 
 from hpclm.distributed import failure
 from hpclm.distributed.failure import Failure
+from hpclm.distributed.hang import RankState
 from hpclm.distributed.heartbeat import ROLL_CALL, Heartbeat
-from hpclm.distributed.rendezvous import RankInfo
-from hpclm.distributed.shutdown import read_key
+from hpclm.distributed.rendezvous import RankInfo, rank_key
 from hpclm.distributed.signed import SignedStore
+from hpclm.errors import ConfigError
 from tests.distributed.test_watchdog import descendants, training
 from tests.runs import ROOT, lines
 
@@ -46,7 +47,7 @@ def heartbeats(lost):
     server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     store = SignedStore(server, "7.0.0", "secret")
     ranks = [RankInfo(rank, 4, rank % 2, 2, f"node{1 + rank // 2}", 100 + rank, machine=str(rank)) for rank in range(4)]
-    beats = {me.rank: Beating(store, me, ranks, lambda: {"phase": "step"}, 85) for me in ranks}
+    beats = {me.rank: Beating(store, me, ranks, RankState, 85) for me in ranks}
     for rank in beats.keys() - {*lost}:
         beats[rank].start()
     return store, ranks, beats
@@ -74,7 +75,7 @@ def test_a_cause_replaces_a_symptom_and_a_symptom_never_a_cause():
     assert failure.publish(store, cause, 4) == cause and failure.publish(store, symptom, 4) == cause
     for beat in beats.values():
         assert beat.end() == cause
-    assert store.get_all([read_key(rank) for rank in range(4)]) == [True] * 4
+    assert store.get_all([rank_key("read", rank) for rank in range(4)]) == [True] * 4
 
 
 @pytest.mark.parametrize("text, code", [(CLOSED, 85), ("DistBackendError: NCCL error, invalid usage", 1)])
@@ -85,6 +86,25 @@ def test_without_a_lost_rank_a_closed_connection_may_be_the_network_and_other_er
         cause = beat.end()
         assert (cause.rank, cause.kind, cause.code) == (1, "raised", code)
         assert text in cause.text and ("network may be at fault" in cause.text) == (code == 85)
+
+
+@pytest.mark.parametrize(
+    "cause, text",
+    [
+        (Failure(2, "killed", 1), "rank 2 on node1 (pid 102) was killed"),
+        (Failure(3, "raised", 1, "ValueError: boom"), "rank 3 on node1 (pid 103) failed: ValueError: boom"),
+        (Failure(1, "lost", 85, "rank 1 on node0 was lost"), "rank 1 on node0 was lost; the others end because of it"),
+        (Failure(0, "launcher", 1), "the launcher of rank 0 on node0 (pid 100) is gone"),
+    ],
+)
+def test_a_failure_names_rank_host_and_process(cause, text):
+    ranks = [RankInfo(rank, 4, rank % 2, 2, host=f"node{rank // 2}", pid=100 + rank) for rank in range(4)]
+    assert cause.describe(ranks).startswith(text)
+
+
+def test_only_a_lost_peer_counts_as_lost():
+    assert failure.lost_a_peer(RuntimeError(CLOSED))
+    assert not failure.lost_a_peer(RuntimeError("boom")) and not failure.lost_a_peer(ConfigError("the socket is blue"))
 
 
 @pytest.mark.parametrize("cluster", ["local", pytest.param("mpirun", marks=pytest.mark.mpi)])

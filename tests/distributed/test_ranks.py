@@ -162,9 +162,9 @@ def test_processes_that_the_layout_does_not_divide_are_refused_with_the_arithmet
 @pytest.mark.parametrize(
     "env, answer",
     [
-        ({"WORLD_SIZE": "4", "RANK": "0"}, "WORLD_SIZE=4 says that there are more processes"),
-        ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "PMI_SIZE=2 says that there are more processes"),
-        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}, "but this process was started alone, without srun or mpirun"),
+        ({"WORLD_SIZE": "4", "RANK": "0"}, "no launcher started this process, but WORLD_SIZE=4"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "no launcher started this process, but PMI_SIZE=2"),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}, "but this process was started alone, without srun"),
     ],
 )
 def test_a_process_whose_environment_tells_of_others_is_refused(env, answer, tiny, tmp_path):
@@ -211,7 +211,7 @@ def launch():
 def in_a_job(rank, size, job):
     """The world of a rank that srun started on this machine."""
     host = socket.gethostname()
-    return World("Slurm", rank, size, rank, size, job, ((host, size),))
+    return World("Slurm", rank, size, rank, size, job, (host,) * size)
 
 
 def test_with_strangers_on_the_ports_of_a_launch_its_ranks_meet_within_seconds_and_on_loopback_only():

@@ -9,10 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from hpclm.config import ClusterConfig, ParallelConfig
+from hpclm.config import ClusterConfig
 from hpclm.distributed import rendezvous
 from hpclm.distributed.bootstrap import World
-from hpclm.parallel.mesh import Mesh
 
 OPERATIONS = ("set", "get", "add", "check", "wait", "compare_set", "multi_get", "multi_set")
 
@@ -40,18 +39,11 @@ def counted(store):
 def test_at_the_rendezvous_a_rank_writes_and_reads_once_however_many_they_are(size, monkeypatch):
     monkeypatch.setattr(dist, "TCPStore", counted(dist.TCPStore))
     job, host = secrets.token_hex(8), socket.gethostname()
-    worlds = [World("Slurm", rank, size, rank, size, job, ((host, size),)) for rank in range(size)]
+    worlds = [World("Slurm", rank, size, rank, size, job, (host,) * size) for rank in range(size)]
     with ThreadPoolExecutor(size) as pool:
         met = list(pool.map(lambda world: rendezvous.connect(world, ClusterConfig()), worlds))
     assert [info.rank for info in met[-1].ranks] == list(range(size)) and len({each.ranks for each in met}) == 1
     for each in met[1:]:
         asked = {name: number for name, number in each.store.raw.counts.items() if name != "check"}  # while it waits
-        assert asked == {"compare_set": 1, "add": 1, "get": 2}
+        assert asked == {"compare_set": 1, "get": 2}
     assert met[0].store.raw.counts["multi_get"] == 1 and met[0].store.raw.counts["get"] == 1
-
-
-def test_the_group_of_an_axis_has_the_backend_it_is_given(monkeypatch):
-    made = []
-    monkeypatch.setattr(dist, "new_group", lambda ranks, limit, backend, **_: made.append(backend) or tuple(ranks))
-    mesh = Mesh.build(0, 8, ParallelConfig(tensor=2, pipeline=2), backend="nccl")
-    assert made == ["nccl"] * 4 and mesh.tp.backend == "nccl"

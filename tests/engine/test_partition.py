@@ -3,8 +3,8 @@ import random
 
 import pytest
 
-from hpclm.engine.stages import balanced
 from hpclm.errors import ConfigError
+from hpclm.parallel.balance import balanced
 
 
 def sums(costs, parts):

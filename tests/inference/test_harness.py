@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -217,20 +216,6 @@ def test_scores_of_a_checkpoint_that_was_set_aside_do_not_come_back(place, tiny,
     after = dict(scored(out))
     assert list(after) == [4, 8, 12, 16] and [after[step] == before[step] for step in (4, 8)] == [True, True]
     assert len((out / "scores.jsonl").read_text().splitlines()) == 4
-
-
-def test_processes_of_the_library_end_although_this_one_ignores_sigterm(place, tmp_path, capsys, monkeypatch):
-    from lm_eval import evaluator
-
-    network = dict(NETWORKS["gpt2"], vocab_size=size_of(place), vocab_multiple=8, context=64)
-    made.run(tmp_path / "run", network, tokenizer="json", tokenizer_files=[str(place / "tok.json")])
-    real, seen = evaluator.simple_evaluate, []
-    monkeypatch.setattr(
-        evaluator, "simple_evaluate", lambda **more: (seen.append(signal.getsignal(signal.SIGTERM)), real(**more))[1]
-    )
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    assert evaluate(capsys, tmp_path / "run", place)["tasks"]["own_generate"]["chrf_stderr"] >= 0
-    assert seen == [signal.SIG_DFL] and signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
 
 
 def test_a_task_that_fails_is_named_and_the_next_checkpoint_is_tried(place, tiny, tmp_path, capsys):

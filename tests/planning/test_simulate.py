@@ -76,7 +76,7 @@ def compare(preset, words, number):
     run = load(preset, words)
     planned, rank = forecast.of(run, KIND), simulate(run, number)
     stage = number * run.parallel.pipeline // rank.world
-    assert planned.tensors(stage) == pytest.approx(sum(rank.memory.values()), rel=ALLOWED)
+    assert planned.memory[stage].tensors == pytest.approx(sum(rank.memory.values()), rel=ALLOWED)
     assert rank.waits == 0 or run.parallel.pipeline > 1  # whose micro-batches are numbered by a tensor of the host
     axes, volumes = sent(rank), asdict(planned.volumes[stage])
     for axis, size in axes.items():

@@ -10,7 +10,7 @@ import pytest
 
 from hpclm import cli
 from hpclm.sinks import figures
-from hpclm.sinks.position import Position
+from hpclm.sinks.feed import kind
 from tests.runs import Ranks, hpclm, lines, losses
 
 OWN = "tests.sinks.own:"
@@ -78,8 +78,7 @@ def test_each_kind_of_row_has_its_numbers_and_its_place():
     assert figures(step) == {"samples": 32, "loss": 2.0, "skipped": 0}
     assert figures(valid) == {"samples": 32, "validation_loss/web": 1.5}
     assert figures(tasks) == {"samples": 32, "arc/acc": 0.5}
-    place = Position("id", 0).after([step, valid])
-    assert [place.is_new(row) for row in (step, valid, tasks, {**step, "step": 5})] == [False, False, True, True]
+    assert [kind(row) for row in (step, valid, tasks)] == ["train", "valid/web", "tasks"]
 
 
 def test_the_settings_refuse_a_sink_that_is_unknown_or_not_installed(tiny, monkeypatch, capsys):

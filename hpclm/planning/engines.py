@@ -1,0 +1,152 @@
+"""What an engine keeps and sends, in bytes per parameter: the parameters of the formulas in ``memory`` and ``time``."""
+
+from dataclasses import dataclass, replace
+
+from hpclm.config import EngineConfig, ParallelConfig
+from hpclm.config.supports import SUPPORTS
+from hpclm.optim.optimizers import OPTIMIZERS
+
+
+@dataclass(frozen=True)
+class BytesPerParameter:
+    """Bytes per parameter: replicated, and sharded over replicas."""
+
+    replicated: float = 0.0
+    sharded: float = 0.0
+
+    def on(self, replicas: int) -> float:
+        """Bytes per parameter on one GPU, sharded over this number of replicas."""
+        return self.replicated + self.sharded / replicas
+
+
+@dataclass(frozen=True)
+class EngineCosts:
+    """The defaults are those of the native engine in bf16 at ZeRO stage 0."""
+
+    weights: BytesPerParameter = BytesPerParameter(4)
+    gradients: BytesPerParameter = BytesPerParameter(4)
+    optimizer: BytesPerParameter = BytesPerParameter(8)
+    gathered: BytesPerParameter = BytesPerParameter(2)
+    """Copies of the weights in the compute type: ``replicated`` for the whole stage; ``sharded`` for layers other than blocks, and
+    for one block at a time, in the backward pass two."""
+    casts: int = 0
+    """Bytes per parameter of the casts that a block's forward pass saves for the backward pass."""
+    working: float = 0
+    """Bytes per parameter of a block for its gradients in the backward pass, before they are reduced."""
+    buckets: float = 0
+    """Bytes of communication buffers."""
+    element: int = 2
+    """Bytes of an activation."""
+    staged: bool = False
+    """Whether a pipeline stage keeps its outputs, and has a buffer for what it receives of each micro-batch of a step."""
+    loss_chunk: int | None = None
+    """Tokens whose logits exist at a time; None: as many as a GPU with ``memory`` bytes chooses."""
+    memory: float = 0
+    logit: int = 10
+    """Bytes per logit: the logit, log-probabilities and gradient."""
+    table: int = 2
+    """Bytes per element of the embedding that the loss needs besides weights and gradients."""
+    zero: int = 0
+    """ZeRO stage."""
+    reduced: int = 4
+    """Bytes per gradient in data-parallel communication."""
+    all_reduced: bool = False
+    """Gradients are all-reduced, although ZeRO needs only to reduce-scatter them."""
+    sent: int = 0
+    """Bytes per weight in data-parallel communication."""
+    gathers: int = 0
+    """How often a micro-batch gathers the blocks; 0: weights are gathered once a step."""
+    deferred: bool = False
+    """Gradients are reduced once a step whatever the ZeRO stage is."""
+    overlap: bool = True
+    """Data-parallel communication overlaps with the backward pass (with ZeRO stage 3 also with the forward pass)."""
+
+
+def costs(engine: EngineConfig, element: int, parallel: ParallelConfig, optimizer: str = "adamw") -> EngineCosts:
+    """Of an engine, with activations of ``element`` bytes; a user-defined engine is treated as native."""
+    cast = element if element < 4 else 0
+    in_place = bool(cast) and not engine.offload_activations
+    """Whether products add to the fp32 gradients, so that the embedding needs no gradient of a micro-batch."""
+    common = EngineCosts(
+        optimizer=BytesPerParameter(OPTIMIZERS[optimizer].bytes_per_parameter),
+        gathered=BytesPerParameter(cast),
+        element=element,
+        loss_chunk=engine.loss_chunk,
+        # compiled, the loss makes the gradient of the logits in one pass; otherwise log-probabilities in fp32 too
+        logit=2 * element if engine.compile else 8 + cast * (parallel.tensor == 1),
+        table=cast if in_place else 8 - cast,
+        zero=zero_stage(engine, parallel.pipeline),
+        reduced=4 if engine.gradients != "compute" else element,
+    )
+    return ENGINES.get(engine.name, _native)(engine, common, parallel.pipeline)
+
+
+def zero_stage(engine: EngineConfig, pipeline: int) -> int:
+    """The ZeRO stage in use: as set, or the engine's default."""
+    if engine.zero_stage is not None:
+        return engine.zero_stage
+    can = SUPPORTS.get(engine.name, SUPPORTS["native"])
+    return ((can.pipeline_stages if pipeline > 1 else can.zero_stages) or (0,))[0]
+
+
+def _native(engine: EngineConfig, common: EngineCosts, pipeline: int) -> EngineCosts:
+    """16 bytes per parameter (fp32 weight, gradient, Adam's two moments), and a copy of the weights in the compute type; stage 1
+    shards the moments, and the fp32 weights if the model computes with copies."""
+    if common.zero == 0:
+        return common
+    masters = BytesPerParameter(0, 4) if common.element < 4 else BytesPerParameter(4)
+    moments = BytesPerParameter(0, common.optimizer.replicated)
+    return replace(common, weights=masters, optimizer=moments, sent=common.element)
+
+
+def _pipelining(engine: EngineConfig, common: EngineCosts, pipeline: int) -> EngineCosts:
+    """The same 16 bytes, and casts, in stages of torch.distributed.pipelining."""
+    cast = common.element if common.element < 4 else 0
+    return replace(common, gathered=BytesPerParameter(), casts=cast, table=8, staged=True)
+
+
+def _sharded(engine: EngineConfig, common: EngineCosts, pipeline: int) -> EngineCosts:
+    """The same 16 bytes sharded, with weights gathered in the compute type (Rajbhandari et al. 2020, section 5)."""
+    element, kept = common.element, common.zero == 2
+    reduced = element if engine.gradients == "auto" and engine.name == "fairscale" else common.reduced
+    return replace(
+        common,
+        weights=BytesPerParameter(0, 4),
+        gradients=BytesPerParameter(0, 4),
+        optimizer=BytesPerParameter(0, common.optimizer.replicated),
+        gathered=BytesPerParameter(element) if kept else BytesPerParameter(0, element),
+        working=reduced,
+        table=8 - element,
+        reduced=reduced,
+        sent=element,
+        gathers=0 if kept else 2,
+        deferred=engine.defer_reduction,
+    )
+
+
+def _deepspeed(engine: EngineConfig, common: EngineCosts, pipeline: int) -> EngineCosts:
+    """Of K = 12 bytes of optimizer (fp32 weight and two moments), 2 of gradients and 2 of weights, stage 1 shards K,
+    stage 2 also the gradients, stage 3 everything (Rajbhandari et al. 2020, section 5). Stage 0 is hpclm's own optimizer."""
+    element, stage = common.element, common.zero
+    if stage == 0:
+        return replace(_pipelining(engine, common, pipeline), staged=False, overlap=False)
+    fp32 = engine.gradients == "fp32"  # accumulated in addition to those in the compute type
+    whole, on_cpu = BytesPerParameter(element + 4 * fp32), engine.offload != "none"
+    weights = BytesPerParameter(0, element) if stage == 3 else BytesPerParameter(element)
+    bucket = engine.bucket_mb * 2**20 if engine.bucket_mb else 5e8 * (4 if fp32 else element)
+    return replace(
+        common,
+        weights=BytesPerParameter() if engine.offload == "parameters" else weights,
+        gradients=whole if stage == 1 else BytesPerParameter(0, element if on_cpu else 4),
+        optimizer=BytesPerParameter() if on_cpu else BytesPerParameter(0, 4 + common.optimizer.replicated),
+        gathered=BytesPerParameter(0, element if stage == 3 else 0),
+        buckets=0 if pipeline > 1 else 2 * bucket,
+        table=8 - element,
+        reduced=4 if fp32 else element,
+        all_reduced=pipeline > 1,
+        sent=element,
+        gathers=2 if stage == 3 else 0,
+    )
+
+
+ENGINES = {"pipelining": _pipelining, "fsdp2": _sharded, "fairscale": _sharded, "deepspeed": _deepspeed}

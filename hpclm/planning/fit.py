@@ -1,0 +1,142 @@
+"""What fits the GPUs that train: batch.micro_size=auto, and what to change where the memory was not enough."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import fields, replace
+from pathlib import Path
+
+from hpclm import config as configs
+from hpclm.config import RunConfig
+from hpclm.distributed.context import DistributedContext
+from hpclm.errors import ConfigError, DeviceMemoryError
+from hpclm.node import gpus, hardware
+from hpclm.node.gpus import Kind
+from hpclm.planning import forecast, suggest
+from hpclm.planning.forecast import GIB
+
+log = logging.getLogger(__name__)
+ON_CPU = (4, 2, 1)
+"""Sizes to try on a CPU, whose memory is not the limit."""
+UNKNOWN = gpus.KINDS["H100"]
+"""Stands for a GPU that is not in the table, with that GPU's own memory."""
+MACHINE = replace(UNKNOWN, bf16=False)
+"""Stands for a machine that trains without a GPU."""
+CPU_MESSAGE = "DefaultCPUAllocator: can't allocate memory"
+
+
+def this_gpu(config: RunConfig, context: DistributedContext) -> Kind | None:
+    """The GPU of this rank, with the memory that it really has; None if it trains on a CPU."""
+    import torch
+
+    device = hardware.device(config.engine, context.local_rank, context.local_size)
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return replace(gpus.named(properties.name) or UNKNOWN, memory=properties.total_memory / GIB)
+
+
+def with_micro_size(
+    config: RunConfig,
+    context: DistributedContext,
+    gpu: Callable[[RunConfig, DistributedContext], Kind | None] = this_gpu,
+) -> RunConfig:
+    """``config`` with a number for batch.micro_size, the same on every rank and after a resume; ConfigError if none fits."""
+    if config.batch.micro_size:
+        return config
+    kind = gpu(config, context)
+    (without,) = context.all_reduce_max(kind is None)
+    if without or kind is None:
+        return _of_size(config, next(size for size in ON_CPU if size == 1 or _divides(config, size, context.size)))
+    (memory,) = (-value for value in context.all_reduce_max(-kind.memory))  # the smallest of all ranks
+    smallest = replace(kind, memory=memory)
+    return _of_size(
+        config, context.run_on_main(lambda: _kept(config, context.size) or _chosen(config, context, smallest))
+    )
+
+
+def _of_size(config: RunConfig, size: int) -> RunConfig:
+    return replace(config, batch=replace(config.batch, micro_size=size))
+
+
+def _divides(config: RunConfig, size: int, processes: int) -> bool:
+    """Whether micro-batches of ``size`` divide the global batch."""
+    try:
+        _of_size(config, size).plan(processes)
+    except ConfigError:
+        return False
+    return True
+
+
+def _kept(config: RunConfig, processes: int) -> int | None:
+    """The number that the run has used so far, if it still divides the batch."""
+    path = Path(config.out) / "config.yaml"
+    size = configs.load(path).batch.micro_size if path.is_file() else 0
+    if not size or not _divides(config, size, processes):
+        return None
+    log.info("batch.micro_size=auto: %d, as before", size)
+    return size
+
+
+def _chosen(config: RunConfig, context: DistributedContext, kind: Kind) -> int:
+    size = suggest.with_micro_size(_sized(config, context), kind).batch.micro_size
+    log.info("batch.micro_size=auto: %d, for GPUs with %.0f GiB", size, kind.memory)
+    return size
+
+
+def _sized(config: RunConfig, context: DistributedContext) -> RunConfig:
+    """``config`` with the nodes and GPUs that there are."""
+    return replace(config, job=replace(config.job, nodes=context.size // context.local_size, gpus=context.local_size))
+
+
+@contextmanager
+def memory_errors_explained(config: RunConfig, context: DistributedContext) -> Iterator[None]:
+    """Turn PyTorch's error in the block into a DeviceMemoryError that says what to change."""
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError" and CPU_MESSAGE not in str(error):
+            raise
+        lines = [str(error).strip().splitlines()[0]]
+        with suppress(Exception):  # whatever fails here must not hide the error itself
+            lines += _explanation(_sized(config, context), this_gpu(config, context) or MACHINE)
+        raise DeviceMemoryError("\n".join(lines)) from error
+
+
+def _explanation(run: RunConfig, kind: Kind) -> Iterator[str]:
+    expected = forecast.of(run, kind).peak
+    parts = ", ".join(f"{part.name} {_in_units(getattr(expected, part.name))}" for part in fields(expected))
+    yield f"the planner expected {_in_units(needed(run, kind))}: {parts}"
+    changes = [f"{settings} ({_in_units(size)})" for settings, size in smaller(run, kind).items()]
+    if changes:
+        yield f"settings that need less: {'; '.join(changes)}"
+    yield "use more GPUs if none of them is enough; hpclm planner --suggest lists the layouts that fit"
+
+
+def smaller(run: RunConfig, kind: Kind) -> dict[str, float]:
+    """Changes of one thing that need less memory by the planner's estimate: half the micro-batch, recomputation, sharding over all
+    replicas; as settings, with the bytes that each needs."""
+    changes = (
+        dict(batch=replace(run.batch, micro_size=max(1, run.batch.micro_size // 2))),
+        dict(engine=replace(run.engine, recompute="full")),
+        dict(parallel=replace(run.parallel, shard=None)),
+        dict(engine=replace(run.engine, name="fsdp2", zero_stage=3)),
+    )
+    less = {}
+    for change in changes:
+        with suppress(ConfigError):  # the engine, or the batch, does not allow it
+            other = replace(run, **change)
+            if (size := needed(other, kind)) < needed(run, kind):
+                less[" ".join(suggest.options(run, other))] = size
+    return less
+
+
+def needed(run: RunConfig, kind: Kind) -> float:
+    """The planner's estimate for the fullest stage, in bytes; on a machine that trains without a GPU of tensors alone."""
+    peak = forecast.of(run, kind).peak
+    return peak.tensors if kind == MACHINE else peak.total
+
+
+def _in_units(size: float) -> str:
+    """Bytes in GiB or MiB."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 100 else f"{size / (1 << 20):.1f} MiB"

@@ -1,0 +1,103 @@
+"""batch.micro_size=auto, and what is said when the memory is not enough."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from hpclm import config
+from hpclm.config import compose
+from hpclm.distributed.context import single
+from hpclm.errors import ConfigError
+from hpclm.node.gpus import KINDS
+from hpclm.planning import fit, forecast, suggest
+from tests.forks import hpclm as fast
+from tests.runs import hpclm, losses
+
+H200, H100 = KINDS["H200"], KINDS["H100"]
+LARGE = ["model={vocab_size: 50304, layers: 24, hidden: 2048, heads: 16, context: 2048}", "engine.precision=bf16",
+         "batch={global_size: 128, micro_size: 16}", "job.gpus=8"]  # fmt: skip
+
+
+def preset(name, *options):
+    return config.load(f"configs/{name}.yaml", ["data.source=synthetic", *options])
+
+
+@pytest.mark.parametrize(
+    "name, options, kind, size",
+    [
+        ("gpt-1b3", [], H200, 16),
+        ("gpt-1b3", [], H100, 8),
+        ("llama-7b", ["job.gpus=8"], H200, 4),
+        ("llama-7b", ["job.gpus=8"], H100, 2),
+        ("gpt-1b3", ["batch.micro_size=2"], H200, 2),
+        ("gpt-1b3", ["batch.global_size=12"], H200, 4),
+    ],
+    ids=str,
+)
+def test_auto_is_the_fastest_size_that_fits_and_divides(name, options, kind, size):
+    chosen = suggest.with_micro_size(preset(name, *options), kind)
+    assert chosen.batch.micro_size == size and forecast.of(chosen, kind).room == "fits"
+
+
+def test_a_layout_that_cannot_fit_is_refused_with_both_numbers():
+    with pytest.raises(
+        ConfigError, match=r"micro_size=1 this layout needs \d+ GiB of each of 1 x 1 GPUs, which have 79"
+    ):
+        suggest.with_micro_size(preset("llama-7b"), H100)
+
+
+def test_auto_can_be_written_to_a_file_and_read_back(tmp_path):
+    run = preset("gpt-1b3")
+    compose.dump(run, tmp_path / "config.yaml")
+    assert config.load(tmp_path / "config.yaml") == run and run.batch.micro_size == 0
+
+
+def test_a_run_keeps_the_number_it_started_with(tmp_path):
+    run, context = preset("gpt-1b3", f"out={tmp_path}"), single()
+    first = fit.with_micro_size(run, context, lambda *_: H200)
+    assert first.batch.micro_size == 16
+    compose.dump(first, tmp_path / "config.yaml")
+    assert fit.with_micro_size(run, context, lambda *_: H100).batch.micro_size == 16
+    other = replace(run, batch=replace(run.batch, global_size=24))  # 16 does not divide it
+    assert fit.with_micro_size(other, context, lambda *_: H100).batch.micro_size == 8
+
+
+def test_training_writes_the_number_to_config_yaml(tmp_path):
+    options = ["data.source=synthetic", "budget.steps=1", "batch.global_size=6", "model.layers=1", "model.hidden=16"]
+    options += ["model.context=16", "model.vocab_size=64", "model.heads=2"]
+    ended = fast("train", *options, "batch.micro_size=auto", f"out={tmp_path}/run", "engine.device=cpu")
+    assert ended.returncode == 0, ended.stderr
+    assert config.load(tmp_path / "run/config.yaml").batch.micro_size == 2
+
+
+@pytest.mark.parametrize("engine, first", [
+    ("OfTheGPU", "CUDA out of memory. Tried to allocate 2.00 GiB."),
+    ("OfTheMachine", "DefaultCPUAllocator: can't allocate memory"),
+])  # fmt: skip
+def test_the_error_says_what_held_the_memory_and_what_would_need_less(engine, first, tiny, tmp_path):
+    stderr = hpclm("train", *tiny("run", f"engine.name=tests.planning.hungry:{engine}"), check=93).stderr
+    assert first in stderr and "see PyTorch's notes" not in stderr and "Warning" not in stderr
+    assert 1 in losses(tmp_path / "run")
+    assert re.search(r"the planner expected [\d.]+ [GM]iB: weights .*, activations ", stderr)
+    assert first in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_the_settings_that_are_named_change_one_thing_and_need_less():
+    run, kind = config.load(None, LARGE), KINDS["A100"]
+    changes = fit.smaller(run, kind)
+    assert list(changes) == ["batch.micro_size=8", "engine.recompute=full", "engine.name=fsdp2 engine.zero_stage=3"]
+    for settings, expected in changes.items():
+        other = config.load(None, [*LARGE, *settings.split()])
+        assert fit.needed(other, kind) == expected < fit.needed(run, kind)
+
+
+def test_weights_that_are_sharded_within_nodes_can_be_sharded_over_all():
+    run = config.load("configs/llama-7b.yaml", ["job.nodes=8", "job.gpus=8", "batch.micro_size=2"])
+    assert "parallel.shard=null" in fit.smaller(run, KINDS["H100"])
+
+
+def test_other_errors_pass_through(tiny):
+    run = config.load(None, tiny())
+    with pytest.raises(RuntimeError, match="of another kind"), fit.memory_errors_explained(run, None):
+        raise RuntimeError("of another kind")

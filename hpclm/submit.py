@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from hpclm.config import JobConfig, RunConfig
 from hpclm.config.job import seconds_of
 from hpclm.config.length import planned_inside_warmup
 from hpclm.errors import ConfigError, HpclmError, LockedError
-from hpclm.launch import arguments, debug, prechecks, send, setup, sweep
+from hpclm.launch import arguments, debug, prechecks, send, setup, sweep, visible
 from hpclm.node import gpus, secrets
 from hpclm.rundir import runs as folders
 from hpclm.rundir import submissions
@@ -38,6 +39,8 @@ def main(argv: list[str]) -> int:
     runs = [arguments.compose(args, variant, argv) for variant in sweep.variants(args.sweep)]
     command = secrets.Redactor().words(["hpclm", "submit", *argv])
     where = _where(args, runs[0].job)
+    if len(runs) == 1 and where != "debug" and args.resume_step is None and _is_toy(args):
+        runs = [_own_directory(runs[0])]
     queues = where not in (*STARTED_BY, "debug")
     if len(runs) > 1 and not queues:
         raise ConfigError(f"--sweep needs a scheduler, not {where}: start the runs one after another")
@@ -52,9 +55,7 @@ def main(argv: list[str]) -> int:
     if not queues:
         return _preview(where, runs[0]) if args.dry_run else _here(where, runs[0], command, args.resume_step)
     scheduler = named(where)
-    for warning in dict.fromkeys([*map(planned_inside_warmup, runs), *setup.missing_here(runs[0].job)]):
-        if warning:  # runs that start at once say so themselves
-            say(f"warning: {warning}", file=sys.stderr)
+    _warn(runs)
     scripts = [_script(scheduler, run) for run in runs]
     if len(runs) == 1 and args.resume_step is None:
         refuse_done(runs[0])
@@ -80,18 +81,61 @@ class DoneError(ConfigError):
 
 def refuse_done(run: RunConfig) -> None:
     """DoneError if there is nothing left to do for this run."""
-    out = Path(run.out)
-    status = status_of(folders.read(out), None) if folders.is_run(out) else None
-    if not status or not (status.name == "done" or "as stop_at says" in status.ending):
-        return
-    with suppress(ConfigError):  # settings that can no longer be read
+    ending, before = _ending(run)
+    if ending and (before is None or _same_length(run, before)):
+        raise DoneError(
+            f"{run.out} is done: {ending}; extend it, for example with a larger budget.steps, go back with --from STEP, "
+            "or choose another out"
+        )
+
+
+def _ending(run: RunConfig) -> tuple[str, RunConfig | None]:
+    """How the run in the directory of ``run`` has completed, empty if it has not; and its settings, if they can be read."""
+    out, before = Path(run.out), None
+    if not folders.is_run(out):
+        return "", None
+    status = status_of(folders.read(out), None)
+    with suppress(ConfigError):
         before = config.load(out / "config.yaml")
-        if (run.budget, run.stop_at) != (before.budget, before.stop_at):
-            return
-    raise DoneError(
-        f"{run.out} is done: {status.ending or 'done'}; extend it, for example with a larger budget.steps, go back with "
-        "--from STEP, or choose another out"
-    )
+    return status.ending or "done" if status.name == "done" or "as stop_at says" in status.ending else "", before
+
+
+def _same_length(run: RunConfig, before: RunConfig) -> bool:
+    return (run.budget, run.stop_at) == (before.budget, before.stop_at)
+
+
+def _is_toy(args: argparse.Namespace) -> bool:
+    """Whether the run is the toy model, in a run directory that was not chosen."""
+    words = [*filter(None, [args.config]), *args.settings]
+    chosen = {"out", "name"} & set(config.compose.named(words))
+    return not chosen and [word for word in words if not config.compose.is_override(word)] in ([], ["debug"])
+
+
+def _own_directory(toy: RunConfig) -> RunConfig:
+    """``toy``, in runs/debug-2, -3, … if runs/debug has a run that is done, or one of another length."""
+    run, number = toy, 1
+    while folders.is_run(Path(run.out)):
+        ending, before = _ending(run)
+        if not ending and (before is None or _same_length(run, before)):
+            return run  # to be continued
+        number += 1
+        run = replace(toy, name=f"{toy.name}-{number}", out=f"{toy.out}-{number}")
+    return run
+
+
+def _warn(runs: Sequence[RunConfig]) -> None:
+    """Warn of what may go wrong in a job, and of runs that have trained outside of one."""
+    for run in runs:
+        if short := planned_inside_warmup(run):  # runs that start at once say so themselves
+            say(f"warning: {short}", file=sys.stderr)
+    visible.warn(runs[0])
+    for out in (Path(run.out) for run in runs if folders.is_run(Path(run.out))):
+        last = folders.read(out).attempt
+        if last and (not last.get("job_id") or last.get("launcher") == "local"):
+            say(
+                f"{out} trained on {last.get('host')} so far; from now on in a Slurm job (--cluster local: here)",
+                file=sys.stderr,
+            )
 
 
 def _script(scheduler: Scheduler, run: RunConfig) -> str:

@@ -122,6 +122,21 @@ def test_slurm_without_a_cluster_still_prints_the_script(submit, tmp_path):
     assert not list(submit.here.iterdir())
 
 
+def test_a_toy_run_that_is_done_leaves_its_directory_and_the_next_has_one_of_its_own(submit):
+    folder = submit.here / "runs"
+    for name in ("debug", "debug-2"):
+        submit("--cluster", "local", *SMALL, check=0)
+        assert (folder / name / "checkpoints" / "step-00000005").is_dir()
+    script = submit("--dry-run", *SMALL, check=0).stdout
+    assert f"set -- {folder}/debug-3/config.yaml\n" in script
+    assert f"{folder}/debug is done" in submit("--dry-run", *SMALL, "out=runs/debug", check=64).stderr
+    for other in ("budget.steps=3", "budget.steps=9"):
+        assert f"set -- {folder}/debug-3/config.yaml\n" in submit("--dry-run", *SMALL, other, check=0).stdout
+    longer = submit("--dry-run", *SMALL, "out=runs/debug", "budget.steps=9", check=0)  # continues the first
+    assert f"set -- {folder}/debug/config.yaml\n" in longer.stdout
+    assert "debug trained on" in longer.stderr and "from now on in a Slurm job (--cluster local: here)" in longer.stderr
+
+
 def test_wrong_options_end_with_2(submit):
     assert "unrecognized arguments: --node" in submit("--node", "3", check=2).stderr
 

@@ -15,7 +15,7 @@ from hpclm.config.length import run_length
 from hpclm.config.model import BLOCKS
 from hpclm.config.optim import SCHEDULES
 from hpclm.errors import ConfigError
-from hpclm.launch import local
+from hpclm.launch import local, visible
 from hpclm.node import notify, secrets
 from hpclm.registry import lookup
 from hpclm.rundir import folder
@@ -53,6 +53,8 @@ def check(run: RunConfig, cluster: str, queued: bool = False, resume_step: int |
     misplaced = len(problems) > before
     if cluster == "local":
         collect(lambda: local.check(run))
+    if cluster not in ("local", "mpirun", "interactive", "debug"):
+        problems += visible.problems(run)
     collect(lambda: _check_names(run))
     source: Source | None = None
     if not debug and not run.missing():

@@ -42,18 +42,6 @@ def lines(config: RunConfig, path: Path, folders: Iterable[Path] = ()) -> Iterat
     yield f"set -- {shlex.quote(str(path))}"
 
 
-def missing_here(job: JobConfig) -> Iterator[str]:
-    """Warnings of paths that do not exist here, and may on the nodes of the job."""
-    paths = {"job.venv": [f"{job.venv}/bin/activate"] if job.venv else []}
-    paths["job.mounts"] = [mount.partition(":")[0] for mount in job.mounts]
-    image = job.container or ""
-    paths["job.container"] = [image] if job.runtime == "apptainer" and image and "://" not in image else []
-    for setting, texts in paths.items():
-        for path in (Path(text).expanduser().absolute() for text in texts if "$" not in text):
-            if not path.exists():
-                yield f"{setting}: {path} does not exist here; the job fails if its nodes lack it too"
-
-
 def _python(job: JobConfig) -> Iterator[str]:
     """Lines that select the Python: of the container, of the environment, or the one running now."""
     if job.venv:

@@ -176,7 +176,7 @@ def main(script: Path, lock: Path) -> int:
     from submitit import SlurmExecutor
     from submitit.helpers import CommandFunction
 
-    setup = [*files.read_text(script).split("\n")[1:], "exit"]
+    setup = [*files.read_text(script).rstrip("\n").split("\n")[1:], "exit"]
     folder = script.with_suffix("")  # the queue shows the path of what submitit writes there
     try:
         with files.locked(lock), contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it then raises

@@ -137,11 +137,9 @@ class Slurm(Scheduler):
 
     def _check_startable(self, job: str) -> None:
         """ConfigError if Slurm has accepted a job that it can never start; the job is cancelled then."""
-        try:
+        shown = dict[str, str]()
+        with contextlib.suppress(NoAnswerError):
             shown = slurm.shown("job", job)
-            partition = slurm.shown("partition", shown.get("Partition", ""))
-        except NoAnswerError:
-            return
         reason = shown.get("Reason", "")
         if shown.get("JobState") != "PENDING" or reason in USUAL:
             return
@@ -149,6 +147,9 @@ class Slurm(Scheduler):
             say(f"warning: job {job} waits for {reason}", file=sys.stderr)
             return
         slurm.cancel(job)
+        partition = dict[str, str]()
+        with contextlib.suppress(NoAnswerError):
+            partition = slurm.shown("partition", shown.get("Partition", ""))
         values = {name: shown.get(field, "(null)") for field, name in REQUESTS.items()}
         requests = ", ".join(f"{name}={value}" for name, value in values.items() if value != "(null)")
         requests = re.sub(r"nodes=(\d+)-\1\b", r"nodes=\1", requests)

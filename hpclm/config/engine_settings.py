@@ -25,3 +25,5 @@ class EngineSettings:
     """As log.timers."""
     file_mb: float = 16.0
     """As checkpoint.file_mb."""
+    in_place: bool = True
+    """Whether backward passes may add to the fp32 gradients in place, where the engine and the device can."""

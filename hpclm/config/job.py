@@ -241,6 +241,9 @@ class ClusterConfig(Checked):
     NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME override it."""
     preflight: bool = True
     """Check hosts, devices, versions, disk and network before a run of several processes starts."""
+    prove: bool | None = None
+    """Compare the step with a plain one in fp32, on two blocks of the model's width, before the run starts; what is wrong is
+    replaced by a slower way that is right. Remembered for the same devices, versions, code and settings. null: on GPUs."""
 
     def problems(self) -> Iterator[str]:
         """Invalid cluster settings."""

@@ -20,7 +20,7 @@ class NativeEngine(BaseEngine):
 
     def __init__(self, config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype):
         model = native_model(config, mesh, device, dtype)
-        self.copies = ComputeCopies(model, adds_in_place(config.engine, config.model, device))
+        self.copies = ComputeCopies(model, config.in_place and adds_in_place(config.engine, config.model, device))
         leaves = {self.copies.master(p): p for _, p in model.weights()}
         weights = [
             ShardedParameter(name, self.copies.master(p), model.placements[name], copies=mesh.dp)

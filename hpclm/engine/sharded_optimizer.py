@@ -44,7 +44,7 @@ class ShardedOptimizerEngine(BaseEngine):
 
     def __init__(self, config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype):
         model = native_model(config, mesh, device, dtype)
-        self.copies = ComputeCopies(model, adds_in_place(config.engine, config.model, device))
+        self.copies = ComputeCopies(model, config.in_place and adds_in_place(config.engine, config.model, device))
         self.scatter = scatters(device)
         named = [(name, p, self.copies.master(p)) for name, p in model.weights()]
         leaves = {master: p for _, p, master in named}

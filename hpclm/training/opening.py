@@ -9,15 +9,13 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
-import torch
-
 from hpclm import __version__, files
 from hpclm import engine as engines
 from hpclm import log as logs
 from hpclm.checkpoint import CheckpointStore, Progress, Retention, begin_from, resumable, rollback
 from hpclm.checkpoint.fingerprint import fingerprint
 from hpclm.checkpoint.init_from import check_init_from
-from hpclm.config import RunConfig
+from hpclm.config import EngineSettings, RunConfig
 from hpclm.data.sources import Source
 from hpclm.diagnostics import preflight
 from hpclm.distributed import bootstrap
@@ -36,7 +34,8 @@ from hpclm.rundir.control_files import ControlFiles
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.summary import RunSummary, failed_without_main
 from hpclm.sinks.process import Sinks
-from hpclm.training import messages, records
+from hpclm.training import messages, proof, records
+from hpclm.training.compute import Compute
 from hpclm.training.control import RunControl, Saver
 from hpclm.training.metrics import Meter, NullMeter, Speed
 from hpclm.training.profile import Profile
@@ -46,16 +45,6 @@ from hpclm.training.session import Session
 from hpclm.training.sync import ControlSync, LocalState, StepClock
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Compute:
-    """What this rank computes with."""
-
-    device: torch.device
-    dtype: torch.dtype
-    """Of activations and matrix products."""
-    mesh: Mesh
 
 
 @dataclass(frozen=True)
@@ -100,7 +89,8 @@ def open_session(config: RunConfig, context: DistributedContext, resume_step: in
             open_data(config, context, compute.mesh.dp.rank, compute.device) as data,
             open_run_directory(config, context, compute, data, resume_step) as directory,
         ):
-            state = open_state(config, context, compute, data, directory, resume_step, began)
+            proven = proof.check(config, context, compute)
+            state = open_state(config, context, compute, data, directory, proven.settings, resume_step, began)
             if state.attempt is not None:
                 notifier.begin(state.attempt, state.progress.step, directory.restarted)
             with (
@@ -118,7 +108,8 @@ def open_session(config: RunConfig, context: DistributedContext, resume_step: in
                     records.sync(out)
 
                 warn_seconds, per_save = config.job.warn_seconds, state.samples_per_save
-                saver = Saver(state.store, config.checkpoint, warn_seconds, progress, per_save, flush)
+                saving = replace(config.checkpoint, background=proven.background)
+                saver = Saver(state.store, saving, warn_seconds, progress, per_save, flush)
                 yield Session(
                     config=config,
                     context=context,
@@ -201,16 +192,17 @@ def open_state(
     compute: Compute,
     data: RunData,
     directory: Directory,
+    settings: EngineSettings,
     resume_step: int | None,
     began: float,
 ) -> RunState:
-    """Build the engine, load the state to resume from, and record the attempt, which ``began`` at that time."""
-    messages.kernels(config.model, compute.device)
-    messages.attention(config.model, attention_backend.use(config.model, compute.device))
-    engine = engines.build(config.for_engine(context.size), compute.mesh, compute.device, compute.dtype)
-    settings, source, out = config.checkpoint, data.source, directory.path
-    per_save = math.inf if settings.epochs is None else settings.epochs * source.per_epoch("train")
-    retention = Retention(settings.keep_last, settings.keep_every, settings.keep_best, settings.keep_epochs, per_save)
+    """Build the engine from ``settings``, load the state to resume from, and record the attempt, which ``began`` at that time."""
+    messages.kernels(settings.model, compute.device)
+    messages.attention(settings.model, attention_backend.use(settings.model, compute.device))
+    engine = engines.build(settings, compute.mesh, compute.device, compute.dtype)
+    saving, source, out = config.checkpoint, data.source, directory.path
+    per_save = math.inf if saving.epochs is None else saving.epochs * source.per_epoch("train")
+    retention = Retention(saving.keep_last, saving.keep_every, saving.keep_best, saving.keep_epochs, per_save)
     now = fingerprint(config.model, config.seed, source.fingerprint)
     made = dict(processes=context.size, engine=config.engine.name, parallel=vars(config.parallel), hpclm=__version__)
     store = CheckpointStore(out / "checkpoints", retention, now, context, directory.lease, made | bootstrap.job())
@@ -223,9 +215,9 @@ def open_state(
         return rollback.carry_out(out)
 
     rolled_back = context.run_on_main(roll_back)
-    progress = store.resume(engine, settings.resume)
-    if settings.init_from and not progress.step:
-        weights = begin_from(Path(settings.init_from), engine, context, store.fingerprint)
+    progress = store.resume(engine, saving.resume)
+    if saving.init_from and not progress.step:
+        weights = begin_from(Path(saving.init_from), engine, context, store.fingerprint)
         log.info("weights of %s; optimizer, step and data start from scratch", weights)
     if progress.step and progress.planned != data.length.samples:
         messages.other_budget(progress.planned, data.length.samples)

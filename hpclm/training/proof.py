@@ -1,0 +1,239 @@
+"""The self-check at the start of a run (cluster.prove): the machine shows that it computes what it should.
+
+Known numbers are summed, gathered and scattered over every process group. Then a small twin of the run trains as the run will
+(its engine, compiled, its attention kernel, its type, asynchronous) and plainly (eager, plain attention, fp32, one replica): what
+both give may differ by what the type itself costs, which the plain way in that type shows. Where the steps must have the same bits
+each time, they are done twice; and a snapshot taken while the device computes must be the one taken at rest.
+
+What fails is replaced by the plain way, which is slower and right.
+"""
+
+import gc
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpclm import engine as engines
+from hpclm import files
+from hpclm.checkpoint.staging import Snapshot
+from hpclm.config import EngineSettings, RunConfig
+from hpclm.config.model import BLOCKS
+from hpclm.config.supports import SUPPORTS
+from hpclm.diagnostics import facts
+from hpclm.distributed.context import DistributedContext
+from hpclm.engine import Shard
+from hpclm.engine.base import BaseEngine
+from hpclm.errors import HpclmError
+from hpclm.model import attention_backend
+from hpclm.parallel.collectives import all_gather, all_reduce, finish, start_scatter
+from hpclm.rundir import code
+from hpclm.training.compute import Compute
+from hpclm.training.differences import differences, floor, unequal
+from hpclm.training.twin import Twin, measured
+
+log = logging.getLogger(__name__)
+FILE = "self-check.json"
+SENT = 1 << 18  # numbers in each message
+SNAPSHOT = 1 << 30  # bytes of state of which two snapshots are compared
+
+
+@dataclass(frozen=True)
+class Proven:
+    """How the run is to compute."""
+
+    settings: EngineSettings
+    background: bool
+    """Whether checkpoints may be written while training continues."""
+
+
+def check(config: RunConfig, context: DistributedContext, compute: Compute) -> Proven:
+    """Check that this run computes what it should, on every rank; HpclmError, the same on every rank, where even the plain way does
+    not, or messages arrive changed."""
+    settings, background = config.for_engine(context.size), config.checkpoint.background
+    given = Proven(settings, background)
+    wanted = compute.device.type == "cuda" if config.cluster.prove is None else config.cluster.prove
+    if not wanted:
+        return given
+    began = time.monotonic()
+    _raise_together(context, list(_wrong_sums(compute)))
+    if settings.model.block not in BLOCKS or settings.engine.name not in SUPPORTS:
+        log.info("self-check: sums over all process groups are right; your own block or engine is not checked")
+        return given
+    restarts = config.data.reset_attention_mask, config.data.reset_position_ids
+    memory = torch.cuda.mem_get_info(compute.device)[0] if compute.device.type == "cuda" else _host_memory()
+    (least,) = context.all_reduce_max(-float(memory))  # the same twin on every rank
+    twin = Twin.of(settings, compute, int(-least), restarts)
+    kept = _cache(twin, settings, background)
+    known: Mapping[str, Any] | None = context.run_on_main(lambda: _read(kept))
+    report = known or _prove(twin, settings, background, context)
+    way = next(way for name, way in _ways(settings, compute.device) if name == report["way"])
+    seconds = time.monotonic() - began
+
+    def conclude() -> None:
+        with suppress(OSError):
+            files.write_text(
+                Path(config.out) / FILE, json.dumps({**report, "remembered": bool(known)}, indent=1) + "\n"
+            )
+        if not known:
+            with suppress(OSError):
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                files.write_text(kept, json.dumps(report) + "\n")
+        for problem in report["problems"]:
+            log.warning("self-check: %s", problem)
+        how = f"this run computes {report['way']}" if report["problems"] else "the step computes what a plain one does"
+        log.info("self-check: %s%s; %.1f s", how, ", as checked before" if known else "", seconds)
+
+    context.run_on_main(conclude)
+    return Proven(way, report["background"])
+
+
+def _host_memory() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _raise_together(context: DistributedContext, problems: list[str]) -> None:
+    """HpclmError on every rank with the problems of all."""
+    everyone = context.all_gather(problems)
+    wrong = [f"{context.ranks[rank]}: {problem}" for rank, each in enumerate(everyone) for problem in each]
+    if wrong:
+        error = HpclmError("\n".join(f"self-check: {line}" for line in wrong[:10]))
+        error.shared = True
+        raise error
+
+
+def _wrong_sums(compute: Compute) -> Iterator[str]:
+    """The process groups in which known numbers do not arrive as they should."""
+    mesh = compute.mesh
+    axes = {name: getattr(mesh, name) for name in ("world", "pp", "dp", "shard", "replicate", "tp", "model")}
+    numbers = torch.arange(SENT, device=compute.device) % 251 + 1
+
+    def of(rank: int) -> Tensor:
+        """What a rank sends: whole numbers, whose sums fp32 holds exactly."""
+        return (numbers * (rank % 8 + 1)).float()
+
+    done: set[tuple[int, ...]] = set()
+    for name, axis in axes.items():
+        if axis.size == 1 or axis.ranks in done:
+            continue
+        done.add(axis.ranks)
+        total = (numbers * sum(rank % 8 + 1 for rank in range(axis.size))).float()
+        gathered = all_gather(of(axis.rank), axis).view(axis.size, SENT)
+        spread = finish(*start_scatter(of(axis.rank).repeat(axis.size), axis))
+        right = {
+            "sum": torch.equal(all_reduce(of(axis.rank), axis), total),
+            "gather": all(torch.equal(gathered[rank], of(rank)) for rank in range(axis.size)),
+            "scatter": torch.equal(spread, total),
+        }
+        wrong = [kind for kind, holds in right.items() if not holds]
+        if wrong:
+            yield f"{', '.join(wrong)} over the process group {name} (ranks {list(axis.ranks)}): known numbers arrive changed"
+
+
+def _ways(settings: EngineSettings, device: torch.device) -> Iterator[tuple[str, EngineSettings]]:
+    """As the settings say, and what replaces it, from the fastest to the plainest."""
+    eager, model = replace(settings.engine, compile=False), settings.model
+    yield "as set", settings
+    if device.type == "cuda" and model.attention in ("auto", "cudnn", "flex"):
+        yield "with FlashAttention", replace(settings, model=replace(model, attention="flash"))
+    if engines.compiles(settings, device)[0]:
+        yield "uncompiled", replace(settings, engine=eager)
+    plain = replace(model, attention="math", kernels="torch")
+    yield "uncompiled, with plain attention", replace(settings, engine=eager, model=plain, in_place=False)
+
+
+def _prove(twin: Twin, settings: EngineSettings, background: bool, context: DistributedContext) -> dict[str, Any]:
+    """The first way that computes what it should, and what is wrong with those before it; HpclmError if none does."""
+    compute, problems = twin.compute, []
+    context.watchdog.enter("self-check")
+    plain = twin.plainly(torch.float32)
+    in_type = plain if compute.dtype == torch.float32 else twin.plainly(compute.dtype)
+    for way, tried in _ways(settings, compute.device):
+        attention_backend.use(tried.model, compute.device)
+        engine, batches = twin.as_run(tried)
+        own = measured(engine, batches)
+        wrong, closest = differences(own, in_type, plain, floor(tried, compute), context)
+        same_each_time = settings.engine.deterministic or compute.device.type == "cpu"
+        if not wrong and same_each_time:
+            wrong = unequal(own, measured(*twin.as_run(tried)), context)
+        loaded = background and not wrong and _snapshot_moves(engine, batches, context)
+        del engine
+        gc.collect()
+        if compute.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        if wrong:
+            problems.append(f"computed {way}, {wrong}")
+            continue
+        if loaded:
+            problems.append(
+                "a snapshot taken while the device computes differs from one taken at rest: saves are not made in the background"
+            )
+        return {"way": way, "background": background and not loaded, "problems": problems, "closest": closest}
+    raise HpclmError(
+        "self-check: this machine computes wrong in every way, also eager with plain attention:\n"
+        + "\n".join(problems)
+        + "\ncheck its GPUs (dcgmi diag -r 3) and drivers; cluster.prove=false trains all the same"
+    )
+
+
+def _snapshot_moves(engine: BaseEngine, batches: Any, context: DistributedContext) -> bool:
+    """Whether a snapshot taken while the device computes a step, or kept during the next one, is not that of the state at rest."""
+    engine.train_step(batches, 0.0, 2)
+    taken = Snapshot().take(_first(engine))
+    kept = [shard.tensor.clone() for shard in taken]
+    rest = Snapshot().take(_first(engine))
+    same = all(torch.equal(a, b.tensor) for a, b in zip(kept, rest, strict=True))
+    engine.train_step(batches, 0.0, 3)
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize(engine.device)
+    same = same and all(torch.equal(a, b.tensor) for a, b in zip(kept, taken, strict=True))
+    return any(context.all_gather(not same))
+
+
+def _first(engine: BaseEngine) -> Iterator[Shard]:
+    """The first of the state's shards."""
+    used = 0
+    for shard in engine.tensors():  # on every rank, all of them
+        used += shard.tensor.nbytes
+        if used <= SNAPSHOT:
+            yield shard
+
+
+def _cache(twin: Twin, settings: EngineSettings, background: bool) -> Path:
+    """Where the user's cache remembers this check: for these devices, versions, code, settings and layout."""
+    device = facts.of_device(twin.compute.device)
+    versions = {name: facts.version(name) for name in facts.DECISIVE} | {"driver": facts.driver()}
+    versions |= {name: value for name, value in device.items() if name in ("device_name", "torch", "cuda", "nccl")}
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    own = code.digest(code.sources(()))
+    made = (
+        versions,
+        cudnn,
+        own,
+        settings,
+        twin.settings,
+        twin.rows.shape,
+        twin.restarts,
+        str(twin.compute.dtype),
+        background,
+    )
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "hpclm" / "self-checks" / f"{hashlib.sha256(repr(made).encode()).hexdigest()[:24]}.json"
+
+
+def _read(kept: Path) -> dict[str, Any] | None:
+    """What is remembered; None if nothing is."""
+    with suppress(OSError, ValueError, TypeError):
+        report = json.loads(files.read_text(kept))
+        return {name: report[name] for name in ("way", "background", "problems", "closest")}
+    return None

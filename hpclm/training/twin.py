@@ -1,0 +1,183 @@
+"""A small twin of a run: two blocks of its width, trained for two steps on random tokens, so that two ways to compute can be compared.
+
+What is compared: losses, gradient norms, initial weights, the optimizer's state after one step (Adam's first moment is the clipped
+gradient, times 1 - beta1) and the change of the weights.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hpclm import engine as engines
+from hpclm.config import EngineConfig, EngineSettings, ModelConfig
+from hpclm.config.plan import Plan
+from hpclm.data.batches import Batch
+from hpclm.engine.base import BaseEngine
+from hpclm.engine.sharded_parameter import ShardedParameter
+from hpclm.model import count
+from hpclm.parallel.mesh import SINGLE, Mesh
+from hpclm.training.compute import Compute
+
+BLOCKS = 2
+LR = 1e-3
+EPS = 1e-4  # of Adam: with the usual one, a tiny gradient's rounding error would turn a whole update round
+LOSS_SCALE = 256.0  # so that fp16 overflows in none of the steps
+SAMPLED = 1 << 20  # values of a tensor that are compared, evenly spaced
+MOST_TOKENS = 1 << 17  # that the plain way may have to compute in a step
+SHORTEST = 256  # tokens
+ROOM = {"cuda": 0.4, "cpu": 0.1}
+"""Part of the memory that the plain way may take."""
+
+Values = Mapping[str, tuple[int, Tensor]]
+"""What -> the number of the first of its sampled values that this rank has, and these, in fp32 on the CPU."""
+
+
+@dataclass(frozen=True)
+class Twin:
+    """The twin of a run, on one rank."""
+
+    settings: EngineSettings
+    compute: Compute
+    rows: Tensor
+    """[replicas with other data, micro-batches, B, T + 1] ids."""
+    restarts: tuple[bool, bool]
+    """Whether samples have several documents: for attention, and for positions."""
+
+    @classmethod
+    def of(cls, settings: EngineSettings, compute: Compute, memory: float, restarts: tuple[bool, bool]) -> "Twin":
+        """The twin of a run with these settings, on devices with ``memory`` bytes."""
+        mesh, parallel = compute.mesh, settings.parallel
+        stages = parallel.pipeline * parallel.chunks
+        model = replace(settings.model, layers=max(BLOCKS, stages), dropout=0.0, attention_dropout=0.0)
+        micro_batches = 2 * parallel.pipeline
+        room = ROOM[compute.device.type] * memory
+        size, length = settings.plan.micro_size, model.context
+        while size > 1 and (
+            size * length * micro_batches > MOST_TOKENS or _bytes(settings, model, size, length) > room
+        ):
+            size //= 2
+        while (
+            length % (2 * parallel.tensor) == 0 and length > SHORTEST and _bytes(settings, model, size, length) > room
+        ):
+            length //= 2
+        model = replace(model, context=length)
+        most = max(1, MOST_TOKENS // (model.context * micro_batches * size))
+        others = max(n for n in range(1, mesh.dp.size + 1) if mesh.dp.size % n == 0 and n <= most)
+        draw = torch.Generator().manual_seed(settings.seed)
+        shape = (others, micro_batches, size, model.context + 1)
+        twin = replace(
+            settings,
+            model=model,
+            plan=Plan.divide(mesh.dp.size, mesh.dp.size * micro_batches * size, size),
+            optim=replace(settings.optim, eps=EPS),
+            scaler=replace(settings.scaler, initial=LOSS_SCALE, minimum=min(LOSS_SCALE, settings.scaler.minimum)),
+            timers=False,
+        )
+        return cls(twin, compute, torch.randint(model.vocab_size, shape, generator=draw), restarts)
+
+    def as_run(self, settings: EngineSettings) -> tuple[BaseEngine, list[Batch]]:
+        """The run's engine, in one of the ways to compute that ``settings`` of the run stand for, and this replica's micro-batches."""
+        model, way = self.settings.model, settings.model
+        model = replace(model, attention=way.attention, kernels=way.kernels)
+        settings = replace(self.settings, engine=settings.engine, in_place=settings.in_place, model=model)
+        compute = self.compute
+        engine = engines.build(settings, compute.mesh, compute.device, compute.dtype)
+        assert isinstance(engine, BaseEngine)
+        return engine, [self._batch(rows) for rows in self.rows[compute.mesh.dp.rank % len(self.rows)]]
+
+    def plainly(self, dtype: torch.dtype) -> "Measured":
+        """The same steps, eager, with plain attention, and all replicas' samples on each of them."""
+        settings, mesh = self.settings, self.compute.mesh
+        parallel, engine = settings.parallel, settings.engine
+        plain = EngineConfig(
+            name="pipelining" if parallel.pipeline > 1 else "native",
+            compile=False,
+            device=engine.device,
+            precision=engine.precision,
+        )
+        rows = self.rows.flatten(0, 1)
+        settings = replace(
+            settings,
+            model=replace(settings.model, attention="math", kernels="torch"),
+            optim=replace(settings.optim, name="adamw"),
+            parallel=replace(parallel, shard=None),
+            engine=plain,
+            plan=Plan.divide(1, rows.shape[0] * rows.shape[1], rows.shape[1]),
+            in_place=False,
+        )
+        alone = replace(mesh, dp=SINGLE, shard=SINGLE, replicate=SINGLE, world=mesh.model, nodes=1)
+        with plain_attention():
+            built = engines.build(settings, alone, self.compute.device, dtype)
+            assert isinstance(built, BaseEngine)
+            return measured(built, [self._batch(each) for each in rows])
+
+    def _batch(self, rows: Tensor) -> Batch:
+        """[B, T + 1] ids as a micro-batch."""
+        rows = rows.to(self.compute.device)
+        length = rows.shape[1] - 1
+        index = torch.arange(length, device=rows.device).expand(len(rows), length)
+        quarter = max(1, length // 4)
+        documents, positions = (
+            each if wanted else None
+            for each, wanted in zip((index // quarter, index % quarter), self.restarts, strict=True)
+        )
+        return Batch(rows[:, :-1], rows[:, 1:], None, positions, documents)
+
+
+def plain_attention() -> AbstractContextManager[None]:
+    """Inside this context, attention is plain matrix products."""
+    return sdpa_kernel([SDPBackend.MATH])
+
+
+def _bytes(settings: EngineSettings, model: ModelConfig, size: int, length: int) -> float:
+    """Bytes, about, of the plain way with micro-batches of ``size`` x ``length``: state, scores and other activations in fp32."""
+    layers, stages = model.layers, settings.parallel.pipeline
+    activations = size * layers * (12 * model.heads * length**2 + 100 * length * model.hidden) / stages
+    return (16 * count.parameters(model) + activations) / settings.parallel.tensor
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What two steps gave."""
+
+    scalars: Mapping[str, float]
+    values: Values
+
+
+def measured(engine: BaseEngine, batches: list[Batch]) -> Measured:
+    """Two steps of a fresh engine."""
+    before = dict(_sampled(engine))
+    first = engine.train_step(batches, LR, 0)
+    after = dict(_sampled(engine))
+    second = engine.train_step(batches, LR, 1)
+    scalars = {
+        f"{name} of step {n}": getattr(r, name) for n, r in ((1, first), (2, second)) for name in ("loss", "grad_norm")
+    }
+    values = {f"initial {what}": value for what, value in before.items()}
+    values |= {
+        f"change of {what}": (at, value - before[what][1]) for what, (at, value) in after.items() if what in before
+    }
+    values |= {what: value for what, value in after.items() if what not in before}
+    return Measured(scalars, values)
+
+
+def _sampled(engine: BaseEngine) -> Iterator[tuple[str, tuple[int, Tensor]]]:
+    """Samples of the weights and the optimizer's state that this rank holds."""
+    for weight in engine.weights:
+        held = engine.state.held(weight)
+        yield weight.name, _sample(held, engine.state.values(weight), engine.mesh)
+        for name in engine.state.names(weight):
+            yield f"{name} of {weight.name}", _sample(held, engine.state.values(weight, name), engine.mesh)
+
+
+def _sample(held: ShardedParameter, values: Tensor, mesh: Mesh) -> tuple[int, Tensor]:
+    """Every n-th value of the tensor-parallel slice, those of them that this rank holds."""
+    every = math.prod(held.placement.local(mesh.tp)) // SAMPLED + 1 | 1  # odd, so that it meets every column
+    skip = -held.begin % every
+    mine = values.detach().flatten()[: held.count][skip::every]
+    return (held.begin + skip) // every, mine.to("cpu", torch.float32, copy=True)

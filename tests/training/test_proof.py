@@ -1,0 +1,198 @@
+"""The self-check at the start: what is broken on purpose is found, and replaced by what is right."""
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hpclm.checkpoint import staging
+from hpclm.config import ClusterConfig
+from hpclm.distributed.context import single
+from hpclm.engine import base, native
+from hpclm.errors import HpclmError
+from hpclm.model import attention, attention_backend, loss, stack
+from hpclm.model.compiled import Compilation, compile_layers
+from hpclm.parallel import collectives, main_gradients
+from hpclm.parallel.mesh import Mesh
+from hpclm.training import proof
+from hpclm.training.compute import Compute
+from tests import ranks
+from tests.engine.test_native import LLAMA, SHAPES, settings
+from tests.forks import hpclm
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """Nothing is remembered from another test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def checked(tmp_path, shape=LLAMA, dtype=torch.bfloat16, **engine):
+    """How a run computes after its check, and the report."""
+    config = settings(shape, engine=dict(dict(precision="auto"), **engine))
+    config = replace(config, out=str(tmp_path), cluster=ClusterConfig(prove=True))
+    proven = proof.check(config, single(), Compute(CPU, dtype, Mesh()))
+    return proven, json.loads((tmp_path / "self-check.json").read_text())
+
+
+def compiled_wrongly(graph, inputs):
+    """A compiler that takes one product of each graph a little larger."""
+    products = [node for node in graph.graph.nodes if node.target is F.linear or node.target == torch._C._nn.linear]
+    node = products[-1]
+    with graph.graph.inserting_after(node):
+        larger = graph.graph.call_function(torch.mul, (node, 1.1))
+    node.replace_all_uses_with(larger)
+    larger.args = (node, 1.1)
+    graph.recompile()
+    return graph.forward
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_what_is_right_passes_as_it_is_set(shape, dtype, tmp_path):
+    precision = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    proven, report = checked(tmp_path, shape, dtype, precision=precision)
+    assert (report["way"], report["problems"], proven.background) == ("as set", [], True)
+
+
+def test_a_compiler_that_is_wrong_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(loss, "Compilation", partial(Compilation, backend="eager"))
+    monkeypatch.setattr(stack, "compile_layers", partial(compile_layers, backend=compiled_wrongly))
+    proven, report = checked(tmp_path, compile=True)
+    assert report["way"] == "uncompiled" and proven.settings.engine.compile is False
+    assert "computed as set, " in report["problems"][0] and "times what the type may cost" in report["problems"][0]
+
+
+def test_attention_that_is_wrong_is_not_used(tmp_path, monkeypatch):
+    asked = []
+    right = attention.dot_product_attention
+
+    def kernel(q, k, v, mask, dropout):
+        y = right(q, k, v, mask, dropout)
+        plain = not torch.backends.cuda.flash_sdp_enabled() or asked[-1] == "math"
+        return y if plain else torch.cat([y[:, :, :-1], 1.5 * y[:, :, -1:]], 2)  # wrong in the last row of scores
+
+    monkeypatch.setattr(attention_backend, "use", lambda model, device: asked.append(model.attention))
+    monkeypatch.setattr(attention, "dot_product_attention", kernel)
+    proven, _ = checked(tmp_path)
+    assert proven.settings.model.attention == "math"
+
+
+def test_gradients_that_are_added_wrongly_in_place_are_added_in_the_plain_way(tmp_path, monkeypatch):
+    def product(total, a, b):
+        total.copy_(a.t() @ b)  # forgets the micro-batches before
+
+    monkeypatch.setattr(native, "adds_in_place", lambda *_: True)
+    monkeypatch.setattr(main_gradients, "_add_product", product)
+    proven, _ = checked(tmp_path)
+    assert not proven.settings.in_place
+
+
+def test_gradients_that_are_added_rightly_in_place_stay_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(native, "adds_in_place", lambda *_: True)
+    proven, report = checked(tmp_path)
+    assert proven.settings.in_place and report["way"] == "as set"
+
+
+def test_snapshots_that_change_while_training_goes_on_are_taken_in_the_foreground(tmp_path, monkeypatch):
+    monkeypatch.setattr(staging.Snapshot, "take", lambda self, shards: list(shards))  # no copies at all
+    proven, report = checked(tmp_path)
+    assert not proven.background and "snapshot" in report["problems"][0]
+
+
+def test_other_bits_the_second_time_are_noticed(tmp_path, monkeypatch):
+    right = attention.dot_product_attention
+    monkeypatch.setattr(
+        attention, "dot_product_attention", lambda *given: right(*given) + 1e-6 * torch.randn(()).item()
+    )
+    draws = torch.Generator().manual_seed(0)
+    monkeypatch.setattr(
+        base, "seed_step", lambda *_: torch.manual_seed(int(torch.randint(1 << 30, (), generator=draws)))
+    )
+    with pytest.raises(HpclmError, match="has other bits the second time"):
+        checked(tmp_path, dtype=torch.float32, precision="fp32")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda optimizer, norm, clip, scale, bad: right_update(
+            optimizer, norm * 0.9, clip, scale, bad
+        ),  # clips too little
+        lambda optimizer, norm, clip, scale, bad: None,  # no update at all
+    ],
+    ids=["clip", "lost"],
+)
+def test_an_update_that_is_wrong_in_every_way_ends_the_run(fault, tmp_path, monkeypatch):
+    plain = proof.Twin.plainly
+
+    def plainly(twin, dtype):
+        with monkeypatch.context() as right:
+            right.setattr(base, "update", right_update)
+            return plain(twin, dtype)
+
+    monkeypatch.setattr(proof.Twin, "plainly", plainly)
+    monkeypatch.setattr(base, "update", fault)
+    with pytest.raises(HpclmError, match="computes wrong in every way") as error:
+        checked(tmp_path)
+    assert "cluster.prove=false" in str(error.value)
+
+
+right_update = base.update
+
+
+def test_what_was_checked_is_remembered_for_the_same_settings_only(tmp_path, monkeypatch):
+    checked(tmp_path)
+    monkeypatch.setattr(proof, "_prove", lambda *_: pytest.fail("checked again"))
+    _, report = checked(tmp_path)
+    assert report["remembered"] and report["way"] == "as set"
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    _, report = checked(tmp_path, SHAPES["gpt2"])
+    assert not report["remembered"]
+
+
+def sums(lost):
+    """What is wrong with the process groups of two ranks, one of which may lose its part of a sum."""
+    from hpclm.config import ParallelConfig
+
+    rank = torch.distributed.get_rank()
+    mesh = Mesh.build(rank, 2, ParallelConfig())
+    right = collectives.all_reduce
+    proof.all_reduce = lambda x, axis: right(x * (rank != lost), axis)
+    return list(proof._wrong_sums(Compute(CPU, torch.float32, mesh)))
+
+
+def test_a_group_in_which_numbers_change_on_the_way_is_named():
+    assert ranks.run(2, sums, None) == [[], []]
+    assert all("sum over the process group world (ranks [0, 1])" in each[0] for each in ranks.run(2, sums, 1))
+
+
+LAYOUTS = {
+    "zero1": (2, ["engine.zero_stage=1"]),
+    "fsdp2": (2, ["engine.name=fsdp2", "engine.precision=bf16"]),
+    "tensor": (2, ["parallel.tensor=2", "engine.precision=bf16"]),
+    "hybrid": (4, ["engine.name=fsdp2", "parallel.shard=2"]),
+    "pipelining": (4, ["engine.name=pipelining", "parallel.pipeline=2", "engine.precision=bf16"]),
+    "interleaved": (2, ["engine.name=pipelining", "parallel.pipeline=2", "parallel.schedule=interleaved", "parallel.chunks=2", "model.layers=4"]),
+    "fairscale": (2, ["engine.name=fairscale", "engine.precision=bf16"]),
+    **{f"deepspeed{stage}": (2, ["engine.name=deepspeed", f"engine.zero_stage={stage}", "engine.precision=bf16"]) for stage in range(4)},
+    "deepspeed-pipeline": (2, ["engine.name=deepspeed", "parallel.pipeline=2", "engine.precision=bf16"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [name if name == "zero1" else pytest.param(name, marks=pytest.mark.whole) for name in LAYOUTS],
+)
+def test_every_engine_and_layout_is_checked(layout, tiny, tmp_path):
+    size, words = LAYOUTS[layout]
+    job = ["--gpus", str(size), "job.cluster=local", "cluster.prove=true", "batch.micro_size=1", "budget.steps=1"]
+    hpclm("submit", *tiny("out", *job, *words), check=0)
+    report = json.loads((tmp_path / "out/self-check.json").read_text())
+    assert (report["way"], report["problems"], report["background"]) == ("as set", [], True)

@@ -52,6 +52,8 @@ class Stack(nn.Module):
         self.config, self.specs, self.dtype, self.tp = config, tuple(specs), dtype, tp
         self.loss, self.recompute_every, self.offload = loss or TokenLoss(), recompute_every, offload
         self._compilation: Compilation | None = None
+        self.counter_dropout: bool | None = None
+        """Whether dropout outside of attention goes by counters; None: in compiled blocks of our own, on GPUs."""
         self._made: dict[Any, Any] = {}
         """What forward passes need and is made once."""
         self.placements: dict[str, Placement] = {}
@@ -152,7 +154,9 @@ class Stack(nn.Module):
         )
 
     def counts(self, device: torch.device) -> bool:
-        """Whether dropout outside of attention goes by counters: in compiled blocks of our own, on GPUs."""
+        """Whether dropout outside of attention goes by counters."""
+        if self.counter_dropout is not None:
+            return self.counter_dropout
         return self.compiled and device.type == "cuda" and self.config.block in BLOCKS
 
     def _run(self, specs: list[LayerSpec], x: Any, metadata: AttentionMetadata, keys: list[Tensor] | None) -> Any:

@@ -24,6 +24,8 @@ OPTIONS = {
     for option in ("account", "clusters", "constraint", "partition", "qos", "reservation", "wckey")
 }
 """Variables that a user may set for all jobs; they count unless the job's own settings give the option."""
+COMPUTING = ("TORCH", "PYTORCH", "TRITON", "NVIDIA_", "CUBLAS", "CUDNN", "NCCL_", "MKL_", "DNNL_")
+"""How variables begin by which PyTorch, its compiler and the vendors' libraries may compute otherwise."""
 
 
 def inherited(env: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -107,3 +109,14 @@ def site_file(env: Mapping[str, str] = os.environ) -> Path | None:
     home = Path(env.get("HOME") or "/nonexistent")
     usual = (Path(folder) if folder.startswith("/") else home / ".config") / "hpclm" / "site.yaml"
     return usual if usual.exists() else None
+
+
+def user_cache(env: Mapping[str, str] = os.environ) -> Path:
+    """The folder of what hpclm remembers for its user, which may not exist."""
+    return Path(env.get("XDG_CACHE_HOME") or Path(env.get("HOME") or "/nonexistent") / ".cache") / "hpclm"
+
+
+def of_computing(env: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
+    """The variables that may change what PyTorch and the libraries below it compute."""
+    mine = {name: value for name, value in env.items() if name.startswith(COMPUTING) and not name.endswith("_DIR")}
+    return sorted((name, value) for name, value in mine.items() if not TORCHRUN.fullmatch(name))

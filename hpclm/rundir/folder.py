@@ -12,7 +12,15 @@ from hpclm.rundir.runs import MARKS
 
 FILES = (
     *("config.yaml", "jobs.jsonl", "attempts.jsonl", "ends.jsonl", "metrics.jsonl", "log.txt", "lock", "lock.beat"),
-    *("ranks.json", "preflight.json", "hang.json", "checkpoints.saved", "rollback.json", "summary.json"),
+    *(
+        "ranks.json",
+        "preflight.json",
+        "self-check.json",
+        "hang.json",
+        "checkpoints.saved",
+        "rollback.json",
+        "summary.json",
+    ),
 )
 FOLDERS = ("checkpoints", "config-history", "logs", "job", "tensorboard")
 TRUSTED = ("checkpoints", "logs", "job")  # created for their owner only, whatever the umask; may be links to elsewhere

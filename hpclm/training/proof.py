@@ -35,6 +35,7 @@ from hpclm.engine import Shard
 from hpclm.engine.base import BaseEngine
 from hpclm.errors import HpclmError
 from hpclm.model import attention_backend
+from hpclm.node import environment
 from hpclm.parallel.collectives import all_gather, all_reduce, finish, start_scatter
 from hpclm.rundir import code
 from hpclm.training.compute import Compute
@@ -98,6 +99,7 @@ def check(config: RunConfig, context: DistributedContext, compute: Compute) -> P
 
 
 def _host_memory() -> int:
+    """Bytes of this machine's memory that are free."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -215,20 +217,13 @@ def _cache(twin: Twin, settings: EngineSettings, background: bool) -> Path:
     versions = {name: facts.version(name) for name in facts.DECISIVE} | {"driver": facts.driver()}
     versions |= {name: value for name, value in device.items() if name in ("device_name", "torch", "cuda", "nccl")}
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
-    own = code.digest(code.sources(()))
-    made = (
-        versions,
-        cudnn,
-        own,
-        settings,
-        twin.settings,
-        twin.rows.shape,
-        twin.restarts,
-        str(twin.compute.dtype),
-        background,
+    facts_of = [versions, cudnn, environment.of_computing(), code.digest(code.sources(()))]
+    run = [settings, background, twin.settings, twin.rows.shape, twin.restarts, twin.compute.dtype]
+    return (
+        environment.user_cache()
+        / "self-checks"
+        / f"{hashlib.sha256(repr([facts_of, run]).encode()).hexdigest()[:24]}.json"
     )
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "hpclm" / "self-checks" / f"{hashlib.sha256(repr(made).encode()).hexdigest()[:24]}.json"
 
 
 def _read(kept: Path) -> dict[str, Any] | None:

@@ -20,6 +20,7 @@ from hpclm.data.batches import Batch
 from hpclm.engine.base import BaseEngine
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.model import count
+from hpclm.model.stack import Stages
 from hpclm.parallel.mesh import SINGLE, Mesh
 from hpclm.training.compute import Compute
 
@@ -53,7 +54,7 @@ class Twin:
         """The twin of a run with these settings, on devices with ``memory`` bytes."""
         mesh, parallel = compute.mesh, settings.parallel
         stages = parallel.pipeline * parallel.chunks
-        model = replace(settings.model, layers=max(BLOCKS, stages), dropout=0.0, attention_dropout=0.0)
+        model = replace(settings.model, layers=max(BLOCKS, stages), attention_dropout=0.0)
         micro_batches = 2 * parallel.pipeline
         room = ROOM[compute.device.type] * memory
         size, length = settings.plan.micro_size, model.context
@@ -68,6 +69,8 @@ class Twin:
         model = replace(model, context=length)
         most = max(1, MOST_TOKENS // (model.context * micro_batches * size))
         others = max(n for n in range(1, mesh.dp.size + 1) if mesh.dp.size % n == 0 and n <= most)
+        if others < mesh.dp.size:  # masks differ from replica to replica
+            model = replace(model, dropout=0.0)
         draw = torch.Generator().manual_seed(settings.seed)
         shape = (others, micro_batches, size, model.context + 1)
         twin = replace(
@@ -85,10 +88,8 @@ class Twin:
         model, way = self.settings.model, settings.model
         model = replace(model, attention=way.attention, kernels=way.kernels)
         settings = replace(self.settings, engine=settings.engine, in_place=settings.in_place, model=model)
-        compute = self.compute
-        engine = engines.build(settings, compute.mesh, compute.device, compute.dtype)
-        assert isinstance(engine, BaseEngine)
-        return engine, [self._batch(rows) for rows in self.rows[compute.mesh.dp.rank % len(self.rows)]]
+        rows = self.rows[self.compute.mesh.dp.rank % len(self.rows)]
+        return _built(settings, self.compute), [self._batch(each) for each in rows]
 
     def plainly(self, dtype: torch.dtype) -> "Measured":
         """The same steps, eager, with plain attention, and all replicas' samples on each of them."""
@@ -100,7 +101,7 @@ class Twin:
             device=engine.device,
             precision=engine.precision,
         )
-        rows = self.rows.flatten(0, 1)
+        rows = self.rows.transpose(0, 1).flatten(0, 1)  # in the order in which micro-batches are counted, for dropout
         settings = replace(
             settings,
             model=replace(settings.model, attention="math", kernels="torch"),
@@ -112,9 +113,9 @@ class Twin:
         )
         alone = replace(mesh, dp=SINGLE, shard=SINGLE, replicate=SINGLE, world=mesh.model, nodes=1)
         with plain_attention():
-            built = engines.build(settings, alone, self.compute.device, dtype)
-            assert isinstance(built, BaseEngine)
-            return measured(built, [self._batch(each) for each in rows])
+            return measured(
+                _built(settings, replace(self.compute, mesh=alone, dtype=dtype)), [self._batch(each) for each in rows]
+            )
 
     def _batch(self, rows: Tensor) -> Batch:
         """[B, T + 1] ids as a micro-batch."""
@@ -127,6 +128,15 @@ class Twin:
             for each, wanted in zip((index // quarter, index % quarter), self.restarts, strict=True)
         )
         return Batch(rows[:, :-1], rows[:, 1:], None, positions, documents)
+
+
+def _built(settings: EngineSettings, compute: Compute) -> BaseEngine:
+    """An engine whose dropout, in whatever way it computes, draws what the compiled blocks of a GPU draw."""
+    engine = engines.build(settings, compute.mesh, compute.device, compute.dtype)
+    assert isinstance(engine, BaseEngine)
+    for stack in engine.model.stacks if isinstance(engine.model, Stages) else [engine.model]:
+        stack.counter_dropout = True
+    return engine
 
 
 def plain_attention() -> AbstractContextManager[None]:

@@ -30,7 +30,7 @@ def run(size, work, *args):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     folder = f"{os.environ.get('TMPDIR', '/tmp')}/hpclm-store-{os.getpid()}-{time.monotonic_ns()}"
-    ends = [context.Pipe(duplex=False) for _ in range(size)]
+    ends = [context.Pipe() for _ in range(size)]
     processes = [
         context.Process(target=_one, args=(rank, size, folder, ends[rank][1], work, args)) for rank in range(size)
     ]
@@ -40,6 +40,8 @@ def run(size, work, *args):
             sending.close()
         return _values([_answer(receiving) for receiving, _ in ends])
     finally:
+        for mine, _ in ends:
+            mine.close()  # now all may end
         for process in processes:
             process.join(5)
             if process.is_alive():
@@ -87,6 +89,8 @@ def _one(rank, size, store, answer, work, args):
             file = dist.FileStore(store, size)
             dist.init_process_group("gloo", store=file, rank=rank, world_size=size, timeout=timedelta(seconds=120))
         _send(answer, (True, work(*args)))
+        answer.poll(LIMIT)  # a peer may still need this rank, until all have answered
+        os._exit(0)
     except HpclmError as error:
         _send(answer, (False, error))
     except BaseException:
@@ -94,4 +98,4 @@ def _one(rank, size, store, answer, work, args):
     finally:
         answer.close()
         time.sleep(0.2)  # so that what the others say of a lost peer does not come first
-        os._exit(0)
+        os._exit(1)

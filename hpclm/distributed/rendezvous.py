@@ -239,6 +239,7 @@ def _decide(store: SignedStore, me: RankInfo, world: World, seconds: float) -> N
     entries: list[Any] = []
 
     def decided() -> bool:
+        store.put(keys[0], asdict(me))  # again, if another process has replaced it
         entries[:] = store.get_all(keys) or []
         return bool(entries and None not in entries) or store.get(RANKS) is not None
 

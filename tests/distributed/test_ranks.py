@@ -16,7 +16,9 @@ from hpclm.distributed import network, rendezvous
 from hpclm.distributed.bootstrap import World
 from hpclm.errors import HpclmError
 from hpclm.node import python
-from tests.runs import Ranks, figures, free_port, hpclm, lines, losses
+from tests import runs
+from tests.forks import Ranks, hpclm
+from tests.runs import figures, free_port, lines, losses
 
 
 def test_several_processes_learn_what_one_does(tiny, tmp_path):
@@ -148,7 +150,7 @@ def test_what_all_ranks_find_wrong_is_said_once(tiny, tmp_path):
 
 def test_processes_that_the_layout_does_not_divide_are_refused_with_the_arithmetic(tiny, tmp_path):
     began = os.times()
-    with Ranks(3, tiny("run", "parallel.tensor=2", "batch.global_size=12")) as ranks:
+    with runs.Ranks(3, tiny("run", "parallel.tensor=2", "batch.global_size=12")) as ranks:
         ended = ranks.wait()
     now = os.times()
     assert {code for code, _ in ended.values()} == {64}

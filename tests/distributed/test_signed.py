@@ -15,7 +15,8 @@ from hpclm.distributed.failure import Failure
 from hpclm.distributed.rendezvous import RankInfo
 from hpclm.distributed.signed import SignedStore
 from hpclm.distributed.store_limits import StoreLimits
-from tests.runs import Ranks, launch, lines
+from tests.forks import Ranks
+from tests.runs import launch, lines
 
 SECRET = secrets.token_hex(16)
 FORGED = json.dumps({"rank": 0, "kind": "raised", "code": 0, "text": "done\n2026-03-01 10:15:00 I the run is done"})
@@ -126,18 +127,6 @@ def test_what_others_write_is_bounded_and_what_ranks_and_libraries_write_stays(t
     assert sorted(server.list_keys()) == sorted(keys) and store.get("hpclm/heartbeat/1") == {"step": 3}
 
 
-def test_a_start_outlives_another_user_who_overwrites_its_entries(tiny, tmp_path):
-    launched = {**launch(2), "HPCLM_SECRET": SECRET}
-    with Ranks(2, tiny("run", "budget.steps=100000", "cluster.preflight=false"), **launched) as ranks:
-        store, until = intruder(launched), time.monotonic() + 8
-        while time.monotonic() < until:
-            for key in ("rank/0", "rank/1", "ranks", "arrived", "met/1", "failure", "heartbeat/1"):
-                store.set(f"hpclm/{key}", FORGED)
-            time.sleep(0.3)
-        ranks.wait_for(tmp_path / "run", 3)
-        assert [process.poll() for process in ranks.processes.values()] == [None, None]
-
-
 def memory(pid):
     """Megabytes that a process holds in memory."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize() >> 20
@@ -150,7 +139,7 @@ def test_another_user_s_entries_do_not_fill_rank_0_s_memory(tiny, tmp_path):
         ranks.wait_for(tmp_path / "run", 3)
         server, pid = store.underlying_store, ranks.processes[0].pid
         used = []
-        for _ in range(3):  # 300 MB each, half of them under a rank's names
+        for _ in range(2):  # 300 MB each, half of them under a rank's names
             for number in range(300):
                 (server if number % 2 else store).set(f"hpclm/heartbeat/{number}", "x" * (1 << 20))
             until = time.monotonic() + 120
@@ -166,25 +155,38 @@ def test_another_user_s_entries_do_not_fill_rank_0_s_memory(tiny, tmp_path):
     assert (tmp_path / "run/log.txt").read_text().count("another process wrote") <= 3
 
 
-def test_another_user_s_entries_neither_end_a_run_nor_blame_a_rank_nor_forge_its_log(tiny, tmp_path):
-    launched = {**launch(2), "HPCLM_SECRET": SECRET}
-    with Ranks(2, tiny("run", "budget.steps=100000", "cluster.preflight=false"), **launched) as ranks:
+def test_another_user_s_entries_neither_hold_up_a_start_nor_end_a_run_nor_blame_a_rank_nor_forge_its_log(
+    tiny, tmp_path
+):
+    launched, words = (
+        {**launch(2), "HPCLM_SECRET": SECRET},
+        tiny("run", "budget.steps=100000", "cluster.preflight=false"),
+    )
+    with Ranks(2, words, only=[0], **launched) as first:
         store = intruder(launched)
-        for key in ("rank/1", "ranks"):  # while they meet
-            store.set(f"hpclm/{key}", FORGED)
-        ranks.wait_for(tmp_path / "run", 3)
-        before = len(lines(tmp_path / "run/metrics.jsonl"))
-        for data in (FORGED, "not JSON", b"\xff\n"):
-            for key in ("failure", "heartbeat/1", "heartbeat/0", "exited/1", "logged", "reported", "read/1"):
-                store.set(f"hpclm/{key}", data)
-            time.sleep(1)
-        assert len(lines(tmp_path / "run/metrics.jsonl")) > before
-        assert [process.poll() for process in ranks.processes.values()] == [None, None]
-        store.set("hpclm/exited/1", FORGED)
-        ranks.processes[1].kill()
-        code, output = ranks.wait(60)[0]
-    log, other = (tmp_path / "run" / name for name in ("log.txt", "logs/rank-00001.log"))
-    log, other = log.read_text(), other.read_text()
+
+        def overwrite(*keys, data=FORGED, seconds=1.0):
+            until = time.monotonic() + seconds
+            while time.monotonic() < until:
+                for key in keys:
+                    store.set(f"hpclm/{key}", data)
+                time.sleep(0.2)
+
+        meeting = ("rank/0", "rank/1", "ranks", "arrived", "met/1", "failure", "heartbeat/1")
+        overwrite(*meeting)
+        with Ranks(2, words, only=[1], **launched) as second:
+            overwrite(*meeting, seconds=3.0)
+            first.wait_for(tmp_path / "run", 3)
+            before = len(lines(tmp_path / "run/metrics.jsonl"))
+            for data in (FORGED, "not JSON", b"\xff\n"):
+                own = ("failure", "heartbeat/1", "heartbeat/0", "exited/1", "logged", "reported", "read/1")
+                overwrite(*own, data=data)
+            assert len(lines(tmp_path / "run/metrics.jsonl")) > before
+            assert first.processes[0].poll() is None and second.processes[1].poll() is None
+            store.set("hpclm/exited/1", FORGED)
+            second.processes[1].kill()
+            (code, output), (_, other) = first.wait(60)[0], second.wait()[1]
+    log = (tmp_path / "run/log.txt").read_text()
     assert code == 1 and "rank 1 on" in log and "was killed" in log and SECRET not in log + output
-    warned = [text.count("wrote hpclm/failure") for text in (log, other)]  # by the rank that saw it first
+    warned = [said.count("wrote hpclm/failure") for said in (output, other)]  # by the rank that saw it first
     assert sum(warned) and max(warned) == 1 and "I the run is done" not in log and "Traceback" not in log, log

@@ -17,7 +17,8 @@ from hpclm.config import ClusterConfig
 from hpclm.distributed.rendezvous import RankInfo
 from hpclm.distributed.watchdog import Watchdog
 from hpclm.node import python
-from tests.runs import ROOT, Ranks, hpclm, lines, losses
+from tests.forks import Ranks, hpclm
+from tests.runs import ROOT, lines, losses
 
 HANG = 3.0  # seconds that count as a hang here
 WATCHED = [f"cluster.hang_minutes={HANG / 60}", "cluster.preflight=false"]

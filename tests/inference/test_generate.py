@@ -9,8 +9,9 @@ from hpclm import cli
 from hpclm.inference.completion import Completer, Limits
 from hpclm.inference.sampling import Sampling
 from hpclm.terminal import plain
+from tests.forks import Ranks
 from tests.interop import made
-from tests.runs import Ranks, exit_code
+from tests.runs import exit_code
 
 SHAPE = dict(made.SHAPE, vocab_size=257, context=64)
 GREEDY = ["--temperature", "0", "--tokens", "12"]

@@ -13,8 +13,9 @@ import hpclm
 from hpclm import cli
 from hpclm.data import tokenizers
 from hpclm.rundir import lock
+from tests.forks import Ranks
 from tests.interop import made
-from tests.runs import ROOT, Ranks
+from tests.runs import ROOT
 
 pytest.importorskip("lm_eval")
 pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own

@@ -10,7 +10,7 @@ import pytest
 
 from hpclm import cli
 from hpclm.node.notify import Notifier
-from tests.runs import Ranks
+from tests.forks import Ranks
 
 
 @contextmanager

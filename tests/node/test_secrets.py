@@ -6,7 +6,7 @@ import pytest
 
 from hpclm import cli
 from hpclm.node.secrets import Redactor, is_secret, problems
-from tests.runs import hpclm
+from tests.forks import hpclm
 
 ENV = {
     "HF_TOKEN": "hf_canary'12\"3\\",

@@ -13,8 +13,8 @@ from hpclm.rundir.status import process_here, status_of
 from hpclm.rundir.summary import RunSummary
 from hpclm.training import records
 from hpclm.training.metrics import forget_after
+from tests.forks import hpclm
 from tests.rundir.test_runs import make
-from tests.runs import hpclm
 
 HUGE = 10**400
 ODD = [

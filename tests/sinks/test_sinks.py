@@ -11,7 +11,8 @@ import pytest
 from hpclm import cli
 from hpclm.sinks import figures
 from hpclm.sinks.feed import kind
-from tests.runs import Ranks, hpclm, lines, losses
+from tests.forks import Ranks, hpclm
+from tests.runs import lines, losses
 
 OWN = "tests.sinks.own:"
 

@@ -1,9 +1,9 @@
 """The rules of the house, checked: who may import whom, and where the outside world may enter."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
-
-import pytest
 
 HOUSE = Path(__file__).parents[1] / "hpclm"
 FILES = sorted(HOUSE.rglob("*.py"))
@@ -59,57 +59,64 @@ DOORS = {
 }
 
 
-def imported(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+def name_of(path):
+    return path.relative_to(HOUSE).as_posix()
+
+
+NODES = {name_of(path): list(ast.walk(ast.parse(path.read_text()))) for path in FILES}
+"""Every node of every file's syntax tree."""
+
+
+def room_of(name):
+    return name.split("/")[0].removesuffix(".py")
+
+
+def imported(name):
+    for node in NODES[name]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def name_of(path):
-    return path.relative_to(HOUSE).as_posix()
+def calls(name):
+    """The calls in a file, and the names of what they call."""
+    return [(node, ast.unparse(node.func)) for node in NODES[name] if isinstance(node, ast.Call)]
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_a_file_imports_only_what_stands_below_it(path):
-    name = name_of(path)
-    room = name.split("/")[0].removesuffix(".py")
-    for module in imported(path):
-        top, *rest = module.split(".")
-        assert name.startswith(DOORS.get(top, name)), f"{name} imports {top}; only {DOORS[top]} may"
-        if top != "hpclm" or rest[0] in (room, "__version__"):
-            continue
-        assert rest[0] in FLOOR, f"{name} imports {module}, which has no floor"
-        assert FLOOR[rest[0]] < FLOOR[room], f"{name} imports {module}, which is not below it"
+def test_a_file_imports_only_what_stands_below_it():
+    for name in NODES:
+        room = room_of(name)
+        for module in imported(name):
+            top, *rest = module.split(".")
+            assert name.startswith(DOORS.get(top, name)), f"{name} imports {top}; only {DOORS[top]} may"
+            if top != "hpclm" or rest[0] in (room, "__version__"):
+                continue
+            assert rest[0] in FLOOR, f"{name} imports {module}, which has no floor"
+            assert FLOOR[rest[0]] < FLOOR[room], f"{name} imports {module}, which is not below it"
 
 
 CORE = {"config", "parallel", "model", "optim", "data", "engine", "checkpoint", "training"}
 LEAVES = {"planning", "interop", "inference", "datasets", "launch", "reporting", "commands", "submit", "api"}
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if name_of(path).split("/")[0] in CORE], ids=name_of)
-def test_the_core_imports_no_leaf(path):
-    rooms = {module.split(".")[1] for module in imported(path) if module.startswith("hpclm.")}
-    assert not rooms & LEAVES
+def test_the_core_imports_no_leaf():
+    for name in NODES:
+        rooms = {module.split(".")[1] for module in imported(name) if module.startswith("hpclm.")}
+        assert room_of(name) not in CORE or not rooms & LEAVES, name
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_no_file_keeps_global_state_or_reads_the_environment_outside_its_places(path):
-    nodes = list(ast.walk(ast.parse(path.read_text())))
-    assert not any(isinstance(node, ast.Global) for node in nodes)
-    written = {id(node.value) for node in nodes if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)}
-    reads = [
-        n for n in nodes if isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv") and id(n) not in written
-    ]
+def test_no_file_keeps_global_state_or_reads_the_environment_outside_its_places():
     places = ("node/", "distributed/", "launch/", "diagnostics/", "rundir/")
-    assert name_of(path).startswith(places) or not reads, f"only {places} read the environment"
+    for name, nodes in NODES.items():
+        assert not any(isinstance(node, ast.Global) for node in nodes), name
+        written = {id(n.value) for n in nodes if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store)}
+        asked = [n for n in nodes if isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv")]
+        reads = [node for node in asked if id(node) not in written]
+        assert name.startswith(places) or not reads, f"{name}: only {places} read the environment"
 
 
 def test_importing_hpclm_and_its_verbs_loads_no_heavy_library():
-    import subprocess
-    import sys
-
     heavy = "{'torch', 'deepspeed', 'fairscale', 'numpy', 'tensorboard', 'safetensors', 'mpi4py', 'submitit'}"
     code = f"import sys, hpclm, hpclm.cli, hpclm.train, hpclm.commands.planner, hpclm.commands.config; print({heavy} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
@@ -125,34 +132,26 @@ FOLDERS_AND_NULL = {"cli.py": 3, "checkpoint/format.py": 1}
 """How often a file opens a folder, /dev/null, or a file that must not be there yet."""
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_only_files_py_opens_files_to_read_or_to_append(path):
-    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    named = [ast.unparse(call.func) for call in calls]
-    low = sum(name == "os.open" for name in named)
-    assert path.name == "files.py" or low == FOLDERS_AND_NULL.get(name_of(path), 0)
-    if name_of(path) in (*OF_THE_KERNEL, "files.py"):
-        return
-    assert not [
-        name for name in named if name.endswith((".read_text", ".read_bytes")) and not name.startswith("files.")
-    ]
-    for call, name in zip(calls, named):
-        if name == "open" or (name.endswith(".open") and name != "os.open"):
-            words = [word.value for word in call.args if isinstance(word, ast.Constant)]
-            assert any("w" in word or "x" in word for word in words), f"{ast.unparse(call)}: use files.opened"
+def test_only_files_py_opens_files_to_read_or_to_append():
+    for file in NODES:
+        made = calls(file)
+        low = sum(name == "os.open" for _, name in made)
+        assert file == "files.py" or low == FOLDERS_AND_NULL.get(file, 0), file
+        if file in (*OF_THE_KERNEL, "files.py"):
+            continue
+        for call, name in made:
+            assert name.startswith("files.") or not name.endswith((".read_text", ".read_bytes")), f"{file}: {name}"
+            if name == "open" or (name.endswith(".open") and name != "os.open"):
+                words = [word.value for word in call.args if isinstance(word, ast.Constant)]
+                assert any("w" in word or "x" in word for word in words), f"{ast.unparse(call)}: use files.opened"
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_what_verbs_say_is_made_harmless_for_terminals(path):
+def test_what_verbs_say_is_made_harmless_for_terminals():
     """Beside ``terminal.say``, only text of hpclm's own and JSON are printed."""
-    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    printed = [call for call in calls if ast.unparse(call.func) == "print" and path.name != "terminal.py"]
-    for call in printed:
-        text = ast.unparse(call)
-        own = all(isinstance(word, ast.Constant) for word in call.args)
-        assert (
-            own or any(each in text for each in ("json.dumps", "terminal.", "__version__")) or name_of(path) in SAFE
-        ), text
+    for file in NODES.keys() - SAFE.keys() - {"terminal.py"}:
+        for text, call in [(ast.unparse(call), call) for call, name in calls(file) if name == "print"]:
+            own = all(isinstance(word, ast.Constant) for word in call.args)
+            assert own or any(each in text for each in ("json.dumps", "terminal.", "__version__")), f"{file}: {text}"
 
 
 SAFE = {
@@ -170,16 +169,16 @@ def test_no_files_import_each_other_in_a_circle():
     """But hpclm/__init__.py, which loads what it offers when it is used."""
     named = {".".join(path.relative_to(HOUSE.parent).with_suffix("").parts): path for path in FILES}
     modules = {name.removesuffix(".__init__"): path for name, path in named.items() if name != "hpclm.__init__"}
-    edges = {name: set(files_imported(path, modules)) for name, path in modules.items()}
+    edges = {name: set(files_imported(name_of(path), modules)) for name, path in modules.items()}
     while leaves := {name for name, targets in edges.items() if not targets & edges.keys()}:
         for name in leaves:
             del edges[name]
     assert not edges, {name: sorted(targets & edges.keys()) for name, targets in edges.items()}
 
 
-def files_imported(path, modules):
+def files_imported(file, modules):
     """The modules that a file imports, wherever in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in NODES[file]:
         if isinstance(node, ast.Import):
             yield from (each.name for each in node.names if each.name in modules)
         elif isinstance(node, ast.ImportFrom) and node.module:

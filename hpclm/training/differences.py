@@ -19,6 +19,7 @@ FACTOR = 3.0  # times what the type costs
 FLOOR = 1e-4  # relative; the order of sums alone changes fp32 by this
 ZERO = 0.1  # of the floor, for rounding errors of what is 0 in exact arithmetic
 TINY = 1e-12
+MANY = 256  # values of a tensor by which one rank can be judged alone
 
 
 def floor(settings: EngineSettings, compute: Compute) -> float:
@@ -56,7 +57,16 @@ def differences(
             for what, four in theirs.items():
                 total[what] = [a + b for a, b in zip(total.get(what, [0.0] * 4), four, strict=True)]
         unseen = sorted({what for _, names in everyone for what in names} - total.keys())
-        return (f"{unseen[0]} is not there", "") if unseen else judged(total, least)
+        if unseen:
+            return f"{unseen[0]} is not there", ""
+        wrong, nearest = judged(total, least)
+        alone = [
+            judged({what: four for what, four in theirs.items() if four[3] >= MANY}, least)[0] for theirs, _ in everyone
+        ]
+        bad = [rank for rank, problem in enumerate(alone) if problem]
+        if bad and 2 * len(bad) < len(everyone):
+            wrong = f"{alone[bad[0]]}, on {', '.join(str(context.ranks[rank]) for rank in bad[:4])} alone"
+        return wrong, nearest
 
     problem, closest = context.run_on_main(judge)
     return problem, closest
@@ -76,6 +86,8 @@ def judged(total: Mapping[str, Sequence[float]], least: float) -> tuple[str, str
         allowed += least * (math.sqrt(size) + ZERO * math.sqrt(mean * count)) + TINY
         share = math.sqrt(off) / allowed
         parts[what] = share if share == share else math.inf
+    if not parts:
+        return "", ""
     what = max(parts, key=lambda each: parts[each])
     size = math.sqrt(total[what][2]) + TINY
     apart = math.sqrt(total[what][0]) / size

@@ -45,6 +45,7 @@ from hpclm.training.twin import Twin, measured
 log = logging.getLogger(__name__)
 FILE = "self-check.json"
 SENT = 1 << 18  # numbers in each message
+AS_SET = "as set"
 SNAPSHOT = 1 << 30  # bytes of state of which two snapshots are compared
 
 
@@ -77,7 +78,7 @@ def check(config: RunConfig, context: DistributedContext, compute: Compute) -> P
     kept = _cache(twin, settings, background)
     known: Mapping[str, Any] | None = context.run_on_main(lambda: _read(kept))
     report = known or _prove(twin, settings, background, context)
-    way = next(way for name, way in _ways(settings, compute.device) if name == report["way"])
+    way = dict(_ways(settings, compute.device))[report["way"]]
     seconds = time.monotonic() - began
 
     def conclude() -> None:
@@ -85,7 +86,7 @@ def check(config: RunConfig, context: DistributedContext, compute: Compute) -> P
             files.write_text(
                 Path(config.out) / FILE, json.dumps({**report, "remembered": bool(known)}, indent=1) + "\n"
             )
-        if not known:
+        if not known and not report["problems"]:  # one bad GPU must not slow down the others of its kind
             with suppress(OSError):
                 kept.parent.mkdir(parents=True, exist_ok=True)
                 files.write_text(kept, json.dumps(report) + "\n")
@@ -144,7 +145,7 @@ def _wrong_sums(compute: Compute) -> Iterator[str]:
 def _ways(settings: EngineSettings, device: torch.device) -> Iterator[tuple[str, EngineSettings]]:
     """As the settings say, and what replaces it, from the fastest to the plainest."""
     eager, model = replace(settings.engine, compile=False), settings.model
-    yield "as set", settings
+    yield AS_SET, settings
     if device.type == "cuda" and model.attention in ("auto", "cudnn", "flex"):
         yield "with FlashAttention", replace(settings, model=replace(model, attention="flash"))
     if engines.compiles(settings, device)[0]:
@@ -181,11 +182,13 @@ def _prove(twin: Twin, settings: EngineSettings, background: bool, context: Dist
                 "a snapshot taken while the device computes differs from one taken at rest: saves are not made in the background"
             )
         return {"way": way, "background": background and not loaded, "problems": problems, "closest": closest}
-    raise HpclmError(
+    error = HpclmError(
         "self-check: this machine computes wrong in every way, also eager with plain attention:\n"
         + "\n".join(problems)
         + "\ncheck its GPUs (dcgmi diag -r 3) and drivers; cluster.prove=false trains all the same"
     )
+    error.shared = True  # every rank has come to it
+    raise error
 
 
 def _snapshot_moves(engine: BaseEngine, batches: Any, context: DistributedContext) -> bool:
@@ -228,7 +231,11 @@ def _cache(twin: Twin, settings: EngineSettings, background: bool) -> Path:
 
 def _read(kept: Path) -> dict[str, Any] | None:
     """What is remembered; None if nothing is."""
-    with suppress(OSError, ValueError, TypeError):
+    with suppress(OSError, ValueError, TypeError, KeyError):
         report = json.loads(files.read_text(kept))
-        return {name: report[name] for name in ("way", "background", "problems", "closest")}
+        return (
+            report
+            if report["way"] == AS_SET and report["problems"] == [] and report["background"] in (True, False)
+            else None
+        )
     return None

@@ -119,7 +119,9 @@ class Twin:
 
     def _batch(self, rows: Tensor) -> Batch:
         """[B, T + 1] ids as a micro-batch."""
-        rows = rows.to(self.compute.device)
+        if self.compute.device.type == "cuda":  # as training's batches are copied
+            rows = rows.pin_memory()
+        rows = rows.to(self.compute.device, non_blocking=True)
         length = rows.shape[1] - 1
         index = torch.arange(length, device=rows.device).expand(len(rows), length)
         quarter = max(1, length // 4)

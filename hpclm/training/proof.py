@@ -118,7 +118,7 @@ def _wrong_sums(compute: Compute) -> Iterator[str]:
     """The process groups in which known numbers do not arrive as they should."""
     mesh = compute.mesh
     axes = {name: getattr(mesh, name) for name in ("world", "pp", "dp", "shard", "replicate", "tp", "model")}
-    numbers = torch.arange(SENT, device=compute.device) % 251 + 1
+    numbers = (torch.arange(SENT) % 251 + 1).to(compute.device)
 
     def of(rank: int) -> Tensor:
         """What a rank sends: whole numbers, whose sums fp32 holds exactly."""

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,18 +119,17 @@ class Twin:
             )
 
     def _batch(self, rows: Tensor) -> Batch:
-        """[B, T + 1] ids as a micro-batch."""
-        if self.compute.device.type == "cuda":  # as training's batches are copied
-            rows = rows.pin_memory()
-        rows = rows.to(self.compute.device, non_blocking=True)
-        length = rows.shape[1] - 1
-        index = torch.arange(length, device=rows.device).expand(len(rows), length)
+        """[B, T + 1] ids as a micro-batch, copied to the device as training's are."""
+        length, device = rows.shape[1] - 1, self.compute.device
+        index = torch.arange(length).expand(len(rows), length)
         quarter = max(1, length // 4)
-        documents, positions = (
-            each if wanted else None
-            for each, wanted in zip((index // quarter, index % quarter), self.restarts, strict=True)
-        )
-        return Batch(rows[:, :-1], rows[:, 1:], None, positions, documents)
+        wanted = (rows, index // quarter, index % quarter)
+        on_host = [each if there else None for each, there in zip(wanted, (True, *self.restarts), strict=True)]
+        if device.type == "cuda":
+            on_host = [each if each is None else each.contiguous().pin_memory() for each in on_host]
+        moved: list[Any] = [each if each is None else each.to(device, non_blocking=True) for each in on_host]
+        ids, documents, positions = moved
+        return Batch(ids[:, :-1], ids[:, 1:], None, positions, documents)
 
 
 def _built(settings: EngineSettings, compute: Compute) -> BaseEngine:

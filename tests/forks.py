@@ -72,13 +72,6 @@ def start(work, *args):
     return pipe
 
 
-def load(module):
-    """Load a module once for all forks to come."""
-    with Client(_server()[1]) as pipe:
-        pipe.send((None, module))
-        assert pipe.recv() == "loaded"
-
-
 class Hpclm:
     """``hpclm WORDS`` in a fork, with the methods of subprocess.Popen; it is killed at the end of a with block.
 
@@ -183,10 +176,7 @@ def serve(address):
                 os._exit(0)
             pipe = listener.accept()
             work, args = pipe.recv()
-            if work is None:
-                importlib.import_module(args)
-                pipe.send("loaded")
-            elif os.fork() == 0:
+            if os.fork() == 0:
                 _one(pipe, work, args)
             pipe.close()
             with suppress(ChildProcessError):  # there is none left

@@ -99,10 +99,21 @@ class Ranks:
 
     def wait_for(self, out, step, seconds=240):
         """Wait until metrics.jsonl has ``step``."""
-        until = time.monotonic() + seconds
-        while not any(f'"step": {step},' in line for line in lines(Path(out) / "metrics.jsonl")):
-            assert time.monotonic() < until, f"no step {step} within {seconds} s"
-            time.sleep(0.05)
+        until(lambda: has_step(out, step), seconds, f"step {step}")
+
+
+def until(happened, seconds=60, what="it", alive=None):
+    """Wait until ``happened()``, while the process ``alive``, if one is given, must not end."""
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end, f"{what} did not happen within {seconds} s"
+        assert alive is None or alive.poll() is None, f"the process ended before {what}"
+        time.sleep(0.02)
+
+
+def has_step(out, step):
+    """Whether metrics.jsonl has ``step``."""
+    return any(f'"step": {step},' in line for line in lines(Path(out) / "metrics.jsonl"))
 
 
 def exit_code(words):

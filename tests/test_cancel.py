@@ -3,7 +3,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -11,7 +10,7 @@ from hpclm.rundir import submissions
 from hpclm.rundir.submissions import Submission
 from tests.forks import Hpclm, hpclm
 from tests.rundir.test_runs import make
-from tests.runs import ROOT
+from tests.runs import ROOT, lines, until
 from tests.test_status import attempt, squeue  # noqa: F401 (a fixture)
 
 AGAIN = """again() {
@@ -31,11 +30,7 @@ SCRIPTS = {
 
 def steps(out, count=3, timeout=120):
     """Wait until a run has done some steps."""
-    until = time.monotonic() + timeout
-    path = out / "metrics.jsonl"
-    while not path.exists() or path.read_text().count("\n") < count:
-        assert time.monotonic() < until, f"no step in {out}"
-        time.sleep(0.1)
+    until(lambda: len(lines(out / "metrics.jsonl")) >= count, timeout, f"step {count}")
 
 
 def endless(tiny):

@@ -4,7 +4,8 @@ import secrets
 
 import pytest
 
-from tests.runs import hpclm
+from tests import runs
+from tests.forks import hpclm
 
 CALM = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "HPCLM_"))}
 
@@ -49,7 +50,7 @@ def package(folder, name, code):
     ],
 )
 def test_a_torch_that_cannot_be_loaded_or_crashes_is_a_problem(code, reason, tmp_path):
-    shown = hpclm("doctor", check=1, env=package(tmp_path, "torch", code)).stdout
+    shown = runs.hpclm("doctor", check=1, env=package(tmp_path, "torch", code)).stdout
     assert f"problem: PyTorch cannot be loaded ({reason})" in shown
 
 

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from tests.launch.launched import until
-from tests.runs import ROOT
+from tests.runs import ROOT, until
 
 TRAIN = [sys.executable, "-m", "hpclm.train"]
 HPCLM = [sys.executable, "-m", "hpclm"]

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -41,7 +40,4 @@ def test_it_has_a_command_line_and_hears_signals_and_nothing_of_it_lives_on(tiny
     forks.steps(process, tmp_path / "run", 2)
     pid = process.pid
     del process
-    until = time.monotonic() + 10
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    runs.until(lambda: not Path(f"/proc/{pid}").exists(), 10)

@@ -88,7 +88,11 @@ def test_a_job_of_submit_learns_what_one_process_does(each, layout, cluster, wor
     assert "done" in status and f"{2 * each} ranks by Slurm" in status
 
 
-@pytest.mark.parametrize("template", ["srun", "torchrun", pytest.param("mpirun", marks=pytest.mark.mpi)])
+SRUN, TORCHRUN = (pytest.param(name, marks=pytest.mark.whole) for name in ("srun", "torchrun"))
+MPIRUN = pytest.param("mpirun", marks=pytest.mark.mpi)
+
+
+@pytest.mark.parametrize("template", [SRUN, "torchrun", MPIRUN])  # submit uses srun's
 def test_a_template_by_hand_learns_what_one_process_does(template, by_hand, cluster, words, alone, tmp_path):
     job, log = by_hand(template, *words(template))
     assert cluster.wait(job, timeout=300) == "COMPLETED", log.read_text()
@@ -107,7 +111,7 @@ def is_rank(pid, template, rank):
     return f"{RANKS[template]}={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
-@pytest.mark.parametrize("template", ["srun", "torchrun", pytest.param("mpirun", marks=pytest.mark.mpi)])
+@pytest.mark.parametrize("template", ["srun", TORCHRUN, MPIRUN])
 def test_when_a_rank_is_killed_nothing_is_left_on_any_node_and_the_log_names_it(
     template, by_hand, cluster, words, tmp_path
 ):

@@ -12,7 +12,7 @@ import pytest
 from tests import runs
 from tests.forks import Hpclm, Ranks, hpclm
 from tests.rundir.test_runs import make
-from tests.runs import figures, lines, losses
+from tests.runs import figures, lines, losses, until
 
 
 @pytest.fixture
@@ -97,9 +97,7 @@ def test_a_disk_that_is_full_for_a_while_costs_saves_and_no_training(tiny, tmpfs
 def test_a_run_that_is_warned_while_the_disk_is_full_asks_to_be_started_again_from_what_it_has(tiny, tmpfs):
     out, more = tmpfs / "run", ["budget.steps=100000", "optim.schedule=constant"]
     with Hpclm("train", *tiny("x", *more), f"out={out}") as process:
-        while not (out / "checkpoints/step-00000004").exists():
-            assert process.poll() is None
-            time.sleep(0.01)
+        until((out / "checkpoints/step-00000004").exists, alive=process)
         full(tmpfs)
         process.send_signal(signal.SIGTERM)
         _, told = process.communicate(timeout=60)
@@ -132,10 +130,7 @@ def test_two_runs_on_one_directory_the_second_names_the_first_and_a_killed_one_i
     out = tmp_path / "run"
     words = [*tiny(), "budget.steps=100000", "checkpoint.every=5"]
     with Hpclm("train", *words) as first:
-        until = time.monotonic() + 120
-        while not (out / "checkpoints/latest").exists():
-            assert time.monotonic() < until and first.poll() is None
-            time.sleep(0.1)
+        until((out / "checkpoints/latest").exists, 120, alive=first)
         done = hpclm("train", *words, check=75)
         assert f"(process {first.pid} on " in done.stderr and first.poll() is None
     reached = figures(out, "step", "loss")[-1][0]

@@ -89,47 +89,6 @@ def test_nodes_share_neither_processes_nor_shared_memory_nor_network_devices(clu
 
 
 @pytest.mark.whole
-def test_a_job_of_low_is_requeued_when_high_wants_its_nodes(cluster):
-    low = cluster.batch(f"srun {SLEEP}", "-p", "low", "-N4", "--gpus-per-node=8", "--requeue", "-o", "/dev/null")
-    cluster.wait(low, "RUNNING")
-    until(lambda: len(sleepers(cluster)) >= 4, 60, "tasks on all nodes", cluster)
-    high = cluster.batch("sleep 1", "-p", "high", "-N4", "--gpus-per-node=8", "-o", "/dev/null")
-    assert cluster.wait(high, ("COMPLETED", "FAILED", "CANCELLED")) == "COMPLETED"
-    cluster.wait(low, "RUNNING")
-    assert cluster.show(low)["Restarts"] == "1"
-
-
-@pytest.mark.whole
-def test_a_power_cut_takes_the_tasks_of_the_node_and_nothing_else(cluster):
-    network = ["srun", "-N1", "-w", "node2", "cat", "/sys/class/net/eth0/address"]
-    hardware = cluster.run(network).stdout if cluster.isolated else ""
-    job = cluster.batch(f"srun {SLEEP}", "-N2", "--no-requeue", "-o", "/dev/null")
-    cluster.wait(job, "RUNNING")
-    until(lambda: {"node1", "node2"} == set(sleepers(cluster)), 60, "tasks", cluster)
-    cluster.power_off("node2")
-    assert set(sleepers(cluster)) == {"node1"}
-    assert cluster.state(job) == "RUNNING", "nobody has told Slurm"
-    cluster.down("node2")
-    assert cluster.wait(job) == "NODE_FAIL"
-    until(lambda: not cluster.processes(ASLEEP), 60, "end of the other task", cluster)
-    cluster.power_on("node2")
-    assert len(everywhere(cluster, HERE)) == len(cluster.nodes)
-    assert not hardware or cluster.run(network).stdout == hardware, "the other nodes look for it where it was"
-
-
-@pytest.mark.whole
-def test_a_killed_slurmctld_is_brought_up_again_with_its_jobs(cluster):
-    job = cluster.batch(SLEEP, "-o", "/dev/null")
-    cluster.wait(job, "RUNNING")
-    time.sleep(10)  # slurmctld saves what has changed within 5 s
-    os.kill(int((cluster.folder / "run" / "slurmctld.pid").read_text()), signal.SIGKILL)
-    assert tool("status", "--folder", cluster.folder).returncode == 1
-    cluster.repair()
-    assert tool("status", "--folder", cluster.folder).returncode == 0
-    assert cluster.state(job) == "RUNNING"
-
-
-@pytest.mark.whole
 def test_up_again_changes_nothing_and_other_settings_are_refused(cluster):
     before = tool("status", "--folder", cluster.folder).stdout
     assert (done := tool("up", "--folder", cluster.folder)).returncode == 0, done.stdout
@@ -137,20 +96,6 @@ def test_up_again_changes_nothing_and_other_settings_are_refused(cluster):
     assert re.findall(pids, tool("status", "--folder", cluster.folder).stdout) == re.findall(pids, before)
     done = tool("up", "--folder", cluster.folder, "--nodes", 2)
     assert done.returncode == 1 and "take it down first" in done.stdout and "nodes=4" in done.stdout
-
-
-@pytest.mark.whole
-@pytest.mark.mpi
-@pytest.mark.parametrize("start", ["mpirun --oversubscribe -n 4", "srun --mpi=pmix"])
-def test_open_mpi_makes_one_world_of_the_tasks_of_a_job(cluster, start, tmp_path):
-    check = (
-        "from mpi4py import MPI; world = MPI.COMM_WORLD; hosts = set(world.allgather(MPI.Get_processor_name()));"
-        " total = world.allreduce(world.rank); world.rank or print(world.size, total, len(hosts))"
-    )
-    job = cluster.batch(f"{start} {sys.executable} -c '{check}'", "-N2", "--ntasks-per-node=2", "-o", tmp_path / "log")
-    assert cluster.wait(job) == "COMPLETED", (tmp_path / "log").read_text()
-    told = (tmp_path / "log").read_text()
-    assert re.findall(r"(?m)^\d+ \d+ \d+$", told) == ["4 6 2"], told  # four worlds of one would say so four times
 
 
 @pytest.mark.whole

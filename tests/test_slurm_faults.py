@@ -85,8 +85,8 @@ def crash(cluster, job, node):
 @pytest.mark.parametrize(
     "template, lose",
     [
-        ("srun", kill_with_slurmstepd),
-        *(pytest.param("srun", lose, marks=pytest.mark.whole) for lose in (kill_ranks, crash)),
+        ("srun", kill_ranks),
+        *(pytest.param("srun", lose, marks=pytest.mark.whole) for lose in (kill_with_slurmstepd, crash)),
         pytest.param("torchrun", crash, marks=pytest.mark.whole),
         pytest.param("mpirun", crash, marks=[pytest.mark.whole, pytest.mark.mpi]),
     ],

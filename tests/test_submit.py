@@ -5,7 +5,6 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -16,7 +15,7 @@ from hpclm.launch import sweep
 from hpclm.node import environment
 from tests.forks import hpclm
 from tests.rundir.test_runs import make
-from tests.runs import ROOT
+from tests.runs import ROOT, until
 from tests.scheduler.test_slurm import NOT_CONFIGURED
 
 SMALL = ["budget.steps=5", "optim.warmup=0", "engine.device=cpu", "evaluate.every=0"]
@@ -288,10 +287,7 @@ def test_of_two_launches_into_one_directory_the_second_changes_nothing(submit):
         [*command, "optim.lr=1e-3"], cwd=submit.here, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
-        until = time.monotonic() + 60
-        while not (out / "config.yaml").exists():
-            assert time.monotonic() < until
-            time.sleep(0.02)
+        until((out / "config.yaml").exists)
         before = (out / "config.yaml").read_text()
         said = submit("--cluster", "local", *words, "optim.lr=2e-3", check=75).stderr
         holder = f"process {first.pid} on {socket.gethostname()}"

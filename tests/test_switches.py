@@ -14,7 +14,7 @@ from hpclm.checkpoint import directory
 from hpclm.rundir.summary import RunSummary
 from tests.forks import Ranks
 from tests.rundir.test_runs import checkpoint, make
-from tests.runs import ROOT, figures
+from tests.runs import ROOT, figures, until
 from tests.test_status import attempt, rows
 
 RUN = ["budget.steps=1000000", "optim.schedule=constant", "checkpoint.every=0", "checkpoint.keep_last=1000"]
@@ -25,13 +25,6 @@ def saved(out):
     return sorted(int(path.name[5:]) for path in (out / "checkpoints").glob("step-*"))
 
 
-def wait(condition):
-    until = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("orders", [3, pytest.param(40, marks=[pytest.mark.whole, pytest.mark.slow])])
 def test_every_order_is_followed_once_by_both_and_its_file_is_gone(orders, tiny, tmp_path):
     out, draw = tmp_path / "run", random.Random(orders)
@@ -40,8 +33,8 @@ def test_every_order_is_followed_once_by_both_and_its_file_is_gone(orders, tiny,
         for number in range(1, orders + 1):
             time.sleep(draw.uniform(0, 0.5))
             (out / "save-now").touch()
-            wait(lambda: not (out / "save-now").exists())
-            wait(lambda number=number: len(saved(out)) >= number)
+            until(lambda: not (out / "save-now").exists())
+            until(lambda number=number: len(saved(out)) >= number)
         time.sleep(draw.uniform(0, 0.5))
         (out / "stop").touch()
         assert {code for code, _ in ranks.wait().values()} == {0}
@@ -79,7 +72,7 @@ def asked(tmp_path, verb, *more, runs):
         [sys.executable, "-m", "hpclm", verb, str(run), "--wait", "60"],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    wait(lambda: any((run / name).exists() for name in ("save-now", "stop")))
+    until(lambda: any((run / name).exists() for name in ("save-now", "stop")))
     for act in more:
         act(run)
     process.kill()
@@ -122,7 +115,7 @@ def test_several_runs_are_asked_before_any_is_waited_for(tmp_path, capsys):
     files = [tmp_path / name / "stop" for name in ("a", "b")]
 
     def comply():
-        wait(lambda: all(file.exists() for file in files))
+        until(lambda: all(file.exists() for file in files))
         for file in files:
             file.unlink()
 

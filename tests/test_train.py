@@ -212,15 +212,6 @@ def test_the_learning_rate_in_the_metrics_is_the_schedules(tiny, tmp_path):
     assert [row["lr"] for row in rows] == pytest.approx(wanted)
 
 
-def test_the_second_run_on_a_folder_is_sent_away_by_name(tiny, tmp_path):
-    words = tiny("run", "budget.steps=100000", "optim.schedule=constant")
-    with Hpclm("train", *words) as first:
-        forks.steps(first, tmp_path / "run", 1)
-        second = hpclm("train", *words, check=75)
-        assert f"process {first.pid} on " in second.stderr
-    hpclm("train", *words, "stop_at=1", "checkpoint.resume=auto", check=0)  # a dead process holds nothing
-
-
 def test_a_finished_run_is_done_when_started_again_and_goes_on_with_a_larger_budget(tiny, tmp_path):
     hpclm("train", *tiny(), check=0)
     assert "done at step 12" in hpclm("train", *tiny(), check=0).stderr
@@ -234,15 +225,6 @@ def test_the_run_does_not_go_on_with_other_data_or_another_network(tiny):
     assert "model.layers was 2 and is now 3" in done.stderr and "seed was 1234 and is now 4" in done.stderr
 
 
-def test_only_bad_checkpoints_end_with_66_and_never_a_fresh_start(tiny, tmp_path):
-    hpclm("train", *tiny(), check=0)
-    for path in (tmp_path / "run/checkpoints").glob("step-*/rank-*"):
-        path.write_bytes(b"garbage")
-    before = losses(tmp_path / "run")
-    assert "no good checkpoint" in hpclm("train", *tiny(), check=66).stderr
-    assert losses(tmp_path / "run") == before
-
-
 def test_what_is_not_finite_is_skipped_and_counted_or_stops_the_run(tiny, tmp_path):
     wild = ["optim.lr=1e30", "optim.min_lr=1e30", "optim.clip=0", "optim.schedule=constant"]
     skipping = hpclm("train", *tiny("skip", *wild, "optim.nonfinite_limit=3", "budget.steps=100"), check=93)
@@ -250,6 +232,7 @@ def test_what_is_not_finite_is_skipped_and_counted_or_stops_the_run(tiny, tmp_pa
     assert "skipped, 2 so far" in skipping.stderr
     stopping = hpclm("train", *tiny("stop", *wild, "optim.nonfinite_limit=1"), check=93)
     assert "1 step was not finite (optim.nonfinite_limit)" in stopping.stderr
+    assert "1 step was not finite (optim.nonfinite_limit)" in (tmp_path / "stop/log.txt").read_text().splitlines()[-1]
     for line in (tmp_path / "skip/metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
@@ -423,12 +406,6 @@ def test_generate_never_leaves_the_tokenizers_vocabulary_and_takes_settings(tiny
     assert "is not UTF-8" in hpclm("generate", tmp_path / "run", "--prompt", "\udcff", check=64).stderr
 
 
-def test_a_runs_own_log_ends_with_what_ended_it(tiny, tmp_path):
-    wild = ["optim.lr=1e30", "optim.min_lr=1e30", "optim.clip=0", "optim.schedule=constant", "optim.nonfinite_limit=1"]
-    hpclm("train", *tiny("run", *wild), check=93)
-    assert "1 step was not finite (optim.nonfinite_limit)" in (tmp_path / "run/log.txt").read_text().splitlines()[-1]
-
-
 def test_modules_in_the_current_folder_are_found(tiny, tmp_path):
     (tmp_path / "mine.py").write_text("def f(position, length, optim):\n    return 0.125\n")
     hpclm("train", *tiny("run", "optim.schedule=mine:f"), check=0, cwd=tmp_path)
@@ -440,10 +417,3 @@ def test_a_closed_or_full_output_is_no_traceback():
         command = f"{sys.executable} -m hpclm config debug {redirect}"
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT)
         assert "Traceback" not in done.stderr, redirect
-
-
-def test_the_loss_is_the_same_whatever_the_micro_batch(tiny, tmp_path):
-    for size in (1, 8):
-        hpclm("train", *tiny(f"m{size}", f"batch.micro_size={size}", "batch.global_size=8"), check=0)
-    one, eight = (list(map(float.fromhex, losses(tmp_path / f"m{size}").values())) for size in (1, 8))
-    assert one == pytest.approx(eight, abs=1e-5)

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from hpclm.training.control import Saver
 from hpclm.training.sync import ControlState
 from tests import forks
 from tests.forks import Hpclm, hpclm
-from tests.runs import lines, losses
+from tests.runs import lines, losses, until
 
 LONG = ["budget.steps=100000", "optim.schedule=constant", "checkpoint.every=0"]
 
@@ -143,10 +142,7 @@ def test_save_now_and_stop(tiny, tmp_path):
     out = tmp_path / "run"
     process = begun(tiny("run", *LONG), out)
     assert "saving" in hpclm("save-now", out, check=0).stdout
-    until = time.monotonic() + 20
-    while len(names(out)) != 1:
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    until(lambda: len(names(out)) == 1, 20)
     assert "saved and ended" in hpclm("stop", out, check=0).stdout
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 0 and "as hpclm stop asked; the same command resumes it" in errors

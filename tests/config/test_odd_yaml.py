@@ -108,7 +108,7 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(st.dictionaries(st.sampled_from(fields.keys()), TREES, min_size=1, max_size=4))
 def test_any_value_of_any_setting_gives_settings_or_problems(tmp_path_factory, values):
     file = tmp_path_factory.mktemp("odd") / "odd.yaml"
@@ -125,7 +125,7 @@ def test_any_value_of_any_setting_gives_settings_or_problems(tmp_path_factory, v
         assert config.load(file) == made
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.sampled_from(fields.keys()), TREES.map(json.dumps) | st.text(max_size=10))
 def test_any_word_gives_settings_or_problems(key, value):
     try:

@@ -17,7 +17,7 @@ from hpclm.datasets.verify import verify
 from hpclm.errors import ConfigError
 from tests.data.layouts import CODES, longs, pack
 
-EXAMPLES = int(os.environ.get("HPCLM_FUZZ", 2000))
+EXAMPLES = int(os.environ.get("HPCLM_FUZZ", 1000))
 fuzz = settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 fewer = settings(fuzz, max_examples=EXAMPLES // 8)
 ODD = [

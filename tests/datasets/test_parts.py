@@ -65,7 +65,9 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("parts", [2, 3, 11])
+@pytest.mark.parametrize(
+    "parts", [pytest.param(2, marks=pytest.mark.whole), 3, pytest.param(11, marks=pytest.mark.whole)]
+)
 def test_parts_one_after_another_are_what_one_process_writes(policy, parts, capsys):
     words = [*corpus(), *BYTES, *POLICIES[policy]]
     if policy == "two keys":
@@ -85,7 +87,7 @@ def test_parts_one_after_another_are_what_one_process_writes(policy, parts, caps
     assert "next: hpclm train" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.whole) for seed in (1, 2))])
 def test_parts_at_the_same_time_are_what_one_process_writes(seed):
     words = [*corpus(seed), *BYTES]
     assert preprocess(*words) == 0

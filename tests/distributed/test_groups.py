@@ -64,12 +64,12 @@ def test_gloo_has_one_group_of_all_and_axes_have_the_backend_of_the_device(backe
 def waits(store):
     """What a rank gets from collectives that others join after the limit, and from one with the limit."""
     context = joined(store)
-    dist.group.WORLD.set_timeout(timedelta(seconds=2))
-    found = [context.run_on_main(lambda: time.sleep(4) or "written")]
+    dist.group.WORLD.set_timeout(timedelta(seconds=1))
+    found = [context.run_on_main(lambda: time.sleep(2) or "written")]
     for collect in (context.all_gather, context.gather):
-        time.sleep(4 * (context.rank == 1))
+        time.sleep(2 * (context.rank == 1))
         found.append(collect(context.rank, unlimited=True))
-    time.sleep(4 * (context.rank == 1))
+    time.sleep(2 * (context.rank == 1))
     try:
         context.all_gather(None)
     except RuntimeError as error:

@@ -21,7 +21,7 @@ from hpclm.distributed.rendezvous import RankInfo, rank_key
 from hpclm.distributed.signed import SignedStore
 from hpclm.errors import ConfigError
 from tests.distributed.test_watchdog import descendants, training
-from tests.runs import ROOT, lines
+from tests.runs import ROOT, has_step, lines, until
 
 
 class Beating(threading.Thread):
@@ -107,26 +107,25 @@ def test_only_a_lost_peer_counts_as_lost():
     assert not failure.lost_a_peer(RuntimeError("boom")) and not failure.lost_a_peer(ConfigError("the socket is blue"))
 
 
-@pytest.mark.parametrize("cluster", ["local", pytest.param("mpirun", marks=pytest.mark.mpi)])
-def test_a_launcher_of_which_two_ranks_are_killed_at_once_names_one_of_them_and_leaves_nothing(cluster, tiny, tmp_path):
+@pytest.mark.parametrize("launcher", ["local", pytest.param("mpirun", marks=[pytest.mark.mpi, pytest.mark.whole])])
+def test_a_launcher_of_which_two_ranks_are_killed_at_once_names_one_of_them_and_leaves_nothing(
+    launcher, tiny, tmp_path
+):
     words = tiny("run", "budget.steps=100000", "batch.micro_size=1", "cluster.preflight=false")
-    command = [sys.executable, "-m", "hpclm", "submit", *words, f"job.cluster={cluster}", "job.gpus=4"]
+    command = [sys.executable, "-m", "hpclm", "submit", *words, f"job.cluster={launcher}", "job.gpus=4"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HPCLM_SITE": ""}
-    launcher = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        until = time.monotonic() + 240
-        while not any('"step": 3,' in line for line in lines(tmp_path / "run/metrics.jsonl")):
-            assert time.monotonic() < until and launcher.poll() is None
-            time.sleep(0.05)
-        ranks = [pid for pid in descendants(launcher.pid) if training(pid)]
+        until(lambda: has_step(tmp_path / "run", 3), 240, "step 3", process)
+        ranks = [pid for pid in descendants(process.pid) if training(pid)]
         [first] = [json.loads(line)["pid"] for line in lines(tmp_path / "run/attempts.jsonl")]
         assert len(ranks) == 4
         for pid in [pid for pid in ranks if pid != first][:2]:
             os.kill(pid, signal.SIGKILL)
-        said, _ = launcher.communicate(timeout=60)
+        said, _ = process.communicate(timeout=60)
     finally:
-        launcher.kill()
-    assert launcher.returncode == 128 + signal.SIGKILL and "was killed" in said, said
+        process.kill()
+    assert process.returncode == 128 + signal.SIGKILL and "was killed" in said, said
     assert not any(map(alive, ranks))
 
 

@@ -18,7 +18,7 @@ from hpclm.errors import HpclmError
 from hpclm.node import python
 from tests import runs
 from tests.forks import Ranks, hpclm
-from tests.runs import figures, free_port, lines, losses
+from tests.runs import figures, free_port, lines, losses, until
 
 
 def test_several_processes_learn_what_one_does(tiny, tmp_path):
@@ -33,17 +33,6 @@ def test_several_processes_learn_what_one_does(tiny, tmp_path):
     held_out = [figures(tmp_path / out, "validation_loss") for out in ("one", "four")]
     assert held_out[1][0] == pytest.approx(held_out[0][0], abs=1e-5) and len(held_out[1]) == 2
     assert sorted(p.name for p in (tmp_path / "four/logs").iterdir()) == [f"rank-0000{rank}.log" for rank in (1, 2, 3)]
-
-
-def test_a_run_goes_on_with_another_number_of_processes(tiny, tmp_path):
-    more = ["batch.micro_size=1", "cluster.preflight=false"]
-    hpclm("train", *tiny("whole", *more), check=0)
-    for size, stop in ((2, 5), (1, 12)):
-        with Ranks(size, tiny("pieces", *more, f"stop_at={stop}")) as ranks:
-            assert {code for code, _ in ranks.wait().values()} == {0}
-    whole, pieces = (figures(tmp_path / out, "step", "loss") for out in ("whole", "pieces"))
-    for alone, together in zip(whole, pieces, strict=True):
-        assert together == pytest.approx(alone, abs=1e-5)
 
 
 def test_a_signal_to_one_rank_saves_and_stops_all(tiny, tmp_path):
@@ -76,10 +65,7 @@ def test_when_a_rank_is_killed_all_are_gone_with_their_children_and_the_log_name
         began = time.monotonic()
         ended = ranks.wait(60)
     assert time.monotonic() - began < 20  # a second on a quiet machine
-    until = time.monotonic() + 10
-    while left(mark) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not left(mark)
+    until(lambda: not left(mark), 10)
     assert ended.pop(killed)[0] == -signal.SIGKILL and {code for code, _ in ended.values()} == {1}
     said = f"rank {killed} on {socket.gethostname()} (pid {pid}) was killed"
     assert said in (tmp_path / "run/log.txt").read_text()
@@ -93,10 +79,7 @@ def test_a_fork_that_outlives_a_killed_rank_hides_nothing(tiny, tmp_path):
         ranks.processes[1].kill()
         assert ranks.processes[0].wait(30) == 1
         assert "rank 1 on" in (tmp_path / "run/log.txt").read_text()
-    until = time.monotonic() + 10
-    while left(mark):
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    until(lambda: not left(mark), 10)
 
 
 def test_when_ranks_0_and_1_die_together_another_writes_it_down(tiny, tmp_path):

@@ -16,7 +16,7 @@ from hpclm.distributed.rendezvous import RankInfo
 from hpclm.distributed.signed import SignedStore
 from hpclm.distributed.store_limits import StoreLimits
 from tests.forks import Ranks
-from tests.runs import launch, lines
+from tests.runs import launch, lines, until
 
 SECRET = secrets.token_hex(16)
 FORGED = json.dumps({"rank": 0, "kind": "raised", "code": 0, "text": "done\n2026-03-01 10:15:00 I the run is done"})
@@ -142,10 +142,7 @@ def test_another_user_s_entries_do_not_fill_rank_0_s_memory(tiny, tmp_path):
         for _ in range(2):  # 300 MB each, half of them under a rank's names
             for number in range(300):
                 (server if number % 2 else store).set(f"hpclm/heartbeat/{number}", "x" * (1 << 20))
-            until = time.monotonic() + 120
-            while len(server.list_keys()) > 100 and time.monotonic() < until:
-                time.sleep(0.2)
-            assert len(server.list_keys()) < 100
+            until(lambda: len(server.list_keys()) < 100, 120)
             used.append(memory(pid))
         seen = len(lines(tmp_path / "run/metrics.jsonl"))
         time.sleep(3)
@@ -166,8 +163,8 @@ def test_another_user_s_entries_neither_hold_up_a_start_nor_end_a_run_nor_blame_
         store = intruder(launched)
 
         def overwrite(*keys, data=FORGED, seconds=1.0):
-            until = time.monotonic() + seconds
-            while time.monotonic() < until:
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
                 for key in keys:
                     store.set(f"hpclm/{key}", data)
                 time.sleep(0.2)

@@ -18,7 +18,7 @@ from hpclm.distributed.rendezvous import RankInfo
 from hpclm.distributed.watchdog import Watchdog
 from hpclm.node import python
 from tests.forks import Ranks, hpclm
-from tests.runs import ROOT, lines, losses
+from tests.runs import ROOT, has_step, lines, losses, until
 
 HANG = 3.0  # seconds that count as a hang here
 WATCHED = [f"cluster.hang_minutes={HANG / 60}", "cluster.preflight=false"]
@@ -86,24 +86,21 @@ def test_a_rank_that_cannot_even_be_asked_is_killed_and_leaves_its_stacks_in_its
     assert "faults.py" in (tmp_path / "run/logs/rank-00001.log").read_text()
 
 
-@pytest.mark.parametrize("cluster", ["local", pytest.param("mpirun", marks=pytest.mark.mpi)])
-def test_a_launcher_ends_with_its_stopped_rank_and_asks_to_be_started_again(cluster, tiny, tmp_path):
-    words = tiny("run", "budget.steps=100000", "batch.micro_size=1", *WATCHED, f"job.cluster={cluster}", "job.gpus=2")
+@pytest.mark.parametrize("launcher", ["local", pytest.param("mpirun", marks=pytest.mark.mpi)])
+def test_a_launcher_ends_with_its_stopped_rank_and_asks_to_be_started_again(launcher, tiny, tmp_path):
+    words = tiny("run", "budget.steps=100000", "batch.micro_size=1", *WATCHED, f"job.cluster={launcher}", "job.gpus=2")
     command = [sys.executable, "-m", "hpclm", "submit", *words]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HPCLM_SITE": ""}
-    launcher = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        until = time.monotonic() + 120
-        while not any('"step": 3,' in line for line in lines(tmp_path / "run/metrics.jsonl")):
-            assert time.monotonic() < until and launcher.poll() is None
-            time.sleep(0.05)
+        until(lambda: has_step(tmp_path / "run", 3), 120, "step 3", process)
         ranks = [json.loads(line)["pid"] for line in lines(tmp_path / "run/attempts.jsonl")]
-        others = [pid for pid in descendants(launcher.pid) if training(pid) and pid not in ranks]
+        others = [pid for pid in descendants(process.pid) if training(pid) and pid not in ranks]
         os.kill(others[0], signal.SIGSTOP)
-        said, _ = launcher.communicate(timeout=HANG + 5 + SLACK)
+        said, _ = process.communicate(timeout=HANG + 5 + SLACK)
     finally:
-        launcher.kill()
-    assert launcher.returncode == 85, said
+        process.kill()
+    assert process.returncode == 85, said
     assert "rank 1 on" in said and "stopped by a signal" in said
 
 
@@ -134,10 +131,7 @@ def test_what_takes_long_and_a_pause_of_all_ranks_are_no_hang(tiny, tmp_path):
 def test_a_slow_rank_is_named_in_the_log_and_the_status_within_twenty_steps(tiny, tmp_path):
     more = ["budget.steps=100000", "batch.micro_size=1", "data.workers=0", "cluster.preflight=false"]
     with Ranks(2, tiny("run", *more, "data.source=tests.faults:slow"), TEST_PAUSE=0.1) as ranks:
-        until = time.monotonic() + 120
-        while not (tmp_path / "run/ranks.json").exists():
-            assert time.monotonic() < until
-            time.sleep(0.2)
+        until((tmp_path / "run/ranks.json").exists, 120)
         told = [line for line in lines(tmp_path / "run/log.txt") if "is slow: " in line]
         [found] = json.loads(hpclm("status", tmp_path / "run", "--json", check=0).stdout)
         words = hpclm("status", tmp_path / "run", check=0).stdout

@@ -5,7 +5,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -15,7 +14,7 @@ from hpclm.data import tokenizers
 from hpclm.rundir import lock
 from tests.forks import Ranks
 from tests.interop import made
-from tests.runs import ROOT
+from tests.runs import ROOT, until
 
 pytest.importorskip("lm_eval")
 pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own
@@ -132,13 +131,6 @@ def training(place, tiny, out, *more):
     shape = f"model={{vocab_size: {size_of(place)}, layers: 2, hidden: 32, heads: 4, context: 64}}"
     data = [shape, f"data.prefix={place}/d_text_document", "data.source=indexed", "data.split=9,1,0", "budget.steps=16"]
     return tiny(out, *data, "checkpoint.keep_last=9", *more)
-
-
-def until(happened, seconds=90):
-    end = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < end
-        time.sleep(0.1)
 
 
 def following(place, out, *more, **variables):

@@ -2,11 +2,10 @@
 
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
-from tests.runs import ROOT
+from tests.runs import ROOT, until
 
 
 def words(how, out, settings, *acts):
@@ -24,13 +23,6 @@ def launched(how, out, settings, *acts, **more):
     process = start(how, out, settings, *acts, **more)
     told, errors = process.communicate(timeout=120)
     return process.returncode, told, errors
-
-
-def until(condition, seconds=60, what="it"):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"{what} did not happen within {seconds} s"
-        time.sleep(0.02)
 
 
 def ready(out, count):

@@ -11,7 +11,8 @@ import pytest
 from hpclm import config
 from hpclm.config.data import SOURCES
 from hpclm.launch import debug
-from tests.runs import ROOT, hpclm, shown_on
+from tests.forks import hpclm
+from tests.runs import ROOT, shown_on
 
 
 def value(settings, key):
@@ -112,5 +113,5 @@ def test_the_debugger_opens_where_it_broke_on_a_terminal(tiny, tmp_path, broken)
 
 def test_without_a_terminal_there_is_a_traceback_and_no_debugger(tiny, broken):
     words = tiny("run", "model.block=broken:Raises")
-    done = hpclm("submit", *words, "--debug", "--pdb", check=1, env=broken, stdin=subprocess.DEVNULL)
+    done = hpclm("submit", *words, "--debug", "--pdb", check=1, env=broken)
     assert "RuntimeError: it broke" in done.stderr and "--pdb needs a terminal" in done.stderr

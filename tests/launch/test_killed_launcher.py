@@ -9,13 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.launch.launched import job_log, left, start, until
-from tests.runs import ROOT
+from tests.launch.launched import job_log, left, start
+from tests.runs import ROOT, until
 
 GONE = 5.0  # seconds within which all processes of a launch end with it
 WITH_MPI = pytest.param(
-    "mpirun",
-    marks=[pytest.mark.mpi, pytest.mark.skipif(not shutil.which("mpirun"), reason="mpirun is not installed")],
+    "mpirun", marks=[pytest.mark.mpi, pytest.mark.skipif(not shutil.which("mpirun"), reason="mpirun is not installed")]
 )
 
 
@@ -32,7 +31,7 @@ def seconds_left(words, out, after, from_rank):
     return time.monotonic() - began
 
 
-def kills(tiny, tmp_path, cluster, moments):
+def kills(tiny, tmp_path, launcher, moments):
     """The same for each of ``moments``, two at a time; each a launch of two ranks that would train for days."""
 
     def one(numbered):
@@ -40,7 +39,7 @@ def kills(tiny, tmp_path, cluster, moments):
         words = tiny(
             f"run-{number}", "budget.steps=100000000", "batch.micro_size=1", "log.sinks=[tests.sinks.own:Written]"
         )
-        words += [f"job.cluster={cluster}", "job.gpus=2", "cluster.preflight=false"]
+        words += [f"job.cluster={launcher}", "job.gpus=2", "cluster.preflight=false"]
         command = [sys.executable, "-m", "hpclm", "submit", *words]
         return seconds_left(command, tmp_path / f"run-{number}", after, from_rank)
 
@@ -48,19 +47,19 @@ def kills(tiny, tmp_path, cluster, moments):
         return list(pool.map(one, enumerate(moments)))
 
 
-@pytest.mark.parametrize("cluster", ["local", WITH_MPI])
-def test_nothing_outlives_a_launcher_that_is_killed_while_its_ranks_start(cluster, tiny, tmp_path):
-    found = kills(tiny, tmp_path, cluster, [(0.2, True), (1.5, True)])
+@pytest.mark.parametrize("launcher", ["local", WITH_MPI])
+def test_nothing_outlives_a_launcher_that_is_killed_while_its_ranks_start(launcher, tiny, tmp_path):
+    found = kills(tiny, tmp_path, launcher, [(0.2, True), (1.5, True)])
     assert max(found) < GONE, found
 
 
 @pytest.mark.whole
 @pytest.mark.slow
-@pytest.mark.parametrize("cluster", ["local", WITH_MPI])
-def test_nothing_outlives_a_launcher_that_is_killed_at_any_moment(cluster, tiny, tmp_path):
+@pytest.mark.parametrize("launcher", ["local", WITH_MPI])
+def test_nothing_outlives_a_launcher_that_is_killed_at_any_moment(launcher, tiny, tmp_path):
     draw = random.Random(time.time_ns())
     moments = [(draw.uniform(0, 10), number % 2 == 0) for number in range(100)]
-    found = kills(tiny, tmp_path, cluster, moments)
+    found = kills(tiny, tmp_path, launcher, moments)
     print("seconds until all had ended:", " ".join(f"{each:.1f}" for each in sorted(found)))
     late = {moment: each for moment, each in zip(moments, found) if each > GONE}
     assert not late, late

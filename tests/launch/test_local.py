@@ -19,8 +19,8 @@ from hpclm.launch import local
 from hpclm.node import gpus
 from hpclm.rundir import submissions
 from tests.launch import launched
-from tests.launch.launched import job_log, left, ready, until
-from tests.runs import ROOT, shown_on
+from tests.launch.launched import job_log, left, ready
+from tests.runs import ROOT, shown_on, until
 
 
 def start(out, count, *acts, **more):

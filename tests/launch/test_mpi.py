@@ -14,8 +14,8 @@ import pytest
 from hpclm import config
 from hpclm.errors import ConfigError
 from hpclm.launch import mpi
-from tests.launch.launched import job_log, launched, left, ready, signals, start, until
-from tests.runs import hpclm
+from tests.launch.launched import job_log, launched, left, ready, signals, start
+from tests.runs import hpclm, until
 
 needs_mpirun = [pytest.mark.mpi, pytest.mark.skipif(not shutil.which("mpirun"), reason="mpirun is not installed")]
 

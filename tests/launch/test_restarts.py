@@ -5,14 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 
 from hpclm.launch import torchrun
 from tests.forks import Ranks, hpclm
-from tests.runs import ROOT, lines, losses
+from tests.runs import ROOT, has_step, lines, losses, until
 
 WORDS = ["budget.steps=60", "checkpoint.every=5", "batch.micro_size=1", "cluster.preflight=false"]
 
@@ -35,10 +34,7 @@ def launch(tiny, tmp_path):
     launcher = subprocess.Popen(
         command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
-    until = time.monotonic() + 120
-    while not any('"step": 8,' in line for line in lines(tmp_path / "run/metrics.jsonl")):
-        assert time.monotonic() < until and launcher.poll() is None
-        time.sleep(0.02)
+    until(lambda: has_step(tmp_path / "run", 8), 120, "step 8", launcher)
     yield launcher
     launcher.kill()
     launcher.wait()

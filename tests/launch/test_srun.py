@@ -11,8 +11,8 @@ import pytest
 
 from hpclm import config
 from hpclm.launch import srun
-from tests.launch.launched import job_log, launched, left, ready, signals, until, words
-from tests.runs import ROOT
+from tests.launch.launched import job_log, launched, left, ready, signals, words
+from tests.runs import ROOT, until
 
 
 def test_srun_gets_every_count():

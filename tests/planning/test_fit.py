@@ -11,8 +11,8 @@ from hpclm.distributed.context import single
 from hpclm.errors import ConfigError
 from hpclm.node.gpus import KINDS
 from hpclm.planning import fit, forecast, suggest
-from tests.forks import hpclm as fast
-from tests.runs import hpclm, losses
+from tests.forks import hpclm
+from tests.runs import losses
 
 H200, H100 = KINDS["H200"], KINDS["H100"]
 LARGE = ["model={vocab_size: 50304, layers: 24, hidden: 2048, heads: 16, context: 2048}", "engine.precision=bf16",
@@ -66,7 +66,7 @@ def test_a_run_keeps_the_number_it_started_with(tmp_path):
 def test_training_writes_the_number_to_config_yaml(tmp_path):
     options = ["data.source=synthetic", "budget.steps=1", "batch.global_size=6", "model.layers=1", "model.hidden=16"]
     options += ["model.context=16", "model.vocab_size=64", "model.heads=2"]
-    ended = fast("train", *options, "batch.micro_size=auto", f"out={tmp_path}/run", "engine.device=cpu")
+    ended = hpclm("train", *options, "batch.micro_size=auto", f"out={tmp_path}/run", "engine.device=cpu")
     assert ended.returncode == 0, ended.stderr
     assert config.load(tmp_path / "run/config.yaml").batch.micro_size == 2
 

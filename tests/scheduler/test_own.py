@@ -4,8 +4,7 @@ import json
 import os
 
 from hpclm.scheduler import of_run
-from tests.launch.launched import until
-from tests.runs import ROOT, hpclm, lines
+from tests.runs import ROOT, hpclm, lines, until
 
 
 def test_code_that_another_user_s_run_directory_names_is_not_loaded():

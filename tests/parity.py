@@ -69,6 +69,7 @@ def train(words, steps, first=0, saved=None, device="cpu"):
     each = run.batch.global_size
     if saved:
         engine.load(Kept({name: torch.from_numpy(array) for name, array in saved[0].items()}), saved[1])
+    gradients = watched(engine) if run.engine.precision == "fp32" else []
     results = [
         engine.train_step(batches.step(step * each), learning_rate(step, 1, STEPS, run.optim), step)
         for step in range(first, steps)
@@ -82,7 +83,35 @@ def train(words, steps, first=0, saved=None, device="cpu"):
         "evaluation": engine.evaluate(batches.take(0, 5)),
         "scalars": engine.scalars(),
         "held": held,
+        "gradients": gradients,
     }
+
+
+def watched(engine):
+    """A list that gets what this rank knows of the gradients of the first update, as ``held`` above: all that it has, not its share."""
+    from hpclm.engine.sharded_parameter import blocks
+
+    optimizer, seen = getattr(engine, "engine", engine).optimizer, []  # DeepSpeed's, where that does the update
+    step = optimizer.step
+
+    def gradient(weight):
+        """The index of its first value, and the values."""
+        if optimizer is engine.optimizer:
+            return weight.begin, weight.parameter.grad.view(-1)[: weight.count]
+        from deepspeed.utils import safe_get_full_grad
+
+        return 0, safe_get_full_grad(weight.parameter).view(-1)
+
+    def watching(*args, **kwargs):
+        optimizer.step = step
+        for weight in engine.weights:
+            begin, values = gradient(weight)
+            for start, block in blocks(weight, begin, values, engine.mesh.tp):
+                seen.append((weight.name, block.cpu().numpy().copy(), weight.shape, start))
+        return step(*args, **kwargs)
+
+    optimizer.step = watching
+    return seen
 
 
 def trained(size, *words, steps=STEPS, first=0, saved=None):
@@ -95,7 +124,7 @@ def trained(size, *words, steps=STEPS, first=0, saved=None):
     for other in found[1:]:
         for what in ("losses", "norms", "evaluation", "scalars"):
             assert repr(other[what]) == repr(found[0][what]), f"ranks disagree on {what}"
-    return {**found[0], "tensors": assembled(found)}
+    return {**found[0], "tensors": assembled(found), "gradients": reduced(found)}
 
 
 def assembled(found):
@@ -110,6 +139,27 @@ def assembled(found):
     for name, tensor in whole.items():
         assert filled[name] == tensor.numel() and not tensor.isnan().any(), name
     return whole
+
+
+def reduced(found):
+    """The gradient of every logical weight; all ranks that know a value must say the same."""
+    whole = {}
+    for rank in found:
+        for name, array, shape, start in rank["gradients"]:
+            target = whole.setdefault(name, torch.full(shape, torch.nan))
+            block, values = target[tuple(slice(a, a + n) for a, n in zip(start, array.shape))], torch.from_numpy(array)
+            assert block.isnan().all() or torch.equal(block, values), f"ranks disagree on the gradient of {name}"
+            block.copy_(values)
+    return whole
+
+
+def errors(found, wanted):
+    """By weight: the norm of the difference of two gradients, as part of the norm of what it ought to be."""
+    assert found.keys() == wanted.keys()
+    return {
+        name: ((found[name].double() - exact.double()).norm() / exact.double().norm()).item()
+        for name, exact in wanted.items()
+    }
 
 
 @functools.cache

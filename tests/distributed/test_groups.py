@@ -23,6 +23,7 @@ CPU = torch.device("cpu")
 def joined(store):
     """This rank among its peers, with the process group of a run in place of that of the tests."""
     rank, size, alone = dist.get_rank(), dist.get_world_size(), single()
+    dist.barrier()  # a peer may still be connecting the groups before
     dist.destroy_process_group()
     world, file = World("test", rank, size), dist.FileStore(store, size)
     context = DistributedContext(world, alone.ranks * size, alone.watchdog, SignedStore(file, "test", ""))

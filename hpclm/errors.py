@@ -4,10 +4,11 @@ HpclmError
 ├── ConfigError         64  invalid settings, arguments or input files
 ├── NoCheckpointError   66  the run has saved before, but there is no good checkpoint
 ├── LockedError         75  another process uses the run directory
+├── CorruptedError      85  bits have changed, or a processor computes wrongly; it is started again from a good checkpoint
 ├── DivergedError       93  the run must not be restarted unchanged
 └── DeviceMemoryError   93  the same: a GPU, or the machine, has too little memory for its settings
 
-85 is not an error: the run has saved, exited as requested, and should be started again.
+Otherwise 85 is not an error: the run has saved, exited as requested, and should be started again.
 """
 
 import errno
@@ -51,6 +52,12 @@ class LockedError(HpclmError):
     """Another process is using the run directory."""
 
     exit_code = 75
+
+
+class CorruptedError(HpclmError):
+    """Weights or optimizer state have changed by themselves, or a processor computes wrongly."""
+
+    exit_code = REQUEUE
 
 
 class DivergedError(HpclmError):

@@ -244,10 +244,12 @@ class ClusterConfig(Checked):
     prove: bool | None = None
     """Compare the step with a plain one in fp32, on two blocks of the model's width, before the run starts; what is wrong is
     replaced by a slower way that is right. Remembered for the same devices, versions, code and settings. null: on GPUs."""
+    verify_every: int = 500
+    """Look for silent corruption after every so many steps, and before every save; 0: never."""
 
     def problems(self) -> Iterator[str]:
         """Invalid cluster settings."""
         yield from at_least(1, "cluster", start_seconds=self.start_seconds)
-        yield from at_least(0, "cluster", hang_minutes=self.hang_minutes)
+        yield from at_least(0, "cluster", hang_minutes=self.hang_minutes, verify_every=self.verify_every)
         if not self.timeout_minutes > 0:
             yield f"cluster.timeout_minutes={self.timeout_minutes} must be more than 0"

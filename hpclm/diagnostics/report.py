@@ -1,4 +1,4 @@
-"""The report of a preflight check, as ``hpclm submit --exclude-bad`` reads it."""
+"""Nodes at fault, for ``hpclm submit --exclude-bad``: those of the last preflight check, and those of silent corruption."""
 
 import json
 import re
@@ -7,24 +7,32 @@ from pathlib import Path
 
 from hpclm import files
 from hpclm.errors import ConfigError
+from hpclm.rundir import rows
 from hpclm.rundir.runs import resolve
 
 FILE = "preflight.json"
-"""Its name in the run directory."""
+"""Name in the run directory of the preflight check's report."""
+CORRUPTION = "corruption.jsonl"
+"""The same of silent corruption, a line each."""
 
 
 def bad_nodes(runs: Sequence[str]) -> list[str]:
-    """Nodes that the reports of the run directories ``runs`` call bad; ConfigError where one cannot be read."""
+    """Nodes that the run directories ``runs`` call bad; ConfigError where a report cannot be read."""
     nodes: dict[str, None] = {}
     for run in runs:
-        out = Path(run) if (Path(run) / FILE).exists() else resolve(run, Path("runs"))
-        path = files.readable(out / FILE, "--exclude-bad: the preflight report")
+        direct = any((Path(run) / name).exists() for name in (FILE, CORRUPTION))
+        out = Path(run) if direct else resolve(run, Path("runs"))
+        noted = rows.parsed_lines(rows.tail(out / CORRUPTION), {"bad": list}, ["bad"])
+        path = out / FILE
+        if path.exists() or not noted:
+            files.readable(path, "--exclude-bad: the preflight report")
         try:
-            names = [*map(str, json.loads(files.read_text(path))["bad"])]
+            names = [*map(str, json.loads(files.read_text(path))["bad"])] if path.exists() else []
+            names += [str(name) for row in noted for name in row["bad"]]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             raise ConfigError(f"--exclude-bad: {path} does not list bad nodes") from None
         wrong = [name for name in names if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name)]
         if wrong:
-            raise ConfigError(f"--exclude-bad: {path} lists {wrong[0]!r}, which is not a node name")
+            raise ConfigError(f"--exclude-bad: {out} lists {wrong[0]!r}, which is not a node name")
         nodes |= dict.fromkeys(names)
     return list(nodes)

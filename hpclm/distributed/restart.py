@@ -4,7 +4,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +19,10 @@ RESTARTED = "HPCLM_RESTARTED"
 """Variable that says why torchrun has restarted the ranks."""
 CAUSE = 500  # characters of it that are kept
 SECONDS = 5.0  # that each of Slurm's commands may take
+
+WITHOUT = """trap '' TERM
+scontrol requeue "$1" || exit
+for _ in 1 2 3; do scontrol update jobid="$1" excnodelist="$2" && exit; sleep 1; done; exit 1"""
 
 
 def note(code: int, cause: str = "", env: Env = os.environ) -> None:
@@ -49,6 +53,24 @@ def abandoned(env: Env = os.environ) -> bool:
         return slurm.requeue(env["SLURM_JOB_ID"], env)
     except HpclmError:
         return False
+
+
+def requeue_without(nodes: Sequence[str], env: Env = os.environ) -> bool:
+    """Requeue this job, and have Slurm exclude ``nodes`` from its next start; whether it was asked to.
+
+    Slurm changes the nodes of pending jobs only, so this comes after the request to requeue, which ends this step: the commands
+    outlive its SIGTERM.
+    """
+    shown = _this_start(env)
+    if "JobState=RUNNING" not in shown or "Requeue=1" not in shown:
+        return False
+    before = re.findall(r"\bExcNodeList=([^\s(]+)", shown)
+    excluded = ",".join([*before, *nodes])
+    try:
+        code, _, _ = slurm.ask(["sh", "-c", WITHOUT, "sh", env["SLURM_JOB_ID"], excluded], 4 * SECONDS, env)
+    except NoAnswerError:
+        return False
+    return code == 0
 
 
 def report(code: int, parent: int, env: Env = os.environ) -> None:

@@ -28,7 +28,7 @@ from hpclm.optim.adamw import update
 from hpclm.optim.optimizers import OPTIMIZERS, optimizer_of
 from hpclm.optim.scaler import LossScale
 from hpclm.parallel.collectives import all_reduce, all_reduce_in_place
-from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.mesh import SINGLE, Mesh
 
 
 class BaseEngine:
@@ -161,10 +161,10 @@ class BaseEngine:
             self.scale = self.scale.after(self.overflowed(result), config.scaler)
         return result
 
-    def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Mean loss per token."""
+    def evaluate(self, batches: Iterable[Batch], alone: bool = False) -> float:
+        """Mean loss per token; ``alone``: of this replica's batches only."""
         self.model.eval()
-        loss = mean_loss(self.forward, batches, self.device, self.mesh.dp)
+        loss = mean_loss(self.forward, batches, self.device, SINGLE if alone else self.mesh.dp)
         self.reshard()
         return loss
 

@@ -49,8 +49,6 @@ class Saver:
     def due(self, progress: Progress, state: ControlState) -> bool:
         """Whether the state after this step is to be saved, and is not yet."""
         if not self.settings.enabled:
-            if state.save:
-                log.warning("save-now: checkpoint.enabled=false, so nothing is saved")
             return False
         pending = self.store.pending
         newest = pending.progress.step if pending else self.step
@@ -211,6 +209,13 @@ class RunControl:
         interval = due(self.config.exit_interval or 0, progress) and progress.step > self.first_step
         return self.finished(progress) or interval
 
+    def saves_now(self, progress: Progress) -> bool:
+        """Whether this turn saves the state after this step, unless it lacks the time."""
+        if self.exit_is_due(progress):
+            return self.saver.settings.enabled and progress.step > self.saver.step
+        self._save_pending = self._save_pending or self.saver.due(progress, self.state)
+        return self._save_pending and not self.guard.in_a_row
+
     def save_if_due(self, progress: Progress, validation: float | None) -> None:
         """Begin a save where one is due. While steps are skipped it waits: what may have diverged must not replace good
         checkpoints. ``validation``: the loss on held-out data after this step, where it was measured."""
@@ -219,6 +224,8 @@ class RunControl:
             self.saver.save(self.engine, progress, validation, self.state)
             self._save_pending = False
         if self.state.save and not self._save_pending:
+            if not self.saver.settings.enabled:
+                log.warning("save-now: checkpoint.enabled=false, so nothing is saved")
             self._remove("save-now")
 
     def exit(self, progress: Progress, validation: float | None, unmeasured: bool = False) -> int:

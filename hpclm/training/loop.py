@@ -20,6 +20,7 @@ def run(config: RunConfig, context: DistributedContext, resume_step: int | None 
                 if session.evaluation_is_due(progress):
                     session.evaluate(progress)
                     control.poll()
+                session.verify(progress)
                 if control.exit_is_due(progress):
                     return session.exit(progress)
                 control.save_if_due(progress, session.validation(progress))

@@ -37,6 +37,7 @@ from hpclm.sinks.process import Sinks
 from hpclm.training import messages, proof, records
 from hpclm.training.compute import Compute
 from hpclm.training.control import RunControl, Saver
+from hpclm.training.corruption import verifier
 from hpclm.training.metrics import Meter, NullMeter, Speed
 from hpclm.training.profile import Profile
 from hpclm.training.results import Results
@@ -118,6 +119,7 @@ def open_session(config: RunConfig, context: DistributedContext, resume_step: in
                     engine=state.engine,
                     guard=guard,
                     control=RunControl(config, data.length, state.engine, sync, saver, guard),
+                    verifier=verifier(state.engine, compute.mesh, context, config.cluster.verify_every),
                     results=Results(sync, clock, guard, meter, config.scaler.minimum),
                     meter=meter,
                     progress=progress,

@@ -21,8 +21,9 @@ from hpclm.node.notify import Notifier
 from hpclm.optim.guard import Guard
 from hpclm.optim.schedules import learning_rate
 from hpclm.sinks.process import Sinks
-from hpclm.training import messages, records
+from hpclm.training import corruption, messages, records
 from hpclm.training.control import RunControl, StepAbandoned, due
+from hpclm.training.corruption import Verifier
 from hpclm.training.metrics import Meter
 from hpclm.training.profile import Profile
 from hpclm.training.results import QueuedStep, Results
@@ -42,6 +43,7 @@ class Session:
     engine: Engine
     guard: Guard
     control: RunControl
+    verifier: Verifier | None
     results: Results
     meter: Meter
     progress: Progress
@@ -54,7 +56,8 @@ class Session:
 
     def must_synchronize(self, progress: Progress) -> bool:
         """Whether something may have to be done between the last step and the next."""
-        return self.control.must_synchronize(progress, self.data.plan.accumulation(progress.samples))
+        late = self.control.must_synchronize(progress, self.data.plan.accumulation(progress.samples))
+        return late or self._verification_is_due(progress)
 
     def synchronize(self, progress: Progress) -> Progress:
         """Wait for the last step, and agree with all ranks; how far the run is. DivergedError where it has."""
@@ -96,6 +99,20 @@ class Session:
                     return
                 self.meter.evaluated(progress.step, progress.samples, loss, held.part)
 
+    def _verification_is_due(self, progress: Progress) -> bool:
+        return self.verifier is not None and due(self.config.cluster.verify_every, progress)
+
+    def verify(self, progress: Progress) -> None:
+        """Look for silent corruption when that is due, and before the state is saved; CorruptedError where there is some."""
+        if self.verifier is None or not (self._verification_is_due(progress) or self.control.saves_now(progress)):
+            return
+        self.context.watchdog.enter("verification", progress.step)
+        found = self.verifier.check(recompute=not self.control.state.signal)  # after a signal, time is short
+        if found:
+            self.control.saver.wait()  # what is being written was good
+            out = Path(self.config.out)
+            corruption.end_run(found, progress.step, self.control.saver.step, self.context, self.device, out)
+
     def train_step(self, progress: Progress) -> Progress:
         """Learn from the next batch; how far the run is then, as far as that is known.
 
@@ -115,6 +132,8 @@ class Session:
             waited = time.perf_counter() - began if self.results.device_is_idle() else 0.0
             result = self.engine.train_step(batches, lr, progress.step, self.control.check_interrupt(len(batches)))
             reduction = self.control.sync.start(result.metrics)
+            if self.verifier:
+                self.verifier.after_step(batches[0])
             finished = (time.perf_counter(), time.time()) if result.finished else None
             self.profile.after(step)
             progress = replace(progress, step=step, samples=progress.samples + size)

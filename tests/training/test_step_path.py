@@ -1,5 +1,6 @@
 """What the loop itself adds to steps on a GPU: nothing between CPUs, and one wait, for the step before."""
 
+import math
 from contextlib import contextmanager
 from itertools import pairwise
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from hpclm.planning.fake_gpu import CUDA, fake_gpu
 from hpclm.sinks.process import Sinks
 from hpclm.training import loop
 from hpclm.training.control import RunControl, Saver
+from hpclm.training.corruption import Verifier
 from hpclm.training.metrics import NullMeter
 from hpclm.training.profile import Profile
 from hpclm.training.results import Results
@@ -124,6 +126,7 @@ def simulated(tmp_path, *words):
             engine=engine,
             guard=guard,
             control=RunControl(run, length, engine, sync, saver, guard),
+            verifier=Verifier(engine, mesh, context, math.inf),
             results=Results(sync, clock, guard, meter, run.scaler.minimum),
             meter=meter,
             progress=Progress(),

@@ -138,8 +138,8 @@ class PipelineEngine(WrappedEngine):
         return self.outcome()
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Mean loss per token; holds one micro-batch per stage, so that every stage is busy."""
+    def evaluate(self, batches: Iterable[Batch], alone: bool = False) -> float:
+        """As the base engine's; holds one micro-batch per stage, so that every stage is busy."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.part.factor = 1.0
         for _, alike in groupby(batches, lambda batch: batch.tokens.shape):
@@ -154,7 +154,7 @@ class PipelineEngine(WrappedEngine):
                     shares = [torch.stack([x.double(), m.sum().double()]) for x, m in zip(losses, masks, strict=True)]
                     sums += torch.stack(shares).sum(0)
         self.engine.reset_activation_shape()
-        total, counted = all_reduce(sums, self.mesh.world)
+        total, counted = all_reduce(sums, self.mesh.pp if alone else self.mesh.world)
         return (total / counted.clamp(min=1)).item()
 
 

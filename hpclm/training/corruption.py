@@ -1,0 +1,245 @@
+"""Silent corruption: bits of weights and optimizer state that change by themselves, and processors that compute wrongly.
+
+Every cluster.verify_every steps, and before every save, the ranks compare what must be equal:
+
+- Checksums of each rank's state after an update and before the next one: memory that has changed by itself.
+- Checksums of state that several ranks hold: also one that was updated wrongly.
+- Two losses of the same micro-batch, on each rank: a processor that computes wrongly.
+
+A check waits for the device. Between checks, checksums are only queued.
+"""
+
+import hashlib
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpclm import files
+from hpclm.data.batches import Batch
+from hpclm.diagnostics import facts, report
+from hpclm.distributed import restart
+from hpclm.distributed.context import DistributedContext
+from hpclm.engine import Engine
+from hpclm.engine.base import BaseEngine
+from hpclm.engine.checksum import checksums, held
+from hpclm.engine.sharded_parameter import ShardedParameter
+from hpclm.errors import CorruptedError
+from hpclm.node import hardware
+from hpclm.parallel.mesh import Mesh
+from hpclm.rundir import rows
+
+log = logging.getLogger(__name__)
+SHARE = 0.003
+"""Part of the time that checksums before and after updates may take: as many steps are watched as fit into it."""
+TOLERANCE = 1e-3
+"""Relative difference of two losses of one micro-batch where kernels need not give the same bits."""
+SHOWN = 8  # ranks that a message names
+
+Group = tuple[int, bool]
+"""Ranks that hold the same state: the first of them, and whether tensor-parallel ranks are among them."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong."""
+
+    ranks: tuple[int, ...]
+    text: str
+    certain: bool = True
+    """Whether each of ``ranks`` is at fault; otherwise one of them is."""
+
+
+class Verifier:
+    """Checks this rank's state and computation; all ranks call its methods at the same points."""
+
+    def __init__(self, engine: BaseEngine, mesh: Mesh, context: DistributedContext, share: float = SHARE):
+        """``share``: as SHARE."""
+        self.engine, self.mesh, self.context, self.share = engine, mesh, context, share
+        self.exact = engine.device.type == "cpu" or engine.config.engine.deterministic
+        """Whether kernels give the same bits each time."""
+        self.period = 1
+        """One of so many steps is watched: checksums are taken after its update and before the next one."""
+        self._weights = () if engine.config.engine.offload_folder else engine.weights
+        if not self._weights:
+            log.info("cluster.verify_every: state in engine.offload_folder is not checked for corruption")
+        self._shared: dict[Group, list[ShardedParameter]] = {}
+        for weight in self._weights:
+            if group := self._group(weight):
+                self._shared.setdefault(group, []).append(weight)
+        self._batch: Batch | None = None
+        self._changed = torch.zeros((), dtype=torch.bool, device=engine.device)
+        self._watched: list[Tensor] = []
+        self._before: Tensor | None = None
+        self._steps, self._mark = 0, (0, 0.0)
+        engine.optimizer.register_step_pre_hook(lambda *_: self._close())
+        self._open()
+
+    def after_step(self, batch: Batch) -> None:
+        """After a step's update, which the device may not have done yet; ``batch``: a micro-batch, to be computed twice."""
+        self._batch = batch
+        self._steps += 1
+        if self._steps == 1:
+            self._mark = 1, time.perf_counter()
+        elif self._steps == 2:  # the first took longer
+            self._set_period()
+        if self._steps % self.period == 0:
+            self._open()
+
+    def check(self, recompute: bool = True) -> list[Finding]:
+        """What is wrong, the same on every rank; a collective. ``recompute``: compute a micro-batch twice, too."""
+        self._close()
+        batches = [self._batch] * 2 if recompute and self._batch else []
+        answer = {
+            "shared": [
+                (*group, _digest(self._sums(held(self.engine.state, weights))))
+                for group, weights in self._shared.items()
+            ],
+            "changed": bool(self._changed),
+            "replica": self.mesh.model.ranks[0] if self.mesh.model.size > 1 else self.context.rank,
+            "losses": [self.engine.evaluate([batch], alone=True).hex() for batch in batches],
+        }
+        self._set_period()
+        self._open()
+        return findings(self.context.all_gather(answer), self.exact)
+
+    def _group(self, weight: ShardedParameter) -> Group | None:
+        """The ranks that hold the same values of a weight as this one; None: no others."""
+        tp, copies = self.mesh.tp, weight.copies
+        everywhere = tp.size > 1 and weight.placement.dim is None
+        if copies.size == 1 and not everywhere:
+            return None
+        first = copies.ranks[0] if copies.size > 1 else self.context.rank
+        return first - tp.rank * everywhere, everywhere  # tensor-parallel ranks are consecutive
+
+    def _sums(self, tensors: Iterable[Tensor]) -> Tensor:
+        sums = [each.to(self.engine.device) for each in checksums(tensors)]
+        return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device=self.engine.device)
+
+    def _open(self) -> None:
+        """Take checksums, which ``_close`` compares."""
+        self._watched = [*held(self.engine.state, self._weights)]
+        self._before = self._sums(self._watched)
+
+    def _close(self) -> None:
+        """Note whether the state has changed since then."""
+        if self._before is not None:
+            self._changed |= (self._sums(self._watched) != self._before).any()
+            self._before, self._watched = None, []
+
+    def _set_period(self) -> None:
+        """Measure what a step and a checksum take, and watch as many steps as ``share`` allows."""
+        if self._steps == self._mark[0]:
+            return
+        wait = hardware.synchronizer(self.engine.device)
+        wait()
+        now = time.perf_counter()
+        self._sums(held(self.engine.state, self._weights))
+        wait()
+        steps, began = self._mark
+        self._mark = self._steps, time.perf_counter()
+        cost, step = 2 * (self._mark[1] - now), (now - began) / (self._steps - steps)
+        self.period = max(1, math.ceil(cost / (self.share * step)))
+        if steps == 1 and self.period > 1:
+            log.info("1 of %d steps is watched for memory that changes by itself", self.period)
+
+
+def verifier(engine: Engine, mesh: Mesh, context: DistributedContext, every: int) -> Verifier | None:
+    """The verifier of a run with cluster.verify_every=``every``; None if there is none."""
+    if not every:
+        return None
+    if not isinstance(engine, BaseEngine):
+        log.warning("cluster.verify_every: an engine that is not derived from BaseEngine is not checked for corruption")
+        return None
+    return Verifier(engine, mesh, context)
+
+
+def findings(answers: Sequence[Mapping[str, Any]], exact: bool) -> list[Finding]:
+    """What is wrong, from each rank's answer. ``exact``: whether kernels give the same bits each time."""
+    found = [
+        Finding((rank,), "its weights or optimizer state changed between two updates")
+        for rank, answer in enumerate(answers)
+        if answer["changed"]
+    ]
+    unequal: dict[int, list[int]] = {}
+    for rank, answer in enumerate(answers):
+        if answer["losses"] and _differ(exact, *answer["losses"]):
+            unequal.setdefault(answer["replica"], []).append(rank)
+    for ranks in unequal.values():
+        found.append(Finding(tuple(ranks), "one micro-batch, computed twice, had two losses", len(ranks) == 1))
+    found += _outvoted(answers)
+    certain = {rank for each in found if each.certain for rank in each.ranks}
+    return [each for each in found if each.certain or certain.isdisjoint(each.ranks)]
+
+
+def _outvoted(answers: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Ranks whose state is not that of the majority, or all that hold it where there is none."""
+    groups: dict[Group, dict[int, str]] = {}
+    for rank, answer in enumerate(answers):
+        for first, everywhere, digest in answer["shared"]:
+            groups.setdefault((first, everywhere), {})[rank] = digest
+    for votes in groups.values():
+        [(digest, count)] = Counter(votes.values()).most_common(1)
+        if count == len(votes):
+            continue
+        certain = 2 * count > len(votes)
+        odd = tuple(rank for rank, vote in votes.items() if vote != digest or not certain)
+        text = f"its weights or optimizer state differ from those of {count} ranks that hold the same"
+        yield Finding(
+            odd, text if certain else "they hold different values of the same weights or optimizer state", certain
+        )
+
+
+def _differ(exact: bool, first: str, second: str) -> bool:
+    a, b = float.fromhex(first), float.fromhex(second)
+    return first != second if exact else abs(a - b) > TOLERANCE * abs(a)
+
+
+def _digest(sums: Tensor) -> str:
+    return hashlib.blake2b(sums.cpu().numpy().tobytes(), digest_size=16).hexdigest()
+
+
+def end_run(
+    found: Sequence[Finding], step: int, saved: int, context: DistributedContext, device: torch.device, out: Path
+) -> None:
+    """CorruptedError on every rank for what was ``found`` after ``step``. The nodes at fault are noted in ``out``, and excluded if
+    this is a job that Slurm may requeue. ``saved``: the step of the newest checkpoint, which was good; 0 without one."""
+    known = facts.of_device(device)
+    own = " ".join(str(known[name]) for name in ("device", "device_name", "uuid") if known.get(name))
+    places = context.all_gather([facts.node_name(context.launcher), own])
+
+    def tell() -> None:
+        bad: set[str] = set()
+        for finding in found:
+            nodes = {places[rank][0] for rank in finding.ranks}
+            bad |= nodes if finding.certain or len(nodes) == 1 else set()
+        text = f"silent corruption, found after step {step}: {'; '.join(_described(each, context, places) for each in found)}"
+        noted = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": step, "bad": sorted(bad), "text": text}
+        rows.append(out / report.CORRUPTION, noted)
+        resumes = (
+            f"The run resumes from step {saved}, which was good when it was saved" if saved else "Nothing was saved"
+        )
+        if bad and restart.requeue_without(sorted(bad)):
+            way = f"Slurm was asked to start the job again without {', '.join(sorted(bad))}"
+        elif bad:
+            way = (
+                f"to exclude {', '.join(sorted(bad))}: hpclm resume {files.typed(out)} --exclude-bad {files.typed(out)}"
+            )
+        else:
+            way = "test these nodes, and exclude the bad one with hpclm resume --exclude NODE"
+        raise CorruptedError(f"{text}. {resumes}; {way}")
+
+    context.run_on_main(tell)
+
+
+def _described(finding: Finding, context: DistributedContext, places: Sequence[Sequence[str]]) -> str:
+    who = [f"{context.ranks[rank]}, {places[rank][1]}" for rank in finding.ranks[:SHOWN]]
+    more = [f"{len(finding.ranks) - SHOWN} more"] * (len(finding.ranks) > SHOWN)
+    return f"{'' if finding.certain else 'one of '}{'; '.join([*who, *more])}: {finding.text}"

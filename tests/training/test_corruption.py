@@ -1,0 +1,195 @@
+"""Silent corruption: bits that flip in memory, and results that differ, are found and named, and nothing else is."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from hpclm.diagnostics.report import bad_nodes
+from hpclm.engine.checksum import CHUNK, checksums
+from hpclm.errors import ConfigError
+from hpclm.training.corruption import findings
+from tests import ranks
+from tests.engine.test_exact import LAYOUTS
+from tests.forks import Ranks
+from tests.runs import ROOT, losses
+from tests.training import flips
+
+MANY = {
+    **LAYOUTS,
+    "native-bf16": ["engine.precision=bf16"],
+    "native1-bf16": ["engine.zero_stage=1", "engine.precision=bf16"],
+}
+
+
+def words(name, processes):
+    own = ["batch.micro_size=1", f"batch.global_size={2 * processes}", "model.layers=2", "model.dropout=0.1"]
+    return [*own, "engine.precision=fp32", *MANY[name]]
+
+
+def table(always, others):
+    """Some layouts always, each with its number of processes, the others with -m whole."""
+    whole = [
+        pytest.param(name, size, marks=pytest.mark.whole) for name in others for size in (2, 4) if fits(name, size)
+    ]
+    return pytest.mark.parametrize("name, processes", [*always, *whole])
+
+
+def fits(name, size):
+    return size == 4 or "shard2" not in name
+
+
+FIRST = "fsdp2", 2
+
+
+@table([FIRST], MANY)
+def test_every_bit_that_flips_between_two_updates_is_found_and_its_rank_named(name, processes):
+    """With -m whole 7 bits for each layout and number of processes, 224 in all."""
+    seeds = range(1, 4) if (name, processes) == FIRST else range(100 * processes, 100 * processes + 7)
+    for found_by_rank in ranks.run(
+        processes, flips.flipped, words(name, processes), seeds, 3, math.inf, 0, "-pp2" not in name
+    ):
+        for victim, found, _ in found_by_rank:
+            assert found and set(found) == {((victim,), True)}
+
+
+COMPARED = ["native", "native1-shard2", "fsdp2-shard2", "native-tp2", "deepspeed0", "pipelining-pp2", "native-bf16"]
+
+
+@table([("native", 3)], COMPARED)
+def test_replicas_that_differ_are_found_where_no_step_is_watched(name, processes):
+    """The odd one of three or more is named, otherwise both. What has vanished without a trace is not found."""
+    for results in ranks.run(
+        processes,
+        flips.flipped,
+        words(name, processes),
+        range(1, 8) if processes == 2 else range(4, 8),
+        6,
+        1e-9,
+        2,
+        "-pp2" not in name,
+    ):
+        for victim, found, differs in results:
+            assert bool(found) == differs
+            for at_fault, certain in found:
+                assert victim in at_fault and certain == (len(at_fault) == 1)
+        assert processes == 2 or "shard2" in name or any(certain for _, found, _ in results for _, certain in found)
+        assert any(differs for _, _, differs in results)
+
+
+@pytest.mark.parametrize(
+    "name, size, named",
+    [
+        ("native", 2, ((1,), True)),
+        *(
+            pytest.param(*case, marks=pytest.mark.whole)
+            for case in [
+                ("fsdp2", 2, ((1,), True)),
+                ("fairscale", 2, ((1,), True)),
+                ("deepspeed3", 4, ((3,), True)),
+                ("native-tp2", 4, ((2, 3), False)),
+                ("pipelining-pp2", 4, ((1, 3), False)),
+                ("deepspeed-pp2", 4, ((1, 3), False)),
+            ]
+        ),
+    ],
+)
+def test_a_rank_that_computes_the_same_loss_twice_with_two_results_is_named_with_those_it_computes_with(
+    name, size, named
+):
+    for found in ranks.run(size, flips.miscomputed, words(name, size), size - 1):
+        assert found == [named]
+
+
+@table([], MANY)
+def test_checks_change_nothing(name, processes):
+    assert ranks.run(processes, flips.undisturbed, words(name, processes), 3) == [True] * processes
+
+
+def answers(*digests, losses=("0x1p+1", "0x1p+1"), replicas=None):
+    return [
+        {"shared": [[0, False, digest]], "changed": False, "replica": rank, "losses": list(losses) if rank else []}
+        for rank, digest in enumerate(digests)
+    ]
+
+
+def test_the_majority_is_right_and_without_one_all_are_named():
+    assert findings(answers("a", "a", "a"), True) == []
+    [finding] = findings(answers("a", "b", "a"), True)
+    assert finding.ranks == (1,) and finding.certain and "2 ranks that hold the same" in finding.text
+    for digests in ("ab", "aabb", "abc"):
+        [finding] = findings(answers(*digests), True)
+        assert finding.ranks == tuple(range(len(digests))) and not finding.certain
+    watched = answers("a", "b")
+    watched[1]["changed"] = True  # so the other one is right
+    assert [(each.ranks, each.certain) for each in findings(watched, True)] == [((1,), True)]
+
+
+def test_losses_must_be_equal_to_the_last_bit_only_where_kernels_give_the_same_bits():
+    near = answers("a", "a", losses=((2.0).hex(), (2.001).hex()))
+    assert [each.ranks for each in findings(near, True)] == [(1,)] and findings(near, False) == []
+    far = answers("a", "a", losses=((2.0).hex(), (2.01).hex()))
+    assert [each.ranks for each in findings(far, False)] == [(1,)]
+    nan = answers("a", "a", losses=("nan", "nan"))
+    assert findings(nan, True) == findings(nan, False) == []
+
+
+def test_every_bit_of_every_value_counts_in_a_checksum():
+    whole = torch.randn(2 * CHUNK + 5)
+    tensors = [torch.randn(3, 5), whole[1:], torch.zeros(0), torch.randn(1), whole[:CHUNK], torch.ones(())]
+    before = torch.stack(checksums(tensors))
+    draw = torch.Generator().manual_seed(0)
+    for tensor in tensors:
+        for _ in range(10 * bool(tensor.numel())):
+            index, bit = (int(torch.randint(n, (1,), generator=draw)) for n in (tensor.numel(), 32))
+            bits = tensor.view(-1).view(torch.int32)
+            bits[index] ^= 1 << bit if bit < 31 else -(1 << 31)
+            after = torch.stack(checksums(tensors))
+            assert (after != before).any()
+            bits[index] ^= 1 << bit if bit < 31 else -(1 << 31)
+    assert torch.equal(torch.stack(checksums(tensors)), before)
+    assert len(before) == 2 + 1 + 1 + 1
+
+
+@pytest.fixture
+def run(tiny, tmp_path):
+    """Three processes of a run in which a bit flips in step 8: exit codes, and what was logged."""
+
+    def start(*words):
+        own = ["engine.name=tests.training.flips:FlippingEngine", "checkpoint.every=2", "batch.global_size=6"]
+        own += ["batch.micro_size=2", "cluster.preflight=false", *words]
+        with Ranks(3, tiny("run", *own), PYTHONPATH=ROOT, TEST_FLIPPED=tmp_path / "flipped") as processes:
+            codes = {code for code, _ in processes.wait().values()}
+        return codes, (tmp_path / "run/log.txt").read_text()
+
+    return start
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_ends_with_85_names_rank_and_node_and_resumes_from_a_checkpoint_that_was_good(run, tmp_path):
+    codes, log = run()
+    assert codes == {85} and log.count(" E ") == 1
+    assert "E silent corruption, found after step 8: rank 1 on " in log and "2 ranks that hold the same" in log, log
+    assert "The run resumes from step 6, which was good when it was saved" in log
+    [row] = rows(tmp_path / "run/corruption.jsonl")
+    assert row["step"] == 8 and len(row["bad"]) == 1 and bad_nodes([str(tmp_path / "run")]) == row["bad"]
+    codes, _ = run()
+    assert codes == {0}
+    lost = {row["step"]: row["loss"].hex() for row in rows(tmp_path / "run/metrics.lost.jsonl")}
+    again = losses(tmp_path / "run")
+    assert [*again] == [*range(1, 13)] and lost[7] == again[7]
+    assert [attempt["from_step"] for attempt in rows(tmp_path / "run/attempts.jsonl")] == [0, 6]
+
+
+def test_nodes_that_corrupted_something_are_excluded_with_and_without_a_preflight_report(tmp_path):
+    (tmp_path / "corruption.jsonl").write_text('{"bad": ["node3"], "step": 8}\n{"bad": []}\n')
+    assert bad_nodes([str(tmp_path)]) == ["node3"]
+    (tmp_path / "preflight.json").write_text('{"bad": ["node1"]}')
+    assert bad_nodes([str(tmp_path)]) == ["node1", "node3"]
+    (tmp_path / "corruption.jsonl").write_text('{"bad": ["-node3"]}\n')
+    with pytest.raises(ConfigError, match="'-node3', which is not a node name"):
+        bad_nodes([str(tmp_path)])

@@ -63,6 +63,24 @@ def test_a_run_starts_again_without_a_node_that_lost_its_power_and_its_log_says_
     assert int(cluster.show(job.id)["Restarts"]) == 1
 
 
+@pytest.mark.whole
+@pytest.mark.parametrize("template", ["srun", "torchrun"])
+def test_a_run_starts_again_without_the_node_on_which_bits_flipped(template, cluster, tmp_path):
+    if not cluster.isolated:
+        pytest.skip("needs nodes with host names")
+    own = ["engine.name=tests.training.flips:FlippingEngine", f"job.env={{TEST_FLIPPED: {tmp_path}/flipped}}"]
+    job = Job(cluster, tmp_path / "run", 3, 1, *own, "batch.global_size=6", f"job.template={template}")
+    job.finish()
+    first, second = [json.loads(line) for line in lines(job.out / "attempts.jsonl")]
+    [row] = [json.loads(line) for line in lines(job.out / "corruption.jsonl")]
+    assert row["bad"] == [first["hosts"][1]] and row["step"] == 10 and second["from_step"] == 5
+    assert set(second["hosts"]) == set(cluster.nodes) - set(row["bad"])
+    assert cluster.show(job.id)["ExcNodeList"] == row["bad"][0] and cluster.show(job.id)["Restarts"] == "1"
+    [why] = told(job, 2)
+    assert f"silent corruption, found after step 10: rank 1 on {row['bad'][0]}" in why
+    assert f"Slurm was asked to start the job again without {row['bad'][0]}" in why
+
+
 def kill_ranks(cluster, job, node):
     """All ranks of a node at once, as the kernel does when it has no memory left."""
     for rank in job.ranks():

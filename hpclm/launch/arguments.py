@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     repeated: dict[str, Any] = dict(action="append", default=[])
     more = "another option of sbatch: reservation=course"
     job.add_argument("--sbatch", metavar="NAME[=VALUE]", help=more, **repeated)
-    bad = "exclude nodes that failed the preflight checks of this run"
+    bad = "exclude nodes that failed the preflight checks of this run, or corrupted its state"
     job.add_argument("--exclude-bad", metavar="RUN", help=bad, **repeated)
     values = "submit a separate run for each value; for each combination if repeated"
     several = options.add_argument_group("several runs")

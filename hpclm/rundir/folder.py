@@ -16,6 +16,7 @@ FILES = (
         "ranks.json",
         "preflight.json",
         "self-check.json",
+        "corruption.jsonl",
         "hang.json",
         "checkpoints.saved",
         "rollback.json",

@@ -125,6 +125,7 @@ class Verifier:
 
     def _open(self) -> None:
         """Take checksums, which ``_close`` compares."""
+        self._close()  # if the last step was skipped without an update
         self._watched = [*held(self.engine.state, self._weights)]
         self._before = self._sums(self._watched)
 
@@ -211,30 +212,27 @@ def end_run(
 ) -> None:
     """CorruptedError on every rank for what was ``found`` after ``step``. The nodes at fault are noted in ``out``, and excluded if
     this is a job that Slurm may requeue. ``saved``: the step of the newest checkpoint, which was good; 0 without one."""
-    known = facts.of_device(device)
-    own = " ".join(str(known[name]) for name in ("device", "device_name", "uuid") if known.get(name))
+    own = " ".join(filter(None, [hardware.describe(device), facts.of_device(device).get("uuid")]))
     places = context.all_gather([facts.node_name(context.launcher), own])
+    all_nodes = {node for node, _ in places}
 
     def tell() -> None:
         bad: set[str] = set()
         for finding in found:
             nodes = {places[rank][0] for rank in finding.ranks}
             bad |= nodes if finding.certain or len(nodes) == 1 else set()
+        if 2 * len(bad) > max(2, len(all_nodes)):  # then it is rather a fault of the software
+            bad = set()
+        names, run = ", ".join(sorted(bad)), files.typed(out)
         text = f"silent corruption, found after step {step}: {'; '.join(_described(each, context, places) for each in found)}"
         noted = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": step, "bad": sorted(bad), "text": text}
         rows.append(out / report.CORRUPTION, noted)
-        resumes = (
-            f"The run resumes from step {saved}, which was good when it was saved" if saved else "Nothing was saved"
-        )
-        if bad and restart.requeue_without(sorted(bad)):
-            way = f"Slurm was asked to start the job again without {', '.join(sorted(bad))}"
+        way = f"The run resumes from step {saved}, which was good when it was saved" if saved else "Nothing was saved"
+        if bad and context.launcher not in ("single", "local") and restart.requeue_without(sorted(bad)):
+            way += f"; Slurm was asked to start the job again without {names}"
         elif bad:
-            way = (
-                f"to exclude {', '.join(sorted(bad))}: hpclm resume {files.typed(out)} --exclude-bad {files.typed(out)}"
-            )
-        else:
-            way = "test these nodes, and exclude the bad one with hpclm resume --exclude NODE"
-        raise CorruptedError(f"{text}. {resumes}; {way}")
+            way += f"; to exclude {names}: hpclm resume {run} --exclude-bad {run}"
+        raise CorruptedError(f"{text}. {way}")
 
     context.run_on_main(tell)
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from hpclm.engine.checksum import held
 from hpclm.engine.native import NativeEngine
+from hpclm.model.gpt import Block
 from hpclm.optim.schedules import learning_rate
 from hpclm.training.corruption import Verifier
 from tests.engine.sharded import made
@@ -87,7 +88,7 @@ def miscomputed(words, victim):
             output.view(-1).view(torch.int32)[0] ^= 1 << 20
 
     if context.rank == victim:
-        engine.model.layers["block0"].register_forward_hook(spoil)
+        next(module for module in engine.model.modules() if isinstance(module, Block)).register_forward_hook(spoil)
     return trial(engine, batches, run, Verifier(engine, engine.mesh, context), 0, 2, lambda *_: None)
 
 

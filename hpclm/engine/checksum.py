@@ -1,8 +1,8 @@
 """Checksums of an engine's state, by which ranks find bits that have changed.
 
-The state is divided into runs of CHUNK values or less. A run's checksum is the sum of its bits, read as 64-bit integers that wrap
-around, so it is exact, the same in any order, and as fast as memory. It changes with every change of one value. Changes of several
-values of a run are missed only if they cancel out.
+The state is divided into pieces. The checksum of one is the sum of its bits, read as 64-bit integers that wrap around, so it is
+exact, the same in any order, and as fast as memory. It changes with every change of one value. Changes of several values of a piece
+are missed only if they cancel out.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ from torch import Tensor
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.state import TrainingState
 
-CHUNK = 1 << 22  # values: what is concatenated stays in the cache of a large GPU
+LARGE = 1 << 18  # values from which a tensor is a piece by itself; smaller ones are concatenated
 
 
 def held(state: TrainingState, weights: Iterable[ShardedParameter]) -> Iterator[Tensor]:
@@ -23,25 +23,31 @@ def held(state: TrainingState, weights: Iterable[ShardedParameter]) -> Iterator[
         yield from (state.values(weight, name) for name in state.names(weight))
 
 
-def checksums(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The checksum of each run of fp32 ``tensors``, int64 scalars; queued on the device, which nothing waits for."""
-    sums: list[Tensor] = []
-    small: list[Tensor] = []
-    count = 0
+def pieces(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """The pieces that fp32 ``tensors`` are divided into, each as views of the tensors: an int64 one, or int32 ones that are to be
+    concatenated."""
+    divided: list[list[Tensor]] = []
+    small: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
-        for run in tensor.detach().reshape(-1).view(torch.int32).split(CHUNK):
-            if len(run) == CHUNK and run.storage_offset() % 2 == 0:
-                sums.append(run.view(torch.int64).sum())
-                continue
-            if small and (count + len(run) > CHUNK or run.device != small[0].device):
-                sums.append(_sum(small, count))
-                small, count = [], 0
-            small.append(run)
-            count += len(run)
-    return [*sums, _sum(small, count)] if small else sums
+        bits = tensor.detach().view(-1).view(torch.int32)
+        even = len(bits) // 2 * 2 if len(bits) >= LARGE and bits.storage_offset() % 2 == 0 else 0
+        if even:
+            divided.append([bits[:even].view(torch.int64)])
+        small.setdefault(bits.device, []).extend(part for part in bits[even:].split(LARGE) if len(part))
+    for parts in small.values():
+        begin, count = 0, 0
+        for end, part in enumerate(parts, 1):
+            count += len(part)
+            if count >= LARGE or end == len(parts):
+                divided.append(parts[begin:end] + [part.new_zeros(1)] * (count % 2))
+                begin, count = end, 0
+    return divided
 
 
-def _sum(runs: list[Tensor], count: int) -> Tensor:
-    """The checksum of several runs together, of ``count`` values."""
-    padding = [runs[0].new_zeros(1)] if count % 2 else []
-    return torch.cat([*runs, *padding]).view(torch.int64).sum()
+def checksums(divided: Iterable[list[Tensor]], device: torch.device) -> Tensor:
+    """[pieces] int64: the checksum of each, on ``device``; queued there, and nothing waits."""
+    sums = [
+        (piece[0] if piece[0].dtype == torch.int64 else torch.cat(piece).view(torch.int64)).sum().to(device)
+        for piece in divided
+    ]
+    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device=device)

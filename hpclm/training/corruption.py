@@ -29,7 +29,7 @@ from hpclm.distributed import restart
 from hpclm.distributed.context import DistributedContext
 from hpclm.engine import Engine
 from hpclm.engine.base import BaseEngine
-from hpclm.engine.checksum import checksums, held
+from hpclm.engine.checksum import checksums, held, pieces
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.errors import CorruptedError
 from hpclm.node import hardware
@@ -76,7 +76,9 @@ class Verifier:
                 self._shared.setdefault(group, []).append(weight)
         self._batch: Batch | None = None
         self._changed = torch.zeros((), dtype=torch.bool, device=engine.device)
-        self._watched: list[Tensor] = []
+        self._pieces: list[list[Tensor]] = []
+        self._entries = 0
+        """Of the optimizer's state when the pieces were made."""
         self._before: Tensor | None = None
         self._steps, self._mark = 0, (0, 0.0)
         engine.optimizer.register_step_pre_hook(lambda *_: self._close())
@@ -91,7 +93,7 @@ class Verifier:
         elif self._steps == 2:  # the first took longer
             self._set_period()
         if self._steps % self.period == 0:
-            self._open()
+            self._open(anew=self._steps <= 2)
 
     def check(self, recompute: bool = True) -> list[Finding]:
         """What is wrong, the same on every rank; a collective. ``recompute``: compute a micro-batch twice, too."""
@@ -99,7 +101,7 @@ class Verifier:
         batches = [self._batch] * 2 if recompute and self._batch else []
         answer = {
             "shared": [
-                (*group, _digest(self._sums(held(self.engine.state, weights))))
+                (*group, _digest(self._sums(pieces(held(self.engine.state, weights)))))
                 for group, weights in self._shared.items()
             ],
             "changed": bool(self._changed),
@@ -119,21 +121,23 @@ class Verifier:
         first = copies.ranks[0] if copies.size > 1 else self.context.rank
         return first - tp.rank * everywhere, everywhere  # tensor-parallel ranks are consecutive
 
-    def _sums(self, tensors: Iterable[Tensor]) -> Tensor:
-        sums = [each.to(self.engine.device) for each in checksums(tensors)]
-        return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device=self.engine.device)
+    def _sums(self, divided: Iterable[list[Tensor]]) -> Tensor:
+        return checksums(divided, self.engine.device)
 
-    def _open(self) -> None:
-        """Take checksums, which ``_close`` compares."""
+    def _open(self, anew: bool = True) -> None:
+        """Take checksums, which ``_close`` compares. ``anew``: find all tensors again; they stay where they are, but the optimizer
+        makes some in its first update."""
         self._close()  # if the last step was skipped without an update
-        self._watched = [*held(self.engine.state, self._weights)]
-        self._before = self._sums(self._watched)
+        if anew or len(self.engine.optimizer.state) != self._entries:
+            self._entries = len(self.engine.optimizer.state)
+            self._pieces = pieces(held(self.engine.state, self._weights))
+        self._before = self._sums(self._pieces)
 
     def _close(self) -> None:
         """Note whether the state has changed since then."""
         if self._before is not None:
-            self._changed |= (self._sums(self._watched) != self._before).any()
-            self._before, self._watched = None, []
+            self._changed |= (self._sums(self._pieces) != self._before).any()
+            self._before = None
 
     def _set_period(self) -> None:
         """Measure what a step and a checksum take, and watch as many steps as ``share`` allows."""
@@ -142,7 +146,7 @@ class Verifier:
         wait = hardware.synchronizer(self.engine.device)
         wait()
         now = time.perf_counter()
-        self._sums(held(self.engine.state, self._weights))
+        self._sums(self._pieces)
         wait()
         steps, began = self._mark
         self._mark = self._steps, time.perf_counter()

@@ -2,6 +2,9 @@
 
 While a block computes, the activations of the block before it are copied to the CPU. In the backward pass those of the block that
 comes next are copied back. The GPU holds the activations of AHEAD blocks at a time, and the host waits for nothing.
+
+Whole storages are copied, each once: views of them, such as the slices of the fused projection, come back with their strides, on
+which compiled backward passes rely, and no copy needs a contiguous buffer in between.
 """
 
 import weakref
@@ -40,8 +43,8 @@ class BlockActivations:
     """The activations of one block in one micro-batch."""
 
     number: int
-    saved: list["weakref.ref[Saved]"] = field(default_factory=list)
-    """Dead once the backward pass has no more use for them."""
+    saved: dict[tuple[int, int, torch.dtype], "weakref.ref[Saved]"] = field(default_factory=dict)
+    """By address and version; dead once the backward pass has no more use for them."""
     copied: Any = None
     """Event: all of them are on the CPU."""
     fetched: bool = False
@@ -49,7 +52,7 @@ class BlockActivations:
 
 @dataclass(eq=False)
 class Saved:
-    """One activation, on the CPU and for some time also on the GPU."""
+    """The storage of activations, [values], on the CPU and for some time also on the GPU."""
 
     block: BlockActivations
     copy: Tensor
@@ -99,18 +102,24 @@ class ActivationOffload:
     def _pack(self, tensor: Tensor, block: BlockActivations) -> Any:
         if tensor.numel() < self.small or not tensor.is_floating_point() or is_weight(tensor):
             return tensor
-        out, there = self.streams.out, tensor.detach()
-        copy = torch.empty_like(there, device="cpu", pin_memory=there.is_cuda, requires_grad=False)
-        out.wait_stream(self.streams.computing())
-        with self.streams.on(out):
-            copy.copy_(there, non_blocking=True)
-        saved = Saved(block, copy, self.streams, tensor.device, tensor._version, there)
-        block.saved.append(weakref.ref(saved))
-        return saved
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr(), tensor._version, tensor.dtype
+        saved = block.saved[key]() if key in block.saved else None
+        if saved is None:
+            out, there = self.streams.out, tensor.detach()  # with the version of what it is a view of
+            whole = there.as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
+            copy = torch.empty_like(whole, device="cpu", pin_memory=tensor.is_cuda)
+            out.wait_stream(self.streams.computing())
+            with self.streams.on(out):
+                copy.copy_(whole, non_blocking=True)
+            saved = Saved(block, copy, self.streams, tensor.device, whole._version, whole)
+            block.saved[key] = weakref.ref(saved)
+        return saved, tensor.size(), tensor.stride(), tensor.storage_offset()
 
-    def _unpack(self, saved: Any) -> Any:
-        if isinstance(saved, Tensor):
-            return saved
+    def _unpack(self, packed: Any) -> Any:
+        if isinstance(packed, Tensor):
+            return packed
+        saved, *view = packed
         if saved.tensor is not None and saved.tensor._version != saved.version:
             raise RuntimeError(
                 "an activation that is being offloaded was changed in place; leave out engine.offload_activations"
@@ -118,7 +127,7 @@ class ActivationOffload:
         for number in range(saved.block.number, max(-1, saved.block.number - AHEAD), -1):
             self._fetch(self.blocks[number])
         saved.arrived()
-        return saved.tensor
+        return saved.tensor.as_strided(*view)
 
     def _fetch(self, block: BlockActivations) -> None:
         """Start to copy the activations of a block back, if they are not on the GPU any more."""
@@ -140,8 +149,8 @@ class ActivationOffload:
 
 
 def alive(block: BlockActivations) -> list[Saved]:
-    """The activations of a block that the backward pass may still need."""
-    return [saved for reference in block.saved if (saved := reference()) is not None]
+    """The storages of a block that the backward pass may still need."""
+    return [saved for reference in block.saved.values() if (saved := reference()) is not None]
 
 
 def is_weight(tensor: Tensor) -> bool:

@@ -113,3 +113,44 @@ def test_an_activation_that_is_changed_in_place_is_an_error():
 def test_small_activations_and_weights_stay():
     *_, moved = run(3, Recorded(), small=33)
     assert not any(block.saved for block in moved.blocks)
+
+
+class Slices(torch.autograd.Function):
+    """Saves three slices of its input, and keeps what comes back."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(*x.detach().transpose(0, 1).chunk(3, -1))
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Slices.found = ctx.saved_tensors
+        return gradient
+
+
+def test_slices_of_one_tensor_are_copied_once_and_come_back_with_their_strides():
+    streams = Recorded()
+    x, moved = torch.rand(4, 5, 24, requires_grad=True), offload.ActivationOffload(streams, 1)
+    with moved.next_block():
+        y = Slices.apply(x * x)
+    for _ in range(offload.AHEAD):
+        with moved.next_block():
+            y = torch.tanh(y)
+    assert len(offload.alive(moved.blocks[0])) == 1 and offload.alive(moved.blocks[0])[0].tensor is None
+    y.sum().backward()
+    for slice_, wanted in zip(Slices.found, (x * x).transpose(0, 1).chunk(3, -1)):
+        assert torch.equal(slice_, wanted) and slice_.stride() == wanted.stride()
+
+
+def test_a_tensor_that_is_saved_again_after_a_change_is_copied_again():
+    x, moved = torch.full((8,), 3.0, requires_grad=True), offload.ActivationOffload(Recorded(), 1)
+    factor = torch.ones(8)
+    with moved.next_block():
+        first = x * factor
+        factor.add_(1)
+        second = x * factor
+    second.sum().backward()
+    assert torch.equal(x.grad, torch.full((8,), 2.0))
+    with pytest.raises(RuntimeError, match="changed in place"):
+        first.sum().backward()

@@ -139,7 +139,7 @@ def convert(
 def _training(args: Namespace, config: ModelConfig) -> list[str]:
     """The run's training settings as key=value; ConfigError if hpclm cannot continue with them."""
     try:
-        overrides = training.overrides(args, config.context)
+        overrides = training.overrides(args, config)
         configs.load(None, overrides)
     except ConfigError as error:
         lines = [f"the run cannot continue here: {line}" for line in error.problems]

@@ -5,6 +5,7 @@ from argparse import Namespace
 from typing import Any
 
 from hpclm.checkpoint import Progress
+from hpclm.config import ModelConfig
 from hpclm.config.fields import as_yaml
 from hpclm.errors import ConfigError
 from hpclm.interop.megatron import options
@@ -33,15 +34,15 @@ def progress(state: MegatronState) -> Progress:
     return Progress(step=state.iteration, samples=samples, planned=rows)
 
 
-def overrides(args: Namespace, context: int) -> list[str]:
+def overrides(args: Namespace, model: ModelConfig) -> list[str]:
     """Settings of optimizer, schedule, batches and precision, as key=value; what the arguments do not say is left out.
 
-    ``context``: model.context. ConfigError if the run was trained in a way that hpclm does not have.
+    ConfigError if the run was trained in a way that hpclm does not have.
     """
     wrong = [*options.of_training(args)]
-    length = argument(args, "seq_length", default=context)
-    if length != context:
-        wrong.append(f"seq_length={length} differs from model.context={context}; give model.context={length}")
+    length = argument(args, "seq_length", default=model.context)
+    if length != model.context:
+        wrong.append(f"seq_length={length} differs from model.context={model.context}; give model.context={length}")
     if wrong:
         raise ConfigError(wrong)
     by_samples = bool(argument(args, "train_samples"))
@@ -53,6 +54,8 @@ def overrides(args: Namespace, context: int) -> list[str]:
     values |= {f"data.{name}": argument(args, name) for name in DATA}
     if not argument(args, "create_attention_mask_in_dataloader", default=True):
         values["data.reset_attention_mask"] = False  # Megatron then masks nothing but what comes later
+    if model.positions == "rope":
+        values["data.reset_position_ids"] = False  # Megatron's rotary positions count from the start of the sample
     if argument(args, "train_data_path"):
         log.warning(
             "the run read train_data_path=%s, not parts of one: list its datasets in data.train", args.train_data_path

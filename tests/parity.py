@@ -124,7 +124,7 @@ def trained(size, *words, steps=STEPS, first=0, saved=None):
     for other in found[1:]:
         for what in ("losses", "norms", "evaluation", "scalars"):
             assert repr(other[what]) == repr(found[0][what]), f"ranks disagree on {what}"
-    return {**found[0], "tensors": assembled(found), "gradients": reduced(found)}
+    return {**found[0], "tensors": assembled(found), "gradients": reduced(found, "engine.name=deepspeed" in words)}
 
 
 def assembled(found):
@@ -141,14 +141,16 @@ def assembled(found):
     return whole
 
 
-def reduced(found):
-    """The gradient of every logical weight; all ranks that know a value must say the same."""
+def reduced(found, deepspeed):
+    """The gradient of every logical weight; all ranks that know a value must say the same. DeepSpeed sums the two gradients of a
+    tied embedding and then those of replicas, on each stage in an order of its own, so that there the last bits may differ."""
     whole = {}
     for rank in found:
         for name, array, shape, start in rank["gradients"]:
             target = whole.setdefault(name, torch.full(shape, torch.nan))
             block, values = target[tuple(slice(a, a + n) for a, n in zip(start, array.shape))], torch.from_numpy(array)
-            assert block.isnan().all() or torch.equal(block, values), f"ranks disagree on the gradient of {name}"
+            difference = 0.0 if block.isnan().all() else (block - values).norm() / block.norm().clamp(min=1e-30)
+            assert difference <= (1e-6 if deepspeed else 0.0), f"ranks disagree on the gradient of {name}"
             block.copy_(values)
     return whole
 

@@ -75,7 +75,7 @@ class PipeliningEngine(BaseEngine):
             every = {weight.parameter: weight.parameter for weight in weights}
             buckets = [Bucket(group) for group in grouped(every, BUCKET_MB, first=int(BUCKET_MB * 2**20))]
             # the zero-bubble schedule adds gradients of weights outside of autograd, which calls no hooks
-            self.gradients = GradientBuckets(buckets, every, mesh.dp, late=set(every if late else self.tied))
+            self.gradients = GradientBuckets(buckets, every, mesh.dp, late=set(every if late else ()))
         self.schedule = cache(self._schedule)
         self.micro_batches: list[tuple[Any, ...]] = []
         """Positions, documents, labels, weights and seed of each micro-batch of the current step."""
@@ -98,9 +98,9 @@ class PipeliningEngine(BaseEngine):
         return all_reduce(all_reduce(total.detach(), self.mesh.pp), self.mesh.dp)
 
     def finish_backward(self) -> None:
-        """Sum the gradients of the two tied embeddings, then those of the replicas."""
-        all_reduce_in_place([p.grad for p in self.tied if p.grad is not None], self.ends)
+        """Sum the gradients of the replicas, then those of the two tied embeddings, which so get the same bits."""
         super().finish_backward()
+        all_reduce_in_place([p.grad for p in self.tied if p.grad is not None], self.ends)
 
     def evaluate_one(
         self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None, labels: Tensor, weights: Tensor

@@ -1,7 +1,8 @@
 """Put one fault at a time into a copy of the training core, and check that a test fails: python tools/mutations.py [NAME ...]
 
 Each fault is one that training would survive without a word: a lost reduction, a wrong factor or count, a seed that repeats, state of a
-neighbour. The result is a table: each fault, and the first test that caught it. Exit code 1 if one was not caught.
+neighbour. The result is a table: each fault, and the first test that caught it. --table writes it to docs/mutations.md, where faults
+that were not tried keep their row. Exit code 1 if one was not caught.
 """
 
 import argparse
@@ -18,7 +19,9 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 COPIED = ("hpclm", "tests", "tools", "configs", "slurm", "docs", "setup.cfg", "setup.py", "pyproject.toml", "README.md")
-LAST = re.compile(r"^FAILED (\S+)", re.MULTILINE)
+LAST = re.compile(r"^FAILED (?:tests/)?(\S+)", re.MULTILINE)
+PAGE = ROOT / "docs" / "mutations.md"
+HEAD = "| fault | caught by `tests/…` |\n|---|---|\n"
 
 
 @dataclass(frozen=True)
@@ -58,12 +61,30 @@ def tried(fault: Fault, folder: Path) -> tuple[bool, str]:
     )
 
 
+def known() -> list[Fault]:
+    """All faults."""
+    return [Fault(**row) for row in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())]
+
+
+def row(fault: Fault, caught: bool, by: str) -> str:
+    """A line of the table."""
+    return f"| {fault.fault} | {f'`{by}`' if caught else f'**not caught**: {by}'} |"
+
+
+def write(rows: dict[str, str]) -> None:
+    """Put ``rows``, by the names of their faults, into the page, in the order of the faults."""
+    top, _, table = PAGE.read_text().partition(HEAD)
+    before = {line.split(" | ")[0].removeprefix("| "): line for line in table.splitlines()}
+    rows = {**before, **rows}
+    PAGE.write_text(top + HEAD + "".join(f"{rows[each.fault]}\n" for each in known() if each.fault in rows))
+
+
 def main() -> None:
     """Try all faults, or some."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="only the faults with one of these words in their names")
-    names = parser.parse_args().names
-    faults = [Fault(**row) for row in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())]
+    parser.add_argument("--table", action="store_true", help="write the results to docs/mutations.md")
+    given = parser.parse_args()
     missed = 0
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "copy"
@@ -74,13 +95,15 @@ def main() -> None:
         beside = ROOT.parent / "shared"  # where tests find reference files
         if beside.exists():
             (Path(temporary) / "shared").symlink_to(beside)
-        print("| fault | caught by |\n|---|---|", flush=True)
-        for fault in faults:
-            if names and not any(name in fault.fault for name in names):
+        print(HEAD, end="", flush=True)
+        for fault in known():
+            if given.names and not any(name in fault.fault for name in given.names):
                 continue
             caught, by = tried(fault, folder)
             missed += not caught
-            print(f"| {fault.fault} | {by if caught else f'**not caught**: {by}'} |", flush=True)
+            print(line := row(fault, caught, by), flush=True)
+            if given.table:
+                write({fault.fault: line})
     sys.exit(missed > 0)
 
 

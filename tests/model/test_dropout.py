@@ -1,4 +1,4 @@
-"""Dropout by counters, as compiled blocks on GPUs have it; the arithmetic is the same on a CPU."""
+"""The seeds of dropout, and dropout by counters, as compiled blocks on GPUs have it; the arithmetic is the same on a CPU."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ import torch
 from hpclm.model.layers import DROPOUT_SITES, dropout, philox
 from hpclm.model.stack import Stack
 from tests import ranks
+from tests.engine import sharded
 from tests.engine.test_native import GPT2, LLAMA, batches_of, engine_of, settings
 from tests.parity import assembled, train
 
@@ -107,3 +108,19 @@ def test_attention_dropout_still_has_a_seed_for_each_layer(monkeypatch):
         if each is config:
             wanted = each_loss
     assert each_loss == wanted
+
+
+def seeds(words):
+    """What this rank seeds PyTorch's generator with in two steps: at the beginning of each, and before each layer."""
+    run, engine, batches, _ = sharded.made(words)
+    drawn, seed = [], torch.manual_seed
+    torch.manual_seed = lambda number: (drawn.append(number), seed(number))[1]
+    sharded.steps(run, engine, batches, 0, 2)
+    return drawn
+
+
+def test_no_two_layers_micro_batches_steps_or_ranks_have_the_same_seed():
+    words = ["engine.precision=fp32", "model.layers=2", "batch.micro_size=2", "model.dropout=0.1", "parallel.tensor=2"]
+    drawn = [seed for rank in ranks.run(4, seeds, words) for seed in rank]
+    layers, micro_batches, steps = 6, 2, 2
+    assert len(set(drawn)) == len(drawn) == 4 * steps * (1 + micro_batches * layers)

@@ -13,7 +13,7 @@ from hpclm.planning.engines import EngineCosts
 from hpclm.planning.layout import Layout, Stage, micro_batches_held, parameters, stages
 
 PROCESS = 3 * 2**30
-"""Bytes of a process other than tensors: CUDA context, NCCL buffers, libraries."""
+"""Bytes of a process other than tensors: CUDA context, NCCL buffers, cuBLAS workspaces, libraries."""
 SLACK = 0.13
 """Overhead of the allocator, as a fraction of the tensors."""
 

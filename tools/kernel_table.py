@@ -1,0 +1,236 @@
+"""What a step of the presets compiles to, as a table; on a GPU, or on a stand-in that compiles and runs nothing (tests/standin/README.md).
+
+    HPCLM_STANDIN=/lab python tools/kernel_table.py              all cases
+    HPCLM_STANDIN=/lab python tools/kernel_table.py 124m         those with these words in their name
+
+A case is a preset with few layers, which stand for all, and an engine, in a process of its own. It takes 50 steps, in which the
+learning rate, the number of micro-batches and the loss scale change, with evaluations in between that end in a partial batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+STEPS = 50
+WARM = 4
+"""Steps, an evaluation among them, after which nothing may be compiled."""
+LAYERS = 2
+CONFIGS = {
+    "124m": ["configs/gpt2-124m.yaml", "batch.micro_size=16"],
+    "1.3b": ["configs/gpt-1b3.yaml", "batch.micro_size=4"],
+    "llama-1b": ["configs/llama-1b.yaml", "batch.micro_size=4"],
+}
+ENGINES = {
+    "native": [],
+    "fsdp2": ["engine.name=fsdp2"],
+    "deepspeed 1": ["engine.name=deepspeed", "engine.zero_stage=1"],
+    "deepspeed 3": ["engine.name=deepspeed", "engine.zero_stage=3"],
+    "fairscale": ["engine.name=fairscale", "engine.compile=false"],
+}
+OPTIONS = {
+    "dropout": ["model.dropout=0.1"],
+    "recompute full": ["engine.recompute=full"],
+    "recompute selective": ["engine.recompute=selective"],
+    "offload": ["engine.offload_activations=true"],
+    "fp16": ["engine.precision=fp16", "scaler.window=10"],
+    "uncompiled": ["engine.compile=false"],
+}
+CASES = {f"{config}, {engine}": [*CONFIGS[config], *words] for config in CONFIGS for engine, words in ENGINES.items()}
+CASES |= {f"124m, native, {option}": [*CONFIGS["124m"], *words] for option, words in OPTIONS.items()}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What ptxas made of a Triton kernel: the most over the variants that were compiled."""
+
+    registers: int
+    spilled: int
+    """Bytes of local memory of a thread."""
+    shared: int
+    """Bytes of a block's shared memory."""
+
+
+def measure(words: list[str], layers: int, steps: int) -> dict[str, Any]:
+    """Take the steps of one case in this process."""
+    import torch
+
+    from hpclm import config
+    from hpclm import engine as engines
+    from hpclm.data.batches import Batch
+    from hpclm.model import attention_backend
+    from hpclm.node.gpus import KINDS
+    from hpclm.parallel.mesh import Mesh
+    from hpclm.planning import forecast
+
+    counters = torch._dynamo.utils.counters
+    path, *rest = words
+    run = config.load(ROOT / path, ["data.source=synthetic", f"model.layers={layers}", *rest])
+    device, size, context = torch.device("cuda", 0), int(run.batch.micro_size), run.model.context
+    dtype = torch.float16 if run.engine.precision == "fp16" else torch.bfloat16
+    attention_backend.use(run.model, device)
+    engine = engines.build(run.for_engine(), Mesh(), device, dtype)
+
+    def batch(rows: int) -> Batch:
+        ids = torch.zeros(rows, context + 1, dtype=torch.int64).to(device)
+        return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), None, None, None)
+
+    full, part = batch(size), batch(max(1, size - 1))
+
+    def step(number: int) -> None:
+        engine.train_step([full] * (2 if number < STEPS // 2 else 3), 1e-4 * (1 + number) / steps, number)
+
+    for number in range(WARM):
+        step(number)
+    engine.evaluate([full, part])
+    engine.evaluate([full, part])
+    known = counters["stats"].get("unique_graphs", 0)
+    torch.cuda.reset_peak_memory_stats()
+    step(WARM)
+    peak = torch.cuda.max_memory_allocated()
+    log = trace(lambda: step(WARM + 1))
+    for number in range(WARM + 2, steps):
+        step(number)
+        if number % 20 == 0:
+            engine.evaluate([full, part])
+    found = {
+        "graphs": known,
+        "breaks": sum(counters["graph_break"].values()),
+        "recompiled": counters["stats"].get("unique_graphs", 0) - known,
+        "peak": peak,
+        "planner": forecast.of(run, KINDS["H200"]).memory[0].tensors,
+        "compiled": run.engine.compile is not False,
+    }
+    return found | ({} if log is None else {"launches": launches(log), "waits": waits(log)})
+
+
+def trace(step: Callable[[], object]) -> list[str] | None:
+    """The stand-in's log of one step; None on a GPU."""
+    here, name = ctypes.CDLL(None), os.environ.get("FAKEGPU_LOG", "")
+    if "%d" not in name or not hasattr(here, "fakegpu_note"):
+        step()
+        return None
+    path = Path(name.replace("%d", str(os.getpid())))
+    here.fakegpu_flush()
+    before = path.stat().st_size
+    step()
+    here.fakegpu_flush()
+    with open(path, errors="replace") as file:
+        file.seek(before)
+        return file.read().splitlines()
+
+
+def launches(log: list[str]) -> dict[str, int]:
+    """How many kernels of each kind a step launches."""
+    kinds = {"triton": "Triton", "gemm": "cuBLAS", "cudnn": "cuDNN", "kernel": "PyTorch"}
+    return dict(Counter(kinds[word] for line in log if (word := line.split(" ")[0]) in kinds))
+
+
+def waits(log: list[str]) -> dict[str, int]:
+    """What the host waits for in a step: synchronisations, and copies of memory that is not pinned."""
+    return dict(Counter(line.split(" (")[0][:40] for line in log if "WAIT" in line or "PAGEABLE" in line))
+
+
+def compiled_kernels(cache: Path) -> dict[str, Kernel]:
+    """Every Triton kernel below a cache folder, by name."""
+    triton = find_spec("triton")
+    if triton is None or triton.origin is None:
+        return {}
+    tool = Path(triton.origin).parent / "backends/nvidia/bin/cuobjdump"
+    found: dict[str, Kernel] = {}
+    for file in cache.rglob("*.cubin"):
+        said = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True)
+        usage = re.search(r"REG:(\d+).*?LOCAL:(\d+)", said.stdout + said.stderr)
+        if usage is None:
+            continue
+        meta = json.loads(file.with_suffix(".json").read_text())
+        one, old = Kernel(int(usage[1]), int(usage[2]), int(meta["shared"])), found.get(file.stem, Kernel(0, 0, 0))
+        found[file.stem] = Kernel(*(max(a, b) for a, b in zip(vars(one).values(), vars(old).values(), strict=True)))
+    return found
+
+
+def run_case(python: str, words: list[str], layers: int = LAYERS, steps: int = STEPS) -> dict[str, Any]:
+    """Measure one case in a process of ``python``, with a cache of its own; RuntimeError with what it said if it fails."""
+    with tempfile.TemporaryDirectory(prefix="hpclm-kernels-") as folder:
+        own = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache", "FAKEGPU_LOG": f"{folder}/log.%d"}
+        own |= {"TRITON_CACHE_DIR": f"{folder}/cache/triton"}
+        given = ["--measure", f"{folder}/found.json", "--layers", str(layers), "--steps", str(steps), *words]
+        done = subprocess.run(
+            [python, __file__, *given], cwd=ROOT, env=os.environ | own, capture_output=True, text=True, timeout=1800
+        )
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(words)}: exit {done.returncode}\n{(done.stdout + done.stderr)[-3000:]}")
+        found: dict[str, Any] = json.loads(Path(folder, "found.json").read_text())
+        return found
+
+
+def row(name: str, found: dict[str, Any], more: dict[str, Any]) -> str:
+    """A line of the table; ``more``: the same with one layer more."""
+    micro = 2  # micro-batches of the step that is counted
+    counts = {kind: (more["launches"][kind] - n) / micro for kind, n in found["launches"].items()}
+    kernels = found["kernels"].values()
+    cells = [
+        name,
+        ", ".join(f"{n:g} {kind}" for kind, n in sorted(counts.items()) if n),
+        f"{len(kernels)}",
+        f"{max((k['registers'] for k in kernels), default=0)}",
+        f"{sum(k['spilled'] > 0 for k in kernels)}, {max((k['spilled'] for k in kernels), default=0)} B",
+        f"{max((k['shared'] for k in kernels), default=0) / 1024:.0f}",
+        f"{found['breaks']}",
+        f"{found['recompiled']}",
+        f"{sum(found['waits'].values())}",
+        f"{found['peak'] / 2**20:,.0f}",
+        f"{found['planner'] / found['peak']:.3f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+HEADER = (
+    "| preset, engine | kernels of a block and micro-batch | Triton kernels | most registers | "
+    "kernels that spill, most | shared memory, KiB | graph breaks | compiled again | host waits a step | peak MiB | "
+    "planner / peak |"
+)
+
+
+def main() -> int:
+    """Print the table, or measure one case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="cases whose name contains one of these; default all")
+    parser.add_argument("--measure", type=Path, metavar="FILE", help=argparse.SUPPRESS)
+    parser.add_argument("--layers", type=int, default=LAYERS, help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of each case (default 50)")
+    args = parser.parse_args()
+    if args.measure:
+        found = measure(args.words, args.layers, args.steps)
+        found["kernels"] = {name: vars(k) for name, k in compiled_kernels(args.measure.parent / "cache").items()}
+        args.measure.write_text(json.dumps(found))
+        return 0
+    lab = os.environ.get("HPCLM_STANDIN")
+    python = str(Path(lab) / "python") if lab else sys.executable
+    print(HEADER, "|---" * (HEADER.count("|") - 1) + "|", sep="\n", flush=True)
+    for name, words in CASES.items():
+        if not args.words or any(word in name for word in args.words):
+            try:
+                more = run_case(python, words, args.layers + 1, WARM + 3)
+                print(row(name, run_case(python, words, args.layers, args.steps), more), flush=True)
+            except RuntimeError as error:
+                print(f"| {name} | failed |", flush=True)
+                print(error, file=sys.stderr, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

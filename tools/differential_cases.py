@@ -45,7 +45,7 @@ SIMPLEST: Case = {
     "optim.lr": 1e-3,
 }  # fmt: skip
 """What shrinking tries for each setting."""
-TOGETHER = [
+TOGETHER: list[Case] = [
     {"parallel.pipeline": 1, "engine.name": "native", "parallel.schedule": "1f1b", "parallel.chunks": 1},
     {"data": 1, "engine.name": "native", "engine.zero_stage": 0},
     {"masked": 0.0, "batch.loss_norm": "token"},
@@ -97,7 +97,7 @@ def drawn(against: str, seed: int, number: int, processes: int) -> Case:
 def _engine(pick: random.Random, pipeline: int, data: int) -> Case:
     """One of hpclm's engines that can do this."""
     if pipeline > 1:
-        more = [
+        more: list[Case] = [
             {},
             {},
             {"parallel.schedule": "gpipe"},
@@ -162,7 +162,7 @@ def _groups(pick: random.Random, case: Case) -> int:
 
 def simpler(case: Case) -> Iterator[Case]:
     """The cases that are a step simpler."""
-    changes = [*TOGETHER, *({name: value} for name, value in SIMPLEST.items())]
+    changes: list[Case] = [*TOGETHER, *({name: value} for name, value in SIMPLEST.items())]
     changes += [{name: 2} for name in ("model.layers", "model.heads", "micro_batches") if case.get(name, 1) > 2]
     for change in changes:
         if any(name in case and case[name] != value for name, value in change.items()):

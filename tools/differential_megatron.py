@@ -80,7 +80,7 @@ class Norm:
         else:
             made = torch.nn.LayerNorm(hidden_size, eps, bias=config.add_bias_linear)
         for parameter in made.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return made
 
 
@@ -141,7 +141,7 @@ def mine(whole: Tensor, parameter: Tensor, blocks: int) -> Tensor:
     size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return whole
-    dim = parameter.partition_dim
+    dim = parameter.partition_dim  # type: ignore[attr-defined]
     return torch.cat([block.chunk(size, dim)[rank] for block in whole.chunk(blocks, dim)], dim)
 
 
@@ -207,7 +207,8 @@ def trained(case: dict[str, Any], inputs: dict[str, Any], config: Any, module: G
         losses.append(found)
         if distributed:
             gather_gradients(ddp)
-        gradients.append({name: parameter.main_grad.clone() for name, parameter in held.items()})
+        sums: dict[str, Any] = dict(held)
+        gradients.append({name: parameter.main_grad.clone() for name, parameter in sums.items()})
         _, norm, _ = optimizer.step()
         norms.append(None if norm is None else float(norm))
     state = {f"model.{name}": parameter.detach() for name, parameter in held.items()}

@@ -204,9 +204,10 @@ def hpclm(case: dict[str, Any], inputs: dict[str, Any], rank: int) -> dict[str, 
     engine.update = watched
     results = []
     for number, step in enumerate(steps):
-        batches = [
-            Batch(*(None if x is None else x[micro, mesh.dp.rank] for x in step)) for micro in range(len(step[0]))
+        parts: list[list[Any]] = [
+            [None if x is None else x[micro, mesh.dp.rank] for x in step] for micro in range(len(step[0]))
         ]
+        batches = [Batch(*part) for part in parts]
         results.append(engine.train_step(batches, run.optim.lr, number))
     shards = [(shard.name, shard.start, shard.shape, shard.tensor.clone()) for shard in engine.tensors()]
     return {
@@ -245,13 +246,14 @@ def transformers(case: dict[str, Any], inputs: dict[str, Any], rank: int) -> dic
     least = 1 if optim["decayed"] == "all" else 2
     decaying = [p for p in held.values() if p.ndim >= least]
     others = [p for p in held.values() if p.ndim < least]
-    groups = [dict(params=decaying), dict(params=others, weight_decay=0.0)]
+    groups: list[dict[str, Any]] = [dict(params=decaying), dict(params=others, weight_decay=0.0)]
     adam = torch.optim.AdamW(
         [group for group in groups if group["params"]], optim["lr"], optim["betas"], optim["eps"], optim["weight_decay"]
     )
     losses, norms, gradients = [], [], []
     for step in inputs["batch"]:
-        tokens, labels, mask, positions, documents = [None if x is None else x.flatten(0, 1) for x in step]
+        flat: list[Any] = [None if x is None else x.flatten(0, 1) for x in step]
+        tokens, labels, mask, positions, documents = flat
         counts = torch.ones_like(labels) if mask is None else mask
         total = torch.zeros(())
         for micro in range(len(tokens)):

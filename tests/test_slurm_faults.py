@@ -77,7 +77,7 @@ def test_a_run_starts_again_without_the_node_on_which_bits_flipped(template, clu
     assert set(second["hosts"]) == set(cluster.nodes) - set(row["bad"])
     assert cluster.show(job.id)["ExcNodeList"] == row["bad"][0] and cluster.show(job.id)["Restarts"] == "1"
     [why] = told(job, 2)
-    assert f"silent corruption, found after step 10: rank 1 on {row['bad'][0]}" in why
+    assert f"silent corruption detected after step 10: rank 1 on {row['bad'][0]}" in why
     assert f"Slurm was asked to start the job again without {row['bad'][0]}" in why
 
 

@@ -50,9 +50,9 @@ def tried(sides: Sides, case: Case, against: str) -> dict[str, Any]:
     """What became of a case: its status, why, and the largest figure of each kind."""
     try:
         told, inputs = cases.prepared(case, against)
-        found = sides.train(told, inputs)
+        computed = sides.train(told, inputs)
         model, weights = cases.loaded(case)[0].model, inputs["weights"]
-        ours, theirs = (SIDES[name](ranks, model, told) for name, ranks in found.items())
+        ours, theirs = (SIDES[name](ranks, model, told) for name, ranks in computed.items())
         figures = dict(compared(told, model, weights, ours, theirs))
         wrong = [name for name, figure in figures.items() if not figure <= 1.0]
         reasons = [

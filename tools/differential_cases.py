@@ -80,7 +80,7 @@ def drawn(against: str, seed: int, number: int, processes: int) -> Case:
     )
     masked = one([0.0, 0.0, 0.3, 0.9])
     layers = one([1, 2, 2, 3]) if pipeline == 1 else one([2, 2, 2, 2, 3])
-    found: Case = {
+    drawn: Case = {
         "draw": number, "steps": one([1, 1, 1, 3]), "data": data, "micro_batches": one([1, 2, 2, 3] if pipeline == 1 else [2, 2, 3, 4]), "masked": masked,
         "documents": one(["none"] * 9 + ["both", "attention", "positions"]), "batch.micro_size": one([1, 2, 3]), "batch.loss_norm": one(["token", "microbatch"]) if masked else "token",
         "parallel.tensor": tensor, "parallel.pipeline": pipeline, "model.layers": layers, "model.heads": heads,
@@ -90,8 +90,8 @@ def drawn(against: str, seed: int, number: int, processes: int) -> Case:
         "optim.lr": round(10 ** pick.uniform(-4, -2), 7), "optim.betas": one([[0.9, 0.95], [0.9, 0.999], [0.0, 0.98], [0.8, 0.9]]),
         "optim.eps": one([1e-8, 1e-8, 1e-6, 1e-3]), "optim.weight_decay": one([0.0, 0.01, 0.1, 1.0]), "optim.clip": one([0.0, 1.0, 1.0, 0.05, 100.0]),
     }  # fmt: skip
-    found |= _engine(pick, pipeline, data)
-    return found | (_megatron if against == "megatron" else _transformers)(pick, found)
+    drawn |= _engine(pick, pipeline, data)
+    return drawn | (_megatron if against == "megatron" else _transformers)(pick, drawn)
 
 
 def _engine(pick: random.Random, pipeline: int, data: int) -> Case:
@@ -127,22 +127,22 @@ def _megatron(pick: random.Random, case: Case) -> Case:
 def _transformers(pick: random.Random, case: Case) -> Case:
     """Only what one of transformers' classes has."""
     family = pick.choice(["gpt2", "llama", "llama", "qwen3", "bloom", "neox"])
-    found: Case = {
+    drawn: Case = {
         "optim.decayed": pick.choice(["matrices", "matrices", "all"]),
         "attention": pick.choice(["sdpa", "eager"]),
     }
     if family in ("llama", "qwen3"):
-        found |= {"model.norm": "rmsnorm", "model.activation": pick.choice(["swiglu", "swiglu", "geglu"])}
-        found |= {"model.bias": family == "llama" and pick.random() < 0.4, "model.qk_norm": family == "qwen3"}
-        found |= {"model.kv_heads": _groups(pick, case)}
+        drawn |= {"model.norm": "rmsnorm", "model.activation": pick.choice(["swiglu", "swiglu", "geglu"])}
+        drawn |= {"model.bias": family == "llama" and pick.random() < 0.4, "model.qk_norm": family == "qwen3"}
+        drawn |= {"model.kv_heads": _groups(pick, case)}
     else:
-        found |= {
+        drawn |= {
             "model.norm": "layernorm",
             "model.activation": pick.choice(["gelu", "gelu_tanh", "relu"]),
             "model.bias": True,
         }
     if family == "bloom":
-        found |= {
+        drawn |= {
             "attention": "eager",
             "model.embed_norm": True,
             "model.activation": "gelu_tanh",
@@ -150,8 +150,8 @@ def _transformers(pick: random.Random, case: Case) -> Case:
             "documents": "none",
         }
     if family in ("llama", "qwen3", "neox"):
-        found |= {"model.rope_base": pick.choice([10000.0, 5000.0, 500.0, 1e6])}
-    return found | {"model.positions": {"gpt2": "learned", "bloom": "alibi"}.get(family, "rope")}
+        drawn |= {"model.rope_base": pick.choice([10000.0, 5000.0, 500.0, 1e6])}
+    return drawn | {"model.positions": {"gpt2": "learned", "bloom": "alibi"}.get(family, "rope")}
 
 
 def _groups(pick: random.Random, case: Case) -> int:
@@ -171,7 +171,7 @@ def simpler(case: Case) -> Iterator[Case]:
 
 
 def shrunk(case: Case, differs: Callable[[Case], bool]) -> Case:
-    """The simplest case found that still differs."""
+    """The simplest case that still differs."""
     for less in simpler(case):
         if differs(less):
             return shrunk(less, differs)

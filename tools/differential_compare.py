@@ -1,4 +1,4 @@
-"""What the sides of differential.py found: put together from their ranks, by hpclm's names, and compared."""
+"""What the sides of differential.py computed: put together from their ranks, by hpclm's names, and compared."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def found_by(losses: list[float], norms: list[float], gradients: list[Whole], st
 
 
 def of_hpclm(ranks: list[dict[str, Any]], model: ModelConfig, told: dict[str, Any]) -> Found:
-    """What hpclm's ranks found."""
+    """What hpclm's ranks computed."""
     gradients, state = [Whole() for _ in range(told["steps"])], Whole()
     for rank in ranks:
         for whole, held in zip([*gradients, state], [*rank["gradients"], rank["state"]], strict=True):
@@ -63,13 +63,13 @@ def of_hpclm(ranks: list[dict[str, Any]], model: ModelConfig, told: dict[str, An
 
 
 def of_megatron(ranks: list[dict[str, Any]], model: ModelConfig, told: dict[str, Any]) -> Found:
-    """What Megatron-core's ranks found, by hpclm's names, and put together as hpclm imports its checkpoints."""
+    """What Megatron-core's ranks computed, by hpclm's names, and put together as hpclm imports its checkpoints."""
     known, names = placements(model), cases.megatron_names(model)
     names |= {"output_layer.weight": "tokens.weight"} if model.tied else {}
     by_place = {tuple(rank["place"]): rank for rank in ranks}
 
     def whole(kind: Callable[[dict[str, Any]], Tensors], prefix: str = "") -> Whole:
-        found = Whole()
+        whole = Whole()
         for _, stage, replica in sorted(place for place in by_place if place[0] == 0):
             parts = [kind(by_place[slot, stage, replica]) for slot in range(told["tensor"])]
             for theirs in parts[0]:
@@ -77,10 +77,10 @@ def of_megatron(ranks: list[dict[str, Any]], model: ModelConfig, told: dict[str,
                     continue
                 name, shards = names[theirs.removeprefix(prefix)], [part[theirs] for part in parts]
                 if known[name].dim is None and any(not torch.equal(shards[0], shard) for shard in shards):
-                    found.torn.append(name)
+                    whole.torn.append(name)
                 joined = merged(shards, known[name])
-                found.add(prefix + name, joined, (0,) * joined.ndim, tuple(joined.shape))
-        return found
+                whole.add(prefix + name, joined, (0,) * joined.ndim, tuple(joined.shape))
+        return whole
 
     gradients = [whole(lambda rank, step=step: rank["gradients"][step]) for step in range(told["steps"])]  # type: ignore[misc]
     state = Whole()
@@ -101,7 +101,7 @@ def mean(pairs: list[tuple[float, int]], loss_norm: str) -> float:
 
 
 def of_transformers(ranks: list[dict[str, Any]], model: ModelConfig, told: dict[str, Any]) -> Found:
-    """What transformers found, by hpclm's names, and converted as hpclm imports its weights."""
+    """What transformers computed, by hpclm's names, and converted as hpclm imports its weights."""
     [rank] = ranks
     rules = list(families.of_network(model).rules(model))
 

@@ -59,8 +59,8 @@ def pretend() -> None:
     kind = torch.Tensor.type
 
     def named(tensor: Tensor, *words: Any, **more: Any) -> Any:
-        found = kind(tensor, *words, **more)
-        return f"torch.cuda.{found.rpartition('.')[2]}" if isinstance(found, str) else found
+        name = kind(tensor, *words, **more)
+        return f"torch.cuda.{name.rpartition('.')[2]}" if isinstance(name, str) else name
 
     replaced: Any = torch
     replaced.Tensor.type, replaced.Tensor.cuda = named, lambda tensor, *_, **__: tensor
@@ -199,12 +199,12 @@ def trained(case: dict[str, Any], inputs: dict[str, Any], config: Any, module: G
         micro_batches = [
             [None if x is None else x[micro, replica] for x in step] for micro in range(case["micro_batches"])
         ]
-        found = get_forward_backward_func()(
+        parts = get_forward_backward_func()(
             forward_step_func=partial(forward_step, case), data_iterator=iter(micro_batches), model=[ddp],
             num_microbatches=len(micro_batches), seq_length=case["model"]["context"],
             micro_batch_size=step[0].shape[2], forward_only=False,
         )  # fmt: skip
-        losses.append(found)
+        losses.append(parts)
         if distributed:
             gather_gradients(ddp)
         sums: dict[str, Any] = dict(held)

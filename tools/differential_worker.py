@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Side = Callable[[dict[str, Any], dict[str, Any], int], dict[str, Any]]
-"""(case, inputs, rank) -> what the rank found."""
+"""(case, inputs, rank) -> what the rank computed."""
 LIMIT = 120.0  # seconds for a case
 REFUSED, FAILED = 3, 4  # exit codes of ranks
 IMPORTED = {
@@ -73,7 +73,7 @@ class Sides:
         }
 
     def train(self, told: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
-        """What each side's ranks found; RefusedError, or RuntimeError if one failed."""
+        """What each side's ranks computed; RefusedError, or RuntimeError if one failed."""
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
             (folder / "case.json").write_text(json.dumps(told))
@@ -152,8 +152,8 @@ def ranked(side: Side, name: str, folder: Path, rank: int, size: int) -> int:
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=LIMIT)
         )  # for one rank too: Megatron-core asks for it
-        found = side(json.loads((folder / "case.json").read_text()), torch.load(folder / "inputs.pt"), rank)
-        torch.save(found, folder / f"{name}-{rank}.pt")
+        result = side(json.loads((folder / "case.json").read_text()), torch.load(folder / "inputs.pt"), rank)
+        torch.save(result, folder / f"{name}-{rank}.pt")
         return 0
     except RefusedError as error:
         (folder / f"{name}-{rank}.txt").write_text(str(error))

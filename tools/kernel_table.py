@@ -106,7 +106,7 @@ def measure(words: list[str], layers: int, steps: int) -> dict[str, Any]:
         step(number)
         if number % 20 == 0:
             engine.evaluate([full, part])
-    found = {
+    figures = {
         "graphs": known,
         "breaks": sum(counters["graph_break"].values()),
         "recompiled": counters["stats"].get("unique_graphs", 0) - known,
@@ -114,7 +114,7 @@ def measure(words: list[str], layers: int, steps: int) -> dict[str, Any]:
         "planner": forecast.of(run, KINDS["H200"]).memory[0].tensors,
         "compiled": run.engine.compile is not False,
     }
-    return found | ({} if log is None else {"launches": launches(log), "waits": waits(log)})
+    return figures | ({} if log is None else {"launches": launches(log), "waits": waits(log)})
 
 
 def trace(step: Callable[[], object]) -> list[str] | None:
@@ -150,16 +150,16 @@ def compiled_kernels(cache: Path) -> dict[str, Kernel]:
     if triton is None or triton.origin is None:
         return {}
     tool = Path(triton.origin).parent / "backends/nvidia/bin/cuobjdump"
-    found: dict[str, Kernel] = {}
+    kernels: dict[str, Kernel] = {}
     for file in cache.rglob("*.cubin"):
         said = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True)
         usage = re.search(r"REG:(\d+).*?LOCAL:(\d+)", said.stdout + said.stderr)
         if usage is None:
             continue
         meta = json.loads(file.with_suffix(".json").read_text())
-        one, old = Kernel(int(usage[1]), int(usage[2]), int(meta["shared"])), found.get(file.stem, Kernel(0, 0, 0))
-        found[file.stem] = Kernel(*(max(a, b) for a, b in zip(vars(one).values(), vars(old).values(), strict=True)))
-    return found
+        one, old = Kernel(int(usage[1]), int(usage[2]), int(meta["shared"])), kernels.get(file.stem, Kernel(0, 0, 0))
+        kernels[file.stem] = Kernel(*(max(a, b) for a, b in zip(vars(one).values(), vars(old).values(), strict=True)))
+    return kernels
 
 
 def run_case(python: str, words: list[str], layers: int = LAYERS, steps: int = STEPS) -> dict[str, Any]:
@@ -167,21 +167,21 @@ def run_case(python: str, words: list[str], layers: int = LAYERS, steps: int = S
     with tempfile.TemporaryDirectory(prefix="hpclm-kernels-") as folder:
         own = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache", "FAKEGPU_LOG": f"{folder}/log.%d"}
         own |= {"TRITON_CACHE_DIR": f"{folder}/cache/triton"}
-        given = ["--measure", f"{folder}/found.json", "--layers", str(layers), "--steps", str(steps), *words]
+        given = ["--measure", f"{folder}/figures.json", "--layers", str(layers), "--steps", str(steps), *words]
         done = subprocess.run(
             [python, __file__, *given], cwd=ROOT, env=os.environ | own, capture_output=True, text=True, timeout=1800
         )
         if done.returncode:
             raise RuntimeError(f"{' '.join(words)}: exit {done.returncode}\n{(done.stdout + done.stderr)[-3000:]}")
-        found: dict[str, Any] = json.loads(Path(folder, "found.json").read_text())
-        return found
+        figures: dict[str, Any] = json.loads(Path(folder, "figures.json").read_text())
+        return figures
 
 
-def row(name: str, found: dict[str, Any], more: dict[str, Any]) -> str:
+def row(name: str, figures: dict[str, Any], more: dict[str, Any]) -> str:
     """A line of the table; ``more``: the same with one layer more."""
     micro = 2  # micro-batches of the step that is counted
-    counts = {kind: (more["launches"][kind] - n) / micro for kind, n in found["launches"].items()}
-    kernels = found["kernels"].values()
+    counts = {kind: (more["launches"][kind] - n) / micro for kind, n in figures["launches"].items()}
+    kernels = figures["kernels"].values()
     cells = [
         name,
         ", ".join(f"{n:g} {kind}" for kind, n in sorted(counts.items()) if n),
@@ -189,11 +189,11 @@ def row(name: str, found: dict[str, Any], more: dict[str, Any]) -> str:
         f"{max((k['registers'] for k in kernels), default=0)}",
         f"{sum(k['spilled'] > 0 for k in kernels)}, {max((k['spilled'] for k in kernels), default=0)} B",
         f"{max((k['shared'] for k in kernels), default=0) / 1024:.0f}",
-        f"{found['breaks']}",
-        f"{found['recompiled']}",
-        f"{sum(found['waits'].values())}",
-        f"{found['peak'] / 2**20:,.0f}",
-        f"{found['planner'] / found['peak']:.3f}",
+        f"{figures['breaks']}",
+        f"{figures['recompiled']}",
+        f"{sum(figures['waits'].values())}",
+        f"{figures['peak'] / 2**20:,.0f}",
+        f"{figures['planner'] / figures['peak']:.3f}",
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -214,9 +214,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of each case (default 50)")
     args = parser.parse_args()
     if args.measure:
-        found = measure(args.words, args.layers, args.steps)
-        found["kernels"] = {name: vars(k) for name, k in compiled_kernels(args.measure.parent / "cache").items()}
-        args.measure.write_text(json.dumps(found))
+        figures = measure(args.words, args.layers, args.steps)
+        figures["kernels"] = {name: vars(k) for name, k in compiled_kernels(args.measure.parent / "cache").items()}
+        args.measure.write_text(json.dumps(figures))
         return 0
     lab = os.environ.get("HPCLM_STANDIN")
     python = str(Path(lab) / "python") if lab else sys.executable

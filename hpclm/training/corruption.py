@@ -153,7 +153,7 @@ class Verifier:
         cost, step = 2 * (self._mark[1] - now), (now - began) / (self._steps - steps)
         self.period = max(1, math.ceil(cost / (self.share * step)))
         if steps == 1 and self.period > 1:
-            log.info("1 of %d steps is watched for memory that changes by itself", self.period)
+            log.debug("checksums are taken around the update of 1 in %d steps", self.period)
 
 
 def verifier(engine: Engine, mesh: Mesh, context: DistributedContext, every: int) -> Verifier | None:
@@ -168,7 +168,7 @@ def verifier(engine: Engine, mesh: Mesh, context: DistributedContext, every: int
 
 def findings(answers: Sequence[Mapping[str, Any]], exact: bool) -> list[Finding]:
     """What is wrong, from each rank's answer. ``exact``: whether kernels give the same bits each time."""
-    found = [
+    problems = [
         Finding((rank,), "its weights or optimizer state changed between two updates")
         for rank, answer in enumerate(answers)
         if answer["changed"]
@@ -178,10 +178,10 @@ def findings(answers: Sequence[Mapping[str, Any]], exact: bool) -> list[Finding]
         if answer["losses"] and _differ(exact, *answer["losses"]):
             unequal.setdefault(answer["replica"], []).append(rank)
     for ranks in unequal.values():
-        found.append(Finding(tuple(ranks), "one micro-batch, computed twice, had two losses", len(ranks) == 1))
-    found += _outvoted(answers)
-    certain = {rank for each in found if each.certain for rank in each.ranks}
-    return [each for each in found if each.certain or certain.isdisjoint(each.ranks)]
+        problems.append(Finding(tuple(ranks), "one micro-batch, computed twice, had two losses", len(ranks) == 1))
+    problems += _outvoted(answers)
+    certain = {rank for each in problems if each.certain for rank in each.ranks}
+    return [each for each in problems if each.certain or certain.isdisjoint(each.ranks)]
 
 
 def _outvoted(answers: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
@@ -212,9 +212,9 @@ def _digest(sums: Tensor) -> str:
 
 
 def end_run(
-    found: Sequence[Finding], step: int, saved: int, context: DistributedContext, device: torch.device, out: Path
+    problems: Sequence[Finding], step: int, saved: int, context: DistributedContext, device: torch.device, out: Path
 ) -> None:
-    """CorruptedError on every rank for what was ``found`` after ``step``. The nodes at fault are noted in ``out``, and excluded if
+    """CorruptedError on every rank for the ``problems`` detected after ``step``. The nodes at fault are noted in ``out``, and excluded if
     this is a job that Slurm may requeue. ``saved``: the step of the newest checkpoint, which was good; 0 without one."""
     own = " ".join(filter(None, [hardware.describe(device), facts.of_device(device).get("uuid")]))
     places = context.all_gather([facts.node_name(context.launcher), own])
@@ -222,13 +222,13 @@ def end_run(
 
     def tell() -> None:
         bad: set[str] = set()
-        for finding in found:
+        for finding in problems:
             nodes = {places[rank][0] for rank in finding.ranks}
             bad |= nodes if finding.certain or len(nodes) == 1 else set()
         if 2 * len(bad) > max(2, len(all_nodes)):  # then it is rather a fault of the software
             bad = set()
         names, run = ", ".join(sorted(bad)), files.typed(out)
-        text = f"silent corruption, found after step {step}: {'; '.join(_described(each, context, places) for each in found)}"
+        text = f"silent corruption detected after step {step}: {'; '.join(_described(each, context, places) for each in problems)}"
         noted = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": step, "bad": sorted(bad), "text": text}
         rows.append(out / report.CORRUPTION, noted)
         way = f"The run resumes from step {saved}, which was good when it was saved" if saved else "Nothing was saved"

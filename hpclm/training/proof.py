@@ -165,15 +165,12 @@ def _prove(twin: Twin, settings: EngineSettings, background: bool, context: Dist
         engine, batches = twin.as_run(tried)
         own = measured(engine, batches)
         wrong, closest = differences(own, in_type, plain, floor(tried, compute), context)
-        same_each_time = settings.engine.deterministic or compute.device.type == "cpu"
-        if not wrong and same_each_time:
-            wrong = unequal(own, measured(*twin.as_run(tried)), context)
         loaded = background and not wrong and _snapshot_moves(engine, batches, context)
         del engine
-        gc.collect()
-        if compute.device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        _free(compute.device)  # before there is another
+        if not wrong and (settings.engine.deterministic or compute.device.type == "cpu"):
+            wrong = unequal(own, measured(*twin.as_run(tried)), context)
+            _free(compute.device)
         if wrong:
             problems.append(f"computed {way}, {wrong}")
             continue
@@ -189,6 +186,14 @@ def _prove(twin: Twin, settings: EngineSettings, background: bool, context: Dist
     )
     error.shared = True  # every rank has come to it
     raise error
+
+
+def _free(device: torch.device) -> None:
+    """Give back the memory of engines that are not used any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def _snapshot_moves(engine: BaseEngine, batches: Any, context: DistributedContext) -> bool:

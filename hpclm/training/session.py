@@ -107,11 +107,11 @@ class Session:
         if self.verifier is None or not (self._verification_is_due(progress) or self.control.saves_now(progress)):
             return
         self.context.watchdog.enter("verification", progress.step)
-        found = self.verifier.check(recompute=not self.control.state.signal)  # after a signal, time is short
-        if found:
+        problems = self.verifier.check(recompute=not self.control.state.signal)  # after a signal, time is short
+        if problems:
             self.control.saver.wait()  # what is being written was good
             out = Path(self.config.out)
-            corruption.end_run(found, progress.step, self.control.saver.step, self.context, self.device, out)
+            corruption.end_run(problems, progress.step, self.control.saver.step, self.context, self.device, out)
 
     def train_step(self, progress: Progress) -> Progress:
         """Learn from the next batch; how far the run is then, as far as that is known.

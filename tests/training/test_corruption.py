@@ -161,7 +161,7 @@ def rows(path):
 def test_a_run_ends_with_85_names_rank_and_node_and_resumes_from_a_checkpoint_that_was_good(run, tmp_path):
     codes, log = run()
     assert codes == {85} and log.count(" E ") == 1
-    assert "E silent corruption, found after step 8: rank 1 on " in log and "2 ranks that hold the same" in log, log
+    assert "E silent corruption detected after step 8: rank 1 on " in log and "2 ranks that hold the same" in log, log
     assert "The run resumes from step 6, which was good when it was saved" in log
     [row] = rows(tmp_path / "run/corruption.jsonl")
     assert row["step"] == 8 and len(row["bad"]) == 1 and bad_nodes([str(tmp_path / "run")]) == row["bad"]

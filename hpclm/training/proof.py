@@ -165,6 +165,7 @@ def _prove(twin: Twin, settings: EngineSettings, background: bool, context: Dist
         engine, batches = twin.as_run(tried)
         own = measured(engine, batches)
         wrong, closest = differences(own, in_type, plain, floor(tried, compute), context)
+        wrong = wrong or next(filter(None, context.all_gather(own.misupdated)), "")
         loaded = background and not wrong and _snapshot_moves(engine, batches, context)
         del engine
         _free(compute.device)  # before there is another

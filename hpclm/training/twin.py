@@ -24,10 +24,12 @@ from hpclm.model import count
 from hpclm.model.stack import Stages
 from hpclm.parallel.mesh import SINGLE, Mesh
 from hpclm.training.compute import Compute
+from hpclm.training.updates import misupdated
 
 BLOCKS = 2
 LR = 1e-3
-EPS = 1e-4  # of Adam: with the usual one, a tiny gradient's rounding error would turn a whole update round
+CLIP = 0.01  # less than the norm of any twin's gradients, so that they are clipped
+EPS = 1e-4  # of Adam, for gradients of norm 1: with the usual one, a tiny gradient's rounding error would turn a whole update round
 LOSS_SCALE = 256.0  # so that fp16 overflows in none of the steps
 SAMPLED = 1 << 20  # values of a tensor that are compared, evenly spaced
 MOST_TOKENS = 1 << 17  # that the plain way may have to compute in a step
@@ -56,6 +58,8 @@ class Twin:
         mesh, parallel = compute.mesh, settings.parallel
         stages = parallel.pipeline * parallel.chunks
         model = replace(settings.model, layers=max(BLOCKS, stages), attention_dropout=0.0)
+        # scores of attention that differ by about 1: in a narrow model they are otherwise so small that it is a mere mean
+        model = replace(model, init_std=max(model.init_std, model.hidden**-0.5))
         micro_batches = 2 * parallel.pipeline
         room = ROOM[compute.device.type] * memory
         size, length = settings.plan.micro_size, model.context
@@ -72,13 +76,14 @@ class Twin:
         others = max(n for n in range(1, mesh.dp.size + 1) if mesh.dp.size % n == 0 and n <= most)
         if others < mesh.dp.size:  # masks differ from replica to replica
             model = replace(model, dropout=0.0)
+        clip = min(settings.optim.clip, CLIP)
         draw = torch.Generator().manual_seed(settings.seed)
         shape = (others, micro_batches, size, model.context + 1)
         twin = replace(
             settings,
             model=model,
             plan=Plan.divide(mesh.dp.size, mesh.dp.size * micro_batches * size, size),
-            optim=replace(settings.optim, eps=EPS),
+            optim=replace(settings.optim, clip=clip, eps=EPS * (clip or 1.0)),
             scaler=replace(settings.scaler, initial=LOSS_SCALE, minimum=min(LOSS_SCALE, settings.scaler.minimum)),
             timers=False,
         )
@@ -159,6 +164,8 @@ class Measured:
 
     scalars: Mapping[str, float]
     values: Values
+    misupdated: str
+    """How the updates differ from AdamW's, given this rank's own gradients; empty if they do not."""
 
 
 def measured(engine: BaseEngine, batches: list[Batch]) -> Measured:
@@ -167,6 +174,8 @@ def measured(engine: BaseEngine, batches: list[Batch]) -> Measured:
     first = engine.train_step(batches, LR, 0)
     after = dict(_sampled(engine))
     second = engine.train_step(batches, LR, 1)
+    states = [{what: value for what, (_, value) in held.items()} for held in (before, after, dict(_sampled(engine)))]
+    shapes = {weight.name: weight.shape for weight in engine.weights}
     scalars = {
         f"{name} of step {n}": getattr(r, name) for n, r in ((1, first), (2, second)) for name in ("loss", "grad_norm")
     }
@@ -175,7 +184,7 @@ def measured(engine: BaseEngine, batches: list[Batch]) -> Measured:
         f"change of {what}": (at, value - before[what][1]) for what, (at, value) in after.items() if what in before
     }
     values |= {what: value for what, value in after.items() if what not in before}
-    return Measured(scalars, values)
+    return Measured(scalars, values, misupdated(engine.config.optim, LR, shapes, states))
 
 
 def _sampled(engine: BaseEngine) -> Iterator[tuple[str, tuple[int, Tensor]]]:

@@ -33,7 +33,8 @@ def cache(tmp_path, monkeypatch):
 
 def checked(tmp_path, shape=LLAMA, dtype=torch.bfloat16, **engine):
     """How a run computes after its check, and the report."""
-    config = settings(shape, engine=dict(dict(precision="auto"), **engine))
+    optim = dict(lr=3e-3, min_lr=1e-4, clip=100.0)  # more than the norm of the gradients
+    config = settings(shape, engine=dict(dict(precision="auto"), **engine), optim=optim)
     config = replace(config, out=str(tmp_path), cluster=ClusterConfig(prove=True))
     proven = proof.check(config, single(), Compute(CPU, dtype, Mesh()))
     return proven, json.loads((tmp_path / "self-check.json").read_text())
@@ -111,6 +112,19 @@ def test_other_bits_the_second_time_are_noticed(tmp_path, monkeypatch):
         checked(tmp_path, dtype=torch.float32, precision="fp32")
 
 
+def undecayed(optimizer, *given):
+    """Forgets the weight decay of matrices, which is far less than what bf16 costs."""
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    right_update(optimizer, *given)
+
+
+def uncounted(optimizer, *given):
+    """Takes every update for the first."""
+    for entry in optimizer.state.values():
+        entry["step"].zero_()
+    right_update(optimizer, *given)
+
+
 @pytest.mark.parametrize(
     "fault",
     [
@@ -118,8 +132,10 @@ def test_other_bits_the_second_time_are_noticed(tmp_path, monkeypatch):
             optimizer, norm * 0.9, clip, scale, bad
         ),  # clips too little
         lambda optimizer, norm, clip, scale, bad: None,  # no update at all
+        undecayed,
+        uncounted,
     ],
-    ids=["clip", "lost"],
+    ids=["clip", "lost", "decay", "count"],
 )
 def test_an_update_that_is_wrong_in_every_way_ends_the_run(fault, tmp_path, monkeypatch):
     plain = proof.Twin.plainly

@@ -23,6 +23,13 @@ def held(state: TrainingState, weights: Iterable[ShardedParameter]) -> Iterator[
         yield from (state.values(weight, name) for name in state.names(weight))
 
 
+def counts(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """The step counts that an optimizer keeps as fp32 tensors, one for each parameter."""
+    for entry in optimizer.state.values():
+        if isinstance(step := entry.get("step"), Tensor):
+            yield step
+
+
 def pieces(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """The pieces that fp32 ``tensors`` are divided into, each as views of the tensors: an int64 one, or int32 ones that are to be
     concatenated."""

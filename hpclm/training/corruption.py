@@ -10,6 +10,7 @@ A check waits for the device. Between checks, checksums are only queued.
 """
 
 import hashlib
+import inspect
 import logging
 import math
 import time
@@ -29,7 +30,7 @@ from hpclm.distributed import restart
 from hpclm.distributed.context import DistributedContext
 from hpclm.engine import Engine
 from hpclm.engine.base import BaseEngine
-from hpclm.engine.checksum import checksums, held, pieces
+from hpclm.engine.checksum import checksums, counts, held, pieces
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.errors import CorruptedError
 from hpclm.node import hardware
@@ -65,6 +66,12 @@ class Verifier:
         self.engine, self.mesh, self.context, self.share = engine, mesh, context, share
         self.exact = engine.device.type == "cpu" or engine.config.engine.deterministic
         """Whether kernels give the same bits each time."""
+        self.recomputes = "alone" in inspect.signature(engine.evaluate).parameters
+        if not self.recomputes:
+            log.warning(
+                "cluster.verify_every: %s.evaluate has no parameter alone, so no loss is computed twice",
+                type(engine).__name__,
+            )
         self.period = 1
         """One of so many steps is watched: checksums are taken after its update and before the next one."""
         self._weights = () if engine.config.engine.offload_folder else engine.weights
@@ -97,8 +104,9 @@ class Verifier:
 
     def check(self, recompute: bool = True) -> list[Finding]:
         """What is wrong, the same on every rank; a collective. ``recompute``: compute a micro-batch twice, too."""
+        batches = [self._batch] * 2 if recompute and self._batch and self.recomputes else []
+        losses = [self.engine.evaluate([batch], alone=True).hex() for batch in batches]
         self._close()
-        batches = [self._batch] * 2 if recompute and self._batch else []
         answer = {
             "shared": [
                 (*group, _digest(self._sums(pieces(held(self.engine.state, weights)))))
@@ -106,7 +114,7 @@ class Verifier:
             ],
             "changed": bool(self._changed),
             "replica": self.mesh.model.ranks[0] if self.mesh.model.size > 1 else self.context.rank,
-            "losses": [self.engine.evaluate([batch], alone=True).hex() for batch in batches],
+            "losses": losses,
         }
         self._set_period()
         self._open()
@@ -130,7 +138,7 @@ class Verifier:
         self._close()  # if the last step was skipped without an update
         if anew or len(self.engine.optimizer.state) != self._entries:
             self._entries = len(self.engine.optimizer.state)
-            self._pieces = pieces(held(self.engine.state, self._weights))
+            self._pieces = pieces([*held(self.engine.state, self._weights), *counts(self.engine.optimizer)])
         self._before = self._sums(self._pieces)
 
     def _close(self) -> None:

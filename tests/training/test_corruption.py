@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from hpclm.diagnostics.report import bad_nodes
-from hpclm.engine.checksum import LARGE, checksums, pieces
+from hpclm.engine.checksum import LARGE, checksums, counts, pieces
+from hpclm.engine.native import NativeEngine
 from hpclm.errors import ConfigError
-from hpclm.training.corruption import findings
+from hpclm.training.corruption import Verifier, findings
 from tests import ranks
+from tests.engine.sharded import made
 from tests.engine.test_exact import LAYOUTS
 from tests.forks import Ranks
 from tests.runs import ROOT, losses
@@ -93,6 +95,35 @@ def test_a_rank_that_computes_the_same_loss_twice_with_two_results_is_named_with
 @table([], MANY)
 def test_checks_change_nothing(name, processes):
     assert ranks.run(processes, flips.undisturbed, words(name, processes), 3) == [True] * processes
+
+
+class Older(NativeEngine):
+    """An engine of one's own that evaluates as engines had to before there were checks."""
+
+    def evaluate(self, batches):
+        return super().evaluate(batches)
+
+
+def alone(engine_class=None):
+    """A verifier that watches every step of one process, and what its steps are."""
+    run, engine, batches, context = made(["batch.global_size=2", "batch.micro_size=1", "engine.precision=fp32"])
+    engine.__class__ = engine_class or engine.__class__
+    return engine, batches, run, Verifier(engine, engine.mesh, context, math.inf)
+
+
+def test_a_bit_that_flips_in_a_count_of_updates_is_found():
+    engine, *others = alone()
+
+    def act(step, done):
+        if step == 3 and not done:
+            next(counts(engine.optimizer)).view(1).view(torch.int32)[0] ^= 1 << 21
+
+    assert flips.trial(engine, *others, 0, 5, act) == [((0,), True)]
+
+
+def test_of_an_engine_whose_evaluation_is_of_all_replicas_no_loss_is_computed_twice(caplog):
+    assert flips.trial(*alone(Older), 0, 2, lambda *_: None) == []
+    assert "Older.evaluate has no parameter alone, so no loss is computed twice" in caplog.text
 
 
 def answers(*digests, losses=("0x1p+1", "0x1p+1"), replicas=None):

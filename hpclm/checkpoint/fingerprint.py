@@ -20,6 +20,7 @@ OF_DATASETS = {
     **dict.fromkeys(("bin", "content"), "other tokens"),
     **dict.fromkeys(("idx", "idx_bytes"), "other sequences or documents"),
     "span": "another part in use (data.split)",
+    "loss_mask": "another loss mask (data.loss_mask)",
 }
 """What a dataset has if a key of its fingerprint differs."""
 

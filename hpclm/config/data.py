@@ -22,7 +22,7 @@ TOKENIZERS = {
 }
 OF_FILES = frozenset(
     ["prefix", "blend", "split", "train", "valid", "test", "validation", "order", "break_mode", "keep_partial"]
-    + ["short_part", "index_cache", "tokenizer", "eod"]
+    + ["short_part", "loss_mask", "index_cache", "tokenizer", "eod"]
 )
 """Fields that only apply to datasets on disk."""
 
@@ -48,8 +48,9 @@ class DataConfig(Checked):
     validation: list[str] = field(default_factory=list)
     """Further validation datasets by name, [law=/data/law, code=/data/code], evaluated separately. A repeated name adds to
     its set."""
-    order: Literal["mcore", "bigscience", "dse"] = "mcore"
-    """Sample order of: Megatron-core, BigScience's Megatron-DeepSpeed, or Megatron-LM v1.1.5."""
+    order: Literal["mcore", "bigscience", "dse", "packed"] = "mcore"
+    """Sample order of: Megatron-core, BigScience's Megatron-DeepSpeed, or Megatron-LM v1.1.5; packed: as many whole documents
+    in each sample as fit."""
     break_mode: Literal["none", "complete", "complete_doc", "eos"] | None = None
     """fairseq's --sample-break-mode: samples are blocks of lines, padded if shorter; null: Megatron's samples."""
     keep_partial: bool = False
@@ -57,6 +58,8 @@ class DataConfig(Checked):
     short_part: Literal["refuse", "repeat"] = "refuse"
     """A dataset or split with fewer tokens than one sample: refuse it, or repeat it to fill each sample, as Megatron
     does."""
+    loss_mask: Literal["auto", "require", "ignore"] = "auto"
+    """The dataset PREFIX_loss, which says for each token whether it counts in the loss; auto: used if there is one."""
     index_cache: str | None = None
     """Folder for index files of the sample order; null: PREFIX.index beside each large dataset."""
     workers: int = 1
@@ -89,6 +92,15 @@ class DataConfig(Checked):
             yield from self._unused(
                 ("order", "keep_partial", "short_part", "index_cache"), f"data.break_mode={self.break_mode}"
             )
+        elif self.order == "packed":
+            yield from self._unused(
+                ("keep_partial", "short_part", "eod_mask_loss"),
+                "data.order=packed, which pads samples and masks the loss between documents",
+            )
+        if self.order == "packed" and self.source not in ("indexed", "synthetic"):
+            yield f"data.order=packed packs datasets on disk; data.source={self.source} orders its own samples"
+        if self.loss_mask == "require" and self.order != "packed" and self.source != "synthetic":
+            yield "data.loss_mask=require needs data.order=packed"
         yield from at_least(0, "data", workers=self.workers)
         if self.tokenizer is not None:
             wrong = problem("data.tokenizer", self.tokenizer, TOKENIZERS)

@@ -39,8 +39,8 @@ class BatchConfig(Checked):
     """[start, increment, samples]: begin with start samples per step and reach global_size after that many samples
     (Megatron's --rampup-batch-size)."""
     loss_norm: Literal["token", "microbatch"] = "token"
-    """Average the loss over all tokens of the step, or the means of the micro-batches; they differ only with
-    eod_mask_loss."""
+    """Average the loss over all tokens of the step, or the means of the micro-batches; they differ only where
+    some tokens do not count, as with data.eod_mask_loss or data.order=packed."""
 
     def problems(self) -> Iterator[str]:
         """Invalid batch sizes."""
@@ -185,7 +185,8 @@ class RunConfig(Checked):
             yield f"exit_minutes={self.exit_minutes} must be more than 0"
         if self.engine.precision != "fp16" and self.scaler != ScalerConfig():
             yield f"scaler.* has no effect with engine.precision={self.engine.precision}; it is for fp16"
-        if self.batch.loss_norm == "microbatch" and not (self.data.eod_mask_loss or self.data.break_mode):
+        masked = self.data.eod_mask_loss or self.data.break_mode or self.data.order == "packed"
+        if self.batch.loss_norm == "microbatch" and not masked:
             yield "batch.loss_norm=microbatch has no effect without data.eod_mask_loss=true"
         open_ended = self.budget.hours is not None and self.budget == BudgetConfig(hours=self.budget.hours)
         unbounded = open_ended and self.optim.schedule_length is None

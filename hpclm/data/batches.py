@@ -46,7 +46,8 @@ class Batches:
         lacking = list(needs_eod(data, eod))
         if lacking:
             raise ConfigError(lacking)
-        self.samples, self.plan, self.data, self.device, self.replica = samples, plan, data, device, replica
+        self.samples: Any = samples
+        self.plan, self.data, self.device, self.replica = plan, data, device, replica
         self.width, self.vocab_size, self.eod = model.context + 1, model.vocab_size, eod
         self._ahead = Prefetch(self._read_step, lambda consumed: consumed + plan.batch_size(consumed), data.workers)
 
@@ -94,9 +95,16 @@ class Batches:
         if self.data.eod_mask_loss:
             inside = tokens != self.eod
             mask = inside if mask is None else mask & inside
+        number = None
+        if self.data.order == "packed":
+            number, counted = np.empty_like(wide), np.empty(wide.shape, np.bool_)
+            for index, *marks in zip(indices, number, counted, strict=True):
+                self.samples.read_documents(index % length, *marks)
+            number, mask = number[:, :-1], counted[:, 1:]
         if self.data.reset_attention_mask or self.data.reset_position_ids:
-            ends = tokens == self.eod  # an end-of-document token belongs to the document that it ends
-            number = np.cumsum(ends, 1) - ends
+            if number is None:
+                ends = tokens == self.eod  # an end-of-document token belongs to the document that it ends
+                number = np.cumsum(ends, 1) - ends
             documents = number if self.data.reset_attention_mask else None
             positions = _restarted(number) if self.data.reset_position_ids else None
         tensors: list[Any] = [None if x is None else torch.from_numpy(x) for x in (wide, mask, positions, documents)]

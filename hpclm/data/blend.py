@@ -32,7 +32,7 @@ def shares(weights: Sequence[float], requested: int, policy: str) -> tuple[list[
     """Samples to request from each dataset for ``requested`` in all, and the resulting size of the blend."""
     whole = sum(weights)
     parts = [weight / whole for weight in weights]
-    if policy == "mcore":
+    if policy in ("mcore", "packed"):
         asked = [math.ceil(requested * part) for part in parts]
         return [math.ceil(number * SURPLUS) for number in asked], sum(asked)
     return [math.ceil(requested * part * SURPLUS) for part in parts], requested

@@ -7,7 +7,7 @@ from typing import Any
 
 from hpclm.config import DataConfig
 from hpclm.config.data import Mixture, mixture, named
-from hpclm.data import tokenizers
+from hpclm.data import loss_mask, tokenizers
 from hpclm.data.content import DIGEST, check_some, noted
 from hpclm.data.indexed import IndexedDataset, sidecar
 from hpclm.data.order import split_bounds, split_parts
@@ -33,6 +33,8 @@ class Corpus:
             for prefix in entry.prefixes:
                 if prefix not in self._datasets:
                     self._datasets[prefix] = opened(prefix, facts)
+        masks = {prefix: loss_mask.opened(each, settings) for prefix, each in self._datasets.items()}
+        self._masks = {prefix: mask for prefix, mask in masks.items() if mask is not None}
         tokenizer = facts.find("tokenizer", lambda: shared_tokenizer(settings, list(self._datasets), vocab_size))
         if not tokenizer:
             for dataset in self._datasets.values():
@@ -60,9 +62,10 @@ class Corpus:
 
         ConfigError if one differs.
         """
-        each, draw = max(1, SAMPLED // len(self._datasets)), random.Random()
+        datasets = self._datasets | {str(mask.prefix): mask for mask in self._masks.values()}
+        each, draw = max(1, SAMPLED // len(datasets)), random.Random()
         looked, total, unknown = 0, 0, []
-        for prefix, dataset in self._datasets.items():
+        for prefix, dataset in datasets.items():
             content = noted(prefix)
             if content is None:
                 unknown.append(prefix)
@@ -118,7 +121,7 @@ class Corpus:
             span = range(len(dataset))
             if not separate:
                 span = range(*split_bounds(self.settings.split, len(dataset), self.settings.order)[SPLITS.index(name)])
-            slices.append(DatasetSlice(dataset, span, self._sampling, keep))
+            slices.append(DatasetSlice(dataset, span, self._sampling, keep, self._masks.get(prefix)))
         return Split(name, tuple(slices), entry.weights)
 
 

@@ -64,7 +64,7 @@ def split_bounds(split: str, sequences: int, policy: str) -> list[tuple[int, int
     given = split_parts(split)
     parts = (np.array(given) / sum(given)).tolist()
     bounds = [0.0]
-    if policy == "mcore":
+    if policy in ("mcore", "packed"):
         for part in parts:
             bounds.append(bounds[-1] + part)
         whole = [round(bound * float(sequences)) for bound in bounds]

@@ -4,7 +4,7 @@ A sample costs a few lookups and one copy per document it spans. Both use memory
 and to copy a few hundred tokens of one type.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from hpclm.data.blend import BlendIndex
 from hpclm.data.indexed import IndexedDataset
 from hpclm.data.order import Blocks, SampleIndex
-from hpclm.data.sources import PADDING, Samples
+from hpclm.data.packing import Packing
+from hpclm.data.sources import PADDING
 from hpclm.errors import ConfigError
 
 WIDE = np.dtype(np.int64)
@@ -87,13 +88,59 @@ class BlockSamples:
         row[1 + end - begin :] = PADDING
 
 
+class DocumentSamples:
+    """Whole documents, several in a sample (data.order=packed)."""
+
+    dtype = WIDE
+
+    def __init__(self, flat: NDArray, mask: NDArray | None, packing: Packing, order: NDArray[np.integer]):
+        """``flat``: all tokens of the dataset; ``mask``: 1 for each that counts in the loss, None: all of them."""
+        self.flat, self.mask = flat, mask
+        self._starts, self._sizes, self._bounds = (
+            _view(each) for each in (packing.starts, packing.sizes, packing.bounds)
+        )
+        self._order = _view(order)
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def read(self, index: int, row: NDArray[np.integer]) -> None:
+        """Fill ``row`` [S + 1] with sample ``index``."""
+        filled = 0
+        for begin, size in self._pieces(index):
+            row[filled : filled + size] = self.flat[begin : begin + size]
+            filled += size
+        row[filled:] = PADDING
+
+    def read_documents(self, index: int, documents: NDArray[np.integer], counted: NDArray[np.bool_]) -> None:
+        """The document of each token of sample ``index``, and whether it counts in the loss as a label, [S + 1] each.
+
+        The first token of a document does not; padding is a document, and does not.
+        """
+        number = filled = 0
+        counted[:] = False
+        for number, (begin, size) in enumerate(self._pieces(index), 1):
+            end = filled + size
+            documents[filled:end] = number - 1
+            counted[filled + 1 : end] = True if self.mask is None else self.mask[begin + 1 : begin + size] == 1
+            filled = end
+        documents[filled:] = number
+
+    def _pieces(self, index: int) -> Iterator[tuple[int, int]]:
+        """First token and number of tokens of each piece."""
+        sample = self._order[index]
+        for piece in range(self._bounds[sample], self._bounds[sample + 1]):
+            yield self._starts[piece], self._sizes[piece]
+
+
 class BlendedSamples:
     """Samples of several datasets, interleaved."""
 
-    def __init__(self, parts: Sequence[Samples], blend_index: BlendIndex):
+    def __init__(self, parts: Sequence[Any], blend_index: BlendIndex):
+        """``parts``: Samples; all of them, or none, DocumentSamples."""
         types = {part.dtype for part in parts}
         self.dtype = types.pop() if len(types) == 1 else WIDE
-        self._reads = [part.read for part in parts]
+        self._parts, self._reads = parts, [part.read for part in parts]
         self._which, self._index = _view(blend_index.which), _view(blend_index.index)
 
     def __len__(self) -> int:
@@ -102,6 +149,10 @@ class BlendedSamples:
     def read(self, index: int, row: NDArray[np.integer]) -> None:
         """Fill ``row`` [S + 1] with sample ``index``."""
         self._reads[self._which[index]](self._index[index], row)
+
+    def read_documents(self, index: int, documents: NDArray[np.integer], counted: NDArray[np.bool_]) -> None:
+        """As of DocumentSamples, if the parts are such."""
+        self._parts[self._which[index]].read_documents(self._index[index], documents, counted)
 
 
 def _view(array: NDArray) -> "memoryview[int]":

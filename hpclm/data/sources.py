@@ -97,9 +97,9 @@ def without_evaluation(source: Source, part: str, error: ConfigError) -> ConfigE
 
 
 def needs_eod(data: DataConfig, eod: int | None) -> Iterator[str]:
-    """Data settings that need the end-of-document token, if it is unknown."""
+    """Data settings that need the end-of-document token, if it is unknown; packed samples say where documents end."""
     for name in NEED_EOD:
-        if getattr(data, name) and eod is None:
+        if getattr(data, name) and eod is None and data.order != "packed":
             yield (
                 f"data.{name} needs the end-of-document token, which the dataset does not name; "
                 f"set data.tokenizer and data.tokenizer_files"

@@ -13,7 +13,8 @@ from hpclm.data import blend, index_cache
 from hpclm.data.content import noted
 from hpclm.data.indexed import IndexedDataset
 from hpclm.data.order import Blocks, Order, SampleIndex, blocks, build_index, index_bytes, passes, samples_in, shuffled
-from hpclm.data.samples import BlendedSamples, BlockSamples, PackedSamples
+from hpclm.data.packing import SHORTEST, Packing, pack
+from hpclm.data.samples import BlendedSamples, BlockSamples, DocumentSamples, PackedSamples
 from hpclm.data.sources import Samples
 from hpclm.errors import ConfigError
 
@@ -36,6 +37,11 @@ class SampleSettings:
     repeat: bool = False
     """Repeat a split that is shorter than one sample; otherwise it has no samples."""
 
+    @property
+    def packed(self) -> bool:
+        """Whether samples hold whole documents."""
+        return self.order == "packed"
+
 
 @dataclass(frozen=True)
 class DatasetSlice:
@@ -45,6 +51,8 @@ class DatasetSlice:
     span: range
     sampling: SampleSettings
     keep_partial: bool
+    mask: IndexedDataset | None = None
+    """1 for each token that counts in the loss, in sequences like the dataset's; None: all tokens count."""
 
     @cached_property
     def tokens(self) -> int:
@@ -63,11 +71,13 @@ class DatasetSlice:
         """Samples in one epoch, without repetition."""
         if self.sampling.break_mode:
             return len(self._blocks.bounds)
+        if self.sampling.packed:
+            return len(self._packing.bounds) - 1
         return samples_in(self.tokens, self.sampling.context, self.keep_partial)
 
     def check(self, requested: int | None, split: str) -> None:
         """ConfigError if ``requested`` samples are so many epochs that their index would not fit in memory."""
-        if self.sampling.break_mode:
+        if self.sampling.break_mode or self.sampling.packed:
             often, size, each = -(-(requested or 1) // self.per_epoch), 8 * (requested or 0), 8 * self.per_epoch
         else:
             order = self._order(requested)
@@ -94,20 +104,28 @@ class DatasetSlice:
         """At least ``requested`` samples, or one epoch; there must be at least one sample."""
         if self.sampling.break_mode:
             return self._block_samples(requested or self.per_epoch)
-        sampling, order = self.sampling, self._order(requested)
+        if self.sampling.packed:
+            shuffle = shuffled(self.per_epoch, requested or self.per_epoch, self.sampling.seed)
+            return DocumentSamples(
+                self.dataset.flat, None if self.mask is None else self.mask.flat, self._packing, shuffle
+            )
+        order = self._order(requested)
 
         def build() -> index_cache.Arrays:
             self.dataset.check_once()  # completely; opening a large dataset only checks its ends
             return vars(build_index(self.dataset.sizes, self.span, order))
 
         often = -(-(requested or 1) // max(1, self.per_epoch))
-        large = often * (len(self.span) + self.per_epoch) > WORTH_KEEPING
-        if not (large or sampling.cache):
-            return PackedSamples(self.dataset, SampleIndex(**build()), self.keep_partial)
-        key = {"dataset": self.dataset.fingerprint, "changed_ns": self.dataset.changed_ns, "order": asdict(order)}
+        index = self._kept(often * (len(self.span) + self.per_epoch), {"order": asdict(order)}, build)
+        return PackedSamples(self.dataset, SampleIndex(**index), self.keep_partial)
+
+    def _kept(self, entries: int, key: dict[str, Any], build: Callable[[], index_cache.Arrays]) -> index_cache.Arrays:
+        """What ``build`` makes for ``key`` from this slice, in the cache if it has so many ``entries`` that this is worth it."""
+        if not (entries > WORTH_KEEPING or self.sampling.cache):
+            return build()
+        key = {"dataset": self.dataset.fingerprint, "changed_ns": self.dataset.changed_ns, **key}
         key["span"] = [self.span.start, self.span.stop]
-        index = SampleIndex(**index_cache.kept(self.folder, key, build, self.dataset.facts))
-        return PackedSamples(self.dataset, index, self.keep_partial)
+        return index_cache.kept(self.folder, key, build, self.dataset.facts)
 
     def fingerprint(self) -> dict[str, Any]:
         """What must not change when a run is resumed (JSON)."""
@@ -115,6 +133,7 @@ class DatasetSlice:
         return self.dataset.fingerprint | {
             "span": [self.span.start, self.span.stop],
             "content": content and content.bin,
+            **({"loss_mask": self.mask.fingerprint["bin"]} if self.mask is not None else {}),
         }
 
     def _block_samples(self, requested: int) -> Samples:
@@ -141,6 +160,24 @@ class DatasetSlice:
                 "data.break_mode=none"
             )
         return packed
+
+    @cached_property
+    def _packing(self) -> Packing:
+        context, seed = self.sampling.context, self.sampling.seed
+        sizes = self.dataset.sizes[self.span.start : self.span.stop]
+
+        def build() -> index_cache.Arrays:
+            self.dataset.check_once()
+            longest = int(sizes.max(initial=0))
+            if self.mask is not None and longest > context + 1:
+                raise ConfigError(
+                    f"dataset {self.dataset.prefix} has a conversation of {longest} tokens, more than model.context + 1 = "
+                    f"{context + 1}; set model.context={longest - 1}, or preprocess with --context {context}"
+                )
+            return vars(pack(sizes, self.dataset.place(self.span.start), context, seed))
+
+        key = {"packed": {"context": context, "seed": seed, "masked": self.mask is not None}}
+        return Packing(**self._kept(len(self.span) + self.tokens // context, key, build))
 
 
 @dataclass(frozen=True)
@@ -205,6 +242,11 @@ class Split:
         return blend.BlendIndex(**index_cache.kept(first.folder, key, lambda: vars(take()), first.dataset.facts))
 
     def _too_small(self, each: DatasetSlice, settings: DataConfig, context: int) -> str:
+        if each.sampling.packed:
+            return (
+                f"the {self.name} split of {each.dataset.prefix} has no document of at least {SHORTEST} tokens "
+                f"({len(each.span)} of {len(each.dataset)} sequences); set another data.split, or give more data"
+            )
         if settings.short_part == "repeat":
             ways = (
                 "set another data.split, or give more data: there is nothing that data.short_part=repeat could repeat"

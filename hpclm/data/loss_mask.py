@@ -1,0 +1,43 @@
+"""The loss mask of a dataset, PREFIX_loss: a dataset of the same sequences, with 1 for each token that counts in the loss, else 0.
+
+PREFIX.json names the hash of the mask's tokens under "loss_mask", so that a mask of another dataset is refused.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from hpclm.config import DataConfig
+from hpclm.data.content import noted
+from hpclm.data.indexed import IndexedDataset, files, sidecar
+from hpclm.errors import ConfigError
+
+KEY = "loss_mask"  # in PREFIX.json
+DTYPE = np.dtype(np.uint8)
+WITHOUT = "set data.loss_mask=ignore if all tokens count"
+
+
+def prefix_of(prefix: str | Path) -> Path:
+    """The prefix of the loss mask of dataset ``prefix``."""
+    return Path(f"{prefix}_loss")
+
+
+def opened(dataset: IndexedDataset, settings: DataConfig) -> IndexedDataset | None:
+    """The loss mask of ``dataset``; None if it has none, or is to be read without. ConfigError if the two do not match."""
+    prefix, known = prefix_of(dataset.prefix), sidecar(dataset.prefix).get(KEY)
+    there = files(prefix)[1].exists()
+    if settings.loss_mask == "ignore" or not (there or known or settings.loss_mask == "require"):
+        return None
+    if settings.order != "packed":
+        raise ConfigError(f"dataset {dataset.prefix} has a loss mask, {prefix}; set data.order=packed, or {WITHOUT}")
+    mask = IndexedDataset(prefix, dataset.facts)
+    if mask.dtype != DTYPE:
+        raise ConfigError(f"{prefix} is not a loss mask: it has {mask.dtype.name} tokens, not {DTYPE.name}; {WITHOUT}")
+    content = noted(prefix)
+    if len(mask) != len(dataset) or not mask.find("fits", lambda: bool(np.array_equal(mask.sizes, dataset.sizes))):
+        differ = f"its {len(mask)} sequences do not have the lengths of the dataset's {len(dataset)}"
+    elif known and content and content.bin != known:
+        differ = f"{files(dataset.prefix)[2]} names another mask's hash"
+    else:
+        return mask
+    raise ConfigError(f"{prefix} is not the loss mask of {dataset.prefix}: {differ}; preprocess again, or {WITHOUT}")

@@ -9,6 +9,9 @@ import torch
 
 from tests.runs import ROOT
 
+sys.path.insert(0, str(ROOT / "tools"))
+import gpu_proof
+
 
 def proof(*words, **more):
     return subprocess.run(
@@ -31,6 +34,24 @@ def test_there_are_many_tests_that_only_a_gpu_can_pass():
         + sum(int(n) for n in [line.rpartition(": ")[2] for line in found.splitlines()] if n.isdigit())
         >= 40
     )
+
+
+def test_a_stage_that_fails_stops_no_other_and_is_tried_again(tmp_path, capsys):
+    def stage(name, code):
+        return gpu_proof.Stage(name, [sys.executable, "-c", code])
+
+    fails = stage("fails", "print('FAILED tests/gpu/x.py::test_y'); raise SystemExit(3)")
+    works = f"print('| a |\\nb is left out: c'); open(r'{tmp_path}/works.json', 'w').write('[1]')"
+    known = {"facts": {}, "stages": {}}
+    gpu_proof.work([fails, stage("works", works)], known, tmp_path, 1)
+    report = (tmp_path / "report.md").read_text()
+    assert "| fails | exit 3 |" in report and "- FAILED tests/gpu/x.py::test_y" in report
+    assert "| works | done |" in report and "| a |\n\n- b is left out: c" in report
+    assert json.loads((tmp_path / "results.json").read_text())["stages"]["works"]["figures"] == [1]
+    capsys.readouterr()
+    gpu_proof.work([stage("fails", "print('well')"), stage("works", "raise SystemExit(1)")], known, tmp_path, 1)
+    assert capsys.readouterr().out.count("==") == 1  # what is done is not done again
+    assert "| fails | done |" in (tmp_path / "report.md").read_text()
 
 
 @pytest.mark.whole

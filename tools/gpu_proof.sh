@@ -3,11 +3,13 @@
 #   tools/gpu_proof.sh                    about 9 minutes; again to continue where it stopped
 #   tools/gpu_proof.sh --minutes 30 --out proof
 #   tools/gpu_proof.sh --device cpu       a rehearsal without a GPU, with small models
-# It may be stopped at any time: OUT/report.md and OUT/results.json hold what is done.
+#   PYTHON=/some/python tools/gpu_proof.sh
+# It may be stopped at any time: OUT/report.md and OUT/results.json hold what is done. A stage that fails does not stop the next ones.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=python3
 if [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
+python=${PYTHON:-$python}
 if ! missing=$("$python" -c '
 import importlib.util as u
 names = "torch numpy omegaconf safetensors submitit tqdm pytest xxhash psutil".split()

@@ -89,11 +89,14 @@ def measure(words: list[str], layers: int, steps: int) -> dict[str, Any]:
         return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), None, None, None)
 
     full, part = batch(size), batch(max(1, size - 1))
+    traffic = Traffic()
 
     def step(number: int) -> None:
         engine.train_step([full] * (2 if number < STEPS // 2 else 3), 1e-4 * (1 + number) / steps, number)
 
-    for number in range(WARM):
+    step(0)
+    moved, ideal = traffic.of_blocks()
+    for number in range(1, WARM):
         step(number)
     engine.evaluate([full, part])
     engine.evaluate([full, part])
@@ -110,11 +113,66 @@ def measure(words: list[str], layers: int, steps: int) -> dict[str, Any]:
         "graphs": known,
         "breaks": sum(counters["graph_break"].values()),
         "recompiled": counters["stats"].get("unique_graphs", 0) - known,
+        "moved": moved,
+        "ideal": ideal,
         "peak": peak,
         "planner": forecast.of(run, KINDS["H200"]).memory[0].tensors,
         "compiled": run.engine.compile is not False,
     }
     return figures | ({} if log is None else {"launches": launches(log), "waits": waits(log)})
+
+
+class Traffic:
+    """Bytes that a block's compiled kernels read and write, as Inductor counts them while it compiles, and the least they could be."""
+
+    def __init__(self) -> None:
+        """From now on."""
+        import torch._inductor.config
+        import torch._inductor.metrics
+        import torch._logging
+        from torch._inductor.custom_graph_pass import CustomGraphPass
+
+        graphs = self.graphs = list[tuple[int, int, int]]()
+        """What was counted before each graph; bytes of its attention, which Inductor does not count, 0 outside of blocks; its ideal."""
+        metrics = self.metrics = torch._inductor.metrics
+
+        class Begin(CustomGraphPass):
+            def __call__(self, graph: Any) -> None:
+                graphs.append((metrics.num_bytes_accessed, attention_bytes(graph), ideal_bytes(graph)))
+
+            def uuid(self) -> str:
+                return "it changes nothing"
+
+        torch._logging.set_logs(inductor_metrics=True)
+        torch._inductor.config.post_grad_custom_post_pass = Begin()
+
+    def of_blocks(self) -> tuple[int, int]:
+        """Bytes of the kernels of all graphs of blocks so far, and the ideal."""
+        ends = [began for began, *_ in self.graphs[1:]] + [self.metrics.num_bytes_accessed]
+        blocks = [(end - begin + of, ideal) for (begin, of, ideal), end in zip(self.graphs, ends, strict=True) if of]
+        return sum(moved for moved, _ in blocks), sum(ideal for _, ideal in blocks)
+
+
+def size(node: Any) -> int:
+    """Bytes of what a node of a graph gives, if it is a tensor."""
+    value = node.meta.get("val")
+    return value.numel() * value.element_size() if hasattr(value, "numel") else 0
+
+
+def attention_bytes(graph: Any) -> int:
+    """Bytes that its attention kernels read and write, each tensor once."""
+    found = [node for node in graph.nodes if "attention" in str(node.target)]
+    return sum(size(other) for node in found for other in [*node.all_input_nodes, *node.users])
+
+
+def ideal_bytes(graph: Any) -> int:
+    """Bytes of what a graph needs, makes and changes, each read or written once: of a forward pass a block's inputs, weights, outputs
+    and what it saves; of a backward pass what was saved, and the gradients."""
+    [output] = (node for node in graph.nodes if node.op == "output")
+    made = {node for node in output.all_input_nodes if node.op != "placeholder" and "empty" not in str(node.target)}
+    read = {node for node in graph.nodes if node.op == "placeholder" and set(node.users) - {output}}
+    changed = {node.args[0] for node in graph.nodes if "copy_" in str(node.target)}
+    return sum(size(node) for group in (made, read, changed) for node in group)
 
 
 def trace(step: Callable[[], object]) -> list[str] | None:
@@ -163,35 +221,47 @@ def compiled_kernels(cache: Path) -> dict[str, Kernel]:
 
 
 def run_case(python: str, words: list[str], layers: int = LAYERS, steps: int = STEPS) -> dict[str, Any]:
-    """Measure one case in a process of ``python``, with a cache of its own; RuntimeError with what it said if it fails."""
+    """Measure one case in processes of ``python``, with a cache of their own; RuntimeError with what one said if it fails. ``block``:
+    what one layer more launches in a step."""
     with tempfile.TemporaryDirectory(prefix="hpclm-kernels-") as folder:
-        own = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache", "FAKEGPU_LOG": f"{folder}/log.%d"}
-        own |= {"TRITON_CACHE_DIR": f"{folder}/cache/triton"}
-        given = ["--measure", f"{folder}/figures.json", "--layers", str(layers), "--steps", str(steps), *words]
-        done = subprocess.run(
-            [python, __file__, *given], cwd=ROOT, env=os.environ | own, capture_output=True, text=True, timeout=1800
-        )
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(words)}: exit {done.returncode}\n{(done.stdout + done.stderr)[-3000:]}")
-        figures: dict[str, Any] = json.loads(Path(folder, "figures.json").read_text())
-        return figures
+        found = measured(python, words, layers, steps, folder)
+        if "launches" in found:
+            more = measured(python, words, layers + 1, WARM + 3, folder)["launches"]
+            found["block"] = {kind: more[kind] - found["launches"].get(kind, 0) for kind in more}
+        return found
 
 
-def row(name: str, figures: dict[str, Any], more: dict[str, Any]) -> str:
-    """A line of the table; ``more``: the same with one layer more."""
+def measured(python: str, words: list[str], layers: int, steps: int, folder: str) -> dict[str, Any]:
+    """What ``measure`` finds in a process of ``python``, and its kernels."""
+    own = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache", "FAKEGPU_LOG": f"{folder}/log.%d"}
+    own |= {"TRITON_CACHE_DIR": f"{folder}/cache/triton"}
+    given = ["--measure", f"{folder}/figures.json", "--layers", str(layers), "--steps", str(steps), *words]
+    done = subprocess.run(
+        [python, __file__, *given], cwd=ROOT, env=os.environ | own, capture_output=True, text=True, timeout=1800
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words)}: exit {done.returncode}\n{(done.stdout + done.stderr)[-3000:]}")
+    figures: dict[str, Any] = json.loads(Path(folder, "figures.json").read_text())
+    return figures
+
+
+def row(name: str, figures: dict[str, Any]) -> str:
+    """A line of the table."""
     micro = 2  # micro-batches of the step that is counted
-    counts = {kind: (more["launches"][kind] - n) / micro for kind, n in figures["launches"].items()}
+    known = "launches" in figures  # not on a GPU
+    counts = {kind: n / micro for kind, n in figures["block"].items()} if known else {}
     kernels = figures["kernels"].values()
     cells = [
         name,
-        ", ".join(f"{n:g} {kind}" for kind, n in sorted(counts.items()) if n),
+        ", ".join(f"{n:g} {kind}" for kind, n in sorted(counts.items()) if n) or "-",
         f"{len(kernels)}",
         f"{max((k['registers'] for k in kernels), default=0)}",
         f"{sum(k['spilled'] > 0 for k in kernels)}, {max((k['spilled'] for k in kernels), default=0)} B",
         f"{max((k['shared'] for k in kernels), default=0) / 1024:.0f}",
+        f"{figures['moved'] / figures['ideal']:.2f}" if figures["ideal"] else "-",
         f"{figures['breaks']}",
         f"{figures['recompiled']}",
-        f"{sum(figures['waits'].values())}",
+        f"{sum(figures['waits'].values())}" if known else "-",
         f"{figures['peak'] / 2**20:,.0f}",
         f"{figures['planner'] / figures['peak']:.3f}",
     ]
@@ -200,7 +270,7 @@ def row(name: str, figures: dict[str, Any], more: dict[str, Any]) -> str:
 
 HEADER = (
     "| preset, engine | kernels of a block and micro-batch | Triton kernels | most registers | "
-    "kernels that spill, most | shared memory, KiB | graph breaks | compiled again | host waits a step | peak MiB | "
+    "kernels that spill, most | shared memory, KiB | bytes / ideal fusion | graph breaks | compiled again | host waits a step | peak MiB | "
     "planner / peak |"
 )
 
@@ -220,16 +290,17 @@ def main() -> int:
         return 0
     lab = os.environ.get("HPCLM_STANDIN")
     python = str(Path(lab) / "python") if lab else sys.executable
+    code = 0
     print(HEADER, "|---" * (HEADER.count("|") - 1) + "|", sep="\n", flush=True)
     for name, words in CASES.items():
-        if not args.words or any(word in name for word in args.words):
+        if not args.words or name in args.words or any(word in name for word in args.words if word not in CASES):
             try:
-                more = run_case(python, words, args.layers + 1, WARM + 3)
-                print(row(name, run_case(python, words, args.layers, args.steps), more), flush=True)
+                print(row(name, run_case(python, words, args.layers, args.steps)), flush=True)
             except RuntimeError as error:
+                code = 1
                 print(f"| {name} | failed |", flush=True)
                 print(error, file=sys.stderr, flush=True)
-    return 0
+    return code
 
 
 if __name__ == "__main__":

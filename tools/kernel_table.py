@@ -129,7 +129,6 @@ class Traffic:
         """From now on."""
         import torch._inductor.config
         import torch._inductor.metrics
-        import torch._logging
         from torch._inductor.custom_graph_pass import CustomGraphPass
 
         graphs = self.graphs = list[tuple[int, int, int]]()
@@ -143,7 +142,6 @@ class Traffic:
             def uuid(self) -> str:
                 return "it changes nothing"
 
-        torch._logging.set_logs(inductor_metrics=True)
         torch._inductor.config.post_grad_custom_post_pass = Begin()
 
     def of_blocks(self) -> tuple[int, int]:
@@ -234,7 +232,7 @@ def run_case(python: str, words: list[str], layers: int = LAYERS, steps: int = S
 def measured(python: str, words: list[str], layers: int, steps: int, folder: str) -> dict[str, Any]:
     """What ``measure`` finds in a process of ``python``, and its kernels."""
     own = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache", "FAKEGPU_LOG": f"{folder}/log.%d"}
-    own |= {"TRITON_CACHE_DIR": f"{folder}/cache/triton"}
+    own |= {"TRITON_CACHE_DIR": f"{folder}/cache/triton", "TORCH_LOGS": "inductor_metrics"}  # which Inductor counts for
     given = ["--measure", f"{folder}/figures.json", "--layers", str(layers), "--steps", str(steps), *words]
     done = subprocess.run(
         [python, __file__, *given], cwd=ROOT, env=os.environ | own, capture_output=True, text=True, timeout=1800

@@ -29,6 +29,8 @@ class EngineCosts:
     gathered: BytesPerParameter = BytesPerParameter(2)
     """Copies of the weights in the compute type: ``replicated`` for the whole stage; ``sharded`` for layers other than blocks, and
     for one block at a time, in the backward pass two."""
+    kept: float = 0
+    """Sharded parameters that, once gathered in the forward pass, stay until the backward pass, the last ones of a stage."""
     casts: int = 0
     """Bytes per parameter of the casts that a block's forward pass saves for the backward pass."""
     working: float = 0
@@ -140,7 +142,8 @@ def _deepspeed(engine: EngineConfig, common: EngineCosts, pipeline: int) -> Engi
         gradients=whole if stage == 1 else BytesPerParameter(0, element if on_cpu else 4),
         optimizer=BytesPerParameter() if on_cpu else BytesPerParameter(0, 4 + common.optimizer.replicated),
         gathered=BytesPerParameter(0, element if stage == 3 else 0),
-        buckets=0 if pipeline > 1 else 2 * bucket,
+        kept=5e8,  # those needed again before 1e9 others are
+        buckets=bucket * (0 if pipeline > 1 else 1 if stage == 3 else 2),  # stages 1 and 2 fill one while they send one
         table=8 - element,
         reduced=4 if fp32 else element,
         all_reduced=pipeline > 1,

@@ -81,7 +81,8 @@ def of_stage(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stag
 def copies(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) -> float:
     """Weights that were cast or gathered, while one block computes, and buckets."""
     own, block = parameters(model, layout, stage), count.block(model) / layout.tensor
-    gathered = costs.gathered.replicated * own + costs.gathered.sharded * (own - (stage.blocks - 1) * block)
+    at_once = max(own - (stage.blocks - 1) * block, min(own, costs.kept))
+    gathered = costs.gathered.replicated * own + costs.gathered.sharded * at_once
     return gathered + casts(model, layout, costs, stage) + costs.buckets
 
 

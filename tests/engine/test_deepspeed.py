@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hpclm.errors import ConfigError
-from tests import ranks
+from tests import parity, ranks
 from tests.engine import sharded
 from tests.parity import TINY, alone, trained
 
@@ -169,6 +169,19 @@ LEARNS = {
 def test_in_every_way_it_learns_what_one_process_learns(words):
     size, own, shared = words
     close(trained(size, *ZERO, *own, *shared, steps=20 if shared else 6), alone(*NATIVE, *shared))
+
+
+def test_a_compiled_block_whose_weights_are_sharded_is_one_graph():
+    for losses, graphs, breaks in ranks.run(2, compiled, [*ZERO, "engine.zero_stage=3", "engine.compile=true"]):
+        assert losses == pytest.approx(alone(*NATIVE)["losses"][:4], abs=1e-5) and graphs and not breaks
+
+
+def compiled(words):
+    """Losses, graphs and graph breaks of some steps, without kernels, which take long to compile."""
+    compile = torch.compile
+    torch.compile = lambda function, **given: compile(function, **{**given, "backend": "aot_eager"})
+    losses, counters = parity.train(words, 4)["losses"], torch._dynamo.utils.counters
+    return losses, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
 @pytest.mark.whole  # compiles DeepSpeed's access to disks, once

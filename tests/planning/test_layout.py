@@ -77,6 +77,13 @@ def test_zero_keeps_what_its_paper_says(stage, expected):
     assert found.weights + found.gradients + found.optimizer == pytest.approx(expected * count.parameters(MODEL))
 
 
+def test_deepspeed_keeps_weights_gathered_that_it_needs_again_soon():
+    chosen = engines.costs(EngineConfig(name="deepspeed", zero_stage=3), 2, ParallelConfig())
+    large, small = (memory.of_stages(replace(MODEL, layers=n), Layout(data=64), chosen)[0].buffers for n in (100, 2))
+    assert large == pytest.approx(2 * 5e8 + 2 * 5e8, rel=0.01)  # a bucket of gradients, and weights
+    assert small == pytest.approx(2 * 5e8 + 2 * count.parameters(replace(MODEL, layers=2)), rel=0.01)
+
+
 @pytest.mark.parametrize("element, expected", ((2, 4 + 2 + 12 / 64), (4, 4 + 4 + 8 / 64)))
 def test_native_can_divide_its_optimizer_over_the_replicas(element, expected):
     chosen = engines.costs(EngineConfig(zero_stage=1), element, ParallelConfig())

@@ -6,6 +6,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 
 from hpclm.config import EngineSettings
@@ -25,8 +26,17 @@ def stack(config: EngineSettings, mesh: Mesh, dtype: torch.dtype, wrap: WrapLaye
     """The whole model."""
     model = whole_model(config, mesh, dtype, wrap, backward="once")
     if config.engine.compile:
+        if stage_of(config.engine) == 3 and not config.engine.offload_folder:  # from disks a few weights come at a time
+            gather_blocks(model)
         model.compile_blocks(whole=False)  # its hooks break graphs
     return model
+
+
+def gather_blocks(model: Stack) -> None:
+    """Stage 3: gather all weights of a block before it runs; hooks that gather those of a layer inside it would break its graph."""
+    for name, layer in model.layers.items():
+        if name.startswith("block"):
+            set_z3_leaf_module(layer, True)
 
 
 class ReplicatedEngine(BaseEngine):

@@ -8,6 +8,7 @@ from typing import Any
 from hpclm.config import ModelConfig
 from hpclm.data.tokenizers import mismatch
 from hpclm.errors import ConfigError
+from hpclm.optim.optimizers import OPTIMIZERS
 
 FREE = {"dropout", "attention_dropout", "init_std", "kernels", "attention"}
 """Model settings that may change when a run is resumed."""
@@ -25,20 +26,23 @@ OF_DATASETS = {
 """What a dataset has if a key of its fingerprint differs."""
 
 
-def fingerprint(model: ModelConfig, seed: int, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What must not change when a run is resumed: the network, the seed, and the data and their order.
+def fingerprint(
+    model: ModelConfig, seed: int, data: Mapping[str, Any] | None = None, optimizer: str = "adamw"
+) -> dict[str, Any]:
+    """What must not change when a run is resumed: the network, the seed, the data and their order, and what the optimizer keeps.
 
-    ``data``: the fingerprint of its source; None if that is unknown.
+    ``data``: the fingerprint of its source; None if that is unknown. ``optimizer``: optim.name.
     """
     shape = {key: value for key, value in vars(model).items() if key not in FREE}
-    return {"model": shape, "seed": seed} | ({} if data is None else {"data": data})
+    known = {"model": shape, "seed": seed, "optim": {"name": OPTIMIZERS[optimizer].family}}
+    return known | ({} if data is None else {"data": data})
 
 
 def check_fingerprint(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """ConfigError that lists what differs between the run that saved a checkpoint and the one that would resume from it."""
     wrong = [*tokenizer_clash(saved, now.get("data", {}).get("tokenizer")), *differences(saved, now)]
     if wrong:
-        head = f"{folder} was saved with another model, data or seed, which must not change when a run is resumed"
+        head = f"{folder} was saved with another model, optimizer, data or seed, which must not change when a run is resumed"
         raise ConfigError([f"{head}; revert the following settings, or start a new run with another out=:", *wrong])
 
 
@@ -53,7 +57,8 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The differences between two fingerprints, one sentence each, except for tokenizers."""
     if "model" in saved:
         then = {name: DEFAULTS[name] for name in now.get("model", {}) if name in DEFAULTS}
-        saved = {**saved, "model": {**then, **saved["model"]}}
+        optim = {"optim": {"name": "adamw"}} if "optim" in now else {}
+        saved = {**optim, **saved, "model": {**then, **saved["model"]}}
     before, after = _leaves(saved), _leaves(now)
     changed = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
     return [

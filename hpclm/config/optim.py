@@ -17,10 +17,11 @@ SCHEDULES = {name: f"hpclm.optim.schedules:{name}" for name in _NAMES.split()}
 
 @dataclass(frozen=True)
 class OptimConfig(Checked):
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
-    name: Literal["adamw", "apex_adam", "cpu_adam"] = "adamw"
-    """Implementation of AdamW: PyTorch's fused one, NVIDIA apex's FusedAdam, or DeepSpeed's for offloaded optimizers."""
+    name: Literal["adamw", "apex_adam", "cpu_adam", "muon"] = "adamw"
+    """AdamW: PyTorch's fused one, NVIDIA apex's FusedAdam (apex_adam), or DeepSpeed's for offloaded optimizers (cpu_adam).
+    muon: Muon (Jordan et al. 2024) for the matrices of the blocks, AdamW for all other weights."""
     lr: float = 6e-4
     """Peak learning rate."""
     min_lr: float = 6e-5
@@ -33,6 +34,20 @@ class OptimConfig(Checked):
     """Decoupled weight decay."""
     decayed: Literal["matrices", "all"] = "matrices"
     """What decays: matrices (Megatron: no biases, no norms) or all (fairseq)."""
+    momentum: float = 0.95
+    """Muon's momentum."""
+    nesterov: bool = True
+    """Nesterov momentum in Muon."""
+    newton_schulz_steps: int = 5
+    """Newton-Schulz iterations that orthogonalise Muon's updates."""
+    newton_schulz_type: Literal["bf16", "fp32"] = "bf16"
+    """Type in which they compute; whole matrices are sent in it too."""
+    adjust: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Scale of Muon's updates, for a matrix of A x B: 0.2 sqrt(max(A, B)), so that AdamW's learning rate and decay suit it
+    too (Liu et al. 2025), or sqrt(max(1, A / B)) (Jordan et al. 2024)."""
+    split: bool = True
+    """Muon takes queries, keys and values, and gate and up of a gated MLP, as separate matrices (Jordan et al. 2024);
+    false: each weight as it is stored."""
     clip: float = 1.0
     """Maximum global gradient norm; 0: no clipping."""
     schedule: str = "cosine"
@@ -69,12 +84,16 @@ class OptimConfig(Checked):
         """Invalid optimizer settings."""
         amounts = ("lr", "min_lr", "eps", "weight_decay", "clip", "spike", "warmup", "warmup_start")
         yield from at_least(0, "optim", **{name: getattr(self, name) for name in amounts})
-        counts = ("schedule_length", "period", "wsd_decay", "nonfinite_limit")
+        counts = ("schedule_length", "period", "wsd_decay", "nonfinite_limit", "newton_schulz_steps")
         yield from at_least(1, "optim", **{name: getattr(self, name) for name in counts})
         if not (self.power > 0 and math.isfinite(self.power)):
             yield f"optim.power={self.power} must be more than 0"
         if not all(0 <= beta < 1 for beta in self.betas):
             yield f"optim.betas={list(self.betas)} must each be at least 0 and less than 1"
+        yield from fraction("optim", momentum=self.momentum)
+        for name in ("momentum", "nesterov", "newton_schulz_steps", "newton_schulz_type", "adjust", "split"):
+            if self._changed(name) and self.name != "muon":
+                yield f"optim.{name}={getattr(self, name)} has no effect with optim.name={self.name}; it is for muon"
         wrong = problem("optim.schedule", self.schedule, SCHEDULES)
         if wrong:
             yield wrong

@@ -35,6 +35,8 @@ class Supports:
     """module:name of a function that yields further problems of a RunConfig."""
 
 
+MUON = ("adamw", "apex_adam", "muon")
+"""Optimizers of an engine that can gather whole matrices."""
 OPTIONAL = (
     *("bucket_mb", "gradients", "extra"),
     *("offload_folder", "compile", "offload_activations", "defer_reduction"),
@@ -65,6 +67,7 @@ SUPPORTS = {
         hybrid=(1,),
         options=("bucket_mb", "gradients", "compile", "offload_activations"),
         compiled=True,
+        optimizers=MUON,
     ),
     "deepspeed": Supports(
         "hpclm.engine.deepspeed:build",
@@ -88,6 +91,7 @@ SUPPORTS = {
         hybrid=(3, 2),
         options=("gradients", "compile", "offload_activations", "defer_reduction"),
         compiled=True,
+        optimizers=MUON,
     ),
     "pipelining": Supports(
         "hpclm.engine.pipelining:PipeliningEngine",
@@ -95,5 +99,6 @@ SUPPORTS = {
         alone=False,
         schedules=("1f1b", "gpipe", "interleaved", "zero_bubble"),
         counts=needed,
+        optimizers=MUON,
     ),
 }

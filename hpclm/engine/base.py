@@ -15,17 +15,20 @@ from hpclm.config.model import BLOCKS
 from hpclm.data.batches import Batch
 from hpclm.engine import SavedState, Shard, StepResult, keep_going
 from hpclm.engine.gradient_buckets import GradientBuckets
+from hpclm.engine.matrix_exchange import MatrixExchange
 from hpclm.engine.save_plan import SavePlan
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.state import TrainingState
 from hpclm.engine.step import StepInputs, Timers, gradient_norm, mean_loss, seed_step, step_inputs
+from hpclm.errors import ConfigError
 from hpclm.model import gpt
 from hpclm.model.gpt import LayerSpec
 from hpclm.model.init import TensorParallelModule
 from hpclm.model.loss import Backward, TokenLoss
 from hpclm.model.stack import Stack, Stages, WrapLayer, check_shapes
 from hpclm.optim.adamw import update
-from hpclm.optim.optimizers import OPTIMIZERS, optimizer_of
+from hpclm.optim.muon import Muon
+from hpclm.optim.optimizers import OPTIMIZERS, optimizer_of, orthogonal
 from hpclm.optim.scaler import LossScale
 from hpclm.parallel.collectives import all_reduce, all_reduce_in_place
 from hpclm.parallel.mesh import SINGLE, Mesh
@@ -57,6 +60,9 @@ class BaseEngine:
         self.config, self.mesh, self.device, self.model = config, mesh, device, model
         self.weights = tuple(weights)
         self.optimizer = optimizer_of(self.weights, config.optim)
+        if isinstance(self.optimizer, Muon):
+            matrices = [weight for weight in self.weights if orthogonal(weight.name, weight.shape)]
+            self.optimizer.share(MatrixExchange(matrices, mesh), config.model)
         self.state = TrainingState(self.optimizer, OPTIMIZERS[config.optim.name])
         self.timers = Timers(device, config.timers)
         self.scale = LossScale.first(config.scaler) if model.dtype == torch.float16 else None
@@ -188,10 +194,23 @@ class BaseEngine:
         """Load a saved state."""
         given = {name.removeprefix("model."): shape for name, shape in saved.shapes().items() if name[:6] == "model."}
         check_shapes(self.model.placements, self._expected(given))
+        if scalars["optimizer_steps"]:
+            self._check_optimizer(saved.shapes())
         self.state.load(self.save_plan, saved, scalars["optimizer_steps"])
         self.refresh()
         if self.scale:
             self.scale = LossScale.of(scalars["loss_scale"], self.config.scaler)
+
+    def _check_optimizer(self, given: Collection[str]) -> None:
+        """ConfigError if a saved state is not of this optimizer."""
+        kind, name = self.state.kind, self.config.optim.name
+        needed = [f"optim.{part}.{w.name}" for w in self.weights for part in kind.state(w.name, w.shape)]
+        missing = [tensor for tensor in needed if tensor not in given]
+        if missing:
+            raise ConfigError(
+                f"the checkpoint has no {missing[0]}, which optim.name={name} needs: it was saved with another optimizer; set "
+                f"optim.name to that, or start a new run from its weights with checkpoint.init_from"
+            )
 
     def _expected(self, given: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """The saved weights, out of ``given``, that this process must know: all but those of other stages' layers."""

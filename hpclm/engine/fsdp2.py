@@ -115,10 +115,15 @@ def sharded(name: str, weight: Tensor, model: Stack, mesh: Mesh) -> tuple[DTenso
     assert isinstance(weight, DTensor)
     rows, *row = model.placements[name].local(mesh.tp)
     own = nn.Parameter(weight.to_local().detach())  # the same memory, without DTensor's overhead on every operation
-    begin = mesh.shard.rank * -(-rows // mesh.shard.size) * prod(row)
+    size, each = rows * prod(row), -(-rows // mesh.shard.size) * prod(row)
+
+    def run(rank: int) -> tuple[int, int]:
+        return min(rank * each, size), min(each, max(0, size - rank * each))
+
+    begin, _ = run(mesh.shard.rank)
     if name in model.init_specs:
         model.init_specs[name].fill(own.detach().view(-1), begin, mesh.tp)
-    return weight, ShardedParameter(name, own, model.placements[name], begin, copies=mesh.replicate)
+    return weight, ShardedParameter(name, own, model.placements[name], begin, copies=mesh.replicate, run=run)
 
 
 def groups(model: Stack) -> Iterator[FSDPModule]:

@@ -6,7 +6,7 @@ their copies in the compute type. With parallel.shard this happens in groups of 
 all-reduced.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -58,11 +58,12 @@ class ShardedOptimizerEngine(BaseEngine):
             for kind in kinds
             for group in grouped(reversed(kind), size)
         ]
-        runs = {p: (begin, own) for bucket in self.buckets for p, begin, own in bucket.runs()}
+        runs = {p: (bucket.run(p), own) for bucket in self.buckets for p, own in bucket.own()}
         self.whole = [ShardedParameter(name, master, model.placements[name]) for name, _, master in named]
         weights = [
-            ShardedParameter(name, runs[master][1], model.placements[name], runs[master][0], copies=mesh.replicate)
+            ShardedParameter(name, own, model.placements[name], run(mesh.shard.rank)[0], copies=mesh.replicate, run=run)
             for name, _, master in named
+            for run, own in [runs[master]]
         ]
         super().__init__(config, mesh, device, model, weights)
         reduced = dtype if config.engine.gradients == "compute" else torch.float32
@@ -92,6 +93,7 @@ class ShardedBucket(Bucket):
         sizes = [aligned(p.numel(), ALIGN) for p, _ in parameters]
         self.axis = axis
         share = aligned(sum(sizes), ALIGN * axis.size) // axis.size
+        self.share = share
         self.begin, self.end = axis.rank * share, (axis.rank + 1) * share
         super().__init__([p for p, _ in parameters], [0, *accumulate(sizes[:-1])], share * axis.size)
         self.weights = self.buffer.new_zeros(len(self.buffer), dtype=parameters[0][1].dtype)
@@ -100,16 +102,26 @@ class ShardedBucket(Bucket):
             self.masters = self.buffer.new_zeros(share)
         self._adopt(parameters)
 
-    def runs(self) -> Iterator[tuple[nn.Parameter, int, nn.Parameter]]:
-        """Of each parameter: where the run of its values in this replica's shard begins, and that run, perhaps empty, as a
-        parameter of the optimizer."""
+    def run(self, parameter: nn.Parameter) -> Callable[[int], tuple[int, int]]:
+        """Rank of a replica -> where the run of a parameter's values in its shard begins, and how many they are."""
+        start = next(start for p, start in zip(self.parameters, self.starts, strict=True) if p is parameter)
+        size, share = parameter.numel(), self.share
+
+        def of(rank: int) -> tuple[int, int]:
+            low, high = (min(max(rank * share - start, 0), size) for rank in (rank, rank + 1))
+            return low, high - low
+
+        return of
+
+    def own(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """Each parameter, and the run of its values in this replica's shard, perhaps empty, as a parameter of the optimizer."""
         for parameter, start in zip(self.parameters, self.starts, strict=True):
-            low = min(max(start, self.begin), start + parameter.numel())
-            high = max(low, min(start + parameter.numel(), self.end))
+            begin, count = self.run(parameter)(self.axis.rank)
+            low = start + begin
             at = min(max(low - self.begin, 0), len(self.masters))
-            own = nn.Parameter(self.masters[at : at + high - low])
-            own.grad = self.buffer[low:high]
-            yield parameter, low - start, own
+            own = nn.Parameter(self.masters[at : at + count])
+            own.grad = self.buffer[low : low + count]
+            yield parameter, own
 
     def gather(self) -> Any:
         """Start to all-gather the weights from the replicas' shards; the work to wait for."""

@@ -1,6 +1,6 @@
 """The weights as an optimizer sees them: which values of each logical tensor this process holds."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -25,6 +25,8 @@ class ShardedParameter:
     """How many it holds; None: all of ``parameter``, which has no padding then."""
     copies: Axis = SINGLE
     """The ranks of the data axis that hold the same values; they share the work of saving and loading them."""
+    run: Callable[[int], tuple[int, int]] | None = None
+    """Rank of mesh.shard -> index of the first value that it holds, and how many it holds; None: each rank holds all."""
     duplicate: bool = False
     """Whether another pipeline stage holds it too, and that stage saves and counts it."""
 

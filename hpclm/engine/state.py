@@ -50,7 +50,7 @@ class TrainingState:
         """Load the weights, and the optimizer's state if there were ``steps`` updates."""
         for number, weight in enumerate(plan.weights):
             plan.load(number, f"model.{weight.name}", saved, weight.parameter)
-            names = self.kind.state(weight.shape) if steps else ()
+            names = self.kind.state(weight.name, weight.shape) if steps else ()
             tensors = {name: torch.empty_like(weight.parameter) for name in names}
             for name, values in tensors.items():
                 plan.load(number, f"optim.{name}.{weight.name}", saved, values)

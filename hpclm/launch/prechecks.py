@@ -116,7 +116,7 @@ def _check_init_from(run: RunConfig, source: "Source | None") -> None:
     from hpclm.checkpoint.fingerprint import fingerprint
     from hpclm.checkpoint.init_from import check_init_from
 
-    now = fingerprint(run.model, run.seed, None if source is None else source.fingerprint)
+    now = fingerprint(run.model, run.seed, None if source is None else source.fingerprint, run.optim.name)
     check_init_from(run.checkpoint.init_from, Path(run.out) / "checkpoints", now)
 
 
@@ -125,7 +125,7 @@ def _check_history(run: RunConfig, source: "Source | None", resume_step: int | N
     from hpclm.checkpoint.fingerprint import check_fingerprint, fingerprint
 
     out, path = Path(run.out), Path(run.out) / "config.yaml"
-    now = fingerprint(run.model, run.seed, None if source is None else source.fingerprint)
+    now = fingerprint(run.model, run.seed, None if source is None else source.fingerprint, run.optim.name)
     if resume_step is not None or os.path.lexists(out / "checkpoints"):
         from hpclm.checkpoint import resumable
 
@@ -135,4 +135,5 @@ def _check_history(run: RunConfig, source: "Source | None", resume_step: int | N
             return
     if queued and path.is_file():
         before = config.load(path)
-        check_fingerprint(path, fingerprint(before.model, before.seed), fingerprint(run.model, run.seed))
+        then, new = (fingerprint(each.model, each.seed, optimizer=each.optim.name) for each in (before, run))
+        check_fingerprint(path, then, new)

@@ -19,7 +19,15 @@ def bare(method: Any) -> Any:
     return getattr(method, "__wrapped__", method)
 
 
-class AdamW(torch.optim.AdamW):
+class Scaled:
+    """An optimizer whose step divides gradients by ``grad_scale``, and changes nothing if ``found_inf`` is 1, both tensors of one
+    value on the device, as torch.amp.GradScaler sets them on fused optimizers."""
+
+    grad_scale: Tensor
+    found_inf: Tensor
+
+
+class AdamW(Scaled, torch.optim.AdamW):
     """PyTorch's AdamW without the decorators that import torch._dynamo, which takes every process a second."""
 
     add_param_group = bare(torch.optim.AdamW.add_param_group)
@@ -58,9 +66,8 @@ def update(optimizer: torch.optim.Optimizer, norm: Tensor, limit: float, scale: 
     the update is skipped, and the step count does not change.
     """
     coefficient = (limit / (norm / scale + 1e-6)).clamp(max=1.0) if limit else torch.ones_like(norm)
-    if isinstance(optimizer, torch.optim.AdamW):
-        amp: Any = optimizer  # the attributes that torch.amp.GradScaler sets on fused optimizers
-        amp.grad_scale, amp.found_inf = scale / coefficient, bad
+    if isinstance(optimizer, Scaled):
+        optimizer.grad_scale, optimizer.found_inf = scale / coefficient, bad
         optimizer.step()
     elif not bad:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -91,4 +98,4 @@ def set_state(optimizer: torch.optim.Optimizer, parameter: Tensor, tensors: Mapp
     optimizer.state[parameter] = dict(tensors)
     if not steps_by_group(optimizer):
         counted = torch.tensor(float(steps), device=parameter.device)
-        optimizer.state[parameter]["step"] = counted if isinstance(optimizer, torch.optim.AdamW) else steps
+        optimizer.state[parameter]["step"] = counted if isinstance(optimizer, Scaled) else steps

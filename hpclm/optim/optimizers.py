@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
     from hpclm.config import OptimConfig
 
-MATRIX = (1, 1)
+MATRIX = "block0.mlp.up.weight", (1, 1)
+"""Name and shape of a matrix, which is what most parameters belong to."""
 
 
 class Weight(Protocol):
@@ -36,25 +37,38 @@ class OptimizerKind:
 
     path: str
     """module:name of the function that makes it from (weights, optim)."""
-    state: Callable[[Sequence[int]], tuple[str, ...]]
-    """Shape of a weight -> names of the tensors kept for it, each of that shape and in fp32; checkpoints have them under these
-    names."""
+    state: Callable[[str, Sequence[int]], tuple[str, ...]]
+    """Name and shape of a weight -> names of the tensors kept for it, each of that shape and in fp32; checkpoints have them under
+    these names."""
+    family: str = "adamw"
+    """The same for optimizers that can resume from each other's state."""
 
     @property
     def bytes_per_parameter(self) -> int:
         """Bytes of state for a parameter of a matrix."""
-        return 4 * len(self.state(MATRIX))
+        return 4 * len(self.state(*MATRIX))
 
 
-def moments(shape: Sequence[int]) -> tuple[str, ...]:
+def moments(name: str, shape: Sequence[int]) -> tuple[str, ...]:
     """Adam's."""
     return "exp_avg", "exp_avg_sq"
+
+
+def orthogonal(name: str, shape: Sequence[int]) -> bool:
+    """Whether Muon updates a weight: a matrix of a block, not embeddings, the output projection, norms or biases."""
+    return len(shape) == 2 and name.startswith("block")
+
+
+def momentum(name: str, shape: Sequence[int]) -> tuple[str, ...]:
+    """Muon's, and Adam's moments of the other weights."""
+    return ("momentum_buffer",) if orthogonal(name, shape) else moments(name, shape)
 
 
 OPTIMIZERS = {
     "adamw": OptimizerKind("hpclm.optim.adamw:fused_adamw", moments),
     "apex_adam": OptimizerKind("hpclm.optim.adamw:apex_adam", moments),
     "cpu_adam": OptimizerKind("hpclm.engine.deepspeed.library:cpu_adam", moments),
+    "muon": OptimizerKind("hpclm.optim.muon:Muon", momentum, "muon"),
 }
 
 

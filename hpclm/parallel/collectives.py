@@ -80,6 +80,17 @@ def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:
     return x
 
 
+def all_to_all(sent: Sequence[Tensor], counts: Sequence[int], like: Tensor, axis: Axis) -> Sequence[Tensor]:
+    """Send a vector to each of the first processes, and receive ``counts`` values from each of the first; vectors as ``like``."""
+    if axis.size == 1:
+        return sent
+    sizes = [len(vector) for vector in sent] + [0] * (axis.size - len(sent))
+    counts = [*counts, *[0] * (axis.size - len(counts))]
+    out = like.new_empty(sum(counts))
+    dist.all_to_all_single(out, torch.cat([like[:0], *sent]), counts, sizes, group=axis.group)
+    return out.split(counts)
+
+
 def all_reduce_in_place(tensors: Sequence[Tensor], axis: Axis) -> None:
     """All-reduce (sum) tensors in place, those of one type together."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors) if axis.size > 1 else ():

@@ -53,6 +53,8 @@ class Mesh:
     replicate: Axis = SINGLE
     """The ranks of dp that hold the same shards as this one."""
     tp: Axis = SINGLE
+    holders: Axis = SINGLE
+    """The shard x tp processes that together hold one copy of the shards of a stage's weights."""
     model: Axis = SINGLE
     """The pp x tp processes that together hold one copy of the model."""
     world: Axis = SINGLE
@@ -92,6 +94,7 @@ class Mesh:
                 [[at(p, d, t) for d in group] for p in stages for group in zip(*sharing, strict=True) for t in slots]
             ),
             tp=axis([[at(p, d, t) for t in slots] for p in stages for d in replicas]),
+            holders=axis([[at(p, d, t) for d in group for t in slots] for p in stages for group in sharing]),
             model=axis([[at(p, d, t) for p in stages for t in slots] for d in replicas]),
             world=axis([range(size)]),
         )

@@ -26,6 +26,8 @@ class EngineCosts:
     weights: BytesPerParameter = BytesPerParameter(4)
     gradients: BytesPerParameter = BytesPerParameter(4)
     optimizer: BytesPerParameter = BytesPerParameter(8)
+    outside: float = 0.0
+    """Optimizer state of a parameter outside of the blocks beyond that of one in them, in parts of the latter."""
     gathered: BytesPerParameter = BytesPerParameter(2)
     """Copies of the weights in the compute type: ``replicated`` for the whole stage; ``sharded`` for layers other than blocks, and
     for one block at a time, in the backward pass two."""
@@ -69,8 +71,10 @@ def costs(engine: EngineConfig, element: int, parallel: ParallelConfig, optimize
     cast = element if element < 4 else 0
     in_place = bool(cast) and not engine.offload_activations
     """Whether products add to the fp32 gradients, so that the embedding needs no gradient of a micro-batch."""
+    kind = OPTIMIZERS[optimizer]
     common = EngineCosts(
-        optimizer=BytesPerParameter(OPTIMIZERS[optimizer].bytes_per_parameter),
+        optimizer=BytesPerParameter(kind.bytes_per_parameter),
+        outside=4 * len(kind.state("tokens.weight", (1, 1))) / kind.bytes_per_parameter - 1,
         gathered=BytesPerParameter(cast),
         element=element,
         loss_chunk=engine.loss_chunk,

@@ -58,6 +58,7 @@ def of_stage(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stag
     weights, gradients, optimizer = (
         part.on(layout.sharing) * own for part in (costs.weights, costs.gradients, costs.optimizer)
     )
+    optimizer *= 1 + costs.outside * (1 - stage.blocks * count.block(model) / layout.tensor / own)
     if costs.deferred and layout.accumulation > 1:
         gradients = costs.reduced * own  # whole until the last backward pass
     held = activations(model, layout, costs, stage)

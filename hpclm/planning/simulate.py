@@ -138,7 +138,13 @@ def micro_batch(run: RunConfig) -> Batch:
 
 def _collectives(calls: Counter[Collective], sizes: Counter[Collective], mesh: Mesh) -> list[CollectiveTotal]:
     """Each kind of collective, with the mesh's axis that its group is; the most specific of axes with the same ranks."""
-    axes = {"all ranks": mesh.world, "model": mesh.model, "pipeline": mesh.pp, "shard": mesh.shard}
+    axes = {
+        "all ranks": mesh.world,
+        "model": mesh.model,
+        "shard x tensor": mesh.holders,
+        "pipeline": mesh.pp,
+        "shard": mesh.shard,
+    }
     axes |= {"replicate": mesh.replicate, "data": mesh.dp, "tensor": mesh.tp}
     names = {axis.ranks: name for name, axis in axes.items() if axis.size > 1}
     return [

@@ -182,7 +182,7 @@ def _lease(out: Path) -> Lease:
 
 def check_start(config: RunConfig, source: Source, resume_step: int | None) -> None:
     """ConfigError where the run cannot start, or resume, with these settings from the checkpoint that it would take."""
-    out, now = Path(config.out), fingerprint(config.model, config.seed, source.fingerprint)
+    out, now = Path(config.out), fingerprint(config.model, config.seed, source.fingerprint, config.optim.name)
     candidate = resumable.candidate(out, records.requested_step(out, resume_step))
     resumable.check_resumable(candidate, config.checkpoint.resume, now)
     check_init_from(config.checkpoint.init_from, out / "checkpoints", now)
@@ -205,7 +205,7 @@ def open_state(
     saving, source, out = config.checkpoint, data.source, directory.path
     per_save = math.inf if saving.epochs is None else saving.epochs * source.per_epoch("train")
     retention = Retention(saving.keep_last, saving.keep_every, saving.keep_best, saving.keep_epochs, per_save)
-    now = fingerprint(config.model, config.seed, source.fingerprint)
+    now = fingerprint(config.model, config.seed, source.fingerprint, config.optim.name)
     made = dict(processes=context.size, engine=config.engine.name, parallel=vars(config.parallel), hpclm=__version__)
     store = CheckpointStore(out / "checkpoints", retention, now, context, directory.lease, made | bootstrap.job())
 

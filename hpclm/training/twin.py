@@ -1,7 +1,7 @@
 """A small twin of a run: two blocks of its width, trained for two steps on random tokens, so that two ways to compute can be compared.
 
 What is compared: losses, gradient norms, initial weights, the optimizer's state after one step (Adam's first moment is the clipped
-gradient, times 1 - beta1) and the change of the weights.
+gradient, times 1 - beta1) and the change of the weights. AdamW stands in for Muon, whose updates magnify rounding errors.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hpclm import engine as engines
-from hpclm.config import EngineConfig, EngineSettings, ModelConfig
+from hpclm.config import EngineConfig, EngineSettings, ModelConfig, OptimConfig
 from hpclm.config.plan import Plan
 from hpclm.data.batches import Batch
 from hpclm.engine.base import BaseEngine
@@ -55,7 +55,7 @@ class Twin:
     @classmethod
     def of(cls, settings: EngineSettings, compute: Compute, memory: float, restarts: tuple[bool, bool]) -> "Twin":
         """The twin of a run with these settings, on devices with ``memory`` bytes."""
-        mesh, parallel = compute.mesh, settings.parallel
+        mesh, parallel, optim = compute.mesh, settings.parallel, settings.optim
         stages = parallel.pipeline * parallel.chunks
         model = replace(settings.model, layers=max(BLOCKS, stages), attention_dropout=0.0)
         # scores of attention that differ by about 1: in a narrow model they are otherwise so small that it is a mere mean
@@ -76,14 +76,21 @@ class Twin:
         others = max(n for n in range(1, mesh.dp.size + 1) if mesh.dp.size % n == 0 and n <= most)
         if others < mesh.dp.size:  # masks differ from replica to replica
             model = replace(model, dropout=0.0)
-        clip = min(settings.optim.clip, CLIP)
+        clip = min(optim.clip, CLIP)
         draw = torch.Generator().manual_seed(settings.seed)
         shape = (others, micro_batches, size, model.context + 1)
         twin = replace(
             settings,
             model=model,
             plan=Plan.divide(mesh.dp.size, mesh.dp.size * micro_batches * size, size),
-            optim=replace(settings.optim, clip=clip, eps=EPS * (clip or 1.0)),
+            optim=OptimConfig(
+                name="adamw" if optim.name == "muon" else optim.name,
+                betas=optim.betas,
+                eps=EPS * (clip or 1.0),
+                weight_decay=optim.weight_decay,
+                decayed=optim.decayed,
+                clip=clip,
+            ),
             scaler=replace(settings.scaler, initial=LOSS_SCALE, minimum=min(LOSS_SCALE, settings.scaler.minimum)),
             timers=False,
         )
@@ -117,7 +124,7 @@ class Twin:
             plan=Plan.divide(1, rows.shape[0] * rows.shape[1], rows.shape[1]),
             in_place=False,
         )
-        alone = replace(mesh, dp=SINGLE, shard=SINGLE, replicate=SINGLE, world=mesh.model, nodes=1)
+        alone = replace(mesh, dp=SINGLE, shard=SINGLE, replicate=SINGLE, holders=mesh.tp, world=mesh.model, nodes=1)
         with plain_attention():
             return measured(
                 _built(settings, replace(self.compute, mesh=alone, dtype=dtype)), [self._batch(each) for each in rows]

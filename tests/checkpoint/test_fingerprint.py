@@ -14,6 +14,14 @@ def test_a_setting_that_a_checkpoint_does_not_know_yet_had_its_default_then():
     assert differences(older, now) == ["model.rope_base was 10000.0 and is now 5.0"]
 
 
+def test_another_optimizers_state_is_refused_by_name_also_of_a_checkpoint_that_does_not_tell_it():
+    was, now = (fingerprint(ModelConfig(), 1, optimizer=name) for name in ("apex_adam", "muon"))
+    older = {name: value for name, value in was.items() if name != "optim"}
+    assert differences(was, now) == differences(older, now) == ["optim.name was 'adamw' and is now 'muon'"]
+    assert differences(now, was) == ["optim.name was 'muon' and is now 'adamw'"]
+    assert differences(older, was) == differences(older, fingerprint(ModelConfig(), 1)) == []
+
+
 ONE = {"bin": "a", "idx": "b", "span": [0, 9], "content": None}
 
 

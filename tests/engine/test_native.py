@@ -289,7 +289,7 @@ def mixed(weights, optim):
 
 
 def test_an_optimizers_state_is_saved_under_the_names_that_it_gives_it(monkeypatch):
-    kept = OptimizerKind(f"{__name__}:mixed", lambda shape: ("momentum_buffer" if len(shape) > 1 else "exp_avg",))
+    kept = OptimizerKind(f"{__name__}:mixed", lambda name, shape: ("momentum_buffer" if len(shape) > 1 else "exp_avg",))
     monkeypatch.setitem(OPTIMIZERS, "adamw", kept)
     config = settings(GPT2)
     engine, _ = train(config, 3)

@@ -10,6 +10,7 @@ WORDS = ["engine.precision=fp32", "batch.global_size=12", "batch.micro_size=1", 
 FSDP2, FAIRSCALE, DEEPSPEED = (f"engine.name={name}" for name in ("fsdp2", "fairscale", "deepspeed"))
 ZERO1, ZERO2, ZERO3 = (f"engine.zero_stage={stage}" for stage in (1, 2, 3))
 SHARD, TENSOR, PIPELINE = "parallel.shard=2", "parallel.tensor=2", "parallel.pipeline=2"
+MUON = ["optim.name=muon", "optim.newton_schulz_type=fp32", *STYLES["llama"]]
 CHAINS = {
     "native": [(2, [ZERO1]), (1, []), (3, [ZERO1])],
     "sharded": [(3, [FSDP2]), (4, [FAIRSCALE, TENSOR]), (2, [FSDP2, ZERO2]), (1, [])],
@@ -18,15 +19,16 @@ CHAINS = {
     "zero3": [(1, []), (3, [DEEPSPEED, ZERO3]), (2, [DEEPSPEED, ZERO3]), (1, [])],
     "pipeline": [(1, []), (2, [DEEPSPEED, PIPELINE]), (2, ["engine.name=pipelining", PIPELINE]), (1, [])],
     "zero2": [(4, [ZERO1, TENSOR]), (4, [DEEPSPEED, ZERO2]), (2, [DEEPSPEED, ZERO2]), (2, [DEEPSPEED, "engine.zero_stage=0"])],
+    "muon": [(3, [FSDP2]), (4, [ZERO1, TENSOR]), (2, ["engine.name=pipelining", PIPELINE]), (4, [FSDP2, SHARD]), (1, [])],
     "fairscale": [(3, [FAIRSCALE, ZERO2]), (4, [ZERO1, TENSOR]), (3, [FAIRSCALE]), (1, [ZERO1])],
 }  # fmt: skip
-OFTEN = ("native", "sharded", "hybrid", "zero3", "pipeline")
+OFTEN = ("native", "sharded", "hybrid", "zero3", "pipeline", "muon")
 CASES = [pytest.param(name, marks=[pytest.mark.whole] * (name not in OFTEN)) for name in CHAINS]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_checkpoint_goes_to_any_other_layout_and_back(tmp_path, name):
-    own = [*WORDS, *(STYLES["llama"] if name == "fairscale" else [])]
+    own = [*WORDS, *(STYLES["llama"] if name == "fairscale" else []), *(MUON if name == "muon" else [])]
     losses = []
     for number, (size, words) in enumerate(CHAINS[name]):
         found = ranks.run(size, sharded.goes_on, tmp_path, 2 * number + 2, [*own, *words])

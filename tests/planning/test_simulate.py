@@ -91,6 +91,24 @@ def test_memory_and_communication_of_every_layout_are_the_planners_and_a_step_do
     compare(preset, words, rank)
 
 
+@pytest.mark.parametrize(
+    "preset, words, rank",
+    [
+        ("gpt2-124m", [*SHORT, DP, "engine.zero_stage=1"], 3),
+        pytest.param("llama-7b", [*SEVEN, TP], 0, marks=pytest.mark.whole),
+        pytest.param("gpt-1b3", STAGES, 2, marks=pytest.mark.whole),
+    ],
+    ids=["native", "fsdp2, tensor", "pipelining"],
+)
+def test_memory_with_muon_is_the_planners_and_a_step_does_not_wait(preset, words, rank):
+    run = load(preset, [*words, "optim.name=muon"])
+    planned, simulated = forecast.of(run, KIND), simulate(run, rank)
+    memory = planned.memory[rank * run.parallel.pipeline // simulated.world]
+    assert memory.tensors == pytest.approx(sum(simulated.memory.values()), rel=ALLOWED)
+    assert memory.optimizer == pytest.approx(simulated.memory["optimizer"], rel=ALLOWED)
+    assert simulated.waits == 0 or run.parallel.pipeline > 1
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize("preset", PRESETS)
 def test_memory_and_communication_of_every_preset_are_the_planners(preset):

@@ -45,14 +45,14 @@ class PartitionedState(TrainingState, ABC):
 
     def names(self, weight: ShardedParameter) -> list[str]:
         """The tensors that the optimizer keeps of a weight, once there were updates."""
-        return list(self.kind.state(weight.shape)) if self.steps() else []
+        return list(self.kind.state(weight.name, weight.shape)) if self.steps() else []
 
     def load(self, plan: SavePlan, saved: SavedState, steps: int) -> None:
         """Load the weights, and the optimizer's state if there were ``steps`` updates."""
         if steps or self.steps():
             self.begin(steps)
         for number, weight in enumerate(plan.weights):
-            for name in (None, *(self.kind.state(weight.shape) if steps else ())):
+            for name in (None, *(self.kind.state(weight.name, weight.shape) if steps else ())):
                 values = torch.empty(self.size(weight), device=weight.parameter.device)
                 plan.load(number, f"optim.{name}.{weight.name}" if name else f"model.{weight.name}", saved, values)
                 self.set(weight, values, name)
@@ -65,7 +65,7 @@ class PartitionedState(TrainingState, ABC):
 
     def begin_partition(self, flat: Tensor, steps: int) -> None:
         """The same for one partition."""
-        names = self.kind.state(flat.shape)
+        names = self.kind.state("", flat.shape)
         set_state(self.optimizer, flat, {name: torch.zeros_like(flat) for name in names}, steps)
 
 

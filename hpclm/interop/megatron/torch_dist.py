@@ -43,7 +43,7 @@ IGNORED = re.compile(r"torch\.distributed\.(checkpoint|_shard)(\.\w+)*|megatron(
 STACKED = re.compile(r"((?:encoder|transformer|decoder)\.layers)\.(?!\d)(.+)")
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")
 NO_TENSORS = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state")
-MOMENTS = OPTIMIZERS["adamw"].state(MATRIX)
+MOMENTS = OPTIMIZERS["adamw"].state(*MATRIX)
 MOST = 1 << 20  # tensors of single layers; the largest networks have thousands
 
 Shape = tuple[int, ...]

@@ -1,0 +1,80 @@
+"""Whole matrices for Muon: processes that hold parts or copies of the same matrices share them out, and exchange the results.
+
+In a round every process works on one matrix, so that it holds no more than one. All-to-alls among the processes that together hold
+one copy of the weights gather the matrices and scatter the results; those that hold the same values get them by broadcasts.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+
+import torch.distributed as dist
+from torch import Tensor
+
+from hpclm.engine.sharded_parameter import ShardedParameter, blocks
+from hpclm.parallel.collectives import all_to_all
+from hpclm.parallel.mesh import Axis, Mesh
+
+
+class MatrixExchange:
+    """An Exchange (hpclm.optim.muon) of matrices that are all divided in the same way."""
+
+    def __init__(self, weights: Sequence[ShardedParameter], mesh: Mesh):
+        """``weights``: the same on all processes that hold parts or copies of them."""
+        self.weights, self.tp = weights, mesh.tp
+        self.holders = mesh.holders if any(weight.run for weight in weights) else mesh.tp
+        """The processes that together hold one copy."""
+        self.copies = weights[0].copies if weights else mesh.dp
+        order = sorted(range(len(weights)), key=lambda n: -prod(weights[n].shape) * min(weights[n].shape))
+        size = self.holders.size * self.copies.size
+        self.rounds = [order[first : first + size] for first in range(0, len(order), size)]
+        """Matrices that take about the same time; the n-th belongs to the n-th process, counted copy by copy."""
+
+    def __call__(
+        self, numbers: Sequence[int], held: Sequence[Tensor], work: Callable[[int, Tensor], Tensor]
+    ) -> Sequence[Tensor]:
+        """This process's values of each matrix of a round -> its values of ``work(number, matrix)``, flattened."""
+        size, rank, weights = self.holders.size, self.holders.rank, [self.weights[number] for number in numbers]
+        first = self.copies.rank * size
+        own = dict(enumerate(range(first, min(first + size, len(numbers)))))
+        """Rank among the holders -> index of its matrix, of those that this copy of the weights works on."""
+        flat = [values.flatten() for values in held]
+        sent = [flat[i] if self._gives(weights[i], rank, owner) else flat[i][:0] for owner, i in own.items()]
+        matrix, results = weights[own[rank]] if rank in own else None, list[Tensor]()
+        counts = [
+            (matrix and self._gives(matrix, peer, rank) and self._run(matrix, peer)[1]) or 0 for peer in range(size)
+        ]
+        pieces = all_to_all(sent, counts, flat[0], self.holders)
+        if matrix:
+            whole = flat[0].new_empty(matrix.shape)
+            for peer, piece in enumerate(pieces):
+                for place, block in self._blocks(matrix, peer, piece):
+                    whole[place] = block
+            whole = work(numbers[own[rank]], whole)
+            for peer in range(size):
+                results.append(whole.new_empty(self._run(matrix, peer)[1]))
+                for place, block in self._blocks(matrix, peer, results[-1]):
+                    block.copy_(whole[place])
+        scattered = all_to_all(results, [len(flat[i]) for i in own.values()], flat[0], self.holders)
+        for i, values in zip(own.values(), scattered, strict=False):
+            flat[i] = values
+        every = enumerate(flat) if self.copies.size > 1 else ()
+        group, ranks = self.copies.group, self.copies.ranks
+        for each in [dist.broadcast(values, ranks[i // size], group, async_op=True) for i, values in every]:
+            each.wait()
+        return flat
+
+    def _gives(self, weight: ShardedParameter, peer: int, owner: int) -> bool:
+        """Whether a process sends its values to the owner of a matrix; of tensor-parallel copies only one does."""
+        return weight.placement.dim is not None or peer % self.tp.size == owner % self.tp.size
+
+    def _run(self, weight: ShardedParameter, peer: int) -> tuple[int, int]:
+        """The index of the first value of the tensor-parallel slice that a process holds, and how many it holds."""
+        return weight.run(peer // self.tp.size) if weight.run else (0, prod(weight.placement.local(self.tp)))
+
+    def _blocks(
+        self, weight: ShardedParameter, peer: int, values: Tensor
+    ) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+        """Where in the matrix the values of a process lie, in blocks."""
+        tp = Axis(self.tp.size, peer % self.tp.size)
+        for start, block in blocks(weight, self._run(weight, peer)[0], values, tp):
+            yield tuple(slice(low, low + n) for low, n in zip(start, block.shape, strict=True)), block

@@ -1,0 +1,134 @@
+"""Muon (Jordan et al. 2024) for the matrices of the blocks, and AdamW for all other weights.
+
+The arithmetic is that of torch.optim.Muon, bit for bit. A matrix is orthogonalised as a whole, so where it is divided among processes
+an exchange gathers its update on one of them and hands back the parts (hpclm.engine.matrix_exchange).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hpclm.config import ModelConfig, OptimConfig
+from hpclm.config.model import BLOCKS
+from hpclm.optim.adamw import AdamW, Scaled, bare, groups
+from hpclm.optim.optimizers import Weight, orthogonal
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+EPS = 1e-7
+TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+Parts = tuple[int, tuple[int, ...]]
+"""How a fused weight's rows repeat: number of groups, and the rows of each matrix in a group."""
+
+
+class Exchange(Protocol):
+    """Hands whole matrices to the processes that work on them."""
+
+    @property
+    def rounds(self) -> Sequence[Sequence[int]]:
+        """Numbers of the matrices that are worked on at the same time."""
+
+    def __call__(
+        self, numbers: Sequence[int], held: Sequence[Tensor], work: Callable[[int, Tensor], Tensor]
+    ) -> Sequence[Tensor]:
+        """``held``: this process's values of each of a round's matrices -> its values of ``work(number, matrix)``."""
+
+
+class Muon(Scaled, torch.optim.Optimizer):
+    """It needs share() before its first step."""
+
+    add_param_group = bare(torch.optim.Optimizer.add_param_group)
+    zero_grad = bare(torch.optim.Optimizer.zero_grad)
+
+    def __init__(self, weights: Sequence[Weight], optim: OptimConfig):
+        self.optim = optim
+        self.matrices = [weight for weight in weights if orthogonal(weight.name, weight.shape)]
+        others = groups([w for w in weights if not orthogonal(w.name, w.shape)], optim) or [{"params": []}]
+        self.adamw = AdamW(others, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+        own = groups(self.matrices, optim)
+        super().__init__([*self.adamw.param_groups, *own], dict(lr=optim.lr))
+        self.adamw.state = self.state
+        self._group = {p: group for group in own for p in group["params"]}
+
+    def share(self, exchange: Exchange, model: ModelConfig) -> None:
+        """Work on whole matrices by ``exchange``, which has them in the order of ``matrices``."""
+        self.exchange = exchange
+        self.parts = [parts_of(weight.name, model) if self.optim.split else None for weight in self.matrices]
+        """Of each matrix, those that it fuses; None: it is one."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One update of all weights, without a closure; does not synchronise with the device."""
+        self.adamw.grad_scale, self.adamw.found_inf = self.grad_scale, self.found_inf
+        self.adamw.step()
+        skipped = self.found_inf.bool()
+        for numbers in self.exchange.rounds:
+            moved = [self._update(self.matrices[number].parameter, skipped) for number in numbers]
+            for number, values in zip(numbers, self.exchange(numbers, moved, self._orthogonal), strict=True):
+                self._apply(number, values, skipped)
+
+    def _update(self, parameter: Tensor, skipped: Tensor) -> Tensor:
+        """Add the gradient to the momentum; the update before it is orthogonalised, in the type that that takes."""
+        kind, momentum = TYPES[self.optim.newton_schulz_type], self.optim.momentum
+        if parameter.grad is None:
+            return torch.zeros_like(parameter, dtype=kind)
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"], state["step"] = torch.zeros_like(parameter), torch.zeros_like(self.found_inf)
+        gradient, buffer = parameter.grad / self.grad_scale, state["momentum_buffer"]
+        moved = buffer.lerp(gradient, 1 - momentum)
+        buffer.copy_(torch.where(skipped, buffer, moved))
+        state["step"] += 1 - self.found_inf
+        return (gradient.lerp(moved, momentum) if self.optim.nesterov else moved).to(kind)
+
+    def _orthogonal(self, number: int, update: Tensor) -> Tensor:
+        """[A, B] update -> the orthogonal matrix next to it, or next to each of its parts, [A, B]."""
+        steps, (count, sizes) = self.optim.newton_schulz_steps, self.parts[number] or (1, (len(update),))
+        out = []
+        for part in update.unflatten(0, (count, -1)).split(sizes, 1):
+            matrix = newton_schulz(part.flatten(0, 1), steps)
+            factor = self._ratio(matrix.shape) / self._ratio((count * sizes[0], matrix.shape[1]))
+            out.append((matrix if factor == 1.0 else matrix * factor).unflatten(0, (count, -1)))
+        return torch.cat(out, 1).flatten(0, 1)
+
+    def _apply(self, number: int, direction: Tensor, skipped: Tensor) -> None:
+        """Decay a matrix's values, and move them in ``direction``."""
+        parameter, (rows, columns) = self.matrices[number].parameter, self.matrices[number].shape
+        if parameter.grad is None:
+            return
+        group, (count, sizes) = self._group[parameter], self.parts[number] or (1, (rows,))
+        moved = parameter * (1 - group["lr"] * group["weight_decay"])
+        moved.add_(direction.view_as(moved), alpha=-group["lr"] * self._ratio((count * sizes[0], columns)))
+        parameter.copy_(torch.where(skipped, parameter, moved))
+
+    def _ratio(self, shape: Sequence[int]) -> float:
+        """optim.adjust for a matrix of this shape."""
+        rows, columns = shape
+        if self.optim.adjust == "original":
+            return math.sqrt(max(1, rows / columns))
+        return 0.2 * math.sqrt(max(rows, columns))
+
+
+def newton_schulz(x: Tensor, steps: int) -> Tensor:
+    """[A, B] -> about its orthogonal polar factor, with singular values between 0.7 and 1.2, in the type of ``x``.
+
+    Quintic iterations (Jordan et al. 2024); eager, three products each.
+    """
+    tall, (a, b, c) = x.shape[0] > x.shape[1], COEFFICIENTS
+    x = x.T if tall else x
+    x = x / x.norm().clamp(min=EPS)
+    for _ in range(steps):
+        square = x @ x.T
+        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def parts_of(name: str, model: ModelConfig) -> Parts | None:
+    """The matrices that a weight of hpclm's own blocks fuses: queries, keys and values of each key/value head, or gate and up."""
+    per_group, width = model.heads // model.groups, model.head_width
+    fused: dict[str, Any] = {"attention.qkv.weight": (model.groups, (per_group * width, width, width))}
+    if model.gated:
+        fused["mlp.up.weight"] = (1, (model.ffn_width, model.ffn_width))
+    return fused.get(name.partition(".")[2]) if model.block in BLOCKS else None

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from hpclm import extras
-from hpclm.data.indexed import files, token_dtype
+from hpclm.data import loss_mask
+from hpclm.data.indexed import files
 from hpclm.datasets.encode import Column, Job, encode, read_texts, tokenizer_of
 from hpclm.datasets.inputs import Share, chunks
 from hpclm.datasets.options import Dictionary, InputCorpus, Request
@@ -35,15 +36,17 @@ EVERY = 60  # seconds between log lines
 class Output(Writer):
     """The dataset of one key, and what was left out of it. ``replaces``: as of Writer."""
 
-    def __init__(self, prefix: Path, job: Job, replaces: bool = True):
-        super().__init__(prefix, token_dtype(tokenizer_of(job).size), job.layout, replaces)
+    def __init__(self, prefix: Path, job: Job, column: int = 0, replaces: bool = True):
+        super().__init__(prefix, job.dtype(column), job.layout, replaces)
         self.prefix, self._job = prefix, job
-        self.skipped = 0  # empty documents
+        self.skipped = self.cut = self.dropped = 0  # empty documents, long conversations
         self.bad: Counter[str] = Counter()  # unreadable lines, by reason
 
     def add(self, column: Column) -> None:
         """Append a column's documents."""
         self.skipped += column.empty if self._job.empty == "skip" else 0
+        self.cut += column.cut
+        self.dropped += column.dropped
         self.extend(column.tokens, column.sizes, column.documents)
 
     def refuse_empty(self, names: str) -> None:
@@ -59,6 +62,7 @@ class Output(Writer):
             "documents": self.documents,
             "tokens": self.tokens,
             "skipped": self.skipped,
+            **({"cut": self.cut, "dropped": self.dropped} if self._job.chat else {}),
             **({"bad": dict(sorted(self.bad.items()))} if self.bad else {}),
             **more,
         }
@@ -71,6 +75,11 @@ class Output(Writer):
 
     def _omissions(self) -> str:
         empty = f"{self.skipped:,} empty documents skipped"
+        if self._job.chat:
+            empty = (
+                f"{self.cut:,} conversations cut to {self._job.chat.context + 1:,} tokens, {self.dropped:,} dropped: "
+                "too long, or nothing left to learn"
+            )
         if not self.bad:
             return empty
         reasons = ", ".join(f"{reason}: {count:,}" for reason, count in sorted(self.bad.items()))
@@ -98,7 +107,7 @@ def write(
     try:
         with ExitStack() as opened:
             replaces = request.overwrite or share != WHOLE
-            outputs = [opened.enter_context(Output(prefix, job, replaces)) for prefix in prefixes]
+            outputs = [opened.enter_context(Output(prefix, job, i, replaces)) for i, prefix in enumerate(prefixes)]
             results = opened.enter_context(closing(ordered(partial(encode, job=job), work, request.workers)))
             bar = opened.enter_context(
                 tqdm(total=size or None, unit="B", unit_scale=True, desc=prefixes[0].name, disable=None)
@@ -120,11 +129,19 @@ def write(
             for output in outputs:
                 if share == WHOLE:
                     output.refuse_empty(corpus.names)
-                output.complete(more or {})
+            complete(outputs, job, more or {})
     except OSError as error:
         raise unwritten(error, prefixes[0], "no dataset was written") from error
     for output in outputs:
         output.describe(f"; {size / 1e6 / (time.monotonic() - began):.1f} MB/s" if size and share == WHOLE else "")
+
+
+def complete(outputs: Sequence[Output], job: Job, more: dict[str, Any]) -> None:
+    """Complete all datasets of ``job``; that of conversations names the hash of its loss mask."""
+    for output in reversed(outputs):
+        output.complete(more)
+        if job.chat and output.content:
+            more = {**more, loss_mask.KEY: output.content.bin}
 
 
 def job_fingerprint(corpus: InputCorpus, request: Request) -> dict[str, Any]:
@@ -136,6 +153,12 @@ def job_fingerprint(corpus: InputCorpus, request: Request) -> dict[str, Any]:
 def check(job: Job) -> None:
     """ConfigError if the job's tokenizer cannot be built, or does not go with the options."""
     tokenizer = tokenizer_of(job)
+    if job.chat and job.tokenizer != "json":
+        raise ConfigError(
+            f"--chat needs a tokenizer.json: the {job.tokenizer} tokenizer has no special tokens in a text"
+        )
+    if job.chat and (problem := extras.missing("--chat", "transformers")):
+        raise ConfigError(problem)
     if job.append_eod and tokenizer.eod is None:
         raise ConfigError(f"--append-eod: the {job.tokenizer} tokenizer has no end-of-document token")
     if getattr(tokenizer, "ends_itself", False):  # optional for user-defined tokenizers

@@ -1,20 +1,24 @@
 """Encode a chunk of text as tokens of a dataset; runs in worker processes."""
 
-import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
 from hpclm.data import tokenizers
 from hpclm.data.indexed import token_dtype
-from hpclm.datasets.inputs import Format, InputChunk
+from hpclm.data.loss_mask import DTYPE
+from hpclm.datasets.chat import Chat, read_conversation, rendered
+from hpclm.datasets.inputs import InputChunk
+from hpclm.datasets.lines import UnreadableLineError, read_line
 from hpclm.errors import ConfigError
+
+Record = TypeVar("Record")
 
 SHOWN = 5  # unreadable lines of a chunk that are described
 OnError = Literal["stop", "skip"]
@@ -40,6 +44,12 @@ class Job:
     keep_newlines: bool = False
     """Keep the white space after sentences."""
     layout: Literal["megatron", "fairseq"] = "megatron"
+    chat: Chat | None = None
+    """Lines are conversations, which become two datasets: their tokens, and which of them count in the loss."""
+
+    def dtype(self, column: int) -> np.dtype:
+        """Type of the tokens of a dataset."""
+        return DTYPE if self.chat and column else token_dtype(tokenizer_of(self).size)
 
 
 class Column(NamedTuple):
@@ -53,6 +63,10 @@ class Column(NamedTuple):
     """[k] sequences in each document."""
     empty: int = 0
     """Number of documents without tokens, kept or not."""
+    cut: int = 0
+    """Number of conversations that were cut."""
+    dropped: int = 0
+    """Number of conversations that were left out because they are too long, or because nothing is left to learn when cut."""
 
 
 class Encoded(NamedTuple):
@@ -68,14 +82,6 @@ class Encoded(NamedTuple):
     """The first unreadable lines: where they are, and what is wrong with them."""
 
 
-class UnreadableLineError(Exception):
-    """What is wrong with a line: a ``reason`` for counting, and a message to follow file name and line number."""
-
-    def __init__(self, reason: str, message: str):
-        super().__init__(message)
-        self.reason = reason
-
-
 @cache
 def tokenizer_of(job: Job) -> tokenizers.Tokenizer:
     """The tokenizer of a job, built once per process."""
@@ -84,10 +90,16 @@ def tokenizer_of(job: Job) -> tokenizers.Tokenizer:
 
 def encode(chunk: InputChunk, job: Job) -> Encoded:
     """Encode a chunk, whose text is discarded; ConfigError, with file and line, if that fails."""
-    texts, errors = read_texts(chunk, job.keys, job.on_error)
+    if job.chat:
+        conversations, errors = _records(chunk, partial(_conversation, job=job, chat=job.chat), job.on_error)
+    else:
+        texts, errors = read_texts(chunk, job.keys, job.on_error)
     described = [f"{chunk.location(number)}{error}" for number, error in errors[:SHOWN]]
     chunk.lines.clear()  # they may be gigabytes
-    columns = [_column(documents, job, chunk.source.name) for documents in texts]
+    if job.chat:
+        columns = _conversations(conversations, job, job.chat)
+    else:
+        columns = [_column(documents, job, chunk.source.name) for documents in texts]
     return Encoded(columns, chunk.consumed, Counter(error.reason for _, error in errors), described)
 
 
@@ -95,64 +107,48 @@ def read_texts(
     chunk: InputChunk, keys: tuple[str, ...], on_error: OnError = "stop"
 ) -> tuple[list[list[str]], list[tuple[int, UnreadableLineError]]]:
     """The texts of a chunk, a list for each key, and its unreadable lines; ConfigError for those if ``on_error`` is "stop"."""
-    texts: list[list[str]] = [[] for _ in keys]
-    errors = []
+    records, errors = _records(chunk, partial(read_line, format=chunk.source.format, keys=keys), on_error)
+    return [[record[i] for record in records if record] for i in range(len(keys))], errors
+
+
+def _records(
+    chunk: InputChunk, read: Callable[[bytes], Record], on_error: OnError
+) -> tuple[list[Record], list[tuple[int, UnreadableLineError]]]:
+    """What ``read`` makes of each line, and the lines for which it raises; ConfigError for those if ``on_error`` is "stop"."""
+    records, errors = [], []
     for number, line in enumerate(chunk.lines):
         try:
-            record = read_line(line, chunk.source.format, keys)
+            records.append(read(line))
         except UnreadableLineError as error:
             if on_error == "stop":
                 raise ConfigError(f"{chunk.location(number)}{error}") from None
             errors.append((number, error))
-            continue
-        for column, text in zip(texts, record, strict=False):  # a blank line has none
-            column.append(text)
-    return texts, errors
+    return records, errors
 
 
-def read_line(line: bytes, format: Format, keys: tuple[str, ...]) -> list[str]:
-    """The texts of a line, none for a blank line of JSONL; takes the JSON that Python's json takes. UnreadableLineError."""
-    if format != "jsonl":
-        text = _decoded(line)
-        return [text.removesuffix("\n").rstrip("\r") if format == "lines" else text] * len(keys)
-    lenient = False
-    try:
-        record = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        text, lenient = _decoded(line), True
-        if not text.strip():
-            return []
-        try:
-            record = json.loads(text, parse_int=lambda _: 0)  # Python refuses very long numbers
-        except (ValueError, RecursionError) as error:
-            message = f" is not JSON: {error}; a .jsonl file has one JSON object per line"
-            raise UnreadableLineError("not JSON", message) from None
-    if not isinstance(record, dict):
-        message = f" holds a JSON {type(record).__name__}, not an object with the key {keys[0]!r}"
-        raise UnreadableLineError("not an object", message)
-    texts = []
-    for key in keys:
-        if key not in record:
-            message = f" has no key {key!r}; it has {sorted(record)}; select one with --json-keys"
-            raise UnreadableLineError("no key", message)
-        text = record[key]
-        if not isinstance(text, str):
-            raise UnreadableLineError("not text", f": {key!r} holds a JSON {type(text).__name__}, not text")
-        try:
-            texts.append(text.encode().decode() if lenient else text)
-        except UnicodeEncodeError:
-            raise UnreadableLineError(
-                "half a character", f": {key!r} holds half a character (a lone surrogate)"
-            ) from None
-    return texts
+def _conversation(line: bytes, job: Job, chat: Chat) -> tuple[NDArray, NDArray] | None:
+    """Tokens of a conversation, and which of them count, [t] each; None for a blank line. UnreadableLineError."""
+    messages = read_conversation(line)
+    if not messages:
+        return None
+    tokenizer: Any = tokenizer_of(job)  # of a tokenizer.json
+    return tokenizer.marked(*rendered(messages, chat, tokenizer.special))
 
 
-def _decoded(line: bytes) -> str:
-    try:
-        return line.decode()
-    except UnicodeDecodeError as error:
-        message = f" is not UTF-8: byte {line[error.start]:#x} at {error.start}; convert it, for example with iconv"
-        raise UnreadableLineError("not UTF-8", message) from None
+def _conversations(given: list[tuple[NDArray, NDArray] | None], job: Job, chat: Chat) -> list[Column]:
+    """The tokens of conversations, and their loss mask."""
+    longest = chat.context + 1
+    long = sum(len(each[0]) > longest for each in given if each)
+    if chat.too_long == "drop":
+        given = [each for each in given if each and len(each[0]) <= longest]
+    pairs = [(ids[:longest], counts[:longest]) for ids, counts in filter(None, given)]
+    kept = [pair for pair in pairs if pair[1][1:].any()]  # nothing predicts the first token
+    dropped = len(pairs) - len(kept) + (long if chat.too_long == "drop" else 0)
+    cut = 0 if chat.too_long == "drop" else long
+    sizes = np.fromiter((len(ids) for ids, _ in kept), np.int64, len(kept))
+    joined = [np.concatenate(column).astype(job.dtype(i)) for i, column in enumerate(zip(*kept, strict=True))]
+    joined = joined or [np.empty(0, job.dtype(i)) for i in range(2)]
+    return [Column(column, sizes, np.ones(len(kept), np.int64), 0, cut, dropped) for column in joined]
 
 
 def _column(texts: list[str], job: Job, name: str) -> Column:

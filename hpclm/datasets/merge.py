@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from hpclm.data import tokenizers
+from hpclm.data import loss_mask, tokenizers
 from hpclm.data.content import KEY, noted
 from hpclm.data.formats import DTYPES, FAIRSEQ_ONLY
 from hpclm.data.indexed import IndexedDataset, files, sidecar
@@ -49,6 +49,11 @@ def merge(
     layout = layout or (layouts.pop() if len(layouts) == 1 else "megatron")
     if with_modes and without:
         raise ConfigError(f"{without[0]} has no modes, but others have: they cannot be merged")
+    masked = [str(prefix) for prefix in prefixes if loss_mask.KEY in sidecar(prefix)]
+    if masked:
+        raise ConfigError(
+            f"{masked[0]} has a loss mask, which would not follow; list the datasets in data.train or data.blend instead"
+        )
     note = joined_note(prefixes) if compare else None
     writable_folder(Path(out).parent, "output folder")
     try:

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpclm import terminal
+from hpclm import config, terminal
 from hpclm.config.data import TOKENIZERS
+from hpclm.data.loss_mask import prefix_of
+from hpclm.datasets.chat import chat_of
 from hpclm.datasets.encode import Job
 from hpclm.datasets.inputs import LONGEST, MB, Input, Share, find
 from hpclm.distributed import bootstrap
@@ -65,6 +67,8 @@ class Request:
     longest_line: int
     """Bytes of text."""
     dictionary: Dictionary | None = None
+    model: str | None = None
+    """The run directory whose tokenizer is used."""
 
 
 def parse(argv: list[str]) -> Request:
@@ -72,6 +76,9 @@ def parse(argv: list[str]) -> Request:
     parser = _parser()
     args = parser.parse_args(argv)
     fairseq = any(getattr(args, name) for name in FAIRSEQ_ONLY)
+    model = args.tokenizer if args.tokenizer and Path(args.tokenizer).is_dir() else None
+    if model and not args.tokenizer_files:
+        _of_run(model, args)
     for mistake in (*_mistakes(args), *_tokenizer(args, fairseq), *(_fairseq_mistakes(args) if fairseq else ())):
         parser.error(mistake)
     share = _share(args.part)
@@ -79,6 +86,11 @@ def parse(argv: list[str]) -> Request:
     language = args.language or "en"
     if language not in LANGUAGES and not re.fullmatch("[a-z]{2,3}", language):
         raise ConfigError(f"--language {language!r} is not a language code, such as en or de")
+    chat = (
+        chat_of(args.tokenizer_files[0], args.chat_template, args.context, args.too_long or "cut")
+        if args.chat
+        else None
+    )
     job = Job(
         tokenizer="fairseq" if dictionary else args.tokenizer,
         files=(str(dictionary.path),) if dictionary else tuple(args.tokenizer_files),
@@ -90,8 +102,21 @@ def parse(argv: list[str]) -> Request:
         language=LANGUAGES.get(language, language) if args.split_sentences else None,
         keep_newlines=args.keep_newlines,
         layout="fairseq" if dictionary else "megatron",
+        chat=chat,
     )
-    return Request(corpora, job, share, args.workers, args.overwrite, args.longest_line * MB, dictionary)
+    return Request(corpora, job, share, args.workers, args.overwrite, args.longest_line * MB, dictionary, model)
+
+
+def _of_run(model: str, args: argparse.Namespace) -> None:
+    """Take tokenizer and context of the run ``model``, such as hpclm convert makes it."""
+    run = config.of_run(Path(model), [])
+    if run.data.tokenizer is None:
+        raise ConfigError(
+            f"--tokenizer {model}: the run's config.yaml names no tokenizer; give its kind and --tokenizer-files"
+        )
+    args.tokenizer, args.tokenizer_files = run.data.tokenizer, run.data.tokenizer_files
+    args.eod = args.eod or run.data.eod
+    args.context = args.context or (run.model.context if args.chat else None)
 
 
 def _mistakes(args: argparse.Namespace) -> Iterator[str]:
@@ -102,7 +127,15 @@ def _mistakes(args: argparse.Namespace) -> Iterator[str]:
         yield "--language and --keep-newlines go with --split-sentences"
     if args.part and not _part(args.part):
         yield f"--part {args.part} must be I/N, part I of N, with I from 0 to N - 1"
-    if not any(getattr(args, name) for name in FAIRSEQ_ONLY) and not (args.input and args.output_prefix):
+    if args.chat:
+        given = ("input", "format", "json_keys", "append_eod", "split_sentences", *FAIRSEQ_ONLY)
+        if useless := [_flag(name) for name in given if getattr(args, name)]:
+            yield f"--chat excludes {' and '.join(useless)}"
+        if not (args.output_prefix and args.tokenizer_files and (args.context or 0) >= 1):
+            yield "--chat needs --output-prefix P, --tokenizer RUN (or json with --tokenizer-files), and --context TOKENS without a RUN"
+    elif args.chat_template or args.too_long or args.context:
+        yield "--chat-template, --context and --too-long go with --chat"
+    elif not any(getattr(args, name) for name in FAIRSEQ_ONLY) and not (args.input and args.output_prefix):
         yield "give --input FILE... and --output-prefix P, or fairseq's --only-source --trainpref F --destdir D"
 
 
@@ -144,8 +177,8 @@ def _fairseq_mistakes(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _corpus(args: argparse.Namespace, share: Share) -> InputCorpus:
-    """The inputs, and a dataset for each key."""
-    inputs = find(args.input, args.format)
+    """The inputs, and a dataset for each key; of conversations, their tokens and their loss mask."""
+    inputs = find(args.chat or args.input, "jsonl" if args.chat else args.format)
     keys = args.json_keys or ["text"]
     option = f"--json-keys {' '.join(keys)}"
     if len(set(keys)) < len(keys):
@@ -157,6 +190,9 @@ def _corpus(args: argparse.Namespace, share: Share) -> InputCorpus:
         raise ConfigError(f"{option} needs JSONL, but {plain[0]} is plain text: preprocess it separately")
     if share.parts > 1 and any(source.path == "-" for source in inputs):
         raise ConfigError(f"--input - cannot be divided over {share.parts} processes; give files, or start one process")
+    if args.chat:
+        prefix = Path(f"{args.output_prefix}_chat")
+        return InputCorpus(tuple(inputs), (prefix, prefix_of(prefix)))
     level = "sentence" if args.split_sentences else "document"
     return InputCorpus(tuple(inputs), tuple(Path(f"{args.output_prefix}_{key}_{level}") for key in keys))
 
@@ -214,8 +250,17 @@ def _parser() -> argparse.ArgumentParser:
     add("--longest-line", type=int, default=LONGEST, metavar="MB", help=LONGEST_LINE)
     add("--part", metavar="I/N", help="process part I (from 0) of N of the input; the last to finish joins the parts")
 
+    add = parser.add_argument_group("conversations").add_argument
+    chat = 'JSONL of {"messages": [{"role", "content"}, ...]} or ShareGPT\'s "conversations"; writes P_chat and P_chat_loss'
+    add("--chat", nargs="+", metavar="FILE", help=chat)
+    add("--chat-template", metavar="FILE", help="default: the one beside the tokenizer")
+    add("--context", type=int, metavar="TOKENS", help="longest conversation; default: the run's model.context")
+    too_long = "longer conversations keep their beginning, or are left out; default: cut"
+    add("--too-long", choices=["cut", "drop"], help=too_long)
+
     add = parser.add_argument_group("tokenizer").add_argument
-    add("--tokenizer", metavar="KIND", help=f"{', '.join(sorted(TOKENIZERS))}, or package.module:Name")
+    kinds = f"{', '.join(sorted(TOKENIZERS))}, package.module:Name, or a run directory whose tokenizer is used"
+    add("--tokenizer", metavar="KIND", help=kinds)
     add("--tokenizer-files", nargs="+", default=[], metavar="FILE", help="its files, in the order of docs/data.md")
     add("--eod", metavar="TOKEN", help="the end-of-document token; default: the tokenizer's own")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpclm.data.indexed import IndexedDataset, files, sidecar
-from hpclm.datasets.build import Output, check, job_fingerprint, refuse_to_replace, write
+from hpclm.datasets.build import Output, check, complete, job_fingerprint, refuse_to_replace, write
 from hpclm.datasets.merge import copy
 from hpclm.datasets.options import Request
 from hpclm.errors import ConfigError, unwritten
@@ -83,13 +83,12 @@ def _join(parts: list[list[Path]], request: Request) -> None:
     [corpus] = request.corpora
     try:
         with ExitStack() as opened:
-            outputs = [opened.enter_context(Output(prefix, request.job)) for prefix in corpus.prefixes]
+            outputs = [opened.enter_context(Output(prefix, request.job, i)) for i, prefix in enumerate(corpus.prefixes)]
             for output, prefixes in zip(outputs, zip(*parts, strict=True), strict=True):
                 for prefix in prefixes:
                     _add(prefix, output)
                 output.refuse_empty(corpus.names)
-            for output in outputs:
-                output.complete({})
+            complete(outputs, request.job, {})
     except OSError as error:
         raise unwritten(error, corpus.prefixes[0], "the parts are kept; start again") from error
     for output in outputs:
@@ -101,6 +100,8 @@ def _add(prefix: Path, output: Output) -> None:
     note = sidecar(prefix)
     output.bad.update(note.get("bad", {}))
     output.skipped += note["skipped"]
+    output.cut += note.get("cut", 0)
+    output.dropped += note.get("dropped", 0)
     try:
         copy(IndexedDataset(prefix), output)
     except ConfigError as error:

@@ -46,7 +46,8 @@ class Writer:
         self._code, self._range = codes[0], np.iinfo(self.dtype)
         self._final = files(prefix)
         self._open = ExitStack()
-        self._finished = False
+        self.content: DatasetContent | None = None
+        """Hashes of the files, once they are complete."""
         self.tokens = self.sequences = self.documents = 0  # written so far
         self.note: dict[str, Any] | None = None
         """For PREFIX.json, together with the content hash."""
@@ -115,7 +116,7 @@ class Writer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         with self._open:
             if kind is None:
-                if not self._finished:
+                if self.content is None:
                     self.finish()
                 self._publish()
 
@@ -139,12 +140,12 @@ class Writer:
             raise ValueError("either all sequences have modes or none")
         self._write_index()
         bin, blocks = self._stream.hasher.end()
-        noted = (self.note or {}) | {KEY: DatasetContent(bin, self._indexed.hasher.end()[0], blocks).note()}
+        self.content = DatasetContent(bin, self._indexed.hasher.end()[0], blocks)
+        noted = (self.note or {}) | {KEY: self.content.note()}
         self._note.write(json.dumps(noted, indent=1, ensure_ascii=False).encode() + b"\n")
         for file in (self._tokens, self._index, self._note):
             file.flush()
             os.fsync(file.fileno())
-        self._finished = True
 
     def _publish(self) -> None:
         tokens, index, note = self._final

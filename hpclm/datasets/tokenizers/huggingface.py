@@ -6,6 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hpclm.data.tokenizers import END, Batch, fingerprint, flat
 from hpclm.datasets.tokenizers import gigatokens
 from hpclm.datasets.tokenizers.sentencepieces import Merging
@@ -37,7 +40,9 @@ class Library:
             self.eod = id_of_end(kind, Path(files[0]), eod, ids, (word for word in ids if word.startswith(hinted)))
         self.fingerprint = fingerprint(kind, files, self.size, self.eod, eod)
         settings = bare(self.model)
-        added = [token.content for token in self.model.get_added_tokens_decoder().values()]
+        tokens = self.model.get_added_tokens_decoder().values()
+        added = [token.content for token in tokens]
+        self.special = tuple(token.content for token in tokens if token.special)
         self.fast = gigatokens.faster(settings, self.exact, added) if settings else None
 
     def encode(self, text: str) -> list[int]:
@@ -52,6 +57,16 @@ class Library:
         """``encode_batch`` with the tokenizers library."""
         with _panics():
             return flat([encoding.ids for encoding in self.model.encode_batch_fast(texts, add_special_tokens=False)])
+
+    def marked(self, text: str, spans: list[tuple[int, int]]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Ids of ``text``, and whether each has characters in one of ``spans``, as transformers marks them, [t] each."""
+        with _panics():
+            encoding = self.model.encode(text, add_special_tokens=False)
+        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        counts = np.zeros(len(offsets), np.bool_)
+        for begin, end in spans:
+            counts |= (offsets[:, 0] < end) & (offsets[:, 1] > begin)
+        return np.array(encoding.ids, np.int64), counts
 
     def decode(self, ids: list[int]) -> str:
         """The text, including special tokens."""

@@ -16,6 +16,7 @@ from hpclm.checkpoint.tensors import Tensors
 from hpclm.config import ModelConfig
 from hpclm.config.reading import json_object
 from hpclm.data.tokenizers import Tokenizer
+from hpclm.datasets.chat import TEMPLATE
 from hpclm.errors import ConfigError
 from hpclm.interop import run
 from hpclm.interop.huggingface import card, families, own, shards, special, tokenizer
@@ -67,7 +68,10 @@ def export_run(
             how = "%s; %s is written next to the weights: load them with trust_remote_code=True"
             log.warning(how, why, own.CODE.name)
         _write(staging_dir / "config.json", config_json(config, ids, dtype))
-        _write(staging_dir / "generation_config.json", ids)
+        template, generation = special.chat_of_run(checkpoint.run, paths)
+        _write(staging_dir / special.GENERATION, generation | ids)
+        if template is not None and run_tokenizer is not None:
+            (staging_dir / TEMPLATE).write_text(template, encoding="utf-8")
         if run_tokenizer is not None:
             tokenizer.write(staging_dir, run_tokenizer, paths, config.context, known)
         has_tokenizer = (staging_dir / "tokenizer_config.json").is_file()
@@ -172,6 +176,7 @@ def import_folder(
         known = special.of_folder(folder, tree)
         data = tokenizer.take(folder, config.vocab_size, staging_dir, target, known)
         special.keep(staging_dir / "tokenizer", known)
+        special.keep_chat(folder, staging_dir / "tokenizer")
         run.save(staging_dir, target, config, data, weights)
     return config
 

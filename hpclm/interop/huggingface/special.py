@@ -1,4 +1,5 @@
-"""Special tokens (begin, end and padding of a text): import from a Hugging Face folder, and export.
+"""Special tokens (begin, end and padding of a text), chat template and settings of generation: import from a Hugging Face folder,
+and export.
 
 An import stores them next to the tokenizer's files, for every run that uses those.
 """
@@ -10,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from hpclm.config.reading import json_object
+from hpclm.datasets.chat import TEMPLATE, template_in
 from hpclm.errors import ConfigError
+from hpclm.files import read_text
 
 log = logging.getLogger(__name__)
 FILE = "special_tokens.json"
+GENERATION = "generation_config.json"
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 TEXTS = ("bos_token", "eos_token", "pad_token", "unk_token", "add_bos_token", "add_eos_token")
 
@@ -22,7 +26,7 @@ def of_folder(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """The special tokens of a Hugging Face folder; more specific files override config.json."""
     tokens = {name: config[name] for name in IDS if config.get(name) is not None}
     for file, names in (
-        ("generation_config.json", IDS),
+        (GENERATION, IDS),
         ("special_tokens_map.json", TEXTS),
         ("tokenizer_config.json", TEXTS),
     ):
@@ -42,6 +46,23 @@ def keep(place: Path, tokens: Mapping[str, Any]) -> None:
         (place / FILE).write_text(json.dumps(tokens, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def keep_chat(folder: Path, place: Path) -> None:
+    """Keep the chat template and the settings of generation of a Hugging Face folder in the folder ``place``."""
+    template, generation = template_in(folder), folder / GENERATION
+    for name, text in ((TEMPLATE, template), (GENERATION, read_text(generation) if generation.is_file() else None)):
+        if text is not None:
+            place.mkdir(exist_ok=True)
+            (place / name).write_text(text, encoding="utf-8")
+
+
+def chat_of_run(run: Path, paths: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
+    """The chat template of a run, and its settings of generation; None and {} if it has none. ``paths``: as of ``of_run``."""
+    places = _places(run, paths)
+    templates = (text for place in places if (text := template_in(place)) is not None)
+    settings = (json_object(place / GENERATION) for place in places if (place / GENERATION).is_file())
+    return next(templates, None), next(settings, {})
+
+
 def kept(places: Iterable[Path]) -> dict[str, Any]:
     """The special tokens in the first of ``places`` that has them; {} if none has."""
     for place in places:
@@ -55,7 +76,11 @@ def kept(places: Iterable[Path]) -> dict[str, Any]:
 
 def of_run(run: Path, paths: Sequence[str]) -> dict[str, Any]:
     """The special tokens kept beside the tokenizer files ``paths`` of a run, or in its own directory."""
-    return kept([*(Path(path).parent for path in paths[:1]), run / "tokenizer"])
+    return kept(_places(run, paths))
+
+
+def _places(run: Path, paths: Sequence[str]) -> list[Path]:
+    return [*(Path(path).parent for path in paths[:1]), run / "tokenizer"]
 
 
 def ids(known: Mapping[str, Any], end: int | None) -> dict[str, Any]:

@@ -1,0 +1,156 @@
+"""Conversations as text of a model's chat template, and which characters of it are the assistant's.
+
+Where a template marks what the assistant says ({% generation %}), that counts. Elsewhere it is what follows the text with which the
+template asks for an answer (add_generation_prompt), up to the end of the turn; white space after the token that ends the turn does not
+count. A template for which that is not consistent is refused.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hpclm.config.reading import json_object
+from hpclm.datasets.lines import UnreadableLineError, read_object, text_of
+from hpclm.errors import ConfigError
+from hpclm.files import read_text, readable
+
+ROLES = {name: name for name in ("system", "user", "assistant", "tool")}
+SHAREGPT = ROLES | {"human": "user", "gpt": "assistant"}
+FORMS = {"messages": ("role", "content", ROLES), "conversations": ("from", "value", SHAREGPT)}
+"""Key of the messages of a conversation: keys of a message's role and text, and the names of roles."""
+CHANGE_TEXT = ("tools", "documents")
+"""Keys of a conversation that templates read, and hpclm does not."""
+MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as in transformers
+TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
+NAMED = ("special_tokens_map.json", SETTINGS, "special_tokens.json")
+"""Files with special tokens in a tokenizer's folder: two of transformers', one of a run's."""
+
+Message = dict[str, str]
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Chat:
+    """How conversations become text and samples."""
+
+    template: str
+    tokens: tuple[tuple[str, str], ...]
+    """Special tokens that the template may name, such as ("bos_token", "<s>")."""
+    context: int
+    too_long: Literal["cut", "drop"] = "cut"
+    """What to do with a conversation of more than context + 1 tokens."""
+
+
+def template_in(folder: Path) -> str | None:
+    """The chat template in a tokenizer's folder; None if it has none."""
+    if (folder / TEMPLATE).is_file():
+        return read_text(folder / TEMPLATE)
+    given = json_object(folder / SETTINGS).get("chat_template") if (folder / SETTINGS).is_file() else None
+    if isinstance(given, list):  # several, by name
+        named = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
+        given = named.get("default")
+    return given if isinstance(given, str) else None
+
+
+def chat_of(tokenizer_file: str, template: str | None, context: int, too_long: Literal["cut", "drop"]) -> Chat:
+    """The chat of a tokenizer.json, with the file ``template``, or the one beside the tokenizer; ConfigError without one."""
+    folder = Path(tokenizer_file).parent
+    text = template_in(folder) if template is None else read_text(readable(template, "chat template"))
+    if text is None:
+        raise ConfigError(f"{folder} has no {TEMPLATE}, nor a chat_template in {SETTINGS}; give --chat-template FILE")
+    tokens: dict[str, str] = {}
+    for path in (folder / name for name in NAMED):
+        for name, token in json_object(path).items() if path.is_file() else ():
+            token = token.get("content") if isinstance(token, dict) else token  # an AddedToken with its options
+            if name.endswith("_token") and isinstance(token, str):
+                tokens[name] = token
+    return Chat(text, tuple(sorted(tokens.items())), context, too_long)
+
+
+def read_conversation(line: bytes) -> list[Message]:
+    """The messages of a line of JSON, none for a blank line; UnreadableLineError."""
+    record = read_object(line, "with the key 'messages' or 'conversations'")
+    if record is None:
+        return []
+    forms = [key for key in FORMS if key in record]
+    if len(forms) != 1:
+        raise UnreadableLineError("no messages", f" has no one key of {[*FORMS]}; it has {sorted(record)}")
+    for key in CHANGE_TEXT:
+        if record.get(key):
+            raise UnreadableLineError("tools", f" has {key!r}, which hpclm does not render; remove them")
+    (key,), messages = forms, record[forms[0]]
+    if not isinstance(messages, list) or not messages:
+        raise UnreadableLineError("empty", f" is empty: {key!r} must be a list of messages")
+    conversation = [_message(message, f"message {n}", *FORMS[key]) for n, message in enumerate(messages, 1)]
+    if all(message["role"] != "assistant" for message in conversation):
+        raise UnreadableLineError("no answer", " has no message of the assistant, so there is nothing to learn")
+    return conversation
+
+
+def _message(message: Any, name: str, role: str, content: str, roles: dict[str, str]) -> Message:
+    if not isinstance(message, dict) or not {role, content} <= message.keys():
+        raise UnreadableLineError("not a message", f": {name} must be an object with {role!r} and {content!r}")
+    unknown = [key for key, value in message.items() if key not in (role, content) and value is not None]
+    if unknown:
+        raise UnreadableLineError("unknown key", f": {name} has {unknown}, which hpclm does not read; remove them")
+    if message[role] not in roles:
+        raise UnreadableLineError("unknown role", f": {name} is of {message[role]!r}; known are {', '.join(roles)}")
+    return {"role": roles[message[role]], "content": text_of(message[content], f"{name}'s {content!r}")}
+
+
+def rendered(messages: list[Message], chat: Chat, ends: tuple[str, ...]) -> tuple[str, list[Span]]:
+    """The text of a conversation, and the spans of its characters that count; UnreadableLineError.
+
+    ``ends``: the tokenizer's special tokens, one of which may end a turn.
+    """
+    if MARKED.search(chat.template):
+        text, spans = _render(messages, chat, mask=True)
+        _check_complete([message for message in messages if message["role"] == "system"], text)
+        if all(begin == end for begin, end in spans):
+            raise UnreadableLineError("nothing marked", ": the chat template marks nothing as the assistant's")
+        return text, spans
+    text, spans = _render(messages, chat)[0], []
+    _check_complete(messages, text)
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        asked = _render(messages[:number], chat, prompt=True)[0]
+        answered = _render(messages[: number + 1], chat)[0]
+        if not (answered.startswith(asked) and text.startswith(answered)):
+            when = "asks for it" if text.startswith(answered) else "continues after it"
+            raise UnreadableLineError(
+                "inconsistent template",
+                f": the chat template writes other text before message {number + 1} ends when it {when}, so it does not say what "
+                "the assistant writes; give --chat-template FILE, a version with {% generation %} marks",
+            )
+        bare = answered.rstrip()
+        spans.append((len(asked), max(len(asked), len(bare)) if bare.endswith(ends) else len(answered)))
+    return text, spans
+
+
+def _check_complete(messages: list[Message], text: str) -> None:
+    """UnreadableLineError unless ``text`` has the content of all messages, in their order."""
+    end = 0
+    for number, message in enumerate(messages, 1):
+        content = message["content"].strip()
+        begin = text.find(content, end)
+        if begin < 0:
+            what = (
+                f"message {number}, of the {message['role']}" if message["role"] != "system" else "the system message"
+            )
+            raise UnreadableLineError("left out", f": the chat template leaves out or changes {what}")
+        end = begin + len(content)
+
+
+def _render(messages: list[Message], chat: Chat, prompt: bool = False, mask: bool = False) -> tuple[str, list[Span]]:
+    """The text of messages, and with ``mask`` the spans that the template marks."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    settings: Any = dict(chat_template=chat.template, add_generation_prompt=prompt, return_assistant_tokens_mask=mask)
+    try:
+        made: Any = render_jinja_template([messages], **settings | dict(chat.tokens))
+    except Exception as error:  # whatever a template does
+        raise UnreadableLineError("template", f": the chat template refuses it: {error}") from None
+    texts, spans = made
+    return texts[0], spans[0] if mask else []

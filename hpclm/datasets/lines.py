@@ -1,0 +1,69 @@
+"""Read one line of an input, and say what is wrong with it."""
+
+import json
+from typing import Any
+
+import orjson
+
+from hpclm.datasets.inputs import Format
+
+
+class UnreadableLineError(Exception):
+    """What is wrong with a line: a ``reason`` for counting, and a message to follow file name and line number."""
+
+    def __init__(self, reason: str, message: str):
+        super().__init__(message)
+        self.reason = reason
+
+
+def read_line(line: bytes, format: Format, keys: tuple[str, ...]) -> list[str]:
+    """The texts of a line, none for a blank line of JSONL; takes the JSON that Python's json takes. UnreadableLineError."""
+    if format != "jsonl":
+        text = _decoded(line)
+        return [text.removesuffix("\n").rstrip("\r") if format == "lines" else text] * len(keys)
+    record = read_object(line, f"with the key {keys[0]!r}")
+    if record is None:
+        return []
+    for key in keys:
+        if key not in record:
+            message = f" has no key {key!r}; it has {sorted(record)}; select one with --json-keys"
+            raise UnreadableLineError("no key", message)
+    return [text_of(record[key], repr(key)) for key in keys]
+
+
+def read_object(line: bytes, hint: str) -> dict[str, Any] | None:
+    """The JSON object of a line, which ``hint`` describes; None for a blank line. UnreadableLineError."""
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        text = _decoded(line)
+        if not text.strip():
+            return None
+        try:
+            record = json.loads(text, parse_int=lambda _: 0)  # Python refuses very long numbers
+        except (ValueError, RecursionError) as error:
+            message = f" is not JSON: {error}; a .jsonl file has one JSON object per line"
+            raise UnreadableLineError("not JSON", message) from None
+    if not isinstance(record, dict):
+        message = f" holds a JSON {type(record).__name__}, not an object {hint}"
+        raise UnreadableLineError("not an object", message)
+    return record
+
+
+def text_of(value: Any, name: str) -> str:
+    """``value`` if it is text; UnreadableLineError, which calls it ``name``, if it is not."""
+    if not isinstance(value, str):
+        raise UnreadableLineError("not text", f": {name} holds a JSON {type(value).__name__}, not text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise UnreadableLineError("half a character", f": {name} holds half a character (a lone surrogate)") from None
+    return value
+
+
+def _decoded(line: bytes) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        message = f" is not UTF-8: byte {line[error.start]:#x} at {error.start}; convert it, for example with iconv"
+        raise UnreadableLineError("not UTF-8", message) from None

@@ -130,6 +130,8 @@ def test_an_export_keeps_the_chat_template_and_the_settings_of_generation(made, 
 
 def test_two_commands_continue_the_pretraining_of_a_folder(made):
     """The other command is in ``made``; last, because it continues the imported run itself."""
-    hpclm("train", made / "runs/base", *twice_all(made, "data/x_text_document"), "budget.steps=1", check=0)
+    text = twice_all(made, "data/x_text_document")
+    done = hpclm("train", made / "runs/base", *text, "budget.steps=1", check=0)
+    assert "starts from imported weights" in done.stdout + done.stderr
     expected = alone(made, "data/x_text_document", masked=False)
     assert float.fromhex(losses(made / "runs/base")[1]) == pytest.approx(expected, rel=1e-6)

@@ -109,6 +109,10 @@ def parse(argv: list[str]) -> Request:
 
 def _of_run(model: str, args: argparse.Namespace) -> None:
     """Take tokenizer and context of the run ``model``, such as hpclm convert makes it."""
+    if not Path(model, "config.yaml").exists() and Path(model, "tokenizer.json").exists():
+        raise ConfigError(
+            f"--tokenizer {model}: import this folder first (hpclm convert {model} RUN), and name the run directory"
+        )
     run = config.of_run(Path(model), [])
     if run.data.tokenizer is None:
         raise ConfigError(

@@ -231,7 +231,8 @@ def open_state(
         attempts = records.start(config, context, progress.step, steps, began, rolled_back, restarted)
         directory.summary.begin(attempts, data.length.steps)
         attempt = len(attempts)
-    log.info("run directory %s, %s", out, f"resumes from step {progress.step}" if progress.step else "a new run")
+    begun = "starts from imported weights" if (store.folder / "latest").exists() else "a new run"
+    log.info("run directory %s, %s", out, f"resumes from step {progress.step}" if progress.step else begun)
     return RunState(engine, store, progress, per_save, attempt)
 
 

@@ -202,4 +202,6 @@ def test_conversations_need_a_template_and_a_tokenizer_that_knows_special_tokens
         json.dumps({"chat_template": [{"name": "default", "template": PLAIN["chatml"]}]})
     )
     assert preprocess(*words, "--tokenizer", "json", "--tokenizer-files", "tokenizer.json") == 0
+    assert preprocess(*words, "--overwrite", "--tokenizer", folder) == 64
+    assert "import this folder first (hpclm convert" in capsys.readouterr().err
     assert preprocess(*words, "--overwrite", "--tokenizer", "bytes", "--tokenizer-files", "tokenizer.json") == 64

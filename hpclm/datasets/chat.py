@@ -45,7 +45,7 @@ class Chat:
 def template_in(folder: Path) -> str | None:
     """The chat template in a tokenizer's folder; None if it has none."""
     if (folder / TEMPLATE).is_file():
-        return read_text(folder / TEMPLATE)
+        return _read(folder / TEMPLATE)
     given = json_object(folder / SETTINGS).get("chat_template") if (folder / SETTINGS).is_file() else None
     if isinstance(given, list):  # several, by name
         named = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
@@ -53,10 +53,17 @@ def template_in(folder: Path) -> str | None:
     return given if isinstance(given, str) else None
 
 
+def _read(path: Path) -> str:
+    try:
+        return read_text(path)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"chat template {path} is not UTF-8: {error}") from None
+
+
 def chat_of(tokenizer_file: str, template: str | None, context: int, too_long: Literal["cut", "drop"]) -> Chat:
     """The chat of a tokenizer.json, with the file ``template``, or the one beside the tokenizer; ConfigError without one."""
     folder = Path(tokenizer_file).parent
-    text = template_in(folder) if template is None else read_text(readable(template, "chat template"))
+    text = template_in(folder) if template is None else _read(readable(template, "chat template"))
     if text is None:
         raise ConfigError(f"{folder} has no {TEMPLATE}, nor a chat_template in {SETTINGS}; give --chat-template FILE")
     tokens: dict[str, str] = {}

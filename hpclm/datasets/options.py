@@ -135,6 +135,8 @@ def _mistakes(args: argparse.Namespace) -> Iterator[str]:
         given = ("input", "format", "json_keys", "append_eod", "split_sentences", *FAIRSEQ_ONLY)
         if useless := [_flag(name) for name in given if getattr(args, name)]:
             yield f"--chat excludes {' and '.join(useless)}"
+        if args.empty == "keep":
+            yield "--chat excludes --empty keep: there are no empty conversations"
         if not (args.output_prefix and args.tokenizer_files and (args.context or 0) >= 1):
             yield "--chat needs --output-prefix P, --tokenizer RUN (or json with --tokenizer-files), and --context TOKENS without a RUN"
     elif args.chat_template or args.too_long or args.context:

@@ -180,6 +180,7 @@ ARGUMENTS = {
     "--append-eod": "--chat excludes --append-eod",
     "--split-sentences": "--chat excludes --split-sentences",
     "--json-keys=text": "--chat excludes --json-keys",
+    "--empty=keep": "--chat excludes --empty keep",
     "--input=c.jsonl": "--chat excludes --input",
     "--context=0": "--chat needs --output-prefix P, --tokenizer RUN",
 }
@@ -194,6 +195,9 @@ def test_arguments_that_do_not_go_with_conversations_are_refused(word, run, caps
 
 def test_conversations_need_a_template_and_a_tokenizer_that_knows_special_tokens(run, folder, capsys):
     assert run([GOOD]) == 0
+    (folder / "latin.jinja").write_bytes(b"\xe9")
+    assert run([GOOD], "--overwrite", "--chat-template", "latin.jinja") == 64
+    assert "chat template latin.jinja is not UTF-8" in capsys.readouterr().err
     (folder / "chat_template.jinja").unlink()
     words = ["--chat", "c.jsonl", "--output-prefix", "new", "--context", 40]
     assert preprocess(*words, "--tokenizer", "json", "--tokenizer-files", "tokenizer.json") == 64

@@ -64,8 +64,8 @@ class ModelConfig(Checked):
     kernels: Literal["torch", "apex"] = "torch"
     """Norms on GPUs: PyTorch's operations, or NVIDIA apex's fused ones if apex is installed."""
     attention: Literal["auto", "cudnn", "flash", "flex", "math"] = "auto"
-    """Attention's kernel on GPUs: cuDNN's, FlashAttention, FlexAttention, or plain matrix products. auto: the fastest for
-    the GPU and the shape, and FlexAttention for documents and ALiBi."""
+    """Attention's kernel on GPUs: cuDNN's, FlashAttention, FlexAttention, or plain matrix products (math, also on CPUs). auto:
+    the fastest for the GPU and the shape, and FlexAttention for documents and ALiBi."""
 
     def problems(self) -> Iterator[str]:
         """Invalid model settings."""

@@ -108,9 +108,9 @@ def version(number: int) -> str:
 
 
 def use(model: ModelConfig, device: torch.device) -> Choice | None:
-    """Set the order for this process; None on a CPU, where there is nothing to choose."""
+    """Set the order for this process; None on a CPU, where there is nothing to choose but plain matrix products."""
     if device.type != "cuda":
-        return None
+        return prefer(Choice((MATH,))) if model.attention == "math" else None
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     return prefer(choose(model, torch.cuda.get_device_capability(device), cudnn, installed_flash()))
 

@@ -39,7 +39,7 @@ def hello(config: RunConfig, plan: Plan, context: DistributedContext, length: Le
 
 
 def attention(model: ModelConfig, choice: attention_backend.Choice | None) -> None:
-    """Log the kernel of attention; ``choice``: None on a CPU."""
+    """Log the kernel of attention; ``choice``: None where a CPU uses PyTorch's own."""
     if choice is None:
         if model.attention != "auto":
             logger.warning("model.attention=%s is for GPUs; a CPU uses PyTorch's own", model.attention)

@@ -6,13 +6,14 @@ from functools import partial
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hpclm.checkpoint import staging
 from hpclm.config import ClusterConfig, ParallelConfig
 from hpclm.distributed.context import single
 from hpclm.engine import base, native
 from hpclm.errors import HpclmError
-from hpclm.model import attention, attention_backend, gpt, layers, loss, stack
+from hpclm.model import attention, gpt, layers, loss, stack
 from hpclm.model.compiled import Compilation, compile_layers
 from hpclm.parallel import main_gradients
 from hpclm.parallel.mesh import Mesh
@@ -27,8 +28,10 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """Nothing is remembered from another test."""
+    """Nothing is remembered from another test, and attention is what it was after this one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        yield
 
 
 def checked(tmp_path, shape=LLAMA, dtype=torch.bfloat16, **engine):
@@ -63,15 +66,13 @@ def test_a_compiler_that_is_wrong_is_not_used(tmp_path, monkeypatch):
 
 
 def test_attention_that_is_wrong_is_not_used(tmp_path, monkeypatch):
-    asked = []
     right = attention.dot_product_attention
 
     def kernel(q, k, v, mask, dropout):
         y = right(q, k, v, mask, dropout)
-        plain = not torch.backends.cuda.flash_sdp_enabled() or asked[-1] == "math"
+        plain = not torch.backends.cuda.flash_sdp_enabled()
         return y if plain else torch.cat([y[:, :, :-1], 1.5 * y[:, :, -1:]], 2)  # wrong in the last row of scores
 
-    monkeypatch.setattr(attention_backend, "use", lambda model, device: asked.append(model.attention))
     monkeypatch.setattr(attention, "dot_product_attention", kernel)
     proven, _ = checked(tmp_path)
     assert proven.settings.model.attention == "math"
@@ -93,8 +94,16 @@ def test_gradients_that_are_added_rightly_in_place_stay_so(tmp_path, monkeypatch
     assert proven.settings.in_place and report["way"] == "as set"
 
 
-def test_snapshots_that_change_while_training_goes_on_are_taken_in_the_foreground(tmp_path, monkeypatch):
-    monkeypatch.setattr(staging.Snapshot, "take", lambda self, shards: list(shards))  # no copies at all
+@pytest.mark.parametrize(
+    "copied",
+    [lambda tensor: tensor, lambda tensor: torch.cat([tensor[:1], 0.0 * tensor[1:]])],
+    ids=["not at all", "one row"],
+)
+def test_snapshots_that_are_no_copies_of_the_state_are_taken_in_the_foreground(copied, tmp_path, monkeypatch):
+    def take(self, shards):
+        return [replace(shard, tensor=copied(shard.tensor)) for shard in shards]
+
+    monkeypatch.setattr(staging.Snapshot, "take", take)
     proven, report = checked(tmp_path)
     assert not proven.background and "snapshot" in report["problems"][0]
 

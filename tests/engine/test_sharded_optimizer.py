@@ -51,11 +51,12 @@ def scattering(words, steps):
 @pytest.mark.parametrize(
     "size, more",
     [
-        (2, []),
+        (4, ["parallel.shard=2"]),
+        pytest.param(2, [], marks=pytest.mark.whole),
         pytest.param(4, ["parallel.tensor=2"], marks=pytest.mark.whole),
         pytest.param(2, ["engine.precision=bf16", "engine.gradients=compute"], marks=pytest.mark.whole),
     ],
-    ids=["fp32", "tensor", "bf16"],
+    ids=["groups", "fp32", "tensor", "bf16"],
 )
 def test_reduce_scattered_gradients_give_the_same_losses(size, more):
     words = ["engine.precision=fp32", *WORDS, *more]

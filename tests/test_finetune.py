@@ -52,7 +52,8 @@ def made(tmp_path_factory):
     hpclm("convert", "hf", "runs/base", cwd=folder, check=0)
     for source in (["--chat", "chats.jsonl"], ["--input", "text.jsonl", "--append-eod"]):
         preprocess = ["preprocess", *source, "--tokenizer", "runs/base", "--output-prefix", "data/x"]
-        assert "next: hpclm train" in hpclm(*preprocess, cwd=folder, check=0).stdout
+        printed = hpclm(*preprocess, cwd=folder, check=0).stdout
+        assert "next: hpclm train runs/base/config.yaml name=tuned out=runs/tuned" in printed
     return folder
 
 

@@ -3,7 +3,7 @@
 from hpclm import log
 from hpclm.datasets import build, parts
 from hpclm.datasets.encode import tokenizer_of
-from hpclm.datasets.next_command import next_chat_command, next_command
+from hpclm.datasets.next_command import next_command, next_tuning_command
 from hpclm.datasets.options import parse
 from hpclm.datasets.workers import exit_on_signals
 from hpclm.files import writable_folder
@@ -29,8 +29,8 @@ def main(argv: list[str]) -> int:
             for corpus in request.corpora:
                 build.write(corpus, request, corpus.prefixes)
     prefixes = [corpus.prefixes[0] for corpus in request.corpora]
-    if request.job.chat:
-        say(f"next: {next_chat_command(prefixes[0], request.model)}")
+    if request.job.chat or request.model:
+        say(f"next: {next_tuning_command(prefixes[0], request.model or 'RUN', request.job.chat is not None)}")
     else:
         say(f"next: {next_command(prefixes, tokenizer_of(request.job).size)}")
     return 0

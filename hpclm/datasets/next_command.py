@@ -37,13 +37,17 @@ def next_command(prefixes: Sequence[Path], vocab_size: int) -> str:
     return f"more text: {tokens:,} tokens are too few to train on; at least {least:,} make a first run"
 
 
-def next_chat_command(prefix: Path, run: str | None) -> str:
-    """``hpclm train`` for conversations, which fine-tunes ``run``, or a run of yours."""
-    separate = ["data.order=packed", "data.reset_attention_mask=true", "data.reset_position_ids=true"]
-    rates = ["optim.lr=1e-5", "optim.min_lr=1e-6", "budget.epochs=3"]
-    base = run or "RUN"
-    words = [f"{base}/config.yaml", "out=runs/tuned", f"checkpoint.init_from={base}", f"data.prefix={prefix}"]
-    return shlex.join(["hpclm", "train", *words, *separate, *rates])
+def next_tuning_command(prefix: Path, run: str, chat: bool) -> str:
+    """``hpclm train`` that goes on from the weights of ``run``, with text or conversations."""
+    words = [
+        f"{run}/config.yaml",
+        "name=tuned",
+        "out=runs/tuned",
+        f"checkpoint.init_from={run}",
+        f"data.prefix={prefix}",
+    ]
+    separate = ["data.order=packed", "data.reset_attention_mask=true", "data.reset_position_ids=true"] if chat else []
+    return shlex.join(["hpclm", "train", *words, *separate, "optim.lr=1e-5", "optim.min_lr=1e-6", "budget.epochs=3"])
 
 
 def _splits(prefix: Path, vocabulary: str) -> Iterator[Choice]:

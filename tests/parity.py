@@ -37,8 +37,10 @@ STYLES = {
         "model.kv_heads=2",
         "model.ffn=48",
     ],
-    "bloom": ["model.positions=alibi", "model.embed_norm=true", "model.activation=gelu", "model.qk_norm=true"],
-    "fairseq": ["model.positions=sinusoidal", "model.embed_scale=true", "model.activation=relu", "model.tied=false"],
+    "bloom": ["model.positions=alibi", "model.embed_norm=true", "model.activation=gelu", "model.qk_norm=true"]
+    + ["optim.decayed=non_embedding", "optim.z_loss=0.01"],
+    "fairseq": ["model.positions=sinusoidal", "model.embed_scale=true", "model.activation=relu", "model.tied=false"]
+    + ["optim.groups=[{match: mlp, weight_decay: 0.01, lr: 0.5}, {match: output, lr: 0.25}]"],
     "documents": ["data.eod_mask_loss=true", "data.reset_position_ids=true", "data.reset_attention_mask=true"],
     "geglu": ["model.positions=none", "model.activation=geglu", "optim.decayed=all"],
 }
@@ -80,6 +82,8 @@ def train(words, steps, first=0, saved=None, device="cpu"):
         "norms": [result.grad_norm for result in results],
         "seconds": [dict(result.seconds) for result in results],
         "skipped": [result.skipped for result in results],
+        "guarded": [result.numbers.get("guarded", 0.0) for result in results],
+        "z_losses": [result.numbers.get("z_loss", 0.0) for result in results],
         "evaluation": engine.evaluate(batches.take(0, 5)),
         "scalars": engine.scalars(),
         "held": held,
@@ -122,7 +126,7 @@ def trained(size, *words, steps=STEPS, first=0, saved=None):
     handed = saved and ({name: tensor.numpy() for name, tensor in saved["tensors"].items()}, saved["scalars"])
     found = ranks.run(size, train, list(words), steps, first, handed)
     for other in found[1:]:
-        for what in ("losses", "norms", "evaluation", "scalars"):
+        for what in ("losses", "norms", "guarded", "z_losses", "evaluation", "scalars"):
             assert repr(other[what]) == repr(found[0][what]), f"ranks disagree on {what}"
     return {**found[0], "tensors": assembled(found), "gradients": reduced(found, "engine.name=deepspeed" in words)}
 

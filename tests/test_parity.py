@@ -147,6 +147,8 @@ def test_every_layout_learns_what_one_process_learns(layout, words, record_prope
     near = dict(abs=limit) if exact else dict(abs=0.03)
     assert found["losses"] == pytest.approx(wanted["losses"], **near)
     assert found["norms"] == pytest.approx(wanted["norms"], rel=limit if exact else 0.1)
+    assert found["z_losses"] == pytest.approx(wanted["z_losses"], **near)
+    assert (wanted["z_losses"][0] > 0) == ("optim.z_loss=0.01" in words)
     assert found["evaluation"] == pytest.approx(wanted["evaluation"], **near)
     assert found["scalars"]["optimizer_steps"] == wanted["scalars"]["optimizer_steps"]
     assert found["tensors"].keys() == wanted["tensors"].keys()

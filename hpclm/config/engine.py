@@ -7,6 +7,7 @@ from typing import Literal
 
 from hpclm import extras
 from hpclm.config.checks import Checked, at_least
+from hpclm.config.optim import OptimConfig
 from hpclm.config.supports import OPTIONAL, SUPPORTS, Supports
 from hpclm.errors import ConfigError
 from hpclm.registry import problem
@@ -145,7 +146,7 @@ class EngineConfig(Checked):
         return {name: value for name, value in mine.items() if value != getattr(EngineConfig(), name)}
 
 
-def unsupported(engine: EngineConfig, parallel: ParallelConfig, optimizer: str, can: Supports) -> Iterator[str]:
+def unsupported(engine: EngineConfig, parallel: ParallelConfig, optim: OptimConfig, can: Supports) -> Iterator[str]:
     """The settings that an engine with the capabilities ``can`` does not support, one sentence each."""
     name, pipeline, chosen = engine.name, parallel.pipeline, engine.chosen()
     allowed = can.pipeline_stages if pipeline > 1 else can.zero_stages
@@ -182,5 +183,8 @@ def unsupported(engine: EngineConfig, parallel: ParallelConfig, optimizer: str, 
         if option in chosen and option not in can.options:
             able = ", ".join(other for other, its in SUPPORTS.items() if option in its.options)
             yield f"engine.{option}={chosen[option]} has no effect with engine {name!r}; it is for {able}"
-    if optimizer not in can.optimizers:
-        yield f"engine {name!r} cannot do optim.name={optimizer}; it can do {', '.join(can.optimizers)}"
+    if optim.name not in can.optimizers:
+        yield f"engine {name!r} cannot do optim.name={optim.name}; it can do {', '.join(can.optimizers)}"
+    if optim.guard != "none" and not can.guards:
+        able = ", ".join(other for other, its in SUPPORTS.items() if its.guards)
+        yield f"engine {name!r} cannot do optim.guard={optim.guard}, since its updates are the library's; it is for {able}"

@@ -1,9 +1,10 @@
 """Settings of the optimizer and of fp16's loss scale."""
 
 import math
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from hpclm.config.checks import Checked, at_least, fraction
 from hpclm.registry import problem
@@ -32,8 +33,15 @@ class OptimConfig(Checked):
     """Added to Adam's denominator."""
     weight_decay: float = 0.1
     """Decoupled weight decay."""
-    decayed: Literal["matrices", "all"] = "matrices"
-    """What decays: matrices (Megatron: no biases, no norms) or all (fairseq)."""
+    decayed: Literal["matrices", "non_embedding", "all"] = "matrices"
+    """What decays: matrices (Megatron: no biases, no norms), matrices without token and position embeddings (OLMo 2's
+    non_embedding), or all (fairseq)."""
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    """Learning rate and decay of some weights: a list of {match: REGEX, lr: FACTOR, weight_decay: VALUE}. REGEX is searched
+    for in the names of the weights in checkpoints; lr multiplies the schedule's; later entries win."""
+    z_loss: float = 0.0
+    """Adds this times the square of the logarithm of the softmax's normaliser to each token's loss (Chowdhery et al. 2022
+    use 1e-4). It is logged as z_loss, and not part of the logged loss."""
     momentum: float = 0.95
     """Muon's momentum."""
     nesterov: bool = True
@@ -74,6 +82,9 @@ class OptimConfig(Checked):
     """Units of the final decay of wsd; null: a tenth of the schedule's length."""
     wsd_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
     """Shape of the final decay of wsd."""
+    guard: Literal["none", "skip_step", "clip_update"] = "none"
+    """Against outliers among the last 128 steps. skip_step (OLMo 2): skip an update whose loss or gradient norm exceeds their
+    mean by 6 standard deviations. clip_update (Marin): limit the norm of an update to the mean and 3 deviations."""
     nonfinite_limit: int = 20
     """A step with a NaN or infinite loss or gradient is skipped; the run stops (exit 93) after this many of them in a row."""
     spike: float = 0.5
@@ -82,7 +93,7 @@ class OptimConfig(Checked):
 
     def problems(self) -> Iterator[str]:
         """Invalid optimizer settings."""
-        amounts = ("lr", "min_lr", "eps", "weight_decay", "clip", "spike", "warmup", "warmup_start")
+        amounts = ("lr", "min_lr", "eps", "weight_decay", "clip", "z_loss", "spike", "warmup", "warmup_start")
         yield from at_least(0, "optim", **{name: getattr(self, name) for name in amounts})
         counts = ("schedule_length", "period", "wsd_decay", "nonfinite_limit", "newton_schulz_steps")
         yield from at_least(1, "optim", **{name: getattr(self, name) for name in counts})
@@ -90,6 +101,8 @@ class OptimConfig(Checked):
             yield f"optim.power={self.power} must be more than 0"
         if not all(0 <= beta < 1 for beta in self.betas):
             yield f"optim.betas={list(self.betas)} must each be at least 0 and less than 1"
+        for entry in self.groups:
+            yield from _unusable(entry)
         yield from fraction("optim", momentum=self.momentum)
         for name in ("momentum", "nesterov", "newton_schulz_steps", "newton_schulz_type", "adjust", "split"):
             if self._changed(name) and self.name != "muon":
@@ -145,6 +158,26 @@ class OptimConfig(Checked):
             f"the warm-up of {rise:g} + {shown} = {rise + decay:g} {self.unit} must be at most {whole}={length}: otherwise the "
             f"learning rate would jump; shorten them, or extend the budget"
         )
+
+
+def _unusable(entry: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with an entry of optim.groups."""
+    said, pattern = f"optim.groups: {entry}", entry.get("match")
+    amounts = {name: value for name, value in entry.items() if name != "match"}
+    if unknown := sorted(map(str, amounts.keys() - {"lr", "weight_decay"})):
+        yield f"{said} has unknown {', '.join(unknown)}; an entry has match, and lr or weight_decay or both"
+        return
+    if not isinstance(pattern, str) or not amounts:
+        yield f"{said} needs match, a regular expression, and lr or weight_decay or both"
+        return
+    try:
+        if not all(0 <= float(value) < math.inf and not isinstance(value, bool) for value in amounts.values()):
+            yield f"{said}: lr and weight_decay must be numbers of at least 0"
+        re.compile(str(pattern))
+    except (TypeError, ValueError):  # 1e-1 is text for YAML
+        yield f"{said}: lr and weight_decay must be numbers of at least 0"
+    except re.error as error:
+        yield f"{said}: match is no regular expression: {error}"
 
 
 @dataclass(frozen=True)

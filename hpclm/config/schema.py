@@ -201,7 +201,7 @@ class RunConfig(Checked):
         yield from self.model.unsplit(self.parallel.tensor)
         if self.engine.name in SUPPORTS:
             can = SUPPORTS[self.engine.name]
-            yield from unsupported(self.engine, self.parallel, self.optim.name, can)
+            yield from unsupported(self.engine, self.parallel, self.optim, can)
             if can.more:
                 yield from load(can.more)(self)
         if self.optim.name == "cpu_adam" and self.engine.offload == "none":

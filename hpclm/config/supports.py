@@ -29,6 +29,8 @@ class Supports:
     """Whether it is compiled on GPUs unless engine.compile=false."""
     optimizers: tuple[str, ...] = ("adamw", "apex_adam")
     """Values of optim.name."""
+    guards: bool = True
+    """Whether it supports optim.guard."""
     counts: Callable[[int, int, str], str | None] | None = None
     """(micro-batches per step, parallel.pipeline, parallel.schedule) -> what the schedule requires, if it cannot run them."""
     more: str | None = None
@@ -77,6 +79,7 @@ SUPPORTS = {
         offload=(("optimizer", 1), ("optimizer", 2), ("optimizer", 3), ("parameters", 3)),
         options=("bucket_mb", "gradients", "extra", "offload_folder", "compile"),
         optimizers=("adamw", "apex_adam", "cpu_adam"),
+        guards=False,
         more="hpclm.config.deepspeed:unsuitable",
     ),
     "fairscale": Supports(

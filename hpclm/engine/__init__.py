@@ -1,6 +1,7 @@
 """The engine interface: one optimizer step over one global batch."""
 
 import logging
+import re
 import shutil
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from hpclm.config.supports import SUPPORTS, Supports
 from hpclm.data.batches import Batch
 from hpclm.errors import ConfigError
 from hpclm.model import gpt
+from hpclm.model.gpt import LayerSpec
 from hpclm.parallel.mesh import Mesh
 from hpclm.registry import a_class, lookup
 
@@ -148,7 +150,9 @@ def engine_class(config: EngineSettings, device: torch.device) -> Maker:
     if problems:
         raise ConfigError(problems)
     maker = lookup("engine", config.engine.name, ENGINES, CHECK)
-    gpt.layers(config.model, config.engine, torch.float32, config.seed)  # loads a user-defined block
+    specs = gpt.layers(config.model, config.engine, torch.float32, config.seed)  # loads a user-defined block
+    if config.optim.groups:
+        check_groups(config.optim, specs)
     if config.engine.compile and (missing := missing_compiler()):
         raise ConfigError(
             f"engine.compile=true needs {missing}, which was not found; set engine.compile=false, "
@@ -158,11 +162,24 @@ def engine_class(config: EngineSettings, device: torch.device) -> Maker:
     return maker
 
 
+def check_groups(optim: OptimConfig, specs: Sequence[LayerSpec]) -> None:
+    """ConfigError for entries of optim.groups that match no weight of these layers. All blocks are alike, so one is built."""
+    own: dict[str, list[str]] = {}
+    for spec in specs:
+        kind = re.sub(r"\d+$", "", spec.name)
+        own[kind] = own.get(kind) or [name for name, _ in spec.build().named_parameters()]
+    names = [f"{spec.name}.{name}" for spec in specs for name in own[re.sub(r"\d+$", "", spec.name)]]
+    unused = [entry for entry in optim.groups if not any(re.search(entry["match"], name) for name in names)]
+    if unused:
+        examples = ", ".join(dict.fromkeys(re.sub(r"^block\d+", "block0", name) for name in names))
+        raise ConfigError([f"optim.groups: {entry} matches no weight; weights are {examples}" for entry in unused])
+
+
 def check_supports(engine: EngineConfig, parallel: ParallelConfig, optim: OptimConfig, maker: Maker) -> None:
     """ConfigError if a user-defined engine declares that it does not support the settings."""
     declared: Supports | None = getattr(maker, "supports", None)
     if engine.name not in ENGINES and declared:
-        problems = list(unsupported(engine, parallel, optim.name, declared))
+        problems = list(unsupported(engine, parallel, optim, declared))
         if problems:
             raise ConfigError(problems)
 

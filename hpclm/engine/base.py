@@ -16,6 +16,7 @@ from hpclm.data.batches import Batch
 from hpclm.engine import SavedState, Shard, StepResult, keep_going
 from hpclm.engine.gradient_buckets import GradientBuckets
 from hpclm.engine.matrix_exchange import MatrixExchange
+from hpclm.engine.outliers import GUARDS
 from hpclm.engine.save_plan import SavePlan
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.state import TrainingState
@@ -59,6 +60,11 @@ class BaseEngine:
         self.forward: Callable[..., Tensor] = forward or model
         self.config, self.mesh, self.device, self.model = config, mesh, device, model
         self.weights = tuple(weights)
+        self.model_stacks = [module for module in model.modules() if isinstance(module, Stack)]
+        self.factor = 1.0
+        """What the losses of the current step are multiplied by in the backward pass."""
+        sharded = self.sharded or any(weight.run for weight in self.weights)
+        self.guard = GUARDS[config.optim.guard](self.weights, mesh, sharded, device)
         self.optimizer = optimizer_of(self.weights, config.optim)
         if isinstance(self.optimizer, Muon):
             matrices = [weight for weight in self.weights if orthogonal(weight.name, weight.shape)]
@@ -94,10 +100,11 @@ class BaseEngine:
         """Clip by the global norm and update the weights, unless loss or norm are not finite: grad_norm and skipped."""
         norm = self.gradient_norm()
         bad = (~torch.isfinite(norm + loss)).float()
-        update(self.optimizer, norm, self.config.optim.clip, scale, bad)
+        with self.guard.around(loss, norm / scale, bad) as skip:
+            update(self.optimizer, norm, self.config.optim.clip, scale, skip)
         self.refresh()
         self.zero_grad()
-        return {"grad_norm": norm / scale, "skipped": bad}
+        return {"grad_norm": norm / scale, "skipped": bad, **self.guard.metrics}
 
     def overflowed(self, result: StepResult) -> bool:
         """Whether a step counts as an overflow for the loss scale."""
@@ -126,7 +133,7 @@ class BaseEngine:
 
         Gradients are scaled by ``factor``.
         """
-        total = torch.zeros((), device=self.device)
+        total, self.factor = torch.zeros((), device=self.device), factor
         last = len(inputs.batches) - 1
         for number, (batch, weight, seed) in enumerate(zip(inputs.batches, inputs.weights, inputs.seeds, strict=True)):
             if number:
@@ -152,7 +159,10 @@ class BaseEngine:
         seed_step(config.seed, step, mesh.world.rank)
         self.model.train()
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("factor", 1.0)
+        self.factor, self.guard.lr = scale, lr
+        for stack in self.model_stacks:
+            stack.loss.penalty = None
         inputs = step_inputs(config, mesh.dp, batches, step, check_interrupt)
         if self.gradients:
             self.gradients.begin(len(batches))
@@ -162,10 +172,18 @@ class BaseEngine:
             all_reduce_in_place([w.parameter.grad for w in self.deferred if w.parameter.grad is not None], mesh.tp)
         with self.timers("optimizer"):
             metrics = self.update(loss, scale)
-        result = StepResult({"loss": loss, **metrics}, scale, self.timers.take())
+        result = StepResult({"loss": loss, **metrics, **self._z_loss()}, scale, self.timers.take())
         if self.scale:  # the next step's scale depends on this one's norm: fp16 waits for the device here
             self.scale = self.scale.after(self.overflowed(result), config.scaler)
         return result
+
+    def _z_loss(self) -> dict[str, Tensor]:
+        """The mean z-loss of the step's tokens, with optim.z_loss."""
+        if not self.config.optim.z_loss:
+            return {}
+        noted = [stack.loss.penalty for stack in self.model_stacks if stack.loss.penalty is not None]
+        total = torch.stack(noted).sum() if noted else torch.zeros((), device=self.device)
+        return {"z_loss": all_reduce(all_reduce(total / self.factor, self.mesh.pp), self.mesh.dp)}
 
     def evaluate(self, batches: Iterable[Batch], alone: bool = False) -> float:
         """Mean loss per token; ``alone``: of this replica's batches only."""
@@ -186,8 +204,9 @@ class BaseEngine:
         yield from self.state.tensors(self.save_plan)
 
     def scalars(self) -> dict[str, Any]:
-        """The optimizer's step count, and the loss scale."""
-        return {"optimizer_steps": self.state.steps(), "loss_scale": self.scale and asdict(self.scale)}
+        """The optimizer's step count, the loss scale, and what optim.guard remembers."""
+        known = {"optimizer_steps": self.state.steps(), "loss_scale": self.scale and asdict(self.scale)}
+        return known | self.guard.scalars()
 
     @torch.no_grad()
     def load(self, saved: SavedState, scalars: dict[str, Any]) -> None:
@@ -198,6 +217,7 @@ class BaseEngine:
             self._check_optimizer(saved.shapes())
         self.state.load(self.save_plan, saved, scalars["optimizer_steps"])
         self.refresh()
+        self.guard.load(scalars)
         if self.scale:
             self.scale = LossScale.of(scalars["loss_scale"], self.config.scaler)
 
@@ -252,5 +272,5 @@ def stack_of(
 ) -> Stack:
     """The model, or a stage of it, as the engine's settings say."""
     engine = config.engine
-    loss = TokenLoss(engine.loss_chunk, bool(engine.compile), backward)
+    loss = TokenLoss(engine.loss_chunk, bool(engine.compile), backward, config.optim.z_loss)
     return Stack(config.model, specs, dtype, mesh.tp, loss, engine.recompute_every, wrap, engine.offload_activations)

@@ -81,14 +81,19 @@ def mean_loss(forward: Callable[..., Tensor], batches: Iterable[Batch], device: 
     return (total / counted.clamp(min=1)).item()
 
 
-def gradient_norm(weights: Iterable[ShardedParameter], mesh: Mesh, sharded: bool) -> Tensor:
-    """Global L2 norm of the gradients, in fp32; each weight counts once, however it is split or replicated."""
+def gradient_norm(weights: Sequence[ShardedParameter], mesh: Mesh, sharded: bool) -> Tensor:
+    """Global L2 norm of the gradients, in fp32."""
+    return global_norm(weights, [weight.parameter.grad for weight in weights], mesh, sharded)
+
+
+def global_norm(
+    weights: Sequence[ShardedParameter], values: Sequence[Tensor | None], mesh: Mesh, sharded: bool
+) -> Tensor:
+    """Global L2 norm of ``values``, one tensor for each weight, in fp32; each counts once, however it is split or replicated."""
     counted = [
-        weight.parameter.grad
-        for weight in weights
-        if weight.parameter.grad is not None
-        and not weight.duplicate
-        and (weight.placement.dim is not None or mesh.tp.first)
+        value
+        for weight, value in zip(weights, values, strict=True)
+        if value is not None and not weight.duplicate and (weight.placement.dim is not None or mesh.tp.first)
     ]
     norm = torch.nn.utils.get_total_norm(counted)
     if mesh.model.size == 1 and not sharded:

@@ -19,14 +19,17 @@ from hpclm.parallel.collectives import all_reduce, all_reduce_max, gather
 from hpclm.parallel.main_gradients import add_product, unfilled
 from hpclm.parallel.mesh import Axis
 
-ChunkMath = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+ChunkMath = Callable[..., tuple[Tensor, Tensor, Tensor | None]]
 Backward = Literal["once", "twice", "unscaled"]
 """How backward runs: once; maybe twice, as in zero-bubble schedules, which costs a copy of the weight gradient; or once from the
 loss itself, whose gradient is 1, so that nothing is multiplied."""
 
 
-def nll_and_gradient(logits: Tensor, labels: Tensor, weights: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """[n, V] logits, [n] labels and weights -> weighted losses [n] in fp32, and their gradient [n, V] in the logits' type.
+def nll_and_gradient(
+    logits: Tensor, labels: Tensor, weights: Tensor, vocab: int, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """[n, V] logits, [n] labels and weights -> weighted losses [n] in fp32, the gradient [n, V] in the logits' type of them and of
+    the weighted z-losses, and these [n], if there are any: ``z_loss`` x (log of the softmax's normaliser)^2 (Chowdhery et al. 2022).
 
     Entries from ``vocab`` on are padding and get no probability. Written without scatter, so that torch.compile fuses it
     into one pass that never holds [n, V] in fp32.
@@ -36,25 +39,34 @@ def nll_and_gradient(logits: Tensor, labels: Tensor, weights: Tensor, vocab: int
     if vocab < logits.shape[-1]:
         scores = scores.masked_fill(entry >= vocab, -torch.inf)
     log_p = F.log_softmax(scores, -1)
-    losses = -log_p.gather(-1, labels[:, None])[:, 0] * weights
+    target = log_p.gather(-1, labels[:, None])[:, 0]
+    p, penalties = log_p.exp(), None
+    if z_loss:
+        z = scores.gather(-1, labels[:, None])[:, 0] - target
+        p, penalties = p * (1 + 2 * z_loss * z)[:, None], z_loss * z.square() * weights
     hit = (entry == labels[:, None]).float()
-    return losses, ((log_p.exp() - hit) * weights[:, None]).to(logits.dtype)
+    return -target * weights, ((p - hit) * weights[:, None]).to(logits.dtype), penalties
 
 
-def nll_and_gradient_in_place(logits: Tensor, labels: Tensor, weights: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+def nll_and_gradient_in_place(
+    logits: Tensor, labels: Tensor, weights: Tensor, vocab: int, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """The same for eager mode, in place, with fewer passes over memory."""
     if vocab < logits.shape[-1]:
         logits[:, vocab:] = -torch.inf
     log_p = F.log_softmax(logits, -1, dtype=torch.float32)
-    losses = -log_p.gather(-1, labels[:, None])[:, 0] * weights
-    gradient = log_p.exp_().mul_(weights[:, None])
+    target, factors, penalties = log_p.gather(-1, labels[:, None])[:, 0], weights, None
+    if z_loss:
+        z = logits.gather(-1, labels[:, None])[:, 0].float() - target
+        factors, penalties = weights * (1 + 2 * z_loss * z), z_loss * z.square() * weights
+    gradient = log_p.exp_().mul_(factors[:, None])
     gradient.scatter_add_(-1, labels[:, None], -weights[:, None])
-    return losses, gradient.to(logits.dtype)
+    return -target * weights, gradient.to(logits.dtype), penalties
 
 
 def split_nll_and_gradient(
-    logits: Tensor, labels: Tensor, weights: Tensor, vocab: int, tp: Axis
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, labels: Tensor, weights: Tensor, vocab: int, tp: Axis, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Vocabulary-parallel version: each rank of ``tp`` has [n, V / tp] logits and gets all losses, and the gradient of its logits.
 
     Communicates the maximum logit, then the sums of the softmax: 3 n numbers (Shoeybi et al. 2019, section 3).
@@ -66,14 +78,18 @@ def split_nll_and_gradient(
     mine = labels - first
     outside = (mine < 0) | (mine >= logits.shape[-1])
     mine = mine.masked_fill(outside, 0)[:, None]
-    scores -= all_reduce_max(scores.amax(-1), tp)[:, None]
+    most = all_reduce_max(scores.amax(-1), tp)
+    scores -= most[:, None]
     target = scores.gather(-1, mine)[:, 0].masked_fill(outside, 0.0)
     p = scores.exp_()
     normaliser, target = all_reduce(torch.stack([p.sum(-1), target]), tp)
-    losses = (normaliser.log() - target) * weights
-    gradient = p.mul_((weights / normaliser)[:, None])
+    log, factors, penalties = normaliser.log(), weights, None
+    if z_loss:
+        z = log + most
+        factors, penalties = weights * (1 + 2 * z_loss * z), z_loss * z.square() * weights
+    gradient = p.mul_((factors / normaliser)[:, None])
     gradient.scatter_add_(-1, mine, -weights.masked_fill(outside, 0.0)[:, None])
-    return losses, gradient.to(logits.dtype)
+    return (log - target) * weights, gradient.to(logits.dtype), penalties
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -90,9 +106,11 @@ class _ChunkedLoss(torch.autograd.Function):
         math: ChunkMath,
         backward: Backward,
         main_grad: Tensor | None,
+        note: Callable[[Tensor], None],
     ) -> Tensor:
         """[n, C] hidden, [V / tp, C] weight and the same in hidden's type, [n] labels, [n] weights -> the weighted sum of losses.
 
+        z-losses change the gradients only; ``note`` gets their weighted sums.
         ``main_grad``: what the gradient of the weight is added to in place, which needs ``backward`` unscaled.
         """
         d_hidden, d_weight = torch.empty_like(hidden), None
@@ -100,8 +118,10 @@ class _ChunkedLoss(torch.autograd.Function):
         for begin in range(0, len(hidden), chunk):
             part = slice(begin, begin + chunk)
             logits = F.linear(hidden[part], rows)
-            losses, gradient = math(logits, labels[part], weights[part], vocab)
+            losses, gradient, penalties = math(logits, labels[part], weights[part], vocab)
             total += losses.sum()
+            if penalties is not None:
+                note(penalties.sum())
             torch.mm(gradient, rows, out=d_hidden[part])
             if main_grad is not None:
                 add_product(main_grad, gradient, hidden[part])
@@ -128,19 +148,26 @@ class _ChunkedLoss(torch.autograd.Function):
             gradients = d_hidden * factor.to(d_hidden.dtype), d_weight * factor
         else:
             gradients = d_hidden.mul_(factor.to(d_hidden.dtype)), d_weight.mul_(factor)
-        return *gradients, *[None] * 8
+        return *gradients, *[None] * 9
 
 
 class TokenLoss:
     """Sum over tokens of weight x cross entropy; padding entries of the vocabulary get no probability."""
 
-    def __init__(self, chunk: int | None = None, compile: bool = False, backward: Backward = "once"):
-        self.chunk, self.backward = chunk, backward
+    def __init__(
+        self, chunk: int | None = None, compile: bool = False, backward: Backward = "once", z_loss: float = 0.0
+    ):
+        """``z_loss``: coefficient of the z-losses, which change the gradients, but not the loss."""
+        self.chunk, self.backward, self.z_loss = chunk, backward, z_loss
+        self.penalty: Tensor | None = None
+        """The weighted sum of the z-losses since it was last set to None."""
         self.whole: ChunkMath = nll_and_gradient_in_place
-        self.split: Callable[..., tuple[Tensor, Tensor]] = split_nll_and_gradient
+        self.split: ChunkMath = split_nll_and_gradient
         if compile:
             self.whole = Compilation("the loss runs").of(nll_and_gradient, self.whole)
             self.split = Compilation("the loss runs").of(split_nll_and_gradient, self.split)
+        if z_loss:
+            self.whole, self.split = (partial(math, z_loss=z_loss) for math in (self.whole, self.split))
 
     def __call__(self, head: Head, labels: Tensor, weights: Tensor) -> Tensor:
         """``labels`` and ``weights`` [B, T] -> a scalar in fp32, differentiable once.
@@ -163,12 +190,16 @@ class TokenLoss:
                 self.whole if head.tp.size == 1 else partial(self.split, tp=head.tp),
                 self.backward,
                 head.main_grad,
+                self._note,
             )
         total = hidden.new_zeros((), dtype=torch.float32)
         for begin in range(0, len(hidden), chunk):
             part = slice(begin, begin + chunk)
             total += self._losses(head, hidden[part], labels[part], weights[part]).sum()
         return total
+
+    def _note(self, penalty: Tensor) -> None:
+        self.penalty = penalty if self.penalty is None else self.penalty + penalty
 
     @staticmethod
     def _chosen(head: Head, labels: Tensor) -> int:

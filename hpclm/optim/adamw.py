@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hpclm.config import OptimConfig
 from hpclm.node import apex
-from hpclm.optim.optimizers import Weight
+from hpclm.optim.optimizers import Weight, rate_and_decay
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +36,11 @@ class AdamW(Scaled, torch.optim.AdamW):
 
 
 def groups(weights: Sequence[Weight], optim: OptimConfig) -> list[dict[str, Any]]:
-    """Parameter groups with and without weight decay (optim.decayed); empty ones are left out."""
-    decaying = [w.parameter for w in weights if optim.decayed == "all" or len(w.shape) >= 2]
-    others = [w.parameter for w in weights if not (optim.decayed == "all" or len(w.shape) >= 2)]
-    pairs = (decaying, optim.weight_decay), (others, 0.0)
-    return [dict(params=params, weight_decay=decay) for params, decay in pairs if params]
+    """Parameter groups of weights with the same weight decay and the same ``factor`` on the learning rate."""
+    alike: dict[tuple[float, float], list[Any]] = {}
+    for weight in weights:
+        alike.setdefault(rate_and_decay(weight.name, weight.shape, optim), []).append(weight.parameter)
+    return [dict(params=params, factor=factor, weight_decay=decay) for (factor, decay), params in alike.items()]
 
 
 def fused_adamw(weights: Sequence[Weight], optim: OptimConfig) -> torch.optim.Optimizer:

@@ -1,5 +1,6 @@
 """The optimizers by name: what makes each, and which state it keeps of a weight. Needs no PyTorch."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -47,6 +48,17 @@ class OptimizerKind:
     def bytes_per_parameter(self) -> int:
         """Bytes of state for a parameter of a matrix."""
         return 4 * len(self.state(*MATRIX))
+
+
+def rate_and_decay(name: str, shape: Sequence[int], optim: "OptimConfig") -> tuple[float, float]:
+    """Factor on the learning rate, and weight decay, of a weight: by optim.decayed, and every entry of optim.groups in order."""
+    embedding = name.startswith(("tokens.", "entry."))
+    decays = optim.decayed == "all" or (len(shape) >= 2 and not (optim.decayed == "non_embedding" and embedding))
+    factor, decay = 1.0, optim.weight_decay if decays else 0.0
+    for entry in optim.groups:
+        if re.search(entry["match"], name):
+            factor, decay = float(entry.get("lr", factor)), float(entry.get("weight_decay", decay))
+    return factor, decay
 
 
 def moments(name: str, shape: Sequence[int]) -> tuple[str, ...]:

@@ -90,6 +90,7 @@ class Twin:
                 weight_decay=optim.weight_decay,
                 decayed=optim.decayed,
                 clip=clip,
+                z_loss=optim.z_loss,
             ),
             scaler=replace(settings.scaler, initial=LOSS_SCALE, minimum=min(LOSS_SCALE, settings.scaler.minimum)),
             timers=False,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hpclm.config import OptimConfig
+from hpclm.optim.optimizers import rate_and_decay
 
 FLOOR = 2e-4  # relative; the order of operations changes an update in fp32 by less
 ROUNDINGS = 4.0  # of a weight
@@ -27,7 +28,7 @@ def misupdated(optim: OptimConfig, lr: float, shapes: Mapping[str, Sequence[int]
         for name, shape in shapes.items():
             if f"exp_avg of {name}" not in states[step]:  # which the comparison with plain steps reports
                 continue
-            decay = optim.weight_decay if optim.decayed == "all" or len(shape) >= 2 else 0.0
+            _, decay = rate_and_decay(name, shape, optim)
             for what, off, allowed in _errors(optim, lr, decay, name, step, states[step - 1], states[step]):
                 if not off <= allowed:
                     return f"update {step}: {what} of {name} is not AdamW's, by {off / allowed:.2g} times a rounding"

@@ -218,14 +218,50 @@ def test_dropout_is_drawn_anew_each_step_and_only_in_training(kind):
     assert engine.evaluate(batches) == pytest.approx(plain, rel=1e-5)
 
 
-@pytest.mark.parametrize("policy, undecayed", {"matrices": {1}, "all": set()}.items())
+@pytest.mark.parametrize("policy, undecayed", {"matrices": {1}, "all": set(), "non_embedding": {1, 2}}.items())
 def test_weight_decay_reaches_what_the_policy_says(policy, undecayed):
     config = settings(GPT2, optim=dict(decayed=policy, weight_decay=0.3))
     engine = engine_of(config)
-    decayed, rest = [*engine.optimizer.param_groups, {"params": [], "weight_decay": 0.0}][:2]
+    none = {"params": [], "weight_decay": 0.0}
+    decayed, rest = sorted([*engine.optimizer.param_groups, none][:2], key=lambda group: -group["weight_decay"])
     assert (decayed["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
     assert {p.ndim for p in rest["params"]} == undecayed
     assert len(decayed["params"]) + len(rest["params"]) == len(list(engine.model.parameters()))
+
+
+def test_groups_set_learning_rate_and_decay_by_the_names_of_weights_and_later_ones_win():
+    entries = [
+        dict(match=r"norm|bias$", lr=0.5),
+        dict(match=r"^tokens\.", weight_decay=0),
+        dict(match=r"^norm\.", lr=2),
+    ]
+    config = settings(GPT2, optim=dict(lr=3e-3, min_lr=1e-4, weight_decay=0.3, groups=entries))
+    engine, _ = train(config, 1)
+    found = {
+        p: (group["lr"], group["weight_decay"]) for group in engine.optimizer.param_groups for p in group["params"]
+    }
+    by_name = {weight.name: found[weight.parameter] for weight in engine.weights}
+    assert by_name["tokens.weight"] == (3e-3, 0.0) and by_name["block1.mlp.up.weight"] == (3e-3, 0.3)
+    assert by_name["block0.norm1.weight"] == by_name["block3.mlp.down.bias"] == (1.5e-3, 0.0)
+    assert by_name["norm.weight"] == (6e-3, 0.0)
+
+
+@pytest.mark.parametrize(
+    "entry, message",
+    [
+        (
+            dict(match="outptu", lr=2),
+            r"'outptu'.* matches no weight; weights are tokens\.weight, .*block0\.norm1\.weight",
+        ),
+        (dict(match="(", lr=2), "match is no regular expression"),
+        (dict(match="norm", rate=2), "unknown rate; an entry has match, and lr or weight_decay"),
+        (dict(match="norm"), "needs match, a regular expression, and lr or weight_decay"),
+        (dict(match="norm", lr=-1), "must be numbers of at least 0"),
+    ],
+)
+def test_an_entry_of_groups_that_cannot_be_honoured_is_refused_by_name(entry, message):
+    with pytest.raises(ConfigError, match=message):
+        engine_of(settings(GPT2, optim=dict(groups=[entry])))
 
 
 def test_padding_of_the_vocabulary_changes_nothing():

@@ -141,7 +141,7 @@ def test_a_step_does_not_load_the_compiler():
         "from types import SimpleNamespace\n"
         "weight = torch.nn.Parameter(torch.ones(3))\n"
         "weight.grad = torch.ones(3)\n"
-        "optimizer = optimizer_of([SimpleNamespace(parameter=weight, shape=(3,))], OptimConfig())\n"
+        "optimizer = optimizer_of([SimpleNamespace(name='w', parameter=weight, shape=(3,))], OptimConfig())\n"
         "update(optimizer, torch.tensor(1.0), 1.0, 1.0, torch.tensor(0.0))\n"
         "optimizer.zero_grad()\n"
         "assert weight.detach().lt(1).all() and weight.grad is None\n"

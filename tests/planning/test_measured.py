@@ -27,7 +27,7 @@ class Training:
         engine = EngineConfig(recompute=recompute, recompute_every=recompute_every, loss_chunk=ROWS)
         specs = gpt.layers(self.config, engine, TYPES[element], 1)
         self.model = Stack(self.config, specs, TYPES[element], recompute_every=recompute_every).train()
-        weights = [SimpleNamespace(parameter=p, shape=p.shape) for p in self.model.parameters()]
+        weights = [SimpleNamespace(name=n, parameter=p, shape=p.shape) for n, p in self.model.named_parameters()]
         self.loss, self.optimizer = TokenLoss(ROWS), optimizer_of(weights, OptimConfig())
         self.layout = Layout(
             micro_size=micro_size, accumulation=accumulation, recompute=recompute, recompute_every=recompute_every

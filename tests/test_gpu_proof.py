@@ -52,6 +52,7 @@ def test_a_stage_that_fails_stops_no_other_and_is_tried_again(tmp_path, capsys):
     gpu_proof.work([stage("fails", "print('well')"), stage("works", "raise SystemExit(1)")], known, tmp_path, 1)
     assert capsys.readouterr().out.count("==") == 1  # what is done is not done again
     assert "| fails | done |" in (tmp_path / "report.md").read_text()
+    assert "| works | done |" in gpu_proof.report(known, [])  # whatever is chosen now
 
 
 @pytest.mark.whole

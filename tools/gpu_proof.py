@@ -175,6 +175,8 @@ def profile(device: str, out: Path, small: bool) -> None:
             step()
     trace.export_chrome_trace(str(out / "trace.json"))
     spent = {e.key: e.self_device_time_total if gpu else e.self_cpu_time_total for e in trace.key_averages()}
+    if not any(spent.values()):
+        sys.exit("the profiler has recorded no kernels")
     print("| operation | times | ms |\n|---|---|---|")
     for each in sorted(trace.key_averages(), key=lambda e: -spent[e.key])[:10]:
         print(f"| `{each.key[:80]}` | {each.count} | {spent[each.key] / 1000:.2f} |")
@@ -199,8 +201,8 @@ def work(todo: list[Stage], known: dict[str, Any], out: Path, minutes: float) ->
 
 
 def report(known: dict[str, Any], todo: list[Stage]) -> str:
-    """All that is known, as Markdown."""
-    names = [stage.name for stage in todo]
+    """All that is known, and what of ``todo`` is not, as Markdown."""
+    names = [*known["stages"], *(stage.name for stage in todo if stage.name not in known["stages"])]
     text = ["# Proof on " + known["facts"].get("GPU", "a CPU: a rehearsal"), ""]
     text += [", ".join(f"{name} {value}" for name, value in known["facts"].items()), ""]
     text += ["| stage | result | seconds |", "|---|---|---|"]

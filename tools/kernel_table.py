@@ -3,7 +3,7 @@
     HPCLM_STANDIN=/lab python tools/kernel_table.py              all cases
     HPCLM_STANDIN=/lab python tools/kernel_table.py 124m         those with these words in their name
 
-A case is a preset with few layers, which stand for all, and an engine, in a process of its own. It takes 50 steps, in which the
+A case is a preset with few layers, which stand for all, and an engine, in a process of its own: of several GPUs the first. It takes 50 steps, in which the
 learning rate, the number of micro-batches and the loss scale change, with evaluations in between that end in a partial batch.
 """
 
@@ -36,7 +36,7 @@ CONFIGS = {
 }
 ENGINES = {
     "native": [],
-    "fsdp2": ["engine.name=fsdp2"],
+    "fsdp2, 2 GPUs": ["engine.name=fsdp2", "job.gpus=2"],
     "deepspeed 1": ["engine.name=deepspeed", "engine.zero_stage=1"],
     "deepspeed 3": ["engine.name=deepspeed", "engine.zero_stage=3"],
     "fairscale": ["engine.name=fairscale", "engine.compile=false"],
@@ -82,7 +82,10 @@ def measure(words: list[str], layers: int, steps: int) -> dict[str, Any]:
     device, size, context = torch.device("cuda", 0), int(run.batch.micro_size), run.model.context
     dtype = torch.float16 if run.engine.precision == "fp16" else torch.bfloat16
     attention_backend.use(run.model, device)
-    engine = engines.build(run.for_engine(), Mesh(), device, dtype)
+    world = run.job.nodes * run.job.gpus
+    if world > 1:  # the others are not there, and sums are wrong
+        torch.distributed.init_process_group("fake", rank=0, world_size=world)
+    engine = engines.build(run.for_engine(world), Mesh.build(0, world, run.parallel), device, dtype)
 
     def batch(rows: int) -> Batch:
         ids = torch.zeros(rows, context + 1, dtype=torch.int64).to(device)
@@ -145,10 +148,14 @@ class Traffic:
         torch._inductor.config.post_grad_custom_post_pass = Begin()
 
     def of_blocks(self) -> tuple[int, int]:
-        """Bytes of the kernels of all graphs of blocks so far, and the ideal."""
-        ends = [began for began, *_ in self.graphs[1:]] + [self.metrics.num_bytes_accessed]
-        blocks = [(end - begin + of, ideal) for (begin, of, ideal), end in zip(self.graphs, ends, strict=True) if of]
-        return sum(moved for moved, _ in blocks), sum(ideal for _, ideal in blocks)
+        """Bytes of the kernels of all graphs of blocks that have been compiled, and the ideal."""
+        moved = ideal = 0
+        end = self.metrics.num_bytes_accessed
+        for begin, attention, least in reversed(self.graphs):
+            if attention:
+                moved, ideal = moved + end - begin + attention, ideal + least
+            end = begin
+        return moved, ideal
 
 
 def size(node: Any) -> int:

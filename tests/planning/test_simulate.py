@@ -22,6 +22,7 @@ DP, TP, PP = "job.gpus=8", "parallel.tensor=2", "parallel.pipeline=4"
 SEVEN = [*SHORT, DP, "batch.micro_size=2"]
 NODES = [DP, "job.nodes=2", "parallel.shard=8"]
 HYBRID = [*SHORT, *NODES, "batch.micro_size=2"]
+ALONE = ["engine.name=fsdp2", "batch.micro_size=1"]  # so there is nothing to shard
 STAGES = ["model.layers=8", "batch.micro_size=4", DP, PP, "batch.global_size=64", "engine.name=pipelining"]
 # preset, settings, rank
 LAYOUTS = {
@@ -36,6 +37,7 @@ LAYOUTS = {
     "native, dropout": ("gpt2-345m", SHORT, 0),
     "native, one micro-batch": ("small", [], 0),
     "fsdp2": ("llama-7b", [*SEVEN, "batch.global_size=64"], 7),
+    "fsdp2, one rank": ("gpt2-124m", ALONE, 0),
     "fsdp2, 512 ranks": ("llama-7b", [*SEVEN, "job.nodes=64", "parallel.shard=null"], 511),
     "fsdp2, stage 2": ("llama-7b", [*SEVEN, "engine.zero_stage=2"], 0),
     "fsdp2, tensor": ("llama-7b", [*SEVEN, TP], 0),

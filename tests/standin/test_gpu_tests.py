@@ -34,7 +34,7 @@ def test_everything_that_needs_a_gpu_passes(python, file, chosen, lab):
         cwd=ROOT,
         env=os.environ
         | ({"HPCLM_TEST_SHAPE": "cpu"} if python == "python-computing" else {})
-        | ({"COMPILE": "1"} if chosen == COMPILED else {}),
+        | ({"HPCLM_TEST_SHAPE": "interpreted", "COMPILE": "1"} if chosen == COMPILED else {}),
         capture_output=True,
         text=True,
         timeout=3600,

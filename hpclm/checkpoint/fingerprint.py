@@ -1,7 +1,6 @@
 """The fingerprint of a run: what must not change when it is resumed from a checkpoint."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from hpclm.optim.optimizers import OPTIMIZERS
 
 FREE = {"dropout", "attention_dropout", "init_std", "kernels", "attention"}
 """Model settings that may change when a run is resumed."""
-DEFAULTS = {field.name: field.default for field in fields(ModelConfig)}
+DEFAULTS = vars(ModelConfig())
 """What a model setting was in a checkpoint from before it existed: a new setting's default changes nothing."""
 OF_DATASETS = {
     "layout": "another layout",

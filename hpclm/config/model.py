@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from hpclm.config import rope
 from hpclm.config.checks import Checked, at_least, at_most, fraction
 from hpclm.registry import problem
 
 BLOCKS = {"gpt": "hpclm.model.gpt:Block"}
+LAYER_KINDS = ("full", "window", "nope", "window_nope")
 MOST_LAYERS, WIDEST, LONGEST = 10_000, 1 << 24, 1 << 31
 """Limits that keep a wrong number from building layers for hours, and products of sizes within 64 bits."""
 
@@ -26,7 +28,9 @@ class ModelConfig(Checked):
     hidden: int = 768
     """Hidden size."""
     heads: int = 12
-    """Attention heads; hidden / heads is the size of a head."""
+    """Attention heads."""
+    head_dim: int | None = None
+    """Size of a head; null: hidden / heads."""
     kv_heads: int | None = None
     """Key and value heads for grouped-query attention; null: as many as heads."""
     ffn: int | None = None
@@ -37,14 +41,38 @@ class ModelConfig(Checked):
     """Position embeddings. sinusoidal is fairseq's table (sines, then cosines, from position 2)."""
     rope_base: float = 10000.0
     """Base of the rotary frequencies; only for positions=rope."""
+    rope_fraction: float = 1.0
+    """Part of each head that is rotated, from its first feature on (GPT-NeoX's rotary_pct)."""
+    rope_scaling: dict[str, str] = field(default_factory=dict)
+    """Scaling of the rotary frequencies for longer contexts, as rope_parameters of config.json in transformers: rope_type
+    (linear, dynamic, yarn, llama3 or longrope), factor, original_max_position_embeddings, and so on."""
+    pattern: list[str] = field(default_factory=lambda: ["full"])
+    """Attention of the first layers, repeated for all: full, window (the last model.window tokens only), nope (full, without
+    positions), window_nope. [window, window, window, full] is OLMo 3's."""
+    window: int | None = None
+    """Tokens that a layer of kind window attends to, itself included (Mistral's sliding window)."""
+    window_rope_base: float | None = None
+    """Base of the rotary frequencies in layers with a window; null: rope_base."""
+    window_rope_scaled: bool = True
+    """Whether rope_scaling applies to layers with a window, too."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Normalisation before each sublayer and after the last block."""
+    """Kind of normalisation."""
+    norm_order: Literal["pre", "post", "sandwich"] = "pre"
+    """Where sublayers are normalised, besides after the last block: pre, their inputs; post, their outputs before they are
+    added to the residual (OLMo 2); sandwich, both (Gemma 2)."""
     norm_eps: float = 1e-5
     """Added to the variance inside the norm."""
-    activation: Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu"] = "gelu_tanh"
-    """MLP non-linearity. gelu is the exact (erf) form; gelu_tanh the approximation that GPT-2 used; *glu are gated."""
+    activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "xielu", "swiglu", "geglu", "geglu_tanh"] = "gelu_tanh"
+    """MLP non-linearity. gelu is the exact (erf) form; gelu_tanh the approximation that GPT-2 used; *glu are gated; relu2 is
+    squared (So et al. 2021); xielu has two weights a layer (Huang and Schlag 2024)."""
     bias: bool = True
     """Biases in the linear layers and in LayerNorm."""
+    qkv_bias: bool | None = None
+    """Biases of the projections of queries, keys and values; null: as bias."""
+    out_bias: bool | None = None
+    """Bias of attention's output projection; null: as bias."""
+    mlp_bias: bool | None = None
+    """Biases in the MLP; null: as bias."""
     tied: bool = True
     """Tie the output projection to the token embedding."""
     embed_norm: bool = False
@@ -52,7 +80,25 @@ class ModelConfig(Checked):
     embed_scale: bool = False
     """Multiply token embeddings by sqrt(hidden), as fairseq does."""
     qk_norm: bool = False
-    """Normalise queries and keys per head before the scores."""
+    """Normalise queries and keys before the scores."""
+    qk_norm_span: Literal["head", "projection"] = "head"
+    """What qk_norm normalises: each head (Qwen 3), or all heads together (OLMo 2), before positions."""
+    score_scale: float | None = None
+    """Factor of the scores; null: 1 / sqrt(size of a head)."""
+    score_cap: float | None = None
+    """Scores become cap x tanh(score / cap) (Gemma 2); null: no cap."""
+    attention_sinks: bool = False
+    """A learned logit for each head that takes part in the softmax of the scores and adds nothing to the output (gpt-oss)."""
+    embed_multiplier: float = 1.0
+    """Factor of the token embeddings (Granite's embedding_multiplier)."""
+    residual_multiplier: float = 1.0
+    """Factor of each sublayer's output before it is added to the residual (Granite's residual_multiplier)."""
+    logit_multiplier: float = 1.0
+    """Factor of the logits (1 / Granite's logits_scaling)."""
+    logit_cap: float | None = None
+    """Logits become cap x tanh(logit / cap) (Gemma 2); null: no cap."""
+    logits_fp32: bool = False
+    """Compute the logits in fp32, whatever engine.precision is."""
     dropout: float = 0.0
     """Probability of zeroing an embedding or a sublayer's output in training."""
     attention_dropout: float = 0.0
@@ -81,10 +127,13 @@ class ModelConfig(Checked):
         yield from fraction("model", dropout=self.dropout, attention_dropout=self.attention_dropout)
         if wrong:
             return
-        if self.hidden % self.heads:
-            yield f"model.hidden={self.hidden} must be a multiple of model.heads={self.heads}"
-        elif self.positions == "rope" and self.head_width % 2:
-            yield f"model.positions=rope needs an even head width; hidden / heads = {self.head_width}"
+        if self.head_dim is None and self.hidden % self.heads:
+            yield f"model.hidden={self.hidden} must be a multiple of model.heads={self.heads}, or set model.head_dim"
+        elif self.positions == "rope" and (self.rotated % 2 or not 0 < self.rotated <= self.head_width):
+            yield (
+                f"model.positions=rope rotates an even number of features; model.rope_fraction={self.rope_fraction:g} of a head "
+                f"of {self.head_width} is {self.rotated}"
+            )
         if self.heads % self.groups:
             yield f"model.heads={self.heads} must be a multiple of model.kv_heads={self.kv_heads}"
         if self.positions == "sinusoidal" and self.hidden % 2:
@@ -93,9 +142,50 @@ class ModelConfig(Checked):
             yield f"model.rope_base={self.rope_base} has no effect with model.positions={self.positions}"
         elif not 1 < self.rope_base < math.inf:
             yield f"model.rope_base={self.rope_base} must be more than 1 and finite"
+        yield from self._wrong_layers()
+        if self.rope_scaling:
+            yield from rope.problems(self.rope_scaling, self.rotated)
+        given = ("score_scale", "score_cap", "logit_cap", "embed_multiplier", "residual_multiplier", "logit_multiplier")
+        for name in given:
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                yield f"model.{name}={value} must be more than 0 and finite"
+        if self.qk_norm_span == "projection" and not (self.qk_norm and self.norm == "rmsnorm"):
+            yield "model.qk_norm_span=projection needs model.qk_norm=true and model.norm=rmsnorm"
+        special = [name for name in ("score_cap", "attention_sinks", "window") if getattr(self, name)]
+        if special and self.attention in ("cudnn", "flash"):
+            yield f"model.attention={self.attention} cannot do model.{special[0]}; leave model.attention=auto"
+        if self.attention_dropout and (self.score_cap or self.attention_sinks):
+            yield "model.attention_dropout is not supported with model.score_cap or model.attention_sinks"
         wrong_block = problem("model.block", self.block, BLOCKS)
         if wrong_block:
             yield wrong_block
+
+    def _wrong_layers(self) -> Iterator[str]:
+        """Problems of the layers' kinds."""
+        unknown = [kind for kind in self.pattern if kind not in LAYER_KINDS]
+        if unknown or not self.pattern:
+            yield f"model.pattern={self.pattern} must be a list of {', '.join(LAYER_KINDS)}"
+        windows, turns = any("window" in kind for kind in self.pattern), self.positions == "rope"
+        if windows != (self.window is not None):
+            yield f"model.window={self.window} and model.pattern={self.pattern} must both be set for layers with a window"
+        yield from at_least(1, "model", window=self.window)
+        if self.window is None and (self.window_rope_base is not None or not self.window_rope_scaled):
+            yield "model.window_rope_base and model.window_rope_scaled have no effect without model.window"
+        if any("nope" in kind for kind in self.pattern) and not turns:
+            yield f"model.pattern={self.pattern}: layers without positions need model.positions=rope in the others"
+        if not turns and (self.rope_scaling or self.rope_fraction != 1.0 or self.window_rope_base is not None):
+            yield f"model.rope_scaling, rope_fraction and window_rope_base have no effect with model.positions={self.positions}"
+        if self.window_rope_base is not None and not 1 < self.window_rope_base < math.inf:
+            yield f"model.window_rope_base={self.window_rope_base} must be more than 1 and finite"
+
+    def kind(self, layer: int) -> str:
+        """Kind of attention of a block, of LAYER_KINDS."""
+        return self.pattern[layer % len(self.pattern)]
+
+    def window_of(self, kind: str) -> int | None:
+        """Tokens that a block of this kind attends to; None: all before it."""
+        return self.window if "window" in kind else None
 
     def unsplit(self, tensor: int) -> Iterator[str]:
         """Sizes that cannot be divided over ``tensor`` processes."""
@@ -118,12 +208,29 @@ class ModelConfig(Checked):
     @property
     def head_width(self) -> int:
         """Width of one head."""
-        return self.hidden // self.heads
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def attention_width(self) -> int:
+        """Width of all query heads together."""
+        return self.heads * self.head_width
+
+    @property
+    def rotated(self) -> int:
+        """Features of a head that rotary positions turn."""
+        return int(self.head_width * self.rope_fraction)
+
+    @property
+    def biases(self) -> tuple[bool, bool, bool]:
+        """Whether q, k and v, attention's output projection and the MLP have biases."""
+        own = self.qkv_bias, self.out_bias, self.mlp_bias
+        qkv, out, mlp = (self.bias if each is None else each for each in own)
+        return qkv, out, mlp
 
     @property
     def gated(self) -> bool:
         """Whether the MLP is gated."""
-        return self.activation in ("swiglu", "geglu")
+        return "glu" in self.activation
 
     @property
     def ffn_width(self) -> int:

@@ -131,8 +131,9 @@ def prefer(choice: Choice) -> Choice:
 
 
 def flexible(model: ModelConfig, compiled: bool, device: torch.device, masked: bool) -> bool:
-    """Whether FlexAttention computes it, in compiled blocks on GPUs. ``masked``: there are documents or biases, for which other
-    kernels need a mask of length x length."""
+    """Whether FlexAttention computes it, in compiled blocks on GPUs. ``masked``: there are documents, windows or biases, for which
+    other kernels need a mask of length x length; none of them caps scores or has sinks."""
+    masked = masked or model.score_cap is not None or model.attention_sinks
     asked = model.attention == "flex" or (model.attention == "auto" and masked)
     able = model.head_width >= NARROWEST_FLEX and not model.attention_dropout
     return asked and able and compiled and device.type == "cuda"

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpclm.config import ModelConfig
-from hpclm.model.attention import dot_product_attention
-from hpclm.model.position import POSITIONS, AttentionMetadata
+from hpclm.model.position import POSITIONS, AttentionMetadata, rotary, rotates
+from hpclm.model.scores import PLAIN, Scores, dot_product_attention
 
 
 class KeyValueCache:
@@ -32,14 +32,15 @@ class KeyValueCache:
             self._pads = torch.tensor([[longest - length] for length in lengths], device=device)
         kind = POSITIONS[config.positions]
         self._slopes = kind.slopes(config.heads, device)[None, :, None, None] if kind.slopes else None
-        self._rotary: tuple[Tensor, Tensor] | None = None
-        if kind.rotary:
-            cos, sin = kind.rotary(self._slots[:, None], config)
-            self._rotary = cos[:, 0].to(dtype), sin[:, 0].to(dtype)  # [room, 1, D]
+        self._rotary: dict[str, tuple[Tensor, Tensor]] = {}
+        for layer in config.pattern:
+            if rotates(config, layer):
+                cos, sin = rotary(self._slots[:, None], config, layer, self.room)
+                self._rotary[layer] = cos[:, 0].to(dtype), sin[:, 0].to(dtype)  # [room, 1, rotated features]
         self.dtype = dtype
 
-    def extend(self, count: int) -> AttentionMetadata:
-        """Take the next ``count`` slots: the positions and the mask of the tokens in them.
+    def extend(self, count: int) -> dict[str, AttentionMetadata]:
+        """Take the next ``count`` slots: for each kind of layer, the positions and the mask of the tokens in them.
 
         The first call is for all tokens there are, each one after it for a single token.
         """
@@ -47,10 +48,14 @@ class KeyValueCache:
         positions = self._slots[None, self._first : self.used]
         if self._pads is not None:
             positions = (positions - self._pads).clamp(min=0)
-        cos = sin = None
-        if self._rotary is not None:
-            cos, sin = (table[positions.t()] for table in self._rotary)
-        return AttentionMetadata(positions, self._mask(), cos, sin, cache=self)
+        made = {}
+        for layer in dict.fromkeys(self.config.pattern):
+            cos, sin = (
+                (table[positions.t()] for table in self._rotary[layer]) if layer in self._rotary else (None, None)
+            )
+            mask = self._mask(self.config.window_of(layer))
+            made[layer] = AttentionMetadata(positions, mask, cos, sin, cache=self)
+        return made
 
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with only these sequences of the batch."""
@@ -58,17 +63,21 @@ class KeyValueCache:
         self._kept = {layer: (k[index], v[index]) for layer, (k, v) in self._kept.items()}
         self._pads = None if self._pads is None else self._pads[index]
 
-    def attend(self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def attend(
+        self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Scores = PLAIN
+    ) -> Tensor:
         """Queries, keys and values of the new tokens, [T, B, H or G, D] -> [T, B, H x D]; they attend to all before them."""
         q, k, v = (z.permute(1, 2, 0, 3) for z in (q, k, v))
         k, v = self._stored(layer, k, v)
-        if q.shape[2] > 1:
-            return dot_product_attention(q, k, v, mask, 0.0).permute(2, 0, 1, 3).flatten(2)
+        if q.shape[2] > 1 or not how.plain:
+            if mask is None and not how.plain and q.shape[2] > 1:
+                mask = self._slots[: self.used] <= self._slots[self._first : self.used, None]
+            return dot_product_attention(q, k, v, mask, how).permute(2, 0, 1, 3).flatten(2)
         # one token has no order among its queries, so those of a group take the place of a sequence
         q = q.reshape(len(q), k.shape[1], -1, q.shape[3])  # [B, G, H/G, D]
         if mask is not None and mask.shape[1] > 1:
             mask = mask.reshape(len(mask), k.shape[1], -1, mask.shape[3])
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).reshape(1, len(q), -1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=how.scale).reshape(1, len(q), -1)
 
     def _stored(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add [B, G, T, D] keys and values; all of them, [B, G, S, D]."""
@@ -80,7 +89,7 @@ class KeyValueCache:
         values[:, :, self._first : self.used] = v
         return keys[:, :, : self.used], values[:, :, : self.used]
 
-    def _mask(self) -> Tensor | None:
+    def _mask(self, window: int | None) -> Tensor | None:
         """[B or 1, 1 or H, T, S] for the new tokens: True where attention is allowed, or added to the scores.
 
         None: causal for many tokens, and for one token no mask at all.
@@ -91,6 +100,9 @@ class KeyValueCache:
             seen = (columns >= self._pads)[:, None, None, :]
             if len(rows) > 1:
                 seen = (seen & (columns <= rows)) | (columns == rows)  # padding attends to itself, or it would be NaN
+        if window is not None and window < self.used:
+            near = (columns <= rows) & (columns > rows - window)
+            seen = near[None, None] if seen is None else seen & near
         if self._slopes is None:
             return seen
         if seen is None:

@@ -31,31 +31,48 @@ def embedding(config: ModelConfig) -> int:
 
 def block(config: ModelConfig) -> int:
     """Parameters of one block."""
-    c, f, bias = config.hidden, config.ffn_width, int(config.bias)
+    c, f, (qkv, out, mlp) = config.hidden, config.ffn_width, config.biases
     fused = (config.heads + 2 * config.groups) * config.head_width
-    head_norm = config.head_width * (norm(config) // c) * 2 * config.qk_norm
     up = f * (1 + config.gated)
-    return 2 * norm(config) + head_norm + (c + bias) * fused + (c + bias) * c + (c + bias) * up + f * c + bias * c
+    attention = (c + qkv) * fused + (config.attention_width + out) * c + config.heads * config.attention_sinks
+    shaped = 2 * (config.activation == "xielu")
+    spans = config.qk_norm_span == "projection" and config.qk_norm
+    split = (config.heads + config.groups) * config.head_width * spans
+    return _norms(config) + split + attention + (c + mlp) * up + f * c + mlp * c + shaped
+
+
+def _norms(config: ModelConfig) -> int:
+    """Parameters of a block's norms that no rank of tensor parallelism has only a part of."""
+    of_heads = config.qk_norm and config.qk_norm_span == "head"
+    heads = config.head_width * (norm(config) // config.hidden) * 2 * of_heads
+    return heads + norm(config) * (4 if config.norm_order == "sandwich" else 2)
 
 
 def unsplit(config: ModelConfig, blocks: int, first: bool, last: bool) -> int:
     """Parameters of a pipeline stage that every tensor-parallel rank holds whole: norms, positions, biases of row-parallel layers."""
-    head_norm = config.head_width * (norm(config) // config.hidden) * 2 * config.qk_norm
-    each = 2 * norm(config) + head_norm + 2 * config.hidden * config.bias
+    _, out, mlp = config.biases
+    each = _norms(config) + config.hidden * (out + mlp) + 2 * (config.activation == "xielu")
     before = embedding(config) - config.padded_vocab * config.hidden
     return blocks * each + first * before + last * norm(config)
+
+
+def attended(config: ModelConfig, causal: bool = True) -> float:
+    """Tokens that a token attends to, on average over the sequence and the layers; not ``causal``: as if each saw all that any does."""
+    context = config.context
+    spans = [min(config.window_of(config.kind(i)) or context, context) for i in range(config.layers)]
+    return sum(span - causal * span**2 / (2 * context) for span in spans) / len(spans)
 
 
 def flops_per_token(config: ModelConfig, causal: bool = True) -> float:
     """Floating-point operations of one token's forward and backward pass, without recomputation.
 
     Matrix products cost 6 per weight and token (Kaplan et al. 2020); attention 12 x layers x hidden x context (Chowdhery et
-    al. 2022, appendix B), halved by the causal mask. The embedding counts once, as the output projection.
+    al. 2022, appendix B), halved by the causal mask, and less with windows. The embedding counts once, as the output projection.
     """
     c = config.hidden
-    projections = c * (2 * c + 2 * config.groups * config.head_width)
+    projections = c * 2 * (config.attention_width + config.groups * config.head_width)
     mlp = c * config.ffn_width * (2 + config.gated)
-    attention = (6 if causal else 12) * config.context * c
+    attention = 12 * attended(config, causal) * config.attention_width
     return config.layers * (6 * (projections + mlp) + attention) + 6 * c * config.padded_vocab
 
 
@@ -63,7 +80,7 @@ def recompute_flops(config: ModelConfig, recompute: str) -> float:
     """FLOPs per token that ``engine.recompute`` adds: the forward pass of the blocks, or of the attention core."""
     if recompute == "full":
         return (flops_per_token(config) - 6 * config.hidden * config.padded_vocab) / 3
-    return config.layers * 2 * config.context * config.hidden if recompute == "selective" else 0.0
+    return config.layers * 2 * config.context * config.attention_width if recompute == "selective" else 0.0
 
 
 def loss_chunk(tokens: int, vocab: int, memory: float) -> int:

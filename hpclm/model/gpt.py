@@ -6,6 +6,7 @@ padded vocabulary size. Activations are [t, B, C].
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,8 @@ class LayerSpec:
     recompute: bool = False
     number: int = 0
     """Index among all layers of the model; seeds its dropout."""
+    kind: str = "full"
+    """Of its attention, of LAYER_KINDS (config/model.py)."""
     on_meta: bool = False
     """Whether to build it on the meta device and initialise it later; our own modules declare their init (model.init)."""
 
@@ -43,6 +46,29 @@ class LayerSpec:
         """The layer, on the meta device if its modules support that, else on the CPU."""
         with torch.device("meta" if self.on_meta else "cpu"):
             return self.module(**self.kwargs)
+
+
+class LogitShape(NamedTuple):
+    """What becomes of the product of hidden states and output projection."""
+
+    multiplier: float = 1.0
+    cap: float | None = None
+    fp32: bool = False
+
+    def product(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """[..., C] hidden and [V, C] rows -> [..., V]."""
+        return F.linear(hidden.float(), rows.float()) if self.fp32 else F.linear(hidden, rows)
+
+    def of(self, product: Tensor) -> Tensor:
+        """The logits of a product."""
+        logits = product if self.multiplier == 1.0 else product * self.multiplier
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+    def backward(self, gradient: Tensor, logits: Tensor | None) -> Tensor:
+        """The gradient of the product, from that of its ``logits``, which are only needed with a cap."""
+        if self.cap is not None and logits is not None:
+            gradient = gradient * (1 - (logits / self.cap).square())
+        return gradient if self.multiplier == 1.0 else gradient * self.multiplier
 
 
 class Head(NamedTuple):
@@ -56,6 +82,7 @@ class Head(NamedTuple):
     main_grad: Tensor | None = (
         None  # what the gradient of the weight is added to, if the backward pass does that in place
     )
+    shape: LogitShape = LogitShape()
 
     def rows(self) -> Tensor:
         """[V / tp, C] in the compute type; gradients belong to ``weight``."""
@@ -63,7 +90,7 @@ class Head(NamedTuple):
 
     def logits(self) -> Tensor:
         """[B, T, vocabulary] logits in the compute type; without tensor parallelism."""
-        return F.linear(self.hidden, self.rows()[: self.vocab_size]).transpose(0, 1)
+        return self.shape.of(self.shape.product(self.hidden, self.rows()[: self.vocab_size])).transpose(0, 1)
 
 
 def layers(
@@ -83,15 +110,17 @@ def layers(
     ]
     for index in range(config.layers):
         kwargs = dict(module=block, config=config, recompute_core=recompute_core, **init(3 + index))
-        specs.append(LayerSpec(f"block{index}", _seeded, kwargs, recompute=engine.recompute == "full"))
+        full = engine.recompute == "full"
+        specs.append(LayerSpec(f"block{index}", _seeded, kwargs, recompute=full, kind=config.kind(index)))
     specs.append(LayerSpec("norm", Norm, dict(config=config, width=config.hidden, tp=tp), call=_plain))
     output = "tokens" if config.tied else "output"
+    shape = LogitShape(config.logit_multiplier, config.logit_cap, config.logits_fp32)
     specs.append(
         LayerSpec(
             output,
             _seeded,
             dict(module=VocabParallelEmbedding, **table, **init(0 if config.tied else 2)),
-            call=_tied_head if config.tied else _head,
+            call=partial(_tied_head if config.tied else _head, shape=shape),
         )
     )
     own = config.block not in BLOCKS  # user-defined blocks initialise their own weights
@@ -118,13 +147,13 @@ def _plain(module: nn.Module, x: Tensor, _: AttentionMetadata) -> Tensor:
     return module(x)
 
 
-def _head(table: nn.Module, x: Tensor, _: AttentionMetadata) -> Head:
+def _head(table: nn.Module, x: Tensor, _: AttentionMetadata, shape: LogitShape) -> Head:
     assert isinstance(table, VocabParallelEmbedding)
-    return Head(x, table.weight, table.vocab_size, table.tp, table.rows, table.main_grad)
+    return Head(x, table.weight, table.vocab_size, table.tp, table.rows, table.main_grad, shape)
 
 
-def _tied_head(table: nn.Module, x: Tensor, metadata: AttentionMetadata) -> Head:
-    head = _head(table, x, metadata)  # where it is added to in place, the input embedding completes the gradient
+def _tied_head(table: nn.Module, x: Tensor, metadata: AttentionMetadata, shape: LogitShape) -> Head:
+    head = _head(table, x, metadata, shape)  # where it is added to in place, the input embedding completes the gradient
     return head if head.main_grad is None else head._replace(weight=head.weight.detach())
 
 
@@ -154,18 +183,29 @@ class InputEmbedding(TensorParallelModule):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block, attention and MLP with residual connections: [t, B, C] -> [t, B, C]."""
+    """A transformer block, attention and MLP with residual connections: [t, B, C] -> [t, B, C]."""
 
     def __init__(self, config: ModelConfig, recompute_core: bool, generator: torch.Generator, tp: Axis):
         super().__init__()
-        self.dropout, self.rank = config.dropout, tp.rank
-        self.norm1 = Norm(config, config.hidden, tp)
+        self.dropout, self.rank, self.multiplier = config.dropout, tp.rank, config.residual_multiplier
+
+        def norm(*orders: str) -> Norm | None:
+            return Norm(config, config.hidden, tp) if config.norm_order in orders else None
+
+        self.norm1 = norm("pre", "sandwich")
         self.attention = Attention(config, recompute_core, generator, tp)
-        self.norm2 = Norm(config, config.hidden, tp)
+        self.post_norm1 = norm("post", "sandwich")
+        self.norm2 = norm("pre", "sandwich")
         self.mlp = MLP(config, generator, tp)
+        self.post_norm2 = norm("post", "sandwich")
 
     def forward(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
         """[t, B, C] -> [t, B, C]."""
-        y = self.attention(self.norm1(x), metadata)
-        x = x + dropout(y, self.dropout, self.training, metadata.keys, 0, self.rank)
-        return x + dropout(self.mlp(self.norm2(x)), self.dropout, self.training, metadata.keys, 1, self.rank)
+        y = self.attention(x if self.norm1 is None else self.norm1(x), metadata)
+        x = self._add(x, y, self.post_norm1, metadata, 0)
+        y = self.mlp(x if self.norm2 is None else self.norm2(x))
+        return self._add(x, y, self.post_norm2, metadata, 1)
+
+    def _add(self, x: Tensor, y: Tensor, norm: Norm | None, metadata: AttentionMetadata, site: int) -> Tensor:
+        y = dropout(y if norm is None else norm(y), self.dropout, self.training, metadata.keys, site, self.rank)
+        return x + (y if self.multiplier == 1.0 else y * self.multiplier)

@@ -9,6 +9,7 @@ compute them instead from a key and the index of each value, with Philox (Salmon
 kernels of a step, and the masks are the same in every layout, with tensor parallelism too.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from hpclm.config import ModelConfig
 from hpclm.model.init import InitSpec, TensorParallelModule
 from hpclm.node import apex
-from hpclm.parallel.collectives import gathered_linear, scatter
+from hpclm.parallel.collectives import gathered_linear, scatter, sum_over_tp
 from hpclm.parallel.main_gradients import embedding, linear
 from hpclm.parallel.mesh import Axis
 from hpclm.parallel.placement import Placement
@@ -28,8 +29,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
     "swiglu": F.silu,
     "geglu": F.gelu,
+    "geglu_tanh": partial(F.gelu, approximate="tanh"),
 }
 NORMS = {"layernorm": ("layer_norm", True), "rmsnorm": ("rms_norm", False)}
 """Of each kind: what PyTorch and apex call it, and whether it takes a bias."""
@@ -102,6 +105,40 @@ class Norm(TensorParallelModule):
         return y
 
 
+class ProjectionNorm(TensorParallelModule):
+    """RMSNorm over all heads of a projection, which are split over ``tp``: [T, B, H, D] -> the same."""
+
+    def __init__(self, config: ModelConfig, heads: int, tp: Axis):
+        super().__init__(tp)
+        self.eps, self.width = config.norm_eps, heads * config.head_width
+        self.weight = self.new_parameter("weight", InitSpec(Placement((self.width,), 0), mean=1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, B, H, D] of this process's heads -> the same."""
+        squares = sum_over_tp(x.float().square().sum((-2, -1), keepdim=True), self.tp)
+        y = (x.float() * torch.rsqrt(squares / self.width + self.eps)).to(x.dtype)
+        return y * self.weight.to(x.dtype).view(x.shape[-2:])
+
+
+class XIELU(TensorParallelModule):
+    """xIELU (Huang and Schlag 2024): quadratic above 0, exponential and linear below, with two weights a layer."""
+
+    BETA, NEAR, INITIAL = 0.5, -1e-6, 0.8  # slope at 0; the exponential ends just below 0; first alphas
+
+    def __init__(self, tp: Axis):
+        super().__init__(tp)
+        initial = dict(alpha_p=self.INITIAL, alpha_n=self.INITIAL - self.BETA)
+        specs = {name: InitSpec(Placement((1,)), mean=math.log(math.expm1(mean))) for name, mean in initial.items()}
+        self.alpha_p, self.alpha_n = (self.new_parameter(name, spec) for name, spec in specs.items())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[...] -> [...]."""
+        above = F.softplus(self.replicated(self.alpha_p).to(x.dtype))
+        below = self.BETA + F.softplus(self.replicated(self.alpha_n).to(x.dtype))
+        low = (torch.expm1(x.clamp(max=self.NEAR)) - x) * below + self.BETA * x
+        return torch.where(x > 0, above * x * x + self.BETA * x, low)
+
+
 class VocabParallelEmbedding(TensorParallelModule):
     """Token embedding with the padded vocabulary split over the ranks; also the output projection if tied."""
 
@@ -109,7 +146,7 @@ class VocabParallelEmbedding(TensorParallelModule):
         super().__init__(tp)
         self.dtype = dtype  # of the activations
         self.vocab_size = config.vocab_size
-        self.scale = config.hidden**0.5 if config.embed_scale else 1.0
+        self.scale = config.embed_multiplier * (config.hidden**0.5 if config.embed_scale else 1.0)
         placement = Placement((config.padded_vocab, config.hidden), 0)
         self.weight = self.new_parameter("weight", InitSpec.normal(placement, config.init_std, generator))
         self.rows: Tensor | None = None
@@ -134,13 +171,11 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, generator: torch.Generator, tp: Axis):
         super().__init__()
-        self.activation, self.gated = ACTIVATIONS[config.activation], config.gated
-        inner = config.ffn_width
+        self.gated, inner, bias = config.gated, config.ffn_width, config.biases[2]
+        self.activation = XIELU(tp) if config.activation == "xielu" else ACTIVATIONS[config.activation]
         branches, std = 1 + self.gated, config.init_std / (2 * config.layers) ** 0.5
-        self.up = ColumnLinear(
-            config.hidden, inner * branches, config.bias, config.init_std, generator, tp, parts=branches
-        )
-        self.down = RowLinear(inner, config.hidden, config.bias, std, generator, tp)
+        self.up = ColumnLinear(config.hidden, inner * branches, bias, config.init_std, generator, tp, parts=branches)
+        self.down = RowLinear(inner, config.hidden, bias, std, generator, tp)
 
     def forward(self, x: Tensor) -> Tensor:
         """[t, B, C] -> [t, B, C]."""

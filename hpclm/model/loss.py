@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpclm.model import count
 from hpclm.model.compiled import Compilation
-from hpclm.model.gpt import Head
+from hpclm.model.gpt import Head, LogitShape
 from hpclm.parallel.collectives import all_reduce, all_reduce_max, gather
 from hpclm.parallel.main_gradients import add_product, unfilled
 from hpclm.parallel.mesh import Axis
@@ -107,6 +107,7 @@ class _ChunkedLoss(torch.autograd.Function):
         backward: Backward,
         main_grad: Tensor | None,
         note: Callable[[Tensor], None],
+        shape: LogitShape,
     ) -> Tensor:
         """[n, C] hidden, [V / tp, C] weight and the same in hidden's type, [n] labels, [n] weights -> the weighted sum of losses.
 
@@ -117,8 +118,10 @@ class _ChunkedLoss(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=torch.float32)
         for begin in range(0, len(hidden), chunk):
             part = slice(begin, begin + chunk)
-            logits = F.linear(hidden[part], rows)
+            logits = shape.of(shape.product(hidden[part], rows))
+            capped = None if shape.cap is None else logits.clone()  # ``math`` may change them in place
             losses, gradient, penalties = math(logits, labels[part], weights[part], vocab)
+            gradient = shape.backward(gradient, capped).to(rows.dtype)
             total += losses.sum()
             if penalties is not None:
                 note(penalties.sum())
@@ -148,7 +151,7 @@ class _ChunkedLoss(torch.autograd.Function):
             gradients = d_hidden * factor.to(d_hidden.dtype), d_weight * factor
         else:
             gradients = d_hidden.mul_(factor.to(d_hidden.dtype)), d_weight.mul_(factor)
-        return *gradients, *[None] * 9
+        return *gradients, *[None] * 10
 
 
 class TokenLoss:
@@ -191,6 +194,7 @@ class TokenLoss:
                 self.backward,
                 head.main_grad,
                 self._note,
+                head.shape,
             )
         total = hidden.new_zeros((), dtype=torch.float32)
         for begin in range(0, len(hidden), chunk):
@@ -213,7 +217,7 @@ class TokenLoss:
     def _losses(head: Head, hidden: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
         """[n] weighted losses of a chunk, without a gradient."""
         if head.tp.size > 1:
-            logits = F.linear(hidden, head.rows())
+            logits = head.shape.of(head.shape.product(hidden, head.rows()))
             return split_nll_and_gradient(logits, labels, weights, head.vocab_size, head.tp)[0]
-        logits = F.linear(hidden, head.rows()[: head.vocab_size])
+        logits = head.shape.of(head.shape.product(hidden, head.rows()[: head.vocab_size]))
         return F.cross_entropy(logits.float(), labels, reduction="none") * weights

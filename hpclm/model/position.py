@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hpclm.config import ModelConfig
 from hpclm.model.compiled import failures
+from hpclm.model.rope import frequencies
 from hpclm.parallel.mesh import SINGLE, Axis
 
 FAIRSEQ_FIRST = 2  # fairseq counts positions from padding_idx + 1 = 2
@@ -21,17 +22,17 @@ FAIRSEQ_FIRST = 2  # fairseq counts positions from padding_idx + 1 = 2
 class Cache(Protocol):
     """Keys and values of earlier tokens (``model/cache.py``)."""
 
-    def attend(self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def attend(self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Any) -> Tensor:
         """[T, B, H or G, D] queries, keys and values of the new tokens of ``layer`` -> [T, B, H x D]."""
         ...
 
 
 class AttentionMetadata(NamedTuple):
-    """Positions and masks of a micro-batch; made once, read by every layer."""
+    """Positions and masks of a micro-batch; made once for each kind of layer."""
 
     positions: Tensor | None  # [B, T] if they restart inside a sample; None: 0 .. T-1
     mask: Tensor | None  # [B or 1, 1 or H, T, T]: True where attention is allowed, or added to the scores; None: causal
-    cos: Tensor | None  # [T, B or 1, 1, D], for rotary positions
+    cos: Tensor | None  # [T, B or 1, 1, rotated features], for rotary positions
     sin: Tensor | None
     seed: int | None = None  # seeds dropout in this micro-batch; None: no dropout
     flex: "Flex | None" = None  # for FlexAttention, in place of a mask
@@ -39,6 +40,12 @@ class AttentionMetadata(NamedTuple):
         None  # [DROPOUT_SITES] int64, of the layer that runs, for dropout by counters; None: PyTorch's generator
     )
     cache: Cache | None = None  # keys and values of earlier tokens, when text is generated
+    window: int | None = None  # a token attends to this many, itself included; without a mask, as the next three
+    documents: Tensor | None = None  # [B, T] the document of each token, which attention does not cross
+    starts: tuple[int, ...] | None = (
+        None  # of each block of rows, the first column of its documents, where that is known
+    )
+    slopes: Tensor | None = None  # [H] of ALiBi
 
 
 class Flex(NamedTuple):
@@ -57,8 +64,8 @@ class PositionKind(NamedTuple):
     """A table of weights is added to the embeddings."""
     table: Callable[[int, int], Tensor] | None = None
     """(context, hidden) -> what is added to the embeddings."""
-    rotary: Callable[[Tensor, ModelConfig], tuple[Tensor, Tensor]] | None = None
-    """(positions [T, B], config) -> cosines and sines [T, B, 1, D] that rotate queries and keys."""
+    rotary: bool = False
+    """Queries and keys are rotated."""
     slopes: Callable[..., Tensor] | None = None
     """(heads, device, tp) -> [H], the slopes by which scores fall with distance."""
 
@@ -81,50 +88,84 @@ def attention_metadata(
     seed: int | None = None,
     slopes: Tensor | None = None,
     flex: "Flex | None" = None,
+    layer: str = "full",
+    starts: tuple[int, ...] | None = None,
 ) -> AttentionMetadata:
-    """The layout of a micro-batch. ``slopes``: of ALiBi, if they exist already. ``flex``: in place of a mask.
+    """The layout of a micro-batch, for layers of kind ``layer``. ``slopes``: of ALiBi, if they exist already. ``flex``: in place
+    of a mask. ``starts``: see AttentionMetadata.
 
     ``positions`` [B, T] restart inside a sample, or None. ``documents`` [B, T] holds the document index of every
     token if attention must not cross documents, or None.
     """
     length, dtype, device = kind
-    mask = None if flex else dense_mask(config, kind, tp, documents, slopes)
-    cos = sin = None
-    if rotary := POSITIONS[config.positions].rotary:
+    window, cos, sin = seen(config, layer, length), None, None
+    if rotates(config, layer):
         places = torch.arange(length, device=device)[:, None] if positions is None else positions.t()
-        cos, sin = (x.to(dtype) for x in rotary(places, config))
-    return AttentionMetadata(positions, mask, cos, sin, seed, flex)
+        cos, sin = (x.to(dtype) for x in rotary(places, config, layer, length))
+    made = AttentionMetadata(positions, None, cos, sin, seed, flex)
+    biased = POSITIONS[config.positions].slopes is not None
+    if flex:
+        return made
+    if config.attention_dropout or (biased and documents is None and window is None):
+        return made._replace(mask=dense_mask(config, kind, tp, documents, slopes, window))
+    if biased:
+        slopes = alibi_slopes(config.heads, device, tp) if slopes is None else slopes
+    return made._replace(window=window, documents=documents, starts=starts, slopes=slopes if biased else None)
+
+
+def seen(config: ModelConfig, layer: str, length: int) -> int | None:
+    """Tokens that a layer of kind ``layer`` attends to; None: all before it."""
+    window = config.window_of(layer)
+    return None if window is None or window >= length else window
+
+
+def rotates(config: ModelConfig, layer: str) -> bool:
+    """Whether layers of kind ``layer`` rotate queries and keys."""
+    return POSITIONS[config.positions].rotary and "nope" not in layer
 
 
 def dense_mask(
-    config: ModelConfig, kind: ActivationSpec, tp: Axis, documents: Tensor | None, slopes: Tensor | None
+    config: ModelConfig,
+    kind: ActivationSpec,
+    tp: Axis,
+    documents: Tensor | None,
+    slopes: Tensor | None,
+    window: int | None = None,
 ) -> Tensor | None:
-    """As AttentionMetadata.mask."""
+    """As AttentionMetadata.mask; only needed for attention dropout, and for ALiBi."""
     length, dtype, device = kind
     mask = None
     if documents is not None:
         mask = causal(length, device) & (documents[:, None, :, None] == documents[:, None, None, :])
+    if window is not None:
+        near = causal(length, device).triu(1 - window)
+        mask = near if mask is None else mask & near
     if POSITIONS[config.positions].slopes:
         bias = alibi(config.heads, length, device, tp, slopes)
         mask = bias.masked_fill(~(causal(length, device) if mask is None else mask), -torch.inf).to(dtype)
     return mask
 
 
-def block_mask(kind: ActivationSpec, documents: Tensor | None) -> Any:
-    """FlexAttention's mask: causal, and inside ``documents`` [B, T] if there are any."""
+def block_starts(documents: Tensor, block: int) -> tuple[int, ...]:
+    """Of each block of rows, the first column that has a document of one of them. [B, T] indices that do not fall."""
+    first = documents[:, ::block]
+    return tuple((documents[:, :, None] < first[:, None, :]).sum(1).amin(0).tolist())
+
+
+def block_mask(kind: ActivationSpec, documents: Tensor | None, window: int | None = None) -> Any:
+    """FlexAttention's mask: causal, inside ``documents`` [B, T] if there are any, and inside a ``window``."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return q >= k
-
-    def inside(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        assert documents is not None
-        return (q >= k) & (documents[b, q] == documents[b, k])
+    def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        mask = q >= k
+        if window is not None:
+            mask = mask & (q - k < window)
+        return mask if documents is None else mask & (documents[b, q] == documents[b, k])
 
     length, cuda = kind.length, kind.device.type == "cuda"
-    inputs: tuple[Any, ...] = (causal, None) if documents is None else (inside, len(documents))
     create: Any = create_block_mask
-    make = partial(create, *inputs, None, length, length, device=kind.device)
+    sequences = None if documents is None else len(documents)
+    make = partial(create, allowed, sequences, None, length, length, device=kind.device)
     if not cuda:
         return make()
     try:
@@ -155,19 +196,29 @@ def alibi(heads: int, length: int, device: torch.device, tp: Axis = SINGLE, slop
     return slopes[None, :, None, None] * distance
 
 
-def rotary(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """[T, B] positions -> cosines and sines [T, B, 1, D] (Su et al. 2021, the half-rotation of Llama)."""
-    width = config.head_width
-    steps = torch.arange(0, width, 2, dtype=torch.float32, device=positions.device) / width
-    angles = positions[..., None, None].float() * (1.0 / config.rope_base**steps)
+def rotary(positions: Tensor, config: ModelConfig, layer: str = "full", length: int = 0) -> tuple[Tensor, Tensor]:
+    """[T, B] positions -> cosines and sines [T, B, 1, rotated features] (Su et al. 2021, the half-rotation of Llama).
+
+    ``layer``: kind of the layers. ``length``: of the sequences, on which some scalings depend.
+    """
+    windowed = config.window_of(layer) is not None
+    own = config.window_rope_base if windowed else None
+    scaling = config.rope_scaling if config.window_rope_scaled or not windowed else {}
+    rates, factor = frequencies(
+        config.rotated, own or config.rope_base, scaling, config.context, length, positions.device
+    )
+    angles = positions[..., None, None].float() * rates
     angles = torch.cat([angles, angles], -1)
-    return angles.cos(), angles.sin()
+    return (angles.cos(), angles.sin()) if factor == 1.0 else (angles.cos() * factor, angles.sin() * factor)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary embeddings to x [T, B, H, D]."""
+    """Apply rotary embeddings to x [T, B, H, D], to its first features if there are fewer cosines."""
+    rotated = cos.shape[-1]
+    x, rest = (x, None) if rotated == x.shape[-1] else (x[..., :rotated], x[..., rotated:])
     first, second = x.chunk(2, -1)
-    return x * cos + torch.cat([-second, first], -1) * sin
+    y = x * cos + torch.cat([-second, first], -1) * sin
+    return y if rest is None else torch.cat([y, rest], -1)
 
 
 def sinusoids(length: int, width: int) -> Tensor:
@@ -186,7 +237,7 @@ def sinusoids(length: int, width: int) -> Tensor:
 POSITIONS = {
     "learned": PositionKind(learned=True),
     "sinusoidal": PositionKind(table=sinusoids),
-    "rope": PositionKind(rotary=rotary),
+    "rope": PositionKind(rotary=True),
     "alibi": PositionKind(slopes=alibi_slopes),
     "none": PositionKind(),
 }

@@ -5,6 +5,7 @@ T tokens in a sequence, t = T / tp of them on this process between layers, B seq
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,17 @@ from hpclm.model.init import InitSpec
 from hpclm.model.layers import DROPOUT_SITES, keys_to_device, mix_seed
 from hpclm.model.loss import TokenLoss
 from hpclm.model.offload import ActivationOffload, Streams
-from hpclm.model.position import POSITIONS, ActivationSpec, AttentionMetadata, Flex, attention_metadata, block_mask
+from hpclm.model.position import (
+    POSITIONS,
+    ActivationSpec,
+    AttentionMetadata,
+    Flex,
+    attention_metadata,
+    block_mask,
+    block_starts,
+    seen,
+)
+from hpclm.model.scores import BLOCK
 from hpclm.parallel.mesh import SINGLE, Axis
 from hpclm.parallel.placement import Placement
 
@@ -89,13 +100,8 @@ class Stack(nn.Module):
         if cache is not None:
             metadata, keys = cache.extend(length), None
         else:
-            kind, flex = ActivationSpec(length, self.dtype, x.device), None
-            slopes = self._slopes(x.device)  # a copy from the host in every micro-batch would wait for the device
-            if flexible(self.config, self.compiled, x.device, documents is not None or slopes is not None):
-                causal = self._once(kind, lambda: block_mask(kind, None)) if documents is None else None
-                flex = Flex(causal if documents is None else block_mask(kind, documents), slopes)
-            metadata = attention_metadata(self.config, kind, self.tp, positions, documents, seed, slopes, flex)
-            keys = self._keys(seed, x.device)
+            kind = ActivationSpec(length, self.dtype, x.device)
+            metadata, keys = self._metadata(kind, positions, documents, seed), self._keys(seed, x.device)
         offload = ActivationOffload(self._once(Streams, lambda: Streams(x.device))) if self.offload else None
         for group in groups(self.specs, self.recompute_every):
             with offload.next_block() if offload and group[0].name.startswith("block") else nullcontext():
@@ -107,6 +113,32 @@ class Stack(nn.Module):
         if isinstance(x, Head) and labels is not None and weights is not None:
             return self.loss(x, labels, weights)
         return x
+
+    def _metadata(
+        self, kind: ActivationSpec, positions: Tensor | None, documents: Tensor | None, seed: int | None
+    ) -> dict[str, AttentionMetadata]:
+        """The layout of a micro-batch for each kind of layer; see forward()."""
+        config, device = self.config, kind.device
+        slopes = self._slopes(device)  # a copy from the host in every micro-batch would wait for the device
+        starts = None
+        if (
+            documents is not None and device.type == "cpu" and not self.compiled
+        ):  # elsewhere it would wait, or recompile
+            starts = block_starts(documents, BLOCK)
+        masks: dict[int | None, Any] = {}
+        made = {}
+        for layer in dict.fromkeys(spec.kind for spec in self.specs):
+            window, flex = seen(config, layer, kind.length), None
+            masked = documents is not None or slopes is not None or window is not None
+            if flexible(config, self.compiled, device, masked):
+                if window not in masks:
+                    make = partial(block_mask, kind, documents, window)
+                    masks[window] = make() if documents is not None else self._once((kind, window), make)
+                flex = Flex(masks[window], slopes)
+            made[layer] = attention_metadata(
+                config, kind, self.tp, positions, documents, seed, slopes, flex, layer, starts
+            )
+        return made
 
     @property
     def compiled(self) -> bool:
@@ -159,12 +191,14 @@ class Stack(nn.Module):
             return self.counter_dropout
         return self.compiled and device.type == "cuda" and self.config.block in BLOCKS
 
-    def _run(self, specs: list[LayerSpec], x: Any, metadata: AttentionMetadata, keys: list[Tensor] | None) -> Any:
-        seeded = metadata.seed is not None and self.training and (keys is None or self.config.attention_dropout)
+    def _run(
+        self, specs: list[LayerSpec], x: Any, metadata: dict[str, AttentionMetadata], keys: list[Tensor] | None
+    ) -> Any:
         for spec in specs:
-            if seeded and metadata.seed is not None:
-                seed_generators(mix_seed(metadata.seed, spec.number, self.tp.rank), keys)
-            given = metadata if keys is None else metadata._replace(seed=None, keys=keys[spec.number])
+            given = metadata[spec.kind]
+            if given.seed is not None and self.training and (keys is None or self.config.attention_dropout):
+                seed_generators(mix_seed(given.seed, spec.number, self.tp.rank), keys)
+            given = given if keys is None else given._replace(seed=None, keys=keys[spec.number])
             module = self.layers[spec.name]
             x = module(x, given) if spec.call is None else spec.call(module, x, given)
         return x

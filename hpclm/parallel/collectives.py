@@ -119,6 +119,11 @@ def copy_to_tp(parameter: Tensor, axis: Axis) -> Tensor:
     return _apply(parameter, axis, _same, all_reduce)
 
 
+def sum_over_tp(x: Tensor, axis: Axis) -> Tensor:
+    """The sum of all processes' values, which each goes on to use in its own way: gradients are all-reduced, too."""
+    return _apply(x, axis, all_reduce, all_reduce)
+
+
 def gathered_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, main_grad: Tensor | None = None
 ) -> Tensor:

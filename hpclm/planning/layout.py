@@ -81,21 +81,23 @@ def stages(model: ModelConfig, layout: Layout) -> tuple[Stage, ...]:
     return tuple(Stage(i, sum(held[i::size]), i == 0, i == size - 1) for i in range(size))
 
 
-@lru_cache(maxsize=512)
 def _blocks(model: ModelConfig, parts: int, by: str) -> tuple[int, ...]:
     """Blocks of each of ``parts`` stages."""
     table, block = model.hidden * model.padded_vocab, count.block(model)
-    first, block, last = {
+    costs = {
         "blocks": (0, 1, 0),
-        "time": (
-            0,
-            block + model.hidden * model.context,
-            table,
-        ),  # attention counts too, and the embedding takes almost no time
+        # attention counts too, and the embedding takes almost no time
+        "time": (0, block + model.attention_width * model.context, table),
         "parameters": (count.embedding(model), block, table + count.norm(model)),
-    }[by]
-    needed = [False, *[True] * model.layers, False]
-    ranges = balanced([first, *[block] * model.layers, last], parts, needed)
+    }
+    return _divided(*costs[by], model.layers, parts)
+
+
+@lru_cache(maxsize=512)
+def _divided(first: int, block: int, last: int, blocks: int, parts: int) -> tuple[int, ...]:
+    """Blocks of each of ``parts`` stages, whose costs are as even as can be."""
+    needed = [False, *[True] * blocks, False]
+    ranges = balanced([first, *[block] * blocks, last], parts, needed)
     return tuple(sum(needed[i] for i in part) for part in ranges)
 
 

@@ -125,12 +125,13 @@ def block_activations(model: ModelConfig, layout: Layout, costs: EngineCosts) ->
     projection 3 C (C + 2 G D with grouped queries), the attention output, the MLP's inner activations; queries and keys again if
     they are normalised or rotated, queries if they are cut out of groups; flash attention's log-sum-exp.
     """
-    c, keys = model.hidden, model.groups * model.head_width
+    c, queries, keys = model.hidden, model.attention_width, model.groups * model.head_width
     changed = model.positions == "rope" or model.qk_norm
-    again = c + keys if changed else c * (model.groups < model.heads)
+    again = queries + keys if changed else queries * (model.groups < model.heads)
+    norms = 6 if model.norm_order == "sandwich" else 4  # with their outputs
     # what the activation function reads and makes, and with gates both their factors; ReLU's output tells its gradient
     saved = 4 if model.gated else 1 if model.activation == "relu" else 2
-    elements = 4 * c + (c + 2 * keys) + again + c + saved * model.ffn_width
+    elements = norms * c + (queries + 2 * keys) + again + queries + saved * model.ffn_width
     width = elements * costs.element + 2 * c * bool(model.dropout) + 4 * model.heads
     return layout.micro_size * model.context * width / layout.tensor
 

@@ -194,7 +194,7 @@ def _work(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) 
     products = (
         passes * 2 * tokens * count.block(model) / t + stage.last * 6 * tokens * model.hidden * model.padded_vocab / t
     )
-    core = cores * 2 * tokens * model.context * model.hidden / t
+    core = cores * 4 * tokens * count.attended(model) * model.attention_width / t
     moved = passes * TRAFFIC * block_activations(model, layout, costs)
     moved += stage.last * 2 * tokens * model.padded_vocab / t * costs.logit
     return products, core, moved + WEIGHT_TRAFFIC * parameters(model, layout, stage)

@@ -57,7 +57,9 @@ class Twin:
         """The twin of a run with these settings, on devices with ``memory`` bytes."""
         mesh, parallel, optim = compute.mesh, settings.parallel, settings.optim
         stages = parallel.pipeline * parallel.chunks
-        model = replace(settings.model, layers=max(BLOCKS, stages), attention_dropout=0.0)
+        kinds = list(dict.fromkeys(settings.model.kind(layer) for layer in range(settings.model.layers)))
+        layers = max(BLOCKS, stages, len(kinds))
+        model = replace(settings.model, layers=layers, pattern=kinds, attention_dropout=0.0)
         # scores of attention that differ by about 1: in a narrow model they are otherwise so small that it is a mere mean
         model = replace(model, init_std=max(model.init_std, model.hidden**-0.5))
         micro_batches = 2 * parallel.pipeline
@@ -71,7 +73,8 @@ class Twin:
             length % (2 * parallel.tensor) == 0 and length > SHORTEST and _bytes(settings, model, size, length) > room
         ):
             length //= 2
-        model = replace(model, context=length)
+        window = model.window and min(model.window, length // 2)
+        model = replace(model, context=length, window=window)
         most = max(1, MOST_TOKENS // (model.context * micro_batches * size))
         others = max(n for n in range(1, mesh.dp.size + 1) if mesh.dp.size % n == 0 and n <= most)
         if others < mesh.dp.size:  # masks differ from replica to replica

@@ -69,7 +69,9 @@ def test_a_block_mask_that_cannot_be_compiled_is_made_by_eager_operations(monkey
 def test_alibi_s_block_mask_is_made_again_only_when_the_length_changes(monkeypatch):
     made = []
     monkeypatch.setattr("hpclm.model.stack.flexible", lambda *_: True)
-    monkeypatch.setattr("hpclm.model.stack.block_mask", lambda kind, documents: made.append((kind.length, documents)))
+    monkeypatch.setattr(
+        "hpclm.model.stack.block_mask", lambda kind, documents, _: made.append((kind.length, documents))
+    )
     stack = weights.build(ModelConfig(vocab_size=16, layers=1, hidden=16, heads=2, context=8, positions="alibi"))
     for length in (8, 8, 4, 4):
         stack(torch.zeros(2, length, dtype=torch.long))

@@ -13,7 +13,7 @@ from hpclm.config import ClusterConfig, ParallelConfig
 from hpclm.distributed.context import single
 from hpclm.engine import base, native
 from hpclm.errors import HpclmError
-from hpclm.model import attention, gpt, layers, loss, stack
+from hpclm.model import gpt, layers, loss, scores, stack
 from hpclm.model.compiled import Compilation, compile_layers
 from hpclm.parallel import main_gradients
 from hpclm.parallel.mesh import Mesh
@@ -66,14 +66,14 @@ def test_a_compiler_that_is_wrong_is_not_used(tmp_path, monkeypatch):
 
 
 def test_attention_that_is_wrong_is_not_used(tmp_path, monkeypatch):
-    right = attention.dot_product_attention
+    right = scores.dot_product_attention
 
-    def kernel(q, k, v, mask, dropout):
-        y = right(q, k, v, mask, dropout)
+    def kernel(q, k, v, mask, how):
+        y = right(q, k, v, mask, how)
         plain = not torch.backends.cuda.flash_sdp_enabled()
         return y if plain else torch.cat([y[:, :, :-1], 1.5 * y[:, :, -1:]], 2)  # wrong in the last row of scores
 
-    monkeypatch.setattr(attention, "dot_product_attention", kernel)
+    monkeypatch.setattr(scores, "dot_product_attention", kernel)
     proven, _ = checked(tmp_path)
     assert proven.settings.model.attention == "math"
 
@@ -109,10 +109,8 @@ def test_snapshots_that_are_no_copies_of_the_state_are_taken_in_the_foreground(c
 
 
 def test_other_bits_the_second_time_are_noticed(tmp_path, monkeypatch):
-    right = attention.dot_product_attention
-    monkeypatch.setattr(
-        attention, "dot_product_attention", lambda *given: right(*given) + 1e-6 * torch.randn(()).item()
-    )
+    right = scores.dot_product_attention
+    monkeypatch.setattr(scores, "dot_product_attention", lambda *given: right(*given) + 1e-6 * torch.randn(()).item())
     draws = torch.Generator().manual_seed(0)
     monkeypatch.setattr(
         base, "seed_step", lambda *_: torch.manual_seed(int(torch.randint(1 << 30, (), generator=draws)))

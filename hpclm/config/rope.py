@@ -1,0 +1,72 @@
+"""Scaling of rotary positions: which kinds there are, and the parameters of each."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+NUMBERS = "factor original_max_position_embeddings attention_factor"
+KINDS: dict[str, tuple[str, str]] = {
+    "linear": ("factor", ""),
+    "dynamic": ("factor original_max_position_embeddings", ""),
+    "yarn": (
+        "factor original_max_position_embeddings",
+        "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate",
+    ),
+    "llama3": ("factor original_max_position_embeddings low_freq_factor high_freq_factor", ""),
+    "longrope": ("original_max_position_embeddings short_factor long_factor", "factor attention_factor"),
+}
+"""Of each kind: parameters that it needs, and others that it may have, named as in config.json."""
+LISTS = ("short_factor", "long_factor")
+
+
+def parsed(scaling: Mapping[str, str]) -> dict[str, Any]:
+    """The parameters as numbers, lists of numbers, and truth; ``rope_type`` as it is. ValueError for anything else."""
+    return {name: text if name == "rope_type" else _value(name, text) for name, text in scaling.items()}
+
+
+def _value(name: str, text: str) -> Any:
+    value = json.loads(text.lower())
+    if name == "truncate":
+        right = isinstance(value, bool)
+    else:
+        parts = value if isinstance(value, list) else [value]
+        right = isinstance(value, list) == (name in LISTS) and all(type(part) in (int, float) for part in parts)
+        right = right and all(0 < part < math.inf for part in parts)
+    if not right:
+        raise ValueError(name)
+    return value
+
+
+def problems(scaling: Mapping[str, str], rotated: int) -> Iterator[str]:
+    """What is wrong with model.rope_scaling; ``rotated`` is the width that is rotated."""
+    kind = scaling.get("rope_type", "")
+    if kind not in KINDS:
+        yield f"model.rope_scaling.rope_type={kind or 'null'} must be one of {', '.join(KINDS)}"
+        return
+    needs, may = (names.split() for names in KINDS[kind])
+    names = set(scaling) - {"rope_type"}
+    yield from (f"model.rope_scaling: {kind} needs {name}" for name in needs if name not in names)
+    yield from (
+        f"model.rope_scaling.{name} has no effect with rope_type={kind}" for name in sorted(names - {*needs, *may})
+    )
+    for name in sorted(names):
+        try:
+            value = parsed({name: scaling[name]})[name]
+        except ValueError:
+            yield f"model.rope_scaling.{name}={scaling[name]} must be {_kind(name)}"
+            continue
+        if name in LISTS and len(value) != rotated // 2:
+            yield f"model.rope_scaling.{name} has {len(value)} numbers, but {rotated // 2} frequencies are scaled"
+    if (
+        kind == "llama3"
+        and not names - {*needs}
+        and float(scaling.get("low_freq_factor", 0)) >= float(scaling.get("high_freq_factor", 1))
+    ):
+        yield "model.rope_scaling.low_freq_factor must be less than high_freq_factor"
+
+
+def _kind(name: str) -> str:
+    if name in LISTS:
+        return "a list of numbers of more than 0, such as '[1.0, 1.5]'"
+    return "true or false" if name == "truncate" else "a number of more than 0"

@@ -1,0 +1,153 @@
+"""From queries, keys and values to attention's output, with all that a layer may do to its scores.
+
+T tokens, B sequences, D size of one head; H query heads and G key/value heads on this process, P = H / G.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from hpclm.model.position import AttentionMetadata, Flex
+
+BLOCK = 128
+LONGEST = 512  # beyond it, the probabilities that blocked() saves for the backward pass take too much memory
+
+
+class Scores(NamedTuple):
+    """What a layer does to its scores."""
+
+    scale: float | None = None
+    """Factor; None: 1 / sqrt(D)."""
+    cap: float | None = None
+    """They become cap x tanh(score / cap) (Gemma 2)."""
+    dropout: float = 0.0
+    """Of the attention weights."""
+    sinks: Tensor | None = None
+    """[H] logits that take part in the softmax and add nothing to the output (gpt-oss)."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether PyTorch's scaled_dot_product_attention can do it."""
+        return self.cap is None and self.sinks is None
+
+
+PLAIN = Scores()
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, how: Scores = PLAIN) -> Tensor:
+    """[B, H, T, D] queries, [B, G, T, D] keys and values -> [B, H, T, D], by the kernel that the metadata are made for."""
+    if metadata.flex is not None:
+        return flex_attention(q, k, v, metadata.flex, how)
+    special = (metadata.window, metadata.documents) != (None, None) or not how.plain
+    if metadata.mask is None and special:
+        return blocked(q, k, v, how, metadata)
+    return dot_product_attention(q, k, v, metadata.mask, how)
+
+
+def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Scores = PLAIN) -> Tensor:
+    """[B, H, T, D] queries, [B, G, S, D] keys and values -> [B, H, T, D].
+
+    ``mask`` [B or 1, 1 or H, T, S] is True where attention is allowed, or is added to the scores; None: causal.
+    """
+    grouped = q.shape[1] != k.shape[1]
+    if not how.plain:
+        return weighted(grouped_scores(q, k, how), v, mask, how)
+    if not q.is_cuda and mask is None and not how.dropout and not grouped and q.shape[2] <= LONGEST:
+        return blocked(q, k, v, how)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=how.dropout, enable_gqa=grouped, scale=how.scale
+    )
+
+
+def flex_attention(q: Tensor, k: Tensor, v: Tensor, flex: Flex, how: Scores = PLAIN) -> Tensor:
+    """As dot_product_attention, without dropout and without a [T, T] tensor; only fast where it is compiled."""
+    from torch.nn.attention import flex_attention as library
+
+    slopes, cap = flex.slopes, how.cap
+
+    def changed(score: Tensor, b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        score = score if cap is None else cap * torch.tanh(score / cap)
+        return score if slopes is None else score + slopes[h] * (column - row)
+
+    given = dict(
+        score_mod=None if slopes is None and cap is None else changed,
+        block_mask=flex.blocks,
+        enable_gqa=q.shape[1] != k.shape[1],
+        scale=how.scale,
+    )
+    if how.sinks is None:
+        y: Tensor = library.flex_attention(q, k, v, **given)
+        return y
+    y, more = library.flex_attention(q, k, v, **given, return_aux=library.AuxRequest(lse=True))
+    return y * torch.sigmoid(more.lse - how.sinks[:, None])[..., None].to(y.dtype)
+
+
+def blocked(q: Tensor, k: Tensor, v: Tensor, how: Scores = PLAIN, metadata: AttentionMetadata | None = None) -> Tensor:
+    """Causal attention by plain matrix products, one block of rows at a time, skipping columns that no row attends to.
+
+    On CPUs this takes three quarters of the time of PyTorch's flash kernel, forward and backward, at 256 tokens. Longer sequences
+    compute each block again in the backward pass, so that no [T, T] tensor exists.
+    """
+    scale = q.shape[-1] ** -0.5 if how.scale is None else how.scale
+    q, k, v = (z.contiguous() for z in (q * scale, k, v))  # otherwise each product copies its operands
+    how = how._replace(scale=1.0)
+    again = q.shape[2] > LONGEST and torch.is_grad_enabled()
+    out = []
+    for number, begin in enumerate(range(0, q.shape[2], BLOCK)):
+        given = (q[:, :, begin : begin + BLOCK], k, v, begin, _first(number, metadata), how, metadata)
+        out.append(checkpoint(_rows, *given, use_reentrant=False) if again else _rows(*given))
+    return torch.cat(out, 2)
+
+
+def _first(number: int, metadata: AttentionMetadata | None) -> int:
+    """The first column that a block of rows attends to, a multiple of BLOCK."""
+    if metadata is None:
+        return 0
+    document = metadata.starts[number] if metadata.starts else 0
+    window = 0 if metadata.window is None else max(0, number * BLOCK + 1 - metadata.window)
+    return max(document, window) // BLOCK * BLOCK
+
+
+def _rows(
+    q: Tensor, k: Tensor, v: Tensor, begin: int, first: int, how: Scores, metadata: AttentionMetadata | None
+) -> Tensor:
+    """The output of the rows from ``begin`` on, whose queries ``q`` are, with the columns from ``first`` on."""
+    end = begin + q.shape[2]
+    k, v = k[:, :, first:end], v[:, :, first:end]
+    scores = grouped_scores(q, k, how)
+    rows, columns = (torch.arange(a, end, device=q.device) for a in (begin, first))
+    if metadata is None or (metadata.window, metadata.documents, metadata.slopes) == (None, None, None):
+        scores[..., begin - first :].masked_fill_(columns[begin - first :] > rows[:, None], -torch.inf)
+        return weighted(scores, v, None, how)
+    if metadata.slopes is not None:
+        scores = scores + metadata.slopes[:, None, None] * (columns - rows[:, None])
+    hidden = columns > rows[:, None]
+    if metadata.window is not None:
+        hidden = hidden | (columns <= rows[:, None] - metadata.window)
+    if metadata.documents is not None:
+        of_rows, of_columns = metadata.documents[:, begin:end], metadata.documents[:, first:end]
+        hidden = hidden | (of_rows[:, None, :, None] != of_columns[:, None, None, :])
+    return weighted(scores.masked_fill(hidden, -torch.inf), v, None, how)
+
+
+def grouped_scores(q: Tensor, k: Tensor, how: Scores) -> Tensor:
+    """[B, H, T, D] queries and [B, G, S, D] keys -> [B, H, T, S] scores, scaled and capped."""
+    scale = q.shape[-1] ** -0.5 if how.scale is None else how.scale
+    q = q if scale == 1.0 else q * scale
+    scores = (q.reshape(len(q), k.shape[1], -1, q.shape[3]) @ k.transpose(-1, -2)).view(*q.shape[:3], -1)
+    return scores if how.cap is None else how.cap * torch.tanh(scores / how.cap)
+
+
+def weighted(scores: Tensor, v: Tensor, mask: Tensor | None, how: Scores) -> Tensor:
+    """[B, H, T, S] scores and [B, G, S, D] values -> [B, H, T, D], without dropout. ``mask``: see dot_product_attention."""
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    if how.sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        sinks = how.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    return (weights.reshape(len(v), v.shape[1], -1, v.shape[2]) @ v).view(*scores.shape[:3], -1)

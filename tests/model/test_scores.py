@@ -1,0 +1,83 @@
+"""Windows, documents, caps, sinks and biases, against attention written down in full."""
+
+import itertools
+
+import pytest
+import torch
+
+from hpclm.config import ModelConfig
+from hpclm.model import position
+from hpclm.model.position import ActivationSpec, Flex, attention_metadata, block_mask, block_starts
+from hpclm.model.scores import BLOCK, LONGEST, Scores, attend, flex_attention
+from hpclm.parallel.mesh import SINGLE
+
+HEADS, GROUPS, WIDTH = 4, 2, 16
+
+
+def in_full(q, k, v, documents, window, slopes, how):
+    """[B, H, T, D] from whole [T, T] scores."""
+    k, v = (z.repeat_interleave(HEADS // GROUPS, 1) for z in (k, v))
+    scores = q @ k.transpose(-1, -2) * (how.scale or WIDTH**-0.5)
+    if how.cap:
+        scores = how.cap * torch.tanh(scores / how.cap)
+    rows, columns = torch.arange(q.shape[2])[:, None], torch.arange(q.shape[2])
+    if slopes is not None:
+        scores = scores + slopes[:, None, None] * (columns - rows)
+    allowed = (columns <= rows)[None, None]
+    if window:
+        allowed = allowed & (columns > rows - window)
+    if documents is not None:
+        allowed = allowed & (documents[:, None, :, None] == documents[:, None, None, :])
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    if how.sinks is None:
+        return scores.softmax(-1) @ v
+    sinks = how.sinks[:, None, None].expand(*scores.shape[:3], 1)
+    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ v
+
+
+CASES = list(itertools.product([None, 50, 200], [False, True], [None, 2.0], [False, True], ["none", "alibi"]))
+
+
+@pytest.mark.parametrize("length", [300, LONGEST + 90])
+def test_every_combination_is_what_whole_scores_give_with_its_gradients(length):
+    draw = torch.Generator().manual_seed(length)
+    shapes = [(2, heads, length, WIDTH) for heads in (HEADS, GROUPS, GROUPS)]
+    qkv = [torch.randn(shape, generator=draw).requires_grad_() for shape in shapes]
+    sinks, outer = torch.randn(HEADS, generator=draw).requires_grad_(), torch.randn(shapes[0], generator=draw)
+    texts = torch.stack([torch.arange(length) // 37, torch.arange(length) // 290])
+    kind = ActivationSpec(length, torch.float32, torch.device("cpu"))
+    for window, several, cap, sink, positions in CASES if length < LONGEST else CASES[::5]:
+        layer = "full" if window is None else "window"
+        config = ModelConfig(
+            hidden=64, heads=HEADS, kv_heads=GROUPS, positions=positions, pattern=[layer], window=window
+        )
+        documents = texts if several else None
+        how = Scores(0.3 if cap else None, cap, sinks=sinks if sink else None)
+        starts = block_starts(texts, BLOCK) if several else None
+        metadata = attention_metadata(config, kind, SINGLE, documents=documents, layer=layer, starts=starts)
+        slopes = position.alibi_slopes(HEADS, kind.device) if positions == "alibi" else None
+        inputs = [*qkv, sinks] if sink else qkv
+        results = []
+        for y in (attend(*qkv, metadata, how), in_full(*qkv, documents, window, slopes, how)):
+            results.append([y.detach(), *torch.autograd.grad(y, inputs, outer)])
+        for ours, whole in zip(*results, strict=True):
+            assert (ours - whole).abs().max() < 2e-5, (window, several, cap, sink, positions)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_attention_takes_windows_caps_and_sinks():
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 200, WIDTH, generator=draw) for heads in (HEADS, GROUPS, GROUPS))
+    kind = ActivationSpec(200, torch.float32, torch.device("cpu"))
+    documents = torch.stack([torch.arange(200) // 37, torch.arange(200) // 150])
+    sinks = torch.randn(HEADS, generator=draw)
+    for window, cap, sink in itertools.product([None, 50], [None, 2.0], [None, sinks]):
+        how = Scores(0.3, cap, sinks=sink)
+        flex = Flex(block_mask(kind, documents, window), None)
+        whole = in_full(q, k, v, documents, window, None, how)
+        assert (flex_attention(q, k, v, flex, how) - whole).abs().max() < 1e-5, (window, cap, sink is None)
+
+
+def test_columns_that_no_row_of_a_block_attends_to_are_not_computed():
+    texts = torch.tensor([[0] * 130 + [1] * 270, [0] * 100 + [1] * 200 + [2] * 100])
+    assert block_starts(texts, BLOCK) == (0, 0, 100, 130)

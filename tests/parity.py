@@ -45,6 +45,33 @@ STYLES = {
     "geglu": ["model.positions=none", "model.activation=geglu", "optim.decayed=all"],
 }
 STYLES["llamadocs"] = [*STYLES["llama"], *STYLES["documents"], "batch.loss_norm=microbatch"]
+TODAY = {
+    "olmo3": [
+        *STYLES["llama"],
+        *("model.norm_order=post", "model.qk_norm=true", "model.qk_norm_span=projection"),
+        *(
+            "model.pattern=[window,full]",
+            "model.window=5",
+            "model.window_rope_base=500",
+            "model.window_rope_scaled=false",
+        ),
+        "model.rope_scaling={rope_type: yarn, factor: 4, original_max_position_embeddings: 4}",
+        *("model.score_scale=0.1", "model.embed_multiplier=10"),  # gentle, or rounding errors would grow
+    ],
+    "gemma2": [
+        *STYLES["llama"],
+        *("model.norm_order=sandwich", "model.head_dim=16", "model.activation=geglu_tanh", "model.embed_scale=true"),
+        *("model.score_cap=2", "model.score_scale=0.3", "model.logit_cap=3", "model.logit_multiplier=0.5"),
+        *("model.pattern=[window,full]", "model.window=6"),
+    ],
+    "sinks": [
+        *STYLES["llamadocs"],
+        *("model.attention_sinks=true", "model.pattern=[window_nope,full]", "model.window=6", "model.qkv_bias=true"),
+        *("model.rope_fraction=0.5", "model.residual_multiplier=0.7", "model.embed_multiplier=2"),
+    ],
+    "xielu": [*STYLES["llama"], "model.activation=xielu", "model.mlp_bias=true", "model.logits_fp32=true"],
+}
+"""Shapes of 2025's models; fewer of them are combined."""
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -165,7 +192,6 @@ def errors(found, wanted):
     norms = {name: exact.double().norm() for name, exact in wanted.items()}
     whole = torch.stack([*norms.values()]).norm()
     return {
-        # softmax does not see what is added to all keys alike: that gradient is 0, but for rounding
         name: (
             (found[name].double() - exact.double()).norm() / (whole if "k_norm.bias" in name else norms[name])
         ).item()

@@ -123,7 +123,7 @@ class ProjectionNorm(TensorParallelModule):
 class XIELU(TensorParallelModule):
     """xIELU (Huang and Schlag 2024): quadratic above 0, exponential and linear below, with two weights a layer."""
 
-    BETA, NEAR, INITIAL = 0.5, -1e-6, 0.8  # slope at 0; the exponential ends just below 0; first alphas
+    BETA, INITIAL = 0.5, 0.8  # slope at 0, and what both alphas begin with
 
     def __init__(self, tp: Axis):
         super().__init__(tp)
@@ -135,7 +135,7 @@ class XIELU(TensorParallelModule):
         """[...] -> [...]."""
         above = F.softplus(self.replicated(self.alpha_p).to(x.dtype))
         below = self.BETA + F.softplus(self.replicated(self.alpha_n).to(x.dtype))
-        low = (torch.expm1(x.clamp(max=self.NEAR)) - x) * below + self.BETA * x
+        low = (torch.expm1(x.clamp(max=0)) - x) * below + self.BETA * x
         return torch.where(x > 0, above * x * x + self.BETA * x, low)
 
 

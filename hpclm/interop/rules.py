@@ -5,7 +5,7 @@ C hidden size, G key/value heads, D size of one head, V vocabulary.
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -57,6 +57,51 @@ def table(ours: str, theirs: str, config: ModelConfig) -> Rule:
 def stacked(ours: str, theirs: Sequence[str]) -> Rule:
     """Equal blocks of rows that are separate tensors there: gate and up projection of a gated MLP."""
     return Rule(ours, tuple(theirs), lambda x: x.chunk(len(theirs)), lambda tensors: torch.cat(list(tensors)))
+
+
+def in_one(ours: str, theirs: str, config: ModelConfig) -> Rule:
+    """The fused projection, and one tensor there with all queries, all keys, all values."""
+    sizes = [heads * config.head_width for heads in (config.heads, config.groups, config.groups)]
+    return Rule(
+        ours,
+        (theirs,),
+        lambda x: [torch.cat(unfused(x, config.groups, config.head_width))],
+        lambda tensors: fused(tensors[0].split(sizes), config.groups),
+    )
+
+
+def shifted(rule: Rule, by: float = 1.0) -> Rule:
+    """The rule for a weight to which ``by`` is added there."""
+    return replace(
+        rule,
+        split=lambda x: [part - by for part in rule.split(x)],
+        join=lambda tensors: rule.join(tensors) + by,
+    )
+
+
+def reordered(rule: Rule, order: Tensor) -> Rule:
+    """The rule for separate q, k and v whose first two have the features of each head in another ``order``: theirs[order] are ours."""
+    back = order.argsort()
+
+    def heads(x: Tensor, index: Tensor) -> Tensor:
+        return x.unflatten(0, (-1, len(index)))[:, index].flatten(0, 1)
+
+    def split(x: Tensor) -> list[Tensor]:
+        q, k, v = rule.split(x)
+        return [heads(q, back), heads(k, back), v]
+
+    return replace(rule, split=split, join=lambda qkv: rule.join([heads(qkv[0], order), heads(qkv[1], order), qkv[2]]))
+
+
+def absent(ours: str, shape: Sequence[int], value: float) -> Rule:
+    """A weight that is ``value`` everywhere, and that the other format does not have."""
+
+    def split(x: Tensor) -> list[Tensor]:
+        if not x.eq(value).all():
+            raise ConfigError(f"{ours} is not {value:g} everywhere, and the other format has no such weight")
+        return []
+
+    return Rule(ours, (), split, lambda _: torch.full(tuple(shape), value))
 
 
 def separate(ours: str, theirs: Sequence[str], config: ModelConfig) -> Rule:

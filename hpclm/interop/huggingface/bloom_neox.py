@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from functools import partial
 
 from hpclm.config import ModelConfig
-from hpclm.interop.huggingface.family import LAYERNORM, REQUIRED, Family, Json, unsupported_rope
+from hpclm.interop.huggingface import shape
+from hpclm.interop.huggingface.family import LAYERNORM, REQUIRED, Family, Json
 from hpclm.interop.rules import of_modules
 
 IN_BLOCK = {
@@ -41,7 +42,6 @@ def more(config: ModelConfig) -> Iterator[str]:
 
 def wrong(tree: Json) -> Iterator[str]:
     """What in a GPT-NeoX hpclm does not support."""
-    yield from unsupported_rope(tree, "rotary_pct", absent=0.25)
     if tree.get("use_parallel_residual", True):
         yield "use_parallel_residual=true, and in hpclm the MLP reads what attention has added to"
 
@@ -77,7 +77,6 @@ NEOX = Family(
         heads=("num_attention_heads", REQUIRED),
         ffn=("intermediate_size", REQUIRED),
         context=("max_position_embeddings", 2048),
-        rope_base=("rotary_emb_base", 10000.0),
         activation=("hidden_act", "gelu"),
         norm_eps=("layer_norm_eps", 1e-5),
         dropout=("hidden_dropout", 0.0),
@@ -88,8 +87,15 @@ NEOX = Family(
     prefix="gpt_neox.",
     needs=dict(positions=("rope",), **LAYERNORM),
     fixed=dict(attention_bias=(True,)),
-    constant=lambda config: dict(rotary_pct=1.0, use_parallel_residual=False),
-    read="rope_parameters rope_scaling partial_rotary_factor rotary_pct use_parallel_residual",
+    constant=lambda config: dict(
+        rotary_emb_base=config.rope_base,
+        rotary_pct=config.rope_fraction,
+        rope_scaling=shape.scaling(config) or None,
+        use_parallel_residual=False,
+    ),
+    shape=lambda tree: shape.rope(tree, tree.get("rotary_emb_base") or 10000.0, tree.get("rotary_pct", 0.25)),
+    covers=shape.ROPE_SETTINGS,
+    read=f"{shape.ROPE} rotary_pct rotary_emb_base use_parallel_residual",
     unread="is_decoder",
     buffers=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
     wrong=wrong,

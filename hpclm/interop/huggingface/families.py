@@ -4,14 +4,17 @@ from collections.abc import Collection
 from typing import Any
 
 from hpclm.config import ModelConfig
+from hpclm.config.model import BLOCKS
 from hpclm.errors import ConfigError
-from hpclm.interop.huggingface import bloom_neox, gpt2, llama, own
+from hpclm.interop.huggingface import bloom_neox, gemma, glm_phi, gpt2, llama, nanochat, olmo, own
 from hpclm.interop.huggingface.family import Family, Json
 from hpclm.interop.rules import without
 
-WRITTEN = (gpt2.FAMILY, bloom_neox.BLOOM, llama.LLAMA, llama.QWEN3, bloom_neox.NEOX)
-"""Classes for an export; a Mistral is exported as a Llama."""
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (*WRITTEN, llama.MISTRAL, own.FAMILY)}
+OLDER = (gpt2.FAMILY, bloom_neox.BLOOM, bloom_neox.NEOX)
+NEWER = (olmo.OLMO2, olmo.OLMO3, gemma.GEMMA2, gemma.GEMMA3, glm_phi.GLM4, nanochat.NANOCHAT)
+WRITTEN = (*OLDER, glm_phi.PHI3, *llama.ALL_FAMILIES, *NEWER)
+"""Classes for an export, in the order in which they are tried."""
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (*WRITTEN, own.FAMILY)}
 
 
 def of_network(config: ModelConfig) -> Family:
@@ -19,7 +22,8 @@ def of_network(config: ModelConfig) -> Family:
     family = next((family for family in WRITTEN if not family.obstacles(config)), own.FAMILY)
     obstacles = family.obstacles(config)
     if obstacles:
-        raise ConfigError(["this network has no Hugging Face form:", *obstacles])
+        nearest = [why_own(config)] if config.block in BLOCKS else []
+        raise ConfigError(["this network has no Hugging Face form:", *nearest, *obstacles])
     return family
 
 
@@ -59,4 +63,12 @@ def settings(tree: Json) -> dict[str, Any]:
         raise ConfigError("it does not say vocab_size")
     one = {name: values[0] for name, values in family.needs.items() if len(values) == 1}
     known = dict(vocab_size=tree["vocab_size"], init_std=tree.get("initializer_range", 0.02))
-    return one | known | family.settings(tree)
+    values = one | known | family.settings(tree)
+    wrong = [
+        f"model.{name}={values[name]}, which {family.architecture} in transformers does not have"
+        for name, allowed in family.needs.items()
+        if name in values and values[name] not in allowed
+    ]
+    if wrong:
+        raise ConfigError(wrong)
+    return values

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,14 +27,18 @@ WITHOUT_EFFECT = """
 """Keys of config.json that no class's logits depend on, or that are read elsewhere (quantization_config, vocab_size)."""
 UNSET = """
     add_cross_attention cross_attention_hidden_size is_decoder is_encoder_decoder tie_encoder_decoder pruned_heads head_dim rope_scaling
-    layer_types sliding_window use_sliding_window attention_bias mlp_bias summary_use_proj summary_proj_to_labels"""
+    layer_types sliding_window use_sliding_window attention_bias mlp_bias summary_use_proj summary_proj_to_labels
+    use_bidirectional_attention attn_logit_softcapping"""
 """Keys without effect as long as they are false or empty."""
 CAUSAL = {"is_causal": (True,)}
 GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 """transformers' names of activations, and ours."""
-PLAIN = dict(embed_norm=(False,), embed_scale=(False,), qk_norm=(False,), block=("gpt",))
-LAYERNORM = dict(norm=("layernorm",), activation=("gelu", "gelu_tanh", "relu"), bias=(True,), **PLAIN)
-"""Settings that most classes need."""
+LAYERNORM = dict(norm=("layernorm",), activation=("gelu", "gelu_tanh", "relu"), bias=(True,))
+"""Settings that older classes need."""
+ELSEWHERE = {"vocab_size", "vocab_multiple", "dropout", "attention_dropout", "init_std", "kernels", "attention", "tied"}
+ELSEWHERE |= {"kv_heads", "ffn", "head_dim", "hidden", "heads", "layers", "context"}
+"""Settings that no class is chosen by, or that have checks of their own."""
+DEFAULTS = vars(ModelConfig())
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,13 @@ class Family:
     """What else in a config.json hpclm does not support."""
     remark: Callable[[Json], str | None] = lambda tree: None
     """A warning about a config.json."""
+    shape: Callable[[Json], dict[str, Any]] = lambda tree: {}
+    """Settings that follow from several keys of a config.json; ConfigError for what hpclm does not have."""
+    covers: tuple[str, ...] = ()
+    """Settings that ``shape`` and ``constant`` translate. A network with any other setting than those, the ones in ``keys`` and in
+    ``needs`` has no form in this class unless the setting has its default."""
+    width: bool = False
+    """Whether the heads may be wider or narrower than hidden / heads."""
 
     def described(self, config: ModelConfig) -> dict[str, Any]:
         """config.json of a network."""
@@ -80,6 +91,7 @@ class Family:
         derived = {
             "ffn": config.ffn_width,
             "kv_heads": config.groups,
+            "head_dim": config.head_width,
             "activation": names.get(config.activation, config.activation),
         }
         values = {theirs: derived.get(ours, getattr(config, ours)) for ours, (theirs, _) in self.keys.items()}
@@ -97,14 +109,12 @@ class Family:
             if not isinstance(theirs, str) or theirs not in self.activations:
                 raise ConfigError(f"{key}={_shown(theirs)}, and hpclm has {', '.join(self.activations)}")
             values["activation"] = self.activations[theirs]
-        if "rope_base" in values:
-            values["rope_base"] = float(_rope(tree).get("rope_theta", values["rope_base"]))
         derived = {"ffn": 4 * values["hidden"], "kv_heads": values["heads"]}
         values |= {name: value for name, value in derived.items() if name in values and not values[name]}
         remark = self.remark(tree)
         if remark:
             log.warning(remark)
-        return values
+        return values | self.shape(tree)
 
     def obstacles(self, config: ModelConfig) -> list[str]:
         """Why this class does not cover a network."""
@@ -113,6 +123,14 @@ class Family:
             for name, values in self.needs.items()
             if getattr(config, name) not in values
         ]
+        known = {*self.keys, *self.needs, *self.covers, *ELSEWHERE}
+        reasons += [
+            f"model.{name}={_shown(value)}, which it does not have"
+            for name, value in vars(config).items()
+            if name not in known and value != DEFAULTS[name]
+        ]
+        if not self.width and config.attention_width != config.hidden:
+            reasons.append(f"model.head_dim={config.head_dim}, where it has model.hidden / model.heads")
         if not self.grouped and config.groups != config.heads:
             reasons.append(f"model.kv_heads={config.kv_heads}, where it has as many as model.heads={config.heads}")
         return [*reasons, *self.more(config)]
@@ -138,29 +156,6 @@ class Family:
             if old in tree and tree[old] != tree.get(key, tree[old])
         ]
         return [*reasons, *self.wrong(tree)]
-
-
-def unsupported_rope(tree: Json, part: str = "partial_rotary_factor", absent: float = 1.0) -> Iterator[str]:
-    """Rotary positions that hpclm does not have: scaled frequencies, or only a part of each head rotated.
-
-    ``absent``: the rotated part if the key ``part`` is missing.
-    """
-    parameters = _rope(tree)
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind != "default":
-        yield f"rope_type={kind}, and hpclm's rotary positions are not scaled"
-    factor = parameters.get("partial_rotary_factor", tree.get(part, absent))
-    if factor != 1.0:
-        yield f"{part}={factor}, and hpclm rotates every feature of a head"
-
-
-def _rope(tree: Json) -> Json:
-    """Parameters of rotary positions: rope_parameters since transformers 5, rope_scaling before; with both, transformers 5
-    takes rope_scaling (``RotaryEmbeddingConfigMixin.convert_rope_params_to_dict``). ConfigError if they are no mapping."""
-    parameters = tree.get("rope_scaling") or tree.get("rope_parameters") or {}
-    if not isinstance(parameters, Mapping):
-        raise ConfigError(f"rope_parameters={_shown(parameters)} must be a mapping")
-    return parameters
 
 
 def _shown(value: Any) -> str:

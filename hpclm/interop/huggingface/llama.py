@@ -1,14 +1,19 @@
-"""transformers' LlamaForCausalLM, and two like it: MistralForCausalLM, and Qwen3ForCausalLM with norms of q and k."""
+"""transformers' LlamaForCausalLM, and those that differ from it in biases, norms of q and k, windows, multipliers or activation."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
+
+import torch
 
 from hpclm.config import ModelConfig
-from hpclm.interop.huggingface.family import PLAIN, REQUIRED, Family, Json, unsupported_rope
-from hpclm.interop.rules import of_modules
+from hpclm.errors import ConfigError
+from hpclm.interop.huggingface import shape
+from hpclm.interop.huggingface.family import REQUIRED, Family, Json
+from hpclm.interop.rules import Rule, of_modules
 
-MODULES = {
+ALWAYS = {
     "tokens": "model.embed_tokens",
     "norm1": "input_layernorm",
     "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -16,40 +21,73 @@ MODULES = {
     "attention.k_norm": "self_attn.k_norm",
     "attention.out": "self_attn.o_proj",
     "norm2": "post_attention_layernorm",
-    "mlp.up": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.down": "mlp.down_proj",
+    "mlp.activation": "mlp.act_fn",
     "norm": "model.norm",
     "output": "lm_head",
 }
+LAYER = "model.layers.{}."
+ALL_ATTENTION = ("attention_bias", "attention_bias", False)
+ALL = ("attention_bias", "attention_bias", "mlp_bias")
+SILU = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
+SQUARED = {"relu2": "relu2"}
 
 
-def wrong(
-    tree: Json, width: int | None = None, mlp_bias: bool = False, window: int | None = None, switched: bool = False
-) -> Iterator[str]:
-    """What hpclm does not support; ``width`` and ``window``: head_dim and sliding_window if the keys are missing. ``switched``:
-    use_sliding_window=false turns the window off."""
-    yield from unsupported_rope(tree)
-    hidden, heads, given = tree.get("hidden_size"), tree.get("num_attention_heads"), tree.get("head_dim", width)
-    if None not in (hidden, heads, given) and given * heads != hidden:
-        yield f"head_dim={given} x num_attention_heads={heads} is not hidden_size={hidden}, as it is in hpclm"
-    attention, mlp = bool(tree.get("attention_bias")), bool(tree.get("mlp_bias")) and mlp_bias
-    if attention != mlp:
-        yield f"attention_bias={attention} and a bias in the MLP {mlp}, where hpclm has model.bias for both"
-    off = switched and not tree.get("use_sliding_window", True)
-    window = None if off else tree.get("sliding_window", window)
-    if window is not None and not (isinstance(window, int) and window >= tree.get("max_position_embeddings", 2048)):
-        yield f"sliding_window={window}, and hpclm attends to everything before a token"
-    # a window that covers the context is none
-    full = {"full_attention", "sliding_attention"} if window is not None else {"full_attention"}
-    types = tree.get("layer_types") or []
-    if not isinstance(types, list) or not {str(kind) for kind in types} <= full:
-        yield f"layer_types={types}, and hpclm attends to everything before a token"
+def modules(config: ModelConfig, more: dict[str, str] | None = None) -> dict[str, Any]:
+    """Our module -> theirs; ``more``: where a class differs."""
+    up = ("mlp.gate_proj", "mlp.up_proj") if config.gated else "mlp.up_proj"
+    return {**ALWAYS, "mlp.up": up, **(more or {})}
 
 
-def more(config: ModelConfig) -> Iterator[str]:
-    """A Qwen3 has no biases in its MLP."""
-    if config.bias:
-        yield "model.bias=true, where its MLP has none"
+def rules(config: ModelConfig, more: dict[str, str] | None = None) -> Iterable[Rule]:
+    """How each weight is converted."""
+    return of_modules(config, modules(config, more), LAYER)
+
+
+def read(
+    tree: Json, biases: Sequence[str | bool] = ALL, theta: float = 10000.0, absent: bool = False, part: float = 1.0
+) -> dict[str, Any]:
+    """Settings that follow from several keys; ``absent``: biases without their keys."""
+    return shape.rope(tree, theta, part) | shape.biases(tree, biases, absent)
+
+
+def windowed(tree: Json, biases: Sequence[str | bool], **given: Any) -> dict[str, Any]:
+    """The same, for a class that has windows; ``given``: see shape.layers()."""
+    return read(tree, biases) | shape.layers(tree, **given)
+
+
+def described(config: ModelConfig, biases: Sequence[str | bool] = ALL) -> dict[str, Any]:
+    """The keys that read() reads."""
+    return shape.described_rope(config) | shape.described_biases(config, biases)
+
+
+def last_windowed(tree: Json) -> dict[str, Any]:
+    """How Qwen 2 and 3 say which layers have a window: those from max_window_layers on, if use_sliding_window is set."""
+    first = tree.get("max_window_layers", 28)
+    kind: Any = lambda i: "sliding_attention" if i >= first else "full_attention"  # noqa: E731
+    return shape.layers(tree, kind, 4096, switched=True)
+
+
+def no_rope(tree: Json) -> dict[str, Any]:
+    """SmolLM 3's: layers without positions, and windows in these only."""
+    count, every = tree.get("num_hidden_layers", 0), tree.get("no_rope_layer_interval", 4)
+    turned = tree.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(count)]
+    kind: Any = lambda i: "full_attention" if turned[i] else "sliding_attention"  # noqa: E731
+    found = shape.layers(tree, kind, switched=True)
+    kinds = [found["pattern"][i % len(found["pattern"])] for i in range(count)]
+    names = {("full", False): "nope", ("window", False): "window_nope"}
+    return found | dict(pattern=shape.period([names.get((k, bool(t)), k) for k, t in zip(kinds, turned, strict=True)]))
+
+
+def described_no_rope(config: ModelConfig) -> dict[str, Any]:
+    """The keys that no_rope() reads."""
+    turned = [int("nope" not in config.kind(i)) for i in range(config.layers)]
+    return shape.described_layers(config) | {"no_rope_layers": turned}
+
+
+def of(biases: Sequence[str | bool]) -> Any:
+    """Reasons why a class with these keys of biases does not cover a network."""
+    return partial(shape.bias_obstacles, keys=biases)
 
 
 LLAMA = Family(
@@ -59,34 +97,205 @@ LLAMA = Family(
         layers=("num_hidden_layers", REQUIRED),
         hidden=("hidden_size", REQUIRED),
         heads=("num_attention_heads", REQUIRED),
+        head_dim=("head_dim", None),
         kv_heads=("num_key_value_heads", None),
         ffn=("intermediate_size", REQUIRED),
         context=("max_position_embeddings", 2048),
-        rope_base=("rope_theta", 10000.0),
         norm_eps=("rms_norm_eps", 1e-6),
         activation=("hidden_act", "silu"),
-        bias=("attention_bias", False),
         attention_dropout=("attention_dropout", 0.0),
         tied=("tie_word_embeddings", False),
     ),
-    rules=partial(of_modules, modules=MODULES, layer="model.layers.{}."),
+    rules=rules,
     prefix="model.",
-    needs=dict(positions=("rope",), norm=("rmsnorm",), activation=("swiglu", "geglu"), **PLAIN),
-    constant=lambda config: dict(head_dim=config.head_width, mlp_bias=config.bias),
-    activations={"silu": "swiglu", "gelu": "geglu"},
+    needs=dict(
+        positions=("rope",), norm=("rmsnorm",), activation=("swiglu", "geglu", "geglu_tanh"), rope_fraction=(1.0,)
+    ),
+    constant=described,
+    shape=read,
+    covers=(*shape.ROPE_SETTINGS, *shape.BIASES, "bias"),
+    activations=SILU,
     grouped=True,
+    width=True,
     buffers=(".rotary_emb.inv_freq",),
-    read="rope_parameters rope_scaling partial_rotary_factor head_dim mlp_bias sliding_window use_sliding_window layer_types",
+    read=f"{shape.ROPE} {shape.LAYERS} attention_bias mlp_bias",
     unread="pretraining_tp max_window_layers",
-    wrong=partial(wrong, mlp_bias=True),
+    wrong=lambda tree: window_unread(tree),
+    more=of(ALL),
 )
-MISTRAL = replace(LLAMA, architecture="MistralForCausalLM", model_type="mistral", wrong=partial(wrong, window=4096))
+
+
+def window_unread(tree: Json) -> Iterator[str]:
+    """Keys of windows in a class that has none."""
+    if set(tree.get("layer_types") or []) - {"full_attention"}:
+        yield f"layer_types={tree['layer_types']}, and this class attends to everything before a token"
+    window, context = tree.get("sliding_window"), tree.get("max_position_embeddings", 2048)
+    on = window and tree.get("use_sliding_window", True)
+    if on and not (isinstance(window, int) and isinstance(context, int) and window >= context):
+        yield f"sliding_window={window}, and this class attends to everything before a token"
+
+
+NARROW = {name: key for name, key in LLAMA.keys.items() if name != "head_dim"}
+"""Of classes whose heads are hidden / heads wide."""
+WINDOWED = replace(LLAMA, covers=(*LLAMA.covers, *shape.WINDOW_SETTINGS[:2]), wrong=lambda tree: (), unread="")
+MISTRAL = replace(
+    WINDOWED,
+    architecture="MistralForCausalLM",
+    model_type="mistral",
+    keys={**LLAMA.keys, "kv_heads": ("num_key_value_heads", 8), "context": ("max_position_embeddings", 131072)},
+    needs={**LLAMA.needs, "pattern": (["window"],)},
+    constant=lambda config: described(config, (False,) * 3) | {"sliding_window": config.window},
+    shape=lambda tree: windowed(tree, (False,) * 3, window=4096),
+    more=of((False,) * 3),
+)
+QWEN2_BIASES = (True, False, False)
+QWEN2 = replace(
+    WINDOWED,
+    architecture="Qwen2ForCausalLM",
+    model_type="qwen2",
+    keys={**NARROW, "kv_heads": ("num_key_value_heads", 32), "context": ("max_position_embeddings", 32768)},
+    constant=lambda config: described(config, QWEN2_BIASES) | shape.described_layers(config) | {"max_window_layers": 0},
+    shape=lambda tree: read(tree, QWEN2_BIASES) | last_windowed(tree),
+    read=f"{LLAMA.read} max_window_layers",
+    more=of(QWEN2_BIASES),
+    width=False,
+)
 QWEN3 = replace(
-    LLAMA,
+    QWEN2,
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
+    keys={**QWEN2.keys, "head_dim": ("head_dim", 128)},
     needs={**LLAMA.needs, "qk_norm": (True,)},
-    constant=lambda config: dict(head_dim=config.head_width),
-    more=more,
-    wrong=partial(wrong, width=128, switched=True),
+    constant=lambda config: (
+        described(config, ALL_ATTENTION) | shape.described_layers(config) | {"max_window_layers": 0}
+    ),
+    shape=lambda tree: read(tree, ALL_ATTENTION) | last_windowed(tree),
+    more=of(ALL_ATTENTION),
+    width=True,
 )
+SMOLLM3 = replace(
+    WINDOWED,
+    architecture="SmolLM3ForCausalLM",
+    model_type="smollm3",
+    keys={
+        **LLAMA.keys,
+        "kv_heads": ("num_key_value_heads", 4),
+        "context": ("max_position_embeddings", 32768),
+        "tied": ("tie_word_embeddings", True),
+    },
+    constant=lambda config: described(config) | described_no_rope(config),
+    shape=lambda tree: read(tree, theta=2e6) | no_rope(tree),
+    read=f"{LLAMA.read} no_rope_layers no_rope_layer_interval",
+    unread="pretraining_tp max_window_layers",
+)
+GRANITE = replace(
+    LLAMA,
+    architecture="GraniteForCausalLM",
+    model_type="granite",
+    keys={
+        **LLAMA.keys,
+        "embed_multiplier": ("embedding_multiplier", 1.0),
+        "residual_multiplier": ("residual_multiplier", 1.0),
+        "score_scale": ("attention_multiplier", 1.0),
+    },
+    constant=lambda config: (
+        described(config)
+        | dict(
+            logits_scaling=1 / config.logit_multiplier,
+            attention_multiplier=config.score_scale or config.head_width**-0.5,
+        )
+    ),
+    shape=lambda tree: read(tree) | dict(logit_multiplier=1 / tree.get("logits_scaling", 1.0)),
+    covers=(*LLAMA.covers, "logit_multiplier"),
+    read=f"{LLAMA.read} logits_scaling",
+)
+ARCEE = replace(
+    LLAMA,
+    architecture="ArceeForCausalLM",
+    model_type="arcee",
+    keys={
+        **LLAMA.keys,
+        "activation": ("hidden_act", "relu2"),
+        "context": ("max_position_embeddings", 4096),
+        "norm_eps": ("rms_norm_eps", 1e-5),
+    },
+    needs={**LLAMA.needs, "activation": ("relu2",)},
+    activations=SQUARED,
+)
+SEED_BIASES = ("attention_bias", "attention_out_bias", "mlp_bias")
+SEED_OSS = replace(
+    LLAMA,
+    architecture="SeedOssForCausalLM",
+    model_type="seed_oss",
+    keys={
+        **LLAMA.keys,
+        "head_dim": ("head_dim", 128),
+        "kv_heads": ("num_key_value_heads", 8),
+        "context": ("max_position_embeddings", 524288),
+        "attention_dropout": ("attention_dropout", 0.1),
+    },
+    constant=lambda config: described(config, SEED_BIASES) | dict(residual_dropout=config.dropout),
+    shape=lambda tree: (
+        read({"attention_bias": True, **tree}, SEED_BIASES) | dict(dropout=tree.get("residual_dropout", 0.1))
+    ),
+    covers=(*LLAMA.covers, "dropout"),
+    read=f"{LLAMA.read} attention_out_bias residual_dropout",
+    more=of(SEED_BIASES),
+)
+APERTUS_SCALING = dict(
+    rope_type="llama3",
+    rope_theta=12e6,
+    factor=8.0,
+    original_max_position_embeddings=8192,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+)
+APERTUS_MODULES = {"norm1": "attention_layernorm", "norm2": "feedforward_layernorm"}
+BETA, EPS = 0.5, -1e-6  # of every Apertus: the slope of xIELU at 0, and where its exponential ends
+
+
+def apertus_rules(config: ModelConfig) -> Iterable[Rule]:
+    """How each weight is converted; theirs has two constants among the weights, which transformers does not set itself."""
+    for rule in rules(config, APERTUS_MODULES):
+        if not rule.ours.endswith(".alpha_n"):
+            yield rule
+            continue
+        [name] = rule.theirs
+        theirs = (name, name.replace("alpha_n", "beta"), name.replace("alpha_n", "eps"))
+        yield replace(rule, theirs=theirs, split=lambda x: [x, torch.tensor(BETA), torch.tensor(EPS)], join=_alpha)
+
+
+def _alpha(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    alpha, beta, eps = tensors
+    if beta.item() != BETA or abs(eps.item() - EPS) > 1e-8:
+        raise ConfigError(f"xIELU with beta={beta.item():g} and eps={eps.item():g}; hpclm has {BETA} and {EPS}")
+    return alpha
+
+
+APERTUS = replace(
+    LLAMA,
+    architecture="ApertusForCausalLM",
+    model_type="apertus",
+    keys={
+        **LLAMA.keys,
+        "activation": ("hidden_act", "xielu"),
+        "context": ("max_position_embeddings", 65536),
+        "norm_eps": ("rms_norm_eps", 1e-5),
+    },
+    rules=apertus_rules,
+    needs={**LLAMA.needs, "activation": ("xielu",), "qk_norm": (True,)},
+    constant=lambda config: (
+        described(config, ALL_ATTENTION)
+        | {"rope_parameters": {"rope_type": "default", **shape.scaling(config), "rope_theta": config.rope_base}}
+    ),
+    shape=lambda tree: read(
+        tree
+        if tree.get("rope_parameters") or tree.get("rope_scaling")
+        else {**tree, "rope_parameters": APERTUS_SCALING},
+        ALL_ATTENTION,
+        12e6,
+    ),
+    activations={"xielu": "xielu"},
+    more=of(ALL_ATTENTION),
+)
+ALL_FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GRANITE, ARCEE, SEED_OSS, APERTUS)

@@ -1,0 +1,119 @@
+"""transformers' Glm4ForCausalLM and Phi3ForCausalLM, which keep gate and up projection in one tensor."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hpclm.config import ModelConfig
+from hpclm.interop.huggingface import llama, shape
+from hpclm.interop.huggingface.family import Json
+from hpclm.interop.rules import Rule, in_one, of_modules, reordered
+
+GLM4_MODULES = {
+    "post_norm1": "post_self_attn_layernorm",
+    "post_norm2": "post_mlp_layernorm",
+    "mlp.up": "mlp.gate_up_proj",
+}
+GLM4_BIASES = ("attention_bias", False, False)
+PHI3_MODULES = {"mlp.up": "mlp.gate_up_proj", "attention.qkv": "self_attn.qkv_proj"}
+NONE = (False, False, False)
+TURNED = {name: values for name, values in llama.LLAMA.needs.items() if name != "rope_fraction"}
+"""What both need; they may turn a part of each head."""
+
+
+def interleaved(config: ModelConfig) -> torch.Tensor:
+    """Where our features of a head are there: GLM turns pairs of neighbours, we the first half with the second."""
+    half = config.rotated // 2
+    pairs = torch.arange(config.rotated).view(half, 2).t().flatten()
+    return torch.cat([pairs, torch.arange(config.rotated, config.head_width)])
+
+
+def glm4_rules(config: ModelConfig) -> Iterable[Rule]:
+    """How each weight of a GLM 4 is converted."""
+    for rule in llama.rules(config, GLM4_MODULES):
+        yield reordered(rule, interleaved(config)) if ".attention.qkv." in rule.ours else rule
+
+
+def phi3_rules(config: ModelConfig) -> Iterable[Rule]:
+    """How each weight of a Phi 3 is converted."""
+    for rule in of_modules(config, llama.modules(config, PHI3_MODULES), llama.LAYER):
+        yield in_one(rule.ours, rule.theirs[0], config) if ".attention.qkv." in rule.ours else rule
+
+
+GLM4 = replace(
+    llama.LLAMA,
+    architecture="Glm4ForCausalLM",
+    model_type="glm4",
+    keys={
+        **llama.LLAMA.keys,
+        "head_dim": ("head_dim", 128),
+        "kv_heads": ("num_key_value_heads", 2),
+        "context": ("max_position_embeddings", 131072),
+        "norm_eps": ("rms_norm_eps", 1.5625e-07),
+    },
+    rules=glm4_rules,
+    needs=TURNED | {"norm_order": ("sandwich",)},
+    constant=lambda config: llama.described(config, GLM4_BIASES) | {"partial_rotary_factor": config.rope_fraction},
+    shape=lambda tree: llama.read({"attention_bias": True, **tree}, GLM4_BIASES, part=0.5),
+    more=llama.of(GLM4_BIASES),
+)
+
+
+def phi3(tree: Json) -> dict[str, Any]:
+    """Settings that follow from several keys; Phi 3 has one way to scale, under three names."""
+    tree = {"original_max_position_embeddings": 4096, **tree}
+    for key in ("rope_scaling", "rope_parameters"):
+        given = shape.mapping(tree.get(key), key)
+        if given.get("rope_type", given.get("type")) in ("su", "yarn"):
+            tree[key] = {**given, "rope_type": "longrope"}
+    window = shape.layers({**tree, "layer_types": None})
+    return llama.read(tree, NONE) | window | dict(dropout=tree.get("resid_pdrop", 0.0))
+
+
+def described_phi3(config: ModelConfig) -> dict[str, Any]:
+    """The keys that phi3() reads."""
+    original = shape.scaling(config).get("original_max_position_embeddings", config.context)
+    return llama.described(config, NONE) | dict(
+        sliding_window=config.window,
+        original_max_position_embeddings=original,
+        resid_pdrop=config.dropout,
+        embd_pdrop=config.dropout,
+    )
+
+
+def wrong_phi3(tree: Json) -> Iterator[str]:
+    """transformers 5 leaves out embd_pdrop, so that dropout is not quite ours."""
+    if tree.get("embd_pdrop", 0.0) != tree.get("resid_pdrop", 0.0):
+        yield "embd_pdrop and resid_pdrop differ, and hpclm has one model.dropout for both"
+
+
+def more_phi3(config: ModelConfig) -> Iterator[str]:
+    """Why a Phi 3 does not cover a network."""
+    yield from shape.bias_obstacles(config, NONE)
+    kind = config.rope_scaling.get("rope_type")
+    if kind not in (None, "longrope") or (kind is None and config.rope_fraction == 1.0):
+        yield f"model.rope_scaling.rope_type={kind or 'null'}, where it has longrope"
+
+
+PHI3 = replace(
+    llama.LLAMA,
+    architecture="Phi3ForCausalLM",
+    model_type="phi3",
+    keys={
+        **llama.NARROW,
+        "context": ("max_position_embeddings", 4096),
+        "norm_eps": ("rms_norm_eps", 1e-5),
+    },
+    rules=phi3_rules,
+    needs=TURNED | {"pattern": (["full"], ["window"])},
+    constant=described_phi3,
+    shape=phi3,
+    covers=(*llama.LLAMA.covers, "window"),
+    read=f"{llama.LLAMA.read} resid_pdrop embd_pdrop",
+    fixed=dict(attention_bias=(False,)),
+    wrong=wrong_phi3,
+    more=more_phi3,
+    width=False,
+)

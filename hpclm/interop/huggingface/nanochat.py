@@ -1,0 +1,53 @@
+"""transformers' NanoChatForCausalLM: norms without weights, one of them right after the embedding, and capped logits."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hpclm.config import ModelConfig
+from hpclm.interop.huggingface import llama, shape
+from hpclm.interop.huggingface.family import Json
+from hpclm.interop.rules import Rule, absent, of_modules, placements, reordered
+
+MODULES = {"mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}
+
+
+def rules(config: ModelConfig) -> Iterable[Rule]:
+    """How each weight is converted. Its rotation turns the other way round, which it does not if the halves change places."""
+    half = config.head_width // 2
+    swapped = torch.arange(config.head_width).roll(half)
+    shapes = placements(config)
+    for rule in of_modules(config, llama.modules(config, MODULES), llama.LAYER):
+        if "norm" in rule.ours:
+            yield absent(rule.ours, shapes[rule.ours].shape, 1.0)
+        else:
+            yield reordered(rule, swapped) if ".attention.qkv." in rule.ours else rule
+
+
+def read(tree: Json) -> dict[str, Any]:
+    """Settings that follow from several keys."""
+    return llama.read(tree, llama.ALL_ATTENTION) | dict(logit_cap=tree.get("final_logit_softcapping", 15.0))
+
+
+NANOCHAT = replace(
+    llama.LLAMA,
+    architecture="NanoChatForCausalLM",
+    model_type="nanochat",
+    keys={
+        **llama.NARROW,
+        "activation": ("hidden_act", "relu2"),
+    },
+    rules=rules,
+    needs={**llama.LLAMA.needs, "activation": ("relu2",), "embed_norm": (True,), "qk_norm": (True,)},
+    constant=lambda config: (
+        llama.described(config, llama.ALL_ATTENTION) | dict(final_logit_softcapping=config.logit_cap)
+    ),
+    shape=read,
+    covers=(*llama.LLAMA.covers, "logit_cap"),
+    activations=llama.SQUARED,
+    read=f"{shape.ROPE} {shape.LAYERS} attention_bias final_logit_softcapping",
+    more=llama.of(llama.ALL_ATTENTION),
+    width=False,
+)

@@ -1,0 +1,70 @@
+"""transformers' Olmo2ForCausalLM and Olmo3ForCausalLM: norms after the sublayers, and over all heads of q and of k."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from hpclm.config import ModelConfig
+from hpclm.interop.huggingface import llama, shape
+from hpclm.interop.huggingface.family import Json
+
+MODULES = {"post_norm1": "post_attention_layernorm", "post_norm2": "post_feedforward_layernorm"}
+THETA = 500000.0  # OLMo 3's
+OLMO2 = replace(
+    llama.LLAMA,
+    architecture="Olmo2ForCausalLM",
+    model_type="olmo2",
+    keys=llama.NARROW | {"norm_eps": ("rms_norm_eps", 1e-5)},
+    rules=partial(llama.rules, more=MODULES),
+    needs={**llama.LLAMA.needs, "norm_order": ("post",), "qk_norm": (True,), "qk_norm_span": ("projection",)},
+    constant=lambda config: llama.described(config, llama.ALL_ATTENTION),
+    shape=partial(llama.read, biases=llama.ALL_ATTENTION),
+    more=llama.of(llama.ALL_ATTENTION),
+    width=False,
+)
+
+
+def _third(i: int) -> str:
+    return "full_attention" if (i + 1) % 4 == 0 else "sliding_attention"
+
+
+def read(tree: Json) -> dict[str, Any]:
+    """OLMo 3's settings: its layers with windows have their own rotary positions, which are not scaled in its own models."""
+    both = shape.mapping(tree.get("rope_parameters"), "rope_parameters")
+    full = dict(shape.mapping(both.get("full_attention"), "rope_parameters.full_attention"))
+    full |= shape.mapping(tree.get("rope_scaling"), "rope_scaling")
+    near = shape.mapping(both.get("sliding_attention"), "rope_parameters.sliding_attention")
+    layers = shape.layers(tree, _third, 4096)
+    far = shape.rope(tree, THETA, parameters=full)
+    return far | shape.biases(tree, llama.ALL_ATTENTION) | layers | shape.near(tree, near, far, layers, THETA)
+
+
+def described(config: ModelConfig) -> dict[str, Any]:
+    """The keys that read() reads; transformers 5 reads one rope_theta for one kind of layers only."""
+    own = {"rope_type": "default", "rope_theta": config.rope_base, **shape.scaling(config)}
+    near = {"rope_type": "default", "rope_theta": config.window_rope_base or config.rope_base}
+    near |= shape.scaling(config) if config.window_rope_scaled else {}
+    return (
+        shape.described_biases(config, llama.ALL_ATTENTION)
+        | {"layer_types": shape.layer_types(config), "sliding_window": config.window}
+        | {"rope_parameters": {"full_attention": own, "sliding_attention": near}}
+    )
+
+
+def wrong(tree: Json) -> Iterator[str]:
+    """transformers 5 gives layers with a window another base than config.json says."""
+    theta = tree.get("rope_theta")
+    if theta not in (None, THETA) and not tree.get("rope_parameters"):
+        yield f"rope_theta={theta} without rope_parameters: transformers takes {THETA:g} for layers with a window; write both"
+
+
+OLMO3 = replace(
+    OLMO2,
+    architecture="Olmo3ForCausalLM",
+    model_type="olmo3",
+    constant=described,
+    shape=read,
+    covers=(*OLMO2.covers, *shape.WINDOW_SETTINGS),
+    wrong=wrong,
+)

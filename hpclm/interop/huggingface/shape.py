@@ -1,0 +1,158 @@
+"""Rotary positions, kinds of layers and biases in a config.json of transformers, and in our settings."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from hpclm.config import ModelConfig
+from hpclm.config.model import MOST_LAYERS
+from hpclm.errors import ConfigError
+
+Json = Mapping[str, Any]
+KEPT = {"full_attention": "full", "sliding_attention": "window"}
+OUTSIDE = ("rope_theta", "partial_rotary_factor", "rope_type", "type")
+"""Keys of rope_parameters that are not parameters of a scaling."""
+ROPE = "rope_theta rope_parameters rope_scaling partial_rotary_factor original_max_position_embeddings"
+"""Keys of config.json that rope() reads."""
+LAYERS = "layer_types sliding_window use_sliding_window"
+"""Keys of config.json that layers() reads."""
+ROPE_SETTINGS = ("rope_base", "rope_fraction", "rope_scaling")
+WINDOW_SETTINGS = ("pattern", "window", "window_rope_base", "window_rope_scaled")
+BIASES = ("qkv_bias", "out_bias", "mlp_bias")
+
+
+def mapping(value: Any, key: str) -> Json:
+    """ConfigError unless a value of config.json is a mapping, or missing."""
+    if not isinstance(value or {}, Mapping):
+        raise ConfigError(f"{key}={value if isinstance(value, str) else json.dumps(value)} must be a mapping")
+    return value or {}
+
+
+def rope(tree: Json, theta: float = 10000.0, part: float = 1.0, parameters: Json | None = None) -> dict[str, Any]:
+    """Our settings for rotary positions. ``theta`` and ``part``: what is missing in config.json.
+
+    ``parameters``: of one kind of layers; None: rope_parameters as transformers 5 writes them, or rope_scaling, which it takes where
+    there are both (``RotaryEmbeddingConfigMixin.convert_rope_params_to_dict``).
+    """
+    given = parameters if parameters is not None else mapping(tree.get("rope_scaling"), "rope_scaling")
+    given = given or (mapping(tree.get("rope_parameters"), "rope_parameters") if parameters is None else {})
+    kind, context = given.get("rope_type", given.get("type", "default")), tree.get("max_position_embeddings")
+    scaling = {} if kind == "default" else {key: value for key, value in given.items() if key not in OUTSIDE}
+    if kind != "default":
+        original = tree.get(
+            "original_max_position_embeddings", scaling.get("original_max_position_embeddings", context)
+        )
+        if kind == "dynamic":  # transformers goes by max_position_embeddings
+            original = context
+        scaling |= {"rope_type": kind} | ({} if kind == "linear" else {"original_max_position_embeddings": original})
+    return dict(
+        rope_base=_first(given.get("rope_theta"), tree.get("rope_theta"), theta),
+        rope_fraction=_first(given.get("partial_rotary_factor"), tree.get("partial_rotary_factor"), part),
+        rope_scaling={key: value if isinstance(value, str) else json.dumps(value) for key, value in scaling.items()},
+    )
+
+
+def described_rope(config: ModelConfig) -> dict[str, Any]:
+    """Keys of config.json for rotary positions, as all versions of transformers and other programs read them."""
+    part = {} if config.rope_fraction == 1.0 else {"partial_rotary_factor": config.rope_fraction}
+    return {"rope_theta": config.rope_base, "rope_scaling": scaling(config) or None, **part}
+
+
+def scaling(config: ModelConfig) -> dict[str, Any]:
+    """rope_scaling, with numbers."""
+    return {k: v if k == "rope_type" else json.loads(v.lower()) for k, v in config.rope_scaling.items()}
+
+
+def layers(
+    tree: Json, kind: Callable[[int], str] | None = None, window: int | None = None, switched: bool = False
+) -> dict[str, Any]:
+    """Our settings for kinds of layers. ``kind``: of a layer, without layer_types; None: windowed where there is a window.
+    ``window``: without sliding_window. ``switched``: use_sliding_window turns windows on."""
+    off = switched and not tree.get("use_sliding_window", False)
+    window = None if off else tree.get("sliding_window", window)
+    context, count = _whole(tree, "max_position_embeddings"), _whole(tree, "num_hidden_layers")
+    if window is not None and type(window) is not int:
+        raise ConfigError(f"sliding_window={window} must be a whole number")
+    every = "full_attention" if window is None else "sliding_attention"
+    types = tree.get("layer_types") or [kind(i) if kind and window is not None else every for i in range(count)]
+    if not isinstance(types, list) or len(types) != count or not {str(each) for each in types} <= KEPT.keys():
+        raise ConfigError(f"layer_types={types}: hpclm has {' and '.join(KEPT)}, one for each of {count} layers")
+    kinds = [KEPT[each] for each in types]
+    if "window" in kinds and window is None:
+        raise ConfigError(f"layer_types={types} with sliding_window={window}")
+    if window is None or window >= context or "window" not in kinds:  # a window that covers the context is none
+        return dict(pattern=["full"], window=None)
+    return dict(pattern=period(kinds), window=window)
+
+
+def _whole(tree: Json, key: str) -> int:
+    """A number of config.json that is checked elsewhere; 0 if it is none."""
+    value = tree.get(key)
+    return value if type(value) is int and value < MOST_LAYERS * MOST_LAYERS else 0
+
+
+def period(kinds: Sequence[str]) -> list[str]:
+    """The shortest pattern that repeats itself to these kinds."""
+    sizes = range(1, len(kinds) + 1)
+    size = next(n for n in sizes if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
+    return list(kinds[:size])
+
+
+def layer_types(config: ModelConfig) -> list[str]:
+    """config.json's layer_types."""
+    there = {ours.split("_")[0]: theirs for theirs, ours in KEPT.items()}
+    return [there["window" if "window" in config.kind(i) else "full"] for i in range(config.layers)]
+
+
+def described_layers(config: ModelConfig) -> dict[str, Any]:
+    """Keys of config.json for kinds of layers."""
+    return {
+        "layer_types": layer_types(config),
+        "sliding_window": config.window,
+        "use_sliding_window": bool(config.window),
+    }
+
+
+def biases(tree: Json, keys: Sequence[str | bool], absent: bool = False) -> dict[str, Any]:
+    """Our settings for biases. ``keys``: of q, k and v, of the output projection and of the MLP, or what they always are; ``absent``:
+    what they are if a key is missing."""
+    values = [key if isinstance(key, bool) else bool(tree.get(key, absent)) for key in keys]
+    if len(set(values)) == 1:
+        return dict(bias=values[0])
+    return dict(bias=False) | {name: value for name, value in zip(BIASES, values, strict=True) if value}
+
+
+def described_biases(config: ModelConfig, keys: Sequence[str | bool]) -> dict[str, Any]:
+    """Keys of config.json for biases."""
+    return {key: value for key, value in zip(keys, config.biases, strict=True) if isinstance(key, str)}
+
+
+def bias_obstacles(config: ModelConfig, keys: Sequence[str | bool]) -> Iterator[str]:
+    """Why config.json cannot describe the biases of a network."""
+    for i, (name, key, value) in enumerate(zip(BIASES, keys, config.biases, strict=True)):
+        if isinstance(key, bool) and key != value:
+            yield f"model.{name}={str(value).lower()}, where it has {str(key).lower()}"
+        elif key in keys[:i] and value != config.biases[keys.index(key)]:
+            yield f"model.{name}={str(value).lower()}, where it has one value for this and model.{BIASES[keys.index(key)]}"
+
+
+def _first(*values: Any) -> float:
+    return float(next(value for value in values if value is not None))
+
+
+def near(tree: Json, given: Json, far: Json, kinds: Json, theta: float) -> dict[str, Any]:
+    """Our settings for the rotary positions of layers with a window, of which ``given`` are the parameters and ``far`` those of the
+    others; ``kinds``: what layers() gave. ConfigError if they are scaled in another way."""
+    own = rope(tree, theta, parameters=given or {"rope_type": "default"})
+    if kinds["window"] is None:  # then no layer uses them
+        return {}
+    if own["rope_fraction"] != far["rope_fraction"] or own["rope_scaling"] not in ({}, far["rope_scaling"]):
+        raise ConfigError("rope_parameters: layers with a window are scaled in another way than the others")
+    base = own["rope_base"] if own["rope_base"] != far["rope_base"] else None
+    return dict(window_rope_base=base, window_rope_scaled=own["rope_scaling"] == far["rope_scaling"])
+
+
+def unscaled_windows(config: ModelConfig) -> Iterator[str]:
+    """Why a class does not cover a network whose layers with a window are scaled."""
+    if config.window and config.rope_scaling and config.window_rope_scaled:
+        yield "model.window_rope_scaled=true, where it scales other layers only"

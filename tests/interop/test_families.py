@@ -1,0 +1,120 @@
+"""Models of 2024 and later: transformers' own random weights compute the same here, and go back as they came."""
+
+import json
+
+import pytest
+import torch
+
+from hpclm.commands.convert import main
+from hpclm.config import ModelConfig
+from hpclm.errors import ConfigError
+from hpclm.interop.huggingface import families
+from tests.interop import made
+from tests.interop.test_huggingface import louder, peer, peer_logits
+
+SIZES = dict(hidden_size=48, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2, vocab_size=93)
+SIZES |= dict(intermediate_size=80, max_position_embeddings=64)
+YARN = dict(rope_type="yarn", rope_theta=5000.0, factor=4.0, original_max_position_embeddings=16)
+LLAMA3 = dict(rope_type="llama3", rope_theta=5000.0, factor=8.0, original_max_position_embeddings=16)
+LLAMA3 |= dict(low_freq_factor=1.0, high_freq_factor=4.0)
+LINEAR = dict(rope_type="linear", rope_theta=5000.0, factor=8.0)
+LONG = dict(
+    rope_type="longrope", rope_theta=5000.0, short_factor=[1.0, 1.1, 1.3, 1.5], long_factor=[1.0, 2.0, 3.5, 4.0]
+)
+LONG3 = {**LONG, "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 2.0, 3.5], "partial_rotary_factor": 0.75}
+PLAIN = dict(rope_type="default", rope_theta=500.0)
+PADS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+THEIRS = {
+    "Llama 3.1": ("Llama", dict(rope_parameters=LLAMA3, tie_word_embeddings=True)),
+    "Llama, wide heads": (
+        "Llama",
+        dict(head_dim=16, attention_bias=True, rope_parameters={**YARN, "mscale": 0.7, "mscale_all_dim": 0.4}),
+    ),
+    "Llama, dynamic": ("Llama", dict(rope_parameters=dict(rope_type="dynamic", rope_theta=5000.0, factor=2.0))),
+    "Mistral": ("Mistral", dict(sliding_window=5, head_dim=16)),
+    "Qwen 2": ("Qwen2", dict(use_sliding_window=True, sliding_window=5, max_window_layers=2)),
+    "Qwen 2.5": ("Qwen2", dict(rope_parameters=YARN)),
+    "Qwen 3": ("Qwen3", dict(head_dim=16, attention_bias=True)),
+    "OLMo 2": ("Olmo2", PADS),
+    "OLMo 3": (
+        "Olmo3",
+        dict(**PADS, sliding_window=5, rope_parameters=dict(full_attention=YARN, sliding_attention=PLAIN)),
+    ),
+    "OLMo 3, unscaled": ("Olmo3", dict(**PADS, sliding_window=5)),
+    "SmolLM 3": ("SmolLM3", dict(**PADS)),
+    "SmolLM 3, windows": (
+        "SmolLM3",
+        dict(**PADS, use_sliding_window=True, sliding_window=5, no_rope_layers=[1, 0, 1, 1]),
+    ),
+    "Gemma 2": ("Gemma2", dict(head_dim=16, query_pre_attn_scalar=20, sliding_window=5)),
+    "Gemma 3": (
+        "Gemma3Text",
+        dict(
+            head_dim=16,
+            query_pre_attn_scalar=16,
+            sliding_window=5,
+            rope_parameters=dict(full_attention=LINEAR, sliding_attention=PLAIN),
+        ),
+    ),
+    "Apertus": ("Apertus", dict(**PADS, rope_parameters=LLAMA3)),
+    "Granite": (
+        "Granite",
+        dict(embedding_multiplier=12.0, logits_scaling=8.0, residual_multiplier=0.22, attention_multiplier=0.0625),
+    ),
+    "Seed-OSS": ("SeedOss", dict(head_dim=16, attention_dropout=0.0, residual_dropout=0.0)),
+    "GLM 4": ("Glm4", dict(head_dim=16, **PADS)),
+    "Arcee": ("Arcee", dict(**PADS, rope_parameters=YARN)),
+    "Phi 3": ("Phi3", dict(**PADS, sliding_window=9, original_max_position_embeddings=8, rope_parameters=dict(LONG))),
+    "Phi 4 mini": ("Phi3", dict(**PADS, original_max_position_embeddings=64, rope_parameters=dict(LONG3))),
+    "nanochat": ("NanoChat", dict(rope_parameters=PLAIN)),
+}
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    return pytest.importorskip("transformers")
+
+
+def saved(transformers, kind, folder):
+    """A model of transformers with random weights, saved in ``folder``."""
+    name, more = THEIRS[kind]
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **json.loads(json.dumps(more))})
+    there = louder(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)).eval()
+    for weight_name, weight in there.named_parameters():
+        if "Gemma" in name and "norm" in weight_name:
+            weight.data -= 1  # which it adds itself
+    there.save_pretrained(folder)
+    return there
+
+
+@pytest.mark.parametrize("kind", THEIRS)
+def test_logits_are_the_same_here_and_after_the_way_back(kind, tmp_path, transformers, capsys):
+    there = saved(transformers, kind, tmp_path / "hf")
+    main([str(tmp_path / "hf"), str(tmp_path / "run")])
+    made.close(made.logits(tmp_path / "run"), peer_logits(there))
+    main([str(tmp_path / "run"), str(tmp_path / "back")])
+    back = peer(tmp_path / "back")
+    assert type(back) is type(there)
+    made.close(peer_logits(back), peer_logits(there))
+    theirs = there.state_dict()
+    for name, whole in back.state_dict().items():
+        assert (whole - theirs[name]).abs().max() < 1e-6, name
+
+
+def test_one_description_says_which_layers_have_windows():
+    config = ModelConfig(layers=6, positions="rope", pattern=["window", "window", "full"], window=7)
+    assert [config.kind(i) for i in range(6)] == ["window", "window", "full"] * 2
+    with pytest.raises(ConfigError, match="must both be set"):
+        ModelConfig(positions="rope", pattern=["window"])
+
+
+@pytest.mark.parametrize(
+    "network, why",
+    {
+        "sinks": (dict(attention_sinks=True), "model.attention_sinks=true, which it does not have"),
+        "mixed": (dict(norm_order="post", qk_norm=True), "norm_order"),
+    }.values(),
+)
+def test_a_network_that_no_class_has_is_refused_with_the_reason(network, why):
+    with pytest.raises(ConfigError, match=why):
+        families.of_network(ModelConfig(**made.LLAMA, **network))

@@ -120,10 +120,11 @@ class Stack(nn.Module):
         """The layout of a micro-batch for each kind of layer; see forward()."""
         config, device = self.config, kind.device
         slopes = self._slopes(device)  # a copy from the host in every micro-batch would wait for the device
-        starts = None
-        if (
-            documents is not None and device.type == "cpu" and not self.compiled
-        ):  # elsewhere it would wait, or recompile
+        starts, reads = (
+            None,
+            device.type == "cpu" and not torch.cuda.is_available(),
+        )  # a GPU, even a simulated one, would wait
+        if documents is not None and reads and not self.compiled:  # other numbers would be compiled again
             starts = block_starts(documents, BLOCK)
         masks: dict[int | None, Any] = {}
         made = {}

@@ -143,7 +143,7 @@ MISTRAL = replace(
     architecture="MistralForCausalLM",
     model_type="mistral",
     keys={**LLAMA.keys, "kv_heads": ("num_key_value_heads", 8), "context": ("max_position_embeddings", 131072)},
-    needs={**LLAMA.needs, "pattern": (["window"],)},
+    needs={**LLAMA.needs, "pattern": (["window"], ["full"])},
     constant=lambda config: described(config, (False,) * 3) | {"sliding_window": config.window},
     shape=lambda tree: windowed(tree, (False,) * 3, window=4096),
     more=of((False,) * 3),

@@ -24,7 +24,7 @@ def prefix_of(prefix: str | Path) -> Path:
 
 def opened(dataset: IndexedDataset, settings: DataConfig) -> IndexedDataset | None:
     """The loss mask of ``dataset``; None if it has none, or is to be read without. ConfigError if the two do not match."""
-    prefix, known = prefix_of(dataset.prefix), sidecar(dataset.prefix).get(KEY)
+    prefix, known = prefix_of(dataset.prefix), dataset.find(KEY, lambda: sidecar(dataset.prefix).get(KEY))
     there = files(prefix)[1].exists()
     if settings.loss_mask == "ignore" or not (there or known or settings.loss_mask == "require"):
         return None
@@ -33,10 +33,10 @@ def opened(dataset: IndexedDataset, settings: DataConfig) -> IndexedDataset | No
     mask = IndexedDataset(prefix, dataset.facts)
     if mask.dtype != DTYPE:
         raise ConfigError(f"{prefix} is not a loss mask: it has {mask.dtype.name} tokens, not {DTYPE.name}; {WITHOUT}")
-    content = noted(prefix)
+    content = mask.find("content", lambda: getattr(noted(prefix), "bin", None))
     if len(mask) != len(dataset) or not mask.find("fits", lambda: bool(np.array_equal(mask.sizes, dataset.sizes))):
         differ = f"its {len(mask)} sequences do not have the lengths of the dataset's {len(dataset)}"
-    elif known and content and content.bin != known:
+    elif known and content and content != known:
         differ = f"{files(dataset.prefix)[2]} names another mask's hash"
     else:
         return mask

@@ -40,6 +40,10 @@ THEIRS = {
         "Olmo3",
         dict(**PADS, sliding_window=5, rope_parameters=dict(full_attention=YARN, sliding_attention=PLAIN)),
     ),
+    "OLMo 3, a window as long as the context": (
+        "Olmo3",
+        dict(**PADS, sliding_window=64, rope_parameters=dict(full_attention=YARN, sliding_attention=PLAIN)),
+    ),
     "OLMo 3, unscaled": ("Olmo3", dict(**PADS, sliding_window=5)),
     "SmolLM 3": ("SmolLM3", dict(**PADS)),
     "SmolLM 3, windows": (

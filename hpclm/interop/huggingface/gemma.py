@@ -26,7 +26,7 @@ def rules(config: ModelConfig) -> Iterable[Rule]:
 def _read(tree: Json, caps: tuple[float | None, float | None], kind: Any) -> dict[str, Any]:
     values = {ours: tree.get(key, cap) for (ours, key), cap in zip(CAPS.items(), caps, strict=True)}
     scale = tree.get("query_pre_attn_scalar", 256) ** -0.5
-    layers = shape.layers(tree, kind, 4096)
+    layers = shape.layers(tree, kind, 4096, turned=True)
     return values | dict(score_scale=scale) | layers | shape.biases(tree, llama.ALL_ATTENTION)
 
 

@@ -35,7 +35,7 @@ def read(tree: Json) -> dict[str, Any]:
     full = dict(shape.mapping(both.get("full_attention"), "rope_parameters.full_attention"))
     full |= shape.mapping(tree.get("rope_scaling"), "rope_scaling")
     near = shape.mapping(both.get("sliding_attention"), "rope_parameters.sliding_attention")
-    layers = shape.layers(tree, _third, 4096)
+    layers = shape.layers(tree, _third, 4096, turned=True)
     far = shape.rope(tree, THETA, parameters=full)
     return far | shape.biases(tree, llama.ALL_ATTENTION) | layers | shape.near(tree, near, far, layers, THETA)
 

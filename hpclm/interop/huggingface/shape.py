@@ -64,10 +64,15 @@ def scaling(config: ModelConfig) -> dict[str, Any]:
 
 
 def layers(
-    tree: Json, kind: Callable[[int], str] | None = None, window: int | None = None, switched: bool = False
+    tree: Json,
+    kind: Callable[[int], str] | None = None,
+    window: int | None = None,
+    switched: bool = False,
+    turned: bool = False,
 ) -> dict[str, Any]:
     """Our settings for kinds of layers. ``kind``: of a layer, without layer_types; None: windowed where there is a window.
-    ``window``: without sliding_window. ``switched``: use_sliding_window turns windows on."""
+    ``window``: without sliding_window. ``switched``: use_sliding_window turns windows on. ``turned``: layers with a window have rotary
+    positions of their own, also where it covers the context."""
     off = switched and not tree.get("use_sliding_window", False)
     window = None if off else tree.get("sliding_window", window)
     context, count = _whole(tree, "max_position_embeddings"), _whole(tree, "num_hidden_layers")
@@ -80,7 +85,8 @@ def layers(
     kinds = [KEPT[each] for each in types]
     if "window" in kinds and window is None:
         raise ConfigError(f"layer_types={types} with sliding_window={window}")
-    if window is None or window >= context or "window" not in kinds:  # a window that covers the context is none
+    covers = window is not None and window >= context  # then it is no window
+    if window is None or "window" not in kinds or (covers and not turned):
         return dict(pattern=["full"], window=None)
     return dict(pattern=period(kinds), window=window)
 

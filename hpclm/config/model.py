@@ -167,8 +167,10 @@ class ModelConfig(Checked):
         if unknown or not self.pattern:
             yield f"model.pattern={self.pattern} must be a list of {', '.join(LAYER_KINDS)}"
         windows, turns = any("window" in kind for kind in self.pattern), self.positions == "rope"
-        if windows != (self.window is not None):
-            yield f"model.window={self.window} and model.pattern={self.pattern} must both be set for layers with a window"
+        if windows and self.window is None:
+            yield f"model.pattern={self.pattern} needs model.window, the tokens that its layers with a window attend to"
+        if self.window is not None and not windows and not unknown:
+            yield f"model.window={self.window} has no effect: no layer of model.pattern={self.pattern} is of kind window"
         yield from at_least(1, "model", window=self.window)
         if self.window is None and (self.window_rope_base is not None or not self.window_rope_scaled):
             yield "model.window_rope_base and model.window_rope_scaled have no effect without model.window"

@@ -1,7 +1,7 @@
 """A small twin of a run: two blocks of its width, trained for two steps on random tokens, so that two ways to compute can be compared.
 
 What is compared: losses, gradient norms, initial weights, the optimizer's state after one step (Adam's first moment is the clipped
-gradient, times 1 - beta1) and the change of the weights. AdamW stands in for Muon, whose updates magnify rounding errors.
+gradient, times 1 - beta1) and the change of the weights. AdamW takes Muon's place, whose updates magnify rounding errors.
 """
 
 import math

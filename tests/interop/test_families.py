@@ -10,7 +10,7 @@ from hpclm.config import ModelConfig
 from hpclm.errors import ConfigError
 from hpclm.interop.huggingface import families
 from tests.interop import made
-from tests.interop.test_huggingface import louder, peer, peer_logits
+from tests.interop.test_huggingface import louder, peer, peer_logits, swept
 
 SIZES = dict(hidden_size=48, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2, vocab_size=93)
 SIZES |= dict(intermediate_size=80, max_position_embeddings=64)
@@ -105,10 +105,27 @@ def test_logits_are_the_same_here_and_after_the_way_back(kind, tmp_path, transfo
         assert (whole - theirs[name]).abs().max() < 1e-6, name
 
 
+@pytest.mark.whole
+@pytest.mark.parametrize("kind", THEIRS)
+def test_every_key_of_config_json_is_either_followed_or_refused(kind, tmp_path):
+    name, more = THEIRS[kind]
+    answers = swept(name, {**SIZES, **json.loads(json.dumps(more))}, tmp_path)
+    assert len(answers) > 40 and True in answers.values() and False in answers.values()
+
+
+def test_a_part_of_each_head_is_refused_where_transformers_turns_all_of_it(tmp_path, transformers):
+    saved(transformers, "Gemma 2", tmp_path / "hf")
+    path = tmp_path / "hf/config.json"
+    rope = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rope_parameters": rope}))
+    with pytest.raises(ConfigError, match=r"model\.rope_fraction=0\.5, which Gemma2ForCausalLM"):
+        main([str(tmp_path / "hf"), str(tmp_path / "run")])
+
+
 def test_one_description_says_which_layers_have_windows():
     config = ModelConfig(layers=6, positions="rope", pattern=["window", "window", "full"], window=7)
     assert [config.kind(i) for i in range(6)] == ["window", "window", "full"] * 2
-    with pytest.raises(ConfigError, match="must both be set"):
+    with pytest.raises(ConfigError, match=r"needs model\.window"):
         ModelConfig(positions="rope", pattern=["window"])
 
 

@@ -387,11 +387,11 @@ def variants(config):
                 yield key, other
 
 
-def imported_or_refused(kind, key, value, place):
+def imported_or_refused(kind, given, key, value, place):
     """Whether a network with another value was imported, and computes what transformers does; None if there is no such network."""
     transformers = pytest.importorskip("transformers")
     try:
-        config = getattr(transformers, f"{kind}Config")(**{**THEIRS[kind], key: value})
+        config = getattr(transformers, f"{kind}Config")(**{**given, key: value})
         there = louder(transformers.AutoModelForCausalLM.from_config(config)).eval()
         theirs = peer_logits(there)
         there.save_pretrained(place / "hf")
@@ -406,32 +406,33 @@ def imported_or_refused(kind, key, value, place):
         assert not (place / "run").exists()
         return False
     ours = made.logits(place / "run")
-    assert (ours - theirs).abs().max() < 1e-5 and theirs.std() > 0.05, f"{key}={value}"
+    near = 3e-5 * theirs.abs().max().clamp(min=1)  # of larger logits the last bits differ by more
+    assert (ours - theirs).abs().max() < near and theirs.std() > 0.05, f"{key}={value}"
     return True
 
 
-def swept(kind, tmp_path, only=None):
-    """For each key (of ``only``) and value: was it imported?"""
+def swept(kind, given, tmp_path, only=None):
+    """For each key (of ``only``) and value of a network ``given`` as config.json: was it imported?"""
     transformers = pytest.importorskip("transformers")
     found = {}
-    for number, (key, value) in enumerate(variants(getattr(transformers, f"{kind}Config")(**THEIRS[kind]))):
+    for number, (key, value) in enumerate(variants(getattr(transformers, f"{kind}Config")(**given))):
         if only is None or key in only.split():
             place = tmp_path / str(number)
             place.mkdir()
-            found[key, str(value)] = imported_or_refused(kind, key, value, place)
+            found[key, str(value)] = imported_or_refused(kind, given, key, value, place)
     return found
 
 
 @pytest.mark.parametrize("kind", THEIRS)
 def test_a_key_of_config_json_is_either_followed_or_refused(kind, tmp_path):
-    found = swept(kind, tmp_path, SAMPLE)
+    found = swept(kind, THEIRS[kind], tmp_path, SAMPLE)
     assert True in found.values() and False in found.values()
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("kind", THEIRS)
 def test_every_key_of_config_json_is_either_followed_or_refused(kind, tmp_path):
-    found = swept(kind, tmp_path)
+    found = swept(kind, THEIRS[kind], tmp_path)
     assert len(found) > 40 and True in found.values() and False in found.values()
 
 

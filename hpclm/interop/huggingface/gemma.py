@@ -63,6 +63,7 @@ GEMMA2 = replace(
         norm_order=("sandwich",),
         activation=("geglu_tanh", "geglu", "swiglu"),
         embed_scale=(True,),
+        rope_fraction=(1.0,),
     ),
     constant=lambda config: _described(config) | shape.described_rope(config),
     shape=lambda tree: _read(tree, (50.0, 30.0), _second) | shape.rope(tree),
@@ -77,14 +78,14 @@ GEMMA2 = replace(
 def read(tree: Json) -> dict[str, Any]:
     """Gemma 3's settings: layers with windows have a base of their own, and only the others are scaled."""
     every = tree.get("sliding_window_pattern", 6)
-    found = _read(tree, (None, None), lambda i: "sliding_attention" if (i + 1) % every else "full_attention")
+    common = _read(tree, (None, None), lambda i: "sliding_attention" if (i + 1) % every else "full_attention")
     both = shape.mapping(tree.get("rope_parameters"), "rope_parameters")
     full = dict(shape.mapping(both.get("full_attention"), "rope_parameters.full_attention"))
     full |= shape.mapping(tree.get("rope_scaling"), "rope_scaling")
     near = dict(shape.mapping(both.get("sliding_attention"), "rope_parameters.sliding_attention"))
     near.setdefault("rope_theta", tree.get("rope_local_base_freq", 10000.0))
     far = shape.rope(tree, 1e6, parameters=full)
-    return found | far | shape.near(tree, near, far, found, 10000.0)
+    return common | far | shape.near(tree, near, far, common, 10000.0)
 
 
 def described(config: ModelConfig) -> dict[str, Any]:
@@ -98,7 +99,7 @@ GEMMA3 = replace(
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
     keys={**GEMMA2.keys, "context": ("max_position_embeddings", 131072)},
-    needs={**GEMMA2.needs, "qk_norm": (True,), "score_cap": (None,), "rope_fraction": (1.0,)},
+    needs={**GEMMA2.needs, "qk_norm": (True,), "score_cap": (None,)},
     constant=described,
     shape=read,
     covers=(*GEMMA2.covers, *shape.WINDOW_SETTINGS),

@@ -72,11 +72,13 @@ def no_rope(tree: Json) -> dict[str, Any]:
     """SmolLM 3's: layers without positions, and windows in these only."""
     count, every = tree.get("num_hidden_layers", 0), tree.get("no_rope_layer_interval", 4)
     turned = tree.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(count)]
+    if not isinstance(turned, list) or len(turned) != count:
+        raise ConfigError(f"no_rope_layers={turned} must be a list with a number for each of {count} layers")
     kind: Any = lambda i: "full_attention" if turned[i] else "sliding_attention"  # noqa: E731
-    found = shape.layers(tree, kind, switched=True)
-    kinds = [found["pattern"][i % len(found["pattern"])] for i in range(count)]
+    layers = shape.layers(tree, kind, switched=True)
+    kinds = [layers["pattern"][i % len(layers["pattern"])] for i in range(count)]
     names = {("full", False): "nope", ("window", False): "window_nope"}
-    return found | dict(pattern=shape.period([names.get((k, bool(t)), k) for k, t in zip(kinds, turned, strict=True)]))
+    return layers | dict(pattern=shape.period([names.get((k, bool(t)), k) for k, t in zip(kinds, turned, strict=True)]))
 
 
 def described_no_rope(config: ModelConfig) -> dict[str, Any]:

@@ -25,7 +25,7 @@ OLMO2 = replace(
 )
 
 
-def _third(i: int) -> str:
+def _three_of_four(i: int) -> str:
     return "full_attention" if (i + 1) % 4 == 0 else "sliding_attention"
 
 
@@ -35,7 +35,7 @@ def read(tree: Json) -> dict[str, Any]:
     full = dict(shape.mapping(both.get("full_attention"), "rope_parameters.full_attention"))
     full |= shape.mapping(tree.get("rope_scaling"), "rope_scaling")
     near = shape.mapping(both.get("sliding_attention"), "rope_parameters.sliding_attention")
-    layers = shape.layers(tree, _third, 4096, turned=True)
+    layers = shape.layers(tree, _three_of_four, 4096, turned=True)
     far = shape.rope(tree, THETA, parameters=full)
     return far | shape.biases(tree, llama.ALL_ATTENTION) | layers | shape.near(tree, near, far, layers, THETA)
 

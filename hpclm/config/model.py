@@ -152,9 +152,8 @@ class ModelConfig(Checked):
                 yield f"model.{name}={value} must be more than 0 and finite"
         if self.qk_norm_span == "projection" and not (self.qk_norm and self.norm == "rmsnorm"):
             yield "model.qk_norm_span=projection needs model.qk_norm=true and model.norm=rmsnorm"
-        special = [name for name in ("score_cap", "attention_sinks", "window") if getattr(self, name)]
-        if special and self.attention in ("cudnn", "flash"):
-            yield f"model.attention={self.attention} cannot do model.{special[0]}; leave model.attention=auto"
+        if self.needs_scores and self.attention in ("cudnn", "flash"):
+            yield f"model.attention={self.attention} cannot do model.{self.needs_scores[0]}; leave model.attention=auto"
         if self.attention_dropout and (self.score_cap or self.attention_sinks):
             yield "model.attention_dropout is not supported with model.score_cap or model.attention_sinks"
         wrong_block = problem("model.block", self.block, BLOCKS)
@@ -201,6 +200,11 @@ class ModelConfig(Checked):
                 f"model.kv_heads={self.groups} must be a multiple of parallel.tensor={tensor}: each process needs whole "
                 f"key/value heads; lower parallel.tensor to a divisor of {self.groups}"
             )
+
+    @property
+    def needs_scores(self) -> list[str]:
+        """The settings that change scores or their softmax, which the kernels of cuDNN and FlashAttention cannot do."""
+        return [name for name in ("score_cap", "attention_sinks", "window") if getattr(self, name)]
 
     @property
     def groups(self) -> int:

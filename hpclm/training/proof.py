@@ -146,7 +146,7 @@ def _ways(settings: EngineSettings, device: torch.device) -> Iterator[tuple[str,
     """As the settings say, and what replaces it, from the fastest to the plainest."""
     eager, model = replace(settings.engine, compile=False), settings.model
     yield AS_SET, settings
-    if device.type == "cuda" and model.attention in ("auto", "cudnn", "flex"):
+    if device.type == "cuda" and model.attention in ("auto", "cudnn", "flex") and not model.needs_scores:
         yield "with FlashAttention", replace(settings, model=replace(model, attention="flash"))
     if engines.compiles(settings, device)[0]:
         yield "uncompiled", replace(settings, engine=eager)

@@ -56,6 +56,14 @@ def test_what_is_right_passes_as_it_is_set(shape, dtype, tmp_path):
     assert (report["way"], report["problems"], proven.background) == ("as set", [], True)
 
 
+@pytest.mark.parametrize(
+    "more", [{}, dict(pattern=["window"], window=8), dict(score_cap=5.0), dict(attention_sinks=True)], ids=str
+)
+def test_on_a_gpu_flash_attention_is_tried_only_where_it_can_do_what_the_model_asks(more):
+    ways = [way for way, _ in proof._ways(settings(dict(LLAMA, **more)).for_engine(), torch.device("cuda"))]
+    assert ("with FlashAttention" in ways) == (not more) and ways[-1] == "uncompiled, with plain attention"
+
+
 @pytest.mark.filterwarnings("ignore")  # of torch.compile
 def test_a_compiler_that_is_wrong_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setattr(loss, "Compilation", partial(Compilation, backend="eager"))

@@ -188,3 +188,6 @@ def unsupported(engine: EngineConfig, parallel: ParallelConfig, optim: OptimConf
     if optim.guard != "none" and not can.guards:
         able = ", ".join(other for other, its in SUPPORTS.items() if its.guards)
         yield f"engine {name!r} cannot do optim.guard={optim.guard}, since its updates are the library's; it is for {able}"
+    if optim.qk_clip is not None and not can.clips_qk:
+        able = ", ".join(other for other, its in SUPPORTS.items() if its.clips_qk)
+        yield f"engine {name!r} cannot do optim.qk_clip={optim.qk_clip:g}; it is for {able}"

@@ -56,6 +56,9 @@ class OptimConfig(Checked):
     split: bool = True
     """Muon takes queries, keys and values, and gate and up of a gated MLP, as separate matrices (Jordan et al. 2024);
     false: each weight as it is stored."""
+    qk_clip: float | None = None
+    """After an update, scale queries and keys whose largest attention score in the step exceeded this, so that it would be this
+    (QK-clip of Kimi K2, which uses 100; heads that share a key are scaled together, as in Megatron-core). Any optimizer."""
     clip: float = 1.0
     """Maximum global gradient norm; 0: no clipping."""
     schedule: str = "cosine"
@@ -104,6 +107,8 @@ class OptimConfig(Checked):
         for entry in self.groups:
             yield from _unusable(entry)
         yield from fraction("optim", momentum=self.momentum)
+        if self.qk_clip is not None and not 0 < self.qk_clip < math.inf:
+            yield f"optim.qk_clip={self.qk_clip} must be more than 0 and finite"
         for name in ("momentum", "nesterov", "newton_schulz_steps", "newton_schulz_type", "adjust", "split"):
             if self._changed(name) and self.name != "muon":
                 yield f"optim.{name}={getattr(self, name)} has no effect with optim.name={self.name}; it is for muon"

@@ -14,7 +14,7 @@ from hpclm.config.data import DataConfig
 from hpclm.config.engine import EngineConfig, ParallelConfig, unsupported
 from hpclm.config.engine_settings import EngineSettings
 from hpclm.config.job import ClusterConfig, JobConfig
-from hpclm.config.model import ModelConfig
+from hpclm.config.model import BLOCKS, ModelConfig
 from hpclm.config.monitoring import EvaluateConfig, LogConfig, ProfileConfig
 from hpclm.config.optim import SCHEDULES, OptimConfig, ScalerConfig
 from hpclm.config.plan import Plan, Rampup
@@ -204,6 +204,10 @@ class RunConfig(Checked):
             yield from unsupported(self.engine, self.parallel, self.optim, can)
             if can.more:
                 yield from load(can.more)(self)
+        if self.optim.qk_clip is not None and self.model.qk_norm:
+            yield "optim.qk_clip has no effect with model.qk_norm=true, which bounds the scores already; set one of them"
+        if self.optim.qk_clip is not None and self.model.block not in BLOCKS:
+            yield f"optim.qk_clip cannot measure the scores of model.block={self.model.block}; it is for {', '.join(BLOCKS)}"
         if self.optim.name == "cpu_adam" and self.engine.offload == "none":
             yield "optim.name=cpu_adam needs engine.offload=optimizer or parameters"
         if self.parallel.schedule == "zero_bubble" and self.engine.recompute != "none":

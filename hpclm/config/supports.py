@@ -31,6 +31,8 @@ class Supports:
     """Values of optim.name."""
     guards: bool = True
     """Whether it supports optim.guard."""
+    clips_qk: bool = False
+    """Whether it supports optim.qk_clip."""
     counts: Callable[[int, int, str], str | None] | None = None
     """(micro-batches per step, parallel.pipeline, parallel.schedule) -> what the schedule requires, if it cannot run them."""
     more: str | None = None
@@ -70,6 +72,7 @@ SUPPORTS = {
         options=("bucket_mb", "gradients", "compile", "offload_activations"),
         compiled=True,
         optimizers=MUON,
+        clips_qk=True,
     ),
     "deepspeed": Supports(
         "hpclm.engine.deepspeed:build",
@@ -95,6 +98,7 @@ SUPPORTS = {
         options=("gradients", "compile", "offload_activations", "defer_reduction"),
         compiled=True,
         optimizers=MUON,
+        clips_qk=True,
     ),
     "pipelining": Supports(
         "hpclm.engine.pipelining:PipeliningEngine",
@@ -103,5 +107,6 @@ SUPPORTS = {
         schedules=("1f1b", "gpipe", "interleaved", "zero_bubble"),
         counts=needed,
         optimizers=MUON,
+        clips_qk=True,
     ),
 }

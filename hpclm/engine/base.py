@@ -17,6 +17,7 @@ from hpclm.engine import SavedState, Shard, StepResult, keep_going
 from hpclm.engine.gradient_buckets import GradientBuckets
 from hpclm.engine.matrix_exchange import MatrixExchange
 from hpclm.engine.outliers import GUARDS
+from hpclm.engine.qk_clip import QKClip
 from hpclm.engine.save_plan import SavePlan
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.state import TrainingState
@@ -69,6 +70,8 @@ class BaseEngine:
         if isinstance(self.optimizer, Muon):
             matrices = [weight for weight in self.weights if orthogonal(weight.name, weight.shape)]
             self.optimizer.share(MatrixExchange(matrices, mesh), config.model)
+        limit = config.optim.qk_clip
+        self.qk_clip = limit and QKClip(self.model_stacks, self.weights, mesh, limit)
         self.state = TrainingState(self.optimizer, OPTIMIZERS[config.optim.name])
         self.timers = Timers(device, config.timers)
         self.scale = LossScale.first(config.scaler) if model.dtype == torch.float16 else None
@@ -102,9 +105,10 @@ class BaseEngine:
         bad = (~torch.isfinite(norm + loss)).float()
         with self.guard.around(loss, norm / scale, bad) as skip:
             update(self.optimizer, norm, self.config.optim.clip, scale, skip)
+        clipped = self.qk_clip.clip(skip) if self.qk_clip else {}
         self.refresh()
         self.zero_grad()
-        return {"grad_norm": norm / scale, "skipped": bad, **self.guard.metrics}
+        return {"grad_norm": norm / scale, "skipped": bad, **self.guard.metrics, **clipped}
 
     def overflowed(self, result: StepResult) -> bool:
         """Whether a step counts as an overflow for the loss scale."""
@@ -163,6 +167,8 @@ class BaseEngine:
         self.factor, self.guard.lr = scale, lr
         for stack in self.model_stacks:
             stack.loss.penalty = None
+        if self.qk_clip:
+            self.qk_clip.begin()
         inputs = step_inputs(config, mesh.dp, batches, step, check_interrupt)
         if self.gradients:
             self.gradients.begin(len(batches))

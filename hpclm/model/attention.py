@@ -12,7 +12,7 @@ from hpclm.config import ModelConfig
 from hpclm.model.init import InitSpec, TensorParallelModule
 from hpclm.model.layers import ColumnLinear, Norm, ProjectionNorm, RowLinear
 from hpclm.model.position import AttentionMetadata, rotate
-from hpclm.model.scores import Scores, attend
+from hpclm.model.scores import Scores, attend, largest_scores
 from hpclm.parallel.mesh import Axis
 from hpclm.parallel.placement import Placement
 
@@ -23,6 +23,9 @@ class Attention(TensorParallelModule):
     The fused projection stores, for each key/value head, its query heads, its key and its value next to each other
     (Megatron's layout), so that a slice along dimension 0 is a complete attention over fewer heads.
     """
+
+    largest: Tensor | None = None
+    """[H] fp32: raised to the largest score of each head in training, for QK-clip; None: not measured."""
 
     def __init__(self, config: ModelConfig, recompute_core: bool, generator: torch.Generator, tp: Axis):
         super().__init__(tp)
@@ -52,6 +55,9 @@ class Attention(TensorParallelModule):
             q, k = self.q_norm(q), self.k_norm(k)
         if metadata.cos is not None and metadata.sin is not None:
             q, k = rotate(q, metadata.cos, metadata.sin), rotate(k, metadata.cos, metadata.sin)
+        if self.largest is not None and self.training:
+            now = largest_scores(q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), self.how.scale, metadata)
+            self.largest.copy_(torch.maximum(self.largest, now))
         how = self.how._replace(dropout=self.dropout if self.training else 0.0, sinks=self.sinks)
         if metadata.cache is not None:
             y = metadata.cache.attend(self, q, k, v, metadata.mask, how)

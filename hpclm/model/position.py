@@ -105,7 +105,7 @@ def attention_metadata(
     made = AttentionMetadata(positions, None, cos, sin, seed, flex)
     biased = POSITIONS[config.positions].slopes is not None
     if flex:
-        return made
+        return made._replace(window=window, documents=documents)
     if config.attention_dropout or (biased and documents is None and window is None):
         return made._replace(mask=dense_mask(config, kind, tp, documents, slopes, window))
     if biased:

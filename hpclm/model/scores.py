@@ -124,13 +124,38 @@ def _rows(
         return weighted(scores, v, None, how)
     if metadata.slopes is not None:
         scores = scores + metadata.slopes[:, None, None] * (columns - rows[:, None])
-    hidden = columns > rows[:, None]
+    return weighted(scores.masked_fill(_hidden(rows, columns, metadata), -torch.inf), v, None, how)
+
+
+def _hidden(rows: Tensor, columns: Tensor, metadata: AttentionMetadata) -> Tensor:
+    """[B or 1, 1 or H, rows, columns]: True where a row does not attend to a column. Both are consecutive indices."""
+    hidden = (columns > rows[:, None])[None, None]
     if metadata.window is not None:
         hidden = hidden | (columns <= rows[:, None] - metadata.window)
     if metadata.documents is not None:
-        of_rows, of_columns = metadata.documents[:, begin:end], metadata.documents[:, first:end]
+        of_rows, of_columns = (metadata.documents[:, index] for index in (rows, columns))
         hidden = hidden | (of_rows[:, None, :, None] != of_columns[:, None, None, :])
-    return weighted(scores.masked_fill(hidden, -torch.inf), v, None, how)
+    return hidden
+
+
+def largest_scores(q: Tensor, k: Tensor, scale: float | None, metadata: AttentionMetadata) -> Tensor:
+    """[B, H, T, D] queries, [B, G, T, D] keys -> [H] the largest score of each head that the softmax sees, in fp32, before caps and
+    biases; no gradient.
+
+    An extra product in blocks of rows, whichever kernel attends: those of scaled_dot_product_attention do not return it.
+    """
+    q, k, length = q.detach(), k.detach(), q.shape[2]
+    largest = q.new_full(q.shape[1:2], -torch.inf)
+    for number, begin in enumerate(range(0, length, BLOCK)):
+        first, end = _first(number, metadata), min(begin + BLOCK, length)
+        rows, columns = (torch.arange(a, end, device=q.device) for a in (begin, first))
+        hidden = _hidden(rows, columns, metadata)
+        if metadata.mask is not None:
+            mask = metadata.mask[:, :, begin:end, first:end]
+            hidden = hidden | (~mask if mask.dtype == torch.bool else mask == -torch.inf)
+        scores = grouped_scores(q[:, :, begin:end], k[:, :, first:end], Scores(scale))
+        largest = torch.maximum(largest, scores.masked_fill(hidden, -torch.inf).amax((0, 2, 3)))
+    return largest.float()
 
 
 def grouped_scores(q: Tensor, k: Tensor, how: Scores) -> Tensor:

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, replace
 
-from hpclm.config import EngineConfig, ParallelConfig
+from hpclm.config import EngineConfig, OptimConfig, ParallelConfig
 from hpclm.config.supports import SUPPORTS
 from hpclm.optim.optimizers import OPTIMIZERS
+from hpclm.planning.muon import NewtonSchulz
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class EngineCosts:
     optimizer: BytesPerParameter = BytesPerParameter(8)
     outside: float = 0.0
     """Optimizer state of a parameter outside of the blocks beyond that of one in them, in parts of the latter."""
+    newton_schulz: NewtonSchulz | None = None
+    """Of Muon."""
     gathered: BytesPerParameter = BytesPerParameter(2)
     """Copies of the weights in the compute type: ``replicated`` for the whole stage; ``sharded`` for layers other than blocks, and
     for one block at a time, in the backward pass two."""
@@ -66,15 +69,20 @@ class EngineCosts:
     """Data-parallel communication overlaps with the backward pass (with ZeRO stage 3 also with the forward pass)."""
 
 
-def costs(engine: EngineConfig, element: int, parallel: ParallelConfig, optimizer: str = "adamw") -> EngineCosts:
+def costs(
+    engine: EngineConfig, element: int, parallel: ParallelConfig, optim: OptimConfig | None = None
+) -> EngineCosts:
     """Of an engine, with activations of ``element`` bytes; a user-defined engine is treated as native."""
     cast = element if element < 4 else 0
     in_place = bool(cast) and not engine.offload_activations
     """Whether products add to the fp32 gradients, so that the embedding needs no gradient of a micro-batch."""
-    kind = OPTIMIZERS[optimizer]
+    optim = optim or OptimConfig()
+    kind = OPTIMIZERS[optim.name]
+    type_of = 2 if optim.newton_schulz_type == "bf16" else 4
     common = EngineCosts(
         optimizer=BytesPerParameter(kind.bytes_per_parameter),
         outside=4 * len(kind.state("tokens.weight", (1, 1))) / kind.bytes_per_parameter - 1,
+        newton_schulz=NewtonSchulz(optim.newton_schulz_steps, type_of, optim.split) if optim.name == "muon" else None,
         gathered=BytesPerParameter(cast),
         element=element,
         loss_chunk=engine.loss_chunk,

@@ -49,8 +49,13 @@ class Forecast:
 
     @cached_property
     def step(self) -> Step | None:
-        """Seconds of a step; None in fp32, for which no peak rates are known."""
-        return None if self.costs.element > 2 else time.step(self.model, self.layout, self.costs, self.kind)
+        """Seconds of a step; None where it computes in fp32, for which no peak rates are known."""
+        iterated = self.costs.newton_schulz
+        return (
+            None
+            if max(self.costs.element, iterated.element if iterated else 0) > 2
+            else time.step(self.model, self.layout, self.costs, self.kind)
+        )
 
     @cached_property
     def volumes(self) -> list[Volume]:
@@ -92,7 +97,7 @@ def of(run: RunConfig, kind: Kind) -> Forecast:
     shape, engine = layout.of(run), run.engine
     if engine.name == "fsdp2" and shape.data == 1:  # it is the native engine where there is nothing to shard
         engine = replace(engine, name="native", zero_stage=0)
-    costs = engines.costs(engine, element(run, kind), run.parallel, run.optim.name)
+    costs = engines.costs(engine, element(run, kind), run.parallel, run.optim)
     return Forecast(run.model, shape, replace(costs, memory=kind.memory * GIB), kind)
 
 

@@ -11,6 +11,7 @@ from hpclm.config import ModelConfig
 from hpclm.model import count
 from hpclm.planning.engines import EngineCosts
 from hpclm.planning.layout import Layout, Stage, micro_batches_held, parameters, stages
+from hpclm.planning.muon import exchange
 
 PROCESS = 3 * 2**30
 """Bytes of a process other than tensors: CUDA context, NCCL buffers, cuBLAS workspaces, libraries."""
@@ -52,8 +53,8 @@ def of_stages(model: ModelConfig, layout: Layout, costs: EngineCosts) -> list[Me
 
 
 def of_stage(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) -> Memory:
-    """Memory of one GPU of a stage at the fullest moment of a step: while the loss has its logits, or while the last block is
-    in its backward pass (and recomputed, if it is)."""
+    """Memory of one GPU of a stage at the fullest moment of a step: while the loss has its logits, while the last block is in its
+    backward pass (and recomputed, if it is), or while Muon works on whole matrices."""
     own = parameters(model, layout, stage)
     weights, gradients, optimizer = (
         part.on(layout.sharing) * own for part in (costs.weights, costs.gradients, costs.optimizer)
@@ -71,9 +72,13 @@ def of_stage(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stag
     copied = copies(model, layout, costs, stage)
     in_backward = (costs.gathered.sharded + costs.working) * block
     in_backward += stage.last * table * costs.table / 2 * (model.tied or costs.working > 0)
+    updating = costs.gathered.replicated * own + costs.buckets
+    if given := costs.newton_schulz:
+        updating += exchange(model, layout, given, costs.zero, stage).memory
     held, copied, scored = max(
         (held + of_loss, copied + stage.last * table * costs.table * several, logits),
         (held + working(model, layout, costs), copied + in_backward, 0.0),
+        (0.0, updating, 0.0),
         key=sum,
     )
     return Memory(weights, gradients, optimizer, held, copied, scored)

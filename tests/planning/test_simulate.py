@@ -4,13 +4,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from hpclm import config
 from hpclm.errors import ConfigError
 from hpclm.model.layers import RowLinear
 from hpclm.node.gpus import KINDS
-from hpclm.planning import forecast, ranks, suggest
-from hpclm.planning.simulate import SIMULATED, simulate
+from hpclm.optim.muon import newton_schulz
+from hpclm.parallel.mesh import Mesh
+from hpclm.planning import forecast, layout, ranks, suggest
+from hpclm.planning.fake_gpu import fake_gpu
+from hpclm.planning.muon import exchange
+from hpclm.planning.simulate import SIMULATED, build, simulate
 from tests.forks import hpclm
 
 # what the fake GPU claims to have, so that the loss chooses the same number of tokens
@@ -22,6 +28,7 @@ DP, TP, PP = "job.gpus=8", "parallel.tensor=2", "parallel.pipeline=4"
 SEVEN = [*SHORT, DP, "batch.micro_size=2"]
 NODES = [DP, "job.nodes=2", "parallel.shard=8"]
 HYBRID = [*SHORT, *NODES, "batch.micro_size=2"]
+ONE = ["batch.micro_size=1", "batch.global_size=64", "model.context=128"]
 ALONE = ["engine.name=fsdp2", "batch.micro_size=1"]  # so there is nothing to shard
 STAGES = ["model.layers=8", "batch.micro_size=4", DP, PP, "batch.global_size=64", "engine.name=pipelining"]
 # preset, settings, rank
@@ -99,8 +106,9 @@ def test_memory_and_communication_of_every_layout_are_the_planners_and_a_step_do
         ("gpt2-124m", [*SHORT, DP, "engine.zero_stage=1"], 3),
         pytest.param("llama-7b", [*SEVEN, TP], 0, marks=pytest.mark.whole),
         pytest.param("gpt-1b3", STAGES, 2, marks=pytest.mark.whole),
+        ("gpt-1b3", [*SHORT, DP, "job.nodes=8", *ONE], 5),  # fullest while matrices are gathered
     ],
-    ids=["native", "fsdp2, tensor", "pipelining"],
+    ids=["native", "fsdp2, tensor", "pipelining", "native, 64 replicas"],
 )
 def test_memory_with_muon_is_the_planners_and_a_step_does_not_wait(preset, words, rank):
     run = load(preset, [*words, "optim.name=muon"])
@@ -109,6 +117,44 @@ def test_memory_with_muon_is_the_planners_and_a_step_does_not_wait(preset, words
     assert memory.tensors == pytest.approx(sum(simulated.memory.values()), rel=ALLOWED)
     assert memory.optimizer == pytest.approx(simulated.memory["optimizer"], rel=ALLOWED)
     assert simulated.waits == 0 or run.parallel.pipeline > 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [DP, TP, "engine.zero_stage=1", "optim.split=false"],
+        *(
+            pytest.param(words, marks=pytest.mark.whole)
+            for words in (
+                [DP],
+                [DP, TP, "job.nodes=2", "engine.name=fsdp2", "parallel.shard=4", "optim.newton_schulz_steps=3"],
+                [DP, "engine.name=pipelining", "parallel.pipeline=2"],
+            )
+        ),
+    ],
+    ids=["zero1, tensor", "native", "hybrid, tensor", "pipelining"],
+)
+def test_muons_products_and_messages_are_those_of_the_engine(words):
+    words = [*TINY, "model.layers=6", "model.kv_heads=2", "model.activation=swiglu", "optim.name=muon", *words]
+    run = load("gpt2-124m", words)
+    world, planned = run.job.nodes * run.job.gpus, forecast.of(run, KIND)
+    first = layout.stages(run.model, planned.layout)[0]
+    costs = exchange(run.model, planned.layout, planned.costs.newton_schulz, planned.costs.zero, first)
+    with fake_gpu(0, world):
+        muon = build(run, Mesh.build(0, world, run.parallel)).optimizer
+
+    def flops(number):
+        """Of one matrix, as PyTorch counts them."""
+        rows, columns = muon.matrices[number].shape
+        count, sizes = muon.parts[number] or (1, (rows,))
+        with FlopCounterMode(display=False) as counter:
+            for size in sizes:
+                newton_schulz(torch.empty(count * size, columns, device="meta"), run.optim.newton_schulz_steps)
+        return counter.get_total_flops()
+
+    assert costs.flops == sum(max(map(flops, numbers)) for numbers in muon.exchange.rounds)
+    sent = {c.kind: c.bytes * (c.size - 1) / c.size for c in simulate(run).collectives}
+    assert costs.sent == pytest.approx(sent.get("alltoall", 0) + sent.get("broadcast", 0), rel=0.01)
 
 
 @pytest.mark.whole

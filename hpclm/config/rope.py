@@ -5,7 +5,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-NUMBERS = "factor original_max_position_embeddings attention_factor"
+from hpclm.registry import hint
+
 KINDS: dict[str, tuple[str, str]] = {
     "linear": ("factor", ""),
     "dynamic": ("factor original_max_position_embeddings", ""),
@@ -42,14 +43,14 @@ def problems(scaling: Mapping[str, str], rotated: int) -> Iterator[str]:
     """What is wrong with model.rope_scaling; ``rotated`` is the width that is rotated."""
     kind = scaling.get("rope_type", "")
     if kind not in KINDS:
-        yield f"model.rope_scaling.rope_type={kind or 'null'} must be one of {', '.join(KINDS)}"
+        yield f"model.rope_scaling.rope_type={kind or 'null'} must be one of {', '.join(KINDS)}.{hint(kind, KINDS)}"
         return
     needs, may = (names.split() for names in KINDS[kind])
     names = set(scaling) - {"rope_type"}
     yield from (f"model.rope_scaling: {kind} needs {name}" for name in needs if name not in names)
-    yield from (
-        f"model.rope_scaling.{name} has no effect with rope_type={kind}" for name in sorted(names - {*needs, *may})
-    )
+    for name in sorted(names - {*needs, *may}):
+        guess = hint(name, [*needs, *may])
+        yield f"model.rope_scaling.{name} has no effect with rope_type={kind}{f'.{guess}' if guess else ''}"
     for name in sorted(names):
         try:
             value = parsed({name: scaling[name]})[name]

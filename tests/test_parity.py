@@ -19,15 +19,16 @@ class Layout:
     data: int = 1
     tensor: int = 1
     pipeline: int = 1
+    context: int = 1
     more: tuple[str, ...] = ()
 
     @property
     def size(self):
-        return self.data * self.tensor * self.pipeline
+        return self.data * self.context * self.tensor * self.pipeline
 
     @property
     def name(self):
-        sizes = {"dp": self.data, "tp": self.tensor, "pp": self.pipeline}
+        sizes = {"dp": self.data, "cp": self.context, "tp": self.tensor, "pp": self.pipeline}
         shape = "".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "one"
         return "-".join([f"{self.engine}{self.stage}", shape, *(word.split("=")[1] for word in self.more)])
 
@@ -42,6 +43,7 @@ class Layout:
     @property
     def words(self):
         words = [f"engine.name={self.engine}", f"engine.zero_stage={self.stage}", f"parallel.tensor={self.tensor}"]
+        words += [f"parallel.context={self.context}"] * (self.context > 1)
         return [*words, f"parallel.pipeline={self.pipeline}", *self.more]
 
 
@@ -83,6 +85,18 @@ LAYOUTS += [
 LAYOUTS += [Layout(engine, stage, 8) for engine, stage in SHARDED]
 LAYOUTS += [Layout(engine, stage, pipeline=5) for engine, stage in (("pipelining", 0), ("deepspeed", 1))]
 LAYOUTS += [Layout("pipelining", 0, 2, pipeline=2, more=("parallel.schedule=zero_bubble",))]
+LAYOUTS += [
+    *(
+        Layout("native", 0, *sizes)
+        for sizes in [(1, 1, 1, 2), (1, 1, 1, 4), (1, 1, 1, 8), (2, 1, 1, 2), (1, 2, 1, 2), (2, 2, 1, 2)]
+    ),
+    *(Layout("native", 1, *sizes) for sizes in [(1, 1, 1, 2), (2, 2, 1, 2)]),
+    *(Layout("fsdp2", 3, *sizes) for sizes in [(1, 1, 1, 2), (2, 1, 1, 2), (1, 2, 1, 2), (2, 1, 1, 4)]),
+    Layout("fsdp2", 2, context=4),
+    Layout("fsdp2", 3, 2, context=2, more=("parallel.shard=2",)),
+    *(Layout("pipelining", 0, *sizes) for sizes in [(1, 1, 2, 2), (2, 1, 2, 2), (1, 2, 2, 2)]),
+    Layout("pipelining", 0, pipeline=2, context=2, more=("parallel.schedule=zero_bubble",)),
+]
 OFTEN_ODD = {"native0-dp3", "native1-dp5", "fsdp23-dp3", "fairscale3-dp3", "pipelining0-dp3pp2", "deepspeed1-dp3pp2"}
 OFTEN_ODD |= {"deepspeed1-dp3", "deepspeed2-dp3", "deepspeed3-dp5"}
 RARE = {f"{engine}{stage}-dp4" for engine in ("fsdp2", "fairscale") for stage in (2, 3)}
@@ -111,6 +125,8 @@ def combinations(layout):
             continue  # refused
         if layout.engine == "fairscale" and layout.tensor > 1 and recompute in ("full", "every2"):
             continue  # refused
+        if layout.context > 1 and (dropout != "dry" or (recompute != "kept" and style not in ("gpt2", "llamadocs"))):
+            continue  # each process has its own random stream; and recomputation is the same in all
         if layout.data in FEW and (recompute != "kept" or dropout != "dry" or style not in ("gpt2", "llamadocs")):
             continue
         words = [
@@ -133,13 +149,23 @@ def cases():
         found = sorted(combinations(layout), key=lambda case: zlib.crc32(case[0].encode()))
         exact = [name for name, _ in found if "-fp32-" in name and "-muon-" not in name]
         rounded = [name for name, _ in found if "-bf16-" in name and "-muon-" not in name]
-        sample = set() if layout.name in RARE else {exact[0], *rounded[: number % 12 == 0]} | OFTEN_MUON
+        rare = layout.name in RARE or (layout.context > 1 and layout.name not in CONTEXT)
+        sample = set() if rare else {exact[0], *rounded[: number % 12 == 0]} | OFTEN_MUON
         for name, words in found:
             marks = [] if name in sample else [pytest.mark.whole]
             yield pytest.param(layout, words, id=name, marks=marks)
 
 
-TODAYS_SAMPLE = {"native0-tp2-olmo3", "pipelining0-pp2-gemma2", "fsdp23-dp2-sinks", "native1-dp2tp2-xielu"}
+CONTEXT = {"native0-cp2", "native0-dp2cp2tp2", "fsdp23-dp2cp2", "pipelining0-cp2pp2"}
+"""Layouts with context parallelism of which the sample has something."""
+TODAYS_SAMPLE = {
+    "native0-tp2-olmo3",
+    "pipelining0-pp2-gemma2",
+    "fsdp23-dp2-sinks",
+    "native1-dp2tp2-xielu",
+    "native0-cp4-olmo3",
+    "pipelining0-cp2tp2pp2-sinks",
+}
 
 
 def todays():

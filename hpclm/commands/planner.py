@@ -148,10 +148,11 @@ def comparison(plans: Mapping[str, Forecast | ConfigError], kind: str) -> Iterat
 def report(run: RunConfig, plan: Forecast, kind: str) -> Iterator[str]:
     """A forecast for a reader."""
     model, layout = plan.model, plan.layout
+    context = f"context {layout.context} x " * (layout.context > 1)
     groups = f" in groups of {layout.sharing} replicas" if layout.copies > 1 else ""
     yield f"{count.parameters(model):,} parameters: {model.layers} blocks of width {model.hidden}, samples of {model.context} tokens"
     yield (
-        f"{layout.gpus} x {kind}: data {layout.data} x pipeline {layout.pipeline} x tensor {layout.tensor}; engine "
+        f"{layout.gpus} x {kind}: data {layout.data} x {context}pipeline {layout.pipeline} x tensor {layout.tensor}; engine "
         f"{run.engine.name}, ZeRO stage {zero_stage(run.engine, layout.pipeline)}{groups}, recompute {layout.recompute}"
     )
     yield (

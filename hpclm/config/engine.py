@@ -21,6 +21,8 @@ class ParallelConfig(Checked):
 
     tensor: int = 1
     """Tensor-parallel size (Megatron's, with sequence parallelism between layers); best within a node."""
+    context: int = 1
+    """Context-parallel size, for long sequences: each is divided over this many processes, which gather keys and values."""
     pipeline: int = 1
     """Pipeline stages, each on its own processes."""
     shard: int | None = None
@@ -35,7 +37,8 @@ class ParallelConfig(Checked):
 
     def problems(self) -> Iterator[str]:
         """Invalid parallel settings."""
-        yield from at_least(1, "parallel", tensor=self.tensor, pipeline=self.pipeline, chunks=self.chunks)
+        yield from at_least(1, "parallel", tensor=self.tensor, context=self.context)
+        yield from at_least(1, "parallel", pipeline=self.pipeline, chunks=self.chunks)
         if self.shard is not None and self.shard < 2:
             yield f"parallel.shard={self.shard} must be at least 2; to shard nothing, set parallel.shard=null engine.name=native engine.zero_stage=0"
         if self.pipeline == 1:
@@ -61,6 +64,11 @@ class ParallelConfig(Checked):
     def model(self) -> int:
         """Number of processes that hold one copy of the model."""
         return self.tensor * self.pipeline
+
+    @property
+    def replica(self) -> int:
+        """Number of processes that read the same samples."""
+        return self.model * self.context
 
 
 @dataclass(frozen=True)
@@ -179,6 +187,9 @@ def unsupported(engine: EngineConfig, parallel: ParallelConfig, optim: OptimConf
         ways = [f"{what} at zero_stage={at}" for what, at in can.offload]
         way_out = f"it can do {', '.join(ways)}" if ways else "engines that can: deepspeed"
         yield f"engine {name!r} cannot do engine.offload={engine.offload} at engine.zero_stage={stage}; {way_out}"
+    if parallel.context > 1 and not can.context:
+        able = ", ".join(other for other, its in SUPPORTS.items() if its.context)
+        yield f"engine {name!r} cannot do parallel.context={parallel.context}; engines that can: {able}"
     for option in OPTIONAL:
         if option in chosen and option not in can.options:
             able = ", ".join(other for other, its in SUPPORTS.items() if option in its.options)

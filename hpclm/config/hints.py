@@ -31,6 +31,7 @@ _NAMES = {  # of Megatron-LM, Hugging Face transformers, nanoGPT, fairseq and De
     "optim.warmup_fraction": "warmup_ratio",
     "optim.schedule_length": "lr_decay_iters",
     "parallel.tensor": "tensor_model_parallel_size",
+    "parallel.context": "context_parallel_size",
     "parallel.pipeline": "pipeline_model_parallel_size",
     "engine.zero_stage": "zero_optimization_stage",
     "engine.precision": "fp16_enabled bf16_enabled dtype",
@@ -53,7 +54,6 @@ _NAMES = {  # of Megatron-LM, Hugging Face transformers, nanoGPT, fairseq and De
     "it follows from Slurm, MPI or torchrun; hpclm submit takes --nodes and --gpus": "local_rank world_size master_addr",
     "with parallel.tensor, activations between layers are always divided (sequence parallelism)": "partition_activations",
     "hpclm submit --debug waits for the GPU after every operation": "synchronize_each_layer",
-    "hpclm has no context parallelism; parallel.tensor divides the sequence between layers": "context_parallel_size",
     "hpclm has no mixture of experts": "num_experts",
 }
 OTHER_NAMES = {name: meaning for meaning, names in _NAMES.items() for name in names.split()}

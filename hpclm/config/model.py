@@ -188,8 +188,18 @@ class ModelConfig(Checked):
         """Tokens that a block of this kind attends to; None: all before it."""
         return self.window if "window" in kind else None
 
-    def unsplit(self, tensor: int) -> Iterator[str]:
-        """Sizes that cannot be divided over ``tensor`` processes."""
+    def unsplit(self, tensor: int, context: int = 1) -> Iterator[str]:
+        """Sizes that cannot be divided over ``tensor`` processes, and what cannot be divided over ``context`` of them."""
+        if context > 1:
+            if self.context % (2 * context * tensor):
+                yield (
+                    f"model.context={self.context} must be a multiple of 2 x parallel.context={context} x "
+                    f"parallel.tensor={tensor} = {2 * context * tensor}: each process holds two pieces of every sequence"
+                )
+            if self.attention_dropout:
+                yield f"model.attention_dropout={self.attention_dropout} is not supported with parallel.context={context}"
+            if self.block not in BLOCKS:
+                yield f"model.block={self.block} is not supported with parallel.context={context}"
         sizes = {"model.heads": self.heads, "the MLP's inner width (model.ffn)": self.ffn_width}
         sizes |= {"model.context": self.context, "the padded vocabulary (model.vocab_multiple)": self.padded_vocab}
         for name, size in sizes.items():

@@ -198,7 +198,7 @@ class RunConfig(Checked):
             )
         if unbounded and self.optim.warmup_fraction:
             yield "optim.warmup_fraction needs a length; set optim.schedule_length, or optim.warmup"
-        yield from self.model.unsplit(self.parallel.tensor)
+        yield from self.model.unsplit(self.parallel.tensor, self.parallel.context)
         if self.engine.name in SUPPORTS:
             can = SUPPORTS[self.engine.name]
             yield from unsupported(self.engine, self.parallel, self.optim, can)
@@ -222,7 +222,7 @@ class RunConfig(Checked):
                 f"model.layers={self.model.layers}; each stage needs a block"
             )
         try:
-            self.plan(self.parallel.model)
+            self.plan(self.parallel.replica)
         except ConfigError as error:
             yield from error.problems
 
@@ -270,15 +270,16 @@ class RunConfig(Checked):
         Until batch.micro_size=auto is resolved, it counts as 1.
         """
         parallel = self.parallel
-        if processes % parallel.model:
+        if processes % parallel.replica:
+            context = f" x parallel.context={parallel.context}" * (parallel.context > 1)
             raise ConfigError(
                 f"{processes} process{'es' * (processes != 1)} cannot be divided by parallel.tensor={parallel.tensor} x "
-                f"parallel.pipeline={parallel.pipeline} = {parallel.model}; start {parallel.model} or a multiple of it, such "
-                f"as hpclm submit --gpus {parallel.model}"
+                f"parallel.pipeline={parallel.pipeline}{context} = {parallel.replica}; start {parallel.replica} or a multiple of "
+                f"it, such as hpclm submit --gpus {parallel.replica}"
             )
         rampup = Rampup(*self.batch.rampup) if self.batch.rampup else None
-        plan = Plan.divide(processes // parallel.model, self.batch.global_size, self.batch.micro_size or 1, rampup)
-        parallel.shard_size(plan.data)
+        plan = Plan.divide(processes // parallel.replica, self.batch.global_size, self.batch.micro_size or 1, rampup)
+        parallel.shard_size(processes // parallel.model)
         can = SUPPORTS.get(self.engine.name)
         for count in plan.accumulations() if can and can.counts and parallel.pipeline > 1 else ():
             needs = can.counts(count, parallel.pipeline, parallel.schedule) if can and can.counts else None

@@ -29,6 +29,8 @@ class Supports:
     """Whether it is compiled on GPUs unless engine.compile=false."""
     optimizers: tuple[str, ...] = ("adamw", "apex_adam")
     """Values of optim.name."""
+    context: bool = False
+    """Whether it supports parallel.context."""
     guards: bool = True
     """Whether it supports optim.guard."""
     clips_qk: bool = False
@@ -73,6 +75,7 @@ SUPPORTS = {
         compiled=True,
         optimizers=MUON,
         clips_qk=True,
+        context=True,
     ),
     "deepspeed": Supports(
         "hpclm.engine.deepspeed:build",
@@ -99,6 +102,7 @@ SUPPORTS = {
         compiled=True,
         optimizers=MUON,
         clips_qk=True,
+        context=True,
     ),
     "pipelining": Supports(
         "hpclm.engine.pipelining:PipeliningEngine",
@@ -108,5 +112,6 @@ SUPPORTS = {
         counts=needed,
         optimizers=MUON,
         clips_qk=True,
+        context=True,
     ),
 }

@@ -1,6 +1,6 @@
 """Samples to micro-batches, prefetched: the samples of a step depend only on the number of samples consumed before it.
 
-B sequences in a micro-batch, T tokens in a sequence, R data-parallel replicas. Of every R consecutive micro-batches
+B sequences in a micro-batch, T tokens in a sequence, of which t are on this process, R data-parallel replicas. Of every R consecutive micro-batches
 each replica gets one, as with Megatron's sequential sampler.
 """
 
@@ -16,6 +16,8 @@ from torch import Tensor
 from hpclm.config import DataConfig, ModelConfig, Plan
 from hpclm.data.sources import PADDING, Samples, needs_eod
 from hpclm.errors import ConfigError
+from hpclm.parallel.mesh import ALONE, Axis, Mesh
+from hpclm.parallel.sequence import take
 
 T = TypeVar("T")
 
@@ -23,11 +25,18 @@ T = TypeVar("T")
 class Batch(NamedTuple):
     """One micro-batch on the device."""
 
-    tokens: Tensor  # [B, T] int64; this and labels may be views of one tensor, and not contiguous
-    labels: Tensor  # [B, T] int64: the token after each
-    loss_mask: Tensor | None  # [B, T] bool: tokens that count in the loss; None: all
-    positions: Tensor | None  # [B, T] int64, if positions restart inside the sample
+    tokens: Tensor  # [B, t] int64; this and labels may be views of one tensor, and not contiguous
+    labels: Tensor  # [B, t] int64: the token after each
+    loss_mask: Tensor | None  # [B, t] bool: tokens that count in the loss; None: all
+    positions: Tensor | None  # [B, t] int64, if positions restart inside the sample
     documents: Tensor | None  # [B, T] int64 document indices, if attention must not cross documents
+
+    def part(self, axis: Axis) -> "Batch":
+        """What one process of ``axis`` computes with, if they share out each sequence."""
+        if axis.size == 1:
+            return self
+        mask, positions = (x if x is None else take(x, axis) for x in (self.loss_mask, self.positions))
+        return Batch(take(self.tokens, axis), take(self.labels, axis), mask, positions, self.documents)
 
 
 class Batches:
@@ -41,13 +50,13 @@ class Batches:
         plan: Plan,
         eod: int | None,
         device: torch.device,
-        replica: int = 0,
+        mesh: Mesh = ALONE,
     ):
         lacking = list(needs_eod(data, eod))
         if lacking:
             raise ConfigError(lacking)
         self.samples: Any = samples
-        self.plan, self.data, self.device, self.replica = plan, data, device, replica
+        self.plan, self.data, self.device, self.replica, self.cp = plan, data, device, mesh.replica, mesh.cp
         self.width, self.vocab_size, self.eod = model.context + 1, model.vocab_size, eod
         self._ahead = Prefetch(self._read_step, lambda consumed: consumed + plan.batch_size(consumed), data.workers)
 
@@ -129,7 +138,8 @@ class Batches:
     def _place(self, loaded: "_Loaded") -> Batch:
         moved: list[Any] = [None if x is None else x.to(self.device, non_blocking=True) for x in loaded]
         rows, *others = moved
-        return Batch(rows[:, :-1], rows[:, 1:], *others)  # views, because two copies would take as long as reading
+        whole = Batch(rows[:, :-1], rows[:, 1:], *others)  # views, because two copies would take as long as reading
+        return whole.part(self.cp)
 
 
 class _Loaded(NamedTuple):

@@ -169,7 +169,7 @@ class BaseEngine:
             stack.loss.penalty = None
         if self.qk_clip:
             self.qk_clip.begin()
-        inputs = step_inputs(config, mesh.dp, batches, step, check_interrupt)
+        inputs = step_inputs(config, mesh, batches, step, check_interrupt)
         if self.gradients:
             self.gradients.begin(len(batches))
         loss = self.forward_backward(inputs, scale)
@@ -279,4 +279,6 @@ def stack_of(
     """The model, or a stage of it, as the engine's settings say."""
     engine = config.engine
     loss = TokenLoss(engine.loss_chunk, bool(engine.compile), backward, config.optim.z_loss)
-    return Stack(config.model, specs, dtype, mesh.tp, loss, engine.recompute_every, wrap, engine.offload_activations)
+    return Stack(
+        config.model, specs, dtype, mesh.tp, loss, engine.recompute_every, wrap, engine.offload_activations, mesh.cp
+    )

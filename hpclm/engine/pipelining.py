@@ -1,7 +1,7 @@
 """PyTorch's pipelines (torch.distributed.pipelining): GPipe, 1F1B, interleaved 1F1B and the zero-bubble schedule.
 
 Every process of a replica reads its own micro-batches, so only activations are sent: [t, B, C] from stage to stage, and
-their gradients back. T tokens in a sequence, t = T / tp, B sequences in a micro-batch, C hidden width.
+their gradients back. T tokens in a sequence, t = T / (cp tp), B sequences in a micro-batch, C hidden width.
 """
 
 from collections.abc import Callable
@@ -124,7 +124,7 @@ class PipeliningEngine(BaseEngine):
 
     def _activations(self, sequences: int) -> tuple[int, int, int]:
         model = self.config.model
-        return model.context // self.mesh.tp.size, sequences, model.hidden
+        return model.context // self.mesh.cp.size // self.mesh.tp.size, sequences, model.hidden
 
     def _schedule(self, micro_batches: int, sequences: int) -> Any:
         """PyTorch's schedule for this number of micro-batches and sequences; ConfigError if it cannot run them."""
@@ -148,7 +148,7 @@ class PipeliningEngine(BaseEngine):
         """A stage for PyTorch's schedules; shapes are given, so that no trial run is needed to infer them."""
         passed = torch.empty(self._activations(sequences), dtype=self.stacks[index].dtype, device="meta")
         passed.requires_grad_()
-        ids = torch.empty(sequences, self.config.model.context, dtype=torch.int64, device="meta")
+        ids = torch.empty(sequences, self.config.model.context // self.mesh.cp.size, dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
         first, last = index == 0, index == self.count - 1
         return PipelineStage(

@@ -66,11 +66,12 @@ def seconds(
 
 
 def measured(config: EngineSettings, spec: LayerSpec, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> float:
-    """Seconds of one layer's forward and backward pass; a collective over its tensor-parallel ranks."""
+    """Seconds of one layer's forward and backward pass; a collective over its tensor- and context-parallel ranks."""
     model, size = config.model, config.plan.micro_size
-    stack = Stack(model, [spec], dtype, mesh.tp, TokenLoss(config.engine.loss_chunk)).to(device)
-    ids = torch.zeros(size, model.context, dtype=torch.int64, device=device)
-    hidden = torch.zeros(model.context // mesh.tp.size, size, model.hidden, dtype=dtype, device=device)
+    stack = Stack(model, [spec], dtype, mesh.tp, TokenLoss(config.engine.loss_chunk), cp=mesh.cp).to(device)
+    length = model.context // mesh.cp.size
+    ids = torch.zeros(size, length, dtype=torch.int64, device=device)
+    hidden = torch.zeros(length // mesh.tp.size, size, model.hidden, dtype=dtype, device=device)
     best, wait = float("inf"), hardware.synchronizer(device)
     for _ in range(REPEATS):
         x = ids if spec.number == 0 else hidden.clone().requires_grad_()

@@ -33,12 +33,12 @@ class StepInputs:
 
 
 def step_inputs(
-    config: EngineSettings, dp: Axis, batches: Sequence[Batch], step: int, check_interrupt: Callable[[int], None]
+    config: EngineSettings, mesh: Mesh, batches: Sequence[Batch], step: int, check_interrupt: Callable[[int], None]
 ) -> StepInputs:
     """The inputs of step number ``step``."""
     count = len(batches)
-    drawn = seeds(config.seed, step, count, dp) if gpt.random(config.model) else [None] * count
-    return StepInputs(batches, token_weights(batches, config.loss_norm, dp), drawn, check_interrupt)
+    drawn = seeds(config.seed, step, count, mesh) if gpt.random(config.model) else [None] * count
+    return StepInputs(batches, token_weights(batches, config.loss_norm, mesh), drawn, check_interrupt)
 
 
 def seed_step(seed: int, step: int, rank: int = 0) -> None:
@@ -49,20 +49,21 @@ def seed_step(seed: int, step: int, rank: int = 0) -> None:
     np.random.seed(int(drawn[1]) % 2**32)
 
 
-def seeds(seed: int, step: int, count: int, dp: Axis) -> list[int]:
+def seeds(seed: int, step: int, count: int, mesh: Mesh) -> list[int]:
     """The seed of each of this replica's ``count`` micro-batches, independent of the number of replicas."""
-    return [mix_seed(seed, step, number * dp.size + dp.rank) for number in range(count)]
+    return [mix_seed(seed, step, number * mesh.replicas + mesh.replica) for number in range(count)]
 
 
-def token_weights(batches: Sequence[Batch], loss_norm: str, dp: Axis) -> list[Tensor]:
+def token_weights(batches: Sequence[Batch], loss_norm: str, mesh: Mesh) -> list[Tensor]:
     """[B, T] fp32 token weights of each micro-batch, such that the weighted losses of all replicas sum to the mean loss."""
     masks = [
         torch.ones_like(batch.labels, dtype=torch.float32) if batch.loss_mask is None else batch.loss_mask.float()
         for batch in batches
     ]
     if loss_norm == "microbatch":
-        return [mask / (mask.sum().clamp(min=1) * len(masks) * dp.size) for mask in masks]
-    total = all_reduce(torch.stack([mask.sum() for mask in masks]).sum(), dp).clamp(min=1)
+        counts = all_reduce(torch.stack([mask.sum() for mask in masks]), mesh.cp).clamp(min=1)
+        return [mask / (n * len(masks) * mesh.replicas) for mask, n in zip(masks, counts, strict=True)]
+    total = all_reduce(torch.stack([mask.sum() for mask in masks]).sum(), mesh.dp).clamp(min=1)
     return [mask / total for mask in masks]
 
 

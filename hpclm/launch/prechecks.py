@@ -95,7 +95,7 @@ def _check_data(run: RunConfig) -> "Source | None":
     source = sources.build(run.data, run.model, run.seed)
     problems = list(sources.needs_eod(run.data, source.eod))
     try:
-        length = run_length(run, run.plan(run.parallel.model), sources.samples_per_epoch(source))
+        length = run_length(run, run.plan(run.parallel.replica), sources.samples_per_epoch(source))
         sources.check_part(source, "train", length.samples)
     except ConfigError as error:
         problems = [*error.problems, *problems]

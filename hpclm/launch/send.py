@@ -128,5 +128,5 @@ def _submission(config: RunConfig, job_id: str, script: Path, command: Sequence[
         script=str(script),
         command=list(command),
         folder=str(Path.cwd()),
-        steps=run_length(config, config.plan(config.parallel.model), None).steps,
+        steps=run_length(config, config.plan(config.parallel.replica), None).steps,
     )

@@ -1,7 +1,8 @@
 """Causal self-attention with grouped queries.
 
 T tokens, t of them on this process between layers, B sequences, C hidden size, D size of one head; H query heads and G
-key/value heads on this process.
+key/value heads on this process. With context parallelism T are the tokens of this process's part, whose layers are alike; only
+the core sees the keys and values of whole sequences.
 """
 
 import torch
@@ -71,5 +72,7 @@ class Attention(TensorParallelModule):
 
 def _core(q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, how: Scores) -> Tensor:
     """[T, B, H or G, D] -> [T, B, H x D]: scores, softmax and weighted values."""
+    if metadata.part is not None:
+        k, v = metadata.part.whole(torch.cat([k, v], 2)).chunk(2, 2)
     q, k, v = (z.permute(1, 2, 0, 3) for z in (q, k, v))
     return attend(q, k, v, metadata, how).permute(2, 0, 1, 3).flatten(2)

@@ -24,6 +24,7 @@ from hpclm.parallel.collectives import gathered_linear, scatter, sum_over_tp
 from hpclm.parallel.main_gradients import embedding, linear
 from hpclm.parallel.mesh import Axis
 from hpclm.parallel.placement import Placement
+from hpclm.parallel.sequence import SequencePart
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -201,17 +202,27 @@ def mix_seed(*parts: int) -> int:
 
 
 def dropout(
-    x: Tensor, probability: float, training: bool, keys: Tensor | None = None, site: int = 0, rank: int = 0
+    x: Tensor,
+    probability: float,
+    training: bool,
+    keys: Tensor | None = None,
+    site: int = 0,
+    rank: int = 0,
+    part: SequencePart | None = None,
 ) -> Tensor:
     """Dropout of [t, B, C]; free when it is off.
 
-    ``keys`` [DROPOUT_SITES] of this layer, or None: PyTorch's generator. ``rank``: which slice of the sequence ``x`` is.
+    ``keys`` [DROPOUT_SITES] of this layer, or None: PyTorch's generator. ``rank``: which slice ``x`` is of the sequence, or of
+    the ``part`` of it that this process holds.
     """
     if not (training and probability):
         return x
     if keys is None:
         return F.dropout(x, probability)
     index = torch.arange(x.numel(), device=x.device).view(x.shape) + rank * x.numel()
+    if part is not None:
+        rows = part.places[rank * len(x) : (rank + 1) * len(x), None, None]
+        index = rows * x[0].numel() + torch.arange(x[0].numel(), device=x.device).view(x[0].shape)
     drawn, _ = philox(index & WORD, (keys[site] >> 32) & WORD ^ (index >> 32), keys[site] & WORD)
     keep = drawn >= int(probability * (1 << 32))
     return torch.where(keep, x * (1 / (1 - probability)), 0.0)

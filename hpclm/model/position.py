@@ -4,7 +4,7 @@ T tokens in a sequence, B sequences, H heads of this process, D size of one head
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -15,6 +15,7 @@ from hpclm.config import ModelConfig
 from hpclm.model.compiled import failures
 from hpclm.model.rope import frequencies
 from hpclm.parallel.mesh import SINGLE, Axis
+from hpclm.parallel.sequence import SequencePart
 
 FAIRSEQ_FIRST = 2  # fairseq counts positions from padding_idx + 1 = 2
 
@@ -30,7 +31,9 @@ class Cache(Protocol):
 class AttentionMetadata(NamedTuple):
     """Positions and masks of a micro-batch; made once for each kind of layer."""
 
-    positions: Tensor | None  # [B, T] if they restart inside a sample; None: 0 .. T-1
+    positions: (
+        Tensor | None
+    )  # [B or 1, t] if they restart inside a sample, or this process holds a part; None: 0 .. T-1
     mask: Tensor | None  # [B or 1, 1 or H, T, T]: True where attention is allowed, or added to the scores; None: causal
     cos: Tensor | None  # [T, B or 1, 1, rotated features], for rotary positions
     sin: Tensor | None
@@ -46,6 +49,7 @@ class AttentionMetadata(NamedTuple):
         None  # of each block of rows, the first column of its documents, where that is known
     )
     slopes: Tensor | None = None  # [H] of ALiBi
+    part: SequencePart | None = None  # of each sequence, that this process holds; None: all
 
 
 class Flex(NamedTuple):
@@ -55,6 +59,8 @@ class Flex(NamedTuple):
     """BlockMask: which blocks of 128 x 128 scores have any that count, and which scores in them do."""
     slopes: Tensor | None
     """[H] ALiBi slopes of this process's heads."""
+    rows: Tensor | None = None
+    """As SequencePart.places."""
 
 
 class PositionKind(NamedTuple):
@@ -90,23 +96,26 @@ def attention_metadata(
     flex: "Flex | None" = None,
     layer: str = "full",
     starts: tuple[int, ...] | None = None,
+    part: SequencePart | None = None,
 ) -> AttentionMetadata:
     """The layout of a micro-batch, for layers of kind ``layer``. ``slopes``: of ALiBi, if they exist already. ``flex``: in place
-    of a mask. ``starts``: see AttentionMetadata.
+    of a mask. ``starts``, ``part``: see AttentionMetadata.
 
     ``positions`` [B, T] restart inside a sample, or None. ``documents`` [B, T] holds the document index of every
     token if attention must not cross documents, or None.
     """
     length, dtype, device = kind
     window, cos, sin = seen(config, layer, length), None, None
+    if part is not None and positions is None:
+        positions = part.places[None]
     if rotates(config, layer):
         places = torch.arange(length, device=device)[:, None] if positions is None else positions.t()
         cos, sin = (x.to(dtype) for x in rotary(places, config, layer, length))
-    made = AttentionMetadata(positions, None, cos, sin, seed, flex)
+    made = AttentionMetadata(positions, None, cos, sin, seed, flex, part=part)
     biased = POSITIONS[config.positions].slopes is not None
     if flex:
         return made._replace(window=window, documents=documents)
-    if config.attention_dropout or (biased and documents is None and window is None):
+    if config.attention_dropout or (biased and (documents, window, part) == (None, None, None)):
         return made._replace(mask=dense_mask(config, kind, tp, documents, slopes, window))
     if biased:
         slopes = alibi_slopes(config.heads, device, tp) if slopes is None else slopes
@@ -146,17 +155,22 @@ def dense_mask(
     return mask
 
 
-def block_starts(documents: Tensor, block: int) -> tuple[int, ...]:
-    """Of each block of rows, the first column that has a document of one of them. [B, T] indices that do not fall."""
-    first = documents[:, ::block]
+def block_starts(documents: Tensor, begins: Sequence[int]) -> tuple[int, ...]:
+    """Of the blocks of rows that begin there, the first column that has a document of one. [B, T] indices that do not fall."""
+    first = documents[:, list(begins)]
     return tuple((documents[:, :, None] < first[:, None, :]).sum(1).amin(0).tolist())
 
 
-def block_mask(kind: ActivationSpec, documents: Tensor | None, window: int | None = None) -> Any:
-    """FlexAttention's mask: causal, inside ``documents`` [B, T] if there are any, and inside a ``window``."""
+def block_mask(
+    kind: ActivationSpec, documents: Tensor | None, window: int | None = None, part: SequencePart | None = None
+) -> Any:
+    """FlexAttention's mask: causal, inside ``documents`` [B, T] if there are any, and inside a ``window``; of a ``part``'s rows."""
     from torch.nn.attention.flex_attention import create_block_mask
 
+    rows = None if part is None else part.places
+
     def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        q = q if rows is None else rows[q]
         mask = q >= k
         if window is not None:
             mask = mask & (q - k < window)
@@ -165,7 +179,7 @@ def block_mask(kind: ActivationSpec, documents: Tensor | None, window: int | Non
     length, cuda = kind.length, kind.device.type == "cuda"
     create: Any = create_block_mask
     sequences = None if documents is None else len(documents)
-    make = partial(create, allowed, sequences, None, length, length, device=kind.device)
+    make = partial(create, allowed, sequences, None, length if rows is None else len(rows), length, device=kind.device)
     if not cuda:
         return make()
     try:

@@ -1,6 +1,6 @@
 """From queries, keys and values to attention's output, with all that a layer may do to its scores.
 
-T tokens, B sequences, D size of one head; H query heads and G key/value heads on this process, P = H / G.
+T tokens, t of them with queries on this process, B sequences, D size of one head; H query heads and G key/value heads on this process, P = H / G.
 """
 
 from typing import NamedTuple
@@ -8,9 +8,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import bias
 from torch.utils.checkpoint import checkpoint
 
 from hpclm.model.position import AttentionMetadata, Flex
+from hpclm.parallel.sequence import SequencePart, row_blocks
 
 BLOCK = 128
 LONGEST = 512  # beyond it, the probabilities that blocked() saves for the backward pass take too much memory
@@ -38,11 +40,13 @@ PLAIN = Scores()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, how: Scores = PLAIN) -> Tensor:
-    """[B, H, T, D] queries, [B, G, T, D] keys and values -> [B, H, T, D], by the kernel that the metadata are made for."""
+    """[B, H, t, D] queries, [B, G, T, D] keys and values -> [B, H, t, D], by the kernel that the metadata are made for."""
     if metadata.flex is not None:
         return flex_attention(q, k, v, metadata.flex, how)
     special = (metadata.window, metadata.documents) != (None, None) or not how.plain
-    if metadata.mask is None and special:
+    if metadata.part is not None and not special and metadata.slopes is None and whole_kernels(q):
+        return by_pieces(q, k, v, how, metadata.part)
+    if metadata.mask is None and (special or metadata.part is not None):
         return blocked(q, k, v, how, metadata)
     return dot_product_attention(q, k, v, metadata.mask, how)
 
@@ -62,6 +66,21 @@ def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, 
     )
 
 
+def whole_kernels(q: Tensor) -> bool:
+    """Whether one of PyTorch's kernels computes attention of fewer queries than keys without a mask."""
+    return q.is_cuda and torch.backends.cuda.flash_sdp_enabled() and not torch.compiler.is_compiling()
+
+
+def by_pieces(q: Tensor, k: Tensor, v: Tensor, how: Scores, part: SequencePart) -> Tensor:
+    """Causal attention of a part of the rows, [B, H, t, D] queries and [B, G, T, D] keys and values -> [B, H, t, D]."""
+    out = []
+    for rows, (begin, end) in zip(q.chunk(len(part.pieces), 2), part.pieces, strict=True):
+        mask, keys, values = bias.causal_lower_right(end - begin, end), k[:, :, :end], v[:, :, :end]
+        grouped = q.shape[1] != k.shape[1]
+        out.append(F.scaled_dot_product_attention(rows, keys, values, mask, scale=how.scale, enable_gqa=grouped))
+    return torch.cat(out, 2)
+
+
 def flex_attention(q: Tensor, k: Tensor, v: Tensor, flex: Flex, how: Scores = PLAIN) -> Tensor:
     """As dot_product_attention, without dropout and without a [T, T] tensor; only fast where it is compiled."""
     from torch.nn.attention import flex_attention as library
@@ -70,6 +89,7 @@ def flex_attention(q: Tensor, k: Tensor, v: Tensor, flex: Flex, how: Scores = PL
 
     def changed(score: Tensor, b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
         score = score if cap is None else cap * torch.tanh(score / cap)
+        row = row if flex.rows is None else flex.rows[row]
         return score if slopes is None else score + slopes[h] * (column - row)
 
     given = dict(
@@ -94,20 +114,22 @@ def blocked(q: Tensor, k: Tensor, v: Tensor, how: Scores = PLAIN, metadata: Atte
     scale = q.shape[-1] ** -0.5 if how.scale is None else how.scale
     q, k, v = (z.contiguous() for z in (q * scale, k, v))  # otherwise each product copies its operands
     how = how._replace(scale=1.0)
-    again = q.shape[2] > LONGEST and torch.is_grad_enabled()
+    again = k.shape[2] > LONGEST and torch.is_grad_enabled()
+    part = None if metadata is None else metadata.part
+    blocks = list(row_blocks(((0, k.shape[2]),) if part is None else part.pieces, BLOCK))
     out = []
-    for number, begin in enumerate(range(0, q.shape[2], BLOCK)):
-        given = (q[:, :, begin : begin + BLOCK], k, v, begin, _first(number, metadata), how, metadata)
+    for number, ((begin, _), rows) in enumerate(zip(blocks, q.split([b - a for a, b in blocks], 2), strict=True)):
+        given = (rows, k, v, begin, _first(number, begin, metadata), how, metadata)
         out.append(checkpoint(_rows, *given, use_reentrant=False) if again else _rows(*given))
     return torch.cat(out, 2)
 
 
-def _first(number: int, metadata: AttentionMetadata | None) -> int:
-    """The first column that a block of rows attends to, a multiple of BLOCK."""
+def _first(number: int, begin: int, metadata: AttentionMetadata | None) -> int:
+    """The first column that block ``number`` of the rows, from ``begin`` on, attends to, a multiple of BLOCK."""
     if metadata is None:
         return 0
     document = metadata.starts[number] if metadata.starts else 0
-    window = 0 if metadata.window is None else max(0, number * BLOCK + 1 - metadata.window)
+    window = 0 if metadata.window is None else max(0, begin + 1 - metadata.window)
     return max(document, window) // BLOCK * BLOCK
 
 

@@ -37,6 +37,7 @@ from hpclm.model.position import (
 from hpclm.model.scores import BLOCK
 from hpclm.parallel.mesh import SINGLE, Axis
 from hpclm.parallel.placement import Placement
+from hpclm.parallel.sequence import SequencePart, pieces, row_blocks
 
 WrapLayer = Callable[[str, nn.Module], nn.Module]
 """Given each layer, by name, right after it is built: places, shards or wraps it, and returns what takes its place."""
@@ -55,12 +56,13 @@ class Stack(nn.Module):
         recompute_every: int = 1,
         wrap: WrapLayer | None = None,
         offload: bool = False,
+        cp: Axis = SINGLE,
     ):
         """``dtype``: of the activations. ``wrap`` is called with every layer as soon as it is built, most of them on the meta
         device, and returns the layer to use; by default layers are placed on the CPU. ``offload``: activations of the blocks
         are kept on the CPU until the backward pass."""
         super().__init__()
-        self.config, self.specs, self.dtype, self.tp = config, tuple(specs), dtype, tp
+        self.config, self.specs, self.dtype, self.tp, self.cp = config, tuple(specs), dtype, tp, cp
         self.loss, self.recompute_every, self.offload = loss or TokenLoss(), recompute_every, offload
         self._compilation: Compilation | None = None
         self.counter_dropout: bool | None = None
@@ -92,11 +94,12 @@ class Stack(nn.Module):
     ) -> Any:
         """[B, T] ids, or a stage's [t, B, C] activations -> activations, or from the last layer the head or a loss.
 
-        ``positions`` and ``documents`` [B, T] as in attention_metadata(). With ``labels`` and ``weights`` [B, T] the last layer returns
+        With context parallelism all but ``documents`` are of this process's part of the sequences. ``positions`` and ``documents``
+        [B, T] as in attention_metadata(). With ``labels`` and ``weights`` [B, T] the last layer returns
         the weighted sum of losses, a scalar in fp32. ``seed``: for dropout in this micro-batch, in training. ``cache``: of the
         tokens before these, when text is generated.
         """
-        length = x.shape[0] * self.tp.size if x.is_floating_point() else x.shape[1]
+        length = (x.shape[0] * self.tp.size if x.is_floating_point() else x.shape[1]) * self.cp.size
         if cache is not None:
             metadata, keys = cache.extend(length), None
         else:
@@ -120,24 +123,25 @@ class Stack(nn.Module):
         """The layout of a micro-batch for each kind of layer; see forward()."""
         config, device = self.config, kind.device
         slopes = self._slopes(device)  # a copy from the host in every micro-batch would wait for the device
+        part = self._once(("part", kind), lambda: SequencePart.of(self.cp, kind.length, device))
         starts, reads = (
             None,
             device.type == "cpu" and not torch.cuda.is_available(),
         )  # a GPU, even a simulated one, would wait
         if documents is not None and reads and not self.compiled:  # other numbers would be compiled again
-            starts = block_starts(documents, BLOCK)
+            starts = block_starts(documents, [begin for begin, _ in row_blocks(pieces(self.cp, kind.length), BLOCK)])
         masks: dict[int | None, Any] = {}
         made = {}
         for layer in dict.fromkeys(spec.kind for spec in self.specs):
             window, flex = seen(config, layer, kind.length), None
-            masked = documents is not None or slopes is not None or window is not None
+            masked = (documents, slopes, window, part) != (None, None, None, None)
             if flexible(config, self.compiled, device, masked):
                 if window not in masks:
-                    make = partial(block_mask, kind, documents, window)
+                    make = partial(block_mask, kind, documents, window, part)
                     masks[window] = make() if documents is not None else self._once((kind, window), make)
-                flex = Flex(masks[window], slopes)
+                flex = Flex(masks[window], slopes, None if part is None else part.places)
             made[layer] = attention_metadata(
-                config, kind, self.tp, positions, documents, seed, slopes, flex, layer, starts
+                config, kind, self.tp, positions, documents, seed, slopes, flex, layer, starts, part
             )
         return made
 
@@ -198,7 +202,7 @@ class Stack(nn.Module):
         for spec in specs:
             given = metadata[spec.kind]
             if given.seed is not None and self.training and (keys is None or self.config.attention_dropout):
-                seed_generators(mix_seed(given.seed, spec.number, self.tp.rank), keys)
+                seed_generators(mix_seed(given.seed, spec.number, self.tp.rank + self.tp.size * self.cp.rank), keys)
             given = given if keys is None else given._replace(seed=None, keys=keys[spec.number])
             module = self.layers[spec.name]
             x = module(x, given) if spec.call is None else spec.call(module, x, given)

@@ -1,4 +1,4 @@
-"""The pipeline x data x tensor mesh of processes, passed as a value."""
+"""The pipeline x data x context x tensor mesh of processes, passed as a value."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,6 +48,9 @@ class Mesh:
 
     pp: Axis = SINGLE
     dp: Axis = SINGLE
+    """All ranks that hold the same weights: the replicas, and within each its context-parallel ranks."""
+    cp: Axis = SINGLE
+    """Consecutive ranks of dp that share one replica's sequences (parallel.context)."""
     shard: Axis = SINGLE
     """The ranks of dp that this rank's weights or optimizer state are sharded over (parallel.shard): all of dp, or consecutive ones."""
     replicate: Axis = SINGLE
@@ -62,13 +65,23 @@ class Mesh:
     nodes: int = 1
     """Number of nodes that this process's data axis is spread over."""
 
+    @property
+    def replicas(self) -> int:
+        """Number of replicas: processes, or groups of them, that read samples of their own."""
+        return self.dp.size // self.cp.size
+
+    @property
+    def replica(self) -> int:
+        """Which of them this process belongs to."""
+        return self.dp.rank // self.cp.size
+
     @classmethod
     def build(
         cls, rank: int, size: int, parallel: ParallelConfig, limit: timedelta | None = None, backend: str | None = None
     ) -> "Mesh":
         """The mesh of ``size`` processes seen from ``rank``; every process must call this with the same settings.
 
-        ``size`` is a multiple of tensor x pipeline. A collective that takes longer than ``limit`` raises an error.
+        ``size`` is a multiple of tensor x pipeline x context. A collective that takes longer than ``limit`` raises an error.
         ``backend``: of the groups of some of them; None: as the group of all.
         """
         tensor, pipeline = parallel.tensor, parallel.pipeline
@@ -80,6 +93,7 @@ class Mesh:
 
         stages, replicas, slots = range(pipeline), range(data), range(tensor)
         sharing = [replicas[first : first + shard] for first in replicas[::shard]]
+        contexts = [replicas[first : first + parallel.context] for first in replicas[:: parallel.context]]
 
         groups: dict[tuple[int, ...], Any] = {}
 
@@ -89,6 +103,7 @@ class Mesh:
         return cls(
             pp=axis([[at(p, d, t) for p in stages] for d in replicas for t in slots]),
             dp=axis([[at(p, d, t) for d in replicas] for p in stages for t in slots]),
+            cp=axis([[at(p, d, t) for d in group] for p in stages for group in contexts for t in slots]),
             shard=axis([[at(p, d, t) for d in group] for p in stages for group in sharing for t in slots]),
             replicate=axis(
                 [[at(p, d, t) for d in group] for p in stages for group in zip(*sharing, strict=True) for t in slots]
@@ -98,6 +113,10 @@ class Mesh:
             model=axis([[at(p, d, t) for p in stages for t in slots] for d in replicas]),
             world=axis([range(size)]),
         )
+
+
+ALONE = Mesh()
+"""A single process."""
 
 
 def _axis(

@@ -176,6 +176,7 @@ def _replacements(counter: CallCounter) -> dict[str, Any]:
         **{f"cuda.{name}": value for name, value in cuda.items()},
         **{f"nn.functional.{name}": value for name, value in kernels.items()},
         "distributed.device_mesh.DeviceMesh.from_group": from_group,
+        "nn.attention.bias.causal_lower_right": lambda *_: None,  # no fake tensor can be one
         "nn.Module.to": lambda module, *_, **__: module,
     }
 

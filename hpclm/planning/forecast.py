@@ -95,7 +95,7 @@ class Forecast:
 def of(run: RunConfig, kind: Kind) -> Forecast:
     """The forecast for ``run`` on job.nodes x job.gpus GPUs; ConfigError if the layout does not fit that number."""
     shape, engine = layout.of(run), run.engine
-    if engine.name == "fsdp2" and shape.data == 1:  # it is the native engine where there is nothing to shard
+    if engine.name == "fsdp2" and shape.ranks == 1:  # it is the native engine where there is nothing to shard
         engine = replace(engine, name="native", zero_stage=0)
     costs = engines.costs(engine, element(run, kind), run.parallel, run.optim)
     return Forecast(run.model, shape, replace(costs, memory=kind.memory * GIB), kind)

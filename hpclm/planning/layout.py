@@ -10,9 +10,11 @@ from hpclm.parallel.balance import balanced
 
 @dataclass(frozen=True)
 class Layout:
-    """A step over data x pipeline x tensor GPUs, ``node`` of them per node; tensor ranks are adjacent, then data."""
+    """A step over data x context x pipeline x tensor GPUs, ``node`` of them per node; tensor ranks are adjacent, then context."""
 
     data: int = 1
+    """Replicas, each of ``context`` ranks."""
+    context: int = 1
     shard: int | None = None
     """Data-parallel ranks that weights or optimizer state are sharded over; None: all."""
     tensor: int = 1
@@ -29,17 +31,26 @@ class Layout:
     @property
     def gpus(self) -> int:
         """Number of GPUs."""
-        return self.data * self.tensor * self.pipeline
+        return self.ranks * self.tensor * self.pipeline
+
+    @property
+    def ranks(self) -> int:
+        """Number of data-parallel ranks: those that hold the same weights, or shards of them."""
+        return self.data * self.context
+
+    def tokens(self, model: ModelConfig) -> int:
+        """Tokens of a micro-batch that each rank's layers see."""
+        return self.micro_size * model.context // self.context
 
     @property
     def sharing(self) -> int:
         """Number of data-parallel ranks that together hold one copy of what is sharded."""
-        return self.shard or self.data
+        return self.shard or self.ranks
 
     @property
     def copies(self) -> int:
         """Number of such copies."""
-        return self.data // self.sharing
+        return self.ranks // self.sharing
 
 
 def of(run: RunConfig) -> Layout:
@@ -48,7 +59,8 @@ def of(run: RunConfig) -> Layout:
     plan = run.plan(run.job.nodes * run.job.gpus)
     return Layout(
         data=plan.data,
-        shard=parallel.shard_size(plan.data) if parallel.shard else None,
+        shard=parallel.shard_size(plan.data * parallel.context) if parallel.shard else None,
+        context=parallel.context,
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
         micro_size=run.batch.micro_size,

@@ -1,6 +1,6 @@
 """Memory of one GPU by part, in bytes.
 
-n = tokens of a micro-batch, C hidden width, F the MLP's inner width, D a head's width, H heads, G key/value heads,
+n = tokens of a micro-batch on this rank, C hidden width, F the MLP's inner width, D a head's width, H heads, G key/value heads,
 t tensor-parallel ranks.
 """
 
@@ -63,7 +63,7 @@ def of_stage(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stag
     if costs.deferred and layout.accumulation > 1:
         gradients = costs.reduced * own  # whole until the last backward pass
     held = activations(model, layout, costs, stage)
-    tokens, table = layout.micro_size * model.context, model.padded_vocab * model.hidden / layout.tensor
+    tokens, table = layout.tokens(model), model.padded_vocab * model.hidden / layout.tensor
     rows = min(costs.loss_chunk or count.loss_chunk(tokens, model.padded_vocab // layout.tensor, costs.memory), tokens)
     several, block = rows < tokens, count.block(model) / layout.tensor
     # the loss has its inputs, which tensor-parallel ranks gather, and their gradient; of several chunks it sums gradients
@@ -94,7 +94,7 @@ def copies(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage)
 
 def working(model: ModelConfig, layout: Layout, costs: EngineCosts) -> float:
     """Activations of the block that is in its backward pass: gradients in the MLP, and what is recomputed."""
-    tokens = layout.micro_size * model.context
+    tokens = layout.tokens(model)
     size = tokens * (model.hidden + model.ffn_width) * costs.element / layout.tensor
     if layout.recompute == "full":
         size += block_activations(model, layout, costs) * min(layout.recompute_every, model.layers)
@@ -107,13 +107,13 @@ def activations(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: S
     Korthikanti et al. (2022), table 2, without the scores that flash attention does not store: 34 s b h a layer without
     recomputation, its input 2 s b h with it.
     """
-    tokens = layout.micro_size * model.context
+    tokens = layout.tokens(model)
     line = tokens * model.hidden * costs.element / layout.tensor  # one activation between layers
     if layout.recompute == "full":
         kept = ceil(stage.blocks / layout.recompute_every) * line
     else:
         kept = stage.blocks * block_activations(model, layout, costs)
-    if model.positions == "alibi":  # distances of all pairs, made for each micro-batch
+    if model.positions == "alibi" and layout.context == 1:  # distances of all pairs, made for each micro-batch
         kept += model.heads * model.context**2 * costs.element / layout.tensor
     first = tokens * model.hidden * bool(model.dropout) / layout.tensor + line * model.embed_norm
     # ids of 8 bytes; the last norm's input, labels
@@ -138,7 +138,8 @@ def block_activations(model: ModelConfig, layout: Layout, costs: EngineCosts) ->
     saved = 4 if model.gated else 1 if model.activation == "relu" else 2
     elements = norms * c + (queries + 2 * keys) + again + queries + saved * model.ffn_width
     width = elements * costs.element + 2 * c * bool(model.dropout) + 4 * model.heads
-    return layout.micro_size * model.context * width / layout.tensor
+    whole = 2 * keys * layout.tokens(model) * layout.context * costs.element * (layout.context > 1)  # keys and values
+    return (layout.tokens(model) * width + whole) / layout.tensor
 
 
 def casts(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) -> float:

@@ -78,7 +78,7 @@ def simulate(run: RunConfig, rank: int = 0) -> Simulation:
         mesh = Mesh.build(rank, world, run.parallel)
         mesh = replace(mesh, nodes=min(run.job.nodes, mesh.dp.size))
         engine = build(small, mesh)
-        batches = [micro_batch(run) for _ in range(count)]
+        batches = [micro_batch(run).part(mesh.cp) for _ in range(count)]
         seen: list[tuple[Counter[Collective], Counter[Collective]]] = []
         engine.train_step(
             batches if run.parallel.pipeline > 1 else batches[:1], 1e-4, 0
@@ -111,7 +111,7 @@ def simulate(run: RunConfig, rank: int = 0) -> Simulation:
 
 def shortened(run: RunConfig, micro_batches: int) -> RunConfig:
     """``run`` with steps of this many micro-batches, uncompiled."""
-    replicas = run.job.nodes * run.job.gpus // run.parallel.model
+    replicas = run.job.nodes * run.job.gpus // run.parallel.replica
     batch = replace(run.batch, global_size=run.batch.micro_size * replicas * micro_batches, rampup=None)
     return replace(run, batch=batch, engine=replace(run.engine, compile=False))
 
@@ -145,7 +145,7 @@ def _collectives(calls: Counter[Collective], sizes: Counter[Collective], mesh: M
         "pipeline": mesh.pp,
         "shard": mesh.shard,
     }
-    axes |= {"replicate": mesh.replicate, "data": mesh.dp, "tensor": mesh.tp}
+    axes |= {"replicate": mesh.replicate, "data": mesh.dp, "context": mesh.cp, "tensor": mesh.tp}
     names = {axis.ranks: name for name, axis in axes.items() if axis.size > 1}
     return [
         CollectiveTotal(kind, names.get(ranks, f"{len(ranks)} ranks"), len(ranks), count, sizes[kind, ranks])

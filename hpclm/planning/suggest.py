@@ -62,10 +62,10 @@ def variants(run: RunConfig) -> Iterator[RunConfig]:
     gpus = run.job.nodes * run.job.gpus
     batch = replace(run.batch, micro_size=1)
     for tensor in _divisors(run.job.gpus):
-        if next(run.model.unsplit(tensor), None):
+        if next(run.model.unsplit(tensor, run.parallel.context), None):
             continue
         for pipeline in _divisors(gpus // tensor):
-            if batch.global_size % (gpus // tensor // pipeline):
+            if batch.global_size * run.parallel.context % (gpus // tensor // pipeline):
                 continue
             for engine, shape in _engines(run, tensor, pipeline):
                 for recompute in ("none", "full"):

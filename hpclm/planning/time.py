@@ -38,6 +38,8 @@ class Step:
     """Matrix products and memory traffic of the slowest stage."""
     tensor: float
     """Gathers and scatters between tensor-parallel ranks."""
+    context: float
+    """Keys and values, and their gradients, between context-parallel ranks."""
     bubble: float
     """Waiting while the pipeline fills and drains."""
     pipeline: float
@@ -61,6 +63,7 @@ class Volume:
     """Bytes that one GPU sends in a step along each axis."""
 
     tensor: float
+    context: float
     pipeline: float
     data: float
     """To replicas; with hybrid sharding to those that share out the weights."""
@@ -87,9 +90,11 @@ def volumes(model: ModelConfig, layout: Layout, costs: EngineCosts) -> list[Volu
     tensor: a layer's forward pass makes 4 gathers and scatters of its activations, its backward pass 4 and with sequence
     parallelism 2 more (Korthikanti et al. 2022, section 4.2.2). data: 2 psi elements a step for ZeRO stages 0 to 2, 3 psi for
     stage 3 (Rajbhandari et al. 2020, section 7); what is not kept is sent again for each micro-batch. replicate: an all-reduce of
-    the gradients of a shard: once, but sums of gradients that are not in fp32 are not kept until the last micro-batch.
+    the gradients of a shard: once, but sums of gradients that are not in fp32 are not kept until the last micro-batch. context: a
+    layer gathers keys and values, again if they are recomputed, and reduce-scatters their gradients.
     """
-    t, m, line = layout.tensor, layout.accumulation, layout.micro_size * model.context * model.hidden * costs.element
+    t, m, line = layout.tensor, layout.accumulation, layout.tokens(model) * model.hidden * costs.element
+    keys = 2 * model.groups * model.head_width * layout.tokens(model) * costs.element / t
     rows = []
     for stage in stages(model, layout):
         own = parameters(model, layout, stage)
@@ -105,6 +110,7 @@ def volumes(model: ModelConfig, layout: Layout, costs: EngineCosts) -> list[Volu
         rows.append(
             Volume(
                 collectives * (t - 1) / t * line * m,
+                stage.blocks * (2 + (layout.recompute != "none")) * (layout.context - 1) * keys * m,
                 pipeline,
                 (layout.sharing - 1)
                 / layout.sharing
@@ -151,7 +157,8 @@ def step(
         for products, core, moved in work
     ]
     sent = volumes(model, layout, costs)
-    talking = [volume.tensor / m / _rate(layout, kind, t, 1) for volume in sent]
+    between = [volume.context / m / _rate(layout, kind, layout.context, t) for volume in sent]
+    talking = [volume.tensor / m / _rate(layout, kind, t, 1) + n for volume, n in zip(sent, between, strict=True)]
     slowest = max(range(p), key=lambda i: computing[i] + talking[i])
     last = computing[slowest] * 2 / 3  # the backward pass of the last micro-batch
     hidden = {3: m * computing[slowest], 2: m * last}.get(costs.zero, last) * costs.overlap
@@ -168,9 +175,10 @@ def step(
             orthogonal = max(orthogonal, muon.flops / efficiency / kind.peak + moved)
     return Step(
         compute=m * computing[slowest],
-        tensor=m * talking[slowest],
+        tensor=m * (talking[slowest] - between[slowest]),
+        context=m * between[slowest],
         bubble=(sum(computing) + sum(talking)) / p * idle(layout),
-        pipeline=most.pipeline / _rate(layout, kind, p, t * layout.data),
+        pipeline=most.pipeline / _rate(layout, kind, p, t * layout.ranks),
         data=_exposed(data, hidden),
         replicate=_exposed(replicate, last * costs.overlap),
         optimizer=update / kind.bandwidth + orthogonal,
@@ -196,7 +204,7 @@ def _work(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) 
 
     A block's products cost 2 FLOPs a weight and token (Kaplan et al. 2020); attention's core 4 T C a token, half of it masked.
     """
-    tokens, t = layout.micro_size * model.context, layout.tensor
+    tokens, t = layout.tokens(model), layout.tensor
     passes = stage.blocks * (4 if layout.recompute == "full" else 3)
     cores = stage.blocks * (3 if layout.recompute == "none" else 4)
     products = (

@@ -113,7 +113,7 @@ class Verifier:
                 for group, weights in self._shared.items()
             ],
             "changed": bool(self._changed),
-            "replica": self.mesh.model.ranks[0] if self.mesh.model.size > 1 else self.context.rank,
+            "replica": self.mesh.replica,
             "losses": losses,
         }
         self._set_period()

@@ -87,7 +87,7 @@ def open_session(config: RunConfig, context: DistributedContext, resume_step: in
         compute = open_devices(config, context)
         context.watchdog.enter("data")
         with (
-            open_data(config, context, compute.mesh.dp.rank, compute.device) as data,
+            open_data(config, context, compute.mesh, compute.device) as data,
             open_run_directory(config, context, compute, data, resume_step) as directory,
         ):
             proven = proof.check(config, context, compute)

@@ -19,6 +19,7 @@ from hpclm.data.sources import Source, samples_per_epoch, without_evaluation
 from hpclm.data.tokenizers import mismatch
 from hpclm.distributed.context import DistributedContext
 from hpclm.errors import ConfigError
+from hpclm.parallel.mesh import Mesh
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -55,15 +56,15 @@ def on_main(context: DistributedContext, act: Callable[[], T]) -> T | None:
 
 
 @contextmanager
-def open_data(config: RunConfig, context: DistributedContext, replica: int, device: torch.device) -> Iterator[RunData]:
-    """Open the data of a run, for the data-parallel ``replica`` of this rank.
+def open_data(config: RunConfig, context: DistributedContext, mesh: Mesh, device: torch.device) -> Iterator[RunData]:
+    """Open the data of a run, for the replica of this rank.
 
     Rank 0 reads the files first, and writes the index cache; then the first rank of each other node; all others only open
     what they train on. ConfigError if the data of another node differ from rank 0's.
     """
 
     def build(facts: SharedFacts) -> RunData:
-        return build_data(config, config.plan(context.size), device, replica, facts)
+        return build_data(config, config.plan(context.size), device, mesh, facts)
 
     def first() -> RunData:
         built = build(facts)
@@ -95,14 +96,14 @@ def open_data(config: RunConfig, context: DistributedContext, replica: int, devi
         data.train.close()
 
 
-def build_data(config: RunConfig, plan: Plan, device: torch.device, replica: int, facts: SharedFacts) -> RunData:
-    """Build what this replica reads, without asking other ranks."""
+def build_data(config: RunConfig, plan: Plan, device: torch.device, mesh: Mesh, facts: SharedFacts) -> RunData:
+    """Build what this rank's replica reads, without asking other ranks."""
     source = sources.build(config.data, config.model, config.seed, facts)
     length = run_length(config, plan, samples_per_epoch(source))
 
     def batches(part: str, count: int | None) -> Batches:
         samples = source.samples(part, count)
-        return Batches(samples, config.data, config.model, plan, source.eod, device, replica)
+        return Batches(samples, config.data, config.model, plan, source.eod, device, mesh)
 
     train, held_out = batches("train", length.samples), []
     if config.evaluate.every and not source.held_out:

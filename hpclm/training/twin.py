@@ -70,14 +70,16 @@ class Twin:
         ):
             size //= 2
         while (
-            length % (2 * parallel.tensor) == 0 and length > SHORTEST and _bytes(settings, model, size, length) > room
+            length % (4 * parallel.tensor * parallel.context) == 0
+            and length > SHORTEST
+            and _bytes(settings, model, size, length) > room
         ):
             length //= 2
         window = model.window and min(model.window, length // 2)
         model = replace(model, context=length, window=window)
         most = max(1, MOST_TOKENS // (model.context * micro_batches * size))
-        others = max(n for n in range(1, mesh.dp.size + 1) if mesh.dp.size % n == 0 and n <= most)
-        if others < mesh.dp.size:  # masks differ from replica to replica
+        others = max(n for n in range(1, mesh.replicas + 1) if mesh.replicas % n == 0 and n <= most)
+        if others < mesh.replicas:  # masks differ from replica to replica
             model = replace(model, dropout=0.0)
         clip = min(optim.clip, CLIP)
         draw = torch.Generator().manual_seed(settings.seed)
@@ -85,7 +87,7 @@ class Twin:
         twin = replace(
             settings,
             model=model,
-            plan=Plan.divide(mesh.dp.size, mesh.dp.size * micro_batches * size, size),
+            plan=Plan.divide(mesh.replicas, mesh.replicas * micro_batches * size, size),
             optim=OptimConfig(
                 name="adamw" if optim.name == "muon" else optim.name,
                 betas=optim.betas,
@@ -105,8 +107,9 @@ class Twin:
         model, way = self.settings.model, settings.model
         model = replace(model, attention=way.attention, kernels=way.kernels)
         settings = replace(self.settings, engine=settings.engine, in_place=settings.in_place, model=model)
-        rows = self.rows[self.compute.mesh.dp.rank % len(self.rows)]
-        return _built(settings, self.compute), [self._batch(each) for each in rows]
+        mesh = self.compute.mesh
+        rows = self.rows[mesh.replica % len(self.rows)]
+        return _built(settings, self.compute), [self._batch(each).part(mesh.cp) for each in rows]
 
     def plainly(self, dtype: torch.dtype) -> "Measured":
         """The same steps, eager, with plain attention, and all replicas' samples on each of them."""
@@ -123,12 +126,14 @@ class Twin:
             settings,
             model=replace(settings.model, attention="math", kernels="torch"),
             optim=replace(settings.optim, name="adamw"),
-            parallel=replace(parallel, shard=None),
+            parallel=replace(parallel, shard=None, context=1),
             engine=plain,
             plan=Plan.divide(1, rows.shape[0] * rows.shape[1], rows.shape[1]),
             in_place=False,
         )
-        alone = replace(mesh, dp=SINGLE, shard=SINGLE, replicate=SINGLE, holders=mesh.tp, world=mesh.model, nodes=1)
+        alone = replace(
+            mesh, dp=SINGLE, cp=SINGLE, shard=SINGLE, replicate=SINGLE, holders=mesh.tp, world=mesh.model, nodes=1
+        )
         with plain_attention():
             return measured(
                 _built(settings, replace(self.compute, mesh=alone, dtype=dtype)), [self._batch(each) for each in rows]

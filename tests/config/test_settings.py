@@ -27,7 +27,7 @@ def test_every_shipped_settings_file_loads_and_plans(path):
     run = config.load(path)
     needs_data = "prefix:" not in path.read_text() and "synthetic" not in path.read_text()
     assert [m.split()[0] for m in run.missing()] == ["data.prefix"] * needs_data
-    plan = run.plan(run.parallel.model)
+    plan = run.plan(run.parallel.replica)
     assert plan.global_size == run.batch.global_size
     found = run_length(run, plan, 100_000)
     assert found.steps > 0

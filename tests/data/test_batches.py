@@ -10,6 +10,7 @@ from hpclm.data import sources
 from hpclm.data.batches import Batches, Prefetch
 from hpclm.data.sources import PADDING
 from hpclm.errors import ConfigError
+from hpclm.parallel.mesh import Axis, Mesh
 
 CPU = torch.device("cpu")
 CONTEXT, EOD = 6, 9
@@ -54,7 +55,8 @@ def batches(samples=None, replica=0, replicas=1, workers=0, rampup=None, eod=Non
         batch=BatchConfig(global_size=12, micro_size=2, rampup=rampup),
         budget=BudgetConfig(steps=10),
     )
-    return Batches(samples or Counting(), config.data, config.model, config.plan(replicas), eod, CPU, replica)
+    mesh = Mesh(dp=Axis(replicas, replica))
+    return Batches(samples or Counting(), config.data, config.model, config.plan(replicas), eod, CPU, mesh)
 
 
 def first(found):

@@ -9,7 +9,7 @@ from tests.parity import STYLES, alone
 WORDS = ["engine.precision=fp32", "batch.global_size=12", "batch.micro_size=1", "model.layers=3"]
 FSDP2, FAIRSCALE, DEEPSPEED = (f"engine.name={name}" for name in ("fsdp2", "fairscale", "deepspeed"))
 ZERO1, ZERO2, ZERO3 = (f"engine.zero_stage={stage}" for stage in (1, 2, 3))
-SHARD, TENSOR, PIPELINE = "parallel.shard=2", "parallel.tensor=2", "parallel.pipeline=2"
+SHARD, TENSOR, PIPELINE, CONTEXT = (f"parallel.{axis}=2" for axis in ("shard", "tensor", "pipeline", "context"))
 MUON = ["optim.name=muon", "optim.newton_schulz_type=fp32", *STYLES["llama"]]
 CHAINS = {
     "native": [(2, [ZERO1]), (1, []), (3, [ZERO1])],
@@ -18,11 +18,12 @@ CHAINS = {
     "zero1": [(1, []), (4, [DEEPSPEED, ZERO1]), (3, [DEEPSPEED, ZERO1]), (1, [])],
     "zero3": [(1, []), (3, [DEEPSPEED, ZERO3]), (2, [DEEPSPEED, ZERO3]), (1, [])],
     "pipeline": [(1, []), (2, [DEEPSPEED, PIPELINE]), (2, ["engine.name=pipelining", PIPELINE]), (1, [])],
+    "context": [(2, [CONTEXT]), (4, [FSDP2, CONTEXT]), (4, ["engine.name=pipelining", PIPELINE, CONTEXT]), (1, [])],
     "zero2": [(4, [ZERO1, TENSOR]), (4, [DEEPSPEED, ZERO2]), (2, [DEEPSPEED, ZERO2]), (2, [DEEPSPEED, "engine.zero_stage=0"])],
     "muon": [(3, [FSDP2]), (4, [ZERO1, TENSOR]), (2, ["engine.name=pipelining", PIPELINE]), (4, [FSDP2, SHARD]), (1, [])],
     "fairscale": [(3, [FAIRSCALE, ZERO2]), (4, [ZERO1, TENSOR]), (3, [FAIRSCALE]), (1, [ZERO1])],
 }  # fmt: skip
-OFTEN = ("native", "sharded", "hybrid", "zero3", "pipeline", "muon")
+OFTEN = ("native", "context", "sharded", "hybrid", "zero3", "pipeline", "muon")
 CASES = [pytest.param(name, marks=[pytest.mark.whole] * (name not in OFTEN)) for name in CHAINS]
 
 

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 def divided(*words):
     run = config.load(None, [*TINY, "engine.name=deepspeed", *words])
     specs = gpt.layers(run.model, run.engine, torch.float32, run.seed)
-    return run, specs, stages(run.for_engine(run.parallel.model), specs, Mesh(), CPU, torch.float32)
+    return run, specs, stages(run.for_engine(run.parallel.replica), specs, Mesh(), CPU, torch.float32)
 
 
 def blocks(parts):

@@ -52,13 +52,25 @@ DROPOUT = "model.dropout=0.1"
     [
         (2, ["parallel.tensor=2", *STYLES["gpt2"]]),
         pytest.param(2, ["engine.name=fsdp2", "engine.recompute=full", DROPOUT], marks=pytest.mark.whole),
+        (2, ["parallel.context=2", *STYLES["llamadocs"]]),
+        pytest.param(4, ["parallel.context=2", "parallel.tensor=2"], marks=pytest.mark.whole),
         pytest.param(2, ["parallel.tensor=2", *STYLES["llamadocs"]], marks=pytest.mark.whole),
         pytest.param(2, ["parallel.tensor=2", *STYLES["bloom"], "engine.recompute=full"], marks=pytest.mark.whole),
         pytest.param(2, ["parallel.tensor=2", DROPOUT, "engine.recompute=selective"], marks=pytest.mark.whole),
         pytest.param(2, ["engine.name=fsdp2", *STYLES["llama"]], marks=pytest.mark.whole),
         pytest.param(2, [*STYLES["llama"], DROPOUT], marks=pytest.mark.whole),
     ],
-    ids=["tensor", "fsdp2-full-dropout", "tensor-llamadocs", "tensor-bloom-full", "tensor-selective", "fsdp2", "dp"],
+    ids=[
+        "tensor",
+        "fsdp2-full-dropout",
+        "context-llamadocs",
+        "context-tensor",
+        "tensor-llamadocs",
+        "tensor-bloom-full",
+        "tensor-selective",
+        "fsdp2",
+        "dp",
+    ],
 )
 def test_all_blocks_are_one_graph_without_breaks_that_computes_the_same(size, words):
     for plain, found, count in ranks.run(size, graphs, [*WORDS, *words]):

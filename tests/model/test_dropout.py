@@ -64,7 +64,7 @@ WORDS = ["engine.precision=fp32", "model.layers=4", "batch.micro_size=2", "model
     "size, words",
     [
         (2, []),
-        (2, ["parallel.tensor=2"]),
+        (4, ["parallel.tensor=2", "parallel.context=2"]),
         (2, ["engine.name=pipelining", "parallel.pipeline=2"]),
         (2, ["engine.name=fsdp2", "engine.recompute=full", "engine.recompute_every=2"]),
         pytest.param(4, ["parallel.tensor=2", "engine.recompute=full"], marks=pytest.mark.whole),

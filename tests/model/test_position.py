@@ -70,7 +70,7 @@ def test_alibi_s_block_mask_is_made_again_only_when_the_length_changes(monkeypat
     made = []
     monkeypatch.setattr("hpclm.model.stack.flexible", lambda *_: True)
     monkeypatch.setattr(
-        "hpclm.model.stack.block_mask", lambda kind, documents, _: made.append((kind.length, documents))
+        "hpclm.model.stack.block_mask", lambda kind, documents, *_: made.append((kind.length, documents))
     )
     stack = weights.build(ModelConfig(vocab_size=16, layers=1, hidden=16, heads=2, context=8, positions="alibi"))
     for length in (8, 8, 4, 4):

@@ -53,7 +53,7 @@ def test_every_combination_is_what_whole_scores_give_with_its_gradients(length):
         )
         documents = texts if several else None
         how = Scores(0.3 if cap else None, cap, sinks=sinks if sink else None)
-        starts = block_starts(texts, BLOCK) if several else None
+        starts = block_starts(texts, range(0, length, BLOCK)) if several else None
         metadata = attention_metadata(config, kind, SINGLE, documents=documents, layer=layer, starts=starts)
         slopes = position.alibi_slopes(HEADS, kind.device) if positions == "alibi" else None
         inputs = [*qkv, sinks] if sink else qkv
@@ -80,4 +80,4 @@ def test_flex_attention_takes_windows_caps_and_sinks():
 
 def test_columns_that_no_row_of_a_block_attends_to_are_not_computed():
     texts = torch.tensor([[0] * 130 + [1] * 270, [0] * 100 + [1] * 200 + [2] * 100])
-    assert block_starts(texts, BLOCK) == (0, 0, 100, 130)
+    assert block_starts(texts, range(0, 400, BLOCK)) == (0, 0, 100, 130)

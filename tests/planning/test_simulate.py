@@ -30,6 +30,7 @@ NODES = [DP, "job.nodes=2", "parallel.shard=8"]
 HYBRID = [*SHORT, *NODES, "batch.micro_size=2"]
 ONE = ["batch.micro_size=1", "batch.global_size=64", "model.context=128"]
 ALONE = ["engine.name=fsdp2", "batch.micro_size=1"]  # so there is nothing to shard
+LONG = [*SHORT, DP, "parallel.context=4", "model.context=8192", "batch.micro_size=1", "batch.global_size=16"]
 STAGES = ["model.layers=8", "batch.micro_size=4", DP, PP, "batch.global_size=64", "engine.name=pipelining"]
 # preset, settings, rank
 LAYOUTS = {
@@ -39,6 +40,9 @@ LAYOUTS = {
     "native, optimizer sharded in groups": ("gpt2-124m", [*SHORT, *NODES, "engine.zero_stage=1"], 12),
     "native, compute gradients": ("gpt2-124m", [*SHORT, DP, "engine.gradients=compute"], 3),
     "native, tensor": ("gpt-1b3", [*SMALL, DP, TP], 5),
+    "native, context": ("llama-1b", [*LONG, TP, "parallel.context=2"], 5),
+    "native, context, recomputed": ("llama-1b", [*LONG, "engine.recompute=full"], 3),
+    "fsdp2, context": ("llama-1b", [*LONG, "engine.name=fsdp2"], 7),
     "native, selective": ("gpt-1b3", [*SMALL, "engine.recompute=selective"], 0),
     "native, recomputed": ("gpt-1b3", [*SMALL, "engine.recompute=full"], 0),
     "native, dropout": ("gpt2-345m", SHORT, 0),
@@ -71,7 +75,7 @@ def load(preset, words):
 
 def sent(rank):
     """Bytes that a rank sends along each axis, if collectives are rings. pipeline: what is sent to neighbours, and summed with them."""
-    axes = dict.fromkeys(("tensor", "pipeline", "data", "replicate"), 0.0)
+    axes = dict.fromkeys(("tensor", "context", "pipeline", "data", "replicate"), 0.0)
     for total in rank.collectives:
         axis = "data" if total.group == "shard" else total.group
         ring = (total.size - 1) / total.size

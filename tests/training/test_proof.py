@@ -201,8 +201,8 @@ def test_dropout_is_drawn_alike_in_both_ways(tmp_path, monkeypatch):
     assert report["way"] == "as set"
     right, plain, done = layers.dropout, proof.Twin.plainly, []
 
-    def other(x, probability, training, keys=None, site=0, rank=0):
-        return right(x, probability, training, keys + 1 if done else keys, site, rank)
+    def other(x, probability, training, keys=None, *where):
+        return right(x, probability, training, keys + 1 if done else keys, *where)
 
     monkeypatch.setattr(proof.Twin, "plainly", lambda twin, dtype: (plain(twin, dtype), done.append(dtype))[0])
     for module in (layers, gpt):
@@ -215,6 +215,7 @@ LAYOUTS = {
     "zero1": (2, ["engine.zero_stage=1"]),
     "fsdp2": (2, ["engine.name=fsdp2", "engine.precision=bf16"]),
     "tensor": (2, ["parallel.tensor=2", "engine.precision=bf16"]),
+    "context": (4, ["parallel.context=2", "parallel.tensor=2", "engine.precision=bf16"]),
     "hybrid": (4, ["engine.name=fsdp2", "parallel.shard=2"]),
     "pipelining": (4, ["engine.name=pipelining", "parallel.pipeline=2", "engine.precision=bf16"]),
     "interleaved": (2, ["engine.name=pipelining", "parallel.pipeline=2", "parallel.schedule=interleaved", "parallel.chunks=2", "model.layers=4"]),

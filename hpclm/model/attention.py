@@ -57,7 +57,8 @@ class Attention(TensorParallelModule):
         if metadata.cos is not None and metadata.sin is not None:
             q, k = rotate(q, metadata.cos, metadata.sin), rotate(k, metadata.cos, metadata.sin)
         if self.largest is not None and self.training:
-            now = largest_scores(q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), self.how.scale, metadata)
+            keys = k if metadata.part is None else metadata.part.whole(k.detach())
+            now = largest_scores(q.permute(1, 2, 0, 3), keys.permute(1, 2, 0, 3), self.how.scale, metadata)
             self.largest.copy_(torch.maximum(self.largest, now))
         how = self.how._replace(dropout=self.dropout if self.training else 0.0, sinks=self.sinks)
         if metadata.cache is not None:

@@ -3,6 +3,7 @@
 T tokens, t of them with queries on this process, B sequences, D size of one head; H query heads and G key/value heads on this process, P = H / G.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -115,13 +116,18 @@ def blocked(q: Tensor, k: Tensor, v: Tensor, how: Scores = PLAIN, metadata: Atte
     q, k, v = (z.contiguous() for z in (q * scale, k, v))  # otherwise each product copies its operands
     how = how._replace(scale=1.0)
     again = k.shape[2] > LONGEST and torch.is_grad_enabled()
-    part = None if metadata is None else metadata.part
-    blocks = list(row_blocks(((0, k.shape[2]),) if part is None else part.pieces, BLOCK))
     out = []
-    for number, ((begin, _), rows) in enumerate(zip(blocks, q.split([b - a for a, b in blocks], 2), strict=True)):
+    for number, ((begin, _), rows) in enumerate(_by_blocks(q, k, metadata)):
         given = (rows, k, v, begin, _first(number, begin, metadata), how, metadata)
         out.append(checkpoint(_rows, *given, use_reentrant=False) if again else _rows(*given))
     return torch.cat(out, 2)
+
+
+def _by_blocks(q: Tensor, k: Tensor, metadata: AttentionMetadata | None) -> Iterator[tuple[tuple[int, int], Tensor]]:
+    """Begin and end of each block of at most BLOCK rows, and their queries."""
+    part = None if metadata is None else metadata.part
+    blocks = list(row_blocks(((0, k.shape[2]),) if part is None else part.pieces, BLOCK))
+    return zip(blocks, q.split([end - begin for begin, end in blocks], 2), strict=True)
 
 
 def _first(number: int, begin: int, metadata: AttentionMetadata | None) -> int:
@@ -161,21 +167,21 @@ def _hidden(rows: Tensor, columns: Tensor, metadata: AttentionMetadata) -> Tenso
 
 
 def largest_scores(q: Tensor, k: Tensor, scale: float | None, metadata: AttentionMetadata) -> Tensor:
-    """[B, H, T, D] queries, [B, G, T, D] keys -> [H] the largest score of each head that the softmax sees, in fp32, before caps and
+    """[B, H, t, D] queries, [B, G, T, D] keys -> [H] the largest score of each head that the softmax sees, in fp32, before caps and
     biases; no gradient.
 
     An extra product in blocks of rows, whichever kernel attends: those of scaled_dot_product_attention do not return it.
     """
-    q, k, length = q.detach(), k.detach(), q.shape[2]
+    q, k = q.detach(), k.detach()
     largest = q.new_full(q.shape[1:2], -torch.inf)
-    for number, begin in enumerate(range(0, length, BLOCK)):
-        first, end = _first(number, metadata), min(begin + BLOCK, length)
+    for number, ((begin, end), queries) in enumerate(_by_blocks(q, k, metadata)):
+        first = _first(number, begin, metadata)
         rows, columns = (torch.arange(a, end, device=q.device) for a in (begin, first))
         hidden = _hidden(rows, columns, metadata)
         if metadata.mask is not None:
             mask = metadata.mask[:, :, begin:end, first:end]
             hidden = hidden | (~mask if mask.dtype == torch.bool else mask == -torch.inf)
-        scores = grouped_scores(q[:, :, begin:end], k[:, :, first:end], Scores(scale))
+        scores = grouped_scores(queries, k[:, :, first:end], Scores(scale))
         largest = torch.maximum(largest, scores.masked_fill(hidden, -torch.inf).amax((0, 2, 3)))
     return largest.float()
 

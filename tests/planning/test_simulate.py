@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from hpclm import config
@@ -16,7 +18,7 @@ from hpclm.parallel.mesh import Mesh
 from hpclm.planning import forecast, layout, ranks, suggest
 from hpclm.planning.fake_gpu import fake_gpu
 from hpclm.planning.muon import exchange
-from hpclm.planning.simulate import SIMULATED, build, simulate
+from hpclm.planning.simulate import SIMULATED, build, micro_batch, simulate
 from tests.forks import hpclm
 
 # what the fake GPU claims to have, so that the loss chooses the same number of tokens
@@ -235,3 +237,31 @@ def test_an_engine_that_cannot_be_simulated_is_refused():
     for words in (["engine.name=deepspeed"], ["engine.name=fairscale"], ["engine.offload_activations=true"]):
         with pytest.raises(ConfigError, match=", ".join(SIMULATED)):
             simulate(load("debug", words))
+
+
+class Largest(TorchDispatchMode):
+    """Notes the number of values of the largest tensor."""
+
+    values = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        out = operation(*args, **kwargs or {})
+        self.values = max([self.values, *(t.numel() for t in tree_leaves(out) if torch.is_tensor(t))])
+        return out
+
+
+@pytest.mark.parametrize(
+    "words, limit",
+    [
+        ([], 2**17 * 2048),
+        pytest.param(["data.reset_attention_mask=true"], 2**34 / 16, marks=pytest.mark.whole),
+    ],
+    ids=["no whole sequence", "documents"],
+)
+def test_of_131072_tokens_no_process_of_8_holds_a_whole_sequence_or_all_pairs(words, limit):
+    words = ["model.layers=1", "model.context=131072", "parallel.context=8", DP, "engine.loss_chunk=1024", *words]
+    run = load("llama-1b", [*words, "batch.micro_size=1", "batch.global_size=1"])
+    with fake_gpu(3, 8), Largest() as largest:
+        mesh = Mesh.build(3, 8, run.parallel)
+        build(run, mesh).train_step([micro_batch(run).part(mesh.cp)], 1e-4, 0)
+    assert 2048 * 32000 <= largest.values < limit

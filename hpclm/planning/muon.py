@@ -64,7 +64,7 @@ def exchange(model: ModelConfig, layout: Layout, given: NewtonSchulz, zero: int,
     """The cost for a GPU of a stage, at a ZeRO stage."""
     holders = layout.tensor * (layout.sharing if zero else 1)
     """Processes that together hold one copy of the matrices."""
-    size = layout.tensor * layout.data
+    size = layout.tensor * layout.ranks
     every = sorted(weights(model, given.split) * stage.blocks, key=lambda w: -prod(whole(w)) * min(whole(w)))
     rounds = [every[first : first + size] for first in range(0, len(every), size)]
     values, copies = sum(prod(whole(weight)) for weight in every) / holders, size // holders

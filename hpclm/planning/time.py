@@ -171,7 +171,7 @@ def step(
     if given := costs.newton_schulz:
         for stage in every:
             muon = exchange(model, layout, given, costs.zero, stage)
-            moved = muon.sent / _rate(layout, kind, t * layout.data, 1)
+            moved = muon.sent / _rate(layout, kind, t * layout.ranks, 1)
             orthogonal = max(orthogonal, muon.flops / efficiency / kind.peak + moved)
     return Step(
         compute=m * computing[slowest],

@@ -74,6 +74,7 @@ LAYOUTS = {
     "hybrid": (4, ["engine.name=fsdp2", "parallel.shard=2"]),
     "zero1-tp2": (4, ["engine.zero_stage=1", "parallel.tensor=2"]),
     "dp2pp2": (4, ["engine.name=pipelining", "parallel.pipeline=2"]),
+    "dp2cp2": (4, ["parallel.context=2"]),
 }
 WHOLE = ("hybrid", "zero1-tp2", "dp2pp2")
 

@@ -42,7 +42,12 @@ STYLES = {
     "fairseq": ["model.positions=sinusoidal", "model.embed_scale=true", "model.activation=relu", "model.tied=false"]
     + ["optim.groups=[{match: mlp, weight_decay: 0.01, lr: 0.5}, {match: output, lr: 0.25}]"],
     "documents": ["data.eod_mask_loss=true", "data.reset_position_ids=true", "data.reset_attention_mask=true"],
-    "geglu": ["model.positions=none", "model.activation=geglu", "optim.decayed=all"],
+    "geglu": [
+        "model.positions=none",
+        "model.activation=geglu",
+        "optim.decayed=all",
+        "model.init_std=0.06",
+    ],  # gentle, as below
 }
 STYLES["llamadocs"] = [*STYLES["llama"], *STYLES["documents"], "batch.loss_norm=microbatch"]
 TODAY = {

@@ -151,7 +151,7 @@ def _rows(
         scores[..., begin - first :].masked_fill_(columns[begin - first :] > rows[:, None], -torch.inf)
         return weighted(scores, v, None, how)
     if metadata.slopes is not None:
-        scores = scores + metadata.slopes[:, None, None] * (columns - rows[:, None])
+        scores = scores + (metadata.slopes[:, None, None] * (columns - rows[:, None])).to(scores.dtype)
     return weighted(scores.masked_fill(_hidden(rows, columns, metadata), -torch.inf), v, None, how)
 
 

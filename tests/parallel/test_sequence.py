@@ -72,6 +72,8 @@ def test_the_rows_of_a_part_see_what_they_see_of_the_whole(length, positions, wi
         assert torch.equal(metadata.positions[0], mine.places)
         rows = q[:, :, mine.places]
         assert (attend(rows, k, v, metadata, how) - whole[:, :, mine.places]).abs().max() < 1e-5
+        halves = [x.bfloat16() for x in (rows, k, v)]
+        assert (attend(*halves, metadata, how) - whole[:, :, mine.places]).abs().max() < 0.03
         slopes = alibi_slopes(4, CPU) if positions == "alibi" else None
         flex = Flex(block_mask(kind, documents, window, mine), slopes, mine.places)
         assert (flex_attention(rows, k, v, flex, how) - whole[:, :, mine.places]).abs().max() < 1e-5

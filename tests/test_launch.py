@@ -70,11 +70,12 @@ DEEPSPEED = ["engine.name=deepspeed", "parallel.pipeline=2", "parallel.tensor=2"
     [
         (2, []),
         pytest.param(4, [], marks=pytest.mark.whole),
-        (2, DEEPSPEED),
+        (1, DEEPSPEED[:2]),
+        pytest.param(2, DEEPSPEED, marks=pytest.mark.whole),
         pytest.param(4, DEEPSPEED, marks=pytest.mark.whole),
         pytest.param(4, ["engine.name=fsdp2"], marks=pytest.mark.whole),
     ],
-    ids=["native", "native of eight", "deepspeed-2d", "deepspeed-3d", "fsdp2"],
+    ids=["native", "native of eight", "deepspeed", "deepspeed-2d", "deepspeed-3d", "fsdp2"],
 )
 def test_a_job_of_submit_learns_what_one_process_does(each, layout, cluster, words, alone, tmp_path):
     asked = ["--nodes", 2, "--gpus", each, "--time", 9]

@@ -43,11 +43,11 @@ def each(names):
 @each(LAYOUTS)
 def test_a_run_of_several_processes_that_goes_on_is_the_same_to_the_last_bit(tmp_path, name, processes):
     words = [*LAYOUTS[name], "batch.micro_size=1", "model.dropout=0.1", "engine.precision=fp32"]
-    ((_, whole), *_) = ranks.run(processes, sharded.goes_on, tmp_path / "whole", 8, words)
-    ((_, first), *_) = ranks.run(processes, sharded.goes_on, tmp_path / "parts", 4, words)
-    ((_, second), *_) = ranks.run(processes, sharded.goes_on, tmp_path / "parts", 8, words)
+    ((_, whole), *_) = ranks.run(processes, sharded.goes_on, tmp_path / "whole", 4, words)
+    ((_, first), *_) = ranks.run(processes, sharded.goes_on, tmp_path / "parts", 2, words)
+    ((_, second), *_) = ranks.run(processes, sharded.goes_on, tmp_path / "parts", 4, words)
     assert [loss.hex() for loss in first[1:] + second[1:]] == [loss.hex() for loss in whole[1:]]
-    same(tmp_path / "whole/step-00000008", tmp_path / "parts/step-00000008")
+    same(tmp_path / "whole/step-00000004", tmp_path / "parts/step-00000004")
 
 
 @each(STOPPABLE)
@@ -61,15 +61,15 @@ def test_a_step_that_is_left_between_two_micro_batches_leaves_the_state_from_bef
 )
 def test_after_damage_that_one_rank_finds_as_it_loads_all_go_on_from_the_checkpoint_before(tmp_path, name):
     words = [*LAYOUTS[name], "batch.micro_size=1", "engine.precision=fp32"]
-    ranks.run(2, sharded.goes_on, tmp_path, 2, words)
-    ((_, first), _) = ranks.run(2, sharded.goes_on, tmp_path, 4, words)
-    spoiled = tmp_path / "step-00000004/rank-00001.safetensors"
+    ranks.run(2, sharded.goes_on, tmp_path, 1, words)
+    ((_, first), _) = ranks.run(2, sharded.goes_on, tmp_path, 2, words)
+    spoiled = tmp_path / "step-00000002/rank-00001.safetensors"
     content = bytearray(spoiled.read_bytes())
     content[-1] ^= 1
     spoiled.write_bytes(content)
-    ((_, again), _) = ranks.run(2, sharded.goes_on, tmp_path, 4, words)
+    ((_, again), _) = ranks.run(2, sharded.goes_on, tmp_path, 2, words)
     assert [loss.hex() for loss in again] == [loss.hex() for loss in first]
-    reason = (tmp_path / ".bad-step-00000004/REASON.txt").read_text()
+    reason = (tmp_path / ".bad-step-00000002/REASON.txt").read_text()
     assert reason == "rank-00001.safetensors differs from what was saved (its hash is wrong)\n"
 
 

@@ -166,7 +166,7 @@ def test_muons_products_and_messages_are_those_of_the_engine(words):
 @pytest.mark.whole
 @pytest.mark.parametrize("preset", PRESETS)
 def test_memory_and_communication_of_every_preset_are_the_planners(preset):
-    compare(preset, [DP] if load(preset, []).parallel.shard else [], 0)
+    compare(preset, [DP] if config.load(f"configs/{preset}.yaml").parallel.shard else [], 0)
 
 
 @pytest.mark.parametrize(

@@ -158,8 +158,8 @@ def _prove(twin: Twin, settings: EngineSettings, background: bool, context: Dist
     """The first way that computes what it should, and what is wrong with those before it; HpclmError if none does."""
     compute, problems = twin.compute, []
     context.watchdog.enter("self-check")
-    plain = twin.plainly(torch.float32)
-    in_type = plain if compute.dtype == torch.float32 else twin.plainly(compute.dtype)
+    plain = twin.plainly(exact=True)
+    in_type = plain if twin.exact else twin.plainly(exact=False)
     for way, tried in _ways(settings, compute.device):
         attention_backend.use(tried.model, compute.device)
         engine, batches = twin.as_run(tried)

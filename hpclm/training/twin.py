@@ -1,7 +1,7 @@
 """A small twin of a run: two blocks of its width, trained for two steps on random tokens, so that two ways to compute can be compared.
 
 What is compared: losses, gradient norms, initial weights, the optimizer's state after one step (Adam's first moment is the clipped
-gradient, times 1 - beta1) and the change of the weights. AdamW takes Muon's place, whose updates magnify rounding errors.
+gradient, times 1 - beta1, as is Muon's momentum) and the change of the weights.
 """
 
 import math
@@ -22,8 +22,10 @@ from hpclm.engine.base import BaseEngine
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.model import count
 from hpclm.model.stack import Stages
+from hpclm.optim.muon import Muon
 from hpclm.parallel.mesh import SINGLE, Mesh
 from hpclm.training.compute import Compute
+from hpclm.training.muon_updates import WatchedExchange
 from hpclm.training.updates import misupdated
 
 BLOCKS = 2
@@ -89,13 +91,19 @@ class Twin:
             model=model,
             plan=Plan.divide(mesh.replicas, mesh.replicas * micro_batches * size, size),
             optim=OptimConfig(
-                name="adamw" if optim.name == "muon" else optim.name,
+                name=optim.name,
                 betas=optim.betas,
                 eps=EPS * (clip or 1.0),
                 weight_decay=optim.weight_decay,
                 decayed=optim.decayed,
                 clip=clip,
                 z_loss=optim.z_loss,
+                momentum=optim.momentum,
+                nesterov=optim.nesterov,
+                newton_schulz_steps=optim.newton_schulz_steps,
+                newton_schulz_type=optim.newton_schulz_type,
+                adjust=optim.adjust,
+                split=optim.split,
             ),
             scaler=replace(settings.scaler, initial=LOSS_SCALE, minimum=min(LOSS_SCALE, settings.scaler.minimum)),
             timers=False,
@@ -111,8 +119,16 @@ class Twin:
         rows = self.rows[mesh.replica % len(self.rows)]
         return _built(settings, self.compute), [self._batch(each).part(mesh.cp) for each in rows]
 
-    def plainly(self, dtype: torch.dtype) -> "Measured":
-        """The same steps, eager, with plain attention, and all replicas' samples on each of them."""
+    @property
+    def exact(self) -> bool:
+        """Whether the run computes all in fp32."""
+        rounds = self.settings.optim.name == "muon" and self.settings.optim.newton_schulz_type != "fp32"
+        return self.compute.dtype == torch.float32 and not rounds
+
+    def plainly(self, exact: bool) -> "Measured":
+        """The same steps, eager, with plain attention, and all replicas' samples on each of them; ``exact``: in fp32, else in the
+        types of the run."""
+        dtype, muon = torch.float32 if exact else self.compute.dtype, self.settings.optim.name == "muon"
         settings, mesh = self.settings, self.compute.mesh
         parallel, engine = settings.parallel, settings.engine
         plain = EngineConfig(
@@ -122,10 +138,11 @@ class Twin:
             precision=engine.precision,
         )
         rows = self.rows.transpose(0, 1).flatten(0, 1)  # in the order in which micro-batches are counted, for dropout
+        optim = replace(settings.optim, name="muon" if muon else "adamw")
         settings = replace(
             settings,
             model=replace(settings.model, attention="math", kernels="torch"),
-            optim=replace(settings.optim, name="adamw"),
+            optim=replace(optim, newton_schulz_type="fp32") if muon and exact else optim,
             parallel=replace(parallel, shard=None, context=1),
             engine=plain,
             plan=Plan.divide(1, rows.shape[0] * rows.shape[1], rows.shape[1]),
@@ -181,16 +198,22 @@ class Measured:
     scalars: Mapping[str, float]
     values: Values
     misupdated: str
-    """How the updates differ from AdamW's, given this rank's own gradients; empty if they do not."""
+    """How the updates differ from the optimizer's, given this rank's own gradients; empty if they do not."""
 
 
 def measured(engine: BaseEngine, batches: list[Batch]) -> Measured:
     """Two steps of a fresh engine."""
+    muon, noted = engine.optimizer if isinstance(engine.optimizer, Muon) else None, dict[str, Tensor]()
+    if muon:
+        watch = WatchedExchange(engine, muon, lambda weight, values: _sample(weight, values, engine.mesh)[1])
+        noted = watch.state
     before = dict(_sampled(engine))
+    states = [_values(before)]
     first = engine.train_step(batches, LR, 0)
     after = dict(_sampled(engine))
+    states.append(_values(after) | noted)
     second = engine.train_step(batches, LR, 1)
-    states = [{what: value for what, (_, value) in held.items()} for held in (before, after, dict(_sampled(engine)))]
+    states.append(_values(dict(_sampled(engine))) | noted)
     shapes = {weight.name: weight.shape for weight in engine.weights}
     scalars = {
         f"{name} of step {n}": getattr(r, name) for n, r in ((1, first), (2, second)) for name in ("loss", "grad_norm")
@@ -200,7 +223,13 @@ def measured(engine: BaseEngine, batches: list[Batch]) -> Measured:
         f"change of {what}": (at, value - before[what][1]) for what, (at, value) in after.items() if what in before
     }
     values |= {what: value for what, value in after.items() if what not in before}
-    return Measured(scalars, values, misupdated(engine.config.optim, LR, shapes, states))
+    wrong = misupdated(engine.config.optim, LR, shapes, states) or (watch.misupdated(LR, states) if muon else "")
+    return Measured(scalars, values, wrong)
+
+
+def _values(sampled: Values) -> dict[str, Tensor]:
+    """What was sampled, without its place."""
+    return {what: value for what, (_, value) in sampled.items()}
 
 
 def _sampled(engine: BaseEngine) -> Iterator[tuple[str, tuple[int, Tensor]]]:

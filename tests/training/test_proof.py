@@ -11,17 +11,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hpclm.checkpoint import staging
 from hpclm.config import ClusterConfig, ParallelConfig
 from hpclm.distributed.context import single
-from hpclm.engine import base, native
+from hpclm.engine import base, matrix_exchange, native
+from hpclm.engine.matrix_exchange import MatrixExchange
 from hpclm.errors import HpclmError
 from hpclm.model import gpt, layers, loss, scores, stack
 from hpclm.model.compiled import Compilation, compile_layers
+from hpclm.optim import muon
+from hpclm.optim.muon import Muon
 from hpclm.parallel import main_gradients
 from hpclm.parallel.mesh import Mesh
 from hpclm.training import proof
 from hpclm.training.compute import Compute
+from hpclm.training.muon_updates import WatchedExchange
 from tests import ranks
+from tests.engine import sharded
 from tests.engine.test_native import LLAMA, SHAPES, settings
 from tests.forks import hpclm
+from tests.parity import TYPES
 
 CPU = torch.device("cpu")
 
@@ -34,9 +40,9 @@ def cache(tmp_path, monkeypatch):
         yield
 
 
-def checked(tmp_path, shape=LLAMA, dtype=torch.bfloat16, **engine):
+def checked(tmp_path, shape=LLAMA, dtype=torch.bfloat16, optim=None, **engine):
     """How a run computes after its check, and the report."""
-    optim = dict(lr=3e-3, min_lr=1e-4, clip=100.0)  # more than the norm of the gradients
+    optim = dict(optim or {}, lr=3e-3, min_lr=1e-4, clip=100.0)  # more than the norm of the gradients
     config = settings(shape, engine=dict(dict(precision="auto"), **engine), optim=optim)
     config = replace(config, out=str(tmp_path), cluster=ClusterConfig(prove=True))
     proven = proof.check(config, single(), Compute(CPU, dtype, Mesh()))
@@ -62,6 +68,21 @@ def test_what_is_right_passes_as_it_is_set(shape, dtype, tmp_path):
 def test_on_a_gpu_flash_attention_is_tried_only_where_it_can_do_what_the_model_asks(more):
     ways = [way for way, _ in proof._ways(settings(dict(LLAMA, **more)).for_engine(), torch.device("cuda"))]
     assert ("with FlashAttention" in ways) == (not more) and ways[-1] == "uncompiled, with plain attention"
+
+
+@pytest.mark.parametrize(
+    "dtype, kind",
+    [("bf16", "bf16"), *(pytest.param("fp32", kind, marks=pytest.mark.whole) for kind in ("fp32", "bf16"))],
+)
+@pytest.mark.parametrize(
+    "shape, own",
+    [(LLAMA, dict(adjust="original")), (SHAPES["gpt2"], dict(split=False, nesterov=False))],
+    ids=["llama", "gpt2"],
+)
+def test_muon_passes_as_it_is_set(shape, own, dtype, kind, tmp_path):
+    own = dict(own, name="muon", newton_schulz_type=kind)
+    _, report = checked(tmp_path, shape, TYPES[dtype], own, precision=dtype)
+    assert (report["way"], report["problems"]) == ("as set", [])
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch.compile
@@ -155,10 +176,10 @@ def uncounted(optimizer, *given):
 def test_an_update_that_is_wrong_in_every_way_ends_the_run(fault, tmp_path, monkeypatch):
     plain = proof.Twin.plainly
 
-    def plainly(twin, dtype):
+    def plainly(twin, exact):
         with monkeypatch.context() as right:
             right.setattr(base, "update", right_update)
-            return plain(twin, dtype)
+            return plain(twin, exact)
 
     monkeypatch.setattr(proof.Twin, "plainly", plainly)
     monkeypatch.setattr(base, "update", fault)
@@ -168,6 +189,61 @@ def test_an_update_that_is_wrong_in_every_way_ends_the_run(fault, tmp_path, monk
 
 
 right_update = base.update
+right_momentum, right_exchange = Muon._update, MatrixExchange.__call__
+
+
+def without_nesterov(muon, *given):
+    muon.optim = replace(muon.optim, nesterov=False)
+    return right_momentum(muon, *given)
+
+
+def one_left_out(exchange, numbers, held, work):
+    """The last matrix of each round is used as it was."""
+    return [*right_exchange(exchange, numbers, held, work)[:-1], held[-1].flatten()]
+
+
+@pytest.mark.parametrize("kind", ["bf16", pytest.param("fp32", marks=pytest.mark.whole)])
+@pytest.mark.parametrize(
+    "where, what, fault, message",
+    [
+        (muon, "COEFFICIENTS", (3.4445, -4.7750, 2.0315 * 1.05), "the orthogonalised update of"),
+        (muon, "parts_of", lambda *_: None, "the orthogonalised update of"),
+        (Muon, "_update", without_nesterov, "the momentum of"),
+        (Muon, "_ratio", lambda *_: 0.3, "is not Muon's|the orthogonalised update of"),
+        (MatrixExchange, "__call__", one_left_out, "do not come back"),
+    ],
+    ids=["coefficients", "not split", "nesterov", "scale", "exchange"],
+)
+def test_a_wrong_update_of_muon_ends_the_run(where, what, fault, message, kind, tmp_path, monkeypatch):
+    own = dict(name="muon", newton_schulz_type=kind)
+    monkeypatch.setattr(where, what, fault)
+    with pytest.raises(HpclmError, match=f"(?s)computes wrong in every way.*({message})"):
+        checked(tmp_path, optim=own)
+
+
+def exchanged():
+    """What is wrong with the exchange of two ranks; and what, where each keeps its own parts of matrices."""
+    _, engine, _, _ = sharded.made(
+        ["optim.name=muon", "model.layers=2", "engine.zero_stage=1", "engine.precision=fp32"]
+    )
+
+    def kept(sent, counts, like, axis):
+        return [part if peer == axis.rank else 0 * part for peer, part in enumerate(right(sent, counts, like, axis))]
+
+    def found():
+        watch = WatchedExchange(engine, engine.optimizer, lambda weight, values: values)
+        engine.optimizer.exchange = watch.inner
+        return watch.wrong
+
+    right, found_right = matrix_exchange.all_to_all, found()
+    matrix_exchange.all_to_all = kept
+    return found_right, found()
+
+
+def test_a_matrix_whose_parts_are_not_exchanged_is_named():
+    for right, wrong in ranks.run(2, exchanged):
+        assert right == ""
+        assert "do not arrive where" in wrong or "do not come back as" in wrong
 
 
 def test_what_was_checked_is_remembered_for_the_same_settings_only(tmp_path, monkeypatch):
@@ -204,7 +280,7 @@ def test_dropout_is_drawn_alike_in_both_ways(tmp_path, monkeypatch):
     def other(x, probability, training, keys=None, *where):
         return right(x, probability, training, keys + 1 if done else keys, *where)
 
-    monkeypatch.setattr(proof.Twin, "plainly", lambda twin, dtype: (plain(twin, dtype), done.append(dtype))[0])
+    monkeypatch.setattr(proof.Twin, "plainly", lambda twin, exact: (plain(twin, exact), done.append(exact))[0])
     for module in (layers, gpt):
         monkeypatch.setattr(module, "dropout", other)
     with pytest.raises(HpclmError, match="computes wrong in every way"):
@@ -219,6 +295,10 @@ LAYOUTS = {
     "hybrid": (4, ["engine.name=fsdp2", "parallel.shard=2"]),
     "pipelining": (4, ["engine.name=pipelining", "parallel.pipeline=2", "engine.precision=bf16"]),
     "interleaved": (2, ["engine.name=pipelining", "parallel.pipeline=2", "parallel.schedule=interleaved", "parallel.chunks=2", "model.layers=4"]),
+    "muon-zero1-tensor": (4, ["engine.zero_stage=1", "parallel.tensor=2", "optim.name=muon", "engine.precision=bf16"]),
+    "muon-fsdp2": (2, ["engine.name=fsdp2", "optim.name=muon"]),
+    "muon-hybrid": (4, ["engine.name=fsdp2", "parallel.shard=2", "optim.name=muon", "engine.precision=bf16"]),
+    "muon-pipelining": (4, ["engine.name=pipelining", "parallel.pipeline=2", "optim.name=muon", "optim.newton_schulz_type=fp32"]),
     "fairscale": (2, ["engine.name=fairscale", "engine.precision=bf16"]),
     **{f"deepspeed{stage}": (2, ["engine.name=deepspeed", f"engine.zero_stage={stage}", "engine.precision=bf16"]) for stage in range(4)},
     "deepspeed-pipeline": (2, ["engine.name=deepspeed", "parallel.pipeline=2", "engine.precision=bf16"]),

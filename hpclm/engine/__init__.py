@@ -140,7 +140,9 @@ def build(config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch
     compiled, reason = compiles(config, device)
     if reason:
         log.info("torch.compile is off: %s", reason)
-    return maker(replace(config, engine=replace(config.engine, compile=compiled)), mesh, device, dtype)
+    parts = config.engine.compile is None and not missing_compiler()  # null: no blocks, but what needs it on its own
+    decided = compiled or (None if parts else False)
+    return maker(replace(config, engine=replace(config.engine, compile=decided)), mesh, device, dtype)
 
 
 def engine_class(config: EngineSettings, device: torch.device) -> Maker:

@@ -279,6 +279,9 @@ def stack_of(
     """The model, or a stage of it, as the engine's settings say."""
     engine = config.engine
     loss = TokenLoss(engine.loss_chunk, bool(engine.compile), backward, config.optim.z_loss)
-    return Stack(
+    stack = Stack(
         config.model, specs, dtype, mesh.tp, loss, engine.recompute_every, wrap, engine.offload_activations, mesh.cp
     )
+    # a zero-bubble schedule runs the backward pass of weights apart, for which a compiled one cannot be divided
+    stack.compiles_attention = engine.compile is None and config.parallel.schedule != "zero_bubble"
+    return stack

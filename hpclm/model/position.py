@@ -61,6 +61,8 @@ class Flex(NamedTuple):
     """[H] ALiBi slopes of this process's heads."""
     rows: Tensor | None = None
     """As SequencePart.places."""
+    run: Callable[..., Tensor] | None = None
+    """flex_attention (hpclm.model.scores), compiled on its own; None: it is compiled with its block."""
 
 
 class PositionKind(NamedTuple):

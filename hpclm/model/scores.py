@@ -43,7 +43,8 @@ PLAIN = Scores()
 def attend(q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, how: Scores = PLAIN) -> Tensor:
     """[B, H, t, D] queries, [B, G, T, D] keys and values -> [B, H, t, D], by the kernel that the metadata are made for."""
     if metadata.flex is not None:
-        return flex_attention(q, k, v, metadata.flex, how)
+        run = metadata.flex.run or flex_attention
+        return run(q, k, v, metadata.flex._replace(run=None), how)
     special = (metadata.window, metadata.documents) != (None, None) or not how.plain
     if metadata.part is not None and not special and metadata.slopes is None and whole_kernels(q):
         return by_pieces(q, k, v, how, metadata.part)

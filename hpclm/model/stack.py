@@ -34,7 +34,7 @@ from hpclm.model.position import (
     block_starts,
     seen,
 )
-from hpclm.model.scores import BLOCK
+from hpclm.model.scores import BLOCK, flex_attention
 from hpclm.parallel.mesh import SINGLE, Axis
 from hpclm.parallel.placement import Placement
 from hpclm.parallel.sequence import SequencePart, pieces, row_blocks
@@ -65,6 +65,9 @@ class Stack(nn.Module):
         self.config, self.specs, self.dtype, self.tp, self.cp = config, tuple(specs), dtype, tp, cp
         self.loss, self.recompute_every, self.offload = loss or TokenLoss(), recompute_every, offload
         self._compilation: Compilation | None = None
+        self._attention: Compilation | None = None
+        self.compiles_attention = False
+        """Whether FlexAttention may be compiled on its own, on GPUs, in layers that are not compiled."""
         self.counter_dropout: bool | None = None
         """Whether dropout outside of attention goes by counters; None: in compiled blocks of our own, on GPUs."""
         self._made: dict[Any, Any] = {}
@@ -132,17 +135,27 @@ class Stack(nn.Module):
             starts = block_starts(documents, [begin for begin, _ in row_blocks(pieces(self.cp, kind.length), BLOCK)])
         masks: dict[int | None, Any] = {}
         made = {}
+        alone = self.compiles_attention and (self._attention is None or self._attention.works)
         for layer in dict.fromkeys(spec.kind for spec in self.specs):
             window, flex = seen(config, layer, kind.length), None
-            masked = (documents, slopes, window, part) != (None, None, None, None)
-            if flexible(config, self.compiled, device, masked):
+            special = (documents, slopes, window) != (None, None, None)
+            # uncompiled, scaled_dot_product_attention takes parts of sequences piece by piece
+            able = self.compiled or (alone and (special or part is None))
+            if flexible(config, able, device, special or part is not None):
                 if window not in masks:
                     make = partial(block_mask, kind, documents, window, part)
                     masks[window] = make() if documents is not None else self._once((kind, window), make)
-                flex = Flex(masks[window], slopes, None if part is None else part.places)
+                run = None if self.compiled else self._compiled_attention()
+                flex = Flex(masks[window], slopes, None if part is None else part.places, run)
             made[layer] = attention_metadata(
                 config, kind, self.tp, positions, documents, seed, slopes, flex, layer, starts, part
             )
+        return made
+
+    def _compiled_attention(self) -> Callable[..., Tensor]:
+        """FlexAttention, compiled on its own until that fails."""
+        self._attention = compilation = self._attention or Compilation("attention runs")
+        made: Callable[..., Tensor] = self._once("flex", lambda: compilation.of(flex_attention, flex_attention))
         return made
 
     @property

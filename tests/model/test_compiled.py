@@ -2,13 +2,14 @@
 
 import os
 import shutil
+from functools import partial
 
 import pytest
 import torch
 
 from hpclm import config
 from hpclm import engine as engines
-from hpclm.model import compiled, stack
+from hpclm.model import compiled, loss, stack
 from hpclm.model.stack import Stack
 from tests import ranks
 from tests.engine import sharded
@@ -145,6 +146,65 @@ def test_a_run_whose_compiler_fails_goes_on_uncompiled(monkeypatch, caplog):
     assert [result.loss for result in sharded.steps(run, engine, batches, 0, 2)] == plain
     assert caplog.text.count("no kernels today") == 2  # blocks, loss
     assert not engine.model.compiled  # FlexAttention would be slower than a dense mask
+
+
+DOCUMENTS = [
+    *("model.context=300", "model.positions=rope", "model.pattern=[window,full]", "model.window=70"),
+    "model.rope_scaling={rope_type: yarn, factor: 4, original_max_position_embeddings: 75}",
+    *("data.reset_attention_mask=true", "data.reset_position_ids=true", "batch.global_size=4", "model.layers=4"),
+]
+
+
+def documents(engine, batches, steps, train=True):
+    """Losses of steps with other documents in every micro-batch, and an evaluation after every tenth, or only these after each; the graphs
+    before each step."""
+    losses, graphs, numbers, draw = [], [], set(), torch.Generator().manual_seed(0)
+
+    def divided(batch):
+        ends = torch.rand(batch.tokens.shape, generator=draw) < 0.05 * torch.rand((), generator=draw)
+        document, index = ends.cumsum(1) - ends.long(), torch.arange(ends.shape[1])
+        starts = torch.where(document.diff(dim=1, prepend=document[:, :1] - 1) != 0, index, 0).cummax(1).values
+        numbers.add(tuple(document[:, -1].tolist()))
+        return batch._replace(documents=document, positions=index - starts)
+
+    for step in range(steps):
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        if train:
+            losses.append(engine.train_step([*map(divided, batches.step(4 * step))], 1e-3, step).loss)
+        if step % 10 == 0 or not train:
+            losses.append(engine.evaluate(map(divided, batches.take(4 * step, 2))))
+    assert len(numbers) > steps // 2
+    return losses, graphs
+
+
+@pytest.mark.whole
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore:The .grad attribute")
+def test_nothing_is_compiled_again_whatever_the_documents_of_200_steps(monkeypatch):
+    monkeypatch.setattr(stack, "compile_layers", partial(compiled.compile_layers, backend="aot_eager"))
+    monkeypatch.setattr(loss, "Compilation", partial(compiled.Compilation, backend="aot_eager"))
+    _, engine, batches, _ = sharded.made([*WORDS, *DOCUMENTS, "engine.compile=true"])
+    _, graphs = documents(engine, batches, 200)
+    assert engine.model.compiled and graphs[-1] == graphs[2] > graphs[0]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", broken], ids=["compiled", "broken"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without", "ignore:The .grad attribute")
+def test_in_blocks_that_are_not_compiled_flex_attention_is_compiled_alone_once(backend, monkeypatch, caplog):
+    """Forward only: on CPUs PyTorch's FlexAttention has no backward pass."""
+    words = [*WORDS, *DOCUMENTS]
+    _, engine, batches, _ = sharded.made(words)
+    plain, _ = documents(engine, batches, 6, train=False)
+    monkeypatch.setattr(stack, "flexible", lambda config, able, device, masked: able and masked)  # as on a GPU
+    monkeypatch.setattr(stack, "Compilation", partial(compiled.Compilation, backend=backend))
+    _, engine, batches, _ = sharded.made(words)
+    found, graphs = documents(engine, batches, 6, train=False)
+    assert found == pytest.approx(plain, abs=1e-5)
+    if backend is broken:
+        assert caplog.text.count("torch.compile failed, so attention runs uncompiled") == 1
+    else:
+        assert graphs[-1] == graphs[1] > graphs[0]
+    _, engine, batches, _ = sharded.made([*words, "engine.compile=false"])
+    assert not engine.model.compiles_attention
 
 
 class Doubled(torch.nn.Module):

@@ -34,11 +34,12 @@ CONFIGS = {
     "1.3b": ["configs/gpt-1b3.yaml", "batch.micro_size=4"],
     "llama-1b": ["configs/llama-1b.yaml", "batch.micro_size=4"],
 }
+DEEPSPEED = ["engine.name=deepspeed"]
 ENGINES = {
     "native": [],
     "fsdp2, 2 GPUs": ["engine.name=fsdp2", "job.gpus=2"],
-    "deepspeed 1": ["engine.name=deepspeed", "engine.zero_stage=1"],
-    "deepspeed 3": ["engine.name=deepspeed", "engine.zero_stage=3"],
+    "deepspeed 1": [*DEEPSPEED, "engine.zero_stage=1"],
+    "deepspeed 3": [*DEEPSPEED, "engine.zero_stage=3"],
     "fairscale": ["engine.name=fairscale", "engine.compile=false"],
 }
 OPTIONS = {
@@ -47,10 +48,24 @@ OPTIONS = {
     "recompute selective": ["engine.recompute=selective"],
     "offload": ["engine.offload_activations=true"],
     "fp16": ["engine.precision=fp16", "scaler.window=10"],
+    "documents": ["data.reset_attention_mask=true", "data.reset_position_ids=true"],
     "uncompiled": ["engine.compile=false"],
 }
+WINDOWS = [
+    *("model.pattern=[window,full]", "model.window=1024", "model.norm_order=post"),
+    *("model.qk_norm=true", "model.qk_norm_span=projection"),
+]
+"""As in OLMo 3."""
 CASES = {f"{config}, {engine}": [*CONFIGS[config], *words] for config in CONFIGS for engine, words in ENGINES.items()}
 CASES |= {f"124m, native, {option}": [*CONFIGS["124m"], *words] for option, words in OPTIONS.items()}
+CASES |= {
+    "124m, deepspeed 2, offload": [*CONFIGS["124m"], *DEEPSPEED, "engine.zero_stage=2", "engine.offload=optimizer"],
+    "345m, native": ["configs/gpt2-345m.yaml", "data.split=969,30,1"],
+    "llama-1b, native, muon": [*CONFIGS["llama-1b"], "optim.name=muon"],
+    "llama-1b, native, windows": [*CONFIGS["llama-1b"], *WINDOWS],
+    "llama-7b, fsdp2, 8 GPUs": ["configs/llama-7b.yaml", "batch.micro_size=2", "job.gpus=8"],
+    "13b, deepspeed 1, 8 GPUs": ["configs/gpt-13b-3d.yaml", "batch.micro_size=4", "job.gpus=8", "parallel.pipeline=1"],
+}
 
 
 @dataclass(frozen=True)
@@ -89,7 +104,11 @@ def measure(words: list[str], layers: int, steps: int) -> dict[str, Any]:
 
     def batch(rows: int) -> Batch:
         ids = torch.zeros(rows, context + 1, dtype=torch.int64).to(device)
-        return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), None, None, None)
+        documents = positions = None
+        if run.data.reset_attention_mask:  # two in each sample
+            number, half = torch.arange(context).expand(rows, -1), context // 2
+            documents, positions = ((number // half).to(device), (number % half).to(device))
+        return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), None, positions, documents)
 
     full, part = batch(size), batch(max(1, size - 1))
     traffic = Traffic()

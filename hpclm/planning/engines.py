@@ -44,6 +44,8 @@ class EngineCosts:
     """Bytes of communication buffers."""
     element: int = 2
     """Bytes of an activation."""
+    compiled: bool = False
+    """Whether blocks are compiled."""
     staged: bool = False
     """Whether a pipeline stage keeps its outputs, and has a buffer for what it receives of each micro-batch of a step."""
     loss_chunk: int | None = None
@@ -53,6 +55,8 @@ class EngineCosts:
     """Bytes per logit: the logit, log-probabilities and gradient."""
     table: int = 2
     """Bytes per element of the embedding that the loss needs besides weights and gradients."""
+    table_at_once: int = 0
+    """The same where all logits of a micro-batch exist at once."""
     zero: int = 0
     """ZeRO stage."""
     reduced: int = 4
@@ -85,9 +89,10 @@ def costs(
         newton_schulz=NewtonSchulz(optim.newton_schulz_steps, type_of, optim.split) if optim.name == "muon" else None,
         gathered=BytesPerParameter(cast),
         element=element,
+        compiled=bool(engine.compile),
         loss_chunk=engine.loss_chunk,
-        # compiled, the loss makes the gradient of the logits in one pass; otherwise log-probabilities in fp32 too
-        logit=2 * element if engine.compile else 8 + cast * (parallel.tensor == 1),
+        # compiled, the loss makes the gradient of logits that are whole in one pass; otherwise log-probabilities in fp32 too
+        logit=2 * element + 4 * (parallel.tensor > 1) if engine.compile else 8 + cast * (parallel.tensor == 1),
         table=cast if in_place else 8 - cast,
         zero=zero_stage(engine, parallel.pipeline),
         reduced=4 if engine.gradients != "compute" else element,
@@ -131,6 +136,7 @@ def _sharded(engine: EngineConfig, common: EngineCosts, pipeline: int) -> Engine
         gathered=BytesPerParameter(element) if kept else BytesPerParameter(0, element),
         working=reduced,
         table=8 - element,
+        table_at_once=element,
         reduced=reduced,
         sent=element,
         gathers=0 if kept else 2,
@@ -146,6 +152,8 @@ def _deepspeed(engine: EngineConfig, common: EngineCosts, pipeline: int) -> Engi
         return replace(_pipelining(engine, common, pipeline), staged=False, overlap=False)
     fp32 = engine.gradients == "fp32"  # accumulated in addition to those in the compute type
     whole, on_cpu = BytesPerParameter(element + 4 * fp32), engine.offload != "none"
+    # pipelines, and stage 1 in bf16 with gradients in fp32, have DeepSpeed's BF16_Optimizer, which all-reduces without buckets
+    simple = pipeline > 1 or (stage == 1 and fp32 and element == 2 and engine.precision != "fp16" and not on_cpu)
     weights = BytesPerParameter(0, element) if stage == 3 else BytesPerParameter(element)
     bucket = engine.bucket_mb * 2**20 if engine.bucket_mb else 5e8 * (4 if fp32 else element)
     return replace(
@@ -155,10 +163,11 @@ def _deepspeed(engine: EngineConfig, common: EngineCosts, pipeline: int) -> Engi
         optimizer=BytesPerParameter() if on_cpu else BytesPerParameter(0, 4 + common.optimizer.replicated),
         gathered=BytesPerParameter(0, element if stage == 3 else 0),
         kept=5e8,  # those needed again before 1e9 others are
-        buckets=bucket * (0 if pipeline > 1 else 1 if stage == 3 else 2),  # stages 1 and 2 fill one while they send one
+        buckets=bucket * (0 if simple else 1 if stage == 3 else 2),  # stages 1 and 2 fill one while they send one
         table=8 - element,
+        table_at_once=8 - element,
         reduced=4 if fp32 else element,
-        all_reduced=pipeline > 1,
+        all_reduced=simple,
         sent=element,
         gathers=2 if stage == 3 else 0,
     )

@@ -68,16 +68,23 @@ def of_stage(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stag
     several, block = rows < tokens, count.block(model) / layout.tensor
     # the loss has its inputs, which tensor-parallel ranks gather, and their gradient; of several chunks it sums gradients
     of_loss = stage.last * tokens * model.hidden * costs.element * (2 + (layout.tensor > 1) / layout.tensor)
-    logits = stage.last * rows * model.padded_vocab / layout.tensor * (costs.logit + costs.element * several)
+    entries = stage.last * rows * model.padded_vocab / layout.tensor
+    logits = entries * (costs.logit + costs.element * several)
+    if not several:  # the table's gradient is made from that of the logits
+        logits = max(logits, 2 * costs.element * entries + costs.table_at_once * stage.last * table)
     copied = copies(model, layout, costs, stage)
-    in_backward = (costs.gathered.sharded + costs.working) * block
-    in_backward += stage.last * table * costs.table / 2 * (model.tied or costs.working > 0)
+    in_backward = held + working(model, layout, costs)
+    # gradients of the block before are still being reduced, when its activations are free
+    freed = 0.0 if layout.recompute == "full" else block_activations(model, layout, costs)
+    prefetched = costs.gathered.sharded * block
+    prefetched += stage.last * table * costs.table / 2 * (model.tied or costs.working > 0)
     updating = costs.gathered.replicated * own + costs.buckets
     if given := costs.newton_schulz:
         updating += exchange(model, layout, given, costs.zero, stage).memory
     held, copied, scored = max(
         (held + of_loss, copied + stage.last * table * costs.table * several, logits),
-        (held + working(model, layout, costs), copied + in_backward, 0.0),
+        (in_backward, copied + prefetched, 0.0),
+        (in_backward - freed, copied + prefetched + costs.working * block, 0.0),
         (0.0, updating, 0.0),
         key=sum,
     )
@@ -134,8 +141,11 @@ def block_activations(model: ModelConfig, layout: Layout, costs: EngineCosts) ->
     changed = model.positions == "rope" or model.qk_norm
     again = queries + keys if changed else queries * (model.groups < model.heads)
     norms = 6 if model.norm_order == "sandwich" else 4  # with their outputs
-    # what the activation function reads and makes, and with gates both their factors; ReLU's output tells its gradient
-    saved = 4 if model.gated else 1 if model.activation == "relu" else 2
+    # compiled blocks keep what attention and MLP gather, and gather nothing again
+    norms += 2 * (layout.tensor - 1) * costs.compiled
+    # what the activation function reads and makes, and with gates both their factors, of which compiled blocks compute one again;
+    # ReLU's output tells its gradient
+    saved = 4 - costs.compiled if model.gated else 1 if model.activation == "relu" else 2
     elements = norms * c + (queries + 2 * keys) + again + queries + saved * model.ffn_width
     width = elements * costs.element + 2 * c * bool(model.dropout) + 4 * model.heads
     whole = 2 * keys * layout.tokens(model) * layout.context * costs.element * (layout.context > 1)  # keys and values

@@ -7,12 +7,14 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from hpclm import config
 from hpclm.config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig
 from hpclm.model import count, gpt
 from hpclm.model.loss import TokenLoss
 from hpclm.model.stack import Stack
+from hpclm.node.gpus import KINDS
 from hpclm.optim.optimizers import optimizer_of
-from hpclm.planning import engines, memory
+from hpclm.planning import engines, forecast, memory
 from hpclm.planning.layout import Layout, stages
 
 TOKENS, ROWS = 640, 256  # a sample is longer than those for which the CPU keeps attention's scores
@@ -127,3 +129,24 @@ def test_activations_are_right_to_a_twentieth(shape, way):
     else:  # autograd keeps here what the engine has as copies of the weights in the compute type
         expected += memory.casts(how, layout, replace(planned, casts=planned.gathered.replicated), stage)
     assert saved(training) == pytest.approx(expected, rel=0.05)
+
+
+WORKSPACES = 64
+"""MiB that cuBLAS has in PyTorch's allocator, which the planner counts with the process."""
+COMPILED = {
+    "llama-1b": (5927, ["batch.micro_size=4"]),
+    "llama-1b, fsdp2": (4299, ["batch.micro_size=4", "engine.name=fsdp2", "job.gpus=2"]),
+    "llama-1b, deepspeed 1": (7792, ["batch.micro_size=4", "engine.name=deepspeed"]),
+    "gpt2-124m, fsdp2": (3990, ["batch.micro_size=16", "engine.name=fsdp2", "job.gpus=2"]),
+    "llama-7b, sharded": (5985, ["batch.micro_size=2", "job.gpus=8"]),
+    "gpt-13b-3d, tensor": (5033, ["batch.micro_size=4", "job.gpus=8", "parallel.pipeline=1"]),
+}
+"""Peak MiB of two layers of a preset, compiled for an H200 (tools/kernel_table.py on tests/standin)."""
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_steps_take_the_memory_that_was_measured(name):
+    peak, words = COMPILED[name]
+    run = config.load(f"configs/{name.partition(',')[0]}.yaml", ["data.source=synthetic", "model.layers=2", *words])
+    planned = forecast.of(run, KINDS["H200"]).memory[0].tensors / 2**20
+    assert planned == pytest.approx(peak - WORKSPACES, rel=0.01)

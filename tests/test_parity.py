@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.parity import STYLES, TODAY, alone, errors, trained
+from tests.parity import STEPS, STYLES, TODAY, alone, errors, trained
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ PRECISION = ["fp32", "bf16"]
 
 
 UPDATES = 8
-"""Enough for errors in moments and updates to show; a gradient that is wrong shows in the first step."""
+"""Of the rows that always run: enough for errors in moments and updates to show; a gradient that is wrong shows in the first step."""
 MUON = ("native", "fsdp2", "pipelining")
 OFTEN_MUON = {"native1-dp2tp2-muon-fp32-llama", "pipelining0-dp2pp2-muon-fp32-gpt2", "fsdp23-dp4-2-muon-bf16-llama"}
 
@@ -182,8 +182,9 @@ def todays():
 
 
 @pytest.mark.parametrize("layout, words", [*cases(), *todays()])
-def test_every_layout_learns_what_one_process_learns(layout, words, record_property):
-    wanted, found = alone(*words, steps=UPDATES), trained(layout.size, *words, *layout.words, steps=UPDATES)
+def test_every_layout_learns_what_one_process_learns(layout, words, record_property, request):
+    steps = STEPS if request.node.get_closest_marker("whole") else UPDATES
+    wanted, found = alone(*words, steps=steps), trained(layout.size, *words, *layout.words, steps=steps)
     exact = "engine.precision=fp32" in words
     limit = 1e-3 if "optim.newton_schulz_type=bf16" in words else 1e-5
     near = dict(abs=limit) if exact else dict(abs=0.03)

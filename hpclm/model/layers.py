@@ -125,6 +125,7 @@ class XIELU(TensorParallelModule):
     """xIELU (Huang and Schlag 2024): quadratic above 0, exponential and linear below, with two weights a layer."""
 
     BETA, INITIAL = 0.5, 0.8  # slope at 0, and what both alphas begin with
+    EPS = -1e-6  # as transformers': not 0 at 0, which norms of rows that are 0 make large
 
     def __init__(self, tp: Axis):
         super().__init__(tp)
@@ -136,7 +137,7 @@ class XIELU(TensorParallelModule):
         """[...] -> [...]."""
         above = F.softplus(self.replicated(self.alpha_p).to(x.dtype))
         below = self.BETA + F.softplus(self.replicated(self.alpha_n).to(x.dtype))
-        low = (torch.expm1(x.clamp(max=0)) - x) * below + self.BETA * x
+        low = (torch.expm1(x.clamp(max=self.EPS)) - x) * below + self.BETA * x
         return torch.where(x > 0, above * x * x + self.BETA * x, low)
 
 

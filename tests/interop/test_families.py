@@ -122,6 +122,30 @@ def test_a_part_of_each_head_is_refused_where_transformers_turns_all_of_it(tmp_p
         main([str(tmp_path / "hf"), str(tmp_path / "run")])
 
 
+def test_a_first_token_whose_embedding_is_0_has_the_same_logits(tmp_path, transformers):
+    there = saved(transformers, "Apertus", tmp_path / "none")
+    there.get_input_embeddings().weight.data[made.TOKENS[0, 0]] = 0.0
+    there.save_pretrained(tmp_path / "hf")
+    main([str(tmp_path / "hf"), str(tmp_path / "run")])
+    made.close(made.logits(tmp_path / "run"), peer_logits(there))
+
+
+def test_scaled_positions_that_norms_after_the_rotation_undo_are_refused(tmp_path, transformers):
+    config = transformers.NanoChatConfig(**SIZES, rope_parameters=YARN)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hf")
+    with pytest.raises(ConfigError, match="rope_type=yarn, which scales q and k after their norms"):
+        main([str(tmp_path / "hf"), str(tmp_path / "run")])
+
+
+def test_a_hidden_size_that_heads_do_not_divide_goes_to_a_class_that_takes_it(tmp_path, transformers):
+    config = transformers.MistralConfig(**{**SIZES, "hidden_size": 40}, head_dim=8, sliding_window=None)
+    there = louder(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)).eval()
+    there.save_pretrained(tmp_path / "hf")
+    main([str(tmp_path / "hf"), str(tmp_path / "run")])
+    main([str(tmp_path / "run"), str(tmp_path / "back")])
+    made.close(peer_logits(peer(tmp_path / "back")), peer_logits(there))
+
+
 def test_one_description_says_which_layers_have_windows():
     config = ModelConfig(layers=6, positions="rope", pattern=["window", "window", "full"], window=7)
     assert [config.kind(i) for i in range(6)] == ["window", "window", "full"] * 2

@@ -38,6 +38,8 @@ LAYERNORM = dict(norm=("layernorm",), activation=("gelu", "gelu_tanh", "relu"), 
 ELSEWHERE = {"vocab_size", "vocab_multiple", "dropout", "attention_dropout", "init_std", "kernels", "attention", "tied"}
 ELSEWHERE |= {"kv_heads", "ffn", "head_dim", "hidden", "heads", "layers", "context"}
 """Settings that no class is chosen by, or that have checks of their own."""
+DIVIDED = {f"{name}ForCausalLM" for name in ("Llama", "Arcee", "Gemma2", "Gemma3")}
+"""Classes that refuse a hidden size that is no multiple of the number of heads, also where head_dim is set."""
 DEFAULTS = vars(ModelConfig())
 
 
@@ -131,6 +133,8 @@ class Family:
         ]
         if not self.width and config.attention_width != config.hidden:
             reasons.append(f"model.head_dim={config.head_dim}, where it has model.hidden / model.heads")
+        if self.architecture in DIVIDED and config.hidden % config.heads:
+            reasons.append(f"model.heads={config.heads}, where it has a divisor of model.hidden={config.hidden}")
         if not self.grouped and config.groups != config.heads:
             reasons.append(f"model.kv_heads={config.kv_heads}, where it has as many as model.heads={config.heads}")
         return [*reasons, *self.more(config)]

@@ -1,12 +1,13 @@
 """transformers' NanoChatForCausalLM: norms without weights, one of them right after the embedding, and capped logits."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from hpclm.config import ModelConfig
+from hpclm.errors import ConfigError
 from hpclm.interop.huggingface import llama, shape
 from hpclm.interop.huggingface.family import Json
 from hpclm.interop.rules import Rule, absent, of_modules, placements, reordered
@@ -26,9 +27,18 @@ def rules(config: ModelConfig) -> Iterable[Rule]:
             yield reordered(rule, swapped) if ".attention.qkv." in rule.ours else rule
 
 
+def scaled(rope_scaling: Mapping[str, str]) -> Iterator[str]:
+    """Scalings of rotary positions that also multiply q and k: NanoChat's norms come after the rotation, and undo that."""
+    if (kind := rope_scaling.get("rope_type")) in ("yarn", "longrope"):
+        yield f"rotary positions scaled by rope_type={kind}, which scales q and k after their norms here and before them there"
+
+
 def read(tree: Json) -> dict[str, Any]:
     """Settings that follow from several keys."""
-    return llama.read(tree, llama.ALL_ATTENTION) | dict(logit_cap=tree.get("final_logit_softcapping", 15.0))
+    settings = llama.read(tree, llama.ALL_ATTENTION)
+    if wrong := list(scaled(settings["rope_scaling"])):
+        raise ConfigError(wrong)
+    return settings | dict(logit_cap=tree.get("final_logit_softcapping", 15.0))
 
 
 NANOCHAT = replace(
@@ -48,6 +58,6 @@ NANOCHAT = replace(
     covers=(*llama.LLAMA.covers, "logit_cap"),
     activations=llama.SQUARED,
     read=f"{shape.ROPE} {shape.LAYERS} attention_bias final_logit_softcapping",
-    more=llama.of(llama.ALL_ATTENTION),
+    more=lambda config: [*shape.bias_obstacles(config, llama.ALL_ATTENTION), *scaled(config.rope_scaling)],
     width=False,
 )

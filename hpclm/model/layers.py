@@ -137,7 +137,9 @@ class XIELU(TensorParallelModule):
         """[...] -> [...]."""
         above = F.softplus(self.replicated(self.alpha_p).to(x.dtype))
         below = self.BETA + F.softplus(self.replicated(self.alpha_n).to(x.dtype))
-        low = (torch.expm1(x.clamp(max=self.EPS)) - x) * below + self.BETA * x
+        grown = torch.expm1(x.clamp(max=0))
+        grown = grown + (torch.expm1(x.clamp(max=self.EPS)) - grown).detach()  # without its jump in slope
+        low = (grown - x) * below + self.BETA * x
         return torch.where(x > 0, above * x * x + self.BETA * x, low)
 
 

@@ -1,11 +1,15 @@
 """The faults that tools/mutations.py puts into the code fit the code as it is; whether tests notice them, only the tool can say."""
 
 import ast
+import sys
 
 import pytest
 import yaml
 
 from tests.runs import ROOT
+
+sys.path.insert(0, str(ROOT / "tools"))
+import mutations
 
 FAULTS = yaml.safe_load((ROOT / "tools/mutations.yaml").read_text())
 
@@ -18,9 +22,6 @@ def test_a_fault_changes_one_place_and_leaves_python(fault):
     assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(code))
 
 
-def test_the_table_is_of_these_faults_and_each_in_it_was_caught():
+def test_the_page_lists_faults_by_their_names():
     names = [fault["fault"] for fault in FAULTS]
-    rows = (ROOT / "docs/mutations.md").read_text().partition("|---|---|\n")[2].splitlines()
-    tried, caught = zip(*(row.strip("| ").split(" | ") for row in rows))
-    assert [name for name in names if name in tried] == list(tried) and len(set(names)) == len(names)
-    assert all(test.startswith("`") for test in caught)
+    assert len({*names}) == len(names) and mutations.listed() and {*mutations.listed()} <= {*names}

@@ -1,8 +1,8 @@
 """Put one fault at a time into a copy of the training core, and check that a test fails: python tools/mutations.py [NAME ...]
 
-Each fault is one that training would survive without a word: a lost reduction, a wrong factor or count, a seed that repeats, state of a
-neighbour. The result is a table: each fault, and the first test that caught it. --table writes it to docs/mutations.md, where faults
-that were not tried keep their row. Exit code 1 if one was not caught.
+Each fault is one that training would survive without an error: a lost reduction, a wrong factor or count, a seed that repeats, state of a
+neighbour. Prints each fault and the first test that caught it. --table lists what was caught in docs/mutations.md, beside the faults
+listed there that were not tried. Exit code 1 if one was not caught.
 """
 
 import argparse
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 COPIED = ("hpclm", "tests", "tools", "configs", "slurm", "docs", "setup.cfg", "setup.py", "pyproject.toml", "README.md")
 LAST = re.compile(r"^FAILED (?:tests/)?(\S+)", re.MULTILINE)
 PAGE = ROOT / "docs" / "mutations.md"
-HEAD = "| fault | caught by `tests/…` |\n|---|---|\n"
+HEAD = "| part | faults |\n|---|---|\n"
 
 
 @dataclass(frozen=True)
@@ -66,24 +66,28 @@ def known() -> list[Fault]:
     return [Fault(**row) for row in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())]
 
 
-def row(fault: Fault, caught: bool, by: str) -> str:
-    """A line of the table."""
-    return f"| {fault.fault} | {f'`{by}`' if caught else f'**not caught**: {by}'} |"
+def listed() -> list[str]:
+    """The faults that the page lists."""
+    rows = PAGE.read_text().partition(HEAD)[2].splitlines()
+    return [
+        f"{part}: {fault}" for part, faults in (row[2:-2].split(" | ") for row in rows) for fault in faults.split("; ")
+    ]
 
 
-def write(rows: dict[str, str]) -> None:
-    """Put ``rows``, by the names of their faults, into the page, in the order of the faults."""
-    top, _, table = PAGE.read_text().partition(HEAD)
-    before = {line.split(" | ")[0].removeprefix("| "): line for line in table.splitlines()}
-    rows = {**before, **rows}
-    PAGE.write_text(top + HEAD + "".join(f"{rows[each.fault]}\n" for each in known() if each.fault in rows))
+def write(names: set[str]) -> None:
+    """Let the page list the faults of these names, by the part of the code that they are in."""
+    parts: dict[str, list[str]] = {}
+    for part, _, what in (each.fault.partition(": ") for each in known() if each.fault in names):
+        parts.setdefault(part, []).append(what)
+    top = PAGE.read_text().partition(HEAD)[0]
+    PAGE.write_text(top + HEAD + "".join(f"| {part} | {'; '.join(faults)} |\n" for part, faults in parts.items()))
 
 
 def main() -> None:
     """Try all faults, or some."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="only the faults with one of these words in their names")
-    parser.add_argument("--table", action="store_true", help="write the results to docs/mutations.md")
+    parser.add_argument("--table", action="store_true", help="list the faults that were caught in docs/mutations.md")
     given = parser.parse_args()
     missed = 0
     with tempfile.TemporaryDirectory() as temporary:
@@ -95,15 +99,14 @@ def main() -> None:
         beside = ROOT.parent / "shared"  # where tests find reference files
         if beside.exists():
             (Path(temporary) / "shared").symlink_to(beside)
-        print(HEAD, end="", flush=True)
         for fault in known():
             if given.names and not any(name in fault.fault for name in given.names):
                 continue
             caught, by = tried(fault, folder)
             missed += not caught
-            print(line := row(fault, caught, by), flush=True)
+            print(f"{fault.fault}: {'caught by' if caught else 'NOT CAUGHT:'} {by}", flush=True)
             if given.table:
-                write({fault.fault: line})
+                write({*listed(), fault.fault} if caught else {*listed()} - {fault.fault})
     sys.exit(missed > 0)
 
 

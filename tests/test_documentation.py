@@ -112,6 +112,14 @@ def test_a_chinese_page_has_the_commands_of_the_english_one(page):
     assert english and english == [without_text(line) for line in commands(page)]
 
 
+@pytest.mark.parametrize("page", CHINESE, ids=lambda page: page.name)
+def test_chinese_lines_break_after_punctuation_only(page):
+    """A browser shows the break as a space, which is wrong within a phrase."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    lines = re.findall(r"^([^|\n]+)\n(?=[^\s|#-])", text, re.M)
+    assert [line for line in lines if line[-1] not in "。；：，、！？）…*"] == []
+
+
 def without_text(line):
     """A command without the prompt for a model, which is in the language of the page."""
     return re.sub(r'--prompt "[^"]*"', "--prompt", line)

@@ -32,50 +32,48 @@ class DataConfig(Checked):
     """Training, validation and test data."""
 
     source: str = "indexed"
-    """indexed: a Megatron .bin/.idx dataset; synthetic: a language that needs no files; or package.module:name."""
+    """indexed: Megatron's .bin/.idx; synthetic: no files; or package.module:name."""
     prefix: str | None = None
-    """Path of the dataset without .bin or .idx; for source=indexed."""
+    """Path of the dataset without .bin or .idx."""
     blend: list[str] = field(default_factory=list)
-    """Several datasets: alternating weights and paths, [0.3, a, 0.7, b], or only paths, each read completely."""
+    """Several datasets: weights and paths, [0.3, a, 0.7, b], or paths only, each read completely."""
     split: str = "969,30,1"
-    """Proportions of the documents of data.prefix or data.blend for training, validation and test."""
+    """Proportions of documents for training, validation and test, of data.prefix or data.blend."""
     train: list[str] = field(default_factory=list)
-    """Training datasets, listed as in data.blend and used completely, instead of splitting."""
+    """Training datasets, as in data.blend but not split."""
     valid: list[str] = field(default_factory=list)
     """Validation datasets, with data.train."""
     test: list[str] = field(default_factory=list)
     """Test datasets, with data.train."""
     validation: list[str] = field(default_factory=list)
-    """Further validation datasets by name, [law=/data/law, code=/data/code], evaluated separately. A repeated name adds to
+    """Further validation datasets by name, evaluated separately: [law=/data/law, code=/data/code]. A repeated name adds to
     its set."""
     order: Literal["mcore", "bigscience", "dse", "packed"] = "mcore"
-    """Sample order of: Megatron-core, BigScience's Megatron-DeepSpeed, or Megatron-LM v1.1.5; packed: as many whole documents
-    in each sample as fit."""
+    """Sample order of Megatron-core, BigScience, or Megatron-LM v1.1.5 (dse); packed: whole documents, as many as fit."""
     break_mode: Literal["none", "complete", "complete_doc", "eos"] | None = None
-    """fairseq's --sample-break-mode: samples are blocks of lines, padded if shorter; null: Megatron's samples."""
+    """fairseq's --sample-break-mode: padded blocks of lines; null: Megatron's samples."""
     keep_partial: bool = False
-    """In validation and test, use the tokens that remain at the end as one more sample, padded and masked."""
+    """Keep the remaining tokens of validation and test as one more sample, padded and masked."""
     short_part: Literal["refuse", "repeat"] = "refuse"
-    """A dataset or split with fewer tokens than one sample: refuse it, or repeat it to fill each sample, as Megatron
-    does."""
+    """A part with fewer tokens than one sample: refuse it, or repeat it, as Megatron does."""
     loss_mask: Literal["auto", "require", "ignore"] = "auto"
-    """The dataset PREFIX_loss, which says for each token whether it counts in the loss; auto: used if there is one."""
+    """Dataset PREFIX_loss, which marks the tokens that count in the loss; auto: if there is one."""
     index_cache: str | None = None
-    """Folder for index files of the sample order; null: PREFIX.index beside each large dataset."""
+    """Folder for indices of the sample order; null: PREFIX.index beside each large dataset."""
     workers: int = 1
-    """Threads that prefetch samples of the next steps; 0: none."""
+    """Threads that prefetch samples; 0: none."""
     tokenizer: str | None = None
     """bytes, fairseq, gpt2, json, sentencepiece, whitespace, wordpiece, wordpiece_lower, or package.module:Name; null: the
-    dataset's own."""
+    dataset's."""
     tokenizer_files: list[str] = field(default_factory=list)
-    """The tokenizer's files: vocab.json and merges.txt (gpt2), tokenizer.json (json), .model (sentencepiece), vocab.json
-    (whitespace), vocab.txt (wordpiece), dict.txt and optionally .model (fairseq)."""
+    """vocab.json and merges.txt (gpt2), tokenizer.json (json), .model (sentencepiece), vocab.json (whitespace), vocab.txt
+    (wordpiece), dict.txt and optionally .model (fairseq)."""
     eod: str | None = None
-    """Text of the end-of-document token of data.tokenizer; null: the default of its kind."""
+    """End-of-document token of data.tokenizer; null: its kind's default."""
     eod_mask_loss: bool = False
-    """Mask the loss of the token that follows an end-of-document token."""
+    """Mask the loss of the token after an end of document."""
     reset_position_ids: bool = False
-    """Restart positions at each document instead of at each sample."""
+    """Restart positions at each document."""
     reset_attention_mask: bool = False
     """Attend only within a document."""
 

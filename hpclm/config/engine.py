@@ -17,23 +17,22 @@ ENGINES = {name: supports.path for name, supports in SUPPORTS.items()}
 
 @dataclass(frozen=True)
 class ParallelConfig(Checked):
-    """How the model is split over processes; the remaining processes are data-parallel replicas."""
+    """How the model is split over processes; the rest is data parallelism."""
 
     tensor: int = 1
-    """Tensor-parallel size (Megatron's, with sequence parallelism between layers); best within a node."""
+    """Tensor-parallel size, with sequence parallelism; best within a node."""
     context: int = 1
-    """Context-parallel size, for long sequences: each is divided over this many processes, which gather keys and values."""
+    """Context-parallel size: processes that share a sequence."""
     pipeline: int = 1
-    """Pipeline stages, each on its own processes."""
+    """Pipeline stages."""
     shard: int | None = None
-    """Hybrid sharding: weights or optimizer state are sharded over groups of this many consecutive data-parallel ranks,
-    usually a node's. null: over all."""
+    """Hybrid sharding over groups of this many data-parallel ranks, usually a node's; null: over all."""
     partition: Literal["parameters", "blocks", "time"] = "parameters"
-    """How to balance pipeline stages: by parameters, blocks, or the measured time of each layer."""
+    """Balance stages by parameters, blocks, or measured time."""
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = "1f1b"
     """Pipeline schedule."""
     chunks: int = 1
-    """Stages per process with schedule=interleaved or zero_bubble: a smaller bubble, but more communication."""
+    """Stages per process, with schedule=interleaved or zero_bubble."""
 
     def problems(self) -> Iterator[str]:
         """Invalid parallel settings."""
@@ -73,46 +72,44 @@ class ParallelConfig(Checked):
 
 @dataclass(frozen=True)
 class EngineConfig(Checked):
-    """The engine that runs training steps, and how it computes."""
+    """What runs training steps, and how it computes."""
 
     name: str = "native"
-    """native (plain PyTorch), deepspeed, fairscale, fsdp2 (PyTorch's fully_shard), pipelining (PyTorch's pipelines), or
+    """native (plain PyTorch), deepspeed, fairscale, fsdp2 (fully_shard), pipelining (PyTorch's pipelines), or
     package.module:Name."""
     zero_stage: int | None = None
-    """What is sharded over the replicas: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights; null: 0 for native
-    (which can also do 1), 1 for deepspeed, 3 for fairscale and fsdp2."""
+    """Sharded over replicas: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too; null: 0 for native (0 or 1), 1
+    for deepspeed, 3 for fairscale and fsdp2."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
-    """What is kept in CPU memory (or offload_folder) instead of GPU memory: optimizer state, or also the weights."""
+    """Keep optimizer state, or weights too, in CPU memory or offload_folder."""
     offload_folder: str | None = None
-    """Folder on an NVMe disk of each node, used for offloading instead of CPU memory."""
+    """Folder on an NVMe disk of each node, to offload to."""
     bucket_mb: float | None = None
-    """Size of gradient buckets in megabytes; null: the library's default, or for native 25, more on GPUs of several
-    nodes."""
+    """Size of gradient buckets in MB; null: the library's; native: 25, more on GPUs of several nodes."""
     gradients: Literal["auto", "fp32", "compute"] = "auto"
-    """Type in which gradients are reduced and, by deepspeed, accumulated: fp32, or compute, the type of the activations.
-    auto: fp32 with native, pipelining and fsdp2; compute with deepspeed and fairscale."""
+    """Type for reducing gradients, and accumulating them in deepspeed; compute: that of activations. auto: compute with
+    deepspeed and fairscale, otherwise fp32."""
     defer_reduction: bool = False
-    """fsdp2: reduce gradients once a step instead of after every micro-batch; each process then holds the whole model's
-    gradients."""
+    """fsdp2: reduce gradients once a step, not after every micro-batch; each process then holds all of them."""
     extra: dict[str, str] = field(default_factory=dict)
-    """More keys of DeepSpeed's JSON, dotted: engine.extra.zero_optimization.sub_group_size=1e8."""
+    """Keys of DeepSpeed's JSON: engine.extra.zero_optimization.sub_group_size=1e8."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Type of activations and matrix products; weights and optimizer stay fp32. auto: bf16 on GPUs that support it, else fp32."""
+    """Type of activations and matrix products; weights and optimizer stay fp32. auto: bf16 on GPUs that support it,
+    otherwise fp32."""
     deterministic: bool = False
-    """Use only GPU kernels that give the same bits each time, so that a resumed run equals one that never stopped;
-    slower."""
+    """Only GPU kernels that give the same bits each time, so that resumed runs are bit-identical; slower."""
     compile: bool | None = None
-    """Use torch.compile for the blocks and the loss; null: on GPUs with native and fsdp2, where a compiler is installed."""
+    """Compile blocks and loss (torch.compile); null: on GPUs, with native and fsdp2."""
     recompute: Literal["none", "full", "selective"] = "none"
-    """Activation checkpointing: nothing, whole blocks (full), or only the attention core (selective)."""
+    """Activation checkpointing: whole blocks (full), or the attention core (selective)."""
     recompute_every: int = 1
-    """With recompute=full, number of consecutive blocks recomputed together."""
+    """With recompute=full, blocks recomputed together."""
     offload_activations: bool = False
-    """Keep activations in CPU memory until the backward pass; slower, and only for GPUs."""
+    """Keep activations in CPU memory until the backward pass; only for GPUs."""
     loss_chunk: int | None = None
-    """Tokens whose logits are computed at a time; null: 512 on a CPU, 4096 on a GPU, more on one with 60 GiB or more."""
+    """Tokens whose logits are computed at a time; null: 512 on CPUs, 4096 on GPUs, more from 60 GiB."""
 
     def problems(self) -> Iterator[str]:
         """Invalid engine settings."""

@@ -62,65 +62,63 @@ RESERVED = re.compile(
 
 @dataclass(frozen=True)
 class JobConfig(Checked):
-    """What `hpclm submit` requests from the scheduler. A site file (docs/launch.md) describes a cluster once for all runs."""
+    """What `hpclm submit` requests. A site file (docs/launch.md) describes a cluster for all runs."""
 
     cluster: str = "auto"
-    """Where the processes run: in a Slurm job, on this machine (local), on the machines of job.hostfile (mpirun), or by a scheduler
-    of your own, package.module:Name. auto: mpirun if job.hostfile is set, slurm if sbatch is installed, otherwise local."""
+    """slurm, local (this machine), mpirun (machines of job.hostfile), or your own scheduler, package.module:Name. auto:
+    mpirun with job.hostfile, slurm with sbatch, otherwise local."""
     nodes: int = 1
-    """Number of nodes."""
+    """Nodes."""
     gpus: int = 1
-    """GPUs per node; one process runs on each. Without GPUs: processes per node."""
+    """GPUs per node, one process each; without GPUs: processes per node."""
     time: str | None = None
-    """Time limit in Slurm's syntax: minutes, HH:MM:SS or D-HH:MM:SS; null: the partition's limit."""
+    """Time limit: minutes, HH:MM:SS or D-HH:MM:SS; null: the partition's."""
     partition: str | None = None
     """Partition (queue)."""
     exclude: str | None = None
-    """Nodes to exclude; with a hostfile also slots, as in job.nodelist."""
+    """Nodes to exclude; with a hostfile also slots."""
     nodelist: str | None = None
     """Nodes to use; with a hostfile in DeepSpeed's syntax: node1@node2:4,5 is all of node1 and two slots of node2."""
     mem: str | None = None
-    """Memory per node in Slurm's syntax, such as 64G; 0: all of it. null: in proportion to the requested GPUs (from sinfo),
-    or the cluster's default."""
+    """Memory per node, such as 64G; 0: all. null: in proportion to GPUs (from sinfo), or the cluster's default."""
     cpus_per_task: int | None = None
-    """CPU cores per process; null: the node's cores per GPU (from sinfo), or the cluster's default."""
+    """Cores per process; null: the node's per GPU (from sinfo), or the cluster's default."""
     options: dict[str, str] = field(default_factory=dict)
-    """Other options of sbatch by their long names: {account: me, qos: high, mail-type: END}; a flag has an empty value."""
+    """Other options of sbatch by long names: {account: me, qos: high, mail-type: END}; flags have an empty value."""
     warn_seconds: int = 120
-    """Seconds before the time limit at which Slurm sends USR2, so that the run can save; 0: no warning."""
+    """Seconds before the time limit at which Slurm sends USR2, to save; 0: never."""
     requeue: bool = True
     """Let Slurm requeue the job after preemption or a node failure."""
     restarts: int = 0
-    """How often failed ranks are restarted in the same allocation; for template=torchrun and local runs. 0: the job ends,
-    and is requeued if job.requeue is set."""
+    """Restarts of failed ranks in the same allocation (template=torchrun, local runs); 0: the job ends, and is requeued if
+    job.requeue is set."""
     template: str = "srun"
-    """Job script: srun, mpirun, torchrun or container (in slurm/), or the path of your own. With job.container, srun means
-    container."""
+    """Job script: srun, mpirun, torchrun, container, or a path of your own. With job.container, srun means container."""
     modules: list[str] = field(default_factory=list)
     """Environment modules to load."""
     venv: str | None = None
-    """Python virtual environment to activate; null: that of hpclm submit."""
+    """Virtual environment to activate; null: that of hpclm submit."""
     conda: str | None = None
     """conda environment to activate, by name or path."""
     setup: list[str] = field(default_factory=list)
-    """Shell commands for the job script, run verbatim before the processes start."""
+    """Shell commands of the job script, run verbatim before the processes start."""
     notify: list[str] = field(default_factory=list)
-    """Who is told that the run has failed, finished or restarted: mailto:you@example.org,
+    """Who is told that the run failed, finished or restarted: mailto:you@example.org,
     mailto:you@example.org?smtp=HOST:PORT, a webhook (https://..., whose address is a password), or $NAME of an environment
     variable that holds one (docs/sinks.md)."""
     snapshot: bool = False
-    """Copy the code to the run directory, and use the copy in every attempt. false: each attempt uses the current code,
-    with a warning if it has changed."""
+    """Copy the code to the run directory and use that in every attempt; false: the current code, with a warning if it has
+    changed."""
     env: dict[str, str] = field(default_factory=dict)
-    """Environment variables for all processes. Secrets are refused here: export them before you submit."""
+    """Environment variables of all processes. Secrets are refused: export them before you submit."""
     container: str | None = None
-    """Container image to run in: a .sif file or an image name; null: no container."""
+    """Image to run in: a .sif file or an image name."""
     runtime: Literal["apptainer", "pyxis", "docker"] = "apptainer"
     """Container runtime."""
     mounts: list[str] = field(default_factory=list)
     """Folders to mount in the container: /data, or /outside:/inside."""
     hostfile: str | None = None
-    """File with the machines for mpirun, in DeepSpeed's syntax: a line "host slots=8" for each."""
+    """Machines for mpirun, in DeepSpeed's syntax: a line "host slots=8" for each."""
 
     def problems(self) -> Iterator[str]:
         """Invalid job settings."""
@@ -226,26 +224,25 @@ def _variable(name: str, value: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class ClusterConfig(Checked):
-    """Start-up, timeouts and checks of the processes of a run."""
+    """Start-up, timeouts and checks of the processes."""
 
     start_seconds: int = 300
-    """Seconds within which all processes must connect; an error names the missing ones."""
+    """Seconds for all processes to connect; missing ones are named."""
     timeout_minutes: float = 10.0
-    """Timeout of collective operations in minutes; the run ends if it expires."""
+    """Timeout of collective operations, which ends the run."""
     hang_minutes: float = 5.0
-    """Minutes without progress on any process after which the run is considered hung: stacks are written, the log names the
-    rank that blocks the others, and the run ends. Six times as long for start-up, the first step, evaluations and saves. 0:
-    no hang detection."""
+    """Minutes without progress after which a hung run ends, with all stacks and the rank that blocks the others; six times
+    as long for start-up, first step, evaluations and saves. 0: off."""
     interface: str | None = None
-    """Network interface between nodes; null: the one that reaches the first node (gloo), NCCL's own choice.
-    NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME override it."""
+    """Network interface between nodes; null: the one that reaches the first node (gloo), NCCL's choice. NCCL_SOCKET_IFNAME
+    and GLOO_SOCKET_IFNAME override it."""
     preflight: bool = True
-    """Check hosts, devices, versions, disk and network before a run of several processes starts."""
+    """Check nodes, devices, versions, disk and network before a run of several processes."""
     prove: bool | None = None
-    """Compare the step with a plain one in fp32, on two blocks of the model's width, before the run starts; what is wrong is
-    replaced by a slower way that is right. Remembered for the same devices, versions, code and settings. null: on GPUs."""
+    """Before the run, compare two steps of two blocks with plain ones in fp32, and replace what is wrong by a slower way
+    that is right; remembered for the same devices, versions, code and settings. null: on GPUs."""
     verify_every: int = 500
-    """Look for silent corruption after every so many steps, and before every save; 0: never."""
+    """Steps between checks for silent corruption, besides one before every save; 0: never."""
 
     def problems(self) -> Iterator[str]:
         """Invalid cluster settings."""

@@ -17,12 +17,12 @@ MOST_LAYERS, WIDEST, LONGEST = 10_000, 1 << 24, 1 << 31
 
 @dataclass(frozen=True)
 class ModelConfig(Checked):
-    """Shape of the network. The defaults are GPT-2's 124M."""
+    """The network; defaults: GPT-2's 124M."""
 
     vocab_size: int = 50257
-    """Size of the tokenizer's vocabulary, without padding."""
+    """Vocabulary of the tokenizer, without padding."""
     vocab_multiple: int = 128
-    """Pad the embedding to a multiple of this, for speed; padding entries never get probability."""
+    """Pad the embedding to a multiple of this; padding entries never get probability."""
     layers: int = 12
     """Transformer blocks."""
     hidden: int = 768
@@ -32,86 +32,85 @@ class ModelConfig(Checked):
     head_dim: int | None = None
     """Size of a head; null: hidden / heads."""
     kv_heads: int | None = None
-    """Key and value heads for grouped-query attention; null: as many as heads."""
+    """Key/value heads (grouped-query attention); null: as heads."""
     ffn: int | None = None
-    """Inner size of the MLP; null: 4 x hidden, or for gated activations 8/3 x hidden, rounded up to a multiple of 256."""
+    """Inner size of the MLP; null: 4 x hidden; gated: 8/3 x hidden, rounded up to a multiple of 256."""
     context: int = 1024
-    """Tokens in a sample, and the longest sequence that learned positions cover."""
+    """Tokens of a sample."""
     positions: Literal["learned", "sinusoidal", "rope", "alibi", "none"] = "learned"
-    """Position embeddings. sinusoidal is fairseq's table (sines, then cosines, from position 2)."""
+    """Position embeddings; sinusoidal is fairseq's table."""
     rope_base: float = 10000.0
-    """Base of the rotary frequencies; only for positions=rope."""
+    """Base of rotary frequencies."""
     rope_fraction: float = 1.0
-    """Part of each head that is rotated, from its first feature on (GPT-NeoX's rotary_pct)."""
+    """Part of each head that is rotated (GPT-NeoX's rotary_pct)."""
     rope_scaling: dict[str, str] = field(default_factory=dict)
-    """Scaling of the rotary frequencies for longer contexts, as rope_parameters of config.json in transformers: rope_type
-    (linear, dynamic, yarn, llama3 or longrope), factor, original_max_position_embeddings, and so on."""
+    """rope_parameters of transformers: rope_type (linear, dynamic, yarn, llama3, longrope), factor,
+    original_max_position_embeddings, ..."""
     pattern: list[str] = field(default_factory=lambda: ["full"])
-    """Attention of the first layers, repeated for all: full, window (the last model.window tokens only), nope (full, without
-    positions), window_nope. [window, window, window, full] is OLMo 3's."""
+    """Attention of the layers, repeated: full, window (the last model.window tokens), nope (no positions), window_nope.
+    OLMo 3: [window, window, window, full]."""
     window: int | None = None
-    """Tokens that a layer of kind window attends to, itself included (Mistral's sliding window)."""
+    """Tokens that a window layer attends to, itself included."""
     window_rope_base: float | None = None
-    """Base of the rotary frequencies in layers with a window; null: rope_base."""
+    """rope_base of window layers; null: the same."""
     window_rope_scaled: bool = True
-    """Whether rope_scaling applies to layers with a window, too."""
+    """Whether rope_scaling applies to window layers."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Kind of normalisation."""
+    """Normalisation."""
     norm_order: Literal["pre", "post", "sandwich"] = "pre"
-    """Where sublayers are normalised, besides after the last block: pre, their inputs; post, their outputs before they are
-    added to the residual (OLMo 2); sandwich, both (Gemma 2)."""
+    """pre: normalise inputs of sublayers; post: outputs, before the residual (OLMo 2); sandwich: both (Gemma 2)."""
     norm_eps: float = 1e-5
-    """Added to the variance inside the norm."""
+    """Epsilon of the norms."""
     activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "xielu", "swiglu", "geglu", "geglu_tanh"] = "gelu_tanh"
-    """MLP non-linearity. gelu is the exact (erf) form; gelu_tanh the approximation that GPT-2 used; *glu are gated; relu2 is
-    squared (So et al. 2021); xielu has two weights a layer (Huang and Schlag 2024)."""
+    """Activation of the MLP: gelu is exact (erf), gelu_tanh GPT-2's, relu2 squared ReLU (So et al. 2021), xielu has two
+    weights (Huang and Schlag 2024), *glu are gated."""
     bias: bool = True
-    """Biases in the linear layers and in LayerNorm."""
+    """Biases of linear layers and LayerNorm."""
     qkv_bias: bool | None = None
-    """Biases of the projections of queries, keys and values; null: as bias."""
+    """Biases of queries, keys and values; null: as bias."""
     out_bias: bool | None = None
-    """Bias of attention's output projection; null: as bias."""
+    """Bias of attention's output; null: as bias."""
     mlp_bias: bool | None = None
-    """Biases in the MLP; null: as bias."""
+    """Biases of the MLP; null: as bias."""
     tied: bool = True
-    """Tie the output projection to the token embedding."""
+    """Tie output projection and token embedding."""
     embed_norm: bool = False
-    """A norm right after the embedding (BLOOM's --embed-layernorm)."""
+    """Norm after the embedding (BLOOM)."""
     embed_scale: bool = False
-    """Multiply token embeddings by sqrt(hidden), as fairseq does."""
+    """Multiply token embeddings by sqrt(hidden) (fairseq)."""
     qk_norm: bool = False
-    """Normalise queries and keys before the scores."""
+    """Normalise queries and keys."""
     qk_norm_span: Literal["head", "projection"] = "head"
-    """What qk_norm normalises: each head (Qwen 3), or all heads together (OLMo 2), before positions."""
+    """Normalise each head (Qwen 3), or all heads together (OLMo 2)."""
     score_scale: float | None = None
-    """Factor of the scores; null: 1 / sqrt(size of a head)."""
+    """Factor of attention scores; null: 1 / sqrt(head size)."""
     score_cap: float | None = None
-    """Scores become cap x tanh(score / cap) (Gemma 2); null: no cap."""
+    """Scores become cap x tanh(score / cap) (Gemma 2)."""
     attention_sinks: bool = False
-    """A learned logit for each head that takes part in the softmax of the scores and adds nothing to the output (gpt-oss)."""
+    """A learned logit per head in the softmax of the scores (gpt-oss)."""
     embed_multiplier: float = 1.0
-    """Factor of the token embeddings (Granite's embedding_multiplier)."""
+    """Factor of token embeddings (Granite)."""
     residual_multiplier: float = 1.0
-    """Factor of each sublayer's output before it is added to the residual (Granite's residual_multiplier)."""
+    """Factor of each sublayer's output (Granite)."""
     logit_multiplier: float = 1.0
     """Factor of the logits (1 / Granite's logits_scaling)."""
     logit_cap: float | None = None
-    """Logits become cap x tanh(logit / cap) (Gemma 2); null: no cap."""
+    """Logits become cap x tanh(logit / cap) (Gemma 2)."""
     logits_fp32: bool = False
-    """Compute the logits in fp32, whatever engine.precision is."""
+    """Compute logits in fp32."""
     dropout: float = 0.0
-    """Probability of zeroing an embedding or a sublayer's output in training."""
+    """Dropout of embeddings and sublayers."""
     attention_dropout: float = 0.0
-    """Probability of zeroing an attention weight in training."""
+    """Dropout of attention weights."""
     init_std: float = 0.02
-    """Standard deviation of initial weights; output projections of attention and MLP use it / sqrt(2 x layers)."""
+    """Standard deviation of initial weights; / sqrt(2 x layers) for output projections of attention and MLP."""
     block: str = "gpt"
-    """Transformer block: gpt, or your own module as package.module:Name."""
+    """gpt, or your own module, package.module:Name."""
     kernels: Literal["torch", "apex"] = "torch"
-    """Norms on GPUs: PyTorch's operations, or NVIDIA apex's fused ones if apex is installed."""
+    """Norms on GPUs: PyTorch's, or NVIDIA apex's if installed."""
     attention: Literal["auto", "cudnn", "flash", "flex", "math"] = "auto"
-    """Attention's kernel on GPUs: cuDNN's, FlashAttention, FlexAttention, or plain matrix products (math, also on CPUs). auto:
-    the fastest for the GPU and the shape, and FlexAttention for documents and ALiBi."""
+    """Attention kernel on GPUs: cuDNN, FlashAttention, FlexAttention, or plain matrix products (math). auto: the fastest
+    for GPU and shape."""
 
     def problems(self) -> Iterator[str]:
         """Invalid model settings."""

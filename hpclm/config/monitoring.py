@@ -23,7 +23,7 @@ class EvaluateConfig(Checked):
     every: int = 1000
     """Steps between evaluations; 0: never. The last step is always evaluated."""
     batches: int = 10
-    """Global batches per evaluation, always the same ones."""
+    """Global batches per evaluation, always the same."""
 
     def problems(self) -> Iterator[str]:
         """Invalid evaluation settings."""
@@ -36,15 +36,15 @@ class LogConfig(Checked):
     """Logging while training."""
 
     every: int = 10
-    """Steps between log lines; metrics.jsonl gets every step."""
+    """Steps between log lines; metrics.jsonl has every step."""
     tensorboard: bool = True
     """Write TensorBoard files."""
     sinks: list[str] = field(default_factory=list)
-    """Experiment trackers that also get the metrics: wandb, mlflow, trackio, or package.module:Name (docs/sinks.md)."""
+    """Also send metrics to wandb, mlflow, trackio, or package.module:Name (docs/sinks.md)."""
     project: str = "hpclm"
-    """Project of the run in Weights & Biases and Trackio, experiment in MLflow."""
+    """Project in Weights & Biases and Trackio, experiment in MLflow."""
     timers: bool = False
-    """Measure forward pass, backward pass and update of every step (Megatron's --log-timers-to-tensorboard)."""
+    """Time forward pass, backward pass and update (Megatron's --log-timers-to-tensorboard)."""
 
     def problems(self) -> Iterator[str]:
         """Invalid log settings."""
@@ -66,8 +66,8 @@ class ProfileConfig(Checked):
     """Where the time of a step goes, by torch.profiler."""
 
     steps: tuple[int, int] | None = None
-    """[first, last]: record these steps, as profile/rank-00000.json (for Perfetto) and a table of the ten most expensive
-    operations; null: off. Rank 0 records."""
+    """[first, last]: rank 0 records these steps, as profile/rank-00000.json (for Perfetto) and a table of the ten most
+    expensive operations."""
 
     def problems(self) -> Iterator[str]:
         """What cannot work in the profile settings."""

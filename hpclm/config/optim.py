@@ -18,81 +18,77 @@ SCHEDULES = {name: f"hpclm.optim.schedules:{name}" for name in _NAMES.split()}
 
 @dataclass(frozen=True)
 class OptimConfig(Checked):
-    """The optimizer and its learning-rate schedule."""
+    """Optimizer and learning-rate schedule."""
 
     name: Literal["adamw", "apex_adam", "cpu_adam", "muon"] = "adamw"
-    """AdamW: PyTorch's fused one, NVIDIA apex's FusedAdam (apex_adam), or DeepSpeed's for offloaded optimizers (cpu_adam).
-    muon: Muon (Jordan et al. 2024) for the matrices of the blocks, AdamW for all other weights."""
+    """AdamW: PyTorch's, NVIDIA apex's (apex_adam), or DeepSpeed's for offloading (cpu_adam). muon: Muon for the blocks'
+    matrices, AdamW for all other weights."""
     lr: float = 6e-4
     """Peak learning rate."""
     min_lr: float = 6e-5
-    """Minimum learning rate, at the end of the schedule."""
+    """Learning rate at the end of the schedule."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Adam's betas."""
     eps: float = 1e-8
-    """Added to Adam's denominator."""
+    """Adam's epsilon."""
     weight_decay: float = 0.1
     """Decoupled weight decay."""
     decayed: Literal["matrices", "non_embedding", "all"] = "matrices"
-    """What decays: matrices (Megatron: no biases, no norms), matrices without token and position embeddings (OLMo 2's
-    non_embedding), or all (fairseq)."""
+    """matrices (Megatron), matrices except embeddings (OLMo 2's non_embedding), or all (fairseq)."""
     groups: list[dict[str, Any]] = field(default_factory=list)
-    """Learning rate and decay of some weights: a list of {match: REGEX, lr: FACTOR, weight_decay: VALUE}. REGEX is searched
-    for in the names of the weights in checkpoints; lr multiplies the schedule's; later entries win."""
+    """Learning rate and decay of some weights: [{match: REGEX, lr: FACTOR, weight_decay: VALUE}]. REGEX is searched in
+    names of weights; later entries win."""
     z_loss: float = 0.0
-    """Adds this times the square of the logarithm of the softmax's normaliser to each token's loss (Chowdhery et al. 2022
-    use 1e-4). It is logged as z_loss, and not part of the logged loss."""
+    """Factor of the z-loss, log(Z)^2 of the softmax's normaliser Z (PaLM: 1e-4); logged separately."""
     momentum: float = 0.95
     """Muon's momentum."""
     nesterov: bool = True
     """Nesterov momentum in Muon."""
     newton_schulz_steps: int = 5
-    """Newton-Schulz iterations that orthogonalise Muon's updates."""
+    """Muon's Newton-Schulz iterations."""
     newton_schulz_type: Literal["bf16", "fp32"] = "bf16"
-    """Type in which they compute; whole matrices are sent in it too."""
+    """Type of these iterations and of the matrices sent."""
     adjust: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """Scale of Muon's updates, for a matrix of A x B: 0.2 sqrt(max(A, B)), so that AdamW's learning rate and decay suit it
-    too (Liu et al. 2025), or sqrt(max(1, A / B)) (Jordan et al. 2024)."""
+    """Scale of Muon's updates of A x B matrices: 0.2 sqrt(max(A, B)), which suits AdamW's learning rate (Liu et al. 2025),
+    or sqrt(max(1, A / B)) (Jordan et al. 2024)."""
     split: bool = True
-    """Muon takes queries, keys and values, and gate and up of a gated MLP, as separate matrices (Jordan et al. 2024);
-    false: each weight as it is stored."""
+    """Muon separates queries, keys, values, gate and up projections; false: as stored."""
     qk_clip: float | None = None
-    """After an update, scale queries and keys whose largest attention score in the step exceeded this, so that it would be this
-    (QK-clip of Kimi K2, which uses 100; heads that share a key are scaled together, as in Megatron-core). Any optimizer."""
+    """Scale down queries and keys of heads whose largest attention score in a step exceeds this (QK-clip; Kimi K2: 100)."""
     clip: float = 1.0
-    """Maximum global gradient norm; 0: no clipping."""
+    """Maximum global gradient norm; 0: none."""
     schedule: str = "cosine"
     """constant, linear, cosine, inverse_sqrt, wsd (Megatron-core's); megatron1_linear, megatron1_cosine,
     megatron1_exponential (v1.1.5's); fairseq_polynomial, fairseq_cosine, fairseq_inverse_sqrt; or package.module:name,
     a function (position, length, optim) -> learning rate after the warm-up."""
     unit: Literal["steps", "samples"] = "steps"
-    """What warmup, schedule_length, period and wsd_decay count."""
+    """Unit of warmup, schedule_length, period and wsd_decay."""
     warmup: float = 0
-    """Units over which the learning rate rises linearly to lr. It must be shorter than the budget given with it."""
+    """Length of the linear warm-up; shorter than the budget given with it."""
     warmup_fraction: float | None = None
-    """Warm-up as a fraction of the schedule's length (Megatron's --warmup); instead of warmup."""
+    """Instead of warmup: a fraction of the schedule's length (Megatron's --warmup)."""
     warmup_start: float | None = None
-    """Learning rate of the first step of the warm-up (Megatron: 0); null: one increment above 0."""
+    """Learning rate of the first step (Megatron: 0); null: one increment above 0."""
     schedule_length: int | None = None
-    """Units until the schedule reaches its end; null: the whole budget."""
+    """Length of the schedule; null: the whole budget."""
     power: float = 1.0
     """Exponent of fairseq_polynomial."""
     period: int | None = None
-    """Units of one fairseq_cosine period; null: from the warm-up to the end of the schedule."""
+    """Length of a fairseq_cosine period; null: from the warm-up to the end."""
     restarts: bool = False
-    """fairseq_cosine starts a new period after each, with a tenth of its learning rates; otherwise it stays at min_lr."""
+    """fairseq_cosine restarts after each period, with a tenth of the learning rates; false: stays at min_lr."""
     wsd_decay: int | None = None
-    """Units of the final decay of wsd; null: a tenth of the schedule's length."""
+    """Length of wsd's final decay; null: a tenth of the schedule."""
     wsd_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
-    """Shape of the final decay of wsd."""
+    """Shape of wsd's final decay."""
     guard: Literal["none", "skip_step", "clip_update"] = "none"
-    """Against outliers among the last 128 steps. skip_step (OLMo 2): skip an update whose loss or gradient norm exceeds their
-    mean by 6 standard deviations. clip_update (Marin): limit the norm of an update to the mean and 3 deviations."""
+    """skip_step (OLMo 2): skip updates whose loss or gradient norm exceeds the mean of the last 128 steps by 6 standard
+    deviations. clip_update (Marin): limit the norm of an update to the mean and 3 deviations."""
     nonfinite_limit: int = 20
-    """A step with a NaN or infinite loss or gradient is skipped; the run stops (exit 93) after this many of them in a row."""
+    """Steps with a NaN or infinite loss or gradient are skipped; after this many in a row the run ends (93)."""
     spike: float = 0.5
-    """A step is a loss spike if its loss exceeds the median of the last 100 steps by more than this many nats and 10
-    deviations. Checkpoints saved in a spike do not replace healthy ones. 0: no spike detection."""
+    """A loss spike exceeds the median of the last 100 steps by more than this many nats and 10 deviations; checkpoints in a
+    spike do not replace healthy ones. 0: off."""
 
     def problems(self) -> Iterator[str]:
         """Invalid optimizer settings."""
@@ -187,18 +183,18 @@ def _unusable(entry: dict[str, Any]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class ScalerConfig(Checked):
-    """Loss scale for fp16: it doubles after a quiet window and halves on an overflow."""
+    """Loss scale for fp16: doubles after a quiet window, halves on overflow."""
 
     initial: float = 65536.0
     """First loss scale."""
     window: int = 1000
-    """Steps without an overflow until the scale doubles."""
+    """Steps without overflow until it doubles."""
     hysteresis: int = 2
-    """Overflows that are tolerated before the scale halves; at least 1."""
+    """Overflows before it halves."""
     consecutive: bool = False
-    """Only overflows in a row use up the hysteresis."""
+    """Count only overflows in a row."""
     minimum: float = 1.0
-    """Lowest loss scale. Steps that overflow even there count towards optim.nonfinite_limit."""
+    """Lowest loss scale; overflows there count towards optim.nonfinite_limit."""
 
     def problems(self) -> Iterator[str]:
         """Invalid loss-scale settings."""

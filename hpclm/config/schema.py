@@ -31,16 +31,16 @@ class BatchConfig(Checked):
     """Batch sizes."""
 
     global_size: int = 32
-    """Samples in one optimizer step."""
+    """Samples per optimizer step."""
     micro_size: int = 4
-    """Samples in one forward and backward pass on each replica; gradients are accumulated over micro-batches. auto: the
-    fastest size that the planner expects to fit; chosen at the first start, and written to config.yaml."""
+    """Samples per forward and backward pass of a replica. auto: the fastest that fits, by the planner; chosen at the first
+    start and written to config.yaml."""
     rampup: tuple[int, int, int] | None = None
-    """[start, increment, samples]: begin with start samples per step and reach global_size after that many samples
-    (Megatron's --rampup-batch-size)."""
+    """[start, increment, samples]: grow the batch from start to global_size over so many samples (Megatron's
+    --rampup-batch-size)."""
     loss_norm: Literal["token", "microbatch"] = "token"
-    """Average the loss over all tokens of the step, or the means of the micro-batches; they differ only where
-    some tokens do not count, as with data.eod_mask_loss or data.order=packed."""
+    """Mean of the loss over all tokens of the step, or over micro-batch means; they differ only if some tokens do not
+    count."""
 
     def problems(self) -> Iterator[str]:
         """Invalid batch sizes."""
@@ -63,18 +63,18 @@ class BatchConfig(Checked):
 
 @dataclass(frozen=True)
 class BudgetConfig(Checked):
-    """How long to train: until the first of these limits is reached."""
+    """How long to train: until the first limit."""
 
     steps: int | None = None
     """Optimizer steps."""
     samples: int | None = None
     """Samples; an incomplete last batch is dropped."""
     tokens: int | None = None
-    """Tokens, counted as samples x model.context."""
+    """Tokens: samples x model.context."""
     epochs: float | None = None
-    """Passes over the training data; with a weighted data.blend, an epoch ends when the first dataset is exhausted."""
+    """Passes over the training data; with a weighted data.blend until the first dataset is exhausted."""
     hours: float | None = None
-    """Hours spent in training steps over all attempts; start-up, evaluations and saves are not counted."""
+    """Hours of training steps over all attempts, without start-up, evaluations and saves."""
 
     def problems(self) -> Iterator[str]:
         """Invalid budgets."""
@@ -90,34 +90,33 @@ class CheckpointConfig(Checked):
     """Saving and resuming."""
 
     enabled: bool = True
-    """false: save nothing, not even at the end, for benchmarks."""
+    """false: save nothing, for benchmarks."""
     every: int = 1000
     """Steps between saves; 0: only on exit. The last step is always saved."""
     minutes: float | None = None
-    """Also save after this many minutes since the last save."""
+    """Also save when the last save is this many minutes ago."""
     epochs: float | None = None
-    """Also save after this many epochs; 1 is fairseq's --save-interval 1."""
+    """Also save after this many epochs (fairseq's --save-interval)."""
     background: bool = True
-    """Write while training continues; needs CPU memory for a copy of the state."""
+    """Write while training continues, from a copy in CPU memory."""
     file_mb: float = 16.0
-    """Ranks that hold the same weights each write an even part of at least this many MB; 0: all of them write."""
+    """Ranks that hold the same weights each write at least this many MB; 0: all write."""
     keep_last: int = 3
-    """Newest healthy regular checkpoints to keep, at least 2. The newest two of all are kept too, and one saved on a signal
-    or stop until the next regular one."""
+    """Keep this many newest healthy regular checkpoints (at least 2), the newest two of all, and the last one saved on a
+    signal or stop until the next regular one."""
     keep_every: int = 0
-    """Also keep checkpoints of steps that are a multiple of this; 0: none."""
+    """Also keep steps that are a multiple of this; 0: none."""
     keep_best: int = 0
-    """Also keep this many checkpoints with the lowest validation loss, among steps that are evaluated and saved."""
+    """Also keep this many with the lowest validation loss."""
     keep_epochs: int = 0
-    """Also keep this many checkpoints of checkpoint.epochs (fairseq's --keep-last-epochs)."""
+    """Also keep this many of checkpoint.epochs (fairseq's --keep-last-epochs)."""
     resume: Literal["auto", "require", "never"] = "auto"
     """auto: from the newest good checkpoint, if any; require: exit with 66 without one; never: refuse a run directory that
     has any."""
     init_from: str | None = None
-    """Run directory or checkpoint whose weights a new run starts from. Optimizer, step and data start from scratch."""
+    """Run directory or checkpoint from which a new run takes its weights, and nothing else."""
     grace_seconds: float = 30.0
-    """Seconds from TERM to KILL (the partition's GraceTime, or Slurm's KillWait). A save that would take longer is not
-    started."""
+    """Seconds from TERM to KILL (GraceTime of the partition, or Slurm's KillWait); longer saves are not started."""
 
     def problems(self) -> Iterator[str]:
         """Invalid checkpoint settings."""
@@ -143,18 +142,18 @@ class RunConfig(Checked):
     name: str = "run"
     """Name of the run."""
     out: str = "runs/${name}"
-    """Run directory, for all files of the run."""
+    """Run directory."""
     seed: int = 1234
-    """Seed of the initial weights, dropout and the sample order."""
+    """Seed of initial weights, dropout and sample order."""
     stop_at: int | None = None
-    """Save and exit after this step, without changing budget or schedule."""
+    """Save and exit after this step; budget and schedule stay."""
     exit_interval: int | None = None
-    """Save and exit after each step that is a multiple of this."""
+    """Save and exit at every multiple of this step."""
     exit_minutes: float | None = None
     """Save and exit after this many minutes of an attempt."""
     kill_switch: str | None = None
-    """Save and exit when this file exists (Megatron's --kill-switch-path). It must belong to you or root, and is not
-    removed. For a single run use hpclm stop RUN."""
+    """Save and exit when this file exists (Megatron's --kill-switch-path). It must belong to you or root, and stays. For
+    one run use hpclm stop RUN."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)

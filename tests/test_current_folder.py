@@ -20,7 +20,6 @@ MODULES = (
     "numpy",
     "submitit",
     "omegaconf",
-    "numba",
     "psutil",
     "my_sink",
     *STANDARD,

@@ -8,8 +8,6 @@ Ratios are medians over the rounds. Preprocessing counts the processor's time wi
 repeated, documents shuffled, until it is --megabytes long.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random
@@ -22,10 +20,7 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:  # loaded where they are used, so that --help answers at once
-    import numpy as np
+from typing import Any
 
 CONTEXT = 2048
 # Largest memory of this process in MB; its ru_maxrss would count the process that started it, from before it was another.
@@ -207,14 +202,14 @@ def index(documents: int, rounds: int) -> None:
     for _ in range(rounds):
         ids = np.arange(documents, dtype=np.int32)
         shuffled.append(timed(np.random.RandomState(1).shuffle, ids))
-        walk.append(timed(walked, sizes, ids, CONTEXT, total))
+        walk.append(timed(walked, sizes, ids, CONTEXT))
         del ids
         built.append(timed(build_index, sizes, range(documents), Order(CONTEXT, 1)))
         times.append(built[-1] / (shuffled[-1] + walk[-1]))
     print(f"\nsample order of {documents:,} documents, {total:,} samples (seconds)")
     for name, values in {
         "RandomState shuffle of the documents": shuffled,
-        "sample starts, compiled loop": walk,
+        "sample starts, Megatron-core's C++": walk,
         "hpclm, everything": built,
     }.items():
         print(f"  {name:<38} {statistics.median(values):8.2f}")
@@ -229,26 +224,13 @@ def index(documents: int, rounds: int) -> None:
 
 
 def walker() -> Callable[..., Any]:
-    """The peers' way to the sample starts, one document after the other, compiled."""
-    import numpy as np
-    from numba import njit
+    """Megatron-core's way to the sample starts: one document after the other, in C++."""
+    from megatron.core.datasets.helpers_cpp import build_sample_idx_int32
 
-    def walk(sizes: np.ndarray, documents: np.ndarray, context: int, total: int) -> np.ndarray:
-        starts = np.empty((total + 1, 2), np.int32)
-        place = offset = 0
-        for i in range(total + 1):
-            starts[i, 0], starts[i, 1] = place, offset
-            left = context
-            while place < len(documents) and sizes[documents[place]] - offset <= left:
-                left -= sizes[documents[place]] - offset
-                place += 1
-                offset = 0
-            offset += left
-        return starts
+    def walk(sizes: Any, documents: Any, context: int) -> Any:
+        return build_sample_idx_int32(sizes, documents, context, 1, int(sizes.sum()), True, 1)
 
-    compiled: Callable[..., Any] = njit(walk)
-    compiled(np.ones(9, np.int32), np.arange(9, dtype=np.int32), 2, 3)
-    return compiled
+    return walk
 
 
 def reading(folder: Path, rounds: int, tokens: int) -> Figures:

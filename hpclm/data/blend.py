@@ -5,6 +5,7 @@ Source: NVIDIA/Megatron-LM megatron/core/datasets/blended_megatron_dataset_build
 bigscience-workshop/Megatron-DeepSpeed megatron/data/blendable_dataset.py.
 """
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hpclm.data.order import compiled
 from hpclm.errors import ConfigError
 
+log = logging.getLogger(__name__)
 MOST = 2**15 - 1  # datasets; their indices are int16
-BLOCK = 1 << 20  # samples counted at a time
+BLOCK = 1 << 20  # numbers held at a time
+SECONDS = 1e-6  # a sample takes, whatever the number of datasets
+MANY = 5_000_000  # samples: from here it is worth a line
 SURPLUS = 1.005  # the other projects request half a percent more than needed from each dataset
 
 
@@ -59,24 +62,23 @@ def counts(blend_index: BlendIndex, datasets: int) -> list[int]:
 
 
 def _blended(weights: NDArray[np.float64], limits: NDArray[np.int64], total: int) -> BlendIndex:
+    """``limits`` [K]: samples that each dataset has."""
     if len(weights) > MOST:
         raise ConfigError(f"a blend of {len(weights)} datasets is too large: at most {MOST}; merge some of them")
+    if total > MANY:
+        log.info("blending %s samples takes about %.0f s, once", f"{total:,}", total * SECONDS)
     blend_index = BlendIndex(np.empty(total, np.int16), np.empty(total, np.int64))
-    compiled(_take_turns, total * len(weights))(weights, limits, blend_index.which, blend_index.index)
+    counts, left = np.where(limits > 0, 0.0, np.inf), limits.tolist()  # inf: no sample is left
+    rows = max(1, BLOCK // len(weights))
+    for first in range(0, total, rows):
+        which, index = [], []
+        due = np.maximum(np.arange(first, min(first + rows, total), dtype=np.float64), 1.0)
+        for wanted in np.multiply.outer(due, weights):
+            chosen = int((wanted - counts).argmax())
+            number = int(counts[chosen])
+            which.append(chosen)
+            index.append(number)
+            counts[chosen] = number + 1 if number + 1 < left[chosen] else np.inf
+        blend_index.which[first : first + rows] = which
+        blend_index.index[first : first + rows] = index
     return blend_index
-
-
-def _take_turns(
-    weights: NDArray[np.float64], limits: NDArray[np.int64], which: NDArray[np.int16], index: NDArray[np.int64]
-) -> None:
-    counts = np.zeros(len(weights), np.int64)
-    for i in range(len(which)):
-        due = max(float(i), 1.0)
-        chosen, furthest = 0, -np.inf
-        for k in range(len(weights)):
-            behind = weights[k] * due - counts[k]
-            if behind > furthest and counts[k] < limits[k]:
-                chosen, furthest = k, behind
-        which[i] = chosen
-        index[i] = counts[chosen]
-        counts[chosen] += 1

@@ -9,10 +9,8 @@ fairseq's samples are ``blocks`` of at most S tokens instead, divided according 
 facebookresearch/fairseq fairseq/data/token_block_dataset.py and token_block_utils_fast.pyx.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +18,6 @@ from numpy.typing import NDArray
 LAST_EPOCH_APART = {"mcore": 0.80, "bigscience": 0.95, "dse": 0.0}
 """The last epoch is shuffled separately if less than this fraction of it is requested."""
 BLOCK = 1 << 16  # documents processed at a time, to stay in the processor's cache
-WORTHWHILE = 1_000_000  # iterations of the innermost loop; fewer finish before the compiler has started
 SEPARATOR = 1  # tokens of a line that ends a document: only </s>
 
 
@@ -158,16 +155,6 @@ def _starts(sizes: NDArray[np.int32], documents: NDArray[np.integer], total: int
     return rows
 
 
-def compiled(loop: Callable[..., Any], turns: int) -> Callable[..., Any]:
-    """``loop``, or for many iterations its numba translation, which gives bit-identical results."""
-    if turns < WORTHWHILE:
-        return loop
-    from numba import njit
-
-    translated: Callable[..., Any] = njit(loop)
-    return translated
-
-
 @dataclass(frozen=True, eq=False)
 class Blocks:
     """Blocks of the concatenated lines: tokens bounds[i, 0] to bounds[i, 1], [M, 2]; fresh [M]: starts with a line."""
@@ -190,33 +177,33 @@ def blocks(sizes: NDArray[np.int32], longest: int, mode: str) -> Blocks:
     elif mode == "eos":
         bounds = np.stack((ends - sizes, ends), 1)[sizes > 0]
     else:
-        bounds = np.empty((len(sizes), 2), np.int64)
-        count = compiled(_pack, len(sizes))(sizes, longest, mode == "complete_doc", bounds)
-        bounds = bounds[:count].copy()
+        bounds = _whole_lines(sizes[sizes > 0], longest, mode == "complete_doc")
     begins = np.concatenate(([0], ends[:-1]))
     near = np.minimum(np.searchsorted(begins, bounds[:, 0]), max(len(begins) - 1, 0))
     return Blocks(bounds, begins[near] == bounds[:, 0])
 
 
-def _pack(sizes: NDArray[np.int32], longest: int, by_document: bool, bounds: NDArray[np.int64]) -> int:
-    """Fill ``bounds`` with blocks of whole lines; returns their number."""
-    count = 0
-    start = end = 0
-    for i in range(len(sizes)):
-        size = sizes[i]
-        separator = by_document and size == SEPARATOR
-        if separator or (end > start and end - start + size > longest):
-            if end - start > (1 if by_document else 0):
-                bounds[count, 0], bounds[count, 1] = start, end
-                count += 1
-            start = end
-        end += size
-        if separator:
-            start = end
-    if end - start > (1 if by_document else 0):
-        bounds[count, 0], bounds[count, 1] = start, end
-        count += 1
-    return count
+def _whole_lines(sizes: NDArray[np.int32], longest: int, by_document: bool) -> NDArray[np.int64]:
+    """The bounds of blocks of whole lines, none of which is empty.
+
+    Where a block that starts with a line ends is known for all lines at once; only the steps from block to block are a loop.
+    """
+    ends, following = np.cumsum(sizes, dtype=np.int64), np.arange(1, len(sizes) + 1)
+    after = np.maximum(np.searchsorted(ends, ends - sizes + longest, "right"), following)  # the next block's first line
+    if by_document:
+        alone = sizes == SEPARATOR
+        stops = np.append(np.flatnonzero(alone), len(sizes))
+        after = np.where(alone, following, np.minimum(after, stops[np.searchsorted(stops, following)]))
+    firsts, line = [np.empty(0, np.int64)], 0
+    for begin in range(0, len(sizes), BLOCK):
+        jumps, found = after[begin : begin + BLOCK].tolist(), []
+        while line < begin + len(jumps):
+            found.append(line)
+            line = jumps[line - begin]
+        firsts.append(np.array(found, np.int64))
+    first = np.concatenate(firsts)
+    bounds = np.stack((ends[first] - sizes[first], ends[after[first] - 1]), 1)
+    return bounds[bounds[:, 1] - bounds[:, 0] > 1] if by_document else bounds
 
 
 def shuffled(count: int, requested: int, seed: int) -> NDArray[np.int64]:

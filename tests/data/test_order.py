@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hpclm.data import order as orders
 from hpclm.data.blend import exhaustive, shares, weighted
 from hpclm.data.indexed import IndexedDataset
-from hpclm.data.order import WORTHWHILE, Order, blocks, build_index, compiled, samples_in, shuffled
+from hpclm.data.order import Order, blocks, build_index, samples_in, shuffled
 from hpclm.data.samples import BlendedSamples, BlockSamples, PackedSamples
 from hpclm.data.sources import PADDING
 
@@ -177,12 +177,23 @@ def test_an_exhaustive_blend_contains_every_sample_once(sizes):
     ]
 
 
-def test_compiled_loops_give_the_same_results():
-    weights = np.random.default_rng(1).random(7).tolist()
-    long = weighted(weights, WORTHWHILE // 7 + 1)
-    short = weighted(weights, 10_000)
-    assert np.array_equal(long.which[:10_000], short.which) and np.array_equal(long.index[:10_000], short.index)
-    assert compiled(max, 10) is max
+@given(
+    weights=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=9),
+    limits=st.lists(st.integers(0, 60), min_size=9, max_size=9),
+)
+def test_a_blend_is_megatrons_loop(weights, limits):
+    """Whose errors are those of floating point, too."""
+    sizes = [limits[0] + 1, *limits[1 : len(weights)]]
+    for turns, parts, most in (
+        (weighted(weights, 200), [weight / sum(weights) for weight in weights], [200] * len(weights)),
+        (exhaustive(sizes), [size / sum(sizes) for size in sizes], sizes),
+    ):
+        taken = [0] * len(parts)
+        for i, (which, index) in enumerate(zip(turns.which, turns.index, strict=True)):
+            behind = [parts[k] * max(float(i), 1.0) - taken[k] for k in range(len(parts)) if taken[k] < most[k]]
+            left = [k for k in range(len(parts)) if taken[k] < most[k]]
+            assert which == left[behind.index(max(behind))] and index == taken[which]
+            taken[which] += 1
 
 
 # --- fairseq's blocks
@@ -205,11 +216,22 @@ def test_blocks_and_their_samples_are_fairseqs(mode):
     assert made.hexdigest() == facts["sha256_source_target"]
 
 
-def test_blocks_of_large_sets_are_packed_by_compiled_code_in_the_same_way():
-    sizes = np.random.default_rng(2).integers(0, 30, WORTHWHILE + 5).astype(np.int32)
-    for mode in ("complete", "complete_doc"):
-        whole, start = blocks(sizes, 64, mode), blocks(sizes[:5000], 64, mode)
-        assert np.array_equal(whole.bounds[: len(start.bounds) - 1], start.bounds[:-1])
+@pytest.mark.parametrize("separator", [None, 1])
+@given(sizes=st.lists(st.integers(0, 12), max_size=60), longest=st.integers(1, 30))
+def test_blocks_of_whole_lines_are_filled_line_by_line(separator, sizes, longest):
+    """A separator ends a document; it and what is left of one token are in no block."""
+    wanted, start, end = [], 0, 0
+    for size in [*sizes, None]:
+        if size in (None, separator) or (end > start and end - start + size > longest):
+            if end - start > (0 if separator is None else 1):
+                wanted.append([start, end])
+            start = end
+        end += size or 0
+        start = end if size == separator else start
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(orders, "BLOCK", 7)
+        found = blocks(np.array(sizes, np.int32), longest, "complete" if separator is None else "complete_doc")
+    assert found.bounds.tolist() == wanted
 
 
 def test_every_epoch_of_blocks_has_a_different_order():

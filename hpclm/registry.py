@@ -48,7 +48,7 @@ def lookup(kind: str, name: str, table: Mapping[str, str], check: Check) -> Any:
     standard = _standard(getattr(named, "__module__", None))
     lacks = "is part of Python's standard library" if standard else check(named)
     if lacks:
-        raise ConfigError(f"{kind} {name!r} {lacks}; ARCHITECTURE.md says what a {kind} of your own must be")
+        raise ConfigError(f"{kind} {name!r} {lacks}; `hpclm docs architecture` says what a {kind} of your own must be")
     return named
 
 

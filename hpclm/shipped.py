@@ -1,14 +1,32 @@
-"""The presets (configs/) and job templates (slurm/): at the top of a clone, and inside the package in an installed wheel."""
+"""What a clone has beside the package and a wheel inside it: presets (configs/), job templates and site files (slurm/), pages (docs/)."""
 
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent
+MORE_PAGES = ("ARCHITECTURE", "CHANGELOG")
+"""Pages outside docs/."""
 
 
 def folder(name: str) -> Path:
-    """Where ``name``, configs or slurm, is; the folder may be missing, as in a snapshot of the code."""
+    """Where ``name``, configs, slurm or docs, is; the folder may be missing, as in a snapshot of the code."""
     inside = PACKAGE / name
-    return inside if inside.is_dir() else PACKAGE.parent / name
+    return inside if inside.exists() else PACKAGE.parent / name
+
+
+def presets() -> dict[str, Path]:
+    """The settings files that come along, by name: gpt2-124m, recipes/bigscience."""
+    return _named("configs", ".yaml")
+
+
+def pages() -> dict[str, Path]:
+    """The pages of the documentation, by name: data, recipes/bigscience, architecture."""
+    return _named("docs", ".md") | {name.lower(): folder(f"{name}.md") for name in MORE_PAGES}
+
+
+def _named(name: str, suffix: str) -> dict[str, Path]:
+    top = folder(name)
+    paths = sorted(top.rglob(f"*{suffix}"), key=lambda path: (len(path.parts), path))
+    return {path.relative_to(top).with_suffix("").as_posix(): path for path in paths}
 
 
 def installed() -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hpclm import cli, config
+from hpclm import cli, config, shipped
 from hpclm.config.compose import is_override
 from tests.runs import ROOT
 
@@ -67,7 +67,7 @@ def test_a_command_in_the_documentation_is_understood(page, line, words, monkeyp
         with pytest.raises(Understood):
             cli.main(words)
     settings = [word for word in words if is_override(word)]
-    presets = [path for path in (ROOT / "configs").glob("*.yaml") if {path.stem, f"configs/{path.name}"} & {*words[1:]}]
+    presets = [word for word in words[1:] if word.removeprefix("configs/").removesuffix(".yaml") in shipped.presets()]
     if words[0] in ("train", "submit", "resume", "planner", "config") and (settings or presets):
         config.load(presets[0] if presets else None, settings)
 

@@ -130,19 +130,13 @@ def test_every_engine_measures_the_parts_of_a_step(engine):
         assert seconds.keys() == {f"{name}_seconds" for name in names} and min(seconds.values()) > 0
 
 
-BIGSCIENCE = """model.layers=2 model.hidden=8 model.heads=2 model.context=16 model.embed_norm=true
-batch.micro_size=1 batch.global_size=16 batch.rampup=[2,2,100] budget.steps=null budget.samples=300
-optim.betas=[0.9,0.95] optim.eps=1e-8 optim.lr=1e-4 optim.min_lr=1e-6 optim.unit=samples optim.warmup=5
-optim.schedule=cosine optim.schedule_length=120 optim.clip=1.0 optim.weight_decay=0.1
-engine.name=deepspeed engine.zero_stage=1 engine.recompute=full engine.precision=fp16 seed=42
-scaler.window=500 scaler.hysteresis=2 scaler.minimum=1 scaler.initial=4096
-log.every=10 checkpoint.every=50 evaluate.every=100 evaluate.batches=1 log.tensorboard=true"""
-
-
-def test_the_batch_of_bigsciences_recipe_grows(tiny, tmp_path):
-    """Document 004 with a hundredth of its samples: --rampup-batch-size 2 2 1_000 and what stands beside it."""
+def test_the_batch_of_bigsciences_recipe_grows(corpus, tmp_path):
+    """The recipe with a hundredth of its samples, on one process: --rampup-batch-size 2 2 1_000 and what stands beside it."""
     pytest.importorskip("deepspeed")
-    words = tiny("run", *BIGSCIENCE.split())
+    small = ["model.context=16", "parallel.tensor=1", "batch.rampup=[2,2,100]"]
+    small += ["budget.samples=300", "optim.schedule_length=120", "evaluate.every=0", "log.every=10"]
+    here = ["engine.device=cpu", f"out={tmp_path / 'run'}", f"kill_switch={tmp_path / 'kill-switch'}"]
+    words = ["recipes/bigscience", *corpus, *small, *here]
     plan = from_cli(words, None).plan()
     assert ranks.run(1, cli.main, ["train", *words, "stop_at=20"]) == [0]
     assert ranks.run(1, cli.main, ["train", *words]) == [0]  # goes on in the middle of the ramp

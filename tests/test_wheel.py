@@ -1,7 +1,10 @@
 """The wheel, installed where no clone is: a virtual environment that has what hpclm requires, without any extra."""
 
+import ast
+import email
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from hpclm import shipped
 from hpclm.extras import EXTRAS
 from tests.runs import ROOT
 
@@ -19,11 +23,14 @@ SOURCES = (
     "hpclm",
     "configs",
     "slurm",
+    "docs",
     "setup.py",
     "setup.cfg",
     "pyproject.toml",
     "MANIFEST.in",
     "README.md",
+    "ARCHITECTURE.md",
+    "CHANGELOG.md",
     "LICENSE",
 )
 
@@ -67,18 +74,34 @@ def bin_folder(wheel, tmp_path_factory):
     return folder / "bin"
 
 
-def test_the_wheel_has_the_package_its_presets_and_its_job_templates(wheel):
+@pytest.fixture(scope="module")
+def metadata(wheel):
     with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
-        metadata = archive.read(next(name for name in names if name.endswith("/METADATA"))).decode()
+        [name] = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        return email.message_from_bytes(archive.read(name))
+
+
+def test_the_wheel_has_the_package_and_what_is_beside_it_in_a_clone(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
     files = (path for pattern in ("*.py", "*.yaml") for path in (ROOT / "hpclm").rglob(pattern))
     tracked = {path.relative_to(ROOT).as_posix() for path in files}
-    presets = {f"hpclm/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")}
-    templates = {f"hpclm/slurm/{path.name}" for path in (ROOT / "slurm").glob("*.sbatch")}
-    assert presets and templates
-    assert {name for name in names if ".dist-info/" not in name} == tracked | presets | templates
-    for extra in {*EXTRAS.values(), "all"}:
-        assert f"Provides-Extra: {extra}\n" in metadata
+    beside = {f"hpclm/{name}" for name in ("ARCHITECTURE.md", "CHANGELOG.md")}
+    for folder in ("configs", "slurm", "docs"):
+        there = {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*.*") if path.suffix not in (".js", ".css")}
+        beside |= {f"hpclm/{path.as_posix()}" for path in there}
+    assert {"hpclm/slurm/sites/cloud.yaml", "hpclm/configs/recipes/bigscience.yaml", "hpclm/docs/data.md"} <= beside
+    assert {name for name in names if ".dist-info/" not in name} == tracked | beside
+
+
+def test_a_package_index_can_show_the_wheel(metadata):
+    assert {*EXTRAS.values(), "all"} <= set(metadata.get_all("Provides-Extra"))
+    assert metadata["Author"] and metadata["License"] == "Apache-2.0"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    text = metadata.get_payload(decode=True).decode()
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert all(link.startswith("https://") for link in links), links
+    named = re.findall(r"`hpclm docs ([^`]*)`", text)
+    assert len(named) > 20 and set(named) <= shipped.pages().keys()
 
 
 def test_the_installed_commands_work_in_any_folder(bin_folder, tmp_path):
@@ -100,6 +123,26 @@ def test_an_installed_preset_trains_without_any_extra(bin_folder, tmp_path):
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     attempt = json.loads((tmp_path / "runs/debug/attempts.jsonl").read_text())
     assert attempt["git"] is None  # a repository around the environment is not hpclm's
+
+
+def test_messages_and_shipped_files_name_only_what_the_wheel_has(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    beside = [path for folder in ("configs", "slurm") for path in (ROOT / folder).rglob("*") if path.is_file()]
+    texts = [(path, path.read_text()) for path in beside]
+    for path in (ROOT / "hpclm").rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        texts += [
+            (path, node.value) for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ]
+    found = 0
+    for path, text in texts:
+        for named in re.findall(r"(?<![\w/:.-])(?:docs|tools|configs|slurm)/[\w./-]*\w", text):
+            found += 1
+            assert f"hpclm/{named}" in names, f"{path} names {named}"
+        for page in re.findall(r"hpclm docs ([\w/-]+)", text):
+            found += 1
+            assert page in shipped.pages(), f"{path} names the page {page}"
+    assert found > 10
 
 
 def test_a_missing_extra_is_named_and_nothing_is_written(bin_folder, tmp_path):

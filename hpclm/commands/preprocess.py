@@ -1,4 +1,4 @@
-"""``hpclm preprocess``: turn text into a dataset; Megatron users know it as tools/preprocess_data.py."""
+"""``hpclm preprocess``: turn text into a dataset. Also takes the options of Megatron's preprocess_data.py and fairseq-preprocess."""
 
 from hpclm import log
 from hpclm.datasets import build, parts

@@ -167,22 +167,21 @@ def _value(key: str, text: str) -> Any:
 
 def _settings_file(path: str | Path) -> Path:
     """``path``, or if there is no such file the preset of that name, which may be written with or without configs/ and .yaml."""
-    presets, file = shipped.folder("configs"), Path(path)
+    presets, file = shipped.presets(), Path(path)
     if run_file.is_run(file):
         return file / run_file.NAME
-    candidates = [file]
-    if file.parent in (Path(), Path("configs")):
-        candidates += [presets / file.name, presets / f"{file.name}.yaml"]
-    for candidate in candidates:
-        if candidate.exists() and not candidate.is_dir():
-            return candidate
+    if file.exists() and not file.is_dir():
+        return file
+    name = file.as_posix().removeprefix("configs/").removesuffix(".yaml")
+    if name in presets:
+        return presets[name]
     if file.exists():
         return file
-    names = {preset.stem: preset.name for preset in sorted(presets.glob("*.yaml"))}
     beside = {other.stem: str(other) for other in file.parent.glob("*.yaml")} if file.parent.is_dir() else {}
-    near = [(beside | names)[stem] for stem in get_close_matches(file.stem, beside | names, n=1)]
+    known = beside | {preset.rpartition("/")[2]: preset for preset in presets}
+    near = [known[stem] for stem in get_close_matches(file.stem, known, n=1)]
     suggestion = f" Did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"settings file {path} does not exist; configs/ has {', '.join(names.values())}.{suggestion}")
+    raise ConfigError(f"settings file {path} does not exist; presets are {', '.join(presets)}.{suggestion}")
 
 
 def _from_site(path: Path, problems: list[str]) -> list[Setting]:

@@ -22,10 +22,10 @@ def problems(*words):
     return caught.value.problems
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda p: p.name)
 def test_every_shipped_settings_file_loads_and_plans(path):
     run = config.load(path)
-    needs_data = "prefix:" not in path.read_text() and "synthetic" not in path.read_text()
+    needs_data = not any(word in path.read_text() for word in ("prefix:", "train:", "synthetic"))
     assert [m.split()[0] for m in run.missing()] == ["data.prefix"] * needs_data
     plan = run.plan(run.parallel.replica)
     assert plan.global_size == run.batch.global_size
@@ -164,14 +164,16 @@ def test_an_invalid_settings_file_is_refused_with_the_reason(tmp_path):
         path.write_text(content)
         with pytest.raises(ConfigError, match=answer):
             config.load(path)
-    with pytest.raises(ConfigError, match=r"does not exist; configs/ has .*Did you mean 'debug.yaml'"):
+    with pytest.raises(ConfigError, match=r"does not exist; presets are .*Did you mean 'debug'"):
         config.load("configs/debgu.yaml")
     (tmp_path / "mine.yaml").touch()
     with pytest.raises(ConfigError, match=f"Did you mean '{tmp_path}/mine.yaml'"):
         config.load(tmp_path / "myne.yaml")
+    with pytest.raises(ConfigError, match=r"Did you mean 'recipes/bigscience'"):
+        config.load("bigscence")
     with pytest.raises(
-        ConfigError, match=r"smollm3-3b\.yaml\.$"
-    ):  # sharing the ending .yaml does not make names similar
+        ConfigError, match=r"recipes/megatron-deepspeed\.$"
+    ):  # sharing .yaml does not make names similar
         config.load("nosuch.yaml")
 
 
@@ -180,6 +182,8 @@ def test_a_preset_is_found_from_any_folder_and_a_file_of_that_name_comes_first(t
     (tmp_path / "debug").mkdir()  # a folder is not a settings file
     for name in ("debug", "debug.yaml", "configs/debug.yaml", "configs/debug"):
         assert config.load(name) == config.load(DEBUG)
+    for name in ("recipes/fairseq", "recipes/fairseq.yaml", "configs/recipes/fairseq", "configs/recipes/fairseq.yaml"):
+        assert config.load(name).name == "fairseq"
     (tmp_path / "configs").mkdir()
     for name in ("debug.yaml", "configs/debug.yaml"):
         (tmp_path / name).write_text("seed: 77\n")

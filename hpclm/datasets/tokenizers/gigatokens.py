@@ -1,7 +1,7 @@
 """GPT-2's byte-level BPE with the gigatoken library, which only this file imports: fast, with the ids of ``tokenizers``.
 
 The libraries have tables of different Unicode versions, so they may split text differently. Texts with characters that they
-classify differently are encoded with ``tokenizers``; tests/data/tokenizers/test_gigatoken.py compares all of Unicode.
+classify differently are encoded with ``tokenizers``; tests/datasets/tokenizers/test_gigatoken.py compares all of Unicode.
 """
 
 import logging

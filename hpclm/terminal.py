@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NoReturn, TextIO
 
+import wcwidth
+
 HIDDEN = (
     r"\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters except tab and newline
     r"\u2028-\u202e\u2066-\u2069"  # line separators and bidirectional controls
@@ -35,9 +37,14 @@ def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines, in aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    """Rows of cells as lines, in aligned columns; wide characters, such as Chinese ones, take two."""
+    widths = [max(map(wcwidth.width, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(wcwidth.ljust, row, widths)).rstrip() for row in rows]
+
+
+def shortened(text: str, width: int) -> str:
+    """``text`` on at most ``width`` columns, cut with an ellipsis."""
+    return text if wcwidth.width(text) <= width else f"{wcwidth.clip(text, 0, width - 1).rstrip()}…"
 
 
 def ranges(numbers: Iterable[int]) -> str:

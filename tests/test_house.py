@@ -12,7 +12,7 @@ FILES = sorted(HOUSE.rglob("*.py"))
 FLOORS = [
     {"errors", "terminal"},
     {"files", "extras", "shipped"},
-    {"registry", "log"},
+    {"registry", "log", "progress"},
     {"config"},
     {"node"},
     {"scheduler"},

@@ -2,13 +2,18 @@
 
 import json
 import os
+import shutil
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+import wcwidth
+
 from hpclm import cli, files, terminal
+from hpclm.commands import run_table
 from hpclm.errors import ConfigError
 from hpclm.node import processes
 from hpclm.rundir import runs as folders
@@ -40,17 +45,36 @@ def main(argv: list[str]) -> int:
     elif args.run:
         print("\n\n".join("\n".join(detail(status)) for status in statuses))
     elif statuses:
-        print("\n".join(table(statuses)))
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print("\n".join(table(statuses, width)))
     else:
         say(f"{folders.none_in(args.runs)}; give another folder with --runs, or start a run with hpclm submit")
     return 0
 
 
-def table(statuses: Sequence[RunStatus]) -> Iterator[str]:
-    """A header, and a line for each run."""
-    yield from terminal.columns([COLUMNS, *map(row, statuses)])
+def table(statuses: Sequence[RunStatus], width: int | None = None) -> Iterator[str]:
+    """A header, and a line for each run. ``width``: columns of the terminal; where the lines are longer, notes go below them."""
+    rows = [COLUMNS, *map(row, statuses)]
+    lines = terminal.columns(rows)
+    if width is None:
+        yield from lines
+    else:
+        yield from _fitted(rows, lines, width)
     silent = {status.asked for status in statuses if status.asked}
     yield from (f"queue: unknown ({terminal.line(why)})" for why in sorted(silent))
+
+
+def _fitted(rows: Sequence[Sequence[str]], lines: Sequence[str], width: int) -> Iterator[str]:
+    """``lines`` of ``rows``; those that are too long, with their notes on lines of their own."""
+    bare = [cells[:-1] for cells in rows]
+    blocks = run_table.fitted(bare[0], bare[1:], width)
+    aligned = blocks == [[line] for line in terminal.columns(bare)]
+    for line, block, (*_, note) in zip(lines, blocks, rows, strict=True):
+        if aligned and wcwidth.width(line) <= width:
+            yield line
+        else:
+            yield from block
+            yield from (f"    {part}" for part in wcwidth.wrap(note, width - 4, break_on_hyphens=False))
 
 
 def row(status: RunStatus) -> tuple[str, ...]:

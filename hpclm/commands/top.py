@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpclm import cli, terminal
+from hpclm.commands import run_table
 from hpclm.commands import status as verb
 from hpclm.reporting import characters
 from hpclm.rundir import runs as folders
@@ -17,7 +18,7 @@ from hpclm.terminal import say
 PATIENCE = 0.75  # seconds that Slurm has for an answer
 ORDER = ("running", "starting", "completing", "waiting", "failed", "ended", "unknown")
 """Of the states, those worth looking at first."""
-COLUMNS = (*verb.COLUMNS[:4], "LOSS CURVE", *verb.COLUMNS[4:])
+COLUMNS = (*verb.COLUMNS[:4], run_table.CURVE, *verb.COLUMNS[4:])
 CLEAR = "\x1b[H\x1b[2J"
 
 
@@ -66,9 +67,11 @@ class TopScreen:
         return sorted(statuses, key=lambda status: (order.get(status.name, len(ORDER)), -stepped[status.run.out]))
 
     def lines(self, statuses: list[RunStatus]) -> list[str]:
-        """The table."""
-        silent = [f"queue: unknown ({terminal.line(self._queue.silent)})"] if self._queue.silent else []
-        return [*terminal.columns([COLUMNS, *map(row, statuses)]), *silent]
+        """The whole table, however wide."""
+        return [*terminal.columns([COLUMNS, *map(row, statuses)]), *self._silent()]
+
+    def _silent(self) -> list[str]:
+        return [f"queue: unknown ({terminal.line(self._queue.silent)})"] if self._queue.silent else []
 
     def screen(self, width: int, height: int) -> list[str]:
         """The table below a title, as much of it as there is room for."""
@@ -76,10 +79,15 @@ class TopScreen:
         counts = Counter(status.name for status in statuses)
         states = ", ".join(f"{count} {name}" for name, count in counts.items()) or "no runs"
         title = terminal.line(f"{self.folder}  {time.strftime('%H:%M:%S')}  {states}  (Ctrl-C exits)")
-        lines = [title, "", *self.lines(statuses)]
-        if len(lines) > height:
-            lines[height - 1 :] = [f"and {len(lines) - height + 1} more"]
-        return [line[:width] for line in lines]
+        header, *blocks = run_table.fitted(COLUMNS, [*map(row, statuses)], width)
+        lines = [title, *(self._silent() or [""]), *header]
+        for number, block in enumerate(blocks):
+            left = len(blocks) - number
+            if len(lines) + len(block) + (left > 1) > height:
+                lines.append(f"and {left} more")
+                break
+            lines += block
+        return [terminal.shortened(line, width) for line in lines[:height]]
 
 
 def row(status: RunStatus) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpclm import extras
+from hpclm import extras, terminal
 from hpclm.data import loss_mask
 from hpclm.data.indexed import files
 from hpclm.datasets.encode import Column, Job, encode, read_texts, tokenizer_of
@@ -98,7 +98,7 @@ def write(
     They are the same for any number of workers, and memory does not grow with the input. ``more`` goes into PREFIX.json.
     ConfigError for unreadable input, or input without tokens.
     """
-    from tqdm import tqdm
+    from hpclm.progress import ProgressBar
 
     job, size = request.job, sum(source.size for source in corpus.inputs) // share.parts
     work = chunks(list(corpus.inputs), share, request.longest_line)
@@ -110,7 +110,9 @@ def write(
             outputs = [opened.enter_context(Output(prefix, job, i, replaces)) for i, prefix in enumerate(prefixes)]
             results = opened.enter_context(closing(ordered(partial(encode, job=job), work, request.workers)))
             bar = opened.enter_context(
-                tqdm(total=size or None, unit="B", unit_scale=True, desc=prefixes[0].name, disable=None)
+                ProgressBar(
+                    size or None, unit="B", unit_scale=True, desc=f"{terminal.shortened(prefixes[0].name, 16)}: "
+                )
             )
             for encoded in results:
                 for output, column in zip(outputs, encoded.columns, strict=True):
@@ -121,7 +123,7 @@ def write(
                     described += 1
                 now, tokens = time.monotonic(), sum(output.tokens for output in outputs)
                 speed = f"{tokens / (now - began):,.0f} tokens/s"
-                bar.set_postfix_str(speed, refresh=False)
+                bar.beside = (speed,)
                 bar.update(encoded.consumed)
                 if bar.disable and now - logged >= EVERY:
                     log.info("%s: %s tokens, %s", prefixes[0].name, f"{tokens:,}", speed)

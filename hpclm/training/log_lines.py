@@ -30,23 +30,25 @@ class Interval:
         return self.seconds / len(self.rows)
 
 
-def described(row: Mapping[str, Any]) -> str:
+def figures(row: Mapping[str, Any]) -> list[str]:
     """Loss, learning rate and speed."""
     parts = [f"loss {row['loss']:.4f}", f"lr {row['lr']:.3g}"]
     parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
     if "mfu" in row:
         parts.append(f"MFU {row['mfu']:.1%}")
-    if row.get("data_fraction", 0) > NOTABLE_WAIT:
-        parts.append(f"{row['data_fraction']:.0%} waiting for data")
-    return "  ".join(parts)
+    return parts
 
 
 def step_line(steps: Interval) -> str:
     """The line of some steps."""
-    of, left = "", ""
+    parts, waiting = figures(steps.mean), steps.mean.get("data_fraction", 0)
+    if waiting > NOTABLE_WAIT:
+        parts.append(f"{waiting:.0%} waiting for data")
+    parts.append(f"{steps.step_seconds:.3f} s/step")
     if steps.total:
-        of, left = f"/{steps.total}", f"  {_clock((steps.total - steps.step) * steps.step_seconds)} left"
-    return f"step {steps.step}{of}  {described(steps.mean)}  {steps.step_seconds:.3f} s/step{left}"
+        parts.append(f"{_clock((steps.total - steps.step) * steps.step_seconds)} left")
+    of = f"/{steps.total}" if steps.total else ""
+    return "  ".join([f"step {steps.step}{of}", *parts])
 
 
 def evaluation_line(step: int, loss: float, part: str) -> str:

@@ -4,20 +4,18 @@ import json
 import logging
 import math
 import os
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from hpclm import files
 from hpclm.config import LogConfig, ModelConfig
 from hpclm.errors import ConfigError
 from hpclm.log import LIVE
 from hpclm.model import count
+from hpclm.progress import ProgressBar
 from hpclm.rundir import scores
 from hpclm.rundir.rows import LOST, STEP, append, finite, parsed
 from hpclm.rundir.summary import RunSummary
@@ -85,9 +83,7 @@ class Meter:
             # a separate folder, since TensorBoard hides what lies past a step whatever the tag counts
             board(self.folder / "samples", self.samples, self._open),
         )
-        self._bar = self._open.enter_context(
-            tqdm(total=self.total, initial=self.start, unit="step", dynamic_ncols=True, disable=None, file=sys.stderr)
-        )
+        self._bar = self._open.enter_context(ProgressBar(self.total, initial=self.start, desc="step ", unit=""))
         known = {scores.key(row) for row in rows if "tasks" in row}
         scores.forget_after(self.path.parent, self.start)
         for row in self._scores.new():
@@ -113,9 +109,9 @@ class Meter:
         self._write(row)
         self.summary.measured(row)
         self._since.append(row)
+        loss, lr, *speed = log_lines.figures(row)
+        self._bar.beside = (loss, *speed, lr)
         self._bar.update()
-        if not self._bar.disable:
-            self._bar.set_postfix_str(log_lines.described(row), refresh=False)
         if step % self.every == 0 or step == self.total or step == self.start + 1:
             self._tell(step)
 

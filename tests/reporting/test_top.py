@@ -9,10 +9,14 @@ import struct
 import sys
 import termios
 import time
+from pathlib import Path
 from subprocess import Popen
 
+import pytest
+import wcwidth
+
 from hpclm import cli
-from hpclm.commands import top
+from hpclm.commands import status, top
 from hpclm.commands.top import TopScreen
 from hpclm.reporting import characters
 from tests import runs
@@ -102,5 +106,34 @@ def test_on_a_terminal_it_is_live_until_ctrl_c(tmp_path):
 def test_what_does_not_fit_on_the_screen_is_counted(tmp_path):
     for number in range(20):
         make(tmp_path / str(number), [attempt()], ROWS[:7])
-    lines = TopScreen(tmp_path).screen(60, 10)
-    assert len(lines) == 10 and max(map(len, lines)) <= 60 and lines[-1] == "and 14 more"
+    lines = TopScreen(tmp_path).screen(200, 10)
+    assert len(lines) == 10 and lines[-1] == "and 14 more"
+
+
+@pytest.mark.parametrize("width, points", [(60, 14), (80, 13), (120, 13), (200, 30)])
+def test_names_and_states_stay_whole_however_narrow_the_terminal_is(width, points, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = ["runs/gpt2-124m", "runs/中文模型"]
+    make(Path(names[0]), [attempt()], ROWS[:30], lock=HOLDER, lock_beat="1 1")
+    make(
+        Path(names[1]),
+        [attempt()],
+        ROWS,
+        ("failed", "step 40: the loss is too high, lower optim.lr " * 3, 1),
+        lock="{}",
+    )
+    watch = TopScreen(Path("runs"))
+    live, table = watch.screen(width, 24), [*status.table(watch.look(), width)]
+    for lines in (live[2:], table):
+        assert max(map(wcwidth.width, lines)) <= width
+        head = next(line for line in lines if line.startswith("RUN"))
+        for name, state in zip(names, ("running", "failed"), strict=True):
+            [line] = [line for line in lines if line.startswith(f"{name} ")]
+            assert wcwidth.width(line[: line.index(state)]) == head.index("STATE")
+    assert "LOSS CURVE" in live[2] and ("CHECKPOINT" in live[2]) == (width >= 120)
+    curve = live[3].split()[4]
+    assert curve[0] == "█" and curve[-1] == "▁" and len(curve) == points
+    assert "".join(line.strip() for line in table[2:]).count("lower optim.lr") == 3
+    make(Path(f"runs/{'long-' * 20}"), [attempt()], ROWS[:3], ("stopped", "stopped at step 3", 0), lock="{}")
+    lines = [*status.table(watch.look(), 60)]
+    assert f"runs/{'long-' * 20}" in lines and any(line.startswith("  stopped  3/40") for line in lines)

@@ -1,0 +1,40 @@
+"""A progress bar that stays one: what is told beside it gives way where the terminal is narrow."""
+
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+import wcwidth
+from tqdm import tqdm
+
+LEAST = 10  # columns of the bar
+NARROW = 80  # columns of a terminal that does not say
+LEFT = len(" 00:00:00 left")
+
+
+class ProgressBar(tqdm):
+    """tqdm's bar with a count, the time left and ``beside``; silent if the output is not a terminal."""
+
+    beside: Sequence[str] = ()
+    """What else to tell, the most important first."""
+
+    def __init__(self, total: float | None, **options: Any):
+        """As tqdm; ``total``: None if unknown, which makes a line without a bar."""
+        layout = "{count}  {elapsed}{told}" if total is None else "{count} {bar} {remaining} left{told}"
+        super().__init__(total=total, dynamic_ncols=True, disable=None, bar_format=layout, **options)
+
+    @property
+    def format_dict(self) -> MutableMapping[str, Any]:
+        """As tqdm, with what the layout names."""
+        values = super().format_dict
+        if "ncols" not in values:  # it is disabled
+            return values
+        shown = tqdm.format_sizeof if self.unit_scale else str
+        total = "" if self.total is None else f"/{shown(self.total)}"
+        count = f"{values['prefix']}{shown(self.n)}{total}{self.unit}"
+        room = (values["ncols"] or NARROW) - wcwidth.width(count) - 1 - LEAST - LEFT
+        told = ""
+        for part in self.beside:
+            if wcwidth.width(f"{told}  {part}") > room:
+                break
+            told += f"  {part}"
+        return {**values, "count": count, "told": told}

@@ -33,13 +33,13 @@ VERBS = {
     "status": ("hpclm.commands.status", "show the status of runs: queue, step, loss, speed, time left"),
     "logs": ("hpclm.commands.logs", "print or follow the log of a run, a rank or a job"),
     "top": ("hpclm.commands.top", "show all runs live, with their loss curves"),
-    "report": ("hpclm.commands.report", "write a page about one or more runs: curves, attempts, what ended them"),
+    "report": ("hpclm.commands.report", "write a page about one or more runs: curves, attempts, and why they ended"),
     "cancel": ("hpclm.commands.cancel", "save and stop a run, and remove its jobs from the queue"),
     "checkpoints": ("hpclm.commands.checkpoints", "list and verify a run's checkpoints"),
     "save-now": ("hpclm.commands.requests:save_now", "save a checkpoint now, and continue"),
     "stop": ("hpclm.commands.requests:stop", "save and stop a run"),
     "resume": ("hpclm.commands.resume", "continue a run from its last checkpoint, optionally with changes"),
-    "sync": ("hpclm.commands.sync", "send a run's metrics to its sinks, such as W&B, whatever they lack"),
+    "sync": ("hpclm.commands.sync", "send a run's sinks, such as W&B, the metrics they lack"),
     "planner": ("hpclm.commands.planner", "estimate memory and speed of a run, and suggest layouts"),
     "config": ("hpclm.commands.config", "print and explain settings"),
     "preprocess": ("hpclm.commands.preprocess", "convert text into a dataset"),
@@ -49,7 +49,7 @@ VERBS = {
     "generate": ("hpclm.commands.generate", "continue a prompt with a run's model"),
     "convert": ("hpclm.commands.convert", "convert weights to Hugging Face, and from Hugging Face or Megatron"),
     "import-deepspeed": ("hpclm.commands.import_deepspeed", "translate a DeepSpeed JSON into settings"),
-    "doctor": ("hpclm.commands.doctor", "show what each process has, and diagnose problems"),
+    "doctor": ("hpclm.commands.doctor", "show each process's environment, and diagnose problems"),
     "env": ("hpclm.commands.doctor", "the same"),
 }
 
@@ -159,7 +159,7 @@ def _tell(error: HpclmError, redact: secrets.Redactor) -> None:
 
 def _no_more_processes() -> int:
     print(
-        "error: the system starts no more processes or threads for this user; raise the limit (ulimit -u), or end some, "
+        "error: the system allows no more processes or threads for this user; raise the limit (ulimit -u), or end some, "
         "then start again",
         file=sys.stderr,
     )

@@ -83,5 +83,5 @@ def test_a_user_who_may_start_no_process_is_told_so(act):
         f"raise SystemExit(cli.run(lambda _: {act}, []))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert "starts no more processes or threads for this user; raise the limit (ulimit -u)" in done.stderr, done.stderr
+    assert "allows no more processes or threads for this user; raise the limit (ulimit -u)" in done.stderr, done.stderr
     assert done.returncode == 1 and "Traceback" not in done.stderr

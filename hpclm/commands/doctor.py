@@ -16,7 +16,7 @@ def main(argv: list[str]) -> int:
     """``hpclm doctor``."""
     parser = terminal.ArgumentParser(
         prog="hpclm doctor",
-        description="Show what this process has: versions, devices, network, limits, launcher; and what is wrong. "
+        description="Show this process's versions, devices, network, limits and launcher, and what is wrong. "
         "Under srun, mpirun or torchrun, the first process shows everything, and the others print a line each.",
         epilog="exit codes: 0 nothing would stop a run · 1 something would",
     )

@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     what.add_argument("--tasks", metavar="A,B", help=tasks)
     add("--tasks-path", metavar="DIR", help="with --tasks: a folder of task files of your own")
     add("--shots", type=int, help="with --tasks: examples before each question (default: what the task says)")
-    add("--batch", type=int, help="with --tasks: texts that are read together (default: 16)")
+    add("--batch", type=int, help="with --tasks: texts per batch (default: 16)")
     follow = (
         "with --tasks: score each checkpoint once, as the run publishes it, until the run has ended; scores go to its "
         "scores.jsonl, metrics.jsonl and sinks"

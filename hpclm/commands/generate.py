@@ -54,7 +54,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     add("--prompts", metavar="FILE", help=prompts)
     interactive = "read lines from the terminal, and continue the text after each; an empty line continues further, /clear starts over"
     add("--interactive", action="store_true", help=interactive)
-    add("--batch", type=int, default=16, help="prompts that are continued together (default: 16)")
+    add("--batch", type=int, default=16, help="prompts per batch (default: 16)")
     add("--tokens", type=int, default=100, help="new tokens at most (default: 100)")
     add("--stop", action="append", default=[], metavar="TEXT", help="stop before this text; may be repeated")
     add("--temperature", type=float, default=0.8, help="0 takes the most likely token (default: 0.8)")

@@ -162,7 +162,7 @@ def _precision(result: Translation) -> None:
         result.settings["engine.precision"] = "fp16" if half else "bf16" if brain else "fp32"
     scale, power = result.take("fp16.loss_scale"), result.take("fp16.initial_scale_power")
     if half and scale:
-        result.wrong.append("fp16.loss_scale is fixed, but hpclm only has a dynamic loss scale: set it to 0")
+        result.wrong.append("fp16.loss_scale is fixed, but hpclm supports only a dynamic loss scale: set it to 0")
     if half and power is not None:
         if isinstance(power, int) and 0 <= power <= 126:
             result.settings["scaler.initial"] = float(2**power)
@@ -210,7 +210,7 @@ def _optimizer(result: Translation) -> None:
     if kind is None:
         return
     if str(kind).lower() not in ("adam", "adamw"):
-        result.wrong.append(f"optimizer.type={kind}: hpclm only has AdamW")
+        result.wrong.append(f"optimizer.type={kind}: hpclm supports only AdamW")
     if not result.take("optimizer.params.adam_w_mode", True):
         result.wrong.append("optimizer.params.adam_w_mode=false: hpclm's weight decay is decoupled (AdamW)")
     if "engine.offload" in result.settings and not torch_adam:

@@ -1,4 +1,4 @@
-"""``hpclm sync``: send a run's metrics to its sinks, whatever they lack; for runs on nodes without a network."""
+"""``hpclm sync``: send a run's sinks the metrics they lack; for runs on nodes without a network."""
 
 from pathlib import Path
 

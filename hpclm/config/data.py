@@ -133,7 +133,7 @@ class DataConfig(Checked):
                 ("valid", "test"), "data.prefix or data.blend, which data.split divides; set data.train"
             )
         if self.prefix and self.blend:
-            yield f"data.prefix={self.prefix} and data.blend={self.blend} exclude each other; put the path into data.blend"
+            yield f"data.prefix={self.prefix} and data.blend={self.blend} cannot be combined; put the path into data.blend"
         for name in ("blend", "train", "valid", "test"):
             if getattr(self, name):
                 try:

@@ -166,8 +166,8 @@ def unsupported(engine: EngineConfig, parallel: ParallelConfig, optim: OptimConf
     if stage is not None and stage not in allowed:
         with_pipeline = f" with parallel.pipeline={pipeline}" if pipeline > 1 else ""
         yield (
-            f"engine {name!r} cannot do engine.zero_stage={stage}{with_pipeline}; "
-            f"it can do stage{'s' * (len(allowed) > 1)} {', '.join(map(str, sorted(allowed)))}"
+            f"engine {name!r} does not support engine.zero_stage={stage}{with_pipeline}; "
+            f"it supports stage{'s' * (len(allowed) > 1)} {', '.join(map(str, sorted(allowed)))}"
         )
         return
     stage = allowed[0] if stage is None else stage
@@ -175,27 +175,27 @@ def unsupported(engine: EngineConfig, parallel: ParallelConfig, optim: OptimConf
         ways = [f"engine.name={other} engine.zero_stage={at}" for other, its in SUPPORTS.items() for at in its.hybrid]
         with_pipeline = f" and parallel.pipeline={pipeline}" if pipeline > 1 else ""
         yield (
-            f"engine {name!r} at engine.zero_stage={stage}{with_pipeline} cannot do parallel.shard={parallel.shard}; set "
+            f"engine {name!r} at engine.zero_stage={stage}{with_pipeline} does not support parallel.shard={parallel.shard}; set "
             f"parallel.shard=null, or one of these without a pipeline: {', '.join(ways)}"
         )
     if pipeline > 1 and parallel.schedule not in can.schedules:
-        yield f"engine {name!r} cannot do parallel.schedule={parallel.schedule}; it can do {', '.join(can.schedules)}"
+        yield f"engine {name!r} does not support parallel.schedule={parallel.schedule}; it supports {', '.join(can.schedules)}"
     if engine.offload != "none" and (engine.offload, stage) not in can.offload:
         ways = [f"{what} at zero_stage={at}" for what, at in can.offload]
-        way_out = f"it can do {', '.join(ways)}" if ways else "engines that can: deepspeed"
-        yield f"engine {name!r} cannot do engine.offload={engine.offload} at engine.zero_stage={stage}; {way_out}"
+        way_out = f"it supports {', '.join(ways)}" if ways else "engines that do: deepspeed"
+        yield f"engine {name!r} does not support engine.offload={engine.offload} at engine.zero_stage={stage}; {way_out}"
     if parallel.context > 1 and not can.context:
         able = ", ".join(other for other, its in SUPPORTS.items() if its.context)
-        yield f"engine {name!r} cannot do parallel.context={parallel.context}; engines that can: {able}"
+        yield f"engine {name!r} does not support parallel.context={parallel.context}; engines that do: {able}"
     for option in OPTIONAL:
         if option in chosen and option not in can.options:
             able = ", ".join(other for other, its in SUPPORTS.items() if option in its.options)
-            yield f"engine.{option}={chosen[option]} has no effect with engine {name!r}; it is for {able}"
+            yield f"engine.{option}={chosen[option]} has no effect with engine {name!r}; it applies to {able}"
     if optim.name not in can.optimizers:
-        yield f"engine {name!r} cannot do optim.name={optim.name}; it can do {', '.join(can.optimizers)}"
+        yield f"engine {name!r} does not support optim.name={optim.name}; it supports {', '.join(can.optimizers)}"
     if optim.guard != "none" and not can.guards:
         able = ", ".join(other for other, its in SUPPORTS.items() if its.guards)
-        yield f"engine {name!r} cannot do optim.guard={optim.guard}, since its updates are the library's; it is for {able}"
+        yield f"engine {name!r} does not support optim.guard={optim.guard}, since its updates are the library's; engines that do: {able}"
     if optim.qk_clip is not None and not can.clips_qk:
         able = ", ".join(other for other, its in SUPPORTS.items() if its.clips_qk)
-        yield f"engine {name!r} cannot do optim.qk_clip={optim.qk_clip:g}; it is for {able}"
+        yield f"engine {name!r} does not support optim.qk_clip={optim.qk_clip:g}; engines that do: {able}"

@@ -54,7 +54,7 @@ _NAMES = {  # of Megatron-LM, Hugging Face transformers, nanoGPT, fairseq and De
     "it follows from Slurm, MPI or torchrun; hpclm submit takes --nodes and --gpus": "local_rank world_size master_addr",
     "with parallel.tensor, activations between layers are always divided (sequence parallelism)": "partition_activations",
     "hpclm submit --debug waits for the GPU after every operation": "synchronize_each_layer",
-    "hpclm has no mixture of experts": "num_experts",
+    "hpclm does not support mixture of experts": "num_experts",
 }
 OTHER_NAMES = {name: meaning for meaning, names in _NAMES.items() for name in names.split()}
 """Name in another project -> a setting, key=value, or why there is none."""

@@ -159,7 +159,7 @@ class JobConfig(Checked):
                 "the start"
             )
         if self.venv and self.conda:
-            yield f"job.venv={self.venv} and job.conda={self.conda} exclude each other"
+            yield f"job.venv={self.venv} and job.conda={self.conda} cannot be combined"
         if self.container:
             for name in ("venv", "conda"):
                 if getattr(self, name):

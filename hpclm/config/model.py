@@ -152,7 +152,7 @@ class ModelConfig(Checked):
         if self.qk_norm_span == "projection" and not (self.qk_norm and self.norm == "rmsnorm"):
             yield "model.qk_norm_span=projection needs model.qk_norm=true and model.norm=rmsnorm"
         if self.needs_scores and self.attention in ("cudnn", "flash"):
-            yield f"model.attention={self.attention} cannot do model.{self.needs_scores[0]}; leave model.attention=auto"
+            yield f"model.attention={self.attention} does not support model.{self.needs_scores[0]}; leave model.attention=auto"
         if self.attention_dropout and (self.score_cap or self.attention_sinks):
             yield "model.attention_dropout is not supported with model.score_cap or model.attention_sinks"
         wrong_block = problem("model.block", self.block, BLOCKS)

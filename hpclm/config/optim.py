@@ -107,7 +107,7 @@ class OptimConfig(Checked):
             yield f"optim.qk_clip={self.qk_clip} must be more than 0 and finite"
         for name in ("momentum", "nesterov", "newton_schulz_steps", "newton_schulz_type", "adjust", "split"):
             if self._changed(name) and self.name != "muon":
-                yield f"optim.{name}={getattr(self, name)} has no effect with optim.name={self.name}; it is for muon"
+                yield f"optim.{name}={getattr(self, name)} has no effect with optim.name={self.name}; it applies to muon"
         wrong = problem("optim.schedule", self.schedule, SCHEDULES)
         if wrong:
             yield wrong
@@ -116,7 +116,7 @@ class OptimConfig(Checked):
         if self.warmup_fraction is not None:
             yield from fraction("optim", warmup_fraction=self.warmup_fraction)
             if self.warmup:
-                yield f"optim.warmup={self.warmup} and optim.warmup_fraction={self.warmup_fraction} exclude each other"
+                yield f"optim.warmup={self.warmup} and optim.warmup_fraction={self.warmup_fraction} cannot be combined"
         warmed = self.warmup or self.warmup_fraction
         if self.schedule in ("inverse_sqrt", "fairseq_inverse_sqrt") and not warmed:
             yield f"optim.schedule={self.schedule} needs a warm-up; set optim.warmup"
@@ -139,7 +139,7 @@ class OptimConfig(Checked):
         for schedule, names in owners.items():
             for name in names:
                 if self._changed(name) and self.schedule != schedule and self.schedule in SCHEDULES:
-                    yield f"optim.{name}={getattr(self, name)} has no effect with optim.schedule={self.schedule}; it is for {schedule}"
+                    yield f"optim.{name}={getattr(self, name)} has no effect with optim.schedule={self.schedule}; it applies to {schedule}"
 
     def outlasting(self, budget: int | None) -> str | None:
         """A problem if warm-up and final decay of wsd overlap, so that the learning rate would jump.

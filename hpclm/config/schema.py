@@ -183,7 +183,7 @@ class RunConfig(Checked):
         if self.exit_minutes is not None and not self.exit_minutes > 0:
             yield f"exit_minutes={self.exit_minutes} must be more than 0"
         if self.engine.precision != "fp16" and self.scaler != ScalerConfig():
-            yield f"scaler.* has no effect with engine.precision={self.engine.precision}; it is for fp16"
+            yield f"scaler.* has no effect with engine.precision={self.engine.precision}; it applies to fp16"
         masked = self.data.eod_mask_loss or self.data.break_mode or self.data.order == "packed"
         if self.batch.loss_norm == "microbatch" and not masked:
             yield "batch.loss_norm=microbatch has no effect without data.eod_mask_loss=true"
@@ -206,7 +206,7 @@ class RunConfig(Checked):
         if self.optim.qk_clip is not None and self.model.qk_norm:
             yield "optim.qk_clip has no effect with model.qk_norm=true, which bounds the scores already; set one of them"
         if self.optim.qk_clip is not None and self.model.block not in BLOCKS:
-            yield f"optim.qk_clip cannot measure the scores of model.block={self.model.block}; it is for {', '.join(BLOCKS)}"
+            yield f"optim.qk_clip cannot measure the scores of model.block={self.model.block}; it applies to {', '.join(BLOCKS)}"
         if self.optim.name == "cpu_adam" and self.engine.offload == "none":
             yield "optim.name=cpu_adam needs engine.offload=optimizer or parameters"
         if self.parallel.schedule == "zero_bubble" and self.engine.recompute != "none":

@@ -63,7 +63,7 @@ def needed(micro_batches: int, pipeline: int, schedule: str) -> str | None:
 def unsuitable_for_fairscale(config: Any) -> Iterator[str]:
     """FairScale frees a block's weights as soon as they have gradients; with tensor parallelism biases have them too early."""
     if config.engine.recompute == "full" and config.parallel.tensor > 1:
-        yield "engine 'fairscale' cannot do engine.recompute=full with parallel.tensor; use selective, or engine.name=fsdp2"
+        yield "engine 'fairscale' does not support engine.recompute=full with parallel.tensor; use selective, or engine.name=fsdp2"
 
 
 SUPPORTS = {

@@ -191,5 +191,7 @@ def write_dictionary(dictionary: Dictionary, request: Request) -> None:
         text = dictionary_of(line for lines in texts for line in lines)
     path = dictionary.path
     if path.exists() and read_text(path, errors="replace") != text and not request.overwrite:
-        raise ConfigError(f"{path} exists and has other words; give --overwrite to replace it, or another --destdir")
+        raise ConfigError(
+            f"{path} exists and has different words; give --overwrite to replace it, or another --destdir"
+        )
     write_text(path, text)

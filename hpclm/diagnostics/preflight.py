@@ -152,5 +152,5 @@ def refusal(problems: Sequence[str], bad: Sequence[str], out: Path) -> str:
             f"bad node{'s' * (len(bad) > 1)}: {', '.join(bad)}; start again without: "
             f"hpclm resume {files.typed(out)} --exclude-bad {files.typed(out)}"
         )
-    lines.append(f"what each process has is in {out / FILE}; cluster.preflight=off skips these checks")
+    lines.append(f"each process's environment is in {out / FILE}; cluster.preflight=off skips these checks")
     return "\n".join(lines)

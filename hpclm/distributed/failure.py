@@ -46,7 +46,7 @@ class Failure:
             silent = "was killed: it ended without a message (SIGKILL, perhaps out of memory, or a crash)"
             return f"{who} {text or silent}"
         if self.kind == "lost":
-            return f"{text}; the others end because of it"
+            return f"{text}; the other ranks end too"
         if self.kind == "hung":
             return text
         if self.kind == "launcher":

@@ -181,7 +181,7 @@ def check_supports(engine: EngineConfig, parallel: ParallelConfig, optim: OptimC
     """ConfigError if a user-defined engine declares that it does not support the settings, or not that it can divide sequences."""
     declared: Supports | None = getattr(maker, "supports", None)
     if engine.name not in ENGINES and declared is None and parallel.context > 1:
-        raise ConfigError(f"engine {engine.name!r} does not declare that it can do parallel.context={parallel.context}")
+        raise ConfigError(f"engine {engine.name!r} does not declare support for parallel.context={parallel.context}")
     if engine.name not in ENGINES and declared:
         problems = list(unsupported(engine, parallel, optim, declared))
         if problems:

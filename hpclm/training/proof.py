@@ -92,7 +92,7 @@ def check(config: RunConfig, context: DistributedContext, compute: Compute) -> P
                 files.write_text(kept, json.dumps(report) + "\n")
         for problem in report["problems"]:
             log.warning("self-check: %s", problem)
-        how = f"this run computes {report['way']}" if report["problems"] else "the step computes what a plain one does"
+        how = f"this run computes {report['way']}" if report["problems"] else "the step agrees with a plain one"
         log.info("self-check: %s%s; %.1f s", how, ", as checked before" if known else "", seconds)
 
     context.run_on_main(conclude)
@@ -181,7 +181,7 @@ def _prove(twin: Twin, settings: EngineSettings, background: bool, context: Dist
             )
         return {"way": way, "background": background and not loaded, "problems": problems, "closest": closest}
     error = HpclmError(
-        "self-check: this machine computes wrong in every way, also eager with plain attention:\n"
+        "self-check: this machine computes incorrectly in every way tried, even eager with plain attention:\n"
         + "\n".join(problems)
         + "\ncheck its GPUs (dcgmi diag -r 3) and drivers; cluster.prove=false trains all the same"
     )

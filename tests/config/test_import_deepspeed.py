@@ -172,7 +172,7 @@ def flat(tree):
         ({"scheduler": {"type": "OneCycle", "params": {}}}, [], "OneCycle"),
         ({"scheduler": {"type": "WarmupCosineLR", "params": {"cos_min_ratio": "a"}}}, [], 'cos_min_ratio="a" must be'),
         ({"zero_optimization": {"stage": 4}}, [], "engine.zero_stage=4 must be 0, 1, 2 or 3"),
-        ({"zero_optimization": {"stage": 2}, "pipeline": {"stages": 2}}, [], "cannot do engine.zero_stage=2"),
+        ({"zero_optimization": {"stage": 2}, "pipeline": {"stages": 2}}, [], "does not support engine.zero_stage=2"),
         ({"pipeline": {"pipe_partitioned": True}}, [], "pipe_partitioned"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, [], "devices cpu and none"),
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, [], "needs nvme_path"),

@@ -190,7 +190,7 @@ WRONG = {
     ("blend=[0.3,a,0,b]",): "weights must be more than 0",
     ("blend=[1,a,1,a]",): "contains a dataset twice",
     ("blend=[1,a,nan,b]",): "weights must be more than 0",
-    ("blend=[a]", "prefix=b"): "data.prefix=b and data.blend=['a'] exclude each other",
+    ("blend=[a]", "prefix=b"): "data.prefix=b and data.blend=['a'] cannot be combined",
     ("train=[a]", "prefix=b"): "data.prefix=b has no effect with data.train",
     ("train=[a]", "split=1"): "data.split=1 has no effect with data.train",
     ("prefix=a", "valid=[b]"): "data.valid=['b'] has no effect with data.prefix or data.blend",

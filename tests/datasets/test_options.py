@@ -156,7 +156,7 @@ def test_fairseqs_datasets_are_replaced_only_with_overwrite(capsys):
     for path in Path("d").glob("*.idx"):
         path.unlink()
     assert preprocess(*FAIRSEQ.split()) == 64
-    assert "d/dict.txt exists and has other words" in capsys.readouterr().err
+    assert "d/dict.txt exists and has different words" in capsys.readouterr().err
     assert preprocess(*FAIRSEQ.split(), "--overwrite") == 0
     assert "other" in Path("d/dict.txt").read_text()
 

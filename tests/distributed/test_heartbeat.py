@@ -93,7 +93,7 @@ def test_without_a_lost_rank_a_closed_connection_may_be_the_network_and_other_er
     [
         (Failure(2, "killed", 1), "rank 2 on node1 (pid 102) was killed"),
         (Failure(3, "raised", 1, "ValueError: boom"), "rank 3 on node1 (pid 103) failed: ValueError: boom"),
-        (Failure(1, "lost", 85, "rank 1 on node0 was lost"), "rank 1 on node0 was lost; the others end because of it"),
+        (Failure(1, "lost", 85, "rank 1 on node0 was lost"), "rank 1 on node0 was lost; the other ranks end too"),
         (Failure(0, "launcher", 1), "the launcher of rank 0 on node0 (pid 100) is gone"),
     ],
 )

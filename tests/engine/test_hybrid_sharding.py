@@ -84,9 +84,9 @@ def test_native_shards_its_optimizer_within_a_group_and_sums_between_groups_once
 
 
 REFUSED = {
-    "engine.name=native": "engine 'native' at engine.zero_stage=0 cannot do parallel.shard=2; set parallel.shard=null",
+    "engine.name=native": "engine 'native' at engine.zero_stage=0 does not support parallel.shard=2; set parallel.shard=null",
     "engine.name=deepspeed engine.zero_stage=3": "engine.name=fsdp2 engine.zero_stage=3, engine.name=fsdp2 engine.zero_stage=2",
-    "engine.name=fairscale": "engine 'fairscale' at engine.zero_stage=3 cannot do parallel.shard=2",
+    "engine.name=fairscale": "engine 'fairscale' at engine.zero_stage=3 does not support parallel.shard=2",
     "engine.name=pipelining parallel.pipeline=2": "engine 'pipelining' at engine.zero_stage=0 and parallel.pipeline=2",
     "engine.name=fsdp2 parallel.shard=1": "parallel.shard=1 must be at least 2",
 }

@@ -111,5 +111,7 @@ def test_a_usual_step_is_as_without_a_guard_to_the_last_bit():
 
 
 def test_deepspeed_refuses_a_guard_by_name():
-    with pytest.raises(ConfigError, match=r"engine 'deepspeed' cannot do optim\.guard=skip_step, since its updates"):
+    with pytest.raises(
+        ConfigError, match=r"engine 'deepspeed' does not support optim\.guard=skip_step, since its updates"
+    ):
         settings(GPT2, engine=dict(name="deepspeed"), optim=dict(guard="skip_step"))

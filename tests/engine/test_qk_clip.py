@@ -109,8 +109,11 @@ def test_a_run_resumes_to_the_last_bit_and_a_skipped_step_clips_nothing():
     "own, error",
     [
         (dict(model=dict(GPT2, qk_norm=True)), r"optim\.qk_clip has no effect with model\.qk_norm=true"),
-        (dict(engine=dict(name="deepspeed")), r"engine 'deepspeed' cannot do optim\.qk_clip=100; it is for native"),
-        (dict(engine=dict(name="fairscale")), r"engine 'fairscale' cannot do optim\.qk_clip=100"),
+        (
+            dict(engine=dict(name="deepspeed")),
+            r"engine 'deepspeed' does not support optim\.qk_clip=100; engines that do: native",
+        ),
+        (dict(engine=dict(name="fairscale")), r"engine 'fairscale' does not support optim\.qk_clip=100"),
         (dict(model=dict(GPT2, block="my.mod:Block")), r"optim\.qk_clip cannot measure .* model\.block=my\.mod:Block"),
         (dict(optim=dict(qk_clip=0.0)), r"optim\.qk_clip=0\.0 must be more than 0"),
     ],

@@ -165,7 +165,9 @@ def test_a_run_resumes_to_the_last_bit_and_another_layout_loads_the_same_state(s
 
 def test_engines_without_muon_refuse_it_by_name_and_its_settings_need_it():
     for engine in ("deepspeed", "fairscale"):
-        with pytest.raises(ConfigError, match=f"engine '{engine}' cannot do optim.name=muon"):
+        with pytest.raises(ConfigError, match=f"engine '{engine}' does not support optim.name=muon"):
             settings(GPT2, engine=dict(name=engine), optim=dict(name="muon"))
-    with pytest.raises(ConfigError, match=r"optim\.momentum=0\.9 has no effect with optim\.name=adamw; it is for muon"):
+    with pytest.raises(
+        ConfigError, match=r"optim\.momentum=0\.9 has no effect with optim\.name=adamw; it applies to muon"
+    ):
         settings(GPT2, optim=dict(momentum=0.9))

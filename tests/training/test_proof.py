@@ -183,7 +183,7 @@ def test_an_update_that_is_wrong_in_every_way_ends_the_run(fault, tmp_path, monk
 
     monkeypatch.setattr(proof.Twin, "plainly", plainly)
     monkeypatch.setattr(base, "update", fault)
-    with pytest.raises(HpclmError, match="computes wrong in every way") as error:
+    with pytest.raises(HpclmError, match="computes incorrectly in every way") as error:
         checked(tmp_path)
     assert "cluster.prove=false" in str(error.value)
 
@@ -217,7 +217,7 @@ def one_left_out(exchange, numbers, held, work):
 def test_a_wrong_update_of_muon_ends_the_run(where, what, fault, message, kind, tmp_path, monkeypatch):
     own = dict(name="muon", newton_schulz_type=kind)
     monkeypatch.setattr(where, what, fault)
-    with pytest.raises(HpclmError, match=f"(?s)computes wrong in every way.*({message})"):
+    with pytest.raises(HpclmError, match=f"(?s)computes incorrectly in every way.*({message})"):
         checked(tmp_path, optim=own)
 
 
@@ -283,7 +283,7 @@ def test_dropout_is_drawn_alike_in_both_ways(tmp_path, monkeypatch):
     monkeypatch.setattr(proof.Twin, "plainly", lambda twin, exact: (plain(twin, exact), done.append(exact))[0])
     for module in (layers, gpt):
         monkeypatch.setattr(module, "dropout", other)
-    with pytest.raises(HpclmError, match="computes wrong in every way"):
+    with pytest.raises(HpclmError, match="computes incorrectly in every way"):
         checked(tmp_path, dict(LLAMA, dropout=0.31), torch.float32, precision="fp32")
 
 

@@ -1,10 +1,10 @@
 """hpclm: train GPT models on HPC clusters.
 
-The command ``hpclm --help`` has all verbs. The interface for Python, docs/python.md, is loaded when it is used:
-
 >>> import hpclm
->>> run = hpclm.train(hpclm.settings("debug", "budget.steps=50"))
->>> hpclm.metrics(run)[-1]["loss"]
+>>> run = hpclm.train("small", data="text.jsonl", steps=200)
+>>> run.metrics, run.generate("Once upon"), run.report()
+
+docs/python.md describes it. On a command line, ``hpclm --help`` lists all verbs.
 """
 
 import sys
@@ -22,29 +22,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["ConfigError", "HpclmError", "__version__", "generate", "metrics", "settings", "train"]
+__all__ = ["ConfigError", "HpclmError", "Run", "RunConfig", "__version__", "open", "settings", "submit", "train"]
 
 if TYPE_CHECKING:
-    from hpclm import train
-    from hpclm.api import generate, metrics, settings
+    from hpclm.api.functions import open, settings, submit, train
+    from hpclm.api.run import Run
+    from hpclm.config import RunConfig
     from hpclm.errors import ConfigError, HpclmError
 
 _WHERE = {
-    "ConfigError": "hpclm.errors",
-    "HpclmError": "hpclm.errors",
-    "generate": "hpclm.api",
-    "metrics": "hpclm.api",
-    "settings": "hpclm.api",
+    **dict.fromkeys(("open", "settings", "submit", "train"), "hpclm.api.functions"),
+    "Run": "hpclm.api.run",
+    "RunConfig": "hpclm.config",
+    **dict.fromkeys(("ConfigError", "HpclmError"), "hpclm.errors"),
 }
+"""Where the interface is; it is loaded when it is used."""
 
 
 def __getattr__(name: str) -> Any:
-    if name == "train":
-        return import_module("hpclm.train")  # a module that can be called: see its end
     if name in _WHERE:
         return getattr(import_module(_WHERE[name]), name)
     raise AttributeError(f"module 'hpclm' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

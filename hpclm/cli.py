@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 VERBS = {
     "demo": ("hpclm.commands.demo", "train a small GPT on the sources of Python's standard library"),
-    "train": ("hpclm.train", "train a model, or continue a run"),
-    "submit": ("hpclm.submit", "train on Slurm, on the machines of a hostfile, or locally"),
+    "train": ("hpclm.commands.train", "train a model, or continue a run"),
+    "submit": ("hpclm.commands.submit", "train on Slurm, on the machines of a hostfile, or locally"),
     "status": ("hpclm.commands.status", "show the status of runs: queue, step, loss, speed, time left"),
     "logs": ("hpclm.commands.logs", "print or follow the log of a run, a rank or a job"),
     "top": ("hpclm.commands.top", "show all runs live, with their loss curves"),

@@ -24,8 +24,20 @@ REFUSED = {errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, 
 """Faults of a path: no permission, or the wrong kind of file."""
 
 
-class HpclmError(Exception):
-    """An error that command-line verbs print without a traceback."""
+class OneLine:
+    """An exception that notebooks show without a traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        """The lines that IPython shows (its documentation: custom exception tracebacks)."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+class TrainingInterrupted(OneLine, KeyboardInterrupt):
+    """A signal, such as a notebook's interrupt, has ended training in Python; the run has saved."""
+
+
+class HpclmError(OneLine, Exception):
+    """An error that command-line verbs and notebooks print without a traceback."""
 
     exit_code = 1
     shared = False

@@ -11,6 +11,7 @@ EXTRAS = {
     "fairscale": "fairscale",
     "mpi4py": "mpi",
     "matplotlib": "plots",
+    "pandas": "notebook",
     "safetensors": "convert",
     "transformers": "convert",
     "sentencepiece": "text",

@@ -40,11 +40,11 @@ class Formatter(logging.Formatter):
         return terminal.plain(self.redact(super().format(record)))
 
 
-def setup(rank: int = 0, level: int = logging.INFO, redact: Callable[[str], str] = str) -> None:
-    """Log to standard error; on ranks other than 0 only warnings. ``redact`` removes secrets."""
+def setup(rank: int = 0, level: int = logging.INFO, redact: Callable[[str], str] = str, quiet: bool = False) -> None:
+    """Log to standard error; on ranks other than 0, or if ``quiet``, only warnings. ``redact`` removes secrets."""
     console = Console()
     console.setFormatter(Formatter(redact, "%H:%M:%S", f"[rank {rank}] " if rank else ""))
-    if rank:
+    if rank or quiet:
         console.setLevel(logging.WARNING)
     logging.basicConfig(level=level, handlers=[console, MemoryHandler(0, flushLevel=NEVER)], force=True)
     logging.captureWarnings(True)

@@ -33,8 +33,8 @@ from tests.runs import ROOT
 # what `hpclm train` and the verbs that look at its run import, much of it only when it is needed
 PRELOADED = [
     "torch._dynamo",
-    "hpclm.train",
-    "hpclm.submit",
+    "hpclm.commands.train",
+    "hpclm.commands.submit",
     "hpclm.commands.status",
     "hpclm.commands.cancel",
     "hpclm.commands.checkpoints",

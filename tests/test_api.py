@@ -1,57 +1,104 @@
-"""hpclm as a Python library: what a notebook does."""
+"""hpclm as a Python library: what a notebook or a script does."""
 
-import ast
 import faulthandler
-import re
+import json
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
+import datasets
 import pytest
 
 import hpclm
-from hpclm import cli
+from hpclm.errors import LockedError
 from tests.runs import ROOT
 
-
-def test_a_run_from_settings_to_text_in_python(tiny, tmp_path):
-    (tmp_path / "text.jsonl").write_text('{"text": "Once upon a time there was a number."}\n' * 50)
-    prepare = ["preprocess", "--input", str(tmp_path / "text.jsonl"), "--output-prefix", str(tmp_path / "mine")]
-    assert cli.main([*prepare, "--tokenizer", "bytes", "--append-eod"]) == 0
-    words = [
-        word for word in tiny("run", "evaluate.every=6", "model.vocab_size=257") if word != "data.source=synthetic"
-    ]
-    settings = hpclm.settings(*words, f"data.prefix={tmp_path}/mine_text_document", "data.split=8,2,0")
-    run = hpclm.train(settings)
-    assert run == tmp_path / "run"
-    rows = hpclm.metrics(run)
-    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 13))
-    assert [row["step"] for row in rows if "validation_loss" in row] == [6, 12]
-    assert rows == sorted(rows, key=lambda row: row["step"])
-    text = hpclm.generate(run, "Once upon", tokens=5)
-    both = hpclm.generate(run, ["Once upon", "a time"], tokens=5)
-    assert isinstance(text, str) and both[0] == text and len(both) == 2
+TINY = {"model": {"layers": 1, "hidden": 16, "heads": 2, "context": 16}, "evaluate.every": 4}
+LINES = ["Once upon a time there was a number."] * 100
 
 
-def test_the_ten_lines_of_the_documentation_do_what_it_says(tmp_path, monkeypatch, capsys):
-    [block] = re.findall(r"```python\n(from hpclm import.*?)```", (ROOT / "docs/python.md").read_text(), re.S)
-    assert len(block.splitlines()) <= 10
-    (tmp_path / "text.jsonl").write_text('{"text": "Once upon a time there was a number."}\n' * 100)
-    (tmp_path / "data").mkdir()
+@pytest.fixture
+def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    [shell] = re.findall(r"^!hpclm (.*)$", block, re.M)
-    assert cli.main(shell.split()) == 0
-    less = ["budget.steps=4", "evaluate.every=2", "evaluate.batches=1", "engine.device=cpu", "batch.global_size=2"]
-    less += ["batch.micro_size=2", "model.layers=2", "model.hidden=32", "model.context=32", "data.split=8,2,0"]
-    smaller = re.sub(r'"out=runs/first"', lambda found: ", ".join(map(repr, ["out=runs/first", *less])), block)
-    capsys.readouterr()
-    exec(re.sub(r"^!.*$", "", smaller, flags=re.M), {})
-    measured, text = capsys.readouterr().out.split("\n", 1)
-    assert [step for step, _ in ast.literal_eval(measured)] == [2, 4] and len(text) > 10
+    Path("text.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in LINES))
+    return tmp_path
 
 
-def test_training_in_python_leaves_signals_as_they_were_and_continues_the_run(tiny):
+def test_text_is_preprocessed_once_for_all_runs_that_use_it(here, capsys):
+    first = hpclm.train("small", TINY, data="text.jsonl", steps=2, device="cpu", out="runs/a")
+    assert "100 documents" in capsys.readouterr().out
+    second = hpclm.train("small", TINY, data="text.jsonl", steps=2, device="cpu", out="runs/b", lr=2e-3)
+    assert "documents" not in capsys.readouterr().out
+    assert first.settings.model.vocab_size == 257
+    assert second.settings.diff(first.settings).keys() == {"out", "optim.lr"}
+    assert [path.name for path in Path("runs/datasets").iterdir()] == [Path(first.settings.data.prefix).parent.name]
+    Path("text.jsonl").write_text('{"text": "Something else."}\n' * 100)
+    with pytest.raises(hpclm.ConfigError, match="data"):
+        hpclm.train("small", TINY, data="text.jsonl", steps=2, device="cpu", out="runs/a")
+
+
+def test_rows_of_a_dataset_are_documents(here, capsys):
+    rows = datasets.Dataset.from_dict({"text": LINES})
+    hpclm.train("small", TINY, data=rows, steps=1, device="cpu", out="runs/a")
+    assert "100 documents" in capsys.readouterr().out
+    run = hpclm.train(
+        "small", TINY, data=datasets.Dataset.from_dict({"text": LINES}), steps=2, device="cpu", out="runs/a"
+    )
+    assert "documents" not in capsys.readouterr().out and run.rows[-1]["step"] == 2
+    for wrong in (rows.rename_column("text", "content"), datasets.DatasetDict(train=rows)):
+        with pytest.raises(hpclm.ConfigError, match="data must have a column 'text', not "):
+            hpclm.train("small", data=wrong)
+
+
+def test_a_dataset_brings_its_tokenizer(here):
+    first = hpclm.train("small", TINY, data="text.jsonl", steps=1, device="cpu", out="runs/a")
+    prefix = first.settings.data.prefix
+    hpclm.train("small", TINY, {"model.vocab_size": 257, "data.split": "9,1,0"}, data=prefix, steps=1, out="runs/b")
+    with pytest.raises(hpclm.ConfigError, match="tokenizer='bytes' has no effect: the dataset"):
+        hpclm.train("small", data=prefix, tokenizer="bytes")
+    with pytest.raises(hpclm.ConfigError, match="has no effect without data="):
+        hpclm.train("debug", tokenizer="bytes")
+
+
+def test_a_run_has_what_the_verbs_say(here):
+    run = hpclm.train("small", TINY, data="text.jsonl", steps=8, device="cpu", out="runs/a")
+    run = hpclm.open(run)
+    assert run.status == "done" and repr(run).startswith("Run('runs/a'): done at step 8")
+    assert list(run.metrics["validation_loss"].dropna()) == [row["validation_loss"] for row in run.rows[4::5]]
+    [checkpoint] = run.checkpoints
+    assert checkpoint.step == 8 and checkpoint.path.is_dir() and checkpoint.validation_loss is not None
+    assert run.evaluate()["loss"] == pytest.approx(checkpoint.validation_loss)
+    assert run.evaluate(text="text.jsonl", tokens=100)["source"] == "text.jsonl"
+    with pytest.raises(hpclm.ConfigError, match="use samples="):
+        run.evaluate(tokens=100)
+    text = run.generate("Once upon", tokens=5)
+    assert run.generate(["Once upon", "a time"], tokens=5)[0] == text
+    assert (run.convert("hf", {"engine.device": "cpu"}) / "model.safetensors").is_file()
+    assert run.resume(steps=10) is run and run.rows[-1]["step"] == 10
+
+
+@pytest.mark.parametrize(
+    "changes", [("optim.lr=0.1", {"model": {"layers": 1}}), ({"optim.lr": 0.1, "model.layers": 1},)], ids=len
+)
+@pytest.mark.parametrize("base", ["debug", hpclm.settings("debug")], ids=["preset", "settings"])
+def test_changes_are_the_same_in_every_form(base, changes):
+    made = hpclm.settings(base, *changes, {"log.sinks": ["wandb"], "kill_switch": None}, steps=7, out=Path("runs/x"))
+    assert (made.optim.lr, made.model.layers, made.budget.steps, made.out) == (0.1, 1, 7, "runs/x")
+    assert made.log.sinks == ["wandb"] and made.kill_switch is None
+    assert "optim.lr = 0.1" in repr(made) and "seed" not in repr(made)
+    assert hpclm.settings(made) == made
+
+
+def test_steps_replace_the_budget_of_a_preset():
+    assert hpclm.settings("small", steps=50).diff(hpclm.settings("small")) == {
+        "budget.steps": (50, 2000),
+        "budget.epochs": (None, 10.0),
+    }
+
+
+def test_training_leaves_signals_as_they_were_and_continues_the_run(tiny):
     numbers = signal.valid_signals()
     before = [signal.getsignal(number) for number in numbers]
     run = hpclm.train(hpclm.settings(*tiny("run", "stop_at=6")))
@@ -60,7 +107,7 @@ def test_training_in_python_leaves_signals_as_they_were_and_continues_the_run(ti
     assert [signal.getsignal(number) for number in numbers] == before
     assert not faulthandler.unregister(signal.SIGQUIT)  # nothing of ours answers it any more
     hpclm.train(hpclm.settings(*tiny()))
-    assert [row["step"] for row in hpclm.metrics(run)] == list(range(1, 13))
+    assert [row["step"] for row in run.rows] == list(range(1, 13))
 
 
 def test_an_interrupt_saves_and_is_raised(tiny, tmp_path):
@@ -81,17 +128,19 @@ def test_an_interrupt_saves_and_is_raised(tiny, tmp_path):
     finally:
         given_up.set()
         thread.join()
-    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert len(hpclm.open(settings.out).checkpoints) == 1
 
 
 def test_mistakes_are_errors_with_every_problem(tmp_path):
     with pytest.raises(hpclm.ConfigError) as caught:
-        hpclm.settings("debug", "model.layers=x", "optim.lrr=1")
+        hpclm.settings("debug", "model.layers=x", {"optim.lrr": 1})
     assert len(caught.value.problems) == 2
     with pytest.raises(hpclm.ConfigError, match="is not a run directory"):
-        hpclm.metrics(tmp_path)
-    with pytest.raises(hpclm.ConfigError, match="is not a run directory"):
-        hpclm.generate(tmp_path, "Once upon")
+        hpclm.open(tmp_path)
+    with pytest.raises(
+        hpclm.ConfigError, match=r"optim\.lr: settings are text, numbers, lists and mappings, not object"
+    ):
+        hpclm.settings("debug", {"optim.lr": object()})
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         hpclm.trian  # noqa: B018
 
@@ -111,13 +160,44 @@ def test_only_the_main_thread_trains(tiny):
     assert caught == ["hpclm.train catches signals, so it must be called in the main thread"]
 
 
-def test_importing_hpclm_loads_nothing_and_train_can_be_called_whatever_was_imported_before():
+def test_importing_hpclm_loads_nothing_and_the_programs_do_not_take_the_place_of_functions():
     code = (
         "import sys; before = set(sys.modules); import hpclm; new = set(sys.modules) - before\n"
         "print(sorted(name for name in new if name.partition('.')[0] in ('hpclm', 'torch', 'numpy', 'yaml')))\n"
-        "print(set(hpclm.__all__) <= set(dir(hpclm)))\n"
-        "import hpclm.train, hpclm.submit; print(callable(hpclm.train))\n"
-        "from hpclm import train, settings; print(callable(train), settings('debug').name, 'torch' in sys.modules)\n"
+        "from hpclm import train, settings; print(settings('debug').name, 'torch' in sys.modules)\n"
+        "for name in ('train', 'submit'):\n"
+        "    try: __import__(f'hpclm.{name}')\n"
+        "    except ImportError as error: print(error.name, getattr(hpclm, name).__name__)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.splitlines() == ["['hpclm']", "True", "True", "True debug False"], done.stderr
+    assert done.stdout.splitlines() == ["['hpclm']", "debug False", "hpclm.train train", "hpclm.submit submit"]
+
+
+def test_help_and_completion_show_the_interface():
+    names = [name for name in dir(hpclm) if not name.startswith("_")]
+    assert names == ["ConfigError", "HpclmError", "Run", "RunConfig", "open", "settings", "submit", "train"]
+    done = subprocess.run([sys.executable, "-m", "pydoc", "hpclm"], capture_output=True, text=True, cwd=ROOT)
+    assert all(f"    {name}(" in done.stdout for name in ("open", "settings", "submit", "train"))
+    undocumented = [name for name in vars(hpclm.Run) if name[0] != "_" and not getattr(hpclm.Run, name).__doc__]
+    assert not undocumented
+
+
+@pytest.mark.slurm
+def test_a_submitted_run_can_be_watched(cluster, tiny, tmp_path, monkeypatch):
+    for name, value in cluster.env.items():
+        monkeypatch.setenv(name, value)
+    first, *changes = tiny("run", "budget.steps=1000000")
+    run = hpclm.submit(first, *changes, nodes=1, gpus=1)
+    try:
+        assert run.status in ("waiting", "starting", "running") and run.path == tmp_path / "run"
+        with pytest.raises(LockedError, match="is in the queue"):
+            hpclm.submit(first, *changes)
+    finally:
+        cluster.run(["scancel", "--me"])
+
+
+def test_without_a_queue_nothing_is_submitted(here, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(hpclm.ConfigError, match=r"has no queue: hpclm\.train trains in this process"):
+        hpclm.submit("debug")
+    assert not Path("runs").exists()

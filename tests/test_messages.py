@@ -90,7 +90,7 @@ def test_a_run_directory_is_trained_where_it_is(tiny, tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     assert cli.main(["train", "moved $ {x}", "budget.steps=3"]) == 0
     assert [p.name for p in tmp_path.iterdir()] == ["moved $ {x}"]
-    assert hpclm.metrics(tmp_path / "moved $ {x}")[-1]["step"] == 3
+    assert hpclm.open(tmp_path / "moved $ {x}").rows[-1]["step"] == 3
 
 
 def test_python_takes_the_name_of_a_preset(tmp_path, monkeypatch):
@@ -101,7 +101,7 @@ def test_python_takes_the_name_of_a_preset(tmp_path, monkeypatch):
         "model: {vocab_size: 64, layers: 1, hidden: 32, heads: 4, context: 16}\nbudget: {steps: 1}\nbatch: {global_size: 2, micro_size: 1}\n"
         "data: {source: synthetic}\nengine: {device: cpu}\noptim: {warmup: 0}\nevaluate: {every: 0}\n"
     )
-    assert hpclm.metrics(hpclm.train("mine.yaml"))[-1]["step"] == 1
+    assert hpclm.train("mine.yaml").rows[-1]["step"] == 1
 
 
 def test_rows_of_a_parquet_file_are_documents(tmp_path, monkeypatch, capsys):

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from hpclm import cli, config, files, train
+from hpclm import cli, config, files
 from hpclm.checkpoint import directory
 from hpclm.checkpoint import manifest as manifests
-from hpclm.commands import logs
+from hpclm.commands import logs, train
 from hpclm.diagnostics import report
 from hpclm.distributed.bootstrap import World
 from hpclm.errors import ConfigError, HpclmError

@@ -83,7 +83,7 @@ def metadata(wheel):
 
 def test_the_wheel_has_the_package_and_what_is_beside_it_in_a_clone(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    files = (path for pattern in ("*.py", "*.yaml") for path in (ROOT / "hpclm").rglob(pattern))
+    files = (path for pattern in ("*.py", "*.yaml", "py.typed") for path in (ROOT / "hpclm").rglob(pattern))
     tracked = {path.relative_to(ROOT).as_posix() for path in files}
     beside = {f"hpclm/{name}" for name in ("ARCHITECTURE.md", "CHANGELOG.md")}
     for folder in ("configs", "slurm", "docs"):

@@ -290,7 +290,7 @@ def rank(words: list[str], below: str, report: str) -> None:
 
     leave, os._exit = os._exit, end  # type: ignore[assignment]
     mmap.mmap = Kept  # type: ignore[misc]
-    from hpclm.train import main as train
+    from hpclm.commands.train import main as train
 
     os._exit(train(words))
 

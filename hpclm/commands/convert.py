@@ -63,9 +63,7 @@ def converted(args: argparse.Namespace) -> str:
             raise ConfigError("--pickle has no effect: an export reads safetensors")
         if args.ignore or args.weights_only:
             raise ConfigError("--ignore and --weights-only are for imports")
-        checkpoint = run.find_checkpoint(source, overrides)
-        name = folder.export_run(checkpoint, target, args.dtype or "fp32", (args.shard_gb or 5.0) * 1e9, args.allow_nan)
-        return f"{target}: {name}, from step {checkpoint.step} of {checkpoint.run}"
+        return exported(source, target, overrides, args.dtype or "fp32", args.shard_gb or 5.0, args.allow_nan)
     if args.dtype or args.shard_gb or args.allow_nan:
         raise ConfigError("--dtype, --shard-gb and --allow-nan are for exports; a run's weights are fp32 and finite")
     if (source / "config.json").is_file():
@@ -82,3 +80,14 @@ def converted(args: argparse.Namespace) -> str:
     return (
         f"{target}: a run directory of {model.layers} layers x {model.hidden}; try hpclm generate {target} --prompt ..."
     )
+
+
+def exported(source: Path, target: Path, overrides: list[str], dtype: str, shard_gb: float, allow_nan: bool) -> str:
+    """Write the weights of a run or checkpoint for transformers, and say what was made of what; arguments as of the verb."""
+    with extras.needed_for("hpclm convert"):
+        from hpclm.interop import run
+        from hpclm.interop.huggingface import folder
+
+    checkpoint = run.find_checkpoint(source, overrides)
+    name = folder.export_run(checkpoint, target, dtype, shard_gb * 1e9, allow_nan)
+    return f"{target}: {name}, from step {checkpoint.step} of {checkpoint.run}"

@@ -63,12 +63,10 @@ def main(argv: list[str]) -> int:
     if args.tasks is not None:
         _print_tasks(args)
         return 0
-    figures = _of_documents(args) if args.text or args.data else _of_part(args)
-    if not math.isfinite(float(figures["loss"])):
-        from hpclm.errors import ConfigError
-        from hpclm.inference.sampling import NOT_FINITE
-
-        raise ConfigError(f"the loss is {figures['loss']}: {NOT_FINITE}")
+    if args.text or args.data:
+        figures = on_documents(args.run, args.settings, args.text, args.data, args.tokens)
+    else:
+        figures = on_part(args.run, args.settings, args.part, args.samples)
     if args.json:
         print(json.dumps(finite(figures)))
     else:
@@ -131,8 +129,11 @@ def _print_tasks(args: argparse.Namespace) -> None:
                 say(f"{task}  {metric} {value:.4f}{'' if error is None else f' ± {error:.4f}'}  step {progress.step}")
 
 
-def _of_part(args: argparse.Namespace) -> Figures:
-    """Mean loss per token in nats, perplexity, and what they were measured on."""
+def on_part(run: Path, overrides: list[str], part: str, samples: int | None) -> Figures:
+    """Mean loss per token in nats, perplexity, and what they were measured on.
+
+    ``samples``: how many are read of the part; None: all of one pass. ConfigError if the loss is not finite.
+    """
     from tqdm import tqdm
 
     from hpclm.data import sources
@@ -142,47 +143,60 @@ def _of_part(args: argparse.Namespace) -> Figures:
     from hpclm.inference.scoring import perplexity
     from hpclm.parallel.mesh import SINGLE
 
-    config = run_model.settings(args.run, args.settings)
+    config = run_model.settings(run, overrides)
     device, dtype = run_model.place(config)
     source = sources.build(config.data, config.model, config.seed)
-    model, progress = run_model.load_model(args.run, config, source.fingerprint.get("tokenizer"), device, dtype)
-    samples = source.samples(args.part, args.samples)
-    count = len(samples) if args.samples is None else args.samples
+    model, progress = run_model.load_model(run, config, source.fingerprint.get("tokenizer"), device, dtype)
+    read = source.samples(part, samples)
+    count = len(read) if samples is None else samples
     plan = config.plan()
-    batches = Batches(samples, config.data, config.model, plan, source.eod, device).take(0, count)
+    batches = Batches(read, config.data, config.model, plan, source.eod, device).take(0, count)
     with tqdm(batches, total=-(-count // plan.micro_size), unit="batch", disable=None) as bar:
         mean = mean_loss(model, bar, device, SINGLE)
-    return {"loss": mean, "perplexity": perplexity(mean), "step": progress.step, "part": args.part, "samples": count}
+    return _finite(
+        {"loss": mean, "perplexity": perplexity(mean), "step": progress.step, "part": part, "samples": count}
+    )
 
 
-def _of_documents(args: argparse.Namespace) -> Figures:
-    """Loss, perplexity and bits per byte of a text, or of a dataset."""
+def on_documents(run: Path, overrides: list[str], text: str | None, prefix: str | None, most: int | None) -> Figures:
+    """Loss, perplexity and bits per byte of the file ``text``, or else of the dataset ``prefix``.
+
+    ``most``: tokens after which to stop. ConfigError if the loss is not finite.
+    """
     from tqdm import tqdm
 
     from hpclm.data import tokenizers
     from hpclm.errors import ConfigError
     from hpclm.inference import run_model, scoring
 
-    config = run_model.settings(args.run, args.settings)
+    config = run_model.settings(run, overrides)
     data = config.data
-    if args.data is not None:  # this dataset and no other; a tokenizer that the settings name stays
-        data = replace(data, source="indexed", prefix=args.data, blend=[], train=[], valid=[], test=[], validation=[])
+    if prefix is not None:  # this dataset and no other; a tokenizer that the settings name stays
+        data = replace(data, source="indexed", prefix=prefix, blend=[], train=[], valid=[], test=[], validation=[])
     tokenizer = None
     try:
         tokenizer = tokenizers.of_run(data)
     except ConfigError:
-        if args.data is None:
+        if text is not None:
             raise
-    if args.data is None and tokenizer is not None:
-        content = sys.stdin.read() if args.text == "-" else scoring.text_of(args.text)
-        documents = scoring.of_text(args.text, content, tokenizer)
+    if text is not None and tokenizer is not None:
+        content = sys.stdin.read() if text == "-" else scoring.text_of(text)
+        documents = scoring.of_text(text, content, tokenizer)
     else:
-        documents = scoring.of_dataset(Path(args.data), tokenizer)
+        documents = scoring.of_dataset(Path(prefix or ""), tokenizer)
     device, dtype = run_model.place(config)
-    model, progress = run_model.load_model(
-        args.run, config, tokenizer.fingerprint if tokenizer else None, device, dtype
-    )
-    with tqdm(total=args.tokens, unit="token", unit_scale=True, disable=None) as bar:
+    model, progress = run_model.load_model(run, config, tokenizer.fingerprint if tokenizer else None, device, dtype)
+    with tqdm(total=most, unit="token", unit_scale=True, disable=None) as bar:
         eod = tokenizer.eod if tokenizer else None
-        score = scoring.score(model, documents, eod, config.batch.micro_size, args.tokens, bar)
-    return {**score.result(progress), "source": args.text or args.data}
+        score = scoring.score(model, documents, eod, config.batch.micro_size, most, bar)
+    return _finite({**score.result(progress), "source": text or prefix or ""})
+
+
+def _finite(figures: Figures) -> Figures:
+    """``figures``; ConfigError if the loss is not finite."""
+    if not math.isfinite(float(figures["loss"])):
+        from hpclm.errors import ConfigError
+        from hpclm.inference.sampling import NOT_FINITE
+
+        raise ConfigError(f"the loss is {figures['loss']}: {NOT_FINITE}")
+    return figures

@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
         with each:
             folders.check_own(status.run.out, "resumed")
             may_start(status, changes)
-            code: int | None = import_module("hpclm.submit").main(words(status.run, changes))
+            code: int | None = import_module("hpclm.commands.submit").main(words(status.run, changes))
             if code:  # of a run that trained here, in the foreground
                 if number < len(chosen):
                     say(

@@ -1,6 +1,6 @@
 """The settings of a run: typed, frozen, checked before anything starts."""
 
-from hpclm.config.compose import dump, from_cli, load, of_run
+from hpclm.config.compose import changed, dump, from_cli, load, of_run
 from hpclm.config.data import DataConfig
 from hpclm.config.engine import EngineConfig, ParallelConfig
 from hpclm.config.engine_settings import EngineSettings
@@ -28,6 +28,7 @@ __all__ = [
     "Plan",
     "RunConfig",
     "ScalerConfig",
+    "changed",
     "dump",
     "from_cli",
     "load",

@@ -82,6 +82,13 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = (), site: Pa
     return run
 
 
+def changed(run: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """``run`` with ``overrides`` ("key=value") on top; or ConfigError."""
+    problems: list[str] = []
+    settings = [setting for key, value in _tree(run).items() for setting in _flat(key, value, "settings")]
+    return merge(settings + _parsed(overrides, problems), problems)
+
+
 def of_run(folder: Path, overrides: Sequence[str]) -> RunConfig:
     """The settings of the run in ``folder`` with ``overrides`` on top, without its job settings: for verbs that only read its
     model. ConfigError if it is not a run directory."""
@@ -115,15 +122,20 @@ def dump(config: RunConfig, path: Path) -> None:
 
 def dumped(config: RunConfig) -> str:
     """The text that ``dump`` writes, a line for each setting."""
-    tree = {key: value if key == "job" else literal(value) for key, value in asdict(config).items()}
-    tree["batch"]["micro_size"] = config.batch.micro_size or "auto"
     lines = [run_file.FIRST]
-    for name, value in tree.items():
+    for name, value in _tree(config).items():
         if is_dataclass(type_of(name)):
             lines += [f"{name}:\n", *(f"  {key}: {as_yaml(inner)}\n" for key, inner in value.items())]
         else:
             lines.append(f"{name}: {as_yaml(value)}\n")
     return "".join(lines)
+
+
+def _tree(config: RunConfig) -> dict[str, Any]:
+    """The settings as they are written in a file."""
+    tree = {key: value if key == "job" else literal(value) for key, value in asdict(config).items()}
+    tree["batch"]["micro_size"] = config.batch.micro_size or "auto"
+    return tree
 
 
 def is_override(word: str) -> bool:

@@ -6,8 +6,8 @@ wrong inside it; RunConfig adds contradictions between sections.
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any, Literal
 
 from hpclm.config.checks import Checked, at_least, texts
 from hpclm.config.data import DataConfig
@@ -169,6 +169,15 @@ class RunConfig(Checked):
     job: JobConfig = field(default_factory=JobConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
+    def __repr__(self) -> str:
+        lines = (f"\n  {key} = {mine!r}" for key, (mine, _) in self.diff().items())
+        return f"RunConfig: settings that differ from the defaults{''.join(lines)}"
+
+    def diff(self, other: "RunConfig | None" = None) -> dict[str, tuple[Any, Any]]:
+        """The settings that differ from ``other``, or from the defaults, as {"optim.lr": (mine, other's)}."""
+        theirs = dict(_leaves(other or RunConfig()))
+        return {key: (mine, theirs[key]) for key, mine in _leaves(self) if mine != theirs[key]}
+
     def problems(self) -> Iterator[str]:
         """What is wrong at the top level and between sections."""
         if not self.name or not self.name.isprintable():
@@ -288,3 +297,13 @@ class RunConfig(Checked):
                     f"{parallel.pipeline}; it needs {needs}: change batch.global_size, batch.micro_size or batch.rampup"
                 )
         return plan
+
+
+def _leaves(run: RunConfig) -> Iterator[tuple[str, Any]]:
+    """Every setting by its dotted key."""
+    for outer in fields(run):
+        value = getattr(run, outer.name)
+        if is_dataclass(value):
+            yield from ((f"{outer.name}.{inner.name}", getattr(value, inner.name)) for inner in fields(value))
+        else:
+            yield outer.name, value

@@ -50,6 +50,12 @@ def next_tuning_command(prefix: Path, run: str, chat: bool) -> str:
     return shlex.join(["hpclm", "train", *words, *separate, "optim.lr=1e-5", "optim.min_lr=1e-6", "budget.epochs=3"])
 
 
+def dataset_settings(prefix: Path, vocab_size: int, context: int) -> list[str]:
+    """The settings with which a run of ``context`` reads one dataset, and divides it so that there is enough to validate on."""
+    choices = _splits(prefix, f"model.vocab_size={vocab_size}")
+    return next(words for words, _, valid in choices if valid is None or samples_in(valid, context))
+
+
 def _splits(prefix: Path, vocabulary: str) -> Iterator[Choice]:
     """One dataset, which data.split divides."""
     sizes, data = IndexedDataset(prefix).sizes, config.DataConfig()

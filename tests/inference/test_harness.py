@@ -162,7 +162,7 @@ def test_each_checkpoint_of_a_run_is_scored_once_while_it_trains_and_after_it(la
     with Ranks(1 + len(layout), [*words, f"stop_at={steps[-1] + 4}"]) as ranks:  # and the rest when it resumes
         assert {code for code, _ in ranks.wait().values()} == {0}
     assert [step for step, _ in scored(out)] == steps
-    assert [row["step"] for row in hpclm.metrics(out) if "tasks" in row] == steps
+    assert [row["step"] for row in hpclm.open(out).rows if "tasks" in row] == steps
 
 
 def test_an_interrupted_follower_ends_with_85_and_the_next_one_scores_the_rest(place, tiny, tmp_path, capsys):

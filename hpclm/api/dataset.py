@@ -1,0 +1,100 @@
+"""What ``data=`` names as a dataset: text is preprocessed on the way, once, into a folder ``datasets`` beside the run."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
+
+from hpclm import files
+from hpclm.config import RunConfig
+from hpclm.errors import ConfigError
+
+
+class TextDataset(Protocol):
+    """A ``datasets.Dataset`` of Hugging Face's."""
+
+    @property
+    def column_names(self) -> Any:
+        """Its columns; one must be ``text``."""
+
+    def iter(self, batch_size: int) -> Iterator[Any]:
+        """Its rows, as mappings of columns to lists."""
+        ...
+
+
+Data = str | os.PathLike[str] | TextDataset
+"""The prefix of a dataset, text that ``hpclm preprocess`` reads, or a ``datasets.Dataset``."""
+TOKENIZER = "bytes"
+FILES = {".json": "json", ".model": "sentencepiece"}
+"""Kinds of tokenizer by the name of the file."""
+ROWS = 1000
+
+
+def settings(data: Data, tokenizer: str | os.PathLike[str] | None, run: RunConfig) -> list[str]:
+    """The settings with which ``run`` trains on ``data``; text becomes a dataset first, unless it is one already.
+
+    ``tokenizer``: "bytes", or a tokenizer.json or sentencepiece file; None: "bytes". ConfigError for what cannot be read.
+    """
+    source = "data.source=indexed"
+    if not isinstance(data, (str, os.PathLike)):
+        with TemporaryDirectory(prefix="hpclm-") as folder:
+            path = Path(folder) / "rows.jsonl"
+            return [source, *_preprocessed(path, _write_rows(data, path), tokenizer, run)]
+    path = Path(data)
+    if not Path(f"{path}.idx").is_file():
+        return [source, *_preprocessed(path, None, tokenizer, run)]
+    if tokenizer is not None:
+        raise ConfigError(f"tokenizer={os.fspath(tokenizer)!r} has no effect: the dataset {path} has its tokenizer")
+    return [source, f"data.prefix={path}"]
+
+
+def _write_rows(data: TextDataset, path: Path) -> str:
+    """Write the texts of a dataset as JSON lines; a short hash of them."""
+    columns, digest = data.column_names, hashlib.sha256()
+    if not isinstance(columns, list) or "text" not in columns:
+        names = columns if isinstance(columns, list) else f"the splits {', '.join(columns or ())}"
+        raise ConfigError(
+            f"data must have a column 'text', not {names}; choose a split, data['train'], or rename_column(name, 'text')"
+        )
+    with path.open("w", encoding="utf-8") as file:
+        for batch in data.iter(batch_size=ROWS):
+            rows: Mapping[str, list[str]] = batch
+            for text in rows["text"]:
+                line = json.dumps({"text": text}) + "\n"
+                digest.update(line.encode())
+                file.write(line)
+    return digest.hexdigest()[:10]
+
+
+def _preprocessed(
+    path: Path, content: str | None, tokenizer: str | os.PathLike[str] | None, run: RunConfig
+) -> list[str]:
+    """The settings for the text at ``path``, as ``hpclm preprocess --append-eod`` tokenizes it.
+
+    ``content``: a hash of the text; None: the file has changed when its size or time has.
+    """
+    from hpclm.datasets import build, options
+    from hpclm.datasets.encode import tokenizer_of
+    from hpclm.datasets.next_command import dataset_settings
+
+    name, kind = path.name.partition(".")[0], os.fspath(tokenizer or TOKENIZER)
+    words = ["--input", str(path), "--append-eod", "--part", "0/1", "--output-prefix", name]
+    if file := FILES.get(Path(kind).suffix):
+        words += ["--tokenizer", file, "--tokenizer-files", str(Path(kind).absolute())]
+    else:
+        words += ["--tokenizer", kind]
+    tokenizer_of.cache_clear()  # its files may have changed since an earlier call
+    request = options.parse(words)
+    [corpus] = request.corpora
+    facts = build.job_fingerprint(corpus, request) | ({"inputs": content} if content else {})
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:10]
+    folder = Path(run.out).parent / "datasets" / f"{name}-{digest}"
+    prefix = folder / corpus.prefixes[0].name
+    if not Path(f"{prefix}.idx").is_file():
+        build.check(request.job)
+        files.writable_folder(folder, "folder of datasets")
+        build.write(corpus, request, [prefix])
+    return dataset_settings(prefix, tokenizer_of(request.job).size, run.model.context)

@@ -1,0 +1,152 @@
+"""``hpclm.train``, ``hpclm.open``, ``hpclm.submit`` and ``hpclm.settings``."""
+
+import os
+from pathlib import Path
+
+from hpclm.api import dataset as datasets
+from hpclm.api import live, options
+from hpclm.api.dataset import Data
+from hpclm.api.options import Base, Change, Options
+from hpclm.api.run import Run
+from hpclm.config import RunConfig
+from hpclm.errors import ConfigError
+from hpclm.rundir import runs
+
+
+def train(
+    base: Base,
+    *changes: Change,
+    data: Data | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    steps: int | None = None,
+    lr: float | None = None,
+    seed: int | None = None,
+    out: str | os.PathLike[str] | None = None,
+    device: str | None = None,
+    resume_step: int | None = None,
+) -> Run:
+    """Train a model in this process, on one GPU or the CPU. The same call continues a run that was stopped.
+
+    >>> run = hpclm.train("small", data="text.jsonl", steps=200)
+    >>> run = hpclm.train("small", {"model.layers": 6}, "optim.weight_decay=0.1", data="text.jsonl", out="runs/six")
+
+    A notebook shows the loss live; a terminal, a progress bar. An interrupt saves, then raises KeyboardInterrupt.
+
+    Args:
+        base: a preset ("small"), a settings file, settings, or the directory of a run to continue.
+        changes: settings on top of it, as {"optim.lr": 1e-3}, {"optim": {"lr": 1e-3}} or "optim.lr=1e-3".
+        data: the prefix of a dataset; a text that `hpclm preprocess` reads; or a datasets.Dataset with a column "text". Text
+            is tokenized once, into a folder `datasets` beside the run, and model.vocab_size is set to fit.
+        tokenizer: for text: "bytes" (the default: each byte is a token), or a tokenizer.json or sentencepiece .model file.
+        steps: number of optimizer steps (budget.steps), instead of the base's budget.
+        lr: peak learning rate (optim.lr).
+        seed: of initial weights, dropout and sample order (seed).
+        out: the run directory (out); by default runs/NAME.
+        device: "auto", "cpu" or "cuda" (engine.device).
+        resume_step: the step of the checkpoint to continue from, instead of the newest.
+
+    Returns:
+        The run.
+
+    Raises:
+        ConfigError: everything that is wrong with the settings; other errors are HpclmError.
+        KeyboardInterrupt: after a signal; the run has saved, and `hpclm.open` opens it.
+    """
+    run = _composed(base, changes, data, tokenizer, Options(steps, lr, seed, out, device))
+    live.train(run, resume_step)
+    return Run(run.out)
+
+
+def submit(
+    base: Base,
+    *changes: Change,
+    nodes: int | None = None,
+    gpus: int | None = None,
+    time: str | None = None,
+    partition: str | None = None,
+    data: Data | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    steps: int | None = None,
+    lr: float | None = None,
+    seed: int | None = None,
+    out: str | os.PathLike[str] | None = None,
+    device: str | None = None,
+    resume_step: int | None = None,
+) -> Run:
+    """Submit a job that trains a model, to Slurm or the scheduler of job.cluster. The same call continues a run that was stopped.
+
+    >>> run = hpclm.submit("gpt2-124m", data="data/mine_text_document", nodes=2, gpus=8, time="12:00:00")
+    >>> run.status
+    'waiting'
+
+    Args:
+        base: as of `hpclm.train`, like all arguments that are not listed here.
+        changes: see there; those of the job are "job.…".
+        nodes: number of nodes (job.nodes).
+        gpus: GPUs, and processes, of each node (job.gpus).
+        time: time limit, as Slurm takes it (job.time).
+        partition: Slurm partition (job.partition).
+
+    Returns:
+        The run, whose job has been queued.
+
+    Raises:
+        ConfigError: everything that a start would refuse, before anything is queued.
+        LockedError: a job of this run is queued or running.
+    """
+    from hpclm.commands.submit import from_python
+    from hpclm.launch.arguments import whole
+
+    wanted = Options(steps, lr, seed, out, device, nodes, gpus, time, partition)
+    run = whole(_composed(base, changes, data, tokenizer, wanted))
+    from_python(run, resume_step)
+    return Run(run.out)
+
+
+def settings(
+    base: Base,
+    *changes: Change,
+    steps: int | None = None,
+    lr: float | None = None,
+    seed: int | None = None,
+    out: str | os.PathLike[str] | None = None,
+    device: str | None = None,
+) -> RunConfig:
+    """The settings of a run, checked and immutable; arguments as of `hpclm.train`.
+
+    >>> hpclm.settings("small", {"optim.lr": 1e-3}).diff(hpclm.settings("small"))
+    {}
+
+    Raises:
+        ConfigError: everything that is wrong with them.
+    """
+    return options.compose(base, [*Options(steps, lr, seed, out, device).changes(), *changes])
+
+
+def open(run: str | os.PathLike[str]) -> Run:  # as gzip.open and others
+    """The run in the directory ``run``, whether it is running or not.
+
+    >>> run = hpclm.open("runs/small")
+
+    Raises:
+        ConfigError: it is not a run directory.
+    """
+    if not runs.is_run(Path(run)):
+        raise ConfigError(f"{os.fspath(run)} is not a run directory")
+    return Run(run)
+
+
+def _composed(
+    base: Base,
+    changes: tuple[Change, ...],
+    data: Data | None,
+    tokenizer: str | os.PathLike[str] | None,
+    wanted: Options,
+) -> RunConfig:
+    """The settings of a run, for which text has become a dataset. Changes win over keywords, and these over ``base``."""
+    run = options.compose(base, [*wanted.changes(), *changes])
+    if data is None:
+        if tokenizer is not None:
+            raise ConfigError(f"tokenizer={os.fspath(tokenizer)!r} has no effect without data=")
+        return run
+    return options.compose(base, [*wanted.changes(), *datasets.settings(data, tokenizer, run), *changes])

@@ -1,0 +1,88 @@
+"""Train in this process, with a live plot of the loss in a notebook. Elsewhere training itself shows a progress bar."""
+
+import contextvars
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hpclm.commands import train as verb
+from hpclm.config import RunConfig
+from hpclm.reporting import history, live
+
+EVERY = 1.0  # seconds between updates
+SHARE = 20  # an update takes at most one part in so many of the time
+
+
+class Snapshot:
+    """A run's progress: its loss as a picture, or as one line where nothing can draw it."""
+
+    def __init__(self, out: Path, total: int | None) -> None:
+        read = history.read(out)
+        self._line = f"{out}: starting"
+        if read.steps:
+            row = read.steps[-1]
+            loss = "not finite" if row["loss"] is None else f"{row['loss']:.4f}"
+            of = f"/{total}" if total else ""
+            self._line = f"{out}: step {row['step']}{of}, loss {loss}, {row['tokens_per_second']:,.0f} tokens/s"
+        drawn = bool(read.steps) and live.drawable()
+        self._png = live.loss_png(read.steps, read.evaluations, self._line) if drawn else None
+
+    def __repr__(self) -> str:
+        return self._line
+
+    def _repr_png_(self) -> bytes | None:
+        return self._png
+
+
+def train(run: RunConfig, resume_step: int | None) -> None:
+    """Train ``run``, as ``commands.train.in_this_process`` does."""
+    notebook = in_notebook()
+    if not notebook:
+        verb.in_this_process(run, resume_step)
+        return
+    with _shown(run):
+        verb.in_this_process(run, resume_step, quiet=True)
+
+
+def in_notebook() -> bool:
+    """Whether this is the kernel of a notebook."""
+    if "IPython" not in sys.modules:
+        return False
+    from IPython import get_ipython
+
+    return getattr(get_ipython(), "kernel", None) is not None
+
+
+@contextmanager
+def _shown(run: RunConfig) -> Iterator[None]:
+    """During the block, show the run's progress in the cell that runs."""
+    from IPython.display import display
+
+    out, over = Path(run.out), threading.Event()
+    total = _total(run)
+    handle: Any = display(Snapshot(out, total), display_id=True)
+
+    def update() -> None:
+        wait = EVERY
+        while not over.wait(wait):
+            began = time.monotonic()
+            handle.update(Snapshot(out, total))
+            wait = max(EVERY, SHARE * (time.monotonic() - began))
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(update,), daemon=True)  # of this cell
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        handle.update(Snapshot(out, total))
+
+
+def _total(run: RunConfig) -> int | None:
+    """The last step, if the settings say it."""
+    return run.stop_at or run.budget.steps

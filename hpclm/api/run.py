@@ -1,0 +1,231 @@
+"""A run in Python: its settings, metrics and checkpoints, and what can be done with its model."""
+
+import html
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hpclm import config, extras, files
+from hpclm.api import live, options
+from hpclm.api.options import Change, Options
+from hpclm.config import RunConfig
+from hpclm.errors import ConfigError
+from hpclm.rundir import runs
+from hpclm.rundir.status import RunStatus, query
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+Prompt = TypeVar("Prompt", str, list[str])
+PATIENCE = 5.0  # seconds a scheduler may take
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint of a run."""
+
+    step: int
+    path: Path
+    validation_loss: float | None
+    """In nats per token; None if the step was not evaluated."""
+    healthy: bool
+    """Whether the loss was normal when it was saved."""
+
+
+@dataclass(frozen=True)
+class Report(os.PathLike[str]):
+    """A report page, which notebooks show inline."""
+
+    path: Path
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def _repr_html_(self) -> str:
+        page = html.escape(files.read_text(self.path))
+        return f'<iframe srcdoc="{page}" style="width: 100%; height: 600px; border: 1px solid #ddd"></iframe>'
+
+
+class Run(os.PathLike[str]):
+    """A run and its directory. ``hpclm.train``, ``hpclm.submit`` and ``hpclm.open`` return it; it reads the files when asked.
+
+    >>> run = hpclm.open("runs/small")
+    >>> run.metrics.plot(x="step", y="loss")
+    >>> run.generate("Once upon", tokens=50)
+
+    Everything that reads its model takes changes to the run's settings, such as {"engine.device": "cpu"}.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        """The run directory."""
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __repr__(self) -> str:
+        status = self._status()
+        loss = status.run.summary.get("loss")
+        step = "" if "step" in status.how() else f", step {status.run.step}"
+        return f"Run({str(self.path)!r}): {status.how()}{step}{f', loss {loss:.4f}' if loss else ''}"
+
+    @property
+    def status(self) -> str:
+        """waiting, starting, running, completing, done, stopped, exited, cancelled, failed, ended, new or unknown."""
+        return self._status().name
+
+    @property
+    def settings(self) -> RunConfig:
+        """All settings; shows those that differ from the defaults. `run.settings.diff(other.settings)` compares two runs."""
+        return config.load(self.path)
+
+    @property
+    def metrics(self) -> "DataFrame":
+        """A pandas DataFrame: a row for each step (`step`, `loss`, `lr`, …) and each evaluation (`validation_loss`).
+
+        ConfigError if pandas is not installed; `rows` does without.
+        """
+        if problem := extras.missing("run.metrics", "pandas"):
+            raise ConfigError(f"{problem}; without it, run.rows has the same as dicts")
+        from pandas import DataFrame
+
+        return DataFrame(self.rows)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl in the order of steps."""
+        from hpclm.reporting import history
+
+        read = history.read(self.path)
+        return sorted(map(dict, (*read.steps, *read.evaluations, *read.tasks)), key=lambda row: int(row["step"]))
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """Complete checkpoints, oldest first; their hashes are not verified."""
+        from hpclm.commands.checkpoints import rows
+
+        folder = self.path / "checkpoints"
+        return [
+            Checkpoint(row["step"], folder / row["name"], row["validation_loss"], row["healthy"])
+            for row in (rows(folder, verify=False) if folder.is_dir() else ())
+            if row["state"] == "complete"
+        ]
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *changes: Change,
+        tokens: int = 100,
+        temperature: float = 0.8,
+        top_k: int | None = 50,
+        top_p: float = 1.0,
+        stop: Sequence[str] = (),
+        seed: int = 0,
+        batch: int = 16,
+    ) -> Prompt:
+        """The text with which the newest checkpoint continues ``prompt``, without the prompt; a list gives a list.
+
+        Each call loads the model, so pass several prompts together.
+
+        Args:
+            prompt: text, or a list of texts.
+            changes: to the run's settings.
+            tokens: new tokens at most.
+            temperature: 0 takes the most likely token.
+            top_k: sample from this many most likely tokens; None: all.
+            top_p: sample from the most likely tokens up to this probability.
+            stop: texts to stop before.
+            seed: same seed, same text.
+            batch: prompts that are continued together.
+        """
+        from hpclm.inference.completion import Completer, Limits
+        from hpclm.inference.sampling import Sampling
+
+        limits, sampling = Limits(tokens, tuple(stop)), Sampling(temperature, top_k, top_p, seed)
+        prompts = [prompt] if isinstance(prompt, str) else prompt
+        completer = Completer(self.path, options.words(changes))
+        texts = [each.text for each in completer.complete_all(prompts, batch, limits, sampling)]
+        if isinstance(prompt, str):
+            return texts[0]
+        return texts
+
+    def evaluate(
+        self,
+        *changes: Change,
+        part: str = "valid",
+        text: str | os.PathLike[str] | None = None,
+        data: str | os.PathLike[str] | None = None,
+        samples: int | None = None,
+        tokens: int | None = None,
+    ) -> dict[str, float | int | str]:
+        """How well the newest checkpoint predicts held-out data: loss in nats per token, perplexity, and what was measured.
+
+        Args:
+            changes: to the run's settings.
+            part: of the run's data: valid, test or train.
+            text: a text or .jsonl file to read instead.
+            data: the prefix of a dataset to read instead.
+            samples: of the part; None: all.
+            tokens: of the text or dataset, about; None: all.
+        """
+        from hpclm.commands.evaluate import on_documents, on_part
+
+        if text is None and data is None:
+            if tokens is not None:
+                raise ConfigError("tokens= is for text= and data=; use samples=")
+            return on_part(self.path, options.words(changes), part, samples)
+        if samples is not None or (text is not None and data is not None):
+            raise ConfigError("give one of text= and data=, with tokens= instead of samples=")
+        file, prefix = (None if each is None else os.fspath(each) for each in (text, data))
+        return on_documents(self.path, options.words(changes), file, prefix, tokens)
+
+    def report(self, output: str | os.PathLike[str] | None = None, images: bool = False) -> Report:
+        """Write a page of curves, settings and attempts, and show it in a notebook; see `hpclm report`.
+
+        Args:
+            output: the page; by default report.html in the run directory.
+            images: also write the figures as images beside it.
+        """
+        from hpclm.commands.report import write
+
+        path = self.path / "report.html" if output is None else Path(output)
+        return Report(write([self.path], path, images)[0])
+
+    def convert(
+        self,
+        target: str | os.PathLike[str],
+        *changes: Change,
+        dtype: str = "fp32",
+        shard_gb: float = 5.0,
+        allow_nan: bool = False,
+    ) -> Path:
+        """Write the newest checkpoint's weights and tokenizer as a folder for Hugging Face transformers; the folder.
+
+        Args:
+            target: the folder, which must not exist.
+            changes: to the run's settings.
+            dtype: of the weights: fp32, bf16 or fp16.
+            shard_gb: size from which another file is begun.
+            allow_nan: also write weights that are not finite.
+        """
+        from hpclm.commands.convert import exported
+
+        exported(self.path, Path(target), options.words(changes), dtype, shard_gb, allow_nan)
+        return Path(target)
+
+    def resume(self, *changes: Change, steps: int | None = None, resume_step: int | None = None) -> "Run":
+        """Continue training in this process, with changes to the settings if any: `run.resume(steps=400)`.
+
+        Args:
+            changes: to the run's settings.
+            steps: the last step, instead of the run's budget.
+            resume_step: the step of the checkpoint to continue from, instead of the newest.
+        """
+        live.train(options.compose(self.path, [*Options(steps=steps).changes(), *changes]), resume_step)
+        return self
+
+    def _status(self) -> RunStatus:
+        [status] = query([runs.read(self.path)], PATIENCE)
+        return status

@@ -1,0 +1,131 @@
+"""The verb ``hpclm train``: checks settings, joins the other ranks, and runs training/loop.py."""
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from hpclm import cli, files, log
+from hpclm.config import RunConfig
+from hpclm.config.compose import named
+from hpclm.distributed import bootstrap, network, restart
+from hpclm.distributed import context as distributed
+from hpclm.distributed.bootstrap import World
+from hpclm.errors import REQUEUE, ConfigError, TrainingInterrupted
+from hpclm.node import notify, preemption, secrets, threads
+from hpclm.rundir import code, folder
+
+HONOURED = ("job.notify", "job.warn_seconds")
+"""Settings of the section job that a training process follows; all others are for what starts it."""
+
+
+def main(argv: list[str]) -> int:
+    """``hpclm train``."""
+    parser = cli.Parser(
+        prog="hpclm train",
+        description="Train a model. The same command continues a run that was stopped, killed or preempted.",
+        epilog=cli.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "settings", nargs="+", metavar="FILE | key=value", help="one settings file or preset, and overrides"
+    )
+    parser.add_argument(
+        "--from",
+        dest="resume_step",
+        type=cli.step,
+        metavar="STEP",
+        help="continue from the checkpoint of this step; newer ones are set aside, not deleted. A requeued job does "
+        "this only once",
+    )
+    args = parser.parse_intermixed_args(argv)
+    settings = cli.settings(args.settings, argv)
+    ignored = [key for key in named(args.settings) if key.startswith("job.") and not key.startswith(HONOURED)]
+    if ignored:  # in a file it is for hpclm submit, which may read the same file
+        raise ConfigError(
+            f"{', '.join(ignored)} would have no effect: hpclm train does not start jobs; use hpclm submit"
+        )
+    return start(settings, resume_step=args.resume_step)
+
+
+def start(settings: RunConfig, alone: bool = False, resume_step: int | None = None, quiet: bool = False) -> int:
+    """Join the other ranks and train. ``alone``: as a single process, even in a job of several tasks.
+
+    ``resume_step``: the step of the checkpoint to continue from, instead of the newest. ``quiet``: print warnings only.
+    """
+    code.check_snapshot()
+    wrong = (
+        settings.missing()
+        + settings.engine.problems_on_cpu()
+        + settings.missing_libraries()
+        + notify.missing(settings.job.notify)
+        + secrets.problems(asdict(settings))
+    )
+    if wrong:
+        raise ConfigError(wrong)
+    world, parent = bootstrap.detect(alone=alone), os.getppid()
+    log.setup(world.rank, redact=secrets.Redactor(), quiet=quiet)
+    try:
+        settings.plan(world.size)  # before PyTorch is loaded, which takes seconds
+    except ConfigError as error:
+        if world.rank:
+            raise SystemExit(error.exit_code) from None
+        raise
+    if world.local_size < world.size:
+        network.hide_lookup_warnings()
+    if world.local_size > 1:
+        os.environ["OMP_NUM_THREADS"] = str(threads.per_process(world.local_size))
+
+    if world.size == 1 or world.launcher in bootstrap.OF_MPI:  # MPI must be finalised
+        ended = train(settings, world, resume_step)
+        if world.launcher == "Slurm":
+            restart.report(ended, parent)
+        return ended
+    try:
+        ended = cli.run(lambda _: train(settings, world, resume_step), [])
+    except SystemExit as end:  # reported by another rank
+        ended = end.code if isinstance(end.code, int) else 1
+    if world.rank == 0 and world.launcher == "Slurm":
+        restart.report(ended, parent)
+    restart.note(ended)
+    # skip the interpreter's shutdown, which may abort while exceptions refer to the process group
+    with suppress(OSError):  # closed by the reader
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(ended)
+
+
+def train(settings: RunConfig, world: World, resume_step: int | None = None) -> int:
+    """Join the other ranks of ``world``, and train; returns the exit code."""
+    with distributed.join(world, settings.cluster) as context:
+        if context.is_main:
+            files.check_private(settings.out, "run directory")
+            folder.check_inside(Path(settings.out))
+        from hpclm.planning import fit
+        from hpclm.training import loop
+
+        config = fit.with_micro_size(settings, context)
+        with fit.memory_errors_explained(config, context):
+            return loop.run(config, context, resume_step)
+
+
+def in_this_process(settings: RunConfig, resume_step: int | None = None, quiet: bool = False) -> None:
+    """Train in the calling process, for notebooks and scripts; the same settings continue the run.
+
+    ``quiet``: print warnings only. TrainingInterrupted after a signal, such as a notebook's interrupt: the run has saved then.
+    Other errors are HpclmError.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError("hpclm.train catches signals, so it must be called in the main thread")
+    before = {number: signal.getsignal(number) for number in preemption.WARNINGS}
+    try:
+        ended = start(settings, alone=True, resume_step=resume_step, quiet=quiet)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    if ended == REQUEUE:
+        raise TrainingInterrupted(f"{settings.out} has saved; train with the same settings to continue")

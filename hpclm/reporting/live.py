@@ -1,0 +1,36 @@
+"""The loss of a run while it trains, as a picture for notebooks."""
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hpclm import extras
+
+COLOUR, HELD_OUT = "#0072b2", "#d55e00"
+HEIGHT, POINTS = 3.0, 2000
+
+
+def drawable() -> bool:
+    """Whether there is a library to draw with."""
+    return extras.missing("a live plot", "matplotlib") is None
+
+
+def loss_png(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]], title: str) -> bytes:
+    """Training and validation loss over the steps, as a PNG; rows as of metrics.jsonl."""
+    from matplotlib.figure import Figure  # without pyplot, which keeps figures and looks for a display
+
+    figure = Figure(figsize=(2.2 * HEIGHT, HEIGHT), layout="constrained")
+    axes: Any = figure.add_subplot()
+    every = math.ceil(len(steps) / POINTS) or 1
+    losses = [math.nan if row["loss"] is None else row["loss"] for row in steps[::every]]
+    axes.plot([row["step"] for row in steps[::every]], losses, color=COLOUR, lw=1.2, label="training")
+    measured = [(row["step"], row["validation_loss"]) for row in evaluations if row["validation_loss"] is not None]
+    if measured:
+        axes.plot(*zip(*measured, strict=True), "o-", color=HELD_OUT, ms=4, lw=1.2, label="validation")
+        axes.legend()
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.set_title(title, fontsize=10, loc="left")
+    written = io.BytesIO()
+    figure.savefig(written, format="png", dpi=110)
+    return written.getvalue()

@@ -46,14 +46,13 @@ class DataConfig(Checked):
     test: list[str] = field(default_factory=list)
     """Test datasets, with data.train."""
     validation: list[str] = field(default_factory=list)
-    """Further validation datasets by name, evaluated separately: [law=/data/law, code=/data/code]. A repeated name adds to
-    its set."""
+    """More validation datasets, evaluated separately: [law=/data/law, code=/data/code]. A repeated name adds to its set."""
     order: Literal["mcore", "bigscience", "dse", "packed"] = "mcore"
     """Sample order of Megatron-core, BigScience, or Megatron-LM v1.1.5 (dse); packed: whole documents, as many as fit."""
     break_mode: Literal["none", "complete", "complete_doc", "eos"] | None = None
     """fairseq's --sample-break-mode: padded blocks of lines; null: Megatron's samples."""
     keep_partial: bool = False
-    """Keep the remaining tokens of validation and test as one more sample, padded and masked."""
+    """Keep the rest of validation and test data as one more sample, padded and masked."""
     short_part: Literal["refuse", "repeat"] = "refuse"
     """A part with fewer tokens than one sample: refuse it, or repeat it, as Megatron does."""
     loss_mask: Literal["auto", "require", "ignore"] = "auto"

@@ -26,7 +26,7 @@ class ParallelConfig(Checked):
     pipeline: int = 1
     """Pipeline stages."""
     shard: int | None = None
-    """Hybrid sharding over groups of this many data-parallel ranks, usually a node's; null: over all."""
+    """Hybrid sharding: group size, usually a node's GPUs; null: all data-parallel ranks."""
     partition: Literal["parameters", "blocks", "time"] = "parameters"
     """Balance stages by parameters, blocks, or measured time."""
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = "1f1b"
@@ -78,8 +78,8 @@ class EngineConfig(Checked):
     """native (plain PyTorch), deepspeed, fairscale, fsdp2 (fully_shard), pipelining (PyTorch's pipelines), or
     package.module:Name."""
     zero_stage: int | None = None
-    """Sharded over replicas: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too; null: 0 for native (0 or 1), 1
-    for deepspeed, 3 for fairscale and fsdp2."""
+    """Sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too; null: 0 for native, 1 for deepspeed, 3 for
+    fairscale and fsdp2."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
     """Keep optimizer state, or weights too, in CPU memory or offload_folder."""
     offload_folder: str | None = None
@@ -87,7 +87,7 @@ class EngineConfig(Checked):
     bucket_mb: float | None = None
     """Size of gradient buckets in MB; null: the library's; native: 25, more on GPUs of several nodes."""
     gradients: Literal["auto", "fp32", "compute"] = "auto"
-    """Type for reducing gradients, and accumulating them in deepspeed; compute: that of activations. auto: compute with
+    """Type in which gradients are reduced (deepspeed: and accumulated); compute: that of activations. auto: compute with
     deepspeed and fairscale, otherwise fp32."""
     defer_reduction: bool = False
     """fsdp2: reduce gradients once a step, not after every micro-batch; each process then holds all of them."""
@@ -96,8 +96,8 @@ class EngineConfig(Checked):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Type of activations and matrix products; weights and optimizer stay fp32. auto: bf16 on GPUs that support it,
-    otherwise fp32."""
+    """Type of activations and products; weights and optimizer stay fp32. auto: bf16 if the GPU supports it, otherwise
+    fp32."""
     deterministic: bool = False
     """Only GPU kernels that give the same bits each time, so that resumed runs are bit-identical; slower."""
     compile: bool | None = None

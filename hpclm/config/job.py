@@ -65,8 +65,8 @@ class JobConfig(Checked):
     """What `hpclm submit` requests. A site file (docs/launch.md) describes a cluster for all runs."""
 
     cluster: str = "auto"
-    """slurm, local (this machine), mpirun (machines of job.hostfile), or your own scheduler, package.module:Name. auto:
-    mpirun with job.hostfile, slurm with sbatch, otherwise local."""
+    """slurm, local, mpirun (on job.hostfile), or package.module:Name. auto: mpirun with a hostfile, slurm with sbatch,
+    otherwise local."""
     nodes: int = 1
     """Nodes."""
     gpus: int = 1
@@ -80,9 +80,9 @@ class JobConfig(Checked):
     nodelist: str | None = None
     """Nodes to use; with a hostfile in DeepSpeed's syntax: node1@node2:4,5 is all of node1 and two slots of node2."""
     mem: str | None = None
-    """Memory per node, such as 64G; 0: all. null: in proportion to GPUs (from sinfo), or the cluster's default."""
+    """Memory per node, such as 64G; 0: all; null: the GPUs' share (from sinfo), or the cluster's default."""
     cpus_per_task: int | None = None
-    """Cores per process; null: the node's per GPU (from sinfo), or the cluster's default."""
+    """Cores per process; null: a GPU's share (from sinfo), or the cluster's default."""
     options: dict[str, str] = field(default_factory=dict)
     """Other options of sbatch by long names: {account: me, qos: high, mail-type: END}; flags have an empty value."""
     warn_seconds: int = 120
@@ -90,10 +90,10 @@ class JobConfig(Checked):
     requeue: bool = True
     """Let Slurm requeue the job after preemption or a node failure."""
     restarts: int = 0
-    """Restarts of failed ranks in the same allocation (template=torchrun, local runs); 0: the job ends, and is requeued if
+    """Restarts of failed ranks inside the allocation (template=torchrun, local runs); 0: the job ends, and is requeued if
     job.requeue is set."""
     template: str = "srun"
-    """Job script: srun, mpirun, torchrun, container, or a path of your own. With job.container, srun means container."""
+    """Job script: srun (with job.container: container), mpirun, torchrun, container, or a path of your own."""
     modules: list[str] = field(default_factory=list)
     """Environment modules to load."""
     venv: str | None = None
@@ -103,11 +103,10 @@ class JobConfig(Checked):
     setup: list[str] = field(default_factory=list)
     """Shell commands of the job script, run verbatim before the processes start."""
     notify: list[str] = field(default_factory=list)
-    """Who is told that the run failed, finished or restarted: mailto:you@example.org,
-    mailto:you@example.org?smtp=HOST:PORT, a webhook (https://..., whose address is a password), or $NAME of an environment
-    variable that holds one (docs/sinks.md)."""
+    """Who is told that the run failed, finished or restarted: mailto:you@example.org, a webhook, or $NAME of a variable
+    that holds one (docs/sinks.md)."""
     snapshot: bool = False
-    """Copy the code to the run directory and use that in every attempt; false: the current code, with a warning if it has
+    """Run a copy of the code in every attempt, kept in the run directory; false: the current code, with a warning if it has
     changed."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of all processes. Secrets are refused: export them before you submit."""
@@ -231,16 +230,16 @@ class ClusterConfig(Checked):
     timeout_minutes: float = 10.0
     """Timeout of collective operations, which ends the run."""
     hang_minutes: float = 5.0
-    """Minutes without progress after which a hung run ends, with all stacks and the rank that blocks the others; six times
-    as long for start-up, first step, evaluations and saves. 0: off."""
+    """Minutes without progress that end a run, with all stacks and the blocking rank; six times as long for start-up, first
+    step, evaluations and saves. 0: off."""
     interface: str | None = None
-    """Network interface between nodes; null: the one that reaches the first node (gloo), NCCL's choice. NCCL_SOCKET_IFNAME
-    and GLOO_SOCKET_IFNAME override it."""
+    """Network interface between nodes; null: the one to the first node (gloo), NCCL's choice. NCCL_SOCKET_IFNAME and
+    GLOO_SOCKET_IFNAME override it."""
     preflight: bool = True
     """Check nodes, devices, versions, disk and network before a run of several processes."""
     prove: bool | None = None
-    """Before the run, compare two steps of two blocks with plain ones in fp32, and replace what is wrong by a slower way
-    that is right; remembered for the same devices, versions, code and settings. null: on GPUs."""
+    """Self-check before a run: compare two steps of two blocks with plain ones in fp32, and replace what is wrong by a
+    slower way. null: on GPUs."""
     verify_every: int = 500
     """Steps between checks for silent corruption, besides one before every save; 0: never."""
 

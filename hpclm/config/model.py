@@ -44,11 +44,10 @@ class ModelConfig(Checked):
     rope_fraction: float = 1.0
     """Part of each head that is rotated (GPT-NeoX's rotary_pct)."""
     rope_scaling: dict[str, str] = field(default_factory=dict)
-    """rope_parameters of transformers: rope_type (linear, dynamic, yarn, llama3, longrope), factor,
-    original_max_position_embeddings, ..."""
+    """As rope_parameters in transformers: rope_type (linear, dynamic, yarn, llama3, longrope), factor, ..."""
     pattern: list[str] = field(default_factory=lambda: ["full"])
-    """Attention of the layers, repeated: full, window (the last model.window tokens), nope (no positions), window_nope.
-    OLMo 3: [window, window, window, full]."""
+    """Attention of the layers, repeated: full, window, nope (no positions), window_nope. OLMo 3: [window, window, window,
+    full]."""
     window: int | None = None
     """Tokens that a window layer attends to, itself included."""
     window_rope_base: float | None = None
@@ -62,8 +61,8 @@ class ModelConfig(Checked):
     norm_eps: float = 1e-5
     """Epsilon of the norms."""
     activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "xielu", "swiglu", "geglu", "geglu_tanh"] = "gelu_tanh"
-    """Activation of the MLP: gelu is exact (erf), gelu_tanh GPT-2's, relu2 squared ReLU (So et al. 2021), xielu has two
-    weights (Huang and Schlag 2024), *glu are gated."""
+    """MLP activation: gelu is exact, gelu_tanh GPT-2's, relu2 squared, xielu learned (Huang and Schlag 2024), *glu are
+    gated."""
     bias: bool = True
     """Biases of linear layers and LayerNorm."""
     qkv_bias: bool | None = None
@@ -103,14 +102,13 @@ class ModelConfig(Checked):
     attention_dropout: float = 0.0
     """Dropout of attention weights."""
     init_std: float = 0.02
-    """Standard deviation of initial weights; / sqrt(2 x layers) for output projections of attention and MLP."""
+    """Standard deviation of initial weights; of output projections: / sqrt(2 x layers)."""
     block: str = "gpt"
     """gpt, or your own module, package.module:Name."""
     kernels: Literal["torch", "apex"] = "torch"
     """Norms on GPUs: PyTorch's, or NVIDIA apex's if installed."""
     attention: Literal["auto", "cudnn", "flash", "flex", "math"] = "auto"
-    """Attention kernel on GPUs: cuDNN, FlashAttention, FlexAttention, or plain matrix products (math). auto: the fastest
-    for GPU and shape."""
+    """Attention kernel on GPUs; math: plain matrix products; auto: the fastest for GPU and shape."""
 
     def problems(self) -> Iterator[str]:
         """Invalid model settings."""

@@ -21,8 +21,8 @@ class OptimConfig(Checked):
     """Optimizer and learning-rate schedule."""
 
     name: Literal["adamw", "apex_adam", "cpu_adam", "muon"] = "adamw"
-    """AdamW: PyTorch's, NVIDIA apex's (apex_adam), or DeepSpeed's for offloading (cpu_adam). muon: Muon for the blocks'
-    matrices, AdamW for all other weights."""
+    """AdamW of PyTorch, NVIDIA apex or, for offloading, DeepSpeed (cpu_adam); muon: Muon for the blocks' matrices, AdamW
+    for the rest."""
     lr: float = 6e-4
     """Peak learning rate."""
     min_lr: float = 6e-5
@@ -36,8 +36,7 @@ class OptimConfig(Checked):
     decayed: Literal["matrices", "non_embedding", "all"] = "matrices"
     """matrices (Megatron), matrices except embeddings (OLMo 2's non_embedding), or all (fairseq)."""
     groups: list[dict[str, Any]] = field(default_factory=list)
-    """Learning rate and decay of some weights: [{match: REGEX, lr: FACTOR, weight_decay: VALUE}]. REGEX is searched in
-    names of weights; later entries win."""
+    """[{match: REGEX, lr: FACTOR, weight_decay: VALUE}] for weights whose names match; later entries win."""
     z_loss: float = 0.0
     """Factor of the z-loss, log(Z)^2 of the softmax's normaliser Z (PaLM: 1e-4); logged separately."""
     momentum: float = 0.95
@@ -49,12 +48,12 @@ class OptimConfig(Checked):
     newton_schulz_type: Literal["bf16", "fp32"] = "bf16"
     """Type of these iterations and of the matrices sent."""
     adjust: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """Scale of Muon's updates of A x B matrices: 0.2 sqrt(max(A, B)), which suits AdamW's learning rate (Liu et al. 2025),
-    or sqrt(max(1, A / B)) (Jordan et al. 2024)."""
+    """Scale of Muon's updates of A x B matrices: 0.2 sqrt(max(A, B)), as large as AdamW's, or sqrt(max(1, A / B)) (Jordan
+    et al. 2024)."""
     split: bool = True
     """Muon separates queries, keys, values, gate and up projections; false: as stored."""
     qk_clip: float | None = None
-    """Scale down queries and keys of heads whose largest attention score in a step exceeds this (QK-clip; Kimi K2: 100)."""
+    """Scale down queries and keys whose largest attention score exceeds this (QK-clip; Kimi K2: 100)."""
     clip: float = 1.0
     """Maximum global gradient norm; 0: none."""
     schedule: str = "cosine"
@@ -82,13 +81,13 @@ class OptimConfig(Checked):
     wsd_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
     """Shape of wsd's final decay."""
     guard: Literal["none", "skip_step", "clip_update"] = "none"
-    """skip_step (OLMo 2): skip updates whose loss or gradient norm exceeds the mean of the last 128 steps by 6 standard
-    deviations. clip_update (Marin): limit the norm of an update to the mean and 3 deviations."""
+    """skip_step (OLMo 2): skip updates whose loss or gradient norm is 6 standard deviations above the mean of 128 steps.
+    clip_update (Marin): limit updates to the mean norm and 3 deviations."""
     nonfinite_limit: int = 20
-    """Steps with a NaN or infinite loss or gradient are skipped; after this many in a row the run ends (93)."""
+    """Consecutive steps skipped for NaN or infinity that end the run (93)."""
     spike: float = 0.5
-    """A loss spike exceeds the median of the last 100 steps by more than this many nats and 10 deviations; checkpoints in a
-    spike do not replace healthy ones. 0: off."""
+    """A loss this many nats and 10 deviations above the median of 100 steps is a spike; checkpoints in one do not replace
+    healthy ones. 0: off."""
 
     def problems(self) -> Iterator[str]:
         """Invalid optimizer settings."""

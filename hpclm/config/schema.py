@@ -33,14 +33,12 @@ class BatchConfig(Checked):
     global_size: int = 32
     """Samples per optimizer step."""
     micro_size: int = 4
-    """Samples per forward and backward pass of a replica. auto: the fastest that fits, by the planner; chosen at the first
-    start and written to config.yaml."""
+    """Samples per forward and backward pass. auto: the fastest that fits, by the planner; written to config.yaml at the
+    first start."""
     rampup: tuple[int, int, int] | None = None
-    """[start, increment, samples]: grow the batch from start to global_size over so many samples (Megatron's
-    --rampup-batch-size)."""
+    """[start, increment, samples]: grow the batch from start to global_size over so many samples (Megatron)."""
     loss_norm: Literal["token", "microbatch"] = "token"
-    """Mean of the loss over all tokens of the step, or over micro-batch means; they differ only if some tokens do not
-    count."""
+    """Mean over all tokens of the step, or over micro-batch means; they differ only where tokens are masked."""
 
     def problems(self) -> Iterator[str]:
         """Invalid batch sizes."""
@@ -102,8 +100,8 @@ class CheckpointConfig(Checked):
     file_mb: float = 16.0
     """Ranks that hold the same weights each write at least this many MB; 0: all write."""
     keep_last: int = 3
-    """Keep this many newest healthy regular checkpoints (at least 2), the newest two of all, and the last one saved on a
-    signal or stop until the next regular one."""
+    """Keep so many healthy regular checkpoints (at least 2), the newest two of all, and the last one saved on exit until
+    the next regular one."""
     keep_every: int = 0
     """Also keep steps that are a multiple of this; 0: none."""
     keep_best: int = 0
@@ -114,9 +112,9 @@ class CheckpointConfig(Checked):
     """auto: from the newest good checkpoint, if any; require: exit with 66 without one; never: refuse a run directory that
     has any."""
     init_from: str | None = None
-    """Run directory or checkpoint from which a new run takes its weights, and nothing else."""
+    """Run directory or checkpoint from which a new run takes only weights."""
     grace_seconds: float = 30.0
-    """Seconds from TERM to KILL (GraceTime of the partition, or Slurm's KillWait); longer saves are not started."""
+    """Seconds from TERM to KILL (Slurm's GraceTime or KillWait); longer saves are not started."""
 
     def problems(self) -> Iterator[str]:
         """Invalid checkpoint settings."""
@@ -152,8 +150,7 @@ class RunConfig(Checked):
     exit_minutes: float | None = None
     """Save and exit after this many minutes of an attempt."""
     kill_switch: str | None = None
-    """Save and exit when this file exists (Megatron's --kill-switch-path). It must belong to you or root, and stays. For
-    one run use hpclm stop RUN."""
+    """Save and exit when this file exists (Megatron's --kill-switch-path); it must belong to you or root, and stays."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)

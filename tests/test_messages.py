@@ -2,10 +2,7 @@
 
 import re
 
-import orjson
-import pyarrow
 import pytest
-from pyarrow import parquet
 
 import hpclm
 from hpclm import cli
@@ -102,23 +99,3 @@ def test_python_takes_the_name_of_a_preset(tmp_path, monkeypatch):
         "data: {source: synthetic}\nengine: {device: cpu}\noptim: {warmup: 0}\nevaluate: {every: 0}\n"
     )
     assert hpclm.train("mine.yaml").rows[-1]["step"] == 1
-
-
-def test_rows_of_a_parquet_file_are_documents(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    texts = [f"Zeile {number} \u00e9\n" for number in range(700)]
-    columns = {"text": texts, "score": [float("nan")] * 700, "raw": [b"\xff"] * 700}
-    parquet.write_table(pyarrow.table(columns), "a.parquet")
-    (tmp_path / "a.jsonl").write_bytes(b"".join(line(text) for text in texts))
-    for ending in ("parquet", "jsonl"):
-        words = f"preprocess --input a.{ending} --output-prefix {ending} --tokenizer bytes --append-eod"
-        assert cli.main(words.split()) == 0
-    assert (tmp_path / "parquet_text_document.bin").read_bytes() == (tmp_path / "jsonl_text_document.bin").read_bytes()
-    (tmp_path / "cut.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
-    assert cli.main(["preprocess", "--input", "cut.parquet", "--output-prefix", "c", "--tokenizer", "bytes"]) == 64
-    assert "cut.parquet is truncated, corrupt, or not a Parquet file" in capsys.readouterr().err
-    assert not list(tmp_path.glob("c_*"))
-
-
-def line(text):
-    return orjson.dumps({"text": text}) + b"\n"

@@ -1,4 +1,4 @@
-"""Input files of preprocessing: JSONL or plain text, compressed or not, Parquet, or a pipe.
+"""Input files of preprocessing: JSONL or plain text, compressed or not, Parquet, Arrow, or a pipe.
 
 They are read in order, in chunks of whole lines, so memory use does not depend on the size of a file, but on its longest line.
 """
@@ -8,7 +8,7 @@ import io
 import os
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import glob
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
 from hpclm import extras
-from hpclm.datasets import parquet
+from hpclm.datasets import folders, tables
 from hpclm.errors import ConfigError
 from hpclm.files import readable, reader
 
@@ -28,8 +28,9 @@ WINDOW = 1 << 31  # bytes of zstandard's largest window, for files of `zstd --lo
 BOM = b"\xef\xbb\xbf"  # byte order mark of UTF-8
 
 Format = Literal["jsonl", "lines", "files"]
-Compression = Literal["", "gz", "zst", "parquet"]
-LIBRARIES = {"zst": "zstandard", "parquet": "pyarrow"}
+Storage = Literal["", "gz", "zst", "table"]
+STORAGE: dict[str, Storage] = {".gz": "gz", ".zst": "zst", ".parquet": "table", ".arrow": "table", ".feather": "table"}
+LIBRARIES = {"zst": "zstandard", "table": "pyarrow"}
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,13 @@ class Input:
 
     path: str
     format: Format
-    compression: Compression
+    storage: Storage
     size: int
     """Bytes on disk; 0 for standard input."""
     changed: int
     """Modification time in ns."""
+    columns: tuple[str, ...] = ()
+    """Those of a table that are read; none: all."""
 
     @property
     def name(self) -> str:
@@ -52,7 +55,7 @@ class Input:
     @property
     def unsplittable(self) -> bool:
         """Whether it can only be read from the start."""
-        return bool(self.compression) or self.format == "files" or self.path == "-"
+        return bool(self.storage) or self.format == "files" or self.path == "-"
 
 
 @dataclass(frozen=True)
@@ -84,10 +87,11 @@ class Share:
     parts: int = 1
 
 
-def find(names: list[str], format: Format | None) -> list[Input]:
-    """The inputs ``names``: files, patterns such as 'data/*.jsonl.zst' (their files are sorted), "-" for standard input.
+def find(names: list[str], format: Format | None, columns: Sequence[str] = ()) -> list[Input]:
+    """The inputs ``names``: files, folders, patterns such as 'data/*.jsonl.zst' (their files are sorted), "-" for standard input.
 
-    ``format`` None: guessed from each name. ConfigError for files that do not exist.
+    ``format`` None: guessed from each name. ``columns``: those that are read of tables, as of Input. ConfigError for files that
+    do not exist.
     """
     inputs = []
     for name in names:
@@ -96,22 +100,24 @@ def find(names: list[str], format: Format | None) -> list[Input]:
                 raise ConfigError("--input - needs --format jsonl, lines or files")
             inputs.append(Input("-", format, "", 0, 0))
             continue
-        for path in _matches(name):
-            status = readable(path, "input").stat()
-            source = Input(path, format or guess(path), compression(path), status.st_size, status.st_mtime_ns)
-            library = LIBRARIES.get(source.compression)
+        for path in _matches(name, format):
+            status, kind = readable(path, "input").stat(), storage(path)
+            library = LIBRARIES.get(kind)
             if library and (problem := extras.missing(f"reading {path}", library)):
                 raise ConfigError(problem)
-            if source.compression == "parquet" and source.format != "jsonl":
-                raise ConfigError(f"{path}: the rows of a Parquet file are read as --format jsonl")
-            inputs.append(source)
+            if kind == "table" and format not in (None, "jsonl"):
+                raise ConfigError(f"{path}: the rows of a table are read as --format jsonl")
+            selected = tuple(columns) if kind == "table" else ()
+            inputs.append(Input(path, format or guess(path), kind, status.st_size, status.st_mtime_ns, selected))
     if names.count("-") > 1:
         raise ConfigError("--input - is given twice; standard input can be read once")
     return inputs
 
 
-def _matches(name: str) -> list[str]:
-    """``name``, or the files that it matches as a pattern."""
+def _matches(name: str, format: Format | None) -> list[str]:
+    """``name``, or the files that it matches as a pattern, or that are in it."""
+    if Path(name).is_dir():
+        return folders.files_in(Path(name), any_text=format in ("lines", "files"))
     if not any(sign in name for sign in "*?[") or Path(name).exists():
         return [name]
     paths = glob(name, recursive=True)  # noqa: PTH207 (Path.glob refuses absolute patterns)
@@ -121,17 +127,17 @@ def _matches(name: str) -> list[str]:
     return files
 
 
-def compression(path: str | Path) -> Compression:
-    """The compression of a file, by its name."""
-    suffix = Path(path).suffix[1:]
-    return cast(Compression, suffix) if suffix in ("gz", *LIBRARIES) else ""
+def storage(path: str | Path) -> Storage:
+    """How a file holds its lines, by its name."""
+    return STORAGE.get(Path(path).suffix, "")
 
 
 def guess(path: str | Path) -> Format:
-    """The format of a file, by its name without .gz or .zst: jsonl for .jsonl, .json and .parquet, otherwise lines."""
-    name = Path(path)
-    packed = compression(name) not in ("", "parquet")
-    return "jsonl" if Path(name.stem if packed else name).suffix in (".jsonl", ".json", ".parquet") else "lines"
+    """The format of a file, by its name without .gz or .zst: jsonl for .jsonl, .json and tables, otherwise lines."""
+    kind, name = storage(path), Path(path)
+    if kind in ("gz", "zst"):
+        name = Path(name.stem)
+    return "jsonl" if kind == "table" or name.suffix in (".jsonl", ".json") else "lines"
 
 
 def chunks(inputs: list[Input], share: Share = Share(), longest: int = LONGEST * MB) -> Iterator[InputChunk]:
@@ -220,23 +226,22 @@ def _opened(source: Input) -> Iterator[tuple[BinaryIO, BinaryIO | None]]:
         yield sys.stdin.buffer, None
         return
     with reader(source.path) as raw:
-        if source.compression and not os.fstat(raw.fileno()).st_size:
-            raise ConfigError(
-                f"{source.path} is empty, so it is not a valid .{source.compression} file; copy or create it again"
-            )
+        suffix = Path(source.path).suffix
+        if source.storage and not os.fstat(raw.fileno()).st_size:
+            raise ConfigError(f"{source.path} is empty, so it is not a valid {suffix} file; copy or create it again")
         try:
-            if source.compression == "gz":
+            if source.storage == "gz":
                 with gzip.GzipFile(fileobj=raw) as file:
                     yield cast(BinaryIO, file), raw
-            elif source.compression == "zst":
+            elif source.storage == "zst":
                 yield io.BufferedReader(_Pieces(_decompressed(raw)), CHUNK), raw
-            elif source.compression == "parquet":
-                yield io.BufferedReader(_Pieces(parquet.json_lines(raw, source.path)), CHUNK), raw
+            elif source.storage == "table":
+                yield io.BufferedReader(_Pieces(tables.json_lines(raw, source.path, source.columns)), CHUNK), raw
             else:
                 yield raw, raw
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ConfigError(
-                f"{source.path} is truncated, corrupt, or not a .{source.compression} file: {error}; copy or create it again"
+                f"{source.path} is truncated, corrupt, or not a {suffix} file: {error}; copy or create it again"
             ) from None
 
 

@@ -184,8 +184,8 @@ def _fairseq_mistakes(args: argparse.Namespace) -> Iterator[str]:
 
 def _corpus(args: argparse.Namespace, share: Share) -> InputCorpus:
     """The inputs, and a dataset for each key; of conversations, their tokens and their loss mask."""
-    inputs = find(args.chat or args.input, "jsonl" if args.chat else args.format)
     keys = args.json_keys or ["text"]
+    inputs = find(args.chat, "jsonl") if args.chat else find(args.input, args.format, keys)
     option = f"--json-keys {' '.join(keys)}"
     if len(set(keys)) < len(keys):
         raise ConfigError(f"{option} contains a key twice")
@@ -245,14 +245,13 @@ def _parser() -> argparse.ArgumentParser:
         "--input",
         nargs="+",
         metavar="FILE",
-        help="UTF-8 text or JSONL, .gz, .zst, .parquet, a quoted pattern, or - (a pipe)",
+        help="UTF-8 text or JSONL (also .gz, .zst), .parquet, .arrow, .feather; a folder of them, such as datasets' "
+        "save_to_disk writes; a quoted pattern; or - (a pipe)",
     )
-    documents = (
-        "documents: JSON objects, lines or files; default: jsonl for .jsonl, .json and .parquet, otherwise lines"
-    )
+    documents = "documents: JSON objects, lines or files; default: jsonl for .jsonl, .json and tables, otherwise lines"
     add("--format", choices=["jsonl", "lines", "files"], help=documents)
-    keys = "keys of the texts in JSON; a dataset is written for each; default: text"
-    add("--json-keys", "--json-key", nargs="+", metavar="KEY", help=keys)
+    keys = "keys, or columns, of the texts; a dataset is written for each; default: text"
+    add("--json-keys", "--json-key", "--columns", "--column", nargs="+", metavar="KEY", help=keys)
     add("--longest-line", type=int, default=LONGEST, metavar="MB", help=LONGEST_LINE)
     add("--part", metavar="I/N", help="process part I (from 0) of N of the input; the last to finish joins the parts")
 

@@ -36,14 +36,15 @@ def main(argv: list[str]) -> int:
         raise ConfigError("--sentences has no effect on a byte-level bpe, which is trained on all text")
     if output.exists() and not args.overwrite:
         raise ConfigError(f"{output} exists; give --overwrite to replace it, or another --output")
-    inputs = find(args.input, args.format)
+    key = args.json_key or "text"
+    inputs = find(args.input, args.format, [key])
     if args.json_key and not any(source.format == "jsonl" for source in inputs):
         raise ConfigError(f"--json-key {args.json_key} has no effect: no input is JSONL")
     writable_folder(output.parent, "output folder")
 
     measured = Sample(MEASURED)
     pieces = chunks(inputs, longest=args.longest_line * MB)
-    texts = (text for piece in pieces for text in read_texts(piece, (args.json_key or "text",))[0][0] if text)
+    texts = (text for piece in pieces for text in read_texts(piece, (key,))[0][0] if text)
 
     def offered() -> Iterator[str]:
         for text in texts:
@@ -97,11 +98,11 @@ class Sample:
 def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = ArgumentParser(prog="hpclm train-tokenizer", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    texts = "UTF-8 text or JSONL, .gz, .zst, .parquet, a quoted pattern, or -"
+    texts = "what hpclm preprocess --input takes"
     add("--input", nargs="+", required=True, metavar="FILE", help=texts)
-    documents = "documents: JSON objects, lines or files; default: jsonl for .jsonl and .json, otherwise lines"
+    documents = "documents: JSON objects, lines or files; default: jsonl for .jsonl, .json and tables, otherwise lines"
     add("--format", choices=["jsonl", "lines", "files"], help=documents)
-    add("--json-key", metavar="KEY", help="key of the text in JSON; default: text")
+    add("--json-key", "--column", metavar="KEY", help="key, or column, of the text; default: text")
     add("--longest-line", type=int, default=LONGEST, metavar="MB", help=LONGEST_LINE)
     output = "x.json: byte-level BPE, with <|endoftext|>; x.model: sentencepiece"
     add("--output", required=True, metavar="FILE", help=output)

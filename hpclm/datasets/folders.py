@@ -1,0 +1,56 @@
+"""Folders as inputs of preprocessing: a dataset that Hugging Face's ``datasets`` saved, or a folder of shards.
+
+Source of the layout: huggingface/datasets src/datasets/arrow_dataset.py and dataset_dict.py (save_to_disk).
+"""
+
+import json
+import re
+from pathlib import Path
+
+from hpclm.errors import ConfigError
+from hpclm.files import read_text
+
+KINDS = (".jsonl", ".json", ".parquet", ".arrow", ".feather")
+ENDINGS = tuple(kind + packed for kind in KINDS for packed in ("", ".gz", ".zst"))
+ABOUT = {"dataset_info.json", "dataset_infos.json"}
+"""Descriptions that lie beside the data."""
+SPLITS = {"train", "validation", "valid", "val", "dev", "test"}
+
+
+def files_in(folder: Path, any_text: bool) -> list[str]:
+    """The files that hold the data of ``folder``, in order; with ``any_text`` all files of a folder that ``datasets`` did not save.
+
+    ConfigError if it has several splits, which are not one corpus, or no data.
+    """
+    if (folder / "dataset_dict.json").exists():
+        splits = [str(state.parent) for state in sorted(folder.glob("*/state.json"))]
+        raise ConfigError(f"{folder} holds several splits; give one: {', '.join(splits)}")
+    if (folder / "state.json").exists():
+        return _saved(folder)
+    visible = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
+    found = [path for path in visible if path.is_file() and (any_text or path.name.endswith(ENDINGS))]
+    found = [path for path in found if path.name not in ABOUT]
+    if not found:
+        inner = [path.name for path in visible if path.is_dir()]
+        hint = f"; its folders are not searched: give one of {', '.join(inner)}" if inner else ""
+        raise ConfigError(f"folder {folder} has no {', '.join(KINDS)} file, plain, .gz or .zst{hint}")
+    splits = sorted({word for path in found for word in re.split(r"[-_.]", path.name)} & SPLITS)
+    if len(splits) > 1:
+        patterns = [f"'{folder}/*{split}*'" for split in splits]
+        raise ConfigError(f"folder {folder} holds several splits; give one as a pattern: {', '.join(patterns)}")
+    return [str(path) for path in found]
+
+
+def _saved(folder: Path) -> list[str]:
+    """The Arrow files of one saved dataset, as its state.json lists them."""
+    state = folder / "state.json"
+    try:
+        written = json.loads(read_text(state))
+        names = [Path(file["filename"]).name for file in written["_data_files"]]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{state} is not what datasets writes ({error}); save the dataset again") from None
+    if written.get("_indices_data_files"):
+        raise ConfigError(f"{folder} selects rows by an indices file; save it with a current version of datasets")
+    if absent := [name for name in names if not (folder / name).is_file()]:
+        raise ConfigError(f"{folder} is not complete: {absent[0]}, which state.json lists, is missing; copy it again")
+    return [str(folder / name) for name in names]

@@ -1,0 +1,62 @@
+"""Parquet and Arrow files as JSON lines, a few rows at a time. The only file that imports pyarrow, which is large.
+
+Of Arrow's IPC both forms are read: the file (Feather, version 2), and the stream, which Hugging Face's datasets write.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, BinaryIO
+
+import orjson
+
+from hpclm.errors import ConfigError
+
+ROWS = 1 << 8  # that are decoded at a time
+FILE_MAGIC = b"ARROW1"
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+
+
+def json_lines(file: BinaryIO, path: str, columns: Sequence[str]) -> Iterator[bytes]:
+    """The rows of a table as lines, a JSON object of ``columns`` for each (none: of all); ConfigError if the file is corrupt
+    or has no such column."""
+    import pyarrow
+
+    try:
+        names, batches = (_parquet if path.endswith(".parquet") else _arrow)(file, columns)
+        if absent := [column for column in columns if column not in names]:
+            raise ConfigError(f"{path} has no column {absent[0]!r}; it has {names}; select one with --json-keys")
+        for batch in batches:
+            for first in range(0, batch.num_rows, ROWS):
+                rows = batch.slice(first, ROWS).to_pylist()
+                yield b"".join(orjson.dumps(row, default=str) + b"\n" for row in rows)  # dates as text
+    except (pyarrow.ArrowException, OSError, EOFError) as error:
+        kind = "a Parquet" if path.endswith(".parquet") else "an Arrow IPC"
+        raise ConfigError(
+            f"{path} is truncated, corrupt, or not {kind} file: {error}; copy or create it again"
+        ) from None
+
+
+def _parquet(file: BinaryIO, columns: Sequence[str]) -> tuple[list[str], Iterable[Any]]:
+    """The names of all columns, and batches of rows that have only ``columns``."""
+    from pyarrow import parquet
+
+    table = parquet.ParquetFile(file)
+    return table.schema_arrow.names, table.iter_batches(ROWS, columns=list(columns) or None)
+
+
+def _arrow(file: BinaryIO, columns: Sequence[str]) -> tuple[list[str], Iterable[Any]]:
+    """The same for Arrow. EOFError for a stream without its end mark: without a part of it, it may look whole."""
+    from pyarrow import ipc
+
+    beginning = file.read(len(FILE_MAGIC))
+    batches: Iterable[Any]
+    if beginning == FILE_MAGIC:
+        table = ipc.open_file(file)
+        batches = (table.get_batch(number) for number in range(table.num_record_batches))
+    else:
+        file.seek(-len(END_OF_STREAM), os.SEEK_END)
+        if file.read() != END_OF_STREAM:
+            raise EOFError("it has no end mark")
+        file.seek(0)
+        table = batches = ipc.open_stream(file)
+    return table.schema.names, (batch.select(list(columns)) if columns else batch for batch in batches)

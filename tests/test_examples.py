@@ -1,0 +1,125 @@
+"""The examples of the documentation run as typed, in a folder that has the files and runs that they name."""
+
+import gzip
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.datasets.chats import PLAIN, said, tokenizer
+from tests.runs import ROOT
+from tests.test_documentation import PAGES, commands
+
+zstandard = pytest.importorskip("zstandard")
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.whole
+
+ELSEWHERE = {
+    r"^(source|eval|export|sudo|tools/|pip |python |/scratch/|sinfo|srun|sbatch|mpirun|until|scontrol)": "set-up, clusters",
+    r"hpclm submit (?!.*(--dry-run --ranks|--cluster local --gpus 2 out))|logs -f runs/debug": "needs GPUs or nodes: test_submit.py, test_launch.py",
+    r"hpclm (cancel|resume|save-now|stop|top) |hpclm top$": "needs a run in progress: test_cancel.py, test_resume.py",
+    r"hpclm train (configs/)?gpt2-124m": "large: test_presets.py",
+    r"hpclm demo": "minutes: test_demo.py",
+    r"wandb|hpclm sync|--tasks": "needs a service or data from elsewhere: sinks/, inference/",
+    r"/data/megatron|runs/mine/config.yaml": "needs a checkpoint of Megatron: interop/",
+    r"import-deepspeed": "needs a DeepSpeed JSON: config/",
+}
+"""What is not run here, and why, with the tests that do."""
+
+SEPARATELY = {"tutorial.md", "try-slurm.md", "fairseq.md", "megatron-deepspeed.md"}
+"""Pages that have a test of their own in test_documentation.py."""
+
+
+def examples(page):
+    return [line for line in commands(page) if not any(re.search(pattern, line) for pattern in ELSEWHERE)]
+
+
+RUN = [page for page in PAGES if not page.name.endswith(".zh.md") and page.name not in SEPARATELY and examples(page)]
+
+SMALL = "model.layers=1 model.hidden=16 model.heads=2 model.context=32 batch.global_size=2 batch.micro_size=2 evaluate.every=0"
+MADE = f"""
+hpclm train-tokenizer --input text.jsonl --output t.json --vocab-size 300
+hpclm train-tokenizer --input text.jsonl --output spm.model --vocab-size 300
+for name in own web code held_out theirs a b other; do
+    hpclm preprocess --input text.jsonl --output-prefix data/$name --tokenizer json --tokenizer-files t.json --append-eod --workers 1
+done
+hpclm data convert data/a_text_document old/train --layout fairseq
+for run in sweep-1 sweep-2 gpt2-124m; do
+    hpclm train small name=$run data.prefix=data/own_text_document model.vocab_size=300 {SMALL} budget.steps=1000 checkpoint.every=1000
+done
+"""
+
+
+def shell(folder, script):
+    """Run lines in one bash, which stops at the first that fails."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "HOME": str(folder), "OMP_NUM_THREADS": "1"}
+    script = "set -euo pipefail\n" + script
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=folder,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("examples")
+    draw = random.Random(1)
+
+    def words():
+        return " ".join(draw.choices(["hello", "there", "what", "is", "this", "assistant", "user"], k=40))
+
+    for name in ("configs", "slurm"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "crawl").mkdir()
+    text = "".join(json.dumps({"text": words()}) + "\n" for _ in range(200))
+    (folder / "text.jsonl").write_text(text)
+    (folder / "crawl" / "1.jsonl.zst").write_bytes(zstandard.compress(text.encode()))
+    for name in ("story.txt", "article.txt", "prompts.txt"):
+        (folder / name).write_text("hello there\n")
+    (folder / "dump.gz").write_bytes(gzip.compress(words().encode()))
+    chats = "".join(json.dumps({"messages": [*said(words(), words())]}) + "\n" for _ in range(20))
+    (folder / "chats.jsonl").write_text(chats)
+    llama(folder / "hf" / "llama")
+    shell(folder, MADE)
+    bpe = json.loads((folder / "t.json").read_text())["model"]  # under the names of GPT-2's files
+    (folder / "data" / "gpt2-vocab.json").write_text(json.dumps(bpe["vocab"]))
+    (folder / "data" / "gpt2-merges.txt").write_text("#version\n" + "".join(f"{a} {b}\n" for a, b in bpe["merges"]))
+    (folder / "data" / "oscar-en-10k.jsonl").write_text(text)
+    return folder
+
+
+def llama(folder):
+    """A model of transformers with a tokenizer and a chat template."""
+    folder.mkdir(parents=True)
+    (folder / "tokenizer.json").write_text(tokenizer())
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="<|im_end|>", pad_token="</s>"
+    )
+    fast.chat_template = PLAIN["chatml"]
+    fast.save_pretrained(folder)
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    shape = transformers.LlamaConfig(**sizes, vocab_size=len(fast), max_position_embeddings=96)
+    transformers.LlamaForCausalLM(shape).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("page", RUN, ids=[page.relative_to(ROOT).as_posix() for page in RUN])
+def test_the_examples_of_a_page_run_as_typed(page, made, tmp_path):
+    folder = tmp_path / "home"
+    shutil.copytree(made, folder, symlinks=True)
+    shell(folder, "".join(f"echo '$' {shlex.quote(line)}\n{line}\n" for line in examples(page)))

@@ -10,6 +10,7 @@ EXTRAS = {
     "deepspeed": "deepspeed",
     "fairscale": "fairscale",
     "mpi4py": "mpi",
+    "bokeh": "plots",
     "matplotlib": "plots",
     "pandas": "notebook",
     "safetensors": "convert",
@@ -43,7 +44,7 @@ def needed_for(what: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        library = error.name or ""
+        library = (error.name or "").partition(".")[0]
         if library not in EXTRAS:
             raise
         raise ConfigError(_message(what, library)) from None

@@ -1,21 +1,23 @@
-"""The verb ``hpclm report``: curves and attempts of one run, or of several side by side, as a page and as images."""
+"""The verb ``hpclm report``: one run, or several compared, as a page and as images."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from hpclm import cli, files
-from hpclm.config import compose
 from hpclm.errors import ConfigError, unwritten
 from hpclm.rundir import runs as folders
 from hpclm.terminal import say
+
+MOST = 4  # checkpoints of a run whose samples are shown
 
 
 def main(argv: list[str]) -> int:
     """``hpclm report``."""
     parser = cli.run_parser(
         "report",
-        "Write one HTML page that says what became of runs: loss, speed, memory, every attempt and what ended it, "
-        "and for several runs the settings in which they differ. It needs no network, and no other file.",
+        "Write one HTML page about a run: where it came from, its curves, every attempt and what ended it; or a comparison "
+        "of several runs, the best first, with the settings in which they differ. It needs no network, and no other file.",
         run=cli.SEVERAL,
         nargs="+",
     )
@@ -26,6 +28,11 @@ def main(argv: list[str]) -> int:
         metavar="FILE",
         help="the page (default: RUN/report.html; of several, or of another user's, report.html here)",
     )
+    parser.add_argument(
+        "--samples",
+        metavar="PROMPT",
+        help="show how models continue this text: that of some checkpoints of one run, or the newest of each of several",
+    )
     parser.add_argument("--no-png", action="store_true", help="write the page only, no images beside it")
     args = parser.parse_args(argv)
     chosen = folders.choose(args.run, args.runs)
@@ -35,39 +42,42 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--output {output} must end with .html")
     if not output.parent.is_dir():
         raise ConfigError(f"--output {output}: there is no folder {output.parent}")
-    for path in write(chosen, output, not args.no_png):
+    for path in write(chosen, output, not args.no_png, args.samples):
         say(str(path))
     return 0
 
 
-def write(chosen: list[Path], output: Path, images: bool) -> list[Path]:
-    """Write the report of the runs ``chosen``; the files it consists of."""
-    from hpclm.reporting import figures, history, page
+def write(chosen: list[Path], output: Path, images: bool, prompt: str | None = None) -> list[Path]:
+    """Write the report of the runs ``chosen``, with what their models make of ``prompt``; the files it consists of."""
+    from hpclm.reporting import figures, history, page, provenance
 
-    names = _names(chosen)
-    runs = {name: history.read(out) for name, out in zip(names, chosen, strict=True)}
-    drawn = figures.figures(runs)
-    drawings = {name: figures.svg(figure) for name, figure in drawn.items()}
-    settings = {name: _settings(out) for name, out in zip(names, chosen, strict=True)}
-    title = names[0] if len(names) == 1 else f"{len(names)} runs: {', '.join(names)}"
-    written = {output: page.page(title, runs, drawings, settings).encode(errors="replace")}
+    named = dict(zip(_names(chosen), chosen, strict=True))
+    runs = {name: history.read(out) for name, out in named.items()}
+    content = page.Content(runs, {name: provenance.settings(out) for name, out in named.items()})
+    if prompt is not None:
+        content = replace(content, prompt=prompt, samples=_samples(named, prompt))
+    written = {output: page.page(content).encode(errors="replace")}
     if images:
-        for name, figure in drawn.items():
+        for name, figure in figures.figures(runs).items():
             label = re.sub("[ /_]", "-", name)
             written[output.with_name(f"{output.stem}-{label}.png")] = figures.png(figure)
-    for path, content in written.items():
+    for path, data in written.items():
         try:
-            files.write_bytes(path, content)
+            files.write_bytes(path, data)
         except OSError as error:
             raise unwritten(error, path, "choose another --output") from None
     return list(written)
 
 
-def _settings(out: Path) -> dict[str, object]:
-    try:
-        return compose.flat_of_run(out)
-    except ConfigError:  # it was never started, or its settings are damaged: the rest is worth a page
-        return {}
+def _samples(named: dict[str, Path], prompt: str) -> dict[str, dict[int, str]]:
+    """What models of each run write; a run without a usable model does not keep the others from the page."""
+    from hpclm.inference.samples import samples
+
+    written, each = dict[str, dict[int, str]](), cli.Each(len(named))
+    for name, out in named.items():
+        with each:
+            written[name] = samples(out, prompt, 1 if len(named) > 1 else MOST)
+    return written
 
 
 def _names(chosen: list[Path]) -> list[str]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from hpclm.checkpoint import directory
 from hpclm.config.checks import Checked
 from hpclm.data import tokenizers
 from hpclm.errors import ConfigError
@@ -47,14 +48,20 @@ class Completion:
 
 
 class Completer:
-    """A run's newest checkpoint and its tokenizer."""
+    """The model of a run's checkpoint, by default the newest, and its tokenizer."""
 
-    def __init__(self, run: Path, overrides: list[str]):
+    def __init__(self, run: Path, overrides: list[str], checkpoint: Path | None = None):
         config = run_model.settings(run, overrides)
         self.tokenizer = tokenizers.of_run(config.data)
         self.vocabulary = config.model.vocab_size
         device, dtype = run_model.place(config)
-        model, _ = run_model.load_model(run, config, self.tokenizer.fingerprint, device, dtype)
+        known = self.tokenizer.fingerprint
+        if checkpoint is None:
+            model, progress = run_model.load_model(run, config, known, device, dtype)
+        else:
+            good = directory.locate(checkpoint)
+            model, progress = run_model.load_checkpoint(*good, config, known, device, dtype)
+        self.step = progress.step
         self.model = model.to(dtype)  # layers would cast their weights for every token
 
     def ids(self, prompt: str) -> list[int]:

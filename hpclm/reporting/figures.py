@@ -1,31 +1,20 @@
-"""The figures of a report, readable on light and dark pages. The only file that imports matplotlib."""
+"""The figures of a report as images, for slides and papers, and a histogram. The only file that imports matplotlib."""
 
 import io
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hpclm import extras
+from hpclm.reporting import curves
+from hpclm.reporting.curves import Chart, Runs
 from hpclm.reporting.history import KINDS, Attempt, History
+from hpclm.reporting.timeline import COLOURS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDE = 7.2  # inches of a figure that spans the page
-POINTS = 1200  # of a curve; of more rows the mean of each few is drawn
 INK = "#808890"  # of text and axes: legible on white and on black
-RUNS = ("#2f7ed8", "#e8762d", "#2a9d5c", "#b455c8", "#c0392b", "#8d6e3f", "#11999e", "#7f8c8d")
-COLOURS = {"queued": "#b8bec6", "starting": "#8e6bbf", "training": "#2a9d5c", "lost": "#d64545"}
-MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
-PANELS: dict[str, tuple[str, str, float]] = {
-    # of metrics.jsonl: title, unit, and what a value is multiplied with
-    "lr": ("Learning rate", "", 1.0),
-    "grad_norm": ("Gradient norm", "", 1.0),
-    "tokens_per_second": ("Speed", "tokens/s", 1.0),
-    "mfu": ("Model FLOPs utilisation (MFU)", "%", 100.0),
-    "memory": ("Peak memory of rank 0", "GiB", 1 / (1 << 30)),
-    "data_fraction": ("Time waiting for data", "% of the step", 100.0),
-}
 STYLE: Any = {
     "svg.fonttype": "none",  # text stays text, in the reader's font
     "font.family": "sans-serif",
@@ -42,18 +31,14 @@ STYLE: Any = {
         ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color"), INK
     ),
 }
-Named = Mapping[str, History]
 
 
-def figures(runs: Named) -> dict[str, "Figure"]:
+def figures(runs: Runs) -> dict[str, "Figure"]:
     """Every figure for which there are numbers, by name."""
-    with extras.needed_for("hpclm report"):
+    with extras.needed_for("images"):
         import matplotlib
     with matplotlib.rc_context(STYLE):
-        drawn = {"loss": _loss(runs)}
-        for key in PANELS:
-            if any(row.get(key) for history in runs.values() for row in history.steps):
-                drawn[key] = _panel(runs, key)
+        drawn = {chart.key: _chart(chart, list(runs) if len(runs) > 1 else None) for chart in curves.charts(runs)}
         for name, history in runs.items():
             if history.attempts:
                 drawn["attempts" if len(runs) == 1 else f"attempts {name}"] = _timeline(history)
@@ -67,55 +52,28 @@ def _figure(height: float = 2.7, width: float = 5.2) -> tuple["Figure", Any]:
     return figure, figure.add_subplot()
 
 
-def _loss(runs: Named) -> "Figure":
-    """Training and validation loss, and where attempts resumed."""
-    figure, axes = _figure(3.8, WIDE)
-    for number, (name, history) in enumerate(runs.items()):
-        colour, label = RUNS[number % len(RUNS)], f"{name}, " if len(runs) > 1 else ""
-        _curve(axes, [(row["step"], row.get("loss")) for row in history.steps], colour, f"{label}training")
-        for place, part in enumerate(dict.fromkeys(row.get("part", "valid") for row in history.evaluations)):
-            rows = [row for row in history.evaluations if row.get("part", "valid") == part]
-            points = [(row["step"], row["validation_loss"]) for row in rows if row["validation_loss"] is not None]
-            shade = RUNS[(place + 1) % len(RUNS)] if len(runs) == 1 else colour
-            title = f"{label}validation{part.removeprefix('valid').replace('/', ' ')}"
-            if points:
-                axes.plot(
-                    *zip(*points, strict=True), f"{MARKS[place % len(MARKS)]}--", color=shade, lw=1.2, label=title
-                )
-        for place, attempt in enumerate(history.attempts[1:] if len(runs) == 1 else ()):
-            axes.axvline(attempt.first, color="grey", lw=0.8, ls=":", label=None if place else "resumed")
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8.5)
-    return figure
-
-
-def _panel(runs: Named, key: str) -> "Figure":
-    """One quantity over the steps."""
-    figure, axes = _figure()
-    title, unit, factor = PANELS[key]
-    for number, (name, history) in enumerate(runs.items()):
-        points = [(row["step"], None if row.get(key) is None else row[key] * factor) for row in history.steps]
-        _curve(axes, points, RUNS[number % len(RUNS)], name if len(runs) > 1 else None)
-    axes.set(xlabel="step", ylabel=unit, title=title)
-    if key == "tokens_per_second":
+def _chart(chart: Chart, names: Sequence[str] | None) -> "Figure":
+    """A chart; ``names``: all runs, in the order of their colours, if they are not those of its curves."""
+    figure, axes = _figure(3.8, WIDE) if chart.key.endswith("loss") else _figure()
+    colours = dict(zip(names or [curve.name for curve in chart.curves], curves.COLOURS, strict=False))
+    for curve in chart.layers:
+        colour = colours.get(curve.name, INK)
+        label = curve.name if curve.name in colours and len(chart.curves) > 1 else None
+        if chart.group > 1 and curve.name in colours:
+            axes.fill_between(
+                *(each[: curve.kept] for each in (curve.steps, curve.low, curve.high)), color=colour, alpha=0.15, lw=0
+            )
+        axes.plot(*curve.line, "o-" if curve.dots else "-", ms=3, color=colour, lw=1.4, label=label)
+        if curve.left:
+            axes.plot(*curve.left, "x", color=colour, ms=9, mew=2.5, clip_on=False)
+    title, unit = curves.TITLES[chart.key]
+    axes.set(xlabel="step", ylabel=unit, title=title, yscale="log" if chart.log else "linear")
+    axes.set_ylim(chart.bottom, chart.top)
+    if chart.key == "tokens_per_second":
         axes.yaxis.set_major_formatter("{x:,.0f}")
-    if key == "grad_norm":
-        axes.set_yscale("log")
-    elif key != "lr":
-        axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
-    if len(runs) > 1:
-        axes.legend(fontsize=8.5)
+    if len(chart.curves) > 1:
+        axes.legend(fontsize=8.5, reverse=True)
     return figure
-
-
-def _curve(axes: Any, points: Sequence[tuple[int, float | None]], colour: str, label: str | None) -> None:
-    """A curve; values that were not finite are gaps."""
-    width = max(1, math.ceil(len(points) / POINTS))
-    groups = [points[begin : begin + width] for begin in range(0, len(points), width)]
-    values = [[value for _, value in group if value is not None] for group in groups]
-    means = [sum(each) / len(each) if each else math.nan for each in values]
-    axes.plot([group[len(group) // 2][0] for group in groups], means, color=colour, lw=1.4, label=label)
 
 
 def _timeline(history: History) -> "Figure":
@@ -160,7 +118,7 @@ def histogram(names: Sequence[str], counts: Sequence[int], title: str) -> "Figur
         import matplotlib
     with matplotlib.rc_context(STYLE | {"figure.facecolor": "white"}):
         figure, axes = _figure(3.8, WIDE)
-        axes.bar(range(len(counts)), counts, color=RUNS[0])
+        axes.bar(range(len(counts)), counts, color=curves.COLOURS[0])
         axes.set_xticks(range(len(names)), names, rotation=35, ha="right")
         axes.set(xlabel="tokens in a document", ylabel="documents", title=title)
     return figure

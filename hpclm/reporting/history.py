@@ -59,6 +59,8 @@ class Attempt:
     """The last step of it that another attempt, or nothing yet, resumes from."""
     ended: str
     """What ended it; empty while it may still run."""
+    code: int | None = None
+    """Its exit code, if it exited cleanly."""
 
     @property
     def begin(self) -> float:
@@ -163,7 +165,9 @@ def _attempts(out: Path, measured: Sequence[Row]) -> Iterator[Attempt]:
             Phase(kind, *span) for kind, span in zip(KINDS, pairwise(marks), strict=True) if span[0] < span[1]
         )
         ended = _ended(end, after, {} if after else summary.read(out))
-        before = Attempt(number, row, phases or (Phase("starting", finish, finish),), first, last, saved, ended)
+        before = Attempt(
+            number, row, phases or (Phase("starting", finish, finish),), first, last, saved, ended, end.get("code")
+        )
         yield before
 
 

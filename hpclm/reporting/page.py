@@ -1,175 +1,204 @@
-"""A report as one HTML page that needs nothing else: it opens offline, on a phone and in print, in light and dark."""
+"""A report as one HTML page: of one run where it came from and what became of it, of several which is best and why."""
 
-import base64
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from html import escape
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
-from hpclm import terminal
-from hpclm.reporting.history import Attempt, History
-from hpclm.rundir.status import moment, span
+from hpclm.reporting import curves, plots, provenance, ranking, timeline
+from hpclm.reporting.curves import Chart
+from hpclm.reporting.history import History
+from hpclm.reporting.html import SORT, definitions, document, text
+from hpclm.reporting.provenance import Settings
+from hpclm.reporting.ranking import Standing
+from hpclm.rundir.status import span
 
-STYLE = """
-:root { color-scheme: light dark; --soft: #808890; --ground: #fff; }
-@media (prefers-color-scheme: dark) { :root { --ground: #14181d; } }
-body { margin: 0 auto; max-width: 76rem; padding: 1rem; background: var(--ground); font: 16px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; break-after: avoid; } h1, td { overflow-wrap: anywhere; }
-.cards, .figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: .8rem; }
-.figures { grid-template-columns: repeat(auto-fit, minmax(min(100%, 28rem), 1fr)); }
-.cards b { display: block; font-size: 1.15rem; } .cards span, figcaption, footer { color: var(--soft); font-size: .85rem; }
-figure { margin: 0; break-inside: avoid; } figure.wide { grid-column: 1 / -1; max-width: 60rem; } img { width: 100%; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; }
-th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--soft); vertical-align: top; }
-td { min-width: 4rem; } tr { break-inside: avoid; }
-@media print { :root { color-scheme: light; --ground: #fff; } html { font-size: 10px; } .figures { grid-template-columns: 1fr 1fr; } }
-"""
-CAPTIONS = {
-    "loss": "Loss per step, and on held-out data where it was measured.",
-    "attempts": "Every attempt of the run from when it was queued to its last sign of life. Lost: steps that the next attempt "
-    "did again, because they came after the last checkpoint. Where there is no bar, no attempt was running, or known to be queued.",
-}
-PLAIN = ("out", "name", "job", "cluster")
-"""Settings that say where a run is and not what it is."""
-HEADS = ("attempt", "steps", "ended", "done again", "began", "where", "queued", "starting", "training")
+SPREAD = "Of every {} steps, a line shows the mean, and a band all from the lowest to the highest value."
+DIVERGED = "✕: the run diverged, and is off the chart from there; charts show the healthy range."
+CLIPPED = "Values above {:.3g} are off the chart."
+Samples = Mapping[str, Mapping[int, str]]
+"""Run -> step of a checkpoint -> what its model wrote."""
 
 
-def page(
-    title: str, runs: Mapping[str, History], drawings: Mapping[str, bytes], settings: Mapping[str, Mapping[str, Any]]
-) -> str:
-    """The page; ``drawings``: SVG by name of the figure, ``settings``: of each run, as section.name: value."""
-    parts = [f"<h1>{escape(title)}</h1>"]
-    for name, history in runs.items():
-        parts += [f"<h2>{escape(name)}</h2>"] if len(runs) > 1 else []
-        parts += [f"<p>{escape(summary(history))}</p>", _cards(history)]
-    parts += ["<h2>Curves</h2>", _figures(drawings, attempts=False)]
-    if len(runs) > 1:
-        parts += ["<h2>Settings in which they differ</h2>", _table(["setting", *runs], list(_differences(settings)))]
-    parts += ["<h2>Attempts</h2>", _figures(drawings, attempts=True)]
-    for name, history in runs.items():
-        parts += [f"<h3>{escape(name)}</h3>"] if len(runs) > 1 else []
-        parts.append(_table(HEADS, [_row(attempt) for attempt in history.attempts]))
-    made = time.strftime("%Y-%m-%d %H:%M %Z")
-    return terminal.plain(  # what looks like text must not reorder or hide any
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
-        + "\n".join(parts)
-        + f"\n<footer><p>Made by hpclm report, {made}. All times are in this time zone.</p></footer>\n</body>\n</html>\n"
-    )
+@dataclass(frozen=True)
+class Content:
+    """What a report is about."""
+
+    runs: Mapping[str, History]
+    settings: Mapping[str, Settings]
+    prompt: str = ""
+    samples: Samples = field(default_factory=dict)
 
 
-def summary(history: History) -> str:
-    """What happened to a run, for a reader who does not know it."""
-    if not history.attempts:
-        return "The run has not started yet."
-    count, last = len(history.attempts), history.attempts[-1]
-    of = f" of {last.row['steps']}" if last.row.get("steps") else ""
-    text = [f"The run has done {last.last}{of} steps in {span(history.wall)}, in {_many(count, 'attempt')}."]
-    if count > 1:
-        lost = sum(attempt.lost for attempt in history.attempts)
-        spent = (
-            f"{_many(lost, 'step')} ({span(history.seconds('lost'))}) came after a checkpoint and had to be done again."
-        )
-        times = {1: "once", 2: "twice"}.get(count - 1, f"{count - 1} times")
-        text.append(
-            f"It was interrupted {times} and resumed from its last checkpoint each time; "
-            + (spent if lost else "no step had to be done twice.")
-        )
-    if history.goodput is not None:
-        text.append(f"{history.goodput:.0%} of the time went into training steps that count (goodput).")
-    if history.damaged:
-        text.append(f"{_many(history.damaged, 'line')} of metrics.jsonl could not be read.")
-    if last.ended:
-        text.append(f"The last attempt: {last.ended}.")
+def page(content: Content) -> str:
+    """The page, which needs no other file."""
+    runs, several = content.runs, len(content.runs) > 1
+    standings = ranking.ranked(runs)
+    ordered = {each.name: runs[each.name] for each in standings}
+    charts = curves.charts(ordered)
+    named = {chart.key: _colours([*ordered] if several else [each.name for each in chart.curves]) for chart in charts}
+    title = f"{len(runs)} runs compared" if several else standings[0].name
+    body = [f"<h1>{text(title)}</h1>"]
+    if several:
+        differing = provenance.differing(content.settings)
+        body += [_verdict(standings, differing), _ranking(standings, ordered, differing), _samples(content, ordered)]
+        body += _curves(charts, named)
+        body += ["<h2>Attempts</h2>", timeline.legend([*ordered.values()])]
+        body += (f"<h3>{text(name)}</h3>{timeline.bars(history)}" for name, history in ordered.items())
+        body += ["<h2>Where they came from</h2>", _origins(ordered, content.settings)]
     else:
-        text.append(f"It has not ended, as far as its files say; the last sign of life was at {_moment(last.end)}.")
-    return " ".join(text)
+        [(name, history)] = runs.items()
+        body += [f"<p>{text(timeline.summary(history))}</p>"]
+        if standings[0].diverged is not None:
+            body.append(f'<p class="warn">The run diverged at step {standings[0].diverged}.</p>')
+        body += ["<h2>Where it came from</h2>", _origin(history, content.settings[name]), _samples(content, ordered)]
+        body += _curves(charts, named)
+        body += ["<h2>Attempts</h2>", timeline.legend([history]), timeline.bars(history), timeline.numbers(history)]
+        body += ["<h2>Numbers</h2>", _numbers(history, standings[0])]
+    made = time.strftime("%Y-%m-%d %H:%M %Z")
+    body.append(f"<footer><p>Made by hpclm report, {made}. All times are in this time zone.</p></footer>")
+    scripts = (plots.scripts() if charts else []) + ([SORT] if several else [])
+    return document(title, body, [plots.drawn(chart, named[chart.key]) for chart in charts], scripts)
 
 
-def _moment(seconds: float) -> str:
-    """A time since 1970 in this machine's time zone, which the footer names."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+def _colours(names: list[str]) -> dict[str, str]:
+    return dict(zip(names, curves.COLOURS, strict=False))
 
 
-def _time(seconds: float) -> str:
-    """A time that is worth mentioning."""
-    return span(seconds) if seconds >= 1 else ""
+def _verdict(standings: list[Standing], differing: Mapping[str, object]) -> str:
+    """The comparison in a sentence or two."""
+    best, lost = standings[0], [each for each in standings if each.diverged is not None]
+    loss, kind = (best.training, "training") if best.best is None else (best.best, "validation")
+    said = []
+    if loss is not None and best.diverged is None:
+        said.append(f"<b>{text(best.name)}</b> has the lowest {kind} loss, {loss:.4f} nats per token.")
+    if lost:
+        names = ", ".join(f"<b>{text(each.name)}</b> at step {each.diverged}" for each in lost)
+        said.append(f'<span class="warn">{len(lost)} of {len(standings)} diverged</span>: {names}.')
+    if unlike := [key for key in differing if key in provenance.UNCOMPARABLE]:
+        said.append(f"They differ in {text(', '.join(unlike))}, so their losses may not measure the same.")
+    return f"<p>{' '.join(said)}</p>"
 
 
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
+def _ranking(
+    standings: list[Standing], runs: Mapping[str, History], differing: Mapping[str, Mapping[str, object]]
+) -> str:
+    """The runs as rows, the best first; clicking on a head sorts."""
+    colours = _colours([*runs])
+    heads = ["run", "validation loss", "training loss", *differing, "steps", "tokens/s", "state"]
+    lines = []
+    for each in standings:
+        history = runs[each.name]
+        best = "" if each.best is None else f"{each.best:.4f}"
+        at = f' <span class="soft">step {each.best_step}</span>' if best else ""
+        swatch = f'<i style="background:{colours.get(each.name, plots.INK)}"></i>'
+        rate = _mean(history, "tokens_per_second")
+        ended = history.attempts[-1].ended if history.attempts else "not started"
+        state = text(ended or "running, as far as its files say")
+        if each.diverged is not None:
+            state = f'<span class="warn">diverged at step {each.diverged}</span>; {state}'
+        training = "" if each.training is None else f"{each.training:.4f}"
+        last = history.steps[-1]["step"] if history.steps else 0
+        cells = [
+            (each.name, f"{swatch}{text(each.name)}"),
+            (best, best + at),
+            (training, training),
+            *((value, text(value)) for value in (provenance.shown(row.get(each.name)) for row in differing.values())),
+            (str(last), f"{last:,}"),
+            (f"{rate:.0f}", f"{rate:,.0f}"),
+            ("", state),
+        ]
+        lines.append("<tr>" + "".join(f'<td data-value="{text(key)}">{cell}</td>' for key, cell in cells) + "</tr>")
+    head = "".join(f"<th><button>{text(each)}</button></th>" for each in heads)
+    body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody>"
+    note = "The best run is first: by validation loss where it was measured, else by training loss. Click on a head to sort."
+    return f'<div class="scroll"><table class="ranking">{body}</table></div><p class="soft">{note}</p>'
 
 
-def _cards(history: History) -> str:
-    """The figures of a run; those that are unknown are left out."""
-
-    def mean(name: str) -> float:
-        values = [row[name] for row in history.steps[-50:] if row.get(name)]
-        return sum(values) / len(values) if values else 0.0
-
-    last = history.steps[-1] if history.steps else {}
-    held_out = [row["validation_loss"] for row in history.evaluations if row["validation_loss"] is not None]
-    row = history.attempts[-1].row if history.attempts else {}
-    cards = {
-        "step": str(last.get("step", "")),
-        "training loss": f"{last['loss']:.4f}" if last.get("loss") is not None else "",
-        "validation loss": f"{held_out[-1]:.4f}" if held_out else "",
-        "tokens/s": f"{mean('tokens_per_second'):,.0f}" if mean("tokens_per_second") else "",
-        "MFU": f"{mean('mfu'):.1%}" if mean("mfu") else "",
-        "goodput": f"{history.goodput:.1%}" if history.goodput is not None else "",
-        "attempts": str(len(history.attempts)),
-        "waiting in the queue": _time(history.seconds("queued")),
-        "starting": _time(history.seconds("starting")),
-        "steps done again": str(sum(each.lost for each in history.attempts)),
-        "processes": str(row.get("size", "")),
-        "hosts": str(len(row.get("hosts", []))),
-    }
-    shown = (f"<div><b>{escape(value)}</b><span>{name}</span></div>" for name, value in cards.items() if value)
-    return f'<div class="cards">{"".join(shown)}</div>'
+def _curves(charts: list[Chart], named: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    if not charts:
+        return
+    group = max(chart.group for chart in charts)
+    said = ["Point at a chart to read its values."] + [SPREAD.format(group)] * (group > 1)
+    said += [DIVERGED] * any(curve.left for chart in charts for curve in chart.curves)
+    figures = "".join(_figure(chart, named[chart.key]) for chart in charts)
+    yield f'<h2>Curves</h2><p class="soft">{" ".join(said)}</p><div class="figures">{figures}</div>'
 
 
-def _figures(drawings: Mapping[str, bytes], attempts: bool) -> str:
-    parts = []
-    for name, svg in drawings.items():
-        kind, _, run = name.partition(" ")
-        if (kind == "attempts") == attempts:
-            caption = escape(f"{run}: " if run else "") + CAPTIONS.get(kind, "")
-            parts.append(
-                f'<figure{" class=wide" if kind in CAPTIONS else ""}><img alt="{escape(name)}" '
-                f'src="data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"><figcaption>{caption}</figcaption></figure>'
-            )
-    return f'<div class="figures">{"".join(parts)}</div>'
-
-
-def _row(attempt: Attempt) -> list[str]:
-    row = attempt.row
-    job = f"job {row['job_id']}, " if row.get("job_id") else ""
-    hosts = row.get("hosts") or [row.get("host", "")]
-    return [
-        str(attempt.number),
-        f"{attempt.first} → {attempt.last}",
-        attempt.ended or "still running, or no message yet",
-        str(attempt.lost) if attempt.lost else "",
-        _moment(moment(row["time"]) or 0.0),
-        f"{job}{', '.join(hosts[:3])}{f' and {len(hosts) - 3} more' * (len(hosts) > 3)}",
-        *(_time(attempt.seconds(kind)) for kind in ("queued", "starting", "training")),
-    ]
-
-
-def _differences(settings: Mapping[str, Mapping[str, Any]]) -> Iterator[list[str]]:
-    for key in dict.fromkeys(key for each in settings.values() for key in each):
-        values = [each.get(key) for each in settings.values()]
-        if key.split(".")[0] not in PLAIN and any(value != values[0] for value in values):
-            yield [key, *("–" if value is None else str(value) for value in values)]
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    if not rows:
-        return "<p>None.</p>"
-    head, *body = (
-        "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row)
-        for tag, row in (("th", heads), *(("td", row) for row in rows))
+def _figure(chart: Chart, colours: Mapping[str, str]) -> str:
+    """The place of a chart, with its title, names and caption."""
+    names = [each.name for each in chart.curves if each.name in colours]
+    swatches = "".join(f'<span><i style="background:{colours[name]}"></i>{text(name)}</span>' for name in names)
+    others = len(chart.curves) - len(names)
+    swatches += f'<span><i style="background:{plots.INK}"></i>{others} more</span>' if others else ""
+    clipped = any((each.mean[: each.kept] > chart.top).any() for each in chart.curves)
+    said = CLIPPED.format(chart.top) if clipped else ""
+    return (
+        f'<figure><h3>{curves.TITLES[chart.key][0]}</h3><div class="legend">{swatches if len(chart.curves) > 1 else ""}</div>'
+        f'<div class="plot" id="{chart.key}"></div><figcaption>{said}</figcaption></figure>'
     )
-    lines = "".join(f"<tr>{row}</tr>" for row in body)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
+
+
+def _samples(content: Content, order: Iterable[str]) -> str:
+    """What the models write, side by side."""
+    if not content.samples:
+        return ""
+    cards = []
+    for name in order:
+        for step, sample in content.samples.get(name, {}).items():
+            about = f"{name}, step {step:,}" if len(content.runs) > 1 else f"step {step:,}"
+            cards.append(f'<div class="card"><span class="soft">{text(about)}</span><pre>{text(sample)}</pre></div>')
+    said = f'<p class="soft">Continuing <code>{text(content.prompt)}</code></p>' if content.prompt else ""
+    return f'<h2>What the model writes</h2>{said}<div class="grid">{"".join(cards)}</div>'
+
+
+def _origin(history: History, settings: Settings) -> str:
+    facts = {title: text(fact) for title, fact in provenance.facts(history, settings).items()}
+    return definitions({**facts, **_changed(settings)})
+
+
+def _origins(runs: Mapping[str, History], settings: Mapping[str, Settings]) -> str:
+    """What the runs have in common, and what is of each."""
+    facts = {name: provenance.facts(history, settings[name]) for name, history in runs.items()}
+    titles = dict.fromkeys(title for each in facts.values() for title in each)
+    rows = {title: {name: text(each.get(title, "–")) for name, each in facts.items()} for title in titles}
+    alike = {title: next(iter(row.values())) for title, row in rows.items() if len(set(row.values())) == 1}
+    differing, known = provenance.differing(settings), next(filter(None, settings.values()), {})
+    common = {key: value for key, value in known.items() if key not in differing}
+    unlike = (f"<h3>{text(title)}</h3>{definitions(row)}" for title, row in rows.items() if title not in alike)
+    return definitions({**alike, **_changed(common)}) + "".join(unlike)
+
+
+def _changed(settings: Settings) -> dict[str, str]:
+    changed = {key: value for key, value in provenance.changed(settings).items() if not key.startswith("data.")}
+    words = " ".join(f"<code>{text(f'{key}={provenance.shown(value)}')}</code>" for key, value in changed.items())
+    return {"settings that differ from the defaults": words} if words else {}
+
+
+def _mean(history: History, name: str) -> float:
+    values = [row[name] for row in history.steps[-ranking.LAST :] if row.get(name)]
+    return sum(values) / len(values) if values else 0.0
+
+
+def _numbers(history: History, standing: Standing) -> str:
+    """The figures of a run; those that are unknown are left out."""
+    last = history.steps[-1] if history.steps else {}
+    memory = max((row.get("memory") or 0 for row in history.steps), default=0)
+    speed, mfu, waiting = (_mean(history, name) for name in ("tokens_per_second", "mfu", "data_fraction"))
+    cards = {
+        "last step": str(last.get("step", "")),
+        f"training loss, mean of {ranking.LAST} steps": "" if standing.training is None else f"{standing.training:.4f}",
+        f"best validation loss, step {standing.best_step}": "" if standing.best is None else f"{standing.best:.4f}",
+        "tokens/s": f"{speed:,.0f}" if speed else "",
+        "MFU": f"{mfu:.1%}" if mfu else "",
+        "peak memory of rank 0": f"{memory / (1 << 30):.2f} GiB" if memory else "",
+        "of the step waiting for data": f"{waiting:.1%}" if waiting else "",
+        "goodput": f"{history.goodput:.1%}" if history.goodput is not None else "",
+        "time": span(history.wall) if history.wall else "",
+        "waiting in the queue": timeline.seconds(history.seconds("queued")),
+        "starting": timeline.seconds(history.seconds("starting")),
+        "steps done again": str(sum(each.lost for each in history.attempts)),
+    }
+    shown = (
+        f"<div><b>{text(value)}</b><span class=soft>{text(name)}</span></div>" for name, value in cards.items() if value
+    )
+    return f'<div class="numbers">{"".join(shown)}</div>'

@@ -78,3 +78,25 @@ def preempted(out, lr=1e-3):
     (out / "metrics.jsonl").write_text(lines(kept))
     (out / "metrics.lost.jsonl").write_text(lines([*lost, lost[-1]]) + '{"step": 7')
     return out
+
+
+def trained(out, losses, held_out=None, lr=1e-3):
+    """A run of one attempt with these losses; ``held_out``: validation loss by step. None: it was not finite."""
+    out.mkdir(mode=0o700)
+    steps = len(losses)
+    config = RunConfig(
+        out=str(out),
+        data=DataConfig(source="synthetic"),
+        budget=BudgetConfig(steps=steps),
+        optim=OptimConfig(lr=lr),
+    )
+    dump(config, out / "config.yaml")
+    start = dict(time=stamp(1), began=at(0).timestamp(), from_step=0, steps=steps, size=1, hosts=["a1"], host="a1")
+    (out / "attempts.jsonl").write_text(lines([start]))
+    measured = [row(step, step) | {"loss": loss} for step, loss in enumerate(losses, 1)]
+    measured += [
+        dict(step=step, time=at(step).timestamp(), part="valid", validation_loss=loss)
+        for step, loss in (held_out or {}).items()
+    ]
+    (out / "metrics.jsonl").write_text(lines(measured))
+    return out

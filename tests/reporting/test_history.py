@@ -4,7 +4,7 @@ import pytest
 
 from hpclm import cli
 from hpclm.reporting import history
-from hpclm.reporting.page import summary
+from hpclm.reporting.timeline import summary
 from tests.reporting import made
 
 

@@ -1,23 +1,25 @@
 """The page that ``hpclm report`` writes: self-contained, well formed, and with everything in it."""
 
 import base64
+import hashlib
+import json
 import os
 import re
-import shutil
-import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 
 import pytest
 
 from hpclm import cli
-from hpclm.reporting import page
+from hpclm.reporting import history
+from hpclm.reporting.page import Content
+from hpclm.reporting.page import page as page_of
 from tests.reporting import made
 
+pytest.importorskip("bokeh")
 pytest.importorskip("matplotlib")
 VOID = {"meta", "br", "img", "link", "hr"}
-SVG = "{http://www.w3.org/2000/svg}"
+HOSTILE = "</script><script>alert(1)</script>\x1b[31m\u202e$$x$$"
 
 
 class Page(HTMLParser):
@@ -60,76 +62,169 @@ def written(tmp_path_factory):
     return folder
 
 
-def drawings(text):
-    return [ET.fromstring(base64.b64decode(each)) for each in re.findall(r"image/svg\+xml;base64,([^\"]*)", text)]
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """A run that was trained on text."""
+    folder = tmp_path_factory.mktemp("real")
+    (folder / "text.jsonl").write_text(json.dumps({"text": "to be or not to be, that is the question. " * 9}) + "\n")
+    words = [
+        "--input",
+        folder / "text.jsonl",
+        "--output-prefix",
+        folder / "data",
+        "--tokenizer",
+        "bytes",
+        "--append-eod",
+    ]
+    assert cli.main(["preprocess", *map(str, words), "--workers", "1"]) == 0
+    shape = [
+        "model={vocab_size: 257, layers: 1, hidden: 16, heads: 2, context: 16}",
+        "batch={global_size: 4, micro_size: 4}",
+    ]
+    rest = ["budget.steps=6", "checkpoint.every=2", "optim.warmup=1", "evaluate.every=0", "log.tensorboard=false"]
+    place = [f"out={folder / 'run'}", f"data.prefix={folder / 'data_text_document'}", "engine.device=cpu"]
+    assert cli.main(["train", *shape, *rest, *place, "optim.lr=0.01", "engine.precision=fp32"]) == 0
+    return folder / "run"
 
 
-def texts(svg):
-    return ["".join(each.itertext()).strip() for each in svg.iter(f"{SVG}text")]
+def data(text):
+    """The charts of a page, as JSON."""
+    return [json.loads(each) for each in re.findall(r'<script type="application/json">(.*?)</script>', text, re.S)]
 
 
 def test_the_page_needs_nothing_else_and_is_well_formed(written):
     for name in ("one/report.html", "both.html"):
         text = (written / name).read_text()
         page = Page(text)
-        assert page.links and all(link.startswith("data:image/svg+xml;base64,") for link in page.links)
-        assert not re.findall(r"https?://", text)
-        assert "<script" not in text and "@import" not in text
+        assert not page.links and len(page.ids) == len(set(page.ids)) >= 4
         assert 'name="viewport"' in text and "prefers-color-scheme: dark" in text and "@media print" in text
-        for svg in drawings(text):
-            assert svg.get("viewBox")
+        policy = re.search('Content-Security-Policy" content="(.*?)"', text)[1]
+        assert policy.startswith("default-src 'none'; script-src 'sha256-") and "http" not in policy
+        for script in re.findall("<script>(.*?)</script>", text, re.S):
+            assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in policy
 
 
-def test_nothing_in_the_page_reorders_or_hides_text():
-    text = page.page("one\x1b[31m\u202etwo", {}, {"loss": b"<svg></svg>"}, {})
-    assert not re.search("[\x1b\u202e]", text) and r"one\x1b[31m\u202etwo" in text
+def test_text_of_others_is_neither_markup_nor_script_nor_hides_anything(tmp_path):
+    out = made.preempted(tmp_path / "run")
+    rows = [json.loads(line) for line in (out / "attempts.jsonl").read_text().splitlines()]
+    rows[-1] |= {"command": HOSTILE, "git": HOSTILE, "versions": {HOSTILE: HOSTILE}, "hosts": [HOSTILE]}
+    (out / "attempts.jsonl").write_text(made.lines(rows))
+    (out / "preflight.json").write_text(json.dumps({"ranks": [3, {"device_name": HOSTILE, "driver": [1]}]}))
+    clean = page_of(Content({"a": history.read(tmp_path), "b": history.read(tmp_path)}, {"a": {}, "b": {}}))
+    runs = {HOSTILE: history.read(out), "b": history.read(out)}
+    settings = {HOSTILE: {"optim.lr": HOSTILE}, "b": {"optim.lr": 1}}
+    for shown in (runs, {HOSTILE: runs[HOSTILE]}):
+        text = page_of(Content(shown, settings, HOSTILE, {HOSTILE: {1: HOSTILE}}))
+        assert not re.search("[\x1b\u202e]", text) and "<script>alert" not in text and r"\x1b[31m\u202e" in text
+        assert Page(text).count["script"] == text.count('<script type="application/json">') + 2 + (len(shown) > 1)
+    assert Page(clean).count["script"] == 1  # without charts there is only the sorting
 
 
-def test_every_curve_and_every_attempt_is_drawn(written):
-    svgs = drawings((written / "one/report.html").read_text())
-    words = [texts(svg) for svg in svgs]
-    assert [any("loss" in each for each in found) for found in words] == [True] + [False] * 6 + [False]
-    assert {"training", "validation", "resumed"} <= set(words[0])
-    for title in ("Learning rate", "Gradient norm", "Speed", "Model FLOPs utilisation (MFU)", "Time waiting for data"):
-        assert sum(title in found for found in words) == 1, title
-    assert any("Peak memory of rank 0" in found for found in words)
-    timeline = words[-1]
-    assert {"queued", "starting", "training", "lost"} <= set(timeline)
-    assert "steps 30 to 57: node a2 failed (NODE_FAIL)" in timeline and "steps 60 to 100: finished" in timeline
-    hatched = [each for each in svgs[-1].iter(f"{SVG}path") if "url(#" in (each.get("style") or "")]
-    assert len(hatched) == 2  # what two attempts lost
+def test_a_run_opens_with_where_it_came_from(real):
+    assert cli.main(["report", "--no-png", str(real), "--samples", "to be"]) == 0
+    page = Page((real / "report.html").read_text())
+    text = "|".join(page.words)
+    for said in (
+        "|model|9,712 parameters: 1 layers, hidden size 16, 2 heads, context 16, vocabulary 257|",
+        "|tokens|384 seen, in 24 samples|",
+        "|optim.lr=0.01|",
+        "|budget.steps=6|",
+        f"prefix={real.parent / 'data_text_document'}|",
+        "|hardware|1 × CPU; 1 process on ",
+        "Python 3.",
+        ", torch 2.",
+        "|code|hpclm 0.",
+    ):
+        assert said in text, said
+    assert "|seed=" not in text and text.index("|command|") < text.index("|Curves|") < text.index("|Attempts|")
 
 
-def test_the_curves_hold_the_numbers_of_the_run(written):
-    loss = drawings((written / "one/report.html").read_text())[0]
-    longest = max((each.get("d") for each in loss.iter(f"{SVG}path")), key=len)
-    points = [tuple(map(float, each)) for each in re.findall(r"[ML] ([\d.]+) ([\d.]+)", longest)]
-    assert len(points) >= 2 and points[0][0] < points[-1][0] and points[0][1] < points[-1][1]  # y grows downwards
+def test_what_models_write_stands_side_by_side(real, capsys):
+    assert cli.main(["generate", str(real), "--prompt", "to be", "--tokens", "80", "--json"]) == 0
+    newest = json.loads(capsys.readouterr().out)["text"]
+    assert cli.main(["report", "--no-png", str(real), "--samples", "to be"]) == 0
+    samples = re.findall(r"step (\d+)</span><pre>(.*?)</pre>", (real / "report.html").read_text(), re.S)
+    assert [step for step, _ in samples] == ["2", "4", "6"]
+    from hpclm.reporting.html import text
+
+    assert samples[-1][1] == text(newest) and len({sample for _, sample in samples}) == 3
+
+
+def test_a_run_that_cannot_write_is_named_and_the_page_is_written(real, written, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    words = ["report", "--no-png", str(real), str(written / "one"), "-o", str(page), "--samples", "to be"]
+    assert cli.main(words) == 0
+    assert "no checkpoint in" in capsys.readouterr().err
+    assert re.findall(r">([^<>]{1,99}), step \d+</span><pre>", page.read_text()) == ["run"]
+    assert cli.main(["report", "--no-png", str(written / "one"), "-o", str(page), "--samples", "to be"]) == 66
+
+
+def test_charts_hold_the_numbers_of_the_run_for_the_pointer(written):
+    charts = data((written / "one/report.html").read_text())
+    assert [chart["target_id"] for chart in charts] == ["loss", "grad_norm", "lr", "tokens_per_second"]
+    text = json.dumps(charts[0])
+    assert '"HoverTool"' in text and '"training"' in text and '"validation"' in text
+    assert '"3.25"' in text and '"2.02"' in text  # the validation loss of step 50, the loss of step 99
 
 
 def test_a_stranger_finds_what_ended_each_attempt(written):
     text = " ".join(Page((written / "one/report.html").read_text()).words)
     for said in (
-        "SIGUSR1: saved at step 30, exiting",
-        "node a2 failed (NODE_FAIL)",
+        "steps 0 to 30: SIGUSR1: saved at step 30, exiting",
+        "steps 30 to 57: node a2 failed (NODE_FAIL)",
         "CUDA out of memory",
         "It was interrupted 3 times",
+        "lost",
     ):
         assert said in text
     assert "30 → 57" in text and "21.2%" in text and "3.2500" in text
 
 
+def test_attempts_are_bars_on_one_axis_of_time(written):
+    text = (written / "one/report.html").read_text()
+    pieces = re.findall(r'<i class="(\w+)" style="left:([\d.]+)%;width:([\d.]+)%', text)
+    assert [kind for kind, *_ in pieces[:3]] == ["queued", "starting", "training"]
+    assert [kind for kind, *_ in pieces].count("lost") == 2
+    assert max(float(left) + float(width) for _, left, width in pieces) == pytest.approx(100, abs=0.02)
+    assert float(pieces[2][2]) == pytest.approx(100 * 32 / 471, abs=0.02)
+
+
+def test_several_runs_are_one_table_with_the_best_first(tmp_path):
+    falling = [5 - step / 20 for step in range(40)]
+    made.trained(tmp_path / "good", falling, {20: 4.25, 40: 3.5}, lr=1e-3)
+    made.trained(tmp_path / "better", falling, {20: 4.0, 40: 3.25}, lr=2e-3)
+    made.trained(tmp_path / "unmeasured", falling, lr=3e-3)
+    made.trained(tmp_path / "wild", falling[:20] + [9e9] * 20, {20: 3.0, 40: 9e9}, lr=1.0)
+    made.trained(tmp_path / "nan", falling[:20] + [None] * 20, {20: 3.9, 40: None}, lr=2.0)
+    page = tmp_path / "page.html"
+    assert cli.main(["report", "--no-png", "--runs", str(tmp_path), "*", "-o", str(page)]) == 0
+    text = page.read_text()
+    heads = re.findall("<th><button>(.*?)</button>", text)
+    assert heads == ["run", "validation loss", "training loss", "optim.lr", "steps", "tokens/s", "state"]
+    rows = re.findall('<tr><td data-value="(.*?)">', text)
+    assert rows == ["better", "good", "unmeasured", "wild", "nan"]
+    words = " ".join(Page(text).words)
+    assert "better  has the lowest validation loss, 3.2500 nats per token." in words
+    assert "2 of 5 diverged :  wild  at step 21,  nan  at step 21." in words
+
+
+def test_losses_that_do_not_measure_the_same_are_said_not_to(tmp_path):
+    runs = {name: history.read(made.trained(tmp_path / name, [3.0, 2.0])) for name in "ab"}
+    text = page_of(Content(runs, {"a": {"data.prefix": "x"}, "b": {"data.prefix": "y"}}))
+    assert "They differ in data.prefix, so their losses may not measure the same." in text
+
+
 def test_several_runs_are_compared_by_the_settings_in_which_they_differ(written):
     page = Page((written / "both.html").read_text())
     text = "|".join(page.words)
-    assert "|optim.lr|0.001|0.0003|" in text and "|seed|" not in text and "|out|" not in text
+    assert "|optim.lr|steps|" in text and "|seed|" not in text and "|out|" not in text
     assert "<b>two" in text  # escaped: it is text, not an element
     assert not list(written.glob("both*.png"))
 
 
 def test_the_images_lie_beside_the_page(written):
     names = {path.name for path in (written / "one").glob("*.png")}
-    kinds = ("loss", "lr", "grad-norm", "tokens-per-second", "mfu", "memory", "data-fraction", "attempts")
+    kinds = ("loss", "lr", "grad-norm", "tokens-per-second", "attempts")
     assert names == {f"report-{kind}.png" for kind in kinds}
     from PIL import Image
 
@@ -166,53 +261,10 @@ def test_wrong_words_are_refused_and_nothing_is_written(written, tmp_path, capsy
     assert "there is no folder /nowhere/at" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
-def test_without_matplotlib_the_way_out_is_named(written, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert cli.main(["report", str(written / "one")]) == 64
-    assert (
-        "hpclm report needs matplotlib, which is not installed: pip install 'hpclm[plots]'" in capsys.readouterr().err
-    )
-
-
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-
-QUIET = (
-    "--headless --no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync"
-)
-OVERFLOW = "<script>document.title = [document.documentElement.scrollWidth, innerWidth].join(' of ')</script></body>"
-
-
-def browse(folder, page, *options):
-    """What Chromium prints of a page, with a fresh profile."""
-    words = [BROWSER, *QUIET.split(), f"--user-data-dir={folder / 'profile'}", *options, page.as_uri()]
-    return subprocess.run(words, timeout=120, check=True, capture_output=True, text=True).stdout
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
-@pytest.mark.parametrize("width", [500, 1280])
-def test_a_browser_shows_the_page_on_a_small_and_a_large_screen_in_light_and_dark(written, width, tmp_path):
-    from PIL import Image
-
-    ground = []
-    for scheme in (1, 0):  # light, dark
-        shot = tmp_path / f"{scheme}.png"
-        look = f"--blink-settings=preferredColorScheme={scheme}"
-        browse(tmp_path, written / "one/report.html", look, f"--window-size={width},2000", f"--screenshot={shot}")
-        with Image.open(shot) as image:
-            assert image.width == width and len(image.convert("RGB").getcolors(1 << 24)) > 50
-            ground.append(sum(image.convert("RGB").getpixel((2, 2))) // 3)
-    assert ground[0] == 255 and ground[1] < 40
-    page = tmp_path / "page.html"  # nothing is wider than the screen but what scrolls by itself
-    page.write_text((written / "both.html").read_text().replace("</body>", OVERFLOW))
-    shown = browse(tmp_path, page, f"--window-size={width},2000", "--dump-dom")
-    [(needed, there)] = re.findall(r"<title>(\d+) of (\d+)</title>", shown)
-    assert int(needed) <= int(there) == width
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
-def test_a_browser_prints_the_page(written, tmp_path):
-    pdf = tmp_path / "page.pdf"
-    browse(tmp_path, written / "one/report.html", "--no-pdf-header-footer", f"--print-to-pdf={pdf}")
-    pages = re.findall(rb"/Type */Pages?\b", pdf.read_bytes())
-    assert pdf.read_bytes().startswith(b"%PDF") and 2 <= len(pages) <= 4  # the page tree, and one to three pages
+@pytest.mark.parametrize("library, words", [("bokeh", ["--no-png"]), ("matplotlib", [])])
+def test_without_a_library_the_way_out_is_named(library, words, written, monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.split(".")[0] == library]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, library, None)
+    assert cli.main(["report", *words, str(written / "one")]) == 64
+    assert f"needs {library}, which is not installed: pip install 'hpclm[plots]'" in capsys.readouterr().err

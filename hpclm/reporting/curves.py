@@ -1,0 +1,202 @@
+"""What the charts of a report show: curves averaged over groups of steps, on axes that a diverged run does not rescale.
+
+P points in a curve. The page and the images are both drawn from these.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from statistics import median_low
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpclm.reporting.history import History
+
+POINTS = 120  # of a curve; of more steps the mean of each few is a point
+TAIL = 5  # last steps without a healthy loss that make a run diverged
+DIVERGED = 93  # exit code
+USUAL_MAXIMA = 10  # times the usual maximum of the gradient norm, beyond which it is off the chart
+COLOURS = ("#2f7ed8", "#e8762d", "#2a9d5c", "#b455c8", "#c0392b", "#8d6e3f", "#11999e", "#d1a000")
+"""Of the first curves; those of further runs are grey."""
+FEW = 40  # points, each of which is worth a mark
+TITLES = {
+    # key: title and unit; the losses of one run are in one chart
+    "loss": ("Loss", "nats per token"),
+    "validation_loss": ("Validation loss", "nats per token"),
+    "training_loss": ("Training loss", "nats per token"),
+    "grad_norm": ("Gradient norm", "log scale"),
+    "lr": ("Learning rate", ""),
+    "tokens_per_second": ("Speed", "tokens/s"),
+}
+Array = NDArray[np.float64]
+Pairs = Sequence[tuple[int, float | None]]
+"""Steps in order and values, None where a value was not finite."""
+Runs = Mapping[str, History]
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """Values over the steps; NaN where none was finite."""
+
+    name: str
+    steps: Array
+    """[P], the middle of each group of steps."""
+    mean: Array
+    low: Array
+    """[P], the lowest of each group."""
+    high: Array
+    left: tuple[float, float] | None
+    """Step and value at which a diverged run leaves the chart."""
+
+    @property
+    def line(self) -> tuple[Array, Array]:
+        """Steps and values that are drawn: those before it leaves the chart, and where it does."""
+        end = np.array([self.left or ()]).T
+        return np.append(self.steps[: self.kept], end[:1]), np.append(self.mean[: self.kept], end[1:])
+
+    @property
+    def kept(self) -> int:
+        """Points before it leaves the chart."""
+        return int(np.searchsorted(self.steps, self.left[0])) if self.left else len(self.steps)
+
+    @property
+    def dots(self) -> bool:
+        """Whether each point is worth a mark."""
+        return len(self.steps) <= FEW
+
+
+@dataclass(frozen=True, eq=False)
+class Chart:
+    """Curves on common axes."""
+
+    key: str
+    """One of TITLES."""
+    curves: tuple[Curve, ...]
+    first: float
+    last: float
+    """Ends of the steps."""
+    bottom: float
+    top: float
+    group: int
+    """Steps of which each point is the mean."""
+
+    @property
+    def layers(self) -> list[Curve]:
+        """The curves from the bottom to the top: the best one last, but short ones above long ones."""
+        return sorted(reversed(self.curves), key=lambda curve: -len(curve.steps))
+
+    @property
+    def log(self) -> bool:
+        """Whether the vertical axis is logarithmic."""
+        return self.key == "grad_norm"
+
+
+def charts(runs: Runs) -> list[Chart]:
+    """The charts for which there are numbers; the losses of one run are in one chart."""
+    limit = ceiling(runs)
+    ends = {name: diverged(history, limit) for name, history in runs.items()}
+    drawn = []
+    for key, lines in (_of_one if len(runs) == 1 else _of_several)(runs):
+        if any(value is not None for pairs in lines.values() for _, value in pairs):
+            lost = ends if len(runs) > 1 else dict.fromkeys(lines, *ends.values())
+            drawn.append(_chart(key, lines, limit, lost if key.endswith("loss") else {}))
+    return drawn
+
+
+def ceiling(runs: Runs) -> float:
+    """The loss above which none is healthy: a little more than what most runs began with, or usually have."""
+    losses = [[row["loss"] for row in history.steps if row.get("loss") is not None] for history in runs.values()]
+    known = [each for each in losses if each]
+    if not known:
+        return math.inf
+    return 1.1 * max(median_low([max(each[:3]) for each in known]), median_low([median_low(each) for each in known]))
+
+
+def diverged(history: History, limit: float) -> int | None:
+    """The step from which on no loss was finite and below ``limit``; None if the run did not end so."""
+    healthy = [row.get("loss") is not None and row["loss"] <= limit for row in history.steps]
+    tail = next((count for count, well in enumerate(reversed(healthy)) if well), len(healthy))
+    stopped = bool(history.attempts) and history.attempts[-1].code == DIVERGED
+    return history.steps[-tail]["step"] if tail >= (1 if stopped else TAIL) else None
+
+
+def validation(history: History) -> dict[int, float | None]:
+    """The loss on held-out data by step, the mean of its parts; None where it was not finite."""
+    by_step: dict[int, list[float | None]] = {}
+    for row in history.evaluations:
+        by_step.setdefault(row["step"], []).append(row["validation_loss"])
+    return {step: None if None in each else sum(filter(None, each)) / len(each) for step, each in by_step.items()}
+
+
+def _of_one(runs: Runs) -> Iterator[tuple[str, dict[str, Pairs]]]:
+    [(name, history)] = runs.items()
+    parts: dict[str, list[tuple[int, float | None]]] = {}
+    for row in history.evaluations:
+        part = row.get("part", "valid").removeprefix("valid").replace("/", " ")
+        parts.setdefault(f"validation{part}", []).append((row["step"], row["validation_loss"]))
+    yield "loss", {"training": _pairs(history, "loss"), **parts}
+    for key in ("grad_norm", "lr", "tokens_per_second"):
+        yield key, {name: _pairs(history, key)}
+
+
+def _of_several(runs: Runs) -> Iterator[tuple[str, dict[str, Pairs]]]:
+    yield "validation_loss", {name: [*validation(history).items()] for name, history in runs.items()}
+    yield "training_loss", {name: _pairs(history, "loss") for name, history in runs.items()}
+    for key in ("grad_norm", "tokens_per_second"):  # the table has what differs in the learning rate
+        yield key, {name: _pairs(history, key) for name, history in runs.items()}
+
+
+def _pairs(history: History, key: str) -> Pairs:
+    return [(row["step"], row.get(key)) for row in history.steps]
+
+
+def _chart(key: str, lines: Mapping[str, Pairs], limit: float, lost: Mapping[str, int | None]) -> Chart:
+    grid = np.unique([step for pairs in lines.values() for step, _ in pairs])
+    group = math.ceil(len(grid) / POINTS)
+    bands = {name: _averaged(sorted(pairs, key=itemgetter(0)), grid, group) for name, pairs in lines.items() if pairs}
+    bottom, top = _range(key, [low_to_high[1:] for low_to_high in bands.values()], limit)
+    curves = [Curve(name, *band, _leaves(*band[:2], top, lost.get(name))) for name, band in bands.items()]
+    return Chart(key, tuple(curves), float(grid[0]), float(grid[-1]), bottom, top, group)
+
+
+def _averaged(pairs: Pairs, grid: Array, group: int) -> tuple[Array, Array, Array, Array]:
+    """Steps, and the mean, lowest and highest finite value, of each group of the steps in ``grid``: [P] each."""
+    values = np.array([math.nan if value is None else value for _, value in pairs])
+    numbers = np.searchsorted(grid, [step for step, _ in pairs]) // group
+    groups, starts = np.unique(numbers, return_index=True)
+    finite = np.isfinite(values)
+    counts = np.add.reduceat(finite.astype(float), starts)
+    with np.errstate(invalid="ignore"):  # 0 / 0: none of a group is finite
+        mean = np.add.reduceat(np.where(finite, values, 0.0), starts) / counts
+    steps = grid[np.minimum(groups * group + group // 2, len(grid) - 1)].astype(float)
+    return steps, mean, np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts)
+
+
+def _range(key: str, bands: Sequence[tuple[Array, ...]], limit: float) -> tuple[float, float]:
+    """The lowest and highest value of an axis; of losses at most ``limit``."""
+    values = np.concatenate([each[np.isfinite(each)] for band in bands for each in band])
+    if key == "grad_norm":
+        values = values[values > 0]
+        limit = USUAL_MAXIMA * median_low([float(np.nanmax(mean)) for mean, *_ in bands if np.isfinite(mean).any()])
+    elif not key.endswith("loss"):
+        return 0.0, 1.08 * float(values.max()) or 1.0
+    shown = values[values <= limit]
+    low, high = (float(shown.min()), float(shown.max())) if len(shown) else (0.1, 1.0)
+    if key == "grad_norm":
+        return low / 1.2, high * 1.2
+    room = (high - low or 1.0) / 20
+    return low - room, high + room
+
+
+def _leaves(steps: Array, mean: Array, top: float, lost: int | None) -> tuple[float, float] | None:
+    """Where a curve leaves the chart at or after the step ``lost``, with which the run diverged."""
+    if lost is None:
+        return None
+    out = ~(mean <= top) & (steps >= lost)
+    if not out.any():
+        return None
+    at = int(out.argmax())
+    before = mean[:at][np.isfinite(mean[:at])]
+    return float(steps[at]), top if mean[at] > top or not len(before) else float(min(before[-1], top))

@@ -1,0 +1,123 @@
+"""The charts of the page, which show their values under the pointer. The only file that imports bokeh.
+
+Its library is one file of 1.3 MB that goes into the page. It draws only what is between the axes: titles, names and captions
+are HTML, which wraps on a phone, and into which nothing can be smuggled.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hpclm import extras
+from hpclm.reporting.curves import TITLES, Chart, Curve
+
+if TYPE_CHECKING:
+    from bokeh.plotting import figure
+
+INK = "#747c85"  # of axes and their text: legible on white and on black
+HEIGHT = 300  # pixels
+FONT = "system-ui, sans-serif"
+LOADER = """for (const each of document.querySelectorAll("script[type='application/json']"))
+  Bokeh.embed.embed_item(JSON.parse(each.textContent));"""
+
+
+def scripts() -> list[str]:
+    """The JavaScript that draws charts."""
+    with extras.needed_for("hpclm report"):
+        from bokeh.resources import Resources
+    return ["\n".join(Resources(mode="inline", components=["bokeh"]).js_raw), LOADER]
+
+
+def drawn(chart: Chart, colours: Mapping[str, str]) -> str:
+    """A chart as JSON for ``LOADER``, which puts it into the element whose id is the chart's key.
+
+    ``colours``: of curves by name; the others are grey and have no values under the pointer.
+    """
+    from bokeh.embed import json_item
+
+    return json.dumps(json_item(_plot(chart, colours)) | {"target_id": chart.key}).replace("<", r"\u003c")
+
+
+def _plot(chart: Chart, colours: Mapping[str, str]) -> "figure":
+    from bokeh.models import NumeralTickFormatter, PrintfTickFormatter, Range1d
+    from bokeh.plotting import figure
+
+    plot = figure(
+        height=HEIGHT,
+        sizing_mode="stretch_width",
+        x_range=Range1d(start=chart.first, end=chart.last + (chart.first == chart.last)),
+        y_range=Range1d(start=chart.bottom, end=chart.top),
+        y_axis_type="log" if chart.log else "linear",
+        tools="box_zoom,reset,save",
+        active_drag=None,  # dragging a finger scrolls the page
+        background_fill_color=None,
+        border_fill_color=None,
+        outline_line_color=None,
+    )
+    plot.toolbar.logo = None
+    plot.toolbar.autohide = True
+    plot.grid.grid_line_color, plot.grid.grid_line_alpha = INK, 0.2
+    for axis, label in ((plot.xaxis, "step"), (plot.yaxis, TITLES[chart.key][1])):
+        axis.axis_label = label
+        axis.axis_line_color = axis.major_tick_line_color = INK
+        axis.minor_tick_line_color = None
+        axis.axis_label_text_color = axis.major_label_text_color = INK
+        axis.axis_label_text_font = axis.major_label_text_font = FONT
+        axis.axis_label_text_font_style = "normal"
+        axis.major_label_text_font_size = axis.axis_label_text_font_size = "12px"
+    plot.xaxis.formatter = NumeralTickFormatter(format="0,0")
+    if chart.key == "tokens_per_second":
+        plot.yaxis.formatter = NumeralTickFormatter(format="0,0")
+    elif not chart.log:
+        plot.yaxis.formatter = PrintfTickFormatter(format="%.4g")
+    for curve in chart.layers:
+        _draw(plot, curve, colours.get(curve.name), chart.group > 1)
+    _show_values(plot, chart, [curve for curve in chart.curves if curve.name in colours])
+    return plot
+
+
+def _draw(plot: "figure", curve: Curve, colour: str | None, band: bool) -> None:
+    shade, alpha = (colour, 1.0) if colour else (INK, 0.4)
+    if band and colour:
+        plot.varea(*(each[: curve.kept] for each in (curve.steps, curve.low, curve.high)), color=shade, alpha=0.15)
+    plot.line(*curve.line, color=shade, alpha=alpha, width=1.8)
+    if curve.dots:
+        plot.scatter(curve.steps[: curve.kept], curve.mean[: curve.kept], color=shade, alpha=alpha, size=5)
+    if curve.left:
+        step, value = curve.left
+        plot.scatter([step], [value], marker="x", color=shade, size=14, line_width=3, level="overlay")
+
+
+def _show_values(plot: "figure", chart: Chart, curves: list[Curve]) -> None:
+    """Under the pointer, the values of all ``curves`` at a step, also of those that are off the chart."""
+    from bokeh.models import ColumnDataSource, HoverTool
+
+    steps = sorted({step for curve in curves for step in curve.steps.tolist()})
+    columns: dict[str, Any] = {"step": steps, "height": [chart.bottom] * len(steps)}
+    for number, curve in enumerate(curves):
+        bands = zip(curve.mean.tolist(), curve.low.tolist(), curve.high.tolist(), strict=True)
+        values = {step: _said(*each, chart) for step, each in zip(curve.steps.tolist(), bands, strict=True)}
+        columns[f"v{number}"] = [values.get(step, "–") for step in steps]
+    anchors = plot.line("step", "height", source=ColumnDataSource(columns), line_alpha=0)
+    about = f", mean of {chart.group}" if chart.group > 1 else ""
+    rows = [(curve.name or "value", f"@v{number}") for number, curve in enumerate(curves)]
+    plot.add_tools(
+        HoverTool(
+            renderers=[anchors],
+            mode="vline",
+            line_policy="nearest",
+            point_policy="follow_mouse",
+            tooltips=[("step", f"@step{{0}}{about}"), *rows],
+        )
+    )
+
+
+def _said(mean: float, low: float, high: float, chart: Chart) -> str:
+    """The value of a point in words."""
+    if math.isnan(mean):
+        return "not finite"
+    text = f"{mean:,.0f}" if chart.key == "tokens_per_second" else f"{mean:.4g}"
+    if low < high:
+        text += f" ({low:,.4g} to {high:,.4g})"
+    return text + " – off the chart" * (mean > chart.top)

@@ -1,0 +1,124 @@
+"""Where a run came from: its model, data, settings, command, code, versions and hardware, as its files say."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hpclm import files
+from hpclm.config import ModelConfig, RunConfig, compose
+from hpclm.errors import ConfigError
+from hpclm.model import count
+from hpclm.reporting.history import History
+
+PLACES = ("out", "name", "job", "cluster")
+"""Settings that say where a run is, and not what it is."""
+OF_DATA = ("source", "prefix", "blend", "train", "valid", "validation", "tokenizer", "tokenizer_files")
+UNCOMPARABLE = (*(f"data.{name}" for name in OF_DATA), "data.split", "model.vocab_size")
+"""Settings that decide what a loss measures."""
+LARGEST = 1 << 26  # bytes of preflight.json
+Settings = Mapping[str, Any]
+"""section.name: value."""
+
+
+def settings(out: Path) -> Settings:
+    """The settings of the run in ``out``, but those of PLACES; none if it was never started, or they are damaged."""
+    with suppress(ConfigError):
+        return {key: value for key, value in compose.flat_of_run(out).items() if key.split(".")[0] not in PLACES}
+    return {}
+
+
+def shown(value: object) -> str:
+    """The value of a setting."""
+    return f"{value:.6g}" if isinstance(value, float) else "–" if value is None else str(value)
+
+
+def changed(found: Settings) -> dict[str, Any]:
+    """The settings that differ from the defaults."""
+    tree = yaml.safe_load(compose.dumped(RunConfig()))
+    sections = {
+        f"{key}.{name}": value
+        for key, inner in tree.items()
+        if isinstance(inner, dict)
+        for name, value in inner.items()
+    }
+    defaults = tree | sections
+    return {key: value for key, value in found.items() if value != defaults.get(key)}
+
+
+def differing(found: Mapping[str, Settings]) -> dict[str, dict[str, Any]]:
+    """Setting -> run -> value, of the settings in which runs differ."""
+    keys = dict.fromkeys(key for each in found.values() for key in each)
+    rows = {key: {name: each[key] for name, each in found.items() if key in each} for key in keys}
+    return {key: row for key, row in rows.items() if len({str(value) for value in row.values()}) > 1}
+
+
+def facts(history: History, found: Settings) -> dict[str, str]:
+    """What there is to know about the run, by title."""
+    row = history.attempts[-1].row if history.attempts else {}
+    model: ModelConfig | None = None
+    with suppress(ConfigError):
+        model = compose.of_run(history.out, []).model
+    told = {
+        "model": _model(model) if model else "",
+        "tokens": _tokens(history, model) if model else "",
+        "data": _data(found),
+        "command": _text(row, "command"),
+        "folder": _text(row, "folder"),
+        "code": ", ".join(_code(row)),
+        "versions": _versions(row),
+        "hardware": "; ".join(_hardware(row, history.out / "preflight.json")),
+    }
+    return {title: text for title, text in told.items() if text}
+
+
+def _model(model: ModelConfig) -> str:
+    shape = f"{model.layers} layers, hidden size {model.hidden}, {model.heads} heads, context {model.context:,}"
+    return f"{count.parameters(model):,} parameters: {shape}, vocabulary {model.vocab_size:,}"
+
+
+def _tokens(history: History, model: ModelConfig) -> str:
+    samples = max((row.get("samples") or 0 for row in history.steps), default=0)
+    return f"{samples * model.context:,} seen, in {samples:,} samples" if samples else ""
+
+
+def _data(found: Settings) -> str:
+    values = {name: found.get(f"data.{name}") for name in OF_DATA}
+    return " ".join(f"{name}={shown(value)}" for name, value in values.items() if value)
+
+
+def _code(row: Mapping[str, Any]) -> Iterator[str]:
+    for title, key in (("hpclm", "hpclm"), ("git", "git"), ("digest of the files", "code")):
+        if value := _text(row, key):
+            yield f"{title} {value}"
+
+
+def _versions(row: Mapping[str, Any]) -> str:
+    versions = row.get("versions")
+    libraries = versions if isinstance(versions, dict) else {}
+    return ", ".join(f"{name} {value}" for name, value in {"Python": row.get("python"), **libraries}.items() if value)
+
+
+def _hardware(row: Mapping[str, Any], preflight: Path) -> Iterator[str]:
+    ranks: list[Any] = []
+    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+        ranks = [rank for rank in json.loads(files.read_text(preflight, LARGEST, errors="replace"))["ranks"]
+                 if isinstance(rank, dict)]  # fmt: skip
+    devices = Counter(str(rank["device_name"]) for rank in ranks if rank.get("device_name"))
+    hosts = row.get("hosts") or []
+    yield from (f"{number} × {name}" for name, number in devices.most_common(4))
+    if hosts:
+        shown = ", ".join(map(str, hosts[:4])) + f" and {len(hosts) - 4} more" * (len(hosts) > 4)
+        yield f"{row.get('size') or len(hosts)} process{'es' * ((row.get('size') or 1) > 1)} on {shown}"
+    for title, key in (("driver", "driver"), ("CUDA", "cuda"), ("NCCL", "nccl")):
+        if value := next((_text(rank, key) for rank in ranks if rank.get(key)), ""):
+            yield f"{title} {value}"
+
+
+def _text(row: Mapping[str, Any], key: str) -> str:
+    value = row.get(key)
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,101 @@
+"""The attempts of a run: what happened in a sentence, a bar for each, and their numbers."""
+
+import time
+
+from hpclm.reporting.history import KINDS, Attempt, History
+from hpclm.reporting.html import table, text
+from hpclm.rundir.status import moment, span
+
+COLOURS = {"queued": "#b8bec6", "starting": "#8e6bbf", "training": "#2a9d5c", "lost": "#d64545"}
+HEADS = ("attempt", "steps", "done again", "began", "where", "queued", "starting", "training")
+CAPTION = (
+    "A bar for each attempt, from when it was queued to its last sign of life. Lost: steps after the last checkpoint, which the "
+    "next attempt did again. Where there is no bar, no attempt was running, or known to be queued."
+)
+
+
+def summary(history: History) -> str:
+    """What happened to a run, for a reader who does not know it."""
+    if not history.attempts:
+        return "The run has not started yet."
+    count, last = len(history.attempts), history.attempts[-1]
+    of = f" of {last.row['steps']}" if last.row.get("steps") else ""
+    said = [f"The run has done {last.last}{of} steps in {span(history.wall)}, in {_many(count, 'attempt')}."]
+    if count > 1:
+        lost = sum(attempt.lost for attempt in history.attempts)
+        spent = (
+            f"{_many(lost, 'step')} ({span(history.seconds('lost'))}) came after a checkpoint and had to be done again."
+        )
+        times = {1: "once", 2: "twice"}.get(count - 1, f"{count - 1} times")
+        said.append(
+            f"It was interrupted {times} and resumed from its last checkpoint each time; "
+            + (spent if lost else "no step had to be done twice.")
+        )
+    if history.goodput is not None:
+        said.append(f"{history.goodput:.0%} of the time went into training steps that count (goodput).")
+    if history.damaged:
+        said.append(f"{_many(history.damaged, 'line')} of metrics.jsonl could not be read.")
+    if last.ended:
+        said.append(f"The last attempt: {last.ended}.")
+    else:
+        said.append(f"It has not ended, as far as its files say; the last sign of life was at {_moment(last.end)}.")
+    return " ".join(said)
+
+
+def bars(history: History) -> str:
+    """A bar for each attempt, below its steps and what ended it."""
+    wall = max(history.wall, 1e-9)
+    parts = []
+    for attempt in history.attempts:
+        pieces = []
+        for phase in attempt.phases:
+            left, width = (100 * each / wall for each in (phase.begin - history.attempts[0].begin, phase.seconds))
+            style = f"left:{left:.2f}%;width:{width:.2f}%;background:{COLOURS[phase.kind]}"
+            pieces.append(f'<i class="{phase.kind}" style="{style}" title="{phase.kind} {span(phase.seconds)}"></i>')
+        ended = text(attempt.ended or "still running, or no message yet")
+        parts.append(
+            f'<div class="attempt"><p><b>{attempt.number}</b> steps {attempt.first} to {attempt.last}: {ended}</p>'
+            f'<div class="bar">{"".join(pieces)}</div></div>'
+        )
+    ends = f'<p class="ends soft"><span>0</span><span>{span(history.wall)} since the run was first queued or started</span></p>'
+    return "".join([*parts, ends]) if parts else "<p>None.</p>"
+
+
+def legend(histories: list[History]) -> str:
+    """The colours of the phases that occur."""
+    used = [kind for kind in KINDS if any(each.seconds(kind) > each.wall / 1000 for each in histories)]
+    swatches = (f'<span><i class="{kind}" style="background:{COLOURS[kind]}"></i>{kind}</span>' for kind in used)
+    return f'<div class="legend">{"".join(swatches)}</div><p class="soft">{CAPTION}</p>'
+
+
+def numbers(history: History) -> str:
+    """A table of the attempts."""
+    return table(HEADS, [_row(attempt) for attempt in history.attempts])
+
+
+def seconds(value: float) -> str:
+    """A time that is worth mentioning."""
+    return span(value) if value >= 1 else ""
+
+
+def _row(attempt: Attempt) -> list[str]:
+    row = attempt.row
+    job = f"job {row['job_id']}, " if row.get("job_id") else ""
+    hosts = row.get("hosts") or [row.get("host", "")]
+    return [
+        str(attempt.number),
+        f"{attempt.first} → {attempt.last}",
+        str(attempt.lost) if attempt.lost else "",
+        _moment(moment(row["time"]) or 0.0),
+        f"{job}{', '.join(map(str, hosts[:3]))}{f' and {len(hosts) - 3} more' * (len(hosts) > 3)}",
+        *(seconds(attempt.seconds(kind)) for kind in ("queued", "starting", "training")),
+    ]
+
+
+def _moment(stamp: float) -> str:
+    """A time since 1970 in this machine's time zone, which the footer names."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stamp))
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"

@@ -1,0 +1,86 @@
+"""What charts show: means and bands of what was measured, and axes that no diverged run rescales."""
+
+import math
+
+import numpy as np
+import pytest
+
+from hpclm.reporting import curves, history
+from tests.reporting import made
+
+
+def charts(folder, **losses):
+    runs = {name: history.read(made.trained(folder / name, *each)) for name, each in losses.items()}
+    return {chart.key: chart for chart in curves.charts(runs)}
+
+
+def falling(steps, seed=0):
+    noise = np.random.default_rng(seed).normal(0, 0.05, steps)
+    return [float(3 + 2 * math.exp(-step / 30) + noise[step]) for step in range(steps)]
+
+
+def test_a_point_is_the_mean_of_its_group_and_the_band_its_extremes(tmp_path):
+    losses = falling(1000)
+    losses[500] = None
+    chart = charts(tmp_path, one=(losses,))["loss"]
+    [curve] = chart.curves
+    assert chart.group == math.ceil(1000 / curves.POINTS) and len(curve.steps) <= curves.POINTS
+    for at, begin in enumerate(range(0, 1000, chart.group)):
+        group = [loss for loss in losses[begin : begin + chart.group] if loss is not None]
+        assert curve.mean[at] == pytest.approx(sum(group) / len(group))
+        assert (curve.low[at], curve.high[at]) == (min(group), max(group))
+        assert begin + 1 <= curve.steps[at] <= begin + chart.group
+    assert chart.bottom < min(curve.low) and chart.top > max(curve.high)
+
+
+def test_of_few_steps_each_is_a_point(tmp_path):
+    [curve] = charts(tmp_path, one=([3.0, None, 2.0],))["loss"].curves
+    assert curve.steps.tolist() == [1, 2, 3] and np.isnan(curve.mean[1]) and curve.mean[2] == curve.low[2] == 2.0
+
+
+@pytest.mark.parametrize("wild", [1e3, 1e250, None], ids=str)
+@pytest.mark.parametrize("at", [0, 3, 150])
+def test_a_diverged_run_is_marked_and_rescales_nothing(wild, at, tmp_path):
+    healthy = {name: (falling(200, seed), {100: 3.5, 200: 3.2}) for seed, name in enumerate("abcd")}
+    alone = charts(tmp_path, **healthy)
+    (tmp_path / "with").mkdir()
+    lost = (falling(200, 9)[:at] + [wild] * (200 - at), {100: wild if at < 100 else 3.5, 200: wild})
+    compared = charts(tmp_path / "with", **healthy, lost=lost)
+    for key in ("training_loss", "validation_loss"):
+        marks = {curve.name: curve.left for curve in compared[key].curves if curve.left}
+        assert compared[key].top <= 1.1 * alone[key].top and compared[key].bottom >= 0.9 * alone[key].bottom
+        assert list(marks) == ["lost"]
+        step, value = marks["lost"]
+        assert at < step <= max(at + 2 * compared[key].group, 200 if at >= 100 else 100)
+        assert compared[key].bottom <= value <= compared[key].top
+    line = compared["training_loss"].curves[-1].line[1]
+    assert line.max() <= compared["training_loss"].top * (2 if at else 1) and not np.isnan(line).any()
+
+
+def test_a_spike_that_the_run_recovers_from_is_no_divergence(tmp_path):
+    losses = falling(100)
+    losses[50:60] = [50.0] * 10
+    losses[98:] = [None] * 2  # two steps are too few to tell
+    found = history.read(made.trained(tmp_path / "one", losses))
+    assert curves.diverged(found, curves.ceiling({"one": found})) is None
+    losses[90:] = [None] * 10
+    (tmp_path / "b").mkdir()
+    found = history.read(made.trained(tmp_path / "b" / "one", losses))
+    assert curves.diverged(found, curves.ceiling({"one": found})) == 91
+
+
+def test_runs_of_different_length_share_their_steps(tmp_path):
+    chart = charts(tmp_path, short=(falling(50),), long=(falling(1000),))["training_loss"]
+    short, long = chart.curves
+    assert set(short.steps) <= set(long.steps) and chart.first == 1 and chart.last == 1000
+
+
+def test_evaluations_of_several_parts_are_their_mean(tmp_path):
+    out = made.trained(tmp_path / "one", [3.0, 2.0])
+    rows = [dict(step=2, part=f"valid/{part}", validation_loss=loss) for part, loss in (("a", 2.0), ("b", 3.0))]
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write(made.lines(rows))
+    found = history.read(out)
+    assert curves.validation(found) == {2: 2.5}
+    [loss] = [chart for chart in curves.charts({"one": found}) if chart.key == "loss"]
+    assert [curve.name for curve in loss.curves] == ["training", "validation a", "validation b"]

@@ -74,9 +74,9 @@ def main(argv: list[str]) -> int:
         "continues it.",
         run=cli.SEVERAL,
         nargs="+",
-        wait="how long to wait until they have exited",
+        wait="how long to wait for them to exit",
     )
-    parser.add_argument("--now", action="store_true", help="do not let them save")
+    parser.add_argument("--now", action="store_true", help="end them without saving")
     args = parser.parse_args(argv)
     if args.wait < 0:
         parser.error("--wait must be at least 0")

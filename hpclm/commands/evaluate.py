@@ -30,13 +30,13 @@ def main(argv: list[str]) -> int:
     what = parser.add_mutually_exclusive_group()
     parts = "valid, test, train, or valid/NAME of data.validation (default: valid)"
     what.add_argument("--part", default="valid", metavar="PART", help=parts)
-    text = 'a text, or a .jsonl file with a {"text": ...} a line; - reads standard input'
+    text = 'a text, or .jsonl with {"text": ...} on each line; - reads standard input'
     what.add_argument("--text", metavar="FILE", help=text)
     what.add_argument("--data", metavar="PREFIX", help="all sequences of a dataset made by hpclm preprocess")
-    tasks = "tasks of lm-evaluation-harness, which pip install 'hpclm[lm-eval]' brings"
+    tasks = "tasks of lm-evaluation-harness (pip install 'hpclm[lm-eval]')"
     what.add_argument("--tasks", metavar="A,B", help=tasks)
     add("--tasks-path", metavar="DIR", help="with --tasks: a folder of task files of your own")
-    add("--shots", type=int, help="with --tasks: examples before each question (default: what the task says)")
+    add("--shots", type=int, help="with --tasks: examples before each question (default: the task's)")
     add("--batch", type=int, help="with --tasks: texts per batch (default: 16)")
     follow = (
         "with --tasks: score each checkpoint once, as the run publishes it, until the run has ended; scores go to its "

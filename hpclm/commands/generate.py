@@ -48,9 +48,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     cli.add_runs(parser)
     add("settings", nargs="*", metavar="key=value", help="settings that differ from the run's own")
     add("--prompt", metavar="TEXT", help="text to continue; - reads standard input")
-    prompts = (
-        'a prompt a line, in .jsonl files as {"prompt": TEXT}; - reads standard input; prints a JSON object for each'
-    )
+    prompts = 'one prompt per line (.jsonl: {"prompt": TEXT}); - reads standard input; prints a JSON object for each'
     add("--prompts", metavar="FILE", help=prompts)
     interactive = "read lines from the terminal, and continue the text after each; an empty line continues further, /clear starts over"
     add("--interactive", action="store_true", help=interactive)

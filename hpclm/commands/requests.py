@@ -33,7 +33,7 @@ def _request(verb: str, description: str, done: str, argv: list[str]) -> int:
         epilog="exit code: 0 · 1 if a run does not comply · 64 if a run is not training",
         run=cli.SEVERAL,
         nargs="+",
-        wait="how long to wait until it is done",
+        wait="how long to wait for it",
     )
     args = parser.parse_args(argv)
     chosen = folders.choose(args.run, args.runs)

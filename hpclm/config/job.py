@@ -146,7 +146,7 @@ class JobConfig(Checked):
         for number, target in enumerate(self.notify):  # whose text is not shown, because a webhook is a password
             if not NOTIFY.fullmatch(target):
                 yield (
-                    f"job.notify.{number} is no target; it must be mailto:you@example.org, "
+                    f"job.notify.{number} is not a target; it must be mailto:you@example.org, "
                     "mailto:you@example.org?smtp=HOST:PORT, or $NAME of an environment variable that holds one, or a webhook"
                 )
         yield from self._together()

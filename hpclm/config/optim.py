@@ -177,7 +177,7 @@ def _unusable(entry: dict[str, Any]) -> Iterator[str]:
     except (TypeError, ValueError):  # 1e-1 is text for YAML
         yield f"{said}: lr and weight_decay must be numbers of at least 0"
     except re.error as error:
-        yield f"{said}: match is no regular expression: {error}"
+        yield f"{said}: match is not a regular expression: {error}"
 
 
 @dataclass(frozen=True)

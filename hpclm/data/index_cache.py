@@ -44,7 +44,7 @@ def kept(folder: Path, key: dict[str, Any], build: Callable[[], Arrays], facts: 
         stored = _load(entry, about)
         if stored is None:
             folder.mkdir(parents=True, exist_ok=True)
-            with locked(entry.with_suffix(".lock"), "another process builds the index; waiting for it"):
+            with locked(entry.with_suffix(".lock"), "another process is building the index; waiting for it"):
                 stored = _load(entry, about)  # built while this process waited
                 if stored is None:
                     sweep(entry)

@@ -30,7 +30,7 @@ class StoreCall(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Call; an error is no answer."""
+        """Call; an error counts as no answer."""
         with suppress(RuntimeError):
             self.answer = self.call()
 

@@ -94,7 +94,7 @@ class Watchdog:
         self._thread.start()
 
     def leave(self) -> None:
-        """This rank exits normally: nothing ends it any more, and its end is no failure."""
+        """This rank exits normally: nothing ends it any more, and its end is not a failure."""
         self.leaving = True
         with suppress(RuntimeError):
             if self.heartbeat:

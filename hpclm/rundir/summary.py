@@ -76,7 +76,7 @@ class LossCurve:
 class RunSummary:
     """Writes the summary of a run, which this process trains as the holder of ``lease``. Use it as a context manager.
 
-    A failure to write is no failure of the run: what is known is written the next time.
+    A failure to write is not a failure of the run: what is known is written next time.
     """
 
     def __init__(self, out: Path, lease: Lease | None = None):

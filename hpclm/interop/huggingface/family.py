@@ -39,7 +39,7 @@ ELSEWHERE = {"vocab_size", "vocab_multiple", "dropout", "attention_dropout", "in
 ELSEWHERE |= {"kv_heads", "ffn", "head_dim", "hidden", "heads", "layers", "context"}
 """Settings that no class is chosen by, or that have checks of their own."""
 DIVIDED = {f"{name}ForCausalLM" for name in ("Llama", "Arcee", "Gemma2", "Gemma3")}
-"""Classes that refuse a hidden size that is no multiple of the number of heads, also where head_dim is set."""
+"""Classes that refuse a hidden size that is not a multiple of the number of heads, even where head_dim is set."""
 DEFAULTS = vars(ModelConfig())
 
 

@@ -4,7 +4,13 @@
 >>> run = hpclm.train("small", data="text.jsonl", steps=200)
 >>> run.metrics, run.generate("Once upon"), run.report()
 
-docs/python.md describes it. On a command line, ``hpclm --help`` lists all verbs.
+    train      train in this process, on one GPU or the CPU
+    submit     queue a job that trains, on Slurm for example
+    open       open a run directory
+    settings   settings from a preset or file, with changes
+
+The first three return a Run. Errors are HpclmError, those of settings and arguments ConfigError. docs/python.md says more, and
+``hpclm --help`` lists the verbs of the command line.
 """
 
 import sys

@@ -34,6 +34,13 @@ def test_text_is_preprocessed_once_for_all_runs_that_use_it(here, capsys):
     assert first.settings.model.vocab_size == 257
     assert second.settings.diff(first.settings).keys() == {"out", "optim.lr"}
     assert [path.name for path in Path("runs/datasets").iterdir()] == [Path(first.settings.data.prefix).parent.name]
+    prefix = first.settings.data.prefix
+    with pytest.raises(hpclm.ConfigError, match="tokenizer='bytes' has no effect: the dataset"):
+        hpclm.train("small", data=prefix, tokenizer="bytes")
+    with pytest.raises(hpclm.ConfigError, match="has no effect without data="):
+        hpclm.train("debug", tokenizer="bytes")
+    again = hpclm.train(first, {"data.split": first.settings.data.split}, data=prefix, steps=3)
+    assert again.rows[-1]["step"] == 3
     Path("text.jsonl").write_text('{"text": "Something else."}\n' * 100)
     with pytest.raises(hpclm.ConfigError, match="data"):
         hpclm.train("small", TINY, data="text.jsonl", steps=2, device="cpu", out="runs/a")
@@ -50,16 +57,6 @@ def test_rows_of_a_dataset_are_documents(here, capsys):
     for wrong in (rows.rename_column("text", "content"), datasets.DatasetDict(train=rows)):
         with pytest.raises(hpclm.ConfigError, match="data must have a column 'text', not "):
             hpclm.train("small", data=wrong)
-
-
-def test_a_dataset_brings_its_tokenizer(here):
-    first = hpclm.train("small", TINY, data="text.jsonl", steps=1, device="cpu", out="runs/a")
-    prefix = first.settings.data.prefix
-    hpclm.train("small", TINY, {"model.vocab_size": 257, "data.split": "9,1,0"}, data=prefix, steps=1, out="runs/b")
-    with pytest.raises(hpclm.ConfigError, match="tokenizer='bytes' has no effect: the dataset"):
-        hpclm.train("small", data=prefix, tokenizer="bytes")
-    with pytest.raises(hpclm.ConfigError, match="has no effect without data="):
-        hpclm.train("debug", tokenizer="bytes")
 
 
 def test_a_run_has_what_the_verbs_say(here):

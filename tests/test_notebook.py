@@ -14,10 +14,11 @@ def test_the_first_example_in_a_notebook(tmp_path):
     (tmp_path / "text.jsonl").write_text('{"text": "Once upon a time there was a number."}\n' * 100)
     example = re.search(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.S)[1]
     assert '"small"' in example and "steps=200" in example
-    cells = [example.replace('"small"', TINY).replace("steps=200", "steps=20"), 'hpclm.train("smal")']
+    without = "import sys; sys.modules.update(matplotlib=None, pandas=None); run.resume(steps=22).metrics"
+    cells = [example.replace('"small"', TINY).replace("steps=200", "steps=20"), 'hpclm.train("smal")', without]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     ExecutePreprocessor(timeout=100, allow_errors=True).preprocess(notebook, {"metadata": {"path": tmp_path}})
-    shown, error = (cell.outputs for cell in notebook.cells)
+    shown, error, plain = (cell.outputs for cell in notebook.cells)
     [plot] = [output.data for output in shown if "image/png" in output.get("data", {})]
     assert plot["text/plain"].startswith("runs/small: step 20/20, loss ")
     printed = "".join(output.text for output in shown if output.output_type == "stream")
@@ -25,3 +26,8 @@ def test_the_first_example_in_a_notebook(tmp_path):
     assert "iframe" in shown[-1].data["text/html"] and (tmp_path / "runs/small/report.html").is_file()
     [line] = error[0].traceback
     assert line.startswith("ConfigError: settings file smal does not exist") and "\n" not in line
+    [progress] = [output.data for output in plain if output.output_type == "display_data"]
+    assert progress.keys() == {"text/plain"} and progress["text/plain"].startswith("runs/small: step 22/22, loss ")
+    assert (
+        plain[-1].traceback[0].startswith("ConfigError: run.metrics needs pandas, which is not installed: pip install")
+    )

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -80,7 +81,10 @@ def _preprocessed(
     from hpclm.datasets.encode import tokenizer_of
     from hpclm.datasets.next_command import dataset_settings
 
-    name, kind = path.name.partition(".")[0], os.fspath(tokenizer or TOKENIZER)
+    name, kind = (
+        re.sub(r"\W+", "-", path.name.partition(".")[0]).strip("-") or "text",
+        os.fspath(tokenizer or TOKENIZER),
+    )
     words = ["--input", str(path), "--append-eod", "--part", "0/1", "--output-prefix", name]
     if file := FILES.get(Path(kind).suffix):
         words += ["--tokenizer", file, "--tokenizer-files", str(Path(kind).absolute())]

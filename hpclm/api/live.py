@@ -12,6 +12,7 @@ from typing import Any
 from hpclm.commands import train as verb
 from hpclm.config import RunConfig
 from hpclm.reporting import history, live
+from hpclm.rundir.status import span
 
 EVERY = 1.0  # seconds between updates
 SHARE = 20  # an update takes at most one part in so many of the time
@@ -28,6 +29,8 @@ class Snapshot:
             loss = "not finite" if row["loss"] is None else f"{row['loss']:.4f}"
             of = f"/{total}" if total else ""
             self._line = f"{out}: step {row['step']}{of}, loss {loss}, {row['tokens_per_second']:,.0f} tokens/s"
+            if total and total > row["step"]:
+                self._line += f", {span((total - row['step']) * (row.get('step_seconds') or 0))} left"
         drawn = bool(read.steps) and live.drawable()
         self._png = live.loss_png(read.steps, read.evaluations, self._line) if drawn else None
 

@@ -112,6 +112,16 @@ def test_a_chinese_page_has_the_commands_of_the_english_one(page):
     assert english and english == [without_text(line) for line in commands(page)]
 
 
+def test_the_chinese_readme_leads_to_every_page_of_the_english_one():
+    english, chinese = (
+        re.findall(r"\]\(([^)#]+)", (ROOT / name).read_text()) for name in ("README.md", "README.zh.md")
+    )
+    found = {link.replace(".zh.md", ".md") for link in chinese}
+    assert {link.replace(".zh.md", ".md") for link in english} - {"docs/recipes/"} <= found | {"README.md"} and len(
+        english
+    ) > 20
+
+
 @pytest.mark.parametrize("page", CHINESE, ids=lambda page: page.name)
 def test_chinese_lines_break_after_punctuation_only(page):
     """A browser shows the break as a space, which is wrong within a phrase."""

@@ -17,6 +17,7 @@ from hpclm.reporting.history import History
 POINTS = 120  # of a curve; of more steps the mean of each few is a point
 TAIL = 5  # last steps without a healthy loss that make a run diverged
 DIVERGED = 93  # exit code
+STEEP = 0.05  # part of a curve of losses, its start, that need not be on the chart
 USUAL_MAXIMA = 10  # times the usual maximum of the gradient norm, beyond which it is off the chart
 COLOURS = ("#2f7ed8", "#e8762d", "#2a9d5c", "#b455c8", "#c0392b", "#8d6e3f", "#11999e", "#d1a000")
 """Of the first curves; those of further runs are grey."""
@@ -156,8 +157,13 @@ def _chart(key: str, lines: Mapping[str, Pairs], limit: float, lost: Mapping[str
     grid = np.unique([step for pairs in lines.values() for step, _ in pairs])
     group = math.ceil(len(grid) / POINTS)
     bands = {name: _averaged(sorted(pairs, key=itemgetter(0)), grid, group) for name, pairs in lines.items() if pairs}
-    bottom, top = _range(key, [low_to_high[1:] for low_to_high in bands.values()], limit)
-    curves = [Curve(name, *band, _leaves(*band[:2], top, lost.get(name))) for name, band in bands.items()]
+    healthy = [band for name, band in bands.items() if lost.get(name) is None and np.isfinite(band[1]).any()]
+    bottom, top = _range(key, healthy or [*bands.values()], limit)
+    curves = []
+    for name, band in bands.items():
+        step = lost.get(name)
+        left = None if step is None or lines[name][-1][0] < step else _leaves(*band[:2], top)
+        curves.append(Curve(name, *band, left))
     return Chart(key, tuple(curves), float(grid[0]), float(grid[-1]), bottom, top, group)
 
 
@@ -175,28 +181,26 @@ def _averaged(pairs: Pairs, grid: Array, group: int) -> tuple[Array, Array, Arra
 
 
 def _range(key: str, bands: Sequence[tuple[Array, ...]], limit: float) -> tuple[float, float]:
-    """The lowest and highest value of an axis; of losses at most ``limit``."""
-    values = np.concatenate([each[np.isfinite(each)] for band in bands for each in band])
+    """The lowest and highest value of an axis; of losses at most ``limit``, and without their steep start."""
+    skip = STEEP if key.endswith("loss") else 0
+    shown = [each[int(skip * len(each)) :] for _, *band in bands for each in band]
+    values = np.concatenate([each[np.isfinite(each)] for each in shown])
     if key == "grad_norm":
         values = values[values > 0]
-        limit = USUAL_MAXIMA * median_low([float(np.nanmax(mean)) for mean, *_ in bands if np.isfinite(mean).any()])
+        limit = USUAL_MAXIMA * median_low([float(np.nanmax(mean)) for _, mean, *_ in bands if np.isfinite(mean).any()])
     elif not key.endswith("loss"):
         return 0.0, 1.08 * float(values.max()) or 1.0
-    shown = values[values <= limit]
-    low, high = (float(shown.min()), float(shown.max())) if len(shown) else (0.1, 1.0)
+    values = values[values <= limit]
+    low, high = (float(values.min()), float(values.max())) if len(values) else (0.1, 1.0)
     if key == "grad_norm":
         return low / 1.2, high * 1.2
     room = (high - low or 1.0) / 20
     return low - room, high + room
 
 
-def _leaves(steps: Array, mean: Array, top: float, lost: int | None) -> tuple[float, float] | None:
-    """Where a curve leaves the chart at or after the step ``lost``, with which the run diverged."""
-    if lost is None:
-        return None
-    out = ~(mean <= top) & (steps >= lost)
-    if not out.any():
-        return None
-    at = int(out.argmax())
+def _leaves(steps: Array, mean: Array, top: float) -> tuple[float, float]:
+    """Where the curve of a run that diverged leaves the chart: after its last point below ``top``."""
+    inside = np.flatnonzero(mean <= top)
+    at = min(int(inside[-1]) + 1 if len(inside) else 0, len(steps) - 1)  # the last group may be healthy in part
     before = mean[:at][np.isfinite(mean[:at])]
     return float(steps[at]), top if mean[at] > top or not len(before) else float(min(before[-1], top))

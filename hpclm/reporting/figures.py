@@ -68,6 +68,7 @@ def _chart(chart: Chart, names: Sequence[str] | None) -> "Figure":
             axes.plot(*curve.left, "x", color=colour, ms=9, mew=2.5, clip_on=False)
     title, unit = curves.TITLES[chart.key]
     axes.set(xlabel="step", ylabel=unit, title=title, yscale="log" if chart.log else "linear")
+    axes.set_xlim(chart.first, chart.last + (chart.first == chart.last))
     axes.set_ylim(chart.bottom, chart.top)
     if chart.key == "tokens_per_second":
         axes.yaxis.set_major_formatter("{x:,.0f}")

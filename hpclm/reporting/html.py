@@ -35,6 +35,7 @@ th { vertical-align: bottom; overflow-wrap: normal; } tr { break-inside: avoid; 
 th button { all: unset; cursor: pointer; } th button:focus-visible { outline: 2px solid; } th[aria-sort]::after { content: " ▾"; }
 th[aria-sort=descending]::after { content: " ▴"; }
 .ranking :is(th, td):first-child { position: sticky; left: 0; background: var(--ground); min-width: 7rem; }
+.ranking td { max-width: 16rem; } .ranking td:not(:first-child) { overflow-wrap: break-word; }
 .ranking td:last-child { min-width: 11rem; } .ranking .soft { white-space: nowrap; }
 .attempt { break-inside: avoid; margin: .5rem 0; } .attempt p { margin: 0; font-size: .85rem; }
 .bar { position: relative; height: .9rem; background: var(--card); border-radius: 3px; overflow: hidden; }

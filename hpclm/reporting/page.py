@@ -12,7 +12,7 @@ from hpclm.reporting.provenance import Settings
 from hpclm.reporting.ranking import Standing
 from hpclm.rundir.status import span
 
-SPREAD = "Of every {} steps, a line shows the mean, and a band all from the lowest to the highest value."
+SPREAD = "Each point is the mean of {} steps; the band reaches from their lowest to their highest value."
 DIVERGED = "✕: the run diverged, and is off the chart from there; charts show the healthy range."
 CLIPPED = "Values above {:.3g} are off the chart."
 Samples = Mapping[str, Mapping[int, str]]

@@ -47,7 +47,7 @@ VERBS = {
     "evaluate": ("hpclm.commands.evaluate", "measure the loss of a run's model on held-out data"),
     "train-tokenizer": ("hpclm.datasets.train_tokenizer", "train a tokenizer on text"),
     "generate": ("hpclm.commands.generate", "continue a prompt with a run's model"),
-    "convert": ("hpclm.commands.convert", "convert weights to Hugging Face, and from Hugging Face or Megatron"),
+    "convert": ("hpclm.commands.convert", "convert weights to Hugging Face or GGUF, and from Hugging Face or Megatron"),
     "import-deepspeed": ("hpclm.commands.import_deepspeed", "translate a DeepSpeed JSON into settings"),
     "doctor": ("hpclm.commands.doctor", "show each process's environment, and diagnose problems"),
     "env": ("hpclm.commands.doctor", "the same"),

@@ -15,6 +15,7 @@ EXTRAS = {
     "pandas": "notebook",
     "safetensors": "convert",
     "transformers": "convert",
+    "gguf": "convert",
     "sentencepiece": "text",
     "sentencex": "text",
     "zstandard": "text",

@@ -47,6 +47,7 @@ DOORS = {
     "gigatoken": "datasets/tokenizers/gigatokens.py",
     "sentencepiece": "datasets/tokenizers/sentencepieces.py",
     "tokenizers": "datasets/tokenizers/huggingface.py",
+    "gguf": "interop/gguf/file.py",
     "pyarrow": "datasets/tables.py",
     "omegaconf": "config/merge.py",
     "tensorboard": "training/metrics.py",

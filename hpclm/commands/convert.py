@@ -9,7 +9,8 @@ from hpclm.terminal import say
 
 DESCRIPTION = """Convert weights, in the direction that SOURCE says:
 
-  a run directory, or one checkpoint step-*    -> a folder that transformers reads
+  a run directory, or one checkpoint step-*    -> a folder that transformers and vLLM read, or, if TARGET ends with
+                                                  .gguf, a file for llama.cpp
   a folder with config.json and safetensors    -> a run directory
   layer_XX-model_YY-model_states.pt, or
   mp_rank_XX_model_states.pt                   -> a run directory (Megatron-DeepSpeed)
@@ -18,6 +19,8 @@ DESCRIPTION = """Convert weights, in the direction that SOURCE says:
 
 evaluate, generate and fine-tuning can start from such a run directory. TARGET must not exist; it is there when all of it is
 written, and not before. Nothing is downloaded, and no code that comes with a file is run."""
+
+SHARD_GB = 5.0
 
 
 def main(argv: list[str]) -> int:
@@ -34,7 +37,7 @@ def main(argv: list[str]) -> int:
     settings = "settings that differ from the run's own, such as data.tokenizer_files; in an import, model.… settings that its files do not say"
     add("settings", nargs="*", metavar="key=value", help=settings)
     add("--dtype", choices=("fp32", "bf16", "fp16"), help="of an export's weights (default: fp32)")
-    add("--shard-gb", type=float, metavar="GB", help="start another file beyond this (default: 5)")
+    add("--shard-gb", type=float, metavar="GB", help=f"start another file beyond this (default: {SHARD_GB:g})")
     add("--allow-nan", action="store_true", help="export weights that are not finite, too")
     pickled = "read pytorch_model.bin where there is no safetensors: tensors, nothing else"
     add("--pickle", action="store_true", help=pickled)
@@ -63,7 +66,7 @@ def converted(args: argparse.Namespace) -> str:
             raise ConfigError("--pickle has no effect: an export reads safetensors")
         if args.ignore or args.weights_only:
             raise ConfigError("--ignore and --weights-only are for imports")
-        return exported(source, target, overrides, args.dtype or "fp32", args.shard_gb or 5.0, args.allow_nan)
+        return exported(source, target, overrides, args.dtype or "fp32", args.shard_gb or SHARD_GB, args.allow_nan)
     if args.dtype or args.shard_gb or args.allow_nan:
         raise ConfigError("--dtype, --shard-gb and --allow-nan are for exports; a run's weights are fp32 and finite")
     if (source / "config.json").is_file():
@@ -83,11 +86,20 @@ def converted(args: argparse.Namespace) -> str:
 
 
 def exported(source: Path, target: Path, overrides: list[str], dtype: str, shard_gb: float, allow_nan: bool) -> str:
-    """Write the weights of a run or checkpoint for transformers, and say what was made of what; arguments as of the verb."""
+    """Write the weights of a run or checkpoint for transformers, or for llama.cpp if ``target`` ends with .gguf, and say what was made
+    of what; arguments as of the verb."""
     with extras.needed_for("hpclm convert"):
         from hpclm.interop import run
         from hpclm.interop.huggingface import folder
 
+        if target.suffix == ".gguf":
+            from hpclm.interop.gguf import file
+
     checkpoint = run.find_checkpoint(source, overrides)
-    name = folder.export_run(checkpoint, target, dtype, shard_gb * 1e9, allow_nan)
+    if target.suffix != ".gguf":
+        name = folder.export_run(checkpoint, target, dtype, shard_gb * 1e9, allow_nan)
+    elif shard_gb != SHARD_GB:
+        raise ConfigError("--shard-gb has no effect: a .gguf file is always one")
+    else:
+        name = "llama.cpp's " + file.export_run(checkpoint, target, dtype, allow_nan)
     return f"{target}: {name}, from step {checkpoint.step} of {checkpoint.run}"

@@ -148,26 +148,28 @@ def network(derived: Mapping[str, Any], overrides: list[str]) -> ModelConfig:
 
 
 @contextmanager
-def fresh(target: Path, mode: int = 0o777) -> Iterator[Path]:
-    """A staging directory that is renamed to ``target`` at the end of the block, or removed if the block fails."""
+def fresh(target: Path, mode: int = 0o777, folder: bool = True) -> Iterator[Path]:
+    """A staging directory that is renamed to ``target`` at the end of the block, or removed if the block fails; without ``folder``,
+    the name for a file that the block writes."""
     if target.exists() or target.is_symlink():
         raise ConfigError(f"{target} exists; remove it, or choose another target")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         files.sweep(target)
-        staging_dir = files.aside(target)
-        staging_dir.mkdir(mode)
+        staging = files.aside(target)
+        if folder:
+            staging.mkdir(mode)
     except OSError as error:
         raise unwritten(error, target, "choose another place") from error
     try:
-        yield staging_dir
-        for path in (*staging_dir.rglob("*"), staging_dir):
+        yield staging
+        for path in (*staging.rglob("*"), staging):
             files.sync(path)
         if target.exists():  # made by another process in the meantime
             raise ConfigError(f"{target} exists; remove it, or choose another target")
-        staging_dir.rename(target)
+        staging.rename(target)
         files.sync(target.parent)
     except OSError as error:
         raise unwritten(error, target, "nothing was written") from error
     finally:
-        shutil.rmtree(staging_dir, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True) if folder else staging.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from hpclm.errors import ConfigError, HpclmError
 from hpclm.node.gpus import named
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NAMES = {kind: name for name, kind in TYPES.items()}
 ASKED = ("SLURM_GPUS_PER_NODE", "SLURM_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS")
 """Variables of a job that has GPUs."""
 

@@ -207,7 +207,8 @@ def open_state(
     retention = Retention(saving.keep_last, saving.keep_every, saving.keep_best, saving.keep_epochs, per_save)
     now = fingerprint(config.model, config.seed, source.fingerprint, config.optim.name)
     made = dict(processes=context.size, engine=config.engine.name, parallel=vars(config.parallel), hpclm=__version__)
-    store = CheckpointStore(out / "checkpoints", retention, now, context, directory.lease, made | bootstrap.job())
+    made |= {"precision": hardware.NAMES[compute.dtype], **bootstrap.job()}
+    store = CheckpointStore(out / "checkpoints", retention, now, context, directory.lease, made)
 
     def roll_back() -> int | None:
         """Set aside checkpoints newer than the one that this start was asked to continue from; its step, if there is one."""

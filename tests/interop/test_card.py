@@ -1,6 +1,7 @@
 """The model card of an export: its figures are the run's, and its code loads the model."""
 
 import json
+import os
 import re
 
 import pytest
@@ -38,7 +39,12 @@ def run(tiny, tmp_path):
 
 def test_a_card_says_what_was_trained_on_what_and_how_and_its_code_runs(run, tmp_path, monkeypatch, capsys):
     pytest.importorskip("transformers")
-    assert convert(words(run, tmp_path / "hf")) == 0
+    before = os.umask(0o027)
+    try:
+        assert convert(words(run, tmp_path / "hf", "--dtype", "bf16")) == 0
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "hf").iterdir()} == {0o640}
     card = (tmp_path / "hf/README.md").read_text()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
@@ -50,6 +56,7 @@ def test_a_card_says_what_was_trained_on_what_and_how_and_its_code_runs(run, tmp
     assert table["dataset"] == "stories_text_document" and "json tokenizer" in table["tokenizer"]
     assert table["optim.name"] == "adamw" and table["batch.global_size"] == "4"
     assert table["optim.warmup_fraction"] == "0.25"
+    assert table["engine.precision, as it ran"] == "fp32" and table["weights in these files"] == "bf16"
     assert f"hpclm {__version__}" in card and "# mine\\|two" in card and str(tmp_path) not in card
     [code] = re.findall(r"```python\n(.*?)```", card, re.S)
     monkeypatch.chdir(tmp_path)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hpclm.data.tokenizers import END, Batch, fingerprint, flat
 from hpclm.datasets.tokenizers import gigatokens
-from hpclm.datasets.tokenizers.sentencepieces import Merging
+from hpclm.datasets.tokenizers.sentencepieces import Parameters
 from hpclm.datasets.tokenizers.vocabulary import expect, id_of_end, load, vocabulary
 from hpclm.errors import ConfigError
 from hpclm.files import text_reader
@@ -168,7 +168,7 @@ def bare(model: Any) -> str | None:
     return str(plain.to_str())
 
 
-def of_sentencepiece(bpe: Merging) -> str:
+def of_sentencepiece(bpe: Parameters) -> str:
     """The tokenizer.json that is equivalent to a sentencepiece BPE."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers
 
@@ -188,7 +188,7 @@ def of_sentencepiece(bpe: Merging) -> str:
     return str(model.to_str(pretty=True))
 
 
-def _merges(bpe: Merging) -> list[tuple[str, str]]:
+def _merges(bpe: Parameters) -> list[tuple[str, str]]:
     """The merges of a sentencepiece BPE in order: all pairs of pieces that form another piece, by its score."""
     ids = {piece: id for id, (piece, _) in enumerate(bpe.pieces)}
     merges = []

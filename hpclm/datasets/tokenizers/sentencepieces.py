@@ -54,11 +54,15 @@ class SentencePiece:
 
 
 @dataclass(frozen=True)
-class Merging:
-    """The parameters of a sentencepiece BPE."""
+class Parameters:
+    """The parameters of a sentencepiece model."""
 
+    kind: str
+    """bpe, unigram, word or char."""
     pieces: tuple[tuple[str, float], ...]
-    """Text and score of every piece, by id; pairs that form the piece with the highest score are merged first."""
+    """Text and score of every piece, by id; in a BPE, pairs that form the piece with the highest score are merged first."""
+    types: tuple[int, ...]
+    """ModelProto.SentencePiece.Type of every piece, by id."""
     unknown: int
     """Id of <unk>."""
     charsmap: bytes
@@ -69,27 +73,29 @@ class Merging:
     """Whether spaces are stripped from both ends, and repeated ones merged."""
     bytes: bool
     """Whether unknown characters become byte pieces."""
+    plain: bool
+    """Without features that other libraries lack: user-defined pieces, which are never split, and other treatments of spaces."""
 
 
-def merging(tokenizer: SentencePiece) -> Merging | None:
-    """The parameters of the tokenizer's model; None if it is not a BPE, or has features that other libraries lack."""
+def parameters(tokenizer: SentencePiece) -> Parameters:
+    """The parameters of the tokenizer's model."""
     from sentencepiece import sentencepiece_model_pb2
 
     messages: Any = sentencepiece_model_pb2  # its classes are created at run time
     proto = messages.ModelProto()
     proto.ParseFromString(tokenizer.model.serialized_model_proto())
     trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
-    whole = any(piece.type == USER_DEFINED for piece in proto.pieces)  # user-defined pieces are never split
-    usual = normalizer.escape_whitespaces and not trainer.treat_whitespace_as_suffix
-    if trainer.model_type != trainer.BPE or whole or not usual:
-        return None
-    return Merging(
+    whole = any(piece.type == USER_DEFINED for piece in proto.pieces)
+    return Parameters(
+        trainer.ModelType.Name(trainer.model_type).lower(),
         tuple((piece.piece, piece.score) for piece in proto.pieces),
+        tuple(piece.type for piece in proto.pieces),
         tokenizer.model.unk_id(),
         normalizer.precompiled_charsmap,
         normalizer.add_dummy_prefix,
         normalizer.remove_extra_whitespaces,
         trainer.byte_fallback,
+        normalizer.escape_whitespaces and not trainer.treat_whitespace_as_suffix and not whole,
     )
 
 

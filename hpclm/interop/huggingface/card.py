@@ -22,8 +22,11 @@ LAST = 100  # steps whose mean is the training loss
 Row = tuple[str, Any]
 
 
-def written(checkpoint: RunCheckpoint, name: str, architecture: str, own_code: bool, tokenizer: bool) -> str:
-    """The card of an export called ``name``; ``own_code``: its class comes with it, ``tokenizer``: so does its tokenizer.
+def written(
+    checkpoint: RunCheckpoint, name: str, architecture: str, own_code: bool, tokenizer: bool, dtype: str
+) -> str:
+    """The card of an export called ``name``, with weights of ``dtype``; ``own_code``: its class comes with it, ``tokenizer``: so does its
+    tokenizer.
 
     Folders of this machine are not named.
     """
@@ -31,7 +34,7 @@ def written(checkpoint: RunCheckpoint, name: str, architecture: str, own_code: b
     size = count.parameters(replace(config.model, vocab_multiple=1))  # the padding of the vocabulary is not exported
     about = f"A language model ({architecture}) of {size:,} parameters, exported by hpclm {__version__} from step {checkpoint.step:,}."
     parts = [HEAD, f"# {_line(config.name)}", about, "## Use", _use(name, own_code, tokenizer)]
-    parts += ["## Results", _table(_results(checkpoint)), "## Data and settings", _table(_settings(checkpoint))]
+    parts += ["## Results", _table(_results(checkpoint)), "## Data and settings", _table(_settings(checkpoint, dtype))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -70,7 +73,7 @@ def _results(checkpoint: RunCheckpoint) -> Iterator[Row]:
             )
 
 
-def _settings(checkpoint: RunCheckpoint) -> Iterator[Row]:
+def _settings(checkpoint: RunCheckpoint, dtype: str) -> Iterator[Row]:
     config, known = checkpoint.config, checkpoint.manifest.fingerprint.get("data", {})
     if not known:
         yield "data", "not known: the weights were imported"
@@ -83,7 +86,9 @@ def _settings(checkpoint: RunCheckpoint) -> Iterator[Row]:
     for name in ("model", "batch", "optim") if checkpoint.step else ("model",):
         section = vars(getattr(config, name))
         yield from ((f"{name}.{key}", value) for key, value in section.items() if value is not None)
-    yield "engine.precision", config.engine.precision
+    if checkpoint.step:
+        yield "engine.precision, as it ran", checkpoint.manifest.made.get("precision", config.engine.precision)
+    yield "weights in these files", dtype
     yield "seed", config.seed
 
 

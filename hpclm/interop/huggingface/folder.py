@@ -4,29 +4,28 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from hpclm.checkpoint.tensors import Tensors
 from hpclm.config import ModelConfig
 from hpclm.config.reading import json_object
 from hpclm.data.tokenizers import Tokenizer
 from hpclm.datasets.chat import TEMPLATE
 from hpclm.errors import ConfigError
 from hpclm.interop import run
+from hpclm.interop.exported import Exported, cast
 from hpclm.interop.huggingface import card, families, own, shards, special, tokenizer
 from hpclm.interop.huggingface.family import Family
 from hpclm.interop.huggingface.shards import Reader
-from hpclm.interop.rules import Rule, check_names
+from hpclm.interop.rules import Rule
 from hpclm.interop.run import RunCheckpoint, fresh
+from hpclm.node.hardware import TYPES
 
 log = logging.getLogger(__name__)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def export_run(
@@ -41,24 +40,10 @@ def export_run(
     rules = list(family.rules(config))
     run_tokenizer = tokenizer.of_run(checkpoint.config.data)
     with fresh(target) as staging_dir:
-        with Tensors(checkpoint.folder, checkpoint.manifest) as saved:
-            there = [name.removeprefix("model.") for name in saved.shapes() if name.startswith("model.")]
-            check_names([rule.ours for rule in rules], there, str(checkpoint.folder))
-            sizes = [math.prod(saved.shapes()[f"model.{rule.ours}"]) * DTYPES[dtype].itemsize for rule in rules]
-            with tqdm(total=len(rules), unit="weight", disable=None) as bar:
-
-                def exported(part: list[Rule]) -> Iterator[tuple[str, Tensor]]:
-                    for rule in part:
-                        whole = saved.whole(f"model.{rule.ours}")
-                        if not allow_nan and not whole.isfinite().all():
-                            raise ConfigError(
-                                f"{checkpoint.folder}: model.{rule.ours} has values that are not finite; export another checkpoint "
-                                "(hpclm checkpoints shows which are healthy), or give --allow-nan"
-                            )
-                        yield from _cast(rule, whole, DTYPES[dtype])
-                        bar.update()
-
-                shards.write(staging_dir, [exported(part) for part in _divided(rules, sizes, limit)])
+        with Exported(checkpoint, rules, allow_nan) as exported:
+            sizes = [math.prod(exported.shapes[rule.ours]) * TYPES[dtype].itemsize for rule in rules]
+            parts = (exported.tensors(part) for part in _divided(rules, sizes, limit))
+            shards.write(staging_dir, [((name, cast(name, x, TYPES[dtype])) for name, x in part) for part in parts])
         paths = tokenizer.paths(checkpoint.config.data)
         known = special.of_run(checkpoint.run, paths)
         ids = special.ids(known, _end(checkpoint, run_tokenizer))
@@ -75,7 +60,7 @@ def export_run(
         if run_tokenizer is not None:
             tokenizer.write(staging_dir, run_tokenizer, paths, config.context, known)
         has_tokenizer = (staging_dir / "tokenizer_config.json").is_file()
-        text = card.written(checkpoint, target.name, family.architecture, family is own.FAMILY, has_tokenizer)
+        text = card.written(checkpoint, target.name, family.architecture, family is own.FAMILY, has_tokenizer, dtype)
         (staging_dir / "README.md").write_text(text, encoding="utf-8")
     return family.architecture
 
@@ -83,7 +68,7 @@ def export_run(
 def config_json(config: ModelConfig, ids: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """The folder's config.json; ``ids``: of special tokens."""
     family = families.of_network(config)
-    kind = str(DTYPES[dtype]).removeprefix("torch.")
+    kind = str(TYPES[dtype]).removeprefix("torch.")
     return {"architectures": [family.architecture], **family.described(config)} | dict(
         vocab_size=config.vocab_size,
         tie_word_embeddings=config.tied,
@@ -111,17 +96,6 @@ def _divided(rules: Sequence[Rule], sizes: Sequence[int], limit: float) -> list[
         parts[-1].append(rule)
         filled += size
     return parts
-
-
-def _cast(rule: Rule, whole: Tensor, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """A weight's tensors there; ConfigError if they do not fit in ``dtype``."""
-    for name, piece in zip(rule.theirs, rule.split(whole), strict=True):
-        cast = piece.to(dtype)
-        if not cast.isfinite().all() and piece.isfinite().all():
-            raise ConfigError(
-                f"{name} has values up to {piece.abs().max():.3g}, which fp16 cannot represent; use --dtype bf16"
-            )
-        yield name, cast
 
 
 def _write(path: Path, tree: dict[str, Any]) -> None:

@@ -49,7 +49,7 @@ FAMILY = Family(
     prefix="transformer.",
     needs=dict(positions=("learned",), **LAYERNORM),
     fixed=dict(scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,)),
-    constant=lambda config: dict(embd_pdrop=config.dropout),
+    constant=lambda config: dict(embd_pdrop=config.dropout, n_ctx=config.context),  # n_ctx: for llama.cpp's converter
     buffers=(".attn.bias", ".attn.masked_bias"),
     aliases=dict(
         hidden_size="n_embd",

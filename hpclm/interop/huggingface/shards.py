@@ -29,6 +29,7 @@ def write(folder: Path, parts: Sequence[Iterable[tuple[str, Tensor]]]) -> None:
             save_file(tensors, folder / file, metadata={"format": "pt"})
         except SafetensorError as error:  # raised for a full disk
             raise HpclmError(f"{file} could not be written: {error}") from error
+        (folder / file).chmod(folder.stat().st_mode & 0o666)  # the umask's; save_file makes it private
         weight_map |= dict.fromkeys(tensors, file)
         total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     if len(parts) > 1:

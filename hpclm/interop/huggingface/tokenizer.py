@@ -16,7 +16,7 @@ from hpclm.data import tokenizers
 from hpclm.data.indexed import sidecar
 from hpclm.data.tokenizers import Tokenizer
 from hpclm.datasets.tokenizers.huggingface import Library, encoder, of_sentencepiece
-from hpclm.datasets.tokenizers.sentencepieces import SentencePiece, merging
+from hpclm.datasets.tokenizers.sentencepieces import SentencePiece, parameters
 from hpclm.errors import ConfigError
 from hpclm.interop.huggingface import special
 
@@ -76,8 +76,8 @@ def write(folder: Path, tokenizer: Tokenizer, paths: list[str], context: int, kn
             log.warning("transformers will return other ids for some texts: %s", wrong)
     elif isinstance(tokenizer, SentencePiece):
         model = tokenizer.model.serialized_model_proto()
-        bpe = merging(tokenizer)
-        text = None if bpe is None else of_sentencepiece(bpe)
+        known_model = parameters(tokenizer)
+        text = of_sentencepiece(known_model) if known_model.kind == "bpe" and known_model.plain else None
         if text is not None and not differing(tokenizer, encoder(text)):
             (folder / "tokenizer.json").write_text(text, encoding="utf-8")
             (folder / "tokenizer.model").write_bytes(model)  # for programs that do not read tokenizer.json

@@ -1,0 +1,267 @@
+"""The networks that llama.cpp runs: their names in a GGUF file, the names of their weights, and what they cannot compute.
+
+Sources: llama.cpp, src/models/*.cpp and src/llama-arch.cpp; the specification of GGUF. Checked against the llama.cpp in
+llama-cpp-python 0.3.36.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpclm.config import ModelConfig
+from hpclm.errors import ConfigError
+from hpclm.interop.huggingface import families
+from hpclm.interop.huggingface.glm_phi import interleaved
+from hpclm.interop.rules import Rule, in_one, of_modules, reordered
+from hpclm.model import rope
+
+MODULES = {
+    "tokens": "token_embd",
+    "entry": "position_embd",
+    "entry.norm": "token_embd_norm",
+    "norm1": "attn_norm",
+    "attention.qkv": ("attn_q", "attn_k", "attn_v"),
+    "attention.q_norm": "attn_q_norm",
+    "attention.k_norm": "attn_k_norm",
+    "attention.out": "attn_output",
+    "post_norm1": "post_attention_norm",
+    "norm2": "ffn_norm",
+    "mlp.up": "ffn_up",
+    "mlp.down": "ffn_down",
+    "post_norm2": "post_ffw_norm",
+    "norm": "output_norm",
+}
+"""Our module -> llama.cpp's; the output projection has the same name."""
+GATED = {"mlp.up": ("ffn_gate", "ffn_up")}
+Keys = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network of llama.cpp, as far as it computes what classes of transformers do."""
+
+    name: str
+    needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Settings of ours that the class leaves open, and the values that llama.cpp has."""
+    fused: bool = False
+    """Whether q, k and v are one tensor."""
+    joined: bool = False
+    """Whether gate and up projection of the MLP are one tensor."""
+    neighbours: bool = False
+    """Whether rotary positions turn pairs of neighbouring features, and not the first half of a head with the second."""
+    untied: bool = False
+    """Whether the output projection must be in the file, even if it is the embedding."""
+    scalings: tuple[str, ...] = ("linear", "yarn")
+    """Kinds of scaled rotary positions."""
+    windows: bool = False
+    """Whether some layers may have a window."""
+    biased: bool = False
+    """Whether attention's output projection and the MLP may have biases."""
+    keys: Callable[[ModelConfig], Keys] = lambda config: {}
+    """Metadata that only this network has."""
+    more: Callable[[ModelConfig], Iterable[str]] = lambda config: ()
+    """More reasons why llama.cpp does not compute a network."""
+
+    def rules(self, config: ModelConfig) -> Iterator[Rule]:
+        """How each weight is converted."""
+        gated = GATED if config.gated and not self.joined else {}
+        for rule in of_modules(config, {**MODULES, **gated}, "blk.{}."):
+            if ".attention.qkv." in rule.ours and self.fused:
+                yield in_one(rule.ours, rule.theirs[0].replace("attn_q.", "attn_qkv."), config)
+            elif ".attention.qkv." in rule.ours and self.neighbours:
+                yield reordered(rule, interleaved(config))
+            elif rule.ours == "tokens.weight" and config.tied and self.untied:
+                yield _twice(rule)
+            else:
+                yield rule
+
+    def metadata(self, config: ModelConfig) -> Keys:
+        """The keys of the file that describe the network, without the prefix of its name."""
+        known: Keys = {
+            "vocab_size": config.vocab_size,
+            "context_length": config.context,
+            "embedding_length": config.hidden,
+            "block_count": config.layers,
+            "feed_forward_length": config.ffn_width,
+            "attention.head_count": config.heads,
+            "attention.head_count_kv": config.groups,
+            "attention.key_length": config.head_width,
+            "attention.value_length": config.head_width,
+            "attention.layer_norm_rms_epsilon"
+            if config.norm == "rmsnorm"
+            else "attention.layer_norm_epsilon": config.norm_eps,
+        }
+        if config.positions == "rope":
+            known |= {"rope.dimension_count": config.rotated, "rope.freq_base": config.rope_base, **_scaling(config)}
+        return known | self.keys(config)
+
+    def extra(self, config: ModelConfig) -> dict[str, Tensor]:
+        """Tensors that are no weights: by what Llama 3.1 divides each rotary frequency."""
+        if rope_type(config) != "llama3":
+            return {}
+        width, base, context, cpu = config.rotated, config.rope_base, config.context, torch.device("cpu")
+        plain, _ = rope.frequencies(width, base, {}, context, context, cpu)
+        scaled, _ = rope.frequencies(width, base, config.rope_scaling, context, context, cpu)
+        return {"rope_freqs.weight": plain / scaled}
+
+    def obstacles(self, config: ModelConfig) -> Iterator[str]:
+        """Why llama.cpp does not compute a network that transformers' class covers."""
+        for name, values in self.needs.items():
+            if getattr(config, name) not in values:
+                yield f"model.{name}={getattr(config, name)}, where it has {' or '.join(map(str, values))}"
+        kinds = {config.window_of(config.kind(i)) for i in range(config.layers)}
+        if config.window and not (self.windows and None in kinds):
+            few = "some layers" if self.windows else "its layers"
+            yield f"model.window={config.window}, where {few} attend to everything before a token"
+        if any(config.biases[1:]) and not self.biased:
+            yield "biases of attention's output projection or the MLP, where it has none"
+        given = rope_type(config)
+        if given and given not in self.scalings:
+            yield f"model.rope_scaling.rope_type={given}, where it has {' or '.join(self.scalings) or 'none'}"
+        if given == "yarn" and config.rope_scaling.keys() & {
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+            "attention_factor",
+        }:
+            yield "model.rope_scaling with mscale, mscale_all_dim, truncate or attention_factor, which it does not have"
+        yield from self.more(config)
+
+
+def rope_type(config: ModelConfig) -> str | None:
+    """The kind of scaled rotary positions."""
+    return config.rope_scaling.get("rope_type")
+
+
+def _scaling(config: ModelConfig) -> Keys:
+    given = {key: json.loads(value) for key, value in config.rope_scaling.items() if key != "rope_type"}
+    if rope_type(config) not in ("linear", "yarn"):
+        return {}
+    known = {"type": rope_type(config), "factor": float(given["factor"])}
+    names = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+    known |= {theirs: float(given[ours]) for ours, theirs in names.items() if ours in given}
+    if "original_max_position_embeddings" in given:
+        known["original_context_length"] = given["original_max_position_embeddings"]
+    return {f"rope.scaling.{key}": value for key, value in known.items()}
+
+
+def _twice(rule: Rule) -> Rule:
+    """The rule for an embedding that is the output projection, too."""
+    return replace(rule, theirs=(*rule.theirs, "output.weight"), split=lambda x: [*rule.split(x)] * 2)
+
+
+def _windows(config: ModelConfig) -> Keys:
+    """Which layers have a window."""
+    pattern = [config.window_of(config.kind(i)) is not None for i in range(config.layers)]
+    return {"attention.sliding_window": config.window or config.context, "attention.sliding_window_pattern": pattern}
+
+
+def _scaled_windows(config: ModelConfig, scaled: bool) -> Iterator[str]:
+    if config.window and config.rope_scaling and config.window_rope_scaled != scaled:
+        yield f"model.window_rope_scaled={config.window_rope_scaled}, where it has {scaled}"
+
+
+def _smollm3(config: ModelConfig) -> Iterator[str]:
+    kinds = [config.kind(i) for i in range(config.layers)]
+    if kinds != ["full" if (i + 1) % 4 else "nope" for i in range(config.layers)]:
+        yield f"model.pattern={config.pattern}, where every fourth layer is without positions"
+
+
+def _gemma(config: ModelConfig, largest: int) -> Iterator[str]:
+    if config.score_scale not in (None, config.head_width**-0.5) or config.layers == largest:
+        yield f"model.score_scale={config.score_scale} in {config.layers} layers, where it has 1 / sqrt(size of a head)"
+
+
+def _gemma2(config: ModelConfig) -> Iterator[str]:
+    yield from _gemma(config, 46)
+    yield from _scaled_windows(config, True)
+    if not (config.score_cap and config.logit_cap and config.window):
+        yield "no model.score_cap, model.logit_cap or model.window, where it has all three"
+
+
+def _gemma3(config: ModelConfig) -> Iterator[str]:
+    yield from _gemma(config, 62)
+    yield from _scaled_windows(config, False)
+
+
+def _olmo2(config: ModelConfig) -> Iterator[str]:
+    yield from _scaled_windows(config, False)
+    if config.window_rope_base not in (None, config.rope_base):
+        yield f"model.window_rope_base={config.window_rope_base}, where it has one base for all layers"
+
+
+SWIGLU = {"activation": ("swiglu",)}
+TANH = {"activation": ("gelu_tanh",)}
+GPT2 = Network("gpt2", TANH, fused=True, biased=True)
+LLAMA = Network("llama", SWIGLU, neighbours=True, biased=True, scalings=("linear", "yarn", "llama3"))
+OLMO2 = Network("olmo2", SWIGLU, untied=True, windows=True, more=_olmo2, keys=lambda c: _windows(c) if c.window else {})
+GRANITE = Network(
+    "granite",
+    SWIGLU,
+    neighbours=True,
+    biased=True,
+    keys=lambda c: {
+        "attention.scale": c.score_scale or c.head_width**-0.5,
+        "embedding_scale": c.embed_multiplier,
+        "residual_scale": c.residual_multiplier,
+        "logit_scale": 1 / c.logit_multiplier,
+    },
+)
+GEMMA2 = Network(
+    "gemma2",
+    {"activation": ("geglu_tanh",), "tied": (True,)},
+    windows=True,
+    more=_gemma2,
+    keys=lambda c: (
+        _windows(c)
+        | {"attn_logit_softcapping": c.score_cap, "final_logit_softcapping": c.logit_cap}
+        | {"rope.freq_base_swa": c.window_rope_base or c.rope_base}
+    ),
+)
+GEMMA3 = replace(
+    GEMMA2,
+    name="gemma3",
+    needs={"activation": ("geglu_tanh",)},
+    more=_gemma3,
+    keys=lambda c: (
+        (_windows(c) if c.window else {})
+        | {"rope.freq_base_swa": c.window_rope_base or c.rope_base}
+        | ({"final_logit_softcapping": c.logit_cap} if c.logit_cap else {})
+    ),
+)
+NETWORKS = {
+    "GPT2LMHeadModel": GPT2,
+    "BloomForCausalLM": replace(GPT2, name="bloom"),
+    "GPTNeoXForCausalLM": Network(
+        "gptneox", TANH, fused=True, biased=True, untied=True, keys=lambda c: {"use_parallel_residual": False}
+    ),
+    **dict.fromkeys(("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "SeedOssForCausalLM"), LLAMA),
+    "Qwen3ForCausalLM": Network("qwen3", SWIGLU),
+    "Olmo2ForCausalLM": OLMO2,
+    "Olmo3ForCausalLM": OLMO2,
+    "SmolLM3ForCausalLM": Network("smollm3", SWIGLU, neighbours=True, more=_smollm3),
+    "Gemma2ForCausalLM": GEMMA2,
+    "Gemma3ForCausalLM": GEMMA3,
+    "GraniteForCausalLM": GRANITE,
+    "ArceeForCausalLM": Network("arcee", neighbours=True),
+    "Glm4ForCausalLM": Network("glm4", SWIGLU, neighbours=True, joined=True),
+}
+"""Class of transformers -> the network of llama.cpp that computes the same."""
+
+
+def of_network(config: ModelConfig) -> Network:
+    """llama.cpp's network; ConfigError, with the reason, for one whose logits it is not known to compute."""
+    kind = families.of_network(config).architecture
+    if kind not in NETWORKS:
+        raise ConfigError(
+            f"{kind} cannot be written as GGUF; hpclm writes {', '.join(NETWORKS)}. For transformers, name a folder as TARGET"
+        )
+    network = NETWORKS[kind]
+    wrong = list(network.obstacles(config))
+    if wrong:
+        raise ConfigError([f"llama.cpp's {network.name} would compute other logits than this network:", *wrong])
+    return network

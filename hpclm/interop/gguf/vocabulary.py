@@ -1,0 +1,140 @@
+"""The run's tokenizer as a GGUF file has it: the same ids in llama.cpp, or a reason why not.
+
+Source: llama.cpp, src/llama-vocab.cpp.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from hpclm.data.tokenizers import END, Tokenizer, describe
+from hpclm.datasets.tokenizers.huggingface import Library
+from hpclm.datasets.tokenizers.plain import Bytes
+from hpclm.datasets.tokenizers.sentencepieces import SentencePiece, parameters
+from hpclm.errors import ConfigError
+from hpclm.interop.huggingface import special
+
+log = logging.getLogger(__name__)
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+"""Types of tokens; those of sentencepiece's pieces have the same numbers."""
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLITS = {(WORDS % r"\p{N}{1,3}", True): "llama-bpe", (WORDS % r"\p{N}", False): "qwen2"}
+"""Pattern that splits a text, and whether a word that is a token is never split -> llama.cpp's name."""
+NO_MERGES = ["\u0100 \u0100"]  # an array must not be empty; no token is two bytes 0
+Keys = dict[str, Any]
+
+
+def keys(tokenizer: Tokenizer, size: int, known: Mapping[str, Any], template: str | None) -> Keys:
+    """The keys of the file, without "tokenizer.". ``size``: rows of the embedding; ``known``: special tokens of an imported run;
+    ``template``: for chats. ConfigError if llama.cpp would give other ids."""
+    if isinstance(tokenizer, Library):
+        made = _of_library(tokenizer)
+    elif isinstance(tokenizer, SentencePiece):
+        made = _of_sentencepiece(tokenizer)
+    elif isinstance(tokenizer, Bytes):
+        made = _of_bytes()
+    else:
+        raise _refused(tokenizer, "llama.cpp has no such kind")
+    spare = range(tokenizer.size, size)
+    for name, more in (("tokens", [f"[PAD{id}]" for id in spare]), ("token_type", [UNUSED] * len(spare))):
+        made[name] += more
+    if "scores" in made:
+        made["scores"] += [-10000.0] * len(spare)
+    ids = special.ids(known, tokenizer.eod)
+    named = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
+    firsts = {theirs: special.first(ids[ours]) for ours, theirs in named.items()}
+    made |= {name: id for name, id in firsts.items() if id is not None}
+    made |= {name: known.get(name, False) for name in ("add_bos_token", "add_eos_token")}
+    return {f"ggml.{name}": value for name, value in made.items()} | ({"chat_template": template} if template else {})
+
+
+def _of_library(tokenizer: Library) -> Keys:
+    """A byte-level BPE, with a pattern that llama.cpp knows."""
+    tree = json.loads(tokenizer.model.to_str())
+    model = tree["model"]
+    if model["type"] != "BPE":
+        raise _refused(tokenizer, f"it is a {model['type']}, and llama.cpp has byte-level BPE")
+    unlike = [
+        name
+        for name in ("byte_fallback", "continuing_subword_prefix", "dropout", "end_of_word_suffix")
+        if model.get(name)
+    ]
+    splits = _splits(tree["pre_tokenizer"], bool(model.get("ignore_merges")))
+    if unlike or splits is None or (tree["normalizer"] or {}).get("type") not in (None, "NFC"):
+        what = ", ".join(unlike) or "normalizer and pre_tokenizer"
+        raise _refused(tokenizer, f"llama.cpp knows no {what} as in its tokenizer.json")
+    if tree["normalizer"]:
+        log.warning(
+            "llama.cpp does not normalise text to NFC, as the tokenizer does: ids of decomposed characters will differ"
+        )
+    tokens = {id: text for text, id in model["vocab"].items()}
+    added = {token["id"]: token for token in tree["added_tokens"]}
+    tokens |= {id: token["content"] for id, token in added.items()}
+    types = {id: CONTROL if token["special"] else USER_DEFINED for id, token in added.items()}
+    return {
+        "model": "gpt2",
+        "pre": splits,
+        "tokens": [tokens.get(id, f"[PAD{id}]") for id in range(tokenizer.size)],
+        "token_type": [types.get(id, NORMAL if id in tokens else UNUSED) for id in range(tokenizer.size)],
+        "merges": [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]] or NO_MERGES,
+    }
+
+
+def _splits(tree: Any, whole: bool) -> str | None:
+    """llama.cpp's name for a pre_tokenizer; ``whole``: words that are tokens are never split. None: it has none."""
+    steps = tree["pretokenizers"] if tree and tree["type"] == "Sequence" else [tree]
+    match [(step["type"], step) for step in steps if step]:
+        case [("ByteLevel", {"use_regex": True, "add_prefix_space": False})] if not whole:
+            return "gpt-2"
+        case [
+            ("Digits", {"individual_digits": True}),
+            ("ByteLevel", {"use_regex": True, "add_prefix_space": False}),
+        ] if not whole:
+            return "smollm"
+        case [
+            ("Split", {"pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}),
+            ("ByteLevel", {"use_regex": False, "add_prefix_space": False}),
+        ]:
+            return SPLITS.get((pattern, whole))
+    return None
+
+
+def _of_sentencepiece(tokenizer: SentencePiece) -> Keys:
+    """A BPE of which llama.cpp does all, or a unigram model."""
+    given = parameters(tokenizer)
+    if given.kind not in ("bpe", "unigram") or not given.plain:
+        raise _refused(
+            tokenizer,
+            f"it is of kind {given.kind}{'' if given.plain else ', with user-defined pieces or unusual spaces'}",
+        )
+    if given.kind == "bpe" and (given.charsmap or given.squeezed or not given.bytes):
+        raise _refused(tokenizer, "llama.cpp's BPE neither normalises text nor merges spaces, and needs byte_fallback")
+    if given.kind == "unigram" and given.bytes:
+        log.warning("llama.cpp will read characters that are not in the vocabulary as <unk>; here they are bytes")
+    made: Keys = {
+        "model": "llama" if given.kind == "bpe" else "t5",
+        "pre": "default",
+        "tokens": [text for text, _ in given.pieces],
+        "scores": [score for _, score in given.pieces],
+        "token_type": list(given.types),
+        "unknown_token_id": given.unknown,
+        "add_space_prefix": given.prefix,
+        "remove_extra_whitespaces": given.squeezed,
+    }
+    return made | ({"precompiled_charsmap": given.charsmap} if given.charsmap else {})
+
+
+def _of_bytes() -> Keys:
+    """Bytes, as a byte-level BPE that merges nothing."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    letters = [chr(byte if byte in shown else next(others)) for byte in range(256)]  # as GPT-2 writes bytes
+    types = [NORMAL] * 256 + [CONTROL]
+    return {"model": "gpt2", "pre": "gpt-2", "tokens": [*letters, END], "token_type": types, "merges": list(NO_MERGES)}
+
+
+def _refused(tokenizer: Tokenizer, why: str) -> ConfigError:
+    return ConfigError(
+        f"the {describe(tokenizer.fingerprint)} cannot be written as GGUF: {why}. For transformers, name a folder as TARGET"
+    )

@@ -1,0 +1,238 @@
+"""GGUF files: transformers reads them in CI; llama.cpp computes the same where it is installed (mark whole)."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from hpclm.commands.convert import main
+from hpclm.config import ModelConfig
+from hpclm.data import tokenizers
+from hpclm.datasets.tokenizers.huggingface import train_bpe
+from hpclm.datasets.tokenizers.sentencepieces import train_sentencepiece
+from hpclm.errors import ConfigError, HpclmError
+from hpclm.interop.gguf import networks, vocabulary
+from hpclm.interop.huggingface.tokenizer import PROBES
+from tests.interop import llamacpp, made
+from tests.interop.test_tokenizer import ODD, TEXTS, TRAINED, by_its_own_trainer
+
+gguf = pytest.importorskip("gguf")
+SHAPE = dict(vocab_size=320, vocab_multiple=64, layers=4, hidden=48, heads=6, context=64)
+LLAMA = {**made.LLAMA, **SHAPE, "kv_heads": 2}
+YARN = dict(rope_type="yarn", factor="4.0", original_max_position_embeddings="16")
+LINEAR = dict(rope_type="linear", factor="8.0")
+LLAMA3 = dict(
+    rope_type="llama3",
+    factor="8.0",
+    original_max_position_embeddings="16",
+    low_freq_factor="1.0",
+    high_freq_factor="4.0",
+)
+POST = dict(norm_order="post", qk_norm=True, qk_norm_span="projection")
+WINDOWS = dict(pattern=["window", "window", "full"], window=5)
+GEMMA = dict(LLAMA, norm_order="sandwich", activation="geglu_tanh", embed_scale=True, tied=True, head_dim=16)
+GEMMA3 = dict(GEMMA, qk_norm=True, **WINDOWS, window_rope_base=500.0)
+TABULATED = 5e-3  # llama.cpp looks GELU up in a table of fp16
+EXACT = 1e-4
+COMPUTED = {
+    "gpt2": dict(SHAPE, ffn=112),
+    "gpt2, untied": dict(SHAPE, tied=False),
+    "bloom": dict(SHAPE, positions="alibi", embed_norm=True),
+    "gptneox": dict(SHAPE, positions="rope", rope_fraction=0.5),
+    "llama": LLAMA,
+    "llama 3": dict(LLAMA, rope_scaling=LLAMA3, tied=True),
+    "llama, biases, wide heads, linear": dict(LLAMA, head_dim=16, bias=True, rope_scaling=LINEAR),
+    "qwen 2": dict(LLAMA, qkv_bias=True, rope_scaling=YARN),
+    "qwen 3": dict(LLAMA, head_dim=16, qk_norm=True, rope_scaling=YARN),
+    "olmo 2": dict(LLAMA, **POST, tied=True, rope_scaling=LINEAR),
+    "olmo 3": dict(LLAMA, **POST, **WINDOWS, rope_scaling=YARN, window_rope_scaled=False),
+    "smollm 3": dict(LLAMA, pattern=["full", "full", "full", "nope"], tied=True, rope_scaling=YARN),
+    "gemma 2": dict(GEMMA, score_cap=2.0, logit_cap=3.0, pattern=["window", "full"], window=5, rope_scaling=LINEAR),
+    "gemma 3": dict(GEMMA3, rope_scaling=LINEAR, window_rope_scaled=False),
+    "gemma 3, no windows": dict(GEMMA, qk_norm=True, tied=False, logit_cap=3.0),
+    "granite": dict(
+        LLAMA,
+        embed_multiplier=12.0,
+        logit_multiplier=0.5,
+        residual_multiplier=0.22,
+        score_scale=0.0625,
+        rope_scaling=YARN,
+    ),
+    "arcee": dict(LLAMA, activation="relu2", rope_scaling=YARN),
+    "glm 4": dict(LLAMA, norm_order="sandwich", rope_fraction=0.5, qkv_bias=True),
+}
+REFUSED = {
+    "a window": (dict(LLAMA, pattern=["window"], window=5), r"model\.window=5, where its layers attend"),
+    "erf": (dict(SHAPE, activation="gelu"), r"gpt2 would .*\n?model\.activation=gelu, where it has gelu_tanh"),
+    "geglu": (dict(LLAMA, activation="geglu"), r"model\.activation=geglu, where it has swiglu"),
+    "dynamic": (
+        dict(LLAMA, rope_scaling={**LINEAR, "rope_type": "dynamic", "original_max_position_embeddings": "16"}),
+        "rope_type=dynamic",
+    ),
+    "yarn": (dict(LLAMA, rope_scaling={**YARN, "truncate": "false"}), "truncate"),
+    "llama 3 elsewhere": (
+        dict(LLAMA, qk_norm=True, rope_scaling=LLAMA3),
+        "rope_type=llama3, where it has linear or yarn",
+    ),
+    "bases": (dict(LLAMA, **POST, **WINDOWS, window_rope_base=500.0), "one base for all layers"),
+    "scaled windows": (
+        dict(LLAMA, **POST, **WINDOWS, rope_scaling=LINEAR),
+        "window_rope_scaled=True, where it has False",
+    ),
+    "gemma's scale": (dict(GEMMA3, score_scale=0.3), r"model\.score_scale=0\.3"),
+    "gemma's caps": (GEMMA, "where it has all three"),
+    "smollm's layers": (dict(LLAMA, pattern=["full", "nope"]), "every fourth layer"),
+    "qwen's bias": (dict(LLAMA, qk_norm=True, bias=True, mlp_bias=False), "biases of attention's output projection"),
+    "windows everywhere": (dict(LLAMA, **POST, pattern=["window"], window=5), "where some layers attend to everything"),
+    "apertus": (dict(LLAMA, activation="xielu", qk_norm=True), "ApertusForCausalLM cannot be written as GGUF"),
+    "own": (made.OWN["bigscience"], "HpclmForCausalLM cannot be written as GGUF; hpclm writes GPT2LMHeadModel, "),
+}
+"""Networks, and why llama.cpp does not compute them."""
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(train_bpe(TEXTS, 300))
+    return dict(source="indexed", tokenizer="json", tokenizer_files=[str(path)])
+
+
+def written(tmp_path, network, tokenizer, *words):
+    """A run, its GGUF file, ids that reach as far as its context, and its logits of them."""
+    made.run(tmp_path / "run", network, **tokenizer)
+    main([str(tmp_path / "run"), str(tmp_path / "x.gguf"), *words])
+    draw = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, network["vocab_size"], (1, network["context"]), generator=draw)
+    return tmp_path / "x.gguf", ids, made.logits(tmp_path / "run", ids)
+
+
+@pytest.mark.parametrize("kind", ["llama", "bloom"])
+def test_transformers_reads_weights_and_tokenizer_from_the_file(kind, tmp_path, tokenizer):
+    transformers = pytest.importorskip("transformers")
+    path, ids, ours = written(tmp_path, COMPUTED[kind], tokenizer)
+    there = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name).eval()
+    with torch.no_grad():
+        made.close(ours, there(ids).logits)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    own = tokenizers.build("json", tokenizer["tokenizer_files"])
+    assert theirs(TEXTS[0])["input_ids"] == own.encode(TEXTS[0])
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_llama_cpp_computes_the_runs_logits(kind, tmp_path, tokenizer):
+    path, ids, ours = written(tmp_path, COMPUTED[kind], tokenizer)
+    bound = TABULATED if "gelu" in ModelConfig(**COMPUTED[kind]).activation or "geglu" in str(COMPUTED[kind]) else EXACT
+    with llamacpp.loaded(path) as model:
+        assert abs(llamacpp.logits(model, ids[0].tolist()) - ours[0].numpy()).max() < bound
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_llama_cpp_does_not_compute_is_refused_by_name(why):
+    network, message = REFUSED[why]
+    with pytest.raises(ConfigError, match=message):
+        networks.of_network(ModelConfig(**network))
+
+
+def pre_tokenizer(pattern):
+    split = dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated", invert=False)
+    return dict(type="Sequence", pretokenizers=[split, dict(BYTES, use_regex=False)])
+
+
+BYTES = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
+CHANGED = {
+    "llama 3": (pre_tokenizer(vocabulary.WORDS % r"\p{N}{1,3}"), dict(ignore_merges=True)),
+    "qwen": (pre_tokenizer(vocabulary.WORDS % r"\p{N}"), {}),
+    "digits": (dict(type="Sequence", pretokenizers=[dict(type="Digits", individual_digits=True), BYTES]), {}),
+    "prefix": (dict(BYTES, add_prefix_space=True), {}),
+    "own pattern": (pre_tokenizer(r"\w+|\W+"), {}),
+    "dropout": (BYTES, dict(dropout=0.1)),
+}
+"""tokenizer.json: its pre_tokenizer, and keys of its model."""
+
+
+def made_tokenizer(kind, folder):
+    """Our kind and files of a tokenizer."""
+    path = folder / "made"
+    if kind == "bytes":
+        return kind, []
+    if kind in CHANGED or kind == "json":
+        tree = json.loads(train_bpe(TEXTS, 300))
+        splits, more = CHANGED.get(kind, (BYTES, {}))
+        tree["added_tokens"].append({**tree["added_tokens"][0], "id": 300, "content": "<x>", "special": False})
+        path.write_text(json.dumps({**tree, "pre_tokenizer": splits, "model": {**tree["model"], **more}}))
+        return "json", [str(path)]
+    if kind == "wordpiece":
+        path.write_text("[UNK]\n[SEP]\nso\n")
+        return kind, [str(path)]
+    own = (
+        train_sentencepiece(TEXTS, kind.split()[1], 300)
+        if "our" in kind
+        else by_its_own_trainer(TEXTS, **TRAINED[kind])
+    )
+    path.write_bytes(own)
+    return "sentencepiece", [str(path)]
+
+
+SAME = ["json", "llama 3", "qwen", "digits", "bytes", "our bpe", "unigram"]
+OTHER = {
+    "prefix": "no normalizer and pre_tokenizer as in its tokenizer.json",
+    "own pattern": "no normalizer and pre_tokenizer",
+    "dropout": "no dropout as in",
+    "wordpiece": "it is a WordPiece",
+    "bpe": "neither normalises text nor merges spaces",
+    "bpe, own pieces": "with user-defined pieces",
+    "word": "it is of kind word",
+}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("kind", [*SAME, "our unigram"])
+def test_llama_cpp_gives_the_same_ids(kind, tmp_path, caplog):
+    name, files = made_tokenizer(kind, tmp_path)
+    own = tokenizers.build(name, files)
+    path, _, _ = written(tmp_path, LLAMA, dict(source="indexed", tokenizer=name, tokenizer_files=files))
+    with llamacpp.loaded(path) as model:
+        texts = TEXTS if kind == "our unigram" else [*TEXTS, *ODD, *PROBES, "日本中文 한국é\t12a.'"]
+        assert [llamacpp.tokens(model, text) for text in texts] == [own.encode(text) for text in texts]
+    assert ("as <unk>; here they are bytes" in caplog.text) == (kind == "our unigram")
+
+
+@pytest.mark.parametrize("kind", OTHER)
+def test_a_tokenizer_that_llama_cpp_does_not_have_is_refused_with_the_reason(kind, tmp_path):
+    own = tokenizers.build(*made_tokenizer(kind, tmp_path))
+    with pytest.raises(ConfigError, match=OTHER[kind]):
+        vocabulary.keys(own, 400, {}, None)
+
+
+def test_the_file_says_what_is_in_it_and_has_the_umasks_mode(tmp_path, tokenizer):
+    before = os.umask(0o027)
+    try:
+        path, _, _ = written(tmp_path, COMPUTED["gpt2"], tokenizer, "--dtype", "bf16")
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o640
+    read = gguf.GGUFReader(path)
+    kinds = {tensor.name: (tensor.tensor_type.name, tensor.shape.tolist()) for tensor in read.tensors}
+    assert kinds["blk.3.attn_qkv.weight"] == ("BF16", [48, 144]) and kinds["output_norm.bias"] == ("F32", [48])
+    assert kinds["token_embd.weight"] == ("BF16", [48, 320])  # without the padding
+    fields = {name: read.fields[name].contents() for name in ("general.name", "gpt2.feed_forward_length")}
+    assert fields == {"general.name": "made", "gpt2.feed_forward_length": 112}
+    assert len(read.fields["tokenizer.ggml.tokens"].contents()) == 320
+
+
+def test_nothing_is_left_of_a_file_that_failed(tmp_path, tokenizer, monkeypatch):
+    made.run(tmp_path / "run", LLAMA, **tokenizer)
+    there = sorted(tmp_path.iterdir())
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", full)
+    with pytest.raises(HpclmError, match=r"x\.gguf: No space left on device; nothing was written"):
+        main([str(tmp_path / "run"), str(tmp_path / "x.gguf")])
+    assert sorted(tmp_path.iterdir()) == there
+    made.run(tmp_path / "none", LLAMA)
+    with pytest.raises(ConfigError, match="this run names none; give"):
+        main([str(tmp_path / "none"), str(tmp_path / "x.gguf")])

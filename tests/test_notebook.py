@@ -1,5 +1,6 @@
 """A notebook: the first example of docs/python.md, and a mistake."""
 
+import json
 import re
 
 import nbformat
@@ -8,6 +9,7 @@ from nbconvert.preprocessors import ExecutePreprocessor
 from tests.runs import ROOT
 
 TINY = '"small", {"model": {"layers": 1, "hidden": 16, "heads": 2, "context": 16}, "engine.device": "cpu"}'
+COMMAND = "hpclm.train in a notebook"
 
 
 def test_the_first_example_in_a_notebook(tmp_path):
@@ -24,6 +26,7 @@ def test_the_first_example_in_a_notebook(tmp_path):
     printed = "".join(output.text for output in shown if output.output_type == "stream")
     assert "validation_loss" in printed
     assert "iframe" in shown[-1].data["text/html"] and (tmp_path / "runs/small/report.html").is_file()
+    assert json.loads((tmp_path / "runs/small/attempts.jsonl").read_text().splitlines()[0])["command"] == COMMAND
     [line] = error[0].traceback
     assert line.startswith("ConfigError: settings file smal does not exist") and "\n" not in line
     [progress] = [output.data for output in plain if output.output_type == "display_data"]

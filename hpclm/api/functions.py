@@ -124,16 +124,14 @@ def settings(
 
 
 def open(run: str | os.PathLike[str]) -> Run:  # as gzip.open and others
-    """The run in the directory ``run``, whether it is running or not.
+    """The run in the directory ``run``, or in the one of that name below runs; it may be running.
 
     >>> run = hpclm.open("runs/small")
 
     Raises:
-        ConfigError: it is not a run directory.
+        ConfigError: it is not a run directory; names those that are.
     """
-    if not runs.is_run(Path(run)):
-        raise ConfigError(f"{os.fspath(run)} is not a run directory")
-    return Run(run)
+    return Run(runs.resolve(os.fspath(run), Path("runs")))
 
 
 def _composed(

@@ -43,9 +43,12 @@ class Options:
 
 def compose(base: Base, changes: Iterable[Change]) -> RunConfig:
     """The settings ``base`` with changes on top, in their order; or ConfigError with every problem."""
-    if isinstance(base, RunConfig):
-        return config.changed(base, words(changes))
-    return cli.settings([os.fspath(base), *words(changes)])
+    try:
+        if isinstance(base, RunConfig):
+            return config.changed(base, words(changes))
+        return cli.settings([os.fspath(base), *words(changes)])
+    except ConfigError as error:  # which says where a setting was given: here that is the call
+        raise ConfigError(problem.removesuffix(" (command line)") for problem in error.problems) from None
 
 
 def words(changes: Iterable[Change]) -> list[str]:

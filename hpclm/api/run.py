@@ -45,7 +45,7 @@ class Report(os.PathLike[str]):
 
     def _repr_html_(self) -> str:
         page = html.escape(files.read_text(self.path))
-        return f'<iframe srcdoc="{page}" style="width: 100%; height: 600px; border: 1px solid #ddd"></iframe>'
+        return f'<iframe srcdoc="{page}" style="box-sizing: border-box; width: 100%; height: 600px; border: 1px solid #ddd"></iframe>'
 
 
 class Run(os.PathLike[str]):

@@ -30,7 +30,9 @@ def command(module: str, *words: str) -> tuple[str, ...]:
 
 
 def readable(words: Sequence[str]) -> list[str]:
-    """A command line of ``command`` as ``python -m`` would have it, for people."""
+    """A command line of ``command`` as ``python -m`` would have it, for people; of a notebook's kernel, what it runs."""
+    if any("kernel_launcher" in word for word in words):
+        return ["hpclm.train", "in", "a", "notebook"]
     if CODE not in words:
         return [*words]
     place = words.index(CODE)

@@ -49,6 +49,8 @@ VERBS = {
     "generate": ("hpclm.commands.generate", "continue a prompt with a run's model"),
     "convert": ("hpclm.commands.convert", "convert weights to Hugging Face or GGUF, and from Hugging Face or Megatron"),
     "import-deepspeed": ("hpclm.commands.import_deepspeed", "translate a DeepSpeed JSON into settings"),
+    "docs": ("hpclm.commands.docs", "show a page of the documentation, or what a setting is"),
+    "completion": ("hpclm.commands.completion", "print a script for completion in bash or zsh"),
     "doctor": ("hpclm.commands.doctor", "show each process's environment, and diagnose problems"),
     "env": ("hpclm.commands.doctor", "the same"),
 }
@@ -66,10 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
+    if arguments[:1] == ["help"]:
+        return _dispatch([*arguments[1:], "--help"])
     if not arguments or arguments[0] in ("-h", "--help"):
         verbs = "\n".join(f"  {verb:<18}{what}" for verb, (_, what) in VERBS.items())
         print(
-            f"usage: hpclm VERB ...\n\nTrain GPT models on HPC clusters.\n\n{verbs}\n\nSee also hpclm VERB --help.\n\n{EPILOG}"
+            f"usage: hpclm VERB ...\n\nTrain GPT models on HPC clusters.\n\n{verbs}\n\nhpclm help VERB, or hpclm VERB --help, shows its options.\n\n{EPILOG}"
         )
         return 0
     verb, *rest = arguments

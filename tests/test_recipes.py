@@ -57,7 +57,7 @@ def test_fairseqs_no_save(tiny, tmp_path, capsys):
     words = tiny("run", "checkpoint.enabled=false", "checkpoint.every=2")
     assert cli.main(["train", *words]) == 0
     said = capsys.readouterr().err
-    assert "saved" not in said and f"next: ls {tmp_path / 'run'}" in said
+    assert "saved" not in said and f"next: hpclm report {tmp_path / 'run'}" in said
     assert not list((tmp_path / "run").glob("checkpoints/*")) and rows(tmp_path / "run")[-1]["step"] == 12
     assert cli.main(["train", *words]) == 0  # begins anew
     assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, 13))

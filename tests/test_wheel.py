@@ -112,6 +112,7 @@ def test_the_installed_commands_work_in_any_folder(bin_folder, tmp_path):
     script = run(hpclm, "submit", "--dry-run", "--nodes", "2", "--gpus", "2", "engine.device=cpu", cwd=tmp_path).stdout
     assert "#SBATCH --nodes=2" in script and str(ROOT) not in script
     assert "standard library" in run(hpclm, "demo", "--help", cwd=tmp_path).stdout
+    assert run(hpclm, "docs", "reliability", cwd=tmp_path).stdout.startswith("# Reliability\n")
     assert "--vocab-size" in run(hpclm, "train-tokenizer", "--help", cwd=tmp_path).stdout
     assert not list(tmp_path.iterdir())
 

@@ -53,11 +53,11 @@ def explained(config: RunConfig, changed_only: bool = False) -> str:
 
 def reference() -> str:
     """The page of all settings, in Markdown."""
-    parts = [REFERENCE_HEAD, "## Top level\n", _table("", RunConfig)]
+    parts = [REFERENCE_HEAD, "## Top level\n", _table(RunConfig)]
     for field in fields(RunConfig):
         if is_dataclass(field.type):
             kind = typing.cast(type, field.type)
-            parts += [f"\n## {field.name}\n\n{inspect.getdoc(kind)}\n", _table(field.name + ".", kind)]
+            parts += [f"\n## {field.name}\n\n{inspect.getdoc(kind)}\n", _table(kind, f"{field.name}.")]
     return "\n".join(parts) + "\n"
 
 
@@ -80,20 +80,40 @@ def _default(field: Field) -> Any:
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
-def _table(prefix: str, section: type) -> str:
-    rows = ["| setting | default | what it does |", "|---|---|---|"]
+def settings(section: type, prefix: str = "") -> Iterator[tuple[str, Field, str]]:
+    """Key, field and explanation of each setting of a section."""
+    texts = docs(section)
     for field in fields(section):
         if not is_dataclass(field.type):
-            what = docs(section)[field.name].replace("|", "\\|")
-            rows.append(f"| `{prefix}{field.name}` | {_values(field)} | {what} |")
+            yield f"{prefix}{field.name}", field, texts[field.name]
+
+
+def all_settings() -> Iterator[tuple[str, Field, str]]:
+    """The same of the top level and of all sections."""
+    yield from settings(RunConfig)
+    for field in fields(RunConfig):
+        if is_dataclass(field.type):
+            yield from settings(typing.cast(type, field.type), f"{field.name}.")
+
+
+def default(field: Field) -> str:
+    """A setting's default, as in a settings file."""
+    return as_yaml(_default(field))
+
+
+def _table(section: type, prefix: str = "") -> str:
+    rows = ["| setting | default | what it does |", "|---|---|---|"]
+    for key, field, text in settings(section, prefix):
+        what = text.replace("|", "\\|")
+        rows.append(f"| `{key}` | {_values(field)} | {what} |")
     return "\n".join(rows)
 
 
 def _values(field: Field) -> str:
     """The default, and what else a field takes where the default does not show it."""
-    default, kind = as_yaml(_default(field)), required(field.type)
+    first, kind = default(field), required(field.type)
     if typing.get_origin(kind) is typing.Literal:
-        others = [choice for choice in typing.get_args(kind) if choice != default]
+        others = [choice for choice in typing.get_args(kind) if choice != first]
     else:
-        others = [SHORT.get(kind, f"{len(typing.get_args(kind))} numbers")] if default == "null" else []
-    return ", ".join([f"`{default}`", *others])
+        others = [SHORT.get(kind, f"{len(typing.get_args(kind))} numbers")] if first == "null" else []
+    return ", ".join([f"`{first}`", *others])

@@ -95,8 +95,8 @@ def ending(config: RunConfig, length: Length, progress: Progress, leaving: str) 
         return f"stopped at step {progress.step} as stop_at says; the same command without stop_at resumes it"
     out = files.typed(Path(config.out))
     usable = config.data.source == "indexed" and config.checkpoint.enabled
-    follow = f"hpclm generate {out} --prompt ..." if usable else f"ls {out}"
-    return f"done at step {progress.step}, {progress.samples:,} samples; next: {follow}"
+    generate = f" · hpclm generate {out} --prompt ..." if usable else ""
+    return f"done at step {progress.step}, {progress.samples:,} samples; next: hpclm report {out}{generate}"
 
 
 def goodbye(

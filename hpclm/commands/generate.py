@@ -2,14 +2,16 @@
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpclm import cli, files
+from hpclm import cli, files, terminal
 from hpclm.errors import ConfigError
+from hpclm.registry import hint
 from hpclm.terminal import say
 
 if TYPE_CHECKING:
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from hpclm.inference.sampling import Sampling
 
 LARGEST = 1 << 30  # bytes of a file of prompts
+COMMANDS = {"/help": "show this", "/clear": "begin a new text", "/exit": "exit, as Ctrl-D does"}
+"""What may be typed in place of text, alone on a line."""
 
 
 def main(argv: list[str]) -> int:
@@ -50,7 +54,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     add("--prompt", metavar="TEXT", help="text to continue; - reads standard input")
     prompts = 'one prompt per line (.jsonl: {"prompt": TEXT}); - reads standard input; prints a JSON object for each'
     add("--prompts", metavar="FILE", help=prompts)
-    interactive = "read lines from the terminal, and continue the text after each; an empty line continues further, /clear starts over"
+    interactive = "read lines from the terminal, and continue the text after each; an empty line continues further, /help lists commands"
     add("--interactive", action="store_true", help=interactive)
     add("--batch", type=int, default=16, help="prompts per batch (default: 16)")
     add("--tokens", type=int, default=100, help="new tokens at most (default: 100)")
@@ -97,7 +101,7 @@ def converse(completer: "Completer", text: str, limits: "Limits", sampling: "Sam
     """Continue ``text``, then the text with each line that is typed after it, until the input ends."""
     at_terminal = sys.stdin.isatty()
     if at_terminal:
-        say("An empty line continues the text, /clear begins a new one, Ctrl-C stops, Ctrl-D exits.", file=sys.stderr)
+        say("An empty line continues the text, /help lists commands, Ctrl-C stops, Ctrl-D exits.", file=sys.stderr)
     turn = 0
     if text:
         text += _streamed(completer, text, limits, sampling)
@@ -106,14 +110,25 @@ def converse(completer: "Completer", text: str, limits: "Limits", sampling: "Sam
         if at_terminal:
             print("> ", end="", flush=True)
         line = sys.stdin.readline()
-        if not line:
+        command = line.rstrip()
+        if not line or command == "/exit":
             return
-        if line.strip() == "/clear":
+        if command == "/clear":
             text = ""
+            continue
+        if re.fullmatch(r"/\w+", command):
+            say(_told(command), file=sys.stderr)
             continue
         text += line.rstrip("\n")
         text += _streamed(completer, text, limits, replace(sampling, first=turn))
         turn += 1
+
+
+def _told(command: str) -> str:
+    """The commands, or that ``command`` is none."""
+    if command == "/help":
+        return "\n".join(terminal.columns([*COMMANDS.items(), ("", "an empty line continues the text further")]))
+    return f"no command is called {command}; /help lists them. Put a space before it if it is text.{hint(command, [*COMMANDS])}"
 
 
 def _streamed(completer: "Completer", text: str, limits: "Limits", sampling: "Sampling") -> str:

@@ -23,6 +23,7 @@ class RunInfo:
     id: str
     """The same for all attempts, and another one after the run has gone back to an older checkpoint (``--from``)."""
     name: str
+    """That of the run directory."""
     project: str
     out: Path
     settings: Mapping[str, Any]

@@ -49,11 +49,13 @@ class Feed:
     def send(self) -> None:
         """Send what is new. It raises what the sink raises; the next call makes the sink again and sends the same rows."""
         try:
-            while self._read() or self.sink is None:
-                if self.sink is None:
+            while self._read() or (self.sink is None and self.rows):
+                if (
+                    self.sink is None
+                ):  # not before the first row: an attempt that fails earlier leaves no empty run there
+                    self._keep()  # its id, before it is there
                     self.sink = lookup(self.name)(self._run())
                 if self._pending:
-                    self._keep()  # its id, before any row is there
                     self.sink.send(self._pending, self.rows)
                     self.steps |= {kind(row): row["step"] for row in self._pending}
                     self.rows, self._pending = self.rows + len(self._pending), []
@@ -71,8 +73,8 @@ class Feed:
 
     def _run(self) -> RunInfo:
         settings = compose.flat_of_run(self.out)
-        name, project = str(settings.get("name")), str(settings.get("log.project"))
-        return RunInfo(self.id, name, project, self.out.absolute(), settings)
+        out = self.out.absolute()
+        return RunInfo(self.id, out.name, str(settings.get("log.project")), out, settings)
 
     def _keep(self) -> None:
         position = {"id": self.id, "rollbacks": self.rollbacks, "rows": self.rows, "steps": self.steps}

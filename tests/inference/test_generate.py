@@ -83,6 +83,14 @@ def test_interactive_continues_the_text_line_by_line(run, monkeypatch, capsys):
     assert "a" + third == plain(generate(capsys, run, "--prompt", "a", *GREEDY)[:-1])
 
 
+def test_interactive_knows_its_commands(run, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("/help\n/claer\n/exit\nso\n"))
+    assert cli.main(["generate", str(run), "--interactive"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "" and "/clear  begin a new text" in err
+    assert "no command is called /claer" in err and "Did you mean '/clear'?" in err
+
+
 def test_a_run_may_be_named_below_runs(run, capsys):
     below = ["--runs", str(run.parent)]
     assert generate(capsys, run.name, *below, "--prompt", "so", *GREEDY) == generate(

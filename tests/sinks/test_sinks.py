@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from hpclm import cli
+from hpclm import cli, config
+from hpclm.commands.config import explained
 from hpclm.sinks import figures
-from hpclm.sinks.feed import kind
+from hpclm.sinks.feed import Feed, kind
 from tests.forks import Ranks, hpclm
 from tests.runs import lines, losses
 
@@ -123,21 +124,35 @@ def test_weights_and_biases_offline_has_each_step_once(tiny, tmp_path, monkeypat
     from wandb.proto import wandb_internal_pb2 as proto
 
     out = tmp_path / "run"
-    attempts(tiny("run", "log.sinks=[wandb]", "log.project=proof"), out)
+    attempts(tiny("run", "name=other", "log.sinks=[wandb]", "log.project=proof"), out)
     files = sorted(out.glob("wandb/offline-run-*/*.wandb"))
     assert len(files) == 2 and len({path.name for path in files}) == 1  # two attempts, one run
-    found, config = [], {}
+    found, settings, names = [], {}, set()
     for path in files:
         for data in records(path.read_bytes()):
             record = proto.Record.FromString(data)
+            names.add(record.run.display_name)
             for item in record.run.config.update:
-                config[item.key] = item.value_json
+                settings[item.key] = item.value_json
             if record.WhichOneof("record_type") == "history":
                 keys = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
                 found.append((keys["step"], record.history.step.num, "loss" in keys))
     assert [step for step, _, train in found if train] == list(range(1, 13))
     assert [place for _, place, _ in found] == list(range(12))  # W&B drops what does not grow
-    assert config["optim.lr"] == "0.003"
+    assert settings["optim.lr"] == "0.003" and names - {""} == {"run"}
+
+
+def test_an_attempt_without_a_row_leaves_no_run_in_the_tracker_and_the_next_keeps_its_id(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (tmp_path / "config.yaml").write_text(explained(config.load("debug")))
+    for name in ("wandb", f"{OWN}Refuses"):
+        feed = Feed(name, tmp_path)
+        feed.send()
+        assert feed.sink is None and not (tmp_path / "wandb").exists()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    with pytest.raises(ConnectionError):
+        feed.send()
+    assert Feed(f"{OWN}Refuses", tmp_path).id == feed.id
 
 
 @pytest.mark.whole

@@ -37,12 +37,14 @@ def sources(modules: Collection[str]) -> Sources:
         if origin is None:
             continue
         beside = origin.parents[1 if origin.name == "__init__.py" else 0]
-        finder = ModuleFinder([str(beside)])
+        namespaces = [path.name for path in beside.iterdir() if path.is_dir() and not (path / "__init__.py").exists()]
+        finder = ModuleFinder([str(beside)], excludes=namespaces)  # it fails at them, but reports them
         for path in _files(beside, module).values():
             if path.suffix == ".py":
                 with suppress(SyntaxError, ValueError):
                     finder.run_script(str(path))
-        for name in {module, *(name.partition(".")[0] for name in finder.modules)} - {"__main__", "hpclm"}:
+        imported = (name.partition(".")[0] for name in (*finder.modules, *finder.badmodules))
+        for name in {module, *imported} - {"__main__", "hpclm"}:
             code |= _files(beside, name)
     return code
 

@@ -15,7 +15,7 @@ from hpclm.rundir import code
 from tests.runs import ROOT
 from tests.slurm import until
 
-MINE = "import json\nimport torch\nfrom helper import factor\n\n\ndef rate(position, length, optim):\n    return optim.lr * factor\n"
+MINE = "import json\nimport torch\nfrom tools import chart\nfrom helper import factor\n\n\ndef rate(position, length, optim):\n    return optim.lr * factor\n"
 
 
 @pytest.fixture
@@ -23,6 +23,8 @@ def mine(tmp_path, monkeypatch):
     """A folder with a person's own modules, which PYTHONPATH names."""
     folder = tmp_path / "mine"
     (folder / "package" / "inner").mkdir(parents=True)
+    (folder / "tools").mkdir()  # a package without __init__.py
+    (folder / "tools" / "chart.py").write_text("")
     (folder / "own.py").write_text(MINE)
     (folder / "helper.py").write_text("factor = 1.0\n")
     (folder / "other.py").write_text("")
@@ -40,6 +42,7 @@ def test_the_code_is_hpclm_and_the_modules_that_settings_name_with_what_they_imp
     assert own == {
         "own.py",
         "helper.py",
+        "tools/chart.py",
         *(f"package/{n}" for n in ("__init__.py", "block.py", "inner/__init__.py", "data.txt")),
     }
     assert found["hpclm/rundir/code.py"] == Path(code.__file__) and not any("__pycache__" in name for name in found)

@@ -52,10 +52,12 @@ class Page:
             self._ask("Input.dispatchMouseEvent", type="mouseMoved", x=x + step, y=y)
         self.value(SETTLED)
 
-    def click(self, x: float, y: float) -> None:
-        """Click there."""
-        for kind in ("mousePressed", "mouseReleased"):
-            self._ask("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+    def tap(self, x: float, y: float) -> None:
+        """Touch the screen there."""
+        self._ask("Emulation.setTouchEmulationEnabled", enabled=True)
+        for kind, points in (("touchStart", [{"x": x, "y": y}]), ("touchEnd", [])):
+            self._ask("Input.dispatchTouchEvent", type=kind, touchPoints=points)
+        self.value(SETTLED)
 
     def picture(self, whole: bool = False) -> bytes:
         """The screen as PNG; ``whole``: all of the page."""

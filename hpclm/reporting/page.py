@@ -118,7 +118,7 @@ def _curves(charts: list[Chart], named: Mapping[str, Mapping[str, str]]) -> Iter
     if not charts:
         return
     group = max(chart.group for chart in charts)
-    said = ["Point at a chart to read its values."] + [SPREAD.format(group)] * (group > 1)
+    said = ["Point at a chart, or tap it, to read its values."] + [SPREAD.format(group)] * (group > 1)
     said += [DIVERGED] * any(curve.left for chart in charts for curve in chart.curves)
     figures = "".join(_figure(chart, named[chart.key]) for chart in charts)
     yield f'<h2>Curves</h2><p class="soft">{" ".join(said)}</p><div class="figures">{figures}</div>'

@@ -19,7 +19,12 @@ INK = "#747c85"  # of axes and their text: legible on white and on black
 HEIGHT = 300  # pixels
 FONT = "system-ui, sans-serif"
 LOADER = """for (const each of document.querySelectorAll("script[type='application/json']"))
-  Bokeh.embed.embed_item(JSON.parse(each.textContent));"""
+  Bokeh.embed.embed_item(JSON.parse(each.textContent));
+document.addEventListener("click", event => {
+  const {clientX, clientY, pointerType} = event, move = {clientX, clientY, view: window, bubbles: true, isPrimary: true};
+  if (pointerType == "touch") event.composedPath()[0].dispatchEvent(new PointerEvent("pointermove", move));
+});"""
+"""Draws the charts. A tap shows values, as does a mouse that moves there."""
 
 
 def scripts() -> list[str]:

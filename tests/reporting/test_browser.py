@@ -60,12 +60,13 @@ def test_the_page_fits_the_screen_and_its_charts_are_drawn(name, width, dark, ph
     assert [url for url in asked if not url.startswith("data:")] == [(pages / f"{name}.html").as_uri()]
 
 
-def test_values_are_under_the_pointer(pages, shown):
-    shown.open(pages / "several.html", 1280)
+@pytest.mark.parametrize("width, phone", [(390, True), (1280, False)], ids=["a finger", "the pointer"])
+def test_values_are_under(width, phone, pages, shown):
+    shown.open(pages / "several.html", width, phone=phone)
     place = "document.getElementById('training_loss')"
     shown.value(f"{place}.scrollIntoView({{block: 'center'}})")
     box = shown.value(f"(({{x, y, width, height}}) => [x, y, width, height])({place}.getBoundingClientRect())")
-    shown.point_at(box[0] + 0.75 * box[2], box[1] + box[3] / 2)
+    (shown.tap if phone else shown.point_at)(box[0] + 0.75 * box[2], box[1] + box[3] / 2)
     said = shown.value(DEEP + "(document, '[class*=tooltip]').map(each => each.textContent).join(' ')")
     assert re.search(r"step: ?4\d", said) and re.search(r"better: ?2\.\d+", said)
     assert re.search(r"wild: ?1e\+09 – off the chart", said)

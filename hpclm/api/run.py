@@ -181,17 +181,20 @@ class Run(os.PathLike[str]):
         file, prefix = (None if each is None else os.fspath(each) for each in (text, data))
         return on_documents(self.path, options.words(changes), file, prefix, tokens)
 
-    def report(self, output: str | os.PathLike[str] | None = None, images: bool = False) -> Report:
-        """Write a page of curves, settings and attempts, and show it in a notebook; see `hpclm report`.
+    def report(
+        self, output: str | os.PathLike[str] | None = None, images: bool = False, samples: str | None = None
+    ) -> Report:
+        """Write a page of where the run came from, its curves and attempts, and show it in a notebook; see `hpclm report`.
 
         Args:
             output: the page; by default report.html in the run directory.
-            images: also write the figures as images beside it.
+            images: also write the charts as images beside it.
+            samples: a text that the models of some checkpoints continue.
         """
         from hpclm.commands.report import write
 
         path = self.path / "report.html" if output is None else Path(output)
-        return Report(write([self.path], path, images)[0])
+        return Report(write([self.path], path, images, samples)[0])
 
     def convert(
         self,

@@ -2,6 +2,7 @@
 
 import faulthandler
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import datasets
 import pytest
 
 import hpclm
+from hpclm import cli
 from hpclm.errors import LockedError
 from tests.runs import ROOT
 
@@ -180,6 +182,23 @@ def test_help_and_completion_show_the_interface():
     assert all(f"    {name}(" in done.stdout for name in ("open", "settings", "submit", "train"))
     undocumented = [name for name in vars(hpclm.Run) if name[0] != "_" and not getattr(hpclm.Run, name).__doc__]
     assert not undocumented
+
+
+@pytest.mark.whole
+def test_the_examples_of_the_page_run(here):
+    Path("stories.jsonl").write_text(Path("text.jsonl").read_text())
+    assert (
+        cli.main(["train-tokenizer", "--input", "stories.jsonl", "--output", "tokenizer.json", "--vocab-size", "300"])
+        == 0
+    )
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.S)
+    here_alone = [each for each in examples if "hpclm.submit" not in each]
+    assert len(here_alone) == 4
+    names = {}
+    for example in here_alone:
+        exec(example.replace('train("small",', f'train("small", {TINY}, "engine.device=cpu",'), names)
+    assert 257 < names["run"].settings.model.vocab_size <= 300
+    assert hpclm.open("small").rows[-1]["step"] == 400 and hpclm.open("six").settings.model.layers == 6
 
 
 @pytest.mark.slurm

@@ -204,10 +204,10 @@ class Run(os.PathLike[str]):
         shard_gb: float = 5.0,
         allow_nan: bool = False,
     ) -> Path:
-        """Write the newest checkpoint's weights and tokenizer as a folder for Hugging Face transformers; the folder.
+        """Write the newest checkpoint's weights and tokenizer for Hugging Face transformers, or for llama.cpp; the target.
 
         Args:
-            target: the folder, which must not exist.
+            target: a folder, or a file that ends with .gguf; it must not exist.
             changes: to the run's settings.
             dtype: of the weights: fp32, bf16 or fp16.
             shard_gb: size from which another file is begun.

@@ -23,6 +23,7 @@ PACKAGES = {
 FROM_ELSEWHERE = {
     *("apex", "fused_layer_norm_cuda", "fused_rotary_positional_embedding"),  # NVIDIA's apex is not on PyPI
     "pydantic",  # comes with deepspeed
+    "IPython",  # imported only where a notebook has loaded it
 }
 
 

@@ -88,6 +88,7 @@ def _train(settings: RunConfig, words: Sequence[str]) -> int:
     if not code:
         say(f"\n== done. {settings.out} holds the run. Type next:\n")
         say(f"   hpclm generate {shlex.quote(settings.out)} --prompt 'import '")
+        say(f"   hpclm report {shlex.quote(settings.out)}")
         say(f"   tensorboard --logdir {shlex.quote(settings.out)}/tensorboard")
         say("   hpclm config demo --changed\n")
     return code

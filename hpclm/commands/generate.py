@@ -127,7 +127,7 @@ def converse(completer: "Completer", text: str, limits: "Limits", sampling: "Sam
 def _told(command: str) -> str:
     """The commands, or that ``command`` is none."""
     if command == "/help":
-        return "\n".join(terminal.columns([*COMMANDS.items(), ("", "an empty line continues the text further")]))
+        return "\n".join(terminal.columns([*COMMANDS.items(), ("an empty line", "continue the text")]))
     return f"no command is called {command}; /help lists them. Put a space before it if it is text.{hint(command, [*COMMANDS])}"
 
 

@@ -87,7 +87,7 @@ def test_interactive_knows_its_commands(run, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("/help\n/claer\n/exit\nso\n"))
     assert cli.main(["generate", str(run), "--interactive"]) == 0
     out, err = capsys.readouterr()
-    assert out == "" and "/clear  begin a new text" in err
+    assert out == "" and "/clear         begin a new text" in err
     assert "no command is called /claer" in err and "Did you mean '/clear'?" in err
 
 

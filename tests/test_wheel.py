@@ -95,7 +95,7 @@ def test_the_wheel_has_the_package_and_what_is_beside_it_in_a_clone(wheel):
 
 def test_a_package_index_can_show_the_wheel(metadata):
     assert {*EXTRAS.values(), "all"} <= set(metadata.get_all("Provides-Extra"))
-    assert metadata["Author"] and metadata["License"] == "Apache-2.0"
+    assert metadata["Author"] and metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Description-Content-Type"] == "text/markdown"
     text = metadata.get_payload(decode=True).decode()
     links = re.findall(r"\]\(([^)]*)\)", text)

@@ -62,7 +62,7 @@ RESERVED = re.compile(
 
 @dataclass(frozen=True)
 class JobConfig(Checked):
-    """What `hpclm submit` requests. A site file (docs/launch.md) describes a cluster for all runs."""
+    """What `hpclm submit` requests. A site file (hpclm docs launch) describes a cluster for all runs."""
 
     cluster: str = "auto"
     """slurm, local, mpirun (on job.hostfile), or package.module:Name. auto: mpirun with a hostfile, slurm with sbatch,
@@ -104,7 +104,7 @@ class JobConfig(Checked):
     """Shell commands of the job script, run verbatim before the processes start."""
     notify: list[str] = field(default_factory=list)
     """Who is told that the run failed, finished or restarted: mailto:you@example.org, a webhook, or $NAME of a variable
-    that holds one (docs/sinks.md)."""
+    that holds one (hpclm docs sinks)."""
     snapshot: bool = False
     """Run a copy of the code in every attempt, kept in the run directory; false: the current code, with a warning if it has
     changed."""

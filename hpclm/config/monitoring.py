@@ -40,7 +40,7 @@ class LogConfig(Checked):
     tensorboard: bool = True
     """Write TensorBoard files."""
     sinks: list[str] = field(default_factory=list)
-    """Also send metrics to wandb, mlflow, trackio, or package.module:Name (docs/sinks.md)."""
+    """Also send metrics to wandb, mlflow, trackio, or package.module:Name (hpclm docs sinks)."""
     project: str = "hpclm"
     """Project in Weights & Biases and Trackio, experiment in MLflow."""
     timers: bool = False

@@ -266,7 +266,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("tokenizer").add_argument
     kinds = f"{', '.join(sorted(TOKENIZERS))}, package.module:Name, or a run directory whose tokenizer is used"
     add("--tokenizer", metavar="KIND", help=kinds)
-    add("--tokenizer-files", nargs="+", default=[], metavar="FILE", help="its files, in the order of docs/data.md")
+    add("--tokenizer-files", nargs="+", default=[], metavar="FILE", help="its files, in the order of `hpclm docs data`")
     add("--eod", metavar="TOKEN", help="the end-of-document token; default: the tokenizer's own")
 
     add = parser.add_argument_group("documents").add_argument

@@ -98,7 +98,7 @@ class SignedStore:
                 self._ignored.add(key)
                 log.warning(
                     "another process wrote %s (%d bytes) into the store of this run; it is ignored, since no rank of this "
-                    "launch has signed it (docs/reliability.md, What is trusted)",
+                    "launch has signed it (hpclm docs reliability, What is trusted)",
                     key,
                     len(data),
                 )

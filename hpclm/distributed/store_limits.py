@@ -54,7 +54,7 @@ class StoreLimits:
                 self._warned = True
                 log.warning(
                     "another process wrote %s (%d bytes) into the store of this run; it is removed, and whatever else exceeds the "
-                    "limits (docs/reliability.md, What is trusted)",
+                    "limits (hpclm docs reliability, What is trusted)",
                     ascii(key)[1:-1][:64],
                     len(data),
                 )

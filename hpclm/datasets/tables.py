@@ -40,7 +40,7 @@ def _parquet(file: BinaryIO, columns: Sequence[str]) -> tuple[list[str], Iterabl
     """The names of all columns, and batches of rows that have only ``columns``."""
     from pyarrow import parquet
 
-    table = parquet.ParquetFile(file)
+    table = parquet.ParquetFile(file, pre_buffer=False)  # else what is read ahead stays in memory to the end
     return table.schema_arrow.names, table.iter_batches(ROWS, columns=list(columns) or None)
 
 

@@ -3,8 +3,9 @@
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
-import wcwidth
 from tqdm import tqdm
+
+from hpclm import terminal
 
 LEAST = 10  # columns of the bar
 NARROW = 80  # columns of a terminal that does not say
@@ -31,10 +32,10 @@ class ProgressBar(tqdm):
         shown = tqdm.format_sizeof if self.unit_scale else str
         total = "" if self.total is None else f"/{shown(self.total)}"
         count = f"{values['prefix']}{shown(self.n)}{total}{self.unit}"
-        room = (values["ncols"] or NARROW) - wcwidth.width(count) - 1 - LEAST - LEFT
+        room = (values["ncols"] or NARROW) - terminal.width(count) - 1 - LEAST - LEFT
         told = ""
         for part in self.beside:
-            if wcwidth.width(f"{told}  {part}") > room:
+            if terminal.width(f"{told}  {part}") > room:
                 break
             told += f"  {part}"
         return {**values, "count": count, "told": told}

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NoReturn, TextIO
 
-import wcwidth
-
 HIDDEN = (
     r"\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters except tab and newline
     r"\u2028-\u202e\u2066-\u2069"  # line separators and bidirectional controls
@@ -36,15 +34,31 @@ def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
         yield plain(text.replace("\r\n", "\n")).encode()
 
 
+def width(text: str) -> int:
+    """The columns that ``text`` takes: wide characters, such as Chinese ones, take two."""
+    if text.isascii():
+        return len(text)
+    import wcwidth  # which would be a fifth of a verb's start
+
+    return wcwidth.width(text)
+
+
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines, in aligned columns; wide characters, such as Chinese ones, take two."""
-    widths = [max(map(wcwidth.width, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(wcwidth.ljust, row, widths)).rstrip() for row in rows]
+    """Rows of cells as lines, in aligned columns."""
+    widths = [max(map(width, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell + " " * (most - width(cell)) for cell, most in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
-def shortened(text: str, width: int) -> str:
-    """``text`` on at most ``width`` columns, cut with an ellipsis."""
-    return text if wcwidth.width(text) <= width else f"{wcwidth.clip(text, 0, width - 1).rstrip()}…"
+def shortened(text: str, most: int) -> str:
+    """``text`` on at most so many columns, cut with an ellipsis."""
+    if width(text) <= most:
+        return text
+    import wcwidth
+
+    return f"{wcwidth.clip(text, 0, most - 1).rstrip()}…"
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -5,8 +5,6 @@ Names and states are always whole. Then the loss curve shrinks, and the least im
 
 from collections.abc import Sequence
 
-import wcwidth
-
 from hpclm import terminal
 
 CURVE, NOTES = "LOSS CURVE", ""
@@ -21,7 +19,7 @@ def fitted(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> l
     """The lines of the header, then of each row, ``width`` columns wide. Where a name takes more than half of that, each name
     has a line of its own."""
     names, table = [heads[0], *(row[0] for row in rows)], [heads, *rows]
-    if max(map(wcwidth.width, names)) <= width // 2:
+    if max(map(terminal.width, names)) <= width // 2:
         return [[line] for line in _lines(table, width)]
     lines = _lines([row[1:] for row in table], width - GAP)
     return [[name, f"{'':{GAP}}{line}"] for name, line in zip(names, lines, strict=True)]
@@ -35,7 +33,7 @@ def _lines(table: Sequence[Sequence[str]], width: int) -> list[str]:
 
 def _widths(table: Sequence[Sequence[str]], width: int) -> dict[str, int]:
     """The columns that there is room for, and how wide each is."""
-    whole = {column[0]: max(map(wcwidth.width, column)) for column in zip(*table, strict=True)}
+    whole = {column[0]: max(map(terminal.width, column)) for column in zip(*table, strict=True)}
     widths, room = {}, width + GAP
     for name in WORTH:
         least = min(whole.get(name, 0), LEAST.get(name, width))

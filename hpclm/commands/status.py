@@ -10,8 +10,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-import wcwidth
-
 from hpclm import cli, files, terminal
 from hpclm.commands import run_table
 from hpclm.errors import ConfigError
@@ -66,11 +64,13 @@ def table(statuses: Sequence[RunStatus], width: int | None = None) -> Iterator[s
 
 def _fitted(rows: Sequence[Sequence[str]], lines: Sequence[str], width: int) -> Iterator[str]:
     """``lines`` of ``rows``; those that are too long, with their notes on lines of their own."""
+    import wcwidth
+
     bare = [cells[:-1] for cells in rows]
     blocks = run_table.fitted(bare[0], bare[1:], width)
     aligned = blocks == [[line] for line in terminal.columns(bare)]
     for line, block, (*_, note) in zip(lines, blocks, rows, strict=True):
-        if aligned and wcwidth.width(line) <= width:
+        if aligned and terminal.width(line) <= width:
             yield line
         else:
             yield from block

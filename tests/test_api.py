@@ -61,7 +61,7 @@ def test_rows_of_a_dataset_are_documents(here, capsys):
             hpclm.train("small", data=wrong)
 
 
-def test_a_run_has_what_the_verbs_say(here):
+def test_a_run_has_what_the_verbs_say(here, monkeypatch):
     run = hpclm.train("small", TINY, data="text.jsonl", steps=8, device="cpu", out="runs/a")
     run = hpclm.open(run)
     assert run.status == "done" and repr(run).startswith("Run('runs/a'): done at step 8")
@@ -70,12 +70,17 @@ def test_a_run_has_what_the_verbs_say(here):
     assert checkpoint.step == 8 and checkpoint.path.is_dir() and checkpoint.validation_loss is not None
     assert run.evaluate()["loss"] == pytest.approx(checkpoint.validation_loss)
     assert run.evaluate(text="text.jsonl", tokens=100)["source"] == "text.jsonl"
-    with pytest.raises(hpclm.ConfigError, match="use samples="):
-        run.evaluate(tokens=100)
+    for wrong, said in (({"tokens": 100}, "use samples="), ({"text": "def f(): pass"}, "takes the path of a text")):
+        with pytest.raises(hpclm.ConfigError, match=said):
+            run.evaluate(**wrong)
+    with pytest.raises(hpclm.ConfigError, match="the prompt must be text, or a list of texts, not int"):
+        run.generate(5)
     text = run.generate("Once upon", tokens=5)
     assert run.generate(["Once upon", "a time"], tokens=5)[0] == text
     assert (run.convert("hf", {"engine.device": "cpu"}) / "model.safetensors").is_file()
     assert run.resume(steps=10) is run and run.rows[-1]["step"] == 10
+    monkeypatch.chdir("runs/datasets")  # the run is where it was
+    assert run.status == "done" and repr(run).startswith(f"Run('{here}/runs/a')")
 
 
 @pytest.mark.parametrize(
@@ -143,6 +148,19 @@ def test_mistakes_are_errors_with_every_problem(tmp_path):
         hpclm.ConfigError, match=r"optim\.lr: settings are text, numbers, lists and mappings, not object"
     ):
         hpclm.settings("debug", {"optim.lr": object()})
+    for base in (None, 5, {"model.layers": 1}):
+        with pytest.raises(hpclm.ConfigError, match=r"the first argument must be a preset.*it is (NoneType|int|dict)"):
+            hpclm.train(base)
+    with pytest.raises(hpclm.ConfigError, match=r"a change must be a mapping .* not int"):
+        hpclm.settings("debug", 5)
+    for data in (5, ["a", "b"]):
+        with pytest.raises(hpclm.ConfigError, match=r"data= takes the prefix .* not (int|list)"):
+            hpclm.train("small", data=data)
+    with pytest.raises(hpclm.ConfigError, match="data is empty"):
+        hpclm.train("small", data="")
+    for out in ("/", "a\nb", "runs/\x1b[2J"):
+        with pytest.raises(hpclm.ConfigError, match=r"out=.* must be a folder of the run's own, on one line"):
+            hpclm.settings("debug", out=out)
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         hpclm.trian  # noqa: B018
 
@@ -217,6 +235,6 @@ def test_a_submitted_run_can_be_watched(cluster, tiny, tmp_path, monkeypatch):
 
 def test_without_a_queue_nothing_is_submitted(here, monkeypatch):
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(hpclm.ConfigError, match=r"has no queue: hpclm\.train trains in this process"):
-        hpclm.submit("debug")
+    with pytest.raises(hpclm.ConfigError, match=r"no Slurm here \(sbatch not found\); hpclm\.train trains"):
+        hpclm.submit("debug", data="text.jsonl")
     assert not Path("runs").exists()

@@ -41,10 +41,17 @@ def settings(data: Data, tokenizer: str | os.PathLike[str] | None, run: RunConfi
     """
     source = "data.source=indexed"
     if not isinstance(data, (str, os.PathLike)):
+        if not hasattr(data, "iter") and not isinstance(getattr(data, "column_names", None), dict):
+            raise ConfigError(
+                "data= takes the prefix of a dataset, a text file or a datasets.Dataset, which has from_pandas and from_list, "
+                f"not {type(data).__name__}"
+            )
         with TemporaryDirectory(prefix="hpclm-") as folder:
             path = Path(folder) / "rows.jsonl"
             return [source, *_preprocessed(path, _write_rows(data, path), tokenizer, run)]
     path = Path(data)
+    if not os.fspath(data).strip():
+        raise ConfigError("data is empty; give the prefix of a dataset, or a text file")
     if not Path(f"{path}.idx").is_file():
         return [source, *_preprocessed(path, None, tokenizer, run)]
     if tokenizer is not None:

@@ -80,11 +80,11 @@ def submit(
     'waiting'
 
     Args:
-        base: as of `hpclm.train`, like all arguments that are not listed here.
+        base: as for `hpclm.train`, like all arguments that are not listed here.
         changes: see there; those of the job are "job.…".
         nodes: number of nodes (job.nodes).
         gpus: GPUs, and processes, of each node (job.gpus).
-        time: time limit, as Slurm takes it (job.time).
+        time: time limit, in Slurm's format (job.time).
         partition: Slurm partition (job.partition).
 
     Returns:
@@ -94,10 +94,11 @@ def submit(
         ConfigError: everything that a start would refuse, before anything is queued.
         LockedError: a job of this run is queued or running.
     """
-    from hpclm.commands.submit import from_python
+    from hpclm.commands.submit import from_python, queue_of
     from hpclm.launch.arguments import whole
 
     wanted = Options(steps, lr, seed, out, device, nodes, gpus, time, partition)
+    queue_of(options.compose(base, [*wanted.changes(), *changes]).job)  # before a dataset is written
     run = whole(_composed(base, changes, data, tokenizer, wanted))
     from_python(run, resume_step)
     return Run(run.out)
@@ -112,7 +113,7 @@ def settings(
     out: str | os.PathLike[str] | None = None,
     device: str | None = None,
 ) -> RunConfig:
-    """The settings of a run, checked and immutable; arguments as of `hpclm.train`.
+    """The settings of a run, checked and immutable; arguments as for `hpclm.train`.
 
     >>> hpclm.settings("small", {"optim.lr": 1e-3}).diff(hpclm.settings("small"))
     {}

@@ -46,6 +46,11 @@ def compose(base: Base, changes: Iterable[Change]) -> RunConfig:
     try:
         if isinstance(base, RunConfig):
             return config.changed(base, words(changes))
+        if not isinstance(base, (str, os.PathLike)):
+            raise ConfigError(
+                "the first argument must be a preset, a settings file, a run or settings, and changes come after it, as in "
+                f'hpclm.train("debug", {{"model.layers": 6}}); it is {type(base).__name__}'
+            )
         return cli.settings([os.fspath(base), *words(changes)])
     except ConfigError as error:  # which says where a setting was given: here that is the call
         raise ConfigError(problem.removesuffix(" (command line)") for problem in error.problems) from None
@@ -57,6 +62,10 @@ def words(changes: Iterable[Change]) -> list[str]:
     for change in changes:
         if isinstance(change, str):
             typed.append(change)
+        elif not isinstance(change, Mapping):
+            raise ConfigError(
+                f'a change must be a mapping such as {{"optim.lr": 1e-3}}, or "optim.lr=1e-3", not {type(change).__name__}'
+            )
         else:
             typed += [f"{key}={_text(key, value)}" for key, value in flattened(dict(change)).items()]
     return typed

@@ -59,17 +59,19 @@ class Run(os.PathLike[str]):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        """The run directory."""
+        self.path = Path(path).absolute()
+        """The run directory, absolute."""
 
     def __fspath__(self) -> str:
-        return str(self.path)
+        """The run directory, relative where it is inside the current folder."""
+        here = Path.cwd()
+        return str(self.path.relative_to(here) if self.path.is_relative_to(here) else self.path)
 
     def __repr__(self) -> str:
         status = self._status()
         loss = status.run.summary.get("loss")
         step = "" if "step" in status.how() else f", step {status.run.step}"
-        return f"Run({str(self.path)!r}): {status.how()}{step}{f', loss {loss:.4f}' if loss else ''}"
+        return f"Run({os.fspath(self)!r}): {status.how()}{step}{f', loss {loss:.4f}' if loss else ''}"
 
     @property
     def status(self) -> str:
@@ -79,7 +81,7 @@ class Run(os.PathLike[str]):
     @property
     def settings(self) -> RunConfig:
         """All settings; shows those that differ from the defaults. `run.settings.diff(other.settings)` compares two runs."""
-        return config.load(self.path)
+        return config.load(os.fspath(self))
 
     @property
     def metrics(self) -> "DataFrame":
@@ -143,8 +145,10 @@ class Run(os.PathLike[str]):
         from hpclm.inference.completion import Completer, Limits
         from hpclm.inference.sampling import Sampling
 
-        limits, sampling = Limits(tokens, tuple(stop)), Sampling(temperature, top_k, top_p, seed)
         prompts = [prompt] if isinstance(prompt, str) else prompt
+        if not isinstance(prompts, Sequence) or not all(isinstance(each, str) for each in prompts):
+            raise ConfigError(f"the prompt must be text, or a list of texts, not {type(prompt).__name__}")
+        limits, sampling = Limits(tokens, tuple(stop)), Sampling(temperature, top_k, top_p, seed)
         completer = Completer(self.path, options.words(changes))
         texts = [each.text for each in completer.complete_all(prompts, batch, limits, sampling)]
         if isinstance(prompt, str):
@@ -165,7 +169,7 @@ class Run(os.PathLike[str]):
         Args:
             changes: to the run's settings.
             part: of the run's data: valid, test or train.
-            text: a text or .jsonl file to read instead.
+            text: the path of a text or .jsonl file to read instead.
             data: the prefix of a dataset to read instead.
             samples: of the part; None: all.
             tokens: of the text or dataset, about; None: all.
@@ -178,6 +182,8 @@ class Run(os.PathLike[str]):
             return on_part(self.path, options.words(changes), part, samples)
         if samples is not None or (text is not None and data is not None):
             raise ConfigError("give one of text= and data=, with tokens= instead of samples=")
+        if text is not None and not files.is_file(Path(text)):
+            raise ConfigError(f"text={os.fspath(text)!r} does not exist; text= takes the path of a text or .jsonl file")
         file, prefix = (None if each is None else os.fspath(each) for each in (text, data))
         return on_documents(self.path, options.words(changes), file, prefix, tokens)
 
@@ -210,7 +216,7 @@ class Run(os.PathLike[str]):
             target: a folder, or a file that ends with .gguf; it must not exist.
             changes: to the run's settings.
             dtype: of the weights: fp32, bf16 or fp16.
-            shard_gb: size from which another file is begun.
+            shard_gb: maximum size of a file.
             allow_nan: also write weights that are not finite.
         """
         from hpclm.commands.convert import exported
@@ -226,7 +232,7 @@ class Run(os.PathLike[str]):
             steps: the last step, instead of the run's budget.
             resume_step: the step of the checkpoint to continue from, instead of the newest.
         """
-        live.train(options.compose(self.path, [*Options(steps=steps).changes(), *changes]), resume_step)
+        live.train(options.compose(self, [*Options(steps=steps).changes(), *changes]), resume_step)
         return self
 
     def _status(self) -> RunStatus:

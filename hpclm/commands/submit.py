@@ -64,15 +64,24 @@ def main(argv: list[str]) -> int:
 
 def from_python(run: RunConfig, resume_step: int | None = None) -> None:
     """Submit ``run`` as a job; ConfigError with every problem, or where there is no queue."""
-    where = _of_job(run.job)
-    if where in STARTED_BY:
-        raise ConfigError(
-            f"job.cluster={where} has no queue: hpclm.train trains in this process, and hpclm submit in a terminal starts several"
-        )
+    where = queue_of(run.job)
     prechecks.check(run, where, resume_step=resume_step)
     scheduler = named(where)
     scripts = _scripts(scheduler, [run], resume_step)
     _submit(scheduler, [run], scripts, ["hpclm", "submit", f"{run.out}/config.yaml"], False, resume_step)
+
+
+def queue_of(job: JobConfig) -> str:
+    """The scheduler of a job's settings; ConfigError where there is no queue."""
+    where = _of_job(job)
+    if where not in STARTED_BY:
+        return where
+    none = f"job.cluster={where} has no queue"
+    if job.cluster == "auto":
+        none = "job.hostfile means mpirun, which has no queue" if job.hostfile else "no Slurm here (sbatch not found)"
+    raise ConfigError(
+        f"{none}; hpclm.train trains in this process, and hpclm submit in a terminal starts several processes"
+    )
 
 
 def _where(args: argparse.Namespace, job: JobConfig) -> str:

@@ -181,6 +181,8 @@ class RunConfig(Checked):
             yield f"name={self.name!r} must be one line of text that is not empty"
         if not self.out.strip():
             yield "out is empty; give the run directory"
+        elif not self.out.isprintable() or self.out.strip("/") == "":
+            yield f"out={self.out!r} must be a folder of the run's own, on one line"
         if not 0 <= self.seed < 2**32:
             yield f"seed={self.seed} must be at least 0 and less than 2^32, because the sample order's generator requires it"
         yield from at_least(1, "run", stop_at=self.stop_at, exit_interval=self.exit_interval)

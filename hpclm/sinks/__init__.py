@@ -31,7 +31,7 @@ class RunInfo:
 
 
 class Sink(Protocol):
-    """One run in an experiment tracker. It may raise anything, at any time: it is made again, and gets the same rows."""
+    """One run in an experiment tracker. It may raise at any time; it is then recreated and sent the same rows again."""
 
     def __init__(self, run: RunInfo) -> None:
         """Create the run ``run.id``, or continue it if an earlier attempt has created it."""

@@ -55,11 +55,11 @@ def main(name: str, out: Path) -> int:
             try:
                 feed.send()
                 if failure:
-                    warn(f"works again; it has all {feed.rows} rows")
+                    warn(f"reconnected; synced through row {feed.rows}")
                 failure, pause = "", POLL
             except Exception as error:
                 if failure != cause(error):
-                    warn(f"{cause(error)}; training continues, and it is tried again")
+                    warn(f"{cause(error)}; training continues; retrying")
                 failure, pause = cause(error), min(LONGEST, max(FIRST, 2 * pause))
             if last:
                 feed.close(ending.code)

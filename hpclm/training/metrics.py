@@ -96,7 +96,7 @@ class Meter:
         try:
             self._open.__exit__(*ending)
         except OSError as error:
-            log.warning("%s lacks its last rows: %s", self.path, error.strerror)
+            log.warning("could not flush the last rows of %s: %s", self.path, error.strerror)
 
     def step(self, step: int, samples: int, measured: dict[str, float]) -> None:
         """One step, its number and the samples consumed so far; ``measured`` has batch_size and step_seconds among others."""

@@ -42,6 +42,20 @@ def test_a_run_that_is_done_is_not_started_without_more_to_do(tmp_path, tiny):
     )
 
 
+@pytest.mark.parametrize("verb", ["train", "submit"])
+def test_settings_without_effect_do_not_change_what_a_run_that_is_done_says_of_itself(tmp_path, tiny, verb):
+    out = tmp_path / "run"
+    hpclm("train", *tiny("run"), check=0)
+    again = ("train", out) if verb == "train" else ("submit", "--cluster", "local", "--config", out / "config.yaml")
+    before = [(out / name).read_bytes() for name in ("config.yaml", "attempts.jsonl")]
+    for change, named in (("optim.lr=0.5", "optim.lr=0.5"), ("budget.steps=6", "budget ends at step 6")):
+        said = hpclm(*again, change, check=64).stderr
+        assert f"{out} is at step 12" in said and named in said and "raise the budget" in said
+    assert [(out / name).read_bytes() for name in ("config.yaml", "attempts.jsonl")] == before
+    hpclm(*again, "log.every=3", check=0)  # has an effect, or none that matters
+    hpclm(*again, "budget.steps=13", "optim.lr=0.5", check=0)
+
+
 def test_a_run_is_submitted_again_by_its_own_settings_and_its_last_size(tmp_path):
     make(tmp_path, config_yaml="")
     config = str(tmp_path / "config.yaml")

@@ -11,6 +11,7 @@ from hpclm import config, extras
 from hpclm.config import RunConfig
 from hpclm.config.data import SOURCES
 from hpclm.config.engine import ENGINES
+from hpclm.config.finished import check_finished
 from hpclm.config.length import run_length
 from hpclm.config.model import BLOCKS
 from hpclm.config.optim import SCHEDULES
@@ -127,11 +128,15 @@ def _check_history(run: RunConfig, source: "Source | None", resume_step: int | N
     out, path = Path(run.out), Path(run.out) / "config.yaml"
     now = fingerprint(run.model, run.seed, None if source is None else source.fingerprint, run.optim.name)
     if resume_step is not None or os.path.lexists(out / "checkpoints"):
-        from hpclm.checkpoint import resumable
+        from hpclm.checkpoint import Progress, resumable
+        from hpclm.data import sources
 
         checkpoint = resumable.candidate(out, resume_step)
         resumable.check_resumable(checkpoint, run.checkpoint.resume, now)
         if checkpoint:
+            if source:
+                length = run_length(run, run.plan(run.parallel.replica), sources.samples_per_epoch(source))
+                check_finished(run, Progress.of(checkpoint[1].progress).step, length.steps)
             return
     if queued and path.is_file():
         before = config.load(path)

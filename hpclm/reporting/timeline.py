@@ -21,12 +21,13 @@ def summary(history: History) -> str:
     count, last = len(history.attempts), history.attempts[-1]
     of = f" of {last.row['steps']}" if last.row.get("steps") else ""
     said = [f"The run has done {last.last}{of} steps in {span(history.wall)}, in {_many(count, 'attempt')}."]
-    if count > 1:
+    interrupted = sum(attempt.code != 0 for attempt in history.attempts[:-1])  # 0: done, stopped or at an exit_interval
+    if interrupted:
         lost = sum(attempt.lost for attempt in history.attempts)
         spent = (
             f"{_many(lost, 'step')} ({span(history.seconds('lost'))}) came after a checkpoint and had to be done again."
         )
-        times = {1: "once", 2: "twice"}.get(count - 1, f"{count - 1} times")
+        times = {1: "once", 2: "twice"}.get(interrupted, f"{interrupted} times")
         said.append(
             f"It was interrupted {times} and resumed from its last checkpoint each time; "
             + (spent if lost else "no step had to be done twice.")

@@ -16,7 +16,7 @@ from hpclm.checkpoint import CheckpointStore, Progress, Retention, begin_from, r
 from hpclm.checkpoint.fingerprint import fingerprint
 from hpclm.checkpoint.init_from import check_init_from
 from hpclm.config import EngineSettings, RunConfig
-from hpclm.data.sources import Source
+from hpclm.config.finished import check_finished
 from hpclm.diagnostics import preflight
 from hpclm.distributed import bootstrap
 from hpclm.distributed.context import DistributedContext
@@ -156,7 +156,7 @@ def open_run_directory(
     if context.is_main:
         messages.hello(config, data.plan, context, data.length, len(data.train.samples))
     context.watchdog.enter("start-up")
-    context.run_on_main(lambda: check_start(config, data.source, resume_step))
+    context.run_on_main(lambda: check_start(config, data, resume_step))
     with ExitStack() as stack:
         lease = on_main(context, lambda: stack.enter_context(_lease(out)))
         summary = stack.enter_context(RunSummary(out, lease)) if lease else None
@@ -180,11 +180,14 @@ def _lease(out: Path) -> Lease:
     return Lease(out)
 
 
-def check_start(config: RunConfig, source: Source, resume_step: int | None) -> None:
+def check_start(config: RunConfig, data: RunData, resume_step: int | None) -> None:
     """ConfigError where the run cannot start, or resume, with these settings from the checkpoint that it would take."""
-    out, now = Path(config.out), fingerprint(config.model, config.seed, source.fingerprint, config.optim.name)
+    out = Path(config.out)
+    now = fingerprint(config.model, config.seed, data.source.fingerprint, config.optim.name)
     candidate = resumable.candidate(out, records.requested_step(out, resume_step))
     resumable.check_resumable(candidate, config.checkpoint.resume, now)
+    if candidate:
+        check_finished(config, Progress.of(candidate[1].progress).step, data.length.steps)
     check_init_from(config.checkpoint.init_from, out / "checkpoints", now)
 
 

@@ -1,5 +1,6 @@
 """The datasets on disk that a run reads, divided into splits, and their common tokenizer."""
 
+import logging
 import random
 from collections.abc import Iterator
 from functools import partial
@@ -16,9 +17,11 @@ from hpclm.data.sources import Samples
 from hpclm.data.splits import DatasetSlice, SampleSettings, Split
 from hpclm.errors import ConfigError
 
+log = logging.getLogger(__name__)
 SPLITS = ("train", "valid", "test")
 SAMPLED = 64  # blocks, over all datasets, that are verified when a run starts
 FIRST = 1 << 20  # tokens of a dataset without PREFIX.json that are checked against the vocabulary at start
+WASTEFUL = 2  # times the tokenizer's entries: more of the vocabulary is never used than padding explains
 NAMED = "valid/"  # prefix of the names of further validation sets
 
 
@@ -194,4 +197,9 @@ def shared_tokenizer(settings: DataConfig, prefixes: list[str], vocab_size: int)
             f"model.vocab_size={vocab_size} is smaller than the {fingerprint['size']} entries of the {fingerprint['kind']} "
             f"tokenizer of {place}; set model.vocab_size={fingerprint['size']}"
         )
+    if vocab_size > WASTEFUL * fingerprint["size"] and vocab_size > 1024:
+        log.warning(
+            "model.vocab_size=%d, but the tokenizer of %s has %d entries; with model.vocab_size=%d the model is smaller and faster",
+            vocab_size, place, fingerprint["size"], fingerprint["size"],
+        )  # fmt: skip
     return fingerprint

@@ -193,6 +193,14 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tmp_path):
         source(dataset(tmp_path, [20]), vocab_size=256, tokenizer="bytes")
 
 
+def test_a_vocabulary_much_larger_than_the_tokenizers_is_reported(tmp_path, caplog):
+    noted = dataset(tmp_path, [20], {"tokenizer": BYTES})
+    source(noted, vocab_size=1024)
+    assert not caplog.records
+    source(noted, vocab_size=50_304)
+    assert "model.vocab_size=50304, but the tokenizer of dataset" in caplog.text and "has 257 entries" in caplog.text
+
+
 def test_a_tokenizer_the_dataset_was_not_made_with_is_refused(tmp_path):
     vocabularies = []
     for name, words in (("a", ["<unk>", "<|endoftext|>", "x"]), ("b", ["<unk>", "<|endoftext|>", "y"])):

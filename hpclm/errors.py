@@ -33,7 +33,7 @@ class OneLine:
 
 
 class TrainingInterrupted(OneLine, KeyboardInterrupt):
-    """A signal, such as a notebook's interrupt, has ended training in Python; the run has saved."""
+    """A signal, such as a notebook's interrupt, has ended training in Python; says whether the run has saved."""
 
 
 class HpclmError(OneLine, Exception):

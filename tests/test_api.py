@@ -41,6 +41,8 @@ def test_text_is_preprocessed_once_for_all_runs_that_use_it(here, capsys):
         hpclm.train("small", data=prefix, tokenizer="bytes")
     with pytest.raises(hpclm.ConfigError, match="has no effect without data="):
         hpclm.train("debug", tokenizer="bytes")
+    with pytest.raises(hpclm.ConfigError, match=r"tokenizer='gpt2' must be 'bytes', a tokenizer.json"):
+        hpclm.train("small", data="text.jsonl", tokenizer="gpt2")
     again = hpclm.train(first, {"data.split": first.settings.data.split}, data=prefix, steps=3)
     assert again.rows[-1]["step"] == 3
     Path("text.jsonl").write_text('{"text": "Something else."}\n' * 100)
@@ -127,7 +129,7 @@ def test_an_interrupt_saves_and_is_raised(tiny, tmp_path):
     thread = threading.Thread(target=interrupt)
     thread.start()
     try:
-        with pytest.raises(KeyboardInterrupt, match="has saved; train with the same settings to continue"):
+        with pytest.raises(KeyboardInterrupt, match=r"run: saved at step \d+; run the same call again to continue"):
             hpclm.train(settings)
     finally:
         given_up.set()
@@ -198,6 +200,9 @@ def test_help_and_completion_show_the_interface():
     assert names == ["ConfigError", "HpclmError", "Run", "RunConfig", "open", "settings", "submit", "train"]
     done = subprocess.run([sys.executable, "-m", "pydoc", "hpclm"], capture_output=True, text=True, cwd=ROOT)
     assert all(f"    {name}(" in done.stdout for name in ("open", "settings", "submit", "train"))
+    made = hpclm.settings("debug")
+    assert {"optim", "diff"} < set(dir(made)) > {"name"} and not {"problems", "plan", "for_engine"} & set(dir(made))
+    assert "lr" in dir(made.optim) and not {"problems"} & set(dir(made.optim))
     undocumented = [name for name in vars(hpclm.Run) if name[0] != "_" and not getattr(hpclm.Run, name).__doc__]
     assert not undocumented
 

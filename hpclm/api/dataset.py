@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from hpclm import files
 from hpclm.config import RunConfig
 from hpclm.errors import ConfigError
+from hpclm.registry import OWN
 
 
 class TextDataset(Protocol):
@@ -95,8 +96,10 @@ def _preprocessed(
     words = ["--input", str(path), "--append-eod", "--part", "0/1", "--output-prefix", name]
     if file := FILES.get(Path(kind).suffix):
         words += ["--tokenizer", file, "--tokenizer-files", str(Path(kind).absolute())]
-    else:
+    elif kind == TOKENIZER or OWN.fullmatch(kind):
         words += ["--tokenizer", kind]
+    else:
+        raise ConfigError(f"tokenizer={kind!r} must be {TOKENIZER!r}, a tokenizer.json, or a sentencepiece .model file")
     tokenizer_of.cache_clear()  # its files may have changed since an earlier call
     request = options.parse(words)
     [corpus] = request.corpora

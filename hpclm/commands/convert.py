@@ -7,7 +7,7 @@ from hpclm import cli, extras
 from hpclm.errors import ConfigError
 from hpclm.terminal import say
 
-DESCRIPTION = """Convert weights, in the direction that SOURCE says:
+DESCRIPTION = """Convert weights. SOURCE sets the direction:
 
   a run directory, or one checkpoint step-*    -> a folder that transformers and vLLM read, or, if TARGET ends with
                                                   .gguf, a file for llama.cpp
@@ -17,8 +17,8 @@ DESCRIPTION = """Convert weights, in the direction that SOURCE says:
   mp_rank_XX[_YYY]/model_optim_rng.pt          -> a run directory (Megatron-LM)
   .metadata and *.distcp                       -> a run directory, with the optimizer (Megatron-core's torch_dist)
 
-evaluate, generate and fine-tuning can start from such a run directory. TARGET must not exist; it is there when all of it is
-written, and not before. Nothing is downloaded, and no code that comes with a file is run."""
+evaluate, generate and fine-tuning can start from such a run directory. TARGET must not exist; it
+appears only when it is complete. Nothing is downloaded, and no code that comes with a file is run."""
 
 SHARD_GB = 5.0
 
@@ -28,14 +28,14 @@ def main(argv: list[str]) -> int:
     parser = cli.Parser(
         prog="hpclm convert",
         description=DESCRIPTION,
-        epilog="exit codes: 0 done, 2 wrong arguments, 64 what cannot be converted, with the reason, 66 no good checkpoint",
+        epilog="exit codes: 0 done, 2 wrong arguments, 64 cannot be converted (the message says why), 66 no good checkpoint",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("source", type=Path, metavar="SOURCE")
     add("target", type=Path, metavar="TARGET")
-    settings = "settings that differ from the run's own, such as data.tokenizer_files; in an import, model.… settings that its files do not say"
-    add("settings", nargs="*", metavar="key=value", help=settings)
+    settings = "settings that differ from the run's own, such as data.tokenizer_files; in an import, model.… settings that its files lack"
+    add("settings", nargs="*", default=[], metavar="key=value", help=settings)
     add("--dtype", choices=("fp32", "bf16", "fp16"), help="of an export's weights (default: fp32)")
     add("--shard-gb", type=float, metavar="GB", help=f"start another file beyond this (default: {SHARD_GB:g})")
     add("--allow-nan", action="store_true", help="export weights that are not finite, too")

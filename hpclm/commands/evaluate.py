@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
     add = parser.add_argument
     add("run", type=Path, help=cli.ONE)
     cli.add_runs(parser)
-    add("settings", nargs="*", metavar="key=value", help="settings that differ from the run's own")
+    add("settings", nargs="*", default=[], metavar="key=value", help="settings that differ from the run's own")
     what = parser.add_mutually_exclusive_group()
     parts = "valid, test, train, or valid/NAME of data.validation (default: valid)"
     what.add_argument("--part", default="valid", metavar="PART", help=parts)

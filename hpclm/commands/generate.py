@@ -50,7 +50,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("run", type=Path, help=cli.ONE)
     cli.add_runs(parser)
-    add("settings", nargs="*", metavar="key=value", help="settings that differ from the run's own")
+    add("settings", nargs="*", default=[], metavar="key=value", help="settings that differ from the run's own")
     add("--prompt", metavar="TEXT", help="text to continue; - reads standard input")
     prompts = 'one prompt per line (.jsonl: {"prompt": TEXT}); - reads standard input; prints a JSON object for each'
     add("--prompts", metavar="FILE", help=prompts)

@@ -17,10 +17,11 @@ from hpclm.distributed import context as distributed
 from hpclm.distributed.bootstrap import World
 from hpclm.errors import REQUEUE, ConfigError, TrainingInterrupted
 from hpclm.node import notify, preemption, secrets, threads
-from hpclm.rundir import code, folder
+from hpclm.rundir import code, folder, runs
 
 HONOURED = ("job.notify", "job.warn_seconds")
 """Settings of the section job that a training process follows; all others are for what starts it."""
+AGAIN = "run the same call again to continue"
 
 
 def main(argv: list[str]) -> int:
@@ -124,8 +125,11 @@ def in_this_process(settings: RunConfig, resume_step: int | None = None, quiet: 
     before = {number: signal.getsignal(number) for number in preemption.WARNINGS}
     try:
         ended = start(settings, alone=True, resume_step=resume_step, quiet=quiet)
+    except KeyboardInterrupt:
+        raise TrainingInterrupted(f"{settings.out}: interrupted twice, so not saved; {AGAIN}") from None
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
     if ended == REQUEUE:
-        raise TrainingInterrupted(f"{settings.out} has saved; train with the same settings to continue")
+        saved = runs.read(Path(settings.out)).checkpoint
+        raise TrainingInterrupted(f"{settings.out}: saved{f' at step {saved[0]}' if saved else ''}; {AGAIN}")

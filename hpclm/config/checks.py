@@ -15,6 +15,10 @@ class Checked:
         if problems_here:
             raise ConfigError(problems_here)
 
+    def __dir__(self) -> list[str]:
+        """What completion shows: the settings."""
+        return list(getattr(self, "__dataclass_fields__", ()))
+
     def problems(self) -> Iterator[str]:
         """Everything that is wrong, one sentence each, with what to do."""
         yield from ()

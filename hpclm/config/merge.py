@@ -83,7 +83,9 @@ def _set(tree: Any, key: str, value: Any) -> None:
         OmegaConf.update(tree, key, before, merge=False)
         if isinstance(error, InterpolationResolutionError):
             raise ConfigError(f"{key}={shown(value)}: {_unresolved(error)}") from None
-        near = hint(str(value), [str(choice) for choice in typing.get_args(kind)]) or _as_meant(key, kind, value)
+        near = hint(
+            "cuda" if value == "gpu" else str(value), [str(choice) for choice in typing.get_args(kind)]
+        ) or _as_meant(key, kind, value)
         raise ConfigError(f"{key}={shown(value)} must be {type_text(kind)}{'.' * near.startswith(' ')}{near}") from None
 
 

@@ -166,6 +166,10 @@ class RunConfig(Checked):
     job: JobConfig = field(default_factory=JobConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
+    def __dir__(self) -> list[str]:
+        """What completion shows: the settings and ``diff``."""
+        return [*super().__dir__(), "diff"]
+
     def __repr__(self) -> str:
         lines = (f"\n  {key} = {mine!r}" for key, (mine, _) in self.diff().items())
         return f"RunConfig: settings that differ from the defaults{''.join(lines)}"

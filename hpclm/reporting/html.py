@@ -29,7 +29,9 @@ code { font: .85rem/1.6 ui-monospace, monospace; background: var(--card); border
 figure { margin: 0; min-width: 0; max-width: 43rem; break-inside: avoid; } figure h3 { margin: 0; } .plot { min-height: 300px; }
 .legend { display: flex; flex-wrap: wrap; gap: .1rem 1rem; font-size: .85rem; } .legend span { overflow-wrap: anywhere; }
 i { display: inline-block; width: 1.1rem; height: .3rem; margin-right: .4rem; vertical-align: middle; border-radius: 2px; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; width: 100%; }
+.scroll { overflow-x: auto; background: linear-gradient(90deg, transparent, var(--ground) 70%) right / 3rem 100% no-repeat local,
+  linear-gradient(90deg, transparent, var(--soft)) right / .8rem 100% no-repeat; } /* a shadow while there are more columns */
+table { border-collapse: collapse; font-size: .9rem; width: 100%; }
 th, td { text-align: left; padding: .35rem .9rem .35rem 0; border-bottom: 1px solid var(--line); vertical-align: top; min-width: 4rem; }
 th { vertical-align: bottom; overflow-wrap: normal; } tr { break-inside: avoid; }
 th button { all: unset; cursor: pointer; } th button:focus-visible { outline: 2px solid; } th[aria-sort]::after { content: " ▾"; }

@@ -44,13 +44,13 @@ def page(content: Content) -> str:
         body += _curves(charts, named)
         body += ["<h2>Attempts</h2>", timeline.legend([*ordered.values()])]
         body += (f"<h3>{text(name)}</h3>{timeline.bars(history)}" for name, history in ordered.items())
-        body += ["<h2>Where they came from</h2>", _origins(ordered, content.settings)]
+        body += ["<h2>Provenance</h2>", _origins(ordered, content.settings)]
     else:
         [(name, history)] = runs.items()
         body += [f"<p>{text(timeline.summary(history))}</p>"]
         if standings[0].diverged is not None:
             body.append(f'<p class="warn">The run diverged at step {standings[0].diverged}.</p>')
-        body += ["<h2>Where it came from</h2>", _origin(history, content.settings[name]), _samples(content, ordered)]
+        body += ["<h2>Provenance</h2>", _origin(history, content.settings[name]), _samples(content, ordered)]
         body += _curves(charts, named)
         body += ["<h2>Attempts</h2>", timeline.legend([history]), timeline.bars(history), timeline.numbers(history)]
         body += ["<h2>Numbers</h2>", _numbers(history, standings[0])]
@@ -82,7 +82,7 @@ def _verdict(standings: list[Standing], differing: Mapping[str, object]) -> str:
 def _ranking(
     standings: list[Standing], runs: Mapping[str, History], differing: Mapping[str, Mapping[str, object]]
 ) -> str:
-    """The runs as rows, the best first; clicking on a head sorts."""
+    """The runs as rows, the best first; clicking a column heading sorts."""
     colours = _colours([*runs])
     heads = ["run", "validation loss", "training loss", *differing, "steps", "tokens/s", "state"]
     lines = []
@@ -94,8 +94,8 @@ def _ranking(
         rate = _mean(history, "tokens_per_second")
         ended = history.attempts[-1].ended if history.attempts else "not started"
         state = text(ended or "running, as far as its files say")
-        if each.diverged is not None:
-            state = f'<span class="warn">diverged at step {each.diverged}</span>; {state}'
+        if each.diverged is not None:  # how it ended stands below, with its attempts
+            state = f'<span class="warn">diverged at step {each.diverged}</span>'
         training = "" if each.training is None else f"{each.training:.4f}"
         last = history.steps[-1]["step"] if history.steps else 0
         cells = [
@@ -110,7 +110,7 @@ def _ranking(
         lines.append("<tr>" + "".join(f'<td data-value="{text(key)}">{cell}</td>' for key, cell in cells) + "</tr>")
     head = "".join(f"<th><button>{text(each)}</button></th>" for each in heads)
     body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody>"
-    note = "The best run is first: by validation loss where it was measured, else by training loss. Click on a head to sort."
+    note = "The best run is first: by validation loss where it was measured, else by training loss. Click a column heading to sort."
     return f'<div class="scroll"><table class="ranking">{body}</table></div><p class="soft">{note}</p>'
 
 
@@ -148,7 +148,7 @@ def _samples(content: Content, order: Iterable[str]) -> str:
             about = f"{name}, step {step:,}" if len(content.runs) > 1 else f"step {step:,}"
             cards.append(f'<div class="card"><span class="soft">{text(about)}</span><pre>{text(sample)}</pre></div>')
     said = f'<p class="soft">Continuing <code>{text(content.prompt)}</code></p>' if content.prompt else ""
-    return f'<h2>What the model writes</h2>{said}<div class="grid">{"".join(cards)}</div>'
+    return f'<h2>Samples</h2>{said}<div class="grid">{"".join(cards)}</div>'
 
 
 def _origin(history: History, settings: Settings) -> str:

@@ -169,7 +169,7 @@ def test_an_invalid_settings_file_is_refused_with_the_reason(tmp_path):
     (tmp_path / "mine.yaml").touch()
     with pytest.raises(ConfigError, match=f"did you mean '{tmp_path}/mine.yaml'"):
         config.load(tmp_path / "myne.yaml")
-    with pytest.raises(ConfigError, match=r"Did you mean 'recipes/bigscience'"):
+    with pytest.raises(ConfigError, match=r"did you mean 'recipes/bigscience'"):
         config.load("bigscence")
     with pytest.raises(
         ConfigError, match=r"recipes/megatron-deepspeed\.$"

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from hpclm.config import OptimConfig, Plan, ScalerConfig
+from hpclm.config import OptimConfig, Plan, ScalerConfig, from_cli
 from hpclm.config.plan import Rampup
 from hpclm.optim.scaler import LossScale
 from hpclm.optim.schedules import learning_rate
@@ -33,13 +33,31 @@ PEERS = {
 }
 
 
+RECIPES = {
+    "fairseq": "fairseq_polynomial_decay_seed0",
+    "fairseq-nodes": "fork_cosine-megatron_seed1",
+    "megatron-deepspeed": "seed2_script_iters_0_500",
+}
+
+
+def peers_rates(name):
+    values = json.loads(shared("reference/schedules/lr_values.json").read_text())[name]
+    return {int(step): value for step, value in values.items() if step.isdigit()}
+
+
 @pytest.mark.parametrize("name", PEERS)
 def test_every_learning_rate_is_the_peers_own_to_the_last_bit(name):
-    values = json.loads(shared("reference/schedules/lr_values.json").read_text())[name]
     unit, settings = PEERS[name]
     optim = OptimConfig(**settings)
-    at = {int(step): value for step, value in values.items() if step.isdigit()}
+    at = peers_rates(name)
     assert {step: learning_rate(step * unit, unit, None, optim) for step in at} == at
+
+
+@pytest.mark.parametrize("recipe, name", RECIPES.items())
+def test_a_recipe_has_the_learning_rates_of_what_it_replaces(recipe, name):
+    optim = from_cli([f"recipes/{recipe}"], None).optim
+    at = peers_rates(name)
+    assert {step: learning_rate(step, 1, None, optim) for step in at} == at
 
 
 def test_batch_rampup_and_sample_schedule_repeat_a_whole_run_of_megatron():

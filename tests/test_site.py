@@ -75,13 +75,24 @@ def test_the_site_has_every_page_and_loads_nothing_from_elsewhere(site):
         assert not re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="https?://', text), page
 
 
-@pytest.mark.parametrize("query, page", [("preemption", "launch"), ("grad_norm", "files"), ("检查点", "tutorial.zh")])
+SEARCHES = {
+    "preemption": "launch",
+    "requeue": "launch",
+    "hang_minutes": "launch",
+    "job.warn_seconds": "settings",
+    "grad_norm": "files",
+    "检查点": "tutorial.zh",
+}
+
+
+@pytest.mark.parametrize("query, page", SEARCHES.items())
 @pytest.mark.whole
 @needs_browser
 def test_the_search_finds_a_page_offline(query, page, site, tmp_path):
     shown = browse(tmp_path, f"{(site / 'index.html').as_uri()}?q={query}")
     results = shown[shown.index('class="md-search-result__list"') :]
     assert re.search(rf'href="[^"]*/{re.escape(page)}\.html', results)
+    assert "*</del>" not in results  # a part of the word that the search says is missing
 
 
 @pytest.mark.whole

@@ -102,7 +102,7 @@ def test_where_training_never_began_the_job_s_log_is_named_and_printed(tmp_path,
     submissions.append(run, Submission("slurm", "7", "login", 1, 1, str(log)))
     env = squeue("echo '7|PENDING|0:00|2:57|N/A|2||Priority'")
     said = hpclm("logs", run, env=env, check=64).stderr
-    assert f"has no log yet; it is waiting job 7 PENDING (Priority); the job will print to {log}" in said
+    assert f"has no log yet; it is waiting (job 7 PENDING (Priority)); the job will print to {log}" in said
     log.write_text("error: data.prefix is not set\n")
     done = hpclm("logs", run, env=squeue("true"), check=0)
     assert done.stdout == "error: data.prefix is not set\n" and f"the job's log, {log}" in done.stderr

@@ -164,4 +164,4 @@ def test_a_run_that_stop_at_ended_is_not_started_only_to_stop_again(tiny, tmp_pa
     assert cli.main(["train", *tiny("run", "stop_at=4")]) == 0
     assert cli.main(["resume", str(tmp_path / "run"), "--cluster", "local", "optim.lr=1e-3"]) == 64
     said = capsys.readouterr().err
-    assert "stopped at step 4 as stop_at says; to continue: hpclm resume" in said and "stop_at=null" in said
+    assert "stopped at step 4 (stop_at); to continue: hpclm resume" in said and "stop_at=null" in said

@@ -200,7 +200,9 @@ def warned_in_two_steps():
 
 def test_another_budget_is_warned_of_because_the_order_follows_from_it(tiny, tmp_path):
     hpclm("train", *tiny(), check=0)
-    assert "the budget was 96 samples and is 112" in hpclm("train", *tiny("run", "budget.steps=14"), check=0).stderr
+    assert (
+        "the budget changed from 96 to 112 samples" in hpclm("train", *tiny("run", "budget.steps=14"), check=0).stderr
+    )
 
 
 def test_the_learning_rate_in_the_metrics_is_the_schedules(tiny, tmp_path):
@@ -259,7 +261,10 @@ def test_a_run_that_ends_inside_its_warmup_is_refused_or_warned_of(tiny, tmp_pat
 @pytest.mark.parametrize(
     "words, answer",
     {
-        ("data.source=indexed", "data.prefix=nowhere/x"): "a dataset consists of nowhere/x.bin and nowhere/x.idx",
+        (
+            "data.source=indexed",
+            "data.prefix=nowhere/x",
+        ): "dataset not found: nowhere/x.bin and nowhere/x.idx do not exist",
         ("modle.layers=3",): "Did you mean 'model.layers'?",
         ("engine.device=cuda",): "PyTorch sees no GPU here",
         ("model.vocab_size=8",): "needs model.vocab_size of at least 16",

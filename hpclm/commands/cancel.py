@@ -189,11 +189,9 @@ def running(scheduler: Scheduler, targets: list[Target]) -> Iterator[Target]:
 def outcome(out: Path) -> str:
     """The outcome, and how to continue."""
     run = folders.read(out)
+    if not run.attempt:
+        return f"{files.shown(out)} has not trained; next: hpclm resume {files.typed(out)}"
     saved = f"saved at step {run.checkpoint[0]}" if run.checkpoint else "nothing is saved"
     lost = max(0, run.step - run.checkpoint[0]) if run.checkpoint else run.step
-    done = f"{files.shown(out)} has ended at step {run.step}, {saved}{f', {lost} steps lost' if lost else ''}"
-    return (
-        f"{done}; continue with: hpclm resume {files.typed(out)}"
-        if run.attempt
-        else f"{files.shown(out)} has not trained; start: hpclm resume {files.typed(out)}"
-    )
+    ended = f"stopped at step {run.step}, {saved}, {lost} steps lost" if lost else f"stopped and {saved}"
+    return f"{files.shown(out)} {ended}; next: hpclm resume {files.typed(out)}"

@@ -36,6 +36,7 @@ def main(argv: list[str]) -> int:
     add("target", type=Path, metavar="TARGET")
     settings = "settings that differ from the run's own, such as data.tokenizer_files; in an import, model.… settings that its files lack"
     add("settings", nargs="*", default=[], metavar="key=value", help=settings)
+    cli.add_runs(parser)
     add("--dtype", choices=("fp32", "bf16", "fp16"), help="of an export's weights (default: fp32)")
     add("--shard-gb", type=float, metavar="GB", help=f"start another file beyond this (default: {SHARD_GB:g})")
     add("--allow-nan", action="store_true", help="export weights that are not finite, too")
@@ -58,7 +59,7 @@ def converted(args: argparse.Namespace) -> str:
         from hpclm.interop import megatron, run
         from hpclm.interop.huggingface import folder
 
-    source, target, overrides = args.source, args.target, args.settings
+    source, target, overrides = cli.located(args.source, args.runs), args.target, args.settings
     if not source.is_dir():
         raise ConfigError(f"{source.absolute()} {'is not a folder' if source.exists() else 'does not exist'}")
     if run.is_run(source):
@@ -102,4 +103,7 @@ def exported(source: Path, target: Path, overrides: list[str], dtype: str, shard
         raise ConfigError("--shard-gb has no effect: a .gguf file is always one")
     else:
         name = "llama.cpp's " + file.export_run(checkpoint, target, dtype, allow_nan)
-    return f"{target}: {name}, from step {checkpoint.step} of {checkpoint.run}"
+    ready = (
+        f"next: llama-cli -m {target}" if target.suffix == ".gguf" else f"{target / 'README.md'} says how to load it"
+    )
+    return f"{target}: {name}, from step {checkpoint.step} of {checkpoint.run}; {ready}"

@@ -94,9 +94,9 @@ def main(argv: list[str]) -> int:
         compose.load(None, translation.options())
     except ConfigError as error:
         translation.wrong += error.problems
-    say(translation.text(args.file.name), end="")
     if translation.wrong:
         raise ConfigError([f"{args.file}: {line}" for line in translation.wrong])
+    say(translation.text(args.file.name), end="")
     return 0
 
 

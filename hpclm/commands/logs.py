@@ -87,7 +87,8 @@ def missing(status: RunStatus, rank: int | None, job: bool) -> ConfigError:
     kept = sorted(path.name for path in (out / "logs").glob(f"rank-{'[0-9]' * 5}.log"))
     ranks = f"; ranks with a log: 0 to {int(kept[-1][5:10])}" if rank and kept else ""
     later = f"; the job will print to {submitted[-1].log}" if status.live and submitted and submitted[-1].log else ""
-    return ConfigError(f"{files.shown(out)} has no {what}{ranks}; it is {status.name} {status.where()}{later}".rstrip())
+    where = f" ({status.where()})" if status.where() else ""
+    return ConfigError(f"{files.shown(out)} has no {what}{ranks}; it is {status.name}{where}{later}")
 
 
 def over(out: Path, queue: Queue) -> Callable[[], bool]:

@@ -73,7 +73,7 @@ def may_start(status: RunStatus, changes: list[str]) -> None:
             f"{out} is done: {status.ending}; to continue, extend it: hpclm resume {files.typed(out)} budget.steps=..., "
             "or go back: --from STEP"
         )
-    if "as stop_at says" in status.ending and not any(word.startswith(EXTENDS) for word in changes):
+    if "(stop_at)" in status.ending and not any(word.startswith(EXTENDS) for word in changes):
         raise ConfigError(f"{out} {status.ending}; to continue: hpclm resume {files.typed(out)} stop_at=null")
     if not (out / "config.yaml").is_file():
         raise ConfigError(f"{out} has no config.yaml; start it with hpclm submit")

@@ -120,7 +120,8 @@ def _more(status: RunStatus) -> Iterator[tuple[str, str]]:
         yield "validation", f"{summary['validation_loss']:.4f} at step {summary.get('validation_step')}"
     if attempt:
         size, launcher = attempt.get("size"), attempt.get("launcher")
-        ranks = f", {size} rank{'s' * (size != 1)} by {launcher}" if size and launcher else ""
+        by = f" by {launcher}" if launcher not in ("single", "local") else ", launched locally"
+        ranks = f", {size} rank{'s' * (size != 1)}{by}" if size and launcher else ""
         begun = f"from step {attempt.get('from_step')} on {attempt.get('host')}{ranks}, {attempt.get('time')}"
         used = f", settings in {attempt['config']}" if attempt.get("config") else ""
         yield "attempts", f"{summary.get('attempts', 'several')}, the last {begun}{used}"

@@ -123,7 +123,7 @@ def _ending(run: RunConfig) -> tuple[str, RunConfig | None]:
     status = status_of(folders.read(out), None)
     with suppress(ConfigError):
         before = config.load(out / "config.yaml")
-    return status.ending or "done" if status.name == "done" or "as stop_at says" in status.ending else "", before
+    return status.ending or "done" if status.name == "done" or "(stop_at)" in status.ending else "", before
 
 
 def _same_length(run: RunConfig, before: RunConfig) -> bool:
@@ -255,7 +255,9 @@ def _submit(
         out = files.typed(_short(run.out))
         state = "submitted" if new else "already queued: an earlier submission was interrupted"
         limit = f"; time limit {_limit(run.job.time)}" if run.job.time else ""
-        say(f"job {job.job_id}: {run.job.nodes} x {run.job.gpus} processes, {state}{limit}")
+        nodes, size = run.job.nodes, run.job.nodes * run.job.gpus
+        ranks = f"{size} process{'es' * (size > 1)} on {nodes} node{'s' * (nodes > 1)}"
+        say(f"job {job.job_id}: {ranks}, {state}{limit}")
         say(f"run directory  {run.out}\nlog            {job.log}")
         if (step := submissions.rollback(Path(run.out))) is not None:
             say(f"goes back to   step {step}, as {submissions.ROLLBACK} in the run directory says")

@@ -1,10 +1,15 @@
 """The verb ``hpclm top``: all runs below a folder, live, with the course of their losses."""
 
+import os
+import select
 import shutil
 import sys
+import termios
 import time
+import tty
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hpclm import cli, terminal
@@ -26,11 +31,13 @@ def main(argv: list[str]) -> int:
     """``hpclm top``."""
     parser = terminal.ArgumentParser(
         prog="hpclm top",
-        description="Show all runs below a folder, live, until Ctrl-C. If the output is not a terminal, print one table.",
+        description="Show all runs below a folder, live, until q or Ctrl-C. If the output is not a terminal, print one table.",
     )
     parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="the same as --runs FOLDER")
     cli.add_runs(parser)
-    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="time between looks (default: 2)")
+    parser.add_argument(
+        "--every", type=float, default=2.0, metavar="SECONDS", help="seconds between updates (default: 2)"
+    )
     parser.add_argument("--once", action="store_true", help="print one table, as plain lines")
     args = parser.parse_args(argv)
     if not 0.1 <= args.every <= 86400:
@@ -43,13 +50,38 @@ def main(argv: list[str]) -> int:
         else:
             say(f"{folders.none_in(watch.folder)}; name their folder, or start one with hpclm submit")
         return 0
-    with suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt), quit_key() as pressed:
         while True:
             sys.stdout.write(CLEAR + "\n".join(watch.screen(*shutil.get_terminal_size())))
             sys.stdout.flush()
-            time.sleep(args.every)
+            if pressed(args.every):
+                break
     say()
     return 0
+
+
+@contextmanager
+def quit_key() -> Iterator[Callable[[float], bool]]:
+    """A function that returns whether q was pressed within some seconds. Inside the context, the terminal does not show what is typed."""
+    if not sys.stdin.isatty():
+        yield lambda seconds: bool(time.sleep(seconds))
+        return
+    keyboard = sys.stdin.fileno()
+
+    def pressed(seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while select.select([keyboard], [], [], max(0.0, until - time.monotonic()))[0]:
+            keys = os.read(keyboard, 1024)
+            if not keys or b"q" in keys:  # nothing: the terminal is gone
+                return True
+        return False
+
+    before = termios.tcgetattr(keyboard)
+    tty.setcbreak(keyboard)
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
 
 
 class TopScreen:
@@ -78,7 +110,7 @@ class TopScreen:
         statuses = self.look()
         counts = Counter(status.name for status in statuses)
         states = ", ".join(f"{count} {name}" for name, count in counts.items()) or "no runs"
-        title = terminal.line(f"{self.folder}  {time.strftime('%H:%M:%S')}  {states}  (Ctrl-C exits)")
+        title = terminal.line(f"{self.folder}  {time.strftime('%H:%M:%S')}  {states}  (q exits)")
         header, *blocks = run_table.fitted(COLUMNS, [*map(row, statuses)], width)
         lines = [title, *(self._silent() or [""]), *header]
         for number, block in enumerate(blocks):

@@ -1,9 +1,10 @@
 """Settings of the optimizer and of fp16's loss scale."""
 
+import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from hpclm.config.checks import Checked, at_least, fraction
@@ -194,6 +195,11 @@ class ScalerConfig(Checked):
     """Count only overflows in a row."""
     minimum: float = 1.0
     """Lowest loss scale; overflows there count towards optim.nonfinite_limit."""
+
+    def reset(self) -> str:
+        """The words of a command line that return what was changed to the defaults."""
+        changed = (each for each in fields(self) if getattr(self, each.name) != each.default)
+        return " ".join(f"scaler.{each.name}={json.dumps(each.default)}" for each in changed)
 
     def problems(self) -> Iterator[str]:
         """Invalid loss-scale settings."""

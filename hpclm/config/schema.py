@@ -150,7 +150,7 @@ class RunConfig(Checked):
     exit_minutes: float | None = None
     """Save and exit after this many minutes of an attempt."""
     kill_switch: str | None = None
-    """Save and exit when this file exists (Megatron's --kill-switch-path); it must belong to you or root, and stays."""
+    """Save and exit when this file exists (Megatron's --kill-switch-path); it must belong to you or root, and is not deleted."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -194,8 +194,9 @@ class RunConfig(Checked):
             yield "kill_switch is empty; give a path, or null"
         if self.exit_minutes is not None and not self.exit_minutes > 0:
             yield f"exit_minutes={self.exit_minutes} must be more than 0"
-        if self.engine.precision != "fp16" and self.scaler != ScalerConfig():
-            yield f"scaler.* has no effect with engine.precision={self.engine.precision}; it applies to fp16"
+        if self.engine.precision != "fp16" and (reset := self.scaler.reset()):
+            idle = f"scaler.* has no effect with engine.precision={self.engine.precision}; it applies to fp16"
+            yield f"{idle}. To return to its defaults: {reset}"
         masked = self.data.eod_mask_loss or self.data.break_mode or self.data.order == "packed"
         if self.batch.loss_norm == "microbatch" and not masked:
             yield "batch.loss_norm=microbatch has no effect without data.eod_mask_loss=true"

@@ -198,13 +198,12 @@ class IndexedDataset:
 
 
 def _not_there(prefix: Path, missing: list[str]) -> str:
-    bin_path, idx_path, _ = files(prefix)
     if prefix.suffix in (".bin", ".idx") and prefix.is_file():
         return f"{prefix} is one of a dataset's files: leave off {prefix.suffix}"
     folder = prefix.parent
     near = sorted(str(path.with_suffix("")) for path in folder.glob("*.idx")) if folder.is_dir() else []
-    hint = f"; {folder} has {', '.join(near[:5])}" if near else f"; there is no dataset in {folder.absolute()}"
-    return f"a dataset consists of {bin_path} and {idx_path}, but {' and '.join(missing)} {'do' if len(missing) > 1 else 'does'} not exist{hint}"
+    hint = f"; {folder} has {', '.join(near[:5])}" if near else "; run hpclm preprocess first"
+    return f"dataset not found: {' and '.join(missing)} {'do' if len(missing) > 1 else 'does'} not exist{hint}"
 
 
 def whereabouts(dataset: IndexedDataset, place: int) -> str:

@@ -137,6 +137,10 @@ def of_run(data: DataConfig) -> Tokenizer:
     notes = ((prefix, sidecar(prefix)) for prefix in data.prefixes())
     prefix, note = next(((prefix, note) for prefix, note in notes if "tokenizer" in note), ("", {}))
     if not note:
+        if data.source == "synthetic":
+            raise ConfigError(
+                "the run trained on synthetic data (data.source), so it has no tokenizer and cannot generate text"
+            )
         raise ConfigError("the run's dataset does not name its tokenizer; set data.tokenizer and data.tokenizer_files")
     kind, paths = note["tokenizer"]["kind"], note.get("tokenizer_files")
     if kind not in TOKENIZERS:  # a dataset must not decide which code is run

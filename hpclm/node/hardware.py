@@ -99,7 +99,7 @@ def set_matmul(device: torch.device) -> str:
     if fast > 2 * exact + 1e-7:
         torch.set_float32_matmul_precision("highest")
         return f"exact: oneDNN would round fp32 products here (relative error {fast:.0e})"
-    return f"fast: oneDNN, with fp32's precision here (relative error {fast:.0e})"
+    return f"oneDNN, full precision (relative error {fast:.0e})"
 
 
 def _product_error(size: int = 256) -> float:

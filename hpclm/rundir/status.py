@@ -32,6 +32,9 @@ FAULT = re.compile(
     re.IGNORECASE,
 )
 
+UNLIMITED = re.compile(r"UNLIMITED|36[45]-")
+"""The time left of a job without a limit: early in it, squeue counts down from a year."""
+
 
 @dataclass(frozen=True)
 class RunStatus:
@@ -93,7 +96,7 @@ class RunStatus:
         if self.name == "running" and self.age is not None and self.age > max(120, 20 * usual):
             yield f"no step for {span(self.age)}, and a step takes {usual:.2f} s: hpclm logs {out}"
         if self.live and run.slow:
-            ranks = [f"rank {row['rank']} on {row['host']} ({row['times']:.1f} times)" for row in run.slow]
+            ranks = [f"rank {row['rank']} on {row['host']} ({row['times']:.1f}x the median)" for row in run.slow]
             more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
             yield f"slower than the others: {', '.join(ranks[:8])}{more}"
         if self.job and self.job.hopeless:
@@ -157,7 +160,8 @@ def status_of(run: Run, states: Mapping[str, JobState] | None, asked: str = "") 
     if job and not job.live and name in ("failed", "ended") and job.name != "COMPLETED":
         because = f" ({job.reason})" if job.reason not in ("", "None", "NonZeroExitCode") else ""
         text = f"{text}; job {job.id} {job.name}{because}"
-    return RunStatus(run, name, job, asked, here, text, time.time())
+    needless = over and name == "done"  # whatever Slurm would have answered
+    return RunStatus(run, name, job, "" if needless else asked, here, text, time.time())
 
 
 def _over(run: Run, unanswered: bool, elsewhere: bool, job: JobState | None) -> tuple[str, str]:
@@ -211,7 +215,8 @@ def job_words(job: JobState) -> str:
     if job.waits:
         when = f", expected to start {job.start}" if re.match(r"\d{4}-", job.start) else ""
         return f"job {job.id} {job.name} ({job.reason}){when}"
-    return f"job {job.id} {job.name}" + (f" for {job.elapsed} on {job.nodelist}, {job.left} left" if job.live else "")
+    left = "" if UNLIMITED.match(job.left) else f", {job.left} left"
+    return f"job {job.id} {job.name}" + (f" for {job.elapsed} on {job.nodelist}{left}" if job.live else "")
 
 
 def span(seconds: float) -> str:

@@ -163,7 +163,8 @@ class Slurm(Scheduler):
 
 def refused(message: str) -> HpclmError:
     """The error for sbatch's ``message``: ConfigError, or HpclmError if the job may be in the queue, or not."""
-    text = " ".join(re.sub(r"(sbatch|allocation failure): (error: )?", "", message).split())
+    lines = re.sub(r"(sbatch|allocation failure): (error: )?", "", message).splitlines()
+    text = "; ".join(" ".join(line.split()) for line in lines if line.strip())
     text = text or "sbatch failed without a message"
     if UNANSWERED.search(message):
         return HpclmError(f"Slurm did not answer: {text}; repeat the command: it checks the queue before it submits")

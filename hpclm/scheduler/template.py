@@ -124,8 +124,8 @@ def options_of(config: RunConfig, out: Path) -> Options:
 
 
 def name(text: str) -> str:
-    """``text`` as a job name that Slurm and shells print safely."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", text).lstrip("-")[:100] or "hpclm"
+    """``text`` as a job name that Slurm and shells print safely: letters and digits of any script, and ``._-``."""
+    return re.sub(r"[^\w.-]+", "_", text).lstrip("-")[:100] or "hpclm"
 
 
 def pattern(path: Path) -> str:

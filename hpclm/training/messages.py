@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 def device(device: torch.device, dtype: torch.dtype, products: str) -> None:
     """Log what the run computes on, and in which types; ``products``: how fp32 products run."""
-    logger.info("%s, %s; fp32 products %s", hardware.describe(device), str(dtype).removeprefix("torch."), products)
+    logger.info("%s, %s; fp32 matmuls: %s", hardware.describe(device), str(dtype).removeprefix("torch."), products)
 
 
 def hello(config: RunConfig, plan: Plan, context: DistributedContext, length: Length, samples: int) -> None:
@@ -30,9 +30,8 @@ def hello(config: RunConfig, plan: Plan, context: DistributedContext, length: Le
     size = f"{count.parameters(config.model):,} parameters; {steps} of {plan.global_size} samples x {config.model.context} tokens"
     logger.info("%s, %s samples of training data", size, f"{samples:,}")
     if context.size > 1:
-        started = (
-            f"{context.size} processes, started by {context.launcher}, on {', '.join(dict.fromkeys(context.hosts))}"
-        )
+        by = "locally" if context.launcher == "local" else f"by {context.launcher}"
+        started = f"{context.size} processes, launched {by}, on {', '.join(dict.fromkeys(context.hosts))}"
         logger.info("%s; micro-batches of %d, %d a step for each", started, plan.micro_size, plan.accumulation(0))
     if short := inside_warmup(config, length):
         logger.warning("%s", short)
@@ -60,13 +59,18 @@ def kernels(model: ModelConfig, device: torch.device) -> None:
         logger.warning("model.kernels=apex: %s; PyTorch's own operations", why)
 
 
-def other_budget(before: int | None, now: int | None) -> None:
-    """Warn that a checkpoint's data order was made for another budget."""
+def other_budget(progress: Progress, length: Length) -> None:
+    """Warn that the budget is not the one for which a checkpoint's data order was made."""
+    if length.steps is not None and progress.step > length.steps:
+        text = "the budget of %d steps is smaller than before, and the run is already past it, at step %d; to train on, raise it"
+        logger.warning(text, length.steps, progress.step)
+        return
     logger.warning(
-        "the budget was %s samples and is %s: as with Megatron, the order of the data follows from it, so from here on "
-        "samples may be repeated or left out unless all of it is within one epoch",
-        before,
-        now,
+        "the budget changed from %s to %s samples. The data order depends on it, so samples may be repeated or skipped after "
+        "step %d, unless both budgets fit in one epoch",
+        progress.planned,
+        length.samples,
+        progress.step,
     )
 
 
@@ -89,10 +93,10 @@ def ending(config: RunConfig, length: Length, progress: Progress, leaving: str) 
             if leaving == "kill_switch"
             else "the same command"
         )
-        why = "as hpclm stop asked" if leaving == "stop" else f"as {leaving} says"
+        why = "as hpclm stop asked" if leaving == "stop" else f"({leaving})"
         return f"stopped at step {progress.step} {why}; {way} resumes it"
     if config.stop_at == progress.step and progress.step != length.steps:
-        return f"stopped at step {progress.step} as stop_at says; the same command without stop_at resumes it"
+        return f"stopped at step {progress.step} (stop_at); the same command without stop_at resumes it"
     out = files.typed(Path(config.out))
     usable = config.data.source == "indexed" and config.checkpoint.enabled
     generate = f" · hpclm generate {out} --prompt ..." if usable else ""

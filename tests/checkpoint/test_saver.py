@@ -111,13 +111,13 @@ def test_the_verb_says_that_a_checkpoint_was_made_because_of_a_warning(tiny, tmp
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 85, errors
     [told] = hpclm("checkpoints", tmp_path / "run", check=0).stdout.splitlines()
-    assert told.endswith("saved as SIGUSR1 said")
+    assert told.endswith("saved on SIGUSR1")
 
 
 def test_a_run_saves_by_the_clock_too(tiny, tmp_path):
     words = tiny("run", *LONG, "checkpoint.minutes=0.02", "checkpoint.keep_last=100", "exit_minutes=0.1")
     done = hpclm("train", *words, check=0)
-    assert "as exit_minutes says; the same command resumes it" in done.stderr
+    assert "(exit_minutes); the same command resumes it" in done.stderr
     assert len(names(tmp_path / "run")) >= 3
 
 
@@ -125,7 +125,7 @@ def test_a_run_leaves_at_every_multiple_of_exit_interval_and_goes_on(tiny, tmp_p
     hpclm("train", *tiny("whole", "budget.steps=10"), check=0)
     words = tiny("run", "budget.steps=10", "exit_interval=4")
     for step in (4, 8):
-        assert f"stopped at step {step} as exit_interval says" in hpclm("train", *words, check=0).stderr
+        assert f"stopped at step {step} (exit_interval)" in hpclm("train", *words, check=0).stderr
     assert "done at step 10" in hpclm("train", *words, check=0).stderr
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 

@@ -85,7 +85,7 @@ def test_settings_files_hold_only_what_differs_from_the_defaults():
         "data.split=0,0,0": "must be up to three non-negative numbers",
         "data.tokenizer_files=[a]": "data.tokenizer is not; set the kind",
         "data.eod=x": "has no effect with data.source=synthetic",
-        "scaler.window=5": "it applies to fp16",
+        "scaler.window=5": "it applies to fp16. To return to its defaults: scaler.window=1000",
         "batch.loss_norm=microbatch": "has no effect without data.eod_mask_loss=true",
         "data.order=dse": "has no effect with data.source=synthetic",
         "data.tokenizer=bytes": "has no effect with data.source=synthetic",

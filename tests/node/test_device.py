@@ -35,7 +35,7 @@ def precision():
 def test_only_precision_decides_how_products_run_and_no_speed_is_claimed(monkeypatch):
     monkeypatch.setattr(hardware, "_product_error", lambda: 1e-7)
     said = hardware.set_matmul(torch.device("cpu"))
-    assert said == "fast: oneDNN, with fp32's precision here (relative error 1e-07)"
+    assert said == "oneDNN, full precision (relative error 1e-07)"
     assert torch.get_float32_matmul_precision() == "medium"
 
 

@@ -89,8 +89,8 @@ def test_a_run_notifies_when_it_finishes_restarts_and_fails(tiny, tmp_path, monk
         assert cli.main(["train", *words, "optim.nonfinite_limit=1", "optim.lr=1e30", "optim.clip=0"]) == 93
     about = [(said["event"], said["run"], said["attempt"]) for said in received]
     assert about == [("finished", "run", 1), ("restarted", "run", 2), ("failed", "run", 2)]
-    assert received[0]["message"].startswith("stopped at step 4 as stop_at says")
-    assert received[1]["message"] == "attempt 2 resumes from step 4; stopped at step 4 as stop_at says"
+    assert received[0]["message"].startswith("stopped at step 4 (stop_at)")
+    assert received[1]["message"] == "attempt 2 resumes from step 4; stopped at step 4 (stop_at)"
     assert "not finite" in received[2]["message"] and received[2]["out"] == str(tmp_path / "run")
     assert received[2]["text"].startswith("hpclm: run has failed (")
     assert [mail.partition("Subject: ")[2].partition("\r")[0] for mail in mails] == [

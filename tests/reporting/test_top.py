@@ -73,7 +73,8 @@ def test_slurm_is_not_asked_at_every_look(tmp_path, monkeypatch):
     assert top.row(watch.look()[0])[4] != first[4] and (tmp_path / "asked").read_text() == "asked\n" * 2
 
 
-def test_on_a_terminal_it_is_live_until_ctrl_c(tmp_path):
+@pytest.mark.parametrize("by", ["q", "Ctrl-C"])
+def test_on_a_terminal_it_is_live_and_shows_no_keys_until_q_or_ctrl_c(by, tmp_path):
     make(tmp_path / "runs" / "a", [attempt()], ROWS[:7], lock=HOLDER, lock_beat="1 1")
     outer, inner = pty.openpty()
     fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("4H", 24, 160, 0, 0))
@@ -95,8 +96,10 @@ def test_on_a_terminal_it_is_live_until_ctrl_c(tmp_path):
             wait_for(b"runs/a")
             make(tmp_path / "runs" / "b", [attempt()], ROWS[:3])
             wait_for(b"runs/b")
-            process.send_signal(signal.SIGINT)
+            assert not termios.tcgetattr(outer)[3] & termios.ECHO
+            os.write(outer, b"q") if by == "q" else process.send_signal(signal.SIGINT)
             assert process.wait(30) == 0
+            assert termios.tcgetattr(outer)[3] & termios.ECHO
         finally:
             process.kill()
     os.close(outer)

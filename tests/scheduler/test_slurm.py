@@ -16,7 +16,11 @@ sbatch: fatal: Could not establish a configuration source
     "said, kind, answer",
     [
         (NOT_CONFIGURED, ConfigError, "no cluster is configured: set SLURM_CONF, or give --cluster local"),
-        ("sbatch: error: invalid partition specified: x\n", ConfigError, "Slurm refuses the job: invalid partition"),
+        (
+            "sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed\n",
+            ConfigError,
+            "Slurm refuses the job: invalid partition specified: x; Batch job submission failed",
+        ),
         (
             "allocation failure: Unable to contact slurm controller (connect failure)\n",
             HpclmError,

@@ -42,7 +42,9 @@ def vocabulary(kind: str, path: Path, needed: Iterable[str]) -> dict[str, int]:
         raise ConfigError(f"tokenizer {kind}: {path} must be a JSON object of words and ids")
     missing = sorted(set(needed) - set(ids))
     if missing:
-        raise ConfigError(f"tokenizer {kind}: {path} lacks {len(missing)} required entries, such as {missing[:5]}")
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        listed = f"{'entry' if len(missing) == 1 else 'entries'} {', '.join(map(repr, missing[:5]))}{more}"
+        raise ConfigError(f"tokenizer {kind}: {path} lacks the required {listed}")
     return ids
 
 

@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
 def quit_key() -> Iterator[Callable[[float], bool]]:
     """A function that returns whether q was pressed within some seconds. Inside the context, the terminal does not show what is typed."""
     if not sys.stdin.isatty():
-        yield lambda seconds: bool(time.sleep(seconds))
+        yield lambda seconds: bool(select.select([], [], [], seconds)[0])  # a wait
         return
     keyboard = sys.stdin.fileno()
 

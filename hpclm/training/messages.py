@@ -59,17 +59,13 @@ def kernels(model: ModelConfig, device: torch.device) -> None:
         logger.warning("model.kernels=apex: %s; PyTorch's own operations", why)
 
 
-def other_budget(progress: Progress, length: Length) -> None:
+def other_budget(progress: Progress, samples: int | None) -> None:
     """Warn that the budget is not the one for which a checkpoint's data order was made."""
-    if length.steps is not None and progress.step > length.steps:
-        text = "the budget of %d steps is smaller than before, and the run is already past it, at step %d; to train on, raise it"
-        logger.warning(text, length.steps, progress.step)
-        return
     logger.warning(
         "the budget changed from %s to %s samples. The data order depends on it, so samples may be repeated or skipped after "
         "step %d, unless both budgets fit in one epoch",
         progress.planned,
-        length.samples,
+        samples,
         progress.step,
     )
 

@@ -226,7 +226,7 @@ def open_state(
         weights = begin_from(Path(saving.init_from), engine, context, store.fingerprint)
         log.info("weights of %s; optimizer, step and data start from scratch", weights)
     if progress.step and progress.planned != data.length.samples:
-        messages.other_budget(progress, data.length)
+        messages.other_budget(progress, data.length.samples)
     progress = replace(progress, planned=data.length.samples)
     context.run_on_main(lambda: records.check_progress(out, progress.step))
     attempt = None

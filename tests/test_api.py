@@ -77,6 +77,8 @@ def test_a_run_has_what_the_verbs_say(here, monkeypatch):
             run.evaluate(**wrong)
     with pytest.raises(hpclm.ConfigError, match="the prompt must be text, or a list of texts, not int"):
         run.generate(5)
+    with pytest.raises(hpclm.ConfigError, match=r"^tokens=-1 must be at least 1"):
+        run.generate("Once", tokens=-1)
     text = run.generate("Once upon", tokens=5)
     assert run.generate(["Once upon", "a time"], tokens=5)[0] == text
     assert (run.convert("hf", {"engine.device": "cpu"}) / "model.safetensors").is_file()

@@ -11,6 +11,7 @@ from typing import Any
 
 from hpclm.commands import train as verb
 from hpclm.config import RunConfig
+from hpclm.errors import ConfigError
 from hpclm.reporting import history, live
 from hpclm.rundir.status import span
 
@@ -43,8 +44,9 @@ class Snapshot:
 
 def train(run: RunConfig, resume_step: int | None) -> None:
     """Train ``run``, as ``commands.train.in_this_process`` does."""
-    notebook = in_notebook()
-    if not notebook:
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError("hpclm.train catches signals, so it must be called in the main thread")
+    if not in_notebook():
         verb.in_this_process(run, resume_step)
         return
     with _shown(run):

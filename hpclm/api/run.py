@@ -2,6 +2,7 @@
 
 import html
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,7 +149,11 @@ class Run(os.PathLike[str]):
         prompts = [prompt] if isinstance(prompt, str) else prompt
         if not isinstance(prompts, Sequence) or not all(isinstance(each, str) for each in prompts):
             raise ConfigError(f"the prompt must be text, or a list of texts, not {type(prompt).__name__}")
-        limits, sampling = Limits(tokens, tuple(stop)), Sampling(temperature, top_k, top_p, seed)
+        try:
+            limits, sampling = Limits(tokens, tuple(stop)), Sampling(temperature, top_k, top_p, seed)
+        except ConfigError as error:  # which names options of the command line
+            named = (re.sub("^--(top-)?([a-z]+) ", r"\1\2=", problem) for problem in error.problems)
+            raise ConfigError(problem.replace("top-", "top_") for problem in named) from None
         completer = Completer(self.path, options.words(changes))
         texts = [each.text for each in completer.complete_all(prompts, batch, limits, sampling)]
         if isinstance(prompt, str):

@@ -4,7 +4,6 @@ import argparse
 import os
 import signal
 import sys
-import threading
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -120,8 +119,6 @@ def in_this_process(settings: RunConfig, resume_step: int | None = None, quiet: 
     ``quiet``: print warnings only. TrainingInterrupted after a signal, such as a notebook's interrupt: the run has saved then.
     Other errors are HpclmError.
     """
-    if threading.current_thread() is not threading.main_thread():
-        raise ConfigError("hpclm.train catches signals, so it must be called in the main thread")
     before = {number: signal.getsignal(number) for number in preemption.WARNINGS}
     try:
         ended = start(settings, alone=True, resume_step=resume_step, quiet=quiet)

@@ -52,7 +52,8 @@ class Output(Writer):
     def refuse_empty(self, names: str) -> None:
         """ConfigError if the inputs ``names`` had no tokens."""
         if not self.tokens:
-            raise ConfigError(f"no documents in {names} ({self._omissions()}); no dataset was written")
+            omitted = self._omissions()
+            raise ConfigError(f"no documents in {names}{f' ({omitted})' if omitted else ''}; no dataset was written")
 
     def complete(self, more: dict[str, Any]) -> None:
         """Complete the files, with ``more`` in PREFIX.json; all that can fail is done here (see ``Writer.finish``)."""
@@ -70,20 +71,24 @@ class Output(Writer):
 
     def describe(self, end: str = "") -> None:
         """Print what was written."""
-        counts = f"{self.documents:,} documents, {self.tokens:,} tokens; {self._omissions()}"
-        say(f"{self.prefix}.bin, .idx, .json: {counts}{end}")
+        counts = f"{_many(self.documents, 'document')}, {_many(self.tokens, 'token')}"
+        say(f"{self.prefix}.bin, .idx, .json: {'; '.join(filter(None, (counts, self._omissions())))}{end}")
 
     def _omissions(self) -> str:
-        empty = f"{self.skipped:,} empty documents skipped"
+        omitted = [f"{_many(self.skipped, 'empty document')} skipped"] if self.skipped else []
         if self._job.chat:
-            empty = (
-                f"{self.cut:,} conversations cut to {self._job.chat.context + 1:,} tokens, {self.dropped:,} dropped: "
+            omitted = [
+                f"{_many(self.cut, 'conversation')} cut to {self._job.chat.context + 1:,} tokens, {self.dropped:,} dropped: "
                 "too long, or nothing left to learn"
-            )
-        if not self.bad:
-            return empty
-        reasons = ", ".join(f"{reason}: {count:,}" for reason, count in sorted(self.bad.items()))
-        return f"{empty}, {self.bad.total():,} unreadable lines skipped ({reasons})"
+            ]
+        if self.bad:
+            reasons = ", ".join(f"{reason}: {count:,}" for reason, count in sorted(self.bad.items()))
+            omitted.append(f"{_many(self.bad.total(), 'unreadable line')} skipped ({reasons})")
+        return ", ".join(omitted)
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 def write(

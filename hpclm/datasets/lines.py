@@ -53,7 +53,9 @@ def read_object(line: bytes, hint: str) -> dict[str, Any] | None:
 def text_of(value: Any, name: str) -> str:
     """``value`` if it is text; UnreadableLineError, which calls it ``name``, if it is not."""
     if not isinstance(value, str):
-        raise UnreadableLineError("not text", f": {name} holds a JSON {type(value).__name__}, not text")
+        raise UnreadableLineError(
+            "not text", f": {name} holds {'null' if value is None else f'a JSON {type(value).__name__}'}, not text"
+        )
     try:
         value.encode()
     except UnicodeEncodeError:

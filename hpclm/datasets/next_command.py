@@ -34,7 +34,7 @@ def next_command(prefixes: Sequence[Path], vocab_size: int) -> str:
             return shlex.join(["hpclm", "train", preset, *settings, *changes])
     least = SHORTEST * -(-STEPS * config.load(SMALL).batch.global_size // EPOCHS) + 1
     tokens = IndexedDataset(prefixes[0]).token_count
-    return f"more text: {tokens:,} tokens are too few to train on; at least {least:,} make a first run"
+    return f"add text; {tokens:,} tokens are too few (a first run needs at least {least:,})"
 
 
 def next_tuning_command(prefix: Path, run: str, chat: bool) -> str:

@@ -24,7 +24,7 @@ def json_lines(file: BinaryIO, path: str, columns: Sequence[str]) -> Iterator[by
     try:
         names, batches = (_parquet if path.endswith(".parquet") else _arrow)(file, columns)
         if absent := [column for column in columns if column not in names]:
-            raise ConfigError(f"{path} has no column {absent[0]!r}; it has {names}; select one with --json-keys")
+            raise ConfigError(f"{path} has no column {absent[0]!r}; it has {names}; select one with --column")
         for batch in batches:
             for first in range(0, batch.num_rows, ROWS):
                 rows = batch.slice(first, ROWS).to_pylist()

@@ -32,7 +32,7 @@ class Limits(Checked):
         if self.tokens < 1:
             yield f"--tokens {self.tokens} must be at least 1"
         if not all(self.stop):
-            yield "--stop is empty; give the text to stop at"
+            yield "--stop '' is empty; give the text to stop at"
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import io
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,5 +33,7 @@ def loss_png(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[s
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.set_title(title, fontsize=10, loc="left")
     written = io.BytesIO()
-    figure.savefig(written, format="png", dpi=110)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # in a title whose script the font lacks
+        figure.savefig(written, format="png", dpi=110)
     return written.getvalue()

@@ -139,7 +139,7 @@ BAD = {
         None,
         "message 1 is of 'boss'; known are system, user",
     ),
-    "no text": (line([{"role": "user", "content": None}]), None, "message 1's 'content' holds a JSON NoneType"),
+    "no text": (line([{"role": "user", "content": None}]), None, "message 1's 'content' holds null, not text"),
     "half a character": (line([{"role": "user", "content": "\ud800"}]), None, "holds half a character"),
     "tool calls": (line([{"role": "user", "content": "a", "weight": 0}]), None, "has ['weight'], which hpclm does not"),
     "tools": ('{"messages": [{"role": "user", "content": "a"}], "tools": [1]}', None, "has 'tools'"),

@@ -52,7 +52,7 @@ def test_the_next_command_fits_a_corpus_of_any_size(corpus, tmp_path):
 @pytest.mark.parametrize("lengths", [[1], [4], [2, 2], [128]])
 def test_a_corpus_that_is_too_small_gets_no_command(lengths, tmp_path):
     prefix = dataset(tmp_path / "x", lengths)
-    refused = f"more text: {sum(lengths)} tokens are too few to train on; at least 129 make a first run"
+    refused = f"add text; {sum(lengths)} tokens are too few (a first run needs at least 129)"
     assert next_command([prefix], 64) == next_command([prefix, prefix], 64) == refused
 
 

@@ -15,7 +15,7 @@ T = TypeVar("T")
 def expect(kind: str, files: list[str], *names: str, optional: int = 0) -> list[Path]:
     """``files`` as readable paths, one for each of ``names``; the last ``optional`` ones may be missing."""
     if not len(names) - optional <= len(files) <= len(names):
-        needed = f"{len(names)} file(s), {' and '.join(names)}" if names else "no files"
+        needed = f"{len(names)} file{'s' * (len(names) > 1)}, {' and '.join(names)}" if names else "no files"
         may = f" (the last {optional} may be left out)" if optional else ""
         raise ConfigError(
             f"tokenizer {kind} takes {needed}{may}, but {len(files)} were given: {', '.join(map(str, files)) or 'none'}"

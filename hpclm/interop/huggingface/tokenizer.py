@@ -47,7 +47,7 @@ def of_run(data: DataConfig) -> Tokenizer | None:
     try:
         return tokenizers.of_run(data)
     except ConfigError as error:
-        log.warning("no tokenizer is written: %s", error)
+        log.warning("exported without a tokenizer: %s", error)
         return None
 
 
@@ -92,7 +92,7 @@ def write(folder: Path, tokenizer: Tokenizer, paths: list[str], context: int, kn
             }
     else:
         log.warning(
-            "the %s has no Hugging Face form; no tokenizer is written", tokenizers.describe(tokenizer.fingerprint)
+            "the %s has no Hugging Face form; exported without a tokenizer", tokenizers.describe(tokenizer.fingerprint)
         )
         return
     end = _text(tokenizer, tokenizer.eod)

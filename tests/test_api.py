@@ -244,4 +244,6 @@ def test_without_a_queue_nothing_is_submitted(here, monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(hpclm.ConfigError, match=r"no Slurm here \(sbatch not found\); hpclm\.train trains"):
         hpclm.submit("debug", data="text.jsonl")
-    assert not Path("runs").exists()
+    with pytest.raises(hpclm.ConfigError, match=r"out='text\.jsonl' is not a folder"):
+        hpclm.train("small", data="text.jsonl", out="text.jsonl")
+    assert not Path("runs").exists() and not Path("datasets").exists()

@@ -20,7 +20,7 @@ MISTAKES = {
     ("submit", "debug", "job.mem=64", "gib"): "write job.mem=64G, in one word",
     ("submit", "debug", "job.env.FOO"): "job.env.FOO has no value: job.env.FOO=…",
     ("train", "optim.lr"): "optim.lr has no value: optim.lr=…",
-    ("train", "debug", "demo"): "give one settings file, not 2: debug, demo",
+    ("train", "debug", "demo"): "give one settings file, not 2: debug, demo; changes are key=value",
     # options of sbatch and of other programs
     ("submit", "--exclusive", "engine.device=cpu", "out=x"): "unrecognized arguments: --exclusive; --exclusive: it is an option "
     "of sbatch: hpclm submit --sbatch exclusive\n",

@@ -148,4 +148,6 @@ def _composed(
         if tokenizer is not None:
             raise ConfigError(f"tokenizer={os.fspath(tokenizer)!r} has no effect without data=")
         return run
+    if Path(run.out).exists() and not Path(run.out).is_dir():
+        raise ConfigError(f"out={run.out!r} is not a folder; give the run directory")
     return options.compose(base, [*wanted.changes(), *datasets.settings(data, tokenizer, run), *changes])

@@ -48,7 +48,7 @@ def from_cli(arguments: list[str], site: Path | None = None, typed: Sequence[str
     if absent and (wrong := mistakes(absent, typed or arguments)):
         raise ConfigError(wrong)
     if len(paths) > 1:
-        raise ConfigError(f"give one settings file, not {len(paths)}: {', '.join(paths)}")
+        raise ConfigError(f"give one settings file, not {len(paths)}: {', '.join(paths)}; changes are key=value")
     return load(paths[0] if paths else None, overrides, site)
 
 

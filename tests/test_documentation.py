@@ -162,7 +162,7 @@ def test_the_tutorial_works_as_typed(cluster, tmp_path):
         "done at step 100",
         "resumes from step 30",
         "done at step 60",
-        "4 processes, started by Slurm",
+        "4 processes, launched by Slurm",
         "done at step 400",
     ):
         assert said in done.stdout, said

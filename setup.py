@@ -37,7 +37,7 @@ def description() -> str:
     text = (HERE / "README.md").read_text(encoding="utf-8")
     text = re.sub(r"^(!\[.*\]\((?!https?:).*\)|\[[^]]*\]\(README.*\))\n+", "", text, flags=re.M)
     text = re.sub(r"\[[^]]*\]\(docs/([\w/-]+)\.md(?:#[\w-]*)?\)", r"`hpclm docs \1`", text)
-    text = re.sub(r"\[([A-Z]+)\.md\]\(\1\.md\)", lambda found: f"`hpclm docs {found[1].lower()}`", text)
+    text = re.sub(r"\[([A-Z]+)\.md\]\(\1\.md\)", lambda match: f"`hpclm docs {match[1].lower()}`", text)
     return re.sub(r"\[([^]]*)\]\((?!https?:|#)[^)]*\)", r"\1", text)
 
 

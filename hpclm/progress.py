@@ -1,4 +1,4 @@
-"""A progress bar that stays one: what is told beside it gives way where the terminal is narrow."""
+"""A progress bar that keeps its width: on a narrow terminal the figures beside it go first."""
 
 from collections.abc import MutableMapping, Sequence
 from typing import Any
@@ -16,11 +16,11 @@ class ProgressBar(tqdm):
     """tqdm's bar with a count, the time left and ``beside``; silent if the output is not a terminal."""
 
     beside: Sequence[str] = ()
-    """What else to tell, the most important first."""
+    """Figures after the bar, the most important first."""
 
     def __init__(self, total: float | None, **options: Any):
         """As tqdm; ``total``: None if unknown, which makes a line without a bar."""
-        layout = "{count}  {elapsed}{told}" if total is None else "{count} {bar} {remaining} left{told}"
+        layout = "{count}  {elapsed}{figures}" if total is None else "{count} {bar} {remaining} left{figures}"
         super().__init__(total=total, dynamic_ncols=True, disable=None, bar_format=layout, **options)
 
     @property
@@ -33,9 +33,9 @@ class ProgressBar(tqdm):
         total = "" if self.total is None else f"/{shown(self.total)}"
         count = f"{values['prefix']}{shown(self.n)}{total}{self.unit}"
         room = (values["ncols"] or NARROW) - terminal.width(count) - 1 - LEAST - LEFT
-        told = ""
+        figures = ""
         for part in self.beside:
-            if terminal.width(f"{told}  {part}") > room:
+            if terminal.width(f"{figures}  {part}") > room:
                 break
-            told += f"  {part}"
-        return {**values, "count": count, "told": told}
+            figures += f"  {part}"
+        return {**values, "count": count, "figures": figures}

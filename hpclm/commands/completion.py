@@ -136,7 +136,7 @@ def script(template: str) -> str:
         ),
         "POSITIONALS": "\n".join(f"  {shlex.quote(each.verb)}) {_takes(each)} ;;" for each in usages),
     }
-    return re.sub(r"@([A-Z]+)", lambda found: parts[found[1]], template)
+    return re.sub(r"@([A-Z]+)", lambda match: parts[match[1]], template)
 
 
 def _usages() -> Iterator[Usage]:
@@ -154,8 +154,8 @@ def _usage(words: list[str]) -> Usage:
     with redirect_stdout(said), suppress(SystemExit):
         cli.main([*words, "--help"])
     options: dict[str, str] = {}
-    for found in OPTION.findall(said.getvalue()):
-        named = dict(each.partition(" ")[::2] for each in found.split(", "))
+    for spellings in OPTION.findall(said.getvalue()):
+        named = dict(each.partition(" ")[::2] for each in spellings.split(", "))
         options |= dict.fromkeys(named, list(named.values())[-1])
     _, _, rest = said.getvalue().partition("\npositional arguments:\n")
     section = rest.partition("\n\n")[0]

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from hpclm import cli, extras
+from hpclm import cli, extras, files
 from hpclm.errors import ConfigError
 from hpclm.terminal import say
 
@@ -104,6 +104,8 @@ def exported(source: Path, target: Path, overrides: list[str], dtype: str, shard
     else:
         name = "llama.cpp's " + file.export_run(checkpoint, target, dtype, allow_nan)
     ready = (
-        f"next: llama-cli -m {target}" if target.suffix == ".gguf" else f"{target / 'README.md'} says how to load it"
+        f"next: llama-cli -m {files.typed(target)}"
+        if target.suffix == ".gguf"
+        else f"{target / 'README.md'} says how to load it"
     )
     return f"{target}: {name}, from step {checkpoint.step} of {checkpoint.run}; {ready}"

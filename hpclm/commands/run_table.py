@@ -17,7 +17,7 @@ GAP = 2
 
 def fitted(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
     """The lines of the header, then of each row, ``width`` columns wide. Where a name takes more than half of that, each name
-    has a line of its own."""
+    goes on a separate line."""
     names, table = [heads[0], *(row[0] for row in rows)], [heads, *rows]
     if max(map(terminal.width, names)) <= width // 2:
         return [[line] for line in _lines(table, width)]

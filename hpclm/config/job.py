@@ -103,7 +103,7 @@ class JobConfig(Checked):
     setup: list[str] = field(default_factory=list)
     """Shell commands of the job script, run verbatim before the processes start."""
     notify: list[str] = field(default_factory=list)
-    """Who is told that the run failed, finished or restarted: mailto:you@example.org, a webhook, or $NAME of a variable
+    """Whom to notify when the run fails, finishes or restarts: mailto:you@example.org, a webhook, or $NAME of a variable
     that holds one (hpclm docs sinks)."""
     snapshot: bool = False
     """Run a copy of the code in every attempt, kept in the run directory; false: the current code, with a warning if it has

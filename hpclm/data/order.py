@@ -196,11 +196,11 @@ def _whole_lines(sizes: NDArray[np.int32], longest: int, by_document: bool) -> N
         after = np.where(alone, following, np.minimum(after, stops[np.searchsorted(stops, following)]))
     firsts, line = [np.empty(0, np.int64)], 0
     for begin in range(0, len(sizes), BLOCK):
-        jumps, found = after[begin : begin + BLOCK].tolist(), []
+        jumps, reached = after[begin : begin + BLOCK].tolist(), []
         while line < begin + len(jumps):
-            found.append(line)
+            reached.append(line)
             line = jumps[line - begin]
-        firsts.append(np.array(found, np.int64))
+        firsts.append(np.array(reached, np.int64))
     first = np.concatenate(firsts)
     bounds = np.stack((ends[first] - sizes[first], ends[after[first] - 1]), 1)
     return bounds[bounds[:, 1] - bounds[:, 0] > 1] if by_document else bounds

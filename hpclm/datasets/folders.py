@@ -28,17 +28,17 @@ def files_in(folder: Path, any_text: bool) -> list[str]:
     if (folder / "state.json").exists():
         return _saved(folder)
     visible = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
-    found = [path for path in visible if path.is_file() and (any_text or path.name.endswith(ENDINGS))]
-    found = [path for path in found if path.name not in ABOUT]
-    if not found:
+    shards = [path for path in visible if path.is_file() and (any_text or path.name.endswith(ENDINGS))]
+    shards = [path for path in shards if path.name not in ABOUT]
+    if not shards:
         inner = [path.name for path in visible if path.is_dir()]
         hint = f"; its folders are not searched: give one of {', '.join(inner)}" if inner else ""
         raise ConfigError(f"folder {folder} has no {', '.join(KINDS)} file, plain, .gz or .zst{hint}")
-    splits = sorted({word for path in found for word in re.split(r"[-_.]", path.name)} & SPLITS)
+    splits = sorted({word for path in shards for word in re.split(r"[-_.]", path.name)} & SPLITS)
     if len(splits) > 1:
         patterns = [f"'{folder}/*{split}*'" for split in splits]
         raise ConfigError(f"folder {folder} holds several splits; give one as a pattern: {', '.join(patterns)}")
-    return [str(path) for path in found]
+    return [str(path) for path in shards]
 
 
 def _saved(folder: Path) -> list[str]:

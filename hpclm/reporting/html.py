@@ -1,6 +1,6 @@
 """HTML that needs nothing else: it opens offline, on a phone and in print, in light and dark.
 
-The browser is told to load nothing, and to run only the scripts whose hashes the page names.
+The page lets the browser load nothing, and run only the scripts whose hashes it names.
 """
 
 import base64

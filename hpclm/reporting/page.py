@@ -1,4 +1,4 @@
-"""A report as one HTML page: of one run where it came from and what became of it, of several which is best and why."""
+"""A report as one HTML page: the provenance, samples and course of one run, or a ranking of several."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping

@@ -37,7 +37,7 @@ def shown(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else "–" if value is None else str(value)
 
 
-def changed(found: Settings) -> dict[str, Any]:
+def changed(used: Settings) -> dict[str, Any]:
     """The settings that differ from the defaults."""
     tree = yaml.safe_load(compose.dumped(RunConfig()))
     sections = {
@@ -47,17 +47,17 @@ def changed(found: Settings) -> dict[str, Any]:
         for name, value in inner.items()
     }
     defaults = tree | sections
-    return {key: value for key, value in found.items() if value != defaults.get(key)}
+    return {key: value for key, value in used.items() if value != defaults.get(key)}
 
 
-def differing(found: Mapping[str, Settings]) -> dict[str, dict[str, Any]]:
+def differing(by_run: Mapping[str, Settings]) -> dict[str, dict[str, Any]]:
     """Setting -> run -> value, of the settings in which runs differ."""
-    keys = dict.fromkeys(key for each in found.values() for key in each)
-    rows = {key: {name: each[key] for name, each in found.items() if key in each} for key in keys}
+    keys = dict.fromkeys(key for each in by_run.values() for key in each)
+    rows = {key: {name: each[key] for name, each in by_run.items() if key in each} for key in keys}
     return {key: row for key, row in rows.items() if len({str(value) for value in row.values()}) > 1}
 
 
-def facts(history: History, found: Settings) -> dict[str, str]:
+def facts(history: History, used: Settings) -> dict[str, str]:
     """What there is to know about the run, by title."""
     row = history.attempts[-1].row if history.attempts else {}
     model: ModelConfig | None = None
@@ -66,7 +66,7 @@ def facts(history: History, found: Settings) -> dict[str, str]:
     told = {
         "model": _model(model) if model else "",
         "tokens": _tokens(history, model) if model else "",
-        "data": _data(found),
+        "data": _data(used),
         "command": _text(row, "command"),
         "folder": _text(row, "folder"),
         "code": ", ".join(_code(row)),
@@ -86,8 +86,8 @@ def _tokens(history: History, model: ModelConfig) -> str:
     return f"{samples * model.context:,} seen, in {samples:,} samples" if samples else ""
 
 
-def _data(found: Settings) -> str:
-    values = {name: found.get(f"data.{name}") for name in OF_DATA}
+def _data(used: Settings) -> str:
+    values = {name: used.get(f"data.{name}") for name in OF_DATA}
     return " ".join(f"{name}={shown(value)}" for name, value in values.items() if value)
 
 

@@ -28,11 +28,9 @@ def test_a_setting_and_a_section_are_explained_as_in_the_reference(capsys):
     keys, rows = fields.keys(), config.reference().splitlines()
     for key in keys[::20]:
         head, kind, *text = shown(capsys, "docs", key).splitlines()
-        row = next(line for line in rows if line.startswith(f"| `{key}` |"))
         default = kind.partition("; default: ")[2]
-        assert head == key and f"| `{default}`" in row and " ".join(map(str.strip, text)) in row.replace("\\|", "|"), (
-            key
-        )
+        row = next(line for line in rows if line.startswith(f"- `{key}={default}`"))
+        assert head == key and row.endswith(f": {' '.join(map(str.strip, text))}"), key
     assert shown(capsys, "docs", "job.options.mail-type") == shown(capsys, "docs", "job.options")
     assert shown(capsys, "docs", "log") == shown(capsys, "docs", "log.") == "\n".join(
         shown(capsys, "docs", key) for key in keys if key.startswith("log.")

@@ -36,9 +36,9 @@ class DataConfig(Checked):
     prefix: str | None = None
     """Path of the dataset without .bin or .idx."""
     blend: list[str] = field(default_factory=list)
-    """Several datasets: weights and paths, [0.3, a, 0.7, b], or paths only, each read completely."""
+    """Datasets: weights and paths, [0.3, a, 0.7, b], or paths only, each read completely."""
     split: str = "969,30,1"
-    """Proportions of documents for training, validation and test, of data.prefix or data.blend."""
+    """Proportions of the documents of data.prefix or data.blend for training, validation and test."""
     train: list[str] = field(default_factory=list)
     """Training datasets, as in data.blend but not split."""
     valid: list[str] = field(default_factory=list)
@@ -46,17 +46,19 @@ class DataConfig(Checked):
     test: list[str] = field(default_factory=list)
     """Test datasets, with data.train."""
     validation: list[str] = field(default_factory=list)
-    """More validation datasets, evaluated separately: [law=/data/law, code=/data/code]. A repeated name adds to its set."""
+    """More validation datasets, evaluated separately: [law=/data/law, code=/data/code]. A repeated name adds to its
+    set."""
     order: Literal["mcore", "bigscience", "dse", "packed"] = "mcore"
-    """Sample order of Megatron-core, BigScience, or Megatron-LM v1.1.5 (dse); packed: whole documents, as many as fit."""
+    """Sample order of Megatron-core, BigScience or Megatron-LM v1.1.5 (dse); packed: whole documents, as many as
+    fit."""
     break_mode: Literal["none", "complete", "complete_doc", "eos"] | None = None
     """fairseq's --sample-break-mode: padded blocks of lines; null: Megatron's samples."""
     keep_partial: bool = False
-    """Keep the rest of validation and test data as one more sample, padded and masked."""
+    """Keep the rest of validation and test data as one padded, masked sample."""
     short_part: Literal["refuse", "repeat"] = "refuse"
-    """A part with fewer tokens than one sample: refuse it, or repeat it, as Megatron does."""
+    """Refuse or, as Megatron does, repeat a part with fewer tokens than one sample."""
     loss_mask: Literal["auto", "require", "ignore"] = "auto"
-    """Dataset PREFIX_loss, which marks the tokens that count in the loss; auto: if there is one."""
+    """Use the dataset PREFIX_loss, which marks the tokens that count in the loss; auto: if there is one."""
     index_cache: str | None = None
     """Folder for indices of the sample order; null: PREFIX.index beside each large dataset."""
     workers: int = 1
@@ -65,10 +67,10 @@ class DataConfig(Checked):
     """bytes, fairseq, gpt2, json, sentencepiece, whitespace, wordpiece, wordpiece_lower, or package.module:Name; null: the
     dataset's."""
     tokenizer_files: list[str] = field(default_factory=list)
-    """vocab.json and merges.txt (gpt2), tokenizer.json (json), .model (sentencepiece), vocab.json (whitespace), vocab.txt
-    (wordpiece), dict.txt and optionally .model (fairseq)."""
+    """vocab.json and merges.txt (gpt2), tokenizer.json (json), .model (sentencepiece), vocab.json (whitespace),
+    vocab.txt (wordpiece), dict.txt and optionally .model (fairseq)."""
     eod: str | None = None
-    """End-of-document token of data.tokenizer; null: its kind's default."""
+    """End-of-document token; null: the tokenizer's default."""
     eod_mask_loss: bool = False
     """Mask the loss of the token after an end of document."""
     reset_position_ids: bool = False

@@ -83,7 +83,7 @@ class EngineConfig(Checked):
     offload: Literal["none", "optimizer", "parameters"] = "none"
     """Keep optimizer state, or weights too, in CPU memory or offload_folder."""
     offload_folder: str | None = None
-    """Folder on an NVMe disk of each node, to offload to."""
+    """Folder on an NVMe disk of each node."""
     bucket_mb: float | None = None
     """Size of gradient buckets in MB; null: the library's; native: 25, more on GPUs of several nodes."""
     gradients: Literal["auto", "fp32", "compute"] = "auto"
@@ -99,7 +99,7 @@ class EngineConfig(Checked):
     """Type of activations and products; weights and optimizer stay fp32. auto: bf16 if the GPU supports it, otherwise
     fp32."""
     deterministic: bool = False
-    """Only GPU kernels that give the same bits each time, so that resumed runs are bit-identical; slower."""
+    """Use only GPU kernels that give the same bits each time, so that resumed runs are bit-identical; slower."""
     compile: bool | None = None
     """Compile blocks and loss (torch.compile); null: on GPUs, with native and fsdp2."""
     recompute: Literal["none", "full", "selective"] = "none"
@@ -107,7 +107,7 @@ class EngineConfig(Checked):
     recompute_every: int = 1
     """With recompute=full, blocks recomputed together."""
     offload_activations: bool = False
-    """Keep activations in CPU memory until the backward pass; only for GPUs."""
+    """Keep activations in CPU memory until the backward pass; GPUs only."""
     loss_chunk: int | None = None
     """Tokens whose logits are computed at a time; null: 512 on CPUs, 4096 on GPUs, more from 60 GiB."""
 

@@ -90,8 +90,8 @@ class JobConfig(Checked):
     requeue: bool = True
     """Let Slurm requeue the job after preemption or a node failure."""
     restarts: int = 0
-    """Restarts of failed ranks inside the allocation (template=torchrun, local runs); 0: the job ends, and is requeued if
-    job.requeue is set."""
+    """Restarts of failed ranks inside the allocation (template=torchrun, local runs); 0: the job ends, and is requeued
+    if job.requeue is set."""
     template: str = "srun"
     """Job script: srun (with job.container: container), mpirun, torchrun, container, or a path of your own."""
     modules: list[str] = field(default_factory=list)
@@ -106,8 +106,8 @@ class JobConfig(Checked):
     """Whom to notify when the run fails, finishes or restarts: mailto:you@example.org, a webhook, or $NAME of a variable
     that holds one (hpclm docs sinks)."""
     snapshot: bool = False
-    """Run a copy of the code in every attempt, kept in the run directory; false: the current code, with a warning if it has
-    changed."""
+    """Run a copy of the code, kept in the run directory, in every attempt; false: the current code, with a warning if
+    it has changed."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of all processes. Secrets are refused: export them before you submit."""
     container: str | None = None

@@ -22,7 +22,7 @@ class ModelConfig(Checked):
     vocab_size: int = 50257
     """Vocabulary of the tokenizer, without padding."""
     vocab_multiple: int = 128
-    """Pad the embedding to a multiple of this; padding entries never get probability."""
+    """Pad the embedding to a multiple of this; padding gets no probability."""
     layers: int = 12
     """Transformer blocks."""
     hidden: int = 768
@@ -30,7 +30,7 @@ class ModelConfig(Checked):
     heads: int = 12
     """Attention heads."""
     head_dim: int | None = None
-    """Size of a head; null: hidden / heads."""
+    """Head size; null: hidden / heads."""
     kv_heads: int | None = None
     """Key/value heads (grouped-query attention); null: as heads."""
     ffn: int | None = None
@@ -42,27 +42,26 @@ class ModelConfig(Checked):
     rope_base: float = 10000.0
     """Base of rotary frequencies."""
     rope_fraction: float = 1.0
-    """Part of each head that is rotated (GPT-NeoX's rotary_pct)."""
+    """Rotated part of each head (GPT-NeoX's rotary_pct)."""
     rope_scaling: dict[str, str] = field(default_factory=dict)
     """As rope_parameters in transformers: rope_type (linear, dynamic, yarn, llama3, longrope), factor, ..."""
     pattern: list[str] = field(default_factory=lambda: ["full"])
-    """Attention of the layers, repeated: full, window, nope (no positions), window_nope. OLMo 3: [window, window, window,
-    full]."""
+    """Attention of the layers, repeated: full, window, nope (no positions), window_nope; [window, window, window, full]
+    in OLMo 3."""
     window: int | None = None
     """Tokens that a window layer attends to, itself included."""
     window_rope_base: float | None = None
     """rope_base of window layers; null: the same."""
     window_rope_scaled: bool = True
-    """Whether rope_scaling applies to window layers."""
+    """Apply rope_scaling to window layers too."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation."""
     norm_order: Literal["pre", "post", "sandwich"] = "pre"
-    """pre: normalise inputs of sublayers; post: outputs, before the residual (OLMo 2); sandwich: both (Gemma 2)."""
+    """Normalise inputs of sublayers (pre), outputs before the residual (post, OLMo 2), or both (sandwich, Gemma 2)."""
     norm_eps: float = 1e-5
     """Epsilon of the norms."""
     activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "xielu", "swiglu", "geglu", "geglu_tanh"] = "gelu_tanh"
-    """MLP activation: gelu is exact, gelu_tanh GPT-2's, relu2 squared, xielu learned (Huang and Schlag 2024), *glu are
-    gated."""
+    """gelu is exact, gelu_tanh GPT-2's, relu2 squared, xielu learned (Huang and Schlag 2024); *glu are gated."""
     bias: bool = True
     """Biases of linear layers and LayerNorm."""
     qkv_bias: bool | None = None
@@ -102,7 +101,7 @@ class ModelConfig(Checked):
     attention_dropout: float = 0.0
     """Dropout of attention weights."""
     init_std: float = 0.02
-    """Standard deviation of initial weights; of output projections: / sqrt(2 x layers)."""
+    """Standard deviation of initial weights; output projections: / sqrt(2 x layers)."""
     block: str = "gpt"
     """gpt, or your own module, package.module:Name."""
     kernels: Literal["torch", "apex"] = "torch"

@@ -21,7 +21,7 @@ class EvaluateConfig(Checked):
     """Loss on held-out data while training."""
 
     every: int = 1000
-    """Steps between evaluations; 0: never. The last step is always evaluated."""
+    """Steps between evaluations, besides one after the last step; 0: no evaluation."""
     batches: int = 10
     """Global batches per evaluation, always the same."""
 
@@ -44,7 +44,7 @@ class LogConfig(Checked):
     project: str = "hpclm"
     """Project in Weights & Biases and Trackio, experiment in MLflow."""
     timers: bool = False
-    """Time forward pass, backward pass and update (Megatron's --log-timers-to-tensorboard)."""
+    """Time forward pass, backward pass and update."""
 
     def problems(self) -> Iterator[str]:
         """Invalid log settings."""

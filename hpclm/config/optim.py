@@ -22,8 +22,8 @@ class OptimConfig(Checked):
     """Optimizer and learning-rate schedule."""
 
     name: Literal["adamw", "apex_adam", "cpu_adam", "muon"] = "adamw"
-    """AdamW of PyTorch, NVIDIA apex or, for offloading, DeepSpeed (cpu_adam); muon: Muon for the blocks' matrices, AdamW
-    for the rest."""
+    """AdamW of PyTorch, NVIDIA apex or, for offloading, DeepSpeed (cpu_adam); muon: Muon for the blocks' matrices,
+    AdamW for the rest."""
     lr: float = 6e-4
     """Peak learning rate."""
     min_lr: float = 6e-5
@@ -35,7 +35,7 @@ class OptimConfig(Checked):
     weight_decay: float = 0.1
     """Decoupled weight decay."""
     decayed: Literal["matrices", "non_embedding", "all"] = "matrices"
-    """matrices (Megatron), matrices except embeddings (OLMo 2's non_embedding), or all (fairseq)."""
+    """Decay matrices (Megatron), matrices except embeddings (OLMo 2), or all (fairseq)."""
     groups: list[dict[str, Any]] = field(default_factory=list)
     """[{match: REGEX, lr: FACTOR, weight_decay: VALUE}] for weights whose names match; later entries win."""
     z_loss: float = 0.0
@@ -49,8 +49,7 @@ class OptimConfig(Checked):
     newton_schulz_type: Literal["bf16", "fp32"] = "bf16"
     """Type of these iterations and of the matrices sent."""
     adjust: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """Scale of Muon's updates of A x B matrices: 0.2 sqrt(max(A, B)), as large as AdamW's, or sqrt(max(1, A / B)) (Jordan
-    et al. 2024)."""
+    """Scale of Muon's updates of A x B matrices: 0.2 sqrt(max(A, B)), as large as AdamW's, or sqrt(max(1, A / B))."""
     split: bool = True
     """Muon separates queries, keys, values, gate and up projections; false: as stored."""
     qk_clip: float | None = None
@@ -66,7 +65,7 @@ class OptimConfig(Checked):
     warmup: float = 0
     """Length of the linear warm-up; shorter than the budget given with it."""
     warmup_fraction: float | None = None
-    """Instead of warmup: a fraction of the schedule's length (Megatron's --warmup)."""
+    """Instead of warmup: a fraction of the schedule's length."""
     warmup_start: float | None = None
     """Learning rate of the first step (Megatron: 0); null: one increment above 0."""
     schedule_length: int | None = None
@@ -76,7 +75,7 @@ class OptimConfig(Checked):
     period: int | None = None
     """Length of a fairseq_cosine period; null: from the warm-up to the end."""
     restarts: bool = False
-    """fairseq_cosine restarts after each period, with a tenth of the learning rates; false: stays at min_lr."""
+    """Restart fairseq_cosine after each period, with a tenth of the learning rates; false: stay at min_lr."""
     wsd_decay: int | None = None
     """Length of wsd's final decay; null: a tenth of the schedule."""
     wsd_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
@@ -87,8 +86,8 @@ class OptimConfig(Checked):
     nonfinite_limit: int = 20
     """Consecutive steps skipped for NaN or infinity that end the run (93)."""
     spike: float = 0.5
-    """A loss this many nats and 10 deviations above the median of 100 steps is a spike; checkpoints in one do not replace
-    healthy ones. 0: off."""
+    """A loss this many nats and 10 deviations above the median of 100 steps is a spike; checkpoints in one do not
+    replace healthy ones. 0: off."""
 
     def problems(self) -> Iterator[str]:
         """Invalid optimizer settings."""

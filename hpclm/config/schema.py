@@ -33,10 +33,10 @@ class BatchConfig(Checked):
     global_size: int = 32
     """Samples per optimizer step."""
     micro_size: int = 4
-    """Samples per forward and backward pass. auto: the fastest that fits, by the planner; written to config.yaml at the
+    """Samples per forward and backward pass; auto: the fastest that fits, by the planner, written to config.yaml at the
     first start."""
     rampup: tuple[int, int, int] | None = None
-    """[start, increment, samples]: grow the batch from start to global_size over so many samples (Megatron)."""
+    """[start, increment, samples]: grow the batch from start to global_size over so many samples."""
     loss_norm: Literal["token", "microbatch"] = "token"
     """Mean over all tokens of the step, or over micro-batch means; they differ only where tokens are masked."""
 
@@ -94,7 +94,7 @@ class CheckpointConfig(Checked):
     minutes: float | None = None
     """Also save when the last save is this many minutes ago."""
     epochs: float | None = None
-    """Also save after this many epochs (fairseq's --save-interval)."""
+    """Also save after this many epochs."""
     background: bool = True
     """Write while training continues, from a copy in CPU memory."""
     file_mb: float = 16.0
@@ -107,7 +107,7 @@ class CheckpointConfig(Checked):
     keep_best: int = 0
     """Also keep this many with the lowest validation loss."""
     keep_epochs: int = 0
-    """Also keep this many of checkpoint.epochs (fairseq's --keep-last-epochs)."""
+    """Also keep this many of checkpoint.epochs."""
     resume: Literal["auto", "require", "never"] = "auto"
     """auto: from the newest good checkpoint, if any; require: exit with 66 without one; never: refuse a run directory that
     has any."""
@@ -150,7 +150,7 @@ class RunConfig(Checked):
     exit_minutes: float | None = None
     """Save and exit after this many minutes of an attempt."""
     kill_switch: str | None = None
-    """Save and exit when this file exists (Megatron's --kill-switch-path); it must belong to you or root, and is not deleted."""
+    """Save and exit when this file exists; it must belong to you or root, and is not deleted."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)

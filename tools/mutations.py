@@ -1,8 +1,7 @@
 """Put one fault at a time into a copy of the training core, and check that a test fails: python tools/mutations.py [NAME ...]
 
 Each fault is one that training would survive without an error: a lost reduction, a wrong factor or count, a seed that repeats, state of a
-neighbour. Prints each fault and the first test that caught it. --table lists what was caught in docs/mutations.md, beside the faults
-listed there that were not tried. Exit code 1 if one was not caught.
+neighbour. Prints each fault and the first test that caught it. Exit code 1 if one was not caught.
 """
 
 import argparse
@@ -20,8 +19,6 @@ import yaml
 ROOT = Path(__file__).parents[1]
 COPIED = ("hpclm", "tests", "tools", "configs", "slurm", "docs", "setup.cfg", "setup.py", "pyproject.toml", "README.md")
 LAST = re.compile(r"^FAILED (?:tests/)?(\S+)", re.MULTILINE)
-PAGE = ROOT / "docs" / "mutations.md"
-HEAD = "| part | faults |\n|---|---|\n"
 
 
 @dataclass(frozen=True)
@@ -66,29 +63,25 @@ def known() -> list[Fault]:
     return [Fault(**row) for row in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())]
 
 
-def listed() -> list[str]:
-    """The faults that the page lists."""
-    rows = PAGE.read_text().partition(HEAD)[2].splitlines()
-    return [
-        f"{part}: {fault}" for part, faults in (row[2:-2].split(" | ") for row in rows) for fault in faults.split("; ")
-    ]
-
-
-def write(names: set[str]) -> None:
-    """Let the page list the faults of these names, by the part of the code that they are in."""
+def table(faults: list[Fault]) -> str:
+    """Names of faults as a Markdown table, a row for each part of the code."""
     parts: dict[str, list[str]] = {}
-    for part, _, what in (each.fault.partition(": ") for each in known() if each.fault in names):
+    for part, _, what in (each.fault.partition(": ") for each in faults):
         parts.setdefault(part, []).append(what)
-    top = PAGE.read_text().partition(HEAD)[0]
-    PAGE.write_text(top + HEAD + "".join(f"| {part} | {'; '.join(faults)} |\n" for part, faults in parts.items()))
+    rows = [f"| {part} | {'; '.join(names)} |" for part, names in parts.items()]
+    return "\n".join(["| part | faults |", "|---|---|", *rows])
 
 
 def main() -> None:
     """Try all faults, or some."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="only the faults with one of these words in their names")
-    parser.add_argument("--table", action="store_true", help="list the faults that were caught in docs/mutations.md")
+    parser.add_argument("--table", action="store_true", help="try nothing: print the faults as a Markdown table")
     given = parser.parse_args()
+    chosen = [fault for fault in known() if not given.names or any(name in fault.fault for name in given.names)]
+    if given.table:
+        print(table(chosen))
+        return
     missed = 0
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "copy"
@@ -99,14 +92,10 @@ def main() -> None:
         beside = ROOT.parent / "shared"  # where tests find reference files
         if beside.exists():
             (Path(temporary) / "shared").symlink_to(beside)
-        for fault in known():
-            if given.names and not any(name in fault.fault for name in given.names):
-                continue
+        for fault in chosen:
             caught, by = tried(fault, folder)
             missed += not caught
             print(f"{fault.fault}: {'caught by' if caught else 'NOT CAUGHT:'} {by}", flush=True)
-            if given.table:
-                write({*listed(), fault.fault} if caught else {*listed()} - {fault.fault})
     sys.exit(missed > 0)
 
 

@@ -89,6 +89,17 @@ def test_a_waiting_job_says_why_it_waits(tmp_path, squeue):
     assert (found["state"], found["job"]["reason"]) == ("waiting", "Priority")
 
 
+@pytest.mark.parametrize("name, live", [("script-1/.submission_file_0.sh", True), ("script-10.sbatch", False)])
+def test_a_job_of_another_cluster_with_the_same_number_is_not_the_run_s(name, live, tmp_path, squeue):
+    run = make(tmp_path / "a", [attempt(job_id="7")], rows(5), ("done", "done at step 5", 0), lock="")
+    submissions.append(run, Submission("slurm", "7", "login", 2, 4, "", f"{run}/job/script-1.sbatch"))
+    env = squeue(f"{RUNNING}'|{run}/job/{name}'")
+    [found] = status(run, env=env)
+    assert (found["state"] == "running", found["job"] is not None) == (live, live)
+    if not live:
+        assert "is not running" in hpclm("cancel", run, env=env, check=0).stdout
+
+
 @pytest.mark.parametrize("script", [SLOW, "yes", "echo garbage", "exit 1", None], ids=str)
 def test_whatever_squeue_does_the_rest_is_told_within_a_second(script, tmp_path, squeue):
     for number in range(100):

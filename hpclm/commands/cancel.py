@@ -138,7 +138,7 @@ def jobs_of(run: Run, now: bool) -> Iterator[Target]:
             f"{error}. Is {files.shown(run.out)} running? Its last job is {run.jobs[-1]}; try again later"
         ) from None
     for job in states.values():
-        if job.live:
+        if job.live and run.owns(job):
             yield Target(run.out, scheduler, job, f"job {job.id}", saves=not (job.waits or now))
 
 

@@ -14,7 +14,7 @@ from hpclm.errors import HpclmError
 from hpclm.node import processes
 from hpclm.node.processes import OURS, Env, NoAnswerError
 
-FORMAT = "%i|%T|%M|%L|%S|%D|%N|%r"
+FORMAT = "%i|%T|%M|%L|%S|%D|%N|%r|%o"
 SQUEUE = ["squeue", "-h", "-r", "-a", "-t", "all", "-o", FORMAT]
 TEMPORARY = re.compile("Unable to contact|timed out|temporarily|Connection refused|try again", re.IGNORECASE)
 WAITING = frozenset(
@@ -52,6 +52,8 @@ class JobState:
     nodelist: str
     reason: str
     """Why it is pending, or how it ended."""
+    script: str = ""
+    """Path of its script, as it was submitted; "" if unknown."""
 
     @property
     def live(self) -> bool:
@@ -191,8 +193,10 @@ def _state(line: str) -> JobState | None:
     parts = line.strip().split("|", 7)
     if len(parts) != 8 or not re.fullmatch(r"\d+(_\d+|\+\d+)?", parts[0]) or not re.fullmatch("[A-Z_]+", parts[1]):
         return None
-    job, name, elapsed, left, start, nodes, nodelist, reason = parts
-    return JobState(job, name, elapsed, left, start, int(nodes) if nodes.isdecimal() else 0, nodelist, reason)
+    job, name, elapsed, left, start, nodes, nodelist, rest = parts
+    reason, _, path = rest.removesuffix("|(null)").partition("|/")
+    script = path and f"/{path}"
+    return JobState(job, name, elapsed, left, start, int(nodes) if nodes.isdecimal() else 0, nodelist, reason, script)
 
 
 def _fields(line: str) -> dict[str, str]:

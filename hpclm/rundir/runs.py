@@ -13,6 +13,7 @@ from typing import Any
 
 from hpclm import files
 from hpclm.errors import ConfigError
+from hpclm.node.slurm import JobState
 from hpclm.registry import hint
 from hpclm.rundir import lock, rows, saved, submissions, summary
 from hpclm.rundir.rows import Row
@@ -78,6 +79,13 @@ class Run:
         if job and not local:
             submitted.append(str(job))
         return list(dict.fromkeys(submitted))
+
+    def owns(self, job: JobState) -> bool:
+        """Whether ``job``, whose ID is one of ``jobs``, is the run's: another cluster, or this one set up anew, repeats IDs."""
+        scripts = [each.script for each in self.submissions if each.is_job and each.job_id == job.id and each.script]
+        # submitit submits script-1/.submission_file_*.sh for script-1.sbatch
+        own = [re.escape(os.path.realpath(path.removesuffix(".sbatch"))) + r"[./].*" for path in scripts]
+        return not (job.script and own) or re.match("|".join(own), os.path.realpath(job.script)) is not None
 
     def job_log(self) -> Path | None:
         """The newest log that a job of the run printed to."""

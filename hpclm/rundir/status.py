@@ -144,7 +144,7 @@ def query(runs: Sequence[Run], seconds: float) -> list[RunStatus]:
 
 def status_of(run: Run, states: Mapping[str, JobState] | None, asked: str = "") -> RunStatus:
     """The status of ``run`` if Slurm knows ``states``; None: it did not answer, for the reason ``asked``."""
-    mine = [states[job] for job in run.jobs if job in states] if states else []
+    mine = [states[job] for job in run.jobs if job in states and run.owns(states[job])] if states else []
     job = next((each for each in reversed(mine) if each.live), mine[-1] if mine else None)
     over = run.holder is None and run.trained and run.summary.get("state") in ("done", "stopped")
     here, unanswered = None if over else process_here(run), states is None  # it may take a while to exit

@@ -1,5 +1,6 @@
 import os
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -32,6 +33,8 @@ def test_the_output_of_squeue_is_parsed(stand_in):
     found = slurm.states(["7", "8_3", "9"], env=env)
     assert found == {"7": running, "8_3": JobState("8_3", "PENDING", "0:00", "2:00", "N/A", 1, "", "Resources|x")}
     assert running.live and not running.waits and found["8_3"].waits
+    env = stand_in("squeue", f"echo '{LINE}|/a|b/script-1.sbatch'")
+    assert slurm.states(["7"], env=env) == {"7": replace(running, script="/a|b/script-1.sbatch")}
 
 
 def test_the_id_of_an_array_finds_all_its_tasks(stand_in):

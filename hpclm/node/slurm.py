@@ -113,6 +113,16 @@ def shown(kind: str, name: str, seconds: float = 10, env: Env = os.environ) -> d
     return _fields(answer) if not code else {}
 
 
+def setting(name: str, default: str, seconds: float = 5, env: Env = os.environ) -> str:
+    """A setting of slurm.conf, as scontrol shows it; ``default`` if it does not."""
+    try:
+        _, answer, _ = ask(["scontrol", "show", "config"], seconds, env)
+    except NoAnswerError:
+        return default
+    match = re.search(rf"^{name} *= (.*)$", answer, re.MULTILINE)
+    return match[1].strip() if match else default
+
+
 def troubles(hosts: Sequence[str], seconds: float = 5, env: Env = os.environ) -> list[str]:
     """The problems of those nodes that have one, asked once for all: ``node2 is DOWN (Not responding [root@...])``."""
     names = ",".join(host.partition(".")[0] for host in hosts)

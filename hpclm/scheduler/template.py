@@ -114,8 +114,10 @@ def options_of(config: RunConfig, out: Path) -> Options:
     options = {option: value for option, value in options.items() if value is not None}
     if config.engine.device != "cpu" and not GPU_OPTIONS & job.options.keys():
         options["gpus-per-node"] = str(job.gpus)
+        kinds = node_kinds(job.partition)
+        refuse_without_gpus(job, kinds)
         if not MEMORY_AND_CORES & job.options.keys():
-            options = {**shares(job), **options}
+            options = {**of_nodes(job, kinds), **options}
     options["output"] = pattern(out / "logs") + "/job-%j.log"
     options["open-mode"] = "append"
     options |= {"requeue": "", "no-requeue": None} if job.requeue else {"requeue": None, "no-requeue": ""}
@@ -148,24 +150,32 @@ def directive(option: str, value: str) -> str:
     return f"#SBATCH --{option}={value}"
 
 
-def shares(job: JobConfig) -> dict[str, str]:
-    """Options of sbatch for cores and memory where ``job`` has none: its GPUs' share of a node, by Slurm's own figures.
-
-    Without a request many clusters give a process one core and a few hundred MB. {} where sinfo lists no nodes with
-    GPUs.
-    """
-    if job.cpus_per_task is not None and job.mem is not None:
-        return {}
-    partition = ["--partition", job.partition] if job.partition else []
+def node_kinds(partition: str | None) -> str:
+    """A line with cores, megabytes and generic resources for each kind of node, from sinfo; "" if it does not answer."""
+    chosen = ["--partition", partition] if partition else []
     try:
-        code, answer, _ = slurm.ask(["sinfo", "--noheader", "--format=%c|%m|%G", *partition], SINFO_SECONDS)
+        code, answer, _ = slurm.ask(["sinfo", "--noheader", "--format=%c|%m|%G", *chosen], SINFO_SECONDS)
     except NoAnswerError:
-        return {}
-    return of_nodes(job, answer) if code == 0 else {}
+        return ""
+    return answer if code == 0 else ""
+
+
+def refuse_without_gpus(job: JobConfig, kinds: str) -> None:
+    """ConfigError if no node has GPUs and Slurm would not notice: without ``gpu`` in GresTypes it ignores --gpus-per-node."""
+    if not kinds.strip() or "gpu" in kinds.lower() or "gpu" in slurm.setting("GresTypes", default="gpu").lower():
+        return
+    raise ConfigError(
+        f"job.gpus={job.gpus}, but Slurm lists no GPUs on the nodes of {job.partition or 'this cluster'}: engine.device=cpu "
+        "trains on the CPU; if the nodes have GPUs that Slurm does not manage, set job.options.gres=none"
+    )
 
 
 def of_nodes(job: JobConfig, kinds: str) -> dict[str, str]:
-    """The same from sinfo's answer: a line with cores, megabytes and generic resources for each kind of node."""
+    """Options of sbatch for cores and memory where ``job`` has none: its GPUs' share of a node, by Slurm's own figures.
+
+    Without a request many clusters give a process one core and a few hundred MB. {} where ``kinds`` has no nodes with
+    GPUs.
+    """
     nodes = []
     for line in map(NODES.fullmatch, kinds.splitlines()):
         gpus = sum(map(int, GPUS.findall(line["resources"]))) if line else 0

@@ -1,6 +1,9 @@
+from contextlib import nullcontext
+
 import pytest
 
 from hpclm import config
+from hpclm.errors import ConfigError
 from hpclm.scheduler import template
 from hpclm.scheduler.template import of_nodes, options_of
 
@@ -27,9 +30,33 @@ def test_a_job_asks_for_its_gpus_share_of_a_node(told, words, found):
 
 
 def test_settings_and_options_of_ones_own_come_before_the_share(monkeypatch, tmp_path):
-    monkeypatch.setattr(template, "shares", lambda job: {"cpus-per-task": "16", "mem": "0"})
+    monkeypatch.setattr(template, "node_kinds", lambda partition: BIG)
     run = config.load(None, ["job.gpus=8"])
     assert options_of(run, tmp_path)["mem"] == "0"
     assert "mem" not in options_of(config.load(None, ["engine.device=cpu"]), tmp_path)
     own = config.load(None, ["job.options.mem-per-gpu=10G", "job.options.exclusive="])
     assert {"mem", "mem-per-gpu"} & options_of(own, tmp_path).keys() == {"mem-per-gpu"}
+
+
+@pytest.mark.parametrize(
+    "nodes, types, refused",
+    [
+        ("64|256000|(null)", "(null)", True),
+        ("64|256000|(null)", "mps,tmpfs", True),
+        ("64|256000|(null)", "gpu,mps", False),  # sbatch itself refuses the job
+        ("64|256000|(null)\n64|256000|gpu:a100:4", "(null)", False),
+        ("", "(null)", False),  # without an answer
+    ],
+)
+def test_a_job_for_gpus_is_refused_where_slurm_would_ignore_that_it_asks_for_some(
+    nodes, types, refused, tmp_path, monkeypatch
+):
+    for command, answer in {"sinfo": nodes, "scontrol": f"GresTypes               = {types}"}.items():
+        (tmp_path / command).write_text(f"#!/bin/bash\necho '{answer}'\n")
+        (tmp_path / command).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    run = config.load("debug", ["job.gpus=2"])
+    with pytest.raises(ConfigError, match="lists no GPUs .* job.options.gres=none") if refused else nullcontext():
+        options_of(run, tmp_path)
+    for free in ("engine.device=cpu", "job.options.gres=none"):
+        assert "gpus-per-node" not in options_of(config.load("debug", [free]), tmp_path)

@@ -166,6 +166,10 @@ def test_how_an_attempt_failed_is_told_in_its_own_words(tmp_path, tiny):
     [
         ("slurmstepd: error: *** JOB 7 ON node1 CANCELLED AT 2026-01-01T10:00:00 DUE TO TIME LIMIT ***", None),
         ("srun: error: node1: task 0: Segmentation fault", None),
+        (
+            "10:00:02 E no GPU\nslurmstepd-node1: error: *** STEP 7.0 ON node1 CANCELLED AT 2026-01-01T10:00:00 ***",
+            "no GPU",
+        ),
         ("10:00:02 E the disk is gone", "the disk is gone"),
         ("10:00:02 E no checkpoint\n10:00:03 I step 5/20", "ended without a message: killed, or its node failed"),
     ],

@@ -20,7 +20,7 @@ from hpclm.rundir.status import RunStatus, query, span
 from hpclm.terminal import say
 
 DEADLINE = 0.75  # seconds after the start of this process by which squeue must have answered
-LEAST = 0.1  # seconds that it has in any case
+LEAST = 0.3  # seconds that it has in any case
 COLUMNS = ("RUN", "STATE", "STEP", "LOSS", "TOKENS/S", "LEFT", "LAST STEP", "CHECKPOINT", "")
 
 

@@ -138,9 +138,9 @@ class RunConfig(Checked):
     """All settings of a run."""
 
     name: str = "run"
-    """Name of the run."""
+    """Last part of the default out."""
     out: str = "runs/${name}"
-    """Run directory."""
+    """Run directory; its last part is the run's name."""
     seed: int = 1234
     """Seed of initial weights, dropout and sample order."""
     stop_at: int | None = None

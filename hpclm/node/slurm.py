@@ -85,7 +85,7 @@ def states(
     if code and "Invalid job id" in error:
         return {}
     if code:
-        raise NoAnswerError(f"squeue: {_last_line(error) or f'exit code {code}'}")
+        raise NoAnswerError(_of_squeue(code, error))
     lines = answer.splitlines()
     jobs = [state for line in lines if (state := _state(line))]
     if lines and not jobs:
@@ -102,7 +102,7 @@ def steps(job: str, seconds: float = 10, env: Env = os.environ) -> list[str]:
     """Names of a job's running steps."""
     code, answer, error = ask(["squeue", "-h", "-s", "-j", job, "-o", "%i|%j"], seconds, env)
     if code:
-        raise NoAnswerError(f"squeue: {_last_line(error) or f'exit code {code}'}")
+        raise NoAnswerError(_of_squeue(code, error))
     rows = [line.strip().partition("|") for line in answer.splitlines()]
     return [name for step, _, name in rows if re.fullmatch(r".*\.\d+", step)]
 
@@ -221,6 +221,10 @@ def _gone_or(wrong: str) -> bool:
     if wrong:
         raise HpclmError(f"Slurm refused: {wrong}")
     return True
+
+
+def _of_squeue(code: int, error: str) -> str:
+    return f"squeue: {_last_line(error).removeprefix('squeue: ') or f'exit code {code}'}"
 
 
 def _last_line(text: str) -> str:

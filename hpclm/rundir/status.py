@@ -23,7 +23,7 @@ OWN = re.compile(r"(\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d\S* [DIW] ")
 """A line that the run logged before it ended."""
 NOISE = re.compile(
     r"(?:srun|mpirun) ended with|start \d+ of job \d+ on |srun: (?:Job step|Terminating|launch/slurm: )"
-    r"|srun: error: \S+: tasks? \S+: (?:Exited|Terminated|Killed)|slurmstepd: error: \*\*\* (?!.* DUE TO )"
+    r"|srun: error: \S+: tasks? \S+: (?:Exited|Terminated|Killed)|slurmstepd\S*: error: \*\*\* (?!.* DUE TO )"
 )
 """Lines of Slurm and of a job's script that only say that processes have ended."""
 PLACE = re.compile(r"^(?:bash|\S*/slurm_script): line \d+: |^(?:[\d-]+ )?\d\d:\d\d:\d\d\S* [EC] |^error: ")

@@ -122,7 +122,7 @@ def options_of(config: RunConfig, out: Path) -> Options:
     options["open-mode"] = "append"
     options |= {"requeue": "", "no-requeue": None} if job.requeue else {"requeue": None, "no-requeue": ""}
     options["signal"] = f"USR2@{job.warn_seconds}" if job.warn_seconds else None
-    return options | job.options | {"job-name": name(job.options.get("job-name") or config.name)}
+    return options | job.options | {"job-name": name(job.options.get("job-name") or out.name)}
 
 
 def name(text: str) -> str:

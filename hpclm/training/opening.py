@@ -81,7 +81,7 @@ def open_session(config: RunConfig, context: DistributedContext, resume_step: in
     ``resume_step``: the step of a checkpoint to resume from, in place of the newest.
     """
     out, began = Path(config.out), time.time()
-    notifier = Notifier(config.job.notify, config.name, str(out.absolute()), bootstrap.job())
+    notifier = Notifier(config.job.notify, out.absolute().name, str(out.absolute()), bootstrap.job())
     context.watchdog.shutdown.listeners.append(notifier.failed)
     with Preemption() as preemption, notifier if context.is_main else nullcontext():
         compute = open_devices(config, context)

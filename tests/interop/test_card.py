@@ -30,7 +30,6 @@ def run(tiny, tmp_path):
         "data.split=8,2,0",
         "batch.global_size=4",
         "batch.micro_size=4",
-        "name=mine|two",
         "optim.warmup_fraction=0.25",
     ]
     assert cli.main(["train", *settings, *more, f"data.prefix={tmp_path}/secret/stories_text_document"]) == 0
@@ -39,6 +38,7 @@ def run(tiny, tmp_path):
 
 def test_a_card_says_what_was_trained_on_what_and_how_and_its_code_runs(run, tmp_path, monkeypatch, capsys):
     pytest.importorskip("transformers")
+    run = run.rename(tmp_path / "mine|two")
     before = os.umask(0o027)
     try:
         assert convert(words(run, tmp_path / "hf", "--dtype", "bf16")) == 0
@@ -61,6 +61,7 @@ def test_a_card_says_what_was_trained_on_what_and_how_and_its_code_runs(run, tmp
     [code] = re.findall(r"```python\n(.*?)```", card, re.S)
     monkeypatch.chdir(tmp_path)
     capsys.readouterr()
+    monkeypatch.setattr("builtins.input", lambda _: "Once upon a time")
     exec(code, {})
     assert capsys.readouterr().out.startswith("Once upon a time")
 

@@ -218,7 +218,7 @@ def test_the_file_says_what_is_in_it_and_has_the_umasks_mode(tmp_path, tokenizer
     assert kinds["blk.3.attn_qkv.weight"] == ("BF16", [48, 144]) and kinds["output_norm.bias"] == ("F32", [48])
     assert kinds["token_embd.weight"] == ("BF16", [48, 320])  # without the padding
     fields = {name: read.fields[name].contents() for name in ("general.name", "gpt2.feed_forward_length")}
-    assert fields == {"general.name": "made", "gpt2.feed_forward_length": 112}
+    assert fields == {"general.name": "run", "gpt2.feed_forward_length": 112}
     assert len(read.fields["tokenizer.ggml.tokens"].contents()) == 320
 
 

@@ -29,6 +29,10 @@ def test_a_job_asks_for_its_gpus_share_of_a_node(told, words, found):
     assert of_nodes(config.load(None, words).job, told) == found
 
 
+def test_a_job_has_the_name_of_its_run_directory(tmp_path):
+    assert options_of(config.load("debug", ["engine.device=cpu"]), tmp_path / "医疗 2")["job-name"] == "医疗_2"
+
+
 def test_settings_and_options_of_ones_own_come_before_the_share(monkeypatch, tmp_path):
     monkeypatch.setattr(template, "node_kinds", lambda partition: BIG)
     run = config.load(None, ["job.gpus=8"])
@@ -56,7 +60,7 @@ def test_a_job_for_gpus_is_refused_where_slurm_would_ignore_that_it_asks_for_som
         (tmp_path / command).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     run = config.load("debug", ["job.gpus=2"])
-    with pytest.raises(ConfigError, match="lists no GPUs .* job.options.gres=none") if refused else nullcontext():
+    with pytest.raises(ConfigError, match=r"lists no GPUs .*gres=none") if refused else nullcontext():
         options_of(run, tmp_path)
     for free in ("engine.device=cpu", "job.options.gres=none"):
         assert "gpus-per-node" not in options_of(config.load("debug", [free]), tmp_path)

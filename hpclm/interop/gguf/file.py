@@ -48,7 +48,7 @@ def export_run(checkpoint: RunCheckpoint, target: Path, dtype: str = "fp32", all
     template, _ = special.chat_of_run(checkpoint.run, paths)
     words = vocabulary.keys(own, config.vocab_size, special.of_run(checkpoint.run, paths), template)
     with fresh(target, folder=False) as staging, closing(gguf.GGUFWriter(staging, network.name)) as writer:
-        writer.add_name(checkpoint.config.name)
+        writer.add_name(checkpoint.run.absolute().name)
         writer.add_description(f"step {checkpoint.step} of a run of hpclm {__version__}")
         writer.add_file_type(KINDS[dtype])
         for key, value in network.metadata(config).items():

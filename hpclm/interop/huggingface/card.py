@@ -16,8 +16,7 @@ library_name: transformers
 pipeline_tag: text-generation
 tags:
 - hpclm
----
-"""
+---"""
 LAST = 100  # steps whose mean is the training loss
 Row = tuple[str, Any]
 
@@ -33,7 +32,7 @@ def written(
     config = checkpoint.config
     size = count.parameters(replace(config.model, vocab_multiple=1))  # the padding of the vocabulary is not exported
     about = f"A language model ({architecture}) of {size:,} parameters, exported by hpclm {__version__} from step {checkpoint.step:,}."
-    parts = [HEAD, f"# {_line(config.name)}", about, "## Use", _use(name, own_code, tokenizer)]
+    parts = [HEAD, f"# {_line(checkpoint.run.absolute().name)}", about, "## Use", _use(name, own_code, tokenizer)]
     parts += ["## Results", _table(_results(checkpoint)), "## Data and settings", _table(_settings(checkpoint, dtype))]
     return "\n\n".join(parts) + "\n"
 
@@ -46,7 +45,7 @@ def _use(name: str, own_code: bool, tokenizer: bool) -> str:
     if tokenizer:
         lines += [
             f"tokenizer = AutoTokenizer.from_pretrained({name!r})",
-            'ids = tokenizer("Once upon a time", return_tensors="pt", return_token_type_ids=False)',
+            'ids = tokenizer(input("Prompt: "), return_tensors="pt", return_token_type_ids=False)',
             "print(tokenizer.decode(model.generate(**ids, max_new_tokens=20)[0]))",
         ]
     without = [] if tokenizer else ["", "The run's tokenizer has no Hugging Face form, so none is here."]

@@ -2,6 +2,7 @@
 
 import faulthandler
 import json
+import os
 import re
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 import hpclm
 from hpclm import cli
 from hpclm.errors import LockedError
-from tests.runs import ROOT
+from tests.runs import ROOT, until
 
 TINY = {"model": {"layers": 1, "hidden": 16, "heads": 2, "context": 16}, "evaluate.every": 4}
 LINES = ["Once upon a time there was a number."] * 100
@@ -139,6 +140,27 @@ def test_an_interrupt_saves_and_is_raised(tiny, tmp_path):
     assert len(hpclm.open(settings.out).checkpoints) == 1
 
 
+def test_a_second_interrupt_does_not_wait_and_says_what_is_lost(tiny, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("TEST_PAUSE", "0.2")  # a step takes 0.8 s
+    settings = hpclm.settings(*tiny("run", "model.block=tests.faults:SlowBlock", "checkpoint.every=1"))
+
+    def interrupt():
+        until((tmp_path / "run/checkpoints/latest").exists)
+        signal.raise_signal(signal.SIGINT)
+        until(lambda: "finishing this step" in capfd.readouterr().err)
+        signal.raise_signal(signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt, match=r"run: not saved since step \d+; run the same call again to continue"):
+        hpclm.train(settings)
+    thread.join()
+    run = hpclm.open(settings.out)
+    [last] = run.checkpoints
+    assert repr(run).partition(": ")[2].startswith(f"exited, interrupted: not saved since step {last.step}, exiting")
+    assert (tmp_path / "run/log.txt").read_text().endswith(f"W interrupted: not saved since step {last.step}, exiting\n")
+
+
 def test_mistakes_are_errors_with_every_problem(tmp_path):
     with pytest.raises(hpclm.ConfigError) as caught:
         hpclm.settings("debug", "model.layers=x", {"optim.lrr": 1})
@@ -244,6 +266,16 @@ def test_without_a_queue_nothing_is_submitted(here, monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(hpclm.ConfigError, match=r"no Slurm here \(sbatch not found\); hpclm\.train trains"):
         hpclm.submit("debug", data="text.jsonl")
-    with pytest.raises(hpclm.ConfigError, match=r"out='text\.jsonl' is not a folder"):
+    assert not Path("runs").exists()
+
+
+def test_out_that_is_a_file_or_a_folder_of_other_files_is_refused_before_anything_is_written(here):
+    with pytest.raises(hpclm.ConfigError, match=r"run directory text\.jsonl is a file"):
         hpclm.train("small", data="text.jsonl", out="text.jsonl")
-    assert not Path("runs").exists() and not Path("datasets").exists()
+    for base, data in (("small", "text.jsonl"), ("debug", None)):
+        with pytest.raises(hpclm.ConfigError, match=r"run directory \. is not empty, and has no run: it has text\.jsonl"):
+            hpclm.train(base, data=data, out=".", device="cpu")
+    assert os.listdir() == ["text.jsonl"]
+    Path("jobs").mkdir(mode=0o700)
+    Path("jobs/slurm-1.out").touch()
+    assert hpclm.train("debug", out="jobs", device="cpu", steps=1).status == "done"

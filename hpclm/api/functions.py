@@ -10,7 +10,7 @@ from hpclm.api.options import Base, Change, Options
 from hpclm.api.run import Run
 from hpclm.config import RunConfig
 from hpclm.errors import ConfigError
-from hpclm.rundir import runs
+from hpclm.rundir import folder, runs
 
 
 def train(
@@ -148,6 +148,5 @@ def _composed(
         if tokenizer is not None:
             raise ConfigError(f"tokenizer={os.fspath(tokenizer)!r} has no effect without data=")
         return run
-    if Path(run.out).exists() and not Path(run.out).is_dir():
-        raise ConfigError(f"out={run.out!r} is not a folder; give the run directory")
+    folder.check(Path(run.out))  # before a dataset is written
     return options.compose(base, [*wanted.changes(), *datasets.settings(data, tokenizer, run), *changes])

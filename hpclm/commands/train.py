@@ -16,7 +16,7 @@ from hpclm.distributed import context as distributed
 from hpclm.distributed.bootstrap import World
 from hpclm.errors import REQUEUE, ConfigError, TrainingInterrupted
 from hpclm.node import notify, preemption, secrets, threads
-from hpclm.rundir import code, folder, runs
+from hpclm.rundir import code, folder, saved
 
 HONOURED = ("job.notify", "job.warn_seconds")
 """Settings of the section job that a training process follows; all others are for what starts it."""
@@ -123,10 +123,10 @@ def in_this_process(settings: RunConfig, resume_step: int | None = None, quiet: 
     try:
         ended = start(settings, alone=True, resume_step=resume_step, quiet=quiet)
     except KeyboardInterrupt:
-        raise TrainingInterrupted(f"{settings.out}: interrupted twice, so not saved; {AGAIN}") from None
+        raise TrainingInterrupted(f"{settings.out}: {saved.unsaved(settings.out)}; {AGAIN}") from None
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
     if ended == REQUEUE:
-        saved = runs.read(Path(settings.out)).checkpoint
-        raise TrainingInterrupted(f"{settings.out}: saved{f' at step {saved[0]}' if saved else ''}; {AGAIN}")
+        newest, _ = saved.survey(f"{settings.out}/checkpoints")
+        raise TrainingInterrupted(f"{settings.out}: saved{f' at step {newest[0]}' if newest else ''}; {AGAIN}")

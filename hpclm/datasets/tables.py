@@ -28,12 +28,25 @@ def json_lines(file: BinaryIO, path: str, columns: Sequence[str]) -> Iterator[by
         for batch in batches:
             for first in range(0, batch.num_rows, ROWS):
                 rows = batch.slice(first, ROWS).to_pylist()
-                yield b"".join(orjson.dumps(row, default=str) + b"\n" for row in rows)  # dates as text
+                yield b"".join(_line(row) + b"\n" for row in rows)
     except (pyarrow.ArrowException, OSError, EOFError) as error:
         kind = "a Parquet" if path.endswith(".parquet") else "an Arrow IPC"
         raise ConfigError(
             f"{path} is truncated, corrupt, or not {kind} file: {error}; copy or create it again"
         ) from None
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    """A row as a JSON object; one whose binary columns are not UTF-8 as their bytes, which readers of lines refuse as such."""
+    try:
+        return orjson.dumps(row, default=_plain)
+    except orjson.JSONEncodeError:
+        return b" ".join(value for value in row.values() if isinstance(value, bytes)).replace(b"\n", b" ")
+
+
+def _plain(value: Any) -> str:
+    """Bytes as the text that they are in files of Spark and Hive, and dates as text."""
+    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _parquet(file: BinaryIO, columns: Sequence[str]) -> tuple[list[str], Iterable[Any]]:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -26,6 +27,8 @@ FILES = (
 FOLDERS = ("checkpoints", "config-history", "logs", "job", "tensorboard")
 TRUSTED = ("checkpoints", "logs", "job")  # created for their owner only, whatever the umask; may be links to elsewhere
 KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link", stat.S_IFIFO: "a named pipe"}
+BEFORE_A_RUN = re.compile(r"\..*|.*\.(out|err|log)|lost\+found|save-now|stop")
+"""What may be in the folder of a new run: hidden files, logs of jobs, what a file system has, requests."""
 CHOOSE = "or choose another out"
 
 
@@ -40,8 +43,6 @@ def check(out: Path) -> None:
         raise ConfigError(f"run directory {out}: {error.strerror} (errno {error.errno}); choose another out") from None
     if not stat.S_ISDIR(mode):
         raise ConfigError(f"run directory {out} is a file; choose another out")
-    if not any((out / mark).exists() for mark in MARKS) and out.resolve() in (Path("/"), Path.home(), Path.cwd()):
-        raise ConfigError(f"run directory {out} is not a folder for a run's files; choose another out")
     files.check_private(out, "run directory")
     _check_room(out, out)
     check_inside(out)
@@ -76,6 +77,16 @@ def check_inside(out: Path) -> None:
             problems.append(f"{path} {others}: a run trusts what is there; chmod go-w it, {CHOOSE}")
     if problems:
         raise ConfigError(problems)
+    _check_unused(out)
+
+
+def _check_unused(out: Path) -> None:
+    """ConfigError if ``out`` has files, and no run: a run's files would get mixed up with them. Logs of jobs may be there."""
+    names = {path.name for path in out.iterdir()} if out.is_dir() and os.access(out, os.R_OK) else set()
+    others = [name for name in sorted(names.difference(FILES, FOLDERS)) if not BEFORE_A_RUN.fullmatch(name)]
+    if others and names.isdisjoint(MARKS):
+        listed = ", ".join(others[:3]) + ", …" * (len(others) > 3)
+        raise ConfigError(f"run directory {out} is not empty, and has no run: it has {listed}; choose another out")
 
 
 def make(out: Path) -> None:

@@ -23,3 +23,9 @@ def survey(folder: Path | str) -> tuple[tuple[int, float] | None, int]:
             if stat.S_ISREG(manifest.st_mode):
                 return (step, manifest.st_mtime), bad
     return None, bad
+
+
+def unsaved(out: Path | str) -> str:
+    """Of a run that ends without saving: what it loses."""
+    newest, _ = survey(f"{out}/checkpoints")
+    return f"not saved since step {newest[0]}" if newest else "nothing saved"

@@ -1,6 +1,7 @@
 """summary.json: how a run stands. Rank 0 keeps it while the run trains; ``hpclm status``, ``hpclm top`` and others read it."""
 
 import json
+import signal
 import threading
 import time
 from collections import deque
@@ -104,7 +105,9 @@ class RunSummary:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is not None and self._facts["state"] not in ENDED:
+        if isinstance(error, KeyboardInterrupt):
+            self.interrupted()
+        elif error is not None and self._facts["state"] not in ENDED:
             text = (
                 str(error) if isinstance(error, HpclmError) else f"{type(error).__name__}: {error}".removesuffix(": ")
             )
@@ -160,6 +163,12 @@ class RunSummary:
     def failed(self, text: str, code: int = 1) -> None:
         """The run ends with an error."""
         self.end("failed", text, code)
+
+    def interrupted(self) -> str:
+        """The run ends at once, by a second interrupt or one before its first step; how, for the log."""
+        ending = f"interrupted: {saved.unsaved(self._out)}, exiting"
+        self.end("exited", ending, 128 + signal.SIGINT)
+        return ending
 
     def tick(self) -> None:
         """Write what has changed, if the last time is long enough ago."""

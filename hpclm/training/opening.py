@@ -172,7 +172,12 @@ def open_run_directory(
         restarted = records.tell_restart(out, context, summary.before) if summary else ""
         stacks = context.run_on_main(lambda: time.strftime("stacks-%Y%m%d-%H%M%S"))
         context.watchdog.write_to(out, stacks, config.parallel.pipeline)
-        yield Directory(out, lease, summary, restarted)
+        try:
+            yield Directory(out, lease, summary, restarted)
+        except KeyboardInterrupt:
+            if summary:
+                log.warning(summary.interrupted())
+            raise
 
 
 def _lease(out: Path) -> Lease:

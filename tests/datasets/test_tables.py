@@ -83,6 +83,18 @@ def test_the_rows_of_a_table_are_documents(ending, write, wanted, tmp_path, caps
     assert not list(tmp_path.glob("y_*"))
 
 
+def test_a_binary_column_is_text_and_what_is_not_utf_8_is_refused_by_its_row(wanted, tmp_path, capsys):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": [text.encode() for text in TEXTS]}), path)
+    assert preprocess(path, prefix=tmp_path / "x") == 0
+    assert tokens(tmp_path / "x") == wanted
+    parquet.write_table(pyarrow.table({"text": [b"one", b"caf\xe9\n", b"two"]}), path)
+    assert preprocess(path, prefix=tmp_path / "y") == 64
+    assert f"{path}:2 is not UTF-8: byte 0xe9 at 3" in capsys.readouterr().err
+    assert preprocess(path, prefix=tmp_path / "y", more=["--on-error", "skip"]) == 0
+    assert tokens(tmp_path / "y")[0] == [4, 4]
+
+
 @pytest.mark.parametrize("ending", ["parquet", "arrow"])
 def test_a_table_is_not_read_at_once(ending, tmp_path):
     draw = np.random.default_rng(0)

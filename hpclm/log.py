@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from logging.handlers import MemoryHandler
@@ -49,6 +50,26 @@ def setup(rank: int = 0, level: int = logging.INFO, redact: Callable[[str], str]
     logging.basicConfig(level=level, handlers=[console, MemoryHandler(0, flushLevel=NEVER)], force=True)
     logging.captureWarnings(True)
     logging.raiseExceptions = False  # errors of logging (a full disk) must not hide others
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """After the block, logging is as it was before ``setup`` in it."""
+    root, show, raises = logging.getLogger(), warnings.showwarning, logging.raiseExceptions
+    handlers, level = list(root.handlers), root.level
+    for handler in handlers:
+        root.removeHandler(handler)  # setup would close it
+    try:
+        yield
+    finally:
+        for handler in list(root.handlers):
+            root.removeHandler(handler)
+        for handler in handlers:
+            root.addHandler(handler)
+        root.setLevel(level)
+        logging.raiseExceptions = raises
+        if warnings.showwarning is not show:
+            logging.captureWarnings(False)
 
 
 def instead_to(path: Path, redact: Callable[[str], str] = str) -> None:

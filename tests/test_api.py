@@ -1,16 +1,19 @@
 """hpclm as a Python library: what a notebook or a script does."""
 
 import faulthandler
+import io
 import json
-import os
+import logging
 import re
 import signal
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 
 import hpclm
@@ -80,7 +83,23 @@ def test_a_run_has_what_the_verbs_say(here, monkeypatch):
         run.generate(5)
     with pytest.raises(hpclm.ConfigError, match=r"^tokens=-1 must be at least 1"):
         run.generate("Once", tokens=-1)
-    text = run.generate("Once upon", tokens=5)
+    for verb, wrong, said in (
+        (
+            run.generate,
+            {"prompt": "x", "tokens": 1.5, "stop": [1]},
+            "tokens=1.5 must be a whole number\nstop=.* list of texts",
+        ),
+        (run.generate, {"prompt": "x", "batch": 0}, "batch=0 must be more than 0"),
+        (run.evaluate, {"samples": 0}, "samples=0 must be more than 0"),
+        (run.convert, {"target": "x", "dtype": "int4"}, "dtype='int4' must be one of fp32, bf16, fp16"),
+        (run.convert, {"target": "x", "shard_gb": True}, "shard_gb=True must be a number"),
+        (run.report, {"output": "."}, r"output \. must end with \.html"),
+        (run.resume, {"resume_step": "4"}, "resume_step='4' must be a whole number or None"),
+        (hpclm.open, {"run": ""}, "the name of the run is empty"),
+    ):
+        with pytest.raises(hpclm.ConfigError, match=said):
+            verb(**wrong)
+    text = run.generate("Once upon", tokens=np.int64(5))
     assert run.generate(["Once upon", "a time"], tokens=5)[0] == text
     assert (run.convert("hf", {"engine.device": "cpu"}) / "model.safetensors").is_file()
     assert run.resume(steps=10) is run and run.rows[-1]["step"] == 10
@@ -140,6 +159,19 @@ def test_an_interrupt_saves_and_is_raised(tiny, tmp_path):
     assert len(hpclm.open(settings.out).checkpoints) == 1
 
 
+def test_after_a_run_logging_is_as_before(tiny):
+    root, own = logging.getLogger(), logging.StreamHandler(io.StringIO())
+    root.addHandler(own)
+    before = [list(root.handlers), root.level, logging.raiseExceptions, warnings.showwarning]
+    try:
+        hpclm.train(hpclm.settings(*tiny("run", "budget.steps=1")))
+        logging.getLogger("other").warning("afterwards")
+        assert [list(root.handlers), root.level, logging.raiseExceptions, warnings.showwarning] == before
+        assert own.stream.getvalue() == "afterwards\n"
+    finally:
+        root.removeHandler(own)
+
+
 def test_a_second_interrupt_does_not_wait_and_says_what_is_lost(tiny, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("TEST_PAUSE", "0.2")  # a step takes 0.8 s
     settings = hpclm.settings(*tiny("run", "model.block=tests.faults:SlowBlock", "checkpoint.every=1"))
@@ -158,7 +190,9 @@ def test_a_second_interrupt_does_not_wait_and_says_what_is_lost(tiny, tmp_path, 
     run = hpclm.open(settings.out)
     [last] = run.checkpoints
     assert repr(run).partition(": ")[2].startswith(f"exited, interrupted: not saved since step {last.step}, exiting")
-    assert (tmp_path / "run/log.txt").read_text().endswith(f"W interrupted: not saved since step {last.step}, exiting\n")
+    assert (
+        (tmp_path / "run/log.txt").read_text().endswith(f"W interrupted: not saved since step {last.step}, exiting\n")
+    )
 
 
 def test_mistakes_are_errors_with_every_problem(tmp_path):
@@ -273,9 +307,11 @@ def test_out_that_is_a_file_or_a_folder_of_other_files_is_refused_before_anythin
     with pytest.raises(hpclm.ConfigError, match=r"run directory text\.jsonl is a file"):
         hpclm.train("small", data="text.jsonl", out="text.jsonl")
     for base, data in (("small", "text.jsonl"), ("debug", None)):
-        with pytest.raises(hpclm.ConfigError, match=r"run directory \. is not empty, and has no run: it has text\.jsonl"):
+        with pytest.raises(
+            hpclm.ConfigError, match=r"run directory \. is not empty, and has no run: it has text\.jsonl"
+        ):
             hpclm.train(base, data=data, out=".", device="cpu")
-    assert os.listdir() == ["text.jsonl"]
+    assert list(here.iterdir()) == [here / "text.jsonl"]
     Path("jobs").mkdir(mode=0o700)
     Path("jobs/slurm-1.out").touch()
     assert hpclm.train("debug", out="jobs", device="cpu", steps=1).status == "done"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from hpclm.api import dataset as datasets
 from hpclm.api import live, options
+from hpclm.api.checked import checked
 from hpclm.api.dataset import Data
 from hpclm.api.options import Base, Change, Options
 from hpclm.api.run import Run
@@ -13,6 +14,7 @@ from hpclm.errors import ConfigError
 from hpclm.rundir import folder, runs
 
 
+@checked
 def train(
     base: Base,
     *changes: Change,
@@ -57,6 +59,7 @@ def train(
     return Run(run.out)
 
 
+@checked
 def submit(
     base: Base,
     *changes: Change,
@@ -104,6 +107,7 @@ def submit(
     return Run(run.out)
 
 
+@checked
 def settings(
     base: Base,
     *changes: Change,
@@ -124,6 +128,7 @@ def settings(
     return options.compose(base, [*Options(steps, lr, seed, out, device).changes(), *changes])
 
 
+@checked
 def open(run: str | os.PathLike[str]) -> Run:  # as gzip.open and others
     """The run in the directory ``run``, or in the one of that name below runs; it may be running.
 

@@ -6,10 +6,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from hpclm import config, extras, files
 from hpclm.api import live, options
+from hpclm.api.checked import checked, positive
 from hpclm.api.options import Change, Options
 from hpclm.config import RunConfig
 from hpclm.errors import ConfigError
@@ -116,6 +117,7 @@ class Run(os.PathLike[str]):
             if row["state"] == "complete"
         ]
 
+    @checked
     def generate(
         self,
         prompt: Prompt,
@@ -149,6 +151,7 @@ class Run(os.PathLike[str]):
         prompts = [prompt] if isinstance(prompt, str) else prompt
         if not isinstance(prompts, Sequence) or not all(isinstance(each, str) for each in prompts):
             raise ConfigError(f"the prompt must be text, or a list of texts, not {type(prompt).__name__}")
+        positive(batch=batch)
         try:
             limits, sampling = Limits(tokens, tuple(stop)), Sampling(temperature, top_k, top_p, seed)
         except ConfigError as error:  # which names options of the command line
@@ -160,6 +163,7 @@ class Run(os.PathLike[str]):
             return texts[0]
         return texts
 
+    @checked
     def evaluate(
         self,
         *changes: Change,
@@ -181,6 +185,7 @@ class Run(os.PathLike[str]):
         """
         from hpclm.commands.evaluate import on_documents, on_part
 
+        positive(samples=samples, tokens=tokens)
         if text is None and data is None:
             if tokens is not None:
                 raise ConfigError("tokens= is for text= and data=; use samples=")
@@ -192,6 +197,7 @@ class Run(os.PathLike[str]):
         file, prefix = (None if each is None else os.fspath(each) for each in (text, data))
         return on_documents(self.path, options.words(changes), file, prefix, tokens)
 
+    @checked
     def report(
         self, output: str | os.PathLike[str] | None = None, images: bool = False, samples: str | None = None
     ) -> Report:
@@ -207,11 +213,12 @@ class Run(os.PathLike[str]):
         path = self.path / "report.html" if output is None else Path(output)
         return Report(write([self.path], path, images, samples)[0])
 
+    @checked
     def convert(
         self,
         target: str | os.PathLike[str],
         *changes: Change,
-        dtype: str = "fp32",
+        dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
         shard_gb: float = 5.0,
         allow_nan: bool = False,
     ) -> Path:
@@ -220,15 +227,17 @@ class Run(os.PathLike[str]):
         Args:
             target: a folder, or a file that ends with .gguf; it must not exist.
             changes: to the run's settings.
-            dtype: of the weights: fp32, bf16 or fp16.
+            dtype: of the weights.
             shard_gb: maximum size of a file.
             allow_nan: also write weights that are not finite.
         """
         from hpclm.commands.convert import exported
 
+        positive(shard_gb=shard_gb)
         exported(self.path, Path(target), options.words(changes), dtype, shard_gb, allow_nan)
         return Path(target)
 
+    @checked
     def resume(self, *changes: Change, steps: int | None = None, resume_step: int | None = None) -> "Run":
         """Continue training in this process, with changes to the settings if any: `run.resume(steps=400)`.
 

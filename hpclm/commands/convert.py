@@ -100,7 +100,7 @@ def exported(source: Path, target: Path, overrides: list[str], dtype: str, shard
     if target.suffix != ".gguf":
         name = folder.export_run(checkpoint, target, dtype, shard_gb * 1e9, allow_nan)
     elif shard_gb != SHARD_GB:
-        raise ConfigError("--shard-gb has no effect: a .gguf file is always one")
+        raise ConfigError("the size of shards has no effect: a .gguf file is always one")
     else:
         name = "llama.cpp's " + file.export_run(checkpoint, target, dtype, allow_nan)
     ready = (

@@ -38,10 +38,6 @@ def main(argv: list[str]) -> int:
     chosen = folders.choose(args.run, args.runs)
     own = len(chosen) == 1 and not folders.other_owner(chosen[0])
     output = args.output or (chosen[0] / "report.html" if own else Path("report.html"))
-    if output.suffix != ".html":
-        raise ConfigError(f"--output {output} must end with .html")
-    if not output.parent.is_dir():
-        raise ConfigError(f"--output {output}: there is no folder {output.parent}")
     for path in write(chosen, output, not args.no_png, args.samples):
         say(str(path))
     return 0
@@ -51,6 +47,10 @@ def write(chosen: list[Path], output: Path, images: bool, prompt: str | None = N
     """Write the report of the runs ``chosen``, with what their models make of ``prompt``; the files it consists of."""
     from hpclm.reporting import figures, history, page, provenance
 
+    if output.suffix != ".html":
+        raise ConfigError(f"output {output} must end with .html")
+    if not output.parent.is_dir():
+        raise ConfigError(f"output {output}: there is no folder {output.parent}")
     named = dict(zip(_names(chosen), chosen, strict=True))
     runs = {name: history.read(out) for name, out in named.items()}
     content = page.Content(runs, {name: provenance.settings(out) for name, out in named.items()})
@@ -65,7 +65,7 @@ def write(chosen: list[Path], output: Path, images: bool, prompt: str | None = N
         try:
             files.write_bytes(path, data)
         except OSError as error:
-            raise unwritten(error, path, "choose another --output") from None
+            raise unwritten(error, path, "choose another output") from None
     return list(written)
 
 

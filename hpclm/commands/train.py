@@ -121,7 +121,8 @@ def in_this_process(settings: RunConfig, resume_step: int | None = None, quiet: 
     """
     before = {number: signal.getsignal(number) for number in preemption.WARNINGS}
     try:
-        ended = start(settings, alone=True, resume_step=resume_step, quiet=quiet)
+        with log.restored():
+            ended = start(settings, alone=True, resume_step=resume_step, quiet=quiet)
     except KeyboardInterrupt:
         raise TrainingInterrupted(f"{settings.out}: {saved.unsaved(settings.out)}; {AGAIN}") from None
     finally:

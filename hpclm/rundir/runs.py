@@ -118,6 +118,8 @@ def none_in(folder: Path) -> str:
 
 def resolve(name: str, runs: Path) -> Path:
     """The run directory of this ``name``: a path, or a name below the folder ``runs``; ConfigError without one."""
+    if not name.strip():
+        raise ConfigError("the name of the run is empty")
     for path in (Path(name), runs / name):
         if is_run(path):
             return path

@@ -253,7 +253,7 @@ def test_wrong_words_are_refused_and_nothing_is_written(written, tmp_path, capsy
     folder = tmp_path / "folder.html"
     folder.mkdir()
     assert cli.main(["report", str(written / "one"), "-o", str(folder)]) == 64
-    assert f"{folder}: Is a directory; choose another --output" in capsys.readouterr().err
+    assert f"{folder}: Is a directory; choose another output" in capsys.readouterr().err
     folder.rmdir()
     assert cli.main(["report", str(tmp_path)]) == 64
     assert "is not a run directory" in capsys.readouterr().err

@@ -1,0 +1,74 @@
+"""Arguments of a wrong type are refused by name, in one line."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from inspect import Parameter, signature
+from numbers import Integral, Real
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin
+
+from hpclm.errors import ConfigError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+KINDS: dict[Any, tuple[Any, str]] = {
+    int: (Integral, "a whole number"),  # also NumPy's
+    float: (Real, "a number"),
+    bool: (bool, "True or False"),
+    str: (str, "text"),
+    os.PathLike[str]: (os.PathLike, "a path"),
+    Sequence[str]: (Sequence, "a list of texts"),
+    type(None): (type(None), "None"),
+}
+
+
+def checked(function: Function) -> Function:
+    """``function``, which raises ConfigError for arguments whose type is not the annotated one."""
+    kinds = dict(_kinds(function))
+    names = [
+        name for name, each in signature(function).parameters.items() if each.kind is Parameter.POSITIONAL_OR_KEYWORD
+    ]
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        problems = [
+            f"{name}={value!r} must be {' or '.join(map(_described, kinds[name]))}"
+            for name, value in given.items()
+            if name in kinds and not any(_fits(value, kind) for kind in kinds[name])
+        ]
+        if problems:
+            raise ConfigError(problems)
+        return function(*args, **kwargs)
+
+    return cast(Function, call)
+
+
+def positive(**values: float | None) -> None:
+    """ConfigError for numbers that are not more than 0."""
+    if problems := [
+        f"{name}={value} must be more than 0" for name, value in values.items() if value is not None and not value > 0
+    ]:
+        raise ConfigError(problems)
+
+
+def _kinds(function: Callable[..., Any]) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """The types that each parameter may have, where all of them are simple ones."""
+    for name, parameter in signature(function).parameters.items():
+        hint = parameter.annotation
+        kinds = (hint,) if get_origin(hint) in (Literal, Sequence, os.PathLike) else get_args(hint) or (hint,)
+        if parameter.kind is not Parameter.VAR_POSITIONAL and all(
+            kind in KINDS or get_origin(kind) is Literal for kind in kinds
+        ):
+            yield name, kinds
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if kind == Sequence[str] and isinstance(value, Sequence):
+        return all(isinstance(each, str) for each in value)
+    return isinstance(value, KINDS[kind][0]) and (kind is bool or not isinstance(value, bool))
+
+
+def _described(kind: Any) -> str:
+    return f"one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else KINDS[kind][1]

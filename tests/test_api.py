@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 
 import datasets
+import jedi
 import numpy as np
 import pytest
 
@@ -261,6 +262,9 @@ def test_help_and_completion_show_the_interface():
     made = hpclm.settings("debug")
     assert {"optim", "diff"} < set(dir(made)) > {"name"} and not {"problems", "plan", "for_engine"} & set(dir(made))
     assert "lr" in dir(made.optim) and not {"problems"} & set(dir(made.optim))
+    for typed, names in (("run.settings.op", ["optim"]), ("run.settings.optim.l", ["lr"])):  # in a notebook
+        run = hpclm.Run("x")
+        assert [each.name for each in jedi.Interpreter(typed, [{"run": run}]).complete()] == names
     undocumented = [name for name in vars(hpclm.Run) if name[0] != "_" and not getattr(hpclm.Run, name).__doc__]
     assert not undocumented
 

@@ -6,7 +6,7 @@ wrong inside it; RunConfig adds contradictions between sections.
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal
 
 from hpclm.config.checks import Checked, at_least, texts
@@ -151,20 +151,20 @@ class RunConfig(Checked):
     """Save and exit after this many minutes of an attempt."""
     kill_switch: str | None = None
     """Save and exit when this file exists; it must belong to you or root, and is not deleted."""
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    batch: BatchConfig = field(default_factory=BatchConfig)
-    budget: BudgetConfig = field(default_factory=BudgetConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    scaler: ScalerConfig = field(default_factory=ScalerConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    log: LogConfig = field(default_factory=LogConfig)
-    profile: ProfileConfig = field(default_factory=ProfileConfig)
-    job: JobConfig = field(default_factory=JobConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    batch: BatchConfig = BatchConfig()
+    budget: BudgetConfig = BudgetConfig()
+    optim: OptimConfig = OptimConfig()
+    scaler: ScalerConfig = ScalerConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    engine: EngineConfig = EngineConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    profile: ProfileConfig = ProfileConfig()
+    job: JobConfig = JobConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
     def __dir__(self) -> list[str]:
         """What completion shows: the settings and ``diff``."""

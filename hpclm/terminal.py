@@ -72,6 +72,11 @@ def ranges(numbers: Iterable[int]) -> str:
     return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
+def many(count: int, what: str) -> str:
+    """``1 document``, ``2,000 documents``."""
+    return f"{count:,} {what}{'s' * (count != 1)}"
+
+
 def say(text: str = "", end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
     """``print``, with ``plain`` text."""
     print(plain(text), end=end, file=file, flush=flush)

@@ -10,7 +10,7 @@ from typing import Any
 
 from hpclm import terminal
 from hpclm.errors import ConfigError
-from hpclm.terminal import say
+from hpclm.terminal import many, say
 
 DTYPES = ["uint8", "int8", "int16", "uint16", "int32", "int64", "uint32", "uint64"]
 
@@ -40,7 +40,8 @@ def histogram(contents: dict[str, Any], path: Path) -> None:
     from hpclm import files
     from hpclm.reporting import figures
 
-    title = f"{Path(contents['prefix']).name}: {contents['documents']:,} documents, {contents['tokens']:,} tokens"
+    counts = f"{many(contents['documents'], 'document')}, {many(contents['tokens'], 'token')}"
+    title = f"{Path(contents['prefix']).name}: {counts}"
     bins = contents["histogram"]
     names = [f"{low:,}" if low == high else f"{low:,}–{high:,}" for low, high, _ in bins]
     picture = figures.histogram(names, [count for *_, count in bins], title)
@@ -81,7 +82,8 @@ def merge(args: argparse.Namespace) -> None:
 
     out = args.out.removesuffix(".bin").removesuffix(".idx")
     made = merge(out, prefixes(args.prefix), args.layout, args.dtype, not args.no_note, args.overwrite)
-    say(f"{out}: {made.document_count:,} documents, {made.token_count:,} tokens as {made.dtype.name}, {made.layout}")
+    counts = f"{many(made.document_count, 'document')}, {many(made.token_count, 'token')}"
+    say(f"{out}: {counts} as {made.dtype.name}, {made.layout}")
 
 
 def prefix(name: str) -> str:
@@ -121,8 +123,8 @@ def _verified(result: dict[str, Any]) -> str:
         else "it has no content hash, so tokens that were changed into others are not detected: hpclm data hash adds one"
     )
     return (
-        f"verified: {result['sequences']:,} sequences in {result['documents']:,} documents, "
-        f"{result['tokens']:,} tokens{highest}{below}; {content}"
+        f"verified: {many(result['sequences'], 'sequence')} in {many(result['documents'], 'document')}, "
+        f"{many(result['tokens'], 'token')}{highest}{below}; {content}"
     )
 
 

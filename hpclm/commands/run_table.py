@@ -16,13 +16,12 @@ GAP = 2
 
 
 def fitted(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
-    """The lines of the header, then of each row, ``width`` columns wide. Where a name takes more than half of that, each name
-    goes on a separate line."""
-    names, table = [heads[0], *(row[0] for row in rows)], [heads, *rows]
-    if max(map(terminal.width, names)) <= width // 2:
-        return [[line] for line in _lines(table, width)]
-    lines = _lines([row[1:] for row in table], width - GAP)
-    return [[name, f"{'':{GAP}}{line}"] for name, line in zip(names, lines, strict=True)]
+    """The lines of the header, then of each row, ``width`` columns wide. A name that takes more than half of that is on a line of
+    its own."""
+    above = [[row[0]] if terminal.width(row[0]) > width // 2 else [] for row in rows]
+    rest = [("", *row[1:]) if name else row for name, row in zip(above, rows, strict=True)]
+    header, *lines = _lines([heads, *rest], width)
+    return [[header], *([*name, line] for name, line in zip(above, lines, strict=True))]
 
 
 def _lines(table: Sequence[Sequence[str]], width: int) -> list[str]:

@@ -132,8 +132,13 @@ def end(tokenizer: Tokenizer) -> int:
 
 def of_run(data: DataConfig) -> Tokenizer:
     """The tokenizer of a run, from its settings or from its dataset."""
+    return build_of_run(data)[0]
+
+
+def build_of_run(data: DataConfig) -> tuple[Tokenizer, str, list[str], str | None]:
+    """The same, and what ``build`` was given."""
     if data.tokenizer is not None:
-        return build(data.tokenizer, data.tokenizer_files, data.eod)
+        return build(data.tokenizer, data.tokenizer_files, data.eod), data.tokenizer, data.tokenizer_files, data.eod
     notes = ((prefix, sidecar(prefix)) for prefix in data.prefixes())
     prefix, note = next(((prefix, note) for prefix, note in notes if "tokenizer" in note), ("", {}))
     if not note:
@@ -150,14 +155,15 @@ def of_run(data: DataConfig) -> Tokenizer:
         )
     if not isinstance(paths, list):
         raise ConfigError(f"{prefix}.json names no tokenizer_files; set data.tokenizer")
-    tokenizer = build(kind, paths, _recorded_end(note["tokenizer"]))
+    eod = _recorded_end(note["tokenizer"])
+    tokenizer = build(kind, paths, eod)
     differences = mismatch(note["tokenizer"], tokenizer.fingerprint)
     if differences:
         raise ConfigError(
             f"the tokenizer of dataset {prefix} has changed: {differences}; restore {', '.join(paths) or 'it'}, "
             "or set data.tokenizer"
         )
-    return tokenizer
+    return tokenizer, kind, paths, eod
 
 
 def _recorded_end(fingerprint: dict[str, Any]) -> str | None:

@@ -25,7 +25,7 @@ from hpclm.datasets.workers import ordered
 from hpclm.datasets.writer import Writer
 from hpclm.errors import ConfigError, unwritten
 from hpclm.files import read_text, readable, write_text
-from hpclm.terminal import say
+from hpclm.terminal import many, say
 
 log = logging.getLogger(__name__)
 SHOWN = 5  # unreadable lines that are described in the log
@@ -71,24 +71,19 @@ class Output(Writer):
 
     def describe(self, end: str = "") -> None:
         """Print what was written."""
-        counts = f"{_many(self.documents, 'document')}, {_many(self.tokens, 'token')}"
+        counts = f"{many(self.documents, 'document')}, {many(self.tokens, 'token')}"
         say(f"{self.prefix}.bin, .idx, .json: {'; '.join(filter(None, (counts, self._omissions())))}{end}")
 
     def _omissions(self) -> str:
-        omitted = [f"{_many(self.skipped, 'empty document')} skipped"] if self.skipped else []
-        if self._job.chat:
-            omitted = [
-                f"{_many(self.cut, 'conversation')} cut to {self._job.chat.context + 1:,} tokens, {self.dropped:,} dropped: "
-                "too long, or nothing left to learn"
-            ]
+        omitted = [f"{many(self.skipped, 'empty document')} skipped"] if self.skipped else []
+        if self._job.chat and self.cut:
+            omitted.append(f"{many(self.cut, 'conversation')} cut to {self._job.chat.context + 1:,} tokens")
+        if self.dropped:
+            omitted.append(f"{many(self.dropped, 'conversation')} dropped: too long, or nothing left to learn")
         if self.bad:
             reasons = ", ".join(f"{reason}: {count:,}" for reason, count in sorted(self.bad.items()))
-            omitted.append(f"{_many(self.bad.total(), 'unreadable line')} skipped ({reasons})")
+            omitted.append(f"{many(self.bad.total(), 'unreadable line')} skipped ({reasons})")
         return ", ".join(omitted)
-
-
-def _many(count: int, what: str) -> str:
-    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 def write(

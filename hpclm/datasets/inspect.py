@@ -14,6 +14,7 @@ from hpclm.data.content import noted
 from hpclm.data.indexed import IndexedDataset, sidecar
 from hpclm.datasets.verify import check_index
 from hpclm.errors import ConfigError
+from hpclm.terminal import many
 
 SHOWN = 300  # characters of a document
 READ = 4 * SHOWN  # tokens that are decoded for them: a character has at most 4 bytes of UTF-8
@@ -73,7 +74,7 @@ def as_text(report: dict[str, Any]) -> str:
     for document in report["first"]:
         text = document["text"] if "text" in document else " ".join(map(str, document["ids"]))
         cut = " … (cut)" if document["cut"] else ""
-        parts += ["", f"document {document['document']}, {document['tokens']:,} tokens", text + cut]
+        parts += ["", f"document {document['document']}, {many(document['tokens'], 'token')}", text + cut]
     return "\n".join(parts)
 
 

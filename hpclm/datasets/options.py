@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hpclm import config, terminal
 from hpclm.config.data import TOKENIZERS
+from hpclm.data import tokenizers
 from hpclm.data.loss_mask import prefix_of
 from hpclm.datasets.chat import chat_of
 from hpclm.datasets.encode import Job
@@ -114,12 +115,11 @@ def _of_run(model: str, args: argparse.Namespace) -> None:
             f"--tokenizer {model}: import this folder first (hpclm convert {model} RUN), and name the run directory"
         )
     run = config.of_run(Path(model), [])
-    if run.data.tokenizer is None:
-        raise ConfigError(
-            f"--tokenizer {model}: the run's config.yaml names no tokenizer; give its kind and --tokenizer-files"
-        )
-    args.tokenizer, args.tokenizer_files = run.data.tokenizer, run.data.tokenizer_files
-    args.eod = args.eod or run.data.eod
+    try:
+        _, args.tokenizer, args.tokenizer_files, end = tokenizers.build_of_run(run.data)
+    except ConfigError as error:
+        raise ConfigError(f"--tokenizer {model}: {error}") from None
+    args.eod = args.eod or end
     args.context = args.context or (run.model.context if args.chat else None)
 
 

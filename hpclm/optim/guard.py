@@ -37,8 +37,8 @@ class Guard:
         now = self.health
         if now.spiking_since is not None and before.spiking_since is None:
             log.warning(
-                "%s; until the loss recovers, new checkpoints do not replace older healthy ones. To go back: "
-                "hpclm resume RUN --from STEP",
+                "%s; until the loss recovers, new checkpoints do not replace older healthy ones; hpclm resume with --from "
+                "goes back to one of these",
                 now.describe(),
             )
         elif now.spiking_since is None and before.spiking_since is not None:

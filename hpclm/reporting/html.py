@@ -49,7 +49,8 @@ i, .bar, .lost { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
 @media print { @page { size: A4; margin: 12mm; }
   :root { color-scheme: light; --ink: #000; --soft: #555; --line: #ccc; --card: #f5f7f9; --ground: #fff; --warn: #b3261e; }
   html { font-size: 11px; } body { font-size: 1rem; padding: 0; } .scroll { overflow: visible; }
-  .figures { grid-template-columns: 1fr; } figure { max-width: none; } } /* charts keep the width they have on the screen */
+  .figures { grid-template-columns: 1fr 1fr; zoom: .51; } /* two a row: charts keep their width, at most 43rem */
+  .figures :is(h3, figcaption, .legend) { font-size: 1.7rem; } }
 """
 SORT = """document.addEventListener("click", event => {
   const head = event.target.closest("th button")?.parentElement;

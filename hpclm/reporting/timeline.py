@@ -5,6 +5,7 @@ import time
 from hpclm.reporting.history import KINDS, Attempt, History
 from hpclm.reporting.html import table, text
 from hpclm.rundir.status import moment, span
+from hpclm.terminal import many
 
 COLOURS = {"queued": "#b8bec6", "starting": "#8e6bbf", "training": "#2a9d5c", "lost": "#d64545"}
 HEADS = ("attempt", "steps", "done again", "began", "where", "queued", "starting", "training")
@@ -20,12 +21,12 @@ def summary(history: History) -> str:
         return "The run has not started yet."
     count, last = len(history.attempts), history.attempts[-1]
     of = f" of {last.row['steps']}" if last.row.get("steps") else ""
-    said = [f"The run has done {last.last}{of} steps in {span(history.wall)}, in {_many(count, 'attempt')}."]
+    said = [f"The run has done {last.last}{of} steps in {span(history.wall)}, in {many(count, 'attempt')}."]
     interrupted = sum(attempt.code != 0 for attempt in history.attempts[:-1])  # 0: done, stopped or at an exit_interval
     if interrupted:
         lost = sum(attempt.lost for attempt in history.attempts)
         spent = (
-            f"{_many(lost, 'step')} ({span(history.seconds('lost'))}) came after a checkpoint and had to be done again."
+            f"{many(lost, 'step')} ({span(history.seconds('lost'))}) came after a checkpoint and had to be done again."
         )
         times = {1: "once", 2: "twice"}.get(interrupted, f"{interrupted} times")
         said.append(
@@ -35,7 +36,7 @@ def summary(history: History) -> str:
     if history.goodput is not None:
         said.append(f"{history.goodput:.0%} of the time went into training steps that count (goodput).")
     if history.damaged:
-        said.append(f"{_many(history.damaged, 'line')} of metrics.jsonl could not be read.")
+        said.append(f"{many(history.damaged, 'line')} of metrics.jsonl could not be read.")
     if last.ended:
         said.append(f"The last attempt: {last.ended}.")
     else:
@@ -96,7 +97,3 @@ def _row(attempt: Attempt) -> list[str]:
 def _moment(stamp: float) -> str:
     """A time since 1970 in this machine's time zone, which the footer names."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stamp))
-
-
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"

@@ -111,11 +111,11 @@ def test_both_forms_give_a_dataset_and_its_mask_the_same_in_parts(run, capsys):
 def test_a_long_conversation_is_cut_or_dropped_and_counted(run, capsys):
     lines = [line(said("hello", "there " * 60)), line(said("hello " * 60, "there")), line(said("hello", "there"))]
     assert run(lines) == 0
-    assert "2 conversations cut to 41 tokens, 1 dropped" in capsys.readouterr().out
+    assert "; 2 conversations cut to 41 tokens, 1 conversation dropped: too long" in capsys.readouterr().out
     assert IndexedDataset("out_chat").sizes.tolist()[0] == 41 and len(IndexedDataset("out_chat")) == 2
     assert (sidecar("out_chat")["cut"], sidecar("out_chat")["dropped"]) == (2, 1)
     assert run(lines, "--overwrite", "--too-long", "drop") == 0
-    assert "0 conversations cut to 41 tokens, 2 dropped" in capsys.readouterr().out
+    assert "; 2 conversations dropped: too long" in capsys.readouterr().out
     assert len(IndexedDataset("out_chat")) == 1
     assert run(lines[1:2], "--overwrite") == 64  # nothing is left
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hpclm.config import DataConfig, RunConfig, dump
 from hpclm.data.indexed import IndexedDataset, sidecar
 from hpclm.datasets.options import parse
-from tests.datasets.texts import content, preprocess, write
+from tests.datasets.texts import content, jsonl, preprocess, write
 from tests.shared import ROOT, shared
 
 
@@ -174,3 +175,16 @@ def test_help_is_instant_and_a_small_file_takes_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "0 set()"
+
+
+def test_a_run_s_tokenizer_is_that_of_its_dataset_where_its_settings_name_none(capsys):
+    write(**{"vocab.json": '{"<unk>": 0, "<|endoftext|>": 1, "高": 2, "血压": 3}', "t.jsonl": jsonl("高 血压")})
+    files = ["--tokenizer", "whitespace", "--tokenizer-files", "vocab.json"]
+    assert preprocess("--input", "t.jsonl", "--output-prefix", "old", *files) == 0
+    Path("run").mkdir()
+    dump(RunConfig(data=DataConfig(prefix="old_text_document")), Path("run/config.yaml"))
+    words = ["--input", "t.jsonl", "--tokenizer", "run", "--output-prefix"]
+    assert preprocess(*words, "new") == 0 and content("new_text_document") == content("old_text_document")
+    Path("vocab.json").write_text('{"<unk>": 0, "<|endoftext|>": 1, "高": 3, "血压": 2}')
+    assert preprocess(*words, "again") == 64
+    assert "--tokenizer run: the tokenizer of dataset old_text_document has changed" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import pty
+import re
 import select
 import signal
 import struct
@@ -139,4 +140,6 @@ def test_names_and_states_stay_whole_however_narrow_the_terminal_is(width, point
     assert "".join(line.strip() for line in table[2:]).count("lower optim.lr") == 3
     make(Path(f"runs/{'long-' * 20}"), [attempt()], ROWS[:3], ("stopped", "stopped at step 3", 0), lock="{}")
     lines = [*status.table(watch.look(), 60)]
-    assert f"runs/{'long-' * 20}" in lines and any(line.startswith("  stopped  3/40") for line in lines)
+    after = lines[lines.index(f"runs/{'long-' * 20}") + 1]  # only this name has a line of its own
+    assert after.index("stopped") == lines[0].index("STATE")
+    assert any(re.match(r"runs/gpt2-124m +running +30/40 ", line) for line in lines)

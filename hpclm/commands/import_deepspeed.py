@@ -121,12 +121,14 @@ def translated(tree: Mapping[str, Any], replicas: int | None = None) -> Translat
         if key in result.unread:
             result.settings.setdefault(setting, result.take(key))
     _schedule(result)
+    refused = dict[str, list[str]]()
     for key, value in result.unread.items():
         reason = deepspeed.refusal(key)
         if reason is None:
             result.extra[key] = value
         else:
-            result.idle.append(f"{key}: {reason}")
+            refused.setdefault(reason, []).append(key)
+    result.idle += [f"{', '.join(keys)}: {reason}" for reason, keys in refused.items()]
     return result
 
 

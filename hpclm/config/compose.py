@@ -192,6 +192,7 @@ def _settings_file(path: str | Path) -> Path:
     beside = {other.stem: str(other) for other in file.parent.glob("*.yaml")} if file.parent.is_dir() else {}
     known = beside | {preset.rpartition("/")[2]: preset for preset in presets}
     near = [known[stem] for stem in get_close_matches(file.stem, known, n=1)]
+    near = [str(run) for run in [Path("runs", path)] if run_file.is_run(run)] or near
     suggestion = f" (did you mean {near[0]!r}?)" if near else ""
     raise ConfigError(f"settings file {path} does not exist{suggestion}; presets are {', '.join(presets)}")
 

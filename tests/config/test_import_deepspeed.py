@@ -220,3 +220,8 @@ def test_no_value_of_any_key_raises(tree):
     for outcome in sorted(outcomes)[:: max(1, len(outcomes) // 40)]:  # each takes 30 ms
         with contextlib.suppress(ConfigError):
             config.load(None, list(outcome))
+
+
+def test_keys_that_are_not_translated_for_one_reason_are_named_together(tmp_path, capsys):
+    _, printed, _ = imported(tmp_path, capsys, {"steps_per_print": 1, "zero_allow_untested_optimizer": True})
+    assert "#   steps_per_print, zero_allow_untested_optimizer: engine.extra adds to" in printed

@@ -153,7 +153,7 @@ def test_what_is_written_reads_back_as_the_same_settings(tmp_path):
     assert config.load(tmp_path / "config.yaml") == run
 
 
-def test_an_invalid_settings_file_is_refused_with_the_reason(tmp_path):
+def test_an_invalid_settings_file_is_refused_with_the_reason(tmp_path, monkeypatch):
     for content, answer in {
         "a: [": "is not YAML",
         "- a\n": "must be a mapping",
@@ -166,6 +166,11 @@ def test_an_invalid_settings_file_is_refused_with_the_reason(tmp_path):
             config.load(path)
     with pytest.raises(ConfigError, match=r"does not exist \(did you mean 'debug'\?\); presets are "):
         config.load("configs/debgu.yaml")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/debgu").mkdir(parents=True)
+    (tmp_path / "runs/debgu/config.yaml").touch()
+    with pytest.raises(ConfigError, match=r"did you mean 'runs/debgu'"):
+        config.load("debgu")
     (tmp_path / "mine.yaml").touch()
     with pytest.raises(ConfigError, match=f"did you mean '{tmp_path}/mine.yaml'"):
         config.load(tmp_path / "myne.yaml")

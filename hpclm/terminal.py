@@ -3,6 +3,7 @@
 import argparse
 import codecs
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NoReturn, TextIO
@@ -12,6 +13,7 @@ HIDDEN = (
     r"\u2028-\u202e\u2066-\u2069"  # line separators and bidirectional controls
     r"\ud800-\udfff"  # surrogates: bytes that are not UTF-8, and half characters
 )
+USAGE = 4  # lines of a usage that are shown with an error
 _HIDDEN = re.compile(f"[{HIDDEN}]")
 _HIDDEN_IN_LINE = re.compile(f"[{HIDDEN}\n]")
 
@@ -88,6 +90,13 @@ class ArgumentParser(argparse.ArgumentParser):
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """As argparse."""
         super().exit(status, message and line(message.rstrip("\n")) + "\n")
+
+    def error(self, message: str) -> NoReturn:
+        """As argparse, but without a usage so long that it would hide the message."""
+        if self.format_usage().count("\n") <= USAGE:
+            super().error(message)
+        print(f"usage: {self.prog} --help shows all options", file=sys.stderr)
+        self.exit(2, f"{self.prog}: error: {message}")
 
 
 def _escaped(found: re.Match[str]) -> str:

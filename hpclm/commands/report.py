@@ -1,11 +1,12 @@
 """The verb ``hpclm report``: one run, or several compared, as a page and as images."""
 
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 from hpclm import cli, files
-from hpclm.errors import ConfigError, unwritten
+from hpclm.errors import ConfigError, HpclmError, unwritten
 from hpclm.rundir import runs as folders
 from hpclm.terminal import say
 
@@ -73,10 +74,14 @@ def _samples(named: dict[str, Path], prompt: str) -> dict[str, dict[int, str]]:
     """What models of each run write; a run without a usable model does not keep the others from the page."""
     from hpclm.inference.samples import samples
 
-    written, each = dict[str, dict[int, str]](), cli.Each(len(named))
+    written = dict[str, dict[int, str]]()
     for name, out in named.items():
-        with each:
+        try:
             written[name] = samples(out, prompt, 1 if len(named) > 1 else MOST)
+        except HpclmError as error:
+            if len(named) == 1:
+                raise
+            say(f"{name} is without a sample: {error}", file=sys.stderr)
     return written
 
 

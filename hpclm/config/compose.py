@@ -100,15 +100,16 @@ def of_run(folder: Path, overrides: Sequence[str]) -> RunConfig:
     return merge(settings, problems)
 
 
-def flat_of_run(folder: Path) -> dict[str, Any]:
-    """The settings of the run in ``folder`` as section.name: value, as they stand in its config.yaml; ConfigError without it."""
-    path, content = _of_folder(folder)
+def flat_of_run(folder: Path, version: str = run_file.NAME) -> dict[str, Any]:
+    """The settings of the run in ``folder`` as section.name: value, as they stand in ``version`` of its config.yaml; ConfigError
+    without it."""
+    path, content = _of_folder(folder, version)
     return {key: value for key, value, _ in _leaves(content, path)}
 
 
-def _of_folder(folder: Path) -> tuple[Path, reading.Content]:
+def _of_folder(folder: Path, version: str = run_file.NAME) -> tuple[Path, reading.Content]:
     """A run's config.yaml and its content; ConfigError if ``folder`` is not a run directory."""
-    path = folder / run_file.NAME
+    path = folder / version
     if not path.is_file():
         reason = "it is a file" if folder.exists() else f"it does not exist; looked in {Path.cwd()}"
         raise ConfigError(f"{folder} is not a run directory: {'it has no config.yaml' if folder.is_dir() else reason}")

@@ -95,6 +95,8 @@ class History:
     """Rows of steps that were done again."""
     tasks: tuple[Row, ...] = ()
     """Scores at tasks (evaluate.tasks)."""
+    state: str = ""
+    """The state in which it ended, one of ``summary.ENDED``; empty if its files do not say."""
     damaged: int = field(default=0, compare=False)
     """Lines of metrics.jsonl that cannot be read, but the last, which may still be being written."""
 
@@ -127,6 +129,7 @@ def read(out: Path) -> History:
         tuple(row for row in kept if "validation_loss" in row),
         tuple(row for row in lost if "loss" in row),
         tuple(row for row in kept if "tasks" in row),
+        state if (state := summary.read(out).get("state", "")) in summary.ENDED else "",
         lines[:-1].count(None),
     )
 

@@ -92,10 +92,6 @@ def _ranking(
         at = f' <span class="soft">step {each.best_step}</span>' if best else ""
         swatch = f'<i style="background:{colours.get(each.name, plots.INK)}"></i>'
         rate = _mean(history, "tokens_per_second")
-        ended = history.attempts[-1].ended if history.attempts else "not started"
-        state = text(ended or "running, as far as its files say")
-        if each.diverged is not None:  # how it ended stands below, with its attempts
-            state = f'<span class="warn">diverged at step {each.diverged}</span>'
         training = "" if each.training is None else f"{each.training:.4f}"
         last = history.steps[-1]["step"] if history.steps else 0
         cells = [
@@ -105,13 +101,23 @@ def _ranking(
             *((value, text(value)) for value in (provenance.shown(row.get(each.name)) for row in differing.values())),
             (str(last), f"{last:,}"),
             (f"{rate:.0f}", f"{rate:,.0f}"),
-            ("", state),
+            ("", _state(history, each)),
         ]
         lines.append("<tr>" + "".join(f'<td data-value="{text(key)}">{cell}</td>' for key, cell in cells) + "</tr>")
     head = "".join(f"<th><button>{text(each)}</button></th>" for each in heads)
     body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody>"
     note = "The best run is first: by validation loss where it was measured, else by training loss. Click a column heading to sort."
     return f'<div class="scroll"><table class="ranking">{body}</table></div><p class="soft">{note}</p>'
+
+
+def _state(history: History, standing: Standing) -> str:
+    """How a run stands, in a few words; why it ended is under the pointer, and below with its attempts."""
+    ended = history.attempts[-1].ended if history.attempts else "not started"
+    said = history.state or ended or "running, as far as its files say"
+    if standing.diverged is not None:
+        said = f"diverged at step {standing.diverged}"
+    warn = ' class="warn"' * (standing.diverged is not None or said == "failed")
+    return f'<span{warn} title="{text(ended)}">{text(said)}</span>'
 
 
 def _curves(charts: list[Chart], named: Mapping[str, Mapping[str, str]]) -> Iterator[str]:

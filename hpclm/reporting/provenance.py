@@ -1,6 +1,7 @@
 """Where a run came from: its model, data, settings, command, code, versions and hardware, as its files say."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -11,24 +12,34 @@ import yaml
 
 from hpclm import files
 from hpclm.config import ModelConfig, RunConfig, compose
+from hpclm.config.run_file import HISTORY, NAME
 from hpclm.errors import ConfigError
 from hpclm.model import count
 from hpclm.reporting.history import History
+from hpclm.rundir import runs
 
 PLACES = ("out", "name", "job", "cluster")
 """Settings that say where a run is, and not what it is."""
 OF_DATA = ("source", "prefix", "blend", "train", "valid", "validation", "tokenizer", "tokenizer_files")
 UNCOMPARABLE = (*(f"data.{name}" for name in OF_DATA), "data.split", "model.vocab_size")
 """Settings that decide what a loss measures."""
+VERSION = re.compile(rf"{HISTORY}/\d+\.yaml")
 LARGEST = 1 << 26  # bytes of preflight.json
 Settings = Mapping[str, Any]
 """section.name: value."""
 
 
 def settings(out: Path) -> Settings:
-    """The settings of the run in ``out``, but those of PLACES; none if it was never started, or they are damaged."""
+    """The settings of the run in ``out``, but those of PLACES; none if it was never started, or they are damaged.
+
+    They are those of its last attempt: config.yaml may already have others, of a job that has not trained.
+    """
+    used = str(runs.read(out).attempt.get("config", ""))
+    version = used if VERSION.fullmatch(used) and (out / used).is_file() else NAME
     with suppress(ConfigError):
-        return {key: value for key, value in compose.flat_of_run(out).items() if key.split(".")[0] not in PLACES}
+        return {
+            key: value for key, value in compose.flat_of_run(out, version).items() if key.split(".")[0] not in PLACES
+        }
     return {}
 
 

@@ -10,10 +10,12 @@ from html.parser import HTMLParser
 
 import pytest
 
-from hpclm import cli
-from hpclm.reporting import history
+from hpclm import cli, config
+from hpclm.reporting import history, provenance
 from hpclm.reporting.page import Content
 from hpclm.reporting.page import page as page_of
+from hpclm.rundir import config_history
+from hpclm.rundir.summary import RunSummary
 from tests.reporting import made
 
 pytest.importorskip("bokeh")
@@ -154,7 +156,7 @@ def test_a_run_that_cannot_write_is_named_and_the_page_is_written(real, written,
     page = tmp_path / "page.html"
     words = ["report", "--no-png", str(real), str(written / "one"), "-o", str(page), "--samples", "to be"]
     assert cli.main(words) == 0
-    assert "no checkpoint in" in capsys.readouterr().err
+    assert "one is without a sample: no checkpoint in" in capsys.readouterr().err
     assert re.findall(r">([^<>]{1,99}), step \d+</span><pre>", page.read_text()) == ["run"]
     assert cli.main(["report", "--no-png", str(written / "one"), "-o", str(page), "--samples", "to be"]) == 66
 
@@ -196,9 +198,13 @@ def test_several_runs_are_one_table_with_the_best_first(tmp_path):
     made.trained(tmp_path / "unmeasured", falling, lr=3e-3)
     made.trained(tmp_path / "wild", falling[:20] + [9e9] * 20, {20: 3.0, 40: 9e9}, lr=1.0)
     made.trained(tmp_path / "nan", falling[:20] + [None] * 20, {20: 3.9, 40: None}, lr=2.0)
+    why = f"rank 3 on a1: {'a long story, ' * 9}at last"
+    (tmp_path / "good/attempts.jsonl").write_text(made.lines([{"time": made.stamp(0)}]))
+    RunSummary(tmp_path / "good").failed(why)
     page = tmp_path / "page.html"
     assert cli.main(["report", "--no-png", "--runs", str(tmp_path), "*", "-o", str(page)]) == 0
     text = page.read_text()
+    assert f'<span class="warn" title="{why}">failed</span>' in text and text.count(why) == 2  # also with its attempts
     heads = re.findall("<th><button>(.*?)</button>", text)
     assert heads == ["run", "validation loss", "training loss", "optim.lr", "steps", "tokens/s", "state"]
     rows = re.findall('<tr><td data-value="(.*?)">', text)
@@ -206,6 +212,16 @@ def test_several_runs_are_one_table_with_the_best_first(tmp_path):
     words = " ".join(Page(text).words)
     assert "better  has the lowest validation loss, 3.2500 nats per token." in words
     assert "2 of 5 diverged :  wild  at step 21,  nan  at step 21." in words
+
+
+def test_the_settings_are_those_that_trained_and_not_those_of_a_job_that_did_not(tmp_path):
+    out = made.trained(tmp_path / "run", [3.0, 2.0], lr=1e-3)
+    _, used = config_history.replace(out, (out / "config.yaml").read_text())
+    (out / "attempts.jsonl").write_text(made.lines([{"time": made.stamp(0), "config": used}]))
+    config.dump(config.load(str(out), ["optim.lr=9"]), out / "config.yaml")
+    assert provenance.settings(out)["optim.lr"] == 1e-3
+    (out / used).unlink()
+    assert provenance.settings(out)["optim.lr"] == 9
 
 
 def test_losses_that_do_not_measure_the_same_are_said_not_to(tmp_path):

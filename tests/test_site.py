@@ -97,6 +97,13 @@ def test_the_search_finds_a_page_offline(query, page, site, tmp_path):
 
 @pytest.mark.whole
 @needs_browser
+def test_chinese_lines_are_joined_without_a_space(site, tmp_path):
+    shown = browse(tmp_path, (site / "tutorial.zh.html").as_uri())
+    assert '<html lang="zh"' in shown and "root 权限。不需要 GPU" in shown and "然后退出。<strong>" in shown
+
+
+@pytest.mark.whole
+@needs_browser
 def test_no_page_overflows_on_a_phone_and_no_name_in_a_table_is_broken(site, tmp_path):
     pages = json.dumps([(site / f"{page}.html").as_uri() for page in PAGES])
     (tmp_path / "phone.html").write_text(PHONE.replace("PAGES", pages))

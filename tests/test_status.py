@@ -89,6 +89,14 @@ def test_a_waiting_job_says_why_it_waits(tmp_path, squeue):
     assert (found["state"], found["job"]["reason"]) == ("waiting", "Priority")
 
 
+def test_a_run_that_trains_is_running_while_its_next_job_waits(tmp_path, squeue):
+    run = make(tmp_path / "a", [attempt(job_id="7")], rows(5))
+    for job in "78":
+        submissions.append(run, Submission("slurm", job, "login", 2, 4, ""))
+    [found] = status(run, env=squeue(f"{RUNNING}; echo '8|PENDING|0:00|2:00|N/A|2||Dependency'"))
+    assert (found["state"], found["job"]["id"], found["step"]) == ("running", "7", 5)
+
+
 @pytest.mark.parametrize("name, live", [("script-1/.submission_file_0.sh", True), ("script-10.sbatch", False)])
 def test_a_job_of_another_cluster_with_the_same_number_is_not_the_run_s(name, live, tmp_path, squeue):
     run = make(tmp_path / "a", [attempt(job_id="7")], rows(5), ("done", "done at step 5", 0), lock="")

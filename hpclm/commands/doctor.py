@@ -9,7 +9,7 @@ from hpclm.diagnostics import facts, verdict
 from hpclm.diagnostics.facts import Facts
 from hpclm.distributed import bootstrap
 from hpclm.errors import ConfigError
-from hpclm.terminal import say
+from hpclm.terminal import many, say
 
 
 def main(argv: list[str]) -> int:
@@ -58,9 +58,7 @@ def line(own: Facts) -> str:
     device = f"{gpus} x {own['device_name']}" if gpus else "CPU"
     device += f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
     rank = f"rank {own['rank']}/{own['size']}  {own['host']}  local {own['local_rank']}/{own['local_size']}"
-    return (
-        f"{rank}  {own['launcher']}  {device}  {own['threads']} threads  python {own['python']}  torch {own['torch']}"
-    )
+    return f"{rank}  {own['launcher']}  {device}  {many(own['threads'], 'thread')}  python {own['python']}  torch {own['torch']}"
 
 
 def shown(value: Any) -> str:

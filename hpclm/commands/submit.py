@@ -260,7 +260,7 @@ def _submit(
         say(f"job {job.job_id}: {ranks}, {state}{limit}")
         say(f"run directory  {run.out}\nlog            {job.log}")
         if (step := submissions.rollback(Path(run.out))) is not None:
-            say(f"goes back to   step {step}, as {submissions.ROLLBACK} in the run directory says")
+            say(f"rolls back to  step {step} ({submissions.ROLLBACK})")
         say(f"follow         hpclm logs -f {out}\nstop           hpclm cancel {out}\nresume         hpclm resume {out}")
         sys.stdout.flush()
     return code

@@ -44,7 +44,7 @@ class RunStatus:
     name: str
     """waiting, starting, running, completing, done, stopped, exited, cancelled, failed, ended, or unknown; new: never started."""
     job: JobState | None
-    """The Slurm job that is pending or running, otherwise the last one that Slurm remembers."""
+    """The Slurm job that is running, otherwise pending, otherwise the last one that Slurm remembers."""
     asked: str
     """Why Slurm did not answer; "" if it did."""
     process: int | None
@@ -145,7 +145,7 @@ def query(runs: Sequence[Run], seconds: float) -> list[RunStatus]:
 def status_of(run: Run, states: Mapping[str, JobState] | None, asked: str = "") -> RunStatus:
     """The status of ``run`` if Slurm knows ``states``; None: it did not answer, for the reason ``asked``."""
     mine = [states[job] for job in run.jobs if job in states and run.owns(states[job])] if states else []
-    job = next((each for each in reversed(mine) if each.live), mine[-1] if mine else None)
+    job = max(reversed(mine), key=lambda each: (each.live, each.live and not each.waits), default=None)
     over = run.holder is None and run.trained and run.summary.get("state") in ("done", "stopped")
     here, unanswered = None if over else process_here(run), states is None  # it may take a while to exit
     elsewhere = run.holder is not None and run.holder.get("host") != socket.gethostname()

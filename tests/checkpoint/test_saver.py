@@ -135,7 +135,7 @@ def test_stop_goes_before_a_signal_that_comes_with_it(tiny, tmp_path):
     (tmp_path / "run/stop").touch()
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 0 and "as hpclm stop asked" in errors and not (tmp_path / "run/stop").exists()
+    assert process.returncode == 0 and "(hpclm stop)" in errors and not (tmp_path / "run/stop").exists()
 
 
 def test_save_now_and_stop(tiny, tmp_path):
@@ -145,7 +145,7 @@ def test_save_now_and_stop(tiny, tmp_path):
     until(lambda: len(names(out)) == 1, 20)
     assert "saved and ended" in hpclm("stop", out, check=0).stdout
     _, errors = process.communicate(timeout=20)
-    assert process.returncode == 0 and "as hpclm stop asked; the same command resumes it" in errors
+    assert process.returncode == 0 and "(hpclm stop); the same command resumes it" in errors
     assert len(names(out)) == 2 and not (out / "stop").exists()
     assert "stopped" in hpclm("status", out).stdout
     assert "is not training: stopped" in hpclm("stop", out, check=64).stderr

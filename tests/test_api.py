@@ -317,5 +317,6 @@ def test_out_that_is_a_file_or_a_folder_of_other_files_is_refused_before_anythin
             hpclm.train(base, data=data, out=".", device="cpu")
     assert list(here.iterdir()) == [here / "text.jsonl"]
     Path("jobs").mkdir(mode=0o700)
-    Path("jobs/slurm-1.out").touch()
+    for name in ("slurm-1.out", "train.sbatch", ".nfs1"):
+        Path("jobs", name).touch()
     assert hpclm.train("debug", out="jobs", device="cpu", steps=1).status == "done"

@@ -27,8 +27,8 @@ FILES = (
 FOLDERS = ("checkpoints", "config-history", "logs", "job", "tensorboard")
 TRUSTED = ("checkpoints", "logs", "job")  # created for their owner only, whatever the umask; may be links to elsewhere
 KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link", stat.S_IFIFO: "a named pipe"}
-BEFORE_A_RUN = re.compile(r"\..*|.*\.(out|err|log)|lost\+found|save-now|stop")
-"""What may be in the folder of a new run: hidden files, logs of jobs, what a file system has, requests."""
+BEFORE_A_RUN = re.compile(r"\..*|.*\.(out|err|log|sh|sbatch|slurm|ya?ml)|lost\+found|save-now|stop")
+"""What may be in the folder of a new run: hidden files, what a job script puts or copies there, requests."""
 CHOOSE = "or choose another out"
 
 
@@ -81,7 +81,7 @@ def check_inside(out: Path) -> None:
 
 
 def _check_unused(out: Path) -> None:
-    """ConfigError if ``out`` has files, and no run: a run's files would get mixed up with them. Logs of jobs may be there."""
+    """ConfigError if ``out`` has files, and no run: a run's files would get mixed up with them."""
     names = {path.name for path in out.iterdir()} if out.is_dir() and os.access(out, os.R_OK) else set()
     others = [name for name in sorted(names.difference(FILES, FOLDERS)) if not BEFORE_A_RUN.fullmatch(name)]
     if others and names.isdisjoint(MARKS):

@@ -7,7 +7,7 @@ import torch
 
 from hpclm import files
 from hpclm.checkpoint import Progress
-from hpclm.config import ModelConfig, Plan, RunConfig
+from hpclm.config import BudgetConfig, ModelConfig, Plan, RunConfig
 from hpclm.config.length import inside_warmup
 from hpclm.config.plan import Length
 from hpclm.distributed.context import DistributedContext
@@ -26,7 +26,9 @@ def device(device: torch.device, dtype: torch.dtype, products: str) -> None:
 
 def hello(config: RunConfig, plan: Plan, context: DistributedContext, length: Length, samples: int) -> None:
     """Log what is about to happen, and warn of what is probably not meant."""
-    steps = "until the time is up" if length.steps is None else f"{length.steps} steps"
+    steps = (
+        "until the time is up" if length.steps is None else f"{length.steps} steps{_limit(config.budget, length.steps)}"
+    )
     size = f"{count.parameters(config.model):,} parameters; {steps} of {plan.global_size} samples x {config.model.context} tokens"
     logger.info("%s, %s samples of training data", size, f"{samples:,}")
     if context.size > 1:
@@ -35,6 +37,13 @@ def hello(config: RunConfig, plan: Plan, context: DistributedContext, length: Le
         logger.info("%s; micro-batches of %d, %d a step for each", started, plan.micro_size, plan.accumulation(0))
     if short := inside_warmup(config, length):
         logger.warning("%s", short)
+
+
+def _limit(budget: BudgetConfig, steps: int) -> str:
+    """What ends a run before budget.steps does."""
+    others = {name: getattr(budget, name) for name in ("samples", "tokens", "epochs")}
+    said = ", ".join(f"budget.{name}={value}" for name, value in others.items() if value is not None)
+    return f" ({said} ends it before budget.steps={budget.steps})" if budget.steps and steps < budget.steps else ""
 
 
 def attention(model: ModelConfig, choice: attention_backend.Choice | None) -> None:

@@ -104,6 +104,9 @@ def test_a_run_has_what_the_verbs_say(here, monkeypatch):
     assert run.generate(["Once upon", "a time"], tokens=5)[0] == text
     assert (run.convert("hf", {"engine.device": "cpu"}) / "model.safetensors").is_file()
     assert run.resume(steps=10) is run and run.rows[-1]["step"] == 10
+    assert (
+        "settings have changed since the last attempt: budget.steps=10 (was 8)\n" in (run.path / "log.txt").read_text()
+    )
     monkeypatch.chdir("runs/datasets")  # the run is where it was
     assert run.status == "done" and repr(run).startswith(f"Run('{here}/runs/a')")
 

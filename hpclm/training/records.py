@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from hpclm import __version__, config, files, scheduler
+from hpclm.config import compose
 from hpclm.config.compose import dumped
 from hpclm.config.data import mixture
 from hpclm.distributed import bootstrap, restart
 from hpclm.distributed.context import DistributedContext
-from hpclm.errors import DivergedError
+from hpclm.errors import ConfigError, DivergedError
 from hpclm.node import python, secrets
 from hpclm.rundir import code, config_history
 from hpclm.rundir.rows import ATTEMPT, END, Kind, append, sane
@@ -71,14 +72,24 @@ def start(
         "python": platform.python_version(),
         "versions": versions(),
     }
-    warn_of_other_code(out, line)
+    last: Mapping[str, Any] = next(iter(rows(out / "attempts.jsonl", ATTEMPT)[-1:]), {})
+    warn_of_other_code(last, line)
+    tell_changes(out, str(last.get("config", "")), used)
     append(out / "attempts.jsonl", line)
     return rows(out / "attempts.jsonl", ATTEMPT)
 
 
-def warn_of_other_code(out: Path, line: Mapping[str, Any]) -> None:
-    """Warn where the code is not the one that the last attempt ran."""
-    before: Mapping[str, Any] = next(iter(rows(out / "attempts.jsonl", ATTEMPT)[-1:]), {})
+def tell_changes(out: Path, before: str, now: str) -> None:
+    """Log the settings that differ between two versions of config.yaml; nothing if they cannot be read."""
+    with suppress(ConfigError):
+        old, new = (compose.flat_of_run(out, version) for version in (before, now))
+        changed = [f"{key}={value} (was {old[key]})" for key, value in new.items() if old.get(key, value) != value]
+        if changed:
+            log.info("settings have changed since the last attempt: %s", ", ".join(changed))
+
+
+def warn_of_other_code(before: Mapping[str, Any], line: Mapping[str, Any]) -> None:
+    """Warn where the code is not the one that the last attempt, ``before``, ran."""
     if before.get("code", line["code"]) == line["code"]:
         return
     if before.get("git") != line["git"]:

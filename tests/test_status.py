@@ -167,6 +167,7 @@ def test_how_an_attempt_failed_is_told_in_its_own_words(tmp_path, tiny):
     hpclm("train", *tiny("run", *wild), check=93)
     [found] = status(tmp_path / "run")
     assert (found["state"], found["exit_code"]) == ("failed", 93) and "finite" in found["ending"]
+    assert f"hpclm resume {tmp_path}/run key=value\n" in hpclm("status", tmp_path / "run", check=0).stdout
 
 
 @pytest.mark.parametrize(

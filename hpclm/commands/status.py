@@ -12,7 +12,7 @@ from typing import Any
 
 from hpclm import cli, files, terminal
 from hpclm.commands import run_table
-from hpclm.errors import ConfigError
+from hpclm.errors import ConfigError, DivergedError
 from hpclm.node import processes
 from hpclm.rundir import runs as folders
 from hpclm.rundir import submissions
@@ -108,7 +108,8 @@ def detail(status: RunStatus) -> Iterator[str]:
     elif status.name == "cancelled":
         yield f"{'next':<12}hpclm resume {out}"
     elif status.name in ("exited", "ended", "failed", "stopped"):
-        yield f"{'next':<12}hpclm logs {out} · hpclm resume {out}"
+        change = " key=value" if status.run.summary.get("code") == DivergedError.exit_code else ""
+        yield f"{'next':<12}hpclm logs {out} · hpclm resume {out}{change}"
 
 
 def _more(status: RunStatus) -> Iterator[tuple[str, str]]:

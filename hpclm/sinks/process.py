@@ -42,7 +42,7 @@ class Sinks:
         """Let the sinks have the last rows, as far as there is time."""
         code, seconds = (self.code, SECONDS.get(self.code, FAILED)) if kind is None else (1, FAILED)
         if self._processes:
-            log.info("the last rows have up to %.0f s to reach %s", seconds, ", ".join(self._processes))
+            log.info("sending the last rows to %s, at most %.0f s", ", ".join(self._processes), seconds)
         for process in self._processes.values():
             with suppress(OSError):
                 process.stdin.write(str(code))  # type: ignore[union-attr]
@@ -54,5 +54,5 @@ class Sinks:
             if process.poll() != 0:
                 process.kill()
                 process.wait()
-                text = "sink %s lacks the last rows of metrics.jsonl; the next attempt sends them, or hpclm sync %s"
+                text = "sink %s could not send the last rows of metrics.jsonl; the next attempt sends them, or hpclm sync %s"
                 log.warning(text, name, files.typed(self.out))

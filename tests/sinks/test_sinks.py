@@ -54,7 +54,7 @@ def test_sinks_that_fail_are_reported_and_change_nothing(tiny, tmp_path, capfd):
     assert "line of a library" not in log + "".join(capfd.readouterr())
     assert log.count("Refuses: ConnectionError: no route to host; training continues") == 1
     assert log.count("Breaks: OSError: [Errno 28] No space left on device; training continues") == 1
-    assert log.count("lacks the last rows of metrics.jsonl; the next attempt sends them, or hpclm sync") == 3
+    assert log.count("could not send the last rows of metrics.jsonl; the next attempt sends them, or hpclm sync") == 3
     assert cli.main(["sync", str(tmp_path / "run"), "--sink", f"{OWN}Written"]) == 0
     assert capfd.readouterr().out == f"{OWN}Written: 12 rows sent; it has everything up to step 12\n"
     assert [row["step"] for row in rows_of(tmp_path / "run")] == [*range(1, 13)]
@@ -69,8 +69,11 @@ def test_a_sink_that_blocks_holds_up_neither_steps_nor_the_end_of_a_preempted_ru
         ended = ranks.wait()
     assert [code for code, _ in ended.values()] == [85, 85], ended
     log = (out / "log.txt").read_text()
-    assert f"the last rows have up to 5 s to reach {OWN}Blocks" in log
-    assert f"sink {OWN}Blocks lacks the last rows of metrics.jsonl; the next attempt sends them, or hpclm sync" in log
+    assert f"sending the last rows to {OWN}Blocks, at most 5 s" in log
+    assert (
+        f"sink {OWN}Blocks could not send the last rows of metrics.jsonl; the next attempt sends them, or hpclm sync"
+        in log
+    )
 
 
 def test_each_kind_of_row_has_its_numbers_and_its_place():

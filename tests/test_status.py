@@ -89,6 +89,12 @@ def test_a_waiting_job_says_why_it_waits(tmp_path, squeue):
     assert (found["state"], found["job"]["reason"]) == ("waiting", "Priority")
 
 
+def test_a_done_run_of_a_job_by_hand_has_left_that_job(tmp_path, squeue):
+    run = make(tmp_path / "a", [attempt(job_id="7")], rows(5), ("done", "done at step 5", 0), lock="")
+    [found] = status(run, env=squeue(RUNNING))
+    assert (found["state"], found["job"]) == ("done", None)
+
+
 def test_a_run_that_trains_is_running_while_its_next_job_waits(tmp_path, squeue):
     run = make(tmp_path / "a", [attempt(job_id="7")], rows(5))
     for job in "78":

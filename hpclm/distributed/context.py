@@ -279,7 +279,6 @@ def join(world: World, settings: ClusterConfig) -> Iterator[DistributedContext]:
     met = connect(world, settings)
     preemption.ranks_have_met()
     me = met.ranks[world.rank]
-    network.use_interface(settings.interface, met.interface)
     shutdown = Shutdown(me, met.ranks, bootstrap.marker(world))
     watchdog = Watchdog(settings, met.ranks, me, shutdown, bootstrap.lost_code(world.launcher))
     # a run survives the death of its slurmstepd: Slurm, or the end of the run, ends the job
@@ -288,6 +287,7 @@ def join(world: World, settings: ClusterConfig) -> Iterator[DistributedContext]:
     context = DistributedContext(world, met.ranks, watchdog, met.store)
     try:
         with context.guard():
+            network.use_interface(settings.interface, met.interface)
             yield context
             sys.stdout.flush()
             context.finish()

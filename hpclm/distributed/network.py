@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hpclm.errors import HpclmError
+from hpclm.errors import ConfigError, HpclmError
 
 PORTS = range(10_240, 32_000)
 """Below the ephemeral range (Linux: 32768 and up), from which any outgoing connection may take a port."""
@@ -122,11 +122,14 @@ def interface_of(address: str) -> str | None:
 
 
 def use_interface(chosen: str | None, outward: str | None, env: MutableMapping[str, str] = os.environ) -> None:
-    """Set the interface that gloo and NCCL use.
+    """Set the interface that gloo and NCCL use; ConfigError if this machine lacks it.
 
     ``chosen`` (by the user) is for both; ``outward`` (leads to the other nodes) for gloo only: NCCL finds the fastest
     itself, and reads /etc/nccl.conf.
     """
+    known = [name for _, name in socket.if_nameindex()]
+    if chosen and "GLOO_SOCKET_IFNAME" not in env and chosen not in known:
+        raise ConfigError(f"cluster.interface={chosen}: {socket.gethostname()} has only {', '.join(known)}")
     if chosen or outward:
         env.setdefault("GLOO_SOCKET_IFNAME", str(chosen or outward))
     if chosen:

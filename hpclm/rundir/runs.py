@@ -82,6 +82,8 @@ class Run:
 
     def owns(self, job: JobState) -> bool:
         """Whether ``job``, whose ID is one of ``jobs``, is the run's: another cluster, or this one set up anew, repeats IDs."""
+        if all(each.job_id != job.id for each in self.submissions):  # by hand
+            return self.holder is not None or self.summary.get("state") != "done"
         scripts = [each.script for each in self.submissions if each.is_job and each.job_id == job.id and each.script]
         # submitit submits script-1/.submission_file_*.sh for script-1.sbatch
         own = [re.escape(os.path.realpath(path.removesuffix(".sbatch"))) + r"[./].*" for path in scripts]

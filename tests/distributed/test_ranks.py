@@ -49,6 +49,13 @@ def test_a_signal_to_one_rank_saves_and_stops_all(tiny, tmp_path):
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
+def test_an_interface_that_a_node_lacks_is_named_with_those_it_has(tiny):
+    with Ranks(2, tiny("run", "cluster.interface=nosuch0")) as ranks:
+        ended = ranks.wait()
+    assert {code for code, _ in ended.values()} == {64}
+    assert f"cluster.interface=nosuch0: {socket.gethostname()} has only lo" in ended[0][1]
+
+
 def left(mark):
     return subprocess.run(["pgrep", "-f", f"^sleep {mark}$"], capture_output=True, text=True).stdout.split()
 

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from hpclm import cli
 from tests import runs
 from tests.forks import Hpclm, Ranks, hpclm
 from tests.rundir.test_runs import make
@@ -51,6 +52,16 @@ def test_a_disk_that_nothing_can_be_written_to_is_refused_at_submit_with_its_pat
         done = hpclm(*SUBMIT, *tiny(), f"out={tmpfs / out}", check=64)
         assert f"run directory {tmpfs / out} cannot be written" in done.stderr and answer in done.stderr, done.stderr
     assert sorted(path.name for path in tmpfs.iterdir()) == before and not list((tmpfs / "there").iterdir())
+
+
+def test_checkpoints_that_cannot_be_written_are_found_at_the_start(tiny, tmp_path, tmpfs, capsys):
+    for folder in (tmpfs / "there", tmp_path / "run"):
+        folder.mkdir(mode=0o700)
+    (tmp_path / "run/checkpoints").symlink_to(tmpfs / "there")
+    read_only(tmpfs)
+    assert cli.main(["train", *tiny("run")]) == 64
+    assert f"folder of checkpoints {tmp_path}/run/checkpoints cannot be written: Read-only" in capsys.readouterr().err
+    assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
 def test_a_folder_that_one_may_not_write_in_is_refused_at_submit_with_its_path_and_number(tiny, tmp_path):

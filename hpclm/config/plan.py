@@ -1,6 +1,7 @@
 """How a step's samples are divided over processes and micro-batches, and how long a run is: pure arithmetic."""
 
 from dataclasses import dataclass
+from math import gcd
 
 from hpclm.errors import ConfigError
 
@@ -30,9 +31,11 @@ class Plan:
         sizes = {"batch.global_size": global_size}
         if rampup:
             sizes |= {"batch.rampup's start": rampup.start, "batch.rampup's increment": rampup.increment}
+        each, left = divmod(global_size, max(processes, 1))
+        fits = "" if left or rampup else f"; batch.micro_size={gcd(each, micro_size)} fits"
         wrong = [
             f"{name}={size} must be a multiple of batch.micro_size={micro_size} x {processes} data-parallel "
-            f"replica{'s' * (processes != 1)} = {unit}"
+            f"replica{'s' * (processes != 1)} = {unit}{fits}"
             for name, size in sizes.items()
             if unit < 1 or size % unit
         ]

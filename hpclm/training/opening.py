@@ -182,6 +182,8 @@ def open_run_directory(
 
 def _lease(out: Path) -> Lease:
     files.private_folder(out, "run directory")
+    if (out / "checkpoints").exists():  # perhaps a link to another disk
+        files.writable_folder(out / "checkpoints", "folder of checkpoints")
     return Lease(out)
 
 

@@ -68,7 +68,8 @@ def test_settings_files_hold_only_what_differs_from_the_defaults():
         "model.kv_heads=3": "model.heads=4 must be a multiple of model.kv_heads=3",
         "model.dropout=1": "must be at least 0 and less than 1",
         "model.dropout=nan": "must be at least 0 and less than 1",
-        "batch.micro_size=3": "batch.global_size=16 must be a multiple of batch.micro_size=3 x 1 data-parallel replica = 3",
+        "batch.micro_size=3": "batch.global_size=16 must be a multiple of batch.micro_size=3 x 1 data-parallel replica = 3; "
+        "batch.micro_size=1 fits",
         "batch.rampup=[8,3,100]": "does not reach batch.global_size",
         "batch={micro_size: 8, rampup: [4,4,100]}": "batch.rampup's start=4 must be a multiple of batch.micro_size=8",
         "budget.hours=.inf": "must be a finite number",

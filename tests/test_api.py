@@ -97,6 +97,12 @@ def test_a_run_has_what_the_verbs_say(here, monkeypatch):
         (run.report, {"output": "."}, r"output \. must end with \.html"),
         (run.resume, {"resume_step": "4"}, "resume_step='4' must be a whole number or None"),
         (hpclm.open, {"run": ""}, "the name of the run is empty"),
+        (run.settings.diff, {"other": run}, r"run\.settings\.diff\(other\.settings\)"),
+        (
+            hpclm.train,
+            {"base": "small", "data": "data/x"},
+            r"'data/x': there is no such text, and no dataset data/x\.idx",
+        ),
     ):
         with pytest.raises(hpclm.ConfigError, match=said):
             verb(**wrong)

@@ -53,6 +53,10 @@ def settings(data: Data, tokenizer: str | os.PathLike[str] | None, run: RunConfi
     path = Path(data)
     if not os.fspath(data).strip():
         raise ConfigError("data is empty; give the prefix of a dataset, or a text file")
+    if not (Path(f"{path}.idx").exists() or path.exists() or re.search(r"[*?[]", path.name)):
+        raise ConfigError(
+            f"data={str(path)!r}: there is no such text, and no dataset {path}.idx; looked in {Path.cwd()}"
+        )
     if not Path(f"{path}.idx").is_file():
         return [source, *_preprocessed(path, None, tokenizer, run)]
     if tokenizer is not None:

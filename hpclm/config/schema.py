@@ -176,6 +176,8 @@ class RunConfig(Checked):
 
     def diff(self, other: "RunConfig | None" = None) -> dict[str, tuple[Any, Any]]:
         """The settings that differ from ``other``, or from the defaults, as {"optim.lr": (mine, other's)}."""
+        if not isinstance(other, (RunConfig, type(None))):
+            raise ConfigError("diff() compares settings with settings: run.settings.diff(other.settings)")
         theirs = dict(_leaves(other or RunConfig()))
         return {key: (mine, theirs[key]) for key, mine in _leaves(self) if mine != theirs[key]}
 

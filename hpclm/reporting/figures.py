@@ -1,6 +1,8 @@
 """The figures of a report as images, for slides and papers, and a histogram. The only file that imports matplotlib."""
 
 import io
+import logging
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ from hpclm.reporting.timeline import COLOURS
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+log = logging.getLogger(__name__)
 WIDE = 7.2  # inches of a figure that spans the page
 INK = "#808890"  # of text and axes: legible on white and on black
 STYLE: Any = {
@@ -31,13 +34,35 @@ STYLE: Any = {
         ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color"), INK
     ),
 }
+CHINESE = (
+    *("Noto Sans CJK SC", "Source Han Sans SC", "WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "PingFang SC"),
+    *("Microsoft YaHei", "SimHei", "Noto Sans CJK JP", "Droid Sans Fallback"),
+)
+"""Fonts with Chinese characters, which matplotlib's own lacks."""
+
+
+def _style(text: str) -> Any:
+    """STYLE, with a font for the Chinese characters in ``text``; a warning if matplotlib knows none."""
+    if all(char < "\u2e80" for char in text):
+        return STYLE
+    import matplotlib
+    from matplotlib.font_manager import fontManager
+
+    fonts = [font for font in CHINESE if font in fontManager.get_font_names()][:1]
+    if not fonts:
+        log.warning(
+            "images show Chinese characters as boxes: matplotlib knows no Chinese font; install one, such as Debian's "
+            "fonts-noto-cjk, and delete %s",
+            matplotlib.get_cachedir(),
+        )
+    return STYLE | {"font.family": ["sans-serif", *fonts]}
 
 
 def figures(runs: Runs) -> dict[str, "Figure"]:
     """Every figure for which there are numbers, by name."""
     with extras.needed_for("images"):
         import matplotlib
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(_style("".join(runs) if len(runs) > 1 else "")):
         drawn = {chart.key: _chart(chart, list(runs) if len(runs) > 1 else None) for chart in curves.charts(runs)}
         for name, history in runs.items():
             if history.attempts:
@@ -117,7 +142,7 @@ def histogram(names: Sequence[str], counts: Sequence[int], title: str) -> "Figur
     """Document lengths: a bar for each bin, with its name below it."""
     with extras.needed_for("--histogram"):
         import matplotlib
-    with matplotlib.rc_context(STYLE | {"figure.facecolor": "white"}):
+    with matplotlib.rc_context(_style(title) | {"figure.facecolor": "white"}):
         figure, axes = _figure(3.8, WIDE)
         axes.bar(range(len(counts)), counts, color=curves.COLOURS[0])
         axes.set_xticks(range(len(names)), names, rotation=35, ha="right")
@@ -138,5 +163,7 @@ def svg(figure: "Figure") -> bytes:
 def png(figure: "Figure") -> bytes:
     """The figure as PNG, on white, for slides and papers."""
     content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=200, facecolor="white")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from")  # of which _style has warned
+        figure.savefig(content, format="png", dpi=200, facecolor="white")
     return content.getvalue()

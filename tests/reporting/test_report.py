@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 from hpclm import cli, config
-from hpclm.reporting import history, provenance
+from hpclm.reporting import figures, history, provenance
 from hpclm.reporting.page import Content
 from hpclm.reporting.page import page as page_of
 from hpclm.rundir import config_history
@@ -236,6 +236,19 @@ def test_several_runs_are_compared_by_the_settings_in_which_they_differ(written)
     assert "|optim.lr|steps|" in text and "|seed|" not in text and "|out|" not in text
     assert "<b>two" in text  # escaped: it is text, not an element
     assert not list(written.glob("both*.png"))
+
+
+@pytest.mark.parametrize("fonts", [("DejaVu Sans Mono",), ()])
+def test_chinese_names_are_written_in_a_chinese_font_or_a_warning_says_that_there_is_none(
+    fonts, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(figures, "CHINESE", fonts)
+    runs = {name: history.read(made.trained(tmp_path / name, [3.0, 2.0])) for name in ("医疗", "b")}
+    figure = figures.figures(runs)["training_loss"]
+    [name, _] = sorted(figure.axes[0].get_legend().get_texts(), key=lambda text: text.get_text().isascii())
+    assert name.get_fontfamily() == ["sans-serif", *fonts]
+    assert ("no Chinese font" in caplog.text) == (not fonts)
+    assert figures.png(figure).startswith(b"\x89PNG")
 
 
 def test_the_images_lie_beside_the_page(written):

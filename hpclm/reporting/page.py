@@ -40,7 +40,8 @@ def page(content: Content) -> str:
     body = [f"<h1>{text(title)}</h1>"]
     if several:
         differing = provenance.differing(content.settings)
-        body += [_verdict(standings, differing), _ranking(standings, ordered, differing), _samples(content, ordered)]
+        columns = {key: row for key, row in differing.items() if not provenance.IDLE.fullmatch(key)}
+        body += [_verdict(standings, differing), _ranking(standings, ordered, columns), _samples(content, ordered)]
         body += _curves(charts, named)
         body += ["<h2>Attempts</h2>", timeline.legend([*ordered.values()])]
         body += (f"<h3>{text(name)}</h3>{timeline.bars(history)}" for name, history in ordered.items())
@@ -82,7 +83,7 @@ def _verdict(standings: list[Standing], differing: Mapping[str, object]) -> str:
 def _ranking(
     standings: list[Standing], runs: Mapping[str, History], differing: Mapping[str, Mapping[str, object]]
 ) -> str:
-    """The runs as rows, the best first; clicking a column heading sorts."""
+    """The runs as rows, the best first, with the settings ``differing``; clicking a column heading sorts."""
     colours = _colours([*runs])
     heads = ["run", "validation loss", "training loss", *differing, "steps", "tokens/s", "state"]
     lines = []

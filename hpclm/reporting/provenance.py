@@ -23,6 +23,8 @@ PLACES = ("out", "name", "job", "cluster")
 OF_DATA = ("source", "prefix", "blend", "train", "valid", "validation", "tokenizer", "tokenizer_files")
 UNCOMPARABLE = (*(f"data.{name}" for name in OF_DATA), "data.split", "model.vocab_size")
 """Settings that decide what a loss measures."""
+IDLE = re.compile(r"(log|profile)\..*|checkpoint\.(?!init_from).*|stop_at|exit_.*|kill_switch")
+"""Settings that change no result."""
 VERSION = re.compile(rf"{HISTORY}/\d+\.yaml")
 LARGEST = 1 << 26  # bytes of preflight.json
 Settings = Mapping[str, Any]

@@ -226,7 +226,9 @@ def test_the_settings_are_those_that_trained_and_not_those_of_a_job_that_did_not
 
 def test_losses_that_do_not_measure_the_same_are_said_not_to(tmp_path):
     runs = {name: history.read(made.trained(tmp_path / name, [3.0, 2.0])) for name in "ab"}
-    text = page_of(Content(runs, {"a": {"data.prefix": "x"}, "b": {"data.prefix": "y"}}))
+    mine, other = {"data.prefix": "x", "log.every": 1}, {"data.prefix": "y", "log.every": 2}
+    text = page_of(Content(runs, {"a": mine, "b": other}))
+    assert "log.every" not in text  # it changes no result
     assert "They differ in data.prefix, so their losses may not measure the same." in text
 
 

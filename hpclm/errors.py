@@ -32,8 +32,8 @@ class OneLine:
         return [f"{type(self).__name__}: {self}"]
 
 
-class TrainingInterrupted(OneLine, KeyboardInterrupt):
-    """A signal, such as a notebook's interrupt, has ended training in Python; says whether the run has saved."""
+class Interrupted(OneLine, KeyboardInterrupt):
+    """A signal, such as a notebook's interrupt, has ended a call in Python; of training it says whether the run has saved."""
 
 
 class HpclmError(OneLine, Exception):

@@ -169,6 +169,23 @@ def test_an_interrupt_saves_and_is_raised(tiny, tmp_path):
     assert len(hpclm.open(settings.out).checkpoints) == 1
 
 
+class Stopped:
+    """A dataset during whose reading the user interrupts."""
+
+    def __init__(self):
+        self.column_names = ["text"]
+
+    def iter(self, batch_size):
+        signal.raise_signal(signal.SIGINT)
+        yield {"text": ["never"]}
+
+
+def test_an_interrupt_outside_training_is_one_line(here):
+    with pytest.raises(KeyboardInterrupt) as raised:
+        hpclm.train("small", data=Stopped())
+    assert raised.value._render_traceback_() == ["Interrupted: train was interrupted"]
+
+
 def test_after_a_run_logging_is_as_before(tiny):
     root, own = logging.getLogger(), logging.StreamHandler(io.StringIO())
     root.addHandler(own)

@@ -1,4 +1,4 @@
-"""Arguments of a wrong type are refused by name, in one line."""
+"""Arguments of a wrong type are refused by name, in one line; so is the answer to an interrupt."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -7,7 +7,7 @@ from inspect import Parameter, signature
 from numbers import Integral, Real
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
-from hpclm.errors import ConfigError
+from hpclm.errors import ConfigError, Interrupted
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 KINDS: dict[Any, tuple[Any, str]] = {
@@ -22,7 +22,7 @@ KINDS: dict[Any, tuple[Any, str]] = {
 
 
 def checked(function: Function) -> Function:
-    """``function``, which raises ConfigError for arguments whose type is not the annotated one."""
+    """``function``, which raises ConfigError for arguments whose type is not the annotated one, and tells an interrupt in a line."""
     kinds = dict(_kinds(function))
     names = [
         name for name, each in signature(function).parameters.items() if each.kind is Parameter.POSITIONAL_OR_KEYWORD
@@ -38,7 +38,12 @@ def checked(function: Function) -> Function:
         ]
         if problems:
             raise ConfigError(problems)
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except Interrupted:
+            raise
+        except KeyboardInterrupt:
+            raise Interrupted(f"{function.__name__} was interrupted") from None
 
     return cast(Function, call)
 

@@ -14,7 +14,7 @@ from hpclm.config.compose import named
 from hpclm.distributed import bootstrap, network, restart
 from hpclm.distributed import context as distributed
 from hpclm.distributed.bootstrap import World
-from hpclm.errors import REQUEUE, ConfigError, TrainingInterrupted
+from hpclm.errors import REQUEUE, ConfigError, Interrupted
 from hpclm.node import notify, preemption, secrets, threads
 from hpclm.rundir import code, folder, saved
 
@@ -116,7 +116,7 @@ def train(settings: RunConfig, world: World, resume_step: int | None = None) -> 
 def in_this_process(settings: RunConfig, resume_step: int | None = None, quiet: bool = False) -> None:
     """Train in the calling process, for notebooks and scripts; the same settings continue the run.
 
-    ``quiet``: print warnings only. TrainingInterrupted after a signal, such as a notebook's interrupt: the run has saved then.
+    ``quiet``: print warnings only. Interrupted after a signal, such as a notebook's interrupt: the run has saved then.
     Other errors are HpclmError.
     """
     before = {number: signal.getsignal(number) for number in preemption.WARNINGS}
@@ -124,10 +124,10 @@ def in_this_process(settings: RunConfig, resume_step: int | None = None, quiet: 
         with log.restored():
             ended = start(settings, alone=True, resume_step=resume_step, quiet=quiet)
     except KeyboardInterrupt:
-        raise TrainingInterrupted(f"{settings.out}: {saved.unsaved(settings.out)}; {AGAIN}") from None
+        raise Interrupted(f"{settings.out}: {saved.unsaved(settings.out)}; {AGAIN}") from None
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
     if ended == REQUEUE:
         newest, _ = saved.survey(f"{settings.out}/checkpoints")
-        raise TrainingInterrupted(f"{settings.out}: saved{f' at step {newest[0]}' if newest else ''}; {AGAIN}")
+        raise Interrupted(f"{settings.out}: saved{f' at step {newest[0]}' if newest else ''}; {AGAIN}")

@@ -84,6 +84,7 @@ def test_a_run_has_what_the_verbs_say(here, monkeypatch):
         run.generate(5)
     with pytest.raises(hpclm.ConfigError, match=r"^tokens=-1 must be at least 1"):
         run.generate("Once", tokens=-1)
+    Path("keyless.jsonl").write_text('{"content": "x"}')
     for verb, wrong, said in (
         (
             run.generate,
@@ -97,6 +98,8 @@ def test_a_run_has_what_the_verbs_say(here, monkeypatch):
         (run.report, {"output": "."}, r"output \. must end with \.html"),
         (run.resume, {"resume_step": "4"}, "resume_step='4' must be a whole number or None"),
         (hpclm.open, {"run": ""}, "the name of the run is empty"),
+        (run.resume, {"steps": 4}, "go back with resume_step=STEP"),
+        (hpclm.train, {"base": "small", "data": "keyless.jsonl"}, "select one by hpclm preprocess --json-keys"),
         (run.settings.diff, {"other": run}, r"run\.settings\.diff\(other\.settings\)"),
         (
             hpclm.train,

@@ -19,10 +19,18 @@ KINDS: dict[Any, tuple[Any, str]] = {
     Sequence[str]: (Sequence, "a list of texts"),
     type(None): (type(None), "None"),
 }
+WORDS = {
+    " (command line)": "",
+    "--from STEP": "resume_step=STEP",
+    "with --column": "by hpclm preprocess --column",
+    "with --json-keys": "by hpclm preprocess --json-keys",
+}
+"""Words of the command line in messages, and what they are in Python."""
 
 
 def checked(function: Function) -> Function:
-    """``function``, which raises ConfigError for arguments whose type is not the annotated one, and tells an interrupt in a line."""
+    """``function`` for users: ConfigError for arguments whose type is not the annotated one, messages in the words of Python, and an
+    interrupt in one line."""
     kinds = dict(_kinds(function))
     names = [
         name for name, each in signature(function).parameters.items() if each.kind is Parameter.POSITIONAL_OR_KEYWORD
@@ -40,12 +48,20 @@ def checked(function: Function) -> Function:
             raise ConfigError(problems)
         try:
             return function(*args, **kwargs)
+        except ConfigError as error:
+            raise ConfigError(map(_in_python, error.problems)) from None
         except Interrupted:
             raise
         except KeyboardInterrupt:
             raise Interrupted(f"{function.__name__} was interrupted") from None
 
     return cast(Function, call)
+
+
+def _in_python(problem: str) -> str:
+    for words, meant in WORDS.items():
+        problem = problem.replace(words, meant)
+    return problem
 
 
 def positive(**values: float | None) -> None:

@@ -43,17 +43,14 @@ class Options:
 
 def compose(base: Base, changes: Iterable[Change]) -> RunConfig:
     """The settings ``base`` with changes on top, in their order; or ConfigError with every problem."""
-    try:
-        if isinstance(base, RunConfig):
-            return config.changed(base, words(changes))
-        if not isinstance(base, (str, os.PathLike)):
-            raise ConfigError(
-                "the first argument must be a preset, a settings file, a run or settings, and changes come after it, as in "
-                f'hpclm.train("debug", {{"model.layers": 6}}); it is {type(base).__name__}'
-            )
-        return cli.settings([os.fspath(base), *words(changes)])
-    except ConfigError as error:  # which says where a setting was given: here that is the call
-        raise ConfigError(problem.removesuffix(" (command line)") for problem in error.problems) from None
+    if isinstance(base, RunConfig):
+        return config.changed(base, words(changes))
+    if not isinstance(base, (str, os.PathLike)):
+        raise ConfigError(
+            "the first argument must be a preset, a settings file, a run or settings, and changes come after it, as in "
+            f'hpclm.train("debug", {{"model.layers": 6}}); it is {type(base).__name__}'
+        )
+    return cli.settings([os.fspath(base), *words(changes)])
 
 
 def words(changes: Iterable[Change]) -> list[str]:

@@ -7,6 +7,7 @@ from hpclm import cli, config
 from hpclm.checkpoint import CheckpointStore, Progress, Retention, directory
 from hpclm.engine import Shard
 from hpclm.interop.rules import placements
+from hpclm.training import messages
 from tests.forks import Ranks, hpclm
 from tests.runs import ROOT, figures
 
@@ -49,6 +50,10 @@ def launch(tiny, tmp_path):
 
 def saved(out):
     return sorted(int(path.name[5:]) for path in (out / "checkpoints").glob("step-*"))
+
+
+def test_a_run_that_diverged_without_clipping_is_told_to_clip():
+    assert messages.way_back(config.load("debug", ["out=none", "optim.clip=0"])).endswith("optim.lr, or optim.clip=1")
 
 
 def test_what_is_not_finite_on_one_of_two_processes_is_skipped_or_ends_both_and_the_run_goes_on(launch, tmp_path):

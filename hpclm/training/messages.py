@@ -81,11 +81,12 @@ def other_budget(progress: Progress, samples: int | None) -> None:
 
 def way_back(config: RunConfig) -> str:
     """What to do about a run that has diverged."""
+    calmer = "a lower optim.lr or optim.clip" if config.optim.clip else "a lower optim.lr, or optim.clip=1"
     if saved.survey(Path(config.out) / "checkpoints")[0] is None:
-        return "Nothing was saved: start again with a new out=, and a lower optim.lr or optim.clip"
+        return f"Nothing was saved: start again with a new out=, and {calmer}"
     run = files.typed(config.out)
     return (
-        f"Resume from its last checkpoint with a lower optim.lr or optim.clip: hpclm resume {run} optim.lr={config.optim.lr / 2:g}; "
+        f"Resume from its last checkpoint with {calmer}: hpclm resume {run} optim.lr={config.optim.lr / 2:g}; "
         f"hpclm checkpoints {run} lists earlier ones, for --from STEP"
     )
 

@@ -98,7 +98,11 @@ def line(row: dict[str, Any]) -> str:
         return f"{row['name']:<28}{row['state']:<11}{row['reason']}"
     loss = f"validation loss {row['validation_loss']:.4f}" if row["validation_loss"] is not None else ""
     what = f"{row['bytes'] / 1e6:,.1f} MB in {row['files']} file{'s' * (row['files'] != 1)}"
-    who = f"{row['engine']} on {row['processes']} process{'es' * (row['processes'] != 1)}"
+    who = (
+        f"{row['engine']} on {row['processes']} process{'es' * (row['processes'] != 1)}"
+        if row["engine"]
+        else "imported"
+    )
     left = f"saved on {row['why']}" if row["why"] else ""
     parts = [what, f"{row['time']}", who, loss, left, row["health"], row["reason"]]
     return f"{row['name']:<28}{row['state']:<11}{'  '.join(part for part in parts if part)}"

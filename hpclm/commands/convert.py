@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from hpclm import cli, extras, files
+from hpclm import cli, config, extras, files
 from hpclm.errors import ConfigError
 from hpclm.terminal import say
 
@@ -81,9 +81,8 @@ def converted(args: argparse.Namespace) -> str:
             f"{source} cannot be converted: it is not a run directory or a checkpoint, and has no config.json (Hugging Face), "
             "*_model_states.pt (Megatron-DeepSpeed), mp_rank_*/model_optim_rng.pt or *.distcp (Megatron-LM)"
         )
-    return (
-        f"{target}: a run directory of {model.layers} layers x {model.hidden}; try hpclm generate {target} --prompt ..."
-    )
+    use = "generate {} --prompt ..." if config.of_run(target, []).data.tokenizer else "evaluate {} --data DATASET"
+    return f"{target}: a run directory of {model.layers} layers x {model.hidden}; next: hpclm {use.format(files.typed(target))}"
 
 
 def exported(source: Path, target: Path, overrides: list[str], dtype: str, shard_gb: float, allow_nan: bool) -> str:

@@ -48,6 +48,8 @@ def test_from_an_import_one_can_evaluate_and_generate(tmp_path):
     convert.main([str(tmp_path / "run"), str(tmp_path / "hf")])
     done = hpclm("convert", tmp_path / "hf", tmp_path / "back", check=0)
     assert "a run directory of 2 layers x 48" in done.stdout and "\r" not in done.stderr
+    assert f"next: hpclm evaluate {tmp_path}/back --data " in done.stdout  # it has no tokenizer to generate with
+    assert "  imported\n" in hpclm("checkpoints", tmp_path / "back", check=0).stdout
     text = hpclm("generate", tmp_path / "back", "data.tokenizer=bytes", "--prompt", "so", "--tokens", 5, check=0).stdout
     assert text.startswith("so")
     words = ["data.source=synthetic", "evaluate.every=5", "engine.device=cpu"]

@@ -364,6 +364,13 @@ def test_unsupported_networks_are_refused_and_nothing_is_left(case, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["megatron"]
 
 
+def test_a_rank_that_only_one_stage_lacks_is_named(tmp_path):
+    megatron_lm(tmp_path / "a", made.Drawn(ModelConfig(**SHAPE)).weights, ARGS, 2, 2)
+    (tmp_path / "a/iter_0000007/mp_rank_01_001/model_optim_rng.pt").unlink()
+    with pytest.raises(ConfigError, match="no file of tensor rank 1 beside mp_rank_00_001/model_optim"):
+        convert(tmp_path / "a", tmp_path / "run")
+
+
 def test_missing_ranks_foreign_classes_and_other_formats_are_refused(tmp_path):
     drawn = made.Drawn(ModelConfig(**SHAPE)).weights
     megatron_lm(tmp_path / "a", drawn, ARGS, 2)

@@ -85,8 +85,8 @@ def _layers(folder: Path) -> MegatronState:
             raise ConfigError(f"{path} is not a supported layer file; experts are not supported")
         by_layer.setdefault(int(match[1]), {})[int(match[2])] = path
     state, blocks = MegatronState(), 0
-    for _, by_rank in sorted(by_layer.items()):
-        held = [_tensors(_saved(path)) for path in _complete(by_rank, folder)]
+    for paths in _complete(by_layer, folder):
+        held = [_tensors(_saved(path)) for path in paths]
         names = held[0].keys()
         if any(LAYER.search(name) for name in names):
             prefix, blocks = f"decoder.layers.{blocks}.", blocks + 1
@@ -113,7 +113,7 @@ def _ranks(folder: Path) -> MegatronState:
     by_stage: dict[int, dict[int, Path]] = {}
     for (tensor, stage), path in _rank_files(folder).items():
         by_stage.setdefault(stage, {})[tensor] = path
-    stages = [[_saved(path) for path in _complete(by_rank, folder)] for _, by_rank in sorted(by_stage.items())]
+    stages = [[_saved(path) for path in paths] for paths in _complete(by_stage, folder)]
     first = stages[0][0]
     # Megatron assumes version 0 if a file has none
     state, blocks = MegatronState(args=_args(first), version=_version(first, 0.0)), 0
@@ -147,11 +147,14 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
     return by_place
 
 
-def _complete(by_rank: Mapping[int, Path], folder: Path) -> list[Path]:
-    missing = set(range(max(by_rank) + 1)) - by_rank.keys()
-    if missing:
-        raise ConfigError(f"{folder} has no file of tensor rank {min(missing)}, but {by_rank[max(by_rank)].name}")
-    return [by_rank[rank] for rank in sorted(by_rank)]
+def _complete(parts: Mapping[int, Mapping[int, Path]], folder: Path) -> list[list[Path]]:
+    """The files of each layer or stage, by tensor rank; ConfigError if one lacks a rank that another has."""
+    ranks = range(1 + max(rank for by_rank in parts.values() for rank in by_rank))
+    for by_rank in parts.values():
+        if missing := set(ranks) - by_rank.keys():
+            beside = by_rank[max(by_rank)].relative_to(folder)
+            raise ConfigError(f"{folder} has no file of tensor rank {min(missing)} beside {beside}")
+    return [[by_rank[rank] for rank in ranks] for _, by_rank in sorted(parts.items())]
 
 
 def _add(state: MegatronState, parts: Mapping[str, list[Tensor]], folder: Path) -> None:

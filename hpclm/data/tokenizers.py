@@ -146,7 +146,9 @@ def build_of_run(data: DataConfig) -> tuple[Tokenizer, str, list[str], str | Non
             raise ConfigError(
                 "the run trained on synthetic data (data.source), so it has no tokenizer and cannot generate text"
             )
-        raise ConfigError("the run's dataset does not name its tokenizer; set data.tokenizer and data.tokenizer_files")
+        raise ConfigError(
+            "neither the run nor its dataset names a tokenizer; set data.tokenizer and data.tokenizer_files"
+        )
     kind, paths = note["tokenizer"]["kind"], note.get("tokenizer_files")
     if kind not in TOKENIZERS:  # a dataset must not decide which code is run
         raise ConfigError(

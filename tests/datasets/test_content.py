@@ -246,7 +246,7 @@ def test_a_dataset_with_hashes_but_no_tokenizer_can_be_read(tmp_path):
     add_hashes(IndexedDataset(tmp_path / "x"))
     config = from_cli(words(tmp_path / "x", "data.split=100,0,0"))
     assert opened(config).fingerprint["tokenizer"] is None
-    with pytest.raises(ConfigError, match="does not name its tokenizer"):
+    with pytest.raises(ConfigError, match="nor its dataset names a tokenizer"):
         tokenizers.of_run(config.data)
     assert cli.main(["data", "inspect", str(tmp_path / "x")]) == 0
     assert len(content.noted(tmp_path / "x").blocks) == DIGEST

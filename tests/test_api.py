@@ -63,8 +63,14 @@ def test_rows_of_a_dataset_are_documents(here, capsys):
         "small", TINY, data=datasets.Dataset.from_dict({"text": LINES}), steps=2, device="cpu", out="runs/a"
     )
     assert "documents" not in capsys.readouterr().out and run.rows[-1]["step"] == 2
-    for wrong in (rows.rename_column("text", "content"), datasets.DatasetDict(train=rows)):
-        with pytest.raises(hpclm.ConfigError, match="data must have a column 'text', not "):
+    for wrong, said in (
+        (rows.rename_column("text", "content"), "data must have a column 'text', not \\['content'\\]"),
+        (datasets.DatasetDict(train=rows), "data has the splits train; choose one"),
+        (datasets.IterableDataset.from_generator(lambda: iter([{"words": "x"}])), "a column 'text', not \\['words'\\]"),
+        (datasets.Dataset.from_dict({"text": ["x", None]}), "^data, row 2: 'text' holds null, not text"),
+        (rows.select([]), "^no documents in data; no dataset"),
+    ):
+        with pytest.raises(hpclm.ConfigError, match=said):
             hpclm.train("small", data=wrong)
 
 

@@ -49,7 +49,11 @@ def settings(data: Data, tokenizer: str | os.PathLike[str] | None, run: RunConfi
             )
         with TemporaryDirectory(prefix="hpclm-") as folder:
             path = Path(folder) / "rows.jsonl"
-            return [source, *_preprocessed(path, _write_rows(data, path), tokenizer, run)]
+            try:
+                return [source, *_preprocessed(path, _write_rows(data, path), tokenizer, run)]
+            except ConfigError as error:
+                named = (each.replace(f"{path}:", "data, row ") for each in error.problems)
+                raise ConfigError(each.replace(str(path), "data") for each in named) from None
     path = Path(data)
     if not os.fspath(data).strip():
         raise ConfigError("data is empty; give the prefix of a dataset, or a text file")
@@ -66,15 +70,14 @@ def settings(data: Data, tokenizer: str | os.PathLike[str] | None, run: RunConfi
 
 def _write_rows(data: TextDataset, path: Path) -> str:
     """Write the texts of a dataset as JSON lines; a short hash of them."""
-    columns, digest = data.column_names, hashlib.sha256()
-    if not isinstance(columns, list) or "text" not in columns:
-        names = columns if isinstance(columns, list) else f"the splits {', '.join(columns or ())}"
-        raise ConfigError(
-            f"data must have a column 'text', not {names}; choose a split, data['train'], or rename_column(name, 'text')"
-        )
+    digest = hashlib.sha256()
+    if isinstance(data.column_names, dict):
+        raise ConfigError(f"data has the splits {', '.join(data.column_names)}; choose one, such as data['train']")
     with path.open("w", encoding="utf-8") as file:
         for batch in data.iter(batch_size=ROWS):
             rows: Mapping[str, list[str]] = batch
+            if "text" not in rows:
+                raise ConfigError(f"data must have a column 'text', not {[*rows]}; rename_column(name, 'text')")
             for text in rows["text"]:
                 line = json.dumps({"text": text}) + "\n"
                 digest.update(line.encode())

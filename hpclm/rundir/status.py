@@ -152,7 +152,8 @@ def status_of(run: Run, states: Mapping[str, JobState] | None, asked: str = "") 
     if run.attempt.get("job_id") and not unanswered:
         elsewhere = False  # Slurm knows better than its files
     if job and job.live:
-        name, text = "waiting" if job.waits else "completing" if job.name == "COMPLETING" else _working(run, job), ""
+        ends = over or job.name == "COMPLETING"
+        name, text = "waiting" if job.waits else "completing" if ends else _working(run, job), ""
     elif here is not None or (elsewhere and run.beat_age is not None and run.beat_age < SILENT):
         name, text = _working(run, None), ""
     else:

@@ -1,11 +1,13 @@
 """Train in this process, with a live plot of the loss in a notebook. Elsewhere training itself shows a progress bar."""
 
 import contextvars
+import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +48,26 @@ def train(run: RunConfig, resume_step: int | None) -> None:
     """Train ``run``, as ``commands.train.in_this_process`` does."""
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("hpclm.train catches signals, so it must be called in the main thread")
+    load_pytorch()
     if not in_notebook():
         verb.in_this_process(run, resume_step)
         return
     with _shown(run):
         verb.in_this_process(run, resume_step, quiet=True)
+
+
+def load_pytorch() -> None:
+    """Import PyTorch; KeyboardInterrupt only afterwards, since an import that was interrupted cannot be repeated in this process."""
+    if "torch" in sys.modules or threading.current_thread() is not threading.main_thread():
+        return
+    interrupts: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
+    try:
+        import_module("torch")
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+    if interrupts:
+        raise KeyboardInterrupt
 
 
 def in_notebook() -> bool:

@@ -145,6 +145,7 @@ class Run(os.PathLike[str]):
             seed: same seed, same text.
             batch: prompts that are continued together.
         """
+        live.load_pytorch()
         from hpclm.inference.completion import Completer, Limits
         from hpclm.inference.sampling import Sampling
 
@@ -185,6 +186,7 @@ class Run(os.PathLike[str]):
         """
         from hpclm.commands.evaluate import on_documents, on_part
 
+        live.load_pytorch()
         positive(samples=samples, tokens=tokens)
         if text is None and data is None:
             if tokens is not None:
@@ -233,6 +235,7 @@ class Run(os.PathLike[str]):
         """
         from hpclm.commands.convert import exported
 
+        live.load_pytorch()
         positive(shard_gb=shard_gb)
         exported(self.path, Path(target), options.words(changes), dtype, shard_gb, allow_nan)
         return Path(target)

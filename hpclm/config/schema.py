@@ -100,8 +100,8 @@ class CheckpointConfig(Checked):
     file_mb: float = 16.0
     """Ranks that hold the same weights each write at least this many MB; 0: all write."""
     keep_last: int = 3
-    """Keep so many healthy regular checkpoints (at least 2), the newest two of all, and the last one saved on exit until
-    the next regular one."""
+    """Keep so many healthy regular checkpoints (at least 2), the newest two regular ones in any case, and the last one saved
+    on exit until the next regular one."""
     keep_every: int = 0
     """Also keep steps that are a multiple of this; 0: none."""
     keep_best: int = 0

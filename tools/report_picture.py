@@ -37,7 +37,7 @@ SETTINGS = [
     ),
     *("engine.device=cpu", "engine.precision=fp32", "log.tensorboard=false", "optim.nonfinite_limit=5"),
 ]
-WIDTH, HEIGHT = 1080, 1345  # CSS pixels
+WIDTH, HEIGHT = 1080, 1232  # CSS pixels
 
 
 def main() -> None:

@@ -81,7 +81,7 @@ def _samples(named: dict[str, Path], prompt: str) -> dict[str, dict[int, str]]:
         except HpclmError as error:
             if len(named) == 1:
                 raise
-            say(f"{name} is without a sample: {error}", file=sys.stderr)
+            say(f"no sample of {name}: {error}", file=sys.stderr)
     return written
 
 

@@ -38,7 +38,7 @@ th button { all: unset; cursor: pointer; } th button:focus-visible { outline: 2p
 th[aria-sort=descending]::after { content: " ▴"; }
 .ranking :is(th, td):first-child { position: sticky; left: 0; background: var(--ground); min-width: 7rem; }
 .ranking td { max-width: 16rem; } .ranking td:not(:first-child) { overflow-wrap: break-word; }
-.ranking td:last-child { min-width: 11rem; } .ranking .soft { white-space: nowrap; }
+.ranking td:nth-child(2) { min-width: 5.5rem; } .ranking .soft { white-space: nowrap; }
 .attempt { break-inside: avoid; margin: .5rem 0; } .attempt p { margin: 0; font-size: .85rem; }
 .bar { position: relative; height: .9rem; background: var(--card); border-radius: 3px; overflow: hidden; }
 .bar i { position: absolute; top: 0; height: 100%; min-width: 1px; margin: 0; border-radius: 0; }

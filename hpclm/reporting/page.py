@@ -33,7 +33,7 @@ def page(content: Content) -> str:
     """The page, which needs no other file."""
     runs, several = content.runs, len(content.runs) > 1
     standings = ranking.ranked(runs)
-    ordered = {each.name: runs[each.name] for each in standings}
+    ordered = ranking.ordered(runs)
     charts = curves.charts(ordered)
     named = {chart.key: _colours([*ordered] if several else [each.name for each in chart.curves]) for chart in charts}
     title = f"{len(runs)} runs compared" if several else standings[0].name
@@ -85,7 +85,7 @@ def _ranking(
 ) -> str:
     """The runs as rows, the best first, with the settings ``differing``; clicking a column heading sorts."""
     colours = _colours([*runs])
-    heads = ["run", "validation loss", "training loss", *differing, "steps", "tokens/s", "state"]
+    heads = ["run", "state", "validation loss", "training loss", *differing, "steps", "tokens/s"]
     lines = []
     for each in standings:
         history = runs[each.name]
@@ -97,17 +97,20 @@ def _ranking(
         last = history.steps[-1]["step"] if history.steps else 0
         cells = [
             (each.name, f"{swatch}{text(each.name)}"),
+            ("", _state(history, each)),
             (best, best + at),
             (training, training),
             *((value, text(value)) for value in (provenance.shown(row.get(each.name)) for row in differing.values())),
             (str(last), f"{last:,}"),
             (f"{rate:.0f}", f"{rate:,.0f}"),
-            ("", _state(history, each)),
         ]
         lines.append("<tr>" + "".join(f'<td data-value="{text(key)}">{cell}</td>' for key, cell in cells) + "</tr>")
     head = "".join(f"<th><button>{text(each)}</button></th>" for each in heads)
     body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody>"
-    note = "The best run is first: by validation loss where it was measured, else by training loss. Click a column heading to sort."
+    note = (
+        "The best run is first: by validation loss where it was measured, else by training loss, "
+        f"the mean of the last {ranking.LAST} steps. Click a column heading to sort."
+    )
     return f'<div class="scroll"><table class="ranking">{body}</table></div><p class="soft">{note}</p>'
 
 
@@ -193,7 +196,9 @@ def _numbers(history: History, standing: Standing) -> str:
     speed, mfu, waiting = (_mean(history, name) for name in ("tokens_per_second", "mfu", "data_fraction"))
     cards = {
         "last step": str(last.get("step", "")),
-        f"training loss, mean of {ranking.LAST} steps": "" if standing.training is None else f"{standing.training:.4f}",
+        f"training loss, mean of the last {standing.over} steps": ""
+        if standing.training is None
+        else f"{standing.training:.4f}",
         f"best validation loss, step {standing.best_step}": "" if standing.best is None else f"{standing.best:.4f}",
         "tokens/s": f"{speed:,.0f}" if speed else "",
         "MFU": f"{mfu:.1%}" if mfu else "",

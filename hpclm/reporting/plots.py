@@ -74,12 +74,21 @@ def _plot(chart: Chart, colours: Mapping[str, str]) -> "figure":
     plot.xaxis.formatter = NumeralTickFormatter(format="0,0")
     if chart.key == "tokens_per_second":
         plot.yaxis.formatter = NumeralTickFormatter(format="0,0")
-    elif not chart.log:
+    else:
         plot.yaxis.formatter = PrintfTickFormatter(format="%.4g")
+    if chart.log and len(ticks := log_ticks(chart.bottom, chart.top)) > 2:
+        plot.yaxis.ticker = ticks  # bokeh's own are evenly spaced below two decades: all of them at the top
     for curve in chart.layers:
         _draw(plot, curve, colours.get(curve.name), chart.group > 1)
     _show_values(plot, chart, [curve for curve in chart.curves if curve.name in colours])
     return plot
+
+
+def log_ticks(bottom: float, top: float) -> list[float]:
+    """1, 2 and 5 of each decade; of more than three decades only 1."""
+    marks = (1, 2, 5) if top < 1000 * bottom else (1,)
+    decades = range(math.floor(math.log10(bottom)), math.floor(math.log10(top)) + 1)
+    return [tick for decade in decades for mark in marks if bottom <= (tick := mark * 10.0**decade) <= top]
 
 
 def _draw(plot: "figure", curve: Curve, colour: str | None, band: bool) -> None:

@@ -19,7 +19,8 @@ class Standing:
     """The lowest validation loss, nats per token."""
     best_step: int | None
     training: float | None
-    """Mean training loss of the last steps, nats per token; None where the run diverged."""
+    """Mean training loss of the last ``over`` steps, nats per token; None where the run diverged."""
+    over: int
     diverged: int | None
     """The step from which on it was not healthy."""
 
@@ -36,6 +37,11 @@ def ranked(runs: Runs) -> list[Standing]:
     return sorted((standing(name, history, limit) for name, history in runs.items()), key=lambda each: each.key)
 
 
+def ordered(runs: Runs) -> Runs:
+    """The runs, the best first: the order of their colours."""
+    return {each.name: runs[each.name] for each in ranked(runs)}
+
+
 def standing(name: str, history: History, limit: float) -> Standing:
     """How a run stands; ``limit``: the highest healthy loss."""
     diverged = curves.diverged(history, limit)
@@ -43,4 +49,4 @@ def standing(name: str, history: History, limit: float) -> Standing:
     best, step = min(held_out, default=(None, None))
     losses = [row["loss"] for row in history.steps[-LAST:] if row.get("loss") is not None]
     training = sum(losses) / len(losses) if losses and diverged is None else None
-    return Standing(name, best, step, training, diverged)
+    return Standing(name, best, step, training, len(losses), diverged)

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 from hpclm import cli, config
-from hpclm.reporting import figures, history, provenance
+from hpclm.reporting import curves, figures, history, plots, provenance
 from hpclm.reporting.page import Content
 from hpclm.reporting.page import page as page_of
 from hpclm.rundir import config_history
@@ -156,7 +156,7 @@ def test_a_run_that_cannot_write_is_named_and_the_page_is_written(real, written,
     page = tmp_path / "page.html"
     words = ["report", "--no-png", str(real), str(written / "one"), "-o", str(page), "--samples", "to be"]
     assert cli.main(words) == 0
-    assert "one is without a sample: no checkpoint in" in capsys.readouterr().err
+    assert "no sample of one: no checkpoint in" in capsys.readouterr().err
     assert re.findall(r">([^<>]{1,99}), step \d+</span><pre>", page.read_text()) == ["run"]
     assert cli.main(["report", "--no-png", str(written / "one"), "-o", str(page), "--samples", "to be"]) == 66
 
@@ -167,6 +167,21 @@ def test_charts_hold_the_numbers_of_the_run_for_the_pointer(written):
     text = json.dumps(charts[0])
     assert '"HoverTool"' in text and '"training"' in text and '"validation"' in text
     assert '"3.25"' in text and '"2.02"' in text  # the validation loss of step 50, the loss of step 99
+
+
+@pytest.mark.parametrize(
+    "bottom, top, ticks",
+    [(0.4, 34.4, [0.5, 1, 2, 5, 10, 20]), (0.02, 90, [0.1, 1, 10]), (1.1, 1.9, []), (1, 10, [1, 2, 5, 10])],
+)
+def test_a_log_scale_has_marks_in_every_decade(bottom, top, ticks):
+    assert plots.log_ticks(bottom, top) == pytest.approx(ticks)
+
+
+def test_images_have_the_colours_of_the_page(tmp_path):
+    losses = {"a": 3.0, "b": 2.0, "c": 1.0}
+    runs = {name: history.read(made.trained(tmp_path / name, [5.0, last])) for name, last in losses.items()}
+    lines = figures.figures(runs)["training_loss"].axes[0].lines
+    assert [line.get_label() for line in lines if line.get_color() == curves.COLOURS[0]] == ["c"]  # the best is first
 
 
 def test_a_stranger_finds_what_ended_each_attempt(written):
@@ -206,7 +221,7 @@ def test_several_runs_are_one_table_with_the_best_first(tmp_path):
     text = page.read_text()
     assert f'<span class="warn" title="{why}">failed</span>' in text and text.count(why) == 2  # also with its attempts
     heads = re.findall("<th><button>(.*?)</button>", text)
-    assert heads == ["run", "validation loss", "training loss", "optim.lr", "steps", "tokens/s", "state"]
+    assert heads == ["run", "state", "validation loss", "training loss", "optim.lr", "steps", "tokens/s"]
     rows = re.findall('<tr><td data-value="(.*?)">', text)
     assert rows == ["better", "good", "unmeasured", "wild", "nan"]
     words = " ".join(Page(text).words)

@@ -278,6 +278,10 @@ def test_mistakes_are_errors_with_every_problem(tmp_path):
             hpclm.train("small", data=data)
     with pytest.raises(hpclm.ConfigError, match="data is empty"):
         hpclm.train("small", data="")
+    with pytest.raises(hpclm.ConfigError, match=r"train has no argument 'date'; .*Did you mean 'data'"):
+        hpclm.train("small", date="text.jsonl")
+    with pytest.raises(hpclm.ConfigError, match="train: missing a required argument: 'base'"):
+        hpclm.train()
     for out in ("/", "a\nb", "runs/\x1b[2J"):
         with pytest.raises(hpclm.ConfigError, match=r"out=.* must be a folder of the run's own, on one line"):
             hpclm.settings("debug", out=out)

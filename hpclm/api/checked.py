@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 from hpclm.errors import ConfigError, Interrupted
+from hpclm.registry import hint
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 KINDS: dict[Any, tuple[Any, str]] = {
@@ -31,14 +32,16 @@ WORDS = {
 def checked(function: Function) -> Function:
     """``function`` for users: ConfigError for arguments whose type is not the annotated one, messages in the words of Python, and an
     interrupt in one line."""
-    kinds = dict(_kinds(function))
-    names = [
-        name for name, each in signature(function).parameters.items() if each.kind is Parameter.POSITIONAL_OR_KEYWORD
-    ]
+    kinds, expected = dict(_kinds(function)), signature(function)
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(names, args, strict=False)) | kwargs
+        if unknown := [name for name in kwargs if name not in expected.parameters]:
+            raise ConfigError([_unknown(name, function) for name in unknown])
+        try:
+            given = expected.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise ConfigError(f"{function.__name__}: {error}") from None
         problems = [
             f"{name}={value!r} must be {' or '.join(map(_described, kinds[name]))}"
             for name, value in given.items()
@@ -56,6 +59,12 @@ def checked(function: Function) -> Function:
             raise Interrupted(f"{function.__name__} was interrupted") from None
 
     return cast(Function, call)
+
+
+def _unknown(name: str, function: Callable[..., Any]) -> str:
+    parameters = signature(function).parameters
+    settings = '; settings are given as {"optim.lr": 1e-3}' if "changes" in parameters else ""
+    return f"{function.__name__} has no argument {name!r}{settings}.{hint(name, parameters)}"
 
 
 def _in_python(problem: str) -> str:

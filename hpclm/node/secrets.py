@@ -43,7 +43,7 @@ _SAID = [
         rf"{_BEFORE}(?=authorization:|[\w.-]*(?-i:[A-Z_-])){_NAMED}:\s*(?:{_SCHEME})?{_VALUE}",
         r"\bBearer\s+(?P<value>[^\s'\"]{6,})",
         rf"(?<![\w-])--?[\w-]*{_OPTION}\s+(?!-){_VALUE}",
-        r"\bwandb\s+login\b[^|;&#]*?\s[\"']?(?P<value>\w{3,})(?=[\s\"'\]]|$)",
+        r"\bwandb\s+login\b[^|;&#`]*?\s[\"']?(?P<value>\w{3,})(?=[\s\"'\]]|$)",
         rf"\b(?:login|sshpass)\b[^|;&#]*?\s-p\s*(?!-){_VALUE}",
         rf"\b(?:vault\s+login|add-authtoken|set\s+[\w.-]*(?:key|{_OPTION}))\s+(?!-){_VALUE}",
         rf"\blogin\([^)]*?(?:key|{_OPTION})\s*=\s*{_VALUE}",

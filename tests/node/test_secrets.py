@@ -170,6 +170,7 @@ ACCEPTED = [
     'curl -H "Authorization: Bearer $HF_TOKEN" https://example.org/x',
     "curl -u me:$PASSWORD https://example.org/x",
     "wandb login",
+    "UsageError: No API key configured. Use `wandb login` to log in",
     'wandb login --relogin --host https://wandb.example.org "$WANDB_API_KEY" || true',
     "huggingface-cli login --token $HF_TOKEN",
     "docker login --password-stdin < ~/.docker-password",

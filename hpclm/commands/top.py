@@ -10,6 +10,7 @@ import tty
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 
 from hpclm import cli, terminal
@@ -46,7 +47,8 @@ def main(argv: list[str]) -> int:
     if args.once or not sys.stdout.isatty():
         statuses = watch.look()
         if statuses:
-            say("\n".join(watch.lines(statuses)))
+            width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+            say("\n".join(watch.lines(statuses, width)))
         else:
             say(f"{folders.none_in(watch.folder)}; name their folder, or start one with hpclm submit")
         return 0
@@ -98,9 +100,11 @@ class TopScreen:
         stepped = {status.run.out: status.run.summary.get("stepped") or 0.0 for status in statuses}
         return sorted(statuses, key=lambda status: (order.get(status.name, len(ORDER)), -stepped[status.run.out]))
 
-    def lines(self, statuses: list[RunStatus]) -> list[str]:
-        """The whole table, however wide."""
-        return [*terminal.columns([COLUMNS, *map(row, statuses)]), *self._silent()]
+    def lines(self, statuses: list[RunStatus], width: int | None = None) -> list[str]:
+        """The table, ``width`` columns wide; None: the whole one."""
+        rows = [*map(row, statuses)]
+        blocks = [terminal.columns([COLUMNS, *rows])] if width is None else run_table.fitted(COLUMNS, rows, width)
+        return [*chain.from_iterable(blocks), *self._silent()]
 
     def _silent(self) -> list[str]:
         return [f"queue: unknown ({terminal.line(self._queue.silent)})"] if self._queue.silent else []

@@ -128,7 +128,7 @@ def test_names_and_states_stay_whole_however_narrow_the_terminal_is(width, point
     )
     watch = TopScreen(Path("runs"))
     live, table = watch.screen(width, 24), [*status.table(watch.look(), width)]
-    for lines in (live[2:], table):
+    for lines in (live[2:], watch.lines(watch.look(), width), table):
         assert max(map(wcwidth.width, lines)) <= width
         head = next(line for line in lines if line.startswith("RUN"))
         for name, state in zip(names, ("running", "failed"), strict=True):

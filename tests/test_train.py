@@ -71,6 +71,9 @@ def test_tensorboard_gets_the_scalars_under_bigsciences_names(tiny, tmp_path):
     words = tiny("run", "evaluate.every=6", "log.tensorboard=true", "checkpoint.every=6")
     hpclm("train", *words, "stop_at=6", check=0)
     hpclm("train", *words, check=0)
+    assert (
+        "settings have changed since the last attempt: stop_at=null (was 6)" in (tmp_path / "run/log.txt").read_text()
+    )
     events = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
     tags = set(events.Tags()["scalars"])
     assert {

@@ -83,9 +83,17 @@ def tell_changes(out: Path, before: str, now: str) -> None:
     """Log the settings that differ between two versions of config.yaml; nothing if they cannot be read."""
     with suppress(ConfigError):
         old, new = (compose.flat_of_run(out, version) for version in (before, now))
-        changed = [f"{key}={value} (was {old[key]})" for key, value in new.items() if old.get(key, value) != value]
+        changed = [
+            f"{key}={_typed(value)} (was {_typed(old[key])})"
+            for key, value in new.items()
+            if old.get(key, value) != value
+        ]
         if changed:
             log.info("settings have changed since the last attempt: %s", ", ".join(changed))
+
+
+def _typed(value: Any) -> Any:
+    return "null" if value is None else value
 
 
 def warn_of_other_code(before: Mapping[str, Any], line: Mapping[str, Any]) -> None:

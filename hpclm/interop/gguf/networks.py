@@ -239,7 +239,7 @@ NETWORKS = {
     "GPTNeoXForCausalLM": Network(
         "gptneox", TANH, fused=True, biased=True, untied=True, keys=lambda c: {"use_parallel_residual": False}
     ),
-    **dict.fromkeys(("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "SeedOssForCausalLM"), LLAMA),
+    **dict.fromkeys(("LlamaForCausalLM", "Qwen2ForCausalLM", "SeedOssForCausalLM"), LLAMA),
     "Qwen3ForCausalLM": Network("qwen3", SWIGLU),
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO2,

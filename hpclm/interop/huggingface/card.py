@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hpclm import __version__
+from hpclm.config import RunConfig
 from hpclm.data import tokenizers
 from hpclm.interop.run import RunCheckpoint
 from hpclm.model import count
@@ -18,6 +19,12 @@ tags:
 - hpclm
 ---"""
 LAST = 100  # steps whose mean is the training loss
+ALWAYS = {
+    "model": {"vocab_size", "layers", "hidden", "heads", "context", "positions", "norm", "activation"},
+    "batch": {"global_size"},
+    "optim": {"name", "lr", "min_lr", "schedule", "betas", "weight_decay", "clip"},
+}
+"""Settings in every card; others only where they are not the defaults."""
 Row = tuple[str, Any]
 
 
@@ -82,9 +89,15 @@ def _settings(checkpoint: RunCheckpoint, dtype: str) -> Iterator[Row]:
         yield from (("dataset", Path(prefix).name) for prefix in config.data.prefixes())
         if known.get("tokenizer"):
             yield "tokenizer", tokenizers.describe(known["tokenizer"])
-    for name in ("model", "batch", "optim") if checkpoint.step else ("model",):
-        section = vars(getattr(config, name))
-        yield from ((f"{name}.{key}", value) for key, value in section.items() if value is not None)
+    sections = ("model", "batch", "optim") if checkpoint.step else ("model",)
+    for name in sections:
+        used, defaults = vars(getattr(config, name)), vars(getattr(RunConfig(), name))
+        yield from (
+            (f"{name}.{key}", value)
+            for key, value in used.items()
+            if value != defaults[key] or key in ALWAYS.get(name, ())
+        )
+    yield f"other settings of {', '.join(sections)}", f"the defaults of hpclm {__version__}"
     if checkpoint.step:
         yield "engine.precision, as it ran", checkpoint.manifest.made.get("precision", config.engine.precision)
     yield "weights in these files", dtype

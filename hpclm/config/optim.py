@@ -58,12 +58,12 @@ class OptimConfig(Checked):
     """Maximum global gradient norm; 0: none."""
     schedule: str = "cosine"
     """constant, linear, cosine, inverse_sqrt, wsd (Megatron-core's); megatron1_linear, megatron1_cosine,
-    megatron1_exponential (v1.1.5's); fairseq_polynomial, fairseq_cosine, fairseq_inverse_sqrt; or package.module:name,
-    a function (position, length, optim) -> learning rate after the warm-up."""
+    megatron1_exponential (v1.1.5's); fairseq_polynomial, fairseq_cosine, fairseq_inverse_sqrt; or package.module:name
+    (hpclm docs architecture)."""
     unit: Literal["steps", "samples"] = "steps"
     """Unit of warmup, schedule_length, period and wsd_decay."""
     warmup: float = 0
-    """Length of the linear warm-up; shorter than the budget given with it."""
+    """Length of the linear warm-up; should be shorter than the budget."""
     warmup_fraction: float | None = None
     """Instead of warmup: a fraction of the schedule's length."""
     warmup_start: float | None = None

@@ -278,8 +278,14 @@ def test_mistakes_are_errors_with_every_problem(tmp_path):
             hpclm.train("small", data=data)
     with pytest.raises(hpclm.ConfigError, match="data is empty"):
         hpclm.train("small", data="")
-    with pytest.raises(hpclm.ConfigError, match=r"train has no argument 'date'; .*Did you mean 'data'"):
+    with pytest.raises(hpclm.ConfigError, match=r"train has no argument 'date'\. Did you mean 'data'"):
         hpclm.train("small", date="text.jsonl")
+    with pytest.raises(hpclm.ConfigError, match=r"settings are given as {'model\.layers': \.\.\.}"):
+        hpclm.train("small", layers=2)
+    with pytest.raises(
+        hpclm.ConfigError, match=r"data\.prefix is not set; give data=, a text or the prefix of a dataset"
+    ):
+        hpclm.train("small")
     with pytest.raises(hpclm.ConfigError, match="train: missing a required argument: 'base'"):
         hpclm.train()
     for out in ("/", "a\nb", "runs/\x1b[2J"):

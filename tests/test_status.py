@@ -200,12 +200,13 @@ def test_the_job_s_log_says_how_a_run_was_killed_that_could_not_say_so(line, end
 
 
 def test_a_silent_run_with_a_loss_that_is_not_finite_is_warned_of(tmp_path, squeue):
-    last = {"step": 6, "loss": None, "time": time.time() - 4000}
+    last = {"step": 6, "loss": None, "spiking_since": 4, "time": time.time() - 4000}
     run = make(tmp_path / "a", [attempt(time=now(-5000), job_id="7", from_step=3)], [*rows(5), last])
     (run / "checkpoints" / ".bad-step-00000004").mkdir(parents=True)
     env = squeue(RUNNING)
     found = " ".join(status(run, env=env)[0]["warnings"])
     assert "no step for 1 h 06 min" in found and "1 bad checkpoint" in found
+    assert "loss spike since step 4" in found and "hpclm checkpoints" not in found  # there is none
     assert "not finite" in hpclm("status", run, env=env, check=0).stdout
 
 

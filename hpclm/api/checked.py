@@ -7,6 +7,7 @@ from inspect import Parameter, signature
 from numbers import Integral, Real
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
+from hpclm.config import fields, hints
 from hpclm.errors import ConfigError, Interrupted
 from hpclm.registry import hint
 
@@ -23,6 +24,7 @@ KINDS: dict[Any, tuple[Any, str]] = {
 WORDS = {
     " (command line)": "",
     "--from STEP": "resume_step=STEP",
+    "give the path of a dataset made by 'hpclm preprocess'": "give data=, a text or the prefix of a dataset",
     "with --column": "by hpclm preprocess --column",
     "with --json-keys": "by hpclm preprocess --json-keys",
 }
@@ -63,8 +65,15 @@ def checked(function: Function) -> Function:
 
 def _unknown(name: str, function: Callable[..., Any]) -> str:
     parameters = signature(function).parameters
-    settings = '; settings are given as {"optim.lr": 1e-3}' if "changes" in parameters else ""
-    return f"{function.__name__} has no argument {name!r}{settings}.{hint(name, parameters)}"
+    problem, near = f"{function.__name__} has no argument {name!r}", hint(name, parameters)
+    if near or "changes" not in parameters:
+        return f"{problem}.{near}"
+    setting = hints.meant(name, fields.keys()) or "optim.lr"
+    return (
+        f"{problem}: {setting}"
+        if hints.is_reason(setting)
+        else f"{problem}; settings are given as {{{setting!r}: ...}}"
+    )
 
 
 def _in_python(problem: str) -> str:

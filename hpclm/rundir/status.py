@@ -102,7 +102,8 @@ class RunStatus:
         if self.job and self.job.hopeless:
             yield f"Slurm can never start job {self.job.id} ({self.job.reason}): hpclm cancel {out}"
         if run.summary.get("spiking_since"):
-            yield f"loss spike since step {run.summary['spiking_since']}: hpclm checkpoints {out}"
+            healthy = f": hpclm checkpoints {out}" if run.checkpoint else ""
+            yield f"loss spike since step {run.summary['spiking_since']}{healthy}"
         if run.bad:
             yield f"{run.bad} bad checkpoint{'s' * (run.bad > 1)} set aside in {files.shown(run.out)}/checkpoints"
 

@@ -27,7 +27,9 @@ def device(device: torch.device, dtype: torch.dtype, products: str) -> None:
 def hello(config: RunConfig, plan: Plan, context: DistributedContext, length: Length, samples: int) -> None:
     """Log what is about to happen, and warn of what is probably not meant."""
     steps = (
-        "until the time is up" if length.steps is None else f"{length.steps} steps{_limit(config.budget, length.steps)}"
+        "until the time is up"
+        if length.steps is None
+        else f"{length.steps:,} steps{_limit(config.budget, length.steps)}"
     )
     size = f"{count.parameters(config.model):,} parameters; {steps} of {plan.global_size} samples x {config.model.context} tokens"
     logger.info("%s, %s samples of training data", size, f"{samples:,}")

@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("settings", nargs="*", metavar="FILE | key=value", help="one settings file, and overrides")
     parser.add_argument("--reference", action="store_true", help="print the page of all settings instead (Markdown)")
     parser.add_argument("--changed", action="store_true", help="print only what differs from the defaults")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)  # settings may follow options
     say(reference() if args.reference else explained(cli.settings(args.settings), args.changed), end="")
     return 0
 

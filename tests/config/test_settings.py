@@ -254,6 +254,7 @@ def test_a_section_refuses_to_exist_with_values_that_cannot_work(bad):
 def test_settings_can_be_inspected_without_data():
     assert "prefix: null" in hpclm("config", "gpt2-124m", check=0).stdout
     assert "steps: null" in hpclm("config", check=0).stdout
+    assert "lr: 0.004" in hpclm("config", "debug", "--changed", "optim.lr=0.004", check=0).stdout
     done = hpclm("train", "gpt2-124m", "budget.steps=null", check=64)
     assert "data.prefix is not set" in done.stderr and "no budget" in done.stderr
 

@@ -203,12 +203,12 @@ def _numbers(history: History, standing: Standing) -> str:
         "tokens/s": f"{speed:,.0f}" if speed else "",
         "MFU": f"{mfu:.1%}" if mfu else "",
         "peak memory of rank 0": f"{memory / (1 << 30):.2f} GiB" if memory else "",
-        "of the step waiting for data": f"{waiting:.1%}" if waiting else "",
+        "of step time waiting for data": f"{waiting:.1%}" if waiting else "",
         "goodput": f"{history.goodput:.1%}" if history.goodput is not None else "",
         "time": span(history.wall) if history.wall else "",
         "waiting in the queue": timeline.seconds(history.seconds("queued")),
         "starting": timeline.seconds(history.seconds("starting")),
-        "steps done again": str(sum(each.lost for each in history.attempts)),
+        "steps redone": str(sum(each.lost for each in history.attempts)),
     }
     shown = (
         f"<div><b>{text(value)}</b><span class=soft>{text(name)}</span></div>" for name, value in cards.items() if value

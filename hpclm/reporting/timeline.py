@@ -8,11 +8,9 @@ from hpclm.rundir.status import moment, span
 from hpclm.terminal import many
 
 COLOURS = {"queued": "#b8bec6", "starting": "#8e6bbf", "training": "#2a9d5c", "lost": "#d64545"}
-HEADS = ("attempt", "steps", "done again", "began", "where", "queued", "starting", "training")
-CAPTION = (
-    "A bar for each attempt, from when it was queued to its last sign of life. Lost: steps after the last checkpoint, which the "
-    "next attempt did again. Where there is no bar, no attempt was running, or known to be queued."
-)
+HEADS = ("attempt", "steps", "redone", "began", "where", "queued", "starting", "training")
+CAPTION = "A bar for each attempt, from when it was queued to its last sign of life. In a gap, none was running or known to be queued."
+LOST = " Lost: steps after the last checkpoint, which the next attempt redid."
 
 
 def summary(history: History) -> str:
@@ -20,19 +18,14 @@ def summary(history: History) -> str:
     if not history.attempts:
         return "The run has not started yet."
     count, last = len(history.attempts), history.attempts[-1]
-    of = f" of {last.row['steps']}" if last.row.get("steps") else ""
-    said = [f"The run has done {last.last}{of} steps in {span(history.wall)}, in {many(count, 'attempt')}."]
+    of = f" of {last.row['steps']:,}" if last.row.get("steps") else ""
+    said = [f"The run has done {last.last:,}{of} steps in {span(history.wall)}, in {many(count, 'attempt')}."]
     interrupted = sum(attempt.code != 0 for attempt in history.attempts[:-1])  # 0: done, stopped or at an exit_interval
     if interrupted:
         lost = sum(attempt.lost for attempt in history.attempts)
-        spent = (
-            f"{many(lost, 'step')} ({span(history.seconds('lost'))}) came after a checkpoint and had to be done again."
-        )
         times = {1: "once", 2: "twice"}.get(interrupted, f"{interrupted} times")
-        said.append(
-            f"It was interrupted {times} and resumed from its last checkpoint each time; "
-            + (spent if lost else "no step had to be done twice.")
-        )
+        redone = f"{many(lost, 'step')} ({span(history.seconds('lost'))}) had" if lost else "no step had"
+        said.append(f"It was interrupted {times} and resumed from its last checkpoint; {redone} to be redone.")
     if history.goodput is not None:
         said.append(f"{history.goodput:.0%} of the time went into training steps that count (goodput).")
     if history.damaged:
@@ -67,7 +60,7 @@ def legend(histories: list[History]) -> str:
     """The colours of the phases that occur."""
     used = [kind for kind in KINDS if any(each.seconds(kind) > each.wall / 1000 for each in histories)]
     swatches = (f'<span><i class="{kind}" style="background:{COLOURS[kind]}"></i>{kind}</span>' for kind in used)
-    return f'<div class="legend">{"".join(swatches)}</div><p class="soft">{CAPTION}</p>'
+    return f'<div class="legend">{"".join(swatches)}</div><p class="soft">{CAPTION}{LOST * ("lost" in used)}</p>'
 
 
 def numbers(history: History) -> str:

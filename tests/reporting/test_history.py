@@ -60,7 +60,7 @@ def test_a_stranger_reads_what_happened(tmp_path):
     said = summary(history.read(made.preempted(tmp_path / "run")))
     assert said == (
         "The run has done 100 of 100 steps in 7 min, in 4 attempts. It was interrupted 3 times and resumed from its last "
-        "checkpoint each time; 27 steps (27 s) came after a checkpoint and had to be done again. 21% of the time went into "
+        "checkpoint; 27 steps (27 s) had to be redone. 21% of the time went into "
         "training steps that count (goodput). The last attempt: finished."
     )
 

@@ -51,6 +51,11 @@ def test_an_unknown_topic_gets_a_suggestion(topic, said, capsys):
     assert said in shown(capsys, "docs", topic, code=64)
 
 
+def test_another_text_names_the_pages_that_have_it(capsys):
+    [_, named] = shown(capsys, "docs", "oom", code=64).split("pages with this text: ")
+    assert "troubleshooting" in named and "data" not in named  # which has "room"
+
+
 def test_help_is_the_same_as_the_option(capsys):
     assert shown(capsys, "help") == shown(capsys, "--help") == shown(capsys)
     for words in (["help", "status"], ["status", "--help"]):

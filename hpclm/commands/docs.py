@@ -2,6 +2,7 @@
 
 import dataclasses
 import pydoc
+import re
 import shutil
 import sys
 import textwrap
@@ -16,6 +17,7 @@ from hpclm.registry import hint
 from hpclm.terminal import say
 
 WIDTH = 100  # columns of an explanation, at most
+MOST = 5  # pages that are named for a text
 
 
 def main(argv: list[str]) -> int:
@@ -60,10 +62,14 @@ def _text(topic: str | None) -> str:
         return "\n\n".join(explained) + "\n"
     if topic in cli.VERBS:
         raise ConfigError(f"no page is called {topic!r}; hpclm help {topic} shows the options of this verb")
-    near, meant = hint(name, pages), hints.meant(key, fields.keys())
+    text = re.compile(rf"(?<![a-z]){re.escape(topic)}", re.IGNORECASE)
+    counts = {each: len(text.findall(files.read_text(path))) for each, path in pages.items()}
+    most = sorted(filter(counts.get, counts), key=counts.__getitem__, reverse=True)[:MOST]
+    near, meant = "" if most else hint(name, pages), hints.meant(key, fields.keys())
     if meant and not near:
         near = f" {meant}" if hints.is_reason(meant) else f" Here it is {meant.partition('=')[0]}."
-    raise ConfigError(f"no page or setting is called {topic!r}; hpclm docs lists the pages.{near}")
+    where = f"pages with this text: {', '.join(most)}" if most else "hpclm docs lists the pages"
+    raise ConfigError(f"no page or setting is called {topic!r}; {where}.{near}")
 
 
 def _explained(key: str) -> Iterator[str]:

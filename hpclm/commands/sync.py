@@ -41,9 +41,7 @@ def sync(out: Path, name: str) -> None:
         try:
             feed.send()
         except Exception as error:
-            raise HpclmError(
-                f"{name}: {cause(error).rstrip('.')}; what it lacks is sent when the command is repeated"
-            ) from None
+            raise HpclmError(f"{name}: {cause(error).rstrip('.')}; repeat the command to send the rest") from None
         feed.close(0)
     step = max(feed.steps.values(), default=0)
     say(f"{name}: {feed.rows - before} rows sent; it has everything up to step {step}")

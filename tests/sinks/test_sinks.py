@@ -192,7 +192,7 @@ def test_sync_that_fails_says_what_to_do_and_not_that_training_goes_on(tiny, tmp
     assert cli.main(["train", *tiny("run", "stop_at=2")]) == 0
     assert cli.main(["sync", str(tmp_path / "run"), "--sink", f"{OWN}Refuses"]) == 1
     message = capsys.readouterr().err
-    assert "what it lacks is sent when the command is repeated" in message and "training continues" not in message
+    assert "repeat the command to send the rest" in message and "training continues" not in message
     (tmp_path / "run/config.yaml").unlink()
     assert cli.main(["sync", str(tmp_path / "run"), "--sink", f"{OWN}Written"]) == 64
     assert "is not a run directory: it has no config.yaml" in capsys.readouterr().err

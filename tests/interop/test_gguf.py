@@ -86,7 +86,7 @@ REFUSED = {
     "qwen's bias": (dict(LLAMA, qk_norm=True, bias=True, mlp_bias=False), "biases of attention's output projection"),
     "windows everywhere": (dict(LLAMA, **POST, pattern=["window"], window=5), "where some layers attend to everything"),
     "apertus": (dict(LLAMA, activation="xielu", qk_norm=True), "ApertusForCausalLM cannot be written as GGUF"),
-    "own": (made.OWN["bigscience"], "HpclmForCausalLM cannot be written as GGUF; hpclm writes GPT2LMHeadModel, "),
+    "own": (made.OWN["bigscience"], "HpclmForCausalLM cannot be written as GGUF; hpclm writes llama.cpp's gpt2, "),
 }
 """Networks, and why llama.cpp does not compute them."""
 

@@ -239,7 +239,7 @@ NETWORKS = {
     "GPTNeoXForCausalLM": Network(
         "gptneox", TANH, fused=True, biased=True, untied=True, keys=lambda c: {"use_parallel_residual": False}
     ),
-    **dict.fromkeys(("LlamaForCausalLM", "Qwen2ForCausalLM", "SeedOssForCausalLM"), LLAMA),
+    **dict.fromkeys(("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "SeedOssForCausalLM"), LLAMA),
     "Qwen3ForCausalLM": Network("qwen3", SWIGLU),
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO2,
@@ -257,8 +257,9 @@ def of_network(config: ModelConfig) -> Network:
     """llama.cpp's network; ConfigError, with the reason, for one whose logits it is not known to compute."""
     kind = families.of_network(config).architecture
     if kind not in NETWORKS:
+        names = ", ".join(dict.fromkeys(network.name for network in NETWORKS.values()))
         raise ConfigError(
-            f"{kind} cannot be written as GGUF; hpclm writes {', '.join(NETWORKS)}. For transformers, name a folder as TARGET"
+            f"{kind} cannot be written as GGUF; hpclm writes llama.cpp's {names}. For transformers, name a folder as TARGET"
         )
     network = NETWORKS[kind]
     wrong = list(network.obstacles(config))

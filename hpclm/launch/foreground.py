@@ -86,6 +86,7 @@ def contained(work: Callable[[], int], log: Path) -> int:
                 for number, handle in streams.items():
                     os.dup2(handle, number)
                 os.setsid()  # Ctrl-C in a terminal reaches the parent only
+                preemption.end_at_once()  # also by Ctrl-C, while PyTorch is imported
                 processes.adopt_orphans()
                 processes.when_orphaned(parent, lambda: _orphaned(log))
                 code = work()

@@ -43,7 +43,12 @@ def catch_from_the_start(verb: str) -> None:
     ``submit`` leaves Ctrl-C to Python until it has started something.
     """
     if verb in ("train", "submit"):
-        _install(Start(), [number for number in WARNINGS if verb == "train" or number != signal.SIGINT])
+        end_at_once([number for number in WARNINGS if verb == "train" or number != signal.SIGINT])
+
+
+def end_at_once(numbers: Sequence[signal.Signals] = WARNINGS) -> None:
+    """Handle warnings by ``Start`` until another handler is installed."""
+    _install(Start(), numbers)
 
 
 def ranks_have_met() -> dict[str, float]:

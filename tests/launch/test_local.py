@@ -152,6 +152,16 @@ def test_a_warning_reaches_every_rank_once_and_all_may_save(tmp_path, number):
         assert received[0] == name and received[1:] in ([], ["SIGTERM"])
 
 
+def test_ctrl_c_before_any_rank_has_started_ends_the_launcher_without_a_traceback(tmp_path):
+    process = start(tmp_path, 2, "obey=60")
+    told = next(line for line in process.stderr if "2 processes of this machine" in line)
+    time.sleep(0.3)  # it imports PyTorch
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 85 and "SIGINT during the start: nothing to save" in errors, told + errors
+    assert "Traceback" not in errors and not left(tmp_path)
+
+
 def test_ctrl_c_on_a_terminal_reaches_the_ranks_once_and_a_second_ends_them(tmp_path):
     mine, theirs = pty.openpty()
     words = launched.words("local", tmp_path, "job.gpus=3", "ready", "children", "warned=60")

@@ -60,11 +60,11 @@ def test_a_run_of_a_job_is_shown_with_its_queue_its_progress_and_the_time_left(t
     checkpoint(run / "checkpoints" / "step-00000004")
     (run / "checkpoints" / "step-00000005").mkdir()
     env = squeue(RUNNING)
-    [found] = status(run, env=env)
+    [row] = status(run, env=env)
     wanted = dict(
         state="running", step=5, total_steps=20, loss=2.5, tokens_per_second=100.0, seconds_left=30.0, checkpoint=4
     )
-    assert {key: found[key] for key in wanted} == wanted and found["job"]["nodelist"] == "node[1-2]"
+    assert {key: row[key] for key in wanted} == wanted and row["job"]["nodelist"] == "node[1-2]"
     said = hpclm("status", "a", "--runs", tmp_path / "runs", env=env, check=0).stdout
     assert (
         "job 7 RUNNING for 1:02:03 on node[1-2]" in said and "step        5/20" in said and "left        30 s" in said
@@ -77,30 +77,30 @@ def test_a_run_of_a_job_is_shown_with_its_queue_its_progress_and_the_time_left(t
 def test_a_run_that_only_its_files_show_is_running_while_its_heart_beats(age, state, tmp_path):
     run = make(tmp_path / "a", [attempt()], rows(5), lock='{"host": "elsewhere", "pid": 1}', lock_beat="1 7")
     os.utime(run / "lock.beat", (time.time() - age,) * 2)
-    [found] = status(run)
-    assert found["state"] == state
+    [row] = status(run)
+    assert row["state"] == state
     assert "process 1 on elsewhere, according to its files" in hpclm("status", run, check=0).stdout
 
 
 def test_a_waiting_job_says_why_it_waits(tmp_path, squeue):
     make(tmp_path / "a")
     submissions.append(tmp_path / "a", Submission("slurm", "8", "login", 2, 4, "logs/job-8.log"))
-    [found] = status(tmp_path / "a", env=squeue("echo '8|PENDING|0:00|2:00|2026-01-01T00:00:00|2||Priority'"))
-    assert (found["state"], found["job"]["reason"]) == ("waiting", "Priority")
+    [row] = status(tmp_path / "a", env=squeue("echo '8|PENDING|0:00|2:00|2026-01-01T00:00:00|2||Priority'"))
+    assert (row["state"], row["job"]["reason"]) == ("waiting", "Priority")
 
 
 def test_a_done_run_of_a_job_by_hand_has_left_that_job(tmp_path, squeue):
     run = make(tmp_path / "a", [attempt(job_id="7")], rows(5), ("done", "done at step 5", 0), lock="")
-    [found] = status(run, env=squeue(RUNNING))
-    assert (found["state"], found["job"]) == ("done", None)
+    [row] = status(run, env=squeue(RUNNING))
+    assert (row["state"], row["job"]) == ("done", None)
 
 
 def test_a_run_that_trains_is_running_while_its_next_job_waits(tmp_path, squeue):
     run = make(tmp_path / "a", [attempt(job_id="7")], rows(5))
     for job in "78":
         submissions.append(run, Submission("slurm", job, "login", 2, 4, ""))
-    [found] = status(run, env=squeue(f"{RUNNING}; echo '8|PENDING|0:00|2:00|N/A|2||Dependency'"))
-    assert (found["state"], found["job"]["id"], found["step"]) == ("running", "7", 5)
+    [row] = status(run, env=squeue(f"{RUNNING}; echo '8|PENDING|0:00|2:00|N/A|2||Dependency'"))
+    assert (row["state"], row["job"]["id"], row["step"]) == ("running", "7", 5)
 
 
 @pytest.mark.parametrize("name, live", [("script-1/.submission_file_0.sh", True), ("script-10.sbatch", False)])
@@ -108,8 +108,8 @@ def test_a_job_of_another_cluster_with_the_same_number_is_not_the_run_s(name, li
     run = make(tmp_path / "a", [attempt(job_id="7")], rows(5), ("done", "done at step 5", 0), lock="")
     submissions.append(run, Submission("slurm", "7", "login", 2, 4, "", f"{run}/job/script-1.sbatch"))
     env = squeue(f"{RUNNING}'|{run}/job/{name}'")
-    [found] = status(run, env=env)
-    assert (found["state"], found["job"] is not None) == ("completing" if live else "done", live)
+    [row] = status(run, env=env)
+    assert (row["state"], row["job"] is not None) == ("completing" if live else "done", live)
     if not live:
         assert "is not running" in hpclm("cancel", run, env=env, check=0).stdout
 
@@ -124,10 +124,10 @@ def test_whatever_squeue_does_the_rest_is_told_within_a_second(script, tmp_path,
     times = []
     for _ in range(3):  # another process may have the core for a moment
         began = time.monotonic()
-        found = status("--runs", tmp_path / "runs", env=env)
+        listed = status("--runs", tmp_path / "runs", env=env)
         times.append(time.monotonic() - began)
-    assert len(found) == 100 and all(each["step"] == 5 and "unknown" in each["queue"] for each in found)
-    assert {each["state"] for each in found} == {"running", "failed"}  # by their own files
+    assert len(listed) == 100 and all(each["step"] == 5 and "unknown" in each["queue"] for each in listed)
+    assert {each["state"] for each in listed} == {"running", "failed"}  # by their own files
     assert min(times) < 1.0
 
 
@@ -136,17 +136,17 @@ def test_a_local_run_is_alive_while_it_holds_its_lock(tmp_path, tiny):
     words = tiny("run", "budget.steps=100000")
     with Hpclm("train", *words) as child:
         forks.steps(child, out, 1)
-        found = status(out)[0]
-        assert found["process"] == child.pid and found["state"] in ("starting", "running")
-    found = status(out)[0]
-    assert (found["state"], found["process"]) == ("ended", None) and "without a message" in found["ending"]
+        row = status(out)[0]
+        assert row["process"] == child.pid and row["state"] in ("starting", "running")
+    row = status(out)[0]
+    assert (row["state"], row["process"]) == ("ended", None) and "without a message" in row["ending"]
     with Hpclm("train", *words) as child:
         while status(out)[0]["state"] != "running":
             assert child.poll() is None
         child.terminate()
         assert child.wait(60) == 85
-    found = status(out)[0]
-    assert found["state"] == "exited" and found["checkpoint"] == found["step"] > 0
+    row = status(out)[0]
+    assert row["state"] == "exited" and row["checkpoint"] == row["step"] > 0
 
 
 @pytest.mark.parametrize("killed", [0, 1])
@@ -156,23 +156,23 @@ def test_whichever_rank_is_killed_status_says_that_the_run_has_failed_and_who(ki
         ranks.wait_for(out, 3)
         ranks.processes[killed].kill()
         ranks.wait()
-    [found] = status(out)
-    assert found["state"] == "failed" and f"rank {killed} on " in found["ending"]
-    assert found["step"] >= 1 and found["exit_code"] == 1
+    [row] = status(out)
+    assert row["state"] == "failed" and f"rank {killed} on " in row["ending"]
+    assert row["step"] >= 1 and row["exit_code"] == 1
 
 
 def test_a_run_that_is_done_says_so(tmp_path, tiny):
     hpclm("train", *tiny("run"), check=0)
-    [found] = status(tmp_path / "run")
-    assert (found["state"], found["step"], found["total_steps"], found["checkpoint"]) == ("done", 12, 12, 12)
-    assert (found["ending"], found["exit_code"]) == ("done at step 12, 96 samples", 0)
+    [row] = status(tmp_path / "run")
+    assert (row["state"], row["step"], row["total_steps"], row["checkpoint"]) == ("done", 12, 12, 12)
+    assert (row["ending"], row["exit_code"]) == ("done at step 12, 96 samples", 0)
 
 
 def test_how_an_attempt_failed_is_told_in_its_own_words(tmp_path, tiny):
     wild = ["optim.lr=1e30", "optim.min_lr=1e30", "optim.clip=0", "optim.schedule=constant", "optim.nonfinite_limit=1"]
     hpclm("train", *tiny("run", *wild), check=93)
-    [found] = status(tmp_path / "run")
-    assert (found["state"], found["exit_code"]) == ("failed", 93) and "finite" in found["ending"]
+    [row] = status(tmp_path / "run")
+    assert (row["state"], row["exit_code"]) == ("failed", 93) and "finite" in row["ending"]
     assert f"hpclm resume {tmp_path}/run key=value\n" in hpclm("status", tmp_path / "run", check=0).stdout
 
 
@@ -195,8 +195,8 @@ def test_the_job_s_log_says_how_a_run_was_killed_that_could_not_say_so(line, end
     (run / "logs" / "job-7.log").write_text(
         f"10:00:00 I run directory a, a new run\n{line}\nsrun: error: node1: task 1: Killed\nsrun ended with exit code 137\n"
     )
-    [found] = status(run, env=squeue("true"))
-    assert found["state"] == "ended" and found["ending"] == (ending or line)
+    [row] = status(run, env=squeue("true"))
+    assert row["state"] == "ended" and row["ending"] == (ending or line)
 
 
 def test_a_silent_run_with_a_loss_that_is_not_finite_is_warned_of(tmp_path, squeue):
@@ -204,9 +204,9 @@ def test_a_silent_run_with_a_loss_that_is_not_finite_is_warned_of(tmp_path, sque
     run = make(tmp_path / "a", [attempt(time=now(-5000), job_id="7", from_step=3)], [*rows(5), last])
     (run / "checkpoints" / ".bad-step-00000004").mkdir(parents=True)
     env = squeue(RUNNING)
-    found = " ".join(status(run, env=env)[0]["warnings"])
-    assert "no step for 1 h 06 min" in found and "1 bad checkpoint" in found
-    assert "loss spike since step 4" in found and "hpclm checkpoints" not in found  # there is none
+    warnings = " ".join(status(run, env=env)[0]["warnings"])
+    assert "no step for 1 h 06 min" in warnings and "1 bad checkpoint" in warnings
+    assert "loss spike since step 4" in warnings and "hpclm checkpoints" not in warnings  # there is none
     assert "not finite" in hpclm("status", run, env=env, check=0).stdout
 
 
@@ -270,10 +270,10 @@ def test_a_last_job_that_failed_before_training_is_not_hidden_behind_done(tmp_pa
     known = (
         "7|COMPLETED|0:10|0:00|2026-01-01T00:00:00|1|node1|None\n8|FAILED|0:01|0:00|2026-01-01T00:01:00|1|node1|NonZero"
     )
-    [found] = status(run, env=squeue(f"echo '{known}'"))
-    assert found["state"] == "failed" and "data.prefix is not set; job 8 FAILED" in found["ending"]
-    [found] = status(run, env=squeue("true"))  # Slurm forgets a job after some minutes
-    assert found["state"] == "failed" and "data.prefix" in found["ending"]
+    [row] = status(run, env=squeue(f"echo '{known}'"))
+    assert row["state"] == "failed" and "data.prefix is not set; job 8 FAILED" in row["ending"]
+    [row] = status(run, env=squeue("true"))  # Slurm forgets a job after some minutes
+    assert row["state"] == "failed" and "data.prefix" in row["ending"]
 
 
 SCRIPT = "/var/spool/slurmd/job00008/slurm_script: line 21: "
@@ -322,8 +322,8 @@ def test_a_job_that_failed_before_training_is_told_in_the_words_of_its_log(log, 
     (run / "logs").mkdir(exist_ok=True)
     (run / "logs" / "job-8.log").write_text(log)
     env = squeue("echo '8|FAILED|0:01|0:00|2026-01-01T00:01:00|1|node1|NonZeroExitCode'")
-    [found] = status(run, env=env)
-    assert (found["state"], found["ending"]) == ("failed", f"{told}; job 8 FAILED")
+    [row] = status(run, env=env)
+    assert (row["state"], row["ending"]) == ("failed", f"{told}; job 8 FAILED")
     assert told in hpclm("top", run, env=env, check=0).stdout
     assert f"is over: failed, {told}" in hpclm("logs", "-f", run, env=env, check=0).stderr
 
@@ -339,12 +339,12 @@ def test_a_job_that_can_never_start_is_warned_of(tmp_path, squeue):
 def test_a_job_that_was_cancelled_in_the_queue_has_not_failed(known, tmp_path, squeue):
     run = submitted(make(tmp_path / "a", config_yaml=""), "8", log=False)
     env = squeue(f"echo '{known}'" if known else "true")
-    [found] = status(run, env=env)
-    assert (found["state"], found["ending"]) == ("cancelled", "its job was cancelled before training started")
+    [row] = status(run, env=env)
+    assert (row["state"], row["ending"]) == ("cancelled", "its job was cancelled before training started")
     assert f"hpclm resume {run}" in hpclm("status", run, env=env, check=0).stdout
     make(run, [attempt(job_id="7", time=now(-60))], rows(20), ended=("done", "done at step 20, 40 samples", 0))
-    [found] = status(run, env=env)
-    assert found["state"] == "done" and "its last job was cancelled" in found["ending"]
+    [row] = status(run, env=env)
+    assert row["state"] == "done" and "its last job was cancelled" in row["ending"]
 
 
 @pytest.mark.skipif(not traced.usable(), reason="strace is not installed, or may not trace")

@@ -37,11 +37,12 @@ def json_lines(file: BinaryIO, path: str, columns: Sequence[str]) -> Iterator[by
 
 
 def _line(row: dict[str, Any]) -> bytes:
-    """A row as a JSON object; one whose binary columns are not UTF-8 as their bytes, which readers of lines refuse as such."""
+    """A row as a JSON object; one with binary values that are not UTF-8 as bytes that are not, which readers of lines refuse."""
     try:
         return orjson.dumps(row, default=_plain)
     except orjson.JSONEncodeError:
-        return b" ".join(value for value in row.values() if isinstance(value, bytes)).replace(b"\n", b" ")
+        columns = (value for value in row.values() if isinstance(value, bytes))
+        return b" ".join(columns).replace(b"\n", b" ") or b"\xff"  # nested values: a blank line would be left out
 
 
 def _plain(value: Any) -> str:

@@ -93,6 +93,9 @@ def test_a_binary_column_is_text_and_what_is_not_utf_8_is_refused_by_its_row(wan
     assert f"{path}:2 is not UTF-8: byte 0xe9 at 3" in capsys.readouterr().err
     assert preprocess(path, prefix=tmp_path / "y", more=["--on-error", "skip"]) == 0
     assert tokens(tmp_path / "y")[0] == [4, 4]
+    parquet.write_table(pyarrow.table({"text": [{"nested": b"\xe9"}]}), path)
+    assert preprocess(path, prefix=tmp_path / "z") == 64
+    assert f"{path}:1 is not UTF-8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ending", ["parquet", "arrow"])

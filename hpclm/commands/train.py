@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from hpclm import cli, files, log
@@ -15,7 +15,7 @@ from hpclm.distributed import bootstrap, network, restart
 from hpclm.distributed import context as distributed
 from hpclm.distributed.bootstrap import World
 from hpclm.errors import REQUEUE, ConfigError, Interrupted
-from hpclm.node import notify, preemption, secrets, threads
+from hpclm.node import notify, preemption, processes, secrets, threads
 from hpclm.rundir import code, folder, saved
 
 HONOURED = ("job.notify", "job.warn_seconds")
@@ -49,13 +49,22 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"{', '.join(ignored)} would have no effect: hpclm train does not start jobs; use hpclm submit"
         )
-    return start(settings, resume_step=args.resume_step)
+    commanded = sys.argv[-len(argv) :] == argv  # otherwise a program, which may be old, calls the verb
+    began = processes.started(os.getpid()) if commanded else None
+    return start(settings, resume_step=args.resume_step, began=began)
 
 
-def start(settings: RunConfig, alone: bool = False, resume_step: int | None = None, quiet: bool = False) -> int:
+def start(
+    settings: RunConfig,
+    alone: bool = False,
+    resume_step: int | None = None,
+    quiet: bool = False,
+    began: float | None = None,
+) -> int:
     """Join the other ranks and train. ``alone``: as a single process, even in a job of several tasks.
 
     ``resume_step``: the step of the checkpoint to continue from, instead of the newest. ``quiet``: print warnings only.
+    ``began``: when the attempt began, in seconds since 1970; None: now.
     """
     code.check_snapshot()
     wrong = (
@@ -68,6 +77,7 @@ def start(settings: RunConfig, alone: bool = False, resume_step: int | None = No
     if wrong:
         raise ConfigError(wrong)
     world, parent = bootstrap.detect(alone=alone), os.getppid()
+    world = world if began is None else replace(world, began=began)
     log.setup(world.rank, redact=secrets.Redactor(), quiet=quiet)
     try:
         settings.plan(world.size)  # before PyTorch is loaded, which takes seconds

@@ -148,7 +148,7 @@ class RunConfig(Checked):
     exit_interval: int | None = None
     """Save and exit at every multiple of this step."""
     exit_minutes: float | None = None
-    """Save and exit after this many minutes of an attempt."""
+    """Save and exit this many minutes after the attempt's processes started; imports and set-up count."""
     kill_switch: str | None = None
     """Save and exit when this file exists; it must belong to you or root, and is not deleted."""
     model: ModelConfig = ModelConfig()

@@ -6,6 +6,7 @@ Contradictions are refused here, before anything waits for processes that will n
 
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,6 +34,8 @@ class World:
     """The host of torchrun's store."""
     secret: str = field(default="", repr=False)
     """With which the ranks sign what they write into the store; empty if the launcher gave them none."""
+    began: float = field(default_factory=time.time, compare=False)
+    """When this process began to train, in seconds since 1970: for a command, when the process started."""
 
 
 def detect(env: Env = os.environ, alone: bool = True) -> World:

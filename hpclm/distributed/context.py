@@ -62,6 +62,8 @@ class DistributedContext:
     def __init__(self, world: World, ranks: tuple[RankInfo, ...], watchdog: Watchdog, store: SignedStore | None = None):
         self.launcher, self.rank, self.size = world.launcher, world.rank, world.size
         self.local_rank, self.local_size = world.local_rank, world.local_size
+        self.began = world.began
+        """When this rank began, in seconds since 1970."""
         self.ranks, self.watchdog = ranks, watchdog
         self.hosts = tuple(info.host for info in ranks)
         self.first_on_node = next(info.rank for info in ranks if info.machine == ranks[world.rank].machine)
@@ -269,7 +271,7 @@ def join(world: World, settings: ClusterConfig) -> Iterator[DistributedContext]:
         processes.adopt_orphans()  # so that orphans of its children end with this rank
     if world.size == 1:
         context = single(settings)
-        context.launcher = world.launcher
+        context.launcher, context.began = world.launcher, world.began
         context.watchdog.start(launcher=os.getppid() if world.launcher in ("torchrun", "local") else None)
         try:
             yield context

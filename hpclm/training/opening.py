@@ -80,7 +80,7 @@ def open_session(config: RunConfig, context: DistributedContext, resume_step: in
 
     ``resume_step``: the step of a checkpoint to resume from, in place of the newest.
     """
-    out, began = Path(config.out), time.time()
+    out = Path(config.out)
     notifier = Notifier(config.job.notify, out.absolute().name, str(out.absolute()), bootstrap.job())
     context.watchdog.shutdown.listeners.append(notifier.failed)
     with Preemption() as preemption, notifier if context.is_main else nullcontext():
@@ -91,7 +91,7 @@ def open_session(config: RunConfig, context: DistributedContext, resume_step: in
             open_run_directory(config, context, compute, data, resume_step) as directory,
         ):
             proven = proof.check(config, context, compute)
-            state = open_state(config, context, compute, data, directory, proven.settings, resume_step, began)
+            state = open_state(config, context, compute, data, directory, proven.settings, resume_step)
             if state.attempt is not None:
                 notifier.begin(state.attempt, state.progress.step, directory.restarted)
             with (
@@ -101,7 +101,10 @@ def open_session(config: RunConfig, context: DistributedContext, resume_step: in
                 progress = state.progress
                 clock, guard = StepClock(progress.seconds), Guard(config.optim, progress.skipped, progress.health)
                 control_files = ControlFiles(out, config.kill_switch) if context.is_main else None
-                local = LocalState(context, state.store, preemption, clock, control_files, directory.lease)
+                set_up = max(0.0, time.time() - context.began) / 60
+                local = LocalState(
+                    context, state.store, preemption, clock, control_files, directory.lease, set_up_minutes=set_up
+                )
                 sync = ControlSync(local, AsyncAllReduce(compute.mesh.world, compute.device), config.exit_minutes)
 
                 def flush() -> None:
@@ -206,9 +209,8 @@ def open_state(
     directory: Directory,
     settings: EngineSettings,
     resume_step: int | None,
-    began: float,
 ) -> RunState:
-    """Build the engine from ``settings``, load the state to resume from, and record the attempt, which ``began`` at that time."""
+    """Build the engine from ``settings``, load the state to resume from, and record the attempt."""
     messages.kernels(settings.model, compute.device)
     messages.attention(settings.model, attention_backend.use(settings.model, compute.device))
     engine = engines.build(settings, compute.mesh, compute.device, compute.dtype)
@@ -239,7 +241,7 @@ def open_state(
     attempt = None
     if directory.summary:
         steps, restarted = data.length.steps, directory.restarted
-        attempts = records.start(config, context, progress.step, steps, began, rolled_back, restarted)
+        attempts = records.start(config, context, progress.step, steps, rolled_back, restarted)
         directory.summary.begin(attempts, data.length.steps)
         attempt = len(attempts)
     begun = "starts from imported weights" if (store.folder / "latest").exists() else "a new run"

@@ -40,13 +40,12 @@ def start(
     context: DistributedContext,
     step: int,
     steps: int | None,
-    began: float,
     resume_step: int | None = None,
     restarted: str = "",
 ) -> list[dict[str, Any]]:
     """Write config.yaml and add a line to attempts.jsonl: an attempt begins after ``step``, of ``steps`` in all; all lines.
 
-    ``began``: when its set-up began; ``resume_step``: the step of the checkpoint that it went back to; ``restarted``: what ``tell_restart`` has logged.
+    ``resume_step``: the step of the checkpoint that it went back to; ``restarted``: what ``tell_restart`` has logged.
     """
     out = Path(run.out)
     _, used = config_history.replace(out, dumped(replace(run, data=absolute(run.data))))
@@ -61,7 +60,7 @@ def start(
         "hosts": list(dict.fromkeys(context.hosts)),
         **bootstrap.job(),
         **({"after": restarted} if restarted else {}),
-        "began": round(began, 3),
+        "began": round(context.began, 3),
         "command": secrets.Redactor().command(python.readable([sys.executable, *sys.orig_argv[1:]])),
         "folder": str(Path.cwd()),
         "host": socket.gethostname(),

@@ -31,13 +31,13 @@ class ControlState:
     stop: str | None = None
     """The request that ends the run for good: "stop" or "kill_switch"."""
     out_of_time: bool = False
-    """The attempt has lasted as long as it may."""
+    """The attempt has lasted as long as exit_minutes allows, set-up included."""
     save: bool = False
     """A save-now request."""
     written: bool = True
     """Every rank has written its part of the checkpoint that is being saved."""
     minutes: float = 0.0
-    """Of rank 0's clock, since the attempt began."""
+    """Of rank 0's clock, since training began in this attempt."""
     trained: float = 0.0
     """Seconds of all steps whose results are known, by the slowest rank."""
     micro_batch: float = 0.0
@@ -79,6 +79,11 @@ class LocalState:
     lease: Lease | None
     """Rank 0's."""
     began: float = field(default_factory=time.monotonic)
+    set_up_minutes: float = 0.0
+    """From the start of this rank's process to the beginning of training."""
+
+    def _minutes(self) -> float:
+        return (time.monotonic() - self.began) / 60
 
     def values(self) -> dict[str, float]:
         """Numbers of which the greatest of all ranks counts. The prefix keeps them apart from a step's metrics."""
@@ -88,7 +93,8 @@ class LocalState:
             "stop": self.stop(),
             "save": bool(files and files.requested("save-now")),
             "lost": bool(self.lease and self.lease.lost),
-            "minutes": (time.monotonic() - self.began) / 60 if self.context.is_main else 0.0,
+            "minutes": self._minutes() if self.context.is_main else 0.0,
+            "attempt_minutes": self.set_up_minutes + self._minutes(),
             "trained": self.clock.seconds,
             "micro_batch": self.clock.micro_batch,
             **{name: self.preemption.seconds(name) for name in SIGNALS},
@@ -126,14 +132,14 @@ class ControlSync:
 
     def state(self, answer: Mapping[str, float]) -> ControlState:
         """What an answer says."""
-        minutes = answer["control/minutes"]
+        lasted = answer["control/attempt_minutes"]
         return ControlState(
             since={name: answer[f"control/{name}"] for name in SIGNALS if answer[f"control/{name}"]},
             stop=STOPS[int(answer["control/stop"])],
-            out_of_time=self.exit_minutes is not None and minutes >= self.exit_minutes,
+            out_of_time=self.exit_minutes is not None and lasted >= self.exit_minutes,
             save=bool(answer["control/save"]),
             written=not answer["control/writing"],
-            minutes=minutes,
+            minutes=answer["control/minutes"],
             trained=answer["control/trained"],
             micro_batch=answer["control/micro_batch"],
             lost=bool(answer["control/lost"]),

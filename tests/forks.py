@@ -28,7 +28,7 @@ from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
 from tests import runs
-from tests.runs import ROOT
+from tests.runs import PATIENCE, ROOT
 
 # what `hpclm train` and the verbs that look at its run import, much of it only when it is needed
 PRELOADED = [
@@ -72,6 +72,23 @@ def start(work, *args):
     return pipe
 
 
+def call(work, *args):
+    """What ``work(*args)``, a function of a module, gives in a fork; it is killed if it does not end."""
+    with start(_called, work, args) as pipe:
+        pid = pipe.recv()
+        if not pipe.poll(PATIENCE):
+            os.kill(pid, signal.SIGKILL)
+            raise AssertionError(f"{work.__name__}{args} did not end within {PATIENCE:.0f} s")
+        word, value = pipe.recv()
+    assert word == "answer", value
+    return value
+
+
+def _called(pipe, work, args):
+    pipe.send(os.getpid())
+    pipe.send(("answer", work(*args)))
+
+
 class Hpclm:
     """``hpclm WORDS`` in a fork, with the methods of subprocess.Popen; it is killed at the end of a with block.
 
@@ -102,12 +119,12 @@ class Hpclm:
     def poll(self):
         return self.returncode if self._ended(0) else None
 
-    def wait(self, timeout=None):
+    def wait(self, timeout=PATIENCE):
         if not self._ended(timeout):
             raise subprocess.TimeoutExpired(self.args, timeout)
         return self.returncode
 
-    def communicate(self, timeout=None):
+    def communicate(self, timeout=PATIENCE):
         """stdout and stderr as text, once it has ended."""
         self.wait(timeout)
         out, err = (path.read_text(errors="replace") for path in self._said)
@@ -130,10 +147,10 @@ class Hpclm:
         return self.returncode is not None
 
 
-def hpclm(*words, check=None, timeout=300, **more):
+def hpclm(*words, check=None, **more):
     """As tests.runs.hpclm: run ``hpclm WORDS``; ``check`` is the exit code it must end with."""
     with Hpclm(*words, **more) as process:
-        out, err = process.communicate(timeout)
+        out, err = process.communicate()
     assert check is None or process.returncode == check, f"exit {process.returncode}\n{out}\n{err}"
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
@@ -148,12 +165,12 @@ class Ranks(runs.Ranks):
             self.processes[rank] = Hpclm("train", *words, env=extra, merged=True)
 
 
-def steps(process, out, count, seconds=60):
+def steps(process, out, count):
     """Wait until a process's run in ``out`` has written that many lines of metrics."""
-    until = time.monotonic() + seconds
+    until = time.monotonic() + PATIENCE
     while len(runs.lines(Path(out) / "metrics.jsonl")) < count:
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < until, f"no {count} steps in {out} within {seconds} s"
+        assert time.monotonic() < until, f"no {count} steps in {out} within {PATIENCE:.0f} s"
         time.sleep(0.02)
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.runs import PATIENCE
+
 PRELOADED = [
     "torch",
     "torch.distributed",
@@ -22,7 +24,6 @@ PRELOADED = [
     "hpclm.data.synthetic",
     "tests.vendors",
 ]
-LIMIT = 480.0  # seconds
 
 
 def run(size, work, *args):
@@ -56,8 +57,8 @@ def _answer(receiving):
     try:
         return (
             pickle.loads(receiving.recv_bytes())
-            if receiving.poll(LIMIT)
-            else (False, f"said nothing within {LIMIT:.0f} s")
+            if receiving.poll(PATIENCE)
+            else (False, f"said nothing within {PATIENCE:.0f} s")
         )
     except EOFError:
         return False, "is gone"
@@ -87,9 +88,9 @@ def _one(rank, size, store, answer, work, args):
     try:
         if size > 1:
             file = dist.FileStore(store, size)
-            dist.init_process_group("gloo", store=file, rank=rank, world_size=size, timeout=timedelta(seconds=120))
+            dist.init_process_group("gloo", store=file, rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE))
         _send(answer, (True, work(*args)))
-        answer.poll(LIMIT)  # a peer may still need this rank, until all have answered
+        answer.poll(PATIENCE)  # a peer may still need this rank, until all have answered
         os._exit(0)
     except HpclmError as error:
         _send(answer, (False, error))

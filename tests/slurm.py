@@ -17,8 +17,9 @@ from typing import TypeVar
 
 import pytest
 
+from tests.runs import PATIENCE
+
 TOOL = Path(__file__).parents[1] / "tools" / "slurm-cluster"
-PATIENCE = 300  # seconds; two cores may be busy with other tests, or packages may have to be installed
 ENDED = ("CANCELLED", "COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
 OWN = re.compile(r"unshare |bash \S+/node\.sh |slurmd |slurmstepd")  # what every node runs
 T = TypeVar("T")
@@ -35,17 +36,17 @@ class Process:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A Slurm that is up. Every wait ends in an error after `timeout` seconds."""
+    """A Slurm that is up. Every wait ends in an error after `PATIENCE` seconds."""
 
     folder: Path
     nodes: tuple[str, ...]
     isolated: bool
     env: Mapping[str, str]
 
-    def run(self, words: Sequence[object], timeout: float = 120, check: bool = True, **more):
+    def run(self, words: Sequence[object], check: bool = True, **more):
         """Run a command as a user of the cluster; its output is in `stdout` and `stderr`."""
         options = {"env": self.env, "stdin": subprocess.DEVNULL, "capture_output": True, "text": True, **more}
-        done = subprocess.run([str(word) for word in words], timeout=timeout, **options)
+        done = subprocess.run([str(word) for word in words], timeout=PATIENCE, **options)
         if check and done.returncode:
             raise AssertionError(f"{words} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
         return done
@@ -64,17 +65,17 @@ class Cluster:
         """PENDING, RUNNING, COMPLETED, ..."""
         return self.show(job_id)["JobState"]
 
-    def wait(self, job_id: str | int, states: str | Sequence[str] = ENDED, timeout: float = 120) -> str:
+    def wait(self, job_id: str | int, states: str | Sequence[str] = ENDED) -> str:
         """Wait until the job is in one of `states`; which it is."""
         states = (states,) if isinstance(states, str) else states
-        return until(lambda: state if (state := self.state(job_id)) in states else "", timeout, f"{states}", self)
+        return until(lambda: state if (state := self.state(job_id)) in states else "", f"{states}", self)
 
-    def cancel_all(self, timeout: float = 60) -> None:
+    def cancel_all(self) -> None:
         """Cancel every job, and wait until the nodes are free of them."""
         jobs = self.run(["squeue", "-h", "-o", "%A"]).stdout.split()
         if jobs:
             self.run(["scancel", *jobs], check=False)
-            until(lambda: not self.run(["squeue", "-h"]).stdout.strip(), timeout, "an empty queue", self)
+            until(lambda: not self.run(["squeue", "-h"]).stdout.strip(), "an empty queue", self)
 
     def power_off(self, node: str) -> None:
         """Cut a node's power; Slurm finds out by itself, half a minute later, or is told by `down`."""
@@ -101,7 +102,7 @@ class Cluster:
         self.cancel_all()
         if self._states() != {"idle"}:
             self.run(["scontrol", "update", f"nodename={','.join(self.nodes)}", "state=resume"], check=False)
-            until(lambda: self._states() == {"idle"}, 90, "idle nodes", self)
+            until(lambda: self._states() == {"idle"}, "idle nodes", self)
 
     def processes(self, pattern: str) -> list[Process]:
         """What jobs run on the nodes and whose command line matches; nothing that runs beside the nodes."""
@@ -154,14 +155,14 @@ class Cluster:
         return set(self.run(["sinfo", "-h", "-N", "-o", "%t"]).stdout.split())
 
 
-def until(act: Callable[[], T], timeout: float, what: str, cluster: Cluster) -> T:
+def until(act: Callable[[], T], what: str, cluster: Cluster) -> T:
     """Call `act` until it gives something true; what it gave."""
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + PATIENCE
     while not (result := act()):
         if time.monotonic() > deadline:
             queue = cluster.run(["squeue", "--states=all"], check=False).stdout
             log = (cluster.folder / "log" / "slurmctld.log").read_text()[-2000:]
-            raise AssertionError(f"no {what} within {timeout} s\n{queue}\n{log}")
+            raise AssertionError(f"no {what} within {PATIENCE:.0f} s\n{queue}\n{log}")
         time.sleep(0.1)
     return result
 
@@ -200,7 +201,9 @@ def slurm_cluster(*options: object) -> Iterator[Cluster]:
         assert done.returncode == 0, done.stdout
         env = environment(folder)
         settings = (folder / "etc" / "settings").read_text()
-        nodes = subprocess.check_output(["sinfo", "-h", "-N", "-p", "main", "-o", "%N"], env=env, text=True, timeout=60)
+        nodes = subprocess.check_output(
+            ["sinfo", "-h", "-N", "-p", "main", "-o", "%N"], env=env, text=True, timeout=PATIENCE
+        )
         yield Cluster(folder, tuple(nodes.split()), "isolate=namespaces" in settings, env)
     finally:
         janitor.stdin.close()

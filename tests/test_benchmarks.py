@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.runs import ROOT
+from tests.runs import PATIENCE, ROOT
 
 SMALLEST = [
     "bench_parallel.py engines --rounds 1 --warmup 1 --batch 4 --micro 2 --context 32",
@@ -31,7 +31,7 @@ SMALLEST = [
 def test_a_benchmark_prints_figures(words, tmp_path):
     tool, *rest = words.split()
     command = [sys.executable, str(ROOT / "tools" / tool), *rest]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert any(letter.isdigit() for line in ended.stdout.splitlines()[1:] for letter in line), ended.stdout
     assert not list(tmp_path.iterdir())

@@ -10,7 +10,7 @@ from hpclm.rundir import submissions
 from hpclm.rundir.submissions import Submission
 from tests.forks import Hpclm, hpclm
 from tests.rundir.test_runs import make
-from tests.runs import ROOT, lines, until
+from tests.runs import PATIENCE, ROOT, lines, until
 from tests.test_status import attempt, squeue  # noqa: F401 (a fixture)
 
 AGAIN = """again() {
@@ -28,9 +28,9 @@ SCRIPTS = {
 }
 
 
-def steps(out, count=3, timeout=120):
+def steps(out, count=3):
     """Wait until a run has done some steps."""
-    until(lambda: len(lines(out / "metrics.jsonl")) >= count, timeout, f"step {count}")
+    until(lambda: len(lines(out / "metrics.jsonl")) >= count, f"step {count}")
 
 
 def endless(tiny):
@@ -41,7 +41,7 @@ def test_a_local_run_saves_and_leaves_and_cancelling_again_changes_nothing(tmp_p
     child = Hpclm("train", *endless(tiny))
     steps(tmp_path / "run")
     done = hpclm("cancel", tmp_path / "run", check=0)
-    assert child.wait(10) == 85
+    assert child.wait() == 85
     assert f"process {child.pid}: asked to save and exit" in done.stdout and "saved at step" in done.stdout
     assert "is not running: exited" in hpclm("cancel", tmp_path / "run", check=0).stdout
 
@@ -53,20 +53,20 @@ def test_now_ends_a_local_run_even_one_that_hangs(tmp_path, tiny):
     assert "--now" in hpclm("cancel", tmp_path / "run", "--wait", 1, check=1).stderr
     assert child.poll() is None
     said = hpclm("cancel", tmp_path / "run", "--now", check=0).stdout
-    assert child.wait(10) == -9 and "nothing is saved" in said
+    assert child.wait() == -9 and "nothing is saved" in said
 
 
 def test_the_launching_process_is_told_and_not_the_one_that_trains(tmp_path):
-    code = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(0)); print(1, flush=True); time.sleep(60)"
+    code = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(0)); print(1, flush=True); time.sleep(3600)"
     launcher = subprocess.Popen([sys.executable, "-c", code, "hpclm"], stdout=subprocess.PIPE)
-    rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "hpclm"])
+    rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)", "hpclm"])
     host = os.uname().nodename
     run = make(tmp_path / "a", [attempt(host=host, pid=rank.pid)])
     submissions.append(run, Submission("local", str(launcher.pid), host, 1, 2, ""))
     try:
         launcher.stdout.readline()
-        subprocess_done = hpclm("cancel", run, "--wait", 20)
-        assert launcher.wait(20) == 0 and rank.poll() is None
+        subprocess_done = hpclm("cancel", run, "--wait", 3600)
+        assert launcher.wait(PATIENCE) == 0 and rank.poll() is None
         assert subprocess_done.returncode == 0
     finally:
         for child in (launcher, rank):
@@ -76,7 +76,7 @@ def test_the_launching_process_is_told_and_not_the_one_that_trains(tmp_path):
 
 
 def test_a_process_that_only_has_the_number_of_a_run_is_left_alone(tmp_path):
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     try:
         run = make(tmp_path / "a", [attempt(host=os.uname().nodename, pid=other.pid)])
         assert "is not running" in hpclm("cancel", run, check=0).stdout
@@ -129,7 +129,7 @@ def test_a_job_saves_leaves_and_does_not_come_back(kind, cluster, tiny, tmp_path
 
 def test_a_pending_job_is_taken_out_of_the_queue(cluster, tmp_path):
     run = make(tmp_path / "a")
-    job = cluster.batch("sleep 60", "--hold", "--output=/dev/null")
+    job = cluster.batch("sleep 3600", "--hold", "--output=/dev/null")
     submissions.append(run, Submission("slurm", job, "login", 1, 1, ""))
     done = hpclm("cancel", run, env=cluster.env, check=0)
     assert f"job {job}: cancelled" in done.stdout and cluster.state(job) == "CANCELLED"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpclm.node import python
-from tests.runs import ROOT
+from tests.runs import PATIENCE, ROOT
 
 STANDARD = ("random", "socket", "typing", "multiprocessing", "runpy", "tempfile")
 MODULES = (
@@ -44,7 +44,7 @@ def hostile(tmp_path):
 
 def run(words, cwd, **more):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HPCLM_SITE": "", "PYTHONPATH": "", **more}
-    return subprocess.run(list(map(str, words)), cwd=cwd, env=env, capture_output=True, text=True, timeout=200)
+    return subprocess.run(list(map(str, words)), cwd=cwd, env=env, capture_output=True, text=True, timeout=PATIENCE)
 
 
 DOORS = {

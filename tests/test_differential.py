@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.runs import ROOT
+from tests.runs import PATIENCE, ROOT
 
 MEGATRON = os.environ.get("HPCLM_MEGATRON_PYTHON")
 DRAWN = ["--count", "3", "--seed", "2", "--processes", "2"]
@@ -50,7 +50,9 @@ def test_drawn_configurations_agree_and_another_setting_is_found(against, tmp_pa
     given = ["--against", against, "--python", MEGATRON or sys.executable]
     words = json.dumps([given, [*DRAWN, "--results", str(results)], CASE])
     env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tools")]))
-    done = subprocess.run([sys.executable, "-c", CODE, words], env=env, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, words], env=env, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == 0, done.stderr
     first, again, other, codes = (part.partition("---\n")[2] for part in done.stdout.split("--- ")[1:])
     assert json.loads(codes) == [0, 0, 1] and first == again and "| same | 3 |" in first

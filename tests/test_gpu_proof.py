@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from tests.runs import ROOT
+from tests.runs import PATIENCE, ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
 import gpu_proof
@@ -28,7 +28,7 @@ def test_without_a_gpu_it_says_so_and_leaves_nothing_that_looks_like_a_result(tm
 
 def test_there_are_many_tests_that_only_a_gpu_can_pass():
     words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", "tests/gpu"]
-    found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300).stdout
+    found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE).stdout
     assert (
         found.count("::")
         + sum(int(n) for n in [line.rpartition(": ")[2] for line in found.splitlines()] if n.isdigit())

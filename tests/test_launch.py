@@ -83,7 +83,7 @@ def test_a_job_of_submit_learns_what_one_process_does(each, layout, cluster, wor
     env = {**cluster.env, "OMP_NUM_THREADS": "1", "HPCLM_SITE": ""}
     done = cluster.run(command, cwd=ROOT, env=env)
     job = done.stdout.split()[1].rstrip(":")
-    assert cluster.wait(job, timeout=300) == "COMPLETED", Path(tmp_path / f"sub mit/logs/job-{job}.log").read_text()
+    assert cluster.wait(job) == "COMPLETED", Path(tmp_path / f"sub mit/logs/job-{job}.log").read_text()
     same(tmp_path / "sub mit", alone)
     status = cluster.run([sys.executable, "-m", "hpclm", "status", tmp_path / "sub mit"], env=env).stdout
     assert "done" in status and f"{2 * each} ranks by Slurm" in status
@@ -96,7 +96,7 @@ MPIRUN = pytest.param("mpirun", marks=pytest.mark.mpi)
 @pytest.mark.parametrize("template", [SRUN, "torchrun", MPIRUN])  # submit uses srun's
 def test_a_template_by_hand_learns_what_one_process_does(template, by_hand, cluster, words, alone, tmp_path):
     job, log = by_hand(template, *words(template))
-    assert cluster.wait(job, timeout=300) == "COMPLETED", log.read_text()
+    assert cluster.wait(job) == "COMPLETED", log.read_text()
     same(tmp_path / template, alone)
 
 
@@ -129,7 +129,7 @@ def test_when_a_rank_is_killed_nothing_is_left_on_any_node_and_the_log_names_it(
     (doomed,) = [p for p in training(cluster) if is_rank(p.pid, template, 2)]
     os.kill(doomed.pid, signal.SIGKILL)
     began = time.monotonic()
-    assert cluster.wait(job, timeout=60) == "FAILED"
+    assert cluster.wait(job) == "FAILED"
     while cluster.processes(f"^sleep {MARK}$|hpclm"):
         assert time.monotonic() - began < 60  # some seconds on a quiet machine
         time.sleep(0.1)

@@ -9,7 +9,7 @@ from hpclm.rundir import submissions
 from hpclm.rundir.submissions import Submission
 from tests.forks import Hpclm, hpclm
 from tests.rundir.test_runs import make
-from tests.runs import ROOT
+from tests.runs import PATIENCE, ROOT
 from tests.test_status import RUNNING, attempt, squeue  # noqa: F401 (a fixture)
 
 LINES = [f"10:00:{n:02} I step {n}" for n in range(30)]
@@ -52,7 +52,7 @@ def test_head_ends_it_quietly(run):
     with (run / "log.txt").open("a") as file:
         file.writelines(f"line {n}\n" for n in range(100000))
     command = f"'{sys.executable}' -m hpclm logs '{run}' | head -1"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE)
     assert (done.stdout, done.stderr) == (LINES[0] + "\n", "")
 
 
@@ -63,7 +63,7 @@ def test_following_ends_when_its_reader_leaves(run, squeue):  # noqa: F811
         child.stdout.close()
         with (run / "log.txt").open("a") as file:
             file.write("10:00:30 I step 30\n")
-        assert child.wait(20) == 141 and child.stderr.read() == b""
+        assert child.wait(PATIENCE) == 141 and child.stderr.read() == b""
 
 
 def test_ctrl_c_ends_following_with_130(run, squeue):  # noqa: F811
@@ -71,7 +71,7 @@ def test_ctrl_c_ends_following_with_130(run, squeue):  # noqa: F811
     with start("-f", run, env=squeue(RUNNING)) as child:
         child.stdout.readline()
         child.send_signal(signal.SIGINT)
-        assert child.wait(20) == 130
+        assert child.wait(PATIENCE) == 130
 
 
 def test_following_a_run_that_is_over_ends_and_says_how_it_ended(run):
@@ -87,8 +87,8 @@ def test_a_run_is_followed_from_before_its_first_line_to_its_end(tmp_path, tiny)
     (tmp_path / "run").mkdir(mode=0o700)
     trained = Hpclm("train", *tiny("run", "budget.steps=60", "log.every=20"))
     submissions.append(tmp_path / "run", Submission("local", str(trained.pid), os.uname().nodename, 1, 1, ""))
-    follower = start("-f", tmp_path / "run")
-    out, error = follower.communicate(timeout=120)
+    follower = start("-f", "--lines", 1000, tmp_path / "run")  # also those that come before it looks
+    out, error = follower.communicate(timeout=PATIENCE)
     trained.wait()
     steps = [line.split()[4] for line in out.decode().splitlines() if " step " in line and "loss" in line]
     assert steps == ["1/60", "20/60", "40/60", "60/60"]

@@ -6,7 +6,7 @@ import re
 import nbformat
 from nbconvert.preprocessors import ExecutePreprocessor
 
-from tests.runs import ROOT
+from tests.runs import PATIENCE, ROOT
 
 TINY = '"small", {"model": {"layers": 1, "hidden": 16, "heads": 2, "context": 16}, "engine.device": "cpu"}'
 COMMAND = "hpclm.train in a notebook"
@@ -19,7 +19,7 @@ def test_the_first_example_in_a_notebook(tmp_path):
     without = "import sys; sys.modules.update(matplotlib=None, pandas=None); run.resume(steps=22).metrics"
     cells = [example.replace('"small"', TINY).replace("steps=200", "steps=20"), 'hpclm.train("smal")', without]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    ExecutePreprocessor(timeout=100, allow_errors=True).preprocess(notebook, {"metadata": {"path": tmp_path}})
+    ExecutePreprocessor(timeout=PATIENCE, allow_errors=True).preprocess(notebook, {"metadata": {"path": tmp_path}})
     shown, error, plain = (cell.outputs for cell in notebook.cells)
     [plot] = [output.data for output in shown if "image/png" in output.get("data", {})]
     assert plot["text/plain"].startswith("runs/small: step 20/20, loss ")

@@ -69,13 +69,13 @@ class Job:
                 started and shown["JobState"] == "RUNNING" and self.attempts() > (restarts or 0) and self.step() >= step
             )
 
-        until(there, 240, f"step {step}", self.cluster)
+        until(there, f"step {step}", self.cluster)
 
     def attempts(self):
         return len(lines(self.out / "attempts.jsonl"))
 
     def wait_for_attempt(self, number):
-        until(lambda: self.attempts() == number, 120, f"attempt {number}", self.cluster)
+        until(lambda: self.attempts() == number, f"attempt {number}", self.cluster)
 
     def wait_for_restart(self, number):
         """Wait until Slurm has put the job into the queue again, for the ``number``-th time, and it has started."""
@@ -84,14 +84,14 @@ class Job:
             shown = self.alive()
             return int(shown["Restarts"]) >= number and shown["JobState"] == "RUNNING"
 
-        until(again, 180, f"restart {number}", self.cluster)
+        until(again, f"restart {number}", self.cluster)
 
     def finish(self):
         def over():
             shown = self.cluster.show(self.id)
             return shown["JobState"] in ENDED and shown
 
-        shown = until(over, 300, "end", self.cluster)
+        shown = until(over, "end", self.cluster)
         assert shown["JobState"] == "COMPLETED", self.log()
 
 
@@ -118,7 +118,7 @@ def requeue(job, draw):
 def preempt(job, draw):
     """A job of a partition that goes first takes all nodes for a moment."""
     high = job.cluster.batch("sleep 0.1", "-p", "high", "-N4", "--exclusive", "-o", "/dev/null")
-    job.cluster.wait(high, timeout=180)
+    job.cluster.wait(high)
 
 
 # what ends a start of the job -> whether it can save before that
@@ -208,7 +208,7 @@ def test_what_slurm_has_given_up_but_not_killed_cannot_publish_and_ends_itself(c
         cluster.down(node)  # or half a minute later by itself
         job.wait_for_restart(1)
         assert zombies <= {rank.pid for rank in job.ranks()}
-        until(lambda: not zombies & {rank.pid for rank in job.ranks()}, 120, "end of the old ranks", cluster)
+        until(lambda: not zombies & {rank.pid for rank in job.ranks()}, "end of the old ranks", cluster)
         job.finish()
     finally:
         os.kill(slurmd, signal.SIGCONT)
@@ -226,9 +226,9 @@ def test_a_slurmctld_that_is_away_while_a_run_leaves_starts_it_again_when_it_is_
     os.kill(slurmctld, signal.SIGKILL)
     try:
         before = job.step()
-        until(lambda: job.step() > before, 60, "step without slurmctld", cluster)
+        until(lambda: job.step() > before, "step without slurmctld", cluster)
         os.kill(job.ranks()[0].pid, signal.SIGTERM)
-        until(lambda: not job.ranks(), 60, "end of the ranks", cluster)
+        until(lambda: not job.ranks(), "end of the ranks", cluster)
         time.sleep(15)  # in which the script has asked in vain
     finally:
         cluster.repair()
@@ -256,7 +256,7 @@ def test_a_job_that_comes_to_no_checkpoint_is_not_started_for_ever(cluster, tmp_
     (job.out / "attempts.jsonl").write_text(2 * row)  # two starts came to nothing
     cluster.run(["scontrol", "release", job.id])
     job.wait_for_restart(1)
-    assert cluster.wait(job.id, timeout=120) == "FAILED"
+    assert cluster.wait(job.id) == "FAILED"
     assert cluster.show(job.id)["ExitCode"] == "93:0", job.log()
     assert "has started 3 times from step 0 and never reached a checkpoint" in (job.out / "log.txt").read_text()
 
@@ -265,7 +265,7 @@ def test_the_switches_work_from_another_machine(cluster, tmp_path):
     job = Job(cluster, tmp_path / "run", 2, 2, "budget.steps=100000", "checkpoint.every=100000")
     job.wait_for_step(3)
     assert "saving" in job.hpclm("save-now", job.out).stdout
-    until(lambda: list((job.out / "checkpoints").glob("step-*")), 30, "a checkpoint", cluster)
+    until(lambda: list((job.out / "checkpoints").glob("step-*")), "a checkpoint", cluster)
     before = job.step()
     job.wait_for_step(before + 3)
     job.hpclm("stop", job.out)

@@ -13,7 +13,7 @@ from hpclm import cli
 from tests import runs
 from tests.forks import Hpclm, Ranks, hpclm
 from tests.rundir.test_runs import make
-from tests.runs import figures, lines, losses, until
+from tests.runs import PATIENCE, figures, lines, losses, until
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_a_run_that_is_warned_while_the_disk_is_full_asks_to_be_started_again_fr
         until((out / "checkpoints/step-00000004").exists, alive=process)
         full(tmpfs)
         process.send_signal(signal.SIGTERM)
-        _, told = process.communicate(timeout=60)
+        _, told = process.communicate(timeout=PATIENCE)
     again = re.search(r"; the steps after (\d+) will be repeated", told)
     assert process.returncode == 85 and again, told
     (tmpfs / "filler").unlink()
@@ -141,7 +141,7 @@ def test_two_runs_on_one_directory_the_second_names_the_first_and_a_killed_one_i
     out = tmp_path / "run"
     words = [*tiny(), "budget.steps=100000", "checkpoint.every=5"]
     with Hpclm("train", *words) as first:
-        until((out / "checkpoints/latest").exists, 120, alive=first)
+        until((out / "checkpoints/latest").exists, alive=first)
         done = hpclm("train", *words, check=75)
         assert f"(process {first.pid} on " in done.stderr and first.poll() is None
     reached = figures(out, "step", "loss")[-1][0]

@@ -15,10 +15,11 @@ from hpclm.rundir import runs, submissions
 from hpclm.rundir.submissions import Submission
 from tests.forks import hpclm
 from tests.rundir.test_runs import checkpoint, make
+from tests.runs import PATIENCE
 from tests.test_status import attempt, rows, squeue  # noqa: F401 (a fixture)
 
 SMALL = ["budget.steps=5", "engine.device=cpu", "evaluate.every=0", "log.tensorboard=false"]
-WAITS = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(0)); print(1, flush=True); time.sleep(60)"
+WAITS = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(0)); print(1, flush=True); time.sleep(3600)"
 
 
 def launcher(run):
@@ -49,7 +50,7 @@ def test_cancel_ends_all_runs_it_is_given_and_one_it_cannot_end_does_not_save_th
     processes = [launcher(make(tmp_path / f"sweep-{number}")) for number in (1, 2)]
     make(tmp_path / "sweep-0", [attempt()], lock='{"host": "elsewhere", "pid": 12}')
     done = hpclm("cancel", "--runs", tmp_path, "sweep-*", check=1)
-    assert [process.wait(10) for process in processes] == [0, 0]
+    assert [process.wait(PATIENCE) for process in processes] == [0, 0]
     for process in processes:
         process.stdout.close()
         assert f"process {process.pid}: asked to save and exit" in done.stdout
@@ -62,7 +63,7 @@ def test_a_sweep_is_cancelled_in_the_queue_and_resumed_as_a_whole(cluster, tmp_p
 
     def call(*words, check=0):
         command = [sys.executable, "-m", "hpclm", *map(str, words)]
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == check, done.stdout + done.stderr
         return done
 
@@ -84,7 +85,7 @@ def test_a_sweep_is_cancelled_in_the_queue_and_resumed_as_a_whole(cluster, tmp_p
 def test_a_name_that_looks_like_an_option_is_written_so_that_it_is_none(cluster, tmp_path):
     command = [sys.executable, "-m", "hpclm", "submit", *SMALL, "--sbatch", "hold", "out=-dash"]
     done = subprocess.run(
-        command, cwd=tmp_path, env={**cluster.env, "HPCLM_SITE": ""}, capture_output=True, text=True, timeout=120
+        command, cwd=tmp_path, env={**cluster.env, "HPCLM_SITE": ""}, capture_output=True, text=True, timeout=PATIENCE
     )
     told = dict(
         line.split(None, 1) for line in done.stdout.splitlines() if line.startswith(("follow", "stop", "resume"))
@@ -93,7 +94,12 @@ def test_a_name_that_looks_like_an_option_is_written_so_that_it_is_none(cluster,
     for line, code in ((told["resume"], 75), (told["stop"], 0)):
         words = shlex.split(line)
         again = subprocess.run(
-            [sys.executable, "-m", *words], cwd=tmp_path, env=cluster.env, capture_output=True, text=True, timeout=120
+            [sys.executable, "-m", *words],
+            cwd=tmp_path,
+            env=cluster.env,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
         )
         assert again.returncode == code, again.stderr
         assert "hpclm resume ./-dash" in again.stdout + again.stderr or "hpclm cancel ./-dash" in again.stderr

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.runs import ROOT
+from tests.runs import PATIENCE, ROOT
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 OPTIONS = "--headless=new --no-sandbox --disable-gpu --disable-background-networking --allow-file-access-from-files"
@@ -65,7 +65,7 @@ def browse(folder, address):
         "--dump-dom",
         address,
     ]
-    return subprocess.run(words, timeout=120, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(words, timeout=PATIENCE, check=True, capture_output=True, text=True).stdout
 
 
 def test_the_site_has_every_page_and_loads_nothing_from_elsewhere(site):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.runs import PATIENCE
 from tests.slurm import TOOL, slurm_cluster, tool, until
 
 pytestmark = pytest.mark.slurm
@@ -105,7 +106,7 @@ def test_without_namespaces_jobs_run_and_a_node_can_be_cut(plain):
     assert everywhere(plain, HERE) == [f"plain1 {host} {GPUS}", f"plain2 {host} {GPUS}"]
     job = plain.batch(f"srun {SLEEP}", "-N2", "--no-requeue", "-o", "/dev/null")
     plain.wait(job, "RUNNING")
-    until(lambda: {"plain1", "plain2"} == set(sleepers(plain)), 60, "tasks", plain)
+    until(lambda: {"plain1", "plain2"} == set(sleepers(plain)), "tasks", plain)
     plain.power_off("plain2")
     assert set(sleepers(plain)) == {"plain1"}
     plain.restore()
@@ -121,10 +122,10 @@ def test_down_leaves_nothing_even_of_jobs_that_do_not_want_to_end(options, clust
         assert len(devices(slot)) == (3 if other.isolated else 0)
         other.batch("trap '' TERM; sleep 987 & wait; sleep 987", "-o", "/dev/null")
         client = subprocess.Popen(["srun", "-N2", "sleep", "987"], env=other.env, stderr=subprocess.DEVNULL)
-        until(lambda: len(sleepers(other)) >= 3, 60, "tasks", other)
+        until(lambda: len(sleepers(other)) >= 3, "tasks", other)
         assert traces(folder)
         assert (done := tool("down", "--folder", folder)).returncode == 0, done.stdout
-        client.wait(60)
+        client.wait(PATIENCE)
         assert traces(folder) == []
         assert devices(slot) == set()
         assert (done := tool("down", "--folder", folder)).returncode == 0 and "nothing" in done.stdout
@@ -141,7 +142,7 @@ def test_with_accounting_sacct_knows_jobs_and_a_half_dead_cluster_is_repaired():
         def row():
             return cluster.run(["sacct", "-n", "-X", "-P", "-j", job, "-o", "State,ExitCode"]).stdout.strip()
 
-        until(lambda: row() == "FAILED|3:0", 60, "accounting", cluster)
+        until(lambda: row() == "FAILED|3:0", "accounting", cluster)
         for name in ("slurmdbd", "munged", "mariadbd"):
             os.kill(int((cluster.folder / "run" / f"{name}.pid").read_text()), signal.SIGKILL)
         assert (done := tool("up", "--accounting", "--nodes", 1, "--folder", cluster.folder)).returncode == 0, (

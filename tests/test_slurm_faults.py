@@ -121,7 +121,7 @@ def test_when_all_ranks_of_another_node_are_lost_at_once_the_log_names_them_and_
     assert len(secret) == 1 and (template == "mpirun" or len(*secret) == 32)  # under mpirun MPI broadcasts it
     began = time.monotonic()
     lose(cluster, job, other)
-    until(lambda: not job.ranks(), 60, "end of all ranks", cluster)
+    until(lambda: not job.ranks(), "end of all ranks", cluster)
     took = time.monotonic() - began
     log = (job.out / "log.txt").read_text()
     if template != "mpirun":  # which leaves the ranks less than a second, and names the node itself
@@ -165,7 +165,7 @@ def test_a_job_whose_slurmstepd_was_killed_ends_when_its_run_has(cluster, tmp_pa
             cluster.everything(rf"slurmstepd: \[{job.id}\.0\]")[-1].pid, signal.SIGKILL
         )
     for job in both:
-        assert cluster.wait(job.id, timeout=90) == "COMPLETED", job.log()
+        assert cluster.wait(job.id) == "COMPLETED", job.log()
         assert job.step() == 40 and cluster.show(job.id)["Restarts"] == "0"
 
 
@@ -200,6 +200,6 @@ def test_a_template_by_hand_counts_the_starts_of_a_run_wherever_its_directory_is
     }
     options = ["--parsable", "--time=5", f"--output={tmp_path}/job-%j.log"]
     job = cluster.run(["sbatch", *options, ROOT / "slurm/srun.sbatch", *words], env=env, cwd=ROOT).stdout.strip()
-    until(lambda: len(lines(tmp_path / "run/metrics.jsonl")) > 1, 60, "step", cluster)
+    until(lambda: len(lines(tmp_path / "run/metrics.jsonl")) > 1, "step", cluster)
     kill(cluster, rf"{command_of('hpclm.train')}.*{tmp_path}/run")
-    until(lambda: int(cluster.show(job)["Restarts"]) == 1, 60, "restart", cluster)
+    until(lambda: int(cluster.show(job)["Restarts"]) == 1, "restart", cluster)

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.runs import ROOT
+from tests.runs import PATIENCE, ROOT
 from tests.slurm import until
 from tests.test_preemption import Job
 
@@ -63,7 +63,7 @@ def test_slurmctld_is_asked_little(cluster, tmp_path):
         time.sleep(10)  # it used to ask every 2 s
         assert follower.poll() is None
         (job.out / "stop").touch()
-        assert follower.wait(30) == 0  # by the run's own files: Slurm is not asked again
+        assert follower.wait(PATIENCE) == 0  # by the run's own files: Slurm is not asked again
     spent["logs -f, a minute"] = requests(cluster)
     job.hpclm("status", job.out, tmp_path / "held")
     spent["status"] = requests(cluster)
@@ -91,7 +91,7 @@ def test_why_a_job_failed_before_training_or_crashed_is_told_by_status(cluster, 
     os.kill(crash.ranks()[0].pid, signal.SIGSEGV)
     said = {}
     for name, job in started.items():
-        until(lambda job=job: cluster.show(job.id)["JobState"] in ("FAILED", "COMPLETED"), 60, "end", cluster)
+        until(lambda job=job: cluster.show(job.id)["JobState"] in ("FAILED", "COMPLETED"), "end", cluster)
         said[name] = job.hpclm("status", job.out).stdout
     assert "module: command not found; job" in said["module"] and "NonZeroExitCode" not in said["module"]
     assert "Segmentation fault" in said["crash"], said["crash"]

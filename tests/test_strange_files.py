@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from hpclm.rundir.lease import Lease
 from hpclm.rundir.logs import follow, last, whole
 from hpclm.training import records
 from hpclm.training.metrics import forget_after
+from tests import forks
 from tests.checkpoint import state
 from tests.rundir.test_runs import make
 from tests.test_status import attempt
@@ -31,24 +31,6 @@ from tests.test_trust import NOBODY, given_away
 
 ROOT = Path(__file__).parents[1]
 KINDS = ("pipe", "device", "folder", "socket", "loop", "huge")
-
-
-class Late(BaseException):
-    """Which nothing takes for an error of a file."""
-
-
-@pytest.fixture(autouse=True)
-def in_time():
-    """What waits for a pipe, or reads a device to its end, would do so for ever."""
-
-    def late(*_):
-        raise Late("it waits")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(30)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
 
 
 def put(path, kind):
@@ -98,23 +80,28 @@ READERS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", READERS)
 def test_what_is_no_file_or_too_large_is_not_waited_for_nor_read(name, kind, tmp_path):
-    for read in READERS[name]:
-        put(tmp_path / "run" / name, kind) if not os.path.lexists(tmp_path / "run" / name) else None
+    forks.call(read, name, kind, tmp_path / "run")
+
+
+def read(name, kind, out):
+    """Let all that reads ``name`` of a run read something else. What waits for a pipe, or reads a device to its end, would
+    do so for ever: it runs in a process that can be killed."""
+    for reader in READERS[name]:
+        put(out / name, kind) if not os.path.lexists(out / name) else None
         with contextlib.suppress(HpclmError, OSError, manifests.BadCheckpoint):
-            read(tmp_path / "run")
+            reader(out)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_status_shows_a_run_whose_files_are_none_and_the_others(kind, tmp_path, capsys):
+def test_status_shows_a_run_whose_files_are_none_and_the_others(kind, tmp_path):
     for name in (*folder.FILES, "checkpoints/step-00000001/MANIFEST.json", "logs/job-1.log"):
         if not (kind == "loop" and name in runs.MARKS):
             put(tmp_path / "strange" / name, kind)
     (tmp_path / "strange" / "config.yaml").exists() or (tmp_path / "strange" / "config.yaml").touch()
     make(tmp_path / "usual", [attempt()], ended=("done", "done at step 20, 80 samples", 0))
-    assert cli.main(["status", "--runs", str(tmp_path)]) == 0
-    assert cli.main(["status", str(tmp_path / "strange")]) == 0
-    shown = capsys.readouterr().out
+    shown = forks.hpclm("status", "--runs", tmp_path, check=0).stdout
     assert f"{tmp_path}/strange" in shown and "done at step 20" in shown
+    assert f"{tmp_path}/strange" in forks.hpclm("status", tmp_path / "strange", check=0).stdout
 
 
 WRITERS = {
@@ -178,13 +165,18 @@ def test_a_run_directory_that_is_not_ones_own_alone_is_not_trained_in(what, tmp_
     out.mkdir(mode=0o700)
     SPOILT[what](out)
     before = sorted((path.name, path.lstat().st_mtime_ns) for path in out.rglob("*"))
+    forks.call(refuse, tiny(), out)
+    assert sorted((path.name, path.lstat().st_mtime_ns) for path in out.rglob("*")) == before
+
+
+def refuse(words, out):
+    """Nothing trains in a run directory that is spoilt."""
     for start in (
         lambda settings: train.train(settings, World("single", 0, 1)),
         lambda settings: folder.check(Path(settings.out)),
     ):
         with pytest.raises(ConfigError, match=f"{out}.* (is a|belongs to another user|can be written by others)"):
-            start(config.load(None, tiny()))
-    assert sorted((path.name, path.lstat().st_mtime_ns) for path in out.rglob("*")) == before
+            start(config.load(None, words))
 
 
 def test_what_hpclm_writes_it_accepts_again_whatever_the_umask(tmp_path, tiny):
@@ -202,8 +194,11 @@ def test_what_hpclm_writes_it_accepts_again_whatever_the_umask(tmp_path, tiny):
 
 def test_a_log_without_lines_takes_little_memory(tmp_path):
     path = tmp_path / "log.txt"
-    with path.open("wb") as file:
-        file.truncate(1 << 40)
+    put(path, "huge")
+    forks.call(read_without_lines, path)
+
+
+def read_without_lines(path):
     assert len(next(whole(path))) == 1 << 20
     assert max(map(len, last(path, 2))) < 1 << 21
     found = follow(path, 1, None, lambda: True)

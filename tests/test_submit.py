@@ -295,7 +295,7 @@ def test_of_two_launches_into_one_directory_the_second_changes_nothing(submit):
         assert (out / "config.yaml").read_text() == before and "lr: 0.001\n" in before
     finally:
         first.terminate()
-        first.wait(60)
+        first.wait()
 
 
 def test_variables_of_the_surrounding_job_are_kept_from_a_new_one():

@@ -14,7 +14,7 @@ from hpclm.checkpoint import directory
 from hpclm.rundir.summary import RunSummary
 from tests.forks import Ranks
 from tests.rundir.test_runs import checkpoint, make
-from tests.runs import ROOT, figures, until
+from tests.runs import PATIENCE, ROOT, figures, until
 from tests.test_status import attempt, rows
 
 RUN = ["budget.steps=1000000", "optim.schedule=constant", "checkpoint.every=0", "checkpoint.keep_last=1000"]
@@ -63,13 +63,12 @@ def test_both_orders_while_a_run_starts_are_followed_as_soon_as_it_can(tiny, tmp
 
 
 def asked(tmp_path, verb, *more, runs):
-    """``hpclm VERB RUN`` of a run that trains, while its process is killed; how that ended, and its seconds."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "hpclm"])
+    """``hpclm VERB RUN`` of a run that trains, while its process is killed; how that ended."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)", "hpclm"])
     host = os.uname().nodename
     run = make(tmp_path / "a", [attempt(host=host, pid=process.pid)], runs, lock=f'{{"host": "{host}", "pid": 1}}')
-    began = time.monotonic()
     verb = subprocess.Popen(
-        [sys.executable, "-m", "hpclm", verb, str(run), "--wait", "60"],
+        [sys.executable, "-m", "hpclm", verb, str(run), "--wait", "3600"],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     until(lambda: any((run / name).exists() for name in ("save-now", "stop")))
@@ -77,9 +76,9 @@ def asked(tmp_path, verb, *more, runs):
         act(run)
     process.kill()
     process.wait()
-    said, _ = verb.communicate(timeout=100)
+    said, _ = verb.communicate(timeout=PATIENCE)
     assert not (run / "save-now").exists() and not (run / "stop").exists()
-    return verb.returncode, said, time.monotonic() - began
+    return verb.returncode, said
 
 
 @pytest.mark.parametrize("verb", ["save-now", "stop"])
@@ -127,8 +126,8 @@ def test_several_runs_are_asked_before_any_is_waited_for(tmp_path, capsys):
 
 
 def test_a_request_to_a_run_that_dies_is_withdrawn_at_once(tmp_path):
-    code, said, seconds = asked(tmp_path, "save-now", runs=rows(5))
-    assert code == 1 and "has ended meanwhile: ended" in said and seconds < 30
+    code, said = asked(tmp_path, "save-now", runs=rows(5))
+    assert code == 1 and "has ended meanwhile: ended" in said
     assert "it was at step 5, and nothing is saved. The request was withdrawn" in said
 
 
@@ -137,5 +136,5 @@ def test_a_run_that_ends_with_all_saved_has_followed(tmp_path):
         checkpoint(run / "checkpoints" / "step-00000005")
         RunSummary(run).end("exited", "SIGTERM: saved at step 5, exiting", 85)
 
-    code, said, seconds = asked(tmp_path, "save-now", leave, runs=rows(5))
-    assert code == 0 and "exited, SIGTERM: saved at step 5, exiting; saved at step 5" in said and seconds < 30
+    code, said = asked(tmp_path, "save-now", leave, runs=rows(5))
+    assert code == 0 and "exited, SIGTERM: saved at step 5, exiting; saved at step 5" in said

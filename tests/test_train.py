@@ -14,7 +14,7 @@ import pytest
 from hpclm import cli, config
 from tests import forks, runs
 from tests.forks import Hpclm, hpclm
-from tests.runs import ROOT, losses
+from tests.runs import PATIENCE, ROOT, losses
 
 RAMP = ["batch.rampup=[4,4,20]", "optim.unit=samples", "optim.warmup=30", "budget.steps=16"]
 DROPOUT = ["model.dropout=0.2", "model.attention_dropout=0.2"]
@@ -109,13 +109,14 @@ def test_kill_9_at_any_time_costs_only_the_steps_since_the_last_checkpoint(tiny,
     hpclm("train", *tiny("whole", *DROPOUT, "budget.steps=40", "checkpoint.every=5"), check=0)
     draw, killed = random.Random(time.time_ns()), 0
     for _ in range(40):
-        process = Hpclm("train", *words)
+        process = Hpclm("train", *words, before=killed_in_its_seventh_step if killed < 2 else None)
         metrics = tmp_path / "run/metrics.jsonl"
         before = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
         while process.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") <= before):
             time.sleep(0.01)
-        time.sleep(draw.uniform(0, 0.4 if killed >= 2 else 0.02))  # the whole run takes little longer
-        process.send_signal(signal.SIGKILL)
+        if killed >= 2:
+            time.sleep(draw.uniform(0, 0.4))  # the whole run takes little longer
+            process.send_signal(signal.SIGKILL)
         if process.wait() == 0:
             break
         killed += 1
@@ -125,13 +126,27 @@ def test_kill_9_at_any_time_costs_only_the_steps_since_the_last_checkpoint(tiny,
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
+def killed_in_its_seventh_step():
+    from hpclm.engine.native import NativeEngine
+
+    step, begun = NativeEngine.train_step, []
+
+    def killed(self, *words):
+        begun.append(words)
+        if len(begun) == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(self, *words)
+
+    NativeEngine.train_step = killed
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP])
 def test_a_warned_run_saves_and_asks_to_be_started_again(tiny, tmp_path, number):
     words = tiny("run", "budget.steps=100000", "checkpoint.every=0", "optim.schedule=constant")
     with Hpclm("train", *words) as process:
         forks.steps(process, tmp_path / "run", 3)
         process.send_signal(number)
-        _, told = process.communicate(timeout=60)
+        _, told = process.communicate(timeout=PATIENCE)
     assert process.returncode == 85
     step = max(losses(tmp_path / "run"))
     assert f"{signal.Signals(number).name}: saved at step {step}" in told
@@ -149,7 +164,7 @@ def test_a_warned_run_saves_though_nobody_hears_what_it_says(tiny, tmp_path):
         forks.steps(process, tmp_path / "run", 3)
         os.close(listening)
         process.terminate()
-        assert process.wait(60) == 85
+        assert process.wait() == 85
     finally:
         process.kill()
         process.wait()
@@ -162,7 +177,7 @@ def test_an_order_to_stop_stands_before_a_signal_after_which_the_run_would_start
         forks.steps(process, tmp_path / "run", 1)
         (tmp_path / "run/stop").touch()
         process.terminate()
-        assert process.wait(60) == 0
+        assert process.wait() == 0
     assert not (tmp_path / "run/stop").exists()
 
 
@@ -350,7 +365,7 @@ def test_what_needs_a_gpu_is_refused_without_one_before_anything_is_written(verb
 )
 def test_closed_streams_keep_nobody_from_training(closed, tiny, tmp_path):
     command = shlex.join([sys.executable, "-m", "hpclm", "train", *tiny()])
-    assert subprocess.run(["sh", "-c", f"{command} {closed}"], cwd=ROOT, timeout=120).returncode == 0
+    assert subprocess.run(["sh", "-c", f"{command} {closed}"], cwd=ROOT, timeout=PATIENCE).returncode == 0
     assert "done at step 12" in (tmp_path / "run/log.txt").read_text()
 
 

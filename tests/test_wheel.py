@@ -16,7 +16,7 @@ import pytest
 
 from hpclm import shipped
 from hpclm.extras import EXTRAS
-from tests.runs import ROOT
+from tests.runs import PATIENCE, ROOT
 
 pytestmark = pytest.mark.xdist_group("wheel")  # one worker builds it
 SOURCES = (
@@ -37,7 +37,7 @@ SOURCES = (
 
 def run(*words, cwd, check=0):
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HPCLM"))}
-    done = subprocess.run(list(map(str, words)), cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(list(map(str, words)), cwd=cwd, env=env, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == check, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests import forks
+from tests.runs import PATIENCE
 
 WRITING = (
     "openat,write,pwrite64,fsync,rename,?renameat,?renameat2,mkdir,?mkdirat,unlink,?unlinkat,rmdir,ftruncate,close"
 )
+HELD = int(PATIENCE * 1e6)  # microseconds for a fault delay_enter: until strace is taken away
 READING = "openat,read,pread64,preadv,newfstatat,fstat,getdents64"
-LIMIT = 60.0  # seconds
 
 
 def usable():
@@ -77,7 +78,7 @@ class Traced:
 
     def wait_until_held(self, call, number=1):
         """Wait until it stands before its ``number``-th ``call``, where a fault delay_enter holds it."""
-        until = time.monotonic() + LIMIT
+        until = time.monotonic() + PATIENCE
         while sum(line.startswith(f"{call}(") for line in self._lines()) < number:
             assert time.monotonic() < until, self._lines()
             time.sleep(0.01)
@@ -101,7 +102,7 @@ class Traced:
             answer, code = (value, code) if word == "answer" else (answer, value)
         lines = []
         if self._strace:
-            self._strace.wait(LIMIT)
+            self._strace.wait(PATIENCE)
             lines = self._lines()
             Path(self._log).unlink()
         return Outcome(code, answer, lines)
@@ -111,7 +112,7 @@ class Traced:
         return [line.partition(" ")[2].lstrip() for line in lines] if self._threads else lines
 
     def _hear(self):
-        assert self._pipe.poll(LIMIT), "the work says nothing"
+        assert self._pipe.poll(PATIENCE), "the work says nothing"
         return self._pipe.recv()
 
 

@@ -18,7 +18,7 @@ from hpclm.training.control import Saver
 from hpclm.training.sync import ControlState
 from tests import forks
 from tests.forks import Hpclm, hpclm
-from tests.runs import lines, losses, until
+from tests.runs import PATIENCE, lines, losses, until
 
 LONG = ["budget.steps=100000", "optim.schedule=constant", "checkpoint.every=0"]
 
@@ -108,7 +108,7 @@ def test_of_several_signals_the_earliest_end_counts(since, left, tmp_path):
 def test_the_verb_says_that_a_checkpoint_was_made_because_of_a_warning(tiny, tmp_path):
     process = begun(tiny("run", *LONG[:2], "checkpoint.every=1000000"), tmp_path / "run")
     process.send_signal(signal.SIGUSR1)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 85, errors
     [told] = hpclm("checkpoints", tmp_path / "run", check=0).stdout.splitlines()
     assert told.endswith("saved on SIGUSR1")
@@ -134,7 +134,7 @@ def test_stop_goes_before_a_signal_that_comes_with_it(tiny, tmp_path):
     process = begun(tiny("run", *LONG), tmp_path / "run")
     (tmp_path / "run/stop").touch()
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0 and "(hpclm stop)" in errors and not (tmp_path / "run/stop").exists()
 
 
@@ -142,9 +142,9 @@ def test_save_now_and_stop(tiny, tmp_path):
     out = tmp_path / "run"
     process = begun(tiny("run", *LONG), out)
     assert "saving" in hpclm("save-now", out, check=0).stdout
-    until(lambda: len(names(out)) == 1, 20)
+    until(lambda: len(names(out)) == 1)
     assert "saved and ended" in hpclm("stop", out, check=0).stdout
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0 and "(hpclm stop); the same command resumes it" in errors
     assert len(names(out)) == 2 and not (out / "stop").exists()
     assert "stopped" in hpclm("status", out).stdout
@@ -182,7 +182,7 @@ def test_a_warning_while_a_save_is_on_its_way_waits_for_it(tiny, tmp_path):
     out = tmp_path / "run"
     process = begun(tiny("run", *LONG[:2], "checkpoint.every=1"), out)
     process.send_signal(signal.SIGUSR1)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 85, errors
     last = json.loads(lines(out / "metrics.jsonl")[-1])["step"]
     assert names(out)[-1] == last

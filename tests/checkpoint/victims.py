@@ -12,6 +12,7 @@ from hpclm.distributed.context import DistributedContext, single
 from hpclm.errors import HpclmError
 from hpclm.training import loop
 from tests.checkpoint.state import State, progress, store
+from tests.runs import PATIENCE
 
 
 def save(gate, folder, step, keep=2):
@@ -48,7 +49,7 @@ def write_beside(gate, folder, step, keep=2):
 def save_as_rank(gate, folder, step, rank, meeting):
     """Save a half each, with another process."""
     dist.init_process_group(
-        "gloo", store=dist.FileStore(str(meeting), 2), rank=rank, world_size=2, timeout=timedelta(seconds=30)
+        "gloo", store=dist.FileStore(str(meeting), 2), rank=rank, world_size=2, timeout=timedelta(seconds=PATIENCE)
     )
     context = DistributedContext(World("test", rank, 2), single().ranks * 2, single().watchdog)
     made = store(folder, keep=2, context=context)

@@ -11,6 +11,7 @@ from hpclm.data.batches import Batches, Prefetch
 from hpclm.data.sources import PADDING
 from hpclm.errors import ConfigError
 from hpclm.parallel.mesh import Axis, Mesh
+from tests.runs import PATIENCE
 
 CPU = torch.device("cpu")
 CONTEXT, EOD = 6, 9
@@ -106,10 +107,10 @@ def test_the_next_steps_are_prefetched():
 
     prefetch = Prefetch(make, lambda key: key + 1, threads=2)
     assert prefetch(0) == 0
-    assert sorted(made.get(timeout=60) for _ in range(4)) == [0, 1, 2, 3]  # of which 0 alone was asked for
+    assert sorted(made.get(timeout=PATIENCE) for _ in range(4)) == [0, 1, 2, 3]  # of which 0 alone was asked for
     done += [prefetch(key) for key in range(1, 6)]
     assert done == [-1, -2, -3, -4, -5]
-    assert sorted(made.get(timeout=60) for _ in range(5)) == [4, 5, 6, 7, 8]  # nothing is made twice
+    assert sorted(made.get(timeout=PATIENCE) for _ in range(5)) == [4, 5, 6, 7, 8]  # nothing is made twice
     prefetch.close()
 
 
@@ -121,11 +122,11 @@ def test_closing_cancels_pending_prefetches():
         made.append(key)
         if key == 1:
             begun.set()
-            assert go.wait(60)
+            assert go.wait(PATIENCE)
         return key
 
     prefetch = Prefetch(make, lambda key: key + 1, threads=1)
-    assert prefetch(0) == 0 and begun.wait(60)
+    assert prefetch(0) == 0 and begun.wait(PATIENCE)
     prefetch.close()
     go.set()
     prefetch._pool.shutdown(wait=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.datasets.texts import COMMAND, content
+from tests.runs import PATIENCE, until
 
 WORDS = ["--input", "a.txt", "--output-prefix", "x", "--tokenizer", "bytes"]
 
@@ -52,21 +53,18 @@ def alive(group):
     return found
 
 
-def gone(group, patience=10):
-    until = time.monotonic() + patience
-    while alive(group) and time.monotonic() < until:
-        time.sleep(0.02)
-    return not alive(group)
+def gone(group):
+    until(lambda: not alive(group), "the end of all processes")
+    return True
 
 
 def started(folder, process):
     """Wait until tokens are written."""
-    until = time.monotonic() + 30
-    while not any(path.stat().st_size for path in folder.glob("x_text_document.bin.tmp-*")):
-        if process.poll() is not None:
-            return
-        assert time.monotonic() < until
-        time.sleep(0.005)
+    until(
+        lambda: (
+            process.poll() is not None or any(path.stat().st_size for path in folder.glob("x_text_document.bin.tmp-*"))
+        )
+    )
 
 
 def struck(folder, strike):
@@ -80,7 +78,7 @@ def struck(folder, strike):
             strike(process)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGCONT)
-        said = process.communicate(timeout=60)[1]
+        said = process.communicate(timeout=PATIENCE)[1]
         if process.returncode:
             return process, said
         for path in folder.glob("x_*"):
@@ -115,7 +113,7 @@ def test_killed_at_a_random_moment_it_leaves_no_dataset_and_no_workers_and_start
     process = start(folder)
     time.sleep(random.Random(seed).uniform(0.1, 1.0) * seconds)
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=PATIENCE)
     assert gone(process.pid)
     if (folder / "x_text_document.idx").exists():  # it was quicker
         assert content(folder / "x_text_document") == content(whole / "x_text_document")
@@ -144,7 +142,7 @@ def test_a_worker_killed_at_any_moment_never_leaves_it_waiting(seed, original, f
     workers = [pid for pid, command in alive(process.pid).items() if "spawn_main" in command]
     for worker in workers[:1]:  # none where it was done already
         os.kill(worker, signal.SIGKILL)
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE)
     assert process.returncode in (0, 1) and gone(process.pid)
 
 

@@ -15,6 +15,7 @@ import zstandard
 from hpclm.errors import HpclmError
 from hpclm.files import write_text
 from tests.datasets.texts import COMMAND, content, jsonl, preprocess, write
+from tests.runs import PATIENCE
 
 BYTES = ["--output-prefix", "x", "--tokenizer", "bytes"]
 FILES = [f"x_text_document.{end}" for end in ("bin", "idx", "json")]
@@ -45,7 +46,7 @@ def left():
 
 
 def ended(processes):
-    return [process.wait(120) for process in processes]
+    return [process.wait(PATIENCE) for process in processes]
 
 
 def start(words, parts, **kwargs):

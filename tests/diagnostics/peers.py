@@ -12,6 +12,7 @@ from hpclm import config
 from hpclm.diagnostics import preflight
 from hpclm.distributed import bootstrap, context
 from hpclm.errors import HpclmError
+from tests.runs import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,7 +69,7 @@ def hold(out, nodes, *words, before=None, **env):
         for rank, node in enumerate(nodes)
     ]
     try:
-        return [(process.communicate(timeout=120)[0], process.returncode) for process in processes]
+        return [(process.communicate(timeout=PATIENCE)[0], process.returncode) for process in processes]
     finally:
         for process in processes:
             process.kill()

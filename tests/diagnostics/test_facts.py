@@ -7,6 +7,7 @@ import torch
 from hpclm.diagnostics import facts
 from hpclm.distributed.bootstrap import World
 from hpclm.node import python
+from tests.runs import PATIENCE
 
 
 def test_facts_are_json_and_pytorch_reports_itself():
@@ -32,9 +33,9 @@ def test_the_name_of_a_node_is_slurms_only_for_its_own_ranks():
     [
         ("raise ImportError('libcudart.so')", "ImportError: libcudart.so"),
         ("import os; os.kill(os.getpid(), 11)", "ended by signal 11"),
-        ("import time; time.sleep(30)", "did not answer within 0.3 s"),
+        ("import time; time.sleep(3600)", "did not answer within 0.3 s"),
         ("print('hello')", "no answer"),
     ],
 )
 def test_a_library_that_fails_is_an_answer(code, error):
-    assert python.ask(code, os.environ, seconds=0.3 if "sleep" in code else 30)["error"].endswith(error)
+    assert python.ask(code, os.environ, seconds=0.3 if "sleep" in code else PATIENCE)["error"].endswith(error)

@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hpclm.distributed.signed import SignedStore
 from hpclm.parallel.mesh import Mesh
 from tests import ranks
 from tests.parity import TINY
+from tests.runs import until
 
 CPU = torch.device("cpu")
 
@@ -70,11 +72,14 @@ def waits(store):
     for collect in (context.all_gather, context.gather):
         time.sleep(2 * (context.rank == 1))
         found.append(collect(context.rank, unlimited=True))
-    time.sleep(2 * (context.rank == 1))
+    ended = Path(f"{store}-ended")
+    if context.rank == 1:
+        until(ended.exists, "the end of the other rank's wait")
     try:
         context.all_gather(None)
     except RuntimeError as error:
         found.append("Timed out" in str(error))
+    ended.touch()
     return found
 
 

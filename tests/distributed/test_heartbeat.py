@@ -21,7 +21,7 @@ from hpclm.distributed.rendezvous import RankInfo, rank_key
 from hpclm.distributed.signed import SignedStore
 from hpclm.errors import ConfigError
 from tests.distributed.test_watchdog import descendants, training
-from tests.runs import ROOT, has_step, lines, until
+from tests.runs import PATIENCE, ROOT, has_step, lines, until
 
 
 class Beating(threading.Thread):
@@ -38,13 +38,13 @@ class Beating(threading.Thread):
 
     def end(self):
         """The failure that the rank learns of."""
-        self.join(ROLL_CALL + 5)
+        self.join(PATIENCE)
         return self.heartbeat.failure
 
 
 def heartbeats(lost):
     """Heartbeats of the ranks of two nodes, without those of ``lost``."""
-    server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=PATIENCE), wait_for_workers=False)
     store = SignedStore(server, "7.0.0", "secret")
     ranks = [RankInfo(rank, 4, rank % 2, 2, f"node{1 + rank // 2}", 100 + rank, machine=str(rank)) for rank in range(4)]
     beats = {me.rank: Beating(store, me, ranks, RankState, 85) for me in ranks}
@@ -65,7 +65,7 @@ def test_ranks_that_do_not_answer_after_a_connection_was_closed_are_the_cause(lo
         found = beats[rank].end()
         assert found and (found.rank, found.kind, found.code) == (lost[0], "lost", 85)
         assert failure.named(lost, ranks) in found.describe(ranks)
-    assert ROLL_CALL <= time.monotonic() - began < ROLL_CALL + 5
+    assert time.monotonic() - began >= ROLL_CALL
 
 
 def test_a_cause_replaces_a_symptom_and_a_symptom_never_a_cause():
@@ -116,13 +116,13 @@ def test_a_launcher_of_which_two_ranks_are_killed_at_once_names_one_of_them_and_
     env = os.environ | {"OMP_NUM_THREADS": "1", "HPCLM_SITE": ""}
     process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        until(lambda: has_step(tmp_path / "run", 3), 240, "step 3", process)
+        until(lambda: has_step(tmp_path / "run", 3), "step 3", process)
         ranks = [pid for pid in descendants(process.pid) if training(pid)]
         [first] = [json.loads(line)["pid"] for line in lines(tmp_path / "run/attempts.jsonl")]
         assert len(ranks) == 4
         for pid in [pid for pid in ranks if pid != first][:2]:
             os.kill(pid, signal.SIGKILL)
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
     assert process.returncode == 128 + signal.SIGKILL and "was killed" in said, said

@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from torch.distributed import DistNetworkError, HashStore, PrefixStore, TCPStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from hpclm.distributed import failure
 from hpclm.distributed.failure import Failure
@@ -16,7 +16,7 @@ from hpclm.distributed.rendezvous import RankInfo
 from hpclm.distributed.signed import SignedStore
 from hpclm.distributed.store_limits import StoreLimits
 from tests.forks import Ranks
-from tests.runs import launch, lines, until
+from tests.runs import PATIENCE, has_step, launch, lines, until
 
 SECRET = secrets.token_hex(16)
 FORGED = json.dumps({"rank": 0, "kind": "raised", "code": 0, "text": "done\n2026-03-01 10:15:00 I the run is done"})
@@ -81,13 +81,8 @@ def test_a_failure_s_text_is_short_and_none_of_its_lines_looks_like_another_entr
 
 def intruder(launched):
     """The store of a launch, as another user of the node reaches it."""
-    until = time.monotonic() + 240
-    while True:
-        try:
-            server = TCPStore("127.0.0.1", launched["MASTER_PORT"], None, False, timedelta(seconds=5))
-            return PrefixStore(f"{launched['TORCHELASTIC_RUN_ID']}.0", server)
-        except DistNetworkError:
-            assert time.monotonic() < until
+    server = TCPStore("127.0.0.1", launched["MASTER_PORT"], None, False, timedelta(seconds=PATIENCE))
+    return PrefixStore(f"{launched['TORCHELASTIC_RUN_ID']}.0", server)
 
 
 def limits_of(store, ranks):
@@ -98,7 +93,7 @@ def limits_of(store, ranks):
 
 @pytest.mark.parametrize("torchrun", [False, True])
 def test_what_others_write_is_bounded_and_what_ranks_and_libraries_write_stays(torchrun, caplog):
-    server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False)
+    server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=PATIENCE), wait_for_workers=False)
     store = SignedStore(PrefixStore("7.0.0", server) if torchrun else server, "7.0.0", SECRET)
     for rank in range(2):
         store.set(f"hpclm/heartbeat/{rank}", {"step": 3})
@@ -142,11 +137,10 @@ def test_another_user_s_entries_do_not_fill_rank_0_s_memory(tiny, tmp_path):
         for _ in range(2):  # 300 MB each, half of them under a rank's names
             for number in range(300):
                 (server if number % 2 else store).set(f"hpclm/heartbeat/{number}", "x" * (1 << 20))
-            until(lambda: len(server.list_keys()) < 100, 120)
+            until(lambda: len(server.list_keys()) < 100)
             used.append(memory(pid))
         seen = len(lines(tmp_path / "run/metrics.jsonl"))
-        time.sleep(3)
-        assert len(lines(tmp_path / "run/metrics.jsonl")) > seen
+        until(lambda: len(lines(tmp_path / "run/metrics.jsonl")) > seen, "another step")
         assert used[-1] < used[0] + 200, used  # what is freed is used again
         assert [process.poll() for process in ranks.processes.values()] == [None, None]
     assert (tmp_path / "run/log.txt").read_text().count("another process wrote") <= 3
@@ -162,27 +156,26 @@ def test_another_user_s_entries_neither_hold_up_a_start_nor_end_a_run_nor_blame_
     with Ranks(2, words, only=[0], **launched) as first:
         store = intruder(launched)
 
-        def overwrite(*keys, data=FORGED, seconds=1.0):
-            end = time.monotonic() + seconds
-            while time.monotonic() < end:
-                for key in keys:
-                    store.set(f"hpclm/{key}", data)
-                time.sleep(0.2)
+        def overwrite(*keys, data=FORGED):
+            for key in keys:
+                store.set(f"hpclm/{key}", data)
+            time.sleep(0.2)
 
         meeting = ("rank/0", "rank/1", "ranks", "arrived", "met/1", "failure", "heartbeat/1")
-        overwrite(*meeting)
+        for _ in range(5):
+            overwrite(*meeting)
         with Ranks(2, words, only=[1], **launched) as second:
-            overwrite(*meeting, seconds=3.0)
-            first.wait_for(tmp_path / "run", 3)
-            before = len(lines(tmp_path / "run/metrics.jsonl"))
+            until(lambda: overwrite(*meeting) or has_step(tmp_path / "run", 3), "step 3")
             for data in (FORGED, "not JSON", b"\xff\n"):
                 own = ("failure", "heartbeat/1", "heartbeat/0", "exited/1", "logged", "reported", "read/1")
-                overwrite(*own, data=data)
-            assert len(lines(tmp_path / "run/metrics.jsonl")) > before
+                for _ in range(5):
+                    overwrite(*own, data=data)
+            before = len(lines(tmp_path / "run/metrics.jsonl"))
+            until(lambda: len(lines(tmp_path / "run/metrics.jsonl")) > before + 1, "another step")
             assert first.processes[0].poll() is None and second.processes[1].poll() is None
             store.set("hpclm/exited/1", FORGED)
             second.processes[1].kill()
-            (code, output), (_, other) = first.wait(60)[0], second.wait()[1]
+            (code, output), (_, other) = first.wait()[0], second.wait()[1]
     log = (tmp_path / "run/log.txt").read_text()
     assert code == 1 and "rank 1 on" in log and "was killed" in log and SECRET not in log + output
     warned = [said.count("wrote hpclm/failure") for said in (output, other)]  # by the rank that saw it first

@@ -18,11 +18,10 @@ from hpclm.distributed.rendezvous import RankInfo
 from hpclm.distributed.watchdog import Watchdog
 from hpclm.node import python
 from tests.forks import Ranks, hpclm
-from tests.runs import ROOT, has_step, lines, losses, until
+from tests.runs import PATIENCE, ROOT, has_step, lines, losses, until
 
-HANG = 3.0  # seconds that count as a hang here
+HANG = 10.0  # seconds that count as a hang here: more than a busy machine keeps a rank waiting
 WATCHED = [f"cluster.hang_minutes={HANG / 60}", "cluster.preflight=false"]
-SLACK = 25  # seconds more than the five that a quiet machine needs at most
 
 
 def stacks(out):
@@ -40,7 +39,7 @@ def stop(rank, words, out):
         ranks.wait_for(out, 7)
         pid = ranks.processes[rank].pid
         ranks.processes[rank].send_signal(signal.SIGSTOP)
-        ended = ranks.wait(HANG + 5 + SLACK)
+        ended = ranks.wait()
     assert {code for code, _ in ended.values()} == {85}, ended
     text = (out / "log.txt").read_text()
     said = f"rank {rank} on {socket.gethostname()} (pid {pid}) is blocking the others, in "
@@ -93,11 +92,11 @@ def test_a_launcher_ends_with_its_stopped_rank_and_asks_to_be_started_again(laun
     env = os.environ | {"OMP_NUM_THREADS": "1", "HPCLM_SITE": ""}
     process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        until(lambda: has_step(tmp_path / "run", 3), 120, "step 3", process)
+        until(lambda: has_step(tmp_path / "run", 3), "step 3", process)
         ranks = [json.loads(line)["pid"] for line in lines(tmp_path / "run/attempts.jsonl")]
         others = [pid for pid in descendants(process.pid) if training(pid) and pid not in ranks]
         os.kill(others[0], signal.SIGSTOP)
-        said, _ = process.communicate(timeout=HANG + 5 + SLACK)
+        said, _ = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
     assert process.returncode == 85, said
@@ -131,7 +130,7 @@ def test_what_takes_long_and_a_pause_of_all_ranks_are_no_hang(tiny, tmp_path):
 def test_a_slow_rank_is_named_in_the_log_and_the_status_within_twenty_steps(tiny, tmp_path):
     more = ["budget.steps=100000", "batch.micro_size=1", "data.workers=0", "cluster.preflight=false"]
     with Ranks(2, tiny("run", *more, "data.source=tests.faults:slow"), TEST_PAUSE=0.1) as ranks:
-        until((tmp_path / "run/ranks.json").exists, 120)
+        until((tmp_path / "run/ranks.json").exists)
         told = [line for line in lines(tmp_path / "run/log.txt") if "is slow: " in line]
         [found] = json.loads(hpclm("status", tmp_path / "run", "--json", check=0).stdout)
         words = hpclm("status", tmp_path / "run", check=0).stdout

@@ -14,7 +14,7 @@ from hpclm.data import tokenizers
 from hpclm.rundir import lock
 from tests.forks import Ranks
 from tests.interop import made
-from tests.runs import ROOT, until
+from tests.runs import PATIENCE, ROOT, until
 
 pytest.importorskip("lm_eval")
 pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own
@@ -156,7 +156,7 @@ def test_each_checkpoint_of_a_run_is_scored_once_while_it_trains_and_after_it(la
         for process in ranks.processes.values():
             process.terminate()
         assert {code for code, _ in ranks.wait().values()} == {85}
-    said, _ = follower.communicate(timeout=300)
+    said, _ = follower.communicate(timeout=PATIENCE)
     assert follower.returncode == 0 and "is exited, and its checkpoints are scored" in said, said
     steps = sorted(int(folder.name[5:]) for folder in (out / "checkpoints").glob("step-*"))
     with Ranks(1 + len(layout), [*words, f"stop_at={steps[-1] + 4}"]) as ranks:  # and the rest when it resumes
@@ -171,15 +171,15 @@ def test_an_interrupted_follower_ends_with_85_and_the_next_one_scores_the_rest(p
     follower = following(place, out)
     until(lambda: (out / "scores.jsonl").exists())
     follower.terminate()
-    said, _ = follower.communicate(timeout=120)
+    said, _ = follower.communicate(timeout=PATIENCE)
     complete = follower.returncode == 0  # it was faster than the signal
     assert complete or (follower.returncode == 85 and "the same command scores" in said), said
     with lock.held(out, "scores.lock"):
         other = following(place, out)
-        said, _ = other.communicate(timeout=120)
+        said, _ = other.communicate(timeout=PATIENCE)
         assert other.returncode == 75 and "is in use" in said
     last = following(place, out)
-    said, _ = last.communicate(timeout=120)
+    said, _ = last.communicate(timeout=PATIENCE)
     assert last.returncode == 0 and "is done, and its checkpoints are scored" in said and "hpclm sync" in said
     assert [step for step, _ in scored(out)] == [4, 8, 12, 16]
     later = evaluate(capsys, out, place)["tasks"]["own_choice"]
@@ -195,17 +195,17 @@ def test_a_job_follows_the_run(cluster, place, tiny, tmp_path):
     command = [sys.executable, "-m", "hpclm", "evaluate", out, *words, "engine.device=cpu"]
     said = cluster.run(command, cwd=ROOT, env=env).stdout
     assert said.startswith("submitted job ") and "which scores the run's checkpoints" in said
-    until(lambda: [step for step, _ in scored(out)] == [4, 8, 12, 16], 180)
+    until(lambda: [step for step, _ in scored(out)] == [4, 8, 12, 16])
 
 
 def test_scores_of_a_checkpoint_that_was_set_aside_do_not_come_back(place, tiny, tmp_path):
     out = tmp_path / "run"
     assert cli.main(["train", *training(place, tiny, "run")]) == 0
-    assert following(place, out).wait(120) == 0
+    assert following(place, out).wait(PATIENCE) == 0
     before = dict(scored(out))
     assert cli.main(["train", *training(place, tiny, "run"), "--from", "8", "optim.lr=1e-3"]) == 0
     assert [step for step, _ in scored(out)] == [4, 8]
-    assert following(place, out).wait(120) == 0
+    assert following(place, out).wait(PATIENCE) == 0
     after = dict(scored(out))
     assert list(after) == [4, 8, 12, 16] and [after[step] == before[step] for step in (4, 8)] == [True, True]
     assert len((out / "scores.jsonl").read_text().splitlines()) == 4
@@ -222,12 +222,12 @@ def test_a_task_that_fails_is_named_and_the_next_checkpoint_is_tried(place, tiny
     (tmp_path / "bad/own_choice.yaml").write_text(text)
     assert cli.main(["train", *training(place, tiny, "run", "budget.steps=8")]) == 0
     follower = following(place, tmp_path / "run", "--tasks-path", f"{tmp_path}/bad")
-    said, _ = follower.communicate(timeout=120)
+    said, _ = follower.communicate(timeout=PATIENCE)
     assert follower.returncode == 0 and said.count("is not scored: AssertionError: Context is not a string") == 2
     assert scored(tmp_path / "run") == []
     (tmp_path / "bad/own_choice.yaml").write_text(text.replace("{{q}}", "{{ 1 // 0 }}"))
     follower = following(place, tmp_path / "run", "--tasks-path", f"{tmp_path}/bad")
-    said, _ = follower.communicate(timeout=120)
+    said, _ = follower.communicate(timeout=PATIENCE)
     assert follower.returncode == 64 and "cannot be loaded: ZeroDivisionError" in said
 
 

@@ -13,7 +13,7 @@ from hpclm.errors import ConfigError
 from hpclm.interop.huggingface import shards
 from tests.forks import Ranks, hpclm
 from tests.interop import made
-from tests.runs import ROOT
+from tests.runs import PATIENCE, ROOT
 
 LLAMA = [
     "model.positions=rope",
@@ -79,7 +79,7 @@ def test_mistakes_end_with_the_documented_codes_and_no_traceback(tmp_path):
 def test_the_script_is_the_verb(tmp_path):
     made.run(tmp_path / "run", made.NETWORKS["gpt2"][1])
     command = [sys.executable, ROOT / "tools/convert_checkpoint.py", tmp_path / "run", tmp_path / "hf"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE)
     assert done.returncode == 0 and "GPT2LMHeadModel, from step 7" in done.stdout, done.stderr
     assert load_file(tmp_path / "hf/model.safetensors")["transformer.wte.weight"].shape == (93, 48)
 

@@ -22,6 +22,7 @@ from hpclm.config import ModelConfig, load
 from hpclm.errors import ConfigError
 from hpclm.interop.megatron import options
 from tests.interop import made
+from tests.runs import PATIENCE
 from tests.shared import shared
 
 SHAPE = dict(vocab_size=96, vocab_multiple=8, layers=4, hidden=48, heads=8, context=16)
@@ -449,7 +450,7 @@ def test_megatron_cores_settings_are_all_in_the_list():
     if find_spec("megatron") is None:  # importing it here fails where distutils was imported before it
         pytest.skip("megatron-core is not installed")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CORE_FIELDS], capture_output=True, text=True, timeout=120
+        [sys.executable, "-W", "ignore", "-c", CORE_FIELDS], capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr
     fields = set(done.stdout.splitlines()[-1].split())

@@ -33,7 +33,7 @@ from hpclm.errors import ConfigError
 from hpclm.parallel.mesh import Mesh
 from tests.interop import made, mcore_run
 from tests.interop.test_megatron import ARGS, CORE, FUSED_NORMS, LLAMA, LLAMA_ARGS, SHAPE, Code
-from tests.runs import ROOT
+from tests.runs import PATIENCE, ROOT
 
 TRAINED = dict(
     bf16=True, global_batch_size=8, micro_batch_size=2, consumed_train_samples=56, train_iters=20, seed=5, lr=1e-3, min_lr=1e-4,
@@ -263,7 +263,7 @@ def test_a_run_of_megatron_core_goes_on_with_the_losses_that_it_has_there(option
         pytest.skip("megatron-core is not installed")
     there = tmp_path / "megatron"
     words = [sys.executable, "-W", "ignore", "-m", "tests.interop.mcore_run", str(there), *options]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     convert(there, tmp_path / "run", "model.vocab_size=128")
     config = load(tmp_path / "run/config.yaml", ["data.source=synthetic", "engine.device=cpu"])

@@ -14,6 +14,7 @@ from hpclm.datasets.tokenizers.huggingface import train_bpe
 from tests.interop import made
 from tests.interop.test_gguf import COMPUTED, GEMMA, LLAMA, LLAMA3, POST, WINDOWS, YARN
 from tests.interop.test_tokenizer import TEXTS
+from tests.runs import PATIENCE
 
 CPU = dict(hidden=128, heads=2, kv_heads=1, ffn=256, head_dim=64)  # vLLM's kernels for CPUs need heads of 32 or more
 NETWORKS = {
@@ -42,7 +43,7 @@ def test_vllm_gives_the_runs_probabilities(kind, tmp_path):
     ids = torch.randint(0, 320, (1, 48), generator=torch.Generator().manual_seed(3))
     ours = made.logits(tmp_path / "run", ids)[0].log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0]
     words = [sys.executable, Path(__file__).with_name("vllm_logprobs.py"), tmp_path / "hf", json.dumps(ids[0].tolist())]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE)
     assert not done.returncode, done.stderr[-2000:]
     theirs = torch.tensor(json.loads(done.stdout.splitlines()[-1]))
     assert (ours - theirs).abs().max() < (0.03 if kind == "apertus" else 3e-3)

@@ -5,7 +5,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from tests.runs import ROOT, until
+from tests.runs import PATIENCE, ROOT, until
 
 
 def words(how, out, settings, *acts):
@@ -21,7 +21,7 @@ def start(how, out, settings, *acts, **more):
 def launched(how, out, settings, *acts, **more):
     """Exit code, output and errors of a launcher that ends by itself."""
     process = start(how, out, settings, *acts, **more)
-    told, errors = process.communicate(timeout=120)
+    told, errors = process.communicate(timeout=PATIENCE)
     return process.returncode, told, errors
 
 
@@ -40,6 +40,16 @@ def left(out):
             if str(out).encode() in (folder / "cmdline").read_bytes():
                 found.append(int(folder.name))
     return found
+
+
+def warned(out, count):
+    """Waits until all ranks have been warned; they go on "saving" until ``save`` is called."""
+    until(lambda: all(signals(out, count)), what="a signal to every rank")
+
+
+def save(out):
+    """Lets the ranks that were warned end."""
+    (out / "saved").touch()
 
 
 def job_log(out):

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-STUBBORN = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 10, 12, 15)]; time.sleep(600)"
+STUBBORN = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 10, 12, 15)]; time.sleep(3600)"  # longer than a test waits
 SLEEP = [sys.executable, "-c", STUBBORN]
 
 
@@ -77,17 +77,15 @@ def rank(folder, *words):
             sys.exit(int(value))
         elif act == "kill":
             os.kill(os.getpid(), int(value))
-        elif act == "sleep":
-            time.sleep(float(value))
+        elif act == "sleep":  # in vain, unless it is said how long
+            time.sleep(float(value or 3600))
         elif act == "obey":  # run until a signal, and end at once
-            until = time.monotonic() + float(value)
-            while not got and time.monotonic() < until:
-                time.sleep(0.01)
-            sys.exit(0)
-        elif act == "warned":  # run until a signal, then "save" for some seconds, and ask to be started again
             while not got:
                 time.sleep(0.01)
-            time.sleep(float(value or 0))
+            sys.exit(0)
+        elif act == "warned":  # run until a signal, then "save" until the test says so, and ask to be started again
+            while not (got and (folder / "saved").exists()):
+                time.sleep(0.01)
             sys.exit(85)
     sys.exit(0)
 

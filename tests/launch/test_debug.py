@@ -12,7 +12,7 @@ from hpclm import config
 from hpclm.config.data import SOURCES
 from hpclm.launch import debug
 from tests.forks import hpclm
-from tests.runs import ROOT, shown_on
+from tests.runs import PATIENCE, ROOT, shown_on
 
 
 def value(settings, key):
@@ -107,7 +107,7 @@ def test_the_debugger_opens_where_it_broke_on_a_terminal(tiny, tmp_path, broken)
     os.close(theirs)
     shown = shown_on(mine)
     os.close(mine)
-    assert process.wait(timeout=60) == 1
+    assert process.wait(timeout=PATIENCE) == 1
     assert b"RuntimeError: it broke" in shown and b"(Pdb) 42\r\n" in shown.replace(b"p answer\r\n", b"")
 
 

@@ -10,6 +10,7 @@ import sys
 import termios
 import time
 from fcntl import ioctl
+from pathlib import Path
 
 import pytest
 
@@ -19,8 +20,8 @@ from hpclm.launch import local
 from hpclm.node import gpus
 from hpclm.rundir import submissions
 from tests.launch import launched
-from tests.launch.launched import job_log, left, ready
-from tests.runs import ROOT, shown_on, until
+from tests.launch.launched import job_log, left, ready, save, signals, warned
+from tests.runs import PATIENCE, ROOT, shown_on, until
 
 
 def start(out, count, *acts, **more):
@@ -89,7 +90,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
     ready(tmp_path, 1)
     process.stdout.close()
     process.stderr.close()
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=PATIENCE) == 0
     log = job_log(tmp_path)  # two pipes' lines may come in either order, and their ends after both
     assert log.count("late") == 2 and "later" in log
 
@@ -114,7 +115,7 @@ def test_a_terminal_stays_one_for_the_first_rank(tmp_path):
     process = subprocess.Popen(words, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     shown = shown_on(mine)
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=PATIENCE) == 0
     assert shown.count(b"\r") > 20 and b"a line\r\n" in shown and b"20/20" in shown
 
 
@@ -124,10 +125,10 @@ def test_a_terminal_stays_one_for_the_first_rank(tmp_path):
         (["exit=0"], 0, ""),
         (["exit=1:85"], 85, ""),
         (["exit=85"], 85, ""),
-        (["exit=2:93", "obey=60"], 93, ""),
-        (["kill=1:9", "obey=60"], 137, "was killed by SIGKILL; perhaps out of memory"),
-        (["kill=1:11", "obey=60"], 139, "was killed by SIGSEGV: a crash inside a library"),
-        (["sleep=0:0.5", "exit=0:1", "obey=60"], 1, ""),
+        (["exit=2:93", "obey"], 93, ""),
+        (["kill=1:9", "obey"], 137, "was killed by SIGKILL; perhaps out of memory"),
+        (["kill=1:11", "obey"], 139, "was killed by SIGSEGV: a crash inside a library"),
+        (["sleep=0:0.5", "exit=0:1", "obey"], 1, ""),
         (["exit=64"], 64, ""),
     ],
 )
@@ -139,12 +140,14 @@ def test_the_exit_code_is_the_first_failing_ranks(tmp_path, acts, code, told):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
 def test_a_warning_reaches_every_rank_once_and_all_may_save(tmp_path, number):
-    process = start(tmp_path, 3, "ready", "children", "warned=1.5")
+    process = start(tmp_path, 3, "ready", "children", "warned")
     ready(tmp_path, 3)
     for _ in range(1 if number == signal.SIGINT else 3):
         process.send_signal(number)
         time.sleep(0.1)
-    process.communicate(timeout=30)
+    warned(tmp_path, 3)
+    save(tmp_path)
+    process.communicate(timeout=PATIENCE)
     assert process.returncode == 85 and not left(tmp_path)
     name = "SIGTERM" if number == signal.SIGHUP else signal.Signals(number).name
     for rank in range(3):  # torchrun sends SIGTERM to those that take longer than the first
@@ -153,18 +156,18 @@ def test_a_warning_reaches_every_rank_once_and_all_may_save(tmp_path, number):
 
 
 def test_ctrl_c_before_any_rank_has_started_ends_the_launcher_without_a_traceback(tmp_path):
-    process = start(tmp_path, 2, "obey=60")
+    process = start(tmp_path, 2, "obey")
     told = next(line for line in process.stderr if "2 processes of this machine" in line)
-    time.sleep(0.3)  # it imports PyTorch
+    until(lambda: b"libtorch" in Path(f"/proc/{process.pid}/maps").read_bytes(), "the import of PyTorch", process)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 85 and "SIGINT during the start: nothing to save" in errors, told + errors
     assert "Traceback" not in errors and not left(tmp_path)
 
 
 def test_ctrl_c_on_a_terminal_reaches_the_ranks_once_and_a_second_ends_them(tmp_path):
     mine, theirs = pty.openpty()
-    words = launched.words("local", tmp_path, "job.gpus=3", "ready", "children", "warned=60")
+    words = launched.words("local", tmp_path, "job.gpus=3", "ready", "children", "warned")
     code = "import os, fcntl, termios, sys; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
     process = subprocess.Popen(
         [sys.executable, "-c", code, *words], cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs
@@ -172,24 +175,24 @@ def test_ctrl_c_on_a_terminal_reaches_the_ranks_once_and_a_second_ends_them(tmp_
     os.close(theirs)
     ready(tmp_path, 3)
     os.write(mine, b"\x03")
-    until(lambda: all((tmp_path / f"signals-{rank}").exists() for rank in range(3)), what="the first Ctrl-C")
-    time.sleep(0.5)
-    assert [(tmp_path / f"signals-{rank}").read_text() for rank in range(3)] == ["SIGINT\n"] * 3
-    assert process.poll() is None
+    warned(tmp_path, 3)
+    process.send_signal(signal.SIGUSR1)  # which comes after whatever else the Ctrl-C sends
+    until(lambda: all("SIGUSR1" in received for received in signals(tmp_path, 3)), "the next signal", process)
+    assert signals(tmp_path, 3) == [["SIGINT", "SIGUSR1"]] * 3
     os.write(mine, b"\x03")
-    assert process.wait(timeout=10) == 130 and not left(tmp_path)
+    assert process.wait(timeout=PATIENCE) == 130 and not left(tmp_path)
     os.close(mine)
 
 
 def test_a_killed_rank_ends_all_with_their_children(tmp_path):
     """The children are in the background, in new sessions and daemons with no trace of their origin, and ignore
     every signal they can."""
-    process = start(tmp_path, 3, "children", "ready", "obey=60")
+    process = start(tmp_path, 3, "children", "ready", "obey")
     ranks = ready(tmp_path, 3)
     until(lambda: len(left(tmp_path)) == 16, what="the start of all children")  # 2 launchers, 2 tee, 3 + 3 x 3
     os.kill(random.Random(time.time_ns()).choice(ranks), signal.SIGKILL)
-    until(lambda: not left(tmp_path), 15, "the end of all processes")
-    _, errors = process.communicate(timeout=10)
+    until(lambda: not left(tmp_path), "the end of all processes")
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 137, errors
 
 

@@ -14,8 +14,8 @@ import pytest
 from hpclm import config
 from hpclm.errors import ConfigError
 from hpclm.launch import mpi
-from tests.launch.launched import job_log, launched, left, ready, signals, start
-from tests.runs import hpclm, until
+from tests.launch.launched import job_log, launched, left, ready, save, signals, start, warned
+from tests.runs import PATIENCE, hpclm, until
 
 needs_mpirun = [pytest.mark.mpi, pytest.mark.skipif(not shutil.which("mpirun"), reason="mpirun is not installed")]
 
@@ -122,8 +122,8 @@ class TestHere:
         [
             (["print=hello", "exit=0"], 0, "hello\n"),
             (["sleep=1:1", "exit=85"], 85, ""),
-            (["children", "exit=2:93", "sleep=60"], 93, "Exit code:    93"),
-            (["children", "kill=1:9", "sleep=60"], 137, "on signal 9 (Killed)"),
+            (["children", "exit=2:93", "sleep"], 93, "Exit code:    93"),
+            (["children", "kill=1:9", "sleep"], 137, "on signal 9 (Killed)"),
         ],
     )
     def test_the_exit_code_is_the_first_failing_ranks_and_nothing_is_left(self, tmp_path, acts, code, told):
@@ -133,24 +133,26 @@ class TestHere:
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
     def test_a_warning_reaches_every_rank_once_and_all_may_save(self, tmp_path, number):
-        process = start("mpi", tmp_path, "job.gpus=3", "ready", "children", "warned=2")
+        process = start("mpi", tmp_path, "job.gpus=3", "ready", "children", "warned")
         ready(tmp_path, 3)
         process.send_signal(number)
-        _, errors = process.communicate(timeout=60)
+        warned(tmp_path, 3)
+        save(tmp_path)
+        _, errors = process.communicate(timeout=PATIENCE)
         assert process.returncode == 85, errors
         first = {got[0] for got in signals(tmp_path, 3)}  # mpirun may end the others once the first has left
         assert len(first) == 1 and first <= {"SIGUSR1", "SIGUSR2"} and not left(tmp_path)
 
     @pytest.mark.parametrize("victim", ["launcher", "mpirun"])
     def test_kill_9_of_what_started_the_ranks_ends_them(self, tmp_path, victim):
-        process = start("mpi", tmp_path, "job.gpus=2", "ready", "obey=60")
+        process = start("mpi", tmp_path, "job.gpus=2", "ready", "obey")
         ready(tmp_path, 2)
         time.sleep(random.uniform(0, 0.3))
         started = psutil.Process(process.pid).children(recursive=True)
         [mpirun] = [child.pid for child in started if child.name() == "mpirun"]
         os.kill({"launcher": process.pid, "mpirun": mpirun}[victim], signal.SIGKILL)
-        process.communicate(timeout=60)
-        until(lambda: not left(tmp_path), 10, "the end of all processes")
+        process.communicate(timeout=PATIENCE)
+        until(lambda: not left(tmp_path), "the end of all processes")
 
     def test_more_nodes_than_this_want_a_hostfile(self, tmp_path):
         code, _, errors = launched("mpi", tmp_path, "job.nodes=2", "exit=0", env=clean())
@@ -199,13 +201,13 @@ class TestNodes:
     def test_kill_9_leaves_nothing_on_any_host(self, nodes, tmp_path, victim):
         hostfile, env, (a, b) = nodes
         out = tmp_path / "out"
-        acts = ["ready", *(["sleep=3:1", "kill=3:9"] if victim == "rank" else []), "sleep=60"]
+        acts = ["ready", *(["sleep=3:1", "kill=3:9"] if victim == "rank" else []), "sleep"]
         process = start("mpi", out, f"{hostfile} job.nodelist={a}@{b}:0,1", *acts, env=env)
         ready(out, 4)
         if victim == "launcher":
             process.kill()
-        _, errors = process.communicate(timeout=60)
-        until(lambda: not left(out), 10, "the end of all processes on all hosts")
+        _, errors = process.communicate(timeout=PATIENCE)
+        until(lambda: not left(out), "the end of all processes on all hosts")
         if victim == "rank":
             assert process.returncode == 137 and f"on node {b} exited on signal 9 (Killed)" in errors
 

@@ -11,7 +11,7 @@ import pytest
 
 from hpclm.launch import torchrun
 from tests.forks import Ranks, hpclm
-from tests.runs import ROOT, has_step, lines, losses, until
+from tests.runs import PATIENCE, ROOT, has_step, lines, losses, until
 
 WORDS = ["budget.steps=60", "checkpoint.every=5", "batch.micro_size=1", "cluster.preflight=false"]
 
@@ -34,7 +34,7 @@ def launch(tiny, tmp_path):
     launcher = subprocess.Popen(
         command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
-    until(lambda: has_step(tmp_path / "run", 8), 120, "step 8", launcher)
+    until(lambda: has_step(tmp_path / "run", 8), "step 8", launcher)
     yield launcher
     launcher.kill()
     launcher.wait()
@@ -43,7 +43,7 @@ def launch(tiny, tmp_path):
 def test_a_killed_rank_is_started_again_and_the_run_learns_the_same(launch, tmp_path):
     out, doomed = tmp_path / "run", ranks_of(launch)[1]
     os.kill(doomed, signal.SIGKILL)
-    _, said = launch.communicate(timeout=120)
+    _, said = launch.communicate(timeout=PATIENCE)
     assert launch.returncode == 0, said
     attempts = [json.loads(line) for line in lines(out / "attempts.jsonl")]
     assert len(attempts) == 2 and attempts[1]["from_step"] >= 5
@@ -57,7 +57,7 @@ def test_a_killed_rank_is_started_again_and_the_run_learns_the_same(launch, tmp_
 
 def test_ranks_that_end_on_purpose_are_not_started_again(launch, tmp_path):
     launch.terminate()
-    _, said = launch.communicate(timeout=60)
+    _, said = launch.communicate(timeout=PATIENCE)
     assert launch.returncode == 85, said
     assert len(lines(tmp_path / "run/attempts.jsonl")) == 1
 

@@ -336,7 +336,7 @@ TWO_BY_TWO = ["--nodes=2", "--ntasks-per-node=2"]
 @pytest.mark.parametrize("template", [TEMPLATES[0], REST[0], *TEMPLATES[2:]])
 def test_a_template_works_by_hand_and_a_run_that_saved_is_started_again_once(cluster, by_hand, template):
     job, log = by_hand(template, "again=1", options=TWO_BY_TWO)
-    cluster.wait(job, ["COMPLETED", "FAILED"], timeout=180)
+    cluster.wait(job, ["COMPLETED", "FAILED"])
     text = log.read_text()
     shown = cluster.show(job)
     assert (shown["JobState"], shown["Restarts"]) == ("COMPLETED", "1"), text
@@ -348,7 +348,7 @@ def test_a_template_works_by_hand_and_a_run_that_saved_is_started_again_once(clu
 @pytest.mark.parametrize("code", [pytest.param(64, marks=pytest.mark.whole), 93])
 def test_any_other_exit_code_is_the_jobs_own(cluster, by_hand, template, code):
     job, log = by_hand(template, f"code={code}", options=TWO_BY_TWO)
-    assert cluster.wait(job, timeout=120) == "FAILED", log.read_text()
+    assert cluster.wait(job) == "FAILED", log.read_text()
     shown = cluster.show(job)
     assert (shown["ExitCode"], shown["Restarts"]) == (f"{code}:0", "0")
 
@@ -369,7 +369,7 @@ def test_a_job_that_a_person_cancels_stays_cancelled(cluster, by_hand, template)
     job, log = by_hand(template, "seconds=90", options=TWO_BY_TWO)
     until(lambda: ranks(log) == 4)
     cluster.run(["scancel", job])
-    assert cluster.wait(job, timeout=60) == "CANCELLED"
+    assert cluster.wait(job) == "CANCELLED"
     time.sleep(2)
     assert cluster.show(job)["Restarts"] == "0", log.read_text()
     assert not cluster.processes(r"a b\.yaml")

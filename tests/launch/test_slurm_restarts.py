@@ -30,7 +30,7 @@ def ranks_by_node(job):
 def wait_for_a_checkpoint(job):
     """Step 5 is saved beside step 6, and what is killed before that is published begins anew."""
     job.wait_for_step(6)
-    until((job.out / "checkpoints/latest").exists, 60, "a checkpoint", job.cluster)
+    until((job.out / "checkpoints/latest").exists, "a checkpoint", job.cluster)
 
 
 def number_of(pid):
@@ -44,9 +44,9 @@ def seconds_to_the_next_step(job, starts, began):
     def rows_since():
         return [row for row in lines(job.out / "metrics.jsonl") if row.endswith("}")]
 
-    until(lambda: len(attempts(job)) == starts, 90, f"start {starts}\n{job.log()[-3000:]}", job.cluster)
+    until(lambda: len(attempts(job)) == starts, f"start {starts}\n{job.log()[-3000:]}", job.cluster)
     before = len(rows_since())
-    until(lambda: len(rows_since()) > before, 60, "a step", job.cluster)
+    until(lambda: len(rows_since()) > before, "a step", job.cluster)
     return time.monotonic() - began
 
 
@@ -69,9 +69,9 @@ def test_a_rank_killed_on_the_second_node_is_started_again_until_no_restart_is_l
     assert again["from_step"] >= 5 and again["hosts"] == first["hosts"]
     job.wait_for_step(job.step() + 2)
     os.kill(ranks_by_node(job)[second][0], signal.SIGKILL)
-    assert cluster.wait(job.id, timeout=60) == "FAILED"
+    assert cluster.wait(job.id) == "FAILED"
     assert cluster.show(job.id)["ExitCode"] in ("85:0", "137:0") and len(attempts(job)) == 2
-    until(lambda: not job.ranks(), 20, "the end of all ranks", cluster)
+    until(lambda: not job.ranks(), "the end of all ranks", cluster)
 
 
 @pytest.mark.whole

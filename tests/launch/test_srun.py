@@ -11,8 +11,8 @@ import pytest
 
 from hpclm import config
 from hpclm.launch import srun
-from tests.launch.launched import job_log, launched, left, ready, signals, words
-from tests.runs import ROOT, until
+from tests.launch.launched import job_log, launched, left, ready, save, signals, warned, words
+from tests.runs import PATIENCE, ROOT, until
 
 
 def test_srun_gets_every_count():
@@ -48,8 +48,8 @@ def inside(cluster, salloc, out, settings, *acts):
     [
         (["print=hello", "env=CUDA_VISIBLE_DEVICES"], 0, r"hello\n"),
         (["sleep=1:1", "exit=85"], 85, ""),
-        (["ready", "meet=4", "kill=3:9", "obey=100"], 137, r"task 3: Killed"),
-        (["ready", "meet=4", "exit=1:93", "obey=100"], 93, r"task 1: Exited with exit code 93"),
+        (["ready", "meet=4", "kill=3:9", "obey"], 137, r"task 3: Killed"),
+        (["ready", "meet=4", "exit=1:93", "obey"], 93, r"task 1: Exited with exit code 93"),
     ],
 )
 def test_ranks_run_on_all_nodes_and_their_ends_come_through(cluster, salloc, tmp_path, acts, code, told):
@@ -61,19 +61,22 @@ def test_ranks_run_on_all_nodes_and_their_ends_come_through(cluster, salloc, tmp
         shown = [line.split() for line in log.splitlines() if "CUDA_VISIBLE_DEVICES" in line]
         assert sorted(line[0] for line in shown) == ["0", "1", "2", "3"] and len({line[1] for line in shown}) == 2
         assert {line[2] for line in shown} == {"CUDA_VISIBLE_DEVICES=0,1,2,3"}
-    until(lambda: not left(tmp_path), 15, "the end of all processes")
+    until(lambda: not left(tmp_path), "the end of all processes")
 
 
 def test_a_warning_reaches_every_rank_and_all_may_save(cluster, salloc, tmp_path):
-    command = [*salloc, *words("srun", tmp_path, "job.nodes=2 job.gpus=2", "ready", "warned=1")]
+    command = [*salloc, *words("srun", tmp_path, "job.nodes=2 job.gpus=2", "ready", "warned")]
     options = {"cwd": ROOT, "env": cluster.env, "stdin": subprocess.DEVNULL, "text": True}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
     ready(tmp_path, 4)
     launchers = [pid for pid in left(tmp_path) if is_launcher(pid)]
     os.kill(min(launchers), signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
+    warned(tmp_path, 4)
+    received = signals(tmp_path, 4)
+    save(tmp_path)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 85, errors
-    assert [set(got) for got in signals(tmp_path, 4)] == [{"SIGUSR1"}] * 4  # Slurm sends it to every process of a step
+    assert [set(got) for got in received] == [{"SIGUSR1"}] * 4  # Slurm sends it to every process of a step
 
 
 def is_launcher(pid):

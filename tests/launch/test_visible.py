@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.runs import ROOT
+from tests.runs import PATIENCE, ROOT
 
 SMALL = ["configs/debug.yaml", "engine.device=cpu", "--dry-run", "--cluster", "slurm"]
 
@@ -14,7 +14,7 @@ SMALL = ["configs/debug.yaml", "engine.device=cpu", "--dry-run", "--cluster", "s
 def dry_run(out, *words):
     env = {**os.environ, "HPCLM_SITE": "", "PATH": "/usr/bin:/bin"}
     command = [sys.executable, "-m", "hpclm", "submit", *SMALL, f"out={out}/run", *words]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 from hpclm import cli
 from hpclm.node.secrets import Redactor, is_secret, problems
 from tests.forks import hpclm
+from tests.runs import PATIENCE
 
 ENV = {
     "HF_TOKEN": "hf_canary'12\"3\\",
@@ -249,6 +250,6 @@ def test_the_recorded_command_contains_no_secret(tiny, tmp_path):
 
     code = "import sys; from hpclm import cli; sys.exit(cli.main(['train', *sys.argv[3:]]))"
     command = [sys.executable, "-c", code, "--token", "canary", *tiny("run")]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE)
     attempt = json.loads((tmp_path / "run" / "attempts.jsonl").read_text())
     assert "--token '***'" in attempt["command"] and b"canary" not in everything(tmp_path / "run")

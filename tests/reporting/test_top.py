@@ -81,7 +81,7 @@ def test_on_a_terminal_it_is_live_and_shows_no_keys_until_q_or_ctrl_c(by, tmp_pa
     fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("4H", 24, 160, 0, 0))
     env = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(runs.ROOT)}
     command = [sys.executable, "-m", "hpclm", "top", "--every", "0.2"]
-    said, until = b"", time.monotonic() + 60
+    said, until = b"", time.monotonic() + runs.PATIENCE
 
     def wait_for(word):
         nonlocal said
@@ -99,7 +99,7 @@ def test_on_a_terminal_it_is_live_and_shows_no_keys_until_q_or_ctrl_c(by, tmp_pa
             wait_for(b"runs/b")
             assert not termios.tcgetattr(outer)[3] & termios.ECHO
             os.write(outer, b"q") if by == "q" else process.send_signal(signal.SIGINT)
-            assert process.wait(30) == 0
+            assert process.wait(runs.PATIENCE) == 0
             assert termios.tcgetattr(outer)[3] & termios.ECHO
         finally:
             process.kill()

@@ -1,10 +1,11 @@
 """Processes that hold a run directory: works for tests.traced."""
 
-import time
+import os
 
 from hpclm.errors import HpclmError, LockedError
 from hpclm.rundir.lease import Lease
 from tests.checkpoint.state import State, progress, store
+from tests.runs import until
 
 
 def job(start, number="7"):
@@ -13,11 +14,11 @@ def job(start, number="7"):
 
 
 def hold(gate, folder, env):
-    """Hold it until let go by the second gate; whether it was lost, and what a check then says."""
+    """Hold it until, after the second gate, a heartbeat finds it lost; whether it was, and what a check then says."""
     with Lease(folder, seconds=0.6, env=env) as lease:
         gate()
         gate()
-        time.sleep(0.3)
+        until(lambda: lease.lost, "the loss of the lease")
         try:
             lease.check()
         except LockedError as error:
@@ -43,13 +44,16 @@ def sign_off(gate, folder):
         gate()
 
 
-def contend(gate, folder, env):
-    """Take it, if it can be had, and look twice whether it is still held."""
+def contend(gate, folder, env, count):
+    """Take it, if it can be had, and look whether it is still held when all ``count`` attempts have tried."""
     gate()
+    tried = folder / f"tried-{os.getpid()}"
     try:
-        with Lease(folder, seconds=0.6, env=env) as lease:
-            time.sleep(0.5)
+        with Lease(folder, env=env) as lease:
+            tried.touch()
+            until(lambda: len(list(folder.glob("tried-*"))) == count, "the other attempts")
             lease.check()
             return lease.generation
     except LockedError as error:
+        tried.touch()
         return str(error)

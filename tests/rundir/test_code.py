@@ -12,7 +12,7 @@ import pytest
 from hpclm import config
 from hpclm.errors import ConfigError
 from hpclm.rundir import code
-from tests.runs import ROOT
+from tests.runs import PATIENCE, ROOT
 from tests.slurm import until
 
 MINE = "import json\nimport torch\nfrom tools import chart\nfrom helper import factor\n\n\ndef rate(position, length, optim):\n    return optim.lr * factor\n"
@@ -75,7 +75,7 @@ def test_a_warning_says_that_the_code_has_changed_since_the_last_attempt(mine, t
     def train(*more):
         command = [sys.executable, "-m", "hpclm", "train", *words, *more]
         env = os.environ | {"PYTHONPATH": str(mine)}
-        done = subprocess.run(command, cwd=mine, env=env, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, cwd=mine, env=env, capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == 0, done.stderr
         return warning in done.stderr
 
@@ -107,11 +107,11 @@ def test_a_job_with_a_snapshot_runs_the_code_it_was_submitted_with(cluster, tmp_
         path = out / "attempts.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    until(attempts, 60, "attempt", cluster)
+    until(attempts, "attempt", cluster)
     for path in ("own.py", "hpclm/training/loop.py"):  # what a git pull may do
         (checkout / path).write_text("raise SystemExit('other code')\n")
     cluster.run(["scontrol", "requeue", job])
-    until(lambda: len(attempts()) == 2, 60, "second attempt", cluster)
+    until(lambda: len(attempts()) == 2, "second attempt", cluster)
     first, second = attempts()
     assert first["code"] == second["code"] and first["git"] == second["git"]
     assert "is not the one" not in (out / "log.txt").read_text()

@@ -17,6 +17,7 @@ from hpclm.rundir.lease import Lease
 from tests import traced
 from tests.checkpoint.state import State, progress, saved, store
 from tests.rundir.holders import contend, hold, job, save_late, sign_off
+from tests.runs import PATIENCE
 
 needs_strace = pytest.mark.skipif(not traced.usable(), reason="strace is not installed, or may not trace here")
 ELSEWHERE = {"generation": 4, "host": "elsewhere", "pid": 1, "job": "9", "start": 0, "token": "x"}
@@ -31,29 +32,30 @@ def holding(folder, env):
     return process
 
 
-def seconds_to_take(folder, **options):
-    began = time.monotonic()
+def taken(folder, **options):
+    """The generation of a lease of ``folder``."""
     with Lease(folder, **options) as lease:
-        return time.monotonic() - began, lease.generation
+        return lease.generation
 
 
-def test_the_lease_of_a_dead_process_is_taken_over_at_once_and_generations_only_grow(tmp_path):
+def test_the_lease_of_a_dead_process_is_taken_over_at_once_and_generations_only_grow(tmp_path, caplog):
+    caplog.set_level("INFO")
     with holding(tmp_path, {}) as process:
         with pytest.raises(LockedError, match=f"process {process.tid} on {socket.gethostname()}"), Lease(tmp_path):
             pass
         os.kill(process.tid, signal.SIGKILL)
         assert process.end().code == -9
-    for generation in (2, 3, 4):
-        seconds, found = seconds_to_take(tmp_path)
-        assert seconds < 1 and found == generation
+    assert [taken(tmp_path) for _ in range(3)] == [2, 3, 4] and "waiting" not in caplog.text
 
 
-def test_the_lease_of_another_host_without_heartbeats_is_taken_over_after_its_seconds(tmp_path):
+def test_the_lease_of_another_host_without_heartbeats_is_taken_over_after_its_seconds(tmp_path, caplog):
+    caplog.set_level("INFO")
     (tmp_path / "lock").write_text(json.dumps(ELSEWHERE))
     (tmp_path / "lock.beat").write_text("4 17\n")
     os.utime(tmp_path / "lock.beat", (time.time() + 5000,) * 2)  # its clock is wrong, which does not matter
-    seconds, generation = seconds_to_take(tmp_path, seconds=1)
-    assert 1 <= seconds < 2 and generation == 5
+    began = time.monotonic()
+    assert taken(tmp_path, seconds=1) == 5 and time.monotonic() - began >= 1
+    assert "waiting 1 s for a heartbeat of process 1 on elsewhere" in caplog.text
 
 
 def test_a_live_holder_on_another_host_is_respected_although_its_lock_is_not_visible(tmp_path):
@@ -69,7 +71,7 @@ def test_a_live_holder_on_another_host_is_respected_although_its_lock_is_not_vis
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        with pytest.raises(LockedError, match="process 1 on elsewhere, job 9"), Lease(tmp_path, seconds=1):
+        with pytest.raises(LockedError, match="process 1 on elsewhere, job 9"), Lease(tmp_path, seconds=PATIENCE):
             pass
     finally:
         over.set()
@@ -78,22 +80,22 @@ def test_a_live_holder_on_another_host_is_respected_although_its_lock_is_not_vis
 
 
 @pytest.mark.parametrize("stopped", [True, False])
-def test_a_requeued_job_takes_over_at_once_and_the_earlier_attempt_finds_out(tmp_path, stopped):
+def test_a_requeued_job_takes_over_at_once_and_the_earlier_attempt_finds_out(tmp_path, stopped, caplog):
+    caplog.set_level("INFO")
     with holding(tmp_path, job(0)) as zombie:
         if stopped:
             os.kill(zombie.tid, signal.SIGSTOP)
         for env in (job(0), job(1, "8"), {}):  # neither the same start, nor another job, nor a process outside any job
             with pytest.raises(LockedError), Lease(tmp_path, env=env):
                 pass
-        began = time.monotonic()
         with Lease(tmp_path, env=job(1)) as lease:
-            assert time.monotonic() - began < 1 and lease.generation == 2
+            assert lease.generation == 2 and "waiting" not in caplog.text
             os.kill(zombie.tid, signal.SIGCONT)
             zombie._pipe.send("go")
             lost, said = zombie.end().answer
             assert lost and f"taken over by process {os.getpid()} on " in said and "job 7" in said
             lease.check()
-    assert seconds_to_take(tmp_path)[1] == 3
+    assert taken(tmp_path) == 3
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +122,7 @@ def test_an_attempt_that_was_given_up_at_any_system_call_of_a_save_takes_nothing
         if str(run / "c") not in line:
             continue
         reset(run, good)
-        with traced.Traced(save_late, run, 3.0, inject=f"{call}:delay_enter=60000000:when={number}") as old:
+        with traced.Traced(save_late, run, 3.0, inject=f"{call}:delay_enter={traced.HELD}:when={number}") as old:
             old.go()
             old.wait_until_held(call, number)
             with Lease(run, env=job(1)) as lease:
@@ -152,7 +154,7 @@ def test_an_attempt_that_was_given_up_while_it_signs_off_leaves_the_next_one_its
         if str(tmp_path) not in line:
             continue
         (tmp_path / "lock").unlink()
-        with traced.Traced(sign_off, tmp_path, inject=f"{call}:delay_enter=60000000:when={number}") as old:
+        with traced.Traced(sign_off, tmp_path, inject=f"{call}:delay_enter={traced.HELD}:when={number}") as old:
             old.go()
             old.wait_until_held(call, number)
             with Lease(tmp_path, env=job(1)) as lease:
@@ -173,7 +175,7 @@ def test_of_three_attempts_at_once_one_gets_the_lease(tmp_path, before, held_up)
             last.end()
         fault = {"calls": "rename,fsync,flock", "inject": f"{held_up}:delay_enter=100000:when=1"}
         with ExitStack() as opened:
-            takers = [opened.enter_context(traced.Traced(contend, tmp_path, job(1), **fault)) for _ in range(3)]
+            takers = [opened.enter_context(traced.Traced(contend, tmp_path, job(1), 3, **fault)) for _ in range(3)]
             answers = [taker.end().answer for taker in [taker.go() for taker in takers]]
         assert sorted(str(answer)[:1] for answer in answers) == sorted(["2", "/", "/"]), answers
 

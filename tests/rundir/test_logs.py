@@ -1,10 +1,10 @@
 import threading
-import time
 
 import pytest
 
 from hpclm.rundir import logs as following
 from hpclm.rundir.logs import follow, last
+from tests.runs import PATIENCE, until
 
 
 @pytest.fixture
@@ -30,15 +30,23 @@ def test_the_last_lines_that_match_are_found_however_far_back(tmp_path):
 
 
 def seen(path, act, lines=0, pattern=None):
-    """What a follower sees while ``act`` writes."""
-    over = threading.Event()
-    found = []
-    thread = threading.Thread(target=lambda: found.extend(follow(path, lines, pattern, over.is_set)))
+    """What a follower sees while ``act(settled)`` writes; ``settled()`` waits until it has read all that there is."""
+    over, asked, found = threading.Event(), [], []
+
+    def ask():  # which it does when there is nothing to read
+        asked.append(1)
+        return over.is_set()
+
+    def settled():
+        before = len(asked)
+        until(lambda: len(asked) >= before + 2, "the follower's next look")
+
+    thread = threading.Thread(target=lambda: found.extend(follow(path, lines, pattern, ask)), daemon=True)
     thread.start()
-    time.sleep(0.1)
-    act()
+    settled()
+    act(settled)
     over.set()
-    thread.join(10)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
     return b"".join(found).decode()
 
@@ -47,12 +55,12 @@ def test_lines_are_followed_as_they_come(tmp_path, quick):
     path = tmp_path / "log"
     path.write_text("1\n2\n3\n")
 
-    def grow():
+    def grow(settled):
         with path.open("a") as file:
             for text in ("4\n", "fi", "ve\n6\n"):
                 file.write(text)
                 file.flush()
-                time.sleep(0.1)
+                settled()
 
     assert seen(path, grow, lines=2) == "2\n3\n4\nfive\n6\n"
     path.write_text("1\n2\n3\n")
@@ -60,18 +68,18 @@ def test_lines_are_followed_as_they_come(tmp_path, quick):
 
 
 def test_a_missing_file_is_waited_for(tmp_path, quick):
-    assert seen(tmp_path / "log", lambda: (tmp_path / "log").write_text("1\n2")) == "1\n2"
+    assert seen(tmp_path / "log", lambda _: (tmp_path / "log").write_text("1\n2")) == "1\n2"
 
 
 def test_a_file_that_is_truncated_or_replaced_is_read_from_its_beginning(tmp_path, quick):
     path = tmp_path / "log"
     path.write_text("old, and long\n")
 
-    def act():
+    def act(settled):
         path.write_text("new\n")
-        time.sleep(0.2)
+        settled()
         path.unlink()
-        time.sleep(0.2)
+        settled()
         path.write_text("newer, after a restart\n")
 
     assert seen(path, act) == "new\nnewer, after a restart\n"

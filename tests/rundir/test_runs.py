@@ -12,6 +12,7 @@ from hpclm.errors import ConfigError
 from hpclm.rundir import runs, submissions
 from hpclm.rundir.submissions import Submission
 from hpclm.rundir.summary import RunSummary
+from tests import work
 
 
 def make(folder, attempts=(), rows=(), ended=None, summary=True, **files):
@@ -114,12 +115,9 @@ def test_the_newest_checkpoint_is_the_one_of_the_highest_step_and_a_thousand_bro
     (folder / "step-100001002").mkdir()
     os.mkfifo(folder / "step-100001002" / "MANIFEST.json")
     shutil.copy(folder / "step-00000900" / "MANIFEST.json", folder / ".tmp-step-200000000")
-    times = []
-    for _ in range(3):  # another process may have the core for a moment
-        began = time.monotonic()
-        assert runs.read(tmp_path).checkpoint[0] == 100000000
-        times.append(time.monotonic() - began)
-    assert min(times) < 0.3
+    assert runs.read(tmp_path).checkpoint[0] == 100000000
+    print(work.calls(lambda: runs.read(tmp_path)))
+    assert work.calls(lambda: runs.read(tmp_path)) < 1
 
 
 def test_the_planned_steps_are_those_of_the_last_attempt_or_of_a_later_submission(tmp_path):

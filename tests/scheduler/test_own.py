@@ -21,7 +21,7 @@ def test_a_scheduler_of_ones_own_submits_shows_and_cancels(tmp_path, tiny):
     assert "-m hpclm.train" in done.stdout and "it looks well" in done.stderr and not out.exists()
     done = hpclm("submit", *words, check=0, env=env)
     job = done.stdout.split()[1].rstrip(":")
-    until(lambda: '"step": 3,' in "".join(lines(out / "metrics.jsonl")), 120, "step 3")
+    until(lambda: '"step": 3,' in "".join(lines(out / "metrics.jsonl")), "step 3")
     [status] = json.loads(hpclm("status", "--json", out, check=0, env=env).stdout)
     assert status["state"] == "running" and status["job"]["id"] == job
     assert f"job {job} (running)" in hpclm("submit", *words, check=75, env=env).stderr

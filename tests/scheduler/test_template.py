@@ -16,6 +16,7 @@ from hpclm.launch import setup
 from hpclm.node import python
 from hpclm.scheduler import template
 from hpclm.scheduler.template import directive, name, options_of
+from tests.runs import PATIENCE
 
 SHIPPED = sorted(shipped.folder("slurm").glob("*.sbatch"))
 
@@ -323,7 +324,7 @@ def test_nothing_that_a_person_can_say_escapes_into_the_script(stage, fields, en
         input=made.encode(),
         cwd=stage,
         capture_output=True,
-        timeout=60,
+        timeout=PATIENCE,
         env={
             "PATH": f"{stage}/bin:/usr/bin:/bin",
             "NOTES": str(stage),

@@ -13,7 +13,7 @@ from hpclm.checkpoint import store as stores
 from hpclm.training import metrics, writer
 from hpclm.training.control import ControlSync
 from hpclm.training.writer import WriterThread
-from tests.runs import lines, losses
+from tests.runs import lines, losses, until
 
 
 def test_work_is_done_in_order_by_another_thread_and_flush_waits_for_it():
@@ -44,6 +44,7 @@ def test_more_work_than_may_wait_waits(monkeypatch):
 
         giver = threading.Thread(target=give)
         giver.start()
+        until(lambda: len(given) == 3, "the third piece of work")
         giver.join(0.3)
         assert len(given) == 3  # one that is done, and two that wait
         door.set()

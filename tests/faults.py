@@ -117,6 +117,18 @@ class SlowBlock(Block):
         return super().forward(x, layout)
 
 
+class WarnedBlock(SlowBlock):
+    """A SlowBlock of which the TEST_WARN-th call warns rank 1."""
+
+    calls = 0
+
+    def forward(self, x, layout):
+        WarnedBlock.calls += 1
+        if WarnedBlock.calls == int(os.environ["TEST_WARN"]) and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().forward(x, layout)
+
+
 def late(*words):
     """A data source that takes TEST_PAUSE seconds to be built, on rank 0 (which builds first) and the others."""
     time.sleep(float(os.environ["TEST_PAUSE"]))

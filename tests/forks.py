@@ -65,6 +65,11 @@ def _server():
     return process, address, folder
 
 
+def ready():
+    """Have the process to fork there, which imports PyTorch first."""
+    _server()
+
+
 def start(work, *args):
     """Run ``work(pipe, *args)`` in a fork. Gives this end of the pipe; its last word is ("exit", code), -9 when killed."""
     pipe = Client(_server()[1])

@@ -4,6 +4,7 @@ import faulthandler
 import io
 import json
 import logging
+import os
 import re
 import signal
 import subprocess
@@ -233,11 +234,12 @@ def test_after_a_run_logging_is_as_before(tiny):
 
 
 def test_a_second_interrupt_does_not_wait_and_says_what_is_lost(tiny, tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("TEST_PAUSE", "0.2")  # a step takes 0.8 s
+    monkeypatch.setenv("TEST_PAUSE", "0.2")
     settings = hpclm.settings(*tiny("run", "model.block=tests.faults:SlowBlock", "checkpoint.every=1"))
 
     def interrupt():
         until((tmp_path / "run/checkpoints/latest").exists)
+        os.environ["TEST_PAUSE"] = "3600"  # the step is not finished before the second one
         signal.raise_signal(signal.SIGINT)
         until(lambda: "finishing this step" in capfd.readouterr().err)
         signal.raise_signal(signal.SIGINT)
@@ -248,7 +250,7 @@ def test_a_second_interrupt_does_not_wait_and_says_what_is_lost(tiny, tmp_path, 
         hpclm.train(settings)
     thread.join()
     run = hpclm.open(settings.out)
-    [last] = run.checkpoints
+    last = run.checkpoints[-1]
     assert repr(run).partition(": ")[2].startswith(f"exited, interrupted: not saved since step {last.step}, exiting")
     assert (
         (tmp_path / "run/log.txt").read_text().endswith(f"W interrupted: not saved since step {last.step}, exiting\n")

@@ -23,7 +23,7 @@ RANK = command_of("hpclm.train")
 def uninterrupted(folder, size, *words):
     """Losses in hex, by step, of ``size`` processes that nobody disturbs."""
     with Ranks(size, [*RUN, *words, f"out={folder}"]) as ranks:
-        assert {code for code, _ in ranks.wait(500).values()} == {0}
+        assert {code for code, _ in ranks.wait().values()} == {0}
     return losses(folder)
 
 
@@ -53,7 +53,7 @@ class Job:
 
     def alive(self):
         """What Slurm knows of the job; an error when it is over. For a moment a job on its way back into the queue is FAILED."""
-        until_then = time.monotonic() + 10
+        until_then = time.monotonic() + 60
         while (shown := self.cluster.show(self.id))["JobState"] in ENDED and time.monotonic() < until_then:
             time.sleep(0.2)
         assert shown["JobState"] not in ENDED, f"{shown}\n{self.log()}"
@@ -161,7 +161,7 @@ OFTEN = ["preemption by another partition", "USR1 to all"]  # without and with t
     ids=lambda value: len(value) if isinstance(value, list) else f"{value} a node",
 )
 def test_a_job_that_is_ended_in_every_way_learns_what_an_undisturbed_one_does(cluster, tmp_path, names, tasks):
-    budget = f"budget.steps={30 + 20 * len(names)}"
+    budget = f"budget.steps={60 + 40 * len(names)}"  # a busy machine lets it go on before it is disturbed
     alone = Job(cluster, tmp_path / "alone", 2, tasks, budget)  # the order of gloo's sums is the nodes', too
     alone.finish()
     job = Job(cluster, tmp_path / "run", 2, tasks, budget, "job.partition=low")

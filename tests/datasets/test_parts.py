@@ -5,7 +5,7 @@ import random
 import shutil
 import signal
 import subprocess
-import time
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -49,12 +49,30 @@ def ended(processes):
     return [process.wait(PATIENCE) for process in processes]
 
 
-def start(words, parts, **kwargs):
-    """A process for each part, all at once."""
+def start(words, parts, dies=None):
+    """A process for each part, all at once; that of the part ``dies`` is killed in the middle of its writing."""
     quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return [
-        subprocess.Popen([*COMMAND, *words, "--part", f"{part}/{parts}"], **quiet, **kwargs) for part in range(parts)
+        subprocess.Popen([*(DIES if part == dies else COMMAND), *words, "--part", f"{part}/{parts}"], **quiet)
+        for part in range(parts)
     ]
+
+
+DYING = """
+import os, signal, sys
+from hpclm import cli
+from hpclm.datasets.writer import Writer
+
+extend = Writer.extend
+
+def killed(self, *words):
+    extend(self, *words)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+Writer.extend = killed
+sys.exit(cli.main(["preprocess", *sys.argv[1:]]))
+"""
+DIES = [sys.executable, "-c", DYING]
 
 
 POLICIES = {
@@ -101,17 +119,12 @@ def test_parts_at_the_same_time_are_what_one_process_writes(seed):
 
 
 def test_a_killed_part_is_rewritten_and_the_others_are_reused():
-    words = [*corpus(lines=60_000), *BYTES]
+    words = [*corpus(lines=6000), *BYTES]
     assert preprocess(*words) == 0
     alone = content("x_text_document")
     for name in FILES:
         Path(name).unlink()
-    processes = start(words, 3, start_new_session=True)
-    until = time.monotonic() + 30
-    while not list(Path().glob("*.parts/*-1-of-3.bin.tmp-*")) and time.monotonic() < until:
-        time.sleep(0.002)
-    os.kill(processes[1].pid, signal.SIGKILL)
-    assert ended(processes) == [0, -signal.SIGKILL, 0]
+    assert ended(start(words, 3, dies=1)) == [0, -signal.SIGKILL, 0]
     assert not Path("x_text_document.idx").exists()
     kept = {path: path.stat().st_mtime_ns for path in Path().glob("*.parts/*.idx")}
     assert len(kept) == 2

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 
 import pytest
 
@@ -38,8 +37,8 @@ def number_of(pid):
         return int(dict(word.split("=", 1) for word in file.read().split("\0") if "=" in word)["RANK"])
 
 
-def seconds_to_the_next_step(job, starts, began):
-    """Seconds since ``began`` until start number ``starts`` has done a step."""
+def wait_for_the_next_step(job, starts):
+    """Wait until start number ``starts`` has done a step."""
 
     def rows_since():
         return [row for row in lines(job.out / "metrics.jsonl") if row.endswith("}")]
@@ -47,7 +46,6 @@ def seconds_to_the_next_step(job, starts, began):
     until(lambda: len(attempts(job)) == starts, f"start {starts}\n{job.log()[-3000:]}", job.cluster)
     before = len(rows_since())
     until(lambda: len(rows_since()) > before, "a step", job.cluster)
-    return time.monotonic() - began
 
 
 def test_a_rank_killed_on_the_second_node_is_started_again_until_no_restart_is_left(cluster, tmp_path):
@@ -56,11 +54,8 @@ def test_a_rank_killed_on_the_second_node_is_started_again_until_no_restart_is_l
     second = sorted(ranks_by_node(job))[1]
     doomed = ranks_by_node(job)[second][1]
     rank = number_of(doomed)
-    began = time.monotonic()
     os.kill(doomed, signal.SIGKILL)
-    seconds = seconds_to_the_next_step(job, 2, began)
-    print(f"the next step came {seconds:.1f} s after the kill")
-    assert seconds < 30  # about 8 on a quiet machine
+    wait_for_the_next_step(job, 2)
     why = f"restart 1 of 1: rank {rank} on {second} (pid "
     [told] = [line for line in lines(job.out / "log.txt") if why in line]
     assert "was killed" in told and "SIGKILL" in told  # in the words of that node's agent, or of the other rank there

@@ -66,6 +66,7 @@ def test_slurm_is_not_asked_at_every_look(tmp_path, monkeypatch):
     (tmp_path / "squeue").write_text(f"#!/bin/bash\necho asked >> {tmp_path}/asked\n")
     (tmp_path / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(top, "PATIENCE", runs.PATIENCE)
     run = make(tmp_path / "runs" / "a", [attempt(job_id="7")], ROWS[:5])
     watch = TopScreen(tmp_path / "runs")
     first = top.row(watch.look()[0])

@@ -5,11 +5,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from tests import runs
 from tests.runs import PATIENCE
 from tests.slurm import TOOL, slurm_cluster, tool, until
 
@@ -159,10 +159,7 @@ def test_a_cluster_goes_down_with_the_process_that_wanted_it():
     assert traces(folder)
     child.kill()
     child.communicate()
-    deadline = time.monotonic() + 60
-    while traces(folder) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert traces(folder) == []
+    runs.until(lambda: not traces(folder), "the end of the cluster")
 
 
 @pytest.mark.whole

@@ -52,13 +52,12 @@ def test_slurmctld_is_asked_little(cluster, tmp_path):
     spent["submit"] = requests(cluster)
     job.hpclm("submit", "--gpus", "8", "--sbatch", "hold", f"out={tmp_path}/held")
     spent["submit with GPUs"] = requests(cluster)
-    while job.step() < 2:
-        time.sleep(0.2)
+    job.wait_for_step(2)
     requests(cluster)
     before = job.step()
     time.sleep(3)
+    until(lambda: job.step() > before, "another step", cluster)
     spent["run"] = requests(cluster)
-    assert job.step() > before
     with subprocess.Popen([*hpclm, "logs", "-f", job.out], env=env, stdout=subprocess.DEVNULL) as follower:
         time.sleep(10)  # it used to ask every 2 s
         assert follower.poll() is None

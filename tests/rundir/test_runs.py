@@ -101,7 +101,7 @@ def test_a_run_without_a_summary_is_known_from_its_attempts(tmp_path):
     assert (run.step, run.attempt, run.summary) == (4, attempts[-1], {})
 
 
-def test_the_newest_checkpoint_is_the_one_of_the_highest_step_and_a_thousand_broken_ones_cost_little_time(tmp_path):
+def test_the_newest_checkpoint_is_the_one_of_the_highest_step_and_a_thousand_broken_ones_cost_little(tmp_path):
     folder = tmp_path / "checkpoints"
     checkpoint(folder / "step-00000900")
     checkpoint(folder / "step-100000000")
@@ -116,8 +116,7 @@ def test_the_newest_checkpoint_is_the_one_of_the_highest_step_and_a_thousand_bro
     os.mkfifo(folder / "step-100001002" / "MANIFEST.json")
     shutil.copy(folder / "step-00000900" / "MANIFEST.json", folder / ".tmp-step-200000000")
     assert runs.read(tmp_path).checkpoint[0] == 100000000
-    print(work.calls(lambda: runs.read(tmp_path)))
-    assert work.calls(lambda: runs.read(tmp_path)) < 1
+    assert work.calls(lambda: runs.read(tmp_path)) < 20_000  # some for each name, but no folder is looked into
 
 
 def test_the_planned_steps_are_those_of_the_last_attempt_or_of_a_later_submission(tmp_path):

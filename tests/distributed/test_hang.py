@@ -73,7 +73,7 @@ def positions(folder):
         look()
 
     def look_when_it_waits():
-        until(lambda: context.watchdog.waits_in, "a wait")
+        until(lambda: hang.position(context.watchdog.waits_in)[1], "a wait")
         look()
         waiting.touch()
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Barrier
 
 import pytest
@@ -106,8 +107,7 @@ def test_a_rank_that_ends_as_if_all_were_well_is_named(tiny, tmp_path):
 
 def connections(port):
     """How many are connected to a port of this machine."""
-    with open("/proc/net/tcp") as file:
-        rows = [line.split() for line in file.readlines()[1:]]
+    rows = [line.split() for family in ("tcp", "tcp6") for line in lines(Path("/proc/net", family))[1:]]
     return sum(row[3] == "01" and int(row[1].partition(":")[2], 16) == port for row in rows)
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from hpclm import cli
 from hpclm.checkpoint import store as stores
-from hpclm.training import metrics, writer
+from hpclm.training import control, metrics, writer
 from hpclm.training.control import ControlSync
 from hpclm.training.writer import WriterThread
-from tests.runs import lines, losses, until
+from tests.runs import PATIENCE, lines, losses, until
 
 
 def test_work_is_done_in_order_by_another_thread_and_flush_waits_for_it():
@@ -112,8 +112,9 @@ def test_all_steps_of_a_checkpoint_are_on_the_disk_before_it_is_there(background
         assert steps[:step] == list(range(1, step + 1)) and there >= step
 
 
-def test_an_evaluation_asks_the_ranks_about_once_a_second(tiny, tmp_path, monkeypatch):
-    """Each has 40 micro-batches."""
+def test_an_evaluation_asks_the_ranks_no_more_often_than_is_due(tiny, tmp_path, monkeypatch):
+    """Each has 40 micro-batches, which take no longer than the time between two questions."""
+    monkeypatch.setattr(control, "POLL_SECONDS", PATIENCE)
     asked = []
     poll = ControlSync.poll
     monkeypatch.setattr(ControlSync, "poll", lambda self: [asked.append(1), poll(self)][1])

@@ -25,8 +25,12 @@ class LossScale:
 
     @classmethod
     def of(cls, saved: Mapping[str, Any] | None, config: ScalerConfig) -> "LossScale":
-        """The saved scale (``vars`` of it), or the initial one if none was saved."""
-        return cls(**saved) if saved else cls.first(config)
+        """The saved scale (``vars`` of it), or the initial one if none was saved; within the limits that ``config`` sets now."""
+        if not saved:
+            return cls.first(config)
+        scale = cls(**saved)
+        value, hysteresis = max(scale.value, config.minimum), min(scale.hysteresis, config.hysteresis)
+        return replace(scale, value=value, hysteresis=hysteresis)
 
     def after(self, overflow: bool, config: ScalerConfig) -> "LossScale":
         """The scale after a step."""
@@ -35,6 +39,6 @@ class LossScale:
                 return replace(self, hysteresis=self.hysteresis - 1, good_steps=0)
             return LossScale(max(self.value / 2, config.minimum), self.hysteresis)
         good = self.good_steps + 1
-        if good == config.window:
+        if good >= config.window:  # more than it where a resumed run has lowered scaler.window
             return LossScale(self.value * 2, config.hysteresis)
         return replace(self, good_steps=good, hysteresis=config.hysteresis if config.consecutive else self.hysteresis)

@@ -20,6 +20,8 @@ from hpclm.files import read_bytes
 from hpclm.registry import a_class, lookup
 
 END = "<|endoftext|>"
+PROBE = "The quick brown fox jumps over the lazy dog; so it goes, and then it comes back again. " * 4
+"""A text on which a tokenizer that draws at random hardly draws twice alike."""
 CHECK = a_class("encode", "encode_batch", "decode", made_with=["files"])
 REQUIRED = ("size", "eod", "fingerprint", "encode", "encode_batch", "decode")
 """Attributes of a user-defined tokenizer; ``ends_itself`` is optional."""
@@ -117,7 +119,21 @@ def build(kind: str, files: list[str], eod: str | None = None) -> Tokenizer:
     missing = [name for name in REQUIRED if not hasattr(own, name)]
     if missing:
         raise ConfigError(f"tokenizer {kind} lacks {', '.join(missing)}; hpclm/data/tokenizers.py says what it needs")
+    if draws_at_random(own):
+        raise ConfigError(
+            f"tokenizer {kind} gives other ids each time it encodes a text, so that no dataset or score could be made twice; "
+            "let encode() return the same ids for the same text"
+        )
     return own
+
+
+def draws_at_random(tokenizer: Tokenizer) -> bool:
+    """Whether it gives a text other ids each time; False if it cannot encode English."""
+    try:
+        first, second = (tokenizer.encode(PROBE) for _ in range(2))
+    except Exception:  # whatever a tokenizer for another kind of text raises
+        return False
+    return not np.array_equal(first, second)
 
 
 def end(tokenizer: Tokenizer) -> int:

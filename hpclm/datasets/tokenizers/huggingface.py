@@ -1,8 +1,11 @@
 """Tokenizers with Hugging Face's tokenizers library, which only this file imports: BPE, WordPiece, any tokenizer.json."""
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,12 @@ from hpclm.datasets.tokenizers.vocabulary import expect, id_of_end, load, vocabu
 from hpclm.errors import ConfigError
 from hpclm.files import text_reader
 
+log = logging.getLogger("hpclm")
 SPACE = "\u2581"  # sentencepiece's space
+RANDOM = {"dropout": None, "alpha": None, "nbest_size": None}
+"""Attributes of the library's models by which they draw among the encodings of a text (BPE dropout, Provilkov et al. 2020; subword
+regularization, Kudo 2018), and their values without it."""
+PROBE = "The quick brown fox, 12 times."
 
 
 class Library:
@@ -96,7 +104,7 @@ class GPT2(Library):
 
 
 class TokenizerJson(Library):
-    """Any tokenizer.json, without its truncation, padding and template; a document ends with <|endoftext|> or </s>."""
+    """Any tokenizer.json, without its truncation, padding, sampling and template; a document ends with <|endoftext|> or </s>."""
 
     def __init__(self, files: list[str], eod: str | None = None):
         from tokenizers import Tokenizer
@@ -105,11 +113,51 @@ class TokenizerJson(Library):
 
         def make() -> Any:
             model = Tokenizer.from_file(str(path))
-            model.no_truncation()
-            model.no_padding()
+            report_switched_off(str(path), tuple(switch_off(model)))
             return model
 
         super().__init__("json", files, eod, make, [END, "</s>"], "<")
+        if wrong := changed_by_template(self.model):
+            raise ConfigError(f"tokenizer json: {path}: {wrong}")
+
+
+def switch_off(model: Any) -> list[str]:
+    """Switch off what would give the ids of a text at random, or cut or lengthen them; what that was, in words.
+
+    All other parts of a tokenizer.json (normalizers, pre-tokenizers, models and their caches) are functions of the text.
+    """
+    off = []
+    for name, default in RANDOM.items():
+        if value := getattr(model.model, name, default):
+            setattr(model.model, name, default)
+            off.append(f"model.{name}={value:g}, which draws ids at random")
+    if model.truncation:
+        off.append(f"truncation to {model.truncation['max_length']} tokens")
+        model.no_truncation()
+    if model.padding:
+        off.append("padding")
+        model.no_padding()
+    return off
+
+
+@cache
+def report_switched_off(path: str, off: tuple[str, ...]) -> None:
+    """Say once what of a tokenizer.json does not apply; a process that only encodes leaves that to the one that started it."""
+    if off and parent_process() is None:
+        log.warning("%s: switched off, so that a text always has the same ids: %s", path, "; ".join(off))
+
+
+def changed_by_template(model: Any) -> str | None:
+    """What is wrong with a template that changes ids even without its special tokens; None if it does not."""
+    template = model.post_processor
+    with _panics():
+        processed = model.encode(PROBE, add_special_tokens=False).ids
+        model.post_processor = None
+        plain = model.encode(PROBE, add_special_tokens=False).ids
+        model.post_processor = template
+    if processed == plain:
+        return None
+    return f"its post_processor makes {len(processed)} tokens of the {len(plain)} of a text; it must contain a text once, as it is"
 
 
 class WordPiece(Library):

@@ -1,4 +1,5 @@
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,12 @@ import pytest
 from hpclm import cli
 from hpclm.config.data import DataConfig
 from hpclm.data.tokenizers import build, describe, end, flat, mismatch, of_run
-from hpclm.datasets.tokenizers.huggingface import train_bpe
+from hpclm.datasets.tokenizers.huggingface import switch_off, train_bpe
+from hpclm.datasets.tokenizers.plain import Bytes
 from hpclm.datasets.tokenizers.sentencepieces import train_sentencepiece
 from hpclm.datasets.writer import Writer
 from hpclm.errors import ConfigError
+from tests.forks import hpclm
 
 SHARED = Path(__file__).parents[3].parent / "shared"
 DATA = SHARED / "data"
@@ -119,7 +122,7 @@ def test_bytes_are_bytes_and_a_broken_character_does_not_stop_the_decoding():
     assert tokenizer.decode([0x61, 0xC3, 256, 0x62]) == "a\ufffd<|endoftext|>b"
 
 
-def test_a_tokenizer_jsons_truncation_padding_and_template_are_left_out(made, tmp_path):
+def test_a_tokenizer_jsons_truncation_padding_and_template_are_left_out(made, tmp_path, caplog):
     settings = json.loads(Path(made["json"][0]).read_text())
     settings["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     settings["padding"] = {
@@ -140,6 +143,72 @@ def test_a_tokenizer_jsons_truncation_padding_and_template_are_left_out(made, tm
     (tmp_path / "t.json").write_text(json.dumps(settings))
     plain, fussy = build("json", made["json"]), build("json", [str(tmp_path / "t.json")])
     assert lists(fussy, TEXTS) == lists(plain, TEXTS)
+    assert (
+        "t.json: switched off, so that a text always has the same ids: truncation to 2 tokens; padding" in caplog.text
+    )
+
+
+def sampled(folder):
+    """A tokenizer.json with BPE dropout, long enough that it hardly ever gives a text the same ids twice."""
+    tree = json.loads(train_bpe(CORPUS, 300))
+    tree["model"]["dropout"] = 0.5
+    (folder / "sampled.json").write_text(json.dumps(tree))
+    return str(folder / "sampled.json")
+
+
+def test_bpe_dropout_is_switched_off_and_said_once(made, tmp_path, caplog):
+    path = sampled(tmp_path)
+    tokenizers = [build("json", [path]) for _ in range(2)]
+    text = CORPUS[0] * 20
+    assert {tuple(one.encode(text)) for one in tokenizers * 3} == {tuple(build("json", made["json"]).encode(text))}
+    assert tokenizers[0].marked(text, [])[0].tolist() == lists(tokenizers[1], [text])[0] == tokenizers[0].encode(text)
+    [said] = [line for line in caplog.messages if "switched off" in line]
+    assert said.startswith(path) and "model.dropout=0.5, which draws ids at random" in said
+    assert mismatch(tokenizers[0].fingerprint, build("json", [path]).fingerprint) is None
+
+
+def test_unigram_sampling_is_switched_off():
+    from tokenizers import Tokenizer, models
+
+    pieces = [("<unk>", 0.0), ("a", -1.0), ("b", -1.0), ("c", -1.0), ("ab", -1.5), ("bc", -1.5), ("abc", -1.6)]
+    model = Tokenizer(models.Unigram(pieces, 0, False))
+    model.model.alpha = 0.5
+    assert len({tuple(model.encode("abc" * 9).ids) for _ in range(20)}) > 1
+    assert switch_off(model) == ["model.alpha=0.5, which draws ids at random"]
+    assert len({tuple(model.encode("abc" * 9).ids) for _ in range(20)}) == 1
+    assert switch_off(model) == []
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_dataset_of_a_tokenizer_with_dropout_is_the_same_each_time(workers, tmp_path):
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in CORPUS * 5))
+    words = ["--tokenizer", "json", "--tokenizer-files", sampled(tmp_path), "--workers", workers]
+    for name in "ab":
+        done = hpclm("preprocess", "--input", tmp_path / "x.jsonl", "--output-prefix", tmp_path / name, *words, check=0)
+        assert done.stderr.count("model.dropout=0.5") == 1
+    assert (tmp_path / "a_text_document.bin").read_bytes() == (tmp_path / "b_text_document.bin").read_bytes()
+
+
+def test_a_template_that_repeats_the_text_is_refused(made, tmp_path):
+    settings = json.loads(Path(made["json"][0]).read_text())
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    settings["post_processor"] = dict(type="TemplateProcessing", single=[text, text], pair=[text], special_tokens={})
+    settings["post_processor"]["pair"] = [text, {"Sequence": {"id": "B", "type_id": 0}}]
+    (tmp_path / "t.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=r"t\.json: its post_processor makes \d+ tokens of the \d+ of a text"):
+        build("json", [str(tmp_path / "t.json")])
+
+
+class Sampling(Bytes):
+    """A tokenizer of a person's own that draws at random."""
+
+    def encode(self, text):
+        return [id for id in super().encode(text) if random.random() < 0.9]
+
+
+def test_a_tokenizer_of_ones_own_that_draws_at_random_is_refused():
+    with pytest.raises(ConfigError, match="Sampling gives other ids each time it encodes a text"):
+        build(f"{__name__}:Sampling", [])
 
 
 @needs_shared

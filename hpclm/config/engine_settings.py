@@ -25,5 +25,7 @@ class EngineSettings:
     """As log.timers."""
     file_mb: float = 16.0
     """As checkpoint.file_mb."""
+    saves: bool = True
+    """As checkpoint.enabled."""
     in_place: bool = True
     """Whether backward passes may add to the fp32 gradients in place, where the engine and the device can."""

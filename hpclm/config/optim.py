@@ -16,6 +16,9 @@ _NAMES = (
 )
 SCHEDULES = {name: f"hpclm.optim.schedules:{name}" for name in _NAMES.split()}
 
+ENDLESS = ("constant", "fairseq_inverse_sqrt")
+"""Schedules without an end, to which min_lr and schedule_length mean nothing."""
+
 
 @dataclass(frozen=True)
 class OptimConfig(Checked):
@@ -110,7 +113,7 @@ class OptimConfig(Checked):
         wrong = problem("optim.schedule", self.schedule, SCHEDULES)
         if wrong:
             yield wrong
-        if self.min_lr > self.lr and self.schedule != "constant":
+        if self.min_lr > self.lr and self.schedule not in ENDLESS:
             yield f"optim.min_lr={self.min_lr} must not be more than optim.lr={self.lr}"
         if self.warmup_fraction is not None:
             yield from fraction("optim", warmup_fraction=self.warmup_fraction)

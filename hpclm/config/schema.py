@@ -16,7 +16,7 @@ from hpclm.config.engine_settings import EngineSettings
 from hpclm.config.job import ClusterConfig, JobConfig
 from hpclm.config.model import BLOCKS, ModelConfig
 from hpclm.config.monitoring import EvaluateConfig, LogConfig, ProfileConfig
-from hpclm.config.optim import SCHEDULES, OptimConfig, ScalerConfig
+from hpclm.config.optim import ENDLESS, SCHEDULES, OptimConfig, ScalerConfig
 from hpclm.config.plan import Plan, Rampup
 from hpclm.config.supports import SUPPORTS
 from hpclm.errors import ConfigError
@@ -204,8 +204,7 @@ class RunConfig(Checked):
             yield "batch.loss_norm=microbatch has no effect without data.eod_mask_loss=true"
         open_ended = self.budget.hours is not None and self.budget == BudgetConfig(hours=self.budget.hours)
         unbounded = open_ended and self.optim.schedule_length is None
-        endless = self.optim.schedule in ("constant", "fairseq_inverse_sqrt")
-        if unbounded and self.optim.schedule in SCHEDULES and not endless:
+        if unbounded and self.optim.schedule in SCHEDULES and self.optim.schedule not in ENDLESS:
             yield (
                 f"budget.hours alone does not say how long optim.schedule={self.optim.schedule} is; "
                 f"set optim.schedule_length in {self.optim.unit}, or optim.schedule=constant"
@@ -250,6 +249,11 @@ class RunConfig(Checked):
             )
         if self.budget == BudgetConfig():
             missing.append("no budget: set budget.steps, budget.samples, budget.tokens, budget.epochs or budget.hours")
+        if self.checkpoint.keep_best and self.checkpoint.enabled and not self.evaluate.every:
+            missing.append(
+                f"checkpoint.keep_best={self.checkpoint.keep_best} keeps the lowest validation losses, but evaluate.every=0 measures "
+                "none; set evaluate.every to a divisor of checkpoint.every, or checkpoint.keep_best=0"
+            )
         return missing
 
     def missing_libraries(self) -> list[str]:
@@ -275,6 +279,7 @@ class RunConfig(Checked):
             loss_norm=self.batch.loss_norm,
             timers=self.log.timers,
             file_mb=self.checkpoint.file_mb,
+            saves=self.checkpoint.enabled,
             **sections,  # type: ignore[arg-type]
         )
 

@@ -20,7 +20,7 @@ from hpclm.engine.outliers import GUARDS
 from hpclm.engine.qk_clip import QKClip
 from hpclm.engine.save_plan import SavePlan
 from hpclm.engine.sharded_parameter import ShardedParameter
-from hpclm.engine.state import TrainingState
+from hpclm.engine.state import TrainingState, UnsavableStateError
 from hpclm.engine.step import StepInputs, Timers, gradient_norm, mean_loss, seed_step, step_inputs
 from hpclm.errors import ConfigError
 from hpclm.model import gpt
@@ -73,6 +73,7 @@ class BaseEngine:
         limit = config.optim.qk_clip
         self.qk_clip = limit and QKClip(self.model_stacks, self.weights, mesh, limit)
         self.state = TrainingState(self.optimizer, OPTIMIZERS[config.optim.name])
+        self._state_checked = not config.saves
         self.timers = Timers(device, config.timers)
         self.scale = LossScale.first(config.scaler) if model.dtype == torch.float16 else None
 
@@ -179,6 +180,9 @@ class BaseEngine:
         with self.timers("optimizer"):
             metrics = self.update(loss, scale)
         result = StepResult({"loss": loss, **metrics, **self._z_loss()}, scale, self.timers.take())
+        if not self._state_checked:  # before hours are spent on what cannot be saved
+            self.check_state()
+            self._state_checked = True
         if self.scale:  # the next step's scale depends on this one's norm: fp16 waits for the device here
             self.scale = self.scale.after(self.overflowed(result), config.scaler)
         return result
@@ -205,8 +209,22 @@ class BaseEngine:
         bytes_each = 4 + self.state.kind.bytes_per_parameter
         return SavePlan.among(held, self.mesh, self.config.file_mb, bytes_each)
 
+    def check_state(self) -> None:
+        """UnsavableStateError if a checkpoint would leave out something that the optimizer keeps."""
+        unsaved = next(self.state.unsaved(self.weights), None)
+        if unsaved is None:
+            return
+        name, kind = self.config.optim.name, type(self.optimizer)
+        saved = sorted({part for weight in self.weights for part in self.state.kind.state(weight.name, weight.shape)})
+        raise UnsavableStateError(
+            f"optim.name={name} ({kind.__module__}.{kind.__qualname__}) keeps {unsaved}; a checkpoint would leave it out. Of each weight "
+            f"it holds {', '.join(saved)}, in fp32 and of the weight's shape, and a step count; choose another optimizer, or "
+            "checkpoint.enabled=false"
+        )
+
     def tensors(self) -> Iterator[Shard]:
         """Weights, and the optimizer's state once there is any."""
+        self.check_state()
         yield from self.state.tensors(self.save_plan)
 
     def scalars(self) -> dict[str, Any]:

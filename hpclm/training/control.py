@@ -9,6 +9,7 @@ from hpclm.checkpoint import CheckpointStore, Progress
 from hpclm.config import CheckpointConfig, RunConfig
 from hpclm.config.plan import Length
 from hpclm.engine import Engine, keep_going
+from hpclm.engine.state import UnsavableStateError
 from hpclm.errors import REQUEUE, HpclmError, LockedError
 from hpclm.optim.guard import Guard
 from hpclm.training.sync import ControlState, ControlSync
@@ -66,7 +67,7 @@ class Saver:
         self._minutes, self._passes = state.minutes, int(progress.samples / self.samples_per_save)
         try:
             self._begin(engine, progress, validation, self.settings.background)
-        except LockedError:
+        except (LockedError, UnsavableStateError):
             raise
         except HpclmError as error:
             log.error("%s; training continues; the checkpoints before it are untouched", error)
@@ -111,7 +112,7 @@ class Saver:
             self._begin(engine, progress, validation, background=False, why=why)
             self._commit()
         except HpclmError as error:
-            if isinstance(error, LockedError) or not again:
+            if isinstance(error, (LockedError, UnsavableStateError)) or not again:
                 raise
             log.error("%s; the steps after %d will be repeated", error, self.step)
 

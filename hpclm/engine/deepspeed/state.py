@@ -4,7 +4,7 @@ By what DeepSpeed documents (``safe_get_local_*``), and where there is nothing, 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,6 +46,11 @@ class PartitionedState(TrainingState, ABC):
     def names(self, weight: ShardedParameter) -> list[str]:
         """The tensors that the optimizer keeps of a weight, once there were updates."""
         return list(self.kind.state(weight.name, weight.shape)) if self.steps() else []
+
+    def owners(self, weights: Sequence[ShardedParameter]) -> Iterator[tuple[str, Tensor, Collection[str]]]:
+        """The keys of the optimizer's state: DeepSpeed's partitions."""
+        for number, flat in enumerate(self.flat):
+            yield f"partition {number}", flat, self.kind.state("", flat.shape)
 
     def load(self, plan: SavePlan, saved: SavedState, steps: int) -> None:
         """Load the weights, and the optimizer's state if there were ``steps`` updates."""

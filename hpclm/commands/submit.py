@@ -45,8 +45,7 @@ def main(argv: list[str]) -> int:
     queues = where not in (*STARTED_BY, "debug")
     if len(runs) > 1 and not queues:
         raise ConfigError(f"--sweep needs a scheduler, not {where}: start the runs one after another")
-    for run in runs:
-        prechecks.check(run, where, args.again, args.resume_step)
+    reasons = [reason for run in runs for reason in prechecks.check(run, where, args.again, args.resume_step)]
     if args.ranks:
         return _ranks(runs, args.ranks, args.gpus_kind)
     if where == "debug":
@@ -56,7 +55,7 @@ def main(argv: list[str]) -> int:
     if not queues:
         return _preview(where, runs[0]) if args.dry_run else _here(where, runs[0], command, args.resume_step)
     scheduler = named(where)
-    scripts = _scripts(scheduler, runs, args.resume_step)
+    scripts = _scripts(scheduler, runs, args.resume_step, reasons)
     if args.dry_run:
         return _show(scheduler, runs, scripts)
     return _submit(scheduler, runs, scripts, command, args.again, args.resume_step)
@@ -65,9 +64,9 @@ def main(argv: list[str]) -> int:
 def from_python(run: RunConfig, resume_step: int | None = None) -> None:
     """Submit ``run`` as a job; ConfigError with every problem, or where there is no queue."""
     where = queue_of(run.job)
-    prechecks.check(run, where, resume_step=resume_step)
+    reasons = prechecks.check(run, where, resume_step=resume_step)
     scheduler = named(where)
-    scripts = _scripts(scheduler, [run], resume_step)
+    scripts = _scripts(scheduler, [run], resume_step, reasons)
     _submit(scheduler, [run], scripts, ["hpclm", "submit", f"{run.out}/config.yaml"], False, resume_step)
 
 
@@ -149,11 +148,11 @@ def _own_directory(toy: RunConfig) -> RunConfig:
     return run
 
 
-def _warn(runs: Sequence[RunConfig]) -> None:
-    """Warn of what may go wrong in a job, and of runs that have trained outside of one."""
-    for run in runs:
-        if short := planned_inside_warmup(run):  # runs that start at once say so themselves
-            say(f"warning: {short}", file=sys.stderr)
+def _warn(runs: Sequence[RunConfig], reasons: Sequence[str]) -> None:
+    """Warn of what may go wrong in a job, and of runs that have trained outside of one. ``reasons``: why settings change nothing."""
+    warmups = [short for run in runs if (short := planned_inside_warmup(run))]
+    for warning in dict.fromkeys([*warmups, *reasons]):  # runs that start at once say so themselves
+        say(f"warning: {warning}", file=sys.stderr)
     visible.warn(runs[0])
     for out in (Path(run.out) for run in runs if folders.is_run(Path(run.out))):
         last = folders.read(out).attempt
@@ -164,9 +163,11 @@ def _warn(runs: Sequence[RunConfig]) -> None:
             )
 
 
-def _scripts(scheduler: Scheduler, runs: Sequence[RunConfig], resume_step: int | None) -> list[str]:
+def _scripts(
+    scheduler: Scheduler, runs: Sequence[RunConfig], resume_step: int | None, reasons: Sequence[str]
+) -> list[str]:
     """The job script of each run, after warnings of what may go wrong; DoneError if there is nothing left to do."""
-    _warn(runs)
+    _warn(runs, reasons)
     scripts = [_script(scheduler, run) for run in runs]
     if len(runs) == 1 and resume_step is None:
         refuse_done(runs[0])

@@ -13,7 +13,7 @@ from hpclm.data.content import DIGEST, check_some, noted
 from hpclm.data.indexed import IndexedDataset, sidecar
 from hpclm.data.order import split_bounds, split_parts
 from hpclm.data.shared_facts import SharedFacts
-from hpclm.data.sources import Samples
+from hpclm.data.sources import NEED_EOD, Samples
 from hpclm.data.splits import DatasetSlice, SampleSettings, Split
 from hpclm.errors import ConfigError
 
@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 SPLITS = ("train", "valid", "test")
 SAMPLED = 64  # blocks, over all datasets, that are verified when a run starts
 FIRST = 1 << 20  # tokens of a dataset without PREFIX.json that are checked against the vocabulary at start
+ENDS = 64  # documents of a dataset that are looked at for an end-of-document token
 WASTEFUL = 2  # times the tokenizer's entries: more of the vocabulary is never used than padding explains
 NAMED = "valid/"  # prefix of the names of further validation sets
 
@@ -86,6 +87,21 @@ class Corpus:
             said.append(
                 f"data: lengths and index of {names} are valid; their tokens cannot be verified without hashes: hpclm data hash adds them"
             )
+        return said
+
+    def without_effect(self) -> list[str]:
+        """The settings that change nothing with these datasets, a sentence for each reason."""
+        said, settings = [], self.settings
+        names = [f"data.{name}=true" for name in NEED_EOD if getattr(settings, name)]
+        if names and self.eod is not None and settings.order != "packed":
+            lacking = [prefix for prefix, dataset in self._datasets.items() if not holds(dataset, self.eod)]
+            if lacking:
+                said.append(
+                    f"{', '.join(names)} has no effect on {', '.join(lacking)}: no end-of-document token ({self.eod}) was found there, "
+                    "neither at the end of documents nor in the first tokens; hpclm preprocess --append-eod adds them"
+                )
+        if settings.loss_mask == "ignore" and not any(map(loss_mask.exists, self._datasets.values())):
+            said.append("data.loss_mask=ignore has no effect: no dataset has a loss mask")
         return said
 
     def per_epoch(self, split: str) -> int:
@@ -162,6 +178,20 @@ def check_tokens(dataset: IndexedDataset, vocab_size: int) -> None:
             f"dataset {dataset.prefix} holds token {high if low >= 0 else low}, outside model.vocab_size={vocab_size}; set "
             "model.vocab_size to the size of the tokenizer it was made with, or check the dataset"
         )
+
+
+def holds(dataset: IndexedDataset, token: int) -> bool:
+    """Whether ``token`` ends one of ENDS documents all over the dataset, or is among its first tokens."""
+
+    def search() -> bool:
+        last = dataset.document_count - 1
+        for number in {last * part // (ENDS - 1) for part in range(ENDS)}:
+            begin, end = map(int, dataset.bounds(number, number + 1))
+            if end > begin and token in dataset.tokens(end - 1)[-1:]:
+                return True
+        return bool((dataset.flat[0:FIRST] == token).any())
+
+    return dataset.find(f"holds {token}", search)
 
 
 def corpus(data: DataConfig, context: int, seed: int, vocab_size: int, facts: SharedFacts | None = None) -> Corpus:

@@ -22,10 +22,15 @@ def prefix_of(prefix: str | Path) -> Path:
     return Path(f"{prefix}_loss")
 
 
+def exists(dataset: IndexedDataset) -> bool:
+    """Whether ``dataset`` has a loss mask."""
+    return files(prefix_of(dataset.prefix))[1].exists()
+
+
 def opened(dataset: IndexedDataset, settings: DataConfig) -> IndexedDataset | None:
     """The loss mask of ``dataset``; None if it has none, or is to be read without. ConfigError if the two do not match."""
     prefix, known = prefix_of(dataset.prefix), dataset.find(KEY, lambda: sidecar(dataset.prefix).get(KEY))
-    there = files(prefix)[1].exists()
+    there = exists(dataset)
     if settings.loss_mask == "ignore" or not (there or known or settings.loss_mask == "require"):
         return None
     if settings.order != "packed":

@@ -38,7 +38,8 @@ class Samples(Protocol):
 class Source(Protocol):
     """The data of a run; ``split`` is "train", "valid", "test", or the name of a further validation set.
 
-    It may have ``check_content() -> list[str]``, which verifies some of the data when a run starts, and describes what.
+    It may have ``check_content() -> list[str]``, which verifies some of the data when a run starts, and describes what; and
+    ``without_effect() -> list[str]``, which names settings that change nothing with these data, and says why.
     """
 
     eod: int | None
@@ -79,6 +80,12 @@ def check_content(source: Source) -> list[str]:
     look = getattr(source, "check_content", list)
     findings: list[str] = look()
     return findings
+
+
+def without_effect(source: Source) -> list[str]:
+    """The settings that change nothing with these data, a sentence for each reason; reads a small part of them."""
+    reasons: list[str] = getattr(source, "without_effect", list)()
+    return reasons
 
 
 def samples_per_epoch(source: Source) -> int:

@@ -40,6 +40,7 @@ class Output(Writer):
         super().__init__(prefix, job.dtype(column), job.layout, replaces)
         self.prefix, self._job = prefix, job
         self.skipped = self.cut = self.dropped = 0  # empty documents, long conversations
+        self.endless = 0  # conversations of which no end of a turn is learned
         self.bad: Counter[str] = Counter()  # unreadable lines, by reason
 
     def add(self, column: Column) -> None:
@@ -47,6 +48,7 @@ class Output(Writer):
         self.skipped += column.empty if self._job.empty == "skip" else 0
         self.cut += column.cut
         self.dropped += column.dropped
+        self.endless += column.endless
         self.extend(column.tokens, column.sizes, column.documents)
 
     def refuse_empty(self, names: str) -> None:
@@ -64,6 +66,7 @@ class Output(Writer):
             "tokens": self.tokens,
             "skipped": self.skipped,
             **({"cut": self.cut, "dropped": self.dropped} if self._job.chat else {}),
+            **({"endless": self.endless} if self.endless else {}),
             **({"bad": dict(sorted(self.bad.items()))} if self.bad else {}),
             **more,
         }
@@ -73,6 +76,16 @@ class Output(Writer):
         """Print what was written."""
         counts = f"{many(self.documents, 'document')}, {many(self.tokens, 'token')}"
         say(f"{self.prefix}.bin, .idx, .json: {'; '.join(filter(None, (counts, self._omissions())))}{end}")
+
+    def warn(self) -> None:
+        """Warn of conversations of which no end of a turn is learned."""
+        if self.endless:
+            log.warning(
+                "%s: in %s no end of a turn is learned: what the assistant writes, by the chat template, does not end with a special "
+                "token, so a model that is tuned on it may not stop. Give --chat-template FILE, a version that ends the assistant's "
+                "turns with one, inside its {%% generation %%} marks if it has such",
+                self.prefix, many(self.endless, "conversation"),
+            )  # fmt: skip
 
     def _omissions(self) -> str:
         omitted = [f"{many(self.skipped, 'empty document')} skipped"] if self.skipped else []
@@ -134,6 +147,7 @@ def write(
             complete(outputs, job, more or {})
     except OSError as error:
         raise unwritten(error, prefixes[0], "no dataset was written") from error
+    outputs[0].warn()
     for output in outputs:
         output.describe(f"; {size / 1e6 / (time.monotonic() - began):.1f} MB/s" if size and share == WHOLE else "")
 

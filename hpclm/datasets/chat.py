@@ -7,6 +7,7 @@ count. A template for which that is not consistent is refused.
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -116,9 +117,11 @@ def rendered(messages: list[Message], chat: Chat, ends: tuple[str, ...]) -> tupl
         _check_complete([message for message in messages if message["role"] == "system"], text)
         if all(begin == end for begin, end in spans):
             raise UnreadableLineError("nothing marked", ": the chat template marks nothing as the assistant's")
+        _check_roles(messages, chat)
         return text, spans
     text, spans = _render(messages, chat)[0], []
     _check_complete(messages, text)
+    _check_roles(messages, chat)
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -143,11 +146,44 @@ def _check_complete(messages: list[Message], text: str) -> None:
         content = message["content"].strip()
         begin = text.find(content, end)
         if begin < 0:
-            what = (
-                f"message {number}, of the {message['role']}" if message["role"] != "system" else "the system message"
-            )
-            raise UnreadableLineError("left out", f": the chat template leaves out or changes {what}")
+            raise _incomplete(message["role"], number)
         end = begin + len(content)
+
+
+def _check_roles(messages: list[Message], chat: Chat) -> None:
+    """UnreadableLineError if the template leaves out a message because of its place and role."""
+    number = _left_out(tuple(message["role"] for message in messages), chat)
+    if number is not None:
+        raise _incomplete(messages[number]["role"], number + 1)
+
+
+@lru_cache(maxsize=1024)
+def _left_out(roles: tuple[str, ...], chat: Chat) -> int | None:
+    """Index of the first message that a conversation of these roles loses, whatever it says; None if it loses none.
+
+    What the assistant said may change: templates of models that reason leave out earlier thoughts.
+    """
+    messages = [{"role": role, "content": f"message-{number}-of-a-chat"} for number, role in enumerate(roles)]
+    try:
+        text, end = _render(messages, chat)[0], 0
+    except UnreadableLineError:  # for this text; that of the conversation will show
+        return None
+    for number, message in enumerate(messages):
+        begin = text.find(message["content"], end)
+        if begin < 0 and message["role"] != "assistant":
+            return number
+        end = max(end, begin)
+    return None
+
+
+def _incomplete(role: str, number: int) -> UnreadableLineError:
+    what = f"message {number}, of the {role}" if role != "system" else "the system message"
+    return UnreadableLineError("left out", f": the chat template leaves out or changes {what}")
+
+
+def learns_to_stop(text: str, spans: list[Span], ends: tuple[str, ...]) -> bool:
+    """Whether one of the ``spans`` that count ends with one of the special tokens ``ends``."""
+    return any(text[begin:end].rstrip().endswith(ends) for begin, end in spans)
 
 
 def _render(messages: list[Message], chat: Chat, prompt: bool = False, mask: bool = False) -> tuple[str, list[Span]]:

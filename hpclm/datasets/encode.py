@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from hpclm.data import tokenizers
 from hpclm.data.indexed import token_dtype
 from hpclm.data.loss_mask import DTYPE
-from hpclm.datasets.chat import Chat, read_conversation, rendered
+from hpclm.datasets.chat import Chat, learns_to_stop, read_conversation, rendered
 from hpclm.datasets.inputs import InputChunk
 from hpclm.datasets.lines import UnreadableLineError, read_line
 from hpclm.errors import ConfigError
@@ -67,6 +67,8 @@ class Column(NamedTuple):
     """Number of conversations that were cut."""
     dropped: int = 0
     """Number of conversations that were left out because they are too long, or because nothing is left to learn when cut."""
+    endless: int = 0
+    """Number of conversations of which no end of a turn counts."""
 
 
 class Encoded(NamedTuple):
@@ -126,29 +128,44 @@ def _records(
     return records, errors
 
 
-def _conversation(line: bytes, job: Job, chat: Chat) -> tuple[NDArray, NDArray] | None:
-    """Tokens of a conversation, and which of them count, [t] each; None for a blank line. UnreadableLineError."""
+class Conversation(NamedTuple):
+    """An encoded conversation."""
+
+    tokens: NDArray
+    """[t]"""
+    counts: NDArray
+    """[t] which of them count in the loss."""
+    stops: bool
+    """Whether the end of a turn counts."""
+
+
+def _conversation(line: bytes, job: Job, chat: Chat) -> Conversation | None:
+    """A line's conversation; None for a blank line. UnreadableLineError."""
     messages = read_conversation(line)
     if not messages:
         return None
     tokenizer: Any = tokenizer_of(job)  # of a tokenizer.json
-    return tokenizer.marked(*rendered(messages, chat, tokenizer.special))
+    text, spans = rendered(messages, chat, tokenizer.special)
+    tokens, counts = tokenizer.marked(text, spans)
+    return Conversation(tokens, counts, learns_to_stop(text, spans, tokenizer.special))
 
 
-def _conversations(given: list[tuple[NDArray, NDArray] | None], job: Job, chat: Chat) -> list[Column]:
+def _conversations(given: list[Conversation | None], job: Job, chat: Chat) -> list[Column]:
     """The tokens of conversations, and their loss mask."""
     longest = chat.context + 1
     long = sum(len(each[0]) > longest for each in given if each)
     if chat.too_long == "drop":
         given = [each for each in given if each and len(each[0]) <= longest]
-    pairs = [(ids[:longest], counts[:longest]) for ids, counts in filter(None, given)]
+    endless = sum(not each.stops for each in given if each)
+    pairs = [(each.tokens[:longest], each.counts[:longest]) for each in filter(None, given)]
     kept = [pair for pair in pairs if pair[1][1:].any()]  # nothing predicts the first token
     dropped = len(pairs) - len(kept) + (long if chat.too_long == "drop" else 0)
     cut = 0 if chat.too_long == "drop" else long
     sizes = np.fromiter((len(ids) for ids, _ in kept), np.int64, len(kept))
     joined = [np.concatenate(column).astype(job.dtype(i)) for i, column in enumerate(zip(*kept, strict=True))]
     joined = joined or [np.empty(0, job.dtype(i)) for i in range(2)]
-    return [Column(column, sizes, np.ones(len(kept), np.int64), 0, cut, dropped) for column in joined]
+    documents = np.ones(len(kept), np.int64)
+    return [Column(column, sizes, documents, 0, cut, dropped, endless) for column in joined]
 
 
 def _column(texts: list[str], job: Job, name: str) -> Column:

@@ -102,6 +102,7 @@ def _add(prefix: Path, output: Output) -> None:
     output.skipped += note["skipped"]
     output.cut += note.get("cut", 0)
     output.dropped += note.get("dropped", 0)
+    output.endless += note.get("endless", 0)
     try:
         copy(IndexedDataset(prefix), output)
     except ConfigError as error:

@@ -80,9 +80,10 @@ class TrainingState:
 
     def load(self, plan: SavePlan, saved: SavedState, steps: int) -> None:
         """Load the weights, and the optimizer's state if there were ``steps`` updates."""
+        given = saved.shapes() if steps else {}
         for number, weight in enumerate(plan.weights):
             plan.load(number, f"model.{weight.name}", saved, weight.parameter)
-            names = self.kind.state(weight.name, weight.shape) if steps else ()
+            names = [n for n in self.kind.state(weight.name, weight.shape) if f"optim.{n}.{weight.name}" in given]
             tensors = {name: torch.empty_like(weight.parameter) for name in names}
             for name, values in tensors.items():
                 plan.load(number, f"optim.{name}.{weight.name}", saved, values)

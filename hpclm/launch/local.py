@@ -8,8 +8,16 @@ from hpclm.errors import ConfigError
 from hpclm.launch import foreground
 from hpclm.node import environment, gpus, python
 
-IGNORED = ("modules", "conda", "setup", "container", "snapshot")
+IN_SCRIPTS = ("modules", "venv", "conda", "setup", "container", "runtime", "mounts", "snapshot", "template")
 """Settings that only have an effect in a job script."""
+IN_QUEUES = ("time", "partition", "mem", "options", "requeue")
+"""Settings that only have an effect where a scheduler starts the job."""
+IGNORED = {
+    "local": (*IN_SCRIPTS, *IN_QUEUES, "exclude", "nodelist", "cpus_per_task"),
+    "mpirun": (*IN_SCRIPTS, *IN_QUEUES, "cpus_per_task", "restarts"),
+    "interactive": (*IN_SCRIPTS, *IN_QUEUES, "exclude", "nodelist", "restarts"),
+}
+"""The settings of job.* that each way to start without a job script does not follow."""
 
 
 def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Sequence[str] = ()) -> int:
@@ -76,9 +84,10 @@ def placement(config: RunConfig, count: int, found: int, cores: int) -> str:
 
 def unused(job: JobConfig, cluster: str) -> Iterator[str]:
     """A note on settings that have no effect without a job script."""
-    names = [f"job.{name}" for name in IGNORED if getattr(job, name)]
+    ignored = IGNORED[cluster] if job.hostfile or cluster != "mpirun" else (*IGNORED[cluster], "exclude", "nodelist")
+    names = [f"job.{name}" for name in ignored if getattr(job, name) != getattr(JobConfig(), name)]
     if names:
-        yield f"{', '.join(names)} has no effect with job.cluster={cluster}, which has no job script: set it up in your shell"
+        yield f"{', '.join(names)} has no effect with job.cluster={cluster}, which has neither a queue nor a job script: set your shell up before"
 
 
 def threads(count: int, cores: int) -> int:

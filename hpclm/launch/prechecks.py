@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpclm import config, extras
-from hpclm.config import RunConfig
+from hpclm.config import RunConfig, no_effect
 from hpclm.config.data import SOURCES
 from hpclm.config.engine import ENGINES
 from hpclm.config.finished import check_finished
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from hpclm.data.sources import Source
 
 
-def check(run: RunConfig, cluster: str, queued: bool = False, resume_step: int | None = None) -> None:
-    """ConfigError with every problem, before anything is written.
+def check(run: RunConfig, cluster: str, queued: bool = False, resume_step: int | None = None) -> list[str]:
+    """ConfigError with every problem, before anything is written; else the settings that would change nothing, in sentences.
 
     ``cluster``: what starts the run, or "debug"; ``queued``: it will follow a job in the queue; ``resume_step``: the step of
     the checkpoint to continue from.
@@ -65,6 +66,21 @@ def check(run: RunConfig, cluster: str, queued: bool = False, resume_step: int |
         collect(lambda: _check_history(run, source, resume_step, queued))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
+    return without_effect(run, source)
+
+
+def without_effect(run: RunConfig, source: "Source | None") -> list[str]:
+    """The settings that would change nothing, as far as that is known before the job starts."""
+    reasons = list(no_effect.by_settings(run))
+    with suppress(ConfigError):  # of a number of processes that is not the job's, as with --debug
+        reasons += no_effect.by_processes(run, run.plan(run.job.nodes * run.job.gpus))
+    if source:
+        from hpclm.data import sources
+
+        length = run_length(run, run.plan(run.parallel.replica), sources.samples_per_epoch(source))
+        reasons += [*no_effect.by_length(run, length), *sources.without_effect(source)]
+        reasons += no_effect.by_held_out(run, source.held_out)
+    return reasons
 
 
 def _check_names(run: RunConfig) -> None:

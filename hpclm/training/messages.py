@@ -7,7 +7,7 @@ import torch
 
 from hpclm import files
 from hpclm.checkpoint import Progress
-from hpclm.config import BudgetConfig, ModelConfig, Plan, RunConfig
+from hpclm.config import BudgetConfig, ModelConfig, Plan, RunConfig, no_effect
 from hpclm.config.length import inside_warmup
 from hpclm.config.plan import Length
 from hpclm.distributed.context import DistributedContext
@@ -39,6 +39,12 @@ def hello(config: RunConfig, plan: Plan, context: DistributedContext, length: Le
         logger.info("%s; micro-batches of %d, %d a step for each", started, plan.micro_size, plan.accumulation(0))
     if short := inside_warmup(config, length):
         logger.warning("%s", short)
+    for idle in (
+        *no_effect.by_settings(config),
+        *no_effect.by_processes(config, plan),
+        *no_effect.by_length(config, length),
+    ):
+        logger.warning("%s", idle)
 
 
 def _limit(budget: BudgetConfig, steps: int) -> str:
@@ -103,7 +109,7 @@ def ending(config: RunConfig, length: Length, progress: Progress, leaving: str) 
         )
         why = "(hpclm stop)" if leaving == "stop" else f"({leaving})"
         return f"stopped at step {progress.step} {why}; {way} resumes it"
-    if config.stop_at == progress.step and progress.step != length.steps:
+    if config.stop_at is not None and config.stop_at <= progress.step != length.steps:
         return f"stopped at step {progress.step} (stop_at); the same command without stop_at resumes it"
     out = files.typed(Path(config.out))
     usable = config.data.source == "indexed" and config.checkpoint.enabled

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from hpclm.checkpoint.fingerprint import differences
-from hpclm.config import Plan, RunConfig
+from hpclm.config import Plan, RunConfig, no_effect
 from hpclm.config.length import run_length
 from hpclm.config.plan import Length
 from hpclm.data import sources
@@ -70,6 +70,8 @@ def open_data(config: RunConfig, context: DistributedContext, mesh: Mesh, device
         built = build(facts)
         for line in sources.check_content(built.source):
             log.info(line)
+        for line in (*sources.without_effect(built.source), *no_effect.by_held_out(config, built.source.held_out)):
+            log.warning(line)
         return built
 
     facts = SharedFacts()

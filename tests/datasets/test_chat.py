@@ -169,6 +169,69 @@ def test_a_line_that_is_refused_is_named_and_no_dataset_stays(bad, template, mes
     assert {path.name for path in folder.iterdir()} == before
 
 
+NO_END = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
+ENDLESS = {
+    "the end is outside of the marks": MARKED["chatml"].replace(
+        "message['content'] + '<|im_end|>' }}{% endgeneration %}",
+        "message['content'] }}{% endgeneration %}{{ '<|im_end|>' }}",
+    ),
+    "marks, and no end": "{% for message in messages %}{{ message['role'] + ': ' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }}{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}{% endfor %}",
+    "no marks, and no end": NO_END + "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}",
+    "an end that is no special token": (
+        NO_END + "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    ).replace("+ '\n'", "+ '###\n'"),
+}
+
+
+@pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_template_of_which_no_end_of_turn_is_learned_is_reported_once(template, workers, run, caplog, capsys):
+    lines = [line(said("hello", "there", "what is this?", "a user")), line(said("a", "b"))]
+    assert run(lines, "--workers", workers, template=template) == 0
+    shown = caplog.text + capsys.readouterr().err
+    assert shown.count("out_chat: in 2 conversations no end of a turn is learned") == 1
+    assert sidecar("out_chat")["endless"] == 2
+
+
+@pytest.mark.parametrize("style", MARKED)
+@pytest.mark.parametrize("templates", [MARKED, PLAIN], ids=["marked", "plain"])
+def test_templates_of_known_models_teach_the_end_of_a_turn_and_say_nothing(templates, style, run, caplog):
+    assert run([line(CHATS["turns"])], template=templates[style]) == 0
+    assert "no end of a turn" not in caplog.text and "endless" not in sidecar("out_chat")
+
+
+KEEPS = {
+    "the last question": ("{% set messages = messages[-2:] %}", said("one", "two", "three", "four"), "message 1, of the user"),
+    "questions with an even number": (
+        "{% set messages = messages[:2] + messages[3:] %}", said("a", "b", "a", "d"), "message 3, of the user",
+    ),
+    "no tools": (
+        "{% set messages = messages | rejectattr('role', 'equalto', 'tool') | list %}",
+        [*said("a", "b"), {"role": "tool", "content": "b"}, {"role": "assistant", "content": "d"}],
+        "message 3, of the tool",
+    ),
+    "no system": ("{% set messages = messages[1:] %}", [{"role": "system", "content": "a"}, *said("a", "b")], "the system message"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("before, messages, says", KEEPS.values(), ids=KEEPS)
+@pytest.mark.parametrize("templates", [MARKED, PLAIN], ids=["marked", "plain"])
+def test_a_template_that_drops_a_message_is_refused_even_where_its_text_is_elsewhere(
+    before, messages, says, templates, run, capsys
+):
+    assert run([line(messages)], template=before + templates["chatml"]) == 64
+    assert f"the chat template leaves out or changes {says}" in capsys.readouterr().err
+
+
+def test_a_template_may_leave_out_earlier_thoughts(run, caplog):
+    thoughts = MARKED["chatml"].replace(
+        "{% generation %}{{ message['content'] +", "{% generation %}{{ message['content'].split('</think>')[-1] +"
+    )
+    assert run([line(said("hello", "<think>what?</think>there", "a", "b"))], template=thoughts) == 0
+    assert "no end of a turn" not in caplog.text
+
+
 def test_unreadable_conversations_can_be_skipped_and_a_marked_template_given(run, folder, capsys):
     (folder / "marked.jinja").write_text(MARKED["chatml"])
     words = ["--on-error", "skip", "--chat-template", "marked.jinja"]

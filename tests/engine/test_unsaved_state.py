@@ -2,14 +2,17 @@
 
 import pytest
 import torch
+from torch import nn
 
 from hpclm import cli
 from hpclm.engine.state import UnsavableStateError
+from hpclm.errors import ConfigError
+from hpclm.model.gpt import Block
 from hpclm.optim import adamw
 from hpclm.optim.optimizers import OPTIMIZERS, OptimizerKind
 from tests.engine.test_native import GPT2, batches_of, engine_of, settings, train
 from tests.runs import lines
-from tests.states import state
+from tests.states import Kept, state
 
 
 class Plain(torch.optim.Optimizer):
@@ -121,6 +124,30 @@ def test_a_run_that_cannot_save_its_optimizer_ends_with_64_and_one_that_saves_no
     assert "'k' of a parameter group" in capsys.readouterr().err
     assert not [*(tmp_path / "run/checkpoints").glob("step-*")] and len(lines(tmp_path / "run/metrics.jsonl")) < 6
     assert cli.main(["train", *tiny("unsaved", "checkpoint.enabled=false")]) == 0
+
+
+class Unused(Block):
+    """A block with a weight that it does not use."""
+
+    def __init__(self, config, recompute_core, generator, tp):
+        super().__init__(config, recompute_core, generator, tp)
+        self.extra = nn.Parameter(torch.ones(3))
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_weight_without_gradients_has_no_state_and_the_run_resumes_all_the_same(name):
+    words = dict(lr=3e-3, min_lr=1e-4, name=name)
+    config = settings(dict(GPT2, block=f"{__name__}:Unused"), optim=words)
+    engine, _ = train(config, 3)
+    assert not [tensor for tensor in state(engine) if tensor.startswith("optim.") and tensor.endswith(".extra")]
+    other, batches = engine_of(config), batches_of(config)
+    other.load(Kept(state(engine)), engine.scalars())
+    assert engine.train_step(batches.step(24), 1e-3, 3) == other.train_step(batches.step(24), 1e-3, 3)
+    after = state(other)
+    assert all(torch.equal(tensor, after[name]) for name, tensor in state(engine).items())
+    lost = {name: tensor for name, tensor in state(engine).items() if not name.startswith("optim.exp_avg.")}
+    with pytest.raises(ConfigError, match="the checkpoint has no optim"):
+        engine_of(config).load(Kept(lost), engine.scalars())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

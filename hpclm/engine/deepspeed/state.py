@@ -56,8 +56,10 @@ class PartitionedState(TrainingState, ABC):
         """Load the weights, and the optimizer's state if there were ``steps`` updates."""
         if steps or self.steps():
             self.begin(steps)
+        given = saved.shapes() if steps else {}
         for number, weight in enumerate(plan.weights):
-            for name in (None, *(self.kind.state(weight.name, weight.shape) if steps else ())):
+            kept = [n for n in self.kind.state(weight.name, weight.shape) if f"optim.{n}.{weight.name}" in given]
+            for name in (None, *kept):  # what is not given stays zero
                 values = torch.empty(self.size(weight), device=weight.parameter.device)
                 plan.load(number, f"optim.{name}.{weight.name}" if name else f"model.{weight.name}", saved, values)
                 self.set(weight, values, name)

@@ -4,7 +4,7 @@ A contradiction that nobody can have meant is a problem of a section or of RunCo
 preset's settings serve a smaller run: it is a warning, a sentence for each, which names the setting as it is typed.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from math import lcm
 
 from hpclm.config.checks import Checked
@@ -39,9 +39,14 @@ def changed(section: Checked, *names: str) -> list[str]:
     return [name for name in names if getattr(section, name) != getattr(default, name)]
 
 
-def given(name: str, section: Checked, *settings: str) -> str:
-    """The ones of these settings that differ from their defaults, as they are typed; "" if none does."""
-    return ", ".join(f"{name}.{each}={as_yaml(getattr(section, each))}" for each in changed(section, *settings))
+def given(name: str, section: Checked, *settings: str) -> list[str]:
+    """The ones of these settings that differ from their defaults, as they are typed."""
+    return [f"{name}.{key}={as_yaml(getattr(section, key))}" for key in changed(section, *settings)]
+
+
+def idle(words: Sequence[str]) -> str:
+    """That settings have no effect."""
+    return f"{', '.join(words)} {'have' if len(words) > 1 else 'has'} no effect"
 
 
 def by_settings(run: RunConfig) -> Iterator[str]:
@@ -53,16 +58,16 @@ def by_settings(run: RunConfig) -> Iterator[str]:
         yield f"batch.rampup={list(run.batch.rampup)} has no effect: it starts at batch.global_size={run.batch.global_size}"
     if run.scaler.consecutive and run.scaler.hysteresis == 1:
         yield "scaler.consecutive=true has no effect with scaler.hysteresis=1: every overflow halves the loss scale"
-    if run.engine.precision == "fp32" and (idle := given("engine", run.engine, "gradients")):
-        yield f"{idle} has no effect with engine.precision=fp32: activations and gradients are fp32"
+    if run.engine.precision == "fp32" and (words := given("engine", run.engine, "gradients")):
+        yield f"{idle(words)} with engine.precision=fp32: activations and gradients are fp32"
     if run.engine.device == "cpu" and run.engine.deterministic:
         yield "engine.deterministic=true has no effect with engine.device=cpu: it chooses among kernels of GPUs"
-    if not run.evaluate.every and (idle := given("evaluate", run.evaluate, "batches")):
-        yield f"{idle} has no effect with evaluate.every=0"
-    if not run.log.sinks and (idle := given("log", run.log, "project")):
-        yield f"{idle} has no effect without log.sinks"
-    if not run.job.container and (idle := given("job", run.job, "runtime")):
-        yield f"{idle} has no effect without job.container"
+    if not run.evaluate.every and (words := given("evaluate", run.evaluate, "batches")):
+        yield f"{idle(words)} with evaluate.every=0"
+    if not run.log.sinks and (words := given("log", run.log, "project")):
+        yield f"{idle(words)} without log.sinks"
+    if not run.job.container and (words := given("job", run.job, "runtime")):
+        yield f"{idle(words)} without job.container"
     if run.job.hostfile and run.job.cluster not in ("auto", "mpirun"):
         yield f"job.hostfile={run.job.hostfile} has no effect with job.cluster={run.job.cluster}; it is for mpirun"
 
@@ -93,15 +98,15 @@ def _of_optimizer(run: RunConfig) -> Iterator[str]:
     optim = run.optim
     if optim.schedule in ENDLESS:
         names = ["min_lr"] + ["schedule_length"] * (optim.warmup_fraction is None)
-        if idle := given("optim", optim, *names):
-            yield f"{idle} has no effect with optim.schedule={optim.schedule}, which has no end"
+        if words := given("optim", optim, *names):
+            yield f"{idle(words)} with optim.schedule={optim.schedule}, which has no end"
     if optim.restarts and optim.period is None and optim.schedule_length is None:
         yield "optim.restarts=true has no effect without optim.period: the period is the whole budget"
     lengths = (optim.warmup, optim.schedule_length, optim.period, optim.wsd_decay)
     if optim.unit == "samples" and not any(lengths) and run.batch.rampup is None:
         yield "optim.unit=samples has no effect without optim.warmup, schedule_length, period or wsd_decay"
-    if not optim.weight_decay and (idle := given("optim", optim, "decayed")):
-        yield f"{idle} has no effect with optim.weight_decay=0"
+    if not optim.weight_decay and (words := given("optim", optim, "decayed")):
+        yield f"{idle(words)} with optim.weight_decay=0"
     if not optim.split and run.model.block not in BLOCKS:
         yield f"optim.split=false has no effect with model.block={run.model.block}: its matrices are never separated"
 
@@ -109,8 +114,8 @@ def _of_optimizer(run: RunConfig) -> Iterator[str]:
 def _of_checkpoints(run: RunConfig) -> Iterator[str]:
     saving, every = run.checkpoint, run.checkpoint.every
     if not saving.enabled:
-        if idle := given("checkpoint", saving, *OF_SAVES):
-            yield f"{idle} has no effect with checkpoint.enabled=false, which saves nothing"
+        if words := given("checkpoint", saving, *OF_SAVES):
+            yield f"{idle(words)} with checkpoint.enabled=false, which saves nothing"
         return
     regular = every and saving.minutes is None and saving.epochs is None
     if saving.keep_every and regular and saving.keep_every % every:
@@ -134,9 +139,8 @@ def by_processes(run: RunConfig, plan: Plan) -> Iterator[str]:
     ranks = plan.data * run.parallel.context  # that hold the same weights
     if ranks == 1 and engine.name in SUPPORTS and engine.name != "deepspeed":  # whose way to compute these select too
         names = [name for name in OF_REPLICAS if name != "zero_stage" or engine.zero_stage]
-        idle = [given("engine", engine, *names), given("parallel", run.parallel, "shard")]
-        if any(idle):
-            yield f"{', '.join(filter(None, idle))} has no effect with one data-parallel replica"
+        if words := [*given("engine", engine, *names), *given("parallel", run.parallel, "shard")]:
+            yield f"{idle(words)} with one data-parallel replica"
     elif shard and shard >= ranks:
         yield f"parallel.shard={shard} has no effect with {ranks} data-parallel ranks: all are in one group"
     if engine.defer_reduction and ranks > 1 and most == 1:
@@ -163,9 +167,6 @@ def by_held_out(run: RunConfig, held_out: Collection[str]) -> Iterator[str]:
     """Settings without effect because the data keep nothing for evaluations; ``held_out``: the splits that a run evaluates."""
     if held_out or not run.evaluate.every:
         return
-    idle = [given("evaluate", run.evaluate, "every", "batches"), given("checkpoint", run.checkpoint, "keep_best")]
-    if any(idle):
-        yield (
-            f"{', '.join(filter(None, idle))} has no effect: the data settings keep nothing for evaluations (data.split={run.data.split}, "
-            "data.valid, data.validation)"
-        )
+    words = given("evaluate", run.evaluate, "every", "batches") + given("checkpoint", run.checkpoint, "keep_best")
+    if words:
+        yield f"{idle(words)}: the data settings keep nothing for evaluations (data.split={run.data.split}, data.valid, data.validation)"

@@ -97,7 +97,7 @@ class Corpus:
             lacking = [prefix for prefix, dataset in self._datasets.items() if not holds(dataset, self.eod)]
             if lacking:
                 said.append(
-                    f"{', '.join(names)} has no effect on {', '.join(lacking)}: no end-of-document token ({self.eod}) was found there, "
+                    f"{', '.join(names)} {'have' if len(names) > 1 else 'has'} no effect on {', '.join(lacking)}: no end-of-document token ({self.eod}) was found there, "
                     "neither at the end of documents nor in the first tokens; hpclm preprocess --append-eod adds them"
                 )
         if settings.loss_mask == "ignore" and not any(map(loss_mask.exists, self._datasets.values())):

@@ -87,7 +87,7 @@ def unused(job: JobConfig, cluster: str) -> Iterator[str]:
     ignored = IGNORED[cluster] if job.hostfile or cluster != "mpirun" else (*IGNORED[cluster], "exclude", "nodelist")
     names = [f"job.{name}" for name in ignored if getattr(job, name) != getattr(JobConfig(), name)]
     if names:
-        yield f"{', '.join(names)} has no effect with job.cluster={cluster}, which has neither a queue nor a job script: set your shell up before"
+        yield f"{', '.join(names)} {'have' if len(names) > 1 else 'has'} no effect with job.cluster={cluster}, which has neither a queue nor a job script: set your shell up before"
 
 
 def threads(count: int, cores: int) -> int:

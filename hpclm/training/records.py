@@ -32,6 +32,8 @@ LIBRARIES = (
 )
 LASTING = ("attempts.jsonl", "ends.jsonl", "jobs.jsonl", "metrics.jsonl", "log.txt")
 """Files that grow line by line, and are read after a power cut."""
+OF_FIRST_STEP = ("model.init_std", "scaler.initial", "checkpoint.init_from")
+"""Settings of the state before the first step."""
 MOST = 3  # starts of a job without a checkpoint in between, which was not made because they failed
 
 
@@ -73,22 +75,24 @@ def start(
     }
     last: Mapping[str, Any] = next(iter(rows(out / "attempts.jsonl", ATTEMPT)[-1:]), {})
     warn_of_other_code(last, line)
-    tell_changes(out, str(last.get("config", "")), used)
+    tell_changes(out, str(last.get("config", "")), used, step)
     append(out / "attempts.jsonl", line)
     return rows(out / "attempts.jsonl", ATTEMPT)
 
 
-def tell_changes(out: Path, before: str, now: str) -> None:
-    """Log the settings that differ between two versions of config.yaml; nothing if they cannot be read."""
+def tell_changes(out: Path, before: str, now: str, step: int) -> None:
+    """Log the settings that differ between two versions of config.yaml, and warn of those that change nothing after ``step``; nothing
+    if they cannot be read."""
     with suppress(ConfigError):
         old, new = (compose.flat_of_run(out, version) for version in (before, now))
-        changed = [
-            f"{key}={_typed(value)} (was {_typed(old[key])})"
-            for key, value in new.items()
-            if old.get(key, value) != value
-        ]
+        changed = {key: value for key, value in new.items() if old.get(key, value) != value}
         if changed:
-            log.info("settings have changed since the last attempt: %s", ", ".join(changed))
+            words = (f"{key}={_typed(value)} (was {_typed(old[key])})" for key, value in changed.items())
+            log.info("settings have changed since the last attempt: %s", ", ".join(words))
+        if step and (idle := [f"{key}={_typed(changed[key])}" for key in OF_FIRST_STEP if key in changed]):
+            log.warning(
+                "%s has no effect: the run resumes from step %d, whose state it restores", ", ".join(idle), step
+            )
 
 
 def _typed(value: Any) -> Any:

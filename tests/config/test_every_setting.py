@@ -425,7 +425,7 @@ IDLE = {
     "a rate at an end that does not come": (["optim.schedule=constant"], "optim.min_lr=0.001 has no effect with optim.schedule=constant"),
     "the length of a schedule without end": (
         ["optim={schedule: fairseq_inverse_sqrt, warmup: 4, schedule_length: 9}"],
-        "optim.min_lr=0.001, optim.schedule_length=9 has no effect with optim.schedule=fairseq_inverse_sqrt",
+        "optim.min_lr=0.001, optim.schedule_length=9 have no effect with optim.schedule=fairseq_inverse_sqrt",
     ),
     "restarts without periods": (["optim={schedule: fairseq_cosine, restarts: true}"], "optim.restarts=true has no effect without optim.period"),
     "a unit of nothing": (["optim.unit=samples"], "optim.unit=samples has no effect without optim.warmup"),
@@ -442,7 +442,7 @@ IDLE = {
     "a runtime of no container": (["job.runtime=docker"], "job.runtime=docker has no effect without job.container"),
     "hosts of another launcher": (["job={hostfile: /hosts, cluster: slurm}"], "job.hostfile=/hosts has no effect with job.cluster=slurm"),
     "what to keep of nothing": (
-        ["checkpoint={enabled: false, every: 5, keep_best: 2}"], "checkpoint.every=5, checkpoint.keep_best=2 has no effect with checkpoint.enabled=false",
+        ["checkpoint={enabled: false, every: 5, keep_best: 2}"], "checkpoint.every=5, checkpoint.keep_best=2 have no effect with checkpoint.enabled=false",
     ),
     "kept steps between saves": (
         ["checkpoint={every: 300, keep_every: 1000}"], "checkpoint.keep_every=1000 keeps multiples of 3000 only: checkpoint.every=300",
@@ -464,8 +464,8 @@ def test_a_setting_that_another_one_switches_off_is_named(words, says):
 
 
 ALONE = {
-    ("engine.zero_stage=1", "engine.bucket_mb=5"): "engine.zero_stage=1, engine.bucket_mb=5.0 has no effect with one data-parallel replica",
-    ("engine.zero_stage=1", "parallel.shard=4"): "engine.zero_stage=1, parallel.shard=4 has no effect with one",
+    ("engine.zero_stage=1", "engine.bucket_mb=5"): "engine.zero_stage=1, engine.bucket_mb=5.0 have no effect with one data-parallel replica",
+    ("engine.zero_stage=1", "parallel.shard=4"): "engine.zero_stage=1, parallel.shard=4 have no effect with one",
     ("engine.name=fsdp2", "engine.defer_reduction=true"): "engine.defer_reduction=true has no effect with one",
     ("batch.micro_size=8", "batch.loss_norm=microbatch", "data.eod_mask_loss=true"): "loss_norm=microbatch has no effect: a step has one micro-batch",
 }  # fmt: skip
@@ -523,7 +523,7 @@ def test_settings_of_a_job_that_its_launcher_does_not_follow_are_named(cluster, 
     [note] = unused(job, cluster)
     set_here = words[0].removeprefix("job={").rstrip("}")
     assert note.count("job.") == len([part for part in set_here.split(", ") if ": " in part]) + 1  # and job.cluster
-    assert f"has no effect with job.cluster={cluster}" in note
+    assert f"have no effect with job.cluster={cluster}" in note
     assert not list(unused(made().job, cluster))
 
 

@@ -49,5 +49,7 @@ def test_unchanged_settings_resume_exactly_the_saved_scale(config, steps):
 def test_a_run_that_lowers_its_window_doubles_its_scale_within_that_many_steps(tiny, tmp_path):
     words = tiny("run", "engine.precision=fp16", "scaler.initial=64", "scaler.window=1000")
     hpclm("train", *words, "stop_at=8", check=0)
-    hpclm("train", *words, "scaler.window=3", check=0)
+    again = hpclm("train", *words, "scaler.window=3", "scaler.initial=32", "model.init_std=0.1", check=0)
+    idle = "no effect on a run that resumes from step 8 and restores its state: model.init_std=0.1, scaler.initial=32.0"
+    assert again.stderr.count(idle) == 1
     assert [scale for _, scale in figures(tmp_path / "run", "step", "loss_scale")] == [64.0] * 9 + [128.0] * 3

@@ -15,6 +15,7 @@ import pytest
 
 from hpclm import cli, config, shipped
 from hpclm.config.compose import is_override
+from hpclm.launch import arguments, sweep
 from tests.runs import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "README.zh.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -70,6 +71,22 @@ def test_a_command_in_the_documentation_is_understood(page, line, words, monkeyp
     presets = [word for word in words[1:] if word.removeprefix("configs/").removesuffix(".yaml") in shipped.presets()]
     if words[0] in ("train", "submit", "resume", "planner", "config") and (settings or presets):
         config.load(presets[0] if presets else None, settings)
+
+
+STARTS = [(page, words) for page, _, words in COMMANDS if words[0] in ("train", "submit")]
+STARTS = [(page, words) for page, words in STARTS if not words[1].startswith("runs/")]  # which has its settings
+
+
+@pytest.mark.parametrize("page, words", STARTS, ids=[f"{page}-{' '.join(words)}" for page, words in STARTS])
+def test_a_run_of_the_documentation_lacks_nothing_and_its_batch_can_be_divided(page, words, monkeypatch):
+    """On as many processes as it says."""
+    monkeypatch.chdir(ROOT)
+    if words[0] == "submit":
+        run = arguments.compose(arguments.parser().parse_intermixed_args(words[1:]), sweep.Variant(()), words[1:])
+    else:
+        run = config.from_cli(words[1:], None)
+    assert run.missing() == []
+    run.plan(run.job.nodes * run.job.gpus)
 
 
 @pytest.mark.parametrize("page", ["fairseq", "megatron-deepspeed"])

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from hpclm.launch import arguments, sweep
+from tests import twins
 from tests.datasets.chats import PLAIN, said, tokenizer
 from tests.runs import ROOT
 from tests.test_documentation import PAGES, commands
@@ -23,9 +25,9 @@ pytestmark = pytest.mark.whole
 
 ELSEWHERE = {
     r"^(source|eval|export|sudo|tools/|pip |python |/scratch/|sinfo|srun|sbatch|mpirun|until|scontrol)": "set-up, clusters",
-    r"hpclm submit (?!.*(--dry-run --ranks|--cluster local --gpus 2 out))|logs -f runs/debug": "needs GPUs or nodes: test_submit.py, test_launch.py",
+    r"hpclm submit (?!.*(--dry-run --ranks|--cluster local --gpus 2 out))|logs -f runs/debug": "needs GPUs or nodes: its twin trains below",
     r"hpclm (cancel|resume|save-now|stop|top) |hpclm top$": "needs a run in progress: test_cancel.py, test_resume.py",
-    r"hpclm train (configs/)?gpt2-124m": "large: test_presets.py",
+    r"hpclm train (configs/)?gpt2-124m": "large: its twin trains below",
     r"hpclm demo": "minutes: test_demo.py",
     r"wandb|hpclm sync|--tasks": "needs a service or data from elsewhere: sinks/, inference/",
     r"/data/megatron|runs/mine/config.yaml": "needs a checkpoint of Megatron: interop/",
@@ -78,8 +80,9 @@ def shell(folder, script):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("examples")
+def sources(tmp_path_factory):
+    """A folder with what a reader brings along: texts, chats, a model of transformers."""
+    folder = tmp_path_factory.mktemp("sources")
     draw = random.Random(1)
 
     def words():
@@ -97,6 +100,15 @@ def made(tmp_path_factory):
     chats = "".join(json.dumps({"messages": [*said(words(), words())]}) + "\n" for _ in range(20))
     (folder / "chats.jsonl").write_text(chats)
     llama(folder / "hf" / "llama")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(sources, tmp_path_factory):
+    """The same with tokenizers, datasets and runs."""
+    folder = tmp_path_factory.mktemp("examples") / "made"
+    shutil.copytree(sources, folder, symlinks=True)
+    text = (folder / "text.jsonl").read_text()
     shell(folder, MADE)
     bpe = json.loads((folder / "t.json").read_text())["model"]  # under the names of GPT-2's files
     (folder / "data" / "gpt2-vocab.json").write_text(json.dumps(bpe["vocab"]))
@@ -124,3 +136,70 @@ def test_the_examples_of_a_page_run_as_typed(page, made, tmp_path):
     folder = tmp_path / "home"
     shutil.copytree(made, folder, symlinks=True)
     shell(folder, "".join(f"echo '$' {shlex.quote(line)}\n{line}\n" for line in examples(page)))
+
+
+TRAINS = re.compile(r"(?:hpclm (?:train|submit)|python -m hpclm\.submit) .*")
+UNTRAINED = {
+    r"--ranks": "trains nothing: above",
+    r"--interactive": "needs an allocation of Slurm: test_launch.py",
+    r"runs/mine/config.yaml": "needs a checkpoint of Megatron: interop/",
+}
+"""Runs of the documentation whose twins cannot train here, and why, with the tests that do."""
+BASE = ["hpclm convert hf/llama runs/base"]
+BEFORE = {
+    r"data.prefix=data/mine_chat": [
+        *BASE,
+        "hpclm preprocess --chat chats.jsonl --tokenizer runs/base --output-prefix data/mine",
+    ],
+    r"train runs/base ": [
+        *BASE,
+        "hpclm preprocess --input text.jsonl --tokenizer runs/base --append-eod --output-prefix data/mine",
+    ],
+}
+"""The lines of a page that a run needs before it."""
+VARIABLES = {
+    "WANDB_MODE": "offline",
+    "TEAM_HOOK": "http://127.0.0.1:9/",  # where nobody listens: a failed notification is a warning
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+}
+
+
+def runs_of(page):
+    """The runs that a page shows, without variables before them."""
+    return [match[0] for line in commands(page) if (match := TRAINS.search(line))]
+
+
+RUNS = [page for page in PAGES if page.name not in ("tutorial.md", "try-slurm.md") and not page.name.endswith(".zh.md")]
+RUNS = list(dict.fromkeys(line for page in RUNS for line in runs_of(page)))
+
+
+def twin_of(line, processes):
+    """A run of the documentation, made small, as ``hpclm submit`` on this machine; and the datasets that it reads."""
+    words = shlex.split(re.sub(r"^(hpclm |python -m hpclm.)(train|submit) ", "", line.replace("$data_bin", "bin")))
+    run = arguments.compose(arguments.parser().parse_intermixed_args(words), sweep.Variant(()), words)
+    small = twins.twin(run, processes, weights="runs/base" in line)
+    place = [] if run.job.hostfile else ["--cluster", "local", "--nodes", "1", "--gpus", str(processes)]
+    if run.engine.compile:
+        small.append("engine.compile=false")  # which takes a CPU a minute or more: test_presets.py
+    return shlex.join(["hpclm", "submit", *words, *place, *small, "out=runs/twin"]), run.data.prefixes()
+
+
+@pytest.mark.parametrize("line", RUNS)
+def test_a_run_of_the_documentation_trains_on_two_processes(line, sources, tmp_path, monkeypatch):
+    if reason := next((why for pattern, why in UNTRAINED.items() if re.search(pattern, line)), None):
+        pytest.skip(reason)
+    folder = tmp_path / "home"
+    shutil.copytree(sources, folder, symlinks=True)
+    monkeypatch.chdir(folder)
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    before = next((lines for pattern, lines in BEFORE.items() if re.search(pattern, line)), [])
+    if before:
+        shell(folder, "\n".join(before))
+    (folder / "hosts").write_text("localhost slots=2\n")
+    command, prefixes = twin_of(line, 1 if "--debug" in line else 2)
+    for prefix in map(Path, prefixes):
+        if not prefix.with_name(f"{prefix.name}.idx").exists():
+            twins.dataset(prefix)
+    assert "done at step 3" in shell(folder, command)

@@ -1,15 +1,19 @@
-"""Presets of published models: the network is the class of transformers with its config.json, and a small twin trains."""
+"""Presets: those of published models have the network of transformers' class, and a small twin of each trains."""
 
 import json
+import math
 
 import pytest
 import torch
 
-from hpclm import cli, config
+from hpclm import config, shipped
 from hpclm.config import ModelConfig
+from hpclm.extras import EXTRAS
 from hpclm.interop.huggingface import families
 from hpclm.interop.rules import placements
-from tests.runs import ROOT
+from tests import twins
+from tests.forks import hpclm
+from tests.runs import ROOT, lines
 
 LLAMA3 = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32)
 LLAMA3 |= dict(num_key_value_heads=8, vocab_size=128256, rope_theta=500000.0, rms_norm_eps=1e-5)
@@ -55,15 +59,6 @@ PARAMETERS = {
     "llama3-8b": 8_030_261_248,
     "marin-8b": 8_030_261_248,
 }
-SIZES = ["model.layers=4", "model.hidden=32", "model.heads=4", "model.ffn=48", "model.vocab_size=64"]
-SIZES += ["model.context=16", "batch.micro_size=2", "budget={steps: 12}", "parallel.shard=null"]
-MORE = {
-    "olmo3-7b": ["model.window=6"],
-    "smollm3-3b": ["model.kv_heads=2", "optim.wsd_decay=2"],
-    "qwen3-8b": ["model.kv_heads=2", "model.head_dim=8"],
-    "llama3-8b": ["model.kv_heads=2", "batch.rampup=[4,4,24]"],
-    "marin-8b": ["model.kv_heads=2", "optim.schedule_length=80", "optim.wsd_decay=16"],
-}
 
 
 def preset(name, *words):
@@ -86,13 +81,48 @@ def test_the_network_is_that_of_the_published_model(name):
     assert sum(shape.numel() for shape in theirs.values()) == PARAMETERS[name]
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_a_small_twin_trains(name, tmp_path):
-    here = ["data.source=synthetic", "engine.device=cpu", "engine.compile=false", "log.tensorboard=false"]
-    words = [*SIZES, *MORE[name], "batch.global_size=8", "optim.warmup=2", *here, f"out={tmp_path}/run"]
-    assert cli.main(["train", str(ROOT / f"configs/{name}.yaml"), *words]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if row.get("loss") is not None]
-    losses = [row["loss"] for row in steps]
-    assert len(losses) == 12 and sum(losses[-4:]) < sum(losses[:4])
-    assert steps[0]["batch_size"] == (4 if "llama3" in name else 8)
+DATASETS = ("data/text_document", "demo/data_text_document", "data/meg-gpt2-oscar-en-10k_text_document")
+DATASETS += ("nist02-32k_text_document", "bin/train", "bin/valid", "test-data-bin/train", "test-data-bin/valid")
+"""What presets read, and under data/ what those read that leave it to their user."""
+COMPILED = ("gpt2-124m", "olmo3-7b", "gpt-13b-3d")
+"""One of each engine that is compiled, as it is shipped, on four processes; the kernels of one twin take a CPU more than a minute."""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with the data of all presets, to start them in."""
+    folder = tmp_path_factory.mktemp("presets")
+    for name in DATASETS:
+        twins.dataset(folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("name", shipped.presets())
+def test_a_twin_trains_on_several_processes(name, processes, home):
+    given = preset(name)
+    for extra in EXTRAS.keys() & {given.engine.name}:
+        pytest.importorskip(extra)
+    words = twins.twin(given, processes)
+    if given.missing():
+        words.append("data.prefix=data/text_document")
+    if given.engine.compile and not (name in COMPILED and processes == 4):
+        words.append("engine.compile=false")
+    out = home / f"{processes}/{name.replace('/', '-')}"
+    done = hpclm(
+        *("submit", "--cluster", "local", "--gpus", processes, "--config", name, *words, f"out={out}"),
+        cwd=home,
+        timeout=1800,
+        check=0,
+    )
+    used, rows = config.load(out / "config.yaml"), [json.loads(line) for line in lines(out / "metrics.jsonl")]
+    changed = {word.partition("=")[0] for word in words} | {"out", "job.gpus", "job.cluster", "batch.micro_size"}
+    assert used.diff(given).keys() <= changed | {"data.prefix", "data.train", "data.valid"}  # which are absolute now
+    assert used.batch.micro_size and used.plan(processes)
+    steps = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3] and all(math.isfinite(row["loss"]) for row in steps)
+    assert steps[0]["batch_size"] == (used.batch.rampup or [used.batch.global_size])[0]
+    assert any("validation_loss" in row for row in rows) == bool(used.evaluate.every)
+    assert (out / "checkpoints/step-00000003").is_dir() == used.checkpoint.enabled
+    assert any(out.glob("tensorboard/events*")) == used.log.tensorboard
+    assert f"{processes} processes, launched locally" in done.stderr and "Traceback" not in done.stderr

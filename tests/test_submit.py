@@ -59,7 +59,8 @@ def test_the_job_that_the_readme_submits_may_be_divided_as_it_says(nodes, submit
 
 
 MISTAKES = {
-    "--nodes 3 --gpus 8": "16 must be a multiple of batch.micro_size=1 x 24 data-parallel replicas = 24; this job has "
+    "--nodes 3 --gpus 8": "16 must be a multiple of batch.micro_size=1 x 24 data-parallel replicas = 24; "
+    "batch.global_size=24 fits; this job has "
     "job.nodes=3 x job.gpus=8 = 24 processes",
     "modle.layers=3": "Did you mean 'model.layers'",
     "--nodes two": "job.nodes='two' must be a whole number",

@@ -118,9 +118,7 @@ def train(settings: RunConfig, world: World, resume_step: int | None = None) -> 
         from hpclm.planning import fit
         from hpclm.training import loop
 
-        config = fit.with_micro_size(settings, context)
-        with fit.memory_errors_explained(config, context):
-            return loop.run(config, context, resume_step)
+        return loop.run(settings, context, resume_step, fit)
 
 
 def in_this_process(settings: RunConfig, resume_step: int | None = None, quiet: bool = False) -> None:

@@ -32,7 +32,12 @@ class Plan:
         if rampup:
             sizes |= {"batch.rampup's start": rampup.start, "batch.rampup's increment": rampup.increment}
         each, left = divmod(global_size, max(processes, 1))
-        fits = "" if left or rampup else f"; batch.micro_size={gcd(each, micro_size)} fits"
+        way_out = (
+            f"batch.global_size={-(-global_size // max(unit, 1)) * unit}"
+            if left
+            else f"batch.micro_size={gcd(each, micro_size)}"
+        )
+        fits = "" if rampup else f"; {way_out} fits"
         wrong = [
             f"{name}={size} must be a multiple of batch.micro_size={micro_size} x {processes} data-parallel "
             f"replica{'s' * (processes != 1)} = {unit}{fits}"

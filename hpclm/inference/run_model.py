@@ -18,11 +18,14 @@ from hpclm.model import gpt
 from hpclm.model.loss import TokenLoss
 from hpclm.model.stack import Stack
 from hpclm.node import hardware
+from hpclm.rundir import config_history
 
 
 def settings(run: Path, overrides: list[str]) -> RunConfig:
     """The settings of the run in ``run``, with key=value overrides, for a single process."""
-    return alone(configs.of_run(run, overrides))
+    config = alone(configs.of_run(run, overrides))
+    size = config.batch.micro_size or config_history.micro_size(run) or 1  # no result depends on it
+    return replace(config, batch=replace(config.batch, micro_size=size))
 
 
 def alone(config: RunConfig) -> RunConfig:

@@ -1,12 +1,12 @@
 """What fits the GPUs that train: batch.micro_size=auto, and what to change where the memory was not enough."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hpclm import config as configs
 from hpclm.config import RunConfig
 from hpclm.distributed.context import DistributedContext
 from hpclm.errors import ConfigError, DeviceMemoryError
@@ -14,10 +14,14 @@ from hpclm.node import gpus, hardware
 from hpclm.node.gpus import Kind
 from hpclm.planning import forecast, suggest
 from hpclm.planning.forecast import GIB
+from hpclm.rundir import config_history
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
-ON_CPU = (4, 2, 1)
-"""Sizes to try on a CPU, whose memory is not the limit."""
+ON_CPU = 4096
+"""Tokens of the largest micro-batch on a CPU, where larger ones only take more memory."""
 UNKNOWN = gpus.KINDS["H100"]
 """Stands for a GPU that is not in the table, with that GPU's own memory."""
 MACHINE = replace(UNKNOWN, bf16=False)
@@ -25,34 +29,37 @@ MACHINE = replace(UNKNOWN, bf16=False)
 CPU_MESSAGE = "DefaultCPUAllocator: can't allocate memory"
 
 
-def this_gpu(config: RunConfig, context: DistributedContext) -> Kind | None:
-    """The GPU of this rank, with the memory that it really has; None if it trains on a CPU."""
+def gpu_kind(device: "torch.device") -> Kind | None:
+    """The kind of a GPU, with the memory that it really has; None for a CPU."""
     import torch
 
-    device = hardware.device(config.engine, context.local_rank, context.local_size)
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
     return replace(gpus.named(properties.name) or UNKNOWN, memory=properties.total_memory / GIB)
 
 
-def with_micro_size(
-    config: RunConfig,
-    context: DistributedContext,
-    gpu: Callable[[RunConfig, DistributedContext], Kind | None] = this_gpu,
-) -> RunConfig:
-    """``config`` with a number for batch.micro_size, the same on every rank and after a resume; ConfigError if none fits."""
+def with_micro_size(config: RunConfig, context: DistributedContext, device: "torch.device") -> RunConfig:
+    """``config`` with a number for batch.micro_size, the same on every rank and after a resume; ConfigError on every rank if
+    none fits. ``device``: this rank's."""
+    return with_micro_size_for(gpu_kind(device), config, context)
+
+
+def with_micro_size_for(kind: Kind | None, config: RunConfig, context: DistributedContext) -> RunConfig:
+    """As ``with_micro_size``, for a rank with a GPU of this kind, or with none."""
     if config.batch.micro_size:
         return config
-    kind = gpu(config, context)
-    (without,) = context.all_reduce_max(kind is None)
-    if without or kind is None:
-        return _of_size(config, next(size for size in ON_CPU if size == 1 or _divides(config, size, context.size)))
-    (memory,) = (-value for value in context.all_reduce_max(-kind.memory))  # the smallest of all ranks
-    smallest = replace(kind, memory=memory)
-    return _of_size(
-        config, context.run_on_main(lambda: _kept(config, context.size) or _chosen(config, context, smallest))
-    )
+    (memory,) = context.all_reduce_max(-kind.memory if kind else 0.0)  # minus the smallest of all ranks
+    smallest = replace(kind, memory=-memory) if kind and memory else None
+
+    def chosen() -> int:
+        kept = config_history.micro_size(Path(config.out))
+        if kept and _divides(config, kept, context.size):
+            log.info("batch.micro_size=auto: %d, as before", kept)
+            return kept
+        return _fastest(config, context, smallest) if smallest else _on_cpu(config, context.size)
+
+    return _of_size(config, context.run_on_main(chosen))
 
 
 def _of_size(config: RunConfig, size: int) -> RunConfig:
@@ -68,19 +75,19 @@ def _divides(config: RunConfig, size: int, processes: int) -> bool:
     return True
 
 
-def _kept(config: RunConfig, processes: int) -> int | None:
-    """The number that the run has used so far, if it still divides the batch."""
-    path = Path(config.out) / "config.yaml"
-    size = configs.load(path).batch.micro_size if path.is_file() else 0
-    if not size or not _divides(config, size, processes):
-        return None
-    log.info("batch.micro_size=auto: %d, as before", size)
+def _fastest(config: RunConfig, context: DistributedContext, kind: Kind) -> int:
+    """The fastest size by the planner that fits GPUs of this kind."""
+    size = suggest.with_micro_size(_sized(config, context), kind).batch.micro_size
+    log.info("batch.micro_size=auto: %d, for GPUs with %.0f GiB", size, kind.memory)
     return size
 
 
-def _chosen(config: RunConfig, context: DistributedContext, kind: Kind) -> int:
-    size = suggest.with_micro_size(_sized(config, context), kind).batch.micro_size
-    log.info("batch.micro_size=auto: %d, for GPUs with %.0f GiB", size, kind.memory)
+def _on_cpu(config: RunConfig, processes: int) -> int:
+    """The largest power of two that divides the batch and has at most ON_CPU tokens."""
+    size = 1
+    while 2 * size * config.model.context <= ON_CPU and _divides(config, 2 * size, processes):
+        size *= 2
+    log.info("batch.micro_size=auto: %d, for a CPU", size)
     return size
 
 
@@ -99,7 +106,8 @@ def memory_errors_explained(config: RunConfig, context: DistributedContext) -> I
             raise
         lines = [str(error).strip().splitlines()[0]]
         with suppress(Exception):  # whatever fails here must not hide the error itself
-            lines += _explanation(_sized(config, context), this_gpu(config, context) or MACHINE)
+            device = hardware.device(config.engine, context.local_rank, context.local_size)
+            lines += _explanation(_sized(config, context), gpu_kind(device) or MACHINE)
         raise DeviceMemoryError("\n".join(lines)) from error
 
 

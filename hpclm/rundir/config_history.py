@@ -1,9 +1,13 @@
 """A run's config.yaml, and copies of its versions: config-history/0001.yaml and so on."""
 
+from contextlib import suppress
 from pathlib import Path
 
 from hpclm import files
+from hpclm.config.compose import flat_of_run
 from hpclm.config.run_file import HISTORY, NAME
+from hpclm.errors import ConfigError
+from hpclm.rundir import runs
 
 
 def replace(out: Path, text: str) -> tuple[bytes | None, str]:
@@ -25,6 +29,18 @@ def restore(out: Path, before: bytes | None) -> None:
         (out / NAME).unlink(missing_ok=True)
     else:
         files.write_bytes(out / NAME, before)
+
+
+def micro_size(out: Path) -> int | None:
+    """The batch.micro_size that the last attempt in the run directory ``out`` trained with; None if it is unknown.
+
+    config.yaml may say auto again: hpclm submit writes the settings of the next attempt.
+    """
+    version = runs.read(out).attempt.get("config") or NAME
+    with suppress(ConfigError):
+        size = flat_of_run(out, version)["batch.micro_size"]
+        return size if type(size) is int and size > 0 else None
+    return None
 
 
 def _keep(folder: Path, content: bytes) -> str:

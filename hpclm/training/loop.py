@@ -3,16 +3,18 @@
 from hpclm.config import RunConfig
 from hpclm.distributed.context import DistributedContext
 from hpclm.training.control import StepAbandoned
-from hpclm.training.opening import open_session
+from hpclm.training.opening import MemoryPlanner, open_session
 
 
-def run(config: RunConfig, context: DistributedContext, resume_step: int | None = None) -> int:
+def run(
+    config: RunConfig, context: DistributedContext, resume_step: int | None = None, planner: MemoryPlanner | None = None
+) -> int:
     """Train until the budget is used up, ``stop_at`` is reached or a signal warns; the exit code.
 
     ``resume_step``: the step of a checkpoint to resume from, in place of the newest. Every rank of ``context`` runs this, and all
-    take every turn together.
+    take every turn together. ``planner``: for batch.micro_size=auto, and to explain a lack of memory.
     """
-    with open_session(config, context, resume_step) as session:
+    with open_session(config, context, resume_step, planner) as session:
         control, progress = session.control, session.progress
         while True:
             if session.must_synchronize(progress):  # otherwise the next step is queued before the last one is known

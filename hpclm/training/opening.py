@@ -4,10 +4,13 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Protocol
+
+import torch
 
 from hpclm import __version__, files
 from hpclm import engine as engines
@@ -74,21 +77,53 @@ class RunState:
     """The attempt's number, on rank 0."""
 
 
+class MemoryPlanner(Protocol):
+    """What knows how much memory runs need: hpclm.planning.fit."""
+
+    def with_micro_size(self, config: RunConfig, context: DistributedContext, device: torch.device) -> RunConfig:
+        """``config`` with a number for batch.micro_size=auto, the same on every rank; a collective."""
+
+    def memory_errors_explained(self, config: RunConfig, context: DistributedContext) -> AbstractContextManager[None]:
+        """Turns PyTorch's error in the block into one that says what to change."""
+
+
+class NoPlanner:
+    """For a run whose micro-batch is a number."""
+
+    def with_micro_size(self, config: RunConfig, context: DistributedContext, device: torch.device) -> RunConfig:
+        """``config``."""
+        return config
+
+    def memory_errors_explained(self, config: RunConfig, context: DistributedContext) -> AbstractContextManager[None]:
+        """Lets errors pass."""
+        return nullcontext()
+
+
 @contextmanager
-def open_session(config: RunConfig, context: DistributedContext, resume_step: int | None = None) -> Iterator[Session]:
+def open_session(
+    config: RunConfig, context: DistributedContext, resume_step: int | None = None, planner: MemoryPlanner | None = None
+) -> Iterator[Session]:
     """Set a run up on every rank of ``context``; what cannot work is refused before anything is written.
 
     ``resume_step``: the step of a checkpoint to resume from, in place of the newest.
     """
-    out = Path(config.out)
+    planner, out = planner or NoPlanner(), Path(config.out)
     notifier = Notifier(config.job.notify, out.absolute().name, str(out.absolute()), bootstrap.job())
     context.watchdog.shutdown.listeners.append(notifier.failed)
-    with Preemption() as preemption, notifier if context.is_main else nullcontext():
+    with (
+        Preemption() as preemption,
+        notifier if context.is_main else nullcontext(),
+        planner.memory_errors_explained(config, context),
+    ):
         compute = open_devices(config, context)
+        config = planner.with_micro_size(config, context, compute.device)
         context.watchdog.enter("data")
         with (
             open_data(config, context, compute.mesh, compute.device) as data,
             open_run_directory(config, context, compute, data, resume_step) as directory,
+            planner.memory_errors_explained(
+                config, context
+            ),  # again, before the run directory's guard reports the error
         ):
             proven = proof.check(config, context, compute)
             state = open_state(config, context, compute, data, directory, proven.settings, resume_step)

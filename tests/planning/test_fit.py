@@ -1,18 +1,23 @@
 """batch.micro_size=auto, and what is said when the memory is not enough."""
 
+import os
 import re
 from dataclasses import replace
 
 import pytest
+import torch.distributed as dist
 
 from hpclm import config
 from hpclm.config import compose
-from hpclm.distributed.context import single
+from hpclm.distributed.bootstrap import World
+from hpclm.distributed.context import DistributedContext, single
 from hpclm.errors import ConfigError
+from hpclm.inference import run_model
 from hpclm.node.gpus import KINDS
 from hpclm.planning import fit, forecast, suggest
+from tests import ranks
 from tests.forks import hpclm
-from tests.runs import losses
+from tests.runs import ROOT, losses
 
 H200, H100 = KINDS["H200"], KINDS["H100"]
 LARGE = ["model={vocab_size: 50304, layers: 24, hidden: 2048, heads: 16, context: 2048}", "engine.precision=bf16",
@@ -55,28 +60,72 @@ def test_auto_can_be_written_to_a_file_and_read_back(tmp_path):
 
 def test_a_run_keeps_the_number_it_started_with(tmp_path):
     run, context = preset("gpt-1b3", f"out={tmp_path}"), single()
-    first = fit.with_micro_size(run, context, lambda *_: H200)
+    first = fit.with_micro_size_for(H200, run, context)
     assert first.batch.micro_size == 16
     compose.dump(first, tmp_path / "config.yaml")
-    assert fit.with_micro_size(run, context, lambda *_: H100).batch.micro_size == 16
+    assert fit.with_micro_size_for(H100, run, context).batch.micro_size == 16
     other = replace(run, batch=replace(run.batch, global_size=24))  # 16 does not divide it
-    assert fit.with_micro_size(other, context, lambda *_: H100).batch.micro_size == 8
+    assert fit.with_micro_size_for(H100, other, context).batch.micro_size == 8
 
 
-def test_training_writes_the_number_to_config_yaml(tmp_path):
-    options = ["data.source=synthetic", "budget.steps=1", "batch.global_size=6", "model.layers=1", "model.hidden=16"]
-    options += ["model.context=16", "model.vocab_size=64", "model.heads=2"]
-    ended = hpclm("train", *options, "batch.micro_size=auto", f"out={tmp_path}/run", "engine.device=cpu")
-    assert ended.returncode == 0, ended.stderr
-    assert config.load(tmp_path / "run/config.yaml").batch.micro_size == 2
+def agreed(options, kinds):
+    """What a rank of those kinds of GPU chooses, on a machine of their number."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    alone = single()
+    infos = tuple(replace(alone.ranks[0], rank=number, size=size, local_size=size) for number in range(size))
+    context = DistributedContext(World("test", rank, size, rank, size), infos, alone.watchdog)
+    return fit.with_micro_size_for(kinds[rank], preset("gpt-1b3", *options), context).batch.micro_size
 
 
+@pytest.mark.parametrize(
+    "kinds, options, size",
+    [
+        ((H200, H200), [], 16),
+        ((H200, H100), [], 8),  # the smallest decides, on whichever rank it is
+        ((H100, H200), [], 8),
+        ((None, None), ["model.context=16"], 256),
+        ((None, None), ["model.context=2048"], 2),
+        ((None, None), ["model.context=8192"], 1),
+        ((None, None), ["model.context=16", "batch.global_size=12"], 2),
+    ],
+    ids=str,
+)
+def test_all_ranks_choose_the_same_number(kinds, options, size, tmp_path):
+    assert ranks.run(2, agreed, [f"out={tmp_path}", *options], kinds) == [size, size]
+
+
+def test_a_number_that_fits_no_gpu_is_refused_on_every_rank(tmp_path):
+    with pytest.raises(ConfigError, match="micro_size=1 this layout needs"):
+        ranks.run(2, agreed, [f"out={tmp_path}", "model.hidden=32768"], (H200, H100))
+
+
+TOY = ["data.source=synthetic", "batch.global_size=12", "model.layers=1", "model.hidden=16", "model.context=16"]
+TOY += ["model.vocab_size=64", "model.heads=2", "engine.device=cpu"]
+
+
+def test_auto_trains_on_several_ranks_and_keeps_its_number_when_it_is_submitted_again(tmp_path):
+    """hpclm submit writes auto to config.yaml before the ranks start; evaluation reads it there."""
+    out = tmp_path / "run"
+    submit = ["submit", "--cluster", "local", *TOY, "batch.micro_size=auto", f"out={out}"]
+    hpclm(*submit, "--gpus", 2, "budget.steps=1", check=0)
+    assert config.load(out / "config.yaml").batch.micro_size == 2
+    again = hpclm(*submit, "--gpus", 1, "budget.steps=2", check=0)
+    assert "batch.micro_size=auto: 2, as before" in again.stderr  # alone it would be 4
+    assert config.load(out / "config.yaml").batch.micro_size == 2
+    (out / "config.yaml").write_text((out / "config.yaml").read_text().replace("micro_size: 2", "micro_size: auto"))
+    assert "step 2" in hpclm("evaluate", out, check=0).stdout
+    assert run_model.settings(out, []).batch.micro_size == 2
+
+
+@pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("engine, first", [
     ("OfTheGPU", "CUDA out of memory. Tried to allocate 2.00 GiB."),
     ("OfTheMachine", "DefaultCPUAllocator: can't allocate memory"),
 ])  # fmt: skip
-def test_the_error_says_what_held_the_memory_and_what_would_need_less(engine, first, tiny, tmp_path):
-    stderr = hpclm("train", *tiny("run", f"engine.name=tests.planning.hungry:{engine}"), check=93).stderr
+def test_the_error_says_what_held_the_memory_and_what_would_need_less(engine, first, processes, tiny, tmp_path):
+    words = tiny("run", f"engine.name=tests.planning.hungry:{engine}", "batch.micro_size=2")
+    start = ["train"] if processes == 1 else ["submit", "--cluster", "local", "--gpus", processes]
+    stderr = hpclm(*start, *words, check=93, env=os.environ | {"PYTHONPATH": str(ROOT)}).stderr
     assert first in stderr and "see PyTorch's notes" not in stderr and "Warning" not in stderr
     assert 1 in losses(tmp_path / "run")
     assert re.search(r"the planner expected [\d.]+ [GM]iB: weights .*, activations ", stderr)

@@ -1,0 +1,92 @@
+"""Shrunken twins: the settings that let a run for a large machine take three steps on a few processes of a small one.
+
+Sizes of the model are cut, and what is measured in them: the attention window in tokens, key/value heads in heads. The parallel
+degrees and the micro-batch are halved until they fit the processes. The global batch, which costs time and nothing else, is halved
+down to at most BATCH samples, and a batch-size ramp with it. All other settings stay as they are.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from hpclm.config import RunConfig
+from hpclm.data.tokenizers import build
+from hpclm.datasets.writer import Writer
+from hpclm.errors import ConfigError
+
+STEPS = 3
+BATCH = 64  # samples
+CONTEXT, VOCABULARY, HEADS, WIDTH = 32, 257, 8, 8  # 257: bytes, and the end of a document
+
+
+def twin(run: RunConfig, processes: int, weights: bool = False) -> list[str]:
+    """The settings that make ``run`` a twin that trains for three steps on ``processes``, to be given after its own.
+
+    ``weights``: it starts from weights that are there, and keeps the sizes of its model.
+    """
+    words = {**({} if weights else _model(run)), "budget.steps": STEPS}
+    if run.optim.wsd_decay is not None and run.optim.schedule_length is None:  # they must not outlast the run
+        words |= {"optim.warmup": 1, "optim.wsd_decay": 1}
+    return [f"{key}={value}" for key, value in (words | _divided(run, processes)).items()]
+
+
+def _model(run: RunConfig) -> dict[str, object]:
+    model, stages = run.model, run.parallel.pipeline * run.parallel.chunks
+    group = model.heads // (model.kv_heads or model.heads)
+    heads = group * max(1, min(HEADS, model.heads) // group)
+    context = min(model.context, CONTEXT)
+    sizes = {
+        "layers": min(model.layers, max(2, len(model.pattern), stages)),
+        "hidden": min(model.hidden, heads * WIDTH),
+        "heads": heads,
+        "context": context,
+        "vocab_size": min(model.vocab_size, VOCABULARY),
+    }
+    if model.kv_heads is not None:
+        sizes["kv_heads"] = heads // group
+    if model.head_dim is not None:
+        sizes["head_dim"] = WIDTH
+    if model.ffn is not None:
+        sizes["ffn"] = min(model.ffn, 3 * heads * WIDTH // 2)
+    if model.window is not None:
+        sizes["window"] = max(2, model.window * context // model.context)
+    return {f"model.{name}": size for name, size in sizes.items() if size != getattr(model, name)}
+
+
+def _divided(run: RunConfig, processes: int) -> dict[str, object]:
+    """The batch, and the parallel degrees, halved until ``processes`` can take them."""
+    batch, parallel, words = run.batch, run.parallel, dict[str, object]()
+    while batch.global_size > BATCH and not batch.global_size % 2:
+        ramp = tuple(size // 2 for size in batch.rampup) if batch.rampup else None
+        words["batch.global_size"] = batch.global_size // 2
+        if ramp:
+            words["batch.rampup"] = list(ramp)
+        batch = replace(batch, global_size=batch.global_size // 2, micro_size=0, rampup=ramp)
+    batch = replace(batch, micro_size=run.batch.micro_size)
+    while processes % parallel.replica:
+        degree = max(("tensor", "pipeline", "context"), key=lambda name: getattr(parallel, name))
+        parallel = replace(parallel, **{degree: getattr(parallel, degree) // 2})
+        words[f"parallel.{degree}"] = getattr(parallel, degree)
+    while not _plans(run, batch, parallel, processes):
+        batch = replace(batch, micro_size=batch.micro_size // 2)
+        words["batch.micro_size"] = batch.micro_size
+        assert batch.micro_size, "no micro-batch fits"
+    return words
+
+
+def _plans(run, batch, parallel, processes):
+    try:
+        replace(run, batch=batch, parallel=parallel).plan(processes)
+    except ConfigError:
+        return False
+    return True
+
+
+def dataset(prefix):
+    """A dataset of bytes, 200 documents of 40 tokens, which every twin can read."""
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    draw = np.random.default_rng(1)
+    with Writer(prefix, "u2") as writer:
+        writer.note = {"tokenizer": build("bytes", []).fingerprint}
+        for _ in range(200):
+            writer.add_document(np.append(draw.integers(97, 123, 40), 256))

@@ -121,9 +121,8 @@ def open_session(
         with (
             open_data(config, context, compute.mesh, compute.device) as data,
             open_run_directory(config, context, compute, data, resume_step) as directory,
-            planner.memory_errors_explained(
-                config, context
-            ),  # again, before the run directory's guard reports the error
+            # again, before the guard of the run directory reports the error
+            planner.memory_errors_explained(config, context),
         ):
             proven = proof.check(config, context, compute)
             state = open_state(config, context, compute, data, directory, proven.settings, resume_step)

@@ -112,7 +112,6 @@ def test_a_twin_trains_on_several_processes(name, processes, home):
     done = hpclm(
         *("submit", "--cluster", "local", "--gpus", processes, "--config", name, *words, f"out={out}"),
         cwd=home,
-        timeout=1800,
         check=0,
     )
     used, rows = config.load(out / "config.yaml"), [json.loads(line) for line in lines(out / "metrics.jsonl")]

@@ -12,6 +12,7 @@ from hpclm import config
 from hpclm.diagnostics import preflight
 from hpclm.distributed import bootstrap, context
 from hpclm.errors import HpclmError
+from tests.forks import Hpclm
 from tests.runs import PATIENCE
 
 ROOT = Path(__file__).parents[2]
@@ -57,17 +58,16 @@ def hold(out, nodes, *words, before=None, **env):
     """
     calm = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
     calm |= {"SLURM_JOB_ID": str(secrets.randbelow(10**9)), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [*(before or {}).get(node, ()), sys.executable, "-m", "tests.diagnostics.peers", str(out), *words],
-            env=calm | variables(nodes, rank) | env,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, node in enumerate(nodes)
-    ]
+
+    def start(rank, node):
+        own = calm | variables(nodes, rank) | env
+        if node not in (before or {}):
+            return Hpclm(out, *words, env=own, before=peer)
+        command = [*before[node], sys.executable, "-m", "tests.diagnostics.peers", str(out), *words]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen(command, env=own, cwd=ROOT, text=True, **pipes)
+
+    processes = [start(rank, node) for rank, node in enumerate(nodes)]
     try:
         return [(process.communicate(timeout=PATIENCE)[0], process.returncode) for process in processes]
     finally:
@@ -75,7 +75,12 @@ def hold(out, nodes, *words, before=None, **env):
             process.kill()
 
 
-if __name__ == "__main__":
+def peer():
+    """Be a rank, whose words are this process's."""
     code = main(*sys.argv[1:])
     sys.stdout.flush()
     os._exit(code)  # as training does: what an exception holds of the process group would abort the way out
+
+
+if __name__ == "__main__":
+    peer()

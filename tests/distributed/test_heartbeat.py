@@ -111,15 +111,15 @@ def test_only_a_lost_peer_counts_as_lost():
 def test_a_launcher_of_which_two_ranks_are_killed_at_once_names_one_of_them_and_leaves_nothing(
     launcher, tiny, tmp_path
 ):
-    words = tiny("run", "budget.steps=100000", "batch.micro_size=1", "cluster.preflight=false")
-    command = [sys.executable, "-m", "hpclm", "submit", *words, f"job.cluster={launcher}", "job.gpus=4"]
+    words = tiny("run", "budget.steps=100000", "batch.global_size=6", "batch.micro_size=1", "cluster.preflight=false")
+    command = [sys.executable, "-m", "hpclm", "submit", *words, f"job.cluster={launcher}", "job.gpus=3"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HPCLM_SITE": ""}
     process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         until(lambda: has_step(tmp_path / "run", 3), "step 3", process)
         ranks = [pid for pid in descendants(process.pid) if training(pid)]
         [first] = [json.loads(line)["pid"] for line in lines(tmp_path / "run/attempts.jsonl")]
-        assert len(ranks) == 4
+        assert len(ranks) == 3
         for pid in [pid for pid in ranks if pid != first][:2]:
             os.kill(pid, signal.SIGKILL)
         said, _ = process.communicate(timeout=PATIENCE)

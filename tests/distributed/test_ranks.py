@@ -271,7 +271,8 @@ def test_a_process_that_its_mpi_left_alone_is_refused_before_anything_is_written
 
 
 @pytest.mark.mpi
-def test_mpirun_and_torchrun_give_the_same_run(tiny, tmp_path):
+@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("torchrun", marks=pytest.mark.whole)])
+def test_mpirun_and_torchrun_give_the_same_run(launcher, tiny, tmp_path):
     import sys
 
     env = dict(os.environ, OMP_NUM_THREADS="1", OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
@@ -281,8 +282,8 @@ def test_mpirun_and_torchrun_give_the_same_run(tiny, tmp_path):
         "mpirun": ["mpirun", "-n", "2", "--oversubscribe", sys.executable, *train],
         "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *train],
     }
-    for name, start in starts.items():
-        done = subprocess.run([*start, *tiny(name)], env=env, capture_output=True, text=True, timeout=PATIENCE)
-        assert done.returncode == 0, done.stdout + done.stderr
-        for alone, together in zip(figures(tmp_path / "one", "loss"), figures(tmp_path / name, "loss"), strict=True):
-            assert together == pytest.approx(alone, abs=1e-5)
+    command = [*starts[launcher], *tiny(launcher)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for alone, together in zip(figures(tmp_path / "one", "loss"), figures(tmp_path / launcher, "loss"), strict=True):
+        assert together == pytest.approx(alone, abs=1e-5)

@@ -85,7 +85,7 @@ def test_a_rank_that_cannot_even_be_asked_is_killed_and_leaves_its_stacks_in_its
     assert "faults.py" in (tmp_path / "run/logs/rank-00001.log").read_text()
 
 
-@pytest.mark.parametrize("launcher", ["local", pytest.param("mpirun", marks=pytest.mark.mpi)])
+@pytest.mark.parametrize("launcher", ["local", pytest.param("mpirun", marks=[pytest.mark.mpi, pytest.mark.whole])])
 def test_a_launcher_ends_with_its_stopped_rank_and_asks_to_be_started_again(launcher, tiny, tmp_path):
     words = tiny("run", "budget.steps=100000", "batch.micro_size=1", *WATCHED, f"job.cluster={launcher}", "job.gpus=2")
     command = [sys.executable, "-m", "hpclm", "submit", *words]

@@ -76,7 +76,7 @@ LAYOUTS = {
     "dp2pp2": (4, ["engine.name=pipelining", "parallel.pipeline=2"]),
     "dp2cp2": (4, ["parallel.context=2"]),
 }
-WHOLE = ("hybrid", "zero1-tp2", "dp2pp2")
+WHOLE = ("zero1", "hybrid", "zero1-tp2", "dp2pp2")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """Optional libraries: the extra of the package that installs each, and the error for one that is missing."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import util
+from importlib import metadata, util
 
 from hpclm.errors import ConfigError
 
@@ -37,6 +38,17 @@ def install(library: str) -> str:
 def missing(what: str, library: str) -> str | None:
     """The message that ``what`` needs ``library``, or None if it is installed; imports nothing."""
     return None if util.find_spec(library) else _message(what, library)
+
+
+def older(library: str, release: str) -> str | None:
+    """The installed version of ``library`` if it is older than ``release``, "major.minor"; None if it is not, if there is none, and
+    for builds between releases ("2.12.0a0"), which may have what the release has. Imports nothing."""
+    try:
+        installed = metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return None
+    plain = re.fullmatch(r"(\d+)\.(\d+)(\.\d+)*(\+.*)?", installed)
+    return installed if plain and (int(plain[1]), int(plain[2])) < tuple(map(int, release.split("."))) else None
 
 
 @contextmanager

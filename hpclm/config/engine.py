@@ -141,14 +141,29 @@ class EngineConfig(Checked):
         return list(self.problems_without_gpu()) if self.device == "cpu" else []
 
     def missing_libraries(self) -> list[str]:
-        """Libraries that the engine needs and that are not installed here."""
+        """Libraries that the engine needs and that are not installed here, or are too old for it; imports none of them."""
         wrong = extras.missing(f"engine.name={self.name}", self.name) if self.name in extras.EXTRAS else None
-        return [wrong] if wrong else []
+        oldest = SUPPORTS[self.name].torch if self.name in SUPPORTS else None
+        installed = extras.older("torch", oldest) if oldest else None
+        return [*([wrong] if wrong else []), *([torch_too_old(self.name, installed)] if installed else [])]
 
     def chosen(self) -> dict[str, object]:
         """The settings that differ from their defaults; not to compile is what any engine can do."""
         mine = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "compile" or self.compile}
         return {name: value for name, value in mine.items() if value != getattr(EngineConfig(), name)}
+
+
+def torch_too_old(name: str, installed: str) -> str:
+    """The message that an engine needs a newer PyTorch than the installed one, and which engines do not."""
+    others = [
+        f"engine.name={other} (parallel.schedule={', '.join(its.schedules)})"
+        for other, its in SUPPORTS.items()
+        if its.pipeline_stages and not its.torch
+    ]
+    return (
+        f"engine.name={name} needs PyTorch {SUPPORTS[name].torch} or newer, but PyTorch {installed} is installed; "
+        f"install a newer one, or use {' or '.join(others)}"
+    )
 
 
 def unsupported(engine: EngineConfig, parallel: ParallelConfig, optim: OptimConfig, can: Supports) -> Iterator[str]:

@@ -39,6 +39,10 @@ class Supports:
     """(micro-batches per step, parallel.pipeline, parallel.schedule) -> what the schedule requires, if it cannot run them."""
     more: str | None = None
     """module:name of a function that yields further problems of a RunConfig."""
+    torch: str | None = None
+    """The oldest PyTorch release that has what it uses, if newer than the oldest that hpclm supports."""
+    unavailable: str | None = None
+    """module:name of a function that says why it cannot run with the PyTorch that is installed, or returns None."""
 
 
 MUON = ("adamw", "apex_adam", "muon")
@@ -106,6 +110,8 @@ SUPPORTS = {
     ),
     "pipelining": Supports(
         "hpclm.engine.pipelining:PipeliningEngine",
+        torch="2.12",  # its PipelineStage takes input_grads and output_grads
+        unavailable="hpclm.engine.pipelining:unavailable",
         pipeline_stages=(0,),
         alone=False,
         schedules=("1f1b", "gpipe", "interleaved", "zero_bubble"),

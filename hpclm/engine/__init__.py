@@ -22,7 +22,7 @@ from hpclm.errors import ConfigError
 from hpclm.model import gpt
 from hpclm.model.gpt import LayerSpec
 from hpclm.parallel.mesh import Mesh
-from hpclm.registry import a_class, lookup
+from hpclm.registry import a_class, load, lookup
 
 log = logging.getLogger(__name__)
 
@@ -152,6 +152,8 @@ def engine_class(config: EngineSettings, device: torch.device) -> Maker:
     if problems:
         raise ConfigError(problems)
     maker = lookup("engine", config.engine.name, ENGINES, CHECK)
+    if reason := unavailable(config.engine.name):
+        raise ConfigError(reason)
     specs = gpt.layers(config.model, config.engine, torch.float32, config.seed)  # loads a user-defined block
     if config.optim.groups:
         check_groups(config.optim, specs)
@@ -162,6 +164,13 @@ def engine_class(config: EngineSettings, device: torch.device) -> Maker:
         )
     check_supports(config.engine, config.parallel, config.optim, maker)
     return maker
+
+
+def unavailable(name: str) -> str | None:
+    """Why the engine called ``name`` cannot run with the PyTorch that is installed; None if it can. Imports the engine."""
+    supports = SUPPORTS.get(name)
+    reason: str | None = load(supports.unavailable)() if supports and supports.unavailable else None
+    return reason
 
 
 def check_groups(optim: OptimConfig, specs: Sequence[LayerSpec]) -> None:

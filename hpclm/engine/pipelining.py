@@ -4,6 +4,7 @@ Every process of a replica reads its own micro-batches, so only activations are 
 their gradients back. T tokens in a sequence, t = T / (cp tp), B sequences in a micro-batch, C hidden width.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -20,6 +21,7 @@ from torch.distributed.pipelining import (
 )
 
 from hpclm.config import EngineSettings
+from hpclm.config.engine import torch_too_old
 from hpclm.engine.base import BaseEngine, defer_tp_grad_sum, stack_of
 from hpclm.engine.gradient_buckets import Bucket, GradientBuckets, grouped
 from hpclm.engine.sharded_parameter import ShardedParameter
@@ -41,6 +43,12 @@ SCHEDULES = {
 ONE_STAGE = ("gpipe", "1f1b")
 """Schedules that take one stage, not a list."""
 BUCKET_MB = 32.0
+
+
+def unavailable() -> str | None:
+    """Why this PyTorch cannot run the engine: its PipelineStage has no way to give the shapes of gradients."""
+    has = "input_grads" in inspect.signature(PipelineStage).parameters
+    return None if has else torch_too_old("pipelining", torch.__version__)
 
 
 class PipeliningEngine(BaseEngine):

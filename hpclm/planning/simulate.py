@@ -11,7 +11,7 @@ import torch
 from hpclm.config import RunConfig
 from hpclm.config.engine import ENGINES
 from hpclm.data.batches import Batch
-from hpclm.engine import CHECK
+from hpclm.engine import CHECK, unavailable
 from hpclm.errors import ConfigError
 from hpclm.parallel.mesh import Mesh
 from hpclm.planning.fake_gpu import CUDA, Collective, fake_gpu, peak_memory
@@ -117,7 +117,9 @@ def shortened(run: RunConfig, micro_batches: int) -> RunConfig:
 
 
 def build(run: RunConfig, mesh: Mesh) -> Any:
-    """The engine on the fake GPU; whether this machine could train with it is not checked."""
+    """The engine on the fake GPU; whether this machine could train with it is not checked, only whether its PyTorch could."""
+    if reason := unavailable(run.engine.name):
+        raise ConfigError(reason)
     return lookup("engine", run.engine.name, ENGINES, CHECK)(
         run.for_engine(mesh.world.size), mesh, CUDA, DTYPES[run.engine.precision]
     )

@@ -6,6 +6,7 @@ each replica gets one, as with Megatron's sequential sampler.
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor
 from hpclm.config import DataConfig, ModelConfig, Plan
 from hpclm.data.sources import PADDING, Samples, needs_eod
 from hpclm.errors import ConfigError
+from hpclm.node import hardware
 from hpclm.parallel.mesh import ALONE, Axis, Mesh
 from hpclm.parallel.sequence import take
 
@@ -58,7 +60,12 @@ class Batches:
         self.samples: Any = samples
         self.plan, self.data, self.device, self.replica, self.cp = plan, data, device, mesh.replica, mesh.cp
         self.width, self.vocab_size, self.eod = model.context + 1, model.vocab_size, eod
-        self._ahead = Prefetch(self._read_step, lambda consumed: consumed + plan.batch_size(consumed), data.workers)
+        self._ahead = Prefetch(
+            self._read_step,
+            lambda consumed: consumed + plan.batch_size(consumed),
+            data.workers,
+            partial(hardware.use, device),  # its threads pin memory
+        )
 
     def step(self, consumed: int) -> list[Batch]:
         """The micro-batches of the step that begins when ``consumed`` samples have been read."""
@@ -165,9 +172,16 @@ class Prefetch(Generic[T]):
     requests changes results; threads=0 computes values on request.
     """
 
-    def __init__(self, make: Callable[[int], T], following: Callable[[int], int], threads: int):
+    def __init__(
+        self,
+        make: Callable[[int], T],
+        following: Callable[[int], int],
+        threads: int,
+        begin: Callable[[], None] | None = None,
+    ):
+        """``begin``: what each thread calls first."""
         self._make, self._following, self._threads = make, following, threads
-        self._pool = ThreadPoolExecutor(threads, "prefetch") if threads else None
+        self._pool = ThreadPoolExecutor(threads, "prefetch", begin) if threads else None
         self._coming: dict[int, Future[T]] = {}
 
     def __call__(self, key: int) -> T:

@@ -43,10 +43,17 @@ def device(
         keep_freed_memory()
         return torch.device("cpu")
     chosen = torch.device("cuda", gpu_of(local_rank, local_size, gpus, env.get("CUDA_VISIBLE_DEVICES")))
-    torch.cuda.set_device(chosen)
+    use(chosen)
     if config.deterministic:
         use_deterministic_kernels()
     return chosen
+
+
+def use(device: torch.device) -> None:
+    """Have the calling thread use ``device``. In PyTorch every thread begins with the first GPU: what it pins or allocates there opens
+    a context of some hundred megabytes on a GPU that may be another rank's."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def gpu_of(local_rank: int, local_size: int, gpus: int, visible: str | None) -> int:

@@ -49,7 +49,7 @@ class Rows:
         row[:] = self.rows[index]
 
 
-def batches(samples=None, replica=0, replicas=1, workers=0, rampup=None, eod=None, **data):
+def batches(samples=None, replica=0, replicas=1, workers=0, rampup=None, eod=None, device=CPU, **data):
     config = RunConfig(
         model=ModelConfig(vocab_size=200, layers=1, hidden=8, heads=2, context=CONTEXT),
         data=DataConfig(source="synthetic", workers=workers, **data),
@@ -57,7 +57,7 @@ def batches(samples=None, replica=0, replicas=1, workers=0, rampup=None, eod=Non
         budget=BudgetConfig(steps=10),
     )
     mesh = Mesh(dp=Axis(replicas, replica))
-    return Batches(samples or Counting(), config.data, config.model, config.plan(replicas), eod, CPU, mesh)
+    return Batches(samples or Counting(), config.data, config.model, config.plan(replicas), eod, device, mesh)
 
 
 def first(found):
@@ -112,6 +112,18 @@ def test_the_next_steps_are_prefetched():
     assert done == [-1, -2, -3, -4, -5]
     assert sorted(made.get(timeout=PATIENCE) for _ in range(5)) == [4, 5, 6, 7, 8]  # nothing is made twice
     prefetch.close()
+
+
+def test_threads_that_read_ahead_use_the_gpu_of_their_rank(monkeypatch):
+    """In the first GPU, which every thread begins with, what they pin would take memory for each rank of the node."""
+    used, pinned = {}, queue.Queue()
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: used.update({threading.get_ident(): device}))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.put(threading.get_ident()) or tensor)
+    made = batches(workers=1, device=torch.device("cuda", 3))
+    made._ahead(0)
+    threads = {pinned.get(timeout=60)}
+    made.close()
+    assert {used[thread] for thread in threads} == {torch.device("cuda", 3)} and threading.get_ident() not in threads
 
 
 def test_closing_cancels_pending_prefetches():

@@ -41,9 +41,6 @@ REFUSED = (
 
 DEFAULTS: Flat = {"timers.throughput.enabled": False}
 """Ours, unless engine.extra says otherwise: the timer waits for the device in every forward pass."""
-ON_GPUS: Flat = {"zero_optimization.use_multi_rank_bucket_allreduce": False}
-"""The same, at stages 1 and 2: each gradient is sent only to the replica that updates its weight, which is half the traffic of an
-all-reduce. gloo would add the gradients in another order, and CPUs gain nothing."""
 
 
 def derived(config: EngineSettings, precision: str | None) -> Flat:
@@ -91,16 +88,20 @@ def stage_of(engine: EngineConfig) -> int:
     return 1 if engine.zero_stage is None else engine.zero_stage
 
 
-def settings(config: EngineSettings, precision: str, gpu: bool = False) -> dict[str, Any]:
-    """DeepSpeed's JSON, including engine.extra; ConfigError for contradictions. ``gpu``: whether it trains on GPUs."""
+def settings(config: EngineSettings, precision: str) -> dict[str, Any]:
+    """DeepSpeed's JSON, including engine.extra; ConfigError for contradictions.
+
+    At stages 1 and 2 gradients are all-reduced, as DeepSpeed does by default. Its other way, use_multi_rank_bucket_allreduce=false,
+    sends each gradient only to the replica that updates its weight: half the traffic, but one reduction after the other, each of
+    which waits for the device.
+    """
     flat = derived(config, precision)
     wrong = list(problems(config.engine, flat))
     if wrong:
         raise ConfigError(wrong)
     stage = stage_of(config.engine)
-    scattered = ON_GPUS if gpu and stage in (1, 2) else {}
     overlapped = {"zero_optimization.overlap_comm": True} if stage > 0 else {}
-    return nested({**DEFAULTS, **scattered, **overlapped, **flat, **extra(config.engine)})
+    return nested({**DEFAULTS, **overlapped, **flat, **extra(config.engine)})
 
 
 def extra(engine: EngineConfig) -> Flat:

@@ -167,7 +167,7 @@ def _deepspeed(engine: EngineConfig, common: EngineCosts, pipeline: int) -> Engi
         table=8 - element,
         table_at_once=8 - element,
         reduced=4 if fp32 else element,
-        all_reduced=simple,
+        all_reduced=stage < 3,
         sent=element,
         gathers=2 if stage == 3 else 0,
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hpclm.config.data import SOURCES
 from hpclm.data.synthetic import synthetic
+from hpclm.distributed import context
 from hpclm.model.gpt import Block
 from hpclm.registry import load
 
@@ -69,6 +70,20 @@ def leaving(*words):
     """A data source that ends rank 1 as if all were well."""
     if os.environ["RANK"] == "1":
         sys.exit(0)
+    return synthetic(*words)
+
+
+def never_disconnecting(*words):
+    """A data source whose rank 1 stops, or dies, when its work is done; the other then waits for it a second, not a minute."""
+    context.DISCONNECT, finish = 1.0, context.DistributedContext.finish
+
+    def end(self):
+        if self.rank == 1:
+            self.watchdog.leave()
+            os.kill(os.getpid(), getattr(signal, os.environ["TEST_SIGNAL"]))
+        finish(self)
+
+    context.DistributedContext.finish = end
     return synthetic(*words)
 
 

@@ -118,7 +118,8 @@ def train(settings: RunConfig, world: World, resume_step: int | None = None) -> 
         from hpclm.planning import fit
         from hpclm.training import loop
 
-        return loop.run(settings, context, resume_step, fit)
+        context.exit_code = loop.run(settings, context, resume_step, fit)
+        return context.exit_code
 
 
 def in_this_process(settings: RunConfig, resume_step: int | None = None, quiet: bool = False) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 CAUSE = 60.0  # seconds that a rank which lost a connection waits for its watchdog to end it with the cause
+DISCONNECT = 60.0  # seconds that ranks which have done their work have to disconnect from one another
 LATEST = 15.0  # seconds that the main thread has to exit after an error: a collective may hang
 EXIT = 0.5  # seconds that rank 0, whose end closes the store, stays after an error that all ranks raise
 UNLIMITED = timedelta(days=7)  # for a collective in which one rank may arrive hours after another
@@ -69,6 +71,8 @@ class DistributedContext:
         self.first_on_node = next(info.rank for info in ranks if info.machine == ranks[world.rank].machine)
         """The lowest rank of this rank's node."""
         self._store = store
+        self.exit_code = 0
+        """Of this process, once its work is done."""
 
     @property
     def is_main(self) -> bool:
@@ -208,16 +212,41 @@ class DistributedContext:
             raise
 
     def finish(self) -> None:
-        """Disconnect from the other ranks once all are here."""
+        """Disconnect from the other ranks once all are here. The work is done: where that fails or takes too long, this process ends
+        as it would have."""
         self.watchdog.enter("leaving")
         import torch.distributed as dist
 
         gc.collect()  # what still holds the process group would abort at exit
         self.watchdog.leave()
-        if dist.is_initialized():
-            dist.barrier()
-            dist.destroy_process_group()
+        late = threading.Timer(DISCONNECT, self._leave_the_others)
+        late.daemon = True
+        late.start()
+        try:
+            if dist.is_initialized():
+                dist.barrier()
+                dist.destroy_process_group()
+        except RuntimeError as error:  # another rank is gone
+            log.warning("%s had done its work: %s", self.ranks[self.rank], str(error).partition("\n")[0])
+        late.cancel()
         self.watchdog.stop()
+
+    def _leave_the_others(self) -> None:
+        """End this process, whose main thread waits for another rank and may do so forever."""
+        if not self.watchdog.shutdown.claim():
+            return
+        exit_after(LATEST, self.exit_code)  # a disk may be why
+        log.warning(
+            "%s had done its work, and could not disconnect from the other ranks within %.0f s; it ends with exit code %d",
+            self.ranks[self.rank],
+            DISCONNECT,
+            self.exit_code,
+        )
+        restart.note(self.exit_code)
+        self.watchdog.shutdown.clean_up()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(self.exit_code)
 
     def _fail(self, error: BaseException) -> None:
         """Publish ``error`` to the other ranks; returns when this process may exit.

@@ -105,6 +105,24 @@ def test_a_rank_that_ends_as_if_all_were_well_is_named(tiny, tmp_path):
     assert ended[0][0] == 1 and "it called sys.exit(0)" in ended[0][1]
 
 
+@pytest.mark.parametrize("steps, code", [(3, 0), (100_000, 85)])
+@pytest.mark.parametrize("last", ["SIGSTOP", "SIGKILL"])
+def test_what_a_rank_has_done_counts_whatever_becomes_of_another_while_they_disconnect(
+    last, steps, code, tiny, tmp_path
+):
+    words = tiny(
+        "run", f"budget.steps={steps}", "data.source=tests.faults:never_disconnecting", "cluster.preflight=false"
+    )
+    with Ranks(2, words, TEST_SIGNAL=last) as ranks:
+        if code:
+            ranks.wait_for(tmp_path / "run", 3)
+            ranks.processes[0].send_signal(signal.SIGUSR2)
+        text, _ = ranks.processes[0].communicate(timeout=300)
+        assert ranks.processes[0].returncode == code, text
+    said = {"SIGSTOP": "could not disconnect from the other ranks within 1 s", "SIGKILL": "had done its work: "}
+    assert said[last] in text
+
+
 def connections(port):
     """How many are connected to a port of this machine."""
     rows = [line.split() for family in ("tcp", "tcp6") for line in lines(Path("/proc/net", family))[1:]]

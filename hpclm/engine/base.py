@@ -24,6 +24,7 @@ from hpclm.engine.state import TrainingState, UnsavableStateError
 from hpclm.engine.step import StepInputs, Timers, gradient_norm, mean_loss, seed_step, step_inputs
 from hpclm.errors import ConfigError
 from hpclm.model import gpt
+from hpclm.model.compiled import Compilation
 from hpclm.model.gpt import LayerSpec
 from hpclm.model.init import TensorParallelModule
 from hpclm.model.loss import Backward, TokenLoss
@@ -81,7 +82,15 @@ class BaseEngine:
         self.deferred = [w for w in self.weights if deferred and w.placement.dim is None]
         """Weights whose gradients are summed over the tensor-parallel ranks after the backward pass."""
 
+    @property
+    def compilations(self) -> list[Compilation]:
+        """All that this process compiles, or was to compile."""
+        return [compilation for stack in self.model_stacks for compilation in stack.compilations]
+
     # hooks for subclasses
+
+    def close(self) -> None:
+        """Give up what would keep the engine in memory after the last reference to it is gone; it cannot be used any more."""
 
     def no_sync(self) -> AbstractContextManager:
         """Inside this context, backward passes accumulate gradients locally, as DistributedDataParallel.no_sync does."""

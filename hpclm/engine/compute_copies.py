@@ -8,6 +8,9 @@ are then never rounded to the compute type.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +34,7 @@ class ComputeCopies:
         self._tables: list[VocabParallelEmbedding] = []
         if model.dtype == torch.float32:
             return
+        collect = WeakMethod(self._collect)  # the garbage collector does not see what the hooks of a parameter hold
         for module in model.modules():
             if isinstance(module, VocabParallelEmbedding) and not in_place:
                 module.rows = module.weight.detach().to(model.dtype)
@@ -40,7 +44,7 @@ class ComputeCopies:
                     copy = nn.Parameter(weight.detach().to(model.dtype))
                     setattr(module, name, copy)
                     self.masters[copy] = weight
-                    copy.register_post_accumulate_grad_hook(self._collect)
+                    copy.register_post_accumulate_grad_hook(partial(_call, collect))
                     if in_place and weight.ndim == 2:
                         self._added[copy] = module
 
@@ -92,6 +96,13 @@ def adds_in_place(engine: EngineConfig, model: ModelConfig, device: torch.device
         and model.block in BLOCKS
         and not (torch.is_anomaly_enabled() or engine.offload_activations)
     )
+
+
+def _call(method: WeakMethod[Any], copy: Tensor) -> None:
+    """The hook of a copy."""
+    collect = method()
+    if collect is not None:
+        collect(copy)
 
 
 def _cast(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -1,10 +1,15 @@
-"""Gradients in a few flat buffers, each of which is all-reduced as soon as the last backward pass of a step has filled it.
+"""Gradients in a few flat buffers, each of which is all-reduced as soon as the last backward pass of a step has filled it and those
+before it.
 
 This is what DistributedDataParallel does (Li et al. 2020), without the compiler stack that it loads into every process, and also
-for pipelines, whose schedules mix the forward and backward passes of many micro-batches.
+for pipelines, whose schedules mix the forward and backward passes of many micro-batches. As there, buckets are sent in one order,
+whatever the order in which they fill, which in compiled blocks is another one: of two ranks that start collectives in different
+orders, each would hang, or add up gradients of different weights.
 """
 
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -56,21 +61,28 @@ class GradientBuckets:
         """``leaves``: each parameter with an fp32 gradient, and the parameter of the model whose backward pass completes it.
         ``dtype``: in which gradients are sent and summed. ``late``: parameters whose gradients change after the backward
         passes; their buckets are reduced by finish()."""
-        self.axis, self.dtype, self.buckets = axis, dtype, buckets
-        for bucket in buckets:
+        self.axis, self.dtype = axis, dtype
+        place = {parameter: number for number, parameter in enumerate(leaves)}
+        self.buckets = sorted(buckets, key=lambda bucket: -min(place[p] for p in bucket.parameters))
+        """In the order in which all ranks send them: that in which a backward pass fills them, from the last layer to the first."""
+        self._sent = len(self.buckets)
+        """How many of them this step has sent; outside of a step, all."""
+        myself = weakref.ref(self)  # the garbage collector does not see what the hooks of a parameter hold
+        for number, bucket in enumerate(self.buckets):
             for parameter in bucket.parameters if not any(p in late for p in bucket.parameters) else ():
-                leaves[parameter].register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._added(bucket))
+                leaves[parameter].register_post_accumulate_grad_hook(partial(_added, myself, number))
 
     def begin(self, micro_batches: int) -> None:
         """Before the backward passes of a step."""
+        self._sent = 0
         for bucket in self.buckets:
             bucket.missing = micro_batches * len(bucket.parameters)
 
     def finish(self) -> None:
         """After the last backward pass: wait until all gradients are reduced."""
-        for bucket in self.buckets:
-            if bucket.work is None:  # some of its parameters were unused, or are late
-                self._reduce(bucket)
+        for bucket in self.buckets[self._sent :]:  # some parameters of the first of them were unused, or are late
+            self._reduce(bucket)
+        self._sent = len(self.buckets)
         for bucket in self.buckets:
             bucket.work.wait()
             if bucket.sent is not bucket.buffer:
@@ -82,15 +94,23 @@ class GradientBuckets:
         for bucket in self.buckets:
             bucket.buffer.zero_()
 
-    def _added(self, bucket: Bucket) -> None:
-        """A backward pass has added to a gradient of ``bucket``."""
-        bucket.missing -= 1
-        if bucket.missing == 0:
-            self._reduce(bucket)
+    def added(self, number: int) -> None:
+        """A backward pass has added to a gradient of a bucket: send those that are full, none before the ones in front of it."""
+        self.buckets[number].missing -= 1
+        while self._sent < len(self.buckets) and self.buckets[self._sent].missing == 0:
+            self._reduce(self.buckets[self._sent])
+            self._sent += 1
 
     def _reduce(self, bucket: Bucket) -> None:
         bucket.sent = bucket.buffer.to(self.dtype)
         bucket.work = dist.all_reduce(bucket.sent, group=self.axis.group, async_op=True)
+
+
+def _added(buckets: "weakref.ref[GradientBuckets]", number: int, parameter: Tensor) -> None:
+    """The hook of a parameter in a bucket."""
+    owner = buckets()
+    if owner is not None:
+        owner.added(number)
 
 
 def megabytes(given: float | None, values: int, mesh: Mesh, device: torch.device) -> float:

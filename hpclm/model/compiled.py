@@ -1,22 +1,27 @@
 """torch.compile, with a way back: what cannot be compiled runs as it is."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from hpclm.node import environment
+from hpclm.parallel.mesh import Axis
 
 log = logging.getLogger(__name__)
 VARIANTS = 64  # of one function: shapes of micro-batches, training and evaluation; PyTorch gives up after 8
+ELSEWHERE = "another rank that computes the same layers cannot compile them"
 
 
 class Compilation:
     """Functions that are compiled when they first run, until that fails for one of them; the log says why, once."""
 
-    def __init__(self, name: str, backend: Any = "inductor"):
-        """``name``: what they are, for the log."""
+    def __init__(self, name: str, backend: Any = "inductor", axes: Sequence[Axis] = ()):
+        """``name``: what they are, for the log. ``axes``: of the processes that the functions exchange tensors with, which must
+        all run them in one way: if one of these cannot compile, none does."""
         import torch._dynamo
         import torch._functorch.config
 
@@ -24,12 +29,14 @@ class Compilation:
         torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
         # with the forward pass, where a failure has the function run as it is; in the backward pass it would end the run
         torch._functorch.config.force_non_lazy_backward_lowering = True
-        self.name, self.backend, self.works = name, backend, True
+        together = [axis for axis in axes if axis.size > 1]
+        self.name, self.backend = name, compiled_together(backend, together) if together else backend
+        self.works = True
+        self.failure = ""
+        """Why this process could not compile; empty if it could, or if ELSEWHERE is the reason."""
 
     def of(self, function: Callable[..., Any], plain: Callable[..., Any], whole: bool = True) -> Callable[..., Any]:
         """``function`` compiled, ``whole``: as one graph; ``plain``, which gives the same, once that has failed."""
-        import torch
-
         compiled = torch.compile(function, dynamic=False, fullgraph=whole, backend=self.backend)
 
         def attempt(*args: Any, **kwargs: Any) -> Any:
@@ -38,15 +45,44 @@ class Compilation:
                     return compiled(*args, **kwargs)
                 except failures() as error:
                     self.works = False
+                    self.failure = "" if ELSEWHERE in str(error) else reason(error)
                     warn(self.name, error)
             return plain(*args, **kwargs)
 
         return attempt
 
 
-def compile_layers(layers: Iterable[nn.Module], whole: bool, backend: Any = "inductor") -> Compilation:
-    """Compile the forward pass of each layer, with one graph for all that are alike. ``whole``: without graph breaks."""
-    compilation = Compilation("blocks run", backend)
+def compiled_together(backend: Any, axes: Sequence[Axis]) -> Callable[..., Any]:
+    """A backend that fails on all processes of ``axes`` where ``backend`` fails on one. They compile the same graphs in the same
+    order, and would wait for one another forever if one went on with other collectives."""
+
+    def attempt(graph: Any, inputs: Sequence[Any]) -> Any:
+        import torch._dynamo
+
+        run, error = None, None
+        try:
+            run = torch._dynamo.lookup_backend(backend)(graph, list(inputs))
+        except Exception as failure:  # a backend may raise anything
+            error = failure
+        device = next((given.device for given in inputs if isinstance(given, Tensor)), torch.device("cpu"))
+        failed = torch.tensor(float(error is not None), device=device)
+        for axis in axes:
+            dist.all_reduce(failed, dist.ReduceOp.MAX, group=axis.group)
+        if error is not None:
+            raise error
+        if failed.item():
+            raise RuntimeError(ELSEWHERE)
+        return run
+
+    return attempt
+
+
+def compile_layers(
+    layers: Iterable[nn.Module], whole: bool, backend: Any = "inductor", axes: Sequence[Axis] = ()
+) -> Compilation:
+    """Compile the forward pass of each layer, with one graph for all that are alike. ``whole``: without graph breaks. ``axes``: as
+    of Compilation."""
+    compilation = Compilation("blocks run", backend, axes)
     for layer in layers:
         layer.forward = compilation.of(layer.forward, layer.forward, whole)
     return compilation
@@ -59,7 +95,15 @@ def failures() -> tuple[type[Exception], ...]:
     return TorchDynamoException, FailOnRecompileLimitHit
 
 
+def reason(error: Exception) -> str:
+    """What such an error says, in a line."""
+    return " ".join([line.strip() for line in str(error).splitlines() if line.strip()][:2])
+
+
 def warn(what: str, error: Exception) -> None:
     """Log that ``what`` is not compiled, and why."""
-    why = " ".join([line.strip() for line in str(error).splitlines() if line.strip()][:2])
-    log.warning("torch.compile failed, so %s uncompiled and slower (engine.compile=false silences this): %s", what, why)
+    log.warning(
+        "torch.compile failed, so %s uncompiled and slower (engine.compile=false silences this): %s",
+        what,
+        reason(error),
+    )

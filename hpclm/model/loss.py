@@ -166,9 +166,14 @@ class TokenLoss:
         """The weighted sum of the z-losses since it was last set to None."""
         self.whole: ChunkMath = nll_and_gradient_in_place
         self.split: ChunkMath = split_nll_and_gradient
+        self.compilations = [Compilation("the loss runs") for _ in range(2 if compile else 0)]
+        """Of the whole vocabulary, and of a part of it, whose collectives are the same uncompiled."""
         if compile:
-            self.whole = Compilation("the loss runs").of(nll_and_gradient, self.whole)
-            self.split = Compilation("the loss runs").of(split_nll_and_gradient, self.split)
+            whole, split = self.compilations
+            self.whole, self.split = (
+                whole.of(nll_and_gradient, self.whole),
+                split.of(split_nll_and_gradient, self.split),
+            )
         if z_loss:
             self.whole, self.split = (partial(math, z_loss=z_loss) for math in (self.whole, self.split))
 

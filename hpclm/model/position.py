@@ -65,6 +65,10 @@ class Flex(NamedTuple):
     """flex_attention (hpclm.model.scores), compiled on its own; None: it is compiled with its block."""
 
 
+Rates = tuple[Tensor, float]
+"""[rotated features / 2] radians per position, and the factor of their cosines and sines."""
+
+
 class PositionKind(NamedTuple):
     """How a model learns where a token is."""
 
@@ -99,9 +103,10 @@ def attention_metadata(
     layer: str = "full",
     starts: tuple[int, ...] | None = None,
     part: SequencePart | None = None,
+    rates: Rates | None = None,
 ) -> AttentionMetadata:
-    """The layout of a micro-batch, for layers of kind ``layer``. ``slopes``: of ALiBi, if they exist already. ``flex``: in place
-    of a mask. ``starts``, ``part``: see AttentionMetadata.
+    """The layout of a micro-batch, for layers of kind ``layer``. ``slopes``: of ALiBi, ``rates``: rotary_rates(), if they exist
+    already. ``flex``: in place of a mask. ``starts``, ``part``: see AttentionMetadata.
 
     ``positions`` [B, T] restart inside a sample, or None. ``documents`` [B, T] holds the document index of every
     token if attention must not cross documents, or None.
@@ -112,7 +117,7 @@ def attention_metadata(
         positions = part.places[None]
     if rotates(config, layer):
         places = torch.arange(length, device=device)[:, None] if positions is None else positions.t()
-        cos, sin = (x.to(dtype) for x in rotary(places, config, layer, length))
+        cos, sin = (x.to(dtype) for x in rotary(places, config, layer, length, rates))
     made = AttentionMetadata(positions, None, cos, sin, seed, flex, part=part)
     biased = POSITIONS[config.positions].slopes is not None
     if flex:
@@ -212,20 +217,26 @@ def alibi(heads: int, length: int, device: torch.device, tp: Axis = SINGLE, slop
     return slopes[None, :, None, None] * distance
 
 
-def rotary(positions: Tensor, config: ModelConfig, layer: str = "full", length: int = 0) -> tuple[Tensor, Tensor]:
+def rotary(
+    positions: Tensor, config: ModelConfig, layer: str = "full", length: int = 0, rates: Rates | None = None
+) -> tuple[Tensor, Tensor]:
     """[T, B] positions -> cosines and sines [T, B, 1, rotated features] (Su et al. 2021, the half-rotation of Llama).
 
-    ``layer``: kind of the layers. ``length``: of the sequences, on which some scalings depend.
+    ``layer``: kind of the layers. ``length``: of the sequences, on which some scalings depend. ``rates``: rotary_rates(), if they
+    exist already.
     """
+    rate, factor = rates or rotary_rates(config, layer, length, positions.device)
+    angles = positions[..., None, None].float() * rate
+    angles = torch.cat([angles, angles], -1)
+    return (angles.cos(), angles.sin()) if factor == 1.0 else (angles.cos() * factor, angles.sin() * factor)
+
+
+def rotary_rates(config: ModelConfig, layer: str, length: int, device: torch.device) -> Rates:
+    """The frequencies of a kind of layers, and the factor of their cosines and sines."""
     windowed = config.window_of(layer) is not None
     own = config.window_rope_base if windowed else None
     scaling = config.rope_scaling if config.window_rope_scaled or not windowed else {}
-    rates, factor = frequencies(
-        config.rotated, own or config.rope_base, scaling, config.context, length, positions.device
-    )
-    angles = positions[..., None, None].float() * rates
-    angles = torch.cat([angles, angles], -1)
-    return (angles.cos(), angles.sin()) if factor == 1.0 else (angles.cos() * factor, angles.sin() * factor)
+    return frequencies(config.rotated, own or config.rope_base, scaling, config.context, length, device)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

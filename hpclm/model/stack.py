@@ -32,6 +32,8 @@ from hpclm.model.position import (
     attention_metadata,
     block_mask,
     block_starts,
+    rotary_rates,
+    rotates,
     seen,
 )
 from hpclm.model.scores import BLOCK, flex_attention
@@ -147,14 +149,18 @@ class Stack(nn.Module):
                     masks[window] = make() if documents is not None else self._once((kind, window), make)
                 run = None if self.compiled else self._compiled_attention()
                 flex = Flex(masks[window], slopes, None if part is None else part.places, run)
+            rates = None
+            if rotates(config, layer):  # longrope's are a copy from the host, for which it would wait
+                make_rates = partial(rotary_rates, config, layer, kind.length, device)
+                rates = self._once(("rates", kind, layer), make_rates)
             made[layer] = attention_metadata(
-                config, kind, self.tp, positions, documents, seed, slopes, flex, layer, starts, part
+                config, kind, self.tp, positions, documents, seed, slopes, flex, layer, starts, part, rates
             )
         return made
 
     def _compiled_attention(self) -> Callable[..., Tensor]:
         """FlexAttention, compiled on its own until that fails."""
-        self._attention = compilation = self._attention or Compilation("attention runs")
+        self._attention = compilation = self._attention or Compilation("attention runs", axes=(self.tp, self.cp))
         made: Callable[..., Tensor] = self._once("flex", lambda: compilation.of(flex_attention, flex_attention))
         return made
 
@@ -163,11 +169,19 @@ class Stack(nn.Module):
         """Whether layers are compiled; not any more once that has failed."""
         return self._compilation is not None and self._compilation.works
 
-    def compile_blocks(self, whole: bool = True) -> None:
-        """Compile the blocks and the other layers between embedding and loss, ``whole``: each as one graph."""
+    @property
+    def compilations(self) -> list[Compilation]:
+        """All that is compiled here, or was to be."""
+        return [made for made in (self._compilation, self._attention, *self.loss.compilations) if made is not None]
+
+    def compile_blocks(self, whole: bool = True, replicas: Axis = SINGLE) -> None:
+        """Compile the blocks and the other layers between embedding and loss, ``whole``: each as one graph. ``replicas``: those that
+        reduce gradients in the order in which backward passes make them, and so must run the blocks in one way."""
         names = [name for name in self.layers if name.startswith("block") or name in ("entry", "norm")]
         own = self.config.block not in BLOCKS or self.config.kernels != "torch"  # they may break graphs
-        self._compilation = compile_layers([self.layers[name] for name in names], whole and not own)
+        self._compilation = compile_layers(
+            [self.layers[name] for name in names], whole and not own, axes=(self.tp, self.cp, replicas)
+        )
 
     def weights(self) -> list[tuple[str, nn.Parameter]]:
         """Every parameter under its logical name, such as block0.attention.qkv.weight; tied weights once."""

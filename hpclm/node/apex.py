@@ -5,7 +5,10 @@ PyPI's ``apex`` is an unrelated package, which may fail in any way, so each part
 
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 @cache
@@ -20,6 +23,13 @@ def norms() -> dict[str, Callable[..., Any]]:
     except Exception:
         return {}
     return {"layer_norm": fused_layer_norm_affine, "rms_norm": fused_rms_norm_affine}
+
+
+def has_adam(device: "torch.device") -> bool:
+    """Whether its FusedAdam can be used on ``device``."""
+    import torch
+
+    return fused_adam([{"params": [torch.nn.Parameter(torch.zeros(1, device=device))]}], lr=0.0) is not None
 
 
 def fused_adam(groups: Iterable[dict[str, Any]], **settings: Any) -> Any | None:

@@ -37,7 +37,8 @@ from hpclm.rundir.control_files import ControlFiles
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.summary import RunSummary, failed_without_main
 from hpclm.sinks.process import Sinks
-from hpclm.training import messages, proof, records
+from hpclm.training import compiling, messages, proof, records
+from hpclm.training.compiling import AgreedCompilations
 from hpclm.training.compute import Compute
 from hpclm.training.control import RunControl, Saver
 from hpclm.training.corruption import verifier
@@ -135,9 +136,17 @@ def open_session(
                 progress = state.progress
                 clock, guard = StepClock(progress.seconds), Guard(config.optim, progress.skipped, progress.health)
                 control_files = ControlFiles(out, config.kill_switch) if context.is_main else None
+                compilations = AgreedCompilations(state.engine, context)
                 set_up = max(0.0, time.time() - context.began) / 60
                 local = LocalState(
-                    context, state.store, preemption, clock, control_files, directory.lease, set_up_minutes=set_up
+                    context,
+                    state.store,
+                    preemption,
+                    clock,
+                    control_files,
+                    directory.lease,
+                    compilations,
+                    set_up_minutes=set_up,
                 )
                 sync = ControlSync(local, AsyncAllReduce(compute.mesh.world, compute.device), config.exit_minutes)
 
@@ -154,6 +163,7 @@ def open_session(
                     device=compute.device,
                     data=data,
                     engine=state.engine,
+                    compilations=compilations,
                     guard=guard,
                     control=RunControl(config, data.length, state.engine, sync, saver, guard),
                     verifier=verifier(state.engine, compute.mesh, context, config.cluster.verify_every),
@@ -172,6 +182,7 @@ def open_devices(config: RunConfig, context: DistributedContext) -> Compute:
     device = hardware.device(config.engine, context.local_rank, context.local_size)
     context.init_process_group(device, config.cluster.timeout_minutes, Path(config.out).absolute() / "logs")
     dtype = hardware.compute_type(config.engine, device)
+    compiling.check_types(hardware.NAMES[dtype], context)
     messages.device(device, dtype, hardware.set_matmul(device))
     minutes = timedelta(minutes=config.cluster.timeout_minutes)
     backend = "nccl" if device.type == "cuda" else None  # gloo's part in the group of all serves the CPUs

@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -38,6 +39,7 @@ from hpclm.model import attention_backend
 from hpclm.node import environment
 from hpclm.parallel.collectives import all_gather, all_reduce, finish, start_scatter
 from hpclm.rundir import code
+from hpclm.training import compiling
 from hpclm.training.compute import Compute
 from hpclm.training.differences import differences, floor, unequal
 from hpclm.training.twin import Twin, measured
@@ -61,7 +63,8 @@ class Proven:
 def check(config: RunConfig, context: DistributedContext, compute: Compute) -> Proven:
     """Check that this run computes what it should, on every rank; HpclmError, the same on every rank, where even the plain way does
     not, or messages arrive changed."""
-    settings, background = config.for_engine(context.size), config.checkpoint.background
+    settings = compiling.shared_by_all(config.for_engine(context.size), compute.device, context)
+    background = config.checkpoint.background
     given = Proven(settings, background)
     wanted = compute.device.type == "cuda" if config.cluster.prove is None else config.cluster.prove
     if not wanted:
@@ -149,10 +152,14 @@ def _ways(settings: EngineSettings, device: torch.device) -> Iterator[tuple[str,
     """As the settings say, and what replaces it, from the fastest to the plainest."""
     eager, model = replace(settings.engine, compile=False), settings.model
     yield AS_SET, settings
+    flash = None
     if device.type == "cuda" and model.attention in ("auto", "cudnn", "flex") and not model.needs_scores:
-        yield "with FlashAttention", replace(settings, model=replace(model, attention="flash"))
+        flash = replace(settings, model=replace(model, attention="flash"))
+        yield "with FlashAttention", flash
     if engines.compiles(settings, device)[0]:
         yield "uncompiled", replace(settings, engine=eager)
+        if flash:
+            yield "uncompiled, with FlashAttention", replace(flash, engine=eager)
     plain = replace(model, attention="math", kernels="torch")
     yield "uncompiled, with plain attention", replace(settings, engine=eager, model=plain, in_place=False)
 
@@ -163,17 +170,28 @@ def _prove(twin: Twin, settings: EngineSettings, background: bool, context: Dist
     context.watchdog.enter("self-check")
     plain = twin.plainly(exact=True)
     in_type = plain if twin.exact else twin.plainly(exact=False)
+    uncompiled = False
     for way, tried in _ways(settings, compute.device):
-        attention_backend.use(tried.model, compute.device)
+        if uncompiled and engines.compiles(tried, compute.device)[0]:
+            continue
+        _begin(tried, compute.device)
         engine, batches = twin.as_run(tried)
         own = measured(engine, batches)
-        wrong, closest = differences(own, in_type, plain, floor(tried, compute), context)
+        failed = compiling.failed_on_some(engine.compilations, context)
+        uncompiled, wrong = bool(failed), "".join(f"torch.compile failed on {why}" for why in list(failed.values())[:1])
+        closest = ""
+        if not wrong:
+            wrong, closest = differences(own, in_type, plain, floor(tried, compute), context)
         wrong = wrong or next(filter(None, context.all_gather(own.misupdated)), "")
         loaded = background and not wrong and _snapshot_moves(engine, batches, context)
+        engine.close()
         del engine
         _free(compute.device)  # before there is another
         if not wrong and (settings.engine.deterministic or compute.device.type == "cpu"):
-            wrong = unequal(own, measured(*twin.as_run(tried)), context)
+            engine, batches = twin.as_run(tried)
+            wrong = unequal(own, measured(engine, batches), context)
+            engine.close()
+            del engine
             _free(compute.device)
         if wrong:
             problems.append(f"computed {way}, {wrong}")
@@ -190,6 +208,14 @@ def _prove(twin: Twin, settings: EngineSettings, background: bool, context: Dist
     )
     error.shared = True  # every rank has come to it
     raise error
+
+
+def _begin(tried: EngineSettings, device: torch.device) -> None:
+    """Let this way to compute choose its attention kernel. What is compiled keeps the kernel that it was compiled with, whatever is
+    preferred when it runs, so nothing is kept of the way before."""
+    attention_backend.use(tried.model, device)
+    if "torch._dynamo" in sys.modules:  # importing it takes every process a second
+        torch.compiler.reset()
 
 
 def _free(device: torch.device) -> None:

@@ -22,12 +22,14 @@ from hpclm.optim.guard import Guard
 from hpclm.optim.schedules import learning_rate
 from hpclm.sinks.process import Sinks
 from hpclm.training import corruption, messages, records
+from hpclm.training.compiling import AgreedCompilations
 from hpclm.training.control import RunControl, StepAbandoned, due
 from hpclm.training.corruption import Verifier
 from hpclm.training.metrics import Meter
 from hpclm.training.profile import Profile
 from hpclm.training.results import QueuedStep, Results
 from hpclm.training.run_data import RunData
+from hpclm.training.sync import ControlState
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ class Session:
     device: torch.device
     data: RunData
     engine: Engine
+    compilations: AgreedCompilations
     guard: Guard
     control: RunControl
     verifier: Verifier | None
@@ -64,6 +67,7 @@ class Session:
         with self._saved_before_it_ends():
             self.results.read()
         self.control.poll()
+        self._check_compilations(self.control.state)
         seconds = self.control.state.trained
         return replace(progress, seconds=seconds, skipped=self.guard.skipped, health=self.guard.health)
 
@@ -131,6 +135,7 @@ class Session:
                 batches = self.data.train.step(progress.samples)
             waited = time.perf_counter() - began if self.results.device_is_idle() else 0.0
             result = self.engine.train_step(batches, lr, progress.step, self.control.check_interrupt(len(batches)))
+            self.compilations.agree()
             reduction = self.control.sync.start(result.metrics)
             if self.verifier:
                 self.verifier.after_step(batches[0])
@@ -145,7 +150,14 @@ class Session:
         if answer is None:
             return progress
         self.control.apply(answer)
+        self._check_compilations(answer)
         return replace(progress, seconds=answer.trained)
+
+    def _check_compilations(self, state: ControlState) -> None:
+        """HpclmError on every rank where one can no longer compile what others can."""
+        if state.compiled_unlike:
+            self.control.saver.wait()  # what is being written was good
+            raise self.compilations.error()
 
     def exit(self, progress: Progress) -> int:
         """Save, and record how the attempt ends; the exit code."""

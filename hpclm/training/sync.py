@@ -16,6 +16,7 @@ from hpclm.node.preemption import WARNINGS, Preemption
 from hpclm.parallel.async_all_reduce import AsyncAllReduce, Reduction
 from hpclm.rundir.control_files import KILL_SWITCH, ControlFiles
 from hpclm.rundir.lease import Lease
+from hpclm.training.compiling import AgreedCompilations
 
 SIGNALS = tuple(number.name for number in WARNINGS)
 STOPS = (None, "stop", KILL_SWITCH)
@@ -42,6 +43,8 @@ class ControlState:
     """Seconds of all steps whose results are known, by the slowest rank."""
     micro_batch: float = 0.0
     """Seconds of a micro-batch of the last of them, by the slowest rank; 0 before the first."""
+    compiled_unlike: bool = False
+    """Some rank can no longer compile what others can."""
     lost: bool = False
     """Another attempt may have taken the run directory over."""
 
@@ -78,6 +81,7 @@ class LocalState:
     """Rank 0's."""
     lease: Lease | None
     """Rank 0's."""
+    compilations: AgreedCompilations | None = None
     began: float = field(default_factory=time.monotonic)
     set_up_minutes: float = 0.0
     """From the start of this rank's process to the beginning of training."""
@@ -88,7 +92,10 @@ class LocalState:
     def values(self) -> dict[str, float]:
         """Numbers of which the greatest of all ranks counts. The prefix keeps them apart from a step's metrics."""
         files = self.control_files
+        failed = self.compilations.failed_late() if self.compilations else 0
         values = {
+            "uncompiled": failed,
+            "least_uncompiled": -failed,
             "writing": not self.store.written(),
             "stop": self.stop(),
             "save": bool(files and files.requested("save-now")),
@@ -142,5 +149,6 @@ class ControlSync:
             minutes=answer["control/minutes"],
             trained=answer["control/trained"],
             micro_batch=answer["control/micro_batch"],
+            compiled_unlike=answer["control/uncompiled"] != -answer["control/least_uncompiled"],
             lost=bool(answer["control/lost"]),
         )

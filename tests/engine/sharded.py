@@ -35,7 +35,7 @@ def made(words):
     source = synthetic(run.data, run.model.context, run.seed, run.model.vocab_size)
     batches = Batches(source.samples("train", 1000), run.data, run.model, run.plan(size), source.eod, CPU, mesh)
     alone = single()
-    infos = tuple(replace(alone.ranks[0], host=f"node{other // 2}") for other in range(size))
+    infos = tuple(replace(alone.ranks[0], rank=other, host=f"node{other // 2}") for other in range(size))
     return run, engine, batches, DistributedContext(World("test", rank, size), infos, alone.watchdog)
 
 

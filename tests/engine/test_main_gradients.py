@@ -24,7 +24,7 @@ def gradients(words, in_place, traced=False):
         from torch._dynamo.testing import CompileCounterWithBackend
 
         counter = CompileCounterWithBackend("aot_eager")
-        stack.compile_layers = lambda layers, whole: compiled.compile_layers(layers, whole, counter)
+        stack.compile_layers = lambda layers, whole, axes: compiled.compile_layers(layers, whole, counter)
         engine.model.compile_blocks()
     norm, found = engine.gradient_norm, {}
 

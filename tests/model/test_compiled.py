@@ -27,7 +27,7 @@ def graphs(words):
     plain = [result.loss for result in sharded.steps(run, engine, batches, 0, 1)]
     counter, whole = CompileCounterWithBackend("aot_eager"), []
 
-    def compile_layers(layers, asked):
+    def compile_layers(layers, asked, axes):
         whole.append(asked)
         return compiled.compile_layers(layers, asked, counter)
 

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from hpclm.config import ModelConfig
-from hpclm.model.position import ActivationSpec, alibi, block_mask, sinusoids
+from hpclm.model import stack
+from hpclm.model.position import ActivationSpec, alibi, block_mask, rotary_rates, sinusoids
 from tests import weights
+from tests.engine import sharded
 
 
 def test_the_sinusoidal_table_is_fairseqs():
@@ -80,3 +82,19 @@ def test_alibi_s_block_mask_is_made_again_only_when_the_length_changes(monkeypat
     for _ in range(2):
         stack(torch.zeros(2, 4, dtype=torch.long), documents=numbers)
     assert len(made) == 4 and made[-1][1] is numbers
+
+
+def test_the_frequencies_of_rotary_positions_are_made_once(monkeypatch):
+    """Those of longrope are lists of the host, and a copy of them to a GPU in every micro-batch would wait for it."""
+    words = ["model.layers=4", "model.positions=rope", "model.pattern=[window,full]", "model.window=8"]
+    words += ["model.rope_scaling={rope_type: linear, factor: 2}", "engine.precision=fp32"]
+    made = []
+
+    def rates(config, layer, length, device):
+        made.append(layer)
+        return rotary_rates(config, layer, length, device)
+
+    monkeypatch.setattr(stack, "rotary_rates", rates)
+    run, engine, batches, _ = sharded.made(words)
+    sharded.steps(run, engine, batches, 0, 2)
+    assert sorted(made) == ["full", "window"]

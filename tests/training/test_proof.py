@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from hpclm import engine as engines
 from hpclm.checkpoint import staging
 from hpclm.config import ClusterConfig, ParallelConfig
 from hpclm.distributed.context import single
@@ -68,6 +69,45 @@ def test_what_is_right_passes_as_it_is_set(shape, dtype, tmp_path):
 def test_on_a_gpu_flash_attention_is_tried_only_where_it_can_do_what_the_model_asks(more):
     ways = [way for way, _ in proof._ways(settings(dict(LLAMA, **more)).for_engine(), torch.device("cuda"))]
     assert ("with FlashAttention" in ways) == (not more) and ways[-1] == "uncompiled, with plain attention"
+
+
+def test_flash_attention_is_tried_compiled_and_uncompiled(monkeypatch):
+    monkeypatch.setattr(engines, "missing_compiler", lambda: None)
+    ways = dict(proof._ways(settings(LLAMA).for_engine(), torch.device("cuda")))
+    assert list(ways) == [
+        *("as set", "with FlashAttention", "uncompiled", "uncompiled, with FlashAttention"),
+        "uncompiled, with plain attention",
+    ]
+    both = ways["uncompiled, with FlashAttention"]
+    assert both.model.attention == "flash" and both.engine.compile is False
+
+
+def attention_kernels(seen):
+    """A compiler that notes which attention each forward graph has."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.compilers import nop
+
+    def noted(graph, inputs):
+        seen.append([str(node.target) for node in graph.graph.nodes if "attention" in str(node.target)])
+        return nop(graph, inputs)
+
+    return aot_autograd(fw_compiler=noted, bw_compiler=nop)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.compile
+def test_what_was_compiled_for_one_way_is_not_used_in_the_next():
+    """PyTorch does not look at the preferred kernels again; on a CPU, FlashAttention and plain attention stand for a GPU's."""
+    seen, q = [], torch.randn(1, 2, 64, 16, requires_grad=True)
+
+    def attend(x):
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    compiled = torch.compile(attend, backend=attention_kernels(seen), dynamic=False)
+    for attention in ("auto", "auto", "math"):
+        proof._begin(settings(dict(LLAMA, attention=attention)).for_engine(), CPU)
+        compiled(q).sum().backward()
+    first, again, plain = seen
+    assert "flash" in first[0] and again == first and not any("flash" in name for name in plain)
 
 
 @pytest.mark.parametrize(

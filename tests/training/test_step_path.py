@@ -26,6 +26,7 @@ from hpclm.planning import simulate
 from hpclm.planning.fake_gpu import CUDA, fake_gpu
 from hpclm.sinks.process import Sinks
 from hpclm.training import loop
+from hpclm.training.compiling import AgreedCompilations
 from hpclm.training.control import RunControl, Saver
 from hpclm.training.corruption import Verifier
 from hpclm.training.metrics import NullMeter
@@ -124,6 +125,7 @@ def simulated(tmp_path, *words):
             device=CUDA,
             data=RunData(plan, length, None, SimpleNamespace(step=step), []),
             engine=engine,
+            compilations=AgreedCompilations(engine, context),
             guard=guard,
             control=RunControl(run, length, engine, sync, saver, guard),
             verifier=Verifier(engine, mesh, context, math.inf),

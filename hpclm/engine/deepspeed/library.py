@@ -96,6 +96,15 @@ def initialize(**arguments: Any) -> Any:
     return engine
 
 
+def destroy(engine: Any) -> None:
+    """Remove the hooks and attributes of weights by which DeepSpeed keeps them in memory, with its output suppressed."""
+    weights = list(engine.module.parameters())
+    with contextlib.redirect_stdout(io.StringIO()):
+        engine.destroy()
+    for weight in weights:  # the garbage collector does not see all that refers to them
+        vars(weight).clear()
+
+
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
     """Report what DeepSpeed rejects in its JSON under the names of engine.extra, where it must come from."""

@@ -97,7 +97,7 @@ class PipelineEngine(WrappedEngine):
         parts = stages(config, specs, mesh, device, dtype)
         model = stack_of(config, mesh, dtype, parts[mesh.pp.rank], materialize_on(device, mesh.tp))
         if config.engine.compile:
-            model.compile_blocks(whole=False)  # its hooks break graphs
+            model.compile_blocks(whole=False, replicas=mesh.dp)  # its hooks break graphs
         first = {name: holders[0] for name, holders in owners(parts).items() if mesh.pp.rank in holders}
         weights = [
             ShardedParameter(name, p, model.placements[name], duplicate=first[name.split(".")[0]] != mesh.pp.rank)
@@ -111,7 +111,7 @@ class PipelineEngine(WrappedEngine):
             weight.parameter.ds_pipe_replicated = weight.duplicate  # type: ignore[attr-defined]  # the norm counts it once
         optimizer = self.optimizer
         held = [list(group["params"]) for group in optimizer.param_groups]
-        tree = settings(config, library.NAMES[dtype], device.type == "cuda")
+        tree = settings(config, library.NAMES[dtype])
         self.engine = library.initialize(model=pipeline, optimizer=optimizer, config=tree)
         self.state = PartitionedOptimizer(self.engine.optimizer, optimizer, self.state.kind, held, mesh.dp)
 

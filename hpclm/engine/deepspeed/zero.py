@@ -28,7 +28,7 @@ def stack(config: EngineSettings, mesh: Mesh, dtype: torch.dtype, wrap: WrapLaye
     if config.engine.compile:
         if stage_of(config.engine) == 3 and not config.engine.offload_folder:  # from disks a few weights come at a time
             gather_blocks(model)
-        model.compile_blocks(whole=False)  # its hooks break graphs
+        model.compile_blocks(whole=False, replicas=mesh.dp)  # its hooks break graphs
     return model
 
 
@@ -45,13 +45,17 @@ class ReplicatedEngine(BaseEngine):
 
     def __init__(self, config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype):
         library.begin(device)
-        tree = settings(config, library.NAMES[dtype], device.type == "cuda")
+        tree = settings(config, library.NAMES[dtype])
         model = stack(config, mesh, dtype, materialize_on(device, mesh.tp))
         self.engine = library.initialize(model=model, config=tree, mpu=library.MeshView(mesh))
         self.engine.enable_backward_allreduce = False  # gradients are reduced once per step
         weights = [ShardedParameter(name, p, model.placements[name], copies=mesh.dp) for name, p in model.weights()]
         super().__init__(config, mesh, device, model, weights, self.engine)
         self.engine.optimizer = self.optimizer
+
+    def close(self) -> None:
+        """Remove DeepSpeed's hooks."""
+        library.destroy(self.engine)
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass of one micro-batch."""
@@ -69,6 +73,10 @@ class WrappedEngine(BaseEngine):
 
     engine: Any
     state: PartitionedState
+
+    def close(self) -> None:
+        """Remove DeepSpeed's hooks."""
+        library.destroy(self.engine)
 
     def update(self, loss: Tensor, scale: float) -> dict[str, Tensor | float]:
         """DeepSpeed's update; of its norm and of overflows the host knows."""
@@ -91,7 +99,7 @@ class ZeroEngine(WrappedEngine):
         if config.engine.offload_folder:
             library.check_disks()
         library.begin(device)
-        tree = settings(config, library.NAMES[dtype], device.type == "cuda")
+        tree = settings(config, library.NAMES[dtype])
         stage = stage_of(config.engine)
         wrap = partition(tree, mesh, device, dtype) if stage == 3 else materialize_on(device, mesh.tp)
         model = stack(config, mesh, dtype, wrap)

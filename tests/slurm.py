@@ -54,7 +54,7 @@ class Cluster:
     def batch(self, script: str, *options: object) -> str:
         """Submit a shell script, with sbatch's options; its job id."""
         text = script if script.startswith("#!") else f"#!/bin/bash\n{script}\n"
-        return self.run(["sbatch", "--parsable", "--time=10", *options], stdin=None, input=text).stdout.strip()
+        return self.run(["sbatch", "--parsable", "--time=60", *options], stdin=None, input=text).stdout.strip()
 
     def show(self, job_id: str | int) -> dict[str, str]:
         """What `scontrol show job` knows; it forgets a job an hour after its end."""

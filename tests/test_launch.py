@@ -35,7 +35,7 @@ def by_hand(cluster, tmp_path):
         command = [
             "sbatch",
             "--parsable",
-            "--time=9",
+            "--time=60",
             f"--output={log}",
             *TWO_BY_TWO,
             *options,
@@ -79,7 +79,7 @@ DEEPSPEED = ["engine.name=deepspeed", "parallel.pipeline=2", "parallel.tensor=2"
     ids=["native", "native of eight", "deepspeed", "deepspeed-2d", "deepspeed-3d", "fsdp2"],
 )
 def test_a_job_of_submit_learns_what_one_process_does(each, layout, cluster, words, alone, tmp_path):
-    asked = ["--nodes", 2, "--gpus", each, "--time", 9]
+    asked = ["--nodes", 2, "--gpus", each, "--time", 60]
     command = [sys.executable, "-m", "hpclm.submit", *asked, *words("sub mit", *layout)]
     env = {**cluster.env, "OMP_NUM_THREADS": "1", "HPCLM_SITE": ""}
     done = cluster.run(command, cwd=ROOT, env=env)
@@ -157,7 +157,7 @@ def test_when_a_node_loses_its_power_the_others_leave_before_slurm_notices(by_ha
 
 def test_a_job_with_a_stopped_rank_is_requeued_and_the_rank_is_gone(cluster, words, tmp_path):
     watched = ["budget.steps=100000", "cluster.hang_minutes=0.2", "cluster.preflight=false"]
-    asked = ["--nodes", 2, "--gpus", 1, "--time", 9]
+    asked = ["--nodes", 2, "--gpus", 1, "--time", 60]
     env = {**cluster.env, "OMP_NUM_THREADS": "1", "HPCLM_SITE": ""}
     done = cluster.run([sys.executable, "-m", "hpclm.submit", *asked, *words("run", *watched)], cwd=ROOT, env=env)
     job, out = done.stdout.split()[1].rstrip(":"), tmp_path / "run"

@@ -194,7 +194,7 @@ def test_a_template_by_hand_counts_the_starts_of_a_run_wherever_its_directory_is
         "HPCLM_SITE": "",
         "OMP_NUM_THREADS": "1",
     }
-    options = ["--parsable", "--time=5", f"--output={tmp_path}/job-%j.log"]
+    options = ["--parsable", "--time=60", f"--output={tmp_path}/job-%j.log"]
     job = cluster.run(["sbatch", *options, ROOT / "slurm/srun.sbatch", *words], env=env, cwd=ROOT).stdout.strip()
     until(lambda: len(lines(tmp_path / "run/metrics.jsonl")) > 1, "step", cluster)
     kill(cluster, rf"{command_of('hpclm.train')}.*{tmp_path}/run")

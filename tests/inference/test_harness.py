@@ -191,7 +191,7 @@ def test_a_job_follows_the_run(cluster, place, tiny, tmp_path):
     out = tmp_path / "run"
     assert cli.main(["train", *training(place, tiny, "run")]) == 0
     env = {**cluster.env, "HF_HUB_OFFLINE": "1", "HF_HOME": f"{place}/hf", "PYTHONPATH": str(ROOT), "HPCLM_SITE": ""}
-    words = ["--tasks", "own_choice", "--tasks-path", f"{place}/tasks", "--follow", "--submit", "job.time=9"]
+    words = ["--tasks", "own_choice", "--tasks-path", f"{place}/tasks", "--follow", "--submit", "job.time=60"]
     command = [sys.executable, "-m", "hpclm", "evaluate", out, *words, "engine.device=cpu"]
     said = cluster.run(command, cwd=ROOT, env=env).stdout
     assert said.startswith("submitted job ") and "which scores the run's checkpoints" in said

@@ -59,7 +59,7 @@ def job_id(done):
 
 def test_a_job_trains_in_a_directory_with_spaces_and_quotes_and_the_words_that_follow_are_right(submit):
     out = submit.here / "a b'c\"d $(touch canary) `x` %x é"
-    done = submit("--gpus", 1, *SMALL, f"out={out}", "job.env.MINE=a b'c", "--time", 5)
+    done = submit("--gpus", 1, *SMALL, f"out={out}", "job.env.MINE=a b'c", "--time", 60)
     job = job_id(done)
     assert submit.cluster.wait(job) == "COMPLETED", log_of(done).read_text()
     assert log_of(done) == out / "logs" / f"job-{job}.log"
@@ -251,7 +251,7 @@ def test_an_sbatch_that_outlives_its_killed_submit_is_waited_for(submit, tmp_pat
 
 def test_submit_inside_a_job_starts_a_job_of_its_own_size(submit):
     inner = shlex.join(
-        [sys.executable, "-m", "hpclm", "submit", "--gpus", "2", "--time", "9", *SMALL, f"out={submit.here}/inner"]
+        [sys.executable, "-m", "hpclm", "submit", "--gpus", "2", "--time", "60", *SMALL, f"out={submit.here}/inner"]
     )
     outer = submit.cluster.batch(
         f"#!/bin/bash\n#SBATCH -N2 --ntasks-per-node=4 --cpus-per-task=2\nexport HPCLM_SITE=\nsrun -N1 -n1 {inner}\n",
@@ -314,7 +314,7 @@ def by_hand(cluster, tmp_path):
     env |= {"OMPI_MCA_btl": "self,tcp"}
 
     def call(template, *words, options=()):
-        command = ["sbatch", "--parsable", "--time=9", f"--output={tmp_path}/job-%j.log", *options]
+        command = ["sbatch", "--parsable", "--time=60", f"--output={tmp_path}/job-%j.log", *options]
         done = cluster.run([*command, ROOT / "slurm" / f"{template}.sbatch", "a b.yaml", *words], env=env, cwd=tmp_path)
         return done.stdout.strip(), tmp_path / f"job-{done.stdout.strip()}.log"
 
@@ -396,7 +396,7 @@ def test_a_job_trains_with_each_template(submit, tmp_path, template):
             "job.container=a b.sif",
             f"job.setup=['export PATH={program.parent}:{Path(sys.executable).parent}:$PATH']",
         ]
-    done = submit(*SMALL, "--time", 5, "job.env.OMPI_MCA_btl=self,tcp", *words)
+    done = submit(*SMALL, "--time", 60, "job.env.OMPI_MCA_btl=self,tcp", *words)
     submit.cluster.wait(job_id(done))
     assert "done at step 5" in log_of(done).read_text(), log_of(done).read_text()
 

@@ -36,7 +36,7 @@ def salloc(cluster):
     """Words that run a command in an allocation of two nodes with 4 GPUs and 2 CPUs each."""
     if not shutil.which("salloc"):
         pytest.skip("needs salloc")
-    return ["salloc", "--time=5", "--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=4"]
+    return ["salloc", "--time=60", "--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=4"]
 
 
 def inside(cluster, salloc, out, settings, *acts):

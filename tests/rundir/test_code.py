@@ -99,7 +99,7 @@ def test_a_job_with_a_snapshot_runs_the_code_it_was_submitted_with(cluster, tmp_
         "engine.device=cpu",
         "log.tensorboard=false",
     ]
-    words += ["optim.schedule=own:rate", "--time", "5", f"out={out}"]
+    words += ["optim.schedule=own:rate", "--time", "60", f"out={out}"]
     command = [sys.executable, "-m", "hpclm", "submit", *words]
     job = cluster.run(command, cwd=checkout, env=env).stdout.split()[1].rstrip(":")
 

@@ -161,7 +161,7 @@ OFTEN = ["preemption by another partition", "USR1 to all"]  # without and with t
     ids=lambda value: len(value) if isinstance(value, list) else f"{value} a node",
 )
 def test_a_job_that_is_ended_in_every_way_learns_what_an_undisturbed_one_does(cluster, tmp_path, names, tasks):
-    budget = f"budget.steps={60 + 40 * len(names)}"  # a busy machine lets it go on before it is disturbed
+    budget = f"budget.steps={50 + 25 * len(names)}"  # a busy machine lets it go on before it is disturbed
     alone = Job(cluster, tmp_path / "alone", 2, tasks, budget)  # the order of gloo's sums is the nodes', too
     alone.finish()
     job = Job(cluster, tmp_path / "run", 2, tasks, budget, "job.partition=low")

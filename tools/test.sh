@@ -24,8 +24,8 @@ step mypy hpclm tools
 workers=$(($(nproc) + 1)) # much of the time goes by in waiting for Slurm, time limits and ends of processes
 export OMP_NUM_THREADS=1   # the workers share the cores
 # loadgroup: one worker runs all tests that need a Slurm, which it brings up (as root, on Debian; else they are skipped)
-# A test that kills and times real processes can fail on a busy machine through its own timing. It gets a second try; its
-# first failure is printed anyway, and only a few retries are allowed.
+# No test goes by the clock. One that kills real processes may still meet a race that nobody knows of: it gets a second try;
+# its first failure is printed anyway, and only a few retries are allowed.
 step pytest -n "$workers" --dist loadgroup --durations=25 --reruns 1 --max-suite-reruns 4 --rerun-show-tracebacks \
     -m "$tests" "$@"
 printf '\n== all checks passed. Type next:\n\n   tools/demo.sh\n\n'

@@ -89,3 +89,12 @@ def unwritten(error: OSError, target: object, what: str) -> HpclmError:
     kind = HpclmError if error.errno in MACHINE else ConfigError
     aside = str(error.filename).startswith(f"{target}.tmp-")  # a temporary name means nothing to the reader
     return kind(f"{target if aside else error.filename or target}: {error.strerror}; {what}")
+
+
+def unread(error: OSError, target: object, way_out: str) -> HpclmError:
+    """The error for a failure to read ``target``. HpclmError for the disk, whatever ``target`` is; otherwise ConfigError, which
+    says the ``way_out``."""
+    name, why = error.filename or target, error.strerror or error
+    if error.errno in MACHINE:
+        return HpclmError(f"{name} cannot be read now: {why}; check the disk, then start again")
+    return ConfigError(f"{name} cannot be read: {why}; {way_out}")

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 HASHED = 1 << 18  # bytes of each block in a file's fingerprint
 BLOCKS = 64  # in a fingerprint
 ABANDONED = 24 * 3600  # seconds after which unfinished files of other machines are removed
-LARGEST = 1 << 28  # default limit, in bytes, for reading a file
+LARGEST = 1 << 26  # default limit, in bytes, for reading a file
 OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -95,13 +95,37 @@ def overwrite(path: str | Path, text: str) -> None:
 
 
 def read(path: str | Path, most: int = LARGEST) -> tuple[bytes, os.stat_result]:
-    """The content of a regular file, and its status; OSError if it has more than ``most`` bytes."""
-    with reader(path) as file:
-        status = os.fstat(file.fileno())
+    """The content of a regular file, and its status; OSError, before it is read, if it has more than ``most`` bytes."""
+    with reader(path) as file, naming(path):
+        status = check_size(file, path, most)
         content = file.read(most + 1)
-    if len(content) > most:
-        raise Unfit(f"larger than {most / 1e6:,.1f} MB, the limit", os.fspath(path))
+    if len(content) > most:  # it has grown, or is one of /proc, whose size is not known
+        raise too_large(path, most)
     return content, status
+
+
+def check_size(file: BinaryIO, path: str | Path, most: int) -> os.stat_result:
+    """The status of an open file; OSError, which names ``path``, if it has more than ``most`` bytes."""
+    status = os.fstat(file.fileno())
+    if status.st_size > most:
+        raise too_large(path, most)
+    return status
+
+
+def too_large(path: str | Path, most: int) -> Unfit:
+    """The error for a file of more than ``most`` bytes."""
+    return Unfit(f"larger than {most / 1e6:,.1f} MB, the limit", os.fspath(path))
+
+
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Have an OSError of the block name ``path``: those of reading, writing and fsync name no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = os.fspath(path)
+        raise
 
 
 def read_bytes(path: str | Path, most: int = LARGEST) -> bytes:

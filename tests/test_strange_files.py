@@ -21,8 +21,8 @@ from hpclm.log import also_to, instead_to
 from hpclm.rundir import folder, lock, rows, runs, saved, submissions
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.logs import follow, last, whole
+from hpclm.rundir.metrics_file import forget_after
 from hpclm.training import records
-from hpclm.training.metrics import forget_after
 from tests import forks
 from tests.checkpoint import state
 from tests.rundir.test_runs import make
@@ -63,7 +63,7 @@ READERS = {
         lambda out: records.rows(out / "attempts.jsonl", {}),
         lambda out: records.check_progress(out, 0),
     ],
-    "metrics.jsonl": [lambda out: forget_after(out / "metrics.jsonl", 1)],
+    "metrics.jsonl": [lambda out: list(forget_after(out / "metrics.jsonl", 1))],
     "log.txt": [lambda out: rows.tail(out / "log.txt"), lambda out: last(out / "log.txt", 1)],
     "summary.json": [runs.read],
     "lock": [lambda out: lock.read(out / "lock"), lambda out: lock.refuse_if_held(out)],

@@ -13,7 +13,7 @@ from typing import Any
 
 from hpclm.commands import train as verb
 from hpclm.config import RunConfig
-from hpclm.errors import ConfigError
+from hpclm.errors import ConfigError, HpclmError
 from hpclm.reporting import history, live
 from hpclm.rundir.status import span
 
@@ -25,17 +25,22 @@ class Snapshot:
     """A run's progress: its loss as a picture, or as one line where nothing can draw it."""
 
     def __init__(self, out: Path, total: int | None) -> None:
-        read = history.read(out)
         self._line = f"{out}: starting"
-        if read.steps:
-            row = read.steps[-1]
+        self._png: bytes | None = None
+        try:
+            read = history.read(out)
+        except HpclmError as error:
+            self._line = f"{out}: {error}"
+            return
+        if read.recent:
+            row = read.recent[-1]
             loss = "not finite" if row["loss"] is None else f"{row['loss']:.4f}"
             of = f"/{total}" if total else ""
             self._line = f"{out}: step {row['step']}{of}, loss {loss}, {row['tokens_per_second']:,.0f} tokens/s"
             if total and total > row["step"]:
                 self._line += f", {span((total - row['step']) * (row.get('step_seconds') or 0))} left"
-        drawn = bool(read.steps) and live.drawable()
-        self._png = live.loss_png(read.steps, read.evaluations, self._line) if drawn else None
+            if live.drawable():
+                self._png = live.loss_png(read, self._line)
 
     def __repr__(self) -> str:
         return self._line

@@ -13,7 +13,7 @@ from hpclm.api import live, options
 from hpclm.api.checked import checked, positive
 from hpclm.api.options import Change, Options
 from hpclm.config import RunConfig
-from hpclm.errors import ConfigError
+from hpclm.errors import ConfigError, unread
 from hpclm.rundir import runs
 from hpclm.rundir.status import RunStatus, query
 
@@ -102,8 +102,10 @@ class Run(os.PathLike[str]):
         """The rows of metrics.jsonl in the order of steps."""
         from hpclm.reporting import history
 
-        read = history.read(self.path)
-        return sorted(map(dict, (*read.steps, *read.evaluations, *read.tasks)), key=lambda row: int(row["step"]))
+        try:
+            return history.by_step(self.path)
+        except OSError as error:
+            raise unread(error, self.path / "metrics.jsonl", "look at what it is") from error
 
     @property
     def checkpoints(self) -> list[Checkpoint]:

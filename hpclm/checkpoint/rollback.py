@@ -5,15 +5,15 @@ metrics.rolled-back-1.jsonl. Every operation is idempotent, so the next attempt 
 """
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 
 from hpclm import files
 from hpclm.checkpoint import directory, resumable
 from hpclm.errors import ConfigError
-from hpclm.rundir import rows, submissions
+from hpclm.rundir import metrics_file, submissions
 
 log = logging.getLogger(__name__)
-LARGEST = 1 << 33  # bytes of metrics.jsonl
 
 
 def carry_out(out: Path) -> int | None:
@@ -34,26 +34,9 @@ def carry_out(out: Path) -> int | None:
             directory.put_away(saved[number], "rolled-back", f"a later start went back to step {step}")
     files.sync(folder)
     files.write_text(folder / "latest", saved[step].name + "\n")
-    _move_rows(out, step)
+    with suppress(FileNotFoundError):
+        metrics_file.move_after(out / metrics_file.NAME, step)
     submissions.withdraw_rollback(out)
     newer = ", ".join(f"step {number}" for number in sorted(saved) if number > step) or "nothing, it is the newest"
     log.warning("rolling back to step %d as requested by --from; set aside: %s", step, newer)
     return step
-
-
-def _move_rows(out: Path, step: int) -> None:
-    path = out / "metrics.jsonl"
-    if not path.is_file():
-        return
-    lines = files.read_text(path, LARGEST, errors="replace").splitlines(keepends=True)
-    later = [line for line in lines if (row := rows.parsed(line, rows.STEP, ["step"])) and row["step"] > step]
-    if not later:
-        return
-    number = 1
-    while (target := out / f"metrics.rolled-back-{number}.jsonl").exists():
-        if files.read_text(target, LARGEST, errors="replace") == "".join(later):
-            break  # written by an attempt that was killed here
-        number += 1
-    files.write_text(target, "".join(later))
-    moved = set(later)
-    files.write_text(path, "".join(line for line in lines if line not in moved))

@@ -4,7 +4,7 @@ P points in a curve. The page and the images are both drawn from these.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from statistics import median_low
@@ -32,8 +32,8 @@ TITLES = {
     "tokens_per_second": ("Speed", "tokens/s"),
 }
 Array = NDArray[np.float64]
-Pairs = Sequence[tuple[int, float | None]]
-"""Steps in order and values, None where a value was not finite."""
+Pairs = tuple[Array, Array]
+"""Steps in order and values, NaN where a value was not finite: [N] each."""
 Runs = Mapping[str, History]
 
 
@@ -100,7 +100,7 @@ def charts(runs: Runs) -> list[Chart]:
     ends = {name: diverged(history, limit) for name, history in runs.items()}
     drawn = []
     for key, lines in (_of_one if len(runs) == 1 else _of_several)(runs):
-        if any(value is not None for pairs in lines.values() for _, value in pairs):
+        if any(np.isfinite(values).any() for _, values in lines.values()):
             lost = ends if len(runs) > 1 else dict.fromkeys(lines, *ends.values())
             drawn.append(_chart(key, lines, limit, lost if key.endswith("loss") else {}))
     return drawn
@@ -108,19 +108,24 @@ def charts(runs: Runs) -> list[Chart]:
 
 def ceiling(runs: Runs) -> float:
     """The loss above which none is healthy: a little more than what most runs began with, or usually have."""
-    losses = [[row["loss"] for row in history.steps if row.get("loss") is not None] for history in runs.values()]
-    known = [each for each in losses if each]
+    losses = [_finite(history.steps["loss"]) for history in runs.values()]
+    known = [each for each in losses if len(each)]
     if not known:
         return math.inf
-    return 1.1 * max(median_low([max(each[:3]) for each in known]), median_low([median_low(each) for each in known]))
+    usual = [float(np.partition(each, (len(each) - 1) // 2)[(len(each) - 1) // 2]) for each in known]
+    return 1.1 * max(median_low([float(each[:3].max()) for each in known]), median_low(usual))
 
 
 def diverged(history: History, limit: float) -> int | None:
     """The step from which on no loss was finite and below ``limit``; None if the run did not end so."""
-    healthy = [row.get("loss") is not None and row["loss"] <= limit for row in history.steps]
-    tail = next((count for count, well in enumerate(reversed(healthy)) if well), len(healthy))
+    healthy = np.flatnonzero(history.steps["loss"] <= limit)
+    tail = len(history.steps) - (int(healthy[-1]) + 1 if len(healthy) else 0)
     stopped = bool(history.attempts) and history.attempts[-1].code == DIVERGED
-    return history.steps[-tail]["step"] if tail >= (1 if stopped else TAIL) else None
+    return int(history.steps["step"][-tail]) if tail >= (1 if stopped else TAIL) else None
+
+
+def _finite(values: Array) -> Array:
+    return values[np.isfinite(values)]
 
 
 def validation(history: History) -> dict[int, float | None]:
@@ -137,47 +142,55 @@ def _of_one(runs: Runs) -> Iterator[tuple[str, dict[str, Pairs]]]:
     for row in history.evaluations:
         part = row.get("part", "valid").removeprefix("valid").replace("/", " ")
         parts.setdefault(f"validation{part}", []).append((row["step"], row["validation_loss"]))
-    yield "loss", {"training": _pairs(history, "loss"), **parts}
+    yield "loss", {"training": _pairs(history, "loss"), **{name: _listed(pairs) for name, pairs in parts.items()}}
     for key in ("grad_norm", "lr", "tokens_per_second"):
         yield key, {name: _pairs(history, key)}
 
 
 def _of_several(runs: Runs) -> Iterator[tuple[str, dict[str, Pairs]]]:
-    yield "validation_loss", {name: [*validation(history).items()] for name, history in runs.items()}
+    yield "validation_loss", {name: _listed(validation(history).items()) for name, history in runs.items()}
     yield "training_loss", {name: _pairs(history, "loss") for name, history in runs.items()}
     for key in ("grad_norm", "tokens_per_second"):  # the table has what differs in the learning rate
         yield key, {name: _pairs(history, key) for name, history in runs.items()}
 
 
 def _pairs(history: History, key: str) -> Pairs:
-    return [(row["step"], row.get(key)) for row in history.steps]
+    return history.steps["step"], history.steps[key]
+
+
+def _listed(pairs: Iterable[tuple[int, float | None]]) -> Pairs:
+    """Pairs of a step and a value, in the order of steps."""
+    ordered = sorted(pairs, key=itemgetter(0))
+    values = [math.nan if value is None else value for _, value in ordered]
+    return np.array([step for step, _ in ordered], float), np.array(values, float)
 
 
 def _chart(key: str, lines: Mapping[str, Pairs], limit: float, lost: Mapping[str, int | None]) -> Chart:
-    grid = np.unique([step for pairs in lines.values() for step, _ in pairs])
+    grid = np.unique(np.concatenate([steps for steps, _ in lines.values()]))
     group = math.ceil(len(grid) / POINTS)
-    bands = {name: _averaged(sorted(pairs, key=itemgetter(0)), grid, group) for name, pairs in lines.items() if pairs}
+    bands = {name: _averaged(pairs, grid, group) for name, pairs in lines.items() if len(pairs[0])}
     healthy = [band for name, band in bands.items() if lost.get(name) is None and np.isfinite(band[1]).any()]
     bottom, top = _range(key, healthy or [*bands.values()], limit)
     curves = []
     for name, band in bands.items():
         step = lost.get(name)
-        left = None if step is None or lines[name][-1][0] < step else _leaves(*band[:2], top)
+        left = None if step is None or lines[name][0][-1] < step else _leaves(*band[:2], top)
         curves.append(Curve(name, *band, left))
     return Chart(key, tuple(curves), float(grid[0]), float(grid[-1]), bottom, top, group)
 
 
 def _averaged(pairs: Pairs, grid: Array, group: int) -> tuple[Array, Array, Array, Array]:
     """Steps, and the mean, lowest and highest finite value, of each group of the steps in ``grid``: [P] each."""
-    values = np.array([math.nan if value is None else value for _, value in pairs])
-    numbers = np.searchsorted(grid, [step for step, _ in pairs]) // group
+    order = np.argsort(pairs[0], kind="stable")
+    steps, values = (each[order] for each in pairs)
+    numbers = np.searchsorted(grid, steps) // group
     groups, starts = np.unique(numbers, return_index=True)
     finite = np.isfinite(values)
     counts = np.add.reduceat(finite.astype(float), starts)
     with np.errstate(invalid="ignore"):  # 0 / 0: none of a group is finite
         mean = np.add.reduceat(np.where(finite, values, 0.0), starts) / counts
-    steps = grid[np.minimum(groups * group + group // 2, len(grid) - 1)].astype(float)
-    return steps, mean, np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts)
+    middles = grid[np.minimum(groups * group + group // 2, len(grid) - 1)]
+    return middles, mean, np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts)
 
 
 def _range(key: str, bands: Sequence[tuple[Array, ...]], limit: float) -> tuple[float, float]:

@@ -4,18 +4,24 @@ Everything is read from the run directory: attempts.jsonl, ends.jsonl, jobs.json
 summary.json. What a file does not say is left out.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from array import array
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from hpclm import files
-from hpclm.rundir import rows, submissions, summary
+import numpy as np
+from numpy.typing import NDArray
+
+from hpclm.errors import MACHINE, unread
+from hpclm.rundir import metrics_file, rows, submissions, summary
+from hpclm.rundir.metrics_file import StepRows
 from hpclm.rundir.status import moment
 
-LARGEST = 1 << 31  # bytes of a file that is read whole
+log = logging.getLogger(__name__)
 LATEST = 1 << 36  # seconds since 1970 that are a time
 RESTARTED = "why the last one ended: "
 FIGURES = {
@@ -24,7 +30,34 @@ FIGURES = {
 }
 CODES = {0: "finished", 85: "preempted; saved, will be requeued", 93: "diverged"}
 KINDS = ("queued", "starting", "training", "lost")
+COLUMNS = ("step", "time", "loss", "grad_norm", "lr", "tokens_per_second", "step_seconds", "memory")
+"""Figures that a history has of every step."""
+RECENT = 50  # steps of which it has all of FIGURES
 Row = Mapping[str, Any]
+Content = TypeVar("Content")
+
+
+@dataclass(frozen=True, eq=False)
+class StepTable:
+    """Figures of N steps, as columns: millions of rows would take gigabytes."""
+
+    columns: Mapping[str, NDArray[np.float64]]
+    """Of each of COLUMNS [N]; NaN where a number was not finite, or is not known."""
+
+    def __len__(self) -> int:
+        return len(self.columns["step"])
+
+    def __getitem__(self, name: str) -> NDArray[np.float64]:
+        return self.columns[name]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StepTable) and all(
+            np.array_equal(self[name], other[name], equal_nan=True) for name in COLUMNS
+        )
+
+    def taken(self, places: NDArray[Any]) -> "StepTable":
+        """The rows at these places, or where a mask is true."""
+        return StepTable({name: column[places] for name, column in self.columns.items()})
 
 
 @dataclass(frozen=True)
@@ -88,11 +121,13 @@ class History:
 
     out: Path
     attempts: tuple[Attempt, ...]
-    steps: tuple[Row, ...]
-    """A row for each step that counts, in order."""
+    steps: StepTable
+    """The steps that count, in order."""
     evaluations: tuple[Row, ...]
-    lost: tuple[Row, ...]
-    """Rows of steps that were done again."""
+    lost: StepTable
+    """Steps that were done again."""
+    recent: tuple[Row, ...] = ()
+    """Rows of the last RECENT steps."""
     tasks: tuple[Row, ...] = ()
     """Scores at tasks (evaluate.tasks)."""
     state: str = ""
@@ -108,7 +143,7 @@ class History:
     @property
     def goodput(self) -> float | None:
         """The part of the wall time that went into training steps that count."""
-        kept = sum(row["step_seconds"] for row in self.steps if row.get("step_seconds"))
+        kept = float(np.nansum(self.steps["step_seconds"]))
         return min(1.0, kept / self.wall) if self.wall > 0 else None
 
     def seconds(self, kind: str) -> float:
@@ -117,48 +152,150 @@ class History:
 
 
 def read(out: Path) -> History:
-    """The history of the run in ``out``."""
-    lines = [rows.parsed(line, FIGURES, ["step"]) for line in _lines(out / "metrics.jsonl")]
-    kept = [row for row in lines if row]
-    repeated = (rows.parsed(line, FIGURES, ["step"]) for line in _lines(out / rows.LOST))
-    lost = list({(row["step"], row.get("time")): row for row in repeated if row}.values())
+    """The history of the run in ``out``; HpclmError if the disk fails."""
+    kept, lost = _Rows(), _Rows()
+    _known(out / metrics_file.NAME, kept.read)
+    _known(out / rows.LOST, lost.read)
+    redone = lost.steps()
+    stamps = np.stack([redone["step"], redone["time"]], axis=1)  # a kill may have repeated them
+    redone = redone.taken(np.sort(np.unique(stamps, axis=0, return_index=True)[1]))
     return History(
         out,
-        tuple(_attempts(out, [*kept, *lost])),
-        tuple({row["step"]: row for row in kept if "loss" in row}.values()),
-        tuple(row for row in kept if "validation_loss" in row),
-        tuple(row for row in lost if "loss" in row),
-        tuple(row for row in kept if "tasks" in row),
+        tuple(_attempts(out, _Signs.of(kept.steps(), redone, [*kept.others, *lost.others]))),
+        _last_of_each(kept.steps()),
+        tuple(row for row in kept.others if "validation_loss" in row),
+        redone,
+        tuple(kept.recent[-RECENT:]),
+        tuple(row for row in kept.others if "tasks" in row),
         state if (state := summary.read(out).get("state", "")) in summary.ENDED else "",
-        lines[:-1].count(None),
+        kept.damaged,
     )
 
 
-def _attempts(out: Path, measured: Sequence[Row]) -> Iterator[Attempt]:
+def by_step(out: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl in the order of steps, the last one of each step; OSError if the file cannot be read."""
+    steps: dict[int, dict[str, Any]] = {}
+    others = []
+    with suppress(FileNotFoundError):
+        for row in rows.stream(out / metrics_file.NAME, FIGURES, ["step"]):
+            if "loss" in row:
+                steps[row["step"]] = row
+            elif "validation_loss" in row or "tasks" in row:
+                others.append(row)
+    others.sort(key=lambda row: "tasks" in row)
+    return sorted([*steps.values(), *others], key=lambda row: int(row["step"]))
+
+
+class _Rows:
+    """What is kept of a file of metrics."""
+
+    def __init__(self) -> None:
+        self.columns = {name: array("d") for name in COLUMNS}
+        self.others = list[Row]()
+        self.recent = list[Row]()
+        self.damaged = 0
+
+    def read(self, path: Path) -> None:
+        """Read the file; OSError if that fails."""
+        for block in metrics_file.scan(path, tuple(FIGURES), FIGURES):
+            for part in block.parts:
+                self._add(part)
+            self.recent = self.recent[-RECENT:]
+            self.damaged += block.parts.count(None) - (not block.lines.endswith(b"\n"))
+
+    def _add(self, part: StepRows | Row | None) -> None:
+        if isinstance(part, StepRows):
+            for name, column in self.columns.items():
+                column.extend(part.column(name))
+            self.recent += part.last(RECENT)
+        elif part and "loss" in part:
+            for name, column in self.columns.items():
+                column.append(float("nan") if part.get(name) is None else part[name])
+            self.recent.append(part)
+        elif part:
+            self.others.append(part)
+
+    def steps(self) -> StepTable:
+        """The steps."""
+        return StepTable({name: np.frombuffer(column) for name, column in self.columns.items()})
+
+
+@dataclass(frozen=True)
+class _Signs:
+    """The rows of all attempts in the order of their times."""
+
+    times: NDArray[np.float64]
+    steps: NDArray[np.float64]
+    """NaN for what is no step."""
+    begins: NDArray[np.float64]
+    """When each step began."""
+
+    @classmethod
+    def of(cls, kept: StepTable, lost: StepTable, others: list[Row]) -> "_Signs":
+        beside = np.array([float(row.get("time") or 0) for row in others])
+        none = np.full(len(others), np.nan)
+        times, steps, seconds = (
+            np.concatenate([kept[name], lost[name], rest])
+            for name, rest in (("time", beside), ("step", none), ("step_seconds", none))
+        )
+        order = np.argsort(times, kind="stable")
+        order = order[(times[order] > 0) & (times[order] < LATEST)]
+        return cls(times[order], steps[order], times[order] - np.nan_to_num(seconds[order]))
+
+    def between(self, begin: float, end: float) -> "_Signs":
+        """Those from ``begin`` to before ``end``."""
+        part = slice(*np.searchsorted(self.times, [begin, end]))
+        return _Signs(self.times[part], self.steps[part], self.begins[part])
+
+    def first_after(self, step: float, otherwise: float) -> float:
+        """When the first step past ``step`` began; ``otherwise`` without one."""
+        return float(self.begins[self.steps > step].min(initial=otherwise))
+
+
+def _known(path: Path, read: Callable[[Path], Content]) -> Content | None:
+    """What ``read`` makes of a file; None, with a warning, for what is no file that hpclm has written. HpclmError for the disk."""
+    try:
+        return read(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno in MACHINE:
+            raise unread(error, path, "") from error
+        log.warning("%s is left out: %s", path, error.strerror)
+        return None
+
+
+def _last_of_each(table: StepTable) -> StepTable:
+    """The last row of each step, in the place of its first."""
+    if (np.diff(table["step"]) > 0).all():
+        return table
+    first = np.unique(table["step"], return_index=True)[1]
+    last = len(table) - 1 - np.unique(table["step"][::-1], return_index=True)[1]
+    return table.taken(last[np.argsort(first)])
+
+
+def _attempts(out: Path, signs: _Signs) -> Iterator[Attempt]:
     """The attempts; each has the rows of metrics.jsonl and metrics.lost.jsonl from its start to the next one's."""
-    begun = rows.parsed_lines("\n".join(_lines(out / "attempts.jsonl")), rows.ATTEMPT, ["time"])
+    begun = _known(out / "attempts.jsonl", lambda path: list(rows.stream(path, rows.ATTEMPT, ["time"]))) or []
     begun = [row for row in begun if moment(row["time"])]
-    ends = rows.parsed_lines("\n".join(_lines(out / "ends.jsonl")), rows.END, ["attempt", "code"])
+    ends = _known(out / "ends.jsonl", lambda path: list(rows.stream(path, rows.END, ["attempt", "code"]))) or []
     end_of = {row["attempt"]: row for row in ends}
-    submitted: dict[str, float] = {}
-    with suppress(OSError):
-        submitted = {each.job_id: when for each in submissions.read(out) if (when := moment(each.time))}
-    timed = sorted((row for row in measured if 0 < (row.get("time") or 0) < LATEST), key=lambda row: float(row["time"]))
+    submitted = {
+        each.job_id: when
+        for each in _known(out / submissions.NAME, lambda path: submissions.read(out)) or []
+        if (when := moment(each.time))
+    }
     bounds = [*map(_started, begun), float("inf")]
     before: Attempt | None = None
     for number, (row, (entry, until)) in enumerate(zip(begun, pairwise(bounds), strict=True), 1):
         after = begun[number] if number < len(begun) else {}
         end = end_of.get(number, {})
-        own = [each for each in timed if entry <= each["time"] < until]
-        finish = max(
-            moment(row["time"]) or 0.0, moment(end.get("time") or "") or 0.0, *(each["time"] for each in own[-1:])
-        )
-        first, steps = row.get("from_step") or 0, [each for each in own if "loss" in each]
-        last = max([first, *(each["step"] for each in steps)])
+        own = signs.between(entry, until)
+        finish = max(moment(row["time"]) or 0.0, moment(end.get("time") or "") or 0.0, *own.times[-1:].tolist())
+        first = row.get("from_step") or 0
+        last = int(np.nanmax(own.steps, initial=first))
         saved = min(last, after.get("from_step") or 0) if after else last
-        begins = {each["step"]: each["time"] - (each.get("step_seconds") or 0.0) for each in steps}
-        training = min(begins.values(), default=finish)
-        lost = min((begin for step, begin in begins.items() if step > saved), default=finish)
+        training, lost = own.first_after(-1, finish), own.first_after(saved, finish)
         queued, job = entry, row.get("job_id")
         requeued = before is not None and job is not None and job == before.row.get("job_id")
         if str(job) in submitted or requeued:  # otherwise nothing says that it was in a queue
@@ -186,9 +323,3 @@ def _ended(end: Row, after: Row, standing: Row) -> str:
     if end:
         return str(end.get("ending") or CODES.get(end["code"], f"exit code {end['code']}"))
     return str(standing.get("ending", "")) or (summary.KILLED if after else "")
-
-
-def _lines(path: Path) -> list[str]:
-    with suppress(OSError):
-        return files.read_text(path, LARGEST, errors="replace").splitlines()
-    return []

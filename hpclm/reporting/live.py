@@ -3,10 +3,10 @@
 import io
 import math
 import warnings
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpclm import extras
+from hpclm.reporting.history import History
 
 COLOUR, HELD_OUT = "#0072b2", "#d55e00"
 HEIGHT, POINTS = 3.0, 2000
@@ -17,16 +17,17 @@ def drawable() -> bool:
     return extras.missing("a live plot", "matplotlib") is None
 
 
-def loss_png(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]], title: str) -> bytes:
-    """Training and validation loss over the steps, as a PNG; rows as of metrics.jsonl."""
+def loss_png(history: History, title: str) -> bytes:
+    """Training and validation loss over the steps, as a PNG."""
     from matplotlib.figure import Figure  # without pyplot, which keeps figures and looks for a display
 
     figure = Figure(figsize=(2.2 * HEIGHT, HEIGHT), layout="constrained")
     axes: Any = figure.add_subplot()
-    every = math.ceil(len(steps) / POINTS) or 1
-    losses = [math.nan if row["loss"] is None else row["loss"] for row in steps[::every]]
-    axes.plot([row["step"] for row in steps[::every]], losses, color=COLOUR, lw=1.2, label="training")
-    measured = [(row["step"], row["validation_loss"]) for row in evaluations if row["validation_loss"] is not None]
+    every = math.ceil(len(history.steps) / POINTS) or 1
+    axes.plot(*(history.steps[name][::every] for name in ("step", "loss")), color=COLOUR, lw=1.2, label="training")
+    measured = [
+        (row["step"], row["validation_loss"]) for row in history.evaluations if row["validation_loss"] is not None
+    ]
     if measured:
         axes.plot(*zip(*measured, strict=True), "o-", color=HELD_OUT, ms=4, lw=1.2, label="validation")
         axes.legend()

@@ -4,9 +4,11 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from hpclm.reporting import curves, plots, provenance, ranking, timeline
 from hpclm.reporting.curves import Chart
-from hpclm.reporting.history import History
+from hpclm.reporting.history import RECENT, History
 from hpclm.reporting.html import SORT, definitions, document, text
 from hpclm.reporting.provenance import Settings
 from hpclm.reporting.ranking import Standing
@@ -94,7 +96,7 @@ def _ranking(
         swatch = f'<i style="background:{colours.get(each.name, plots.INK)}"></i>'
         rate = _mean(history, "tokens_per_second")
         training = "" if each.training is None else f"{each.training:.4f}"
-        last = history.steps[-1]["step"] if history.steps else 0
+        last = int(history.steps["step"][-1]) if len(history.steps) else 0
         cells = [
             (each.name, f"{swatch}{text(each.name)}"),
             ("", _state(history, each)),
@@ -109,7 +111,7 @@ def _ranking(
     body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody>"
     note = (
         "The best run is first: by validation loss where it was measured, else by training loss, "
-        f"the mean of the last {ranking.LAST} steps. Click a column heading to sort."
+        f"the mean of the last {RECENT} steps. Click a column heading to sort."
     )
     return f'<div class="scroll"><table class="ranking">{body}</table></div><p class="soft">{note}</p>'
 
@@ -185,14 +187,14 @@ def _changed(settings: Settings) -> dict[str, str]:
 
 
 def _mean(history: History, name: str) -> float:
-    values = [row[name] for row in history.steps[-ranking.LAST :] if row.get(name)]
+    values = [row[name] for row in history.recent if row.get(name)]
     return sum(values) / len(values) if values else 0.0
 
 
 def _numbers(history: History, standing: Standing) -> str:
     """The figures of a run; those that are unknown are left out."""
-    last = history.steps[-1] if history.steps else {}
-    memory = max((row.get("memory") or 0 for row in history.steps), default=0)
+    last = history.recent[-1] if history.recent else {}
+    memory = np.nanmax(history.steps["memory"], initial=0)
     speed, mfu, waiting = (_mean(history, name) for name in ("tokens_per_second", "mfu", "data_fraction"))
     cards = {
         "last step": str(last.get("step", "")),

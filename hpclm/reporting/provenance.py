@@ -95,7 +95,7 @@ def _model(model: ModelConfig) -> str:
 
 
 def _tokens(history: History, model: ModelConfig) -> str:
-    samples = max((row.get("samples") or 0 for row in history.steps), default=0)
+    samples = max((row.get("samples") or 0 for row in history.recent), default=0)
     return f"{samples * model.context:,} seen, in {samples:,} samples" if samples else ""
 
 

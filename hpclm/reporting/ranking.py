@@ -7,8 +7,6 @@ from hpclm.reporting import curves
 from hpclm.reporting.curves import Runs
 from hpclm.reporting.history import History
 
-LAST = 50  # steps whose mean is the training loss of a run
-
 
 @dataclass(frozen=True)
 class Standing:
@@ -47,6 +45,6 @@ def standing(name: str, history: History, limit: float) -> Standing:
     diverged = curves.diverged(history, limit)
     held_out = [(loss, step) for step, loss in curves.validation(history).items() if loss is not None]
     best, step = min(held_out, default=(None, None))
-    losses = [row["loss"] for row in history.steps[-LAST:] if row.get("loss") is not None]
+    losses = [row["loss"] for row in history.recent if row.get("loss") is not None]
     training = sum(losses) / len(losses) if losses and diverged is None else None
     return Standing(name, best, step, training, len(losses), diverged)

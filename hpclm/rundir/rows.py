@@ -6,7 +6,7 @@ A line that is truncated, or that hpclm could not have written, is skipped.
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,9 @@ Row = Mapping[str, Any]
 Kind = Callable[[Any], Any]
 """Of a field: int (at least 0), float (finite), str, list (of numbers or strings), or a check. Null is always possible."""
 TAIL = 1 << 16  # bytes at the end of a file that are read
+BLOCK = 1 << 20  # bytes that are read at once
+LONGEST_LINE = 1 << 22  # bytes of a row
+LARGEST = 1 << 32  # bytes of a file of rows: some ten million steps
 LONGEST = 4096  # characters of a name or a path
 LOST = "metrics.lost.jsonl"  # lines of metrics.jsonl whose steps a later attempt did again
 
@@ -89,6 +92,40 @@ def parsed(line: str, fields: Mapping[str, Kind], needs: Iterable[str] = ()) -> 
 def parsed_lines(text: str, fields: Mapping[str, Kind], needs: Iterable[str] = ()) -> list[Row]:
     """The valid rows in the lines of a text."""
     return [row for line in text.splitlines() if (row := parsed(line, fields, needs))]
+
+
+def stream(path: Path | str, fields: Mapping[str, Kind], needs: Iterable[str] = ()) -> Iterator[dict[str, Any]]:
+    """The valid rows of a file, of which a block at a time is read; OSError if it cannot be, or is larger than LARGEST."""
+    for _, lines in blocks(path):
+        for line in lines.split(b"\n"):
+            if (row := parsed(line.decode(errors="replace"), fields, needs)) is not None:
+                yield row
+
+
+def blocks(path: Path | str, begin: int = 0) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file from the offset ``begin`` on, some at a time: their offset and content.
+
+    A line that is longer than LONGEST_LINE, which no row is, comes as an empty one. Only the last may lack its line break.
+    OSError if the file cannot be read, or is larger than LARGEST.
+    """
+    with files.reader(path) as file, files.naming(path):
+        files.check_size(file, path, LARGEST)
+        offset, rest, long = file.seek(begin), b"", False
+        while block := file.read(BLOCK):
+            if long:
+                end = block.find(b"\n") + 1
+                offset += end or len(block)
+                block, long = block[end:] if end else b"", not end
+            block = rest + block
+            end = block.rfind(b"\n") + 1
+            if end:
+                yield offset, block[:end]
+            offset, rest = offset + end, block[end:]
+            if len(rest) > LONGEST_LINE:
+                yield offset, b"\n"
+                offset, rest, long = offset + len(rest), b"", True
+        if rest:
+            yield offset, rest
 
 
 def finite(row: Row) -> dict[str, Any]:

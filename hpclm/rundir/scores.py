@@ -3,16 +3,16 @@
 One process writes it, while it holds scores.lock. The run copies its rows to metrics.jsonl, which only the run itself writes.
 """
 
+import io
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hpclm import files
-from hpclm.rundir import rows
+from hpclm.rundir import metrics_file, rows
 
 FILE, LOCK = "scores.jsonl", "scores.lock"
-LARGEST = 1 << 28  # bytes of scores.jsonl
 Row = Mapping[str, Any]
 
 
@@ -31,15 +31,24 @@ def append(out: Path, step: int, samples: int, time: float, tasks: Mapping[str, 
 
 def forget_after(out: Path, step: int) -> None:
     """Drop the rows of checkpoints past ``step``, where the run resumes: it will save those steps again."""
+    path = out / FILE
     with suppress(FileNotFoundError):
-        lines = files.read_text(out / FILE, LARGEST, errors="replace").splitlines(keepends=True)
-        kept = [line for line in lines if (row := _row(line)) and row["step"] <= step]
-        if len(kept) < len(lines):
-            files.write_text(out / FILE, "".join(kept))
+        if not all(block.is_until(step) for block in metrics_file.scan(path, ("step",))):
+            metrics_file.cut(path, step)
 
 
-def _row(line: str) -> dict[str, Any] | None:
-    return rows.parsed(line, rows.STEP, ["step", "tasks"])
+def copy(out: Path) -> None:
+    """Append the rows of scores.jsonl that metrics.jsonl lacks to it, for a run that is done; call it while holding its lease."""
+    path = out / metrics_file.NAME
+    parts = (part for block in metrics_file.scan(path, ("step",)) for part in block.parts)
+    copied = {key(part) for part in parts if isinstance(part, dict) and "tasks" in part}
+    for row in Scores(out).new():
+        if key(row) not in copied:
+            rows.append(path, row)
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    return rows.parsed(line.decode(errors="replace"), rows.STEP, ["step", "tasks"])
 
 
 class Scores:
@@ -51,13 +60,9 @@ class Scores:
 
     def new(self) -> Iterator[dict[str, Any]]:
         """Rows that were added since the last call; at first all of them."""
-        content = b""
         with suppress(OSError):
-            if self.path.stat().st_size > self._offset:
-                content = files.read(self.path, LARGEST)[0][self._offset :]
-        for line in content.splitlines(keepends=True):
-            if not line.endswith(b"\n"):  # it is being written
-                return
-            self._offset += len(line)
-            if (row := _row(line.decode(errors="replace"))) is not None:
-                yield row
+            for offset, lines in rows.blocks(self.path, self._offset):
+                if not lines.endswith(b"\n"):  # it is being written
+                    return
+                self._offset = offset + len(lines)
+                yield from filter(None, map(_row, io.BytesIO(lines)))

@@ -56,15 +56,12 @@ def append(out: Path, submission: Submission) -> None:
 
 
 def read(out: Path) -> list[Submission]:
-    """Every submission, oldest first; lines that are not a submission are skipped."""
-    try:
-        text = files.read_text(f"{out}/{NAME}", errors="replace")
-    except FileNotFoundError:
-        return []
+    """Every submission, oldest first; lines that are not a submission are skipped. OSError if the file cannot be read."""
     submitted: list[Submission] = []
-    for row in rows.parsed_lines(text, rows.SUBMISSION, NEEDED):
-        with suppress(TypeError):  # it lacks something, or has too much
-            submitted.append(Submission(**row))
+    with suppress(FileNotFoundError):
+        for row in rows.stream(f"{out}/{NAME}", rows.SUBMISSION, NEEDED):
+            with suppress(TypeError):  # it lacks something, or has too much
+                submitted.append(Submission(**row))
     return submitted
 
 

@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -121,13 +121,20 @@ class RunSummary:
         self._know(attempts=len(attempts), attempt=attempt, steps=steps, step=first)
         self.write()
 
-    def resume(self, measured: Sequence[Row]) -> None:
+    def resume(self, measured: Iterable[Row]) -> None:
         """``measured``: the rows of metrics.jsonl so far. What earlier attempts knew of later steps is forgotten."""
         kept = ("state", "ending", "code", "step", "steps", "attempt", "attempts")
         self._facts = {name: value for name, value in self._facts.items() if name in kept}
+        step: Row = {}
+        evaluation: Row = {}
         for row in measured:
-            self._add(row)
-        self._recent.clear()  # speed is this attempt's, whose size or layout may be another one
+            if "loss" in row:
+                self._curve.add(row["loss"])
+                step = row
+            elif "validation_loss" in row:
+                evaluation = row
+        self._stepped(step)
+        self._evaluated(evaluation)
         self._changed = True
 
     def measured(self, row: Row) -> None:
@@ -147,9 +154,17 @@ class RunSummary:
             seconds, rate = row.get("step_seconds"), row.get("tokens_per_second")
             if seconds and rate:
                 self._recent.append((seconds, seconds * rate))
+            self._stepped(row)
+        elif "validation_loss" in row:
+            self._evaluated(row)
+
+    def _stepped(self, row: Row) -> None:
+        if row:
             last = {name: row.get(name) for name in ("step", "loss", "spiking_since")}
             self._know(**last, stepped=row.get("time"))
-        elif "validation_loss" in row:
+
+    def _evaluated(self, row: Row) -> None:
+        if row:
             self._know(validation_loss=row["validation_loss"], validation_step=row["step"])
 
     def _know(self, **facts: Any) -> None:

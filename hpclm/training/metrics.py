@@ -5,19 +5,19 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from hpclm import files
 from hpclm.config import LogConfig, ModelConfig
-from hpclm.errors import ConfigError
+from hpclm.errors import unread
 from hpclm.log import LIVE
 from hpclm.model import count
 from hpclm.progress import ProgressBar
-from hpclm.rundir import scores
-from hpclm.rundir.rows import LOST, STEP, append, finite, parsed
+from hpclm.rundir import metrics_file, scores
+from hpclm.rundir.rows import Row, finite
 from hpclm.rundir.summary import RunSummary
 from hpclm.training import log_lines
 from hpclm.training.writer import WriterThread
@@ -44,7 +44,6 @@ TAGS = {
     "validation_loss": "lm-loss-validation/lm loss validation",
     "validation_perplexity": "lm-loss-validation/lm loss validation ppl",
 }
-LARGEST = 1 << 32  # bytes of metrics.jsonl: some ten million steps
 
 
 class Meter:
@@ -63,7 +62,7 @@ class Meter:
         self.every, (self.start, self.samples), self.total, self.speed = config.every, start, total, speed
         self.path = out / "metrics.jsonl"
         self.losses: dict[tuple[int, str], float | None] = {}
-        """On held-out data, by step and part."""
+        """On held-out data, by step and part, since the run was resumed and of the step it was resumed from."""
         self._scores = scores.Scores(out)
         self.folder = out / "tensorboard" if config.tensorboard else None
         self.summary = summary
@@ -72,11 +71,9 @@ class Meter:
         self._behind = False
 
     def __enter__(self) -> "Meter":
-        rows = forget_after(self.path, self.start)
-        self.summary.resume(rows)
-        self.losses = {
-            (row["step"], row.get("part", "valid")): row["validation_loss"] for row in rows if "validation_loss" in row
-        }
+        copied = set[Any]()
+        """The scores that metrics.jsonl has."""
+        self.summary.resume(self._resumed(copied))
         self._file = self._open.enter_context(os.fdopen(files.appending(self.path), "w", buffering=1, encoding="utf-8"))
         self._boards = self.folder and (
             board(self.folder, self.start, self._open),
@@ -84,13 +81,27 @@ class Meter:
             board(self.folder / "samples", self.samples, self._open),
         )
         self._bar = self._open.enter_context(ProgressBar(self.total, initial=self.start, desc="step ", unit=""))
-        known = {scores.key(row) for row in rows if "tasks" in row}
-        scores.forget_after(self.path.parent, self.start)
+        try:
+            scores.forget_after(self.path.parent, self.start)
+        except OSError as error:
+            log.warning("%s cannot be rewritten: %s; training continues", error.filename, error.strerror)
         for row in self._scores.new():
-            if scores.key(row) not in known:
+            if scores.key(row) not in copied:
                 self._scored(row)
         self._open.enter_context(self._writer)
         return self
+
+    def _resumed(self, copied: set[Any]) -> Iterator[Row]:
+        """The rows so far, without those past the step that the run resumes from; ``copied`` gets the keys of scores."""
+        try:
+            for row in metrics_file.forget_after(self.path, self.start):
+                if "tasks" in row:
+                    copied.add(scores.key(row))
+                elif "validation_loss" in row and row["step"] == self.start:
+                    self.losses[self.start, row.get("part", "valid")] = row["validation_loss"]
+                yield row
+        except OSError as error:
+            raise unread(error, self.path, "move it away, or choose another out") from error
 
     def __exit__(self, *ending: Any) -> None:
         try:
@@ -228,48 +239,6 @@ class Speed:
             if self.again:
                 figures["hfu"] = rate * (self.flops + self.again) / self.peak
         return figures
-
-
-def add_scores(out: Path) -> None:
-    """Append the rows of scores.jsonl that metrics.jsonl lacks, for a run that is done; call it while holding its lease."""
-    path = out / "metrics.jsonl"
-    lines = files.read_text(path, LARGEST, errors="replace").splitlines(keepends=True)
-    rows = [row for line in lines if (row := _row(line))]
-    known = {scores.key(row) for row in rows if "tasks" in row}
-    for row in scores.Scores(out).new():
-        if scores.key(row) not in known:
-            append(path, row)
-
-
-def forget_after(path: Path, step: int) -> list[dict[str, Any]]:
-    """Drop the lines of steps past ``step``, which will be repeated, and a last line cut short; give the others.
-
-    What those steps cost stays known: their lines go to metrics.lost.jsonl.
-    """
-    try:
-        lines = files.read_text(path, LARGEST, errors="replace").splitlines(keepends=True)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; move it away, or choose another out") from None
-    kept = [(line, row) for line in lines if (row := _row(line)) and row["step"] <= step]
-    if len(kept) != len(lines):
-        log.info(
-            "%s: %d lines past step %d are dropped; those steps will be repeated",
-            path.name,
-            len(lines) - len(kept),
-            step,
-        )
-        lost = [line for line in lines if (row := _row(line)) and row["step"] > step]
-        if lost:  # before they are dropped: if it is killed in between, they are there twice
-            files.append(path.with_name(LOST), "".join(lost))
-        files.write_text(path, "".join(line for line, _ in kept))
-    return [row for _, row in kept]
-
-
-def _row(line: str) -> dict[str, Any] | None:
-    """A whole line of metrics.jsonl, or None."""
-    return parsed(line, STEP, ["step"]) if line.endswith("\n") else None
 
 
 def board(folder: Path, start: int, opened: ExitStack) -> Callable[[str, float, int], None]:

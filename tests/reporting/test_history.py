@@ -110,7 +110,5 @@ def test_steps_of_a_killed_attempt_are_kept_apart_and_counted_as_lost(tiny, tmp_
     assert (out / "metrics.lost.jsonl").read_text() == "".join(rows[8:])
     found = history.read(out)
     assert [(a.first, a.last, a.lost) for a in found.attempts] == [(0, 10, 2), (8, 12, 0)]
-    assert [row["step"] for row in found.steps] == list(range(1, 13)) and found.attempts[1].ended.startswith(
-        "done at step 12"
-    )
+    assert found.steps["step"].tolist() == list(range(1, 13)) and found.attempts[1].ended.startswith("done at step 12")
     assert 0 < found.goodput < 1 and found.attempts[0].seconds("lost") > 0

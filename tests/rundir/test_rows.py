@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from hpclm.commands import resume, status
 from hpclm.commands.cancel import outcome
 from hpclm.rundir import rows, runs, submissions
+from hpclm.rundir.metrics_file import forget_after
 from hpclm.rundir.status import process_here, status_of
 from hpclm.rundir.summary import RunSummary
 from hpclm.training import records
-from hpclm.training.metrics import forget_after
 from tests.forks import hpclm
 from tests.rundir.test_runs import make
 
@@ -91,7 +91,7 @@ def test_commands_work_with_any_value_in_a_field(name, tmp_path):
         (tmp_path / name).write_text(line(GOOD[name] | change) * times)
         told(tmp_path)
         records.check_progress(tmp_path, 0)
-        forget_after(tmp_path / "metrics.jsonl", 100)
+        list(forget_after(tmp_path / "metrics.jsonl", 100))
 
     whatever()
 

@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hpclm import __version__
 from hpclm.config import RunConfig
 from hpclm.data import tokenizers
@@ -64,9 +66,9 @@ def _results(checkpoint: RunCheckpoint) -> Iterator[Row]:
     samples = int(checkpoint.manifest.progress.get("samples", 0))
     yield "steps", f"{step:,}"
     yield "tokens seen", f"{samples * checkpoint.config.model.context:,}"
-    losses = [row["loss"] for row in past.steps if row["step"] <= step and row["loss"] is not None][-LAST:]
-    if losses:
-        yield f"training loss, mean of the last {len(losses)} steps", f"{sum(losses) / len(losses):.4f}"
+    losses = past.steps["loss"][(past.steps["step"] <= step) & np.isfinite(past.steps["loss"])][-LAST:]
+    if len(losses):
+        yield f"training loss, mean of the last {len(losses)} steps", f"{losses.mean():.4f}"
     newest = {row.get("part", "valid"): row for row in past.evaluations if row["step"] <= step}
     for part, row in newest.items():
         if row["validation_loss"] is not None:

@@ -1,0 +1,235 @@
+"""metrics.jsonl as a stream: a run of millions of steps has gigabytes of rows, of which each reader needs a few figures.
+
+Rows of steps are read by a regular expression for the fields that they have in this file, in their order, in a fraction of the
+time that JSON takes. Whatever it does not match, which is any row that is unusual in any way, is read as JSON and checked.
+"""
+
+import filecmp
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hpclm import files
+from hpclm.rundir import rows
+from hpclm.rundir.rows import LOST, STEP, Kind, Row
+
+log = logging.getLogger(__name__)
+NAME = "metrics.jsonl"
+INTEGER = rb"0|[1-9]\d{0,14}"
+FLOAT = rb"-?(?:0|[1-9]\d{0,19})(?:\.\d{1,25})?(?:[eE][-+]?\d{1,2})?"
+"""Numbers that ``rows.fits`` accepts whatever their value."""
+NULL = b"null"
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """Rows of steps that follow each other, as text: each value is a number or null."""
+
+    names: tuple[str, ...]
+    values: Sequence[tuple[bytes, ...]]
+    """For each row the values of ``names``, in this order."""
+
+    @property
+    def steps(self) -> list[int]:
+        """The number of each step."""
+        place = self.names.index("step")
+        return [int(row[place]) for row in self.values]
+
+    def column(self, name: str) -> list[float]:
+        """The values of ``name``; NaN for null, and where the rows have no such field."""
+        if name not in self.names:
+            return [float("nan")] * len(self.values)
+        place = self.names.index(name)
+        return [float("nan") if row[place] == NULL else float(row[place]) for row in self.values]
+
+    def last(self, count: int) -> list[dict[str, Any]]:
+        """The last ``count`` rows, with the fields ``names``."""
+        return [dict(zip(self.names, map(json.loads, row), strict=False)) for row in self.values[-count:]]
+
+    def until(self, step: int) -> "StepRows":
+        """The rows up to ``step``."""
+        pairs = zip(self.values, self.steps, strict=True)
+        return StepRows(self.names, [row for row, number in pairs if number <= step])
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some lines of a file."""
+
+    offset: int
+    lines: bytes
+    parts: Sequence[StepRows | Row | None]
+    """Their rows in order; None for a line that is not valid, or not complete."""
+
+    @cached_property
+    def steps(self) -> list[int | None]:
+        """The step of each line; None for one without a row."""
+        steps: list[int | None] = []
+        for part in self.parts:
+            steps += part.steps if isinstance(part, StepRows) else [part["step"] if part else None]
+        return steps
+
+    def is_until(self, step: int) -> bool:
+        """Whether each line is a row up to ``step``."""
+        return None not in self.steps and max(filter(None, self.steps), default=0) <= step
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Reads rows of steps that have the same fields in the same order."""
+
+    names: tuple[str, ...]
+    pattern: re.Pattern[bytes]
+    """Matches a row, with a group for each of ``names``, or any other line, which is the last group."""
+
+    @classmethod
+    def of(cls, row: Row, names: Sequence[str], fields: Mapping[str, Kind]) -> "Layout | None":
+        """The layout of ``row``, of which the values of ``names`` are needed; None unless it is that of a step and has only
+        numbers."""
+        kinds = {key: fields.get(key, float) for key in row}
+        numbers = all(value is None or type(value) in (int, float) for value in row.values())
+        if "loss" not in row or not numbers or not set(kinds.values()) <= {int, float}:
+            return None
+        values = []
+        for key, kind in kinds.items():
+            number = (INTEGER if kind is int else FLOAT) + b"|null" * (key != "step")
+            group = b"(" if key in names else b"(?:"
+            values.append(re.escape(json.dumps(key).encode()) + b": " + group + number + b")")
+        pattern = rb"\{" + b", ".join(values) + rb"\}\n|([^\n]*\n|[^\n]+)"
+        return cls(tuple(key for key in row if key in names), re.compile(pattern))
+
+    def parts(self, lines: bytes, fields: Mapping[str, Kind]) -> Iterator[StepRows | Row | None]:
+        """The rows in ``lines``."""
+        matches, begin = self.pattern.findall(lines), 0
+        for number in [number for number, match in enumerate(matches) if match[-1]]:
+            if begin < number:
+                yield StepRows(self.names, matches[begin:number])
+            yield _row(matches[number][-1], fields)
+            begin = number + 1
+        if begin < len(matches):
+            yield StepRows(self.names, matches[begin:])
+
+
+def scan(path: Path, names: Sequence[str], fields: Mapping[str, Kind] = STEP, begin: int = 0) -> Iterator[Block]:
+    """The lines of the file from the offset ``begin`` on, with their rows; of usual rows of steps only the fields ``names``,
+    step among them. OSError if the file cannot be read."""
+    layout: Layout | None = None
+    for offset, lines in rows.blocks(path, begin):
+        if layout is None:
+            valid = filter(None, (_row(line, fields) for line in _split(lines)))
+            layout = next(filter(None, (Layout.of(row, names, fields) for row in valid)), None)
+        if layout is None:
+            yield Block(offset, lines, [_row(line, fields) for line in _split(lines)])
+            continue
+        parts = list(layout.parts(lines, fields))
+        yield Block(offset, lines, parts)
+        unusual = [part for part in parts if isinstance(part, dict) and "loss" in part]
+        if sum(len(part.values) for part in parts if isinstance(part, StepRows)) < len(unusual):
+            layout = Layout.of(unusual[-1], names, fields)
+
+
+def forget_after(path: Path, step: int) -> Iterator[Row]:
+    """The rows up to ``step``: evaluations, scores, and of steps ``step`` and ``loss``, with ``time`` and ``spiking_since`` at
+    least in the last one. When all have been taken, the lines of later steps, which will be repeated, and those that are not
+    rows are dropped from the file.
+
+    What later steps cost stays known: their lines go to metrics.lost.jsonl. OSError if the file cannot be read or written.
+    """
+    first: int | None = None
+    """Where the first block begins of which lines are dropped."""
+    with suppress(FileNotFoundError):
+        for block in scan(path, ("step", "loss", "time", "spiking_since")):
+            late = not block.is_until(step)
+            first = block.offset if late and first is None else first
+            for part in block.parts:
+                if isinstance(part, StepRows):
+                    yield from _losses(part.until(step) if late else part)
+                elif part and part["step"] <= step:
+                    yield part
+    if first is not None:
+        lost = path.with_name(LOST)
+        dropped = cut(path, step, first, lambda lines: _append(lost, lines))
+        log.info("%s: %d lines past step %d are dropped; those steps will be repeated", path.name, dropped, step)
+
+
+def move_after(path: Path, step: int) -> None:
+    """Move the rows past ``step`` to a file metrics.rolled-back-N.jsonl beside it; again after a kill, with the same result."""
+    first: int | None = None
+    later = files.aside(path.with_name("metrics.rolled-back.jsonl"))
+    try:
+        for block in scan(path, ("step",)):
+            if not block.is_until(step):
+                first = block.offset if first is None else first
+                _append(later, b"".join(line for line, at in _lines(block) if at is not None and at > step))
+        if first is None:
+            return
+        if later.exists():
+            files.sync(later)
+            number = 1
+            while (target := path.with_name(f"metrics.rolled-back-{number}.jsonl")).exists():
+                if filecmp.cmp(target, later, shallow=False):
+                    break  # written by an attempt that was killed here
+                number += 1
+            later.replace(target)
+            files.sync(path.parent)
+        cut(path, step, first)
+    finally:
+        later.unlink(missing_ok=True)
+
+
+def cut(path: Path, step: int, begin: int = 0, later: Callable[[bytes], object] = lambda lines: None) -> int:
+    """Keep of the lines from the offset ``begin`` on only rows up to ``step``, atomically; ``later`` gets the lines of later
+    steps. Returns how many are dropped. OSError if the file cannot be read or written."""
+    dropped, kept, flags = 0, files.aside(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    try:
+        with files.naming(kept), os.fdopen(files.opened(kept, flags, 0o644), "wb") as file:
+            with files.reader(path) as before:
+                while part := before.read(min(rows.BLOCK, begin - file.tell())):
+                    file.write(part)
+            for block in scan(path, ("step",), begin=begin):
+                lines = _lines(block)
+                keep = [line for line, number in lines if number is not None and number <= step]
+                if lost := b"".join(line for line, number in lines if number is not None and number > step):
+                    later(lost)
+                file.write(b"".join(keep))
+                dropped += len(lines) - len(keep)
+            file.flush()
+            os.fsync(file.fileno())
+        kept.replace(path)
+    finally:
+        kept.unlink(missing_ok=True)
+    files.sync(path.parent)
+    return dropped
+
+
+def _losses(part: StepRows) -> Iterator[Row]:
+    for step, loss in zip(part.steps[:-1], part.column("loss"), strict=False):
+        yield {"step": step, "loss": None if loss != loss else loss}
+    yield from part.last(1)
+
+
+def _lines(block: Block) -> list[tuple[bytes, int | None]]:
+    """The lines of ``block``, each with its step."""
+    return list(zip(_split(block.lines), block.steps, strict=True))
+
+
+def _split(lines: bytes) -> list[bytes]:
+    *whole, rest = lines.split(b"\n")
+    return [line + b"\n" for line in whole] + [rest] * bool(rest)
+
+
+def _append(path: Path, lines: bytes) -> None:
+    with files.naming(path), os.fdopen(files.appending(path), "wb") as file:
+        file.write(lines)
+
+
+def _row(line: bytes, fields: Mapping[str, Kind]) -> dict[str, Any] | None:
+    """The row of a complete line, or None."""
+    return rows.parsed(line.decode(errors="replace"), fields, ["step"]) if line.endswith(b"\n") else None

@@ -1,0 +1,116 @@
+"""metrics.jsonl as a stream gives what its lines say, whatever they hold."""
+
+import json
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpclm.rundir import metrics_file, rows
+from hpclm.rundir.metrics_file import StepRows
+
+NUMBERS = st.one_of(
+    st.integers(-(10**17), 10**17),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.sampled_from([0, -0.0, 1e300, -1e300, 1e299, 5e-324, 1 << 53, (1 << 53) - 1, 0.00012345678901234567]),
+    st.none(),
+)
+STEPS = st.fixed_dictionaries(
+    {"step": st.integers(0, 40), "samples": NUMBERS, "time": NUMBERS, "loss": NUMBERS, "new": NUMBERS},
+    optional={"spiking_since": st.integers(0, 9), "lr": NUMBERS},
+)
+OTHERS = [
+    '{"step": 3, "part": "valid", "validation_loss": 2.5}',
+    '{"step": 2, "tasks": {"a": {"acc": 1.0}}}',
+    '{"step": 03, "loss": 1.0}',
+    '{"step": 3, "loss": 1.0, "loss": 2.0}',
+    '{"step": 3, "samples": 1, "time": 1.0, "loss": 1.0, "new": 1.}',
+    '{"step": 3, "samples": 1, "time": 1.0, "loss": 1.0, "new": 1.0, "x": true}',
+    '{"step": 3, "samples": 1, "time": 1.0, "loss": 1e999, "new": 1.0}',
+    '{"step": 3, "samples": 1, "ti\0\0',
+    '{"step": 3, "samp{"step": 4, "loss": 1.0}',
+    "null",
+    "",
+    "\x0c",
+]
+LINES = st.lists(STEPS.map(json.dumps) | st.sampled_from(OTHERS), max_size=30)
+
+
+def plain(path):
+    """Every line as JSON."""
+    lines = path.read_bytes().decode(errors="replace").split("\n")[:-1]
+    return [rows.parsed(line, rows.STEP, ["step"]) for line in lines]
+
+
+def streamed(path, names):
+    for block in metrics_file.scan(path, names):
+        for part in block.parts:
+            if isinstance(part, StepRows):
+                yield from part.last(len(part.values))
+            else:
+                yield part
+
+
+@given(LINES, st.booleans())
+def test_a_stream_has_the_rows_that_json_has(tmp_path_factory, lines, torn):
+    path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
+    path.write_text("".join(line + "\n" for line in lines) + '{"step": 9, "loss": 1.0}' * torn)
+    names = ("step", "samples", "time", "loss", "new", "spiking_since", "lr")
+    assert list(streamed(path, names)) == plain(path) + [None] * torn
+
+
+@given(LINES, st.integers(0, 40))
+def test_the_rows_up_to_a_step_are_kept_and_those_past_it_are_lost(tmp_path_factory, lines, step):
+    path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
+    path.write_text("".join(line + "\n" for line in lines))
+    valid = [(line, row) for line, row in zip(lines, plain(path), strict=True) if row]
+    kept = list(metrics_file.forget_after(path, step))
+    said = [(row["step"], row.get("loss"), "validation_loss" in row, "tasks" in row) for row in kept]
+    assert said == [
+        (row["step"], row.get("loss"), "validation_loss" in row, "tasks" in row)
+        for _, row in valid
+        if row["step"] <= step
+    ]
+    assert path.read_text() == "".join(f"{line}\n" for line, row in valid if row["step"] <= step)
+    lost, moved = path.with_name("metrics.lost.jsonl"), [line for line, row in valid if row["step"] > step]
+    assert (lost.read_text() if lost.exists() else "") == "".join(f"{line}\n" for line in moved)
+    assert sorted(file.name for file in path.parent.iterdir()) in (["metrics.jsonl"], ["metrics.jsonl", lost.name])
+
+
+def test_what_is_not_a_number_is_none_whatever_its_row(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": null}\n{"step": 2, "loss": 2.0}\n')
+    assert [row["loss"] for row in metrics_file.forget_after(path, 2)] == [None, 2.0]
+    [block] = metrics_file.scan(path, ("step", "loss"))
+    [part] = block.parts
+    assert math.isnan(part.column("loss")[0]) and math.isnan(part.column("absent")[1])
+
+
+def test_a_line_without_end_is_no_row_and_costs_no_memory(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with path.open("wb") as file:
+        file.write(b'{"step": 1, "loss": 1.0}\n')
+        file.truncate(3 * rows.LONGEST_LINE)
+        file.seek(0, 2)
+        file.write(b'\n{"step": 2, "loss": 2.0}\n')
+    assert max(len(lines) for _, lines in rows.blocks(path)) <= rows.LONGEST_LINE + rows.BLOCK
+    assert list(streamed(path, ("step", "loss"))) == [{"step": 1, "loss": 1.0}, None, {"step": 2, "loss": 2.0}]
+    assert [row["step"] for row in metrics_file.forget_after(path, 1)] == [1]
+    assert path.read_text() == '{"step": 1, "loss": 1.0}\n'
+
+
+def test_later_rows_move_to_a_file_of_their_own_once_whenever_that_is_killed(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [f'{{"step": {step}, "loss": 1.0}}\n' for step in range(1, 7)]
+    path.write_text("".join(lines))
+    (tmp_path / "metrics.rolled-back-1.jsonl").write_text(lines[5])  # of another time
+    metrics_file.move_after(path, 3)
+    assert path.read_text() == "".join(lines[:3])
+    path.write_text("".join(lines))  # as if it had been killed between the two
+    metrics_file.move_after(path, 3)
+    assert path.read_text() == "".join(lines[:3])
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {
+        "metrics.jsonl": "".join(lines[:3]),
+        "metrics.rolled-back-1.jsonl": lines[5],
+        "metrics.rolled-back-2.jsonl": "".join(lines[3:]),
+    }

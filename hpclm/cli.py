@@ -8,6 +8,7 @@ import errno
 import io
 import os
 import re
+import resource
 import signal
 import sys
 import traceback
@@ -115,7 +116,7 @@ def run(verb: Callable[[list[str]], int | None], argv: Sequence[str] | None = No
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except MemoryError as error:
-        print(f"error: not enough memory: {error}", file=sys.stderr)
+        print(f"error: not enough memory: {error if str(error) else _memory(error)}", file=sys.stderr)
         return 1
     except OSError as error:
         if error.errno == errno.EAGAIN:
@@ -127,10 +128,31 @@ def run(verb: Callable[[list[str]], int | None], argv: Sequence[str] | None = No
             way_out = "; check what it is, and its permissions"
         else:
             return _fault(redact)
-        say(redact(f"error: {error.filename or 'writing'}: {error.strerror}{way_out}"), file=sys.stderr)
+        say(redact(f"error: {error.filename or _standard_output()}: {error.strerror}{way_out}"), file=sys.stderr)
         return 1 if error.errno in MACHINE else ConfigError.exit_code
     except Exception as error:
         return _no_more_processes() if "start new thread" in str(error) else _fault(redact)
+
+
+def _standard_output() -> str:
+    """What could not be written by a call that names no file: others name theirs (``files.naming``)."""
+    try:
+        target = os.readlink("/proc/self/fd/1")  # noqa: PTH115 - it may be a pipe
+    except OSError:
+        target = ""
+    return f"standard output ({target})" if target.startswith("/") else "standard output"
+
+
+def _memory(error: MemoryError) -> str:
+    """What is known of memory that Python could not get: where, how much there was, and the limit."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = next((frame for frame in reversed(frames) if "hpclm" in Path(frame.filename).parts), frames[-1])
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    limit = (
+        "" if soft == resource.RLIM_INFINITY else f"; the limit of this process is {soft / 2**20:,.0f} MiB (ulimit -v)"
+    )
+    return f"{own.name} in {Path(own.filename).name} could not get more; {used:,.0f} MiB are in use{limit}"
 
 
 class Each:

@@ -91,10 +91,10 @@ def unwritten(error: OSError, target: object, what: str) -> HpclmError:
     return kind(f"{target if aside else error.filename or target}: {error.strerror}; {what}")
 
 
-def unread(error: OSError, target: object, way_out: str) -> HpclmError:
-    """The error for a failure to read ``target``. HpclmError for the disk, whatever ``target`` is; otherwise ConfigError, which
-    says the ``way_out``."""
-    name, why = error.filename or target, error.strerror or error
+def unread(error: OSError, target: object, way_out: str = "") -> HpclmError:
+    """The error for a failure to read ``target``. HpclmError for the disk, which says nothing about ``target``; otherwise
+    ConfigError, with the ``way_out``, if any."""
+    why = error.strerror or error
     if error.errno in MACHINE:
-        return HpclmError(f"{name} cannot be read now: {why}; check the disk, then start again")
-    return ConfigError(f"{name} cannot be read: {why}; {way_out}")
+        return HpclmError(f"{target} cannot be read now: {why}; check the disk, then start again")
+    return ConfigError(f"{target} cannot be read: {why}{f'; {way_out}' if way_out else ''}")

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from hpclm.errors import ConfigError
+from hpclm.errors import ConfigError, unread
 
 log = logging.getLogger(__name__)
 HASHED = 1 << 18  # bytes of each block in a file's fingerprint
@@ -83,13 +83,14 @@ def appending(path: str | Path, mode: int = 0o644) -> int:
 
 def append(path: str | Path, text: str, mode: int = 0o644) -> None:
     """Append ``text`` to the file ``path``; does not follow links."""
-    with os.fdopen(appending(path, mode), "w", encoding="utf-8") as file:
+    with naming(path), os.fdopen(appending(path, mode), "w", encoding="utf-8") as file:
         file.write(text)
 
 
 def overwrite(path: str | Path, text: str) -> None:
     """Overwrite the file ``path`` with ``text``, not atomically; does not follow links."""
-    with os.fdopen(opened(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW), "w", encoding="utf-8") as file:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+    with naming(path), os.fdopen(opened(path, flags), "w", encoding="utf-8") as file:
         file.truncate(0)
         file.write(text)
 
@@ -148,7 +149,7 @@ def readable(path: str | Path, what: str) -> Path:
     except OSError as error:
         if isinstance(error, (Unfit, IsADirectoryError)):
             raise ConfigError(f"{what} {path} is not a regular file") from None
-        raise ConfigError(f"{what} {path} cannot be read: {error.strerror}") from None
+        raise unread(error, f"{what} {path}") from None
     return path
 
 
@@ -276,7 +277,8 @@ def write_bytes(path: Path, content: bytes, durable: bool = True) -> None:
     """Write a file atomically, writable only for its owner. Not ``durable``: a power failure may leave it empty."""
     written = aside(path)
     try:
-        with os.fdopen(os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with naming(path), os.fdopen(os.open(written, flags, 0o644), "wb") as file:
             file.write(content)
             file.flush()
             if durable:
@@ -351,9 +353,7 @@ def sync(path: Path) -> None:
     """fsync a file or folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
-    except OSError as error:
-        error.filename = str(path)
-        raise
+        with naming(path):
+            os.fsync(handle)
     finally:
         os.close(handle)

@@ -116,6 +116,11 @@ def unreadable(folder: Path, error: object) -> HpclmError:
     return HpclmError(f"checkpoint {folder} cannot be read now: {error}; check the disk, then start again")
 
 
+def none_left(folder: Path, reasons: Sequence[str]) -> str:
+    """That a run cannot start from scratch where it has saved before."""
+    return f"no good checkpoint in {folder} ({'; '.join(reasons)}); restore one, or start over with another out="
+
+
 def not_empty(checkpoint: Path) -> ConfigError:
     """The error for checkpoint.resume=never in a directory that already has ``checkpoint``."""
     return ConfigError(

@@ -2,17 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from hpclm.checkpoint import directory, manifest
 from hpclm.checkpoint.fingerprint import differences, tokenizer_clash
 from hpclm.checkpoint.manifest import Manifest
-from hpclm.checkpoint.tensors import Tensors
 from hpclm.distributed.context import DistributedContext
-from hpclm.engine import Engine
 from hpclm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hpclm.checkpoint.tensors import Tensors
+    from hpclm.engine import Engine
 
 FRESH = {"optimizer_steps": 0, "loss_scale": None}
 
@@ -20,19 +22,19 @@ FRESH = {"optimizer_steps": 0, "loss_scale": None}
 class SavedWeights:
     """Only the weights of a checkpoint."""
 
-    def __init__(self, saved: Tensors):
+    def __init__(self, saved: "Tensors"):
         self.saved = saved
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every weight, by its name in the checkpoint."""
         return {name: shape for name, shape in self.saved.shapes().items() if name.startswith("model.")}
 
-    def block(self, name: str, start: Sequence[int], size: Sequence[int]) -> Tensor:
+    def block(self, name: str, start: Sequence[int], size: Sequence[int]) -> "Tensor":
         """A block of one of them."""
         return self.saved.block(name, start, size)
 
 
-def begin_from(path: Path, engine: Engine, context: DistributedContext, fingerprint: dict[str, Any]) -> str:
+def begin_from(path: Path, engine: "Engine", context: DistributedContext, fingerprint: dict[str, Any]) -> str:
     """Load the weights from a checkpoint, or from the newest good one of a run directory; returns its path.
 
     ConfigError if there is none, or if model or tokenizer differ; NoCheckpointError if none is good.
@@ -42,6 +44,8 @@ def begin_from(path: Path, engine: Engine, context: DistributedContext, fingerpr
         folder, manifest = _located(path, hashes=True)
         _check_model(folder, manifest, fingerprint)
         return str(folder), manifest.fields
+
+    from hpclm.checkpoint.tensors import Tensors  # imports PyTorch
 
     folder, fields = context.run_on_main(located)
     with Tensors(Path(folder), Manifest(**fields)) as saved:

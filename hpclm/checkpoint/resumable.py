@@ -1,5 +1,6 @@
 """Check, before anything is written or queued, that a run can resume with these settings; reads manifests only."""
 
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 from hpclm.checkpoint import directory
 from hpclm.checkpoint.fingerprint import check_fingerprint
 from hpclm.checkpoint.manifest import BadCheckpoint, Manifest
-from hpclm.errors import ConfigError
+from hpclm.errors import ConfigError, NoCheckpointError
 from hpclm.rundir import submissions
 
 Candidate = tuple[Path, Manifest]
@@ -53,6 +54,14 @@ def candidate(out: Path, step: int | None = None) -> Candidate | None:
         f"{folder} has no complete checkpoint of step {required}{asked}; it has {listed(saved)}{reasons}: hpclm checkpoints "
         f"{shlex.quote(str(out))} shows them"
     )
+
+
+def check_fresh_start(folder: Path, policy: str) -> None:
+    """NoCheckpointError if there must be a checkpoint in ``folder``, and there is none at all, not even a bad one."""
+    if any(re.match(r"(\.old-)?step-", name) for name in directory.names(folder)):
+        return
+    if policy == "require" or directory.has_history(folder):
+        raise NoCheckpointError(directory.none_left(folder, ["there is none"]))
 
 
 def listed(saved: list[Path]) -> str:

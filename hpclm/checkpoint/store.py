@@ -254,7 +254,4 @@ class CheckpointStore:
 
     def _check_fresh_start(self, lost: Sequence[str], policy: str) -> None:
         if lost or policy == "require" or directory.has_history(self.folder):
-            reasons = "; ".join(lost) or "there is none"
-            raise NoCheckpointError(
-                f"no good checkpoint in {self.folder} ({reasons}); restore one, or start over with another out="
-            )
+            raise NoCheckpointError(directory.none_left(self.folder, lost or ["there is none"]))

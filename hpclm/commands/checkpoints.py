@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpclm import cli, files, terminal
-from hpclm.errors import ConfigError, NoCheckpointError
+from hpclm.errors import ConfigError, HpclmError, NoCheckpointError
 from hpclm.rundir import runs as folders
 from hpclm.terminal import say
 
@@ -37,6 +37,8 @@ def main(argv: list[str]) -> int:
     if healthy and not usable[-1]["healthy"] and not args.json:
         out = files.typed(folder.parent)
         say(f"to go back to the newest healthy one: hpclm resume {files.typed(out)} --from {healthy[-1]['step']}")
+    if not usable and (unreadable := [row["reason"] for row in found if row["state"] == "unreadable"]):
+        raise HpclmError(f"checkpoints in {folder} cannot be read now: {unreadable[0]}")
     if not usable:
         raise NoCheckpointError(f"no good checkpoint in {folder}")
     return 0
@@ -46,7 +48,7 @@ def rows(folder: Path, verify: bool) -> Iterator[dict[str, Any]]:
     """One row for each checkpoint in ``folder``, and for each one that was set aside."""
     from tqdm import tqdm
 
-    from hpclm.checkpoint import directory, format, retention
+    from hpclm.checkpoint import directory, retention
     from hpclm.checkpoint import manifest as manifests
     from hpclm.checkpoint.manifest import BadCheckpoint, Manifest
 
@@ -72,6 +74,8 @@ def rows(folder: Path, verify: bool) -> Iterator[dict[str, Any]]:
                 row["health"] = "the loss spiked in the next step"
             manifests.check_sizes(step, manifest)
             if verify:
+                from hpclm.checkpoint import format  # imports PyTorch
+
                 nan: list[str] = []
                 for name in tqdm(manifest.files, desc=step.name, unit="file", disable=None, leave=False):
                     nan += format.verify(step, manifest, [name])

@@ -1,10 +1,13 @@
 """The verb ``hpclm convert``: a run's weights for Hugging Face transformers, and other projects' weights as a run."""
 
 import argparse
+import re
 from pathlib import Path
 
 from hpclm import cli, config, extras, files
+from hpclm.checkpoint import manifest
 from hpclm.errors import ConfigError
+from hpclm.inference import run_settings
 from hpclm.terminal import say
 
 DESCRIPTION = """Convert weights. SOURCE sets the direction:
@@ -21,6 +24,12 @@ evaluate, generate and fine-tuning can start from such a run directory. TARGET m
 appears only when it is complete. Nothing is downloaded, and no code that comes with a file is run."""
 
 SHARD_GB = 5.0
+IMPORTABLE = re.compile(r"config\.json|latest.*|layer_.*|mp_rank_.*|.*\.distcp")
+"""Names of which a folder that can be imported has one; whether it can is seen when PyTorch is imported."""
+UNKNOWN = (
+    "{} cannot be converted: it is not a run directory or a checkpoint, and has no config.json (Hugging Face), "
+    "*_model_states.pt (Megatron-DeepSpeed), mp_rank_*/model_optim_rng.pt or *.distcp (Megatron-LM)"
+)
 
 
 def main(argv: list[str]) -> int:
@@ -55,21 +64,24 @@ def main(argv: list[str]) -> int:
 
 def converted(args: argparse.Namespace) -> str:
     """Convert, and say what was made of what."""
-    with extras.needed_for("hpclm convert"):
-        from hpclm.interop import megatron, run
-        from hpclm.interop.huggingface import folder
-
     source, target, overrides = cli.located(args.source, args.runs), args.target, args.settings
     if not source.is_dir():
         raise ConfigError(f"{source.absolute()} {'is not a folder' if source.exists() else 'does not exist'}")
-    if run.is_run(source):
+    if is_run(source):
         if args.pickle:
             raise ConfigError("--pickle has no effect: an export reads safetensors")
         if args.ignore or args.weights_only:
             raise ConfigError("--ignore and --weights-only are for imports")
         return exported(source, target, overrides, args.dtype or "fp32", args.shard_gb or SHARD_GB, args.allow_nan)
+    if files.is_file(source / "config.yaml"):
+        run_settings.check_saved(source)
+    if not any(map(IMPORTABLE.fullmatch, (path.name for path in source.iterdir()))):
+        raise ConfigError(UNKNOWN.format(source))
     if args.dtype or args.shard_gb or args.allow_nan:
         raise ConfigError("--dtype, --shard-gb and --allow-nan are for exports; a run's weights are fp32 and finite")
+    with extras.needed_for("hpclm convert"):
+        from hpclm.interop import megatron
+        from hpclm.interop.huggingface import folder
     if (source / "config.json").is_file():
         if args.weights_only:
             raise ConfigError("--weights-only has no effect: a folder with config.json contains only weights")
@@ -77,17 +89,22 @@ def converted(args: argparse.Namespace) -> str:
     elif (kind := megatron.recognised(source)) is not None:
         model = megatron.convert(kind, target, overrides, args.ignore, args.weights_only)
     else:
-        raise ConfigError(
-            f"{source} cannot be converted: it is not a run directory or a checkpoint, and has no config.json (Hugging Face), "
-            "*_model_states.pt (Megatron-DeepSpeed), mp_rank_*/model_optim_rng.pt or *.distcp (Megatron-LM)"
-        )
+        raise ConfigError(UNKNOWN.format(source))
     use = "generate {} --prompt ..." if config.of_run(target, []).data.tokenizer else "evaluate {} --data DATASET"
     return f"{target}: a run directory of {model.layers} layers x {model.hidden}; next: hpclm {use.format(files.typed(target))}"
+
+
+def is_run(path: Path) -> bool:
+    """Whether ``path`` is a run directory or a checkpoint."""
+    return (path / "checkpoints").is_dir() or (path / manifest.NAME).is_file()
 
 
 def exported(source: Path, target: Path, overrides: list[str], dtype: str, shard_gb: float, allow_nan: bool) -> str:
     """Write the weights of a run or checkpoint for transformers, or for llama.cpp if ``target`` ends with .gguf, and say what was made
     of what; arguments as of the verb."""
+    owner = source.absolute().parent.parent if (source / manifest.NAME).is_file() else source
+    config.of_run(owner, overrides)
+    run_settings.check_saved(source)
     with extras.needed_for("hpclm convert"):
         from hpclm.interop import run
         from hpclm.interop.huggingface import folder

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpclm import terminal
-from hpclm.errors import ConfigError
+from hpclm.errors import ConfigError, unwritten
 from hpclm.terminal import many, say
 
 DTYPES = ["uint8", "int8", "int16", "uint16", "int32", "int64", "uint32", "uint64"]
@@ -51,7 +51,7 @@ def histogram(contents: dict[str, Any], path: Path) -> None:
     try:
         files.write_bytes(path, content)
     except OSError as error:
-        raise ConfigError(f"--histogram {path} cannot be written: {error.strerror}") from None
+        raise unwritten(error, path, "choose another place for --histogram") from None
 
 
 def verify(args: argparse.Namespace) -> None:

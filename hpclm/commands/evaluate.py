@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpclm import cli, extras
+from hpclm.inference import run_settings, texts
 from hpclm.rundir.rows import finite
 from hpclm.terminal import say
 
@@ -101,13 +102,14 @@ def _misused(args: argparse.Namespace) -> Iterator[str]:
 
 def _print_tasks(args: argparse.Namespace) -> None:
     """Score the newest checkpoint at tasks: a line for each metric, or one JSON object."""
+    config = run_settings.check(args.run, args.settings, reads_text=True)
+
     from hpclm.data import tokenizers
     from hpclm.inference import run_model
     from hpclm.interop.huggingface import special, tokenizer
 
     with extras.needed_for("evaluation on tasks"):
         from hpclm.inference.harness import Tasks
-    config = run_model.settings(args.run, args.settings)
     own = tokenizers.of_run(config.data)
     tasks = Tasks(args.tasks.split(","), args.tasks_path, args.samples, args.shots)
     device, dtype = run_model.place(config)
@@ -134,18 +136,20 @@ def on_part(run: Path, overrides: list[str], part: str, samples: int | None) -> 
 
     ``samples``: how many are read of the part; None: all of one pass. ConfigError if the loss is not finite.
     """
+    from hpclm.data import sources
+
+    config = run_settings.check(run, overrides, reads_text=False)
+    source = sources.build(config.data, config.model, config.seed)
+
     from tqdm import tqdm
 
-    from hpclm.data import sources
     from hpclm.data.batches import Batches
     from hpclm.engine.step import mean_loss
     from hpclm.inference import run_model
     from hpclm.inference.scoring import perplexity
     from hpclm.parallel.mesh import SINGLE
 
-    config = run_model.settings(run, overrides)
     device, dtype = run_model.place(config)
-    source = sources.build(config.data, config.model, config.seed)
     model, progress = run_model.load_model(run, config, source.fingerprint.get("tokenizer"), device, dtype)
     read = source.samples(part, samples)
     count = len(read) if samples is None else samples
@@ -163,13 +167,10 @@ def on_documents(run: Path, overrides: list[str], text: str | None, prefix: str 
 
     ``most``: tokens after which to stop. ConfigError if the loss is not finite.
     """
-    from tqdm import tqdm
-
-    from hpclm.data import tokenizers
+    from hpclm.data import indexed, tokenizers
     from hpclm.errors import ConfigError
-    from hpclm.inference import run_model, scoring
 
-    config = run_model.settings(run, overrides)
+    config = run_settings.check(run, overrides, reads_text=text is not None)
     data = config.data
     if prefix is not None:  # this dataset and no other; a tokenizer that the settings name stays
         data = replace(data, source="indexed", prefix=prefix, blend=[], train=[], valid=[], test=[], validation=[])
@@ -180,7 +181,15 @@ def on_documents(run: Path, overrides: list[str], text: str | None, prefix: str 
         if text is not None:
             raise
     if text is not None and tokenizer is not None:
-        content = sys.stdin.read() if text == "-" else scoring.text_of(text)
+        content = sys.stdin.read() if text == "-" else texts.text_of(text)
+    else:
+        indexed.IndexedDataset(Path(prefix or ""))
+
+    from tqdm import tqdm
+
+    from hpclm.inference import run_model, scoring
+
+    if text is not None and tokenizer is not None:
         documents = scoring.of_text(text, content, tokenizer)
     else:
         documents = scoring.of_dataset(Path(prefix or ""), tokenizer)

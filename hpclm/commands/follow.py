@@ -12,6 +12,7 @@ from hpclm import extras, files, log
 from hpclm import scheduler as schedulers
 from hpclm.config import ParallelConfig
 from hpclm.errors import REQUEUE
+from hpclm.inference import run_settings
 from hpclm.node import secrets
 from hpclm.node.preemption import WARNINGS, Preemption
 from hpclm.rundir import folder, lock, runs, scores
@@ -28,8 +29,8 @@ OVER = ("done", "stopped", "exited", "failed", "ended")
 
 def main(args: argparse.Namespace) -> int:
     """Follow the run; the exit code is 85 after a signal: the same command continues."""
+    config = run_settings.settings(args.run, args.settings)
     from hpclm.data import tokenizers
-    from hpclm.inference import run_model
     from hpclm.interop.huggingface import special, tokenizer
 
     with extras.needed_for("evaluation on tasks"):
@@ -38,7 +39,7 @@ def main(args: argparse.Namespace) -> int:
     runs.check_own(args.run, "scored")
     log.setup(0, redact=secrets.Redactor())
     tasks = Tasks(args.tasks.split(","), args.tasks_path, args.samples, args.shots)
-    config, queue = run_model.settings(args.run, args.settings), Queue(PATIENCE)
+    queue = Queue(PATIENCE)
     begin = special.begin(args.run, tokenizer.paths(config.data), tokenizers.of_run(config.data).eod)
     with lock.held(args.run, scores.LOCK), Preemption() as preemption:
         follower = Follower(args.run, config, tasks, args.batch or 16, begin)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpclm import cli, files, terminal
-from hpclm.errors import ConfigError
+from hpclm.errors import ConfigError, unread
+from hpclm.inference import run_settings, texts
 from hpclm.registry import hint
 from hpclm.terminal import say
 
@@ -26,13 +27,16 @@ COMMANDS = {"/help": "show this", "/clear": "begin a new text", "/exit": "exit, 
 def main(argv: list[str]) -> int:
     """``hpclm generate``."""
     args = _arguments(argv)
+    prompts = [] if args.interactive and args.prompt is None else list(_prompts(args))
+    run = cli.located(args.run, args.runs)
+    run_settings.check(run, args.settings, reads_text=True)
+
     from hpclm.inference.completion import Completer, Limits
     from hpclm.inference.sampling import Sampling
 
     limits = Limits(args.tokens, tuple(args.stop))
     sampling = Sampling(args.temperature, args.top_k or None, args.top_p, args.seed)
-    prompts = [] if args.interactive and args.prompt is None else list(_prompts(args))
-    completer = Completer(cli.located(args.run, args.runs), args.settings)
+    completer = Completer(run, args.settings)
     if args.interactive:
         converse(completer, "".join(prompts), limits, sampling)
         return 0
@@ -88,11 +92,9 @@ def _prompts(args: argparse.Namespace) -> Iterator[str]:
     except UnicodeError:
         raise ConfigError("the prompt is not UTF-8 text") from None
     except OSError as error:
-        raise ConfigError(f"--prompts {path}: {error.strerror}") from None
+        raise unread(error, f"--prompts {path}", "give another file") from None
     if path.endswith(".jsonl"):
-        from hpclm.inference.scoring import json_texts
-
-        yield from json_texts(path, text, "prompt", "the text to continue")
+        yield from texts.json_texts(path, text, "prompt", "the text to continue")
     else:
         yield from text.removesuffix("\n").split("\n") if text else []  # nothing else ends a line of a prompt
 

@@ -15,6 +15,7 @@ from hpclm.distributed import bootstrap, network, restart
 from hpclm.distributed import context as distributed
 from hpclm.distributed.bootstrap import World
 from hpclm.errors import REQUEUE, ConfigError, Interrupted
+from hpclm.launch import prechecks
 from hpclm.node import notify, preemption, processes, secrets, threads
 from hpclm.rundir import code, folder, saved
 
@@ -85,6 +86,8 @@ def start(
         if world.rank:
             raise SystemExit(error.exit_code) from None
         raise
+    if world.size == 1:  # several ranks must meet before one of them may fail
+        prechecks.check_files(settings, resume_step)
     if world.local_size < world.size:
         network.hide_lookup_warnings()
     if world.local_size > 1:

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from hpclm import files
-from hpclm.errors import ConfigError
+from hpclm.errors import ConfigError, unread
 
 LARGEST = 4 << 20  # bytes of a settings file
 DIGITS = 400  # of a number; the largest float has 309
@@ -78,7 +78,7 @@ def content(path: Path, what: str) -> Content:
         text = raw.decode("utf-8")
         tree = value(text)
     except OSError as error:
-        raise ConfigError(f"{what} {path} cannot be read: {error.strerror}") from None
+        raise unread(error, f"{what} {path}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{what} {path} is not YAML: {' '.join(str(error).split())}") from None
     if tree is not None and not isinstance(tree, dict):
@@ -92,7 +92,7 @@ def json_object(path: Path) -> dict[str, Any]:
     try:
         tree = json.loads(files.read_text(path))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        raise unread(error, path) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(tree, dict):

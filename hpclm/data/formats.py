@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hpclm.errors import ConfigError
+from hpclm.errors import ConfigError, unread
 from hpclm.files import reader
 
 MAGIC = b"MMIDIDX\0\0"
@@ -57,7 +57,9 @@ def mapped(path: Path) -> tuple[mmap.mmap | bytes, int]:
             return b"", status.st_mtime_ns
         try:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), status.st_mtime_ns
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise unread(error, path) from None
+        except ValueError as error:
             raise ConfigError(f"{path} cannot be mapped into memory: {error}") from None
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hpclm.data.formats import mapped, read_index
 from hpclm.data.scan import check_all, check_ends
 from hpclm.data.shared_facts import SharedFacts
-from hpclm.errors import ConfigError
+from hpclm.errors import ConfigError, unread
 from hpclm.files import fingerprint, read_text, readable
 
 SCANNED = 1 << 20  # sequences or documents that are all checked when a dataset is opened: some 10 ms
@@ -39,7 +39,9 @@ def sidecar(prefix: str | Path) -> dict[str, Any]:
         note = json.loads(read_text(path))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise unread(error, path, "restore it, or remove it and set data.tokenizer") from None
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}; restore it, or remove it and set data.tokenizer") from None
     if not _is_note(note):
         raise ConfigError(f"{path} was not written by hpclm; remove it and set data.tokenizer")

@@ -152,9 +152,29 @@ def of_run(data: DataConfig) -> Tokenizer:
 
 
 def build_of_run(data: DataConfig) -> tuple[Tokenizer, str, list[str], str | None]:
-    """The same, and what ``build`` was given."""
+    """The tokenizer of a run, and what ``build`` was given."""
+    kind, paths, eod, prefix, note = _named(data)
+    tokenizer = build(kind, paths, eod)
+    differences = mismatch(note, tokenizer.fingerprint) if prefix else None
+    if differences:
+        raise ConfigError(
+            f"the tokenizer of dataset {prefix} has changed: {differences}; restore {', '.join(paths) or 'it'}, "
+            "or set data.tokenizer"
+        )
+    return tokenizer, kind, paths, eod
+
+
+def check_of_run(data: DataConfig) -> None:
+    """ConfigError, as of ``of_run``, if a run names no tokenizer, or files of it are missing; quick if all is well."""
+    kind, paths, eod, *_ = _named(data)
+    if not all(Path(path).exists() for path in paths):
+        build(kind, paths, eod)
+
+
+def _named(data: DataConfig) -> tuple[str, list[str], str | None, str, dict[str, Any]]:
+    """What ``build`` is given for a run; and the dataset that says it, with the fingerprint there, if the settings do not."""
     if data.tokenizer is not None:
-        return build(data.tokenizer, data.tokenizer_files, data.eod), data.tokenizer, data.tokenizer_files, data.eod
+        return data.tokenizer, data.tokenizer_files, data.eod, "", {}
     notes = ((prefix, sidecar(prefix)) for prefix in data.prefixes())
     prefix, note = next(((prefix, note) for prefix, note in notes if "tokenizer" in note), ("", {}))
     if not note:
@@ -173,15 +193,7 @@ def build_of_run(data: DataConfig) -> tuple[Tokenizer, str, list[str], str | Non
         )
     if not isinstance(paths, list):
         raise ConfigError(f"{prefix}.json names no tokenizer_files; set data.tokenizer")
-    eod = _recorded_end(note["tokenizer"])
-    tokenizer = build(kind, paths, eod)
-    differences = mismatch(note["tokenizer"], tokenizer.fingerprint)
-    if differences:
-        raise ConfigError(
-            f"the tokenizer of dataset {prefix} has changed: {differences}; restore {', '.join(paths) or 'it'}, "
-            "or set data.tokenizer"
-        )
-    return tokenizer, kind, paths, eod
+    return kind, paths, _recorded_end(note["tokenizer"]), prefix, note["tokenizer"]
 
 
 def _recorded_end(fingerprint: dict[str, Any]) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpclm import files
-from hpclm.errors import ConfigError
+from hpclm.errors import ConfigError, unread
 from hpclm.rundir import rows
 from hpclm.rundir.runs import resolve
 
@@ -29,7 +29,9 @@ def bad_nodes(runs: Sequence[str]) -> list[str]:
         try:
             names = [*map(str, json.loads(files.read_text(path))["bad"])] if path.exists() else []
             names += [str(name) for row in noted for name in row["bad"]]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except OSError as error:
+            raise unread(error, f"--exclude-bad: {path}") from None
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ConfigError(f"--exclude-bad: {path} does not list bad nodes") from None
         wrong = [name for name in names if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name)]
         if wrong:

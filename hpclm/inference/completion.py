@@ -9,7 +9,7 @@ from hpclm.checkpoint import directory
 from hpclm.config.checks import Checked
 from hpclm.data import tokenizers
 from hpclm.errors import ConfigError
-from hpclm.inference import run_model
+from hpclm.inference import run_model, run_settings
 from hpclm.inference.generation import continue_all
 from hpclm.inference.sampling import Sampling
 
@@ -51,7 +51,7 @@ class Completer:
     """The model of a run's checkpoint, by default the newest, and its tokenizer."""
 
     def __init__(self, run: Path, overrides: list[str], checkpoint: Path | None = None):
-        config = run_model.settings(run, overrides)
+        config = run_settings.settings(run, overrides)
         self.tokenizer = tokenizers.of_run(config.data)
         self.vocabulary = config.model.vocab_size
         device, dtype = run_model.place(config)

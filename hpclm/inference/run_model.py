@@ -1,37 +1,22 @@
 """Load a trained model from its run directory, for evaluation and generation."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hpclm import config as configs
 from hpclm.checkpoint import directory
 from hpclm.checkpoint.fingerprint import tokenizer_clash
 from hpclm.checkpoint.manifest import Manifest
 from hpclm.checkpoint.progress import Progress
 from hpclm.checkpoint.tensors import Tensors
-from hpclm.config import EngineConfig, ParallelConfig, RunConfig
+from hpclm.config import RunConfig
 from hpclm.errors import ConfigError
+from hpclm.inference import run_settings
 from hpclm.model import gpt
 from hpclm.model.loss import TokenLoss
 from hpclm.model.stack import Stack
 from hpclm.node import hardware
-from hpclm.rundir import config_history
-
-
-def settings(run: Path, overrides: list[str]) -> RunConfig:
-    """The settings of the run in ``run``, with key=value overrides, for a single process."""
-    config = alone(configs.of_run(run, overrides))
-    size = config.batch.micro_size or config_history.micro_size(run) or 1  # no result depends on it
-    return replace(config, batch=replace(config.batch, micro_size=size))
-
-
-def alone(config: RunConfig) -> RunConfig:
-    """The settings of a run, for its model in a single process."""
-    kept = {name: getattr(config.engine, name) for name in ("device", "precision", "loss_chunk")}
-    return replace(config, parallel=ParallelConfig(), engine=EngineConfig(**kept))
 
 
 def place(config: RunConfig) -> tuple[torch.device, torch.dtype]:
@@ -48,10 +33,8 @@ def load_model(
 
     ``tokenizer``: fingerprint of the tokenizer in use, if known; ConfigError if the model was trained with another.
     """
-    folder = run / "checkpoints"
-    if not folder.is_dir():
-        raise ConfigError(f"{run} has no checkpoints; train first, with hpclm train")
-    return load_checkpoint(*directory.newest(folder), config, tokenizer, device, dtype)
+    run_settings.check_saved(run)
+    return load_checkpoint(*directory.newest(run / "checkpoints"), config, tokenizer, device, dtype)
 
 
 def load_checkpoint(

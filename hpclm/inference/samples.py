@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from hpclm.checkpoint import directory
-from hpclm.errors import NoCheckpointError
+from hpclm.inference import run_settings
 from hpclm.inference.completion import Completer, Limits
 from hpclm.inference.sampling import Sampling
 
@@ -15,9 +15,8 @@ def samples(run: Path, prompt: str, most: int) -> dict[int, str]:
 
     HpclmError if there is none, or if the run has no tokenizer that reads the prompt.
     """
+    run_settings.check_saved(run)
     kept = directory.steps(run / "checkpoints")
-    if not kept:
-        raise NoCheckpointError(f"no checkpoint in {run / 'checkpoints'}; train first, with hpclm train")
     last, gaps = len(kept) - 1, min(most, len(kept)) - 1
     chosen = [kept[round(last * number / gaps)] for number in range(gaps + 1)] if gaps else kept[-1:]
     written = {}

@@ -4,7 +4,6 @@ Every document begins with the end-of-document token, which is not scored, where
 the context is read in windows; each token is scored once.
 """
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,17 +12,15 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from hpclm import files
 from hpclm.checkpoint import Progress
 from hpclm.data.batches import Batch
 from hpclm.data.indexed import IndexedDataset
 from hpclm.data.tokenizers import Tokenizer
 from hpclm.engine.step import mean_loss
 from hpclm.errors import ConfigError
+from hpclm.inference.texts import json_texts
 from hpclm.model.stack import Stack
 from hpclm.parallel.mesh import SINGLE
-
-LARGEST = 1 << 32  # bytes of a text
 
 
 @dataclass(frozen=True)
@@ -67,29 +64,6 @@ def of_text(path: str, text: str, tokenizer: Tokenizer) -> Iterator[Document]:
         if not ids and document:
             raise ConfigError(f"{path}: the tokenizer makes no tokens of document {number}")
         yield Document(ids, len(document.encode()))
-
-
-def json_texts(path: str, text: str, key: str, what: str) -> Iterator[str]:
-    """The value of ``key`` in each line of a .jsonl file's text; ConfigError where a line has no ``what`` there."""
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                value = json.loads(line)[key]
-            except (ValueError, KeyError, TypeError, RecursionError):
-                value = None
-            if not isinstance(value, str):
-                raise ConfigError(f'{path}, line {number} must be a JSON object with {what} as "{key}"')
-            yield value
-
-
-def text_of(path: str) -> str:
-    """The text of a file; ConfigError where it is none."""
-    try:
-        return files.read_text(path, LARGEST)
-    except UnicodeError:
-        raise ConfigError(f"{path} is not UTF-8 text") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
 
 
 def of_dataset(prefix: Path, tokenizer: Tokenizer | None) -> Iterator[Document]:

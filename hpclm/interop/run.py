@@ -49,11 +49,6 @@ class RunCheckpoint:
         return int(self.manifest.progress["step"])
 
 
-def is_run(path: Path) -> bool:
-    """Whether ``path`` is a run directory or a checkpoint."""
-    return (path / "checkpoints").is_dir() or (path / manifest.NAME).is_file()
-
-
 def find_checkpoint(path: Path, overrides: list[str]) -> RunCheckpoint:
     """The newest good checkpoint of the run ``path``, or the checkpoint ``path`` itself.
 

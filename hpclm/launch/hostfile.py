@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from hpclm import files
-from hpclm.errors import ConfigError
+from hpclm.errors import ConfigError, unread
 from hpclm.registry import hint
 
 Resources = dict[str, list[int]]
@@ -20,7 +20,7 @@ def load(path: str | Path) -> Resources:
     try:
         return parse(files.read_text(file), str(path))
     except OSError as error:
-        raise ConfigError(f"hostfile {path} cannot be read: {error.strerror}") from None
+        raise unread(error, f"hostfile {path}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"hostfile {path} is not text") from None
 

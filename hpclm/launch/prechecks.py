@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpclm import config, extras
+from hpclm.checkpoint import resumable
 from hpclm.config import RunConfig, no_effect
 from hpclm.config.data import SOURCES
 from hpclm.config.engine import ENGINES
@@ -83,6 +84,19 @@ def without_effect(run: RunConfig, source: "Source | None") -> list[str]:
     return reasons
 
 
+def check_files(run: RunConfig, resume_step: int | None) -> None:
+    """ConfigError or NoCheckpointError if a file or checkpoint that a single process is to train with is missing, before it
+    imports PyTorch, which takes seconds. What else could be wrong, training finds by itself.
+
+    ``resume_step``: as of ``check``.
+    """
+    folder.check(Path(run.out))
+    source = _check_data(run)
+    _check_init_from(run, source)
+    _check_history(run, source, resume_step, queued=False)
+    resumable.check_fresh_start(Path(run.out) / "checkpoints", run.checkpoint.resume)
+
+
 def _check_names(run: RunConfig) -> None:
     """ConfigError if the user's own code, package.module:Name, cannot be loaded."""
     names: list[tuple[str, str, Mapping[str, str], str]] = [
@@ -127,7 +141,7 @@ def _check_data(run: RunConfig) -> "Source | None":
 
 
 def _check_init_from(run: RunConfig, source: "Source | None") -> None:
-    """ConfigError if the run cannot start from checkpoint.init_from; PyTorch is loaded only for that."""
+    """ConfigError if the run cannot start from checkpoint.init_from."""
     if run.checkpoint.init_from is None or "dependency" in run.job.options:  # a job before it may make the checkpoint
         return
     from hpclm.checkpoint.fingerprint import fingerprint
@@ -144,7 +158,7 @@ def _check_history(run: RunConfig, source: "Source | None", resume_step: int | N
     out, path = Path(run.out), Path(run.out) / "config.yaml"
     now = fingerprint(run.model, run.seed, None if source is None else source.fingerprint, run.optim.name)
     if resume_step is not None or os.path.lexists(out / "checkpoints"):
-        from hpclm.checkpoint import Progress, resumable
+        from hpclm.checkpoint import Progress
         from hpclm.data import sources
 
         checkpoint = resumable.candidate(out, resume_step)

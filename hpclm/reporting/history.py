@@ -30,7 +30,7 @@ FIGURES = {
 }
 CODES = {0: "finished", 85: "preempted; saved, will be requeued", 93: "diverged"}
 KINDS = ("queued", "starting", "training", "lost")
-COLUMNS = ("step", "time", "loss", "grad_norm", "lr", "tokens_per_second", "step_seconds", "memory")
+COLUMNS = ("step", "time", "loss", "grad_norm", "lr", "tokens_per_second", "step_seconds")
 """Figures that a history has of every step."""
 RECENT = 50  # steps of which it has all of FIGURES
 Row = Mapping[str, Any]
@@ -128,6 +128,8 @@ class History:
     """Steps that were done again."""
     recent: tuple[Row, ...] = ()
     """Rows of the last RECENT steps."""
+    memory: float = 0.0
+    """Peak memory of rank 0, in bytes; 0 if unknown."""
     tasks: tuple[Row, ...] = ()
     """Scores at tasks (evaluate.tasks)."""
     state: str = ""
@@ -161,11 +163,14 @@ def read(out: Path) -> History:
     redone = redone.taken(np.sort(np.unique(stamps, axis=0, return_index=True)[1]))
     return History(
         out,
-        tuple(_attempts(out, _Signs.of(kept.steps(), redone, [*kept.others, *lost.others]))),
+        tuple(_attempts(out, _signs(kept.steps(), redone, [*kept.others, *lost.others]))),
         _last_of_each(kept.steps()),
         tuple(row for row in kept.others if "validation_loss" in row),
         redone,
-        tuple(kept.recent[-RECENT:]),
+        tuple(row for row in rows.parsed_lines(rows.tail(out / metrics_file.NAME), FIGURES, ["step"]) if "loss" in row)[
+            -RECENT:
+        ],
+        kept.memory,
         tuple(row for row in kept.others if "tasks" in row),
         state if (state := summary.read(out).get("state", "")) in summary.ENDED else "",
         kept.damaged,
@@ -192,26 +197,26 @@ class _Rows:
     def __init__(self) -> None:
         self.columns = {name: array("d") for name in COLUMNS}
         self.others = list[Row]()
-        self.recent = list[Row]()
-        self.damaged = 0
+        self.damaged, self.memory = 0, 0.0
 
     def read(self, path: Path) -> None:
         """Read the file; OSError if that fails."""
-        for block in metrics_file.scan(path, tuple(FIGURES), FIGURES):
+        for block in metrics_file.scan(path, (*COLUMNS, "memory"), FIGURES):
             for part in block.parts:
                 self._add(part)
-            self.recent = self.recent[-RECENT:]
             self.damaged += block.parts.count(None) - (not block.lines.endswith(b"\n"))
 
     def _add(self, part: StepRows | Row | None) -> None:
         if isinstance(part, StepRows):
             for name, column in self.columns.items():
                 column.extend(part.column(name))
-            self.recent += part.last(RECENT)
+            if "memory" in part.names:
+                known = set(part.texts("memory")) - {metrics_file.NULL}
+                self.memory = max([self.memory, *map(float, known)])
         elif part and "loss" in part:
             for name, column in self.columns.items():
                 column.append(float("nan") if part.get(name) is None else part[name])
-            self.recent.append(part)
+            self.memory = max(self.memory, part.get("memory") or 0.0)
         elif part:
             self.others.append(part)
 
@@ -222,34 +227,38 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Signs:
-    """The rows of all attempts in the order of their times."""
+    """Signs of life in the order of their times."""
 
     times: NDArray[np.float64]
     steps: NDArray[np.float64]
     """NaN for what is no step."""
-    begins: NDArray[np.float64]
-    """When each step began."""
+    seconds: NDArray[np.float64]
+    """What each step took; NaN if unknown."""
 
     @classmethod
-    def of(cls, kept: StepTable, lost: StepTable, others: list[Row]) -> "_Signs":
-        beside = np.array([float(row.get("time") or 0) for row in others])
-        none = np.full(len(others), np.nan)
-        times, steps, seconds = (
-            np.concatenate([kept[name], lost[name], rest])
-            for name, rest in (("time", beside), ("step", none), ("step_seconds", none))
-        )
+    def of(cls, times: NDArray[Any], steps: NDArray[Any], seconds: NDArray[Any]) -> "_Signs":
+        """Those that have a time, in order."""
+        if len(times) and times[0] > 0 and times[-1] < LATEST and (np.diff(times) >= 0).all():
+            return cls(times, steps, seconds)  # as is: copies of millions would take much memory
         order = np.argsort(times, kind="stable")
         order = order[(times[order] > 0) & (times[order] < LATEST)]
-        return cls(times[order], steps[order], times[order] - np.nan_to_num(seconds[order]))
+        return cls(times[order], steps[order], seconds[order])
 
     def between(self, begin: float, end: float) -> "_Signs":
         """Those from ``begin`` to before ``end``."""
         part = slice(*np.searchsorted(self.times, [begin, end]))
-        return _Signs(self.times[part], self.steps[part], self.begins[part])
+        return _Signs(self.times[part], self.steps[part], self.seconds[part])
 
     def first_after(self, step: float, otherwise: float) -> float:
         """When the first step past ``step`` began; ``otherwise`` without one."""
-        return float(self.begins[self.steps > step].min(initial=otherwise))
+        begins = (self.times - np.nan_to_num(self.seconds))[self.steps > step]
+        return float(begins.min(initial=otherwise))
+
+
+def _signs(kept: StepTable, lost: StepTable, others: list[Row]) -> list[_Signs]:
+    beside, none = np.array([float(row.get("time") or 0) for row in others]), np.full(len(others), np.nan)
+    measured = (_Signs.of(table["time"], table["step"], table["step_seconds"]) for table in (kept, lost))
+    return [*measured, _Signs.of(beside, none, none)]
 
 
 def _known(path: Path, read: Callable[[Path], Content]) -> Content | None:
@@ -274,7 +283,7 @@ def _last_of_each(table: StepTable) -> StepTable:
     return table.taken(last[np.argsort(first)])
 
 
-def _attempts(out: Path, signs: _Signs) -> Iterator[Attempt]:
+def _attempts(out: Path, signs: list[_Signs]) -> Iterator[Attempt]:
     """The attempts; each has the rows of metrics.jsonl and metrics.lost.jsonl from its start to the next one's."""
     begun = _known(out / "attempts.jsonl", lambda path: list(rows.stream(path, rows.ATTEMPT, ["time"]))) or []
     begun = [row for row in begun if moment(row["time"])]
@@ -290,12 +299,13 @@ def _attempts(out: Path, signs: _Signs) -> Iterator[Attempt]:
     for number, (row, (entry, until)) in enumerate(zip(begun, pairwise(bounds), strict=True), 1):
         after = begun[number] if number < len(begun) else {}
         end = end_of.get(number, {})
-        own = signs.between(entry, until)
-        finish = max(moment(row["time"]) or 0.0, moment(end.get("time") or "") or 0.0, *own.times[-1:].tolist())
+        own = [each.between(entry, until) for each in signs]
+        alive = [float(each.times[-1]) for each in own if len(each.times)]
+        finish = max(moment(row["time"]) or 0.0, moment(end.get("time") or "") or 0.0, *alive)
         first = row.get("from_step") or 0
-        last = int(np.nanmax(own.steps, initial=first))
+        last = max(int(np.fmax.reduce(each.steps, initial=first)) for each in own)
         saved = min(last, after.get("from_step") or 0) if after else last
-        training, lost = own.first_after(-1, finish), own.first_after(saved, finish)
+        training, lost = (min(each.first_after(step, finish) for each in own) for step in (-1, saved))
         queued, job = entry, row.get("job_id")
         requeued = before is not None and job is not None and job == before.row.get("job_id")
         if str(job) in submitted or requeued:  # otherwise nothing says that it was in a queue

@@ -4,8 +4,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from hpclm.reporting import curves, plots, provenance, ranking, timeline
 from hpclm.reporting.curves import Chart
 from hpclm.reporting.history import RECENT, History
@@ -194,7 +192,6 @@ def _mean(history: History, name: str) -> float:
 def _numbers(history: History, standing: Standing) -> str:
     """The figures of a run; those that are unknown are left out."""
     last = history.recent[-1] if history.recent else {}
-    memory = np.nanmax(history.steps["memory"], initial=0)
     speed, mfu, waiting = (_mean(history, name) for name in ("tokens_per_second", "mfu", "data_fraction"))
     cards = {
         "last step": str(last.get("step", "")),
@@ -204,7 +201,7 @@ def _numbers(history: History, standing: Standing) -> str:
         f"best validation loss, step {standing.best_step}": "" if standing.best is None else f"{standing.best:.4f}",
         "tokens/s": f"{speed:,.0f}" if speed else "",
         "MFU": f"{mfu:.1%}" if mfu else "",
-        "peak memory of rank 0": f"{memory / (1 << 30):.2f} GiB" if memory else "",
+        "peak memory of rank 0": f"{history.memory / (1 << 30):.2f} GiB" if history.memory else "",
         "of step time waiting for data": f"{waiting:.1%}" if waiting else "",
         "goodput": f"{history.goodput:.1%}" if history.goodput is not None else "",
         "time": span(history.wall) if history.wall else "",

@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 
 from hpclm import files
-from hpclm.errors import ConfigError, unwritten
+from hpclm.errors import MACHINE, ConfigError, unread, unwritten
 from hpclm.files import make_folder
 from hpclm.rundir.runs import MARKS
 
@@ -40,6 +40,8 @@ def check(out: Path) -> None:
         _check_room(out, next(folder for folder in out.parents if folder.exists()))
         return
     except OSError as error:
+        if error.errno in MACHINE:
+            raise unread(error, f"run directory {out}") from None
         raise ConfigError(f"run directory {out}: {error.strerror} (errno {error.errno}); choose another out") from None
     if not stat.S_ISDIR(mode):
         raise ConfigError(f"run directory {out} is a file; choose another out")
@@ -63,6 +65,8 @@ def check_inside(out: Path) -> None:
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
+            if error.errno in MACHINE:
+                raise unread(error, path) from None
             problems.append(f"{path}: {error.strerror}; remove it, {CHOOSE}")
             continue
         mode, writable = stat.S_IMODE(status.st_mode), files.OTHERS if name in TRUSTED else reach

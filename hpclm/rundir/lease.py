@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import IO
 
 from hpclm import files
-from hpclm.errors import HpclmError, LockedError
+from hpclm.errors import MACHINE, HpclmError, LockedError, unread
 from hpclm.rundir import rows
-from hpclm.rundir.lock import FLAGS, LARGEST, Holder, described, in_use, read, try_lock
+from hpclm.rundir.lock import FLAGS, LARGEST, Holder, described, in_use, named, read, try_lock
 
 log = logging.getLogger(__name__)
 SECONDS = 30.0  # without a heartbeat after which a holder on another host counts as dead
@@ -57,7 +57,7 @@ class Lease:
         with files.locked(self.path.parent, waiting), self._opened() as file:
             # not free: the file was replaced meanwhile, where the file system cannot lock the folder
             free = try_lock(file, self.path) and os.path.samestat(os.fstat(file.fileno()), self.path.stat())
-            holder = read(self.path)
+            holder = self._last_holder()
             # this job before its last requeue
             given_up = (
                 self._me["job"]
@@ -112,6 +112,14 @@ class Lease:
         if "token" in named:
             return bool(named["token"] == self._me["token"])
         return bool((named.get("generation") or 0) <= self.generation)
+
+    def _last_holder(self) -> Holder:
+        try:
+            return named(self.path)
+        except OSError as error:
+            if error.errno in MACHINE:  # not the same as none, which would not be waited for
+                raise unread(error, self.path) from None
+            return {}
 
     def _opened(self) -> IO[bytes]:
         try:

@@ -20,16 +20,21 @@ FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
 
 
 def read(path: Path | str) -> Holder:
-    """The last holder that a lock file names: host, pid and more; empty without one."""
+    """The last holder that a lock file names: host, pid and more; empty without one, and for a file that cannot be read."""
     with suppress(OSError):
-        return rows.parsed(files.read_text(path, LARGEST, errors="replace"), rows.HOLDER) or {}
+        return named(path)
     return {}
+
+
+def named(path: Path | str) -> Holder:
+    """The last holder that a lock file names; empty if it names none. OSError if it cannot be read."""
+    return rows.parsed(files.read_text(path, LARGEST, errors="replace"), rows.HOLDER) or {}
 
 
 def holder(path: Path | str) -> Holder | None:
     """The process that a lock file names as using the run directory; None if there is none, or it has released the folder."""
-    named = read(path)
-    return named if named.get("pid") else None
+    last = read(path)
+    return last if last.get("pid") else None
 
 
 def described(holder: Holder) -> str:

@@ -39,15 +39,21 @@ class StepRows:
     @property
     def steps(self) -> list[int]:
         """The number of each step."""
-        place = self.names.index("step")
-        return [int(row[place]) for row in self.values]
+        return list(map(int, self.texts("step")))
 
     def column(self, name: str) -> list[float]:
         """The values of ``name``; NaN for null, and where the rows have no such field."""
         if name not in self.names:
             return [float("nan")] * len(self.values)
+        values = self.texts(name)
+        if NULL in values:
+            return [float("nan") if value == NULL else float(value) for value in values]
+        return list(map(float, values))
+
+    def texts(self, name: str) -> list[bytes]:
+        """The values of ``name``, one of ``names``."""
         place = self.names.index(name)
-        return [float("nan") if row[place] == NULL else float(row[place]) for row in self.values]
+        return [row[place] for row in self.values]
 
     def last(self, count: int) -> list[dict[str, Any]]:
         """The last ``count`` rows, with the fields ``names``."""

@@ -139,9 +139,10 @@ def append(path: Path, row: Row) -> None:
     """Add a line to a file of JSON objects, in one write; on a new line even if the last one was truncated by a power cut."""
     handle = files.opened(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
     try:
-        size = os.fstat(handle).st_size
-        torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
-        os.write(handle, b"\n" * torn + json.dumps(row).encode() + b"\n")
+        with files.naming(path):
+            size = os.fstat(handle).st_size
+            torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
+            os.write(handle, b"\n" * torn + json.dumps(row).encode() + b"\n")
     finally:
         os.close(handle)
 

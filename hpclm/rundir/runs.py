@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpclm import files
-from hpclm.errors import ConfigError
+from hpclm.errors import MACHINE, ConfigError, unread
 from hpclm.node.slurm import JobState
 from hpclm.registry import hint
 from hpclm.rundir import lock, rows, saved, submissions, summary
@@ -97,7 +97,12 @@ class Run:
 
 
 def find(folder: Path, depth: int = DEPTH) -> list[Path]:
-    """Run directories in ``folder``, at most ``depth`` folders down; it may be one itself."""
+    """Run directories in ``folder``, at most ``depth`` folders down; it may be one itself. HpclmError if the disk fails."""
+    try:
+        os.scandir(folder).close()
+    except OSError as error:
+        if error.errno in MACHINE:
+            raise unread(error, folder) from None
     return sorted(map(Path, _find(str(folder), depth)))
 
 
@@ -152,8 +157,8 @@ def is_run(path: Path) -> bool:
     except OSError as error:
         owner = ""
         with suppress(OSError):
-            owner = f"; it belongs to {_user(path.stat().st_uid)}"
-        raise ConfigError(f"{path} cannot be read: {error.strerror}{owner}") from None
+            owner = f"it belongs to {_user(path.stat().st_uid)}"
+        raise unread(error, path, owner) from None
 
 
 def check_own(out: Path, act: str) -> None:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from hpclm import files
-from hpclm.errors import ConfigError
+from hpclm.errors import ConfigError, unread
 from hpclm.rundir import rows
 
 NAME = "jobs.jsonl"
@@ -72,11 +72,15 @@ def roll_back(out: Path, step: int) -> None:
 
 
 def rollback(out: Path) -> int | None:
-    """The step that the next attempt rolls back to, None without a request; ConfigError for a file without a step."""
+    """The step that the next attempt rolls back to, None without a request; ConfigError for a file without a step, HpclmError for the disk."""
     path = out / ROLLBACK
     if not path.exists():
         return None
-    row = rows.parsed(rows.tail(path), {"step": int, "time": str}, ["step"])
+    try:
+        text = files.read_text(path, rows.TAIL, errors="replace")
+    except OSError as error:
+        raise unread(error, path, "remove it, and repeat --from STEP") from None
+    row = rows.parsed(text, {"step": int, "time": str}, ["step"])
     if row is None:
         raise ConfigError(f"{path} has no step to go back to; remove it, and repeat --from STEP")
     return int(row["step"])

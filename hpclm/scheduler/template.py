@@ -11,7 +11,7 @@ from pathlib import Path
 from hpclm import files, shipped
 from hpclm.config import JobConfig, RunConfig
 from hpclm.config.job import TEMPLATES
-from hpclm.errors import ConfigError
+from hpclm.errors import ConfigError, unread
 from hpclm.node import processes, slurm
 from hpclm.node.processes import NoAnswerError
 from hpclm.node.slurm import Options
@@ -63,7 +63,7 @@ def _lines(path: Path) -> list[str]:
     except UnicodeDecodeError:
         raise ConfigError(f"template {path} is not UTF-8 text") from None
     except OSError as error:
-        raise ConfigError(f"template {path} cannot be read: {error.strerror}") from None
+        raise unread(error, f"template {path}") from None
     marks = [number for number, line in enumerate(lines, 1) if line.startswith(MARK)]
     late = [n for n, line in enumerate(lines, 1) if line.startswith("#SBATCH") and marks and n > marks[0]]
     wrong = []

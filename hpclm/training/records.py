@@ -20,10 +20,10 @@ from hpclm.config.compose import dumped
 from hpclm.config.data import mixture
 from hpclm.distributed import bootstrap, restart
 from hpclm.distributed.context import DistributedContext
-from hpclm.errors import ConfigError, DivergedError
+from hpclm.errors import ConfigError, DivergedError, unread
 from hpclm.node import python, secrets
 from hpclm.rundir import code, config_history
-from hpclm.rundir.rows import ATTEMPT, END, Kind, append, sane
+from hpclm.rundir.rows import ATTEMPT, END, Kind, append, blocks, sane
 
 log = logging.getLogger(__name__)
 LIBRARIES = (
@@ -187,13 +187,19 @@ def check_progress(out: Path, step: int) -> None:
 
 
 def rows(path: Path, fields: Mapping[str, Kind]) -> list[dict[str, Any]]:
-    """The lines of a file of JSON objects, empty where ``fields`` are not what they must be; none where there is no file."""
+    """The lines of a file of JSON objects, empty where ``fields`` are not what they must be; none where there is no file.
+    ConfigError if it cannot be read, HpclmError for the disk: its attempts must not be forgotten."""
     read = []
-    with suppress(OSError):
-        for line in files.read_text(path, errors="replace").splitlines():
-            with suppress(ValueError, RecursionError):
-                row = json.loads(line)
-                read.append(row if sane(row, fields) else {})
+    try:
+        for _, lines in blocks(path):
+            for line in lines.split(b"\n"):
+                with suppress(ValueError, RecursionError):
+                    row = json.loads(line.decode(errors="replace"))
+                    read.append(row if sane(row, fields) else {})
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise unread(error, path, "move it away, or choose another out") from None
     return read
 
 

@@ -13,7 +13,7 @@ from hpclm.checkpoint.tensors import Tensors
 from hpclm.commands.convert import main
 from hpclm.config import ModelConfig
 from hpclm.errors import ConfigError, NoCheckpointError
-from hpclm.inference import run_model
+from hpclm.inference import run_settings
 from hpclm.interop.huggingface import families
 from tests.interop import made
 
@@ -225,7 +225,7 @@ def test_two_dropouts_of_gpt2_of_which_one_is_lost_are_told(tmp_path, caplog):
     assert (
         "embd_pdrop=0.3 and resid_pdrop=0.2: hpclm has one model.dropout for both, and takes resid_pdrop" in caplog.text
     )
-    assert run_model.settings(tmp_path / "back", []).model.dropout == 0.2
+    assert run_settings.settings(tmp_path / "back", []).model.dropout == 0.2
 
 
 CHANGES = {

@@ -10,7 +10,7 @@ from hpclm.commands.convert import main
 from hpclm.data import tokenizers
 from hpclm.datasets.tokenizers.huggingface import train_bpe
 from hpclm.datasets.tokenizers.sentencepieces import train_sentencepiece
-from hpclm.inference import run_model
+from hpclm.inference import run_settings
 from hpclm.interop.huggingface import special
 from tests.forks import hpclm
 from tests.interop import made
@@ -112,7 +112,7 @@ def test_transformers_gives_the_same_ids_and_an_import_takes_the_tokenizer_along
     some = tokenizer.encode(TEXTS[0])
     assert theirs.decode(some, clean_up_tokenization_spaces=False).strip() == tokenizer.decode(some).strip()
     convert(tmp_path / "hf", tmp_path / "back")
-    data = run_model.settings(tmp_path / "back", []).data
+    data = run_settings.settings(tmp_path / "back", []).data
     back = tokenizers.of_run(data)
     assert all(str(tmp_path / "back/tokenizer") in path for path in data.tokenizer_files)
     assert back.eod == tokenizer.eod and all(back.encode(text) == tokenizer.encode(text) for text in TEXTS[:50] + ODD)
@@ -126,7 +126,7 @@ def test_a_tokenizer_that_cannot_be_converted_is_skipped_with_a_warning(tmp_path
     convert(tmp_path / "hf", tmp_path / "back")
     assert "is left out: tokenizer json cannot use" in caplog.text
     assert not (tmp_path / "back/tokenizer/tokenizer.json").exists()
-    assert run_model.settings(tmp_path / "back", []).data.tokenizer is None
+    assert run_settings.settings(tmp_path / "back", []).data.tokenizer is None
     (tmp_path / "hf/tokenizer.json").write_bytes(train_bpe([f"{n**4:x}" for n in range(2000)], 420))
     convert(tmp_path / "hf", tmp_path / "more")
     assert "it has 420 entries, but the network 400" in caplog.text
@@ -199,7 +199,7 @@ def test_ids_and_texts_of_special_tokens_come_back_from_an_import(tmp_path):
             json.dumps({name: value for name, value in tree.items() if name not in gone})
         )
     convert(tmp_path / "hf", tmp_path / "back")
-    data = run_model.settings(tmp_path / "back", []).data
+    data = run_settings.settings(tmp_path / "back", []).data
     assert data.eod == words[302] and tokenizers.of_run(data).eod == 302  # of what config.json says, the first
     convert(tmp_path / "back", tmp_path / "again")
     for file in ("config.json", "generation_config.json"):

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from hpclm import files
-from hpclm.errors import ConfigError
+from hpclm.errors import ConfigError, unread
 from hpclm.interop.pickles import load
 
 LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
@@ -56,7 +56,9 @@ def recognised(source: Path) -> Path | None:
         if (source / note).is_file():
             try:
                 text = files.read_text(source / note, LONGEST).strip()
-            except (OSError, UnicodeDecodeError) as error:
+            except OSError as error:
+                raise unread(error, source / note) from None
+            except UnicodeDecodeError as error:
                 raise ConfigError(f"{source / note} cannot be read: {error}") from None
             named = pattern.format(int(text)) if pattern and re.fullmatch("[0-9]+", text) else text
             if Path(named).name != named:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from hpclm import files
-from hpclm.errors import ConfigError
+from hpclm.errors import ConfigError, unread
 from hpclm.interop.megatron.layout import NO_WEIGHTS, MegatronState
 from hpclm.interop.pickles import load, refused
 from hpclm.optim.optimizers import MATRIX, OPTIMIZERS
@@ -177,7 +177,7 @@ def _metadata(folder: Path) -> Metadata:
     except pickle.UnpicklingError as error:
         raise ConfigError(f"{path} is refused: {error}") from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        raise unread(error, path) from None
     except (AttributeError, TypeError, ValueError, LookupError, EOFError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{path} is not the metadata of a checkpoint: {error}") from None
     for file, end in ends.items():
@@ -185,7 +185,7 @@ def _metadata(folder: Path) -> Metadata:
             with files.reader(folder / file) as opened:
                 size = os.fstat(opened.fileno()).st_size
         except OSError as error:
-            raise ConfigError(f"{folder / file} cannot be read: {error.strerror}") from None
+            raise unread(error, folder / file) from None
         if size < end:
             raise ConfigError(f"{folder / file} is too short, {size} of {end} bytes: it was not copied completely")
     return checked

@@ -1,0 +1,45 @@
+"""The settings of a run for its model in a single process, and whether what they name is there: before PyTorch is imported, which
+takes seconds."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from hpclm import config as configs
+from hpclm.checkpoint import directory, manifest
+from hpclm.config import EngineConfig, ParallelConfig, RunConfig
+from hpclm.data import tokenizers
+from hpclm.errors import ConfigError, NoCheckpointError
+from hpclm.rundir import config_history
+
+
+def settings(run: Path, overrides: list[str]) -> RunConfig:
+    """The settings of the run in ``run``, with key=value overrides, for a single process."""
+    config = alone(configs.of_run(run, overrides))
+    size = config.batch.micro_size or config_history.micro_size(run) or 1  # no result depends on it
+    return replace(config, batch=replace(config.batch, micro_size=size))
+
+
+def alone(config: RunConfig) -> RunConfig:
+    """The settings of a run, for its model in a single process."""
+    kept = {name: getattr(config.engine, name) for name in ("device", "precision", "loss_chunk")}
+    return replace(config, parallel=ParallelConfig(), engine=EngineConfig(**kept))
+
+
+def check_saved(run: Path) -> None:
+    """ConfigError or NoCheckpointError if the run, or checkpoint, has no checkpoint to load, bad or good."""
+    folder = run / "checkpoints"
+    if (run / manifest.NAME).is_file():
+        return
+    if not folder.is_dir():
+        raise ConfigError(f"{run} has no checkpoints; train first, with hpclm train")
+    if not directory.steps(folder):
+        raise NoCheckpointError(f"no good checkpoint in {folder}; train first, with hpclm train")
+
+
+def check(run: Path, overrides: list[str], reads_text: bool) -> RunConfig:
+    """The settings of a run whose checkpoint, and tokenizer if it ``reads_text``, are there."""
+    config = settings(run, overrides)
+    check_saved(run)
+    if reads_text:
+        tokenizers.check_of_run(config.data)
+    return config

@@ -205,7 +205,35 @@ def own_temporary(name: str) -> Path:
     if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & OTHERS:
         return path
     log.warning("%s was made by another user, or others can write to it: using a new folder instead", path)
-    return Path(tempfile.mkdtemp(prefix=f"{name}-"))
+    return Path(tempfile.mkdtemp(prefix=f"{name}-{_mine()}"))
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder in TMPDIR or /tmp during the block; ``sweep_temporary`` removes it if this process is killed."""
+    sweep_temporary()
+    with tempfile.TemporaryDirectory(prefix=f"hpclm-{_mine()}") as folder:
+        yield Path(folder)
+
+
+def sweep_temporary() -> None:
+    """Remove the temporary folders of this user's processes on this machine that have ended without doing so."""
+    if not Path("/proc/self").exists():
+        return
+    ours = re.compile(rf"hpclm-(?:[a-z]+-)?{re.escape(here())}-(\d+)-\w+")
+    with suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
+        for entry in entries:
+            owner = ours.fullmatch(entry.name)
+            if owner is None or Path(f"/proc/{owner[1]}").exists():
+                continue
+            status = entry.stat(follow_symlinks=False)
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+                shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _mine() -> str:
+    """In the name of a temporary folder, the process that made it."""
+    return f"{here()}-{os.getpid()}-"
 
 
 def _exposed(name: str, status: os.stat_result, modes: int, trusted: Collection[int] = ()) -> str | None:

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 from hpclm import files
@@ -47,8 +46,8 @@ def settings(data: Data, tokenizer: str | os.PathLike[str] | None, run: RunConfi
                 "data= takes the prefix of a dataset, a text file or a datasets.Dataset, which has from_pandas and from_list, "
                 f"not {type(data).__name__}"
             )
-        with TemporaryDirectory(prefix="hpclm-") as folder:
-            path = Path(folder) / "rows.jsonl"
+        with files.temporary_folder() as folder:
+            path = folder / "rows.jsonl"
             try:
                 return [source, *_preprocessed(path, _write_rows(data, path), tokenizer, run)]
             except ConfigError as error:

@@ -7,7 +7,6 @@ from pathlib import Path
 from hpclm import cli, config, extras, files
 from hpclm.checkpoint import manifest
 from hpclm.errors import ConfigError
-from hpclm.inference import run_settings
 from hpclm.terminal import say
 
 DESCRIPTION = """Convert weights. SOURCE sets the direction:
@@ -64,6 +63,8 @@ def main(argv: list[str]) -> int:
 
 def converted(args: argparse.Namespace) -> str:
     """Convert, and say what was made of what."""
+    from hpclm.inference import run_settings  # imports NumPy
+
     source, target, overrides = cli.located(args.source, args.runs), args.target, args.settings
     if not source.is_dir():
         raise ConfigError(f"{source.absolute()} {'is not a folder' if source.exists() else 'does not exist'}")
@@ -102,6 +103,8 @@ def is_run(path: Path) -> bool:
 def exported(source: Path, target: Path, overrides: list[str], dtype: str, shard_gb: float, allow_nan: bool) -> str:
     """Write the weights of a run or checkpoint for transformers, or for llama.cpp if ``target`` ends with .gguf, and say what was made
     of what; arguments as of the verb."""
+    from hpclm.inference import run_settings
+
     owner = source.absolute().parent.parent if (source / manifest.NAME).is_file() else source
     config.of_run(owner, overrides)
     run_settings.check_saved(source)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpclm import cli, extras
-from hpclm.inference import run_settings, texts
+from hpclm.inference import texts
 from hpclm.rundir.rows import finite
 from hpclm.terminal import say
 
@@ -102,6 +102,8 @@ def _misused(args: argparse.Namespace) -> Iterator[str]:
 
 def _print_tasks(args: argparse.Namespace) -> None:
     """Score the newest checkpoint at tasks: a line for each metric, or one JSON object."""
+    from hpclm.inference import run_settings
+
     config = run_settings.check(args.run, args.settings, reads_text=True)
 
     from hpclm.data import tokenizers
@@ -137,6 +139,7 @@ def on_part(run: Path, overrides: list[str], part: str, samples: int | None) -> 
     ``samples``: how many are read of the part; None: all of one pass. ConfigError if the loss is not finite.
     """
     from hpclm.data import sources
+    from hpclm.inference import run_settings
 
     config = run_settings.check(run, overrides, reads_text=False)
     source = sources.build(config.data, config.model, config.seed)
@@ -169,6 +172,7 @@ def on_documents(run: Path, overrides: list[str], text: str | None, prefix: str 
     """
     from hpclm.data import indexed, tokenizers
     from hpclm.errors import ConfigError
+    from hpclm.inference import run_settings
 
     config = run_settings.check(run, overrides, reads_text=text is not None)
     data = config.data

@@ -12,7 +12,6 @@ from hpclm import extras, files, log
 from hpclm import scheduler as schedulers
 from hpclm.config import ParallelConfig
 from hpclm.errors import REQUEUE
-from hpclm.inference import run_settings
 from hpclm.node import secrets
 from hpclm.node.preemption import WARNINGS, Preemption
 from hpclm.rundir import folder, lock, runs, scores
@@ -29,6 +28,8 @@ OVER = ("done", "stopped", "exited", "failed", "ended")
 
 def main(args: argparse.Namespace) -> int:
     """Follow the run; the exit code is 85 after a signal: the same command continues."""
+    from hpclm.inference import run_settings
+
     config = run_settings.settings(args.run, args.settings)
     from hpclm.data import tokenizers
     from hpclm.interop.huggingface import special, tokenizer

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hpclm import cli, files, terminal
 from hpclm.errors import ConfigError, unread
-from hpclm.inference import run_settings, texts
+from hpclm.inference import texts
 from hpclm.registry import hint
 from hpclm.terminal import say
 
@@ -29,6 +29,8 @@ def main(argv: list[str]) -> int:
     args = _arguments(argv)
     prompts = [] if args.interactive and args.prompt is None else list(_prompts(args))
     run = cli.located(args.run, args.runs)
+    from hpclm.inference import run_settings  # imports NumPy
+
     run_settings.check(run, args.settings, reads_text=True)
 
     from hpclm.inference.completion import Completer, Limits

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from hpclm import cli, files
 from hpclm.errors import ConfigError, HpclmError, unwritten
-from hpclm.inference import run_settings
 from hpclm.rundir import runs as folders
 from hpclm.terminal import say
 
@@ -55,6 +54,8 @@ def write(chosen: list[Path], output: Path, images: bool, prompt: str | None = N
         raise ConfigError(f"output {output}: there is no folder {output.parent}")
     named = dict(zip(_names(chosen), chosen, strict=True))
     if prompt is not None and len(named) == 1:
+        from hpclm.inference import run_settings
+
         run_settings.check(chosen[0], [], reads_text=True)
     runs = {name: history.read(out) for name, out in named.items()}
     content = page.Content(runs, {name: provenance.settings(out) for name, out in named.items()})

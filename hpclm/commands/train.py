@@ -15,7 +15,6 @@ from hpclm.distributed import bootstrap, network, restart
 from hpclm.distributed import context as distributed
 from hpclm.distributed.bootstrap import World
 from hpclm.errors import REQUEUE, ConfigError, Interrupted
-from hpclm.launch import prechecks
 from hpclm.node import notify, preemption, processes, secrets, threads
 from hpclm.rundir import code, folder, saved
 
@@ -86,8 +85,13 @@ def start(
         if world.rank:
             raise SystemExit(error.exit_code) from None
         raise
+    if not world.local_rank:
+        files.sweep_temporary()
     if world.size == 1:  # several ranks must meet before one of them may fail
-        prechecks.check_files(settings, resume_step)
+        from hpclm.launch import prechecks
+        from hpclm.training import records
+
+        prechecks.check_files(settings, records.requested_step(Path(settings.out), resume_step))
     if world.local_size < world.size:
         network.hide_lookup_warnings()
     if world.local_size > 1:

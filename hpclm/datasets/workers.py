@@ -17,12 +17,11 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.resource_tracker import ensure_running
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any, TypeVar
 
 from hpclm.errors import HpclmError
-from hpclm.files import reader
+from hpclm.files import reader, temporary_folder
 from hpclm.node.python import safe_children
 
 Work = TypeVar("Work")
@@ -40,7 +39,7 @@ def ordered(function: Callable[[Work], Result], work: Iterable[Work], workers: i
         return
     context = multiprocessing.get_context("spawn")
     with (
-        TemporaryDirectory(prefix="hpclm-") as folder,
+        temporary_folder() as folder,
         safe_children(),
         ProcessPoolExecutor(workers, context, initializer=_exit_with_parent) as pool,
     ):
@@ -49,7 +48,7 @@ def ordered(function: Callable[[Work], Result], work: Iterable[Work], workers: i
             for number, piece in enumerate(work):
                 if len(pending) == QUEUED * workers:
                     yield _taken(pending.popleft().result())
-                path = _stored(piece, Path(folder, str(number)))
+                path = _stored(piece, folder / str(number))
                 del piece
                 with _ctrl_c_for_parent():  # which starts a worker, if there are fewer
                     pending.append(pool.submit(_run, function, path))

@@ -19,7 +19,6 @@ import secrets
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -144,8 +143,8 @@ def main(argv: list[str]) -> int:
 def launch(command: Sequence[str], nodes: int, ranks: int, restarts: int, **rendezvous: Any) -> int:
     """Run this node's ``ranks`` to their end; the exit code."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks log what happened
-    with tempfile.TemporaryDirectory(prefix="hpclm-") as folder:
-        notes = RankFiles(folder)
+    with files.temporary_folder() as folder:
+        notes = RankFiles(str(folder))
         forward = Forward(
             lambda: processes.children_with("TORCHELASTIC_ERROR_FILE"), {signal.SIGHUP: signal.SIGTERM}, signal.SIGKILL
         )

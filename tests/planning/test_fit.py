@@ -12,7 +12,7 @@ from hpclm.config import compose
 from hpclm.distributed.bootstrap import World
 from hpclm.distributed.context import DistributedContext, single
 from hpclm.errors import ConfigError
-from hpclm.inference import run_model
+from hpclm.inference import run_settings
 from hpclm.node.gpus import KINDS
 from hpclm.planning import fit, forecast, suggest
 from tests import ranks
@@ -114,7 +114,7 @@ def test_auto_trains_on_several_ranks_and_keeps_its_number_when_it_is_submitted_
     assert config.load(out / "config.yaml").batch.micro_size == 2
     (out / "config.yaml").write_text((out / "config.yaml").read_text().replace("micro_size: 2", "micro_size: auto"))
     assert "step 2" in hpclm("evaluate", out, check=0).stdout
-    assert run_model.settings(out, []).batch.micro_size == 2
+    assert run_settings.settings(out, []).batch.micro_size == 2
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -24,6 +24,9 @@ NAME = "MANIFEST.json"
 SCHEMA = 4
 READABLE = (3, SCHEMA, 5)  # 3 has no sizes of parts; 5 may have one file for the ranks of a node
 LARGEST = 1 << 30  # bytes of a manifest
+USUAL = 1 << 24  # bytes beyond which it is looked at before it is read
+TAIL = 1 << 10
+END = re.compile(rb'"blake2b": *"[0-9a-f]{128}"\s*\}\s*$')
 NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}  # other errors are the disk's
 PLAIN = re.compile(r"[\w-][\w.-]*")  # a file name in the checkpoint's own folder
 
@@ -122,7 +125,7 @@ def read(folder: Path) -> Manifest:
     """The manifest in ``folder``; BadCheckpoint if it is not valid, OSError if the disk fails. No other file is read."""
     try:
         with many_objects():
-            return _parsed(files.read_text(folder / NAME, LARGEST), folder)
+            return _parsed(_content(folder / NAME), folder)
     except OSError as error:
         if isinstance(error, files.Unfit) or error.errno in NO_FILE:
             raise BadCheckpoint(f"{NAME}: {error.strerror}") from None
@@ -131,6 +134,22 @@ def read(folder: Path) -> Manifest:
         raise
     except (RecursionError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise BadCheckpoint(f"{NAME} cannot be read: {error}") from None
+
+
+def _content(path: Path) -> str:
+    """The text of a manifest; ValueError for a large file that cannot be one, before much of it is in memory."""
+    with files.reader(path) as file, files.naming(path):
+        size = files.check_size(file, path, LARGEST).st_size
+        if size > USUAL:
+            file.seek(-TAIL, os.SEEK_END)
+            if END.search(file.read()) is None:
+                raise ValueError("its end is not that of a manifest")
+            file.seek(0)
+            while block := file.read(USUAL):
+                if b"\0" in block:
+                    raise ValueError("it has bytes that are not text")
+            file.seek(0)
+        return file.read(LARGEST + 1).decode()
 
 
 def _parsed(text: str, folder: Path) -> Manifest:

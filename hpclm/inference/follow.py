@@ -85,6 +85,10 @@ class Follower:
 def digest(folder: Path) -> str | None:
     """A name of the checkpoint in ``folder`` that another one of the same step does not have; None if it is gone."""
     try:
-        return hashlib.sha256(files.read(folder / "MANIFEST.json", 1 << 30)[0]).hexdigest()[:16]
+        hashed = hashlib.sha256()
+        with files.reader(folder / "MANIFEST.json") as file:
+            while block := file.read(1 << 20):
+                hashed.update(block)
+        return hashed.hexdigest()[:16]
     except OSError:
         return None

@@ -11,7 +11,6 @@ from hpclm.config import compose
 from hpclm.rundir import rows
 from hpclm.sinks import Row, RunInfo, Sink, lookup
 
-BLOCK = 1 << 20  # bytes read at once
 MOST = 10_000  # rows that are held at once
 LARGEST = 1 << 20  # bytes of a position
 POSITION: dict[str, rows.Kind] = {
@@ -37,7 +36,7 @@ class Feed:
         self.id, self.rows, self.steps = secrets.token_hex(4), 0, dict[str, int]()
         """Of the run in the sink; the rows that it has; and of each kind of row the last step that it has."""
         self.sink: Sink | None = None
-        self._offset, self._rest, self._pending = 0, b"", list[Row]()
+        self._offset, self._pending = 0, list[Row]()
         with suppress(FileNotFoundError):
             text = files.read_text(place(out, name, "json"), LARGEST, errors="replace")
             before = rows.parsed(text, POSITION, POSITION)
@@ -82,12 +81,12 @@ class Feed:
 
     def _read(self) -> bool:
         """Add the complete new lines of metrics.jsonl to what is pending; whether anything is."""
-        with suppress(OSError), files.reader(self.out / "metrics.jsonl") as file:
-            file.seek(self._offset)
-            while len(self._pending) < MOST and (block := file.read(BLOCK)):
-                self._offset += len(block)
-                *lines, self._rest = (self._rest + block).split(b"\n")
-                read = (rows.parsed(line.decode(errors="replace"), rows.STEP, ["step"]) for line in lines)
+        with suppress(OSError):
+            for offset, lines in rows.blocks(self.out / "metrics.jsonl", self._offset):
+                if not lines.endswith(b"\n") or len(self._pending) >= MOST:  # the last line is being written
+                    break
+                self._offset = offset + len(lines)
+                read = (rows.parsed(line.decode(errors="replace"), rows.STEP, ["step"]) for line in lines.split(b"\n"))
                 self._pending += [row for row in read if row and row["step"] > self.steps.get(kind(row), 0)]
         return bool(self._pending)
 

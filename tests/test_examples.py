@@ -141,7 +141,7 @@ def test_the_examples_of_a_page_run_as_typed(page, made, tmp_path):
 TRAINS = re.compile(r"(?:hpclm (?:train|submit)|python -m hpclm\.submit) .*")
 UNTRAINED = {
     r"--ranks": "trains nothing: above",
-    r"--interactive": "needs an allocation of Slurm: test_launch.py",
+    r"--interactive": "needs an allocation of Slurm: launch/test_srun.py",
     r"runs/mine/config.yaml": "needs a checkpoint of Megatron: interop/",
 }
 """Runs of the documentation whose twins cannot train here, and why, with the tests that do."""

@@ -101,7 +101,9 @@ class AgreedCompilations:
         """After the first step: what some rank could not compile, none does. A collective, the first time only."""
         if self.agreed:
             return
-        for name, why in failed_on_some(self.compilations, self.context).items():
+        (failures,) = self.context.all_reduce_max(len(failed(self.compilations)))
+        differing = failed_on_some(self.compilations, self.context) if failures else {}
+        for name, why in differing.items():
             for compilation in self.compilations:
                 compilation.works = compilation.works and compilation.name != name
             text = "torch.compile failed on one rank, so %s uncompiled and slower on all (engine.compile=false silences this): %s"

@@ -126,6 +126,13 @@ def test_kill_9_at_any_time_costs_only_the_steps_since_the_last_checkpoint(tiny,
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
+def test_a_run_does_not_load_the_compiler_which_takes_longer_than_pytorch_itself(tiny):
+    code = f"import sys; from hpclm import cli; code = cli.main(['train', *{tiny()!r}])"
+    code += "; sys.exit(code or 'torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+
+
 def killed_in_its_seventh_step():
     from hpclm.engine.native import NativeEngine
 

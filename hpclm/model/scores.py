@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import bias
 from torch.utils.checkpoint import checkpoint
 
 from hpclm.model.position import AttentionMetadata, Flex
@@ -75,6 +74,8 @@ def whole_kernels(q: Tensor) -> bool:
 
 def by_pieces(q: Tensor, k: Tensor, v: Tensor, how: Scores, part: SequencePart) -> Tensor:
     """Causal attention of a part of the rows, [B, H, t, D] queries and [B, G, T, D] keys and values -> [B, H, t, D]."""
+    from torch.nn.attention import bias  # not above: it imports torch._dynamo, which takes every process a second
+
     out = []
     for rows, (begin, end) in zip(q.chunk(len(part.pieces), 2), part.pieces, strict=True):
         mask, keys, values = bias.causal_lower_right(end - begin, end), k[:, :, :end], v[:, :, :end]

@@ -1,4 +1,3 @@
-import subprocess
 import sys
 
 import pytest
@@ -130,22 +129,3 @@ def test_without_apex_pytorchs_own_is_used_and_the_log_says_so(caplog):
     optim = OptimConfig(name="apex_adam")
     assert isinstance(made(found, optim), torch.optim.AdamW)
     assert "NVIDIA apex is not usable here" in caplog.text
-
-
-def test_a_step_does_not_load_the_compiler():
-    code = (
-        "import sys, torch\n"
-        "from hpclm.config import OptimConfig\n"
-        "from hpclm.optim.adamw import update\n"
-        "from hpclm.optim.optimizers import optimizer_of\n"
-        "from types import SimpleNamespace\n"
-        "weight = torch.nn.Parameter(torch.ones(3))\n"
-        "weight.grad = torch.ones(3)\n"
-        "optimizer = optimizer_of([SimpleNamespace(name='w', parameter=weight, shape=(3,))], OptimConfig())\n"
-        "update(optimizer, torch.tensor(1.0), 1.0, 1.0, torch.tensor(0.0))\n"
-        "optimizer.zero_grad()\n"
-        "assert weight.detach().lt(1).all() and weight.grad is None\n"
-        "assert 'torch._dynamo' not in sys.modules\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

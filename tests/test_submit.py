@@ -18,7 +18,7 @@ from tests.rundir.test_runs import make
 from tests.runs import ROOT, until
 from tests.scheduler.test_slurm import NOT_CONFIGURED
 
-SMALL = ["budget.steps=5", "optim.warmup=0", "engine.device=cpu", "evaluate.every=0"]
+SMALL = ["budget.steps=5", "optim.warmup=0", "engine.device=cpu", "evaluate={every: 0, batches: 10}"]
 
 
 @pytest.fixture

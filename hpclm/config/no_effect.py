@@ -163,6 +163,23 @@ def by_length(run: RunConfig, length: Length) -> Iterator[str]:
         yield f"optim.guard={run.optim.guard} has no effect: it judges from about {GUARD_STEPS} steps on, and {ends}"
 
 
+def by_device(run: RunConfig, gpu: bool, fp32: bool) -> Iterator[str]:
+    """Settings without effect on the device that engine.device=auto and engine.precision=auto have chosen."""
+    if run.engine.deterministic and not gpu and run.engine.device != "cpu":
+        yield "engine.deterministic=true has no effect on a CPU: it chooses among kernels of GPUs"
+    words = given("engine", run.engine, "gradients") + given("model", run.model, "logits_fp32")
+    if words and fp32 and run.engine.precision == "auto":
+        yield f"{idle(words)}: engine.precision=auto is fp32 here"
+
+
+def by_epochs(run: RunConfig, length: Length, per_epoch: int) -> Iterator[str]:
+    """Settings without effect because the run ends before so many passes over the data; ``per_epoch``: samples in one."""
+    epochs = run.checkpoint.epochs
+    if epochs is not None and length.samples is not None and length.samples < epochs * per_epoch:
+        words = given("checkpoint", run.checkpoint, "epochs", "keep_epochs")
+        yield f"{idle(words)}: the run ends after {length.samples / per_epoch:.3g} epochs"
+
+
 def by_held_out(run: RunConfig, held_out: Collection[str]) -> Iterator[str]:
     """Settings without effect because the data keep nothing for evaluations; ``held_out``: the splits that a run evaluates."""
     if held_out or not run.evaluate.every:

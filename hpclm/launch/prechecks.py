@@ -78,8 +78,10 @@ def without_effect(run: RunConfig, source: "Source | None") -> list[str]:
     if source:
         from hpclm.data import sources
 
-        length = run_length(run, run.plan(run.parallel.replica), sources.samples_per_epoch(source))
-        reasons += [*no_effect.by_length(run, length), *sources.without_effect(source)]
+        per_epoch = sources.samples_per_epoch(source)
+        length = run_length(run, run.plan(run.parallel.replica), per_epoch)
+        reasons += [*no_effect.by_length(run, length), *no_effect.by_epochs(run, length, per_epoch)]
+        reasons += sources.without_effect(source)
         reasons += no_effect.by_held_out(run, source.held_out)
     return reasons
 

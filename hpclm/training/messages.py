@@ -1,6 +1,7 @@
 """What a run's log says of the run as a whole: at its start and at its end."""
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -39,12 +40,15 @@ def hello(config: RunConfig, plan: Plan, context: DistributedContext, length: Le
         logger.info("%s; micro-batches of %d, %d a step for each", started, plan.micro_size, plan.accumulation(0))
     if short := inside_warmup(config, length):
         logger.warning("%s", short)
-    for idle in (
-        *no_effect.by_settings(config),
-        *no_effect.by_processes(config, plan),
-        *no_effect.by_length(config, length),
-    ):
-        logger.warning("%s", idle)
+    without_effect(no_effect.by_settings(config))
+    without_effect(no_effect.by_processes(config, plan))
+    without_effect(no_effect.by_length(config, length))
+
+
+def without_effect(reasons: Iterable[str]) -> None:
+    """Warn of settings that change nothing in this run."""
+    for reason in reasons:
+        logger.warning("%s", reason)
 
 
 def _limit(budget: BudgetConfig, steps: int) -> str:

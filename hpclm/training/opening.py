@@ -12,13 +12,15 @@ from typing import Protocol
 
 import torch
 
+import torch
+
 from hpclm import __version__, files
 from hpclm import engine as engines
 from hpclm import log as logs
 from hpclm.checkpoint import CheckpointStore, Progress, Retention, begin_from, resumable, rollback
 from hpclm.checkpoint.fingerprint import fingerprint
 from hpclm.checkpoint.init_from import check_init_from
-from hpclm.config import EngineSettings, RunConfig
+from hpclm.config import EngineSettings, RunConfig, no_effect
 from hpclm.config.finished import check_finished
 from hpclm.diagnostics import preflight
 from hpclm.distributed import bootstrap
@@ -184,6 +186,8 @@ def open_devices(config: RunConfig, context: DistributedContext) -> Compute:
     dtype = hardware.compute_type(config.engine, device)
     compiling.check_types(hardware.NAMES[dtype], context)
     messages.device(device, dtype, hardware.set_matmul(device))
+    if context.is_main:
+        messages.without_effect(no_effect.by_device(config, device.type == "cuda", dtype == torch.float32))
     minutes = timedelta(minutes=config.cluster.timeout_minutes)
     backend = "nccl" if device.type == "cuda" else None  # gloo's part in the group of all serves the CPUs
     mesh = Mesh.build(context.rank, context.size, config.parallel, minutes, backend)

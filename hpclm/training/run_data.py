@@ -70,7 +70,10 @@ def open_data(config: RunConfig, context: DistributedContext, mesh: Mesh, device
         built = build(facts)
         for line in sources.check_content(built.source):
             log.info(line)
-        for line in (*sources.without_effect(built.source), *no_effect.by_held_out(config, built.source.held_out)):
+        reasons = sources.without_effect(built.source)
+        reasons += no_effect.by_held_out(config, built.source.held_out)
+        reasons += no_effect.by_epochs(config, built.length, built.source.per_epoch("train"))
+        for line in reasons:
             log.warning(line)
         return built
 

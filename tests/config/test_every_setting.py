@@ -160,6 +160,9 @@ def datasets(tmp_path_factory):
                 writer.add_document(ids if name.endswith("loss") else np.append(ids[1:], 256))
     for kind in ("bin", "idx"):
         (folder / f"bare.{kind}").write_bytes((folder / f"a.{kind}").read_bytes())
+    for number, name in enumerate(("vocab", "other")):
+        words = {"<unk>": 0, "<|endoftext|>": 1 + number, "<eod>": 2 - number}
+        (folder / f"{name}.json").write_text(json.dumps(words))
     return folder
 
 
@@ -169,6 +172,7 @@ MUON = ["optim.name=muon"]
 FP16 = ["engine.precision=fp16"]
 A = ["data.source=indexed", "data.prefix=DATA/a", "model.vocab_size=300", "model.context=32"]
 BARE = [*A, "data.prefix=DATA/bare"]
+WORDS = [*BARE, "data.tokenizer=whitespace", "data.tokenizer_files=[DATA/vocab.json]"]
 PACKED = [*A, "data.order=packed"]
 LISTED = ["data.source=indexed", "model.vocab_size=300", "data.train=[DATA/a]", "data.split=969,30,1"]
 EVEN = [*A, "data.split=1,1,1"]
@@ -234,6 +238,8 @@ ACTS = {
     "data.loss_mask=require": (reads, [*PACKED, "data.prefix=DATA/c", "data.loss_mask=ignore"]),
     "data.index_cache=DATA/cache": (reads, A),
     "data.tokenizer=bytes": (reads, BARE),
+    "data.tokenizer_files=[DATA/other.json]": (reads, WORDS),
+    "data.eod=<eod>": (reads, WORDS),
     "data.eod_mask_loss=true": (trains, []),
     "data.reset_position_ids=true": (trains, []),
     "data.reset_attention_mask=true": (trains, []),
@@ -371,8 +377,6 @@ ELSEWHERE = {
     "cluster.interface": "tests/distributed/test_ranks.py",
     "cluster.preflight": "tests/test_layouts.py",
     "cluster.prove": "tests/training/test_proof.py",
-    "data.tokenizer_files": "tests/datasets/tokenizers/test_tokenizers.py",
-    "data.eod": "tests/data/test_corpus.py",
 }
 """Setting: the test of what it does, which sets it."""
 
@@ -395,8 +399,7 @@ def test_every_setting_is_in_the_table():
 
 @pytest.mark.parametrize("setting", ELSEWHERE)
 def test_what_needs_a_whole_run_or_several_processes_is_set_by_the_test_that_the_table_names(setting):
-    text = (ROOT / ELSEWHERE[setting]).read_text()
-    assert f"{setting}=" in text or setting.rpartition(".")[2] in text
+    assert f"{setting}=" in (ROOT / ELSEWHERE[setting]).read_text()
 
 
 @pytest.mark.parametrize("word", ACTS)
@@ -498,6 +501,25 @@ def test_a_setting_of_steps_after_the_end_is_named(word, says):
     run = made(word)
     [reason] = no_effect.by_length(run, run_length(run, run.plan(), 1000))
     assert says in reason
+
+
+@pytest.mark.parametrize("words, gpu, fp32, says", [
+    (["engine.deterministic=true"], False, False, "engine.deterministic=true has no effect on a CPU"),
+    (["engine.deterministic=true"], True, False, None),
+    (["engine.gradients=compute", "model.logits_fp32=true"], False, True, "engine.gradients=compute, model.logits_fp32=true have no effect"),
+    (["engine.gradients=compute", "model.logits_fp32=true"], True, False, None),
+])  # fmt: skip
+def test_a_setting_that_the_chosen_device_switches_off_is_named(words, gpu, fp32, says):
+    said = list(no_effect.by_device(made("engine={device: auto, precision: auto}", *words), gpu, fp32))
+    assert len(said) == (says is not None) and all(says in reason for reason in said)
+
+
+def test_saves_at_the_ends_of_epochs_that_do_not_come_are_named():
+    run = made("checkpoint.epochs=2", "checkpoint.keep_epochs=1")
+    length = run_length(run, run.plan(), None)
+    [reason] = no_effect.by_epochs(run, length, 600)
+    assert "checkpoint.epochs=2.0, checkpoint.keep_epochs=1 have no effect: the run ends after 1.33 epochs" in reason
+    assert not list(no_effect.by_epochs(run, length, 400))
 
 
 def test_an_update_guard_that_never_judges_is_named():

@@ -32,6 +32,7 @@ BLOCKS = 64  # in a fingerprint
 ABANDONED = 24 * 3600  # seconds after which unfinished files of other machines are removed
 LARGEST = 1 << 26  # default limit, in bytes, for reading a file
 OTHERS = stat.S_IWGRP | stat.S_IWOTH
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Unfit(OSError):
@@ -348,12 +349,30 @@ def fingerprint(content: mmap.mmap | bytes) -> str:
 
 
 def here() -> str:
-    """This machine and PID namespace, in which process ids are unique."""
-    try:
-        space = str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        space = ""
-    return socket.gethostname() + "".join(filter(str.isdigit, space))
+    """This machine's kernel, network namespace and PID namespace, as BOOT-NET-PID; process IDs mean the same wherever it is equal.
+
+    Host names do not tell machines apart: many may have the same one. The ID of the boot does.
+    """
+    boot = ""
+    with suppress(OSError):
+        boot = BOOT_ID.read_text("ascii").strip().replace("-", "")[:16]
+    spaces = []
+    for kind in ("net", "pid"):
+        link = ""
+        with suppress(OSError):
+            link = os.readlink(f"/proc/self/ns/{kind}")  # noqa: PTH115 - it names no path
+        spaces.append("".join(filter(str.isdigit, link)))
+    return "-".join([boot or socket.gethostname().replace("-", ""), *spaces])
+
+
+def network_of(machine: str) -> str:
+    """BOOT-NET of a machine as ``here`` names it: where that is equal, processes share the loopback interface."""
+    return machine.rpartition("-")[0]
+
+
+def kernel_of(machine: str) -> str:
+    """BOOT of a machine as ``here`` names it: where that is equal, processes see one another's locks."""
+    return machine.partition("-")[0]
 
 
 @contextmanager
@@ -379,7 +398,7 @@ def locked(path: Path, waiting: str | None = None) -> Iterator[None]:
 
 def sync(path: Path) -> None:
     """fsync a file or folder."""
-    handle = os.open(path, os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would block
     try:
         with naming(path):
             os.fsync(handle)

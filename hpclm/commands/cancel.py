@@ -1,6 +1,5 @@
 """``hpclm cancel``: have a run save and exit, and keep Slurm from starting it again."""
 
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from hpclm.node.processes import NoAnswerError
 from hpclm.node.slurm import JobState
 from hpclm.rundir import control_files
 from hpclm.rundir import runs as folders
-from hpclm.rundir.lock import HolderWatch
+from hpclm.rundir.lock import HolderWatch, is_here
 from hpclm.rundir.runs import Run
 from hpclm.rundir.status import process_here, query
 from hpclm.scheduler import Scheduler, named, of_run
@@ -149,7 +148,7 @@ def processes_of(run: Run) -> Iterator[Target]:
         scheduler = named("local")
         for job in scheduler.states([str(here)]).values():
             yield Target(run.out, scheduler, job, f"process {here}", saves=False)
-    elif holder and holder.get("host") != socket.gethostname() and not run.attempt.get("job_id"):
+    elif holder and not is_here(holder) and not run.attempt.get("job_id"):
         raise HpclmError(
             f"{files.shown(run.out)} was last used by process {holder.get('pid')} on {holder.get('host')}, which has not released it; "
             f"if it still runs, cancel it there: ssh {holder.get('host')} hpclm cancel {files.typed(run.out.absolute())}"

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpclm import __version__
+from hpclm import __version__, files
 from hpclm.distributed import network
 from hpclm.distributed.bootstrap import World
 from hpclm.node import environment, python, secrets, threads
@@ -45,6 +45,7 @@ def of_process(launcher: str, env: Mapping[str, str] = os.environ) -> Facts:
     return {
         "node": node_name(launcher, env),
         "host": socket.gethostname(),
+        "machine": files.network_of(files.here()),
         "pid": os.getpid(),
         "hpclm": __version__,
         "python": platform.python_version(),

@@ -50,7 +50,9 @@ def check(
     ranks = context.all_gather(facts.of_process(context.launcher, env) | facts.of_device(device))
     nodes = verdict.nodes_of(ranks)
     token = context.run_on_main(lambda: probes.mark(out))
-    probed = context.all_gather(probes.probe_disk(out, token) if nodes[node][0] == context.rank else None)
+    probed = context.all_gather(
+        probes.probe_disk(out, token) if context.rank in {own[0] for own in nodes.values()} else None
+    )
     disks = {name: probed[members[0]] for name, members in nodes.items()}
     links = measure_links(context, nodes, device)
 

@@ -45,11 +45,12 @@ class Link:
 
 
 def nodes_of(ranks: Sequence[Facts]) -> dict[str, list[int]]:
-    """Node -> its ranks."""
-    nodes: dict[str, list[int]] = {}
+    """Node -> its ranks. A name that several machines have is followed by the first rank of each: ``ubuntu (rank 4)``."""
+    nodes: dict[tuple[str, str | None], list[int]] = {}
     for rank, facts in enumerate(ranks):
-        nodes.setdefault(facts["node"], []).append(rank)
-    return nodes
+        nodes.setdefault((facts["node"], facts.get("machine")), []).append(rank)
+    shared = Counter(name for name, _ in nodes)
+    return {name if shared[name] == 1 else f"{name} (rank {own[0]})": own for (name, _), own in nodes.items()}
 
 
 def grouped(values: Iterable[tuple[str, str]]) -> dict[str, list[str]]:

@@ -67,8 +67,10 @@ class DistributedContext:
         self.began = world.began
         """When this rank began, in seconds since 1970."""
         self.ranks, self.watchdog = ranks, watchdog
-        self.hosts = tuple(info.host for info in ranks)
-        self.first_on_node = next(info.rank for info in ranks if info.machine == ranks[world.rank].machine)
+        self.hosts = tuple({info.node: info.host for info in ranks}.values())
+        """The host name of every node, in the order of ranks; several nodes may have the same one."""
+        me = ranks[world.rank]
+        self.first_on_node = next(info.rank for info in ranks if info.process_table == me.process_table)
         """The lowest rank of this rank's node."""
         self._store = store
         self.exit_code = 0

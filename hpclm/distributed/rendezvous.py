@@ -51,17 +51,30 @@ class RankInfo:
     address: str = ""
     """Its IPv4 address on the route to rank 0."""
     machine: str = ""
-    """Where PIDs are unique: a host, and the container on it."""
+    """Where its PID means the same (``files.here``): a machine, or a container on it."""
+    networks: str = ""
+    """All IPv4 addresses of its machine but loopback's: a machine that was cloned while it ran keeps even the ID of its boot."""
 
     @classmethod
     def of(cls, world: World, address: str = "") -> "RankInfo":
         """This process."""
         numbers = (world.rank, world.size, world.local_rank, world.local_size)
-        return cls(*numbers, pid=os.getpid(), address=address, machine=files.here())
+        networks = " ".join(sorted(own for own in network.addresses().values() if not own.startswith("127.")))
+        return cls(*numbers, pid=os.getpid(), address=address, machine=files.here(), networks=networks)
+
+    @property
+    def node(self) -> tuple[str, str, str]:
+        """The machine, as far as networks are concerned: ranks with the same one share a loopback interface."""
+        return self.host, files.network_of(self.machine), self.networks
+
+    @property
+    def process_table(self) -> tuple[str, str]:
+        """Ranks with the same one can look up, and signal, one another by PID."""
+        return self.machine, self.networks
 
     def neighbours(self, ranks: Sequence["RankInfo"]) -> list["RankInfo"]:
         """The other ranks of its machine."""
-        return [info for info in ranks if info.machine == self.machine and info.rank != self.rank]
+        return [info for info in ranks if info.process_table == self.process_table and info.rank != self.rank]
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host} (pid {self.pid})"
@@ -86,7 +99,7 @@ def connect(world: World, settings: ClusterConfig) -> Rendezvous:
     store, host = _store(world, settings)
     address = network.address_towards(host) if host else network.own_address(socket.gethostname())
     ranks = _register(store, RankInfo.of(world, address), world, settings.start_seconds)
-    others = [info for info in ranks if info.host != ranks[world.rank].host]
+    others = [info for info in ranks if info.node != ranks[world.rank].node]
     if not others:
         return Rendezvous(store, ranks, "lo")
     return Rendezvous(store, ranks, network.interface_of(network.address_towards(host or others[0].address)))

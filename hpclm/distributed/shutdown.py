@@ -72,7 +72,8 @@ class Shutdown:
         """Kill this rank's children, and orphans of killed ranks on this machine."""
         processes.kill_children()
         if self.marker:
-            processes.kill_strays(self.marker, [info.pid for info in self.ranks if info.machine == self.me.machine])
+            near = [info for info in self.ranks if info.machine == self.me.machine or info.host == self.me.host]
+            processes.kill_strays(self.marker, [info.pid for info in near])
 
     def exit(self, text: str, code: int, store: SignedStore | None = None) -> NoReturn:
         """Log the cause and end this process with ``code``; the main thread may never return from where it is."""

@@ -265,7 +265,7 @@ class Watchdog:
     def _unreachable(self, rank: int) -> bool:
         """Whether the host of a silent rank does not respond; probed at most every SILENCE seconds."""
         info = self.ranks[rank]
-        if info.host == self.me.host or not info.address or self.now < self._probed.get(rank, 0.0):
+        if info.node == self.me.node or not info.address or self.now < self._probed.get(rank, 0.0):
             return False
         self._probed[rank] = self.now + SILENCE
         return not network.reachable(info.address, seconds=5.0)

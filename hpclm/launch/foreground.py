@@ -36,7 +36,9 @@ def begin(
     nodes, ranks = shape
     cluster = "local" if name == "srun" else name
     host, here = socket.gethostname(), str(Path.cwd())
-    entry = Submission(cluster, str(os.getpid()), host, nodes, ranks, str(log), command=list(command), folder=here)
+    entry = Submission(
+        cluster, str(os.getpid()), host, nodes, ranks, str(log), None, list(command), here, machine=files.here()
+    )
     submissions.append(out, entry)
     for note in notes:
         line = f"{time.strftime('%H:%M:%S')} I {note}"

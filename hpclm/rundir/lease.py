@@ -22,17 +22,17 @@ from typing import IO
 from hpclm import files
 from hpclm.errors import MACHINE, HpclmError, LockedError, unread
 from hpclm.rundir import rows
-from hpclm.rundir.lock import FLAGS, LARGEST, Holder, described, in_use, named, read, try_lock
+from hpclm.rundir.lock import FLAGS, LARGEST, Holder, described, in_use, named, read, shares_locks, try_lock
 
 log = logging.getLogger(__name__)
-SECONDS = 30.0  # without a heartbeat after which a holder on another host counts as dead
+SECONDS = 30.0  # without a heartbeat after which a holder on another machine counts as dead
 
 
 class Lease:
     """Holds ``folder`` while the block runs; LockedError names the holder if another process has it.
 
     The lease of an earlier attempt of the same Slurm job is taken over: Slurm restarts a job only after it has given up the
-    earlier attempt. The lease of a process on another host is taken over after ``seconds`` without a heartbeat.
+    earlier attempt. The lease of a process on another machine is taken over after ``seconds`` without a heartbeat.
     """
 
     def __init__(self, folder: Path, seconds: float = SECONDS, env: Mapping[str, str] = os.environ):
@@ -41,6 +41,7 @@ class Lease:
         """Of this holder, from 1."""
         self._me: Holder = {
             "host": socket.gethostname(),
+            "machine": files.here(),
             "pid": os.getpid(),
             "job": env.get("SLURM_JOB_ID"),
             "start": int(env.get("SLURM_RESTART_COUNT") or 0),
@@ -68,7 +69,7 @@ class Lease:
                 raise in_use(self.path.parent, holder)
             if not free:
                 log.warning("taking %s over from %s", self.path.parent, described(holder))
-            elif not given_up and holder.get("host") not in (None, self._me["host"]):
+            elif not given_up and holder.get("host") is not None and not shares_locks(holder):
                 self._wait_for_silence(holder)
             self._take((holder.get("generation") or 0) + 1)
         self._thread.start()
@@ -128,7 +129,7 @@ class Lease:
             raise HpclmError(f"{self.path} cannot be opened: {error.strerror}; remove it") from error
 
     def _wait_for_silence(self, holder: Holder) -> None:
-        """Return when ``holder``, on a host whose processes are not visible, has sent no heartbeat for long enough."""
+        """Return when ``holder``, on a machine whose locks may not be visible, has sent no heartbeat for long enough."""
         text = "waiting %.0f s for a heartbeat of %s, which has not released the run directory"
         log.info(text, self.seconds, described(holder))
         until, first = time.monotonic() + self.seconds, rows.tail(self._beats)

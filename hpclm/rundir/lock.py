@@ -5,7 +5,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -35,6 +35,18 @@ def holder(path: Path | str) -> Holder | None:
     """The process that a lock file names as using the run directory; None if there is none, or it has released the folder."""
     last = read(path)
     return last if last.get("pid") else None
+
+
+def is_here(record: Mapping[str, Any]) -> bool:
+    """Whether the PID in a record (a holder, an attempt or a launch) is one of this machine. Old records have only the host."""
+    machine = record.get("machine")
+    return bool(machine == files.here() if machine else record.get("host") == socket.gethostname())
+
+
+def shares_locks(holder: Holder) -> bool:
+    """Whether a lock of ``holder``, if it still had one, would be visible here for certain: it runs on the same kernel."""
+    machine = holder.get("machine")
+    return files.kernel_of(machine) == files.kernel_of(files.here()) if machine else is_here(holder)
 
 
 def described(holder: Holder) -> str:
@@ -77,7 +89,14 @@ def held(folder: Path, name: str) -> Iterator[None]:
             raise in_use(folder, read(folder / name))
         file.truncate(0)
         file.write(
-            json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "job": os.environ.get("SLURM_JOB_ID")})
+            json.dumps(
+                {
+                    "host": socket.gethostname(),
+                    "machine": files.here(),
+                    "pid": os.getpid(),
+                    "job": os.environ.get("SLURM_JOB_ID"),
+                }
+            )
         )
         file.flush()
         try:

@@ -44,7 +44,7 @@ STEP: dict[str, Kind] = {
     "tasks": scores,
 }
 ATTEMPT: dict[str, Kind] = {
-    **dict.fromkeys(("time", "host", "launcher", "after", "config", "git", "code"), str),
+    **dict.fromkeys(("time", "host", "machine", "launcher", "after", "config", "git", "code"), str),
     **dict.fromkeys(("from_step", "steps", "size", "nodes", "pid", "restart", "back_to"), int),
     "hosts": list,
     "job_id": job,
@@ -52,10 +52,14 @@ ATTEMPT: dict[str, Kind] = {
 }
 END: dict[str, Kind] = {"attempt": int, "code": int, "step": int, "ending": str, "time": str}
 SUBMISSION: dict[str, Kind] = {
-    **dict.fromkeys(("cluster", "job_id", "host", "time", "log", "folder", "script"), str),
+    **dict.fromkeys(("cluster", "job_id", "host", "machine", "time", "log", "folder", "script"), str),
     **dict.fromkeys(("nodes", "tasks_per_node", "steps"), int),
 }
-HOLDER: dict[str, Kind] = {"host": str, "pid": int, "job": job, "generation": int, "start": int, "token": str}
+HOLDER: dict[str, Kind] = {
+    **dict.fromkeys(("host", "machine", "token"), str),
+    **dict.fromkeys(("pid", "generation", "start"), int),
+    "job": job,
+}
 SLOW: dict[str, Kind] = {"rank": int, "host": str, "times": float}
 
 

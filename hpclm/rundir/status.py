@@ -1,10 +1,9 @@
 """The status of runs: from their directories, from Slurm, and from the processes of this host."""
 
 import re
-import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from hpclm.node import processes
 from hpclm.node.processes import NoAnswerError
 from hpclm.node.slurm import JobState
 from hpclm.rundir import rows
+from hpclm.rundir.lock import is_here
 from hpclm.rundir.runs import Run
 from hpclm.rundir.summary import ENDED, KILLED
 from hpclm.scheduler import of_run
@@ -149,7 +149,7 @@ def status_of(run: Run, states: Mapping[str, JobState] | None, asked: str = "") 
     job = max(reversed(mine), key=lambda each: (each.live, each.live and not each.waits), default=None)
     over = run.holder is None and run.trained and run.summary.get("state") in ("done", "stopped")
     here, unanswered = None if over else process_here(run), states is None  # it may take a while to exit
-    elsewhere = run.holder is not None and run.holder.get("host") != socket.gethostname()
+    elsewhere = run.holder is not None and not is_here(run.holder)
     if run.attempt.get("job_id") and not unanswered:
         elsewhere = False  # Slurm knows better than its files
     if job and job.live:
@@ -202,11 +202,12 @@ def last_fault(log: Path | None) -> str:
 def process_here(run: Run) -> int | None:
     """PID on this host of the run's launcher, otherwise of the run itself; None without one."""
     launched = [each for each in run.submissions if not each.is_job and each.job_id.isdecimal()][-1:]
-    recorded = [(each.host, int(each.job_id), each.time) for each in launched]
+    recorded: list[tuple[rows.Row, int, str]]
+    recorded = [(asdict(each), int(each.job_id), each.time) for each in launched]
     if run.attempt.get("pid") and run.attempt.get("time"):
-        recorded.append((run.attempt.get("host", ""), run.attempt["pid"], run.attempt["time"]))
-    running = (pid for host, pid, when in recorded if host == socket.gethostname() and processes.is_ours(pid, when))
-    if (pid := next(running, None)) or not run.holder or run.holder.get("host") != socket.gethostname():
+        recorded.append((run.attempt, run.attempt["pid"], run.attempt["time"]))
+    running = (pid for record, pid, when in recorded if is_here(record) and processes.is_ours(pid, when))
+    if (pid := next(running, None)) or not run.holder or not is_here(run.holder):
         return pid
     holding: int = run.holder["pid"]
     return holding if processes.has_open(holding, (run.out / "lock").resolve()) else None

@@ -43,6 +43,8 @@ class Submission:
     steps: int | None = None
     """Steps that the budget allows, where the settings alone say it."""
     time: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+    machine: str = ""
+    """Where ``job_id``, if it is that of a process, means that process (``files.here``); empty in old records."""
 
     @property
     def is_job(self) -> bool:

@@ -36,6 +36,7 @@ from hpclm.errors import CorruptedError
 from hpclm.node import hardware
 from hpclm.parallel.mesh import Mesh
 from hpclm.rundir import rows
+from hpclm.side_path import SidePath
 
 log = logging.getLogger(__name__)
 SHARE = 0.003
@@ -225,20 +226,23 @@ def end_run(
     """CorruptedError on every rank for the ``problems`` detected after ``step``. The nodes at fault are noted in ``out``, and excluded if
     this is a job that Slurm may requeue. ``saved``: the step of the newest checkpoint, which was good; 0 without one."""
     own = " ".join(filter(None, [hardware.describe(device), facts.of_device(device).get("uuid")]))
-    places = context.all_gather([facts.node_name(context.launcher), own])
-    all_nodes = {node for node, _ in places}
+    places = context.all_gather([facts.node_name(context.launcher), own, files.network_of(files.here())])
+    all_nodes = {(node, machine) for node, _, machine in places}
 
     def tell() -> None:
-        bad: set[str] = set()
+        faulty: set[tuple[str, str]] = set()
         for finding in problems:
-            nodes = {places[rank][0] for rank in finding.ranks}
-            bad |= nodes if finding.certain or len(nodes) == 1 else set()
-        if 2 * len(bad) > max(2, len(all_nodes)):  # then it is rather a fault of the software
-            bad = set()
+            nodes = {(places[rank][0], places[rank][2]) for rank in finding.ranks}
+            faulty |= nodes if finding.certain or len(nodes) == 1 else set()
+        if 2 * len(faulty) > max(2, len(all_nodes)):  # then it is rather a fault of the software
+            faulty = set()
+        bad = {name for name, _ in faulty}
         names, run = ", ".join(sorted(bad)), files.typed(out)
         text = f"silent corruption detected after step {step}: {'; '.join(_described(each, context, places) for each in problems)}"
         noted = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": step, "bad": sorted(bad), "text": text}
-        rows.append(out / report.CORRUPTION, noted)
+        SidePath(f"{out / report.CORRUPTION} cannot be written").attempt(
+            lambda: rows.append(out / report.CORRUPTION, noted)
+        )
         way = f"The run resumes from step {saved}, which was good when it was saved" if saved else "Nothing was saved"
         if bad and context.launcher not in ("single", "local") and restart.requeue_without(sorted(bad)):
             way += f"; Slurm was asked to start the job again without {names}"

@@ -36,7 +36,7 @@ def hello(config: RunConfig, plan: Plan, context: DistributedContext, length: Le
     logger.info("%s, %s samples of training data", size, f"{samples:,}")
     if context.size > 1:
         by = "locally" if context.launcher == "local" else f"by {context.launcher}"
-        started = f"{context.size} processes, launched {by}, on {', '.join(dict.fromkeys(context.hosts))}"
+        started = f"{context.size} processes, launched {by}, on {', '.join(context.hosts)}"
         logger.info("%s; micro-batches of %d, %d a step for each", started, plan.micro_size, plan.accumulation(0))
     if short := inside_warmup(config, length):
         logger.warning("%s", short)

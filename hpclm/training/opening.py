@@ -191,7 +191,7 @@ def open_devices(config: RunConfig, context: DistributedContext) -> Compute:
     minutes = timedelta(minutes=config.cluster.timeout_minutes)
     backend = "nccl" if device.type == "cuda" else None  # gloo's part in the group of all serves the CPUs
     mesh = Mesh.build(context.rank, context.size, config.parallel, minutes, backend)
-    mesh = replace(mesh, nodes=len({context.hosts[rank] for rank in mesh.dp.ranks}))
+    mesh = replace(mesh, nodes=len({context.ranks[rank].node for rank in mesh.dp.ranks}))
     engines.engine_class(
         config.for_engine(context.size), device
     )  # refused, if it cannot be used, before anything is written

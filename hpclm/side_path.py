@@ -1,0 +1,94 @@
+"""What training can do without, such as TensorBoard's files: it may fail at any time, which costs a warning and never the run."""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from hpclm import files
+
+log = logging.getLogger(__name__)
+FIRST, LONGEST = 1.0, 60.0  # seconds until the next try after a failure; doubled each time
+KEPT = 1 << 26  # bytes that a file which cannot be written keeps in memory
+
+
+class SidePath:
+    """Does what training can do without. The first of several failures is logged; the next try waits, longer each time."""
+
+    def __init__(self, failure: str):
+        """``failure``: how a warning begins, such as "log.txt cannot be written"."""
+        self._failure = failure
+        self._failing, self._pause, self._next = False, 0.0, 0.0
+
+    def attempt(self, act: Callable[[], object], now: bool = False) -> bool:
+        """Whether ``act()`` ended without an error; it is not called while the pause after a failure lasts, unless ``now``."""
+        if not now and time.monotonic() < self._next:
+            return False
+        try:
+            act()
+        except Exception as error:  # of a disk, a library, a server
+            self._pause = min(LONGEST, max(FIRST, 2 * self._pause))
+            self._next = time.monotonic() + self._pause
+            if not self._failing:
+                self._failing = True  # before it is logged: the log may be what fails
+                log.warning("%s: %s; training continues", self._failure, cause(error))
+            return False
+        self._failing, self._pause, self._next = False, 0.0, 0.0
+        return True
+
+
+def cause(error: Exception) -> str:
+    """An error in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+
+
+class AppendedFile:
+    """A file that grows by whole lines. What cannot be written is kept in memory, and tried again with the next line.
+
+    A file that was removed or replaced meanwhile is made anew. Links are not followed.
+    """
+
+    def __init__(self, path: Path, mode: int = 0o644):
+        self.path, self._mode = path, mode
+        self._handle: int | None = None
+        self._pending = b""
+
+    def write(self, text: str) -> None:
+        """Append ``text``; OSError if it must be kept for later."""
+        self._pending = (self._pending + text.encode("utf-8", "backslashreplace"))[-KEPT:]
+        self.flush()
+
+    def flush(self) -> None:
+        """Append what is kept; OSError if that fails."""
+        if self._handle is not None and not is_at(self._handle, self.path):
+            self._close()
+        if self._handle is None:
+            self._handle = files.appending(self.path, self._mode)
+        while self._pending:
+            self._pending = self._pending[os.write(self._handle, self._pending) :]
+
+    def close(self) -> None:
+        """Append what is kept, and close the file; OSError if some of it is lost."""
+        try:
+            if self._pending:
+                self.flush()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with suppress(OSError):
+                os.close(handle)
+
+
+def is_at(handle: int, path: Path) -> bool:
+    """Whether the open file ``handle`` is still what has the name ``path``."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat(follow_symlinks=False))
+    except FileNotFoundError:
+        return False

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hpclm import files, terminal
 from hpclm.errors import HpclmError
+from hpclm.side_path import AppendedFile, SidePath
 
 FORMAT = "%(asctime)s %(levelname).1s %(message)s"
 NEVER = logging.CRITICAL + 1
@@ -24,9 +25,27 @@ class Console(logging.Handler):
         """Print the record, unless a progress bar shows it."""
         from tqdm import tqdm
 
-        with suppress(OSError):  # a closed terminal must not end the run, which has a log file
+        with suppress(Exception):  # a closed terminal must not end the run, which has a log file
             if not (getattr(record, "live", False) and sys.stderr.isatty()):
                 tqdm.write(self.format(record), file=sys.stderr)
+
+
+class LogFile(logging.Handler):
+    """A file, which is made again when it was removed; what a full disk does not take is written later."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self._file, self._writing = AppendedFile(path), SidePath(f"{path} cannot be written")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Append the record."""
+        self._writing.attempt(lambda: self._file.write(self.format(record) + "\n"), now=True)
+
+    def close(self) -> None:
+        """Append what is left."""
+        with suppress(OSError):
+            self._file.close()
+        super().close()
 
 
 class Formatter(logging.Formatter):
@@ -74,10 +93,15 @@ def restored() -> Iterator[None]:
 
 def instead_to(path: Path, redact: Callable[[str], str] = str) -> None:
     """From now on, append the log and all output of this process to ``path`` instead."""
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    handle = files.appending(path, 0o600)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        handle = files.appending(path, 0o600)
+    except OSError as error:
+        logging.getLogger(__name__).warning("%s cannot be written: %s; training continues", path, error.strerror)
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     os.close(handle)
@@ -101,9 +125,8 @@ def _take_over(handler: logging.Handler) -> None:
 
 @contextmanager
 def also_to(path: Path, redact: Callable[[str], str] = str) -> Iterator[None]:
-    """Also append the log to ``path`` during the block."""
-    file = os.fdopen(files.appending(path), "w", encoding="utf-8", errors="backslashreplace")
-    handler = logging.StreamHandler(file)
+    """Also append the log to ``path`` during the block. A failure to write is logged elsewhere, and ends nothing."""
+    handler = LogFile(path)
     handler.setFormatter(Formatter(redact))
     _take_over(handler)
     try:
@@ -115,4 +138,3 @@ def also_to(path: Path, redact: Callable[[str], str] = str) -> Iterator[None]:
     finally:
         logging.getLogger().removeHandler(handler)
         handler.close()
-        file.close()

@@ -50,7 +50,7 @@ DOORS = {
     "gguf": "interop/gguf/file.py",
     "pyarrow": "datasets/tables.py",
     "omegaconf": "config/merge.py",
-    "tensorboard": "training/metrics.py",
+    "tensorboard": "training/tensorboard.py",
     "bokeh": "reporting/plots.py",
     "matplotlib": "reporting/",
     "lm_eval": "inference/harness.py",

@@ -79,7 +79,11 @@ class Notifier:
             for target in self.targets
         ]
         for thread in threads:
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system allows no more threads
+                log.warning("job.notify: nobody was notified that the run %s: %s", event, error)
+                return
         until = time.monotonic() + seconds
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))

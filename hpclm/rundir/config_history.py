@@ -1,6 +1,6 @@
 """A run's config.yaml, and copies of its versions: config-history/0001.yaml and so on."""
 
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from hpclm import files
@@ -8,19 +8,28 @@ from hpclm.config.compose import flat_of_run
 from hpclm.config.run_file import HISTORY, NAME
 from hpclm.errors import ConfigError
 from hpclm.rundir import runs
+from hpclm.side_path import SidePath
 
 
 def replace(out: Path, text: str) -> tuple[bytes | None, str]:
-    """Make ``text`` the config.yaml of the run directory ``out``; the one before it, and where in ``out`` this version is kept."""
-    folder, new, kept = out / HISTORY, text.encode(), ""
-    folder.mkdir(0o700, exist_ok=True)
-    with files.locked(folder):
+    """Make ``text`` the config.yaml of the run directory ``out``; the one before it, and where in ``out`` this version
+    is kept, empty if it cannot be."""
+    folder, new, kept = out / HISTORY, text.encode(), list[str]()
+    history = SidePath(f"this version of {NAME} is not kept in {folder}")
+    with ExitStack() as stack:
+
+        def lock() -> None:
+            folder.mkdir(0o700, exist_ok=True)
+            stack.enter_context(files.locked(folder))
+
+        usable = history.attempt(lock)
         before = files.read_bytes(out / NAME) if (out / NAME).exists() else None
-        for version in (new,) if before is None else (before, new):
-            kept = _keep(folder, version)
+        versions = (new,) if before is None else (before, new)
+        if not usable or not history.attempt(lambda: kept.extend(_keep(folder, version) for version in versions)):
+            kept = []
         if before != new:
             files.write_bytes(out / NAME, new)
-    return before, f"{HISTORY}/{kept}"
+    return before, f"{HISTORY}/{kept[-1]}" if kept else ""
 
 
 def restore(out: Path, before: bytes | None) -> None:

@@ -4,6 +4,8 @@ import logging
 import os
 import stat
 import time
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from hpclm import files
@@ -36,7 +38,9 @@ class ControlFiles:
     def requested(self, name: str, now: bool = False) -> bool:
         """Whether ``name``, one of NAMES or KILL_SWITCH, is requested, as of a second ago; ``now``: check the folder in any case."""
         if now or time.monotonic() - self._checked >= INTERVAL:
-            owners = (os.getuid(), self.folder.stat().st_uid)
+            owners = {os.getuid()}
+            with suppress(OSError):
+                owners.add(self.folder.stat().st_uid)
             self._requests = frozenset(name for name in NAMES if _counts(self.folder / name, owners))
             if self._kill_switch is not None and _counts(self._kill_switch, (os.getuid(), 0)):
                 log.warning("kill_switch: %s exists, so the run saves and exits", self._kill_switch)
@@ -53,7 +57,7 @@ class ControlFiles:
             log.warning("%s was carried out and cannot be removed: %s", self.folder / name, error.strerror)
 
 
-def _counts(path: Path, owners: tuple[int, int]) -> bool:
+def _counts(path: Path, owners: Collection[int]) -> bool:
     """Whether ``path`` is a regular file of one of ``owners``, not a link."""
     try:
         info = os.lstat(path)

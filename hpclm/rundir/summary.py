@@ -17,6 +17,7 @@ from hpclm.node.secrets import Redactor
 from hpclm.rundir import lock, rows, saved
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.rows import ATTEMPT, Row
+from hpclm.side_path import SidePath
 
 NAME = "summary.json"
 ENDED = ("done", "stopped", "exited", "failed")
@@ -98,9 +99,11 @@ class RunSummary:
         self._curve = LossCurve()
         self._lock = threading.Lock()
         self._changed, self._written = True, -INTERVAL
+        self._file = SidePath(f"{out / NAME} cannot be written")
 
     def __enter__(self) -> "RunSummary":
-        files.sweep(self._out / NAME)
+        with suppress(OSError):
+            files.sweep(self._out / NAME)
         self.write()
         return self
 
@@ -201,11 +204,12 @@ class RunSummary:
                 facts |= {"step_seconds": seconds / len(recent), "tokens_per_second": tokens / seconds}
             if recent or self._curve.points:
                 facts["curve"] = list(self._curve.points)
-            try:
+
+            def act() -> None:
                 if self._lease is None or self._lease.is_mine():
                     files.write_bytes(self._out / NAME, json.dumps(facts, indent=1).encode() + b"\n", durable=False)
-            except OSError:
-                self._changed = True
+
+            self._changed = not self._file.attempt(act, now=True)
 
 
 def one_line(text: str) -> str:

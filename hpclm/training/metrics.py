@@ -3,9 +3,8 @@
 import json
 import logging
 import math
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,9 @@ from hpclm.progress import ProgressBar
 from hpclm.rundir import metrics_file, scores
 from hpclm.rundir.rows import Row, finite
 from hpclm.rundir.summary import RunSummary
+from hpclm.side_path import AppendedFile, SidePath
 from hpclm.training import log_lines
+from hpclm.training.tensorboard import EventFile
 from hpclm.training.writer import WriterThread
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ TAGS = {
     "validation_loss": "lm-loss-validation/lm loss validation",
     "validation_perplexity": "lm-loss-validation/lm loss validation ppl",
 }
+BOARD_SECONDS = 20.0  # that TensorBoard may lag behind, where log lines are further apart
 
 
 class Meter:
@@ -68,18 +70,19 @@ class Meter:
         self.summary = summary
         self._open, self._writer = ExitStack(), WriterThread(idle=summary.tick)
         self._since: list[dict[str, Any]] = []
-        self._behind = False
+        self._file, self._rows = AppendedFile(self.path), SidePath(f"{self.path} cannot be written")
+        self._boards: tuple[EventFile, EventFile] | None = None
+        self._boards_written = time.monotonic()
+        self._board_files = SidePath(f"TensorBoard's files in {self.folder} cannot be written")
+        self._display = SidePath("the progress of the run cannot be shown")
 
     def __enter__(self) -> "Meter":
         copied = set[Any]()
         """The scores that metrics.jsonl has."""
         self.summary.resume(self._resumed(copied))
-        self._file = self._open.enter_context(os.fdopen(files.appending(self.path), "w", buffering=1, encoding="utf-8"))
-        self._boards = self.folder and (
-            board(self.folder, self.start, self._open),
-            # a separate folder, since TensorBoard hides what lies past a step whatever the tag counts
-            board(self.folder / "samples", self.samples, self._open),
-        )
+        self._open.callback(self._close)
+        self._rows.attempt(self._file.flush)
+        self._board_files.attempt(self._open_boards)
         self._bar = self._open.enter_context(ProgressBar(self.total, initial=self.start, desc="step ", unit=""))
         try:
             scores.forget_after(self.path.parent, self.start)
@@ -104,10 +107,34 @@ class Meter:
             raise unread(error, self.path, "move it away, or choose another out") from error
 
     def __exit__(self, *ending: Any) -> None:
+        self._open.__exit__(*ending)
+
+    def _close(self) -> None:
+        self._flush_boards()
+        for board in self._boards or ():
+            board.close()
         try:
-            self._open.__exit__(*ending)
+            self._file.close()
         except OSError as error:
             log.warning("could not flush the last rows of %s: %s", self.path, error.strerror)
+
+    def _open_boards(self) -> None:
+        if self.folder is not None:
+            # the samples in a separate folder, since TensorBoard hides what lies past a step whatever the tag counts
+            by_step, by_samples = EventFile(self.folder, self.start), EventFile(self.folder / "samples", self.samples)
+            self._boards = by_step, by_samples
+            self._write_boards()
+
+    def _write_boards(self) -> None:
+        for board in self._boards or ():
+            board.flush()
+
+    def _flush_boards(self) -> None:
+        """Write what TensorBoard lacks; it is lost where that fails."""
+        self._boards_written = time.monotonic()
+        if not self._board_files.attempt(self._write_boards):
+            for board in self._boards or ():
+                board.close()
 
     def step(self, step: int, samples: int, measured: dict[str, float]) -> None:
         """One step, its number and the samples consumed so far; ``measured`` has batch_size and step_seconds among others."""
@@ -122,7 +149,7 @@ class Meter:
         self._since.append(row)
         loss, lr, *speed = log_lines.figures(row)
         self._bar.beside = (loss, *speed, lr)
-        self._bar.update()
+        self._display.attempt(self._bar.update)
         if step % self.every == 0 or step == self.total or step == self.start + 1:
             self._tell(step)
 
@@ -170,28 +197,25 @@ class Meter:
         row["data_fraction"] = sum(r["data_seconds"] for r in rows) / seconds
         steps = log_lines.Interval(rows, row, seconds, self.total)
         log.info("%s", log_lines.step_line(steps), extra=LIVE)
+        self._flush_boards()
         for scored in self._scores.new():
             self._scored(scored)
 
     def _write(self, row: dict[str, Any], suffix: str = "") -> None:
         """A row of metrics.jsonl, and its scalars under their tags, each followed by ``suffix``."""
         row = finite(row)
-        try:
-            self._file.write(json.dumps(row) + "\n")
-            self._behind = False
-        except OSError as error:  # the file keeps what it could not write, and tries again with the next row
-            if not self._behind:
-                log.warning("%s cannot be written: %s; training continues", self.path, error.strerror)
-            self._behind = True
+        self._rows.attempt(lambda: self._file.write(json.dumps(row) + "\n"), now=True)  # it keeps what it cannot write
         for key, tag in TAGS.items():
             self._board(tag + suffix, row.get(key), row["step"], row["samples"])
+        if time.monotonic() - self._boards_written > BOARD_SECONDS:
+            self._flush_boards()
 
     def _board(self, tag: str, value: float | None, step: int, samples: int) -> None:
         """A scalar of TensorBoard's, where there is one."""
         if self._boards and value is not None:
             by_step, by_samples = self._boards
-            by_step(tag, value, step)
-            by_samples(f"{tag} vs samples", value, samples)
+            by_step.add(tag, value, step)
+            by_samples.add(f"{tag} vs samples", value, samples)
 
 
 class NullMeter(Meter):
@@ -239,20 +263,3 @@ class Speed:
             if self.again:
                 figures["hfu"] = rate * (self.flops + self.again) / self.peak
         return figures
-
-
-def board(folder: Path, start: int, opened: ExitStack) -> Callable[[str, float, int], None]:
-    """A function that adds a scalar to the TensorBoard files in ``folder``; what was written past ``start`` is hidden."""
-    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-    writer = EventFileWriter(str(folder))
-    opened.callback(writer.close)
-    writer.add_event(Event(wall_time=time.time(), step=start + 1, session_log=SessionLog(status=SessionLog.START)))
-
-    def add(tag: str, value: float, step: int) -> None:
-        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
-        writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
-
-    return add

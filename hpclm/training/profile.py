@@ -8,6 +8,7 @@ import torch
 
 from hpclm import files
 from hpclm.config.monitoring import ProfileConfig
+from hpclm.side_path import SidePath
 
 log = logging.getLogger(__name__)
 ROWS = 10  # operations in the table
@@ -20,6 +21,7 @@ class Profile:
         self.steps = config.steps if rank == 0 else None
         self.path, self.cuda = out / "profile" / f"rank-{rank:05d}.json", device.type == "cuda"
         self._recording: Any = None
+        self._side = SidePath(f"the profile of {self.path} cannot be made")
         self._first = 0
 
     def __enter__(self) -> "Profile":
@@ -32,10 +34,16 @@ class Profile:
     def before(self, step: int) -> None:
         """Begin to record where ``step``, which comes now, is one of them."""
         if self.steps is not None and self._recording is None and self.steps[0] <= step <= self.steps[1]:
-            kinds = [torch.profiler.ProfilerActivity.CPU]
-            kinds += [torch.profiler.ProfilerActivity.CUDA] if self.cuda else []
-            self._recording, self._first = torch.profiler.profile(activities=kinds, profile_memory=True), step
-            self._recording.start()
+            self._side.attempt(lambda: self._start(step))
+            if self._recording is None:
+                self.steps = None
+
+    def _start(self, step: int) -> None:
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        kinds += [torch.profiler.ProfilerActivity.CUDA] if self.cuda else []
+        recording = torch.profiler.profile(activities=kinds, profile_memory=True)
+        recording.start()
+        self._recording, self._first = recording, step
 
     def after(self, step: int) -> None:
         """Write what was recorded where ``step``, which is done, was the last of them."""
@@ -44,16 +52,16 @@ class Profile:
 
     def _finish(self, last: int | None) -> None:
         recorded, self._recording, self.steps = self._recording, None, None
-        recorded.stop()
-        try:
+
+        def write() -> None:
+            recorded.stop()
             files.make_folder(self.path.parent, 0o700)
             recorded.export_chrome_trace(str(self.path))
             order = "self_cuda_time_total" if self.cuda else "self_cpu_time_total"
             table = recorded.key_averages().table(sort_by=order, row_limit=ROWS, max_name_column_width=60)
             files.write_text(self.path.with_suffix(".txt"), table + "\n")
-        except (OSError, RuntimeError) as error:  # a trace that fails must not end the run
-            log.warning("the profile of %s cannot be written: %s; training continues", self.path, error)
-            return
-        to = "the last" if last is None else last
-        text = "profile of steps %d to %s: %s, for ui.perfetto.dev; the most expensive operations: %s"
-        log.info(text, self._first, to, self.path, self.path.with_suffix(".txt"))
+
+        if self._side.attempt(write, now=True):
+            to = "the last" if last is None else last
+            text = "profile of steps %d to %s: %s, for ui.perfetto.dev; the most expensive operations: %s"
+            log.info(text, self._first, to, self.path, self.path.with_suffix(".txt"))

@@ -1,0 +1,214 @@
+"""Whatever lies beside the state of training may fail at any time: training goes on, with the same losses, and one warning for each.
+
+The faults are real: a full or read-only file system, files and folders that are removed, replaced or links.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpclm import cli, side_path
+from hpclm.data.synthetic import synthetic
+from tests import faults
+from tests.runs import losses
+
+STEPS, BREAKS, MENDS = 60, 20, 40
+FILES = ("log.txt", "metrics.jsonl", "summary.json")
+FOLDERS = ("tensorboard", "config-history", "logs", "profile")
+PATHS = FILES + FOLDERS
+SAMPLES = 8  # of a step
+
+
+def removed(path):
+    """What it was: a file, a folder, or nothing yet."""
+    kind = "file" if path.name in FILES else "folder"
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    return kind
+
+
+def gone(path):
+    removed(path)
+
+
+def other_kind(path):
+    path.touch() if removed(path) == "folder" else path.mkdir()
+
+
+def dangling(path):
+    removed(path)
+    path.symlink_to("nowhere/at/all")
+
+
+def elsewhere(path):
+    target = path.parent.parent / "elsewhere" / path.name
+    target.parent.mkdir(exist_ok=True)
+    target.touch() if removed(path) == "file" else target.mkdir(exist_ok=True)
+    path.symlink_to(target)
+
+
+def a_pipe(path):
+    removed(path)
+    os.mkfifo(path)
+
+
+def read_only(path):
+    """Another file system, which nobody may write, in its place."""
+    path.touch() if path.name in FILES else path.mkdir(exist_ok=True)
+    subprocess.run(["mount", "--bind", path, path], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", path], check=True)
+
+
+def writable_again(path):
+    subprocess.run(["umount", path], check=True)
+
+
+def back(path):
+    """What a person does who notices: what is in the way is moved away."""
+    with contextlib.suppress(FileNotFoundError):
+        if path.is_symlink() or not path.is_dir() or path.name in FILES:
+            removed(path)
+
+
+def full(path):
+    """The file system of ``path``, a file that takes all its room."""
+    with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+FAULTS = {
+    "full": (full, gone),
+    "removed": (gone, None),
+    "a folder for a file, or a file for a folder": (other_kind, back),
+    "a dangling link": (dangling, back),
+    "a link to elsewhere": (elsewhere, back),
+    "a pipe": (a_pipe, back),
+    "read-only": (read_only, writable_again),
+}
+
+
+def source(*words):
+    """Synthetic data; TEST_FAULT befalls TEST_PATHS of TEST_RUN in step BREAKS, and with TEST_MENDS is undone in step MENDS."""
+    breaks, mends = FAULTS[os.environ["TEST_FAULT"]]
+    paths = [Path(os.environ["TEST_RUN"], name) for name in os.environ["TEST_PATHS"].split()]
+
+    def act(number):
+        if number == BREAKS * SAMPLES:
+            for path in paths:
+                breaks(path)
+        elif number == MENDS * SAMPLES and mends and "TEST_MENDS" in os.environ:
+            for path in reversed(paths):
+                mends(path)
+
+    return faults.watched(synthetic(*words), act)
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory):
+    """The losses of a run that nothing befalls."""
+    out = tmp_path_factory.mktemp("right") / "run"
+    assert cli.main(["train", *words(out), "data.source=synthetic"]) == 0
+    return losses(out)
+
+
+def words(out, *more):
+    shape = "model={vocab_size: 64, layers: 1, hidden: 16, heads: 2, context: 8}"
+    batch = ["batch={global_size: 8, micro_size: 8}", f"budget.steps={STEPS}", "optim.lr=3e-3", "optim.min_lr=1e-4"]
+    rest = ["engine.device=cpu", "engine.precision=fp32", "checkpoint.every=15", "log.every=1", "data.workers=0"]
+    return [shape, *batch, *rest, "evaluate.every=20", f"out={out}", *more]
+
+
+def mounts():
+    """Whether file systems may be mounted here."""
+    return os.geteuid() == 0 and not subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode
+
+
+def cases():
+    """All paths at once for every fault; each of them alone, which takes longer, with --whole."""
+    for fault in list(FAULTS)[1:]:
+        marks = [pytest.mark.skipif(not mounts(), reason="needs the right to mount")] if fault == "read-only" else []
+        for mends in (True, False):
+            yield pytest.param(fault, PATHS, mends, marks=marks, id=f"all-{fault}-{'mended' if mends else 'for good'}")
+        for path in PATHS:
+            yield pytest.param(fault, (path,), True, marks=[*marks, pytest.mark.whole], id=f"{path}-{fault}")
+
+
+@pytest.mark.parametrize("fault, paths, mends", list(cases()))
+def test_a_run_goes_on_whatever_happens_to_what_lies_beside_it(
+    right, tmp_path, monkeypatch, capfd, fault, paths, mends
+):
+    out = tmp_path / "run"
+    more = ["profile.steps=[30,31]"] if "profile" in paths and (len(paths) == 1 or fault.startswith("a folder")) else []
+    code, shown = befallen(out, fault, paths, mends, more, monkeypatch, capfd)
+    assert code == 0, shown
+    for path in paths:
+        assert len(warnings_of(path, shown)) <= 1 + mends, shown  # what mends it is a change of its own
+    assert " E " not in shown
+    if "metrics.jsonl" not in paths:
+        assert losses(out) == right
+    if mends or fault == "removed":
+        kept = {step: loss for step, loss in losses(out).items() if step > MENDS + 2}
+        assert kept.items() <= right.items() and STEPS in kept
+        assert events_after(out / "tensorboard", MENDS)
+    assert (out / f"checkpoints/step-{STEPS:08}/MANIFEST.json").exists()
+    assert cli.main(["checkpoints", str(out)]) == 0  # the last one is whole
+
+
+@pytest.mark.skipif(not mounts(), reason="needs the right to mount")
+@pytest.mark.parametrize("mends", [True, False], ids=["for a while", "for good"])
+def test_a_run_goes_on_while_the_disk_of_all_but_its_checkpoints_is_full(right, tmp_path, monkeypatch, capfd, mends):
+    out = tmp_path / "run"
+    for folder in (out, tmp_path / "disk"):
+        folder.mkdir(mode=0o700)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "none", out], check=True)
+    try:
+        (out / "checkpoints").symlink_to(tmp_path / "disk")
+        code, shown = befallen(out, "full", ["filler"], mends, [], monkeypatch, capfd)
+        assert code == 0 and " E " not in shown, shown
+        for path in (*FILES, "tensorboard"):
+            assert len(warnings_of(path, shown)) <= 1, shown
+        assert warnings_of("metrics.jsonl", shown) and warnings_of("tensorboard", shown)
+        if mends:
+            assert losses(out) == right and events_after(out / "tensorboard", MENDS)
+            assert " step 60/60 " in (out / "log.txt").read_text()
+        assert (tmp_path / f"disk/step-{STEPS:08}/MANIFEST.json").exists()
+    finally:
+        subprocess.run(["umount", "-l", out], check=True)
+
+
+def befallen(out, fault, paths, mends, more, monkeypatch, capfd):
+    """The exit code of a run to whose ``paths`` the ``fault`` happens, and what it says."""
+    folder = out.parent
+    monkeypatch.setattr(side_path, "FIRST", 0.0)  # the run is shorter than the pause before the next try
+    for name, value in (("FAULT", fault), ("RUN", out), ("PATHS", " ".join(paths)), *[("MENDS", "1")] * mends):
+        monkeypatch.setenv(f"TEST_{name}", str(value))
+    (folder / "code").mkdir()  # in a folder of its own: a run lists all code beside that which it uses
+    (folder / "code/befallen.py").write_text(f"from {__name__} import source\n")
+    monkeypatch.syspath_prepend(folder / "code")
+    monkeypatch.delitem(sys.modules, "befallen", raising=False)
+    try:
+        code = cli.main(["train", *words(out, "data.source=befallen:source", *more)])
+    finally:
+        for path in paths if fault == "read-only" else ():
+            subprocess.run(["umount", "-q", out / path], check=False)
+    return code, capfd.readouterr().err
+
+
+def warnings_of(path, shown):
+    return re.findall(rf" W .*{re.escape(path)}\S* cannot be (?:written|made)", shown)
+
+
+def events_after(folder, step):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    scalars = EventAccumulator(str(folder)).Reload().Scalars("lm-loss-training/lm loss")
+    return [event for event in scalars if event.step > step]

@@ -12,6 +12,7 @@ FILES = sorted(HOUSE.rglob("*.py"))
 FLOORS = [
     {"errors", "terminal"},
     {"files", "extras", "shipped"},
+    {"side_path"},
     {"registry", "log", "progress"},
     {"config"},
     {"node"},

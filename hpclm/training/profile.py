@@ -21,7 +21,7 @@ class Profile:
         self.steps = config.steps if rank == 0 else None
         self.path, self.cuda = out / "profile" / f"rank-{rank:05d}.json", device.type == "cuda"
         self._recording: Any = None
-        self._side = SidePath(f"the profile of {self.path} cannot be made")
+        self._side = SidePath(f"the profile of {self.path} cannot be written")
         self._first = 0
 
     def __enter__(self) -> "Profile":

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from hpclm import files
 from hpclm.config import LogConfig, ModelConfig
 from hpclm.errors import unread
 from hpclm.log import LIVE

@@ -12,8 +12,6 @@ from typing import Protocol
 
 import torch
 
-import torch
-
 from hpclm import __version__, files
 from hpclm import engine as engines
 from hpclm import log as logs

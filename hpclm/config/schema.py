@@ -171,7 +171,10 @@ class RunConfig(Checked):
         return [*super().__dir__(), "diff"]
 
     def __repr__(self) -> str:
-        lines = (f"\n  {key} = {mine!r}" for key, (mine, _) in self.diff().items())
+        changed = {key: mine for key, (mine, _) in self.diff().items()}
+        if not self.batch.micro_size:
+            changed["batch.micro_size"] = "auto"
+        lines = (f"\n  {key} = {value!r}" for key, value in changed.items())
         return f"RunConfig: settings that differ from the defaults{''.join(lines)}"
 
     def diff(self, other: "RunConfig | None" = None) -> dict[str, tuple[Any, Any]]:

@@ -56,6 +56,7 @@ def test_auto_can_be_written_to_a_file_and_read_back(tmp_path):
     run = preset("gpt-1b3")
     compose.dump(run, tmp_path / "config.yaml")
     assert config.load(tmp_path / "config.yaml") == run and run.batch.micro_size == 0
+    assert "batch.micro_size = 'auto'" in repr(run)
 
 
 def test_a_run_keeps_the_number_it_started_with(tmp_path):

@@ -56,6 +56,7 @@ def write(chosen: list[Path], output: Path, images: bool, prompt: str | None = N
     if prompt is not None and len(named) == 1:
         from hpclm.inference import run_settings
 
+        run_settings.saved_steps(chosen[0])
         run_settings.check(chosen[0], [], reads_text=True)
     runs = {name: history.read(out) for name, out in named.items()}
     content = page.Content(runs, {name: provenance.settings(out) for name, out in named.items()})

@@ -36,6 +36,15 @@ def check_saved(run: Path) -> None:
         raise NoCheckpointError(f"no good checkpoint in {folder}; train first, with hpclm train")
 
 
+def saved_steps(run: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first; NoCheckpointError without any."""
+    folder = run / "checkpoints"
+    steps = directory.steps(folder)
+    if not steps:
+        raise NoCheckpointError(f"no checkpoint in {folder}; train first, with hpclm train")
+    return steps
+
+
 def check(run: Path, overrides: list[str], reads_text: bool) -> RunConfig:
     """The settings of a run whose checkpoint, and tokenizer if it ``reads_text``, are there."""
     config = settings(run, overrides)

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from hpclm.checkpoint import directory
 from hpclm.inference import run_settings
 from hpclm.inference.completion import Completer, Limits
 from hpclm.inference.sampling import Sampling
@@ -15,8 +14,7 @@ def samples(run: Path, prompt: str, most: int) -> dict[int, str]:
 
     HpclmError if there is none, or if the run has no tokenizer that reads the prompt.
     """
-    run_settings.check_saved(run)
-    kept = directory.steps(run / "checkpoints")
+    kept = run_settings.saved_steps(run)
     last, gaps = len(kept) - 1, min(most, len(kept)) - 1
     chosen = [kept[round(last * number / gaps)] for number in range(gaps + 1)] if gaps else kept[-1:]
     written = {}

@@ -168,7 +168,9 @@ def forget_after(path: Path, step: int) -> Iterator[Row]:
 def move_after(path: Path, step: int) -> None:
     """Move the rows past ``step`` to a file metrics.rolled-back-N.jsonl beside it; again after a kill, with the same result."""
     first: int | None = None
-    later = files.aside(path.with_name("metrics.rolled-back.jsonl"))
+    base = path.with_name("metrics.rolled-back.jsonl")
+    files.sweep(base)
+    later = files.aside(base)
     try:
         for block in scan(path, ("step",)):
             if not block.is_until(step):
@@ -193,6 +195,7 @@ def move_after(path: Path, step: int) -> None:
 def cut(path: Path, step: int, begin: int = 0, later: Callable[[bytes], object] = lambda lines: None) -> int:
     """Keep of the lines from the offset ``begin`` on only rows up to ``step``, atomically; ``later`` gets the lines of later
     steps. Returns how many are dropped. OSError if the file cannot be read or written."""
+    files.sweep(path)
     dropped, kept, flags = 0, files.aside(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
         with files.naming(kept), os.fdopen(files.opened(kept, flags, 0o644), "wb") as file:

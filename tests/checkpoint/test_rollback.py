@@ -8,7 +8,7 @@ import pytest
 from hpclm.checkpoint import directory, resumable, rollback
 from hpclm.errors import ConfigError
 from hpclm.rundir import submissions
-from hpclm.training.metrics import forget_after
+from hpclm.rundir.metrics_file import forget_after
 from tests import traced
 from tests.checkpoint.state import State, saved, store
 from tests.checkpoint.victims import roll_back
@@ -58,7 +58,7 @@ def test_what_is_newer_is_set_aside_once(out):
     assert rollback.carry_out(out) == 2
     check(out, before)
     assert rollback.carry_out(out) is None
-    assert forget_after(out / "metrics.jsonl", 2)[-1]["step"] == 2
+    assert list(forget_after(out / "metrics.jsonl", 2))[-1]["step"] == 2
 
 
 def test_it_can_be_done_again_and_again(out):

@@ -109,7 +109,7 @@ def test_a_run_may_be_named_below_runs(run, capsys):
         (["--prompt", "x", "--tokens", "0"], 64, "--tokens 0 must be at least 1"),
         (["--prompt", "x", "--temperature", "nan"], 64, "--temperature nan must be a finite number"),
         (["--prompt", "x", "--stop", ""], 64, "--stop '' is empty"),
-        (["--prompts", "/nowhere"], 64, "--prompts /nowhere: No such file"),
+        (["--prompts", "/nowhere"], 64, "--prompts /nowhere cannot be read: No such file"),
     ],
 )
 def test_wrong_options_are_named(run, words, code, said, capsys):

@@ -19,11 +19,9 @@ COMMANDS = {
     "run/rollback.json": ["train", "run"],
     "run/checkpoints": ["checkpoints", "run", "--no-verify"],
     "run/checkpoints/step-00000001/MANIFEST.json": ["checkpoints", "run", "--no-verify"],
-    "run": ["status", "run"],
     "runs": ["status"],
     "settings.yaml": ["config", "settings.yaml"],
     "deepspeed.json": ["import-deepspeed", "deepspeed.json"],
-    "data.json": ["data", "inspect", "data"],
     "data.idx": ["data", "inspect", "data"],
     "hosts": ["submit", "small", "data.source=synthetic", "--hostfile", "hosts"],
 }

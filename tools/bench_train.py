@@ -15,6 +15,7 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -113,8 +114,11 @@ def measure(args: argparse.Namespace) -> None:
     memory = dict[str, int]()
     for name in tqdm(names if args.memory else [], desc="peak memory, a process each", disable=None):
         memory |= peak_of(name)
-    steps = dict[str, Step]()
-    for name in tqdm(names, desc="warm-up and compilation", disable=None):
+    steps, began = dict[str, Step](), time.monotonic()
+    for name in tqdm(sorted(names, key=lambda name: name != LIMIT), desc="warm-up and compilation", disable=None):
+        if args.warmup_seconds and steps and time.monotonic() - began > args.warmup_seconds:
+            print(f"{name} is left out: no time is left to warm it up", file=sys.stderr)
+            continue
         try:
             step = SUBJECTS[name](model, rows, dtype)
             for _ in range(args.warmup):
@@ -122,6 +126,7 @@ def measure(args: argparse.Namespace) -> None:
             steps[name] = step
         except (RuntimeError, ImportError) as error:  # out of memory, a compiler that is not there: the others count
             print(f"{name} is left out: {str(error).splitlines()[0][:200]}", file=sys.stderr)
+    steps = {name: steps[name] for name in names if name in steps}
     times = bench_peers.rounds(steps, args.rounds, wait)
 
     peak = hardware.peak_flops(device, dtype)
@@ -192,6 +197,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="threads on a CPU")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=2, help="steps of each subject that are not counted")
+    parser.add_argument(
+        "--warmup-seconds", type=float, help="after this long, leave out subjects that are not warm yet"
+    )
     parser.add_argument("--only", nargs="*", help="only subjects whose name contains one of these words")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="do not measure peak memory")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was found there")

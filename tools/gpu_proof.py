@@ -1,4 +1,7 @@
-"""The stages of gpu_proof.sh: run those that are not done, within the time there is, and write what they found."""
+"""The stages of gpu_proof.sh: run those that are not done, within the time there is, and keep what they tell in one archive.
+
+Imports nothing that has to be installed, so that a machine on which nothing else works still gives its logs.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import re
 import signal
 import subprocess
@@ -17,65 +19,104 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import gpu_archive
+
 TOOLS = Path(__file__).parent
 PYTHON = sys.executable
+RENEW = 15
+"""Seconds between renewals of the archive while a stage runs."""
+RESERVE = 5
+"""Seconds at the end in which no stage runs: for the last archive."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One command, what is worth knowing of its output, and the seconds without which it is not begun."""
+    """One command, the seconds it may take in a call of 10 minutes, and those without which it is not begun."""
 
     name: str
     words: list[str]
-    least: int = 20
-    most: int = 180
+    budget: int
+    least: int = 5
     environment: dict[str, str] = field(default_factory=dict)
 
 
 def stages(device: str, out: Path, small: bool) -> list[Stage]:
-    """All stages, the most telling first; ``small``: with models that are computed anywhere."""
-    on = {"HPCLM_TEST_DEVICE": device} | ({"HPCLM_TEST_SHAPE": "cpu"} if small else {})
-    tests = ["-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", "-vv", "tests/gpu"]
-    own = [__file__, "--out", str(out), *(["--small"] if small else [])]
-    tools = {name: str(TOOLS / f"{name}.py") for name in ("bench_train", "bench_checkpoint", "kernel_table")}
+    """All stages, the most telling first; ``small``: with models that are computed anywhere.
 
-    def stage(name: str, *words: str, least: int = 20, most: int = 180, **more: Any) -> Stage:
-        return Stage(name, [PYTHON, *words], min(least, 5) if small else least, most, **more)
-
-    def train(shape: str, context: int, batch: int, *words: str, least: int = 40) -> Stage:
-        name = f"training speed, {shape}"
-        sizes = ["--shape", shape, "--context", str(context), "--batch", str(batch)]
-        where = ["--device", device, "--json", str(out / f"{slug(name)}.json")]
-        return stage(name, tools["bench_train"], *where, *sizes, *words, least=least)
-
-    limits = stage("limits", *own, "--limits", device, least=2 if small else 15)
-    profile = stage("profile", *own, "--profile", device)
-    others = ["plain PyTorch, compiled", "transformers, compiled", "Megatron-core", "limit"]
-    quick = ["--rounds", "2", "--no-memory", "--only", "hpclm"]
-    if device == "cpu":
-        few = stage("tests of the step", *tests, "-k", "chance or native-accumulating", most=300, environment=on)
-        return [limits, few, train("small", 64, 2, *quick, "limit"), profile]
-    speed = [
-        train("124m", 1024, 16, "--only", "hpclm", *others),
-        train("1.3b", 2048, 8, "--no-memory", "--only", "hpclm, compiled", *others[::2], "limit", least=60),
-        train("llama-1b", 2048, 8, "--no-memory", "--only", "hpclm, compiled", *others[1:]),
+    Those of the first call, without what comes after the resumes, have 570 seconds together.
+    """
+    settings = {"HPCLM_TEST_DEVICE": device} | ({"HPCLM_TEST_SHAPE": "cpu"} if small else {})
+    where, rehearsal = ["--out", str(out), "--device", device], ["--small"] if small else []
+    # a warning that is new in this machine's versions is not an error
+    tests = [
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "-W",
+        "default",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "--tb=short",
+        "-vv",
     ]
-    step = ["-k", "native or waits or memory or compiled"]
-    return [
-        limits,
-        stage("tests of the step", *tests, *step, least=60, most=240, environment=on),
-        *([train("small", 64, 2, *quick, *others)] if small else speed),
-        stage("all tests", *tests, least=120, most=540, environment=on),
-        stage("checkpoints", tools["bench_checkpoint"], *(["--megabytes=20"] if small else []), least=60, most=240),
-        profile,
-        stage(
-            "kernels",
-            tools["kernel_table"],
-            "124m, native, uncompiled" if small else "124m, native",
+    if device == "cpu":
+        tests += ["-k", "chance or native-accumulating or gpus_checkpoint"]
+
+    def machine(name: str, budget: int, act: str, *words: str, least: int = 5) -> Stage:
+        return Stage(
+            name, [PYTHON, str(TOOLS / "gpu_machine.py"), act, *where, *rehearsal, *words], budget, least=least
+        )
+
+    def run(name: str, budget: int) -> Stage:
+        return Stage(name, [PYTHON, str(TOOLS / "gpu_runs.py"), slug(name), *where, *rehearsal], budget, least=20)
+
+    def speed(shape: str, context: int, batch: int, budget: int, *subjects: str) -> Stage:
+        name = f"training speed, {shape}"
+        words = ["--shape", shape, "--context", str(context), "--batch", str(batch), "--device", device, "--no-memory"]
+        words += ["--json", str(out / f"{slug(name)}.json"), "--warmup-seconds", str(budget * 2 // 3)]
+        words += ["--rounds", "2" if small else "7", "--only", *subjects]
+        return Stage(name, [PYTHON, str(TOOLS / "bench_train.py"), *words], budget, least=30)
+
+    def test(name: str, budget: int, *words: str) -> Stage:
+        return Stage(name, [PYTHON, *tests, *words], budget, least=30, environment=settings)
+
+    others = ["plain PyTorch, compiled", "transformers, compiled", "Megatron-core"]
+    first = [
+        machine("limits", 25, "limits"),
+        machine("a step, uncompiled", 60, "step"),
+        run("gpt2-124m", 130),
+        run("llama-1b, documents", 60),
+        run("llama-1b, dropout", 50),
+        speed("small", 64, 2, 140, "hpclm", "limit")
+        if small
+        else speed("124m", 1024, 16, 140, "limit", "hpclm", *others),
+        test("resumes", 100, "tests/gpu/test_checkpoints.py"),
+    ]
+    if device == "cpu":
+        return [*first, test("tests of the step", 120, "tests/gpu/test_step.py")]
+    compiled = ["limit", "hpclm, compiled", *others[1:]]
+    later = [
+        *([] if small else [speed("1.3b", 2048, 8, 150, *compiled), speed("llama-1b", 2048, 8, 150, *compiled)]),
+        test("tests of the step", 240, "tests/gpu/test_step.py"),
+        test("all tests", 540, "tests/gpu"),
+        Stage(
+            "checkpoints",
+            [PYTHON, str(TOOLS / "bench_checkpoint.py"), *(["--megabytes=20"] if small else [])],
+            240,
             least=60,
-            most=240,
+        ),
+        machine("profile", 100, "step", "--compile", least=30),
+        Stage(
+            "kernels",
+            [PYTHON, str(TOOLS / "kernel_table.py"), "124m, native, uncompiled" if small else "124m, native"],
+            240,
+            least=60,
         ),
     ]
+    return [*first, *later]
 
 
 def slug(name: str) -> str:
@@ -83,140 +124,167 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", name.lower())
 
 
-def run(stage: Stage, out: Path, seconds: float) -> dict[str, Any]:
-    """Run one stage, at most ``seconds``; its output goes to a file beside the report, and what it wrote as JSON into the results."""
+def environment(out: Path) -> dict[str, str]:
+    """Of every stage: what was installed for it comes first, its caches are in the output folder, and it asks no network."""
+    site, cache = out.absolute() / "site", out.absolute() / "cache"
+    paths = [*([str(site)] if site.exists() else []), str(TOOLS.parent.absolute()), os.environ.get("PYTHONPATH", "")]
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONUNBUFFERED": "1",
+        "XDG_CACHE_HOME": str(cache),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "TRITON_CACHE_DIR": str(cache / "triton"),
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+class UnfitError(Exception):
+    """This machine cannot run the stages."""
+
+
+class Proof:
+    """What is known, the folder it is in, and the time there is."""
+
+    def __init__(self, out: Path, archive: Path, seconds: float, again: bool = False):
+        self.out, self.archive, self.seconds, self.began = out, archive, seconds, time.monotonic()
+        saved = out / "results.json"
+        self.known: dict[str, Any] = json.loads(saved.read_text()) if saved.exists() and not again else {}
+        self.known = {"device": None, "facts": {}, "stages": {}, **self.known, "cut": None}
+        self.todo: list[Stage] = []
+        self.running: str | None = None
+
+    @property
+    def left(self) -> float:
+        """Seconds in which stages may still run."""
+        return self.seconds - RESERVE - (time.monotonic() - self.began)
+
+    def work(self, todo: list[Stage]) -> None:
+        """Run all stages that are not done, those that failed before last, and write after each what is known."""
+        self.todo = todo
+        longer = max(1.0, self.seconds / 600)
+        for stage in sorted(todo, key=lambda stage: stage.name in self.known["stages"]):
+            if self.known["stages"].get(stage.name, {}).get("code") == 0 or self.left < stage.least:
+                continue
+            print(f"== {stage.name} ({self.left:.0f} s left)", flush=True)
+            self.stage(stage, min(self.left, stage.budget * longer))
+            print(self.known["stages"][stage.name]["shown"], flush=True)
+
+    def stage(self, stage: Stage, seconds: float) -> int | None:
+        """Run one stage, at most ``seconds``; its exit code, None if it was out of time."""
+        self.running = stage.name
+        self.known["stages"][stage.name] = run(stage, self.out, seconds, self.write)
+        self.running = None
+        self.write()
+        code: int | None = self.known["stages"][stage.name]["code"]
+        return code
+
+    def write(self) -> None:
+        """Write what is known, and the archive of it."""
+        used = time.monotonic() - self.began
+        for name, text in (
+            ("results.json", json.dumps(self.known, indent=1)),
+            *([("report.md", report(self.known, self.todo))] if self.known["device"] else []),
+            ("summary.txt", summary(self.known, self.todo, self.running, used, self.seconds)),
+        ):
+            half = self.out / f"{name}.new"
+            half.write_text(text)
+            half.replace(self.out / name)
+        gpu_archive.renew(self.out, self.archive)
+
+
+def run(stage: Stage, out: Path, seconds: float, renew: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Run one stage, at most ``seconds``; its output goes to a file beside the report, and what it wrote as JSON into the results.
+
+    ``renew`` is called from time to time meanwhile.
+    """
     log = out / f"{slug(stage.name)}.log"
     log.with_suffix(".json").unlink(missing_ok=True)
     began = time.monotonic()
     with open(log, "w", encoding="utf-8") as file:
         process = subprocess.Popen(
             stage.words,
+            stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=os.environ | stage.environment,
+            env=os.environ | environment(out) | stage.environment,
+            cwd=TOOLS.parent,
             start_new_session=True,
         )
+        code: int | None = None
         try:
-            code: int | None = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
+            while code is None and (left := seconds - (time.monotonic() - began)) > 0:
+                try:
+                    code = process.wait(min(left, RENEW))
+                except subprocess.TimeoutExpired:
+                    renew()
         finally:
-            if process.poll() is None:  # out of time, or this program was asked to stop
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    seconds, text = round(time.monotonic() - began, 1), log.read_text(encoding="utf-8", errors="replace")
-    found = {"code": code, "seconds": seconds, "shown": shown(text, code != 0), "log": log.name}
-    if log.with_suffix(".json").exists():
-        found["figures"] = json.loads(log.with_suffix(".json").read_text())
-    return found
+            kill_group(process)  # out of time, or this program was asked to stop; what a stage has left behind ends too
+    taken, text = round(time.monotonic() - began, 1), log.read_text(encoding="utf-8", errors="replace")
+    result = {"code": code, "seconds": taken, "shown": shown(text, code != 0), "log": log.name}
+    figures = log.with_suffix(".json")
+    if figures.exists():
+        result["figures"] = json.loads(figures.read_text())
+    return result
 
 
-def facts(device: str) -> dict[str, str]:
-    """What this machine is."""
-    import torch
-
-    found = {"python": platform.python_version(), "torch": torch.__version__, "machine": platform.machine()}
-    if device == "cuda":
-        given = torch.cuda.get_device_properties(0)
-        found |= {"GPU": given.name, "memory": f"{given.total_memory / 2**30:.0f} GiB", "CUDA": str(torch.version.cuda)}
-        found |= {"cuDNN": str(torch.backends.cudnn.version())}
-        if torch.distributed.is_nccl_available():
-            found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        asked = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"]
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            said = subprocess.run(asked, capture_output=True, text=True, timeout=20)
-            found["driver, clock, power"] = said.stdout.strip()
-    return found
+def kill_group(process: subprocess.Popen[Any]) -> None:
+    """Kill a stage and whatever it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
-def limits(device: str, small: bool) -> None:
-    """Measure matrix products and memory traffic back to back, and print one line."""
-    import torch
-
-    gpu = device == "cuda"
-    dtype, size, count = (torch.bfloat16, 8192, 50) if not small else (torch.bfloat16 if gpu else torch.float32, 512, 5)
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    big = torch.empty((1 << 24 if small else 1 << 31) // 4, device=device)
-    wait = torch.cuda.synchronize if gpu else lambda: None
-
-    def seconds(work: Callable[[], object]) -> float:
-        for _ in range(3):
-            work()
-        wait()
-        began = time.perf_counter()
-        for _ in range(count):
-            work()
-        wait()
-        return (time.perf_counter() - began) / count
-
-    product, copy = seconds(lambda: a @ b), seconds(lambda: big.add_(1))
-    print(
-        f"{2 * size**3 / product / 1e12:,.2f} TFLOP/s in {str(dtype).removeprefix('torch.')} products of {size} x {size}; "
-        f"{2 * big.nbytes / copy / 1e12:,.3f} TB/s of memory traffic"
-    )
+def ending(result: dict[str, Any] | None) -> str:
+    """How a stage ended, in a few words."""
+    if result is None:
+        return "not begun"
+    code = result["code"]
+    if code is None:
+        return "out of time"
+    return "done" if code == 0 else f"killed by signal {-code}" if code < 0 else f"exit {code}"
 
 
-def profile(device: str, out: Path, small: bool) -> None:
-    """Trace a few steps of a small GPT with torch.profiler: OUT/trace.json opens in Perfetto; print the dearest operations."""
-    import torch
-    from bench_train import SHAPES, ours
-
-    from hpclm.config import ModelConfig
-
-    gpu = device == "cuda"
-    shape, context, batch = ("small", 64, 2) if small else ("124m", 1024, 16)
-    model = ModelConfig(**SHAPES[shape], context=context)
-    rows = torch.randint(0, model.vocab_size, (batch, context + 1)).to(device)
-    step = ours(model, rows, torch.bfloat16 if gpu else torch.float32, compiled=gpu)
-    for _ in range(4):
-        step()
-    with torch.profiler.profile() as trace:
-        for _ in range(3):
-            step()
-    trace.export_chrome_trace(str(out / "trace.json"))
-    spent = {e.key: e.self_device_time_total if gpu else e.self_cpu_time_total for e in trace.key_averages()}
-    if not any(spent.values()):
-        sys.exit("the profiler has recorded no kernels")
-    print("| operation | times | ms |\n|---|---|---|")
-    for each in sorted(trace.key_averages(), key=lambda e: -spent[e.key])[:10]:
-        print(f"| `{each.key[:80]}` | {each.count} | {spent[each.key] / 1000:.2f} |")
-    waits = sum(e.count for e in trace.key_averages() if "Synchronize" in e.key)
-    print(f"| host waits | {waits} | |")
+def named(known: dict[str, Any], todo: list[Stage]) -> list[str]:
+    """The names of all stages, in their order."""
+    return list(dict.fromkeys([*known["stages"], *(stage.name for stage in todo)]))
 
 
-def work(todo: list[Stage], known: dict[str, Any], out: Path, minutes: float) -> None:
-    """Run all stages that are not done, those that failed before last, and write after each what is known."""
-    until = time.monotonic() + 60 * minutes
-    for stage in sorted(todo, key=lambda stage: stage.name in known["stages"]):
-        left = until - time.monotonic()
-        if known["stages"].get(stage.name, {}).get("code") == 0 or left < stage.least:
-            continue
-        print(f"== {stage.name} ({left / 60:.1f} minutes left)", flush=True)
-        known["stages"][stage.name] = run(stage, out, min(left, stage.most * max(1, minutes / 9)))
-        for name, text in (("results.json", json.dumps(known, indent=1)), ("report.md", report(known, todo))):
-            half = out / f"{name}.new"
-            half.write_text(text)
-            half.replace(out / name)
-        print(known["stages"][stage.name]["shown"], flush=True)
+def title(known: dict[str, Any]) -> str:
+    """On what this was."""
+    return f"Proof on {known['facts'].get('GPU', 'a CPU: a rehearsal')}" if known["device"] else "Nothing is proven yet"
+
+
+def facts_line(known: dict[str, Any]) -> str:
+    """The machine in a line."""
+    return ", ".join(f"{name} {value}" for name, value in known["facts"].items() if value not in (None, [], "", "GPU"))
 
 
 def report(known: dict[str, Any], todo: list[Stage]) -> str:
     """All that is known, and what of ``todo`` is not, as Markdown."""
-    names = [*known["stages"], *(stage.name for stage in todo if stage.name not in known["stages"])]
-    text = ["# Proof on " + known["facts"].get("GPU", "a CPU: a rehearsal"), ""]
-    text += [", ".join(f"{name} {value}" for name, value in known["facts"].items()), ""]
-    text += ["| stage | result | seconds |", "|---|---|---|"]
-    for name in names:
-        found = known["stages"].get(name)
-        ended = (
-            "not begun"
-            if found is None
-            else {0: "done", None: "out of time"}.get(found["code"], f"exit {found['code']}")
-        )
-        text.append(f"| {name} | {ended} | {found['seconds'] if found else ''} |")
-    for name in names:
-        if found := known["stages"].get(name):
-            text += ["", f"## {name}", "", found["shown"]]
+    text = [f"# {title(known)}", "", facts_line(known), "", "| stage | result | seconds |", "|---|---|---|"]
+    for name in named(known, todo):
+        result = known["stages"].get(name)
+        text.append(f"| {name} | {ending(result)} | {result['seconds'] if result else ''} |")
+    for name in named(known, todo):
+        if result := known["stages"].get(name):
+            text += ["", f"## {name}", "", result["shown"]]
+    return "\n".join(text) + "\n"
+
+
+def summary(known: dict[str, Any], todo: list[Stage], running: str | None, used: float, seconds: float) -> str:
+    """How every stage ended, and its figures, as plain text."""
+    text = [title(known), facts_line(known), f"{used:.0f} of {seconds:.0f} s used", ""]
+    if known["cut"]:
+        text += [f"cut off by {known['cut']}", ""]
+    for name in named(known, todo):
+        result = known["stages"].get(name)
+        how = "running" if name == running else ending(result)
+        took = f"{result['seconds']:7.1f} s" if result and name != running else " " * 9
+        text.append(f"{how:22} {took}  {name}")
+    for name in named(known, todo):
+        result = known["stages"].get(name)
+        if result and result["shown"]:
+            text += ["", f"{name}:", *(f"  {line}" for line in result["shown"].splitlines() if line.strip())]
     return "\n".join(text) + "\n"
 
 
@@ -224,50 +292,89 @@ def shown(text: str, failed: bool) -> str:
     """What a report says of a stage's output: its table, what was left out, tests that failed; the last line unless the table is all."""
     lines = [line for line in text.splitlines() if line.strip()]
     table = [line for line in lines if line.startswith("|")]
-    notes = [line for line in lines if " is left out: " in line or line.startswith(("FAILED ", "ERROR "))]
+    notes = [line for line in lines if " is left out: " in line or line.startswith(("FAILED ", "ERROR ", "error: "))]
     if not notes:  # tests that were stopped give no summary
         notes = [line for line in lines if re.search(r"::.* (FAILED|ERROR)\b", line)]
     last = lines[-1:] if failed or not table else []
     return "\n\n".join("\n".join(part) for part in (table, [f"- {note}" for note in notes[:40]], last) if part)
 
 
+def look(proof: Proof, wheels: Path, device: str) -> str:
+    """Install the wheels, and read what the machine is; the device to use. UnfitError if there is none, or a module is missing."""
+    command = [PYTHON, str(TOOLS / "gpu_machine.py")]
+    where = ["--out", str(proof.out), "--wheels", str(wheels)]
+    if wheels.is_dir():
+        proof.stage(Stage("wheels", [*command, "install", *where], 60), min(60, proof.left))
+    proof.stage(Stage("machine", [*command, "facts", *where], 120), min(120, proof.left))
+    file = proof.out / "facts.json"
+    facts = json.loads(file.read_text()) if proof.known["stages"]["machine"]["code"] == 0 else {}
+    if facts.get("missing"):
+        raise UnfitError(
+            f"{PYTHON} lacks {' '.join(facts['missing'])}: run tools/setup.sh --dev, or pip install -e '.[dev]' beside your PyTorch, or, "
+            f"without a network, carry {wheels} here (tools/gpu_wheels.sh)"
+        )
+    if not facts:
+        raise UnfitError(f"{PYTHON} cannot say what this machine is: {proof.known['stages']['machine']['shown']}")
+    if device == "cpu":
+        facts = {name: value for name, value in facts.items() if name != "GPU"}
+    elif not facts["cuda"]:
+        raise UnfitError(f"PyTorch {facts['torch']} finds no GPU here; --device cpu rehearses without one")
+    proof.known["facts"] = facts
+    return "cpu" if device == "cpu" else "cuda"
+
+
 def main() -> int:
     """Read the arguments, and run the stages that are not done."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--minutes", type=float, default=9, help="time there is (default 9); with more, a stage may take longer"
+        "--minutes",
+        type=float,
+        default=9.5,
+        help="time there is (default 9.5); with more than 10, stages may take longer",
     )
     parser.add_argument("--out", type=Path, default=Path("gpu-proof"), help="where the results go (default gpu-proof)")
+    parser.add_argument(
+        "--wheels", type=Path, default=Path("gpu-wheels"), help="from tools/gpu_wheels.sh, if it is there"
+    )
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--small", action="store_true", help="small models, to rehearse; always so on a CPU")
     parser.add_argument("--only", nargs="*", metavar="WORD", help="only stages whose name contains one of these words")
     parser.add_argument("--again", action="store_true", help="begin afresh, whatever is done")
-    parser.add_argument("--limits", metavar="DEVICE", help=argparse.SUPPRESS)
-    parser.add_argument("--profile", metavar="DEVICE", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.limits:
-        limits(args.limits, args.small)
-        return 0
-    args.out.mkdir(parents=True, exist_ok=True)
-    if args.profile:
-        profile(args.profile, args.out, args.small)
-        return 0
-    import torch
-
-    device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "none"
-    if device == "none" or (device == "cuda" and not torch.cuda.is_available()):
-        print(f"PyTorch {torch.__version__} finds no GPU here; --device cpu rehearses without one", file=sys.stderr)
+    out = args.out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    proof = Proof(out, Path(os.environ.get("OUT") or out).absolute(), 60 * args.minutes, args.again)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    try:
+        device = look(proof, args.wheels.absolute(), args.device)
+        if proof.known["device"] not in (None, device):  # of a rehearsal
+            kept = ("wheels", "machine")
+            proof.known["stages"] = {name: result for name, result in proof.known["stages"].items() if name in kept}
+        proof.known["device"] = device
+        todo = stages(device, out, args.small or device == "cpu")
+        proof.work([stage for stage in todo if not args.only or any(word in stage.name for word in args.only)])
+    except UnfitError as error:
+        print(error, file=sys.stderr)
         return 64
-    saved = args.out / "results.json"
-    known: dict[str, Any] = json.loads(saved.read_text()) if saved.exists() and not args.again else {}
-    if known.get("device") != device:
-        known = {"device": device, "facts": facts(device), "stages": {}}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    todo = stages(device, args.out, args.small or device == "cpu")
-    todo = [stage for stage in todo if not args.only or any(word in stage.name for word in args.only)]
-    work(todo, known, args.out, args.minutes)
-    print(f"\n{report(known, todo)}\n{args.out / 'report.md'}")
-    return 0 if all(known["stages"].get(stage.name, {}).get("code") == 0 for stage in todo) else 1
+    except SystemExit as end:
+        proof.known["cut"] = signal.Signals(int(str(end.code)) - 128).name
+        return int(str(end.code))
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # the archive is being written
+        if proof.known["cut"] and proof.running:
+            proof.known["stages"].setdefault(proof.running, cut(out, proof.running))
+        proof.write()
+    print(f"\n{report(proof.known, proof.todo)}\n{proof.archive / gpu_archive.NAME}")
+    return 0 if all(proof.known["stages"].get(stage.name, {}).get("code") == 0 for stage in proof.todo) else 1
+
+
+def cut(out: Path, name: str) -> dict[str, Any]:
+    """What is known of the stage that was running when the program was asked to stop."""
+    log = out / f"{slug(name)}.log"
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    return {"code": None, "seconds": 0.0, "shown": shown(text, True), "log": log.name}
 
 
 if __name__ == "__main__":

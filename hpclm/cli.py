@@ -121,6 +121,7 @@ def run(verb: Callable[[list[str]], int | None], argv: Sequence[str] | None = No
     except OSError as error:
         if error.errno == errno.EAGAIN:
             return _no_more_processes()
+        target = error.filename or _standard_output()
         if error.errno in MACHINE:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise closing it would fail too
             way_out = f"; {'free space on' if error.errno in FULL else 'check'} the disk, then start again"
@@ -128,7 +129,7 @@ def run(verb: Callable[[list[str]], int | None], argv: Sequence[str] | None = No
             way_out = "; check what it is, and its permissions"
         else:
             return _fault(redact)
-        say(redact(f"error: {error.filename or _standard_output()}: {error.strerror}{way_out}"), file=sys.stderr)
+        say(redact(f"error: {target}: {error.strerror}{way_out}"), file=sys.stderr)
         return 1 if error.errno in MACHINE else ConfigError.exit_code
     except Exception as error:
         return _no_more_processes() if "start new thread" in str(error) else _fault(redact)

@@ -113,7 +113,7 @@ def test_scalars_of_steps_that_were_left_behind_are_hidden_by_tensorboard(spiked
     train("run", "stop_at=24", "log.tensorboard=true", resume_step=20)
     train("run", "stop_at=22", "log.tensorboard=true", resume_step=20)
     board = EventAccumulator(str(spiked / "tensorboard"), purge_orphaned_data=True).Reload()
-    assert [event.step for event in board.Scalars("lm-loss-training/lm loss")] == [21, 22]
+    assert [event.step for event in board.Scalars("lm-loss-training/lm loss")] == [*range(1, 23)]
 
 
 def test_what_cannot_be_gone_back_to_is_refused_and_nothing_changes(spiked, capsys):

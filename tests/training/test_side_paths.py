@@ -199,7 +199,7 @@ def befallen(out, fault, paths, mends, more, monkeypatch, capfd):
         code = cli.main(["train", *words(out, "data.source=befallen:source", *more)])
     finally:
         for path in paths if fault == "read-only" else ():
-            subprocess.run(["umount", "-q", out / path], check=False)
+            subprocess.run(["umount", "-lq", out / path], check=False)
     return code, capfd.readouterr().err
 
 

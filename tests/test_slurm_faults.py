@@ -164,7 +164,7 @@ def test_a_job_whose_slurmstepd_was_killed_ends_when_its_run_has(cluster, tmp_pa
         (job.out / "stop").touch()
     for job in both:
         assert cluster.wait(job.id) == "COMPLETED", job.log()
-        assert "saved at step " in (job.out / "log.txt").read_text() and cluster.show(job.id)["Restarts"] == "0"
+        assert "(hpclm stop)" in (job.out / "log.txt").read_text() and cluster.show(job.id)["Restarts"] == "0"
 
 
 def test_cancel_ends_what_slurm_s_signals_do_not_reach_and_jobs_whose_run_has_ended(cluster, tmp_path):

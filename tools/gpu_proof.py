@@ -231,7 +231,10 @@ def kill_group(process: subprocess.Popen[Any]) -> None:
     """Kill a stage and whatever it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with contextlib.suppress(
+        ChildProcessError
+    ):  # not process.wait(): a signal may have interrupted it, with its lock held
+        os.waitpid(process.pid, 0)
 
 
 def ending(result: dict[str, Any] | None) -> str:

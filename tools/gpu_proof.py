@@ -234,7 +234,8 @@ def kill_group(process: subprocess.Popen[Any]) -> None:
     with contextlib.suppress(
         ChildProcessError
     ):  # not process.wait(): a signal may have interrupted it, with its lock held
-        os.waitpid(process.pid, 0)
+        _, status = os.waitpid(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
 
 
 def ending(result: dict[str, Any] | None) -> str:

@@ -1,6 +1,7 @@
 """Run directories in which somebody has put something else than hpclm: nothing waits, nothing is followed, nothing steers a terminal."""
 
 import contextlib
+import logging
 import os
 import socket
 import subprocess
@@ -105,8 +106,6 @@ def test_status_shows_a_run_whose_files_are_none_and_the_others(kind, tmp_path):
 
 
 WRITERS = {
-    "log.txt": lambda path: also_to(path).__enter__(),
-    "logs/rank-00001.log": instead_to,
     "attempts.jsonl": lambda path: files.append(path, "x"),
     "lock": lambda path: Lease(path.parent).__enter__(),
     "lock.beat": lambda path: files.overwrite(path, "x"),
@@ -127,6 +126,19 @@ def test_nothing_is_written_through_a_link(name, tmp_path):
     with pytest.raises((OSError, HpclmError)):
         WRITERS[name](path)
     assert not target.exists()
+
+
+def test_a_log_is_not_written_through_a_link(tmp_path, caplog):
+    target, path, rank = tmp_path / "mine.txt", tmp_path / "log.txt", tmp_path / "rank-00001.log"
+    target.write_text("mine")
+    path.symlink_to(target)
+    rank.symlink_to(target)
+    with also_to(path):
+        instead_to(rank)
+        logging.getLogger("hpclm").warning("a line")
+    for each in (path, rank):
+        assert f"{each} cannot be written: is a link; links are not followed here; training continues" in caplog.text
+    assert target.read_text() == "mine" and path.is_symlink()
 
 
 def test_a_reason_is_not_written_through_a_link(tmp_path):

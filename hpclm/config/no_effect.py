@@ -18,7 +18,6 @@ from hpclm.config.supports import SUPPORTS
 GUARD_STEPS = 64
 """Steps before optim.guard judges."""
 OF_SAVES = (
-    "every",
     "minutes",
     "epochs",
     "background",
@@ -28,7 +27,8 @@ OF_SAVES = (
     "keep_best",
     "keep_epochs",
 )
-"""Settings of checkpoint.* that say when and how to save, and what to keep."""
+"""Settings of checkpoint.* that say when and how to save, and what to keep; not every, which most presets set, so that a person who
+switches saves off would be told of what another one typed. The same holds for evaluate.batches."""
 OF_REPLICAS = ("zero_stage", "bucket_mb", "gradients", "defer_reduction")
 """Settings of engine.* about what data-parallel replicas share out or send."""
 
@@ -62,8 +62,6 @@ def by_settings(run: RunConfig) -> Iterator[str]:
         yield f"{idle(words)} with engine.precision=fp32: activations and gradients are fp32"
     if run.engine.device == "cpu" and run.engine.deterministic:
         yield "engine.deterministic=true has no effect with engine.device=cpu: it chooses among kernels of GPUs"
-    if not run.evaluate.every and (words := given("evaluate", run.evaluate, "batches")):
-        yield f"{idle(words)} with evaluate.every=0"
     if not run.log.sinks and (words := given("log", run.log, "project")):
         yield f"{idle(words)} without log.sinks"
     if not run.job.container and (words := given("job", run.job, "runtime")):

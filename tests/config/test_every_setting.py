@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from hpclm import config, shipped
 from hpclm.checkpoint import Retention
 from hpclm.config import compose, no_effect
 from hpclm.config.deepspeed import settings as deepspeed
@@ -440,12 +441,11 @@ IDLE = {
     "overflows in a row of one": ([*FP16, "scaler={consecutive: true, hysteresis: 1}"], "scaler.consecutive=true has no effect"),
     "fp32 gradients in fp32": (["engine.gradients=compute"], "engine.gradients=compute has no effect with engine.precision=fp32"),
     "deterministic kernels of GPUs": (["engine.deterministic=true"], "engine.deterministic=true has no effect with engine.device=cpu"),
-    "batches of no evaluation": (["evaluate={every: 0, batches: 3}"], "evaluate.batches=3 has no effect with evaluate.every=0"),
     "a project of no sink": (["log.project=mine"], "log.project=mine has no effect without log.sinks"),
     "a runtime of no container": (["job.runtime=docker"], "job.runtime=docker has no effect without job.container"),
     "hosts of another launcher": (["job={hostfile: /hosts, cluster: slurm}"], "job.hostfile=/hosts has no effect with job.cluster=slurm"),
     "what to keep of nothing": (
-        ["checkpoint={enabled: false, every: 5, keep_best: 2}"], "checkpoint.every=5, checkpoint.keep_best=2 have no effect with checkpoint.enabled=false",
+        ["checkpoint={enabled: false, every: 5, keep_best: 2}"], "checkpoint.keep_best=2 has no effect with checkpoint.enabled=false",
     ),
     "kept steps between saves": (
         ["checkpoint={every: 300, keep_every: 1000}"], "checkpoint.keep_every=1000 keeps multiples of 3000 only: checkpoint.every=300",
@@ -464,6 +464,12 @@ IDLE = {
 def test_a_setting_that_another_one_switches_off_is_named(words, says):
     assert [reason for reason in no_effect.by_settings(made(*words)) if says in reason]
     assert len(list(no_effect.by_settings(made(*words)))) == 1
+
+
+@pytest.mark.parametrize("name", ["debug", "small", "gpt2-124m", "llama-7b"])
+def test_who_switches_evaluations_and_saves_of_a_preset_off_is_not_told_what_the_preset_says_of_them(name):
+    run = config.load(shipped.presets()[name], ["evaluate.every=0", "checkpoint.enabled=false"])
+    assert [reason for reason in no_effect.by_settings(run) if "evaluate" in reason or "checkpoint" in reason] == []
 
 
 ALONE = {

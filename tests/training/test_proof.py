@@ -190,8 +190,10 @@ def test_other_bits_the_second_time_are_noticed(tmp_path, monkeypatch):
 
 def undecayed(optimizer, *given):
     """Forgets the weight decay of matrices, which is far less than what bf16 costs."""
-    optimizer.param_groups[0]["weight_decay"] = 0.0
+    group = optimizer.param_groups[0]
+    decay, group["weight_decay"] = group["weight_decay"], 0.0
     right_update(optimizer, *given)
+    group["weight_decay"] = decay  # a group that has changed would be refused for that
 
 
 def uncounted(optimizer, *given):

@@ -33,16 +33,17 @@ class SidePath:
             self._next = time.monotonic() + self._pause
             if not self._failing:
                 self._failing = True  # before it is logged: the log may be what fails
-                log.warning("%s: %s; training continues", self._failure, cause(error))
+                log.warning("%s: %s; training continues", self._failure, cause(error, self._failure))
             return False
         self._failing, self._pause, self._next = False, 0.0, 0.0
         return True
 
 
-def cause(error: Exception) -> str:
-    """An error in one line."""
+def cause(error: Exception, said: str = "") -> str:
+    """An error in one line, without the file that ``said`` names already."""
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        named = error.filename and str(error.filename) not in said
+        return f"{error.filename}: {error.strerror}" if named else error.strerror
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 

@@ -73,6 +73,7 @@ class Meter:
         self._boards: tuple[EventFile, EventFile] | None = None
         self._boards_written = time.monotonic()
         self._board_files = SidePath(f"TensorBoard's files in {self.folder} cannot be written")
+        self._scalars = SidePath("a scalar cannot be written for TensorBoard")
         self._display = SidePath("the progress of the run cannot be shown")
 
     def __enter__(self) -> "Meter":
@@ -213,8 +214,8 @@ class Meter:
         """A scalar of TensorBoard's, where there is one."""
         if self._boards and value is not None:
             by_step, by_samples = self._boards
-            by_step.add(tag, value, step)
-            by_samples.add(f"{tag} vs samples", value, samples)
+            self._scalars.attempt(lambda: by_step.add(tag, value, step), now=True)
+            self._scalars.attempt(lambda: by_samples.add(f"{tag} vs samples", value, samples), now=True)
 
 
 class NullMeter(Meter):

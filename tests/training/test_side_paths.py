@@ -185,6 +185,19 @@ def test_a_run_goes_on_while_the_disk_of_all_but_its_checkpoints_is_full(right, 
         subprocess.run(["umount", "-l", out], check=True)
 
 
+@pytest.mark.parametrize("module", ["tensorboard", "tensorboard.compat.proto.event_pb2", "google.protobuf"])
+def test_a_run_goes_on_where_tensorboard_cannot_be_imported(right, tmp_path, monkeypatch, capfd, module):
+    for name in list(sys.modules):
+        if name.startswith(("tensorboard", "google.protobuf")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    out = tmp_path / "run"
+    code = cli.main(["train", *words(out, "data.source=synthetic")])
+    shown = capfd.readouterr().err
+    assert code == 0 and losses(out) == right, shown
+    assert len(warnings_of("tensorboard", shown)) == 1 and " E " not in shown
+
+
 def befallen(out, fault, paths, mends, more, monkeypatch, capfd):
     """The exit code of a run to whose ``paths`` the ``fault`` happens, and what it says."""
     folder = out.parent

@@ -27,11 +27,10 @@ KINDS = {
     "fairscale-stage2": ["engine.name=fairscale", "engine.zero_stage=2", "engine.precision=bf16"],
     "pipelining": ["engine.name=pipelining", "parallel.pipeline=2"],
     "pipelining-bf16": ["engine.name=pipelining", "parallel.pipeline=2", "engine.precision=bf16"],
-    # not stage 3: DeepSpeed 0.19 keeps what its zero.Init has converted, whatever is done
-    **{f"deepspeed-{stage}": ["engine.name=deepspeed", f"engine.zero_stage={stage}"] for stage in range(3)},
+    **{f"deepspeed-{stage}": ["engine.name=deepspeed", f"engine.zero_stage={stage}"] for stage in range(4)},
     **{
         f"deepspeed-{stage}-bf16": ["engine.name=deepspeed", f"engine.zero_stage={stage}", "engine.precision=bf16"]
-        for stage in range(3)
+        for stage in range(4)
     },
     "deepspeed-sums": ["engine.name=deepspeed", "engine.precision=bf16", "engine.gradients=fp32"],
     "deepspeed-offload": ["engine.name=deepspeed", "engine.zero_stage=2", "engine.offload=optimizer"],

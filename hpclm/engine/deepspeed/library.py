@@ -17,6 +17,7 @@ from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.config import DeepSpeedConfigError
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from pydantic import ValidationError
 
 from hpclm.config import OptimConfig
@@ -98,9 +99,15 @@ def initialize(**arguments: Any) -> Any:
 
 def destroy(engine: Any) -> None:
     """Remove the hooks and attributes of weights by which DeepSpeed keeps them in memory, with its output suppressed."""
-    weights = list(engine.module.parameters())
+    weights, modules = list(engine.module.parameters()), list(engine.module.modules())
     with contextlib.redirect_stdout(io.StringIO()):
         engine.destroy()
+    if offload := getattr(engine.optimizer, "parameter_offload", None):
+        # stage 3 keeps every model on its stack of running modules, and the coordinator and the modules for good as keys
+        # of a cache; they stay as empty objects
+        FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module is not engine.module]
+        for key in (offload.get_param_coordinator(), *modules):
+            vars(key).clear()
     for weight in weights:  # the garbage collector does not see all that refers to them
         vars(weight).clear()
 

@@ -81,7 +81,7 @@ def test_a_dataset_gives_what_its_text_gives_but_for_the_ends_of_documents(run, 
 @pytest.mark.parametrize(
     "words, code, said",
     [
-        (["--text", "/nowhere"], 64, "/nowhere: No such file"),
+        (["--text", "/nowhere"], 64, "/nowhere cannot be read: No such file"),
         (["--data", "/nowhere"], 64, "/nowhere"),
         (["--text", "x", "--data", "y"], 2, "not allowed with"),
         (["--text", "x", "--samples", "3"], 2, "use --tokens"),

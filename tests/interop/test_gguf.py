@@ -175,11 +175,10 @@ def made_tokenizer(kind, folder):
     return "sentencepiece", [str(path)]
 
 
-SAME = ["json", "llama 3", "qwen", "digits", "bytes", "our bpe", "unigram"]
+SAME = ["json", "llama 3", "qwen", "digits", "dropout", "bytes", "our bpe", "unigram"]
 OTHER = {
     "prefix": "no normalizer and pre_tokenizer as in its tokenizer.json",
     "own pattern": "no normalizer and pre_tokenizer",
-    "dropout": "no dropout as in",
     "wordpiece": "it is a WordPiece",
     "bpe": "neither normalises text nor merges spaces",
     "bpe, own pieces": "with user-defined pieces",

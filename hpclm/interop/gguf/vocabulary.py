@@ -55,11 +55,7 @@ def _of_library(tokenizer: Library) -> Keys:
     model = tree["model"]
     if model["type"] != "BPE":
         raise _refused(tokenizer, f"it is a {model['type']}, and llama.cpp has byte-level BPE")
-    unlike = [
-        name
-        for name in ("byte_fallback", "continuing_subword_prefix", "dropout", "end_of_word_suffix")
-        if model.get(name)
-    ]
+    unlike = [name for name in ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix") if model.get(name)]
     splits = _splits(tree["pre_tokenizer"], bool(model.get("ignore_merges")))
     if unlike or splits is None or (tree["normalizer"] or {}).get("type") not in (None, "NFC"):
         what = ", ".join(unlike) or "normalizer and pre_tokenizer"

@@ -238,11 +238,12 @@ def test_a_second_interrupt_does_not_wait_and_says_what_is_lost(tiny, tmp_path, 
     settings = hpclm.settings(*tiny("run", "model.block=tests.faults:SlowBlock", "checkpoint.every=1"))
 
     def interrupt():
+        trains = threading.main_thread().ident  # whose sleep only a signal of its own interrupts
         until((tmp_path / "run/checkpoints/latest").exists)
         os.environ["TEST_PAUSE"] = "3600"  # the step is not finished before the second one
-        signal.raise_signal(signal.SIGINT)
+        signal.pthread_kill(trains, signal.SIGINT)
         until(lambda: "finishing this step" in capfd.readouterr().err)
-        signal.raise_signal(signal.SIGINT)
+        signal.pthread_kill(trains, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
     thread.start()

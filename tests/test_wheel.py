@@ -114,7 +114,7 @@ def test_the_installed_commands_work_in_any_folder(bin_folder, tmp_path):
     assert "standard library" in run(hpclm, "demo", "--help", cwd=tmp_path).stdout
     assert run(hpclm, "docs", "reliability", cwd=tmp_path).stdout.startswith("# Reliability\n")
     assert "--vocab-size" in run(hpclm, "train-tokenizer", "--help", cwd=tmp_path).stdout
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_an_installed_preset_trains_without_any_extra(bin_folder, tmp_path):
@@ -149,6 +149,8 @@ def test_messages_and_shipped_files_name_only_what_the_wheel_has(wheel):
 def test_a_missing_extra_is_named_and_nothing_is_written(bin_folder, tmp_path):
     told = run(bin_folder / "hpclm", "train", "debug", "engine.name=deepspeed", cwd=tmp_path, check=64).stderr
     assert "engine.name=deepspeed needs deepspeed, which is not installed: pip install 'hpclm[deepspeed]'" in told
-    told = run(bin_folder / "hpclm", "convert", ".", "out", cwd=tmp_path, check=64).stderr
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")  # what is not there is said first
+    told = run(bin_folder / "hpclm", "convert", "model", "out", cwd=tmp_path, check=64).stderr
     assert "hpclm convert needs safetensors, which is not installed: pip install 'hpclm[convert]'" in told
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

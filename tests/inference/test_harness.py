@@ -122,7 +122,8 @@ def test_scores_are_those_of_the_export_in_the_library(kind, place, tmp_path, ca
 
 
 def scored(out):
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may still be being written
     return [(row["step"], row["tasks"]["own_choice"]) for row in rows if "tasks" in row]
 
 

@@ -199,7 +199,6 @@ UNLIKE_GPT2 = {
         pre_tokenizer={"type": "Sequence", "pretokenizers": [made["pre_tokenizer"]]}
     ),
     "whole words first": lambda made: made["model"].update(ignore_merges=True),
-    "chance": lambda made: made["model"].update(dropout=0.5),
     "a byte too few": lambda made: (made["model"]["vocab"].pop("ÿ"), made["model"].update(unk_token="<|endoftext|>")),
 }
 

@@ -114,7 +114,7 @@ def test_the_installed_commands_work_in_any_folder(bin_folder, tmp_path):
     assert "standard library" in run(hpclm, "demo", "--help", cwd=tmp_path).stdout
     assert run(hpclm, "docs", "reliability", cwd=tmp_path).stdout.startswith("# Reliability\n")
     assert "--vocab-size" in run(hpclm, "train-tokenizer", "--help", cwd=tmp_path).stdout
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_installed_preset_trains_without_any_extra(bin_folder, tmp_path):

@@ -1,6 +1,6 @@
 """Settings that change nothing in a run, because of other settings, the number of processes, the run's length or the device.
 
-A contradiction that nobody can have meant is a problem of a section or of RunConfig, and refused. What is here may be meant, as where a
+A contradiction is a problem of a section or of RunConfig, and refused. What is here may be meant, as where a
 preset's settings serve a smaller run: it is a warning, a sentence for each, which names the setting as it is typed.
 """
 
@@ -27,8 +27,8 @@ OF_SAVES = (
     "keep_best",
     "keep_epochs",
 )
-"""Settings of checkpoint.* that say when and how to save, and what to keep; not every, which most presets set, so that a person who
-switches saves off would be told of what another one typed. The same holds for evaluate.batches."""
+"""Settings of checkpoint.* that say when and how to save, and what to keep; not every, which most presets
+set: someone who switches saves off did not type it. evaluate.batches is left out for the same reason."""
 OF_REPLICAS = ("zero_stage", "bucket_mb", "gradients", "defer_reduction")
 """Settings of engine.* about what data-parallel replicas share out or send."""
 
@@ -152,7 +152,7 @@ def by_length(run: RunConfig, length: Length) -> Iterator[str]:
     steps, saving = length.steps, run.checkpoint
     if steps is None:
         return
-    ends = f"the run ends after {steps} steps"
+    ends = f"the run ends after {steps} step{'s' * (steps != 1)}"
     first = run.profile.steps[0] if run.profile.steps else None
     named = {"stop_at": run.stop_at, "exit_interval": run.exit_interval}
     named |= {"checkpoint.keep_every": saving.keep_every, "profile.steps: step": first}

@@ -121,7 +121,7 @@ def test_threads_that_read_ahead_use_the_gpu_of_their_rank(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.put(threading.get_ident()) or tensor)
     made = batches(workers=1, device=torch.device("cuda", 3))
     made._ahead(0)
-    threads = {pinned.get(timeout=60)}
+    threads = {pinned.get(timeout=PATIENCE)}
     made.close()
     assert {used[thread] for thread in threads} == {torch.device("cuda", 3)} and threading.get_ident() not in threads
 

@@ -82,7 +82,7 @@ def test_the_first_call_has_the_most_telling_stages_and_time_for_all_of_them(dev
     names = ["limits", "a step, uncompiled", "gpt2-124m", "llama-1b, documents", "llama-1b, dropout"]
     first = gpu_proof.stages(device, tmp_path, small=device == "cpu")[:7]
     assert [stage.name for stage in first[:5]] == names and first[5].name.startswith("training speed")
-    assert first[6].name == "resumes"
+    assert first[6].name == "tests"
     assert sum(stage.budget for stage in first) <= 570 - gpu_proof.RESERVE
     for one in first:
         assert one.least < one.budget
@@ -238,10 +238,10 @@ def test_a_rehearsal_that_is_out_of_time_goes_on_in_the_next_call(tmp_path):
     began = time.monotonic()
     first = proof("--device", "cpu", "--out", tmp_path, "--minutes", "0.8")
     assert first.returncode == 1 and "not begun" in first.stdout, first.stdout + first.stderr
-    assert "resumes" not in json.loads((tmp_path / "results.json").read_text())["stages"]
+    assert "tests" not in json.loads((tmp_path / "results.json").read_text())["stages"]
     second = proof("--device", "cpu", "--out", tmp_path, "--minutes", str(20 + (time.monotonic() - began) / 60))
     assert second.returncode == 0, second.stdout + second.stderr
-    assert "== resumes" in second.stdout
+    assert "== tests" in second.stdout
     report = (tmp_path / "report.md").read_text()
     assert "a rehearsal" in report and "| hpclm |" in report and "host waits" in report
     assert "| gpt2-124m | 40 |" in report and "| llama-1b-documents | 8 |" in report

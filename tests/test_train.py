@@ -349,6 +349,12 @@ def test_mistakes_in_the_data_are_answered(tiny, tmp_path):
     assert "no documents in" in nothing.stderr and not list(tmp_path.glob("e_*"))
 
 
+def test_a_warning_of_the_data_is_given_once_though_it_is_checked_before_pytorch_is_there(tiny, tmp_path):
+    data = ["data.source=indexed", f"data.prefix={corpus(tmp_path)}", "model.vocab_size=4096", "budget.steps=1"]
+    assert hpclm("train", *tiny("run", *data), check=0).stderr.count("the model is smaller and faster") == 1
+    assert (tmp_path / "run/log.txt").read_text().count("the model is smaller and faster") == 1
+
+
 def test_an_unwritable_run_directory_is_refused_with_its_reason(tiny, tmp_path):
     (tmp_path / "file").write_text("")
     done = hpclm("train", *tiny("file/run"), check=64)

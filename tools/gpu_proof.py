@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ class Stage:
 def stages(device: str, out: Path, small: bool) -> list[Stage]:
     """All stages, the most telling first; ``small``: with models that are computed anywhere.
 
-    Those of the first call, without what comes after the resumes, have 570 seconds together.
+    Those of the first call, without what comes after the tests, have 570 seconds together.
     """
     settings = {"HPCLM_TEST_DEVICE": device} | ({"HPCLM_TEST_SHAPE": "cpu"} if small else {})
     where, rehearsal = ["--out", str(out), "--device", device], ["--small"] if small else []
@@ -57,8 +58,7 @@ def stages(device: str, out: Path, small: bool) -> list[Stage]:
         "default",
         "-p",
         "no:cacheprovider",
-        "-p",
-        "no:xdist",
+        *(("-n", str(min(8, max(1, (os.cpu_count() or 1) // 2)))) if find_spec("xdist") else ("-p", "no:xdist")),
         "--tb=short",
         "-vv",
     ]
@@ -85,23 +85,21 @@ def stages(device: str, out: Path, small: bool) -> list[Stage]:
 
     others = ["plain PyTorch, compiled", "transformers, compiled", "Megatron-core"]
     first = [
-        machine("limits", 25, "limits"),
-        machine("a step, uncompiled", 60, "step"),
-        run("gpt2-124m", 130),
-        run("llama-1b, documents", 60),
+        machine("limits", 15, "limits"),
+        machine("a step, uncompiled", 30, "step"),
+        run("gpt2-124m", 110),
+        run("llama-1b, documents", 80),
         run("llama-1b, dropout", 50),
-        speed("small", 64, 2, 140, "hpclm", "limit")
+        speed("small", 64, 2, 110, "hpclm", "limit")
         if small
-        else speed("124m", 1024, 16, 140, "limit", "hpclm", *others),
-        test("resumes", 100, "tests/gpu/test_checkpoints.py"),
+        else speed("124m", 1024, 16, 110, "limit", "hpclm", *others),
+        test("tests", 170, "tests/gpu"),
     ]
     if device == "cpu":
-        return [*first, test("tests of the step", 120, "tests/gpu/test_step.py")]
+        return first
     compiled = ["limit", "hpclm, compiled", *others[1:]]
     later = [
-        *([] if small else [speed("1.3b", 2048, 8, 150, *compiled), speed("llama-1b", 2048, 8, 150, *compiled)]),
-        test("tests of the step", 240, "tests/gpu/test_step.py"),
-        test("all tests", 540, "tests/gpu"),
+        *([] if small else [speed("1.3b", 2048, 4, 120, *compiled), speed("llama-1b", 2048, 4, 120, *compiled)]),
         Stage(
             "checkpoints",
             [PYTHON, str(TOOLS / "bench_checkpoint.py"), *(["--megabytes=20"] if small else [])],

@@ -91,7 +91,8 @@ def start(
         from hpclm.launch import prechecks
         from hpclm.training import records
 
-        prechecks.check_files(settings, records.requested_step(Path(settings.out), resume_step))
+        with log.silent():  # training reads the files again
+            prechecks.check_files(settings, records.requested_step(Path(settings.out), resume_step))
     if world.local_size < world.size:
         network.hide_lookup_warnings()
     if world.local_size > 1:

@@ -4,6 +4,7 @@ Work and results are stored in files; only their names go through the executor's
 worker that is killed while it answers cannot leave half a message that the parent would wait for.
 """
 
+import logging
 import multiprocessing
 import os
 import pickle
@@ -41,7 +42,7 @@ def ordered(function: Callable[[Work], Result], work: Iterable[Work], workers: i
     with (
         temporary_folder() as folder,
         safe_children(),
-        ProcessPoolExecutor(workers, context, initializer=_exit_with_parent) as pool,
+        ProcessPoolExecutor(workers, context, initializer=_begin) as pool,
     ):
         pending: deque[Future[Path]] = deque()
         try:
@@ -74,8 +75,10 @@ def _ctrl_c_for_parent() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _exit_with_parent() -> None:
-    """In a worker: exit when the parent does, however it ends."""
+def _begin() -> None:
+    """In a worker: exit when the parent does, however it ends; and warn of nothing, since the parent, which loads the same
+    tokenizer, has done so."""
+    logging.disable(logging.WARNING)
     parent = multiprocessing.parent_process()
 
     def wait() -> None:

@@ -52,7 +52,7 @@ def device(
 def use(device: torch.device) -> None:
     """Have the calling thread use ``device``. In PyTorch every thread begins with the first GPU: what it pins or allocates there opens
     a context of some hundred megabytes on a GPU that may be another rank's."""
-    if device.type == "cuda":
+    if device.type == "cuda" and device.index is not None:  # PyTorch takes no device without a number
         torch.cuda.set_device(device)
 
 

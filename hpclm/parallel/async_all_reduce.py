@@ -16,7 +16,9 @@ class AsyncAllReduce:
 
     def __init__(self, world: Axis, device: torch.device):
         self.world, self.device = world, device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if gpu else None
+        self._idle = torch.cuda.Stream(device) if gpu else None
 
     def start(self, values: Mapping[str, float | Tensor]) -> "Reduction":
         """Send numbers that the host knows, and scalars that the device may still be computing.
@@ -35,28 +37,50 @@ class AsyncAllReduce:
             work = dist.all_reduce(vector, dist.ReduceOp.MAX, group=self.world.group, async_op=True)
         if self._stream is None:
             return Reduction(names, vector, work)
-        copied, back = torch.cuda.Event(), torch.empty(vector.shape, dtype=torch.float64, pin_memory=True)
+        copied = torch.cuda.Event(enable_timing=True)
+        back = torch.empty(vector.shape, dtype=torch.float64, pin_memory=True)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             if work is not None:
                 work.wait()  # the stream waits, not the host
             back.copy_(vector, non_blocking=True)
             copied.record()
-        return Reduction(names, back, work, copied, vector)
+        return Reduction(names, back, work, vector, copied, self._idle)
 
 
 class Reduction:
     """A vector that is being reduced. It may be dropped unread."""
 
-    def __init__(self, names: Sequence[str], host: Tensor, work: Any, copied: Any = None, device: Tensor | None = None):
-        """``copied``: the event after which ``host`` is complete. ``device``: kept until then."""
-        self._names, self._host, self._work, self._copied, self._device = names, host, work, copied, device
+    def __init__(
+        self,
+        names: Sequence[str],
+        host: Tensor,
+        work: Any,
+        device: Tensor | None = None,
+        copied: Any = None,
+        idle: Any = None,
+    ):
+        """``device``: kept until ``copied``, the event after which ``host`` is complete. ``idle``: a stream that computes nothing."""
+        self._names, self._host, self._work, self._device = names, host, work, device
+        self._copied, self._idle = copied, idle
 
     def done(self) -> bool:
         """Whether ``read`` would return at once."""
         if self._copied is not None:
             return bool(self._copied.query())
         return self._work is None or bool(self._work.is_completed())
+
+    def age(self) -> float:
+        """Seconds since the vector, which has been read, was complete by the device's clock; 0 on CPUs.
+
+        The host may come late: it waits while the device's queue of kernels is full.
+        """
+        if self._copied is None:
+            return 0.0
+        now = torch.cuda.Event(enable_timing=True)
+        now.record(self._idle)
+        now.synchronize()
+        return max(0.0, float(self._copied.elapsed_time(now)) / 1000)
 
     def read(self) -> dict[str, float]:
         """The maximum over all ranks, by name; waits for it."""

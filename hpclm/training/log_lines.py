@@ -18,6 +18,8 @@ class Interval:
     seconds: float
     total: int | None
     """The last step of the run, where that is known."""
+    first: bool = False
+    """Whether this is the first step of an attempt, which may compile: how long it took says nothing of those to come."""
 
     @property
     def step(self) -> int:
@@ -45,7 +47,7 @@ def step_line(steps: Interval) -> str:
     if waiting > NOTABLE_WAIT:
         parts.append(f"{waiting:.0%} waiting for data")
     parts.append(f"{steps.step_seconds:.3f} s/step")
-    if steps.total:
+    if steps.total and not steps.first:
         parts.append(f"{_clock((steps.total - steps.step) * steps.step_seconds)} left")
     of = f"/{steps.total}" if steps.total else ""
     return "  ".join([f"step {steps.step}{of}", *parts])

@@ -195,7 +195,7 @@ class Meter:
         row = rows[-1] | self.speed(sum(r["batch_size"] for r in rows), seconds)
         row["loss"] = sum(r["loss"] for r in rows) / len(rows)
         row["data_fraction"] = sum(r["data_seconds"] for r in rows) / seconds
-        steps = log_lines.Interval(rows, row, seconds, self.total)
+        steps = log_lines.Interval(rows, row, seconds, self.total, first=step == self.start + 1)
         log.info("%s", log_lines.step_line(steps), extra=LIVE)
         self._flush_boards()
         for scored in self._scores.new():

@@ -46,7 +46,7 @@ class Results:
         when."""
         step = self._queued
         if step is not None and step.finished is None and step.answer.done():
-            step.finished = time.perf_counter(), time.time()
+            step.finished = _ago(step.answer.age())
         return step is None or step.finished is not None
 
     def queue(self, step: QueuedStep) -> ControlState | None:
@@ -61,6 +61,7 @@ class Results:
             return None
         step, self._queued = self._queued, None
         values = step.answer.read()
+        step.finished = step.finished or _ago(step.answer.age())
         self._record(step, **{name: values[name] for name in step.result.metrics})
         return self.sync.state(values)
 
@@ -72,7 +73,7 @@ class Results:
 
     def _record(self, step: QueuedStep, loss: float, grad_norm: float, skipped: float, **others: float) -> None:
         """Judge a step and write it down; ``others``: further metrics of the engine, written under their names."""
-        finished, clock = step.finished or (time.perf_counter(), time.time())
+        finished, clock = step.finished or _ago(0.0)
         seconds = finished - max(step.began, self._finished)  # while the one before it ran, it had to wait
         self._finished = finished
         self.clock.seconds += seconds
@@ -87,3 +88,8 @@ class Results:
         row |= {**step.measured, **step.result.seconds, **health.row()}
         self.meter.step(step.progress.step, step.progress.samples, row)
         self.guard.check(step.progress.step, loss, grad_norm, bool(skipped), searching)
+
+
+def _ago(seconds: float) -> tuple[float, float]:
+    """The clocks of time.perf_counter and time.time that many seconds ago."""
+    return time.perf_counter() - seconds, time.time() - seconds

@@ -23,6 +23,11 @@ def test_gpus_that_are_named_but_not_found_are_no_reason_to_train_on_the_cpu():
     assert hardware.device(EngineConfig(device="cpu"), 0, 1, {"CUDA_VISIBLE_DEVICES": "0"}).type == "cpu"
 
 
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_a_device_without_a_number_is_the_one_in_use(name):
+    hardware.use(torch.device(name))
+
+
 @pytest.fixture
 def precision():
     """Puts back how fp32 products run."""

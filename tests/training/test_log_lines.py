@@ -16,6 +16,7 @@ def test_lines_of_steps_hold_the_run_s_numbers(tiny, tmp_path):
     assert "; 12 steps (budget.samples=100 ends it before budget.steps=20) of 8 samples x 16 tokens" in lines[1]
     told = [line[26:] for line in lines if "/12  loss " in line]
     assert [int(line.split()[1].partition("/")[0]) for line in told] == [1, 4, 8, 12]
+    assert [" left" in line for line in told] == [False, True, True, True]  # the first step may compile
     assert told[2].startswith(f"step 8/12  loss {sum(losses[n] for n in range(5, 9)) / 4:.4f}  lr ")
 
 

@@ -167,6 +167,13 @@ def test_bpe_dropout_is_switched_off_and_said_once(made, tmp_path, caplog):
     assert mismatch(tokenizers[0].fingerprint, build("json", [path]).fingerprint) is None
 
 
+def test_what_a_tokenizer_warns_of_is_not_repeated_by_each_worker(tmp_path):
+    (tmp_path / "a.txt").write_text("\n".join(CORPUS))
+    words = ["--input", tmp_path / "a.txt", "--output-prefix", tmp_path / "a", "--workers", "2"]
+    done = hpclm("preprocess", *words, "--tokenizer", "json", "--tokenizer-files", sampled(tmp_path), check=0)
+    assert done.stderr.count("switched off") == 1
+
+
 def test_unigram_sampling_is_switched_off():
     from tokenizers import Tokenizer, models
 

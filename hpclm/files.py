@@ -202,11 +202,19 @@ def own_temporary(name: str) -> Path:
     path = parent / f"{name}-{os.geteuid()}"
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    status = path.lstat()
-    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & OTHERS:
+    if is_private_folder(path):
         return path
     log.warning("%s was made by another user, or others can write to it: using a new folder instead", path)
     return Path(tempfile.mkdtemp(prefix=f"{name}-{_mine()}"))
+
+
+def is_private_folder(path: Path) -> bool:
+    """Whether ``path`` is a folder of this user, no link, in which nobody else can write."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & OTHERS
 
 
 @contextmanager

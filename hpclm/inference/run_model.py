@@ -16,11 +16,13 @@ from hpclm.inference import run_settings
 from hpclm.model import gpt
 from hpclm.model.loss import TokenLoss
 from hpclm.model.stack import Stack
-from hpclm.node import hardware
+from hpclm.node import environment, hardware
 
 
 def place(config: RunConfig) -> tuple[torch.device, torch.dtype]:
     """The device of a single process, made ready, and the type of its activations."""
+    if config.modules():
+        environment.for_code_that_may_compile()
     device = hardware.device(config.engine, 0)
     hardware.set_matmul(device)
     return device, hardware.compute_type(config.engine, device)

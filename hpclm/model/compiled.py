@@ -1,6 +1,7 @@
 """torch.compile, with a way back: what cannot be compiled runs as it is."""
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -22,10 +23,12 @@ class Compilation:
     def __init__(self, name: str, backend: Any = "inductor", axes: Sequence[Axis] = ()):
         """``name``: what they are, for the log. ``axes``: of the processes that the functions exchange tensors with, which must
         all run them in one way: if one of these cannot compile, none does."""
+        environment.for_inductor()  # first: importing torch._dynamo makes PyTorch's default folder
         import torch._dynamo
         import torch._functorch.config
+        import torch._inductor.config
 
-        environment.for_inductor()
+        torch._inductor.config.cpp_cache_precompile_headers = os.environ[environment.PRECOMPILED_HEADERS] == "1"
         torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
         # with the forward pass, where a failure has the function run as it is; in the backward pass it would end the run
         torch._functorch.config.force_non_lazy_backward_lowering = True

@@ -1,15 +1,24 @@
 """The environment of this process: what it passes on to what it starts, and the user's own files that it names."""
 
+import getpass
 import os
 import re
 from collections.abc import Iterable, Mapping, MutableMapping
+from contextlib import suppress
 from pathlib import Path
 
 from hpclm import files
+from hpclm.errors import ConfigError
 from hpclm.node import python
 
 SNAPSHOT = "HPCLM_SNAPSHOT"
 """The snapshot of the code that a job runs."""
+INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+"""Where torch.compile keeps what it has compiled."""
+INDUCTOR_FOLDER = "hpclm-inductor"
+"""How the name of hpclm's folder for that begins."""
+PRECOMPILED_HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
+"""Whether PyTorch precompiles headers for C++: 1 or 0."""
 LAUNCH = ("HPCLM_LAUNCHER", "HPCLM_SECRET")
 """Set by hpclm for its ranks; a launch inside another must not inherit them."""
 
@@ -66,9 +75,35 @@ def for_deepspeed(kind: str, index: int, builds: bool = False, env: MutableMappi
 
 
 def for_inductor(env: MutableMapping[str, str] = os.environ) -> None:
-    """Set where torch.compile keeps what it has compiled on this node; PyTorch's own default may be another user's folder."""
-    if "TORCHINDUCTOR_CACHE_DIR" not in env:
-        env["TORCHINDUCTOR_CACHE_DIR"] = str(files.own_temporary("hpclm-inductor"))
+    """Set where torch.compile keeps what it has compiled on this node, unless the user chose a folder.
+
+    PyTorch's own default, which it also writes into ``env`` when torch._dynamo is imported, may be another user's folder. What
+    hpclm set is used only if this machine has it: a job inherits the variables of the machine that submitted it.
+    Headers for C++ are not precompiled: PyTorch keeps them in its default folder whatever was chosen.
+    """
+    env.setdefault(PRECOMPILED_HEADERS, "0")
+    folder = Path(env.get(INDUCTOR_CACHE, ""))
+    hpclm_made = folder.name.startswith(INDUCTOR_FOLDER)
+    if env.get(INDUCTOR_CACHE) and not hpclm_made and folder.name != _default_of_inductor():
+        return
+    if not hpclm_made or not files.is_private_folder(folder):
+        env[INDUCTOR_CACHE] = str(files.own_temporary(INDUCTOR_FOLDER))
+
+
+def for_code_that_may_compile(env: MutableMapping[str, str] = os.environ) -> None:
+    """``for_inductor`` for a user's own code and for libraries, which may call torch.compile or not: without a safe folder the
+    variable stays as it is."""
+    with suppress(ConfigError, OSError):
+        for_inductor(env)
+
+
+def _default_of_inductor() -> str:
+    """The name of the folder that PyTorch chooses for what it has compiled."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, ImportError, OSError):  # no variable names the user, nor does the password database
+        user = f"uid_{os.getuid()}"
+    return "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user)
 
 
 def to_unset(options: Iterable[str], env: Mapping[str, str] = os.environ) -> list[str]:

@@ -25,7 +25,7 @@ from hpclm.distributed import bootstrap
 from hpclm.distributed.context import DistributedContext
 from hpclm.engine import Engine
 from hpclm.model import attention_backend, count
-from hpclm.node import hardware, secrets
+from hpclm.node import environment, hardware, secrets
 from hpclm.node.notify import Notifier
 from hpclm.node.preemption import Preemption
 from hpclm.optim.guard import Guard
@@ -190,6 +190,8 @@ def open_devices(config: RunConfig, context: DistributedContext) -> Compute:
     backend = "nccl" if device.type == "cuda" else None  # gloo's part in the group of all serves the CPUs
     mesh = Mesh.build(context.rank, context.size, config.parallel, minutes, backend)
     mesh = replace(mesh, nodes=len({context.ranks[rank].node for rank in mesh.dp.ranks}))
+    if config.modules() or config.engine.name == "deepspeed":
+        environment.for_code_that_may_compile()
     engines.engine_class(
         config.for_engine(context.size), device
     )  # refused, if it cannot be used, before anything is written

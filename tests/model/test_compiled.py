@@ -1,7 +1,10 @@
 """Blocks that are compiled: one graph for all of them, in every layout; what they do where compiling fails."""
 
+import getpass
 import os
 import shutil
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -14,7 +17,7 @@ from hpclm.model.stack import Stack
 from tests import ranks
 from tests.engine import sharded
 from tests.parity import STYLES, TINY
-from tests.runs import hpclm
+from tests.runs import ROOT, hpclm
 
 CUDA = torch.device("cuda")  # only named here
 
@@ -259,6 +262,29 @@ def test_an_engine_learns_whether_it_is_to_compile(monkeypatch):
     run = config.load(None, TINY)
     engine = engines.build(run.for_engine(), sharded.Mesh(), torch.device("cpu"), torch.float32)
     assert asked == [True] and engine.config.engine.compile
+
+
+COMPILE = """
+import torch
+from hpclm.model.compiled import Compilation
+compiled = Compilation("x").of(lambda x: (x.sin() + 1).cos(), None)
+print(compiled(torch.ones(3)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(engines.missing_compiler() is not None, reason="no C++ compiler, or no Python.h")
+def test_code_is_not_compiled_in_the_folder_that_another_user_made_where_pytorch_would_compile(tmp_path):
+    tmp_path.chmod(0o1777)
+    foreign = tmp_path / f"torchinductor_{getpass.getuser()}"
+    foreign.mkdir()
+    foreign.chmod(0o777)
+    env = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"}
+    env |= {"TMPDIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / f"hpclm-inductor-{os.geteuid()}").rglob("*.so"))
+    assert not list(foreign.iterdir())
 
 
 @pytest.mark.whole

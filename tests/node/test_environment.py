@@ -1,3 +1,4 @@
+import getpass
 import os
 import tempfile
 from pathlib import Path
@@ -54,6 +55,33 @@ def test_compiled_code_is_kept_in_folders_of_this_user_alone_which_all_ranks_of_
         environment.for_deepspeed("cpu", 0, True, env)
         environment.for_inductor(env)
         assert env[name] == "/mine"
+
+
+@pytest.mark.parametrize("prepare", [environment.for_inductor, environment.for_code_that_may_compile])
+def test_only_a_folder_that_the_user_chose_replaces_hpclm_s_for_compiled_code(prepare, temporary):
+    private = temporary / f"hpclm-inductor-{os.geteuid()}"
+    of_pytorch = f"torchinductor_{getpass.getuser()}"
+    for chosen in (
+        "",
+        f"{temporary}/{of_pytorch}",
+        f"/other/{of_pytorch}",
+        "/of/the/submitting/machine/hpclm-inductor-7",
+    ):
+        env = {"TORCHINDUCTOR_CACHE_DIR": chosen}
+        for _ in range(2):
+            prepare(env)
+            assert env["TORCHINDUCTOR_CACHE_DIR"] == str(private), chosen
+    for chosen in ("/mine", f"/mine/{of_pytorch}-2", f"/mine/{of_pytorch}/cache"):
+        env = {"TORCHINDUCTOR_CACHE_DIR": chosen}
+        prepare(env)
+        assert env["TORCHINDUCTOR_CACHE_DIR"] == chosen
+
+
+def test_without_a_safe_folder_a_run_that_does_not_compile_starts_all_the_same(temporary):
+    temporary.chmod(0o777)
+    env = {}
+    environment.for_code_that_may_compile(env)
+    assert "TORCHINDUCTOR_CACHE_DIR" not in env and not list(temporary.iterdir())
 
 
 FOREIGN = {

@@ -113,8 +113,11 @@ def test_when_all_ranks_of_another_node_are_lost_at_once_the_log_names_them_and_
 ):
     if not cluster.isolated:
         pytest.skip("needs nodes with separate process tables")
-    job = Job(cluster, tmp_path / "run", 2, 2, *ENDLESS, f"job.template={template}")
+    nothing_exported = ["--sbatch", "export=NONE", "job.env={OMP_NUM_THREADS: '1', OF_JOB_ENV: '2'}"]
+    job = Job(cluster, tmp_path / "run", 2, 2, *ENDLESS, f"job.template={template}", *nothing_exported)
     job.wait_for_step(2)
+    for rank in job.ranks():
+        assert variables(rank.pid).items() >= {"OF_JOB_ENV": "2", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}.items()
     (other,) = {rank.node for rank in job.ranks()} - {cluster.show(job.id)["BatchHost"]}
     secret = {variables(rank.pid).get("HPCLM_SECRET") for rank in job.ranks()}
     assert len(secret) == 1 and (template == "mpirun" or len(*secret) == 32)  # under mpirun MPI broadcasts it

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hpclm.distributed.signed import SECRET
+from hpclm.distributed.signed import SECRET, SIGNED
 from hpclm.errors import REQUEUE, ConfigError
 
 Env = Mapping[str, str]
@@ -131,6 +131,11 @@ def _contradictions(world: World, env: Env, alone: bool) -> Iterator[str]:
         )
     if (launcher != "single" or not alone) and _number(env, "SLURM_HET_SIZE") > 1:
         yield "this is a heterogeneous Slurm job, of which the run would use one component; submit one job of equal nodes"
+    if size > 1 and launcher in ("Slurm", "torchrun") and SIGNED in env and not world.secret:
+        yield (
+            f"the job's script made a secret for its ranks, with which they sign what they tell one another, but this rank has no "
+            f"{SECRET}: start the ranks with srun --export=ALL, and pass the variables HPCLM_* into a container"
+        )
     for name in OTHERS.get(launcher, ()):
         if (count := _number(env, name)) > size:
             known = (

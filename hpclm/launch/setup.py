@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hpclm import shipped
 from hpclm.config import JobConfig, RunConfig
+from hpclm.config.job import TEMPLATES
 from hpclm.errors import ConfigError
 from hpclm.node import environment
 from hpclm.rundir import code
@@ -25,6 +26,8 @@ def lines(config: RunConfig, path: Path, folders: Iterable[Path] = ()) -> Iterat
     if job.modules:
         yield "command -v module > /dev/null || . /etc/profile"
         yield f"module load {shlex.join(job.modules)} || exit 64"
+    if job.template not in TEMPLATES:  # whose steps would take the job's own --export
+        yield "export SLURM_EXPORT_ENV=ALL SRUN_EXPORT_ENV=ALL"
     yield from _python(job)
     for variable, value in job.env.items():
         yield f"export {variable}={shlex.quote(value)}"

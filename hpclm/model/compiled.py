@@ -1,7 +1,6 @@
 """torch.compile, with a way back: what cannot be compiled runs as it is."""
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ class Compilation:
         import torch._functorch.config
         import torch._inductor.config
 
-        torch._inductor.config.cpp_cache_precompile_headers = os.environ[environment.PRECOMPILED_HEADERS] == "1"
+        torch._inductor.config.cpp_cache_precompile_headers = environment.precompiles_headers()
         torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
         # with the forward pass, where a failure has the function run as it is; in the backward pass it would end the run
         torch._functorch.config.force_non_lazy_backward_lowering = True

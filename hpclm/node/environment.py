@@ -19,7 +19,7 @@ INDUCTOR_FOLDER = "hpclm-inductor"
 """How the name of hpclm's folder for that begins."""
 PRECOMPILED_HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
 """Whether PyTorch precompiles headers for C++: 1 or 0."""
-LAUNCH = ("HPCLM_LAUNCHER", "HPCLM_SECRET")
+LAUNCH = ("HPCLM_LAUNCHER", "HPCLM_SECRET", "SLURM_HPCLM_SIGNED")
 """Set by hpclm for its ranks; a launch inside another must not inherit them."""
 
 # Set by Slurm, by mpirun and by torchrun for the processes that they start.
@@ -88,6 +88,11 @@ def for_inductor(env: MutableMapping[str, str] = os.environ) -> None:
         return
     if not hpclm_made or not files.is_private_folder(folder):
         env[INDUCTOR_CACHE] = str(files.own_temporary(INDUCTOR_FOLDER))
+
+
+def precompiles_headers(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether torch.compile precompiles headers for C++, which it does only for a user who asks for it."""
+    return env.get(PRECOMPILED_HEADERS) == "1"
 
 
 def for_code_that_may_compile(env: MutableMapping[str, str] = os.environ) -> None:

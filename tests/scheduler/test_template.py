@@ -53,7 +53,7 @@ def test_a_template_is_a_whole_script_and_carries_what_a_job_that_survives_needs
     ):
         assert needed in text
     if "srun " in text:
-        for needed in ("--kill-on-bad-exit=1", "--nodes=", "--ntasks=", "--ntasks-per-node=", "--cpus-per-task="):
+        for needed in ("--export=ALL", "--kill-on-bad-exit=1", "--nodes=", "--ntasks=", "--ntasks-per-node=", "--cpus-per-task="):
             assert needed in text
 
 
@@ -122,6 +122,13 @@ def test_a_template_that_cannot_work_is_refused(text, answer, tmp_path):
     with pytest.raises(ConfigError) as caught:
         rendered(f"job.template={tmp_path / 't.sbatch'}")
     assert answer in str(caught.value)
+
+
+def test_steps_of_a_template_of_ones_own_get_the_script_s_environment_unless_its_set_up_says_otherwise(tmp_path):
+    mine = tmp_path / "my.sbatch"
+    mine.write_text('#!/bin/bash\n# SET-UP\nsrun python -m hpclm.train "$@"\n')
+    lines = rendered(f"job.template={mine}", "job.setup=['export SLURM_EXPORT_ENV=NONE']").splitlines()
+    assert lines.index("export SLURM_EXPORT_ENV=ALL SRUN_EXPORT_ENV=ALL") < lines.index("export SLURM_EXPORT_ENV=NONE")
 
 
 def test_a_template_that_is_not_there_is_said_to_be_so(tmp_path):

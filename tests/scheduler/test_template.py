@@ -53,7 +53,14 @@ def test_a_template_is_a_whole_script_and_carries_what_a_job_that_survives_needs
     ):
         assert needed in text
     if "srun " in text:
-        for needed in ("--export=ALL", "--kill-on-bad-exit=1", "--nodes=", "--ntasks=", "--ntasks-per-node=", "--cpus-per-task="):
+        for needed in (
+            "--export=ALL",
+            "--kill-on-bad-exit=1",
+            "--nodes=",
+            "--ntasks=",
+            "--ntasks-per-node=",
+            "--cpus-per-task=",
+        ):
             assert needed in text
 
 

@@ -29,6 +29,7 @@ from hpclm.model.stack import Stack
 from hpclm.registry import hint
 
 NEW = 256  # tokens to generate where a task does not say
+SHOWN = 60  # characters of a text in a message
 Scores = dict[str, dict[str, float]]
 """Task -> metric -> value; a metric's standard error is called METRIC_stderr."""
 
@@ -141,9 +142,15 @@ class Adapter(TemplateLM):
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> Any:
         """As the library does, without its progress bar."""
+        for context, continuation in (request.args for request in requests):
+            if context == "" and not self.tok_encode(continuation, add_special_tokens=False):
+                raise ConfigError(_unscorable(context, continuation, "the continuation has no tokens"))
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+        for (context, continuation), before, after in requests:
+            if problem := unscorable(before, after, self.max_length):
+                raise ConfigError(_unscorable(context, continuation, problem))
         pairs = [(before, after) for _, before, after in requests]
         return log_likelihoods(self.model, pairs, self.batch, self.check_interrupt)
 
@@ -179,7 +186,12 @@ class Adapter(TemplateLM):
         """What follows each prompt until its document ends, one of the texts ``until`` comes, or there are enough tokens."""
         until, most = options.get("until") or [], int(options["max_gen_toks"])
         stop = [until] if isinstance(until, str) else [text for text in until if text]
-        room = self.max_length - most if most < self.max_length else 3 * self.max_length // 4
+        room = self.max_length - most
+        if room < 1:
+            raise ConfigError(
+                f"a task generates up to {most} tokens (its max_gen_toks), which leaves no room for a prompt in "
+                f"model.context={self.max_length}; lower max_gen_toks in the task file (--tasks-path)"
+            )
         starts = [self.tok_encode(prompt)[-room:] or [self.first] for prompt in prompts]
         temperature = float(options.get("temperature") or 0.0) if options.get("do_sample") else 0.0
         sampling = Sampling(temperature, options.get("top_k") or None, float(options.get("top_p") or 1.0))
@@ -192,13 +204,37 @@ class Adapter(TemplateLM):
             yield postprocess_generated_text(text, stop, None)
 
 
+def unscorable(before: Sequence[int], after: Sequence[int], context: int) -> str | None:
+    """Why the library's hf model would not score the tokens ``after`` those ``before``; None if it would."""
+    if not before:
+        return "the context has no tokens"
+    if not after:
+        return "the tokenizer joins the continuation to the context, so it has no token of its own"
+    if len(after) > context:
+        return f"the continuation has {len(after)} tokens, but model.context={context}"
+    return None
+
+
+def _unscorable(context: str, continuation: str, problem: str) -> str:
+    return (
+        f"a task asks for the probability of {_shown(continuation)} after {_shown(context)}, which has none: {problem}. "
+        "lm-evaluation-harness's own hf model fails here, too; change the task's doc_to_text, doc_to_choice or target_delimiter"
+    )
+
+
+def _shown(text: str) -> str:
+    """The end of a text, quoted."""
+    return repr(text) if len(text) <= SHOWN else f"...{text[-SHOWN:]!r}"
+
+
 @torch.inference_mode()
 def log_likelihoods(
     model: Stack, pairs: Sequence[tuple[list[int], list[int]]], size: int, check_interrupt: Callable[[], None]
 ) -> list[tuple[float, bool]]:
     """For each pair of tokens before and after: the log-probability of those after, and whether each was the most probable.
 
-    Of a pair that is longer than the context its end is read. Pairs that differ in the last token only are read once.
+    There are tokens before, and from 1 to a context of tokens after. Of a pair that is longer than the context its end is read. Pairs
+    that differ in the last token only are read once.
     """
     context, device = model.config.context, next(model.parameters()).device
     by_input: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -213,7 +249,7 @@ def log_likelihoods(
         weight = head.rows()[: head.vocab_size]
         for row, ids_read in enumerate(rows):
             for number in by_input[ids_read]:
-                labels = torch.tensor(pairs[number][1][-len(ids_read) :], dtype=torch.int64, device=device)
+                labels = torch.tensor(pairs[number][1], dtype=torch.int64, device=device)
                 hidden = head.hidden[len(ids_read) - len(labels) : len(ids_read), row]
                 scores = F.linear(hidden, weight).float().log_softmax(-1)
                 greedy = bool((scores.argmax(-1) == labels).all())

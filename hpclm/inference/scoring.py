@@ -1,7 +1,8 @@
 """How well a model predicts given text or a given dataset: loss, perplexity, bits per byte.
 
 Every document begins with the end-of-document token, which is not scored, where the tokenizer has one. A document longer than
-the context is read in windows; each token is scored once.
+the context is read in windows, as lm-evaluation-harness reads it: each token is scored once, those of the last window after a whole
+context.
 """
 
 import math
@@ -50,8 +51,18 @@ class Score:
 
 
 def perplexity(mean: float) -> float:
-    """Of a mean loss in nats; at most exp(20), and NaN where the loss is."""
-    return math.nan if math.isnan(mean) else math.exp(min(20.0, mean))
+    """Of a mean loss in nats; infinite where that is too large for a float."""
+    try:
+        return math.exp(mean)
+    except OverflowError:
+        return math.inf
+
+
+def windows(ids: Sequence[int], context: int) -> Iterator[tuple[Sequence[int], int]]:
+    """Runs of up to ``context`` + 1 of ``ids``, and how many tokens at the end of each are scored; the first token never is."""
+    for begin in range(0, len(ids) - 1, context):
+        end = min(begin + context + 1, len(ids))
+        yield ids[max(0, end - context - 1) : end], end - begin - 1
 
 
 def of_text(path: str, text: str, tokenizer: Tokenizer) -> Iterator[Document]:
@@ -84,25 +95,25 @@ def score(
     """Score documents, ``size`` windows at a time, until ``most`` tokens are."""
     total = Score()
     device, context = next(model.parameters()).device, model.config.context
-    waiting: list[list[int]] = []
+    waiting: list[tuple[Sequence[int], int]] = []
 
     def flush() -> None:
         batch = _batch(waiting, device)
-        count = sum(len(window) - 1 for window in waiting)
+        count = sum(scored for _, scored in waiting)
         total.nats += mean_loss(model, [batch], device, SINGLE) * count
         total.tokens += count
         waiting.clear()
         bar.update(count)
 
     for document in documents:
-        if most is not None and total.tokens + sum(len(window) - 1 for window in waiting) >= most:
+        if most is not None and total.tokens + sum(scored for _, scored in waiting) >= most:
             break
         _check(document.ids, model.config.vocab_size)
         total.documents += 1
         ids = list(document.ids) if eod is None else [eod, *document.ids]
         total.bytes = None if total.bytes is None or document.bytes is None else total.bytes + document.bytes
-        for begin in range(0, len(ids) - 1, context):
-            waiting.append(ids[begin : begin + context + 1])
+        for window in windows(ids, context):
+            waiting.append(window)
             if len(waiting) == size:
                 flush()
     if waiting:
@@ -112,12 +123,14 @@ def score(
     return total
 
 
-def _batch(windows: Sequence[Sequence[int]], device: torch.device) -> Batch:
-    """Windows of tokens, each with the label of its last one, padded on the right."""
-    width = max(map(len, windows))
-    rows = torch.tensor([[*window, *[0] * (width - len(window))] for window in windows])
-    lengths = torch.tensor([len(window) - 1 for window in windows])
-    mask = torch.arange(width - 1) < lengths[:, None]
+def _batch(rows_scored: Sequence[tuple[Sequence[int], int]], device: torch.device) -> Batch:
+    """Windows of tokens, each with the label of its last one, padded on the right; as of ``windows``."""
+    width = max(len(window) for window, _ in rows_scored)
+    rows = torch.tensor([[*window, *[0] * (width - len(window))] for window, _ in rows_scored])
+    lengths = torch.tensor([len(window) - 1 for window, _ in rows_scored])
+    scored = torch.tensor([count for _, count in rows_scored])
+    places = torch.arange(width - 1)
+    mask = (places < lengths[:, None]) & (places >= (lengths - scored)[:, None])
     rows, mask = rows.to(device), mask.to(device)
     return Batch(rows[:, :-1], rows[:, 1:], mask, None, None)
 

@@ -30,25 +30,26 @@ def evaluate(capsys, *words, code=0):
 
 
 def by_hand(run, documents):
-    """Nats and tokens of documents, a window of the context at a time, straight from the logits."""
+    """Nats and tokens of documents, straight from the logits: a window of the context at a time, the last one whole as well."""
     config = load(run / "config.yaml")
     model, _ = run_model.load_model(run, config, None, torch.device("cpu"), torch.float32)
     nats = count = 0
     for document in documents:
         ids = [256, *document]
         for begin in range(0, len(ids) - 1, 16):
-            window = ids[begin : begin + 17]
+            end = min(begin + 17, len(ids))
+            window, new = ids[max(0, end - 17) : end], end - begin - 1
             with torch.no_grad():
                 likelihood = model(torch.tensor([window[:-1]])).logits()[0].double().log_softmax(-1)
-            nats -= likelihood[range(len(window) - 1), window[1:]].sum().item()
-            count += len(window) - 1
+            nats -= likelihood[range(len(window) - 1), window[1:]][-new:].sum().item()
+            count += new
     return nats, count
 
 
 def check(found, nats, tokens, size, documents):
     assert (found["tokens"], found["bytes"], found["documents"]) == (tokens, size, documents)
     assert found["loss"] == pytest.approx(nats / tokens, rel=1e-5)
-    assert found["perplexity"] == pytest.approx(math.exp(min(20, nats / tokens)), rel=1e-4)
+    assert found["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-4)
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
 
 
@@ -101,9 +102,10 @@ def test_a_text_that_cannot_be_scored_is_refused(run, tmp_path, capsys):
     assert "not UTF-8" in evaluate(capsys, run, "--text", tmp_path / "latin.txt", code=64)
 
 
-def test_the_perplexity_of_a_model_that_gives_nan_is_no_number():
+def test_perplexity_has_no_cap_and_hides_nothing():
     assert math.isnan(scoring.perplexity(math.nan))
-    assert scoring.perplexity(0.0) == 1.0 and scoring.perplexity(1e9) == math.exp(20)
+    assert scoring.perplexity(0.0) == 1.0 and scoring.perplexity(25.0) == math.exp(25)
+    assert scoring.perplexity(1e9) == scoring.perplexity(math.inf) == math.inf
 
 
 def test_a_model_whose_loss_is_not_finite_is_an_error(tmp_path, capsys, monkeypatch):

@@ -121,6 +121,74 @@ def test_scores_are_those_of_the_export_in_the_library(kind, place, tmp_path, ca
     assert some["samples"]["own_rolling"] == 5 and some["tasks"] != ours["tasks"]
 
 
+UNSCORABLE = {
+    "joined": ("a smal", "l", "", "joins the continuation to the context"),
+    "white space": ("  ", "x", "", "the context has no tokens"),
+    "empty": ("", "", "", "the continuation has no tokens"),
+    "end alone": ("", "<|endoftext|>", "", "has no token of its own"),
+    "too long": ("a", "so it goes " * 60, " ", "but model.context=64"),
+}
+
+
+@pytest.fixture(scope="module")
+def export(place, tmp_path_factory):
+    """A run, and the library's hf model of its export."""
+    pytest.importorskip("accelerate")
+    from lm_eval.models.huggingface import HFLM
+
+    root = tmp_path_factory.mktemp("export")
+    network = dict(made.LLAMA, vocab_size=size_of(place), vocab_multiple=8, context=64)
+    made.run(root / "run", network, tokenizer="json", tokenizer_files=[str(place / "tok.json")])
+    assert cli.main(["convert", str(root / "run"), str(root / "hf")]) == 0
+    return root / "run", HFLM(pretrained=str(root / "hf"), dtype="float32", device="cpu", batch_size=2)
+
+
+def task_of(folder, name, kind, rest, rows):
+    """A folder with one task."""
+    folder.mkdir(mode=0o755)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / f"{name}.yaml").write_text(
+        HEAD.format(name, kind, folder / "rows.jsonl") + "".join(f"{each}\n" for each in lines(rest))
+    )
+    return ["--tasks", name, "--tasks-path", folder]
+
+
+@pytest.mark.parametrize("case", UNSCORABLE)
+def test_a_pair_that_the_librarys_model_does_not_score_is_refused(case, export, tmp_path, capsys):
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    context, choice, delimiter, said = UNSCORABLE[case]
+    rest = '{doc_to_text: "{{q}}", doc_to_choice: choices, doc_to_target: answer, target_delimiter: "%s", metric_list: [{metric: acc}]}'
+    rows = [{"q": "so", "choices": ["it"] * 2, "answer": 0}, {"q": context, "choices": [choice, "so"], "answer": 0}]
+    words = task_of(tmp_path / "tasks", "odd", "multiple_choice", rest % delimiter, rows)
+    run, model = export
+    with pytest.raises((AssertionError, IndexError)):
+        manager = TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False)
+        simple_evaluate(model, tasks=["odd"], task_manager=manager, bootstrap_iters=0)
+    error = evaluate(capsys, run, tmp_path, *words, code=64)
+    assert said in error and "lm-evaluation-harness's own hf model fails here" in error and "Traceback" not in error
+
+
+def test_a_task_that_generates_a_whole_context_is_refused(export, tmp_path, capsys):
+    rest = KINDS["own_generate"][1].replace("max_gen_toks: 24", "max_gen_toks: 64")
+    words = task_of(tmp_path / "tasks", "long", "generate_until", rest, [{"q": "so", "a": "it"}])
+    error = evaluate(capsys, export[0], tmp_path, *words, code=64)
+    assert "up to 64 tokens" in error and "model.context=64" in error
+
+
+def test_a_text_has_the_bits_per_byte_of_a_rolling_task(export, place, tmp_path, capsys):
+    rows = [json.loads(line) for line in (place / "own_rolling.jsonl").read_text().splitlines()]
+    assert any(len(row["q"]) > 400 for row in rows)  # some do not fit in a context
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": row["q"]}) + "\n" for row in rows))
+    words = [str(export[0]), "engine.device=cpu", "engine.precision=fp32"]
+    ours = evaluate(capsys, export[0], place, "--tasks", "own_rolling", "engine.precision=fp32")["tasks"]["own_rolling"]
+    capsys.readouterr()
+    assert cli.main(["evaluate", *words, "--text", str(tmp_path / "t.jsonl"), "--json"]) == 0
+    text = json.loads(capsys.readouterr().out)
+    assert text["bits_per_byte"] == pytest.approx(ours["bits_per_byte"], abs=1e-5)
+
+
 def scored(out):
     lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
     rows = [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may still be being written

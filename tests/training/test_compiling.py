@@ -183,11 +183,11 @@ def really(folder):
     """As ``learned``, with Inductor, for which rank 1 has no C++ compiler."""
     rank = dist.get_rank()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/{rank}"
-    if rank:
-        os.environ["CXX"] = "/nowhere/g++"
     from torch._inductor import config as inductor
 
     inductor.compile_threads = 1
+    if rank:
+        inductor.cpp.cxx = (None, "/nowhere/g++")  # not CXX, which counts only until this module is first imported
     run, engine, batches, context = sharded.made([*WORDS, "engine.bucket_mb=0.002", "engine.compile=true"])
     agreed = AgreedCompilations(engine, context)
     results = sharded.steps(run, engine, batches, 0, 1)

@@ -71,7 +71,7 @@ class Batch:
         if not self.cached:
             windows = [self.ids[number][start:] for number, start in zip(self.live, starts, strict=True)]
             return torch.cat([self._last(torch.tensor([window], device=self.device)) for window in windows])
-        if self._cache is not None and starts == self._starts and self._cache.used < self._cache.room:
+        if self._cache is not None and starts == self._starts and self._cache.extensible:
             last = torch.tensor([self.ids[number][-1:] for number in self.live], device=self.device)
             return self._last(last, self._cache)
         self._starts = starts
@@ -101,6 +101,7 @@ class Batch:
         head = self.model(ids, cache=cache)
         if self.device.type == "cpu" and self.most >= MANY:
             if self._output is None:
-                self._output = head.weight[: self.vocabulary].to(head.hidden.dtype).t().contiguous()
-            return head.hidden[-1] @ self._output
+                dtype = torch.float32 if head.shape.fp32 else head.hidden.dtype
+                self._output = head.weight[: self.vocabulary].to(dtype).t().contiguous()
+            return head.shape.of(head.hidden[-1].to(self._output.dtype) @ self._output)
         return head._replace(hidden=head.hidden[-1:], vocab_size=self.vocabulary).logits()[:, 0]

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.evaluator import simple_evaluate
@@ -25,6 +24,7 @@ from hpclm.data.tokenizers import Tokenizer
 from hpclm.errors import ConfigError
 from hpclm.inference.generation import continue_all
 from hpclm.inference.sampling import Sampling
+from hpclm.inference.scoring import by_rotation
 from hpclm.model.stack import Stack
 from hpclm.registry import hint
 
@@ -242,8 +242,8 @@ def log_likelihoods(
         by_input[tuple([*before, *after][-context - 1 : -1])].append(number)
     results = [(0.0, True)] * len(pairs)
     inputs = sorted(by_input, key=lambda ids: (-len(ids), ids))
-    for at in range(0, len(inputs), size):
-        rows = inputs[at : at + size]
+    batches = [inputs[at : at + size] for at in range(0, len(inputs), size)]
+    for rows in (rows for batch in batches for rows in by_rotation(model.config, batch, len)):
         ids = torch.tensor([[*row, *[0] * (len(rows[0]) - len(row))] for row in rows], device=device)
         head = model(ids)
         weight = head.rows()[: head.vocab_size]
@@ -251,7 +251,7 @@ def log_likelihoods(
             for number in by_input[ids_read]:
                 labels = torch.tensor(pairs[number][1], dtype=torch.int64, device=device)
                 hidden = head.hidden[len(ids_read) - len(labels) : len(ids_read), row]
-                scores = F.linear(hidden, weight).float().log_softmax(-1)
+                scores = head.shape.of(head.shape.product(hidden, weight)).float().log_softmax(-1)
                 greedy = bool((scores.argmax(-1) == labels).all())
                 results[number] = float(scores.gather(-1, labels[:, None]).sum()), greedy
         check_interrupt()

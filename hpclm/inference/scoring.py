@@ -6,22 +6,27 @@ context.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from tqdm import tqdm
 
 from hpclm.checkpoint import Progress
+from hpclm.config import ModelConfig
 from hpclm.data.batches import Batch
 from hpclm.data.indexed import IndexedDataset
 from hpclm.data.tokenizers import Tokenizer
 from hpclm.engine.step import mean_loss
 from hpclm.errors import ConfigError
 from hpclm.inference.texts import json_texts
+from hpclm.model.rope import scaling_length
 from hpclm.model.stack import Stack
 from hpclm.parallel.mesh import SINGLE
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -98,9 +103,9 @@ def score(
     waiting: list[tuple[Sequence[int], int]] = []
 
     def flush() -> None:
-        batch = _batch(waiting, device)
+        alike = by_rotation(model.config, waiting, lambda window: len(window[0]) - 1)
         count = sum(scored for _, scored in waiting)
-        total.nats += mean_loss(model, [batch], device, SINGLE) * count
+        total.nats += mean_loss(model, [_batch(windows, device) for windows in alike], device, SINGLE) * count
         total.tokens += count
         waiting.clear()
         bar.update(count)
@@ -121,6 +126,14 @@ def score(
     if not total.tokens:
         raise ConfigError("there is nothing to score: no document has a token that follows another")
     return total
+
+
+def by_rotation(config: ModelConfig, items: Sequence[Item], length: Callable[[Item], int]) -> list[list[Item]]:
+    """``items`` of ``length`` tokens that may be padded to the same length: rotary positions are scaled alike in them."""
+    alike: dict[int, list[Item]] = {}
+    for item in items:
+        alike.setdefault(scaling_length(config.rope_scaling, config.context, length(item)), []).append(item)
+    return [*alike.values()]
 
 
 def _batch(rows_scored: Sequence[tuple[Sequence[int], int]], device: torch.device) -> Batch:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hpclm.config import ModelConfig
 from hpclm.model.position import POSITIONS, AttentionMetadata, rotary, rotates
+from hpclm.model.rope import scaling_length
 from hpclm.model.scores import PLAIN, Scores, dot_product_attention
 
 
@@ -32,12 +33,15 @@ class KeyValueCache:
             self._pads = torch.tensor([[longest - length] for length in lengths], device=device)
         kind = POSITIONS[config.positions]
         self._slopes = kind.slopes(config.heads, device)[None, :, None, None] if kind.slopes else None
-        self._rotary: dict[str, tuple[Tensor, Tensor]] = {}
-        for layer in config.pattern:
-            if rotates(config, layer):
-                cos, sin = rotary(self._slots[:, None], config, layer, self.room)
-                self._rotary[layer] = cos[:, 0].to(dtype), sin[:, 0].to(dtype)  # [room, 1, rotated features]
+        self._missing = [longest - length for length in lengths]  # tokens of each sequence, fewer than slots in use
+        self._scaled_for: list[int] = []  # scaling_length() of each sequence, with which its keys were rotated
+        self._rotary: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
         self.dtype = dtype
+
+    @property
+    def extensible(self) -> bool:
+        """Whether one more token goes with what is cached: there is room, and with it earlier keys are not rotated otherwise."""
+        return self.used < self.room and self._scaling_lengths(self.used + 1) == self._scaled_for
 
     def extend(self, count: int) -> dict[str, AttentionMetadata]:
         """Take the next ``count`` slots: for each kind of layer, the positions and the mask of the tokens in them.
@@ -45,23 +49,25 @@ class KeyValueCache:
         The first call is for all tokens there are, each one after it for a single token.
         """
         self._first, self.used = self.used, self.used + count
+        self._scaled_for = self._scaling_lengths(self.used)
         positions = self._slots[None, self._first : self.used]
         if self._pads is not None:
             positions = (positions - self._pads).clamp(min=0)
-        made = {}
+        metadata = {"full": AttentionMetadata(positions, None, None, None, cache=self)}  # for layers without attention
         for layer in dict.fromkeys(self.config.pattern):
-            cos, sin = (
-                (table[positions.t()] for table in self._rotary[layer]) if layer in self._rotary else (None, None)
-            )
+            cos, sin = self._rotations(layer, positions) if rotates(self.config, layer) else (None, None)
             mask = self._mask(self.config.window_of(layer))
-            made[layer] = AttentionMetadata(positions, mask, cos, sin, cache=self)
-        return made
+            metadata[layer] = AttentionMetadata(positions, mask, cos, sin, cache=self)
+        return metadata
 
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with only these sequences of the batch."""
         index = torch.tensor(rows, device=self._slots.device)
         self._kept = {layer: (k[index], v[index]) for layer, (k, v) in self._kept.items()}
         self._pads = None if self._pads is None else self._pads[index]
+        self._missing, self._scaled_for = (
+            [values[row] for row in rows] for values in (self._missing, self._scaled_for)
+        )
 
     def attend(
         self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Scores = PLAIN
@@ -78,6 +84,31 @@ class KeyValueCache:
         if mask is not None and mask.shape[1] > 1:
             mask = mask.reshape(len(mask), k.shape[1], -1, mask.shape[3])
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=how.scale).reshape(1, len(q), -1)
+
+    def _scaling_lengths(self, used: int) -> list[int]:
+        """scaling_length() of each sequence when ``used`` slots are in use."""
+        scaling, context = self.config.rope_scaling, self.config.context
+        return [scaling_length(scaling, context, used - missing) for missing in self._missing]
+
+    def _rotations(self, layer: str, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[B or 1, T] positions -> cosines and sines [T, B or 1, 1, rotated features]."""
+        if len(set(self._scaled_for)) == 1:
+            cos, sin = (table[positions.t()] for table in self._table(layer, self._scaled_for[0]))
+            return cos, sin
+        rows = positions.expand(len(self._scaled_for), -1)
+        tables = [self._table(layer, length) for length in self._scaled_for]
+        cos, sin = (
+            torch.stack([table[row] for table, row in zip(kind, rows, strict=True)], 1)
+            for kind in zip(*tables, strict=True)
+        )
+        return cos, sin
+
+    def _table(self, layer: str, length: int) -> tuple[Tensor, Tensor]:
+        """[room, 1, rotated features] cosines and sines of all slots, in sequences of ``length`` tokens."""
+        if (layer, length) not in self._rotary:
+            cos, sin = rotary(self._slots[:, None], self.config, layer, length)
+            self._rotary[layer, length] = cos[:, 0].to(self.dtype), sin[:, 0].to(self.dtype)
+        return self._rotary[layer, length]
 
     def _stored(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add [B, G, T, D] keys and values; all of them, [B, G, S, D]."""

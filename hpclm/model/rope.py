@@ -39,6 +39,17 @@ def frequencies(
     return plain, 1.0
 
 
+def scaling_length(scaling: Mapping[str, str], context: int, length: int) -> int:
+    """The shortest length with the frequencies of ``length`` tokens; 0 where those do not depend on it, or are not scaled yet."""
+    kind = scaling.get("rope_type")
+    if kind not in ("dynamic", "longrope"):
+        return 0
+    original: int = rope.parsed(scaling).get("original_max_position_embeddings", context)
+    if length <= original:
+        return 0
+    return length if kind == "dynamic" else math.floor(original) + 1
+
+
 def _yarn(plain: Tensor, base: float, width: int, original: int, given: Mapping[str, Any]) -> Tensor:
     """YaRN (Peng et al. 2023): fast frequencies stay, slow ones are divided by the factor, with a ramp between."""
 

@@ -77,7 +77,7 @@ class Twin:
             and _bytes(settings, model, size, length) > room
         ):
             length //= 2
-        window = model.window and min(model.window, length // 2)
+        window = model.window and max(1, min(model.window, length // 2))
         model = replace(model, context=length, window=window)
         most = max(1, MOST_TOKENS // (model.context * micro_batches * size))
         others = max(n for n in range(1, mesh.replicas + 1) if mesh.replicas % n == 0 and n <= most)

@@ -34,6 +34,8 @@ OWN = {
     "no positions": dict(**SHAPE, positions="none", bias=False, norm="rmsnorm", qk_norm=True),
     "alibi": dict(**SHAPE, positions="alibi", norm_eps=1e-3),
     "rotary, scaled, grouped": dict(LLAMA, embed_scale=True, kv_heads=2),
+    "squared relu": dict(**SHAPE, activation="relu2"),
+    "gated by tanh": dict(LLAMA, activation="geglu_tanh", embed_norm=True),
     "rotary, layer norms, geglu": dict(**SHAPE, positions="rope", kv_heads=3, qk_norm=True, activation="geglu"),
 }
 """Networks that transformers has no class for."""

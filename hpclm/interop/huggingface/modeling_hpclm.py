@@ -21,9 +21,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
     "swiglu": F.silu,
     "geglu": F.gelu,
+    "geglu_tanh": partial(F.gelu, approximate="tanh"),
 }
+GATED = ("swiglu", "geglu", "geglu_tanh")
 
 
 SHAPE: dict[str, Any] = dict(
@@ -119,7 +122,7 @@ class HpclmBlock(nn.Module):
     def __init__(self, config: HpclmConfig, layer: int):
         super().__init__()
         self.dropout, self.activation = config.hidden_dropout, ACTIVATIONS[config.hidden_act]
-        self.gated = config.hidden_act in ("swiglu", "geglu")
+        self.gated = config.hidden_act in GATED
         self.norm1, self.attention = Norm(config, config.hidden_size), Attention(config, layer)
         self.norm2 = Norm(config, config.hidden_size)
         self.up = nn.Linear(config.hidden_size, config.intermediate_size * (1 + self.gated), config.use_bias)

@@ -28,6 +28,7 @@ KEYS = dict(
     dropout="hidden_dropout",
     attention_dropout="attention_dropout",
 )
+ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "relu2", "swiglu", "geglu", "geglu_tanh")
 MODULES = {
     "tokens": "model.tokens",
     "entry": "model.positions",
@@ -54,12 +55,12 @@ FAMILY = Family(
     keys={ours: (theirs, REQUIRED) for ours, theirs in KEYS.items()},
     rules=partial(of_modules, modules=MODULES, layer="model.blocks.{}."),
     prefix="model.",
-    needs=dict(block=("gpt",)),
+    needs=dict(block=("gpt",), activation=ACTIVATIONS),
     constant=lambda config: dict(
         auto_map={"AutoConfig": f"{CODE.stem}.HpclmConfig", "AutoModelForCausalLM": f"{CODE.stem}.HpclmForCausalLM"},
         use_cache=True,
     ),
-    activations={name: name for name in ("gelu", "gelu_tanh", "relu", "swiglu", "geglu")},
+    activations={name: name for name in ACTIVATIONS},
     grouped=True,
     read="head_dim",
     unread="auto_map",

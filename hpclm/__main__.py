@@ -2,12 +2,14 @@
 
 import sys
 
-from hpclm.node import preemption
+from hpclm.node import parent, preemption
 
 
 def main() -> None:
-    """Catch signals, then import and call the verb."""
-    preemption.catch_from_the_start("".join(sys.argv[1:2]))
+    """Watch the launcher and catch signals, then import and call the verb."""
+    verb = "".join(sys.argv[1:2])
+    parent.watch_from_the_start(verb)
+    preemption.catch_from_the_start(verb)
     from hpclm.cli import entry
 
     entry()

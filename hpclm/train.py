@@ -1,6 +1,6 @@
 """``python -m hpclm.train``: the verb ``hpclm train``, by the name that job templates use. In Python, hpclm.train is a function."""
 
-from hpclm.node import preemption
+from hpclm.node import parent, preemption
 
 if __name__ == "hpclm.train":  # it would take the function's place
     raise ImportError(
@@ -8,6 +8,7 @@ if __name__ == "hpclm.train":  # it would take the function's place
     )
 
 if __name__ == "__main__":
+    parent.watch_from_the_start("train")
     preemption.catch_from_the_start("train")  # before the other imports, which take a while
     from hpclm import cli
     from hpclm.commands.train import main

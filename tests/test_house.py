@@ -126,7 +126,14 @@ def test_importing_hpclm_and_its_verbs_loads_no_heavy_library():
 
 # Files that the kernel provides are not part of a run: reading them does not wait, and they have no size.
 OF_THE_KERNEL = (
-    *("node/hardware.py", "node/threads.py", "node/processes.py", "diagnostics/facts.py", "distributed/peers.py"),
+    *(
+        "node/hardware.py",
+        "node/threads.py",
+        "node/processes.py",
+        "node/parent.py",
+        "diagnostics/facts.py",
+        "distributed/peers.py",
+    ),
     "distributed/stragglers.py",
     "datasets/tokenizers/gigatokens.py",
 )

@@ -27,7 +27,7 @@ from hpclm.distributed.shutdown import Shutdown, exit_after
 from hpclm.distributed.signed import SignedStore
 from hpclm.distributed.watchdog import Watchdog
 from hpclm.errors import ConfigError, HpclmError
-from hpclm.node import preemption, processes, secrets
+from hpclm.node import parent, preemption, processes, secrets
 
 if TYPE_CHECKING:
     import torch
@@ -298,12 +298,14 @@ def join(world: World, settings: ClusterConfig) -> Iterator[DistributedContext]:
     ConfigError if the ranks contradict each other, HpclmError if some do not arrive. An error that all ranks raise is
     printed by rank 0 only.
     """
+    # a run survives the death of its slurmstepd: Slurm, or the end of the run, ends the job
+    launcher = None if world.launcher in ("single", "Slurm") else parent.launcher()
     if world.launcher != "single":
         processes.adopt_orphans()  # so that orphans of its children end with this rank
     if world.size == 1:
         context = single(settings)
         context.launcher, context.began = world.launcher, world.began
-        context.watchdog.start(launcher=os.getppid() if world.launcher in ("torchrun", "local") else None)
+        context.watchdog.start(launcher=launcher)
         try:
             yield context
         finally:
@@ -314,8 +316,6 @@ def join(world: World, settings: ClusterConfig) -> Iterator[DistributedContext]:
     me = met.ranks[world.rank]
     shutdown = Shutdown(me, met.ranks, bootstrap.marker(world))
     watchdog = Watchdog(settings, met.ranks, me, shutdown, bootstrap.lost_code(world.launcher))
-    # a run survives the death of its slurmstepd: Slurm, or the end of the run, ends the job
-    launcher = None if world.launcher == "Slurm" else os.getppid()
     watchdog.start(met.store, launcher)
     context = DistributedContext(world, met.ranks, watchdog, met.store)
     try:

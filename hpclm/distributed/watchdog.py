@@ -32,7 +32,7 @@ from hpclm.distributed.shutdown import Shutdown, exit_after
 from hpclm.distributed.signed import SignedStore
 from hpclm.distributed.stragglers import Stragglers, WorkTimer
 from hpclm.errors import REQUEUE
-from hpclm.node import processes
+from hpclm.node import parent, processes
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +92,8 @@ class Watchdog:
             faulthandler.register(signal.SIGQUIT, file=2, all_threads=True)  # kill -QUIT shows where a process is
         self._thread = threading.Thread(target=self._run, name="hpclm-watchdog", daemon=True)
         self._thread.start()
+        if launcher is not None:
+            parent.end_watch()
 
     def leave(self) -> None:
         """This rank exits normally: nothing ends it any more, and its end is not a failure."""

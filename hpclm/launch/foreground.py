@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -16,6 +17,7 @@ from hpclm import files
 from hpclm.config import RunConfig
 from hpclm.errors import REQUEUE, HpclmError
 from hpclm.node import preemption, processes
+from hpclm.node.parent import signal_at_death_of_parent
 from hpclm.rundir import submissions
 from hpclm.rundir.submissions import Submission
 from hpclm.terminal import say
@@ -57,7 +59,13 @@ def run(command: Sequence[str], env: Mapping[str, str], log: Path, signals: Mapp
         started = list[int]()
         forward = Forward(lambda: started, signals, signal.SIGTERM)
         with preemption.handling(forward):
-            process = subprocess.Popen(list(command), env=dict(env), stdin=subprocess.DEVNULL, start_new_session=True)
+            process = subprocess.Popen(
+                list(command),
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=partial(_end_with, os.getpid()),
+            )
             started.append(process.pid)
             for number in list(forward.received):  # before it had started
                 forward.send(number)
@@ -103,6 +111,13 @@ def contained(work: Callable[[], int], log: Path) -> int:
         with preemption.handling(lambda number, _: processes.send_signal(child, number)):
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return code if code >= 0 else 128 - code
+
+
+def _end_with(parent: int) -> None:
+    """In the process that becomes mpirun or srun: it ends its ranks, on all machines, when process ``parent`` is killed."""
+    signal_at_death_of_parent(signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)
 
 
 def _orphaned(log: Path) -> None:

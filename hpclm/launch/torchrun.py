@@ -42,7 +42,7 @@ from hpclm.distributed import bootstrap, network, restart
 from hpclm.distributed.signed import SECRET
 from hpclm.errors import REQUEUE
 from hpclm.launch.foreground import Forward
-from hpclm.node import processes, python, threads
+from hpclm.node import parent, processes, python, threads
 
 FINAL = (64, 66, 75, 93)
 """Exit codes of a rank that must not be restarted; neither must one that has saved and exits with 85."""
@@ -142,6 +142,7 @@ def main(argv: list[str]) -> int:
 
 def launch(command: Sequence[str], nodes: int, ranks: int, restarts: int, **rendezvous: Any) -> int:
     """Run this node's ``ranks`` to their end; the exit code."""
+    os.environ[parent.PID] = f"{rendezvous['run_id']} {os.getpid()}"
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks log what happened
     with files.temporary_folder() as folder:
         notes = RankFiles(str(folder))
@@ -209,9 +210,9 @@ def exit_code(codes: Sequence[int], noted: Collection[int | None] = (), received
 
 
 if __name__ == "__main__":
-    parent = os.getppid()
+    slurmstepd = os.getppid()
     code = main(sys.argv[1:])
-    restart.report(code, parent)
+    restart.report(code, slurmstepd)
     sys.stdout.flush()
     sys.stderr.flush()
     # srun ends all tasks if one exits with a code other than 0: a late signal must not change this one's

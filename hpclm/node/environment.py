@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpclm import files
 from hpclm.errors import ConfigError
-from hpclm.node import python
+from hpclm.node import parent, python
 
 SNAPSHOT = "HPCLM_SNAPSHOT"
 """The snapshot of the code that a job runs."""
@@ -19,7 +19,7 @@ INDUCTOR_FOLDER = "hpclm-inductor"
 """How the name of hpclm's folder for that begins."""
 PRECOMPILED_HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
 """Whether PyTorch precompiles headers for C++: 1 or 0."""
-LAUNCH = ("HPCLM_LAUNCHER", "HPCLM_SECRET", "SLURM_HPCLM_SIGNED")
+LAUNCH = ("HPCLM_LAUNCHER", "HPCLM_SECRET", "SLURM_HPCLM_SIGNED", parent.PID)
 """Set by hpclm for its ranks; a launch inside another must not inherit them."""
 
 # Set by Slurm, by mpirun and by torchrun for the processes that they start.

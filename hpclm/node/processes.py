@@ -17,10 +17,11 @@ from typing import Any
 import psutil
 
 from hpclm.errors import HpclmError
+from hpclm.node.parent import signal_at_death_of_parent
 
 OURS = r"(.*/)?hpclm([.][a-z_.]+)?"  # an argument of our command lines: hpclm, its path, or the module after -m
 TOLERANCE = 60  # seconds by which a process may seem younger than its record: clocks are adjusted
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_CHILD_SUBREAPER = 36
 Env = Mapping[str, str]
 
 
@@ -130,8 +131,7 @@ def adopt_orphans() -> None:
 def when_orphaned(parent: int, act: Callable[[], object]) -> None:
     """Call ``act`` as soon as this process's parent, process ``parent``, has ended (Linux); it takes SIGALRM."""
     signal.signal(signal.SIGALRM, lambda *_: act())
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGALRM, 0, 0, 0)
+    signal_at_death_of_parent(signal.SIGALRM)
     if os.getppid() != parent:
         act()
 

@@ -33,7 +33,9 @@ def note(code: int, cause: str = "", env: Env = os.environ) -> None:
         cause = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1].strip()}"
         cause = "".join(c if c.isprintable() else " " for c in cause[:CAUSE])
         with suppress(OSError):
-            files.write_text(path, json.dumps({"message": cause, "timestamp": int(time.time()), "exit_code": code}))
+            now = time.time()
+            content = {"message": cause, "timestamp": int(now), "time": now, "exit_code": code}
+            files.write_text(path, json.dumps(content))
 
 
 def inside_the_job(env: Env = os.environ) -> str:

@@ -35,6 +35,8 @@ class Shutdown:
         """The run's log, once it exists; rank 0's handler writes there too."""
         self.listeners: list[Callable[[str], None]] = []
         """Hear of the cause, and pass it on within seconds."""
+        self.recorded: Callable[[], str] = str
+        """The cause that a rank has recorded for this attempt; empty without one."""
         self._once = threading.Lock()
 
     def claim(self) -> bool:
@@ -42,7 +44,13 @@ class Shutdown:
         return self._once.acquire(blocking=False)
 
     def log_failure(self, text: str, store: SignedStore | None = None) -> None:
-        """Log ``text``; if rank 0 does not (it sets a key in ``store``), append it to the run's log too."""
+        """Log ``text``; if rank 0 does not (it sets a key in ``store``), append it to the run's log too.
+
+        Where a rank has recorded a cause already, that one is final: what this rank saw is a consequence.
+        """
+        if cause := self.recorded():
+            log.info("the run has ended: %s", cause)
+            return
         if self.me.rank == 0 or self.log is not None:  # on other ranks it would only be repeated on the console
             log.error(text)
         logged = False

@@ -23,7 +23,7 @@ from typing import Any
 
 from hpclm import scheduler
 from hpclm.config import ClusterConfig
-from hpclm.distributed import bootstrap, failure, hang, network
+from hpclm.distributed import bootstrap, failure, hang, network, restart
 from hpclm.distributed.failure import Failure
 from hpclm.distributed.hang import RankState
 from hpclm.distributed.heartbeat import Heartbeat
@@ -217,11 +217,12 @@ class Watchdog:
         """Exit because of ``cause``; ``store``: if it answers."""
         if not self.shutdown.claim():
             return
-        text = cause.describe(self.ranks)
+        exit_after(3 * WAKE, cause.code)  # a disk may be why it hangs
+        text = self.shutdown.recorded() or cause.describe(self.ranks)
+        restart.note(cause.code, text)
         if cause.rank == 0 and cause.kind in ("killed", "lost"):
             store = None  # it will not log the failure
         elif cause.kind == "hung":
-            exit_after(3 * WAKE, cause.code)  # a disk may be why it hangs
             processes.wake(info.pid for info in self.neighbours)  # so that they exit too
             with suppress(OSError):
                 if self.folder:

@@ -14,6 +14,7 @@ if __name__ == "__main__":  # before the other imports, which take a while
 import argparse
 import json
 import logging
+import math
 import os
 import secrets
 import signal
@@ -47,6 +48,9 @@ from hpclm.node import parent, processes, python, threads
 FINAL = (64, 66, 75, 93)
 """Exit codes of a rank that must not be restarted; neither must one that has saved and exits with 85."""
 BY_TORCHRUN = 20  # seconds after the first failure; torchrun kills ranks that are still running after 30
+TOLERANCE = (
+    2.0  # seconds until torchrun's agent sees that a rank has been killed, at most, and the rounding of its time
+)
 LOOPBACK = "hpclm-loopback"
 
 
@@ -75,12 +79,18 @@ class RankFiles(DefaultLogsSpecs):
             raise EndedError((*final, REQUEUE)[0])
         destination = super().reify(envs)
         self.notes = [*destination.error_files.values()]
-        why = next((note["message"] for note in notes if note.get("message")), "a rank ended without a message")
+        why = first_cause(notes) or "a rank ended without a message"
         for env in envs.values():
             count, most = env["TORCHELASTIC_RESTART_COUNT"], env["TORCHELASTIC_MAX_RESTARTS"]
             if int(count):
                 env[restart.RESTARTED] = f"restart {count} of {most}: {why}"
         return destination
+
+
+def first_cause(notes: Collection[Mapping[str, Any]]) -> str:
+    """The message of the rank that noted its end first: what others noted later may only be a consequence. Empty without one."""
+    with_message = [note for note in notes if note.get("message")]
+    return str(min(with_message, key=lambda note: note.get("time", math.inf))["message"]) if with_message else ""
 
 
 def _note(path: str) -> dict[str, Any]:
@@ -161,11 +171,17 @@ def launch(command: Sequence[str], nodes: int, ranks: int, restarts: int, **rend
                 return ended.code
             except ChildFailedError as failed:
                 causes = first_failures(failed.failures)
+                ends = [_note(failure.error_file) for failure in failed.failures.values()]
+                told = min((note.get("time", math.inf) for note in ends), default=math.inf)
                 for rank, failure in causes.items():
                     number = -failure.exitcode
+                    if (
+                        failure.timestamp > told + TOLERANCE
+                    ):  # a rank that hung was killed by another, which has said so
+                        continue
                     if number > 0 and number not in (signal.SIGTERM, *forward.received):
                         _report(f"rank {rank} (pid {failure.pid}) was {processes.killed_by(number)}")
-                noted = {_note(failure.error_file).get("exit_code") for failure in failed.failures.values()}
+                noted = {note.get("exit_code") for note in ends}
                 return exit_code([failure.exitcode for failure in causes.values()], noted, forward.received)
             except KeyboardInterrupt:
                 _report("second Ctrl-C: exiting now without saving")

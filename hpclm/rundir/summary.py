@@ -31,7 +31,9 @@ TRACE = "Traceback (most recent call last):"
 FIELDS: dict[str, rows.Kind] = {
     **dict.fromkeys(("state", "ending"), str),
     **dict.fromkeys(("step", "attempts", "code", "steps", "checkpoint", "validation_step", "spiking_since"), int),
+    "generation": int,
     **dict.fromkeys(("loss", "validation_loss", "time", "stepped", "step_seconds", "tokens_per_second"), float),
+    "start_seconds": float,
     "curve": list,
     "attempt": lambda value: rows.sane(value, ATTEMPT),
 }
@@ -49,13 +51,28 @@ def read(out: Path | str) -> Row:
 def failed_without_main(out: Path) -> Callable[[str], None]:
     """For a rank other than 0: a function that records the error with which the run ends, if rank 0 could not, and if no later
     attempt has taken the run directory over."""
-    token = lock.read(out / "lock").get("token")
+    holder = lock.read(out / "lock")
 
     def failed(text: str) -> None:
-        if token and lock.read(out / "lock").get("token") == token:
-            RunSummary(out).failed(text)
+        if holder.get("token") and lock.read(out / "lock").get("token") == holder["token"]:
+            RunSummary(out, generation=holder.get("generation")).failed(text)
 
     return failed
+
+
+def recorded_ending(out: Path) -> Callable[[], str]:
+    """A function that gives how the attempt which holds the run directory now has ended, once a rank has recorded it; until then "".
+
+    That is the cause: ranks that end later only see its consequences.
+    """
+    generation = lock.read(out / "lock").get("generation")
+    return lambda: _ending(read(out), generation)
+
+
+def _ending(known: Row, generation: int | None) -> str:
+    """How the attempt of this generation has ended, according to a summary; empty if it has not, or is another one."""
+    over = generation is not None and known.get("generation") == generation and known["state"] in ENDED
+    return str(known["ending"]) if over else ""
 
 
 class LossCurve:
@@ -78,11 +95,14 @@ class LossCurve:
 class RunSummary:
     """Writes the summary of a run, which this process trains as the holder of ``lease``. Use it as a context manager.
 
-    A failure to write is not a failure of the run: what is known is written next time.
+    The first ending of an attempt is final, whichever rank records it. A failure to write is not a failure of the run: what is known
+    is written next time.
     """
 
-    def __init__(self, out: Path, lease: Lease | None = None):
+    def __init__(self, out: Path, lease: Lease | None = None, generation: int | None = None):
+        """``generation``: of the lease, where another process holds it."""
         self._out, self._lease = out, lease
+        self._generation = lease.generation if lease else generation
         before = read(out)
         self.before: str = before.get("ending") or (KILLED if before.get("attempt") else "")
         """How the last attempt ended; empty without one."""
@@ -94,6 +114,7 @@ class RunSummary:
             "state": "starting",
             "ending": "",
             "code": None,
+            "generation": self._generation,
         }
         self._recent = deque[tuple[float, float]](maxlen=RECENT)
         self._curve = LossCurve()
@@ -126,7 +147,7 @@ class RunSummary:
 
     def resume(self, measured: Iterable[Row]) -> None:
         """``measured``: the rows of metrics.jsonl so far. What earlier attempts knew of later steps is forgotten."""
-        kept = ("state", "ending", "code", "step", "steps", "attempt", "attempts")
+        kept = ("state", "ending", "code", "step", "steps", "attempt", "attempts", "generation", "start_seconds")
         self._facts = {name: value for name, value in self._facts.items() if name in kept}
         step: Row = {}
         evaluation: Row = {}
@@ -145,7 +166,7 @@ class RunSummary:
         first = self._facts["state"] == "starting" and "loss" in row
         self._add(rows.finite(row))
         if first:
-            self._know(state="running")
+            self._know(state="running", **self._start_seconds(row.get("time"), row.get("step_seconds")))
             self.write()
         else:
             self._changed = True
@@ -173,20 +194,35 @@ class RunSummary:
     def _know(self, **facts: Any) -> None:
         self._facts = {**self._facts, **facts}  # replaced, since another thread may be writing them
 
-    def end(self, state: str, ending: str, code: int) -> None:
-        """The run ends, in one of the states ENDED, with this exit code; ``ending`` says how."""
-        self._know(state=state, ending=one_line(Redactor()(ending)), code=code)
+    def end(self, state: str, ending: str, code: int) -> bool:
+        """The run ends, in one of the states ENDED, with this exit code; ``ending`` says how. False if it had ended before."""
+        self._adopt_ending()
+        if self._facts["state"] in ENDED:
+            return False
+        started = self._start_seconds(time.time()) if self._facts["state"] == "starting" else {}
+        self._know(state=state, ending=one_line(Redactor()(ending)), code=code, **started)
         self.write()
+        return True
+
+    def _start_seconds(self, now: float | None, step: float | None = 0.0) -> Row:
+        """What this attempt's start has taken if it is over ``now``, but for ``step`` seconds; a start without a step took at least that."""
+        began = self._facts["attempt"].get("began")
+        return {"start_seconds": round(max(0.0, now - began - (step or 0.0)), 1)} if now and began else {}
+
+    def _adopt_ending(self) -> None:
+        """Keep what another rank has recorded of this attempt's end, when this one did not respond."""
+        known = read(self._out)
+        if self._facts["state"] not in ENDED and _ending(known, self._generation):
+            self._know(**{name: known.get(name) for name in ("state", "ending", "code")})
 
     def failed(self, text: str, code: int = 1) -> None:
         """The run ends with an error."""
         self.end("failed", text, code)
 
     def interrupted(self) -> str:
-        """The run ends at once, by a second interrupt or one before its first step; how, for the log."""
+        """The run ends at once, by a second interrupt or one before its first step; how, for the log. Empty if it had ended before."""
         ending = f"interrupted: {saved.unsaved(self._out)}, exiting"
-        self.end("exited", ending, 128 + signal.SIGINT)
-        return ending
+        return ending if self.end("exited", ending, 128 + signal.SIGINT) else ""
 
     def tick(self) -> None:
         """Write what has changed, if the last time is long enough ago."""
@@ -196,6 +232,7 @@ class RunSummary:
     def write(self) -> None:
         """Write what is known, unless another attempt has taken the run directory over."""
         with self._lock:
+            self._adopt_ending()
             self._changed, self._written = False, time.monotonic()
             newest, _ = saved.survey(self._out / "checkpoints")
             facts: dict[str, Any] = {**self._facts, "time": round(time.time(), 3), "checkpoint": newest and newest[0]}

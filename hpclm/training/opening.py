@@ -35,7 +35,7 @@ from hpclm.parallel.mesh import Mesh
 from hpclm.rundir import submissions
 from hpclm.rundir.control_files import ControlFiles
 from hpclm.rundir.lease import Lease
-from hpclm.rundir.summary import RunSummary, failed_without_main
+from hpclm.rundir.summary import RunSummary, failed_without_main, recorded_ending
 from hpclm.sinks.process import Sinks
 from hpclm.training import compiling, messages, proof, records
 from hpclm.training.compiling import AgreedCompilations
@@ -213,6 +213,10 @@ def open_run_directory(
         lease = on_main(context, lambda: stack.enter_context(_lease(out)))
         summary = stack.enter_context(RunSummary(out, lease)) if lease else None
         context.watchdog.shutdown.listeners.insert(0, summary.failed if summary else failed_without_main(out))
+        context.watchdog.shutdown.recorded = recorded_ending(out)
+        stack.enter_context(
+            context.guard()
+        )  # the summary, left after it, must not say that a connection was lost, but why
         if config.cluster.preflight:
             room = 12 * count.parameters(config.model)  # bytes of a checkpoint: weights and Adam's two moments in fp32
             preflight.check(context, compute.device, config.modules(), out, room=room)
@@ -227,8 +231,8 @@ def open_run_directory(
         try:
             yield Directory(out, lease, summary, restarted)
         except KeyboardInterrupt:
-            if summary:
-                log.warning(summary.interrupted())
+            if summary and (ending := summary.interrupted()):
+                log.warning(ending)
             raise
 
 

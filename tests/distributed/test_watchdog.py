@@ -17,6 +17,7 @@ from hpclm.config import ClusterConfig
 from hpclm.distributed.rendezvous import RankInfo
 from hpclm.distributed.watchdog import Watchdog
 from hpclm.node import python
+from hpclm.rundir import summary
 from tests.forks import Ranks, hpclm
 from tests.runs import PATIENCE, ROOT, has_step, lines, losses, until
 
@@ -43,7 +44,9 @@ def stop(rank, words, out):
     assert {code for code, _ in ended.values()} == {85}, ended
     text = (out / "log.txt").read_text()
     said = f"rank {rank} on {socket.gethostname()} (pid {pid}) is blocking the others, in "
-    assert text.count(" E no progress for ") == 1, text
+    assert text.count(" E ") == text.count(" E no progress for ") == 1, text
+    ending = summary.read(out)["ending"]
+    assert ending.startswith("no progress for ") and said in ending
     assert said in text and "stopped by a signal" in text, text
     found = stacks(out)
     assert sorted(found) == ["rank-00000.txt", "rank-00001.txt"]
@@ -100,7 +103,8 @@ def test_a_launcher_ends_with_its_stopped_rank_and_asks_to_be_started_again(laun
     finally:
         process.kill()
     assert process.returncode == 85, said
-    assert "rank 1 on" in said and "stopped by a signal" in said
+    assert "rank 1 on" in said and "stopped by a signal" in said and "was killed" not in said
+    assert "is blocking the others" in summary.read(tmp_path / "run")["ending"]
 
 
 def descendants(pid):

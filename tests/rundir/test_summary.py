@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+import time
 
 import pytest
 
@@ -83,7 +84,9 @@ def test_an_error_is_how_it_ended(error, ending, code, tmp_path):
         raise error
     told = summary.read(tmp_path)
     assert (told["state"], told["ending"], told["code"]) == ("failed", ending, code)
-    kept.failed(TRACE)  # the cause, which another rank may have published first
+    with pytest.raises(type(error)), RunSummary(tmp_path) as kept:
+        kept.failed(TRACE)  # the cause, which the guard of all ranks has recorded before
+        raise error
     assert summary.read(tmp_path)["ending"] == "rank 0 on a (pid 5) failed: ValueError: no  [31mluck"
 
 
@@ -131,3 +134,51 @@ def test_a_loss_curve_has_evenly_spaced_points(count):
         curve.add(float(number))
     gaps = {after - before for before, after in zip(curve.points, curve.points[1:], strict=False)}
     assert curve.points[0] == 0 and len(gaps) == 1 and min(count, CURVE) <= len(curve.points) < 2 * CURVE
+
+
+HANG = "no progress for 60 s: rank 1 on a (pid 7) is blocking the others"
+
+
+@pytest.mark.parametrize("first", ["rank 0", "another rank"])
+def test_the_first_cause_of_an_attempt_is_final_whichever_rank_records_it(first, tmp_path):
+    with Lease(tmp_path) as lease, RunSummary(tmp_path, lease) as kept:
+        kept.measured(step(1))
+        other = summary.failed_without_main(tmp_path)
+        kept.failed(HANG) if first == "rank 0" else other(HANG)
+        other("rank 0 on a (pid 6) was killed: it ended without a message (SIGKILL, perhaps out of memory, or a crash)")
+        kept.measured(step(2))  # of rank 0, which a signal had stopped and which wakes
+        kept.write()
+        kept.failed("it lost a connection")
+        kept.end("done", "done at step 2", 0)
+        assert kept.interrupted() == ""
+        told = summary.read(tmp_path)
+        assert (told["state"], told["ending"]) == ("failed", HANG)
+        assert summary.recorded_ending(tmp_path)() == HANG
+    with Lease(tmp_path) as lease, RunSummary(tmp_path, lease) as kept:
+        assert kept.before == HANG
+        assert summary.recorded_ending(tmp_path)() == ""
+        summary.failed_without_main(tmp_path)("rank 0 was killed")  # before it has written that it starts, or after
+        assert summary.read(tmp_path)["ending"] == "rank 0 was killed"
+
+
+def test_the_end_of_an_attempt_whose_rank_0_died_before_it_wrote_anything_is_recorded(tmp_path):
+    with Lease(tmp_path) as lease, RunSummary(tmp_path, lease) as kept:
+        kept.failed(HANG)
+    with Lease(tmp_path):
+        assert summary.recorded_ending(tmp_path)() == ""
+        summary.failed_without_main(tmp_path)("rank 0 was killed")
+        assert summary.read(tmp_path)["ending"] == "rank 0 was killed"
+
+
+def test_the_length_of_the_last_start_is_known_also_if_it_ended_before_a_step(tmp_path):
+    with RunSummary(tmp_path) as kept:
+        kept.begin([{**ATTEMPT, "began": 100.0}], 20)
+        kept.measured(step(5))  # at 105 s, after 2 s
+        kept.measured(step(6))
+    assert summary.read(tmp_path)["start_seconds"] == 3.0
+    with RunSummary(tmp_path) as kept:
+        kept.begin([{**ATTEMPT, "began": time.time() - 40}], 20)
+        kept.resume([step(5)])
+        assert summary.read(tmp_path)["start_seconds"] == 3.0
+        kept.end("exited", "SIGUSR2: nothing saved", 85)
+    assert summary.read(tmp_path)["start_seconds"] >= 40

@@ -1,5 +1,6 @@
 """A run's config.yaml, and copies of its versions: config-history/0001.yaml and so on."""
 
+import re
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -9,6 +10,9 @@ from hpclm.config.run_file import HISTORY, NAME
 from hpclm.errors import ConfigError
 from hpclm.rundir import runs
 from hpclm.side_path import SidePath
+
+VERSION = re.compile(r"(?!0000)([0-9]{4}|[1-9][0-9]{4,8})\.yaml")
+"""Names of versions; other files in the folder are somebody else's."""
 
 
 def replace(out: Path, text: str) -> tuple[bytes | None, str]:
@@ -54,9 +58,10 @@ def micro_size(out: Path) -> int | None:
 
 def _keep(folder: Path, content: bytes) -> str:
     """Copy a version to the history, unless it is the last one there; its name."""
-    last = max((int(path.stem) for path in folder.glob("*.yaml") if path.stem.isdecimal()), default=0)
-    if last and files.read_bytes(folder / f"{last:04}.yaml") == content:
-        return f"{last:04}.yaml"
+    last = max((int(path.stem) for path in folder.iterdir() if VERSION.fullmatch(path.name)), default=0)
+    with suppress(OSError):  # what cannot be read stays there, and the next number is taken
+        if last and files.read_bytes(folder / f"{last:04}.yaml") == content:
+            return f"{last:04}.yaml"
     new = folder / f"{last + 1:04}.yaml"
     files.sweep(new)  # left by a killed process
     files.write_bytes(new, content)

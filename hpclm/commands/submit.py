@@ -16,7 +16,7 @@ from hpclm.config import JobConfig, RunConfig
 from hpclm.config.job import seconds_of
 from hpclm.config.length import planned_inside_warmup
 from hpclm.errors import ConfigError, HpclmError, LockedError
-from hpclm.launch import arguments, debug, prechecks, send, setup, sweep, visible
+from hpclm.launch import arguments, debug, prechecks, send, setup, sweep, time_limit, visible
 from hpclm.node import gpus, secrets
 from hpclm.rundir import runs as folders
 from hpclm.rundir import submissions
@@ -178,7 +178,10 @@ def _script(scheduler: Scheduler, run: RunConfig) -> str:
     path = Path(run.out) / "config.yaml"
     folders = [Path(prefix).parent for prefix in run.data.prefixes()]
     folders += [Path(file).parent for file in run.data.tokenizer_files]
-    return scheduler.script(run, path, list(setup.lines(run, path, folders)))
+    text = scheduler.script(run, path, list(setup.lines(run, path, folders)))
+    if scheduler.name == "slurm":
+        time_limit.refuse_without_room(Path(run.out), text)
+    return text
 
 
 def _show(scheduler: Scheduler, runs: Sequence[RunConfig], scripts: Sequence[str]) -> int:

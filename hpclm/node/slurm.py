@@ -113,6 +113,20 @@ def shown(kind: str, name: str, seconds: float = 10, env: Env = os.environ) -> d
     return _fields(answer) if not code else {}
 
 
+def default_time(partition: str = "", seconds: float = 10, env: Env = os.environ) -> tuple[str, str]:
+    """A partition, the one named or the cluster's default, and the time limit of its jobs that ask for none; empty where unknown.
+
+    Of several partitions, of which a job takes any, the first counts. NoAnswerError as in ``states``.
+    """
+    name = partition.partition(",")[0]
+    code, answer, _ = ask(["scontrol", "show", "partition", *filter(None, [name]), "--oneliner"], seconds, env)
+    for shown in map(_fields, answer.splitlines() if not code else []):
+        if name or shown.get("Default") == "YES":
+            times = [time for time in (shown.get("DefaultTime"), shown.get("MaxTime")) if time and time != "NONE"]
+            return shown.get("PartitionName", name), times[0] if times else ""
+    return name, ""
+
+
 def setting(name: str, default: str, seconds: float = 5, env: Env = os.environ) -> str:
     """A setting of slurm.conf, as scontrol shows it; ``default`` if it does not."""
     try:

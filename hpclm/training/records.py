@@ -34,7 +34,7 @@ LASTING = ("attempts.jsonl", "ends.jsonl", "jobs.jsonl", "metrics.jsonl", "log.t
 """Files that grow line by line, and are read after a power cut."""
 OF_FIRST_STEP = ("model.init_std", "scaler.initial", "checkpoint.init_from")
 """Settings of the state before the first step."""
-MOST = 3  # starts of a job without a checkpoint in between, which was not made because they failed
+MAX_STARTS = 3  # of a job from one step, without a checkpoint in between
 
 
 def start(
@@ -170,19 +170,28 @@ def tell_restart(out: Path, context: DistributedContext, ending: str) -> str:
 
 
 def check_progress(out: Path, step: int) -> None:
-    """DivergedError when Slurm has started this very job again and again from ``step``, and no start lived to a checkpoint."""
-    job = bootstrap.job().get("job_id")
+    """DivergedError when Slurm has started this very job again and again from ``step``, and no start lived to a checkpoint.
+
+    A start counts however it ended: killed, warned before it had saved anything, or so early that it left no row. One that exited
+    cleanly does not where Slurm has not started the job again: somebody did so by hand.
+    """
+    job = bootstrap.job()
     before = rows(out / "attempts.jsonl", ATTEMPT)
-    orderly = [row.get("attempt") for row in rows(out / "ends.jsonl", END)]
-    failed = 0
+    orderly = {row.get("attempt") for row in rows(out / "ends.jsonl", END)}
+    failed, later = 0, int(job.get("restart", 0))
     for number in range(len(before), 0, -1):
         row = before[number - 1]
-        if not job or row.get("job_id") != job or row.get("from_step") != step or number in orderly:
+        if not row:  # damaged: it neither counts, nor does it hide the starts before it
+            continue
+        restart = row.get("restart")
+        restart = later if restart is None else restart
+        by_hand = number in orderly and restart == later
+        if not job or row.get("job_id") != job["job_id"] or row.get("from_step") != step or by_hand:
             break
-        failed += 1
-    if failed >= MOST:
+        failed, later = failed + max(1, later - restart), restart
+    if failed >= MAX_STARTS:
         raise DivergedError(
-            f"job {job} has started {failed} times from step {step} and never reached a checkpoint: it is not started again. "
+            f"job {job['job_id']} has started {failed} times from step {step} and never reached a checkpoint: it is not started again. "
             f"See {out / 'log.txt'} for how the starts ended, then hpclm resume {files.typed(out)}"
         )
 

@@ -244,4 +244,36 @@ def test_a_job_that_starts_again_and_again_without_a_checkpoint_is_stopped(tmp_p
     records.check_progress(tmp_path, 10)
     attempts(("7", 10), ("7", 10), ("7", 10))
     (tmp_path / "ends.jsonl").write_text(json.dumps({"attempt": 2, "code": 85}) + "\n")
-    records.check_progress(tmp_path, 10)  # one was told to leave before its first step
+    records.check_progress(tmp_path, 10)  # one exited cleanly, and was started again by hand in the same allocation
+
+
+# restart, step, whether it exited cleanly; then the restart that asks, and whether the job ends
+STARTS = {
+    "killed": ([(0, 0, False), (1, 0, False), (2, 0, False)], 3, True),
+    "warned before the first step": ([(0, 0, True), (1, 0, True), (2, 0, True)], 3, True),
+    "in either way": ([(0, 0, True), (1, 0, False), (2, 0, True)], 3, True),
+    "two of them": ([(0, 0, True), (1, 0, True)], 2, False),
+    "some left no row": ([(0, 0, True)], 3, True),
+    "one left no row": ([(0, 0, False), (2, 0, True)], 3, True),
+    "after a checkpoint": ([(0, 0, True), (1, 5, True), (2, 5, True)], 3, False),
+    "three after a checkpoint": ([(0, 0, True), (1, 5, True), (2, 5, False), (3, 5, True)], 4, True),
+    "by hand in one allocation": ([(0, 0, True)] * 4, 0, False),
+    "killed in one allocation": ([(0, 0, False)] * 3, 0, True),
+    "a damaged row between": ([(0, 0, True), (1, "x", True), (2, 0, False)], 3, True),
+}
+
+
+@pytest.mark.parametrize("starts, restart, ends", STARTS.values(), ids=STARTS)
+def test_starts_that_reach_no_checkpoint_count_however_they_end(starts, restart, ends, tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart))
+    lines = [json.dumps({"job_id": "7", "restart": number, "from_step": step}) for number, step, _ in starts]
+    (tmp_path / "attempts.jsonl").write_text("\n".join([*lines, ""]))
+    orderly = [json.dumps({"attempt": n, "code": 85}) for n, (*_, clean) in enumerate(starts, 1) if clean]
+    (tmp_path / "ends.jsonl").write_text("\n".join([*orderly, ""]))
+    step = next(step for _, step, _ in reversed(starts) if step != "x")
+    if ends:
+        with pytest.raises(DivergedError, match=r"job 7 has started [34] times from step"):
+            records.check_progress(tmp_path, step)
+    else:
+        records.check_progress(tmp_path, step)

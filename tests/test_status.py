@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from hpclm import files
 from hpclm.rundir import submissions
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.submissions import Submission
@@ -355,6 +356,51 @@ def test_a_job_that_was_cancelled_in_the_queue_has_not_failed(known, tmp_path, s
     make(run, [attempt(job_id="7", time=now(-60))], rows(20), ended=("done", "done at step 20, 40 samples", 0))
     [row] = status(run, env=env)
     assert row["state"] == "done" and "its last job was cancelled" in row["ending"]
+
+
+START = "start {} of job 8 on node1\n"
+TERM = "SIGTERM during the start: nothing to save, exiting\n"
+EXITED = "srun: error: node1: tasks 0-1: Exited with exit code 85\nsrun ended with exit code 85\n"
+STEP = "slurmstepd: error: *** STEP 8.0 ON node1 CANCELLED AT 2026-01-01T00:01:00 {}***\n"
+ENDS = {
+    "signalled": (START.format(1) + TERM + TERM + EXITED, "FAILED", "cancelled"),
+    "signalled, and forgotten by Slurm": (START.format(1) + TERM + EXITED, "", "cancelled"),
+    "scancel": (START.format(1) + STEP.format(""), "CANCELLED", "cancelled"),
+    "scancel, and forgotten by Slurm": (START.format(1) + STEP.format(""), "", "cancelled"),
+    "killed by the time limit": (START.format(1) + STEP.format("DUE TO TIME LIMIT "), "TIMEOUT", "failed"),
+    "the time limit, and forgotten by Slurm": (START.format(1) + STEP.format("DUE TO TIME LIMIT "), "", "failed"),
+    "warned of the time limit": (START.format(1) + TERM.replace("TERM", "USR2") + EXITED, "FAILED", "failed"),
+    "preempted": (START.format(1) + TERM + EXITED, "PREEMPTED", "failed"),
+    "signalled in an earlier start": (
+        START.format(1) + TERM + START.format(2) + "error: no data\n",
+        "FAILED",
+        "failed",
+    ),
+    "a fault": (START.format(1) + "error: no data\n", "FAILED", "failed"),
+}
+
+
+@pytest.mark.parametrize("log, state, name", ENDS.values(), ids=ENDS)
+def test_a_job_that_is_cancelled_while_it_starts_has_not_failed(log, state, name, tmp_path, squeue):
+    run = submitted(make(tmp_path / "a", config_yaml=""), "8", log=False)
+    (run / "logs").mkdir(exist_ok=True)
+    (run / "logs" / "job-8.log").write_text(log)
+    answer = f"8|{state}|0:01|0:00|2026-01-01T00:01:00|1|node1|NonZeroExitCode"
+    [row] = status(run, env=squeue(f"echo '{answer}'" if state else "true"))
+    assert row["state"] == name, row
+    if name == "cancelled":
+        assert row["ending"] == "its job was cancelled before training started"
+
+
+@pytest.mark.parametrize("said", ["SIGTERM during the start", "SIGINT during the start", "SIGUSR1 during the start"])
+def test_a_launch_on_this_machine_that_is_cancelled_while_it_starts_has_not_failed(said, tmp_path):
+    run = make(tmp_path / "a", config_yaml="")
+    (run / "logs").mkdir(exist_ok=True)
+    (run / "logs" / "job-local-1.log").write_text(f"10:00:00 I 2 processes\n{said}: nothing to save, exiting\n")
+    launch = Submission("local", "99999999", "here", 1, 2, str(run / "logs/job-local-1.log"), machine=files.here())
+    submissions.append(run, launch)
+    [row] = status(run)
+    assert (row["state"], row["ending"]) == ("cancelled", "its start was cancelled before training started")
 
 
 @pytest.mark.skipif(not traced.usable(), reason="strace is not installed, or may not trace")

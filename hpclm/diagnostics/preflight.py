@@ -80,8 +80,10 @@ def check(
             "links": [asdict(link) for link in links],
             "disks": disks,
         }
+        kept = False
         with suppress(OSError):  # a folder that cannot be written is already among the problems
             files.write_text(out / FILE, json.dumps(report, indent=1) + "\n")
+            kept = True
         if context.size > 1:
             state = f", {len(problems)} problem{'s' * (len(problems) != 1)}" if problems else " agree"
             slowest = f"; slowest link {verdict.rate(min(link.speed for link in links))}" if links else ""
@@ -90,7 +92,7 @@ def check(
         for warning in warnings:
             log.warning("preflight: %s", warning)
         if problems:
-            raise HpclmError(refusal(problems, bad, out))
+            raise HpclmError(refusal(problems, bad, out, kept))
 
     context.run_on_main(conclude)
 
@@ -146,13 +148,14 @@ def measure_links(
     return [Link((names[number - 1], names[number]), *results[leader]) for number, leader in enumerate(leaders)]
 
 
-def refusal(problems: Sequence[str], bad: Sequence[str], out: Path) -> str:
-    """The problems, and what to do about the ``bad`` nodes."""
+def refusal(problems: Sequence[str], bad: Sequence[str], out: Path, kept: bool) -> str:
+    """The problems, and what to do about the ``bad`` nodes; ``kept``: whether the report could be written into ``out``."""
     lines = [f"preflight: {problem}" for problem in problems]
     if bad:
         lines.append(
             f"bad node{'s' * (len(bad) > 1)}: {', '.join(bad)}; start again without: "
             f"hpclm resume {files.typed(out)} --exclude-bad {files.typed(out)}"
         )
-    lines.append(f"each process's environment is in {out / FILE}; cluster.preflight=off skips these checks")
+    report = f"{out / FILE} has the host, device and library versions of each process, and what was measured; " * kept
+    lines.append(f"{report}set cluster.preflight=false to skip these checks")
     return "\n".join(lines)

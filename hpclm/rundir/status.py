@@ -32,6 +32,16 @@ FAULT = re.compile(
     re.IGNORECASE,
 )
 
+CANCELLED = re.compile(
+    r"^SIG(TERM|INT|HUP|USR1) during the start: nothing to save, exiting$|^second Ctrl-C: exiting now without saving$"
+    r"|: \*\*\* (JOB|STEP) \S+ ON \S+ CANCELLED AT (?!.* DUE TO ).*\*\*\*$| ended with exit code 143$",
+    re.MULTILINE,
+)
+"""Lines of a job's log that say that somebody ended it: Slurm's warning of the time limit is USR2, mpirun's ranks get USR1."""
+BY_SLURM = ("TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+"""States of jobs that Slurm has ended by itself."""
+START = re.compile(r"^start \d+ of job ", re.MULTILINE)
+
 UNLIMITED = re.compile(r"UNLIMITED|36[45]-")
 """The time left of a job without a limit: early in it, squeue counts down from a year."""
 
@@ -173,17 +183,26 @@ def _over(run: Run, unanswered: bool, elsewhere: bool, job: JobState | None) -> 
     name, text = (run.summary["state"], run.summary["ending"]) if said else ("", "")
     if not run.trained and not unanswered:
         log = run.out / run.submissions[-1].log
-        ended_by_term = rows.tail(log).rstrip().endswith(" ended with exit code 143")
-        if not (job.name == "CANCELLED" if job else ended_by_term or not files.is_file(log)):
+        if not _was_cancelled(log, job):
             return "failed", last_fault(log) or "ended before training started"
+        what = "job" if run.submissions[-1].is_job else "start"
         if not run.attempt:
-            return "cancelled", "its job was cancelled before training started"
-        text = f"{text}; its last job was cancelled before training started".removeprefix("; ")
+            return "cancelled", f"its {what} was cancelled before training started"
+        text = f"{text}; its last {what} was cancelled before training started".removeprefix("; ")
     if name or unanswered or elsewhere:
         return name or "unknown", text
     if not run.attempt:
         return ("failed", "ended before training started") if run.submissions else ("new", "")
     return "ended", text or last_fault(run.job_log()) or KILLED
+
+
+def _was_cancelled(log: Path, job: JobState | None) -> bool:
+    """Whether somebody has ended a job before it trained, by what Slurm still knows of it and by its log."""
+    if job and (job.name == "CANCELLED" or job.name in BY_SLURM):
+        return job.name == "CANCELLED"
+    if not files.is_file(log):
+        return job is None
+    return CANCELLED.search(START.split(rows.tail(log))[-1]) is not None
 
 
 def last_fault(log: Path | None) -> str:

@@ -2,9 +2,11 @@ import json
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
+from hpclm.diagnostics.preflight import refusal
 from tests.diagnostics import peers
 from tests.forks import hpclm
 from tests.runs import ROOT
@@ -74,6 +76,18 @@ def test_a_run_directory_that_is_not_shared_is_refused(nodes, bad, tmp_path):
     assert (
         f"bad node: {last}; start again without: hpclm resume {tmp_path} --exclude-bad {tmp_path}" in results[0][0]
     ) == bool(bad)
+    assert f"{tmp_path}/preflight.json has the host, device and library versions of each process" in results[0][0]
+    assert all({"host", "device", "torch", "python"} <= row.keys() for row in found["ranks"])
+
+
+def test_a_refusal_names_its_report_only_if_there_is_one():
+    lines = refusal(["a and b disagree"], [], Path("/out"), False).splitlines()
+    assert lines == ["preflight: a and b disagree", "set cluster.preflight=false to skip these checks"]
+    assert (
+        refusal(["x"], [], Path("/out"), True)
+        .splitlines()[1]
+        .startswith("/out/preflight.json has the host, device and")
+    )
 
 
 @pytest.mark.skipif(not mounts(), reason="needs the right to unshare mounts")

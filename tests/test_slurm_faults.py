@@ -11,6 +11,7 @@ import pytest
 from tests.runs import ROOT, command_of, lines
 from tests.slurm import until
 from tests.test_preemption import Job
+from tests.training import flips
 
 pytestmark = pytest.mark.slurm
 ENDLESS = ["budget.steps=1000000", "optim.schedule=constant"]
@@ -67,7 +68,10 @@ def test_a_run_starts_again_without_a_node_that_lost_its_power_and_its_log_says_
 def test_a_run_starts_again_without_the_node_on_which_bits_flipped(template, cluster, tmp_path):
     if not cluster.isolated:
         pytest.skip("needs nodes with host names")
-    own = ["engine.name=tests.training.flips:FlippingEngine", f"job.env={{TEST_FLIPPED: {tmp_path}/flipped}}"]
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(flips.SITE)
+    own = [f"job.env={{TEST_FLIPPED: {tmp_path}/flipped, PYTHONPATH: '{site}:{ROOT}'}}"]
     job = Job(cluster, tmp_path / "run", 3, 1, *own, "batch.global_size=6", f"job.template={template}")
     job.finish()
     first, second = [json.loads(line) for line in lines(job.out / "attempts.jsonl")]

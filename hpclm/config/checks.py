@@ -49,6 +49,18 @@ def fraction(section: str, **values: float) -> Iterator[str]:
             yield f"{section}.{name}={value} must be at least 0 and less than 1"
 
 
+def keyed_texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """All text in nested mappings and lists, with its dotted key; in a list, that of the list."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from keyed_texts(inner, f"{key}.{name}".lstrip("."))
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from keyed_texts(inner, key)
+
+
 def texts(value: Any) -> Iterator[str]:
     """All text in a value, names in its mappings too."""
     if isinstance(value, str):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal
 
-from hpclm.config.checks import Checked, at_least, texts
+from hpclm.config.checks import Checked, at_least, keyed_texts, texts
 from hpclm.config.data import DataConfig
 from hpclm.config.engine import EngineConfig, ParallelConfig, unsupported
 from hpclm.config.engine_settings import EngineSettings
@@ -23,6 +23,8 @@ from hpclm.errors import ConfigError
 from hpclm.registry import load
 
 MOST = 10**9  # epochs, or hours
+BESIDE_TRAINING = ("log", "job")
+"""Sections of settings whose code does not run in the processes that train, or only reads what they measure."""
 OWN_CODE = re.compile(r"([A-Za-z_]\w*)(?:\.\w+)*:[A-Za-z_]\w*")
 
 
@@ -270,6 +272,12 @@ class RunConfig(Checked):
     def modules(self) -> set[str]:
         """Top-level modules of the user's own code that settings name, as in data.tokenizer=my.mod:Tok."""
         return {match[1] for text in texts(asdict(self)) if (match := OWN_CODE.fullmatch(text))}
+
+    def code_of_training(self) -> list[str]:
+        """The settings that name the user's own code which takes part in training, as in model.block=my.mod:Block."""
+        sections = {name: value for name, value in asdict(self).items() if name not in BESIDE_TRAINING}
+        named = ((key, text) for key, text in keyed_texts(sections) if OWN_CODE.fullmatch(text))
+        return [f"{key}={text}" for key, text in named if not text.startswith("hpclm.")]
 
     def for_engine(self, processes: int = 1) -> EngineSettings:
         """What an engine needs to know on ``processes``; ConfigError as of plan()."""

@@ -16,9 +16,9 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from hpclm.engine import Engine
 from hpclm.engine.base import BaseEngine
 from hpclm.engine.checksum import checksums, counts, held, pieces
 from hpclm.engine.sharded_parameter import ShardedParameter
-from hpclm.errors import CorruptedError
+from hpclm.errors import CorruptedError, DivergedError
 from hpclm.node import hardware
 from hpclm.parallel.mesh import Mesh
 from hpclm.rundir import rows
@@ -43,10 +43,20 @@ SHARE = 0.003
 """Part of the time that checksums before and after updates may take: as many steps are watched as fit into it."""
 TOLERANCE = 1e-3
 """Relative difference of two losses of one micro-batch where kernels need not give the same bits."""
-SHOWN = 8  # ranks that a message names
+SHOWN = 8  # ranks, or weights, that a message names
 
 Group = tuple[int, bool]
 """Ranks that hold the same state: the first of them, and whether tensor-parallel ranks are among them."""
+
+BETWEEN_UPDATES = "change weights and optimizer state only in the optimizer's step"
+TWO_LOSSES = (
+    "let the loss in evaluation follow from weights and batch alone, without random numbers or state of the block"
+)
+ACROSS_TENSOR = (
+    "in forward, pass a weight that every tensor-parallel rank holds whole through hpclm.parallel.collectives.copy_to_tp(weight, tp), "
+    "which sums its gradient over them, and initialise it alike on all of them"
+)
+ACROSS_REPLICAS = "let nothing in the update depend on the rank, its random numbers or its time, and initialise weights alike on all ranks"
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,12 @@ class Finding:
     text: str
     certain: bool = True
     """Whether each of ``ranks`` is at fault; otherwise one of them is."""
+    advice: str = ""
+    """What to change where a program is at fault."""
+    group: Group | None = None
+    """Of the state that differs."""
+    weights: tuple[str, ...] = ()
+    """Names of the weights that differ, or whose optimizer state does."""
 
 
 class Verifier:
@@ -119,7 +135,17 @@ class Verifier:
         }
         self._set_period()
         self._open()
-        return findings(self.context.all_gather(answer), self.exact)
+        problems = findings(self.context.all_gather(answer), self.exact)
+        return [replace(each, weights=self._differing(each.group)) if each.group else each for each in problems]
+
+    def _differing(self, group: Group) -> tuple[str, ...]:
+        """The weights of a group whose values or optimizer state are not the same on all its ranks; a collective."""
+        digests = {
+            weight.name: _digest(self._sums(pieces(held(self.engine.state, [weight]))))
+            for weight in self._shared.get(group, ())
+        }
+        answers = [answer for answer in self.context.all_gather(digests) if answer]
+        return tuple(name for name in answers[0] if len({answer.get(name) for answer in answers}) > 1)
 
     def _group(self, weight: ShardedParameter) -> Group | None:
         """The ranks that hold the same values of a weight as this one; None: no others."""
@@ -178,7 +204,7 @@ def verifier(engine: Engine, mesh: Mesh, context: DistributedContext, every: int
 def findings(answers: Sequence[Mapping[str, Any]], exact: bool) -> list[Finding]:
     """What is wrong, from each rank's answer. ``exact``: whether kernels give the same bits each time."""
     problems = [
-        Finding((rank,), "its weights or optimizer state changed between two updates")
+        Finding((rank,), "its weights or optimizer state changed between two updates", advice=BETWEEN_UPDATES)
         for rank, answer in enumerate(answers)
         if answer["changed"]
     ]
@@ -187,7 +213,8 @@ def findings(answers: Sequence[Mapping[str, Any]], exact: bool) -> list[Finding]
         if answer["losses"] and _differ(exact, *answer["losses"]):
             unequal.setdefault(answer["replica"], []).append(rank)
     for ranks in unequal.values():
-        problems.append(Finding(tuple(ranks), "one micro-batch, computed twice, had two losses", len(ranks) == 1))
+        text = "one micro-batch, computed twice, had two losses"
+        problems.append(Finding(tuple(ranks), text, len(ranks) == 1, TWO_LOSSES))
     problems += _outvoted(answers)
     certain = {rank for each in problems if each.certain for rank in each.ranks}
     return [each for each in problems if each.certain or certain.isdisjoint(each.ranks)]
@@ -199,7 +226,7 @@ def _outvoted(answers: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     for rank, answer in enumerate(answers):
         for first, everywhere, digest in answer["shared"]:
             groups.setdefault((first, everywhere), {})[rank] = digest
-    for votes in groups.values():
+    for group, votes in groups.items():
         [(digest, count)] = Counter(votes.values()).most_common(1)
         if count == len(votes):
             continue
@@ -207,7 +234,11 @@ def _outvoted(answers: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
         odd = tuple(rank for rank, vote in votes.items() if vote != digest or not certain)
         text = f"its weights or optimizer state differ from those of {count} ranks that hold the same"
         yield Finding(
-            odd, text if certain else "they hold different values of the same weights or optimizer state", certain
+            odd,
+            text if certain else "they hold different values of the same weights or optimizer state",
+            certain,
+            ACROSS_TENSOR if group[1] else ACROSS_REPLICAS,
+            group,
         )
 
 
@@ -218,6 +249,24 @@ def _differ(exact: bool, first: str, second: str) -> bool:
 
 def _digest(sums: Tensor) -> str:
     return hashlib.blake2b(sums.cpu().numpy().tobytes(), digest_size=16).hexdigest()
+
+
+def blame_program(
+    problems: Sequence[Finding], step: int, saved: int, own_code: Sequence[str], context: DistributedContext
+) -> NoReturn:
+    """DivergedError on every rank: code of the user's own takes part, whose fault the ``problems`` may be, so no node is excluded.
+
+    ``own_code``: the settings that name it. ``saved``: the step of the newest checkpoint; 0 without one.
+    """
+    texts = [f"{_who(each, [str(info) for info in context.ranks])}: {_what(each)}" for each in problems]
+    advice = list(dict.fromkeys(each.advice for each in problems))
+    way = f"resumes from step {saved}, which was good when it was saved" if saved else "starts anew: nothing was saved"
+    error = DivergedError(
+        f"state that must be equal differs after step {step}: {'; '.join(texts)}. Code of your own takes part in training "
+        f"({', '.join(own_code)}), so this counts as its fault, and no node is excluded. To fix it, {'; '.join(advice)}. Then hpclm resume: the run {way}"
+    )
+    error.shared = True
+    raise error
 
 
 def end_run(
@@ -254,6 +303,18 @@ def end_run(
 
 
 def _described(finding: Finding, context: DistributedContext, places: Sequence[Sequence[str]]) -> str:
-    who = [f"{context.ranks[rank]}, {places[rank][1]}" for rank in finding.ranks[:SHOWN]]
+    names = [f"{info}, {place[1]}" for info, place in zip(context.ranks, places, strict=True)]
+    return f"{'' if finding.certain else 'one of '}{_who(finding, names)}: {_what(finding)}"
+
+
+def _who(finding: Finding, names: Sequence[str]) -> str:
     more = [f"{len(finding.ranks) - SHOWN} more"] * (len(finding.ranks) > SHOWN)
-    return f"{'' if finding.certain else 'one of '}{'; '.join([*who, *more])}: {finding.text}"
+    return "; ".join([*(names[rank] for rank in finding.ranks[:SHOWN]), *more])
+
+
+def _what(finding: Finding) -> str:
+    """What is wrong, with the weights that differ."""
+    named = ", ".join(
+        [*finding.weights[:SHOWN], *[f"{len(finding.weights) - SHOWN} more"] * (len(finding.weights) > SHOWN)]
+    )
+    return f"{finding.text} ({named})" if named else finding.text

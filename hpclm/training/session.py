@@ -107,7 +107,8 @@ class Session:
         return self.verifier is not None and due(self.config.cluster.verify_every, progress)
 
     def verify(self, progress: Progress) -> None:
-        """Look for silent corruption when that is due, and before the state is saved; CorruptedError where there is some."""
+        """Look for silent corruption when that is due, and before the state is saved; CorruptedError where there is some, and
+        DivergedError where the user's own code may have caused it."""
         if self.verifier is None or not (self._verification_is_due(progress) or self.control.saves_now(progress)):
             return
         self.context.watchdog.enter("verification", progress.step)
@@ -115,7 +116,10 @@ class Session:
         if problems:
             self.control.saver.wait()  # what is being written was good
             out = Path(self.config.out)
-            corruption.end_run(problems, progress.step, self.control.saver.step, self.context, self.device, out)
+            step, saved, own_code = progress.step, self.control.saver.step, self.config.code_of_training()
+            if own_code:
+                corruption.blame_program(problems, step, saved, own_code, self.context)
+            corruption.end_run(problems, step, saved, self.context, self.device, out)
 
     def train_step(self, progress: Progress) -> Progress:
         """Learn from the next batch; how far the run is then, as far as that is known.

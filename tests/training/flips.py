@@ -110,13 +110,87 @@ def undisturbed(words, every):
     return losses == others and all(map(torch.equal, tensors, values))
 
 
-class FlippingEngine(NativeEngine):
-    """Flips a bit of rank 1's weights in the eighth step of a run, once."""
+def flipping_memory(engine_class=NativeEngine):
+    """Have a bit of rank 1's weights flip in the eighth step of a run, once, as if the memory did it: no setting says so."""
+    train_step = engine_class.train_step
 
-    def train_step(self, batches, lr, step, *others):
-        """As the native engine's."""
+    def flips(self, batches, lr, step, *others):
         done = Path(os.environ["TEST_FLIPPED"])
         if step == 7 and dist.get_rank() == 1 and not done.exists():
             done.touch()
             self.weights[0].parameter.detach().view(-1).view(torch.int32)[3] ^= 1 << 12
-        return super().train_step(batches, lr, step, *others)
+        return train_step(self, batches, lr, step, *others)
+
+    engine_class.train_step = flips
+
+
+SITE = """
+import importlib.abc, importlib.util, sys
+
+class Flips(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "hpclm.engine.native":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def load_and_flip(module):
+            load(module)
+            from tests.training import flips
+            flips.flipping_memory(module.NativeEngine)
+
+        spec.loader.exec_module = load_and_flip
+        return spec
+
+sys.meta_path.insert(0, Flips())
+"""
+"""A sitecustomize.py by which the ranks of a job have such memory."""
+
+
+class OneSided(Block):
+    """A block with a weight that tensor-parallel ranks hold whole, whose gradient nobody sums over them."""
+
+    def __init__(self, config, recompute_core, generator, tp):
+        super().__init__(config, recompute_core, generator, tp)
+        self.scale = torch.nn.Parameter(torch.ones(config.hidden))
+
+    def forward(self, x, metadata):
+        """[t, B, C] -> [t, B, C]."""
+        return super().forward(x, metadata) * self.scale
+
+
+class Wandering(Block):
+    """A block that changes a weight while it computes."""
+
+    def forward(self, x, metadata):
+        """[t, B, C] -> [t, B, C]."""
+        with torch.no_grad():
+            self.mlp.up.weight.add_(1e-3)
+        return super().forward(x, metadata)
+
+
+class Drawing(Block):
+    """A block that draws random numbers of its own, also in evaluation."""
+
+    def forward(self, x, metadata):
+        """[t, B, C] -> [t, B, C]."""
+        return super().forward(x, metadata) * (1 + 0.01 * torch.rand(()))
+
+
+def constant_rate(position, length, optim):
+    """A schedule that is in order."""
+    return 1e-3
+
+
+def rate_of_rank(position, length, optim):
+    """A schedule whose rates differ between ranks."""
+    return 1e-3 * (1 + dist.get_rank())
+
+
+class OwnEngine(NativeEngine):
+    """An engine of one's own whose updates differ between ranks."""
+
+    def train_step(self, batches, lr, step, *others):
+        """As the native engine's."""
+        return super().train_step(batches, lr * (1 + dist.get_rank()), step, *others)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -176,9 +177,9 @@ def run(tiny, tmp_path):
     """Three processes of a run in which a bit flips in step 8: exit codes, and what was logged."""
 
     def start(*words):
-        own = ["engine.name=tests.training.flips:FlippingEngine", "checkpoint.every=2", "batch.global_size=6"]
-        own += ["batch.micro_size=2", "cluster.preflight=false", *words]
-        with Ranks(3, tiny("run", *own), PYTHONPATH=ROOT, TEST_FLIPPED=tmp_path / "flipped") as processes:
+        own = ["checkpoint.every=2", "batch.global_size=6", "batch.micro_size=2", "cluster.preflight=false", *words]
+        flipped = {"PYTHONPATH": ROOT, "TEST_FLIPPED": tmp_path / "flipped"}
+        with Ranks(3, tiny("run", *own), before=flips.flipping_memory, **flipped) as processes:
             codes = {code for code, _ in processes.wait().values()}
         return codes, (tmp_path / "run/log.txt").read_text()
 
@@ -202,6 +203,62 @@ def test_a_run_ends_with_85_names_rank_and_node_and_resumes_from_a_checkpoint_th
     again = losses(tmp_path / "run")
     assert [*again] == [*range(1, 13)] and lost[7] == again[7]
     assert [attempt["from_step"] for attempt in rows(tmp_path / "run/attempts.jsonl")] == [0, 6]
+
+
+OF_THE_USER = {
+    "a weight without copy_to_tp": (
+        ["model.block=tests.training.flips:OneSided", "parallel.tensor=2"],
+        [r"weights or optimizer state \(block\S*0\S*scale", "copy_to_tp", "model.block=tests.training.flips:OneSided"],
+    ),
+    "weights that change in the forward pass": (
+        ["model.block=tests.training.flips:Wandering"],
+        ["changed between two updates", "change weights and optimizer state only in the optimizer's step"],
+    ),
+    "random numbers of its own": (
+        ["model.block=tests.training.flips:Drawing"],
+        ["computed twice, had two losses", "without random numbers"],
+    ),
+    "a schedule that differs": (
+        ["optim.schedule=tests.training.flips:rate_of_rank"],
+        [
+            r"same weights or optimizer state \(\S+",
+            "let nothing in the update depend on the rank",
+            "optim.schedule=tests",
+        ],
+    ),
+    "an engine that differs": (
+        ["engine.name=tests.training.flips:OwnEngine"],
+        ["let nothing in the update depend on the rank", "engine.name=tests.training.flips:OwnEngine"],
+    ),
+}
+
+
+SAMPLE = "a weight without copy_to_tp", "a schedule that differs"
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        pytest.param(*case, id=name, marks=[pytest.mark.whole] * (name not in SAMPLE))
+        for name, case in OF_THE_USER.items()
+    ],
+)
+def test_a_fault_of_the_users_own_code_is_named_as_such_and_excludes_no_node(words, said, tiny, tmp_path):
+    more = ["checkpoint.every=2", "batch.micro_size=2", "cluster.preflight=false", "cluster.verify_every=2", *words]
+    with Ranks(2, tiny("run", *more), PYTHONPATH=ROOT) as processes:
+        ended = processes.wait()
+    assert {code for code, _ in ended.values()} == {93}, ended
+    log = (tmp_path / "run/log.txt").read_text()
+    for text in said:
+        assert re.search(text, log), log
+    assert "corruption" not in log and "so this counts as its fault, and no node is excluded" in log
+    assert not (tmp_path / "run/corruption.jsonl").exists()
+
+
+def test_a_bit_that_flips_where_code_of_the_user_takes_part_counts_as_the_programs_fault(run, tmp_path):
+    codes, log = run("optim.schedule=tests.training.flips:constant_rate")
+    assert codes == {93} and "rank 1 on " in log and "hpclm resume" in log, log
+    assert not (tmp_path / "run/corruption.jsonl").exists()
 
 
 def test_nodes_that_corrupted_something_are_excluded_with_and_without_a_preflight_report(tmp_path):

@@ -11,8 +11,9 @@ from hpclm.checkpoint import CheckpointStore, Progress, Retention
 from hpclm.checkpoint.directory import checked, steps
 from hpclm.config import CheckpointConfig, from_cli
 from hpclm.engine import Shard
-from hpclm.errors import DivergedError
+from hpclm.errors import ConfigError, DivergedError
 from hpclm.rundir.control_files import ControlFiles
+from hpclm.rundir.rows import LARGEST
 from hpclm.training import records
 from hpclm.training.control import Saver
 from hpclm.training.sync import ControlState
@@ -277,3 +278,20 @@ def test_starts_that_reach_no_checkpoint_count_however_they_end(starts, restart,
             records.check_progress(tmp_path, step)
     else:
         records.check_progress(tmp_path, step)
+
+
+@pytest.mark.parametrize("name", ["attempts.jsonl", "ends.jsonl"])
+@pytest.mark.parametrize("kind", ["a folder", "too large", "a link to itself"])
+def test_attempts_that_cannot_be_read_are_never_taken_for_none(name, kind, tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
+    path = tmp_path / name
+    if kind == "a folder":
+        path.mkdir()
+    elif kind == "too large":
+        path.touch()
+        os.truncate(path, LARGEST + 1)
+    else:
+        path.symlink_to(path)
+    with pytest.raises(ConfigError, match=f"{name} cannot be read"):
+        records.check_progress(tmp_path, 0)

@@ -103,6 +103,8 @@ class RunSummary:
         """``generation``: of the lease, where another process holds it."""
         self._out, self._lease = out, lease
         self._generation = lease.generation if lease else generation
+        self._began: float | None = None
+        """When this attempt began, once it has been recorded."""
         before = read(out)
         self.before: str = before.get("ending") or (KILLED if before.get("attempt") else "")
         """How the last attempt ended; empty without one."""
@@ -141,6 +143,7 @@ class RunSummary:
         """An attempt begins, the last of ``attempts`` (lines of attempts.jsonl), of a run of ``steps`` in all."""
         attempt = {name: value for name, value in attempts[-1].items() if name in ATTEMPT and name != "hosts"}
         attempt["nodes"] = len(attempts[-1].get("hosts") or [1])
+        self._began = attempts[-1].get("began")
         first = attempt.get("from_step") or 0
         self._know(attempts=len(attempts), attempt=attempt, steps=steps, step=first)
         self.write()
@@ -206,7 +209,7 @@ class RunSummary:
 
     def _start_seconds(self, now: float | None, step: float | None = 0.0) -> Row:
         """What this attempt's start has taken if it is over ``now``, but for ``step`` seconds; a start without a step took at least that."""
-        began = self._facts["attempt"].get("began")
+        began = self._began
         return {"start_seconds": round(max(0.0, now - began - (step or 0.0)), 1)} if now and began else {}
 
     def _adopt_ending(self) -> None:

@@ -181,4 +181,7 @@ def test_the_length_of_the_last_start_is_known_also_if_it_ended_before_a_step(tm
         kept.resume([step(5)])
         assert summary.read(tmp_path)["start_seconds"] == 3.0
         kept.end("exited", "SIGUSR2: nothing saved", 85)
-    assert summary.read(tmp_path)["start_seconds"] >= 40
+    known = summary.read(tmp_path)["start_seconds"]
+    assert known >= 40
+    RunSummary(tmp_path).failed("refused before it was recorded")
+    assert summary.read(tmp_path)["start_seconds"] == known

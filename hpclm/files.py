@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from hpclm.errors import ConfigError, unread
+from hpclm.errors import ConfigError, HpclmError, unread, unwritten
 
 log = logging.getLogger(__name__)
 HASHED = 1 << 18  # bytes of each block in a file's fingerprint
@@ -190,7 +190,8 @@ def exposed_folder(folder: Path, sticky: bool = False) -> str | None:
 def own_temporary(name: str) -> Path:
     """The folder ``name`` of this user in TMPDIR or /tmp, which all processes on this machine share.
 
-    If another user has made one of that name, a new one with a random name. ConfigError if others could replace either.
+    If another user has made one of that name, a new one with a random name. ConfigError if others could replace either;
+    OSError if it cannot be made.
     """
     parent = Path(tempfile.gettempdir())
     mode = parent.stat().st_mode
@@ -219,10 +220,20 @@ def is_private_folder(path: Path) -> bool:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder in TMPDIR or /tmp during the block; ``sweep_temporary`` removes it if this process is killed."""
+    """A folder in TMPDIR or /tmp during the block; ``sweep_temporary`` removes it if this process is killed. HpclmError if it
+    cannot be made."""
     sweep_temporary()
-    with tempfile.TemporaryDirectory(prefix=f"hpclm-{_mine()}") as folder:
+    try:
+        made = tempfile.TemporaryDirectory(prefix=f"hpclm-{_mine()}")
+    except OSError as error:
+        raise no_temporary(error) from None
+    with made as folder:
         yield Path(folder)
+
+
+def no_temporary(error: OSError) -> HpclmError:
+    """The error where no folder for temporary files can be made."""
+    return unwritten(error, "no temporary folder", "free space there, or set TMPDIR to another folder")
 
 
 def sweep_temporary() -> None:

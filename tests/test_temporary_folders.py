@@ -9,6 +9,8 @@ import sys
 import pytest
 
 from hpclm import files
+from hpclm.errors import HpclmError
+from hpclm.node import environment
 from tests.runs import ROOT
 from tests.test_trust import NOBODY
 
@@ -66,3 +68,21 @@ def test_the_next_start_removes_the_folders_of_killed_processes_and_no_others(ve
     assert [name for name in names.values() if not os.path.lexists(tmp_path / name)] == []
     ended(living, signal.SIGKILL)
     shutil.rmtree(tmp_path / used)
+
+
+def for_deepspeed():
+    environment.for_deepspeed("cpu", 0, builds=True, env={"SLURM_JOB_ID": "12"})
+
+
+@pytest.mark.parametrize("make", [lambda: files.temporary_folder().__enter__(), for_deepspeed])
+def test_where_no_temporary_folder_can_be_made_the_error_says_so_in_a_line(make, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    with pytest.raises(HpclmError, match=rf"^{tmp_path}/gone[^\n]*: No such file .*set TMPDIR to another folder$"):
+        make()
+
+
+def test_where_no_place_is_writable_the_error_names_them(monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/proc/self"])  # as if /tmp were read-only, too
+    with pytest.raises(HpclmError, match=r"^no temporary folder: .*\['/proc/self'\]; .*set TMPDIR"):
+        files.temporary_folder().__enter__()

@@ -22,7 +22,10 @@ class Compilation:
     def __init__(self, name: str, backend: Any = "inductor", axes: Sequence[Axis] = ()):
         """``name``: what they are, for the log. ``axes``: of the processes that the functions exchange tensors with, which must
         all run them in one way: if one of these cannot compile, none does."""
-        environment.for_inductor()  # first: importing torch._dynamo makes PyTorch's default folder
+        try:  # first: importing torch._dynamo makes PyTorch's default folder
+            environment.for_inductor()
+        except OSError as error:  # no place for temporary files, or no room there
+            backend = without_folder(error)
         import torch._dynamo
         import torch._functorch.config
         import torch._inductor.config
@@ -52,6 +55,17 @@ class Compilation:
             return plain(*args, **kwargs)
 
         return attempt
+
+
+def without_folder(error: OSError) -> Callable[..., Any]:
+    """A backend that fails because no folder for compiled code could be made. It fails when it is used, where the other processes
+    learn of it, and a function runs as it is."""
+    why = f"no folder for compiled code can be made: {error.filename or 'TMPDIR'}: {error.strerror}"
+
+    def attempt(graph: Any, inputs: Sequence[Any]) -> Any:
+        raise RuntimeError(why)
+
+    return attempt
 
 
 def compiled_together(backend: Any, axes: Sequence[Axis]) -> Callable[..., Any]:

@@ -4,7 +4,6 @@ import getpass
 import os
 import re
 from collections.abc import Iterable, Mapping, MutableMapping
-from contextlib import suppress
 from pathlib import Path
 
 from hpclm import files
@@ -21,6 +20,8 @@ PRECOMPILED_HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
 """Whether PyTorch precompiles headers for C++: 1 or 0."""
 LAUNCH = ("HPCLM_LAUNCHER", "HPCLM_SECRET", "SLURM_HPCLM_SIGNED", parent.PID)
 """Set by hpclm for its ranks; a launch inside another must not inherit them."""
+NOWHERE = "/proc/self"
+"""A folder that exists, in which nothing can be written."""
 
 # Set by Slurm, by mpirun and by torchrun for the processes that they start.
 TORCHRUN = re.compile(r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|(GROUP|ROLE)_NAME|MASTER_(ADDR|PORT)")
@@ -63,7 +64,7 @@ def for_deepspeed(kind: str, index: int, builds: bool = False, env: MutableMappi
     """Set the device that DeepSpeed uses in this process, number ``index`` of ``kind``; call it before DeepSpeed is imported.
 
     ``builds``: DeepSpeed will compile extensions. A job then does so in a separate folder on each node: a process that is
-    killed during the build leaves a lock behind, and every later run would wait for it forever.
+    killed during the build leaves a lock behind, and every later run would wait for it forever. HpclmError if it cannot be made.
     """
     env["DS_ACCELERATOR"] = kind
     env["LOCAL_RANK"] = str(index)
@@ -71,7 +72,10 @@ def for_deepspeed(kind: str, index: int, builds: bool = False, env: MutableMappi
         env["OMPI_COMM_WORLD_LOCAL_RANK"] = str(index)
     if builds and "TORCH_EXTENSIONS_DIR" not in env and "SLURM_JOB_ID" in env:
         name = f"hpclm-extensions-{env['SLURM_JOB_ID']}-{env.get('SLURM_RESTART_COUNT', '0')}"
-        env["TORCH_EXTENSIONS_DIR"] = str(files.own_temporary(name))
+        try:
+            env["TORCH_EXTENSIONS_DIR"] = str(files.own_temporary(name))
+        except OSError as error:
+            raise files.no_temporary(error) from None
 
 
 def for_inductor(env: MutableMapping[str, str] = os.environ) -> None:
@@ -80,13 +84,17 @@ def for_inductor(env: MutableMapping[str, str] = os.environ) -> None:
     PyTorch's own default, which it also writes into ``env`` when torch._dynamo is imported, may be another user's folder. What
     hpclm set is used only if this machine has it: a job inherits the variables of the machine that submitted it.
     Headers for C++ are not precompiled: PyTorch keeps them in its default folder whatever was chosen.
+
+    OSError or ConfigError if the folder cannot be made, or others could replace it. Then nothing can be compiled, but torch._dynamo
+    can be imported, which makes the folder that the variable names.
     """
     env.setdefault(PRECOMPILED_HEADERS, "0")
-    folder = Path(env.get(INDUCTOR_CACHE, ""))
+    folder = Path(env.get(INDUCTOR_CACHE) or NOWHERE)
     hpclm_made = folder.name.startswith(INDUCTOR_FOLDER)
-    if env.get(INDUCTOR_CACHE) and not hpclm_made and folder.name != _default_of_inductor():
+    if not hpclm_made and folder != Path(NOWHERE) and folder.name != _default_of_inductor():
         return
     if not hpclm_made or not files.is_private_folder(folder):
+        env[INDUCTOR_CACHE] = NOWHERE
         env[INDUCTOR_CACHE] = str(files.own_temporary(INDUCTOR_FOLDER))
 
 
@@ -98,8 +106,12 @@ def precompiles_headers(env: Mapping[str, str] = os.environ) -> bool:
 def for_code_that_may_compile(env: MutableMapping[str, str] = os.environ) -> None:
     """``for_inductor`` for a user's own code and for libraries, which may call torch.compile or not: without a safe folder the
     variable stays as it is."""
-    with suppress(ConfigError, OSError):
+    before = env.get(INDUCTOR_CACHE)
+    try:
         for_inductor(env)
+    except (ConfigError, OSError):
+        env.pop(INDUCTOR_CACHE, None)
+        env.update({} if before is None else {INDUCTOR_CACHE: before})
 
 
 def _default_of_inductor() -> str:

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from functools import partial
 
 import pytest
@@ -14,6 +15,7 @@ from hpclm import config
 from hpclm import engine as engines
 from hpclm.model import compiled, loss, stack
 from hpclm.model.stack import Stack
+from hpclm.node import environment
 from tests import ranks
 from tests.engine import sharded
 from tests.parity import STYLES, TINY
@@ -149,6 +151,19 @@ def test_a_run_whose_compiler_fails_goes_on_uncompiled(monkeypatch, caplog):
     assert [result.loss for result in sharded.steps(run, engine, batches, 0, 2)] == plain
     assert caplog.text.count("no kernels today") == 2  # blocks, loss
     assert not engine.model.compiled  # FlexAttention would be slower than a dense mask
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore:The .grad attribute")
+def test_a_run_without_a_folder_for_compiled_code_goes_on_uncompiled(tmp_path, monkeypatch, caplog):
+    """As where /tmp became full, or was mounted read-only, after the process had chosen it."""
+    run, engine, batches, _ = sharded.made(WORDS)
+    plain = [result.loss for result in sharded.steps(run, engine, batches, 0, 2)]
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", environment.NOWHERE)  # as after a failure before
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    run, engine, batches, _ = sharded.made([*WORDS, "engine.compile=true"])
+    assert [result.loss for result in sharded.steps(run, engine, batches, 0, 2)] == plain
+    assert caplog.text.count(f"no folder for compiled code can be made: {tmp_path}/gone: No such file") == 2
+    assert not engine.model.compiled
 
 
 DOCUMENTS = [

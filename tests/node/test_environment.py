@@ -1,5 +1,7 @@
 import getpass
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -7,6 +9,7 @@ import pytest
 
 from hpclm.errors import ConfigError
 from hpclm.node import environment
+from tests.runs import ROOT
 
 SLURM = {"SLURM_JOB_ID": "12"}
 OWN = {"TORCH_EXTENSIONS_DIR": f"TMP/hpclm-extensions-12-0-{os.geteuid()}"}
@@ -111,3 +114,25 @@ def test_code_is_not_compiled_in_a_folder_whose_files_others_can_replace(tempora
     ):
         compiled_in()
     assert not list(temporary.iterdir())
+
+
+def test_where_no_folder_can_be_made_pytorch_is_imported_and_no_other_folder_is_used(tmp_path):
+    """In a process of its own: PyTorch makes its folder when torch._dynamo is imported."""
+    program = """
+import os, tempfile
+from hpclm.node import environment
+from tests.runs import ROOT
+tempfile.tempdir = "/proc/self"
+for _ in range(2):
+    try:
+        environment.for_inductor()
+        print("no error")
+    except OSError:
+        print(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+import torch._dynamo
+print(os.environ["TORCHINDUCTOR_CACHE_DIR"], os.listdir("."))
+"""
+    env = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    env["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.stdout.split("\n") == ["/proc/self", "/proc/self", "/proc/self []", ""], done.stderr

@@ -1,6 +1,7 @@
 """A rank that cannot compile where the others can: no rank computes other gradients, none waits forever, and all go on in one way."""
 
 import os
+import tempfile
 from dataclasses import replace
 from functools import partial
 
@@ -179,15 +180,18 @@ def test_after_the_self_check_no_rank_compiles_where_one_cannot(tmp_path):
     assert '"way": "uncompiled"' in report and "torch.compile failed on rank 1" in report
 
 
-def really(folder):
-    """As ``learned``, with Inductor, for which rank 1 has no C++ compiler."""
+def really(folder, lacks):
+    """As ``learned``, with Inductor, for which rank 1 lacks a C++ compiler, or a folder for what it compiles."""
     rank = dist.get_rank()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/{rank}"
     from torch._inductor import config as inductor
 
     inductor.compile_threads = 1
-    if rank:
+    if rank and lacks == "compiler":
         inductor.cpp.cxx = (None, "/nowhere/g++")  # not CXX, which counts only until this module is first imported
+    elif rank:
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        tempfile.tempdir = f"{folder}/gone"
     run, engine, batches, context = sharded.made([*WORDS, "engine.bucket_mb=0.002", "engine.compile=true"])
     agreed = AgreedCompilations(engine, context)
     results = sharded.steps(run, engine, batches, 0, 1)
@@ -201,9 +205,10 @@ def really(folder):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(engines.missing_compiler() is not None, reason="no C++ compiler, or no Python.h")
-def test_a_rank_without_a_c_compiler_learns_what_it_learns_uncompiled(tmp_path):
+@pytest.mark.parametrize("lacks", ["compiler", "folder"])
+def test_a_rank_that_lacks_what_compiling_needs_learns_what_it_learns_uncompiled(tmp_path, lacks):
     exact = ranks.run(2, learned, [*WORDS, "engine.bucket_mb=0.002"], False)
     wanted = [value for value, _ in exact[0][0]]
-    (losses, works, after), (same, works_there, after_there) = ranks.run(2, really, str(tmp_path))
+    (losses, works, after), (same, works_there, after_there) = ranks.run(2, really, str(tmp_path), lacks)
     assert losses == same == pytest.approx(wanted, abs=1e-4)
     assert (works, works_there, after, after_there) == (True, False, False, False)

@@ -166,7 +166,8 @@ def _listed(pairs: Iterable[tuple[int, float | None]]) -> Pairs:
 
 
 def _chart(key: str, lines: Mapping[str, Pairs], limit: float, lost: Mapping[str, int | None]) -> Chart:
-    grid = np.unique(np.concatenate([steps for steps, _ in lines.values()]))
+    alone = next(iter(lines.values()))[0] if len(lines) == 1 else np.array([])
+    grid = alone if len(alone) and _increasing(alone) else np.unique(np.concatenate([s for s, _ in lines.values()]))
     group = math.ceil(len(grid) / POINTS)
     bands = {name: _averaged(pairs, grid, group) for name, pairs in lines.items() if len(pairs[0])}
     healthy = [band for name, band in bands.items() if lost.get(name) is None and np.isfinite(band[1]).any()]
@@ -181,16 +182,24 @@ def _chart(key: str, lines: Mapping[str, Pairs], limit: float, lost: Mapping[str
 
 def _averaged(pairs: Pairs, grid: Array, group: int) -> tuple[Array, Array, Array, Array]:
     """Steps, and the mean, lowest and highest finite value, of each group of the steps in ``grid``: [P] each."""
-    order = np.argsort(pairs[0], kind="stable")
-    steps, values = (each[order] for each in pairs)
-    numbers = np.searchsorted(grid, steps) // group
-    groups, starts = np.unique(numbers, return_index=True)
+    steps, values = pairs
+    if not _increasing(steps):
+        order = np.argsort(steps, kind="stable")
+        steps, values = steps[order], values[order]
+    numbers = (np.arange(len(steps)) if steps is grid else np.searchsorted(grid, steps)) // group
+    starts = np.flatnonzero(np.diff(numbers, prepend=-1))
+    groups = numbers[starts]
     finite = np.isfinite(values)
     counts = np.add.reduceat(finite.astype(float), starts)
     with np.errstate(invalid="ignore"):  # 0 / 0: none of a group is finite
         mean = np.add.reduceat(np.where(finite, values, 0.0), starts) / counts
     middles = grid[np.minimum(groups * group + group // 2, len(grid) - 1)]
     return middles, mean, np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts)
+
+
+def _increasing(steps: Array) -> bool:
+    """Whether the steps of a run are in order, each once: sorting millions of them takes seconds."""
+    return bool((np.diff(steps) > 0).all())
 
 
 def _range(key: str, bands: Sequence[tuple[Array, ...]], limit: float) -> tuple[float, float]:

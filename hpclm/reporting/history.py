@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from hpclm import files
 from hpclm.errors import MACHINE, unread
 from hpclm.rundir import metrics_file, rows, submissions, summary
 from hpclm.rundir.metrics_file import StepRows
@@ -285,9 +286,15 @@ def _last_of_each(table: StepTable) -> StepTable:
 
 def _attempts(out: Path, signs: list[_Signs]) -> Iterator[Attempt]:
     """The attempts; each has the rows of metrics.jsonl and metrics.lost.jsonl from its start to the next one's."""
-    begun = _known(out / "attempts.jsonl", lambda path: list(rows.stream(path, rows.ATTEMPT, ["time"]))) or []
+    begun = (
+        _known(out / "attempts.jsonl", lambda path: list(rows.stream(path, rows.ATTEMPT, ["time"], files.LARGEST)))
+        or []
+    )
     begun = [row for row in begun if moment(row["time"])]
-    ends = _known(out / "ends.jsonl", lambda path: list(rows.stream(path, rows.END, ["attempt", "code"]))) or []
+    ends = (
+        _known(out / "ends.jsonl", lambda path: list(rows.stream(path, rows.END, ["attempt", "code"], files.LARGEST)))
+        or []
+    )
     end_of = {row["attempt"]: row for row in ends}
     submitted = {
         each.job_id: when

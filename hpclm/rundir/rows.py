@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hpclm import files
+from hpclm import files, sparse
 
 Row = Mapping[str, Any]
 Kind = Callable[[Any], Any]
@@ -45,7 +45,7 @@ STEP: dict[str, Kind] = {
 }
 ATTEMPT: dict[str, Kind] = {
     **dict.fromkeys(("time", "host", "machine", "launcher", "after", "config", "git", "code"), str),
-    **dict.fromkeys(("from_step", "steps", "size", "nodes", "pid", "restart", "back_to"), int),
+    **dict.fromkeys(("from_step", "steps", "size", "nodes", "pid", "restart", "back_to", "micro_size"), int),
     "hosts": list,
     "job_id": job,
     "began": float,
@@ -98,24 +98,32 @@ def parsed_lines(text: str, fields: Mapping[str, Kind], needs: Iterable[str] = (
     return [row for line in text.splitlines() if (row := parsed(line, fields, needs))]
 
 
-def stream(path: Path | str, fields: Mapping[str, Kind], needs: Iterable[str] = ()) -> Iterator[dict[str, Any]]:
-    """The valid rows of a file, of which a block at a time is read; OSError if it cannot be, or is larger than LARGEST."""
-    for _, lines in blocks(path):
+def stream(
+    path: Path | str, fields: Mapping[str, Kind], needs: Iterable[str] = (), most: int = LARGEST
+) -> Iterator[dict[str, Any]]:
+    """The valid rows of a file, of which a block at a time is read; OSError if it cannot be, or has more than ``most`` bytes."""
+    for _, lines in blocks(path, most=most):
         for line in lines.split(b"\n"):
             if (row := parsed(line.decode(errors="replace"), fields, needs)) is not None:
                 yield row
 
 
-def blocks(path: Path | str, begin: int = 0) -> Iterator[tuple[int, bytes]]:
+def blocks(path: Path | str, begin: int = 0, most: int = LARGEST) -> Iterator[tuple[int, bytes]]:
     """The lines of a file from the offset ``begin`` on, some at a time: their offset and content.
 
     A line that is longer than LONGEST_LINE, which no row is, comes as an empty one. Only the last may lack its line break.
-    OSError if the file cannot be read, or is larger than LARGEST.
+    OSError if the file cannot be read, or has more than ``most`` bytes.
     """
     with files.reader(path) as file, files.naming(path):
-        files.check_size(file, path, LARGEST)
+        files.check_size(file, path, most)
         offset, rest, long = file.seek(begin), b"", False
         while block := file.read(BLOCK):
+            hole = 0 if block.strip(b"\0") else sparse.hole_at(file)
+            if hole > LONGEST_LINE:  # is not read: it may be gigabytes
+                if not long:
+                    yield offset, b"\n"
+                offset, rest, long = file.seek(hole, os.SEEK_CUR), b"", True
+                continue
             if long:
                 end = block.find(b"\n") + 1
                 offset += end or len(block)

@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpclm import files
 from hpclm.commands import resume, status
 from hpclm.commands.cancel import outcome
+from hpclm.errors import ConfigError
 from hpclm.rundir import rows, runs, submissions
 from hpclm.rundir.metrics_file import forget_after
 from hpclm.rundir.status import process_here, status_of
@@ -15,8 +17,49 @@ from hpclm.rundir.summary import RunSummary
 from hpclm.training import records
 from tests.forks import hpclm
 from tests.rundir.test_runs import make
+from tests.work import calls
 
 HUGE = 10**400
+
+
+def lines_of(blocks):
+    """The offset and content of every line that is not empty."""
+    for offset, block in blocks:
+        for line in block.split(b"\n"):
+            if line:
+                yield offset, line
+            offset += len(line) + 1
+
+
+@pytest.mark.parametrize("before", [b"", b"x", b'{"step": 1}\n', b'{"step": 1}\n' * 200_000])
+@pytest.mark.parametrize("hole", [100, 1 << 20, 5 << 20, 70 << 20])
+@pytest.mark.parametrize("after", [b"", b"x\n", b'\n{"step": 2}\n' * 3])
+def test_the_lines_around_a_hole_are_those_of_a_file_of_nul_bytes(before, hole, after, tmp_path):
+    (tmp_path / "written").write_bytes(before + bytes(hole) + after)
+    with (tmp_path / "holey").open("wb") as file:
+        file.write(before)
+        file.truncate(len(before) + hole)
+        file.seek(0, 2)
+        file.write(after)
+    written, holey = (list(rows.blocks(tmp_path / name)) for name in ("written", "holey"))
+    assert list(lines_of(holey)) == list(lines_of(written))
+    assert sum(block.count(b"\n") for _, block in holey) == sum(block.count(b"\n") for _, block in written)
+
+
+def test_the_hole_of_a_file_of_rows_is_not_read(tmp_path):
+    with (tmp_path / "metrics.jsonl").open("wb") as file:
+        file.truncate(rows.LARGEST - 1)
+    assert calls(lambda: list(rows.stream(tmp_path / "metrics.jsonl", rows.STEP))) < 1000  # of 4,096 blocks
+
+
+@pytest.mark.parametrize("name", ["attempts.jsonl", "ends.jsonl"])
+def test_attempts_in_a_file_that_is_too_large_are_refused_before_it_is_read(name, tmp_path):
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(files.LARGEST + 1)
+    with pytest.raises(ConfigError, match=rf"{name} cannot be read: larger than 67.1 MB, the limit; move it away"):
+        records.rows(tmp_path / name, rows.ATTEMPT)
+
+
 ODD = [
     "x",
     "",

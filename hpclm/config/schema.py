@@ -35,8 +35,8 @@ class BatchConfig(Checked):
     global_size: int = 32
     """Samples per optimizer step."""
     micro_size: int = 4
-    """Samples per forward and backward pass; auto: the fastest that fits, by the planner, written to config.yaml at the
-    first start."""
+    """Samples per forward and backward pass; auto: the fastest that fits, by the planner, at the first start; later ones
+    keep it where it divides the batch."""
     rampup: tuple[int, int, int] | None = None
     """[start, increment, samples]: grow the batch from start to global_size over so many samples."""
     loss_norm: Literal["token", "microbatch"] = "token"

@@ -45,13 +45,12 @@ def restore(out: Path, before: bytes | None) -> None:
 
 
 def micro_size(out: Path) -> int | None:
-    """The batch.micro_size that the last attempt in the run directory ``out`` trained with; None if it is unknown.
-
-    config.yaml may say auto again: hpclm submit writes the settings of the next attempt.
-    """
-    version = runs.read(out).attempt.get("config") or NAME
-    with suppress(ConfigError):
-        size = flat_of_run(out, version)["batch.micro_size"]
+    """The batch.micro_size that the last attempt in the run directory ``out`` trained with; None if it is unknown."""
+    attempt = runs.read(out).attempt
+    if attempt.get("micro_size"):
+        return int(attempt["micro_size"])
+    with suppress(ConfigError):  # of an older version, which wrote the number to config.yaml
+        size = flat_of_run(out, attempt.get("config") or NAME)["batch.micro_size"]
         return size if type(size) is int and size > 0 else None
     return None
 

@@ -117,7 +117,7 @@ def open_session(
         planner.memory_errors_explained(config, context),
     ):
         compute = open_devices(config, context)
-        config = planner.with_micro_size(config, context, compute.device)
+        written, config = config, planner.with_micro_size(config, context, compute.device)
         context.watchdog.enter("data")
         with (
             open_data(config, context, compute.mesh, compute.device) as data,
@@ -126,7 +126,7 @@ def open_session(
             planner.memory_errors_explained(config, context),
         ):
             proven = proof.check(config, context, compute)
-            state = open_state(config, context, compute, data, directory, proven.settings, resume_step)
+            state = open_state(written, context, compute, data, directory, proven.settings, resume_step)
             if state.attempt is not None:
                 notifier.begin(state.attempt, state.progress.step, directory.restarted)
             with (
@@ -263,7 +263,8 @@ def open_state(
     settings: EngineSettings,
     resume_step: int | None,
 ) -> RunState:
-    """Build the engine from ``settings``, load the state to resume from, and record the attempt."""
+    """Build the engine from ``settings``, load the state to resume from, and record the attempt. ``config``: as it is to be written
+    to config.yaml, where batch.micro_size may be auto."""
     messages.kernels(settings.model, compute.device)
     messages.attention(settings.model, attention_backend.use(settings.model, compute.device))
     engine = engines.build(settings, compute.mesh, compute.device, compute.dtype)
@@ -294,7 +295,9 @@ def open_state(
     attempt = None
     if directory.summary:
         steps, restarted = data.length.steps, directory.restarted
-        attempts = records.start(config, context, progress.step, steps, rolled_back, restarted)
+        attempts = records.start(
+            config, context, settings.plan.micro_size, progress.step, steps, rolled_back, restarted
+        )
         directory.summary.begin(attempts, data.length.steps)
         attempt = len(attempts)
     begun = "starts from imported weights" if (store.folder / "latest").exists() else "a new run"

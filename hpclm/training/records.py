@@ -40,6 +40,7 @@ MAX_STARTS = 3  # of a job from one step, without a checkpoint in between
 def start(
     run: config.RunConfig,
     context: DistributedContext,
+    micro_size: int,
     step: int,
     steps: int | None,
     resume_step: int | None = None,
@@ -47,7 +48,8 @@ def start(
 ) -> list[dict[str, Any]]:
     """Write config.yaml and add a line to attempts.jsonl: an attempt begins after ``step``, of ``steps`` in all; all lines.
 
-    ``resume_step``: the step of the checkpoint that it went back to; ``restarted``: what ``tell_restart`` has logged.
+    ``micro_size``: the number in use, where batch.micro_size may be auto; ``resume_step``: the step of the checkpoint that it went
+    back to; ``restarted``: what ``tell_restart`` has logged.
     """
     out = Path(run.out)
     _, used = config_history.replace(out, dumped(replace(run, data=absolute(run.data))))
@@ -57,6 +59,7 @@ def start(
         **({} if resume_step is None else {"back_to": resume_step}),
         "steps": steps,
         "config": used,
+        "micro_size": micro_size,
         "launcher": context.launcher,
         "size": context.size,
         "hosts": list(context.hosts),
@@ -201,7 +204,7 @@ def rows(path: Path, fields: Mapping[str, Kind]) -> list[dict[str, Any]]:
     ConfigError if it cannot be read, HpclmError for the disk: its attempts must not be forgotten."""
     read = []
     try:
-        for _, lines in blocks(path):
+        for _, lines in blocks(path, most=files.LARGEST):
             for line in lines.split(b"\n"):
                 with suppress(ValueError, RecursionError):
                     row = json.loads(line.decode(errors="replace"))

@@ -1,5 +1,6 @@
 """batch.micro_size=auto, and what is said when the memory is not enough."""
 
+import json
 import os
 import re
 from dataclasses import replace
@@ -105,17 +106,25 @@ TOY += ["model.vocab_size=64", "model.heads=2", "engine.device=cpu"]
 
 
 def test_auto_trains_on_several_ranks_and_keeps_its_number_when_it_is_submitted_again(tmp_path):
-    """hpclm submit writes auto to config.yaml before the ranks start; evaluation reads it there."""
+    """config.yaml keeps auto, so that a resume on other processes may choose anew."""
     out = tmp_path / "run"
+
+    def sizes():
+        rows = [json.loads(line)["micro_size"] for line in (out / "attempts.jsonl").read_text().splitlines()]
+        return config.load(out / "config.yaml").batch.micro_size, rows
+
     submit = ["submit", "--cluster", "local", *TOY, "batch.micro_size=auto", f"out={out}"]
     hpclm(*submit, "--gpus", 2, "budget.steps=1", check=0)
-    assert config.load(out / "config.yaml").batch.micro_size == 2
+    assert sizes() == (0, [2])
     again = hpclm(*submit, "--gpus", 1, "budget.steps=2", check=0)
     assert "batch.micro_size=auto: 2, as before" in again.stderr  # alone it would be 4
-    assert config.load(out / "config.yaml").batch.micro_size == 2
-    (out / "config.yaml").write_text((out / "config.yaml").read_text().replace("micro_size: 2", "micro_size: auto"))
+    assert sizes() == (0, [2, 2])
     assert "step 2" in hpclm("evaluate", out, check=0).stdout
     assert run_settings.settings(out, []).batch.micro_size == 2
+    hpclm(
+        "resume", "--runs", tmp_path, "run", "--gpus", 4, "budget.steps=3", check=0
+    )  # 12 samples are no multiple of 4 x 2
+    assert sizes() == (0, [2, 2, 1])
 
 
 @pytest.mark.parametrize("processes", [1, 2])

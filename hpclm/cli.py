@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hpclm.config import RunConfig
 
 VERBS = {
-    "demo": ("hpclm.commands.demo", "train a small GPT on the sources of Python's standard library"),
+    "demo": ("hpclm.commands.demo", "train a small GPT on the source code of Python's standard library"),
     "train": ("hpclm.commands.train", "train a model, or continue a run"),
     "submit": ("hpclm.commands.submit", "train on Slurm, on the machines of a hostfile, or locally"),
     "status": ("hpclm.commands.status", "show the status of runs: queue, step, loss, speed, time left"),
@@ -58,6 +58,21 @@ VERBS = {
 
 ONE = "run directory, or its name below --runs"
 SEVERAL = "run directories, their names below --runs, or patterns of these: 'sweep-*'"
+STARTS_JOBS = ("hpclm submit", "hpclm resume", "hpclm train")
+"""Verbs whose users may think of sbatch's options."""
+STEP = ("--step", "--at-step", "--ckpt-step", "--checkpoint-step", "--load-step")
+NEWEST = "the newest checkpoint is read; hpclm convert reads another one, by its folder: RUN/checkpoints/step-…"
+OF_STEP = {
+    "hpclm evaluate": NEWEST,
+    "hpclm generate": NEWEST,
+    "hpclm convert": "give the folder of the checkpoint instead of the run's: RUN/checkpoints/step-…",
+}
+"""What to do instead of naming the step of a checkpoint, by verb."""
+ALIASES = {
+    **dict.fromkeys(STEP, ("--from",)),
+    **dict.fromkeys(("--input", "--file"), ("--text", "--prompts")),
+}
+"""Options that have another name, the first of these that the verb has."""
 EPILOG = """exit codes: 0 done · 1 error in hpclm · 2 invalid arguments · 64 invalid settings or input files
             66 no good checkpoint · 75 run directory in use · 85 saved, restart · 93 do not restart
             128+n ended by signal n"""
@@ -219,8 +234,9 @@ class Parser(ArgumentParser):
         for word in options:
             option, sign, value = word.partition("=")
             value = value if sign else self._after(word)
-            if meant := self._meant(option, value):
-                hints.append(meant)
+            meant = self._meant(option, value)
+            if meant is not None:
+                hints += [meant] if meant else []
             elif setting := _setting(option, value or "..."):
                 settings.append(setting)
             elif secrets.is_secret(option):
@@ -238,13 +254,19 @@ class Parser(ArgumentParser):
         return "" if after.startswith("-") or compose.is_override(after) else after
 
     def _meant(self, option: str, value: str) -> str | None:
-        """What was meant by an unknown option: sbatch's, a misspelt one, or one of another project without a setting here."""
+        """What was meant by an unknown option: sbatch's, a misspelt one, or one of another project without a setting here. Empty if
+        it was certainly no setting."""
         from hpclm.config.hints import OTHER_NAMES, is_reason, sbatch_option
 
-        reason = sbatch_option(option, value) or OTHER_NAMES.get(option[2:].replace("-", "_"), "")
+        known = re.findall(r"(?<![\w-])--[\w-]+", self.format_usage())
+        if same := [name for name in ALIASES.get(option, ()) if name in known]:
+            return f"did you mean {' '.join([same[0], *([value] if value else [])])}?"
+        if option in STEP or (option == "--steps" and self.prog in OF_STEP):
+            return f"{option}: {OF_STEP[self.prog]}" if self.prog in OF_STEP else ""
+        of_job = sbatch_option(option, value) if self.prog in STARTS_JOBS else None
+        reason = of_job or OTHER_NAMES.get(option[2:].replace("-", "_"), "")
         if is_reason(reason):
             return f"{option}: {reason}"
-        known = re.findall(r"(?<![\w-])--[\w-]+", self.format_usage())
         near = [name for name in known if option.endswith(name[1:])] or get_close_matches(
             option, known, n=1, cutoff=0.85
         )
@@ -291,8 +313,13 @@ def add_runs(made: argparse.ArgumentParser) -> None:
 
 
 def located(run: Path, runs: Path) -> Path:
-    """``run``, or if there is no such folder the one of that name below ``runs``, for verbs that read a run's model."""
-    return runs / run if not run.exists() and (runs / run).is_dir() else run
+    """``run``, or if there is no such folder the one of that name below ``runs``, for verbs that read a run's model; ConfigError if
+    there is neither."""
+    from hpclm.rundir.runs import resolve
+
+    if run.exists():
+        return run
+    return runs / run if (runs / run).is_dir() else resolve(str(run), runs)
 
 
 def step(text: str) -> int:

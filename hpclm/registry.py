@@ -36,20 +36,31 @@ def lookup(kind: str, name: str, table: Mapping[str, str], check: Check) -> Any:
         with extras.needed_for(f"{kind} {name!r}"):
             return load(table[name])
     module, _, attribute = name.partition(":")
-    top = module.partition(".")[0]
-    if _standard(top):
-        raise ConfigError(f"{kind} {name!r}: {top} is part of Python's standard library, which contains no {kind}")
+    if standard(module):
+        raise ConfigError(in_standard_library(kind, name))
     try:
         named = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        here = Path(top).is_dir() or Path(f"{top}.py").exists()
-        note = f"; the current folder is not searched: start with PYTHONPATH={files.typed(Path.cwd())}" if here else ""
-        raise ConfigError(f"{kind} {name!r} cannot be loaded: {error}{note}") from error
-    standard = _standard(getattr(named, "__module__", None))
-    lacks = "is part of Python's standard library" if standard else check(named)
+        raise ConfigError(not_loaded(kind, name, str(error))) from error
+    of_python = standard(getattr(named, "__module__", None))
+    lacks = "is part of Python's standard library" if of_python else check(named)
     if lacks:
         raise ConfigError(f"{kind} {name!r} {lacks}; `hpclm docs architecture` says what a {kind} of your own must be")
     return named
+
+
+def in_standard_library(kind: str, name: str) -> str:
+    """That ``name`` cannot be a ``kind``, because Python's standard library has none."""
+    top = name.partition(":")[0].partition(".")[0]
+    return f"{kind} {name!r}: {top} is part of Python's standard library, which contains no {kind}"
+
+
+def not_loaded(kind: str, name: str, why: str) -> str:
+    """That the user's own code ``name`` cannot be loaded; and what to do if it is in the current folder."""
+    top = name.partition(":")[0].partition(".")[0]
+    here = Path(top).is_dir() or Path(f"{top}.py").exists()
+    note = f"; the current folder is not searched: start with PYTHONPATH={files.typed(Path.cwd())}" if here else ""
+    return f"{kind} {name!r} cannot be loaded: {why}{note}"
 
 
 def load(path: str) -> Any:
@@ -98,5 +109,6 @@ def hint(name: str, known: Mapping[str, Any] | list[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def _standard(module: Any) -> bool:
+def standard(module: Any) -> bool:
+    """Whether ``module`` is the name of a module of Python's standard library."""
     return isinstance(module, str) and module.partition(".")[0] in sys.stdlib_module_names

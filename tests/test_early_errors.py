@@ -1,5 +1,6 @@
 """What is missing or misspelt is said before PyTorch, which takes seconds, is imported."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -13,6 +14,12 @@ from tests.runs import ROOT
 SHAPE = "model={layers: 1, hidden: 16, heads: 2, context: 16, vocab_size: 64}"
 DATASET = ["data.source=indexed", "data.prefix=missing"]
 SMALL = ["data.source=synthetic", "out=runs/none"]
+OWN = {
+    "nosuch.mod:Foo": "No module named 'nosuch'",
+    "tests.nosuch:Foo": "No module named 'tests.nosuch'",
+    "tests.runs.nosuch:Foo": "No module named 'tests.runs.nosuch'",
+    "tests.runs:hplcm": f"{ROOT}/tests/runs.py has no 'hplcm'. Did you mean 'hpclm'?",
+}
 # command: exit code, what its message names
 CASES = {
     # a run directory
@@ -26,7 +33,7 @@ CASES = {
     "convert missing target": (64, "missing"),
     # a settings file, preset or setting
     **{f"{verb} missing.yaml": (64, "missing.yaml") for verb in ("train", "submit", "planner", "config")},
-    **{f"{verb} smal": (64, "did you mean 'small'?") for verb in ("train", "submit", "planner", "config")},
+    **{f"{verb} smal": (64, "Did you mean 'small'?") for verb in ("train", "submit", "planner", "config")},
     **{f"{verb} small optim.lrr=1": (64, "optim.lr'") for verb in ("train", "submit", "planner", "config")},
     "evaluate runs/saved optim.lrr=1": (64, "optim.lr'"),
     "generate runs/saved --prompt a optim.lrr=1": (64, "optim.lr'"),
@@ -39,6 +46,10 @@ CASES = {
     "evaluate runs/new": (64, "runs/new has no checkpoints"),
     "evaluate runs/empty": (66, "runs/empty/checkpoints"),
     "evaluate runs/empty --tasks a": (66, "runs/empty/checkpoints"),
+    f"submit small {SMALL[0]} out=runs/none --cluster local --gpus 2 cluster.interface=eth9": (
+        64,
+        "cluster.interface=eth9: ",
+    ),
     "generate runs/empty-text --prompt a": (66, "runs/empty-text/checkpoints"),
     "report runs/empty --samples a": (66, "runs/empty/checkpoints"),
     "convert runs/new target": (64, "runs/new has no checkpoints"),
@@ -50,6 +61,24 @@ CASES = {
     f"train small {SMALL[0]} out=runs/empty checkpoint.resume=require": (66, "runs/empty/checkpoints"),
     f"train small {' '.join(SMALL)} checkpoint.init_from=missing": (64, "checkpoint.init_from=missing"),
     f"submit small {' '.join(SMALL)} checkpoint.init_from=missing": (64, "checkpoint.init_from=missing"),
+    # code of the user's own
+    **{
+        f"{verb} small {SMALL[0]} out=runs/none {setting}": (64, f"{key} '{name}' cannot be loaded: {why}")
+        for verb in ("train", "submit")
+        for key in ("engine.name", "model.block", "optim.schedule", "data.source", "log.sinks")
+        for name, why in OWN.items()
+        for setting in [f"{key}=[{name}]" if key == "log.sinks" else f"{key}={name}"]
+    },
+    "train small data.prefix=data data.tokenizer=nosuch.mod:Foo": (
+        64,
+        "data.tokenizer 'nosuch.mod:Foo' cannot be loaded",
+    ),
+    "submit small job.cluster=nosuch.mod:Foo": (
+        64,
+        "job.cluster 'nosuch.mod:Foo' cannot be loaded: No module named 'nosuch'",
+    ),
+    "train small optim.name=nosuch.mod:Foo": (64, "optim.name"),
+    "preprocess --input text.txt --output-prefix made --tokenizer nosuch.mod:Foo": (64, "No module named 'nosuch'"),
     # an input file, dataset or tokenizer
     "train small data.prefix=missing out=runs/none": (64, "missing.bin and missing.idx"),
     "train runs/new data.source=indexed data.prefix=missing": (64, "missing.bin and missing.idx"),
@@ -71,6 +100,17 @@ CASES = {
     "train-tokenizer --input missing.txt --output made.json --vocab-size 300": (64, "missing.txt"),
     "docs missing": (64, "missing"),
 }
+if importlib.util.find_spec("lm_eval"):
+    CASES |= {
+        "evaluate runs/saved-text --tasks nosuch": (64, "has no task 'nosuch'"),
+        "evaluate runs/saved-text --tasks arc_easy,helaswag": (
+            64,
+            "has no task 'helaswag'; tasks of your own need --tasks-path. Did you mean 'hellaswag'?",
+        ),
+        "evaluate runs/saved-text --tasks nosuch --follow": (64, "has no task 'nosuch'"),
+        "evaluate runs/saved-text --tasks nosuch --follow --submit": (64, "has no task 'nosuch'"),
+        "evaluate runs/saved-text --tasks arc_easy --tasks-path nosuch": (64, "nosuch is not a folder of task files"),
+    }
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,10 @@ FILES = sorted(HOUSE.rglob("*.py"))
 # Each floor may import from its own room and from the floors below it.
 FLOORS = [
     {"errors", "terminal"},
-    {"files", "extras", "shipped"},
+    {"files", "extras", "shipped", "sparse"},
     {"side_path"},
     {"registry", "log", "progress"},
+    {"own_code"},
     {"config"},
     {"node"},
     {"scheduler"},

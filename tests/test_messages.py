@@ -34,6 +34,30 @@ MISTAKES = {
     ("submit", "--output", "foo.log"): "the log is in logs/ of the run directory, which out= sets",
     ("submit", "--num-gpus", "4"): "did you mean --gpus 4?",
     ("generate", "x", "--prompt", "x", "--max-tokens", "5"): "did you mean --tokens 5?",
+    ("evaluate", "x", "--step", "3"): "--step: the newest checkpoint is read",
+    ("generate", "x", "--steps=3"): "--steps: the newest checkpoint is read",
+    ("convert", "x", "y", "--ckpt-step", "3"): "--ckpt-step: give the folder of the checkpoint instead of the run's",
+    ("train", "debug", "--step", "3"): "unrecognized arguments: --step; did you mean --from 3?",
+    ("submit", "debug", "--load-step=3"): "did you mean --from 3?",
+    ("planner", "debug", "--step", "3"): "unrecognized arguments: --step\n",
+    ("train", "debug", "--steps", "3"): "key=value: budget.steps=3",
+    ("evaluate", "x", "--input", "a.txt"): "did you mean --text a.txt?",
+    ("generate", "x", "--input", "a.txt"): "did you mean --prompts a.txt?",
+    ("evaluate", "x", "--account", "me"): "unrecognized arguments: --account\n",
+    ("submit", "--input", "a.txt"): "--input: a job reads no input",
+    # a run that does not exist
+    **{
+        (verb, "nosuch", *more): "error: nosuch is not a run directory: it does not exist, and runs has none\n"
+        for verb, more in {
+            **dict.fromkeys(("status", "logs", "report", "cancel", "checkpoints", "resume", "save-now", "stop", "sync"), ()),
+            "evaluate": (),
+            "generate": ("--prompt", "a"),
+            "convert": ("made",),
+        }.items()
+    },
+    ("top", "--once", "--runs", "nosuch"): "error: nosuch does not exist; --runs names the folder that runs are in",
+    ("top", "nosuch"): "error: nosuch does not exist; --runs names the folder that runs are in",
+    ("status", "--runs", "nosuch"): "error: nosuch does not exist; --runs names the folder that runs are in",
     ("submit", "--sbatch", "hetjob"): "a run is trained by one job; its nodes must be alike",
     # verbs
     ("trian", "debug"): "Did you mean 'train'?",
@@ -92,7 +116,9 @@ def test_a_run_directory_is_trained_where_it_is(tiny, tmp_path, monkeypatch, cap
 
 def test_python_takes_the_name_of_a_preset(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="settings file nothing-like-it does not exist"):
+    with pytest.raises(
+        ConfigError, match="nothing-like-it does not exist: no settings file, run directory or preset has this name"
+    ):
         hpclm.train("nothing-like-it")
     (tmp_path / "mine.yaml").write_text(
         "model: {vocab_size: 64, layers: 1, hidden: 32, heads: 4, context: 16}\nbudget: {steps: 1}\nbatch: {global_size: 2, micro_size: 1}\n"

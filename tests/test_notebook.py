@@ -28,7 +28,10 @@ def test_the_first_example_in_a_notebook(tmp_path):
     assert "iframe" in shown[-1].data["text/html"] and (tmp_path / "runs/small/report.html").is_file()
     assert json.loads((tmp_path / "runs/small/attempts.jsonl").read_text().splitlines()[0])["command"] == COMMAND
     [line] = error[0].traceback
-    assert line.startswith("ConfigError: settings file smal does not exist") and "\n" not in line
+    assert (
+        line.startswith("ConfigError: smal does not exist: no settings file, run directory or preset has this name")
+        and "\n" not in line
+    )
     [progress] = [output.data for output in plain if output.output_type == "display_data"]
     assert progress.keys() == {"text/plain"} and progress["text/plain"].startswith("runs/small: step 22/22, loss ")
     assert (

@@ -27,7 +27,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])  # as PYTHONPATH does
     (tmp_path / "own_engine.py").write_text(OWN)
-    (tmp_path / "own_broken.py").write_text("import not_installed_anywhere\n")
+    (tmp_path / "own_broken.py").write_text("import not_installed_anywhere\nclass Block: ...\n")
     note = {"tokenizer": build("bytes", []).fingerprint}
     for name, lengths, its in (("plain", [40] * 50, None), ("noted", [40] * 50, note), ("short", [5] * 2, None)):
         with Writer(tmp_path / name, "u2") as writer:

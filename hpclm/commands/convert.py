@@ -67,7 +67,7 @@ def converted(args: argparse.Namespace) -> str:
 
     source, target, overrides = cli.located(args.source, args.runs), args.target, args.settings
     if not source.is_dir():
-        raise ConfigError(f"{source.absolute()} {'is not a folder' if source.exists() else 'does not exist'}")
+        raise ConfigError(f"{source.absolute()} is not a folder")
     if is_run(source):
         if args.pickle:
             raise ConfigError("--pickle has no effect: an export reads safetensors")

@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
     """``hpclm demo``."""
     parser = cli.Parser(
         prog="hpclm demo",
-        description=f"Train a small GPT on the sources of Python's standard library, in the folder {FOLDER}/: some minutes on "
+        description=f"Train a small GPT on the source code of Python's standard library, in the folder {FOLDER}/: a few minutes on "
         "two CPU cores. Nothing is downloaded. The same command continues where it was stopped.",
     )
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of the training: budget.steps=100")
@@ -40,7 +40,7 @@ def _prepare() -> int:
     """Make what is not there yet of corpus, tokenizer and dataset; the exit code."""
     corpus, tokenizer, data = FOLDER / "corpus.jsonl", FOLDER / "tokenizer.json", FOLDER / "data"
     if not corpus.exists():
-        say("\n== 1/6 corpus: the sources of Python's standard library, one document for each file")
+        say("\n== 1/6 corpus: the source code of Python's standard library, one document for each file")
         say(write_corpus(corpus), flush=True)
     code = 0
     if not tokenizer.exists():
@@ -54,7 +54,7 @@ def _prepare() -> int:
 
 
 def write_corpus(output: Path, library: Path | None = None) -> str:
-    """Write the sources of Python's standard library, one JSONL document for each file; a sentence about their size.
+    """Write the source code of Python's standard library, one JSONL document for each file; a sentence about their size.
 
     ``library``: its folder, by default that of the running Python.
     """

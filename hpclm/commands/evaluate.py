@@ -102,9 +102,10 @@ def _misused(args: argparse.Namespace) -> Iterator[str]:
 
 def _print_tasks(args: argparse.Namespace) -> None:
     """Score the newest checkpoint at tasks: a line for each metric, or one JSON object."""
-    from hpclm.inference import run_settings
+    from hpclm.inference import run_settings, task_names
 
     config = run_settings.check(args.run, args.settings, reads_text=True)
+    task_names.check(args.tasks.split(","), args.tasks_path)
 
     from hpclm.data import tokenizers
     from hpclm.inference import run_model

@@ -28,9 +28,10 @@ OVER = ("done", "stopped", "exited", "failed", "ended")
 
 def main(args: argparse.Namespace) -> int:
     """Follow the run; the exit code is 85 after a signal: the same command continues."""
-    from hpclm.inference import run_settings
+    from hpclm.inference import run_settings, task_names
 
     config = run_settings.settings(args.run, args.settings)
+    task_names.check(args.tasks.split(","), args.tasks_path)
     from hpclm.data import tokenizers
     from hpclm.interop.huggingface import special, tokenizer
 
@@ -72,9 +73,11 @@ def submit(args: argparse.Namespace, words: Sequence[str]) -> int:
     ``words``: the arguments of ``hpclm evaluate``, without --submit.
     """
     from hpclm import config
+    from hpclm.inference import task_names
     from hpclm.launch import setup
 
     runs.check_own(args.run, "scored")
+    task_names.check(args.tasks.split(","), args.tasks_path)
     out = args.run.absolute()
     run = config.load(out / "config.yaml", list(args.settings))
     job = replace(run.job, nodes=1, gpus=1, restarts=0, snapshot=False, template="srun")

@@ -35,6 +35,8 @@ def main(argv: list[str]) -> int:
     cli.add_runs(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON list with an object for each run")
     args = parser.parse_args(argv)
+    if not args.run:
+        folders.check_folder(args.runs)
     runs = [folders.read(out) for out in folders.choose(args.run, args.runs) or folders.find(args.runs)]
     began = processes.started(os.getpid())
     statuses = query(runs, max(LEAST, DEADLINE - (time.time() - began if began else 0)))
@@ -46,7 +48,7 @@ def main(argv: list[str]) -> int:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         print("\n".join(table(statuses, width)))
     else:
-        say(f"{folders.none_in(args.runs)}; give another folder with --runs, or start a run with hpclm submit")
+        say(f"no run in {args.runs}; give another folder with --runs, or start a run with hpclm submit")
     return 0
 
 

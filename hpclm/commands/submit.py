@@ -252,7 +252,7 @@ def _submit(
             left = len(runs) - number
             if len(runs) > 1:
                 print(
-                    f"error: {left} of {len(runs)} runs were not submitted; repeat the command to continue",
+                    f"error: {left} of {len(runs)} runs {'was' if left == 1 else 'were'} not submitted; repeat the command to continue",
                     file=sys.stderr,
                 )
             raise

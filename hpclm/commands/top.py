@@ -44,13 +44,14 @@ def main(argv: list[str]) -> int:
     if not 0.1 <= args.every <= 86400:
         parser.error(f"--every {args.every} must be between 0.1 and 86400 seconds")
     watch = TopScreen(args.folder or args.runs)
+    folders.check_folder(watch.folder)
     if args.once or not sys.stdout.isatty():
         statuses = watch.look()
         if statuses:
             width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
             say("\n".join(watch.lines(statuses, width)))
         else:
-            say(f"{folders.none_in(watch.folder)}; name their folder, or start one with hpclm submit")
+            say(f"no run in {watch.folder}; name their folder, or start one with hpclm submit")
         return 0
     with suppress(KeyboardInterrupt), quit_key() as pressed:
         while True:

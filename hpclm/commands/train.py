@@ -10,12 +10,12 @@ from pathlib import Path
 
 from hpclm import cli, files, log
 from hpclm.config import RunConfig
-from hpclm.config.compose import named
+from hpclm.config.compose import missing_code, named
 from hpclm.distributed import bootstrap, network, restart
 from hpclm.distributed import context as distributed
 from hpclm.distributed.bootstrap import World
 from hpclm.errors import REQUEUE, ConfigError, Interrupted
-from hpclm.node import notify, preemption, processes, secrets, threads
+from hpclm.node import environment, notify, preemption, processes, secrets, threads
 from hpclm.rundir import code, folder, saved
 
 HONOURED = ("job.notify", "job.warn_seconds")
@@ -71,6 +71,7 @@ def start(
         settings.missing()
         + settings.engine.problems_on_cpu()
         + settings.missing_libraries()
+        + missing_code(settings)
         + notify.missing(settings.job.notify)
         + secrets.problems(asdict(settings))
     )
@@ -85,8 +86,17 @@ def start(
         if world.rank:
             raise SystemExit(error.exit_code) from None
         raise
+    try:
+        if world.size > 1:
+            network.check_interface(settings.cluster.interface)
+    except ConfigError as error:  # of this machine
+        if world.local_rank:
+            raise SystemExit(error.exit_code) from None
+        raise
     if not world.local_rank:
         files.sweep_temporary()
+    with suppress(OSError, ConfigError):  # which count only where something is compiled
+        environment.for_inductor()
     if world.size == 1:  # several ranks must meet before one of them may fail
         from hpclm.launch import prechecks
         from hpclm.training import records

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from hpclm import files, shipped
+from hpclm import files, own_code, shipped
 from hpclm.config import length, reading, run_file
 from hpclm.config.fields import as_yaml, required, type_of
 from hpclm.config.hints import mistakes
@@ -116,6 +116,17 @@ def _of_folder(folder: Path, version: str = run_file.NAME) -> tuple[Path, readin
     return path, run_file.read_settings(path, of_run=True)[0]
 
 
+def missing_code(run: RunConfig) -> list[str]:
+    """What settings name of the user's own code and does not exist, as far as that is known before it is imported."""
+    problems: list[str] = []
+    for key in NAMES_CODE:
+        section, _, field = key.partition(".")
+        value = getattr(getattr(run, section), field)
+        for name in value if isinstance(value, list) else [value]:
+            problems += filter(None, [own_code.missing(key, name or "")])
+    return problems
+
+
 def dump(config: RunConfig, path: Path) -> None:
     """Write all of ``config`` to ``path`` as YAML for ``load``, atomically."""
     files.write_text(path, dumped(config))
@@ -193,9 +204,13 @@ def _settings_file(path: str | Path) -> Path:
     beside = {other.stem: str(other) for other in file.parent.glob("*.yaml")} if file.parent.is_dir() else {}
     known = beside | {preset.rpartition("/")[2]: preset for preset in presets}
     near = [known[stem] for stem in get_close_matches(file.stem, known, n=1)]
+    runs = {str(run.relative_to("runs")): str(run) for run in Path("runs").glob("*") if run_file.is_run(run)}
+    near = near or [runs[name] for name in get_close_matches(name, runs, n=1)]
     near = [str(run) for run in [Path("runs", path)] if run_file.is_run(run)] or near
-    suggestion = f" (did you mean {near[0]!r}?)" if near else ""
-    raise ConfigError(f"settings file {path} does not exist{suggestion}; presets are {', '.join(presets)}")
+    suggestion = f". Did you mean {near[0]!r}?" if near else "."
+    raise ConfigError(
+        f"{path} does not exist: no settings file, run directory or preset has this name{suggestion} Presets are {', '.join(presets)}"
+    )
 
 
 def _from_site(path: Path, problems: list[str]) -> list[Setting]:

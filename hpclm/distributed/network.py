@@ -7,7 +7,7 @@ import random
 import socket
 import struct
 import threading
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -121,15 +121,20 @@ def interface_of(address: str) -> str | None:
     return next((name for name, own in addresses().items() if own == address), None)
 
 
+def check_interface(chosen: str | None, env: Mapping[str, str] = os.environ) -> None:
+    """ConfigError if this machine lacks the interface ``chosen`` by cluster.interface, unless gloo's own variable names another."""
+    names = [name for _, name in socket.if_nameindex()]
+    if chosen and "GLOO_SOCKET_IFNAME" not in env and chosen not in names:
+        raise ConfigError(f"cluster.interface={chosen}: {socket.gethostname()} has only {', '.join(names)}")
+
+
 def use_interface(chosen: str | None, outward: str | None, env: MutableMapping[str, str] = os.environ) -> None:
     """Set the interface that gloo and NCCL use; ConfigError if this machine lacks it.
 
     ``chosen`` (by the user) is for both; ``outward`` (leads to the other nodes) for gloo only: NCCL finds the fastest
     itself, and reads /etc/nccl.conf.
     """
-    known = [name for _, name in socket.if_nameindex()]
-    if chosen and "GLOO_SOCKET_IFNAME" not in env and chosen not in known:
-        raise ConfigError(f"cluster.interface={chosen}: {socket.gethostname()} has only {', '.join(known)}")
+    check_interface(chosen, env)
     if chosen or outward:
         env.setdefault("GLOO_SOCKET_IFNAME", str(chosen or outward))
     if chosen:

@@ -22,11 +22,11 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from hpclm import files
 from hpclm.data.tokenizers import Tokenizer
 from hpclm.errors import ConfigError
+from hpclm.inference import task_names
 from hpclm.inference.generation import continue_all
 from hpclm.inference.sampling import Sampling
 from hpclm.inference.scoring import by_rotation
 from hpclm.model.stack import Stack
-from hpclm.registry import hint
 
 NEW = 256  # tokens to generate where a task does not say
 SHOWN = 60  # characters of a text in a message
@@ -44,23 +44,17 @@ class Tasks:
         ConfigError if a task is unknown, or its data cannot be read.
         """
         self.names, self.samples, self.shots = list(names), samples, shots
-        for name in names:
-            if "/" in name or name.endswith(".yaml"):
-                raise ConfigError(f"{name} is not the name of a task; give the folder of a task file as --tasks-path")
+        task_names.check(names, folder)
         logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it logs every default that a task relies on
-        if folder is not None:  # task files may name Python functions
-            if not Path(folder).is_dir():
-                raise ConfigError(f"{folder} is not a folder of task files")
-            if exposed := files.exposed_folder(Path(folder)):
-                raise ConfigError(f"{folder} holds task files, which may name code to run in your name, and {exposed}")
+        if folder is not None and (exposed := files.exposed_folder(Path(folder))):
+            raise ConfigError(f"{folder} holds task files, which may name code to run in your name, and {exposed}")
         # the library's own 15,000 tasks take seconds to list
         self.manager = TaskManager(include_path=folder, include_defaults=folder is None)
         if folder and set(names) - set(self.manager.all_tasks):
             self.manager = TaskManager(include_path=folder)
         unknown = sorted(set(names) - set(self.manager.all_tasks))
         if unknown:
-            known = self.manager.all_tasks
-            raise ConfigError([f"lm-evaluation-harness has no task {name!r}.{hint(name, known)}" for name in unknown])
+            raise ConfigError([task_names.no_task(name, self.manager.all_tasks) for name in unknown])
         try:
             self.manager.load(self.names)
         except Exception as error:  # its template or its code may fail in any way

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hpclm.config import JobConfig, RunConfig
+from hpclm.distributed import network
 from hpclm.errors import ConfigError
 from hpclm.launch import foreground
 from hpclm.node import environment, gpus, python
@@ -43,10 +44,12 @@ def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Seq
 
 
 def check(config: RunConfig) -> None:
-    """ConfigError if the settings need a GPU and this machine has none."""
-    engine = config.engine
+    """ConfigError if the settings need a GPU, or a network interface, and this machine has none."""
+    engine, env = config.engine, environment.inherited() | config.job.env
+    if config.job.nodes * config.job.gpus > 1:
+        network.check_interface(config.cluster.interface, env)
     wrong = list(engine.problems_without_gpu())
-    if wrong and (engine.device == "cpu" or not gpus.count(environment.inherited() | config.job.env)):
+    if wrong and (engine.device == "cpu" or not gpus.count(env)):
         raise ConfigError(wrong)
 
 

@@ -8,14 +8,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpclm import config, extras
+from hpclm import config, extras, sinks
 from hpclm.checkpoint import resumable
 from hpclm.config import RunConfig, no_effect
+from hpclm.config.compose import missing_code
 from hpclm.config.data import SOURCES
 from hpclm.config.engine import ENGINES
 from hpclm.config.finished import check_finished
 from hpclm.config.length import run_length
 from hpclm.config.model import BLOCKS
+from hpclm.config.monitoring import SINKS
 from hpclm.config.optim import SCHEDULES
 from hpclm.errors import ConfigError
 from hpclm.launch import local, visible
@@ -36,7 +38,8 @@ def check(run: RunConfig, cluster: str, queued: bool = False, resume_step: int |
     job, debug = run.job, cluster == "debug"  # which starts anew, with synthetic data if the run's are missing
     problems = secrets.problems(asdict(run)) + ([] if debug else run.missing())
     problems += run.engine.problems_on_cpu() + notify.missing(job.notify)
-    if not (job.venv or job.conda or job.container or job.modules):  # with another Python its libraries are not known
+    same_python = not (job.venv or job.conda or job.container or job.modules)  # or the libraries are not known
+    if same_python:
         problems += run.missing_libraries()
         if cluster == "mpirun" or job.template == "mpirun":
             problems += filter(None, [extras.missing("starting ranks with mpirun", "mpi4py")])
@@ -58,9 +61,12 @@ def check(run: RunConfig, cluster: str, queued: bool = False, resume_step: int |
         collect(lambda: local.check(run))
     if cluster not in ("local", "mpirun", "interactive", "debug"):
         problems += visible.problems(run)
-    collect(lambda: _check_names(run))
+    without_code = missing_code(run)
+    problems += without_code
+    if not without_code:
+        collect(lambda: _check_names(run, same_python))
     source: Source | None = None
-    if not debug and not run.missing():
+    if not debug and not run.missing() and not without_code:
         source = collect(lambda: _check_data(run))
     collect(lambda: _check_init_from(run, source))
     if not debug and not misplaced:
@@ -99,7 +105,7 @@ def check_files(run: RunConfig, resume_step: int | None) -> None:
     resumable.check_fresh_start(Path(run.out) / "checkpoints", run.checkpoint.resume)
 
 
-def _check_names(run: RunConfig) -> None:
+def _check_names(run: RunConfig, with_sinks: bool) -> None:
     """ConfigError if the user's own code, package.module:Name, cannot be loaded."""
     names: list[tuple[str, str, Mapping[str, str], str]] = [
         ("model.block", run.model.block, BLOCKS, "hpclm.model.gpt"),
@@ -113,6 +119,9 @@ def _check_names(run: RunConfig) -> None:
                 from hpclm.engine import check_supports
 
                 check_supports(run.engine, run.parallel, run.optim, loaded)
+    for name in run.log.sinks if with_sinks else ():
+        if name not in SINKS:
+            sinks.lookup(name)
 
 
 def _check_data(run: RunConfig) -> "Source | None":

@@ -20,6 +20,8 @@ from hpclm.rundir.rows import Row
 from hpclm.rundir.submissions import Submission
 
 MARKS = ("config.yaml", submissions.NAME, "attempts.jsonl")
+RUNS = Path("runs")
+"""Where runs are, unless settings or a verb's --runs say otherwise."""
 DEPTH = 3  # folders below the one that is searched
 
 
@@ -117,22 +119,26 @@ def _find(folder: str, depth: int) -> Iterator[str]:
                 yield from _find(entry.path, depth - 1)
 
 
-def none_in(folder: Path) -> str:
-    """That ``find`` has found nothing, and whether the folder is why."""
-    why = "" if folder.is_dir() else ", which is not a folder" if folder.exists() else ", which does not exist"
-    return f"no run in {folder}{why}"
+def check_folder(folder: Path) -> None:
+    """ConfigError if there is no such folder of runs, unless it is RUNS, which the first run makes."""
+    exists = os.path.lexists(folder)
+    if not folder.is_dir() and (exists or folder != RUNS):
+        wrong = "is not a folder" if exists else "does not exist"
+        raise ConfigError(f"{folder} {wrong}; --runs names the folder that runs are in")
 
 
 def resolve(name: str, runs: Path) -> Path:
     """The run directory of this ``name``: a path, or a name below the folder ``runs``; ConfigError without one."""
     if not name.strip():
         raise ConfigError("the name of the run is empty")
-    for path in (Path(name), runs / name):
+    paths = (Path(name), runs / name)
+    for path in paths:
         if is_run(path):
             return path
+    absent = "" if any(map(os.path.lexists, paths)) else ": it does not exist"
     known = [str(path.relative_to(runs)) for path in find(runs)]
     has = f"; {runs} has {', '.join(known[:20])}{', …' * (len(known) > 20)}." if known else f", and {runs} has none"
-    raise ConfigError(f"{name} is not a run directory{has}{hint(name, known)}")
+    raise ConfigError(f"{name} is not a run directory{absent}{has}{hint(name, known)}")
 
 
 def choose(names: Iterable[str], runs: Path) -> list[Path]:

@@ -58,8 +58,10 @@ def test_where_there_is_no_terminal_it_prints_plain_lines(tmp_path, capsys, monk
     assert heads.split()[:5] == ["RUN", "STATE", "STEP", "LOSS", "LOSS"] and "CURVE" in heads
     assert r"b\x1b[31m" in running and " running " in running and "█▇" in running and "▁" in running
     assert " done " in done and " 40/40 " in done and " 1.0000 " in done
+    (tmp_path / "none").mkdir()
     assert cli.main(["top", str(tmp_path / "none")]) == 0
-    assert f"no run in {tmp_path / 'none'}, which does not exist; name" in capsys.readouterr().out
+    assert f"no run in {tmp_path / 'none'}; name" in capsys.readouterr().out
+    assert cli.main(["top", str(tmp_path / "none/none")]) == 64
 
 
 def test_slurm_is_not_asked_at_every_look(tmp_path, monkeypatch):

@@ -65,7 +65,8 @@ def test_a_run_is_named_by_its_path_or_by_its_name_below_the_folder_of_runs(tmp_
     assert runs.resolve(str(run), tmp_path) == run
     assert runs.resolve("sweep/lr=1", tmp_path) == run
     with pytest.raises(
-        ConfigError, match=r"sweep/lr=2 is not a run directory; .* has sweep/lr=1\. Did you mean 'sweep/lr=1'"
+        ConfigError,
+        match=r"sweep/lr=2 is not a run directory: it does not exist; .* has sweep/lr=1\. Did you mean 'sweep/lr=1'",
     ):
         runs.resolve("sweep/lr=2", tmp_path)
 

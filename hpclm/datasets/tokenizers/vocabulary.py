@@ -18,7 +18,7 @@ def expect(kind: str, files: list[str], *names: str, optional: int = 0) -> list[
         needed = f"{len(names)} file{'s' * (len(names) > 1)}, {' and '.join(names)}" if names else "no files"
         may = f" (the last {optional} may be left out)" if optional else ""
         raise ConfigError(
-            f"tokenizer {kind} takes {needed}{may}, but {len(files)} were given: {', '.join(map(str, files)) or 'none'}"
+            f"tokenizer {kind} takes {needed}{may}, but {len(files)} {'was' if len(files) == 1 else 'were'} given: {', '.join(map(str, files)) or 'none'}"
         )
     return [readable(file, f"{kind} tokenizer's {name}") for file, name in zip(files, names, strict=False)]
 

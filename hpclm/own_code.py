@@ -1,0 +1,71 @@
+"""Find code of the user's own, package.module:Name, without importing it: it may import PyTorch, which takes seconds."""
+
+import ast
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+from hpclm import files
+from hpclm.registry import OWN, hint, in_standard_library, not_loaded, standard
+
+DYNAMIC = frozenset({"*", "__getattr__", "__path__", "exec", "globals", "modules", "setattr", "vars"})
+"""Names by which a module may have others than those in its source."""
+
+
+def missing(setting: str, name: str) -> str | None:
+    """Why ``name``, the value of ``setting``, cannot be loaded: there is no such module, or it has nothing of this name. None for
+    what is not certain before it is imported."""
+    if not OWN.fullmatch(name):
+        return None
+    module, _, attribute = name.partition(":")
+    if standard(module):
+        return in_standard_library(setting, name)
+    if module in sys.modules:
+        return None
+    parts = module.split(".")
+    path: list[str] | None = None
+    names: set[str] | None = None
+    origin: str | None = None
+    for number in range(1, len(parts) + 1):
+        part = ".".join(parts[:number])
+        spec = _spec(part, path)
+        if spec is None:
+            return not_loaded(setting, name, f"No module named {part!r}")
+        names, origin = _names(spec), spec.origin
+        if names is None or names & DYNAMIC:
+            return None
+        path = list(spec.submodule_search_locations or [])
+    if names is None or attribute in names:
+        return None
+    return not_loaded(setting, name, f"{origin or module} has no {attribute!r}.{hint(attribute, sorted(names))}")
+
+
+def _spec(module: str, path: list[str] | None) -> ModuleSpec | None:
+    """What would be imported as ``module``: with ``path`` from these folders, which are of the package that it is in."""
+    if path is None:
+        return importlib.util.find_spec(module)
+    return next((spec for finder in sys.meta_path if (spec := finder.find_spec(module, path))), None)
+
+
+def _names(spec: ModuleSpec) -> set[str] | None:
+    """The names in the source of a module: those that it defines, and others; None if it has no source that can be read."""
+    if spec.origin is None and spec.submodule_search_locations is not None:  # a folder without __init__.py
+        return set()
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    try:
+        tree = ast.parse(files.read_bytes(Path(spec.origin)))
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return None
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name)
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            names.add(node.attr)
+    return names

@@ -15,7 +15,7 @@ from hpclm.distributed import bootstrap, network, restart
 from hpclm.distributed import context as distributed
 from hpclm.distributed.bootstrap import World
 from hpclm.errors import REQUEUE, ConfigError, Interrupted
-from hpclm.node import environment, notify, preemption, processes, secrets, threads
+from hpclm.node import notify, preemption, processes, secrets, threads
 from hpclm.rundir import code, folder, saved
 
 HONOURED = ("job.notify", "job.warn_seconds")
@@ -95,8 +95,6 @@ def start(
         raise
     if not world.local_rank:
         files.sweep_temporary()
-    with suppress(OSError, ConfigError):  # which count only where something is compiled
-        environment.for_inductor()
     if world.size == 1:  # several ranks must meet before one of them may fail
         from hpclm.launch import prechecks
         from hpclm.training import records

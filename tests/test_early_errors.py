@@ -61,6 +61,11 @@ CASES = {
     f"train small {SMALL[0]} out=runs/empty checkpoint.resume=require": (66, "runs/empty/checkpoints"),
     f"train small {' '.join(SMALL)} checkpoint.init_from=missing": (64, "checkpoint.init_from=missing"),
     f"submit small {' '.join(SMALL)} checkpoint.init_from=missing": (64, "checkpoint.init_from=missing"),
+    # a run whose files cannot be its own
+    f"train small {SMALL[0]} out=runs/huge": (
+        64,
+        "attempts.jsonl cannot be read: larger than 67.1 MB, the limit; move it away",
+    ),
     # code of the user's own
     **{
         f"{verb} small {SMALL[0]} out=runs/none {setting}": (64, f"{key} '{name}' cannot be loaded: {why}")
@@ -137,6 +142,9 @@ def endings(tmp_path_factory):
         if not name.startswith(("new", "empty")):
             (out / "checkpoints/step-00000001").mkdir()
             (out / "checkpoints/step-00000001/MANIFEST.json").write_text("{}")
+    (here / "runs/huge").mkdir(mode=0o700)
+    with (here / "runs/huge/attempts.jsonl").open("wb") as file:
+        file.truncate(4 << 30)
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     commands = json.dumps([command.split() for command in CASES])
     done = subprocess.run(

@@ -80,8 +80,8 @@ class Feed:
         files.write_text(place(self.out, self.name, "json"), json.dumps(position) + "\n")
 
     def _read(self) -> bool:
-        """Add the complete new lines of metrics.jsonl to what is pending; whether anything is."""
-        with suppress(OSError):
+        """Add the complete new lines of metrics.jsonl to what is pending; whether anything is. OSError if it cannot be read."""
+        with suppress(FileNotFoundError):
             for offset, lines in rows.blocks(self.out / "metrics.jsonl", self._offset):
                 if not lines.endswith(b"\n") or len(self._pending) >= MOST:  # the last line is being written
                     break

@@ -246,6 +246,7 @@ def _lease(out: Path) -> Lease:
 def check_start(config: RunConfig, data: RunData, resume_step: int | None) -> None:
     """ConfigError where the run cannot start, or resume, with these settings from the checkpoint that it would take."""
     out = Path(config.out)
+    records.check_attempts(out)
     now = fingerprint(config.model, config.seed, data.source.fingerprint, config.optim.name)
     candidate = resumable.candidate(out, records.requested_step(out, resume_step))
     resumable.check_resumable(candidate, config.checkpoint.resume, now)

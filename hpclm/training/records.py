@@ -35,6 +35,7 @@ LASTING = ("attempts.jsonl", "ends.jsonl", "jobs.jsonl", "metrics.jsonl", "log.t
 OF_FIRST_STEP = ("model.init_std", "scaler.initial", "checkpoint.init_from")
 """Settings of the state before the first step."""
 MAX_STARTS = 3  # of a job from one step, without a checkpoint in between
+WAY_OUT = "move it away, or choose another out"
 
 
 def start(
@@ -199,6 +200,18 @@ def check_progress(out: Path, step: int) -> None:
         )
 
 
+def check_attempts(out: Path) -> None:
+    """ConfigError, or HpclmError for the disk, if ``rows`` could not read the attempts of the run in ``out``; they are not read."""
+    for path in (out / "attempts.jsonl", out / "ends.jsonl"):
+        try:
+            with files.reader(path) as file:
+                files.check_size(file, path, files.LARGEST)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise unread(error, path, WAY_OUT) from None
+
+
 def rows(path: Path, fields: Mapping[str, Kind]) -> list[dict[str, Any]]:
     """The lines of a file of JSON objects, empty where ``fields`` are not what they must be; none where there is no file.
     ConfigError if it cannot be read, HpclmError for the disk: its attempts must not be forgotten."""
@@ -212,7 +225,7 @@ def rows(path: Path, fields: Mapping[str, Kind]) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise unread(error, path, "move it away, or choose another out") from None
+        raise unread(error, path, WAY_OUT) from None
     return read
 
 

@@ -60,6 +60,13 @@ def test_sinks_that_fail_are_reported_and_change_nothing(tiny, tmp_path, capfd):
     assert [row["step"] for row in rows_of(tmp_path / "run")] == [*range(1, 13)]
 
 
+def test_rows_that_cannot_be_read_are_not_taken_for_rows_that_were_sent(tmp_path, capsys):
+    (tmp_path / "run/metrics.jsonl").mkdir(parents=True)
+    config.dump(config.RunConfig(), tmp_path / "run/config.yaml")
+    assert cli.main(["sync", str(tmp_path / "run"), "--sink", f"{OWN}Written"]) == 1
+    assert "Is a directory" in capsys.readouterr().err
+
+
 def test_a_sink_that_blocks_holds_up_neither_steps_nor_the_end_of_a_preempted_run(tiny, tmp_path):
     out = tmp_path / "run"
     with Ranks(2, tiny("run", "budget.steps=100000", f"log.sinks=[{OWN}Blocks]")) as ranks:

@@ -4,18 +4,21 @@ The faults are real: a full or read-only file system, files and folders that are
 """
 
 import contextlib
+import errno
 import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from hpclm import cli, side_path
 from hpclm.data.synthetic import synthetic
 from tests import faults
+from tests.forks import Ranks
 from tests.runs import losses
 
 STEPS, BREAKS, MENDS = 60, 20, 40
@@ -85,6 +88,42 @@ def full(path):
             file.write(bytes(4096))
 
 
+def failing(path):
+    """A device that fails every write with EIO in place of each file: the memory of this process, where nothing is mapped."""
+    for file in [path] if path.name in FILES else [each for each in path.glob("*") if each.is_file()]:
+        file.touch()
+        subprocess.run(["mount", "--bind", f"/proc/{os.getpid()}/mem", file], check=True)
+
+
+def mended(path):
+    for file in [path] if path.name in FILES else [each for each in path.glob("*") if each.is_file()]:
+        subprocess.run(["umount", "-lq", file], check=False)  # the run has it open
+
+
+LOST = contextlib.ExitStack()
+"""Undoes what ``stale`` does."""
+
+
+def stale(path):
+    """As on NFS once the server does not know the file any more. No local file system does that, so the calls are replaced."""
+
+    def refused(call):
+        def instead(target, *more, **named):
+            name = Path(f"/proc/self/fd/{target}").readlink() if isinstance(target, int) else os.fspath(target)
+            if str(name).startswith(str(path)):
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), *[] if isinstance(target, int) else [name])
+            return call(target, *more, **named)
+
+        return instead
+
+    for name in ("open", "write", "mkdir", "fsync", "replace", "rename", "listdir", "scandir"):
+        LOST.enter_context(mock.patch.object(os, name, refused(getattr(os, name))))
+
+
+def known_again(path):
+    LOST.close()
+
+
 FAULTS = {
     "full": (full, gone),
     "removed": (gone, None),
@@ -93,7 +132,10 @@ FAULTS = {
     "a link to elsewhere": (elsewhere, back),
     "a pipe": (a_pipe, back),
     "read-only": (read_only, writable_again),
+    "an input/output error": (failing, mended),
+    "a stale file handle": (stale, known_again),
 }
+MOUNTED = ("read-only", "an input/output error")
 
 
 def source(*words):
@@ -102,10 +144,12 @@ def source(*words):
     paths = [Path(os.environ["TEST_RUN"], name) for name in os.environ["TEST_PATHS"].split()]
 
     def act(number):
-        if number == BREAKS * SAMPLES:
+        if number == BREAKS * SAMPLES // int(os.environ.get("WORLD_SIZE", "1")):
             for path in paths:
                 breaks(path)
-        elif number == MENDS * SAMPLES and mends and "TEST_MENDS" in os.environ:
+        elif (
+            number == MENDS * SAMPLES // int(os.environ.get("WORLD_SIZE", "1")) and mends and "TEST_MENDS" in os.environ
+        ):
             for path in reversed(paths):
                 mends(path)
 
@@ -135,7 +179,7 @@ def mounts():
 def cases():
     """All paths at once for every fault; each of them alone, which takes longer, with --whole."""
     for fault in list(FAULTS)[1:]:
-        marks = [pytest.mark.skipif(not mounts(), reason="needs the right to mount")] if fault == "read-only" else []
+        marks = [pytest.mark.skipif(not mounts(), reason="needs the right to mount")] if fault in MOUNTED else []
         for mends in (True, False):
             yield pytest.param(fault, PATHS, mends, marks=marks, id=f"all-{fault}-{'mended' if mends else 'for good'}")
         for path in PATHS:
@@ -185,6 +229,49 @@ def test_a_run_goes_on_while_the_disk_of_all_but_its_checkpoints_is_full(right, 
         subprocess.run(["umount", "-l", out], check=True)
 
 
+def cases_of_two():
+    for fault in list(FAULTS)[1:]:
+        marks = [pytest.mark.skipif(not mounts(), reason="needs the right to mount")] if fault in MOUNTED else []
+        marks += [pytest.mark.whole] if fault not in ("removed", "a stale file handle") else []
+        yield pytest.param(fault, marks=marks, id=fault)
+
+
+@pytest.mark.parametrize("fault", list(cases_of_two()))
+def test_two_ranks_go_on_whatever_happens_to_the_second_one_s_log_and_to_sinks(right, tmp_path, fault):
+    out = tmp_path / "run"
+    settings = words(out, f"data.source={__name__}:source", "log.sinks=[tests.sinks.own:Written]", "batch.micro_size=4")
+    with Ranks(2, settings, TEST_FAULT=fault, TEST_RUN=str(out), TEST_PATHS="logs sinks") as ranks:
+        try:
+            ended = ranks.wait()
+        finally:
+            for name in ("logs", "sinks") if fault in MOUNTED else ():
+                mended(out / name)
+                subprocess.run(["umount", "-lq", out / name], check=False)
+    assert {code for code, _ in ended.values()} == {0}, ended
+    assert {step: float.fromhex(loss) for step, loss in losses(out).items()} == pytest.approx(
+        {step: float.fromhex(loss) for step, loss in right.items()}, abs=1e-5
+    )
+    assert (out / f"checkpoints/step-{STEPS:08}/MANIFEST.json").exists()
+
+
+@pytest.mark.skipif(not mounts(), reason="needs the right to mount")
+def test_two_ranks_go_on_while_there_is_no_room_for_the_log_of_the_second_one(right, tmp_path):
+    out = tmp_path / "run"
+    (out / "logs").mkdir(parents=True, mode=0o700)
+    out.chmod(0o700)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k,mode=700", "none", out / "logs"], check=True)
+    try:
+        settings = words(out, f"data.source={__name__}:source", "batch.micro_size=4")
+        with Ranks(2, settings, TEST_FAULT="full", TEST_RUN=str(out), TEST_PATHS="logs/filler") as ranks:
+            ended = ranks.wait()
+    finally:
+        subprocess.run(["umount", "-l", out / "logs"], check=True)
+    assert {code for code, _ in ended.values()} == {0}, ended
+    assert {step: float.fromhex(loss) for step, loss in losses(out).items()} == pytest.approx(
+        {step: float.fromhex(loss) for step, loss in right.items()}, abs=1e-5
+    )
+
+
 @pytest.mark.parametrize("module", ["tensorboard", "tensorboard.compat.proto.event_pb2", "google.protobuf"])
 def test_a_run_goes_on_where_tensorboard_cannot_be_imported(right, tmp_path, monkeypatch, capfd, module):
     for name in list(sys.modules):
@@ -211,7 +298,9 @@ def befallen(out, fault, paths, mends, more, monkeypatch, capfd):
     try:
         code = cli.main(["train", *words(out, "data.source=befallen:source", *more)])
     finally:
-        for path in paths if fault == "read-only" else ():
+        LOST.close()
+        for path in paths if fault in MOUNTED else ():
+            mended(out / path)
             subprocess.run(["umount", "-lq", out / path], check=False)
     return code, capfd.readouterr().err
 

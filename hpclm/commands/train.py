@@ -100,8 +100,8 @@ def start(
         from hpclm.training import records
 
         with log.silent():  # training reads the files again
-            records.check_attempts(Path(settings.out))
-        prechecks.check_files(settings, records.requested_step(Path(settings.out), resume_step))
+            prechecks.check_files(settings, records.requested_step(Path(settings.out), resume_step))
+        records.check_attempts(Path(settings.out))
     if world.local_size < world.size:
         network.hide_lookup_warnings()
     if world.local_size > 1:

@@ -15,8 +15,8 @@ from hpclm.rundir import control_files
 from hpclm.rundir import runs as folders
 from hpclm.rundir.lock import HolderWatch, is_here
 from hpclm.rundir.runs import Run
-from hpclm.rundir.status import process_here, query
-from hpclm.scheduler import Scheduler, named, of_run
+from hpclm.rundir.status import jobs_by_scheduler, process_here, query
+from hpclm.scheduler import Scheduler, named
 from hpclm.terminal import say
 
 PATIENCE = 10.0  # seconds squeue may take
@@ -122,23 +122,26 @@ def jobs_of(run: Run, now: bool) -> Iterator[Target]:
     """Jobs of a run that are pending or running; HpclmError if neither the scheduler nor the run's files tell."""
     from hpclm.launch import send
 
-    scheduler = of_run([each.cluster for each in run.submissions if each.is_job], run.owner)[-1]
-    unrecorded = []
+    jobs = jobs_by_scheduler(run)
+    if not jobs:  # it may have been submitted by a command that was killed
+        jobs[named("slurm").for_script(send.last_script(run.out))] = []
     if (run.out / "job").is_dir():
-        with suppress(NoAnswerError):  # asked again below
-            unrecorded = [job.job_id for job in send.queued(run.out, scheduler, PATIENCE)]
-    jobs = dict.fromkeys([*run.jobs, *unrecorded])
+        for scheduler, recorded in jobs.items():
+            with suppress(NoAnswerError):  # asked again below
+                unrecorded = {job.job_id for job in send.queued(run.out, [scheduler], PATIENCE)}
+                recorded += sorted(unrecorded - {*recorded})
     try:
-        states = scheduler.states(list(jobs), (), PATIENCE) if jobs else {}
+        states = {scheduler: scheduler.states(ids, (), PATIENCE) for scheduler, ids in jobs.items() if ids}
     except NoAnswerError as error:
         if process_here(run) is not None:
             return
         raise HpclmError(
             f"{error}. Is {files.shown(run.out)} running? Its last job is {run.jobs[-1]}; try again later"
         ) from None
-    for job in states.values():
-        if job.live and run.owns(job):
-            yield Target(run.out, scheduler, job, f"job {job.id}", saves=not (job.waits or now))
+    for scheduler, known in states.items():
+        for job in known.values():
+            if job.live and run.owns(job):
+                yield Target(run.out, scheduler, job, f"job {job.id}", saves=not (job.waits or now))
 
 
 def processes_of(run: Run) -> Iterator[Target]:

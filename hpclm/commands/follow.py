@@ -89,7 +89,7 @@ def submit(args: argparse.Namespace, words: Sequence[str]) -> int:
     )
     folder.make(out)
     files.write_text(script, text.replace("hpclm.train", "hpclm"))
-    job_id = scheduler.submit(script, script.with_name("sbatch.lock"))
+    job_id = scheduler.submit(script, script.with_name("sbatch.lock")).partition(";")[0]
     say(
         f"submitted job {job_id}, which scores the run's checkpoints; its log: {files.shown(out)}/logs/job-{job_id}.log"
     )

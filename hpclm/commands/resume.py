@@ -6,7 +6,9 @@ from importlib import import_module
 from pathlib import Path
 
 from hpclm import cli, files
+from hpclm.config import compose
 from hpclm.errors import ConfigError, LockedError
+from hpclm.node import slurm
 from hpclm.rundir import runs as folders
 from hpclm.rundir.runs import Run
 from hpclm.rundir.status import RunStatus, query
@@ -79,12 +81,20 @@ def may_start(status: RunStatus, changes: list[str]) -> None:
         raise ConfigError(f"{out} has no config.yaml; start it with hpclm submit")
 
 
+def _names_clusters(run: Run, changes: list[str]) -> bool:
+    """Whether the settings of the next job, or the user's variables, say which clusters of Slurm it may go to."""
+    typed = any(re.match(r"(--sbatch=|job\.options\.)?clusters=", word) for word in changes)
+    return typed or bool(slurm.clusters() or (compose.flat_of_run(run.out).get("job.options") or {}).get("clusters"))
+
+
 def words(run: Run, changes: list[str]) -> list[str]:
     """The arguments of hpclm submit that submit ``run`` again, on the cluster and with the size of its last job, or of its own
     processes if it was started by hand: ``changes`` come last, so that they win."""
     if run.submissions:
         last = run.submissions[-1]
         choices = {"cluster": last.cluster, "nodes": last.nodes, "gpus": last.tasks_per_node}
+        if last.slurm_cluster and not _names_clusters(run, changes):
+            changes = ["--sbatch", f"clusters={last.slurm_cluster}", *changes]
     else:
         nodes = int(run.attempt.get("nodes") or len(run.attempt.get("hosts") or [1]))
         choices = {"nodes": nodes, "gpus": max(1, int(run.attempt.get("size") or 1) // nodes)}

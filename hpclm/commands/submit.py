@@ -257,7 +257,11 @@ def _submit(
                 )
             raise
         out = files.typed(_short(run.out))
-        state = "submitted" if new else "already queued: an earlier submission was interrupted"
+        state = (
+            f"submitted{f' to cluster {job.slurm_cluster}' * bool(job.slurm_cluster)}"
+            if new
+            else "already queued: an earlier submission was interrupted"
+        )
         limit = f"; time limit {_limit(run.job.time)}" if run.job.time else ""
         nodes, size = run.job.nodes, run.job.nodes * run.job.gpus
         ranks = f"{size} process{'es' * (size > 1)} on {nodes} node{'s' * (nodes > 1)}"

@@ -5,8 +5,8 @@ submission was not recorded is found by its script, and a script without a job w
 """
 
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hpclm import files
@@ -38,11 +38,12 @@ def send(
         scripts = _scripts(out)
         for name in ("config.yaml", "job/submitit", f"job/script-{max(scripts, default=0) + 1}.sbatch"):
             files.sweep(out / name)  # left by a killed process
-        recorded = {Path(each.script).name for each in submissions.read(out) if each.script}
-        found = queued(out, scheduler) if scripts else []
+        before = submissions.read(out)
+        recorded = {Path(each.script).name for each in before if each.script}
+        found = queued(out, _that_may_know(scheduler, text, before)) if scripts else []
         lost = [job for job in found if job.script.name not in recorded]
         for job in lost:
-            submissions.append(out, _submission(config, job.job_id, job.script, command))
+            submissions.append(out, _submission(config, job.job_id, job.cluster, job.script, command))
         if lost and not again and _same(out, config, lost[-1].script, text):
             return submissions.read(out)[-1], False
         if found and not again:
@@ -58,11 +59,11 @@ def send(
         with _prepared(config, resume_step):
             files.write_text(script, text)
             try:
-                job_id = scheduler.submit(script, out / "job" / "sbatch.lock")
+                job_id, _, cluster = scheduler.submit(script, out / "job" / "sbatch.lock").partition(";")
             except ConfigError:
                 script.unlink()  # there certainly is no job
                 raise
-        submissions.append(out, _submission(config, job_id, script, command))
+        submissions.append(out, _submission(config, job_id, cluster, script, command))
         return submissions.read(out)[-1], True
 
 
@@ -97,10 +98,25 @@ def held(config: RunConfig, resume_step: int | None = None) -> Iterator[None]:
             yield
 
 
-def queued(out: Path, scheduler: Scheduler, seconds: float = 60) -> list[Queued]:
-    """Pending and running jobs of the run directory ``out``; NoAnswerError if the scheduler does not answer within ``seconds``."""
+def queued(out: Path, schedulers: Iterable[Scheduler], seconds: float = 60) -> list[Queued]:
+    """Pending and running jobs of the run directory ``out``; NoAnswerError if a scheduler does not answer within ``seconds``."""
     with files.locked(out / "job" / "sbatch.lock"):  # an sbatch whose caller was killed may still be running
-        return scheduler.queued(out / "job", seconds)
+        return [job for scheduler in schedulers for job in scheduler.queued(out / "job", seconds)]
+
+
+def last_script(out: Path) -> str:
+    """The text of the last script that was written for the run directory ``out``; empty without one."""
+    with suppress(OSError, ValueError):
+        return files.read_text(out / "job" / f"script-{max(_scripts(out), default=0)}.sbatch")
+    return ""
+
+
+def _that_may_know(scheduler: Scheduler, text: str, before: Iterable[Submission]) -> list[Scheduler]:
+    """The scheduler as it is on the clusters of the script ``text``, and as it was for the submissions ``before``."""
+    if not isinstance(scheduler, Scheduler):  # a class with the same methods
+        return [scheduler]
+    earlier = [scheduler.on(each.slurm_cluster) for each in before if each.is_job]
+    return list(dict.fromkeys([*earlier, scheduler.for_script(text)]))
 
 
 def _scripts(out: Path) -> list[int]:
@@ -117,10 +133,11 @@ def _same(out: Path, config: RunConfig, script: Path, text: str) -> bool:
         return False
 
 
-def _submission(config: RunConfig, job_id: str, script: Path, command: Sequence[str]) -> Submission:
+def _submission(config: RunConfig, job_id: str, cluster: str, script: Path, command: Sequence[str]) -> Submission:
     return Submission(
         cluster="slurm" if config.job.cluster == "auto" else config.job.cluster,
         job_id=job_id,
+        slurm_cluster=cluster,
         host=socket.gethostname(),
         nodes=config.job.nodes,
         tasks_per_node=config.job.gpus,

@@ -23,6 +23,7 @@ def lines(config: RunConfig, path: Path, folders: Iterable[Path] = ()) -> Iterat
     ``folders``: to mount in a container, besides job.mounts.
     """
     job = config.job
+    yield "unset SLURM_CLUSTERS SLURM_JWT"  # in the job, Slurm's commands ask its own cluster, as any user of the node
     if job.modules:
         yield "command -v module > /dev/null || . /etc/profile"
         yield f"module load {shlex.join(job.modules)} || exit 64"

@@ -126,13 +126,17 @@ def _default_of_inductor() -> str:
 def to_unset(options: Iterable[str], env: Mapping[str, str] = os.environ) -> list[str]:
     """Variables that sbatch must not see; ``options``: those that the job sets itself.
 
-    SBATCH_* variables override a script's options, and sbatch passes all other variables on to the job.
+    SBATCH_* variables and SLURM_CLUSTERS override a script's options, and sbatch passes all other variables on to the job. Those by
+    which Slurm's other commands find a cluster and log in to it are sbatch's too.
     """
+    options = set(options)
     in_job, in_mpi = "SLURM_JOB_ID" in env, "OMPI_COMM_WORLD_RANK" in env or "PMIX_RANK" in env or "PMI_RANK" in env
-    kept = {"SLURM_CONF", "HPCLM_SITE"}
+    kept = {"SLURM_CONF", "SLURM_JWT", "HPCLM_SITE"}
     if not in_job:
-        kept |= {name for name, option in OPTIONS.items() if option not in set(options)}
+        kept |= {name for name, option in OPTIONS.items() if option not in options}
         kept |= {name for name in env if name.endswith("_VISIBLE_DEVICES")}
+    if "clusters" not in options and not ("SBATCH_CLUSTERS" in kept and env.get("SBATCH_CLUSTERS")):
+        kept.add("SLURM_CLUSTERS")
     if not in_mpi:  # OMPI_MCA_* and the like were then set by the user
         kept |= {name for name in env if MPI.fullmatch(name) and not name.startswith("PMI_")}
     found = (

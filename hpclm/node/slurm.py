@@ -7,11 +7,11 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpclm.errors import HpclmError
-from hpclm.node import processes
+from hpclm.node import environment, processes
 from hpclm.node.processes import OURS, Env, NoAnswerError
 
 FORMAT = "%i|%T|%M|%L|%S|%D|%N|%r|%o"
@@ -86,7 +86,7 @@ def states(
         return {}
     if code:
         raise NoAnswerError(_of_squeue(code, error))
-    lines = answer.splitlines()
+    lines = [line for _, line in by_cluster(answer)]
     jobs = [state for line in lines if (state := _state(line))]
     if lines and not jobs:
         raise NoAnswerError(f"squeue's answer cannot be parsed: {lines[0][:60]!r}")
@@ -96,6 +96,28 @@ def states(
 def options_in(script: str) -> Options:
     """The options that a script sets, by their long names."""
     return dict(re.findall(r'^#SBATCH --([a-z-]+)(?:="?([^"\n]*))?', script, re.MULTILINE))
+
+
+def clusters(options: Mapping[str, str | None] = {}, env: Env = os.environ) -> str:
+    """The clusters that sbatch may send a job with these options to, as they were named: "a,b"; empty: the one it is called on."""
+    allowed = environment.of_a_job(options, env)
+    return options.get("clusters") or allowed.get("SBATCH_CLUSTERS") or allowed.get("SLURM_CLUSTERS") or ""
+
+
+def env_for(names: str, env: Env = os.environ) -> dict[str, str]:
+    """The environment in which Slurm's commands ask these clusters; empty: the one they are called on."""
+    others = {name: value for name, value in env.items() if name != "SLURM_CLUSTERS"}
+    return others | ({"SLURM_CLUSTERS": names} if names else {})
+
+
+def by_cluster(answer: str) -> Iterator[tuple[str, str]]:
+    """The lines of squeue's answer, each with the name of its cluster: in a heading, where clusters were named, else empty."""
+    cluster = ""
+    for line in answer.splitlines():
+        if heading := re.fullmatch(r"CLUSTER: (\S+)\s*", line):
+            cluster = heading[1]
+        elif line.strip():
+            yield cluster, line
 
 
 def steps(job: str, seconds: float = 10, env: Env = os.environ) -> list[str]:

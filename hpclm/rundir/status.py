@@ -15,7 +15,7 @@ from hpclm.rundir import rows
 from hpclm.rundir.lock import is_here
 from hpclm.rundir.runs import Run
 from hpclm.rundir.summary import ENDED, KILLED
-from hpclm.scheduler import of_run
+from hpclm.scheduler import Scheduler, named, of_job
 
 SILENT = 30.0  # seconds without a heartbeat after which a run that cannot be seen from here does not count as running
 ASK = 60.0  # seconds between questions to Slurm of one command, since many people watch many runs
@@ -126,7 +126,7 @@ class Queue:
         self.seconds = seconds
         self.silent = ""
         """Why Slurm did not answer; "" if it did."""
-        self._states: dict[str, JobState] | None = {}
+        self._states: dict[Scheduler, dict[str, JobState]] | None = {}
         self._asked = -ASK
         self._known: set[str] = set()
 
@@ -135,17 +135,41 @@ class Queue:
         jobs = {job for run in runs for job in run.jobs}
         if time.monotonic() - self._asked >= ASK or not jobs <= self._known:
             self._ask(runs, jobs)
-        return [status_of(run, self._states if run.jobs else {}, self.silent * bool(run.jobs)) for run in runs]
+        return [status_of(run, self._states_of(run), self.silent * bool(run.jobs)) for run in runs]
+
+    def _states_of(self, run: Run) -> dict[str, JobState] | None:
+        """Its jobs, as the scheduler of each said; None if one did not answer."""
+        if self._states is None:
+            return None if run.jobs else {}
+        answers = self._states
+        return {
+            job: answers[scheduler][job]
+            for scheduler, jobs in jobs_by_scheduler(run).items()
+            for job in jobs
+            if job in answers.get(scheduler, {})
+        }
 
     def _ask(self, runs: Sequence[Run], jobs: set[str]) -> None:
         self._asked, self._known, self._states, self.silent = time.monotonic(), jobs, {}, ""
-        owned = [run for run in runs if run.jobs]
-        clusters = [of_run([each.cluster for each in run.submissions if each.is_job], run.owner) for run in owned]
+        asked, owners = dict[Scheduler, set[str]](), sorted({run.owner for run in runs if run.jobs})
+        for run in runs:
+            for scheduler, mine in jobs_by_scheduler(run).items():
+                asked.setdefault(scheduler, set()).update(mine)
         try:
-            for scheduler in dict.fromkeys(each for several in clusters for each in several):
-                self._states |= scheduler.states(jobs, sorted({run.owner for run in owned}), self.seconds)
+            self._states = {each: each.states(ids, owners, self.seconds) for each, ids in asked.items()}
         except NoAnswerError as silent:
             self._states, self.silent = None, str(silent)
+
+
+def jobs_by_scheduler(run: Run) -> dict[Scheduler, list[str]]:
+    """The IDs of a run's jobs, oldest first, by the scheduler that knows them: that of each submission; Slurm, for one by hand."""
+    submitted = {each.job_id: each for each in run.submissions if each.is_job}
+    jobs = dict[Scheduler, list[str]]()
+    for job in run.jobs:
+        known = submitted.get(job)
+        scheduler = of_job(known.cluster, known.slurm_cluster, run.owner) if known else named("slurm")
+        jobs.setdefault(scheduler, []).append(job)
+    return jobs
 
 
 def query(runs: Sequence[Run], seconds: float) -> list[RunStatus]:

@@ -43,6 +43,8 @@ class Submission:
     steps: int | None = None
     """Steps that the budget allows, where the settings alone say it."""
     time: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+    slurm_cluster: str = ""
+    """The cluster of Slurm that it was sent to, where another one than that of ``host`` was named."""
     machine: str = ""
     """Where ``job_id``, if it is that of a process, means that process (``files.here``); empty in old records."""
 

@@ -2,7 +2,7 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,6 +25,8 @@ class Queued:
     state: str
     reason: str
     script: Path
+    cluster: str = ""
+    """The cluster that it is on, where the scheduler has several."""
 
     def __str__(self) -> str:
         return f"job {self.job_id} ({self.state.lower()}{f': {self.reason}' * (self.reason != 'None')})"
@@ -46,10 +48,18 @@ class Scheduler(ABC):
 
     @abstractmethod
     def submit(self, script: Path, lock: Path) -> str:
-        """Submit the script, and give the job's ID. ``lock`` stays locked until that has ended, even if this process is killed.
+        """Submit the script, and give the job's ID, or ID;CLUSTER. ``lock`` stays locked until that has ended, even if this process is killed.
 
         ConfigError: it was refused, or can never start and was cancelled; another HpclmError: it may be in the queue.
         """
+
+    def on(self, cluster: str) -> "Scheduler":
+        """The scheduler as it is on one of its clusters, or on several, "a,b"; empty: on the one it is called on."""
+        return self
+
+    def for_script(self, script: str) -> "Scheduler":
+        """The scheduler as it is on the clusters to which it would send the job of ``script``."""
+        return self
 
     @abstractmethod
     def queued(self, scripts: Path, seconds: float) -> list[Queued]:
@@ -80,10 +90,10 @@ def named(name: str) -> Scheduler:
     return scheduler
 
 
-def of_run(clusters: Iterable[str], owner: int) -> list[Scheduler]:
-    """The schedulers of the jobs of a run that belongs to the user ``owner``, the last one last; Slurm if it has none.
+def of_job(name: str, cluster: str, owner: int) -> Scheduler:
+    """The scheduler called ``name``, on ``cluster``, of a job of a run that belongs to the user ``owner``.
 
-    Code that the run directory of another user names is not loaded.
+    Code that the run directory of another user names is not loaded: Slurm is asked then.
     """
-    names = [name for name in clusters if name in SCHEDULERS or owner == os.getuid()]
-    return [named(name) for name in dict.fromkeys(reversed(names or ["slurm"]))][::-1]
+    scheduler = named(name if name in SCHEDULERS or owner == os.getuid() else "slurm")
+    return scheduler.on(cluster) if isinstance(scheduler, Scheduler) else scheduler

@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,28 @@ class Slurm(Scheduler):
 
     name = "slurm"
 
+    def __init__(self, clusters: str | None = None) -> None:
+        """``clusters``: those that are asked, "a" or "a,b"; empty: the one that the commands are called on; None: as variables say."""
+        self._clusters = clusters
+
+    @property
+    def clusters(self) -> str:
+        """Those that are asked."""
+        return slurm.clusters() if self._clusters is None else self._clusters
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment of the commands."""
+        return slurm.env_for(self.clusters)
+
+    def on(self, cluster: str) -> "Slurm":
+        """The same object for the same cluster."""
+        return self if cluster == self.clusters else _on(cluster)
+
+    def for_script(self, script: str) -> "Slurm":
+        """By the script's --clusters, or by variables."""
+        return self.on(slurm.clusters(slurm.options_in(script)))
+
     def script(self, run: "RunConfig", path: Path, setup: Sequence[str]) -> str:
         """A template of slurm/, filled in."""
         from hpclm.scheduler import template  # with the settings
@@ -85,71 +108,80 @@ class Slurm(Scheduler):
         """Submit by ``main`` in a process of its own, then ask once whether the job can start."""
         if not shutil.which("sbatch"):
             raise ConfigError("sbatch is not installed here; give --cluster local to train here")
-        env = environment.of_a_job(slurm.options_in(files.read_text(script)))
+        text = files.read_text(script)
+        env, target = environment.of_a_job(slurm.options_in(text)), self.for_script(text)
         command = python.command("hpclm.scheduler.slurm", str(script), str(lock))
         code, answer, message = processes.ask(command, SUBMISSION, env)
         if code:
             raise refused(message)
-        job = answer.strip()
-        self._check_startable(job)
-        return job
+        job, cluster = answer.strip(), target.clusters
+        if not re.fullmatch(r"[\w-]*", cluster) or cluster == "all":
+            queued = target.queued(script.parent, SUBMISSION)
+            cluster = next((each.cluster for each in queued if each.job_id == job), cluster)
+        target.on(cluster)._check_startable(job)
+        return f"{job};{cluster}" if cluster else job
 
     def queued(self, scripts: Path, seconds: float) -> list[Queued]:
         """squeue shows the paths of scripts."""
-        code, answer, error = slurm.ask(["squeue", "--me", "--noheader", "--array", "--format", QUEUE], seconds)
+        command = ["squeue", "--me", "--noheader", "--array", "--format", QUEUE]
+        code, answer, error = slurm.ask(command, seconds, self.env)
         if code:
             raise NoAnswerError(f"squeue: {error.strip() or f'exit code {code}'}; nothing was submitted")
         jobs = list[tuple[int, Queued]]()
-        for line in answer.splitlines():
+        for cluster, line in slurm.by_cluster(answer):
             job, state, reason, path = (*line.strip().split("|", 3), "", "", "")[:4]
             match = SCRIPT.search(path)
             if match and match.end() == len(path) and Path(path[: match.start()]).resolve() == scripts.resolve():
-                jobs.append((int(match[2]), Queued(job, state, reason, scripts / f"{match[1]}.sbatch")))
+                script = scripts / f"{match[1]}.sbatch"
+                jobs.append((int(match[2]), Queued(job, state, reason, script, cluster or self.clusters)))
         return [job for _, job in sorted(jobs, key=lambda numbered: numbered[0])]
 
     def states(self, ids: Collection[str], users: Collection[int] = (), seconds: float = 10) -> dict[str, JobState]:
         """From squeue."""
-        return slurm.states(ids, users, seconds)
+        return slurm.states(ids, users, seconds, self.env)
 
     def stop(self, job: JobState, attempt: Mapping[str, Any], seconds: float) -> None:
         """Signal the ranks of a running job, but not its script and mpirun, which exit after them.
 
         scancel without a signal would kill them some seconds later, whether they have saved or not.
         """
-        slurm.update(job.id, requeue=0)
+        slurm.update(job.id, self.env, requeue=0)
+        host, pid = str(attempt.get("host")), int(attempt.get("pid", 0))
         if job.waits:
-            slurm.cancel(job.id)
-        elif any(name not in MPI for name in slurm.steps(job.id, seconds)):
-            slurm.send(job.id, "TERM")
+            slurm.cancel(job.id, self.env)
+        elif any(name not in MPI for name in slurm.steps(job.id, seconds, self.env)):
+            slurm.send(job.id, "TERM", env=self.env)
         elif str(attempt.get("job_id")) != job.id:  # it has just started, and has nothing to save
-            slurm.cancel(job.id)
-        elif not slurm.signal_process(job.id, str(attempt.get("host")), int(attempt.get("pid", 0)), "TERM"):
-            slurm.send(job.id, "USR2", whole=True)  # the ranks are children of the script, which passes this signal on
+            slurm.cancel(job.id, self.env)
+        elif not slurm.signal_process(job.id, host, pid, "TERM", env=self.env):
+            slurm.send(
+                job.id, "USR2", whole=True, env=self.env
+            )  # the ranks are children of the script, which passes this signal on
 
     def cancel(self, job: str) -> None:
         """scancel; it is not requeued."""
-        slurm.update(job, requeue=0)
-        slurm.cancel(job)
+        slurm.update(job, self.env, requeue=0)
+        slurm.cancel(job, self.env)
 
     def troubles(self, hosts: Sequence[str], seconds: float = 5) -> list[str]:
         """From scontrol, asked once for all."""
-        return slurm.troubles(hosts, seconds)
+        return slurm.troubles(hosts, seconds, self.env)
 
     def _check_startable(self, job: str) -> None:
         """ConfigError if Slurm has accepted a job that it can never start; the job is cancelled then."""
         shown = dict[str, str]()
         with contextlib.suppress(NoAnswerError):
-            shown = slurm.shown("job", job)
+            shown = slurm.shown("job", job, env=self.env)
         reason = shown.get("Reason", "")
         if shown.get("JobState") != "PENDING" or reason in USUAL:
             return
         if not slurm.NEVER.fullmatch(reason):
             say(f"warning: job {job} waits for {reason}", file=sys.stderr)
             return
-        slurm.cancel(job)
+        slurm.cancel(job, self.env)
         partition = dict[str, str]()
         with contextlib.suppress(NoAnswerError):
-            partition = slurm.shown("partition", shown.get("Partition", ""))
+            partition = slurm.shown("partition", shown.get("Partition", ""), env=self.env)
         values = {name: shown.get(field, "(null)") for field, name in REQUESTS.items()}
         requests = ", ".join(f"{name}={value}" for name, value in values.items() if value != "(null)")
         requests = re.sub(r"nodes=(\d+)-\1\b", r"nodes=\1", requests)
@@ -159,6 +191,12 @@ class Slurm(Scheduler):
             f"Slurm can never start this job ({reason}), so it was cancelled: it asks for {requests}"
             + (f"; limits of the partition: {', '.join(limits)}" if limits else "")
         )
+
+
+@cache
+def _on(clusters: str) -> Slurm:
+    """Slurm as it is on these clusters."""
+    return Slurm(clusters)
 
 
 def refused(message: str) -> HpclmError:

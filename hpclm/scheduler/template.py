@@ -114,7 +114,7 @@ def options_of(config: RunConfig, out: Path) -> Options:
     options = {option: value for option, value in options.items() if value is not None}
     if config.engine.device != "cpu" and not GPU_OPTIONS & job.options.keys():
         options["gpus-per-node"] = str(job.gpus)
-        kinds = node_kinds(job.partition)
+        kinds = node_kinds(job)
         refuse_without_gpus(job, kinds)
         if not MEMORY_AND_CORES & job.options.keys():
             options = {**of_nodes(job, kinds), **options}
@@ -150,11 +150,13 @@ def directive(option: str, value: str) -> str:
     return f"#SBATCH --{option}={value}"
 
 
-def node_kinds(partition: str | None) -> str:
-    """A line with cores, megabytes and generic resources for each kind of node, from sinfo; "" if it does not answer."""
-    chosen = ["--partition", partition] if partition else []
+def node_kinds(job: JobConfig) -> str:
+    """A line with cores, megabytes and generic resources for each kind of node that ``job`` may get, from sinfo; "" if it does not
+    answer."""
+    chosen = ["--partition", job.partition] if job.partition else []
+    env = slurm.env_for(slurm.clusters(job.options))
     try:
-        code, answer, _ = slurm.ask(["sinfo", "--noheader", "--format=%c|%m|%G", *chosen], SINFO_SECONDS)
+        code, answer, _ = slurm.ask(["sinfo", "--noheader", "--format=%c|%m|%G", *chosen], SINFO_SECONDS, env)
     except NoAnswerError:
         return ""
     return answer if code == 0 else ""
@@ -162,7 +164,12 @@ def node_kinds(partition: str | None) -> str:
 
 def refuse_without_gpus(job: JobConfig, kinds: str) -> None:
     """ConfigError if no node has GPUs and Slurm would not notice: without ``gpu`` in GresTypes it ignores --gpus-per-node."""
-    if not kinds.strip() or "gpu" in kinds.lower() or "gpu" in slurm.setting("GresTypes", default="gpu").lower():
+    env = slurm.env_for(slurm.clusters(job.options))
+    if (
+        not kinds.strip()
+        or "gpu" in kinds.lower()
+        or "gpu" in slurm.setting("GresTypes", default="gpu", env=env).lower()
+    ):
         return
     raise ConfigError(
         f"job.gpus={job.gpus}, but Slurm lists no GPUs on the nodes of {job.partition or 'this cluster'}: engine.device=cpu "

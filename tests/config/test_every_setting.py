@@ -407,7 +407,7 @@ def test_what_needs_a_whole_run_or_several_processes_is_set_by_the_test_that_the
 def test_a_setting_changes_what_the_table_says(word, datasets, monkeypatch):
     look, needs = ACTS[word]
     if look is scripts:
-        monkeypatch.setattr("hpclm.scheduler.template.node_kinds", lambda partition: [])
+        monkeypatch.setattr("hpclm.scheduler.template.node_kinds", lambda job: [])
     before = look(made(*with_data(needs, datasets)), datasets)
     after = look(made(*with_data([*needs, word], datasets)), datasets)
     assert after != before

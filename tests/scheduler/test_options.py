@@ -34,7 +34,7 @@ def test_a_job_has_the_name_of_its_run_directory(tmp_path):
 
 
 def test_settings_and_options_of_ones_own_come_before_the_share(monkeypatch, tmp_path):
-    monkeypatch.setattr(template, "node_kinds", lambda partition: BIG)
+    monkeypatch.setattr(template, "node_kinds", lambda job: BIG)
     run = config.load(None, ["job.gpus=8"])
     assert options_of(run, tmp_path)["mem"] == "0"
     assert "mem" not in options_of(config.load(None, ["engine.device=cpu"]), tmp_path)

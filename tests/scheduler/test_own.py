@@ -3,14 +3,14 @@
 import json
 import os
 
-from hpclm.scheduler import of_run
+from hpclm.scheduler import of_job
 from tests.runs import ROOT, hpclm, lines, until
 
 
 def test_code_that_another_user_s_run_directory_names_is_not_loaded():
-    assert [each.name for each in of_run(["tests.scheduler.own:Own"], os.getuid() + 1)] == ["slurm"]
-    found = of_run(["slurm", "tests.scheduler.own:Own", "slurm"], os.getuid())
-    assert [type(each).__name__ for each in found] == ["Own", "Slurm"]
+    owners = {os.getuid(): "Own", os.getuid() + 1: "Slurm"}
+    for owner, name in owners.items():
+        assert type(of_job("tests.scheduler.own:Own", "", owner)).__name__ == name
 
 
 def test_a_scheduler_of_ones_own_submits_shows_and_cancels(tmp_path, tiny):

@@ -206,3 +206,23 @@ def test_a_template_by_hand_counts_the_starts_of_a_run_wherever_its_directory_is
     until(lambda: len(lines(tmp_path / "run/metrics.jsonl")) > 1, "step", cluster)
     kill(cluster, rf"{command_of('hpclm.train')}.*{tmp_path}/run")
     until(lambda: int(cluster.show(job)["Restarts"]) == 1, "restart", cluster)
+
+
+@pytest.mark.whole
+def test_of_a_template_by_hand_in_a_job_array_only_the_task_that_is_warned_starts_again(cluster, tmp_path):
+    """Of the tasks, one has the number of the whole array."""
+    words = ["configs/debug.yaml", "engine.device=cpu", "checkpoint.every=0", *ENDLESS]
+    script = tmp_path / "array.sbatch"
+    text = (ROOT / "slurm/srun.sbatch").read_text()
+    script.write_text(text.replace("# SET-UP", f'set -- "$@" out={tmp_path}/run$SLURM_ARRAY_TASK_ID # SET-UP'))
+    env = {**cluster.env, "python": sys.executable, "HPCLM_SITE": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    options = ["--parsable", "--time=60", "--array=1-2", f"--output={tmp_path}/job-%A_%a.log"]
+    array = cluster.run(["sbatch", *options, script, *words], env=env, cwd=ROOT).stdout.strip()
+    for task in (1, 2):
+        until(lambda task=task: len(lines(tmp_path / f"run{task}/metrics.jsonl")) > 1, "step", cluster)
+    tasks = dict(line.split() for line in cluster.run(["squeue", "-h", "-r", "-o", "%A %a"]).stdout.splitlines())
+    warned = tasks[array]
+    other = next(job for job in tasks if job != array)
+    cluster.run(["scancel", "--signal=USR2", f"{array}_{warned}"])
+    until(lambda: len(lines(tmp_path / f"run{warned}/attempts.jsonl")) == 2, "second start", cluster)
+    assert cluster.show(other)["Restarts"] == "0" and len(lines(tmp_path / f"run{3 - int(warned)}/attempts.jsonl")) == 1

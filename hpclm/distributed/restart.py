@@ -52,7 +52,7 @@ def abandoned(env: Env = os.environ) -> bool:
     if "Reason=JobLaunchFailure" not in shown or "Requeue=1" not in shown:
         return False
     try:
-        return slurm.requeue(env["SLURM_JOB_ID"], env)
+        return slurm.requeue(_name(env), env)
     except HpclmError:
         return False
 
@@ -69,7 +69,7 @@ def requeue_without(nodes: Sequence[str], env: Env = os.environ) -> bool:
     before = re.findall(r"\bExcNodeList=([^\s(]+)", shown)
     excluded = ",".join([*before, *nodes])
     try:
-        code, _, _ = slurm.ask(["sh", "-c", WITHOUT, "sh", env["SLURM_JOB_ID"], excluded], 4 * SECONDS, env)
+        code, _, _ = slurm.ask(["sh", "-c", WITHOUT, "sh", _name(env), excluded], 4 * SECONDS, env)
     except NoAnswerError:
         return False
     return code == 0
@@ -79,17 +79,22 @@ def report(code: int, parent: int, env: Env = os.environ) -> None:
     """End the step, or requeue the job, if this rank's slurmstepd (process ``parent``) is dead: srun would wait forever."""
     if os.getppid() == parent or "SLURM_STEP_ID" not in env or "JobState=RUNNING" not in _this_start(env):
         return
-    job = env["SLURM_JOB_ID"]
+    job = _name(env)
     try:
         slurm.requeue(job, env) if code == REQUEUE else slurm.cancel(f"{job}.{env['SLURM_STEP_ID']}", env)
     except HpclmError:
         return  # hpclm cancel still can
 
 
+def _name(env: Env) -> str:
+    """What Slurm's commands call this job, and nothing but it: 12, or 9_3 for a task of the array 9, whose number is that of all."""
+    return str(bootstrap.job(env)["job_id"])
+
+
 def _this_start(env: Env) -> str:
     """What Slurm knows about this job; empty if it has restarted it meanwhile."""
     job = bootstrap.job(env)
-    shown = _answer(["scontrol", "show", "job", "--oneliner", env["SLURM_JOB_ID"]], SECONDS, env) if job else ""
+    shown = _answer(["scontrol", "show", "job", "--oneliner", _name(env)], SECONDS, env) if job else ""
     return shown if re.search(rf"\bRestarts={job.get('restart')}\b", shown) else ""
 
 

@@ -11,6 +11,19 @@ echo 'NodeName=node2 Arch=x86_64 State=IDLE'
 """
 
 
+def test_a_task_of_an_array_whose_script_was_killed_asks_about_itself_and_requeues_itself_alone(tmp_path):
+    answer = "JobState=RUNNING Requeue=1 Restarts=0 Reason=JobLaunchFailure"
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho $* >> {tmp_path}/asked; echo {answer}\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    env = {"SLURM_JOB_ID": "9", "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    for array, name in ({}, "9"), ({"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "3"}, "9_3"):
+        assert restart.abandoned(env | array) and restart.requeue_without(["node1"], env | array)
+        asked = ["show job --oneliner {}", "requeue {}", "show job --oneliner {}", "requeue {}"]
+        expected = [*asked, "update jobid={} excnodelist=node1"]
+        assert (tmp_path / "asked").read_text().splitlines() == [line.format(name) for line in expected]
+        (tmp_path / "asked").unlink()
+
+
 def test_a_job_that_slurm_started_again_says_how_the_last_start_ended_and_what_its_nodes_suffer_from(
     tmp_path, monkeypatch
 ):

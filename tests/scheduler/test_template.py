@@ -131,6 +131,22 @@ def test_a_template_that_cannot_work_is_refused(text, answer, tmp_path):
     assert answer in str(caught.value)
 
 
+ARRAY = {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "3"}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
+@pytest.mark.parametrize("array, name", [({}, "9"), (ARRAY, "9_3")], ids=["job", "task of an array"])
+def test_a_job_that_has_saved_requeues_itself_alone(array, name, path, tmp_path):
+    for program in ("srun", "mpirun", "scontrol"):
+        act = f"echo $* >> {tmp_path}/asked; echo JobState=RUNNING Requeue=1" if program == "scontrol" else "exit 85"
+        (tmp_path / program).write_text(f"#!/bin/bash\n{act}\n")
+        (tmp_path / program).chmod(0o755)
+    env = {"SLURM_JOB_ID": "9", "SLURM_JOB_NUM_NODES": "1", "PATH": f"{tmp_path}:/usr/bin:/bin", "image": "x", **array}
+    done = subprocess.run(["bash", path], env=env, capture_output=True, timeout=PATIENCE)
+    assert done.returncode == 85, done.stderr
+    assert (tmp_path / "asked").read_text() == f"show job --oneliner {name}\nrequeue {name}\n"
+
+
 def test_steps_of_a_template_of_ones_own_get_the_script_s_environment_unless_its_set_up_says_otherwise(tmp_path):
     mine = tmp_path / "my.sbatch"
     mine.write_text('#!/bin/bash\n# SET-UP\nsrun python -m hpclm.train "$@"\n')

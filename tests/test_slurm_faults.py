@@ -220,7 +220,7 @@ def test_of_a_template_by_hand_in_a_job_array_only_the_task_that_is_warned_start
     array = cluster.run(["sbatch", *options, script, *words], env=env, cwd=ROOT).stdout.strip()
     for task in (1, 2):
         until(lambda task=task: len(lines(tmp_path / f"run{task}/metrics.jsonl")) > 1, "step", cluster)
-    tasks = dict(line.split() for line in cluster.run(["squeue", "-h", "-r", "-o", "%A %a"]).stdout.splitlines())
+    tasks = dict(line.split() for line in cluster.run(["squeue", "-h", "-r", "-o", "%A %K"]).stdout.splitlines())
     warned = tasks[array]
     other = next(job for job in tasks if job != array)
     cluster.run(["scancel", "--signal=USR2", f"{array}_{warned}"])

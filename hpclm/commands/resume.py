@@ -2,11 +2,11 @@
 
 import argparse
 import re
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
 from hpclm import cli, files
-from hpclm.config import compose
 from hpclm.errors import ConfigError, LockedError
 from hpclm.node import slurm
 from hpclm.rundir import runs as folders
@@ -83,8 +83,13 @@ def may_start(status: RunStatus, changes: list[str]) -> None:
 
 def _names_clusters(run: Run, changes: list[str]) -> bool:
     """Whether the settings of the next job, or the user's variables, say which clusters of Slurm it may go to."""
-    typed = any(re.match(r"(--sbatch=|job\.options\.)?clusters=", word) for word in changes)
-    return typed or bool(slurm.clusters() or (compose.flat_of_run(run.out).get("job.options") or {}).get("clusters"))
+    from hpclm.config import compose  # loads OmegaConf
+
+    if slurm.clusters() or any(re.match(r"(--sbatch=|job\.options\.)?clusters=", word) for word in changes):
+        return True
+    with suppress(ConfigError):  # hpclm submit says what is wrong with the settings
+        return "clusters" in (compose.flat_of_run(run.out).get("job.options") or {})
+    return False
 
 
 def words(run: Run, changes: list[str]) -> list[str]:

@@ -272,7 +272,7 @@ def _names_code(key: str, value: Any) -> bool:
     if key in NAMES_CODE:
         names = value if isinstance(value, list) else [value]  # ${...} may insert another setting's value
         return any(isinstance(name, str) and (":" in name or "${" in name) for name in names)
-    if key in run_file.RENAMED.values():
+    if key in run_file.REQUESTS:
         return False
     section, _, rest = key.partition(".")
     name = rest.partition(".")[0]

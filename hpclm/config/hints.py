@@ -84,10 +84,26 @@ SHORT = dict(D="chdir", e="error", G="gpus", m="distribution", n="ntasks", o="ou
 
 def hint(key: str, known: Sequence[str]) -> str:
     """The end of a message about ``key``, which is not in ``known`` (dotted keys)."""
+    if option := _option_of_job(key):
+        return f": {option}"
     suggestion = meant(key, known)
+    if suggestion is None and key.startswith("job."):
+        return ". Options of sbatch are job.options.NAME. See hpclm config --reference for all settings."
     if suggestion is None:
         return ". See hpclm config --reference for all settings."
     return f": {suggestion}" if is_reason(suggestion) else f". Did you mean {suggestion!r}?"
+
+
+def _option_of_job(key: str) -> str:
+    """What to set for job.NAME, if NAME is an option of sbatch; else empty."""
+    section, _, name = key.partition(".")
+    option = name.replace("_", "-")
+    if section == "job" and option in INSTEAD:
+        return INSTEAD[option]
+    if section != "job" or not (VALUED.fullmatch(option) or FLAGS.fullmatch(option)):
+        return ""
+    value = "''" if FLAGS.fullmatch(option) else "..."
+    return f"set job.options.{option}={value} (sbatch --{option})"
 
 
 def is_reason(suggestion: str) -> bool:

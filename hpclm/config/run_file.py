@@ -39,11 +39,33 @@ REMOVED: dict[str, tuple[Any, str]] = {
 instead of other values."""
 HARMLESS = ("cluster.bind",)
 """Those of them that a settings file may have with any value, since no result depends on them."""
+OPTIONS = (
+    *("account", "begin", "clusters", "comment", "constraint", "cpus-per-gpu", "dependency", "distribution", "export"),
+    *(
+        "gpus-per-node",
+        "gres",
+        "licenses",
+        "mail-type",
+        "mail-user",
+        "mem-per-cpu",
+        "mem-per-gpu",
+        "nice",
+        "priority",
+        "qos",
+    ),
+    *("reservation", "switches", "time-min", "wckey"),
+)
+"""Options of sbatch with a value that may be written as settings: job.account for job.options.account."""
 RENAMED = {
     "job.name": "job.options.job-name",
-    **{f"job.{option}": f"job.options.{option}" for option in ("account", "qos", "constraint", "dependency")},
+    **{f"job.{option.replace('-', '_')}": f"job.options.{option}" for option in OPTIONS},
 }
-"""Settings that have another name now; the old one is still read."""
+"""Other names of settings: those of earlier versions, and options of sbatch as if they were settings."""
+REQUESTS = (
+    "job.options.job-name",
+    *(f"job.options.{name}" for name in ("account", "constraint", "dependency", "gres", "qos", "reservation")),
+)
+"""Options of sbatch that run no code, whoever wrote the settings file."""
 NAME = "config.yaml"
 HISTORY = "config-history"
 """The folder of its earlier versions."""

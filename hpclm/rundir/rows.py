@@ -52,7 +52,7 @@ ATTEMPT: dict[str, Kind] = {
 }
 END: dict[str, Kind] = {"attempt": int, "code": int, "step": int, "ending": str, "time": str}
 SUBMISSION: dict[str, Kind] = {
-    **dict.fromkeys(("cluster", "job_id", "host", "machine", "time", "log", "folder", "script"), str),
+    **dict.fromkeys(("cluster", "job_id", "host", "machine", "time", "log", "folder", "script", "slurm_cluster"), str),
     **dict.fromkeys(("nodes", "tasks_per_node", "steps"), int),
 }
 HOLDER: dict[str, Kind] = {

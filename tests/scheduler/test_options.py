@@ -1,8 +1,10 @@
+import re
 from contextlib import nullcontext
 
 import pytest
 
 from hpclm import config
+from hpclm.config import run_file
 from hpclm.errors import ConfigError
 from hpclm.scheduler import template
 from hpclm.scheduler.template import of_nodes, options_of
@@ -64,3 +66,19 @@ def test_a_job_for_gpus_is_refused_where_slurm_would_ignore_that_it_asks_for_som
         options_of(run, tmp_path)
     for free in ("engine.device=cpu", "job.options.gres=none"):
         assert "gpus-per-node" not in options_of(config.load("debug", [free]), tmp_path)
+
+
+def test_options_of_sbatch_in_a_site_file_are_written_as_settings_or_the_error_says_how(tmp_path):
+    site = tmp_path / "site.yaml"
+    for option in run_file.OPTIONS:
+        site.write_text(f"job: {{{option.replace('-', '_')}: 007}}\n")
+        assert config.load("debug", [], site).job.options == {option: "007"}
+    for name, way_out in {
+        "mail-type": "set job.options.mail-type=...",
+        "exclusive": "set job.options.exclusive=''",
+        "array": "--sweep submits several runs",
+        "core_spec": "Options of sbatch are job.options.NAME",
+    }.items():
+        site.write_text(f"job: {{{name}: x}}\n")
+        with pytest.raises(ConfigError, match=re.escape(way_out)):
+            config.load("debug", [], site)

@@ -98,6 +98,18 @@ def addresses() -> dict[str, str]:
     return known
 
 
+def without_ipv4() -> bool:
+    """Whether this machine has no IPv4 address but loopback's."""
+    return all(address.startswith("127.") for address in addresses().values())
+
+
+def is_ipv6_only(host: str) -> bool:
+    """Whether the name ``host`` has an IPv6 address here, and no IPv4 address."""
+    with suppress(OSError):
+        return {family for family, *_ in socket.getaddrinfo(host, None)} == {socket.AF_INET6}
+    return False
+
+
 def own_address(host: str) -> str:
     """The address of ``host``, a name of this machine, for other machines; empty if only loopback is known."""
     with suppress(OSError):

@@ -146,7 +146,18 @@ def _client(address: str, port: int, world: World) -> SignedStore | None:
     return store if store.opened(SERVER, server.get(SERVER)) else None
 
 
+def check_ipv4(world: World) -> None:
+    """ConfigError where ranks on several machines would meet over IPv4, and this one has none."""
+    if world.local_size < world.size and network.without_ipv4():
+        raise ConfigError(
+            f"{socket.gethostname()} has no IPv4 address but loopback's, and ranks that {world.launcher} starts meet over IPv4: "
+            "start them with torchrun (job.template=torchrun), which also uses IPv6, or give the nodes IPv4 addresses"
+        )
+
+
 def _unreachable(world: World, host: str, seconds: float, why: str = "") -> HpclmError:
+    if world.launcher == "Slurm" and network.is_ipv6_only(host):
+        why = f" ({host} has only an IPv6 address, and these ranks meet over IPv4: use job.template=torchrun){why}"
     return HpclmError(
         f"rank {world.rank} on {socket.gethostname()} could not reach rank 0 at {host} within {seconds:g} s{why}; look at rank 0's "
         f"output, check that {host} can be reached from here, or raise cluster.start_seconds"
@@ -162,6 +173,7 @@ def _store(world: World, settings: ClusterConfig) -> tuple[SignedStore, str]:
     """The run's store, and its host if that is another rank's."""
     if world.launcher in ("torchrun", "local"):
         return SignedStore(_of_torchrun(world, settings), world.run_id, world.secret), world.master
+    check_ipv4(world)
     comm = _mpi(world) if world.launcher in OF_MPI else None
     world = replace(world, secret=secrets.token_hex(16)) if comm else world  # rank 0's counts
     hosts, ports, listener = list(world.hosts[:1]), network.candidates(world.run_id or world.secret), None

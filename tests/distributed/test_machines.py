@@ -123,3 +123,25 @@ def test_unfinished_files_of_a_machine_with_the_same_name_are_left_alone(tmp_pat
         f"x.tmp-{machine}-{process.pid}-abc" for machine in (there, socket.gethostname() + here.split("-")[2])
     )
     assert files.aside(Path("x")).name.startswith(f"x.tmp-{here}-{os.getpid()}-")
+
+
+MEET = """
+from hpclm.config import ClusterConfig
+from hpclm.distributed import rendezvous
+from hpclm.distributed.bootstrap import World
+rendezvous.connect(World("LAUNCHER", 0, 2, 0, 1, "7.0.0", ("n1", "n2")), ClusterConfig(start_seconds=1))
+"""
+
+
+@pytest.mark.skipif(not usable(), reason="needs network namespaces")
+@pytest.mark.parametrize("launcher", ["Slurm", "Open MPI"])
+def test_ranks_on_machines_without_ipv4_do_not_wait_but_say_that_they_need_it(launcher):
+    code = MEET.replace("LAUNCHER", launcher)
+    only_ipv6 = "ip link set lo up; ip link add d0 type dummy; ip addr add fd00:77::1/64 dev d0; ip link set d0 up"
+    command = ["unshare", "--net", "sh", "-c", f'{only_ipv6}; exec "$@"', "sh", sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    said = (
+        f"has no IPv4 address but loopback's, and ranks that {launcher} starts meet over IPv4: start them with torchrun"
+    )
+    assert f"ConfigError: {socket.gethostname()} {said}" in done.stderr

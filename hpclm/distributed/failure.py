@@ -19,7 +19,7 @@ KEY = "hpclm/failure"
 LONGEST = 1 << 16  # characters of a failure's text that are kept
 LOST = re.compile("connection (closed|reset) by peer|broken pipe|gloo|nccl|socket|tcpstore", re.IGNORECASE)
 CLOSED = re.compile("connection (closed|reset|refused)|broken pipe|remote process exited", re.IGNORECASE)
-Kind = Literal["raised", "killed", "lost", "disconnected", "launcher", "hung"]
+Kind = Literal["raised", "killed", "lost", "disconnected", "launcher", "hung", "late"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Failure:
             return f"{who} {text or silent}"
         if self.kind == "lost":
             return f"{text}; the other ranks end too"
-        if self.kind == "hung":
+        if self.kind in ("hung", "late"):
             return text
         if self.kind == "launcher":
             return f"the launcher of {who} is gone; the run ends, because nothing would restart or stop it"

@@ -62,6 +62,8 @@ class Watchdog:
         self.phase, self.step, self.leaving = "", 0, False
         self.waits_in = ""
         """The operation of all ranks that the main thread waits in (``context.waits_in``); empty if in none."""
+        self.each_turn: Callable[[], None] = lambda: None
+        """Called by the watchdog's thread, a few times a second."""
         self.out: Path | None = None
         self.folder: Path | None = None
         """For the stacks."""
@@ -109,6 +111,11 @@ class Watchdog:
         for thread in (self._thread, self._call):
             if thread is not None:
                 thread.join(4 * TURN)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the main thread is in a step."""
+        return self.phase in (STEP, FIRST)
 
     @property
     def watches(self) -> bool:
@@ -168,11 +175,17 @@ class Watchdog:
             self.now, self._last = self.now + min(moment - self._last, PAUSED), moment
             try:
                 self._look_for_failure()
+                if not self.leaving:
+                    self.each_turn()
                 if self.now - judged >= JUDGE:
                     judged = self.now
                     self._judge()
             except Exception:  # a fault of the watchdog must not end a run that trains
                 log.debug("the watchdog failed", exc_info=True)
+
+    def end(self, text: str) -> None:
+        """End the run with 85, for a reason that is said completely."""
+        self._fail(Failure(self.me.rank, "late", REQUEUE, text))
 
     def _ask(self, call: Callable[[], Any], seconds: float) -> Any:
         """What ``call()``, a question to the store, answers within ``seconds``, or None; one at a time."""

@@ -21,7 +21,8 @@ def refuse_without_room(out: Path, script: str) -> None:
     time, name = options.get("time") or "", "job.time"
     if not time:
         with suppress(NoAnswerError):
-            partition, time = slurm.default_time(options.get("partition") or "")
+            there = slurm.env_for(slurm.clusters(options))
+            partition, time = slurm.default_time(options.get("partition") or "", env=there)
             name = f"job.time is not set, and the default of partition {partition}"
     known = summary.read(out)
     start, step = known.get("start_seconds") or 0.0, known.get("step_seconds") or 0.0

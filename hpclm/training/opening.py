@@ -47,6 +47,7 @@ from hpclm.training.profile import Profile
 from hpclm.training.results import Results
 from hpclm.training.run_data import RunData, on_main, open_data
 from hpclm.training.session import Session
+from hpclm.training.signals import SignalWatch
 from hpclm.training.sync import ControlSync, LocalState, StepClock
 
 log = logging.getLogger(__name__)
@@ -157,6 +158,7 @@ def open_session(
                 warn_seconds, per_save = config.job.warn_seconds, state.samples_per_save
                 saving = replace(config.checkpoint, background=proven.background)
                 saver = Saver(state.store, saving, warn_seconds, progress, per_save, flush)
+                context.watchdog.each_turn = SignalWatch(config, preemption, saver, context.watchdog)
                 yield Session(
                     config=config,
                     context=context,

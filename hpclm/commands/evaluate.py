@@ -107,21 +107,19 @@ def _print_tasks(args: argparse.Namespace) -> None:
     config = run_settings.check(args.run, args.settings, reads_text=True)
     task_names.check(args.tasks.split(","), args.tasks_path)
 
-    from hpclm.data import tokenizers
+    from hpclm.datasets import run_text
     from hpclm.inference import run_model
-    from hpclm.interop.huggingface import special, tokenizer
 
     with extras.needed_for("evaluation on tasks"):
         from hpclm.inference.harness import Tasks
-    own = tokenizers.of_run(config.data)
+    text = run_text.of_run(args.run, config.data, config.model.vocab_size)
     tasks = Tasks(args.tasks.split(","), args.tasks_path, args.samples, args.shots)
     device, dtype = run_model.place(config)
-    model, progress = run_model.load_model(args.run, config, own.fingerprint, device, dtype)
-    begin = special.begin(args.run, tokenizer.paths(config.data), own.eod)
+    model, progress = run_model.load_model(args.run, config, text.tokenizer.fingerprint, device, dtype)
     signal.signal(
         signal.SIGTERM, signal.SIG_DFL
     )  # the library ends its processes by it, and would wait where it is ignored
-    scores, samples = tasks.score(model.to(dtype), own, begin, args.batch or 16)
+    scores, samples = tasks.score(model.to(dtype), text, args.batch or 16)
     if args.json:
         rows = {task: finite(row) for task, row in scores.items()}
         print(json.dumps({"tasks": rows, "samples": samples, "step": progress.step}))
@@ -192,17 +190,18 @@ def on_documents(run: Path, overrides: list[str], text: str | None, prefix: str 
 
     from tqdm import tqdm
 
+    from hpclm.datasets import run_text
     from hpclm.inference import run_model, scoring
 
-    if text is not None and tokenizer is not None:
-        documents = scoring.of_text(text, content, tokenizer)
+    of_run = run_text.of_run(run, data, config.model.vocab_size, tokenizer) if tokenizer else None
+    if text is not None and of_run is not None:
+        documents = scoring.of_text(text, content, of_run)
     else:
         documents = scoring.of_dataset(Path(prefix or ""), tokenizer)
     device, dtype = run_model.place(config)
     model, progress = run_model.load_model(run, config, tokenizer.fingerprint if tokenizer else None, device, dtype)
     with tqdm(total=most, unit="token", unit_scale=True, disable=None) as bar:
-        eod = tokenizer.eod if tokenizer else None
-        score = scoring.score(model, documents, eod, config.batch.micro_size, most, bar)
+        score = scoring.score(model, documents, of_run.begin if of_run else None, config.batch.micro_size, most, bar)
     return _finite({**score.result(progress), "source": text or prefix or ""})
 
 

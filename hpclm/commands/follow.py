@@ -32,8 +32,6 @@ def main(args: argparse.Namespace) -> int:
 
     config = run_settings.settings(args.run, args.settings)
     task_names.check(args.tasks.split(","), args.tasks_path)
-    from hpclm.data import tokenizers
-    from hpclm.interop.huggingface import special, tokenizer
 
     with extras.needed_for("evaluation on tasks"):
         from hpclm.inference.follow import Follower, Interrupted
@@ -42,9 +40,8 @@ def main(args: argparse.Namespace) -> int:
     log.setup(0, redact=secrets.Redactor())
     tasks = Tasks(args.tasks.split(","), args.tasks_path, args.samples, args.shots)
     queue = Queue(PATIENCE)
-    begin = special.begin(args.run, tokenizer.paths(config.data), tokenizers.of_run(config.data).eod)
     with lock.held(args.run, scores.LOCK), Preemption() as preemption:
-        follower = Follower(args.run, config, tasks, args.batch or 16, begin)
+        follower = Follower(args.run, config, tasks, args.batch or 16)
 
         def interrupted() -> bool:
             return any(preemption.seconds(number.name) for number in WARNINGS)

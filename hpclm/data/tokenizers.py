@@ -164,6 +164,14 @@ def build_of_run(data: DataConfig) -> tuple[Tokenizer, str, list[str], str | Non
     return tokenizer, kind, paths, eod
 
 
+def files_of_run(data: DataConfig) -> list[str]:
+    """The files of a run's tokenizer, by its settings or by the note beside a dataset."""
+    if data.tokenizer is not None:
+        return data.tokenizer_files
+    notes = (sidecar(prefix) for prefix in data.prefixes())
+    return next((list(note["tokenizer_files"]) for note in notes if "tokenizer_files" in note), [])
+
+
 def check_of_run(data: DataConfig) -> None:
     """ConfigError, as of ``of_run``, if a run names no tokenizer, or files of it are missing; quick if all is well."""
     kind, paths, eod, *_ = _named(data)

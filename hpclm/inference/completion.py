@@ -1,5 +1,6 @@
 """Continue text with a run's model: prompts to ids, ids to text, and where a continuation ends."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,11 +9,12 @@ from typing import Literal
 from hpclm.checkpoint import directory
 from hpclm.config.checks import Checked
 from hpclm.data import tokenizers
-from hpclm.errors import ConfigError
+from hpclm.datasets import run_text, special_tokens
 from hpclm.inference import run_model, run_settings
 from hpclm.inference.generation import continue_all
 from hpclm.inference.sampling import Sampling
 
+log = logging.getLogger(__name__)
 SPARE = 8  # tokens beyond the longest stop string that are decoded to look for it
 Streamed = Callable[[int, str], None]
 """Called with a prompt's number and its continuation so far."""
@@ -52,10 +54,12 @@ class Completer:
 
     def __init__(self, run: Path, overrides: list[str], checkpoint: Path | None = None):
         config = run_settings.settings(run, overrides)
-        self.tokenizer = tokenizers.of_run(config.data)
-        self.vocabulary = config.model.vocab_size
+        self.text = run_text.of_run(run, config.data, config.model.vocab_size)
+        _, generation = special_tokens.chat_of_run(run, tokenizers.files_of_run(config.data))
+        if ignored := run_text.without_effect(generation):
+            log.warning("the model's own settings of generation are not applied: %s", ", ".join(ignored))
         device, dtype = run_model.place(config)
-        known = self.tokenizer.fingerprint
+        known = self.text.tokenizer.fingerprint
         if checkpoint is None:
             model, progress = run_model.load_model(run, config, known, device, dtype)
         else:
@@ -63,19 +67,6 @@ class Completer:
             model, progress = run_model.load_checkpoint(*good, config, known, device, dtype)
         self.step = progress.step
         self.model = model.to(dtype)  # layers would cast their weights for every token
-
-    def ids(self, prompt: str) -> list[int]:
-        """The tokens to continue; ConfigError where the model cannot read them."""
-        ids = list(self.tokenizer.encode(prompt))
-        eod = self.tokenizer.eod
-        while ids and ids[-1] == eod:  # some tokenizers end every text; a prompt has not ended
-            ids.pop()
-        ids = ids or ([] if eod is None else [eod])
-        if not ids:
-            raise ConfigError("the prompt is empty, and the tokenizer has no end-of-document token to start from")
-        if max(ids) >= self.vocabulary:
-            raise ConfigError(f"the tokenizer gives id {max(ids)}, but the run's model.vocab_size is {self.vocabulary}")
-        return ids
 
     def complete_all(
         self, prompts: Sequence[str], size: int, limits: Limits, sampling: Sampling
@@ -88,11 +79,11 @@ class Completer:
         self, prompts: Sequence[str], limits: Limits, sampling: Sampling, streamed: Streamed | None = None
     ) -> list[Completion]:
         """Continue a batch of prompts."""
-        starts = [self.ids(prompt) for prompt in prompts]
+        starts, ends = [self.text.start(prompt) for prompt in prompts], self.text.ends
         finishes: list[Literal["end", "stop", "length"]] = ["length"] * len(prompts)
 
         def ended(number: int, new: list[int]) -> bool:
-            if new[-1] == self.tokenizer.eod:
+            if new[-1] in ends:
                 finishes[number] = "end"
             elif limits.stop and self._stops(starts[number], new, limits.stop):
                 finishes[number] = "stop"
@@ -100,7 +91,7 @@ class Completer:
                 streamed(number, self._text(starts[number], new))
             return finishes[number] != "length"
 
-        continuations = continue_all(self.model, starts, limits.tokens, self.tokenizer.size, sampling, ended)
+        continuations = continue_all(self.model, starts, limits.tokens, self.text.generated, sampling, ended)
         completions = []
         for prompt, ids, new, finish in zip(prompts, starts, continuations, finishes, strict=True):
             text = self._text(ids, new[:-1] if finish == "end" else new)
@@ -110,10 +101,10 @@ class Completer:
 
     def _text(self, ids: list[int], new: list[int]) -> str:
         """The text of ``new`` after ``ids``; decoded together, or the space between the two is lost."""
-        return self.tokenizer.decode(ids + new)[len(self.tokenizer.decode(ids)) :]
+        return self.text.decode(ids + new)[len(self.text.decode(ids)) :]
 
     def _stops(self, ids: list[int], new: list[int], stop: tuple[str, ...]) -> bool:
         """Whether the end of ``new`` has a stop string; only the tokens that could hold it are decoded."""
         tail = max(len(each.encode()) for each in stop) + SPARE
-        text = self._text(ids, new) if len(new) <= tail else self.tokenizer.decode(new[-tail:])
+        text = self._text(ids, new) if len(new) <= tail else self.text.decode(new[-tail:])
         return any(each in text for each in stop) and any(each in self._text(ids, new) for each in stop)

@@ -10,7 +10,7 @@ from hpclm import files
 from hpclm.checkpoint import directory
 from hpclm.checkpoint.manifest import BadCheckpoint
 from hpclm.config import RunConfig
-from hpclm.data import tokenizers
+from hpclm.datasets import run_text
 from hpclm.errors import HpclmError
 from hpclm.inference import run_model
 from hpclm.inference.harness import Tasks
@@ -27,11 +27,10 @@ class Interrupted(Exception):
 class Follower:
     """Scores the checkpoints of the run in ``out`` that scores.jsonl lacks; one process a run, which holds scores.lock."""
 
-    def __init__(self, out: Path, config: RunConfig, tasks: Tasks, batch: int, begin: int | None):
-        """``config``: the run's settings for one process; ``batch``: texts that are read together; ``begin``: the token that
-        begins a text, where it is not the end-of-document token."""
-        self.out, self.config, self.tasks, self.batch, self.begin = out, config, tasks, batch, begin
-        self.tokenizer = tokenizers.of_run(config.data)
+    def __init__(self, out: Path, config: RunConfig, tasks: Tasks, batch: int):
+        """``config``: the run's settings for one process; ``batch``: texts that are read together."""
+        self.out, self.config, self.tasks, self.batch = out, config, tasks, batch
+        self.text = run_text.of_run(out, config.data, config.model.vocab_size)
         self.device, self.dtype = run_model.place(self.config)
         self._scored = {row.get("checkpoint") for row in self._rows()}
 
@@ -59,15 +58,13 @@ class Follower:
         try:
             manifest = directory.verified(folder)
             model, progress = run_model.load_checkpoint(
-                folder, manifest, self.config, self.tokenizer.fingerprint, self.device, self.dtype
+                folder, manifest, self.config, self.text.tokenizer.fingerprint, self.device, self.dtype
             )
         except (BadCheckpoint, HpclmError) as error:  # pruned meanwhile, or damaged: the run itself says so
             log.warning("%s is not scored: %s", folder.name, error)
             return False
         try:
-            tasks, _ = self.tasks.score(
-                model.to(self.dtype), self.tokenizer, self.begin, self.batch, check_interrupt, errors=False
-            )
+            tasks, _ = self.tasks.score(model.to(self.dtype), self.text, self.batch, check_interrupt, errors=False)
         except (HpclmError, Interrupted):
             raise
         except Exception as error:  # a task's own code may fail in any way

@@ -20,7 +20,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from hpclm import files
-from hpclm.data.tokenizers import Tokenizer
+from hpclm.datasets.run_text import RunText
 from hpclm.errors import ConfigError
 from hpclm.inference import task_names
 from hpclm.inference.generation import continue_all
@@ -65,20 +65,19 @@ class Tasks:
     def score(
         self,
         model: Stack,
-        tokenizer: Tokenizer,
-        begin: int | None = None,
+        text: RunText,
         batch: int = 16,
         check_interrupt: Callable[[], None] = lambda: None,
         errors: bool = True,
     ) -> tuple[Scores, dict[str, int]]:
         """Scores of ``model`` at tasks and groups, and how many documents of each task were read.
 
-        ``begin``: the token that begins a text, where it is not the end-of-document token. ``check_interrupt`` is called between
-        batches of ``batch`` texts, and may raise. ``errors``: also estimate standard errors.
+        ``text``: of the run. ``check_interrupt`` is called between batches of ``batch`` texts, and may raise. ``errors``: also
+        estimate standard errors.
         """
         with redirect_stdout(sys.stderr):  # where a result may go, the library prints remarks
             results = simple_evaluate(
-                model=Adapter(model, tokenizer, begin, batch, check_interrupt),
+                model=Adapter(model, text, batch, check_interrupt),
                 tasks=self.names,
                 num_fewshot=self.shots,
                 limit=self.samples,
@@ -105,20 +104,23 @@ class Adapter(TemplateLM):
 
     tokenizer_name = "hpclm"
 
-    def __init__(
-        self, model: Stack, own: Tokenizer, begin: int | None, batch: int, check_interrupt: Callable[[], None]
-    ):
+    def __init__(self, model: Stack, text: RunText, batch: int, check_interrupt: Callable[[], None]):
         super().__init__()
-        first = own.eod if begin is None else begin
-        if first is None:
+        if text.begin is None:
             raise ConfigError("the tokenizer has no end-of-document token, which begins every text of a task")
-        self.model, self.own, self.first, self.batch, self.check_interrupt = model, own, first, batch, check_interrupt
+        self.model, self.text, self.first, self.batch, self.check_interrupt = (
+            model,
+            text,
+            text.begin,
+            batch,
+            check_interrupt,
+        )
         self.max_length = model.config.context
 
     @property
     def eot_token_id(self) -> int:
         """The end-of-document token."""
-        return self.first if self.own.eod is None else self.own.eod
+        return self.first if self.text.tokenizer.eod is None else self.text.tokenizer.eod
 
     @property
     def prefix_token_id(self) -> int:
@@ -127,12 +129,7 @@ class Adapter(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """The tokens of a text; ConfigError where the model has no such tokens."""
-        ids, size = list(self.own.encode(string)), self.model.config.vocab_size
-        if self.own.ends_itself and ids and ids[-1] == self.own.eod:
-            ids.pop()
-        if ids and max(ids) >= size:
-            raise ConfigError(f"the tokenizer gives id {max(ids)}, but the run's model.vocab_size is {size}")
-        return ids
+        return self.text.encode(string, add_special_tokens)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> Any:
         """As the library does, without its progress bar."""
@@ -180,6 +177,7 @@ class Adapter(TemplateLM):
         """What follows each prompt until its document ends, one of the texts ``until`` comes, or there are enough tokens."""
         until, most = options.get("until") or [], int(options["max_gen_toks"])
         stop = [until] if isinstance(until, str) else [text for text in until if text]
+        stop += [end] if (end := self.text.decode([self.eot_token_id])) and end not in stop else []
         room = self.max_length - most
         if room < 1:
             raise ConfigError(
@@ -190,12 +188,13 @@ class Adapter(TemplateLM):
         temperature = float(options.get("temperature") or 0.0) if options.get("do_sample") else 0.0
         sampling = Sampling(temperature, options.get("top_k") or None, float(options.get("top_p") or 1.0))
 
-        def ended(_: int, new: list[int]) -> bool:
-            return new[-1] == self.own.eod or any(text in self.own.decode(new) for text in stop)
+        ends = self.text.ends
 
-        for new in continue_all(self.model, starts, most, self.own.size, sampling, ended):
-            text = self.own.decode(new[:-1] if new and new[-1] == self.own.eod else new)
-            yield postprocess_generated_text(text, stop, None)
+        def ended(_: int, new: list[int]) -> bool:
+            return new[-1] in ends or any(text in self.text.decode(new) for text in stop)
+
+        for new in continue_all(self.model, starts, most, self.text.generated, sampling, ended):
+            yield postprocess_generated_text(self.text.decode(new, special=False), stop, None)
 
 
 def unscorable(before: Sequence[int], after: Sequence[int], context: int) -> str | None:

@@ -1,6 +1,6 @@
 """How well a model predicts given text or a given dataset: loss, perplexity, bits per byte.
 
-Every document begins with the end-of-document token, which is not scored, where the tokenizer has one. A document longer than
+Every document begins with the run's token for that, which is not scored, where there is one. A document longer than
 the context is read in windows, as lm-evaluation-harness reads it: each token is scored once, those of the last window after a whole
 context.
 """
@@ -19,6 +19,7 @@ from hpclm.config import ModelConfig
 from hpclm.data.batches import Batch
 from hpclm.data.indexed import IndexedDataset
 from hpclm.data.tokenizers import Tokenizer
+from hpclm.datasets.run_text import RunText
 from hpclm.engine.step import mean_loss
 from hpclm.errors import ConfigError
 from hpclm.inference.texts import json_texts
@@ -70,13 +71,11 @@ def windows(ids: Sequence[int], context: int) -> Iterator[tuple[Sequence[int], i
         yield ids[max(0, end - context - 1) : end], end - begin - 1
 
 
-def of_text(path: str, text: str, tokenizer: Tokenizer) -> Iterator[Document]:
+def of_text(path: str, text: str, run_text: RunText) -> Iterator[Document]:
     """The documents of a text: one, or in a .jsonl file one in the "text" of each line."""
     texts = json_texts(path, text, "text", "a document") if path.endswith(".jsonl") else [text]
     for number, document in enumerate(texts, 1):
-        ids = list(tokenizer.encode(document))
-        while ids and ids[-1] == tokenizer.eod:
-            ids.pop()
+        ids = run_text.encode(document)
         if not ids and document:
             raise ConfigError(f"{path}: the tokenizer makes no tokens of document {number}")
         yield Document(ids, len(document.encode()))
@@ -95,9 +94,9 @@ def of_dataset(prefix: Path, tokenizer: Tokenizer | None) -> Iterator[Document]:
 
 
 def score(
-    model: Stack, documents: Iterable[Document], eod: int | None, size: int, most: int | None, bar: tqdm
+    model: Stack, documents: Iterable[Document], begin_token: int | None, size: int, most: int | None, bar: tqdm
 ) -> Score:
-    """Score documents, ``size`` windows at a time, until ``most`` tokens are."""
+    """Score documents, each after ``begin_token``, ``size`` windows at a time, until ``most`` tokens are."""
     total = Score()
     device, context = next(model.parameters()).device, model.config.context
     waiting: list[tuple[Sequence[int], int]] = []
@@ -115,7 +114,7 @@ def score(
             break
         _check(document.ids, model.config.vocab_size)
         total.documents += 1
-        ids = list(document.ids) if eod is None else [eod, *document.ids]
+        ids = list(document.ids) if begin_token is None else [begin_token, *document.ids]
         total.bytes = None if total.bytes is None or document.bytes is None else total.bytes + document.bytes
         for window in windows(ids, context):
             waiting.append(window)

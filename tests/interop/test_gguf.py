@@ -9,6 +9,7 @@ import torch
 from hpclm.commands.convert import main
 from hpclm.config import ModelConfig
 from hpclm.data import tokenizers
+from hpclm.datasets.run_text import RunText
 from hpclm.datasets.tokenizers.huggingface import train_bpe
 from hpclm.datasets.tokenizers.sentencepieces import train_sentencepiece
 from hpclm.errors import ConfigError, HpclmError
@@ -202,7 +203,7 @@ def test_llama_cpp_gives_the_same_ids(kind, tmp_path, caplog):
 def test_a_tokenizer_that_llama_cpp_does_not_have_is_refused_with_the_reason(kind, tmp_path):
     own = tokenizers.build(*made_tokenizer(kind, tmp_path))
     with pytest.raises(ConfigError, match=OTHER[kind]):
-        vocabulary.keys(own, 400, {}, None)
+        vocabulary.keys(RunText(own, {}, False, 400), None, None)
 
 
 def test_the_file_says_what_is_in_it_and_has_the_umasks_mode(tmp_path, tokenizer):

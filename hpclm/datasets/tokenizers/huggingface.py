@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,15 @@ class Library:
         for begin, end in spans:
             counts |= (offsets[:, 0] < end) & (offsets[:, 1] > begin)
         return np.array(encoding.ids, np.int64), counts
+
+    def template(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Ids that the template of its tokenizer.json adds before a text, and after it; no kind but that has a template."""
+        with _panics():
+            whole = self.model.encode(PROBE, add_special_tokens=True).ids
+            plain = self.model.encode(PROBE, add_special_tokens=False).ids
+        starts = (place for place in range(len(whole) - len(plain) + 1) if whole[place : place + len(plain)] == plain)
+        begin = next(starts)  # a template that changes the ids of the text was refused
+        return tuple(whole[:begin]), tuple(whole[begin + len(plain) :])
 
     def decode(self, ids: list[int]) -> str:
         """The text, including special tokens."""
@@ -246,6 +255,28 @@ def _merges(bpe: Parameters) -> list[tuple[str, str]]:
             if left in ids and right in ids:
                 merges.append((-score, ids[left], ids[right], left, right))
     return [(left, right) for *_, left, right in sorted(merges)]
+
+
+def alike(one: str, other: str) -> bool:
+    """Whether two tokenizer.json differ at most in their spelling, truncation and padding; ConfigError if one cannot be read."""
+    from tokenizers import Tokenizer
+
+    models = [load("json", [Path("tokenizer.json")], partial(Tokenizer.from_str, text)) for text in (one, other)]
+    for model in models:
+        model.no_truncation()
+        model.no_padding()
+    return bool(models[0].to_str() == models[1].to_str())
+
+
+def without_template(text: str) -> str:
+    """A tokenizer.json whose template adds nothing to a text."""
+    from tokenizers import Tokenizer
+
+    model = Tokenizer.from_str(text)
+    if not model.num_special_tokens_to_add(False):
+        return text
+    model.post_processor = None
+    return str(model.to_str(pretty=True))
 
 
 def encoder(text: str) -> Callable[[str], list[int]]:

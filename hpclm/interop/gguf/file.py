@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hpclm import __version__
+from hpclm.data.tokenizers import files_of_run
+from hpclm.datasets import run_text, special_tokens
 from hpclm.errors import ConfigError
 from hpclm.interop.exported import Exported, cast
 from hpclm.interop.gguf import networks, vocabulary
-from hpclm.interop.huggingface import special, tokenizer
+from hpclm.interop.huggingface import tokenizer
 from hpclm.interop.run import RunCheckpoint, fresh
 from hpclm.node.hardware import TYPES
 
@@ -44,9 +46,10 @@ def export_run(checkpoint: RunCheckpoint, target: Path, dtype: str = "fp32", all
         raise ConfigError(
             "a GGUF file contains the tokenizer, and this run names none; give data.tokenizer and data.tokenizer_files"
         )
-    paths = tokenizer.paths(checkpoint.config.data)
-    template, _ = special.chat_of_run(checkpoint.run, paths)
-    words = vocabulary.keys(own, config.vocab_size, special.of_run(checkpoint.run, paths), template)
+    paths = files_of_run(checkpoint.config.data)
+    template, _ = special_tokens.chat_of_run(checkpoint.run, paths)
+    text = run_text.of_run(checkpoint.run, checkpoint.config.data, config.vocab_size, own)
+    words = vocabulary.keys(text, vocabulary.sentencepiece_of(text, paths), template)
     with fresh(target, folder=False) as staging, closing(gguf.GGUFWriter(staging, network.name)) as writer:
         writer.add_name(checkpoint.run.absolute().name)
         writer.add_description(f"step {checkpoint.step} of a run of hpclm {__version__}")

@@ -5,15 +5,17 @@ Source: llama.cpp, src/llama-vocab.cpp.
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hpclm.data.tokenizers import END, Tokenizer, describe
+from hpclm.datasets import special_tokens
+from hpclm.datasets.run_text import RunText, token_id, token_text
 from hpclm.datasets.tokenizers.huggingface import Library
 from hpclm.datasets.tokenizers.plain import Bytes
 from hpclm.datasets.tokenizers.sentencepieces import SentencePiece, parameters
 from hpclm.errors import ConfigError
-from hpclm.interop.huggingface import special
 
 log = logging.getLogger(__name__)
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
@@ -25,10 +27,29 @@ NO_MERGES = ["\u0100 \u0100"]  # an array must not be empty; no token is two byt
 Keys = dict[str, Any]
 
 
-def keys(tokenizer: Tokenizer, size: int, known: Mapping[str, Any], template: str | None) -> Keys:
-    """The keys of the file, without "tokenizer.". ``size``: rows of the embedding; ``known``: special tokens of an imported run;
-    ``template``: for chats. ConfigError if llama.cpp would give other ids."""
-    if isinstance(tokenizer, Library):
+def sentencepiece_of(text: RunText, paths: Sequence[str]) -> SentencePiece | None:
+    """The sentencepiece model from which an import made the run's tokenizer.json, beside its files ``paths``; None if there is none."""
+    if not (text.imported and isinstance(text.tokenizer, Library) and paths):
+        return None
+    for path in (Path(paths[0]).with_name(name) for name in ("tokenizer.model", "spiece.model")):
+        if path.is_file():
+            try:
+                made = SentencePiece([str(path)])
+            except ConfigError:  # a file of tiktoken's has this name as well
+                continue
+            if all(token_text(made, id) == token_text(text.tokenizer, id) for id in range(made.size)):
+                return made
+    return None
+
+
+def keys(text: RunText, pieces: SentencePiece | None, template: str | None) -> Keys:
+    """The keys of the file, without "tokenizer.". ``text``: of the run; ``pieces``: as of ``sentencepiece_of``; ``template``: for
+    chats. ConfigError if llama.cpp would give other ids."""
+    tokenizer, size = text.tokenizer, text.vocabulary
+    if isinstance(tokenizer, Library) and pieces is not None:
+        made = _of_sentencepiece(pieces)
+        _add_tokens(made, tokenizer, pieces.size)
+    elif isinstance(tokenizer, Library):
         made = _of_library(tokenizer)
     elif isinstance(tokenizer, SentencePiece):
         made = _of_sentencepiece(tokenizer)
@@ -41,12 +62,37 @@ def keys(tokenizer: Tokenizer, size: int, known: Mapping[str, Any], template: st
         made[name] += more
     if "scores" in made:
         made["scores"] += [-10000.0] * len(spare)
-    ids = special.ids(known, tokenizer.eod)
-    named = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
-    firsts = {theirs: special.first(ids[ours]) for ours, theirs in named.items()}
-    made |= {name: id for name, id in firsts.items() if id is not None}
-    made |= {name: known.get(name, False) for name in ("add_bos_token", "add_eos_token")}
+    made |= _special(text)
     return {f"ggml.{name}": value for name, value in made.items()} | ({"chat_template": template} if template else {})
+
+
+def _special(text: RunText) -> Keys:
+    """The tokens that begin and end a text, and whether a text gets them."""
+    ids, end = text.ids, text.tokenizer.eod
+    named = token_id(text.tokenizer, text.known.get("bos_token"))
+    begin = special_tokens.first(ids["bos_token_id"]) if named is None else named
+    ends = special_tokens.listed(ids["eos_token_id"])
+    ends = sorted(ends, key=lambda id: id != end)  # the one of the documents first
+    begin, ends = (text.before or (begin,))[0], [*text.after[-1:], *(id for id in ends if id not in text.after[-1:])]
+    if text.before not in ((), (begin,)) or text.after not in ((), tuple(ends[:1])):
+        raise _refused(
+            text.tokenizer, "its template adds several tokens before or after a text, and llama.cpp one of each"
+        )
+    padding = special_tokens.first(ids["pad_token_id"])
+    made = {"bos_token_id": begin, "padding_token_id": padding}
+    made |= dict(zip(("eos_token_id", "eot_token_id", "eom_token_id"), ends, strict=False))
+    flags = {"add_bos_token": bool(text.before), "add_eos_token": bool(text.after)}
+    return {name: id for name, id in made.items() if id is not None} | flags
+
+
+def _add_tokens(made: Keys, tokenizer: Library, size: int) -> None:
+    """Add the tokens that a tokenizer.json has beyond the ``size`` pieces of the model from which it was made."""
+    added = {id: token for id, token in tokenizer.model.get_added_tokens_decoder().items() if id >= size}
+    for id in range(size, tokenizer.size):
+        token = added.get(id)
+        made["tokens"].append(token.content if token else f"[PAD{id}]")
+        made["scores"].append(-1000.0)
+        made["token_type"].append((CONTROL if token.special else USER_DEFINED) if token else UNUSED)
 
 
 def _of_library(tokenizer: Library) -> Keys:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from hpclm.config import ModelConfig
 from hpclm.config.reading import json_object
-from hpclm.data.tokenizers import Tokenizer
+from hpclm.data.tokenizers import files_of_run
+from hpclm.datasets import run_text, special_tokens
 from hpclm.datasets.chat import TEMPLATE
 from hpclm.errors import ConfigError
 from hpclm.interop import run
@@ -44,24 +45,29 @@ def export_run(
             sizes = [math.prod(exported.shapes[rule.ours]) * TYPES[dtype].itemsize for rule in rules]
             parts = (exported.tensors(part) for part in _divided(rules, sizes, limit))
             shards.write(staging_dir, [((name, cast(name, x, TYPES[dtype])) for name, x in part) for part in parts])
-        paths = tokenizer.paths(checkpoint.config.data)
-        known = special.of_run(checkpoint.run, paths)
-        ids = special.ids(known, _end(checkpoint, run_tokenizer))
+        paths = files_of_run(checkpoint.config.data)
+        text = None
+        if run_tokenizer is None:
+            known = special_tokens.of_run(checkpoint.run, paths) or {}
+            ids = special_tokens.ids(known, _recorded_end(checkpoint))
+        else:
+            text = run_text.of_run(checkpoint.run, checkpoint.config.data, config.vocab_size, run_tokenizer)
+            ids = text.ids
         if family is own.FAMILY:
             shutil.copyfile(own.CODE, staging_dir / own.CODE.name)
             why = f"no class of transformers supports this network ({families.why_own(config)})"
             how = "%s; %s is written next to the weights: load them with trust_remote_code=True"
             log.warning(how, why, own.CODE.name)
         _write(staging_dir / "config.json", config_json(config, ids, dtype))
-        template, generation = special.chat_of_run(checkpoint.run, paths)
-        _write(staging_dir / special.GENERATION, generation | ids)
-        if template is not None and run_tokenizer is not None:
+        template, generation = special_tokens.chat_of_run(checkpoint.run, paths)
+        _write(staging_dir / special_tokens.GENERATION, generation | ids)
+        if template is not None and text is not None:
             (staging_dir / TEMPLATE).write_text(template, encoding="utf-8")
-        if run_tokenizer is not None:
-            tokenizer.write(staging_dir, run_tokenizer, paths, config.context, known)
+        if text is not None:
+            tokenizer.write(staging_dir, text, paths, config.context)
         has_tokenizer = (staging_dir / "tokenizer_config.json").is_file()
-        text = card.written(checkpoint, target.name, family.architecture, family is own.FAMILY, has_tokenizer, dtype)
-        (staging_dir / "README.md").write_text(text, encoding="utf-8")
+        readme = card.written(checkpoint, target.name, family.architecture, family is own.FAMILY, has_tokenizer, dtype)
+        (staging_dir / "README.md").write_text(readme, encoding="utf-8")
     return family.architecture
 
 
@@ -78,12 +84,10 @@ def config_json(config: ModelConfig, ids: Mapping[str, Any], dtype: str) -> dict
     )
 
 
-def _end(checkpoint: RunCheckpoint, run_tokenizer: Tokenizer | None) -> int | None:
-    """Id of the end-of-document token, from the run's tokenizer, or from the checkpoint if its files are missing."""
-    if run_tokenizer is not None:
-        return run_tokenizer.eod
+def _recorded_end(checkpoint: RunCheckpoint) -> int | None:
+    """Id of the end-of-document token of a checkpoint whose tokenizer's files are missing."""
     noted = checkpoint.manifest.fingerprint.get("data", {}).get("tokenizer") or {}
-    return special.first(noted.get("eod"))
+    return special_tokens.first(noted.get("eod"))
 
 
 def _divided(rules: Sequence[Rule], sizes: Sequence[int], limit: float) -> list[list[Rule]]:
@@ -148,8 +152,9 @@ def import_folder(
     weights = run.ImportedWeights(config, Prefixed(reader, family, config), family.rules(config), str(folder))
     with fresh(target, mode=0o700) as staging_dir:
         known = special.of_folder(folder, tree)
-        data = tokenizer.take(folder, config.vocab_size, staging_dir, target, known)
-        special.keep(staging_dir / "tokenizer", known)
+        data, known = tokenizer.take(folder, config.vocab_size, staging_dir, target, known)
+        if data or known:
+            special.keep(staging_dir / "tokenizer", known)
         special.keep_chat(folder, staging_dir / "tokenizer")
         run.save(staging_dir, target, config, data, weights)
     return config

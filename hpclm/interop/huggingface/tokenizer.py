@@ -5,7 +5,8 @@ import logging
 import shutil
 import sys
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,15 @@ from typing import Any
 from hpclm import files
 from hpclm.config import DataConfig
 from hpclm.data import tokenizers
-from hpclm.data.indexed import sidecar
 from hpclm.data.tokenizers import Tokenizer
-from hpclm.datasets.tokenizers.huggingface import Library, encoder, of_sentencepiece
+from hpclm.datasets import run_text
+from hpclm.datasets.run_text import RunText
+from hpclm.datasets.special_tokens import TEXTS, first
+from hpclm.datasets.tokenizers.huggingface import Library, alike, encoder, of_sentencepiece, without_template
 from hpclm.datasets.tokenizers.sentencepieces import SentencePiece, parameters
 from hpclm.errors import ConfigError
-from hpclm.interop.huggingface import special
+from hpclm.interop.huggingface import auto_tokenizer
+from hpclm.interop.huggingface.auto_tokenizer import AutoTokenizer
 
 log = logging.getLogger(__name__)
 PROBES = (
@@ -51,39 +55,30 @@ def of_run(data: DataConfig) -> Tokenizer | None:
         return None
 
 
-def paths(data: DataConfig) -> list[str]:
-    """The files of the run's tokenizer, by its settings or by the note beside a dataset."""
-    if data.tokenizer is not None:
-        return data.tokenizer_files
-    notes = (sidecar(prefix) for prefix in data.prefixes())
-    return next((list(note["tokenizer_files"]) for note in notes if "tokenizer_files" in note), [])
-
-
-def write(folder: Path, tokenizer: Tokenizer, paths: list[str], context: int, known: Mapping[str, Any]) -> None:
+def write(folder: Path, text: RunText, paths: list[str], context: int) -> None:
     """Write the tokenizer for transformers' AutoTokenizer into ``folder``; ``paths`` are its own files.
 
-    ``known``: special tokens of an imported run. The result is tested on ``PROBES``, with a warning if ids differ.
+    The result is tested on many texts, with a warning if ids differ.
     """
+    tokenizer = text.tokenizer
     kind = tokenizer.fingerprint["kind"]
     named: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     if isinstance(tokenizer, Library):
-        text = files.read_text(paths[0]) if kind == "json" else tokenizer.model.to_str(pretty=True)
-        (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+        whole = files.read_text(paths[0]) if kind == "json" else tokenizer.model.to_str(pretty=True)
+        (folder / "tokenizer.json").write_text(whole if text.imported else without_template(whole), encoding="utf-8")
         if kind == "gpt2":
             for path, name in zip(paths, ("vocab.json", "merges.txt"), strict=True):
                 shutil.copyfile(path, folder / name)
-        if wrong := differing(tokenizer, encoder(text)):
-            log.warning("transformers will return other ids for some texts: %s", wrong)
     elif isinstance(tokenizer, SentencePiece):
         model = tokenizer.model.serialized_model_proto()
         known_model = parameters(tokenizer)
-        text = of_sentencepiece(known_model) if known_model.kind == "bpe" and known_model.plain else None
-        if text is not None and not differing(tokenizer, encoder(text)):
-            (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+        whole = of_sentencepiece(known_model) if known_model.kind == "bpe" and known_model.plain else None
+        if whole is not None and not differing(tokenizer.encode, encoder(whole), tokenizer):
+            (folder / "tokenizer.json").write_text(whole, encoding="utf-8")
             (folder / "tokenizer.model").write_bytes(model)  # for programs that do not read tokenizer.json
         else:  # a class of transformers that uses the sentencepiece library
             (folder / "spiece.model").write_bytes(model)
-            unknown = _text(tokenizer, tokenizer.model.unk_id())
+            unknown = run_text.token_text(tokenizer, tokenizer.model.unk_id())
             named = {
                 "tokenizer_class": "BertGenerationTokenizer",
                 "unk_token": unknown,
@@ -95,30 +90,59 @@ def write(folder: Path, tokenizer: Tokenizer, paths: list[str], context: int, kn
             "the %s has no Hugging Face form; exported without a tokenizer", tokenizers.describe(tokenizer.fingerprint)
         )
         return
-    end = _text(tokenizer, tokenizer.eod)
+    end = run_text.token_text(tokenizer, tokenizer.eod)
     settings = {"model_max_length": context, "clean_up_tokenization_spaces": False, **named}
-    settings |= {"bos_token": end, "eos_token": end}
-    settings |= {name: value for name, value in known.items() if name in special.TEXTS}
+    settings |= {} if text.imported else {"bos_token": end}
+    settings |= {name: value for name, value in text.known.items() if name in TEXTS and not name.startswith("add_")}
     settings |= {"eos_token": end} if end else {}
+    settings |= _added_ends(text)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    theirs = auto_tokenizer.opened(folder)
+    if theirs is None:
+        return
+    # gpt2, wordpiece and sentencepiece read the text of a special token as ordinary text
+    added, avoided = ([*theirs.added], []) if kind == "json" else ([], [*theirs.added])
+    if wrong := differing(partial(text.encode, template=True), theirs.encode, tokenizer, added, avoided):
+        log.warning("transformers will return other ids for some texts: %s", wrong)
 
 
-def differing(tokenizer: Tokenizer, other: Callable[[str], list[int]]) -> str | None:
-    """The first test text for which ``other`` returns other ids, with both; None if there is none."""
+def _added_ends(text: RunText) -> dict[str, bool]:
+    """The options that say what the template adds, where it adds no other tokens than those of begin and end."""
+    named = (run_text.token_id(text.tokenizer, text.known.get(name)) for name in ("bos_token", "eos_token"))
+    begin, end = ((id,) if id is not None else () for id in named)
+    if not text.imported or text.before not in ((), begin) or text.after not in ((), end):
+        return {}
+    return {"add_bos_token": bool(text.before), "add_eos_token": bool(text.after)}
+
+
+def differing(
+    ours: Callable[[str], list[int]],
+    theirs: Callable[[str], list[int]],
+    tokenizer: Tokenizer,
+    added: Sequence[str] = (),
+    avoided: Sequence[str] = (),
+) -> str | None:
+    """The first test text for which ``theirs`` returns other ids than ``ours``, with both; None if there is none.
+
+    ``tokenizer``: of the vocabulary whose texts are tested, besides those of ``added`` tokens, and without those of ``avoided`` ones.
+    """
     size = tokenizer.size
     pieces = (range(begin, min(begin + WIDTH, size)) for begin in range(0, size, max(WIDTH, size // CHUNKS)))
     written = (tokenizer.decode(list(ids)) for ids in pieces)
-    for text in (*PROBES, *written, *_characters()):
-        ours, theirs = tokenizer.encode(text), other(text)
-        if ours != theirs:
-            pairs = enumerate(zip_longest(ours, theirs))
-            first = next(place for place, (here, there) in pairs if here != there)
-            here, there = (ids[first : first + 6] for ids in (ours, theirs))
+    for text in (*PROBES, *auto_tokenizer.texts_with(added), *written, *_characters()):
+        if any(token in text for token in avoided):
+            continue
+        here, there = ours(text), theirs(text)
+        if here != there:
+            pairs = enumerate(zip_longest(here, there))
+            first = next(place for place, (one, other) in pairs if one != other)
+            here, there = (ids[first : first + 6] for ids in (here, there))
             return f"{text[:57]!r} is {here} here and {there} there, from id {first} on"
     return None
 
 
-def _characters() -> Iterator[str]:
+@cache
+def _characters() -> tuple[str, ...]:
     """Texts with every character that normalisation may change, as it is and decomposed, in both cases."""
     changed = (c for c in map(chr, range(0x80, sys.maxunicode)) if unicodedata.decomposition(c) or c.lower() != c)
     forms = [
@@ -128,39 +152,95 @@ def _characters() -> Iterator[str]:
             [c, *(unicodedata.normalize(nf, x) for nf in ("NFD", "NFKD") for x in (c, c.upper()))]
         )
     ]
-    return (" ".join(forms[begin : begin + 64]) for begin in range(0, len(forms), 64))
+    return tuple(" ".join(forms[begin : begin + 64]) for begin in range(0, len(forms), 64))
 
 
-def take(folder: Path, entries: int, staging_dir: Path, final: Path, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy the tokenizer of a Hugging Face folder into the run ``staging_dir``; the data settings that name it.
+def take(
+    folder: Path, entries: int, staging_dir: Path, final: Path, known: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Take the tokenizer of a Hugging Face folder into the run ``staging_dir``, as transformers' AutoTokenizer reads it; the data
+    settings that name it, and its special tokens.
 
-    ``entries``: size of the network's vocabulary. ``final``: final path of the run. ``known``: the folder's special tokens. {},
-    with a warning, if there is no tokenizer that hpclm supports.
+    ``entries``: size of the network's vocabulary. ``final``: final path of the run. ``known``: the folder's special tokens. No
+    settings, with a warning, if there is no tokenizer that hpclm supports.
     """
     kinds = [(kind, names) for kind, names in KINDS if all((folder / name).is_file() for name in names)]
     if not kinds:
         log.warning("%s has no tokenizer that hpclm supports; set data.tokenizer and data.tokenizer_files", folder)
-        return {}
-    kind, names = kinds[0]
+        return {}, dict(known)
+    theirs = auto_tokenizer.opened(folder)
+    tokens = dict(known) if theirs is None else {**_without_texts(known), **theirs.named}
+    place = staging_dir / "tokenizer"
+    place.mkdir(exist_ok=True)
     try:
-        made = _built(kind, [str(folder / name) for name in names], known)
+        if theirs is None or theirs.text is None:
+            kind, names = kinds[0]
+            for name in names:
+                shutil.copyfile(folder / name, place / name)
+        else:
+            kind, names = "json", ("tokenizer.json",)
+            _write_json(folder, theirs.text, entries, place)
+        made = _built(kind, [str(place / name) for name in names], tokens)
         if made.size > entries:
             raise ConfigError(f"it has {made.size} entries, but the network {entries}")
     except ConfigError as error:
         log.warning("the tokenizer in %s is left out: %s", folder, "; ".join(error.problems))
-        return {}
-    place = staging_dir / "tokenizer"
-    place.mkdir(exist_ok=True)
-    for name in names:
-        shutil.copyfile(folder / name, place / name)
+        shutil.rmtree(place)
+        return {}, dict(known)
+    if kind == "json":
+        for model in ("tokenizer.model", "spiece.model"):  # from which the tokenizer.json was made; GGUF needs it
+            if (folder / model).is_file():
+                shutil.copyfile(folder / model, place / model)
+    _warn_of_differences(folder, made, theirs, tokens, entries)
     settings = dict(tokenizer=kind, tokenizer_files=[str(final.absolute() / "tokenizer" / name) for name in names])
     end = made.fingerprint.get("options", {}).get("eod")
-    return settings | ({"eod": end} if end else {})
+    tokens = {name: value for name, value in tokens.items() if not isinstance(value, str) or _has(made, value)}
+    return settings | ({"eod": end} if end else {}), tokens
+
+
+def _write_json(folder: Path, text: str, entries: int, place: Path) -> None:
+    """Write the tokenizer.json ``text`` into ``place``: the folder's own file, to the byte, if that says the same."""
+    text, beyond = auto_tokenizer.within(text, entries)
+    if beyond:
+        some = ", ".join(map(repr, beyond[:5])) + (f" and {len(beyond) - 5} more" if len(beyond) > 5 else "")
+        log.warning("the network has no entries for the added tokens %s of %s; they are left out", some, folder)
+    original = folder / "tokenizer.json"
+    if original.is_file() and alike(files.read_text(original), text):
+        shutil.copyfile(original, place / original.name)
+    else:
+        (place / original.name).write_text(text, encoding="utf-8")
+
+
+def _warn_of_differences(
+    folder: Path, made: Tokenizer, theirs: AutoTokenizer | None, tokens: Mapping[str, Any], entries: int
+) -> None:
+    """Warn of what the run will encode in another way than transformers encodes it with the folder."""
+    lost = sorted({token for token in auto_tokenizer.declared(folder) if not _has(made, token)})
+    if lost and (theirs is None or theirs.text is None):
+        log.warning(
+            "added tokens of %s are not supported, and are read as ordinary text: %s", folder, ", ".join(lost[:9])
+        )
+    if theirs is None:
+        return
+    template = made.template() if isinstance(made, Library) else ((), ())
+    ours = RunText(made, tokens, True, entries, *template)
+    added = [token for token, id in theirs.added.items() if theirs.text and id < entries]
+    avoided = [token for token in theirs.added if token not in added]
+    if wrong := differing(partial(ours.encode, template=True), theirs.encode, made, added, avoided):
+        log.warning("transformers returns other ids than the run will for some texts: %s", wrong)
+
+
+def _has(tokenizer: Tokenizer, text: str) -> bool:
+    return run_text.token_id(tokenizer, text) is not None
+
+
+def _without_texts(known: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in known.items() if name not in TEXTS}
 
 
 def _built(kind: str, paths: list[str], known: Mapping[str, Any]) -> Tokenizer:
     made = tokenizers.build(kind, paths)
-    end = known.get("eos_token") or _text(made, special.first(known.get("eos_token_id")))
+    end = known.get("eos_token") or run_text.token_text(made, first(known.get("eos_token_id")))
     if end is None:
         return made
     try:
@@ -169,11 +249,3 @@ def _built(kind: str, paths: list[str], known: Mapping[str, Any]) -> Tokenizer:
         log.warning("the end-of-text token %s is not used: %s", end, "; ".join(error.problems))
         return made
     return made if made.eod == other.eod else other
-
-
-def _text(tokenizer: Tokenizer, id: int | None) -> str | None:
-    if id is None or id >= tokenizer.size:
-        return None
-    if isinstance(tokenizer, SentencePiece):
-        return str(tokenizer.model.id_to_piece(id))
-    return tokenizer.model.id_to_token(id) if isinstance(tokenizer, Library) else None

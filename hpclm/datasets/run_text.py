@@ -1,0 +1,137 @@
+"""How text of a run is encoded, begun and ended: what every verb and every export asks.
+
+Text of an imported run is encoded as transformers' AutoTokenizer encodes it, with what the tokenizer's template adds; text of any other
+run as its data was, with nothing added.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpclm.config import DataConfig
+from hpclm.data import tokenizers
+from hpclm.data.tokenizers import Tokenizer
+from hpclm.datasets import special_tokens
+from hpclm.datasets.tokenizers.huggingface import Library
+from hpclm.datasets.tokenizers.sentencepieces import SentencePiece
+from hpclm.errors import ConfigError
+
+UNCHANGED: dict[str, Any] = {
+    "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None, "suppress_tokens": None,
+    "begin_suppress_tokens": None, "forced_bos_token_id": None, "forced_eos_token_id": None, "min_length": 0, "min_new_tokens": None,
+    "num_beams": 1, "sequence_bias": None, "exponential_decay_length_penalty": None, "stop_strings": None, "guidance_scale": None,
+}  # fmt: skip
+"""Settings of generation that would change the most likely text, and their values without effect."""
+
+
+@dataclass(frozen=True)
+class RunText:
+    """How text of a run is encoded, begun and ended."""
+
+    tokenizer: Tokenizer
+    known: Mapping[str, Any]
+    """Special tokens of an imported run, as in its special_tokens.json."""
+    imported: bool
+    vocabulary: int
+    """The network's number of entries (model.vocab_size)."""
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    """Ids that the template adds before and after every text."""
+
+    @property
+    def ids(self) -> dict[str, Any]:
+        """Special tokens as a config.json has them."""
+        return special_tokens.ids(self.known, self.tokenizer.eod, token_text(self.tokenizer, self.tokenizer.eod))
+
+    @property
+    def begin(self) -> int | None:
+        """The token from which the first one of a text is predicted, where the template adds none; None if there is none."""
+        named = token_id(self.tokenizer, self.known.get("bos_token"))
+        if named is not None:
+            return named
+        return special_tokens.first(self.ids["bos_token_id"]) if self.tokenizer.eod is None else self.tokenizer.eod
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """All tokens that end a text."""
+        return frozenset(special_tokens.listed(self.ids["eos_token_id"]))
+
+    @property
+    def generated(self) -> int:
+        """Ids that the model may generate: all below this one. transformers leaves an imported model all of its own."""
+        return self.vocabulary if self.imported and isinstance(self.tokenizer, Library) else self.tokenizer.size
+
+    @property
+    def hidden(self) -> frozenset[int]:
+        """Special tokens, which are no part of an answer."""
+        names = [self.known.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")]
+        texts = (*(self.tokenizer.special if isinstance(self.tokenizer, Library) else ()), *names)
+        return frozenset(
+            id for id in (self.tokenizer.eod, *(token_id(self.tokenizer, text) for text in texts)) if id is not None
+        )
+
+    def encode(self, text: str, template: bool | None = None) -> list[int]:
+        """The ids of ``text``; ``template``: whether with what the template adds. None: unless the text has its beginning already.
+
+        ConfigError where the model has no such tokens.
+        """
+        ids = list(self.tokenizer.encode(text))
+        if getattr(self.tokenizer, "ends_itself", False):  # a text that is read has not ended
+            while ids and ids[-1] == self.tokenizer.eod:
+                ids.pop()
+        if ids and max(ids) >= self.vocabulary:
+            raise ConfigError(f"the tokenizer gives id {max(ids)}, but the run's model.vocab_size is {self.vocabulary}")
+        if template is None:
+            template = not (self.before and text.startswith(self.decode([self.before[0]])))
+        return [*self.before, *ids, *self.after] if template else ids
+
+    def start(self, text: str) -> list[int]:
+        """The ids of ``text`` as a model is to continue it; ConfigError if there are none."""
+        ids = self.encode(text)
+        if not ids and self.begin is None:
+            raise ConfigError("the prompt is empty, and the tokenizer has no end-of-document token to start from")
+        return ids or [self.begin]  # type: ignore[list-item]
+
+    def decode(self, ids: Sequence[int], special: bool = True) -> str:
+        """The text of ``ids``, with or without special tokens."""
+        hidden = frozenset() if special else self.hidden
+        return self.tokenizer.decode([id for id in ids if id not in hidden])
+
+
+def of_run(run: Path, data: DataConfig, vocabulary: int, tokenizer: Tokenizer | None = None) -> RunText:
+    """How the text of the run in the directory ``run`` is read; ``vocabulary``: its model.vocab_size; ``tokenizer``: the run's, where
+    it is there already."""
+    if tokenizer is None:
+        tokenizer = tokenizers.of_run(data)
+    known = special_tokens.of_run(run, tokenizers.files_of_run(data))
+    template = tokenizer.template() if known is not None and isinstance(tokenizer, Library) else ((), ())
+    return RunText(tokenizer, known or {}, known is not None, vocabulary, *template)
+
+
+def without_effect(generation: Mapping[str, Any]) -> list[str]:
+    """The settings of generation that hpclm does not apply, and that would change the most likely text, as name=value."""
+    return [f"{name}={value}" for name, value in generation.items() if name in UNCHANGED and _changes(name, value)]
+
+
+def _changes(name: str, value: Any) -> bool:
+    return value not in (None, UNCHANGED[name], [], {})
+
+
+def token_text(tokenizer: Tokenizer, id: int | None) -> str | None:
+    """The text of a token as its vocabulary has it; None if it has none."""
+    if id is None or id >= tokenizer.size:
+        return None
+    if isinstance(tokenizer, SentencePiece):
+        return str(tokenizer.model.id_to_piece(id))
+    return tokenizer.model.id_to_token(id) if isinstance(tokenizer, Library) else None
+
+
+def token_id(tokenizer: Tokenizer, text: str | None) -> int | None:
+    """The id of the token that the vocabulary has as ``text``; None if it has none."""
+    if text is None:
+        return None
+    if isinstance(tokenizer, SentencePiece):
+        id = tokenizer.model.piece_to_id(text)
+        return int(id) if tokenizer.model.id_to_piece(id) == text else None
+    return tokenizer.model.token_to_id(text) if isinstance(tokenizer, Library) else None

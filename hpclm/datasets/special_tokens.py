@@ -1,0 +1,83 @@
+"""Special tokens (begin, end and padding of a text), chat template and settings of generation of an imported run.
+
+An import stores them next to the tokenizer's files, for every run that uses those.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpclm.config.reading import json_object
+from hpclm.datasets.chat import template_in
+from hpclm.errors import ConfigError
+
+log = logging.getLogger(__name__)
+FILE = "special_tokens.json"
+"""Also the mark of an imported tokenizer: it is there even if it names no token."""
+GENERATION = "generation_config.json"
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+TEXTS = ("bos_token", "eos_token", "pad_token", "unk_token", "add_bos_token", "add_eos_token")
+
+
+def chat_of_run(run: Path, paths: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
+    """The chat template of a run, and its settings of generation; None and {} if it has none. ``paths``: as of ``of_run``."""
+    places = _places(run, paths)
+    templates = (text for place in places if (text := template_in(place)) is not None)
+    settings = (json_object(place / GENERATION) for place in places if (place / GENERATION).is_file())
+    return next(templates, None), next(settings, {})
+
+
+def kept(places: Iterable[Path]) -> dict[str, Any] | None:
+    """The special tokens in the first of ``places`` that has them; None if none has."""
+    for place in places:
+        if (place / FILE).is_file():
+            try:
+                return {name: value for name, value in json_object(place / FILE).items() if is_sane(name, value)}
+            except ConfigError as error:
+                log.warning("%s; it is ignored", error)
+    return None
+
+
+def of_run(run: Path, paths: Sequence[str]) -> dict[str, Any] | None:
+    """The special tokens kept beside the tokenizer files ``paths`` of a run, or in its own directory; None if it was not imported."""
+    return kept(_places(run, paths))
+
+
+def _places(run: Path, paths: Sequence[str]) -> list[Path]:
+    return [*(Path(path).parent for path in paths[:1]), run / "tokenizer"]
+
+
+def ids(known: Mapping[str, Any], end: int | None, end_text: str | None = None) -> dict[str, Any]:
+    """Ids for config.json: the ``known`` ones, and the run's end-of-document token ``end``, which also begins a text.
+
+    ``end_text``: its text. Where the folder named that as the end, it is one more; elsewhere the run was trained with another.
+    """
+    tokens = {name: known.get(name) for name in IDS}
+    ends = listed(tokens["eos_token_id"])
+    if end is not None and end not in ends:
+        more = bool(ends) and end_text is not None and known.get("eos_token") == end_text
+        tokens["eos_token_id"] = [*ends, end] if more else end
+    if tokens["bos_token_id"] is None:
+        tokens["bos_token_id"] = end
+    return tokens
+
+
+def listed(value: Any) -> list[int]:
+    """All ids in a value of config.json."""
+    return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int)]
+
+
+def first(value: Any) -> int | None:
+    """The first id in a value of config.json."""
+    return next(iter(listed(value)), None)
+
+
+def is_sane(name: str, value: Any) -> bool:
+    """Whether a special token can have this value."""
+    if name.startswith("add_"):
+        return isinstance(value, bool)
+    if name in TEXTS:
+        return isinstance(value, str) and bool(value)
+    whole = value if isinstance(value, list) and name == "eos_token_id" else [value]
+    return name in IDS and bool(whole) and all(type(one) is int and one >= 0 for one in whole)

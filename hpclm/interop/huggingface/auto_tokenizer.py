@@ -1,0 +1,88 @@
+"""A folder's tokenizer as transformers' AutoTokenizer reads it, with all added tokens and its template; only this file asks for it."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpclm import extras
+from hpclm.config.reading import json_object
+
+log = logging.getLogger(__name__)
+NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+@dataclass(frozen=True)
+class AutoTokenizer:
+    """What transformers makes of a folder's tokenizer."""
+
+    encode: Callable[[str], list[int]]
+    """Ids of a text, with what the template adds."""
+    named: dict[str, str]
+    """bos_token, eos_token, pad_token and unk_token, those that there are."""
+    added: dict[str, int]
+    """Added tokens, and their ids."""
+    text: str | None
+    """All of it as a tokenizer.json; None if it is of a class that has none."""
+
+
+def opened(folder: Path) -> AutoTokenizer | None:
+    """The tokenizer in ``folder``; None, with a warning, if transformers cannot open it."""
+    with extras.needed_for("the tokenizer of a Hugging Face folder"):
+        import transformers
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        made: Any = transformers.AutoTokenizer.from_pretrained(
+            str(folder.absolute()), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # whatever its many classes raise
+        reason = (str(error).splitlines() or [""])[0]
+        log.warning("transformers cannot open the tokenizer of %s: %s: %s", folder, type(error).__name__, reason[:200])
+        return None
+    finally:
+        transformers.logging.set_verbosity(level)
+    named = {name: str(value) for name in NAMED if (value := getattr(made, name, None)) is not None}
+    text = made.backend_tokenizer.to_str() if made.is_fast else None
+
+    def encode(document: str) -> list[int]:
+        return list(made(document, verbose=False).input_ids)
+
+    return AutoTokenizer(encode, named, dict(made.get_added_vocab()), text)
+
+
+def declared(folder: Path) -> Iterator[str]:
+    """The added tokens that the files of ``folder`` name."""
+    if (folder / "added_tokens.json").is_file():
+        yield from json_object(folder / "added_tokens.json")
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        tree = json_object(folder / name) if (folder / name).is_file() else {}
+        decoder = tree.get("added_tokens_decoder")
+        for token in (*(decoder.values() if isinstance(decoder, dict) else ()), *_several(tree)):
+            text = token.get("content") if isinstance(token, dict) else token
+            if isinstance(text, str):
+                yield text
+
+
+def _several(tree: dict[str, Any]) -> list[Any]:
+    lists = (tree.get(name) for name in ("additional_special_tokens", "extra_special_tokens"))
+    return [token for tokens in lists if isinstance(tokens, list) for token in tokens]
+
+
+def within(text: str, entries: int) -> tuple[str, list[str]]:
+    """A tokenizer.json without added tokens whose ids are not below ``entries``, truncation and padding; and those tokens."""
+    tree = json.loads(text)
+    tree["truncation"] = tree["padding"] = None
+    beyond = [token["content"] for token in tree["added_tokens"] if token["id"] >= entries]
+    tree["added_tokens"] = [token for token in tree["added_tokens"] if token["id"] < entries]
+    return json.dumps(tree, ensure_ascii=False, indent=2) + "\n", beyond
+
+
+def texts_with(tokens: Sequence[str]) -> Iterator[str]:
+    """Texts in which all of some added tokens stand alone, between words and next to each other."""
+    for begin in range(0, len(tokens), 64):
+        some = tokens[begin : begin + 64]
+        yield "".join(some)
+        yield "".join(f"the {token} cat{token}sat\n" for token in some)

@@ -246,8 +246,9 @@ class DistributedContext:
         )
         restart.note(self.exit_code)
         self.watchdog.shutdown.clean_up()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError, ValueError):  # the launcher, which read them, may be gone
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(self.exit_code)
 
     def _fail(self, error: BaseException) -> None:

@@ -91,8 +91,9 @@ class Shutdown:
         if text:
             self.log_failure(text, store)
         self.wait_for_others(store)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError, ValueError):  # the launcher, which read them, may be gone
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
 
 

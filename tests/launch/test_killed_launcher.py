@@ -6,6 +6,7 @@ None of it would end by itself: the runs are long, and ranks would wait for one 
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -97,7 +98,12 @@ def seconds_left(trial, words, out):
         launcher.kill()
     launcher.wait()
     began = time.monotonic()
-    until(lambda: not left(out), f"the end of all processes of {trial}")
+    try:
+        until(lambda: not left(out), f"the end of all processes of {trial}")
+    finally:
+        for pid in left(out):  # a test that fails leaves nothing running
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
     return time.monotonic() - began
 
 

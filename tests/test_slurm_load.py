@@ -16,7 +16,7 @@ from tests.test_preemption import Job
 # Requests of one squeue, scontrol or sinfo: some ask for partitions or the federation too.
 BUDGET = {
     "submit": 3,
-    "submit with GPUs": 5,
+    "submit with GPUs": 6,  # it has no time limit of its own, so the partition is asked for its
     "status": 3,
     "logs": 3,
     "logs -f, a minute": 3,

@@ -6,13 +6,13 @@ from typing import Any
 from hpclm.config import ModelConfig
 from hpclm.config.model import BLOCKS
 from hpclm.errors import ConfigError
-from hpclm.interop.huggingface import bloom_neox, gemma, glm_phi, gpt2, llama, nanochat, olmo, own
+from hpclm.interop.huggingface import bloom_neox, gemma, glm_phi, gpt2, llama, nanochat, olmo, own, relatives
 from hpclm.interop.huggingface.family import Family, Json
 from hpclm.interop.rules import without
 
 OLDER = (gpt2.FAMILY, bloom_neox.BLOOM, bloom_neox.NEOX)
 NEWER = (olmo.OLMO2, olmo.OLMO3, gemma.GEMMA2, gemma.GEMMA3, glm_phi.GLM4, nanochat.NANOCHAT)
-WRITTEN = (*OLDER, glm_phi.PHI3, *llama.ALL_FAMILIES, *NEWER)
+WRITTEN = (*OLDER, glm_phi.PHI3, *llama.ALL_FAMILIES, *NEWER, *relatives.ALL_FAMILIES)
 """Classes for an export, in the order in which they are tried."""
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*WRITTEN, own.FAMILY)}
 

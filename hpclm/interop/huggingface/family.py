@@ -38,7 +38,10 @@ LAYERNORM = dict(norm=("layernorm",), activation=("gelu", "gelu_tanh", "relu"), 
 ELSEWHERE = {"vocab_size", "vocab_multiple", "dropout", "attention_dropout", "init_std", "kernels", "attention", "tied"}
 ELSEWHERE |= {"kv_heads", "ffn", "head_dim", "hidden", "heads", "layers", "context"}
 """Settings that no class is chosen by, or that have checks of their own."""
-DIVIDED = {f"{name}ForCausalLM" for name in ("Llama", "Arcee", "Gemma2", "Gemma3")}
+DIVIDED = {
+    f"{name}ForCausalLM"
+    for name in ("Llama", "Arcee", "Gemma2", "Gemma3", "VaultGemma", "Cwm", "HyperCLOVAX", "Jais2", "InternLM3")
+}
 """Classes that refuse a hidden size that is not a multiple of the number of heads, even where head_dim is set."""
 DEFAULTS = vars(ModelConfig())
 

@@ -1,0 +1,269 @@
+"""Classes of transformers that combine what Llama, Granite, OLMo and Gemma have: windows, layers without positions, norms, sinks."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from hpclm.config import ModelConfig
+from hpclm.errors import ConfigError
+from hpclm.interop.huggingface import gemma, llama, olmo, shape
+from hpclm.interop.huggingface.family import REQUIRED, Json
+from hpclm.interop.huggingface.gemma import shifted
+from hpclm.interop.rules import Rule
+
+NONE = (False, False, False)
+CWM_BIASES = (False, False, "mlp_bias")
+CWM_SCALING = dict(
+    rope_type="llama3",
+    rope_theta=1e6,
+    factor=16.0,
+    original_max_position_embeddings=8192,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+)
+WINDOWS = (*llama.LLAMA.covers, *shape.WINDOW_SETTINGS[:2])
+
+
+def only(config: ModelConfig, *kinds: str) -> Iterator[str]:
+    """Why a class with these kinds of layers does not cover a network."""
+    others = sorted(set(config.pattern) - set(kinds))
+    if others:
+        yield f"model.pattern has {', '.join(others)}, where it has {' and '.join(kinds)}"
+
+
+def _first_of_four(i: int) -> str:
+    return "sliding_attention" if i % 4 else "full_attention"
+
+
+MINISTRAL = replace(
+    llama.LLAMA,
+    architecture="MinistralForCausalLM",
+    model_type="ministral",
+    keys={
+        **llama.LLAMA.keys,
+        "head_dim": ("head_dim", REQUIRED),
+        "kv_heads": ("num_key_value_heads", 8),
+        "context": ("max_position_embeddings", 131072),
+    },
+    constant=lambda config: (
+        llama.described(config, NONE) | {"layer_types": shape.layer_types(config), "sliding_window": config.window}
+    ),
+    shape=lambda tree: llama.read(tree, NONE) | shape.layers(tree, window=4096),
+    covers=WINDOWS,
+    unread="auto_map",
+    wrong=lambda tree: (),
+    more=lambda config: [*shape.bias_obstacles(config, NONE), *only(config, "full", "window")],
+)
+CWM = replace(
+    MINISTRAL,
+    architecture="CwmForCausalLM",
+    model_type="cwm",
+    keys={**MINISTRAL.keys, "head_dim": ("head_dim", 128), "norm_eps": ("rms_norm_eps", 1e-5)},
+    constant=lambda config: (
+        shape.described_biases(config, CWM_BIASES)
+        | {"layer_types": shape.layer_types(config), "sliding_window": config.window or config.context}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base, **shape.scaling(config)}}
+    ),
+    shape=lambda tree: (
+        llama.read(
+            tree
+            if tree.get("rope_parameters") or tree.get("rope_scaling")
+            else {**tree, "rope_parameters": CWM_SCALING},
+            CWM_BIASES,
+            1e6,
+        )
+        | shape.layers(tree, _first_of_four, 8192)
+    ),
+    unread="auto_map pretraining_tp",
+    more=lambda config: [*shape.bias_obstacles(config, CWM_BIASES), *only(config, "full", "window")],
+)
+INTERNLM3 = replace(
+    llama.LLAMA,
+    architecture="InternLM3ForCausalLM",
+    model_type="internlm3",
+    keys={
+        **llama.LLAMA.keys,
+        "head_dim": ("head_dim", 128),
+        "kv_heads": ("num_key_value_heads", 2),
+        "context": ("max_position_embeddings", 32768),
+        "norm_eps": ("rms_norm_eps", 1e-5),
+    },
+    aliases={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
+    unread="auto_map",
+    wrong=lambda tree: [*llama.window_unread(tree), *_two_biases(tree)],
+)
+
+
+def _two_biases(tree: Json) -> Iterator[str]:
+    """What transformers refuses of the biases of an InternLM 3."""
+    attention, mlp = (
+        tree.get(key, tree.get(old)) for key, old in (("attention_bias", "qkv_bias"), ("mlp_bias", "bias"))
+    )
+    if bool(attention) != bool(mlp):
+        yield f"qkv_bias={attention} and bias={mlp}, of which transformers reads one for all"
+
+
+def exaone4(tree: Json) -> dict[str, Any]:
+    """EXAONE 4's settings: where there are windows, the other layers have no positions."""
+    every, window = tree.get("sliding_window_pattern", 4), tree.get("sliding_window", 4096)
+    if not tree.get("layer_types") and (window is None or type(every) is not int or every < 1):
+        raise ConfigError(
+            f"sliding_window_pattern={every} and sliding_window={window} need layer_types, which config.json lacks"
+        )
+    kinds = shape.layers(
+        tree, lambda i: "sliding_attention" if (i + 1) % every else "full_attention", 4096, turned=True
+    )
+    if window is not None:
+        kinds["pattern"] = ["nope" if kind == "full" else kind for kind in kinds["pattern"]]
+    return llama.read(tree, NONE) | kinds
+
+
+def described_exaone4(config: ModelConfig) -> dict[str, Any]:
+    """The keys that exaone4() reads."""
+    window = config.window if "nope" not in config.pattern else config.window or config.context
+    types = {"layer_types": shape.layer_types(config), "sliding_window": window}
+    return llama.described(config, NONE) | types
+
+
+def more_exaone4(config: ModelConfig) -> Iterator[str]:
+    """Why an EXAONE 4 does not cover a network."""
+    yield from shape.bias_obstacles(config, NONE)
+    yield from only(config, *(("full",) if config.pattern == ["full"] else ("window", "nope")))
+
+
+EXAONE4 = replace(
+    olmo.OLMO2,
+    architecture="Exaone4ForCausalLM",
+    model_type="exaone4",
+    keys={**llama.LLAMA.keys, "kv_heads": ("num_key_value_heads", 32), "norm_eps": ("rms_norm_eps", 1e-5)},
+    needs={**llama.LLAMA.needs, "norm_order": ("post",), "qk_norm": (True,)},
+    constant=described_exaone4,
+    shape=exaone4,
+    covers=WINDOWS,
+    read=f"{llama.LLAMA.read} sliding_window_pattern",
+    unread="auto_map",
+    wrong=lambda tree: (),
+    more=more_exaone4,
+    width=True,
+)
+HYPERCLOVAX = replace(
+    llama.GRANITE,
+    architecture="HyperCLOVAXForCausalLM",
+    model_type="hyperclovax",
+    keys={**llama.GRANITE.keys, "score_scale": ("attention_multiplier", None)},
+    rules=partial(llama.rules, more={"post_norm1": "post_norm1", "post_norm2": "post_norm2"}),
+    needs={**llama.LLAMA.needs, "norm_order": ("sandwich", "pre")},
+    constant=lambda config: (
+        llama.described(config)
+        | dict(
+            use_post_norm=config.norm_order == "sandwich",
+            logits_scaling=config.logit_multiplier,
+            attention_multiplier=config.score_scale or config.head_width**-0.5,
+        )
+    ),
+    shape=lambda tree: (
+        llama.read(tree)
+        | dict(
+            norm_order="sandwich" if tree.get("use_post_norm", True) else "pre",
+            logit_multiplier=tree.get("logits_scaling", 1.0),
+        )
+    ),
+    read=f"{llama.GRANITE.read} use_post_norm",
+    unread="auto_map pretraining_tp",
+)
+JAIS2 = replace(
+    llama.ARCEE,
+    architecture="Jais2ForCausalLM",
+    model_type="jais2",
+    keys={
+        **{name: key for name, key in llama.ARCEE.keys.items() if name != "norm_eps"},
+        "norm_eps": ("layer_norm_eps", 1e-5),
+        "context": ("max_position_embeddings", 8192),
+    },
+    needs={**llama.ARCEE.needs, "norm": ("layernorm",), "bias": (True,)},
+    shape=lambda tree: llama.read(tree, absent=True),
+    fixed=dict(attention_bias=(True,), mlp_bias=(True,)),
+    unread="auto_map",
+)
+
+
+def vault_rules(config: ModelConfig) -> Iterable[Rule]:
+    """How each weight of a VaultGemma is converted."""
+    for rule in llama.rules(config, {"norm2": "pre_feedforward_layernorm"}):
+        yield shifted(rule) if "norm" in rule.ours else rule
+
+
+VAULTGEMMA = replace(
+    gemma.GEMMA2,
+    architecture="VaultGemmaForCausalLM",
+    model_type="vaultgemma",
+    rules=vault_rules,
+    needs={**gemma.GEMMA2.needs, "norm_order": ("pre",)},
+    unread="hidden_act auto_map",
+)
+
+
+def granite_swa(tree: Json) -> dict[str, Any]:
+    """Granite SWA's settings: each layer has a rotary base, or no positions where that is 0."""
+    common = llama.read(tree)
+    kinds = shape.layers(tree, _first_of_four, 128, turned=True)
+    count = tree["num_hidden_layers"]
+    bases = tree.get("layer_rope_theta") or [common["rope_base"]] * count
+    if not isinstance(bases, list) or len(bases) != count:
+        raise ConfigError(f"layer_rope_theta={bases} must be a list with a base for each of {count} layers")
+    each = [(kinds["pattern"][i % len(kinds["pattern"])], base) for i, base in enumerate(bases)]
+    of_kind = {kind: {base for other, base in each if base and other == kind} for kind in ("full", "window")}
+    if any(len(values) > 1 for values in of_kind.values()):
+        raise ConfigError("layer_rope_theta: layers with a window have different bases, or the others do")
+    full, near = (next(iter(of_kind[kind]), None) for kind in ("full", "window"))
+    without = {"full": "nope", "window": "window_nope"}
+    common["rope_base"] = float(full or near or common["rope_base"])
+    base = float(near) if near and float(near) != common["rope_base"] else None
+    pattern = shape.period([kind if base else without[kind] for kind, base in each])
+    scaled = bool(common["rope_scaling"])
+    more = dict(window_rope_base=base, window_rope_scaled=scaled) if near else {}
+    scaling = dict(logit_multiplier=1 / tree.get("logits_scaling", 1.0), attention_sinks=True)
+    return common | kinds | more | scaling | dict(pattern=pattern)
+
+
+def described_granite_swa(config: ModelConfig) -> dict[str, Any]:
+    """The keys that granite_swa() reads."""
+    near = config.window_rope_base or config.rope_base
+    base = {"full": config.rope_base, "window": near, "nope": 0, "window_nope": 0}
+    return (
+        llama.GRANITE.constant(config)
+        | {"layer_types": shape.layer_types(config), "sliding_window": config.window or config.context}
+        | {"layer_rope_theta": [base[config.kind(i)] for i in range(config.layers)]}
+    )
+
+
+def more_granite_swa(config: ModelConfig) -> Iterator[str]:
+    """Why a Granite SWA does not cover a network."""
+    yield from shape.bias_obstacles(config, llama.ALL)
+    if "window" in config.pattern and config.rope_scaling and not config.window_rope_scaled:
+        yield "model.window_rope_scaled=false, where it scales all layers"
+
+
+GRANITE_SWA = replace(
+    llama.GRANITE,
+    architecture="GraniteSWAForCausalLM",
+    model_type="granite_swa",
+    keys={
+        **llama.GRANITE.keys,
+        "kv_heads": ("num_key_value_heads", 4),
+        "context": ("max_position_embeddings", 8192),
+        "norm_eps": ("rms_norm_eps", 1e-5),
+        "tied": ("tie_word_embeddings", True),
+    },
+    rules=partial(llama.rules, more={"attention": "self_attn"}),
+    needs={**llama.LLAMA.needs, "attention_sinks": (True,)},
+    constant=described_granite_swa,
+    shape=granite_swa,
+    covers=(*llama.GRANITE.covers, *shape.WINDOW_SETTINGS),
+    read=f"{llama.GRANITE.read} layer_rope_theta",
+    unread="auto_map",
+    wrong=lambda tree: (),
+    more=more_granite_swa,
+)
+ALL_FAMILIES = (EXAONE4, HYPERCLOVAX, JAIS2, VAULTGEMMA, GRANITE_SWA, CWM, MINISTRAL, INTERNLM3)

@@ -32,7 +32,9 @@ def removed(path):
     """What it was: a file, a folder, or nothing yet."""
     kind = "file" if path.name in FILES else "folder"
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        aside = path.with_name(f".{path.name}-removed")
+        path.rename(aside)  # at once: a sink may write in it
+        shutil.rmtree(aside, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
     return kind

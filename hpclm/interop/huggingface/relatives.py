@@ -9,8 +9,7 @@ from hpclm.config import ModelConfig
 from hpclm.errors import ConfigError
 from hpclm.interop.huggingface import gemma, llama, olmo, shape
 from hpclm.interop.huggingface.family import REQUIRED, Json
-from hpclm.interop.huggingface.gemma import shifted
-from hpclm.interop.rules import Rule
+from hpclm.interop.rules import Rule, shifted
 
 NONE = (False, False, False)
 CWM_BIASES = (False, False, "mlp_bias")

@@ -206,6 +206,42 @@ def test_every_layout_learns_what_one_process_learns(layout, words, record_prope
             assert (found["tensors"][name] - tensor).abs().max().item() < limit, name
 
 
+ON_ONE_STAGE = {
+    "last": "optim.groups=[{match: output, lr: 0.5}]",
+    "first": "optim.groups=[{match: tokens, weight_decay: 0.3}]",
+    "each block": "optim.groups=[{match: block0, lr: 0.5}, {match: block1.mlp, lr: 0.25}, {match: block2.mlp.up, lr: 0.75}]",
+}
+"""Groups of weights of which stages have different numbers."""
+GROUPED = [
+    Layout("deepspeed", 1, pipeline=2),
+    Layout("deepspeed", 1, 2, pipeline=2),
+    Layout("deepspeed", 1, tensor=2, pipeline=2),
+    Layout("pipelining", 0, pipeline=2),
+    *(Layout(engine, stage, 2) for engine, stage in SHARDED),
+]
+
+
+@pytest.mark.parametrize(
+    "layout, groups",
+    [
+        pytest.param(
+            layout, groups, id=f"{layout.name}-{name}", marks=[pytest.mark.whole] * (number != 0 or name == "first")
+        )
+        for number, layout in enumerate(GROUPED)
+        for name, groups in ON_ONE_STAGE.items()
+    ],
+)
+def test_every_layout_learns_with_groups_of_weights_that_one_stage_has(layout, groups):
+    words = [*layout.shape, "model.tied=false", "engine.precision=fp32", groups]
+    if layout.size == layout.data:
+        words.append("model.layers=4")
+    exact, learned = alone(*words, steps=UPDATES), trained(layout.size, *words, *layout.words, steps=UPDATES)
+    assert learned["losses"] == pytest.approx(exact["losses"], abs=1e-5)
+    assert learned["norms"] == pytest.approx(exact["norms"], rel=1e-5)
+    for name, tensor in exact["tensors"].items():
+        assert (learned["tensors"][name] - tensor).abs().max().item() < 1e-5, name
+
+
 FP16 = ["engine.precision=fp16", "scaler.initial=1048576", "scaler.hysteresis=1", "scaler.window=4"]
 FP16 += ["batch.micro_size=2", "model.layers=2"]
 HALVES = [

@@ -251,6 +251,8 @@ class Split:
             ways = (
                 "set another data.split, or give more data: there is nothing that data.short_part=repeat could repeat"
             )
+        elif not each.tokens:
+            ways = "set another data.split, or give more data"
         else:
             ways = (
                 "set a shorter model.context or another data.split, give more data, or set data.short_part=repeat to read it "

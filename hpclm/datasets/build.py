@@ -176,7 +176,9 @@ def check(job: Job) -> None:
     if job.chat and (problem := extras.missing("--chat", "transformers")):
         raise ConfigError(problem)
     if job.append_eod and tokenizer.eod is None:
-        raise ConfigError(f"--append-eod: the {job.tokenizer} tokenizer has no end-of-document token")
+        raise ConfigError(
+            f"--append-eod: the {job.tokenizer} tokenizer has no end-of-document token; name one with --eod, or leave out --append-eod"
+        )
     if getattr(tokenizer, "ends_itself", False):  # optional for user-defined tokenizers
         for option, chosen in (("--append-eod", job.append_eod), ("--split-sentences", job.language is not None)):
             if chosen:

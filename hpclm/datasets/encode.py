@@ -106,24 +106,28 @@ def encode(chunk: InputChunk, job: Job) -> Encoded:
 
 
 def read_texts(
-    chunk: InputChunk, keys: tuple[str, ...], on_error: OnError = "stop"
+    chunk: InputChunk, keys: tuple[str, ...], on_error: OnError | None = None
 ) -> tuple[list[list[str]], list[tuple[int, UnreadableLineError]]]:
-    """The texts of a chunk, a list for each key, and its unreadable lines; ConfigError for those if ``on_error`` is "stop"."""
+    """The texts of a chunk, a list for each key, and its unreadable lines; ConfigError for those if ``on_error`` is not "skip".
+
+    None: the command has no --on-error.
+    """
     records, errors = _records(chunk, partial(read_line, format=chunk.source.format, keys=keys), on_error)
     return [[record[i] for record in records if record] for i in range(len(keys))], errors
 
 
 def _records(
-    chunk: InputChunk, read: Callable[[bytes], Record], on_error: OnError
+    chunk: InputChunk, read: Callable[[bytes], Record], on_error: OnError | None
 ) -> tuple[list[Record], list[tuple[int, UnreadableLineError]]]:
-    """What ``read`` makes of each line, and the lines for which it raises; ConfigError for those if ``on_error`` is "stop"."""
+    """What ``read`` makes of each line, and the lines for which it raises; ConfigError as in ``read_texts``."""
     records, errors = [], []
     for number, line in enumerate(chunk.lines):
         try:
             records.append(read(line))
         except UnreadableLineError as error:
-            if on_error == "stop":
-                raise ConfigError(f"{chunk.location(number)}{error}") from None
+            if on_error != "skip":
+                way = "; --on-error skip leaves such lines out" if on_error else ""
+                raise ConfigError(f"{chunk.location(number)}{error}{way}") from None
             errors.append((number, error))
     return records, errors
 

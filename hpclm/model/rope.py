@@ -61,8 +61,9 @@ def _yarn(plain: Tensor, base: float, width: int, original: int, given: Mapping[
     if given.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
+    high += 0.001 if low == high else 0  # with high below low, as transformers computes it, fast and slow change places
     places = torch.arange(len(plain), dtype=torch.float32, device=plain.device)
-    slow = ((places - low) / max(high - low, 0.001)).clamp(0, 1)
+    slow = ((places - low) / (high - low)).clamp(0, 1)
     return plain / given["factor"] * slow + plain * (1 - slow)
 
 

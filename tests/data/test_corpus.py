@@ -246,14 +246,15 @@ def test_a_part_shorter_than_a_sample_is_refused_or_repeated(make):
         ConfigError, match=r"has 3 tokens .* needs model.context \+ 1 = 5; .*set data.short_part=repeat"
     ):
         source(train=[short]).samples("train", 7)
-    empty = source(prefix=make("one", [20]), split="50,50,0", short_part="repeat")
-    for part in empty.splits.values():
-        if not part.slices[0].tokens:
-            with pytest.raises(ConfigError, match=r"nothing that data.short_part=repeat could repeat"):
-                empty.samples(part.name, 7)
-            break
-    else:
-        raise AssertionError("no part is empty")
+    ways = {
+        "refuse": "; set another data.split, or give more data$",
+        "repeat": "nothing that data.short_part=repeat could",
+    }
+    for name, (short_part, way) in zip(("one", "two"), ways.items()):
+        empty = source(prefix=make(name, [20]), split="50,50,0", short_part=short_part)
+        [part] = [part.name for part in empty.splits.values() if not part.slices[0].tokens]
+        with pytest.raises(ConfigError, match=f"has 0 tokens .*{way}"):
+            empty.samples(part, 7)
     made = source(train=[short], valid=[valid], short_part="repeat")
     assert made.per_epoch("train") == made.per_epoch("valid") == 1
     found = rows(made.samples("train", 7))

@@ -100,7 +100,10 @@ BROKEN = {
     "not an object": ("[1]\n", "a.jsonl:1 holds a JSON list"),
     "another key": ('{"body": "x", "id": 1}\n', "a.jsonl:1 has no key 'text'; it has ['body', 'id']"),
     "not text": ('{"text": 5}\n', "a.jsonl:1: 'text' holds a JSON int, not text"),
-    "half a character": ('{"text": "\\ud83d"}\n', "a.jsonl:1: 'text' holds half a character"),
+    "half a character": (
+        '{"text": "\\ud83d"}\n',
+        "a.jsonl:1: 'text' holds half a character (a lone surrogate); --on-error skip",
+    ),
     "not UTF-8": (jsonl("one").encode() + b'{"text": "\xe9"}\n', "a.jsonl:2 is not UTF-8: byte 0xe9 at 10"),
 }
 

@@ -26,11 +26,12 @@ from hpclm.engine.deepspeed.zero import WrappedEngine, finite_or_nan
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.stages import owners, stages
 from hpclm.engine.step import StepInputs
+from hpclm.errors import ConfigError
 from hpclm.model import gpt
 from hpclm.model.gpt import LayerSpec
 from hpclm.model.init import materialize_on
 from hpclm.model.stack import Stack
-from hpclm.parallel.collectives import all_reduce
+from hpclm.parallel.collectives import all_reduce, all_reduce_max
 from hpclm.parallel.mesh import Mesh
 
 
@@ -110,6 +111,7 @@ class PipelineEngine(WrappedEngine):
         for weight in weights:
             weight.parameter.ds_pipe_replicated = weight.duplicate  # type: ignore[attr-defined]  # the norm counts it once
         optimizer = self.optimizer
+        equalize_groups(optimizer, mesh, device)
         held = [list(group["params"]) for group in optimizer.param_groups]
         tree = settings(config, library.NAMES[dtype])
         self.engine = library.initialize(model=pipeline, optimizer=optimizer, config=tree)
@@ -156,6 +158,22 @@ class PipelineEngine(WrappedEngine):
         self.engine.reset_activation_shape()
         total, counted = all_reduce(sums, self.mesh.pp if alone else self.mesh.world)
         return (total / counted.clamp(min=1)).item()
+
+
+def equalize_groups(optimizer: torch.optim.Optimizer, mesh: Mesh, device: torch.device) -> None:
+    """Give the optimizer of every stage as many groups of weights as the stage with the most has, by splitting groups: DeepSpeed's
+    gradient norm is a collective of all stages for each group."""
+    groups = optimizer.param_groups
+    most = int(all_reduce_max(torch.tensor([float(len(groups))], device=device), mesh.pp).item())
+    while len(groups) < most:
+        widest = max(groups, key=lambda group: len(group["params"]))
+        half = len(widest["params"]) // 2
+        if not half:
+            raise ConfigError(
+                f"optim.groups makes {most} groups of weights on one stage, but another stage has {len(groups)} weights; lower parallel.pipeline"
+            )
+        groups.append({**widest, "params": widest["params"][half:]})
+        widest["params"] = widest["params"][:half]
 
 
 def ids(batches: Sequence[Batch]) -> Iterator[tuple[Tensor, None]]:

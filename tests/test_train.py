@@ -210,8 +210,9 @@ def warned_as_data_is_opened():
 
 def test_an_evaluation_that_a_warning_prevented_is_made_up_for(tiny, tmp_path):
     words = tiny("run", "evaluate.every=4", "checkpoint.every=0", "log.every=1")
-    for code in (85, 0, 0):
-        hpclm("train", *words, before=warned_in_two_steps, check=code)
+    codes = [hpclm("train", *words, before=warned_in_two_steps).returncode for _ in range(3)]
+    # the second evaluation is made at once, unless the machine is so slow that the warning is heard before it is over
+    assert codes in ([85, 0, 0], [85, 85, 0])
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "validation_loss" in row] == [4, 8, 12]
 

@@ -62,12 +62,12 @@ def rank(folder, *words):
         elif act == "child":
             subprocess.Popen([*SLEEP[:2], SLEEP[2] + f"  # {MARK}"], start_new_session=True)
         elif act == "print":
-            print(value, flush=True)
+            os.write(1, f"{value}\n".encode())  # at once: a launcher may mix up what print writes in two pieces
         elif act == "error":
-            print(value, file=sys.stderr, flush=True)
+            os.write(2, f"{value}\n".encode())
         elif act == "env":
             line = f"{me} {os.uname().nodename} {value}={os.environ.get(value)}\n"
-            os.write(1, line.encode())  # at once: mpirun may mix up what print writes in two pieces
+            os.write(1, line.encode())
         elif act == "ready":
             (folder / f"ready-{me}").write_text(str(os.getpid()))
         elif act == "meet":  # wait until so many ranks are ready, and so hear signals

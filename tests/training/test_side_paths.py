@@ -44,25 +44,34 @@ def gone(path):
     removed(path)
 
 
+def replaced(path, make):
+    """``make(path, kind)`` puts something in its place at once: the run makes a file again while it is gone."""
+    there = path.parent.parent / f"put-{path.name}"
+    make(there, "file" if path.name in FILES else "folder")
+    while True:
+        removed(path)
+        with contextlib.suppress(OSError):
+            there.rename(path)
+            return
+
+
 def other_kind(path):
-    path.touch() if removed(path) == "folder" else path.mkdir()
+    replaced(path, lambda there, kind: there.touch() if kind == "folder" else there.mkdir())
 
 
 def dangling(path):
-    removed(path)
-    path.symlink_to("nowhere/at/all")
+    replaced(path, lambda there, _: there.symlink_to("nowhere/at/all"))
 
 
 def elsewhere(path):
     target = path.parent.parent / "elsewhere" / path.name
     target.parent.mkdir(exist_ok=True)
-    target.touch() if removed(path) == "file" else target.mkdir(exist_ok=True)
-    path.symlink_to(target)
+    target.touch() if path.name in FILES else target.mkdir(exist_ok=True)
+    replaced(path, lambda there, _: there.symlink_to(target))
 
 
 def a_pipe(path):
-    removed(path)
-    os.mkfifo(path)
+    replaced(path, lambda there, _: os.mkfifo(there))
 
 
 def read_only(path):

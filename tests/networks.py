@@ -139,6 +139,90 @@ def _drawn(draw):
     return network
 
 
+GPT = dict(SHAPE, bias=True)
+GATES = ["swiglu", "geglu", "geglu_tanh"]
+ALIKE = {
+    "gpt2": lambda draw: dict(
+        GPT, tied=draw.random() < 0.5, activation=draw.choice(["gelu", "gelu_tanh", "relu", "relu2"])
+    ),
+    "bloom": lambda draw: dict(GPT, positions="alibi", embed_norm=True),
+    "neox": lambda draw: dict(GPT, positions="rope", tied=draw.random() < 0.5, rope_fraction=draw.choice([0.5, 1.0])),
+    "llama": lambda draw: dict(LLAMA, activation=draw.choice(GATES), bias=draw.random() < 0.5),
+    "mistral": lambda draw: dict(LLAMA, **patterned("window")),
+    "qwen2": lambda draw: dict(LLAMA, qkv_bias=True, **patterned(*draw.choices(["full", "window"], k=3))),
+    "qwen3": lambda draw: dict(LLAMA, qk_norm=True, **patterned(*draw.choices(["full", "window"], k=3))),
+    "smollm3": lambda draw: dict(LLAMA, **patterned(*draw.choices(["full", "nope"], k=3))),
+    "smollm3, windows": lambda draw: dict(LLAMA, **patterned(*draw.choices(["full", "window_nope"], k=4))),
+    "granite": lambda draw: dict(
+        LLAMA,
+        embed_multiplier=draw.choice([1.0, 6.0]),
+        residual_multiplier=draw.choice([1.0, 0.3]),
+        logit_multiplier=draw.choice([0.5, 0.125]),
+        score_scale=draw.choice([None, 0.1]),
+    ),
+    "arcee": lambda draw: dict(LLAMA, activation="relu2"),
+    "apertus": lambda draw: dict(LLAMA, activation="xielu", qk_norm=True),
+    "phi3": lambda draw: dict(LLAMA, rope_fraction=0.5),
+    "olmo": lambda draw: dict(
+        LLAMA,
+        norm_order="post",
+        qk_norm=True,
+        qk_norm_span="projection",
+        **patterned(*draw.choices(["full", "window"], k=4), window_rope_base=draw.choice([None, 700.0])),
+    ),
+    "gemma": lambda draw: dict(
+        LLAMA,
+        norm_order="sandwich",
+        activation="geglu_tanh",
+        embed_scale=True,
+        qk_norm=draw.random() < 0.5,
+        score_scale=draw.choice([None, 12**-0.5, 0.3]),
+        score_cap=draw.choice([None, 3.0]),
+        logit_cap=draw.choice([None, 3.0]),
+        **patterned(*draw.choices(["full", "window"], k=3)),
+    ),
+    "glm4": lambda draw: dict(LLAMA, norm_order="sandwich", qkv_bias=draw.random() < 0.5, rope_fraction=0.5),
+    "nanochat": lambda draw: dict(LLAMA, activation="relu2", embed_norm=True, qk_norm=True, logit_cap=3.0),
+    "own": lambda draw: dict(SHAPE, positions=draw.choice(POSITIONS), embed_scale=True, activation=draw.choice(GATES)),
+}
+
+
+def exportable(seed):
+    """A network like those of one of transformers' classes."""
+    draw = random.Random(seed)
+    while True:
+        name = draw.choice([*ALIKE])
+        network = ALIKE[name](draw)
+        network |= dict(layers=draw.randint(1, 4), norm_eps=draw.choice([1e-6, 1e-4]))
+        if "kv_heads" in network:
+            network |= dict(kv_heads=draw.choice([None, 1, 2, 4]), tied=draw.random() < 0.4)
+            network |= dict(head_dim=draw.choice([None, 16])) if name not in ("phi3", "olmo", "nanochat") else {}
+        kind = draw.choice([None, None, *SCALINGS])
+        if network.get("positions") == "rope" and kind and name != "own":
+            parameters = dict(SCALINGS[kind])
+            if kind == "longrope":
+                count = int((network.get("head_dim") or 8) * network.get("rope_fraction", 1.0)) // 2
+                for key, slope in (("short_factor", 0.1), ("long_factor", 1.0)):
+                    parameters[key] = str([1 + slope * i for i in range(count)])
+            if kind == "yarn":
+                parameters |= draw.choice(
+                    [
+                        {},
+                        {"truncate": "false"},
+                        {"beta_fast": "1", "beta_slow": "8"},
+                        {"mscale": "0.7", "mscale_all_dim": "0.4"},
+                    ]
+                )
+            network |= dict(rope_scaling=dict(rope_type=kind, **parameters))
+            if "window" in network and draw.random() < 0.5:
+                network["window_rope_scaled"] = False
+        network = {key: value for key, value in network.items() if key != "window_rope_base" or network.get("window")}
+        try:
+            return valid(network)
+        except ConfigError:
+            continue
+
+
 def sizes(config):
     """Values of all weights together, by the shapes that the model declares."""
     from hpclm.interop.rules import placements

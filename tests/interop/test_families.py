@@ -30,6 +30,39 @@ THEIRS = {
         "Llama",
         dict(head_dim=16, attention_bias=True, rope_parameters={**YARN, "mscale": 0.7, "mscale_all_dim": 0.4}),
     ),
+    "Llama, YaRN whose ramp ends before it begins": (
+        "Llama",
+        dict(rope_parameters={**YARN, "beta_fast": 1, "beta_slow": 8}),
+    ),
+    "Qwen 3, YaRN not truncated, its factor from the lengths": (
+        "Qwen3",
+        dict(
+            head_dim=16,
+            rope_parameters={**YARN, "factor": None, "truncate": False, "mscale": 0, "attention_factor": None},
+        ),
+    ),
+    "OLMo 3, truncate where it is not read": (
+        "Olmo3",
+        dict(
+            **PADS,
+            sliding_window=5,
+            rope_parameters=dict(full_attention={**YARN, "truncate": False}, sliding_attention=PLAIN),
+        ),
+    ),
+    "OLMo 3, not truncated": (
+        "Olmo3",
+        dict(
+            **PADS, sliding_window=5, rope_parameters=dict(full_attention=YARN, sliding_attention=PLAIN, truncate=False)
+        ),
+    ),
+    "Gemma 3, not truncated": (
+        "Gemma3Text",
+        dict(
+            head_dim=16,
+            sliding_window=5,
+            rope_parameters=dict(full_attention=YARN, sliding_attention=PLAIN, truncate=False),
+        ),
+    ),
     "Llama, dynamic": ("Llama", dict(rope_parameters=dict(rope_type="dynamic", rope_theta=5000.0, factor=2.0))),
     "Mistral": ("Mistral", dict(sliding_window=5, head_dim=16)),
     "Qwen 2": ("Qwen2", dict(use_sliding_window=True, sliding_window=5, max_window_layers=2)),
@@ -188,6 +221,72 @@ def test_scaled_positions_that_norms_after_the_rotation_undo_are_refused(tmp_pat
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hf")
     with pytest.raises(ConfigError, match="rope_type=yarn, which scales q and k after their norms"):
         main([str(tmp_path / "hf"), str(tmp_path / "run")])
+
+
+IGNORED = {**YARN, "attn_factor": 0.9}
+REFUSED = {
+    "attn_factor": ("llama", dict(rope_scaling=IGNORED), r"--ignore rope_scaling\.attn_factor"),
+    "attn_factor, in rope_parameters": (
+        "llama",
+        dict(rope_parameters=IGNORED),
+        r"--ignore rope_parameters\.attn_factor",
+    ),
+    "Phi 3, linear": ("phi3", dict(rope_scaling=LINEAR), "rope_type=linear, and Phi3ForCausalLM has longrope"),
+    "Phi 3, dynamic": ("phi3", dict(rope_scaling={**LINEAR, "rope_type": "dynamic"}), "Phi3ForCausalLM has longrope"),
+    "Phi 3, llama3": ("phi3", dict(rope_scaling=LLAMA3), "rope_type=llama3, and Phi3ForCausalLM has longrope"),
+    "Qwen 2, nested": (
+        "qwen2",
+        dict(rope_parameters=dict(full_attention=YARN)),
+        "the same rotary positions in all layers",
+    ),
+    "Mistral, other layers": (
+        "mistral",
+        dict(layer_types=["full_attention"] * 4, sliding_window=5),
+        "this class has sliding_attention in all layers",
+    ),
+    "null": ("llama", dict(rms_norm_eps=None), "rms_norm_eps=null, and LlamaForCausalLM needs a value"),
+    "not a number": ("granite", dict(logits_scaling="x"), 'logits_scaling="x" must be a finite number of more than 0'),
+    "heads": ("llama", dict(hidden_size=50), "hidden_size=50, and LlamaForCausalLM needs a multiple"),
+}
+
+
+@pytest.mark.parametrize("kind, change, answer", REFUSED.values(), ids=REFUSED.keys())
+def test_what_transformers_refuses_or_ignores_is_refused_by_name(kind, change, answer):
+    with pytest.raises(ConfigError, match=answer):
+        families.settings({"model_type": kind, **SIZES, **change})
+
+
+def test_a_parameter_of_scaled_positions_that_transformers_ignores_is_ignored_by_name(transformers):
+    plain = {"model_type": "llama", **SIZES, "rope_scaling": YARN}
+    named = families.without_ignored({**plain, "rope_scaling": IGNORED}, ["rope_scaling.attn_factor"])
+    assert families.settings(named) == families.settings(plain)
+    for name, answer in {
+        "rope_scaling.factor": "hpclm needs this parameter",
+        "rope_scaling.nothing": "has no such parameter",
+        "hidden_size.x": "has no such key",
+    }.items():
+        with pytest.raises(ConfigError, match=answer):
+            families.without_ignored(plain, [name])
+
+
+@pytest.mark.parametrize("name", ["gelu_fast", "gelu_accurate", "gelu_python_tanh", "gelu_python", "relu2"])
+def test_every_name_of_an_activation_that_hpclm_has_is_read(name, transformers, tmp_path):
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=48, n_head=6, n_positions=16, vocab_size=93, activation_function=name
+    )
+    there = louder(transformers.AutoModelForCausalLM.from_config(config)).eval()
+    there.save_pretrained(tmp_path / "hf")
+    main([str(tmp_path / "hf"), str(tmp_path / "run")])
+    made.close(made.logits(tmp_path / "run"), peer_logits(there))
+
+
+def test_an_untied_folder_without_a_head_says_how_it_can_be_imported(transformers, tmp_path):
+    saved(transformers, "Llama 3.1", tmp_path / "hf")
+    path = tmp_path / "hf/config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": False}))
+    with pytest.raises(ConfigError, match=r"no matrix for the output; give model\.tied=true"):
+        main([str(tmp_path / "hf"), str(tmp_path / "run")])
+    main([str(tmp_path / "hf"), str(tmp_path / "run"), "model.tied=true"])
 
 
 def test_a_hidden_size_that_heads_do_not_divide_goes_to_a_class_that_takes_it(tmp_path, transformers):

@@ -257,11 +257,15 @@ CHANGES = {
     "tied, with two matrices": ("llama", dict(tie_word_embeddings=True), "is another matrix; give model.tied=false"),
     "rope is a list": ("llama", dict(rope_parameters=[1, 2]), "rope_parameters=[1, 2] must be a mapping"),
     "rope is text": ("llama", dict(rope_parameters="x"), "rope_parameters=x must be a mapping"),
-    "rope without end": ("llama", dict(rope_parameters={"rope_theta": float("inf")}), "must be more than 1 and finite"),
+    "rope without end": (
+        "llama",
+        dict(rope_parameters={"rope_theta": float("inf")}),
+        "must be a finite number of more than 0",
+    ),
     "kind is a list": ("llama", dict(model_type=["llama"]), "is not supported"),
     "activation is a mapping": ("llama", dict(hidden_act={"a": 1}), "hidden_act="),
     "quantized": ("llama", dict(quantization_config={"bits": 4}), "its weights are quantized"),
-    "no layers": ("llama", dict(num_hidden_layers=None), "does not say num_hidden_layers"),
+    "no layers": ("llama", dict(num_hidden_layers=None), "num_hidden_layers=null, and LlamaForCausalLM needs a value"),
     "not a number": ("llama", dict(num_hidden_layers="many"), "model.layers='many'"),
     "parallel": ("neox", dict(use_parallel_residual=True), "use_parallel_residual=true"),
     "part of a head": ("neox", dict(rotary_pct=0.4), "model.rope_fraction=0.4 of a head of 8 is 3"),
@@ -274,7 +278,7 @@ CHANGES = {
         "transformer.h.0.mlp.c_fc.weight gives block0.mlp.up.weight of shape (192, 48), but the settings",
     ),
     "rows": ("gpt2", dict(vocab_size=90), "transformer.wte.weight has 93 rows, but model.vocab_size is 90"),
-    "untied": ("gpt2", dict(tie_word_embeddings=False), "has no lm_head.weight"),
+    "untied": ("gpt2", dict(tie_word_embeddings=False), "no matrix for the output; give model.tied=true"),
 }
 
 

@@ -18,6 +18,7 @@ from hpclm.errors import ConfigError
 from hpclm.interop.exported import Exported, cast
 from hpclm.interop.gguf import networks, vocabulary
 from hpclm.interop.huggingface import tokenizer
+from hpclm.interop.huggingface.shape import canonical
 from hpclm.interop.run import RunCheckpoint, fresh
 from hpclm.node.hardware import TYPES
 
@@ -39,7 +40,7 @@ def export_run(checkpoint: RunCheckpoint, target: Path, dtype: str = "fp32", all
     ConfigError if llama.cpp would compute other logits, or encode text in another way; and for weights that are too large for
     fp16, or not finite without ``allow_nan``.
     """
-    config = checkpoint.config.model
+    config = canonical(checkpoint.config.model)
     network = networks.of_network(config)
     own = tokenizer.of_run(checkpoint.config.data)
     if own is None:

@@ -5,10 +5,11 @@ Their fused projection is (heads, 3, D), like ours without grouped queries.
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 from hpclm.config import ModelConfig
 from hpclm.interop.huggingface import shape
-from hpclm.interop.huggingface.family import LAYERNORM, REQUIRED, Family, Json
+from hpclm.interop.huggingface.family import LAYERNORM, Family, Json
 from hpclm.interop.rules import of_modules
 
 IN_BLOCK = {
@@ -42,22 +43,29 @@ def more(config: ModelConfig) -> Iterator[str]:
 
 def wrong(tree: Json) -> Iterator[str]:
     """What in a GPT-NeoX hpclm does not support."""
-    if tree.get("use_parallel_residual", True):
+    if tree["use_parallel_residual"]:
         yield "use_parallel_residual=true, and in hpclm the MLP reads what attention has added to"
+
+
+def neox_rope(tree: Json) -> dict[str, Any]:
+    """Settings for rotary positions, whose keys have other names than in other classes."""
+    tree = {key: value for key, value in tree.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    base = shape.number({"rotary_emb_base": 10000.0, **tree}, "rotary_emb_base")
+    return shape.rope(tree, base, shape.number({"rotary_pct": 0.25, **tree}, "rotary_pct"))
 
 
 BLOOM = Family(
     "BloomForCausalLM",
     "bloom",
     keys=dict(
-        layers=("n_layer", REQUIRED),
-        hidden=("hidden_size", REQUIRED),
-        heads=("n_head", REQUIRED),
-        context=("seq_length", 2048),
-        norm_eps=("layer_norm_epsilon", 1e-5),
-        dropout=("hidden_dropout", 0.0),
-        attention_dropout=("attention_dropout", 0.0),
-        tied=("tie_word_embeddings", True),
+        layers="n_layer",
+        hidden="hidden_size",
+        heads="n_head",
+        context="seq_length",
+        norm_eps="layer_norm_epsilon",
+        dropout="hidden_dropout",
+        attention_dropout="attention_dropout",
+        tied="tie_word_embeddings",
     ),
     rules=partial(of_modules, modules=BLOOM_MODULES, layer="transformer.h.{}."),
     prefix="transformer.",
@@ -72,16 +80,16 @@ NEOX = Family(
     "GPTNeoXForCausalLM",
     "gpt_neox",
     keys=dict(
-        layers=("num_hidden_layers", REQUIRED),
-        hidden=("hidden_size", REQUIRED),
-        heads=("num_attention_heads", REQUIRED),
-        ffn=("intermediate_size", REQUIRED),
-        context=("max_position_embeddings", 2048),
-        activation=("hidden_act", "gelu"),
-        norm_eps=("layer_norm_eps", 1e-5),
-        dropout=("hidden_dropout", 0.0),
-        attention_dropout=("attention_dropout", 0.0),
-        tied=("tie_word_embeddings", False),
+        layers="num_hidden_layers",
+        hidden="hidden_size",
+        heads="num_attention_heads",
+        ffn="intermediate_size",
+        context="max_position_embeddings",
+        activation="hidden_act",
+        norm_eps="layer_norm_eps",
+        dropout="hidden_dropout",
+        attention_dropout="attention_dropout",
+        tied="tie_word_embeddings",
     ),
     rules=partial(of_modules, modules=NEOX_MODULES, layer="gpt_neox.layers.{}."),
     prefix="gpt_neox.",
@@ -93,7 +101,7 @@ NEOX = Family(
         rope_scaling=shape.scaling(config) or None,
         use_parallel_residual=False,
     ),
-    shape=lambda tree: shape.rope(tree, tree.get("rotary_emb_base") or 10000.0, tree.get("rotary_pct", 0.25)),
+    shape=lambda tree: neox_rope(tree),
     covers=shape.ROPE_SETTINGS,
     read=f"{shape.ROPE} rotary_pct rotary_emb_base use_parallel_residual",
     unread="is_decoder",

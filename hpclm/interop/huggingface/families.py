@@ -1,12 +1,13 @@
 """The classes of transformers that hpclm converts, by model_type."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from hpclm.config import ModelConfig
 from hpclm.config.model import BLOCKS
+from hpclm.config.rope import KINDS
 from hpclm.errors import ConfigError
-from hpclm.interop.huggingface import bloom_neox, gemma, glm_phi, gpt2, llama, nanochat, olmo, own, relatives
+from hpclm.interop.huggingface import bloom_neox, gemma, glm_phi, gpt2, llama, nanochat, olmo, own, relatives, shape
 from hpclm.interop.huggingface.family import Family, Json
 from hpclm.interop.rules import without
 
@@ -38,8 +39,24 @@ def why_own(config: ModelConfig) -> str:
 def without_ignored(tree: Json, ignored: Collection[str]) -> Json:
     """A config.json without keys that the user wants ignored; ConfigError for one that is not there, or that hpclm reads."""
     family = FAMILIES.get(str(tree.get("model_type")), own.FAMILY)
-    needed = {key for key, _ in family.keys.values()} | {"model_type", "vocab_size", *family.read.split()}
-    return without(tree, ignored, needed, "key")
+    needed = {*family.keys.values()} | {"model_type", "vocab_size", *family.read.split()}
+    inner = [name for name in ignored if "." in name and name not in tree]
+    tree = without(tree, [name for name in ignored if name not in inner], needed, "key")
+    for name in inner:
+        *outer, key = name.split(".")
+        tree = _without_parameter(tree, name, outer, key)
+    return tree
+
+
+def _without_parameter(tree: Json, name: str, outer: Sequence[str], key: str) -> Json:
+    """``tree`` without the key ``key`` of the mapping below the keys ``outer``, which is a parameter of scaled positions."""
+    if not outer:
+        parameters = " ".join(word for kind in KINDS.values() for word in kind).split()
+        return without(tree, [key], {*parameters, *shape.OUTSIDE}, f"parameter ({name})")
+    below = tree.get(outer[0])
+    if not isinstance(below, Mapping) or not outer[0].startswith(("rope_", *shape.KEPT)):
+        raise ConfigError(f"--ignore {name}: the source has no such key")
+    return {**tree, outer[0]: _without_parameter(below, name, outer[1:], key)}
 
 
 def of_config(tree: Json) -> Family:
@@ -59,11 +76,8 @@ def of_config(tree: Json) -> Family:
 def settings(tree: Json) -> dict[str, Any]:
     """The model settings for a config.json; ConfigError if hpclm does not support the network."""
     family = of_config(tree)
-    if tree.get("vocab_size") is None:
-        raise ConfigError("it does not say vocab_size")
     one = {name: values[0] for name, values in family.needs.items() if len(values) == 1}
-    known = dict(vocab_size=tree["vocab_size"], init_std=tree.get("initializer_range", 0.02))
-    values = one | known | family.settings(tree)
+    values = one | family.settings(tree)
     wrong = [
         f"model.{name}={values[name]}, which {family.architecture} in transformers does not have"
         for name, allowed in family.needs.items()

@@ -8,11 +8,12 @@ from typing import Any
 
 from hpclm.config import ModelConfig
 from hpclm.errors import ConfigError
+from hpclm.interop.huggingface.defaults import DEFAULTS as MISSING
+from hpclm.interop.huggingface.defaults import NULLABLE
 from hpclm.interop.rules import Rule
 
 Json = Mapping[str, Any]
 log = logging.getLogger(__name__)
-REQUIRED: Any = object()
 WITHOUT_EFFECT = """
     model_type architectures transformers_version _name_or_path name_or_path torch_dtype dtype vocab_size initializer_range
     quantization_config use_cache return_dict output_hidden_states output_attentions output_scores return_dict_in_generate torchscript
@@ -31,9 +32,10 @@ UNSET = """
     use_bidirectional_attention attn_logit_softcapping"""
 """Keys without effect as long as they are false or empty."""
 CAUSAL = {"is_causal": (True,)}
-GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
+GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu", "relu2": "relu2"}
+GELUS |= dict(gelu_fast="gelu_tanh", gelu_accurate="gelu_tanh", gelu_python_tanh="gelu_tanh", gelu_python="gelu")
 """transformers' names of activations, and ours."""
-LAYERNORM = dict(norm=("layernorm",), activation=("gelu", "gelu_tanh", "relu"), bias=(True,))
+LAYERNORM = dict(norm=("layernorm",), activation=("gelu", "gelu_tanh", "relu", "relu2"), bias=(True,))
 """Settings that older classes need."""
 ELSEWHERE = {"vocab_size", "vocab_multiple", "dropout", "attention_dropout", "init_std", "kernels", "attention", "tied"}
 ELSEWHERE |= {"kv_heads", "ffn", "head_dim", "hidden", "heads", "layers", "context"}
@@ -52,8 +54,8 @@ class Family:
 
     architecture: str
     model_type: str
-    keys: Mapping[str, tuple[str, Any]]
-    """Our setting -> its key in config.json, and its value if the key is missing; or REQUIRED."""
+    keys: Mapping[str, str]
+    """Our setting -> its key in config.json."""
     rules: Callable[[ModelConfig], Iterable[Rule]]
     """How each weight is converted."""
     prefix: str
@@ -99,27 +101,33 @@ class Family:
             "head_dim": config.head_width,
             "activation": names.get(config.activation, config.activation),
         }
-        values = {theirs: derived.get(ours, getattr(config, ours)) for ours, (theirs, _) in self.keys.items()}
-        return {"model_type": self.model_type, **values, **self.constant(config)}
+        values = {theirs: derived.get(ours, getattr(config, ours)) for ours, theirs in self.keys.items()}
+        return {"model_type": self.model_type, **values, **self.constant(config), **described_context(config)}
 
     def settings(self, tree: Json) -> dict[str, Any]:
         """Settings of the network that a config.json describes."""
-        tree = {self.aliases.get(key, key): value for key, value in tree.items() if self.aliases.get(key) not in tree}
-        missing = [key for key, absent in self.keys.values() if absent is REQUIRED and tree.get(key) is None]
+        tree = self.completed(tree)
+        missing = [key for key in ("vocab_size", "initializer_range", *self.keys.values()) if key not in tree]
         if missing:
             raise ConfigError(f"it does not say {', '.join(missing)}")
-        values = {ours: absent if tree.get(key) is None else tree[key] for ours, (key, absent) in self.keys.items()}
+        values = {ours: tree[key] for ours, key in self.keys.items()}
+        values |= dict(vocab_size=tree["vocab_size"], init_std=tree["initializer_range"])
         if "activation" in values:
-            key, theirs = self.keys["activation"][0], values["activation"]
+            key, theirs = self.keys["activation"], values["activation"]
             if not isinstance(theirs, str) or theirs not in self.activations:
                 raise ConfigError(f"{key}={_shown(theirs)}, and hpclm has {', '.join(self.activations)}")
             values["activation"] = self.activations[theirs]
-        derived = {"ffn": 4 * values["hidden"], "kv_heads": values["heads"]}
-        values |= {name: value for name, value in derived.items() if name in values and not values[name]}
+        derived = {"ffn": 4 * values["hidden"], "kv_heads": values["heads"], "attention_dropout": 0.0}
+        values |= {name: value for name, value in derived.items() if name in values and values[name] is None}
         remark = self.remark(tree)
         if remark:
             log.warning(remark)
         return values | self.shape(tree)
+
+    def completed(self, tree: Json) -> dict[str, Any]:
+        """A config.json under current names, with the class's defaults for what is missing."""
+        named = {self.aliases.get(key, key): value for key, value in tree.items() if self.aliases.get(key) not in tree}
+        return {**MISSING.get(self.model_type, {}), **named}
 
     def obstacles(self, config: ModelConfig) -> list[str]:
         """Why this class does not cover a network."""
@@ -149,7 +157,7 @@ class Family:
             for key, values in {**CAUSAL, **self.fixed}.items()
             if tree.get(key, values[0]) not in values
         ]
-        known = {key for key, _ in self.keys.values()} | {*CAUSAL, *self.fixed, *self.aliases}
+        known = {*self.keys.values()} | {*CAUSAL, *self.fixed, *self.aliases}
         known |= {*WITHOUT_EFFECT.split(), *self.read.split(), *self.unread.split()}
         unset = {*UNSET.split()}
         reasons += [
@@ -162,7 +170,32 @@ class Family:
             for old, key in self.aliases.items()
             if old in tree and tree[old] != tree.get(key, tree[old])
         ]
-        return [*reasons, *self.wrong(tree)]
+        nullable = NULLABLE.get(self.model_type, "").split()
+        reasons += [
+            f"{key}=null, and {self.architecture} needs a value"
+            for key, default in MISSING.get(self.model_type, {}).items()
+            if default is not None and key not in nullable and key in tree and tree[key] is None
+        ]
+        whole = self.completed(tree)
+        heads, hidden = whole.get("num_attention_heads"), whole.get("hidden_size")
+        if (
+            self.architecture in DIVIDED
+            and isinstance(heads, int)
+            and isinstance(hidden, int)
+            and heads
+            and hidden % heads
+        ):
+            reasons.append(
+                f"hidden_size={hidden}, and {self.architecture} needs a multiple of num_attention_heads={heads}"
+            )
+        return reasons or [*self.wrong(whole)]
+
+
+def described_context(config: ModelConfig) -> dict[str, Any]:
+    """transformers scales dynamic rotary positions beyond max_position_embeddings, not beyond the original length."""
+    if config.rope_scaling.get("rope_type") != "dynamic":
+        return {}
+    return {"max_position_embeddings": json.loads(config.rope_scaling["original_max_position_embeddings"])}
 
 
 def _shown(value: Any) -> str:

@@ -21,6 +21,7 @@ from hpclm.interop import run
 from hpclm.interop.exported import Exported, cast
 from hpclm.interop.huggingface import card, families, own, shards, special, tokenizer
 from hpclm.interop.huggingface.family import Family
+from hpclm.interop.huggingface.shape import canonical
 from hpclm.interop.huggingface.shards import Reader
 from hpclm.interop.rules import Rule
 from hpclm.interop.run import RunCheckpoint, fresh
@@ -36,7 +37,7 @@ def export_run(
 
     ConfigError if the network has no Hugging Face form, or a weight is too large for fp16, or not finite without ``allow_nan``.
     """
-    config = checkpoint.config.model
+    config = canonical(checkpoint.config.model)
     family = families.of_network(config)
     rules = list(family.rules(config))
     run_tokenizer = tokenizer.of_run(checkpoint.config.data)
@@ -114,7 +115,13 @@ class Prefixed:
         bare = not any(name.startswith(family.prefix) for name in there)
         self._reader = reader
         self._names = {family.prefix + name if bare and not _head(name) else name: name for name in there}
-        heads = [name for name in self._names if _head(name)] if config.tied else []
+        heads = [name for name in self._names if _head(name)]
+        if not (config.tied or heads):
+            raise ConfigError(
+                "config.json does not tie the output to the embedding, but the weights have no matrix for the output; give model.tied=true "
+                "if the embedding is the output, too"
+            )
+        heads = heads if config.tied else []
         for head in heads:  # some files contain the embedding twice
             own = self._names.pop(head)
             tokens = next(rule.theirs[0] for rule in family.rules(config) if rule.ours == "tokens.weight")

@@ -1,6 +1,6 @@
 """transformers' Gemma2ForCausalLM and Gemma3ForCausalLM (text): norms before and after sublayers, with weights that 1 is added to."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,21 +23,33 @@ def rules(config: ModelConfig) -> Iterable[Rule]:
         yield shifted(rule) if "norm" in rule.ours else rule
 
 
-def _read(tree: Json, caps: tuple[float | None, float | None], kind: Any) -> dict[str, Any]:
-    values = {ours: tree.get(key, cap) for (ours, key), cap in zip(CAPS.items(), caps, strict=True)}
-    scale = tree.get("query_pre_attn_scalar", 256) ** -0.5
-    layers = shape.layers(tree, kind, 4096, turned=True)
+def _read(tree: Json, kind: Any) -> dict[str, Any]:
+    values = {ours: tree[key] for ours, key in CAPS.items()}
+    scale = shape.number(tree, "query_pre_attn_scalar") ** -0.5
+    layers = shape.layers(tree, kind, turned=True)
     return values | dict(score_scale=scale) | layers | shape.biases(tree, llama.ALL_ATTENTION)
 
 
 def _described(config: ModelConfig) -> dict[str, Any]:
-    width = config.head_width if config.score_scale is None else config.score_scale**-2
     return (
         shape.described_biases(config, llama.ALL_ATTENTION)
         | {"layer_types": shape.layer_types(config), "sliding_window": config.window or config.context}
         | {key: getattr(config, ours) for ours, key in CAPS.items()}
-        | {"query_pre_attn_scalar": round(width) if abs(width - round(width)) < 1e-6 else width}
+        | {"query_pre_attn_scalar": _scalar(config)}
     )
+
+
+def _more(config: ModelConfig) -> Iterator[str]:
+    """Why a Gemma does not cover a network."""
+    yield from shape.bias_obstacles(config, llama.ALL_ATTENTION)
+    if not isinstance(_scalar(config), int):
+        yield f"model.score_scale={config.score_scale}, where it has 1 / sqrt(a whole number)"
+
+
+def _scalar(config: ModelConfig) -> int | float:
+    """query_pre_attn_scalar, which must be whole."""
+    scalar = config.head_width if config.score_scale is None else config.score_scale**-2
+    return round(scalar) if scalar > 0.5 and abs(scalar - round(scalar)) < 1e-6 * scalar else scalar
 
 
 def _second(i: int) -> str:
@@ -48,14 +60,7 @@ GEMMA2 = replace(
     llama.LLAMA,
     architecture="Gemma2ForCausalLM",
     model_type="gemma2",
-    keys={
-        **llama.LLAMA.keys,
-        "head_dim": ("head_dim", 256),
-        "kv_heads": ("num_key_value_heads", 4),
-        "activation": ("hidden_activation", "gelu_pytorch_tanh"),
-        "context": ("max_position_embeddings", 8192),
-        "tied": ("tie_word_embeddings", True),
-    },
+    keys={**llama.LLAMA.keys, "activation": "hidden_activation"},
     rules=rules,
     needs=dict(
         positions=("rope",),
@@ -66,23 +71,20 @@ GEMMA2 = replace(
         rope_fraction=(1.0,),
     ),
     constant=lambda config: _described(config) | shape.described_rope(config),
-    shape=lambda tree: _read(tree, (50.0, 30.0), _second) | shape.rope(tree),
+    shape=lambda tree: _read(tree, _second) | shape.rope(tree),
     covers=(*llama.LLAMA.covers, *CAPS, "score_scale", "pattern", "window"),
     read=f"{llama.LLAMA.read} query_pre_attn_scalar {' '.join(CAPS.values())}",
     unread="hidden_act",
     wrong=lambda tree: (),
-    more=llama.of(llama.ALL_ATTENTION),
+    more=_more,
 )
 
 
 def read(tree: Json) -> dict[str, Any]:
     """Gemma 3's settings: layers with windows have a base of their own, and only the others are scaled."""
-    every = tree.get("sliding_window_pattern", 6)
-    common = _read(tree, (None, None), lambda i: "sliding_attention" if (i + 1) % every else "full_attention")
-    both = shape.mapping(tree.get("rope_parameters"), "rope_parameters")
-    full = dict(shape.mapping(both.get("full_attention"), "rope_parameters.full_attention"))
-    full |= shape.mapping(tree.get("rope_scaling"), "rope_scaling")
-    near = dict(shape.mapping(both.get("sliding_attention"), "rope_parameters.sliding_attention"))
+    every = int(shape.number({"sliding_window_pattern": 6, **tree}, "sliding_window_pattern"))
+    common = _read(tree, lambda i: "sliding_attention" if (i + 1) % every else "full_attention")
+    full, near = shape.by_kind(tree)
     near.setdefault("rope_theta", tree.get("rope_local_base_freq", 10000.0))
     far = shape.rope(tree, 1e6, parameters=full)
     return common | far | shape.near(tree, near, far, common, 10000.0)
@@ -90,6 +92,8 @@ def read(tree: Json) -> dict[str, Any]:
 
 def described(config: ModelConfig) -> dict[str, Any]:
     """The keys that read() reads."""
+    if "truncate" in config.rope_scaling:
+        return _described(config) | shape.described_by_kind(config)
     local = {"rope_local_base_freq": config.window_rope_base or config.rope_base}
     return _described(config) | {"rope_theta": config.rope_base, "rope_scaling": shape.scaling(config) or None} | local
 
@@ -98,7 +102,6 @@ GEMMA3 = replace(
     GEMMA2,
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
-    keys={**GEMMA2.keys, "context": ("max_position_embeddings", 131072)},
     needs={**GEMMA2.needs, "qk_norm": (True,), "score_cap": (None,)},
     constant=described,
     shape=read,
@@ -107,5 +110,5 @@ GEMMA3 = replace(
     "_sliding_window_pattern",
     unread="hidden_act _sliding_window_pattern",
     fixed=dict(attn_logit_softcapping=(None,), use_bidirectional_attention=(False, None)),
-    more=lambda config: [*shape.bias_obstacles(config, llama.ALL_ATTENTION), *shape.unscaled_windows(config)],
+    more=lambda config: [*_more(config), *shape.unscaled_windows(config)],
 )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hpclm.config import ModelConfig
+from hpclm.errors import ConfigError
 from hpclm.interop.huggingface import llama, shape
 from hpclm.interop.huggingface.family import Json
 from hpclm.interop.rules import Rule, in_one, of_modules, reordered
@@ -46,30 +47,26 @@ GLM4 = replace(
     llama.LLAMA,
     architecture="Glm4ForCausalLM",
     model_type="glm4",
-    keys={
-        **llama.LLAMA.keys,
-        "head_dim": ("head_dim", 128),
-        "kv_heads": ("num_key_value_heads", 2),
-        "context": ("max_position_embeddings", 131072),
-        "norm_eps": ("rms_norm_eps", 1.5625e-07),
-    },
     rules=glm4_rules,
     needs=TURNED | {"norm_order": ("sandwich",)},
     constant=lambda config: llama.described(config, GLM4_BIASES) | {"partial_rotary_factor": config.rope_fraction},
-    shape=lambda tree: llama.read({"attention_bias": True, **tree}, GLM4_BIASES, part=0.5),
+    shape=lambda tree: llama.read(tree, GLM4_BIASES),
     more=llama.of(GLM4_BIASES),
 )
 
 
 def phi3(tree: Json) -> dict[str, Any]:
     """Settings that follow from several keys; Phi 3 has one way to scale, under three names."""
-    tree = {"original_max_position_embeddings": 4096, **tree}
+    tree = dict(tree)
     for key in ("rope_scaling", "rope_parameters"):
         given = shape.mapping(tree.get(key), key)
         if given.get("rope_type", given.get("type")) in ("su", "yarn"):
             tree[key] = {**given, "rope_type": "longrope"}
     window = shape.layers({**tree, "layer_types": None})
-    return llama.read(tree, NONE) | window | dict(dropout=tree.get("resid_pdrop", 0.0))
+    settings = llama.read(tree, NONE)
+    if (kind := settings["rope_scaling"].get("rope_type")) not in (None, "longrope"):
+        raise ConfigError(f"rope_type={kind}, and Phi3ForCausalLM has longrope")
+    return settings | window | dict(dropout=tree["resid_pdrop"])
 
 
 def described_phi3(config: ModelConfig) -> dict[str, Any]:
@@ -85,7 +82,7 @@ def described_phi3(config: ModelConfig) -> dict[str, Any]:
 
 def wrong_phi3(tree: Json) -> Iterator[str]:
     """transformers 5 leaves out embd_pdrop, so that dropout is not quite ours."""
-    if tree.get("embd_pdrop", 0.0) != tree.get("resid_pdrop", 0.0):
+    if tree["embd_pdrop"] != tree["resid_pdrop"]:
         yield "embd_pdrop and resid_pdrop differ, and hpclm has one model.dropout for both"
 
 
@@ -101,11 +98,7 @@ PHI3 = replace(
     llama.LLAMA,
     architecture="Phi3ForCausalLM",
     model_type="phi3",
-    keys={
-        **llama.NARROW,
-        "context": ("max_position_embeddings", 4096),
-        "norm_eps": ("rms_norm_eps", 1e-5),
-    },
+    keys=llama.NARROW,
     rules=phi3_rules,
     needs=TURNED | {"pattern": (["full"], ["window"])},
     constant=described_phi3,

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from hpclm.interop.huggingface.family import LAYERNORM, REQUIRED, Family, Json
+from hpclm.interop.huggingface.family import LAYERNORM, Family, Json
 from hpclm.interop.rules import of_modules
 
 MODULES = {
@@ -21,7 +21,7 @@ MODULES = {
 
 def remark(tree: Json) -> str | None:
     """hpclm has one setting for two dropouts."""
-    embedded, added = (tree.get(name, 0.1) for name in ("embd_pdrop", "resid_pdrop"))
+    embedded, added = (tree[name] for name in ("embd_pdrop", "resid_pdrop"))
     if embedded == added:
         return None
     return (
@@ -34,16 +34,16 @@ FAMILY = Family(
     "GPT2LMHeadModel",
     "gpt2",
     keys=dict(
-        layers=("n_layer", REQUIRED),
-        hidden=("n_embd", REQUIRED),
-        heads=("n_head", REQUIRED),
-        ffn=("n_inner", None),
-        context=("n_positions", 1024),
-        activation=("activation_function", "gelu_new"),
-        norm_eps=("layer_norm_epsilon", 1e-5),
-        dropout=("resid_pdrop", 0.1),
-        attention_dropout=("attn_pdrop", 0.1),
-        tied=("tie_word_embeddings", True),
+        layers="n_layer",
+        hidden="n_embd",
+        heads="n_head",
+        ffn="n_inner",
+        context="n_positions",
+        activation="activation_function",
+        norm_eps="layer_norm_epsilon",
+        dropout="resid_pdrop",
+        attention_dropout="attn_pdrop",
+        tied="tie_word_embeddings",
     ),
     rules=partial(of_modules, modules=MODULES, layer="transformer.h.{}.", in_out=True),
     prefix="transformer.",

@@ -10,7 +10,7 @@ import torch
 from hpclm.config import ModelConfig
 from hpclm.errors import ConfigError
 from hpclm.interop.huggingface import shape
-from hpclm.interop.huggingface.family import REQUIRED, Family, Json
+from hpclm.interop.huggingface.family import Family, Json
 from hpclm.interop.rules import Rule, of_modules
 
 ALWAYS = {
@@ -44,11 +44,9 @@ def rules(config: ModelConfig, more: dict[str, str] | None = None) -> Iterable[R
     return of_modules(config, modules(config, more), LAYER)
 
 
-def read(
-    tree: Json, biases: Sequence[str | bool] = ALL, theta: float = 10000.0, absent: bool = False, part: float = 1.0
-) -> dict[str, Any]:
-    """Settings that follow from several keys; ``absent``: biases without their keys."""
-    return shape.rope(tree, theta, part) | shape.biases(tree, biases, absent)
+def read(tree: Json, biases: Sequence[str | bool] = ALL, theta: float = 10000.0) -> dict[str, Any]:
+    """Settings that follow from several keys."""
+    return shape.rope(tree, theta) | shape.biases(tree, biases)
 
 
 def windowed(tree: Json, biases: Sequence[str | bool], **given: Any) -> dict[str, Any]:
@@ -63,14 +61,16 @@ def described(config: ModelConfig, biases: Sequence[str | bool] = ALL) -> dict[s
 
 def last_windowed(tree: Json) -> dict[str, Any]:
     """How Qwen 2 and 3 say which layers have a window: those from max_window_layers on, if use_sliding_window is set."""
-    first = tree.get("max_window_layers", 28)
+    first = tree["max_window_layers"]
+    if type(first) is not int:
+        raise ConfigError(f"max_window_layers={first} must be a whole number")
     kind: Any = lambda i: "sliding_attention" if i >= first else "full_attention"  # noqa: E731
-    return shape.layers(tree, kind, 4096, switched=True)
+    return shape.layers(tree, kind, switched=True)
 
 
 def no_rope(tree: Json) -> dict[str, Any]:
     """SmolLM 3's: layers without positions, and windows in these only."""
-    count, every = tree.get("num_hidden_layers", 0), tree.get("no_rope_layer_interval", 4)
+    count, every = shape.whole(tree, "num_hidden_layers"), int(shape.number(tree, "no_rope_layer_interval"))
     turned = tree.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(count)]
     if not isinstance(turned, list) or len(turned) != count:
         raise ConfigError(f"no_rope_layers={turned} must be a list with a number for each of {count} layers")
@@ -96,17 +96,17 @@ LLAMA = Family(
     "LlamaForCausalLM",
     "llama",
     keys=dict(
-        layers=("num_hidden_layers", REQUIRED),
-        hidden=("hidden_size", REQUIRED),
-        heads=("num_attention_heads", REQUIRED),
-        head_dim=("head_dim", None),
-        kv_heads=("num_key_value_heads", None),
-        ffn=("intermediate_size", REQUIRED),
-        context=("max_position_embeddings", 2048),
-        norm_eps=("rms_norm_eps", 1e-6),
-        activation=("hidden_act", "silu"),
-        attention_dropout=("attention_dropout", 0.0),
-        tied=("tie_word_embeddings", False),
+        layers="num_hidden_layers",
+        hidden="hidden_size",
+        heads="num_attention_heads",
+        head_dim="head_dim",
+        kv_heads="num_key_value_heads",
+        ffn="intermediate_size",
+        context="max_position_embeddings",
+        norm_eps="rms_norm_eps",
+        activation="hidden_act",
+        attention_dropout="attention_dropout",
+        tied="tie_word_embeddings",
     ),
     rules=rules,
     prefix="model.",
@@ -131,10 +131,17 @@ def window_unread(tree: Json) -> Iterator[str]:
     """Keys of windows in a class that has none."""
     if set(tree.get("layer_types") or []) - {"full_attention"}:
         yield f"layer_types={tree['layer_types']}, and this class attends to everything before a token"
-    window, context = tree.get("sliding_window"), tree.get("max_position_embeddings", 2048)
+    window, context = tree.get("sliding_window"), tree["max_position_embeddings"]
     on = window and tree.get("use_sliding_window", True)
     if on and not (isinstance(window, int) and isinstance(context, int) and window >= context):
         yield f"sliding_window={window}, and this class attends to everything before a token"
+
+
+def other_layers(tree: Json) -> Iterator[str]:
+    """Kinds of layers in a class that has one kind, and does not read them."""
+    kind = "full_attention" if tree["sliding_window"] is None else "sliding_attention"
+    if set(tree.get("layer_types") or []) - {kind}:
+        yield f"layer_types={tree['layer_types']}, and with sliding_window={tree['sliding_window']} this class has {kind} in all layers"
 
 
 NARROW = {name: key for name, key in LLAMA.keys.items() if name != "head_dim"}
@@ -144,10 +151,10 @@ MISTRAL = replace(
     WINDOWED,
     architecture="MistralForCausalLM",
     model_type="mistral",
-    keys={**LLAMA.keys, "kv_heads": ("num_key_value_heads", 8), "context": ("max_position_embeddings", 131072)},
     needs={**LLAMA.needs, "pattern": (["window"], ["full"])},
     constant=lambda config: described(config, (False,) * 3) | {"sliding_window": config.window},
-    shape=lambda tree: windowed(tree, (False,) * 3, window=4096),
+    shape=lambda tree: windowed({**tree, "layer_types": None}, (False,) * 3),
+    wrong=lambda tree: other_layers(tree),
     more=of((False,) * 3),
 )
 QWEN2_BIASES = (True, False, False)
@@ -155,7 +162,7 @@ QWEN2 = replace(
     WINDOWED,
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
-    keys={**NARROW, "kv_heads": ("num_key_value_heads", 32), "context": ("max_position_embeddings", 32768)},
+    keys=NARROW,
     constant=lambda config: described(config, QWEN2_BIASES) | shape.described_layers(config) | {"max_window_layers": 0},
     shape=lambda tree: read(tree, QWEN2_BIASES) | last_windowed(tree),
     read=f"{LLAMA.read} max_window_layers",
@@ -166,7 +173,7 @@ QWEN3 = replace(
     QWEN2,
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
-    keys={**QWEN2.keys, "head_dim": ("head_dim", 128)},
+    keys=LLAMA.keys,
     needs={**LLAMA.needs, "qk_norm": (True,)},
     constant=lambda config: (
         described(config, ALL_ATTENTION) | shape.described_layers(config) | {"max_window_layers": 0}
@@ -179,12 +186,6 @@ SMOLLM3 = replace(
     WINDOWED,
     architecture="SmolLM3ForCausalLM",
     model_type="smollm3",
-    keys={
-        **LLAMA.keys,
-        "kv_heads": ("num_key_value_heads", 4),
-        "context": ("max_position_embeddings", 32768),
-        "tied": ("tie_word_embeddings", True),
-    },
     constant=lambda config: described(config) | described_no_rope(config),
     shape=lambda tree: read(tree, theta=2e6) | no_rope(tree),
     read=f"{LLAMA.read} no_rope_layers no_rope_layer_interval",
@@ -196,9 +197,9 @@ GRANITE = replace(
     model_type="granite",
     keys={
         **LLAMA.keys,
-        "embed_multiplier": ("embedding_multiplier", 1.0),
-        "residual_multiplier": ("residual_multiplier", 1.0),
-        "score_scale": ("attention_multiplier", 1.0),
+        "embed_multiplier": "embedding_multiplier",
+        "residual_multiplier": "residual_multiplier",
+        "score_scale": "attention_multiplier",
     },
     constant=lambda config: (
         described(config)
@@ -207,7 +208,7 @@ GRANITE = replace(
             attention_multiplier=config.score_scale or config.head_width**-0.5,
         )
     ),
-    shape=lambda tree: read(tree) | dict(logit_multiplier=1 / tree.get("logits_scaling", 1.0)),
+    shape=lambda tree: read(tree) | dict(logit_multiplier=1 / shape.number(tree, "logits_scaling")),
     covers=(*LLAMA.covers, "logit_multiplier"),
     read=f"{LLAMA.read} logits_scaling",
 )
@@ -215,12 +216,6 @@ ARCEE = replace(
     LLAMA,
     architecture="ArceeForCausalLM",
     model_type="arcee",
-    keys={
-        **LLAMA.keys,
-        "activation": ("hidden_act", "relu2"),
-        "context": ("max_position_embeddings", 4096),
-        "norm_eps": ("rms_norm_eps", 1e-5),
-    },
     needs={**LLAMA.needs, "activation": ("relu2",)},
     activations=SQUARED,
 )
@@ -229,17 +224,8 @@ SEED_OSS = replace(
     LLAMA,
     architecture="SeedOssForCausalLM",
     model_type="seed_oss",
-    keys={
-        **LLAMA.keys,
-        "head_dim": ("head_dim", 128),
-        "kv_heads": ("num_key_value_heads", 8),
-        "context": ("max_position_embeddings", 524288),
-        "attention_dropout": ("attention_dropout", 0.1),
-    },
     constant=lambda config: described(config, SEED_BIASES) | dict(residual_dropout=config.dropout),
-    shape=lambda tree: (
-        read({"attention_bias": True, **tree}, SEED_BIASES) | dict(dropout=tree.get("residual_dropout", 0.1))
-    ),
+    shape=lambda tree: read(tree, SEED_BIASES) | dict(dropout=tree["residual_dropout"]),
     covers=(*LLAMA.covers, "dropout"),
     read=f"{LLAMA.read} attention_out_bias residual_dropout",
     more=of(SEED_BIASES),
@@ -278,12 +264,6 @@ APERTUS = replace(
     LLAMA,
     architecture="ApertusForCausalLM",
     model_type="apertus",
-    keys={
-        **LLAMA.keys,
-        "activation": ("hidden_act", "xielu"),
-        "context": ("max_position_embeddings", 65536),
-        "norm_eps": ("rms_norm_eps", 1e-5),
-    },
     rules=apertus_rules,
     needs={**LLAMA.needs, "activation": ("xielu",), "qk_norm": (True,)},
     constant=lambda config: (

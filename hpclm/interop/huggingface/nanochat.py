@@ -38,17 +38,14 @@ def read(tree: Json) -> dict[str, Any]:
     settings = llama.read(tree, llama.ALL_ATTENTION)
     if wrong := list(scaled(settings["rope_scaling"])):
         raise ConfigError(wrong)
-    return settings | dict(logit_cap=tree.get("final_logit_softcapping", 15.0))
+    return settings | dict(logit_cap=tree["final_logit_softcapping"])
 
 
 NANOCHAT = replace(
     llama.LLAMA,
     architecture="NanoChatForCausalLM",
     model_type="nanochat",
-    keys={
-        **llama.NARROW,
-        "activation": ("hidden_act", "relu2"),
-    },
+    keys=llama.NARROW,
     rules=rules,
     needs={**llama.LLAMA.needs, "activation": ("relu2",), "embed_norm": (True,), "qk_norm": (True,)},
     constant=lambda config: (

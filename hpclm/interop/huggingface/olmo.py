@@ -15,7 +15,7 @@ OLMO2 = replace(
     llama.LLAMA,
     architecture="Olmo2ForCausalLM",
     model_type="olmo2",
-    keys=llama.NARROW | {"norm_eps": ("rms_norm_eps", 1e-5)},
+    keys=llama.NARROW,
     rules=partial(llama.rules, more=MODULES),
     needs={**llama.LLAMA.needs, "norm_order": ("post",), "qk_norm": (True,), "qk_norm_span": ("projection",)},
     constant=lambda config: llama.described(config, llama.ALL_ATTENTION),
@@ -31,24 +31,18 @@ def _three_of_four(i: int) -> str:
 
 def read(tree: Json) -> dict[str, Any]:
     """OLMo 3's settings: its layers with windows have their own rotary positions, which are not scaled in its own models."""
-    both = shape.mapping(tree.get("rope_parameters"), "rope_parameters")
-    full = dict(shape.mapping(both.get("full_attention"), "rope_parameters.full_attention"))
-    full |= shape.mapping(tree.get("rope_scaling"), "rope_scaling")
-    near = shape.mapping(both.get("sliding_attention"), "rope_parameters.sliding_attention")
-    layers = shape.layers(tree, _three_of_four, 4096, turned=True)
+    full, near = shape.by_kind(tree)
+    layers = shape.layers(tree, _three_of_four, turned=True)
     far = shape.rope(tree, THETA, parameters=full)
     return far | shape.biases(tree, llama.ALL_ATTENTION) | layers | shape.near(tree, near, far, layers, THETA)
 
 
 def described(config: ModelConfig) -> dict[str, Any]:
     """The keys that read() reads; transformers 5 reads one rope_theta for one kind of layers only."""
-    own = {"rope_type": "default", "rope_theta": config.rope_base, **shape.scaling(config)}
-    near = {"rope_type": "default", "rope_theta": config.window_rope_base or config.rope_base}
-    near |= shape.scaling(config) if config.window_rope_scaled else {}
     return (
         shape.described_biases(config, llama.ALL_ATTENTION)
         | {"layer_types": shape.layer_types(config), "sliding_window": config.window}
-        | {"rope_parameters": {"full_attention": own, "sliding_attention": near}}
+        | shape.described_by_kind(config)
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from hpclm.interop.huggingface.family import REQUIRED, Family, Json
+from hpclm.interop.huggingface.family import Family, Json
 from hpclm.interop.rules import of_modules
 
 CODE = Path(__file__).with_name("modeling_hpclm.py")
@@ -52,7 +52,7 @@ def wrong(tree: Json) -> Iterator[str]:
 FAMILY = Family(
     "HpclmForCausalLM",
     "hpclm",
-    keys={ours: (theirs, REQUIRED) for ours, theirs in KEYS.items()},
+    keys=KEYS,
     rules=partial(of_modules, modules=MODULES, layer="model.blocks.{}."),
     prefix="model.",
     needs=dict(block=("gpt",), activation=ACTIVATIONS),

@@ -8,7 +8,7 @@ from typing import Any
 from hpclm.config import ModelConfig
 from hpclm.errors import ConfigError
 from hpclm.interop.huggingface import gemma, llama, olmo, shape
-from hpclm.interop.huggingface.family import REQUIRED, Json
+from hpclm.interop.huggingface.family import Json
 from hpclm.interop.rules import Rule, shifted
 
 NONE = (False, False, False)
@@ -41,14 +41,14 @@ MINISTRAL = replace(
     model_type="ministral",
     keys={
         **llama.LLAMA.keys,
-        "head_dim": ("head_dim", REQUIRED),
-        "kv_heads": ("num_key_value_heads", 8),
-        "context": ("max_position_embeddings", 131072),
+        "head_dim": "head_dim",
+        "kv_heads": "num_key_value_heads",
+        "context": "max_position_embeddings",
     },
     constant=lambda config: (
         llama.described(config, NONE) | {"layer_types": shape.layer_types(config), "sliding_window": config.window}
     ),
-    shape=lambda tree: llama.read(tree, NONE) | shape.layers(tree, window=4096),
+    shape=lambda tree: llama.read(tree, NONE) | shape.layers(tree),
     covers=WINDOWS,
     unread="auto_map",
     wrong=lambda tree: (),
@@ -58,7 +58,7 @@ CWM = replace(
     MINISTRAL,
     architecture="CwmForCausalLM",
     model_type="cwm",
-    keys={**MINISTRAL.keys, "head_dim": ("head_dim", 128), "norm_eps": ("rms_norm_eps", 1e-5)},
+    keys={**MINISTRAL.keys, "head_dim": "head_dim", "norm_eps": "rms_norm_eps"},
     constant=lambda config: (
         shape.described_biases(config, CWM_BIASES)
         | {"layer_types": shape.layer_types(config), "sliding_window": config.window or config.context}
@@ -72,7 +72,7 @@ CWM = replace(
             CWM_BIASES,
             1e6,
         )
-        | shape.layers(tree, _first_of_four, 8192)
+        | shape.layers(tree, _first_of_four)
     ),
     unread="auto_map pretraining_tp",
     more=lambda config: [*shape.bias_obstacles(config, CWM_BIASES), *only(config, "full", "window")],
@@ -83,10 +83,10 @@ INTERNLM3 = replace(
     model_type="internlm3",
     keys={
         **llama.LLAMA.keys,
-        "head_dim": ("head_dim", 128),
-        "kv_heads": ("num_key_value_heads", 2),
-        "context": ("max_position_embeddings", 32768),
-        "norm_eps": ("rms_norm_eps", 1e-5),
+        "head_dim": "head_dim",
+        "kv_heads": "num_key_value_heads",
+        "context": "max_position_embeddings",
+        "norm_eps": "rms_norm_eps",
     },
     aliases={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
     unread="auto_map",
@@ -110,9 +110,7 @@ def exaone4(tree: Json) -> dict[str, Any]:
         raise ConfigError(
             f"sliding_window_pattern={every} and sliding_window={window} need layer_types, which config.json lacks"
         )
-    kinds = shape.layers(
-        tree, lambda i: "sliding_attention" if (i + 1) % every else "full_attention", 4096, turned=True
-    )
+    kinds = shape.layers(tree, lambda i: "sliding_attention" if (i + 1) % every else "full_attention", turned=True)
     if window is not None:
         kinds["pattern"] = ["nope" if kind == "full" else kind for kind in kinds["pattern"]]
     return llama.read(tree, NONE) | kinds
@@ -135,7 +133,7 @@ EXAONE4 = replace(
     olmo.OLMO2,
     architecture="Exaone4ForCausalLM",
     model_type="exaone4",
-    keys={**llama.LLAMA.keys, "kv_heads": ("num_key_value_heads", 32), "norm_eps": ("rms_norm_eps", 1e-5)},
+    keys={**llama.LLAMA.keys, "kv_heads": "num_key_value_heads", "norm_eps": "rms_norm_eps"},
     needs={**llama.LLAMA.needs, "norm_order": ("post",), "qk_norm": (True,)},
     constant=described_exaone4,
     shape=exaone4,
@@ -150,7 +148,7 @@ HYPERCLOVAX = replace(
     llama.GRANITE,
     architecture="HyperCLOVAXForCausalLM",
     model_type="hyperclovax",
-    keys={**llama.GRANITE.keys, "score_scale": ("attention_multiplier", None)},
+    keys={**llama.GRANITE.keys, "score_scale": "attention_multiplier"},
     rules=partial(llama.rules, more={"post_norm1": "post_norm1", "post_norm2": "post_norm2"}),
     needs={**llama.LLAMA.needs, "norm_order": ("sandwich", "pre")},
     constant=lambda config: (
@@ -177,11 +175,11 @@ JAIS2 = replace(
     model_type="jais2",
     keys={
         **{name: key for name, key in llama.ARCEE.keys.items() if name != "norm_eps"},
-        "norm_eps": ("layer_norm_eps", 1e-5),
-        "context": ("max_position_embeddings", 8192),
+        "norm_eps": "layer_norm_eps",
+        "context": "max_position_embeddings",
     },
     needs={**llama.ARCEE.needs, "norm": ("layernorm",), "bias": (True,)},
-    shape=lambda tree: llama.read(tree, absent=True),
+    shape=lambda tree: llama.read(tree),
     fixed=dict(attention_bias=(True,), mlp_bias=(True,)),
     unread="auto_map",
 )
@@ -206,7 +204,7 @@ VAULTGEMMA = replace(
 def granite_swa(tree: Json) -> dict[str, Any]:
     """Granite SWA's settings: each layer has a rotary base, or no positions where that is 0."""
     common = llama.read(tree)
-    kinds = shape.layers(tree, _first_of_four, 128, turned=True)
+    kinds = shape.layers(tree, _first_of_four, turned=True)
     count = tree["num_hidden_layers"]
     bases = tree.get("layer_rope_theta") or [common["rope_base"]] * count
     if not isinstance(bases, list) or len(bases) != count:
@@ -222,7 +220,7 @@ def granite_swa(tree: Json) -> dict[str, Any]:
     pattern = shape.period([kind if base else without[kind] for kind, base in each])
     scaled = bool(common["rope_scaling"])
     more = dict(window_rope_base=base, window_rope_scaled=scaled) if near else {}
-    scaling = dict(logit_multiplier=1 / tree.get("logits_scaling", 1.0), attention_sinks=True)
+    scaling = dict(logit_multiplier=1 / shape.number(tree, "logits_scaling"), attention_sinks=True)
     return common | kinds | more | scaling | dict(pattern=pattern)
 
 
@@ -250,10 +248,10 @@ GRANITE_SWA = replace(
     model_type="granite_swa",
     keys={
         **llama.GRANITE.keys,
-        "kv_heads": ("num_key_value_heads", 4),
-        "context": ("max_position_embeddings", 8192),
-        "norm_eps": ("rms_norm_eps", 1e-5),
-        "tied": ("tie_word_embeddings", True),
+        "kv_heads": "num_key_value_heads",
+        "context": "max_position_embeddings",
+        "norm_eps": "rms_norm_eps",
+        "tied": "tie_word_embeddings",
     },
     rules=partial(llama.rules, more={"attention": "self_attn"}),
     needs={**llama.LLAMA.needs, "attention_sinks": (True,)},

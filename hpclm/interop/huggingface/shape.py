@@ -1,17 +1,21 @@
 """Rotary positions, kinds of layers and biases in a config.json of transformers, and in our settings."""
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hpclm.config import ModelConfig
 from hpclm.config.model import MOST_LAYERS
+from hpclm.config.rope import KINDS
 from hpclm.errors import ConfigError
 
 Json = Mapping[str, Any]
 KEPT = {"full_attention": "full", "sliding_attention": "window"}
 OUTSIDE = ("rope_theta", "partial_rotary_factor", "rope_type", "type")
 """Keys of rope_parameters that are not parameters of a scaling."""
+BETAS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 ROPE = "rope_theta rope_parameters rope_scaling partial_rotary_factor original_max_position_embeddings"
 """Keys of config.json that rope() reads."""
 LAYERS = "layer_types sliding_window use_sliding_window"
@@ -28,28 +32,70 @@ def mapping(value: Any, key: str) -> Json:
     return value or {}
 
 
+def number(tree: Json, key: str) -> float:
+    """A number of config.json that is more than 0; ConfigError."""
+    value = tree[key]
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ConfigError(f"{key}={json.dumps(value)} must be a finite number of more than 0")
+    return float(value)
+
+
 def rope(tree: Json, theta: float = 10000.0, part: float = 1.0, parameters: Json | None = None) -> dict[str, Any]:
     """Our settings for rotary positions. ``theta`` and ``part``: what is missing in config.json.
 
     ``parameters``: of one kind of layers; None: rope_parameters as transformers 5 writes them, or rope_scaling, which it takes where
     there are both (``RotaryEmbeddingConfigMixin.convert_rope_params_to_dict``).
     """
-    given = parameters if parameters is not None else mapping(tree.get("rope_scaling"), "rope_scaling")
-    given = given or (mapping(tree.get("rope_parameters"), "rope_parameters") if parameters is None else {})
-    kind, context = given.get("rope_type", given.get("type", "default")), tree.get("max_position_embeddings")
-    scaling = {} if kind == "default" else {key: value for key, value in given.items() if key not in OUTSIDE}
-    if kind != "default":
-        original = tree.get(
-            "original_max_position_embeddings", scaling.get("original_max_position_embeddings", context)
+    nested, both = parameters is not None, mapping(tree.get("rope_parameters"), "rope_parameters")
+    given = parameters or ({} if nested else mapping(tree.get("rope_scaling"), "rope_scaling") or both)
+    if kinds := [key for key in given if key in KEPT]:
+        raise ConfigError(
+            f"rope_parameters of {', '.join(kinds)}: this class has the same rotary positions in all layers"
         )
-        if kind == "dynamic":  # transformers goes by max_position_embeddings
-            original = context
-        scaling |= {"rope_type": kind} | ({} if kind == "linear" else {"original_max_position_embeddings": original})
+    kind = given.get("rope_type", given.get("type", "default"))
+    scaling = {key: value for key, value in given.items() if key not in OUTSIDE}
+    if kind == "yarn" and nested:  # transformers reads this parameter outside of those of a kind of layers
+        scaling.pop("truncate", None)
+        scaling |= {"truncate": both["truncate"]} if "truncate" in both else {}
+    base = given if "rope_theta" in given else {"rope_theta": theta, **tree}
     return dict(
-        rope_base=_first(given.get("rope_theta"), tree.get("rope_theta"), theta),
+        rope_base=number(base, "rope_theta"),
         rope_fraction=_first(given.get("partial_rotary_factor"), tree.get("partial_rotary_factor"), part),
-        rope_scaling={key: value if isinstance(value, str) else json.dumps(value) for key, value in scaling.items()},
+        rope_scaling={} if kind == "default" else _scaling(tree, kind, scaling, nested),
     )
+
+
+def _scaling(tree: Json, kind: Any, given: Json, nested: bool) -> dict[str, str]:
+    """model.rope_scaling for parameters of config.json; ConfigError for those that transformers ignores."""
+    context, original, scaling = tree.get("max_position_embeddings"), "original_max_position_embeddings", dict(given)
+    if kind in ("yarn", "llama3", "longrope"):
+        scaling[original] = tree[original] if original in tree and not nested else scaling.get(original, context)
+    if kind == "dynamic":  # transformers goes by max_position_embeddings
+        scaling[original] = context
+    if kind in ("yarn", "longrope"):
+        if "factor" in scaling and scaling["factor"] is None:
+            scaling["factor"] = number(tree, "max_position_embeddings") / number(scaling, original)
+        absent = {key for key in ("attention_factor", *BETAS) if key in scaling and scaling[key] is None}
+        absent |= {key for key in BETAS if scaling.get(key) == 0}  # which transformers takes as not given
+        scaling = {key: value for key, value in scaling.items() if key not in absent}
+    if "truncate" in scaling:
+        scaling["truncate"] = bool(scaling["truncate"])
+    known = " ".join(KINDS.get(str(kind), ())).split()
+    if unknown := [f"{_place(tree, key)}{key}" for key in scaling if known and key not in known]:
+        ignore = " ".join(f"--ignore {key}" for key in unknown)
+        raise ConfigError(
+            f"{', '.join(unknown)}: transformers ignores this with rope_type={kind}; to do so too, give {ignore}"
+        )
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in scaling.items()}
+    return {"rope_type": kind if isinstance(kind, str) else json.dumps(kind), **texts}
+
+
+def _place(tree: Json, key: str) -> str:
+    """Where in config.json a parameter of scaled positions stands, to come before it."""
+    places = {"rope_scaling.": tree.get("rope_scaling"), "rope_parameters.": tree.get("rope_parameters")}
+    both = places["rope_parameters."] or {}
+    places |= {f"rope_parameters.{kind}.": both.get(kind) for kind in KEPT}
+    return next((place for place, values in places.items() if key in (values or {})), "")
 
 
 def described_rope(config: ModelConfig) -> dict[str, Any]:
@@ -66,32 +112,37 @@ def scaling(config: ModelConfig) -> dict[str, Any]:
 def layers(
     tree: Json,
     kind: Callable[[int], str] | None = None,
-    window: int | None = None,
     switched: bool = False,
     turned: bool = False,
 ) -> dict[str, Any]:
     """Our settings for kinds of layers. ``kind``: of a layer, without layer_types; None: windowed where there is a window.
-    ``window``: without sliding_window. ``switched``: use_sliding_window turns windows on. ``turned``: layers with a window have rotary
-    positions of their own, also where it covers the context."""
-    off = switched and not tree.get("use_sliding_window", False)
-    window = None if off else tree.get("sliding_window", window)
-    context, count = _whole(tree, "max_position_embeddings"), _whole(tree, "num_hidden_layers")
+    ``switched``: use_sliding_window turns windows on. ``turned``: layers with a window have rotary positions of their own, also where
+    it covers the context."""
+    window = None if switched and not tree["use_sliding_window"] else tree["sliding_window"]
+    context, count = whole(tree, "max_position_embeddings"), whole(tree, "num_hidden_layers")
     if window is not None and type(window) is not int:
         raise ConfigError(f"sliding_window={window} must be a whole number")
     every = "full_attention" if window is None else "sliding_attention"
-    types = tree.get("layer_types") or [kind(i) if kind and window is not None else every for i in range(count)]
+    types = tree.get("layer_types") or [
+        kind(i) if kind and (window is not None or turned) else every for i in range(count)
+    ]
     if not isinstance(types, list) or len(types) != count or not {str(each) for each in types} <= KEPT.keys():
         raise ConfigError(f"layer_types={types}: hpclm has {' and '.join(KEPT)}, one for each of {count} layers")
     kinds = [KEPT[each] for each in types]
     if "window" in kinds and window is None:
         raise ConfigError(f"layer_types={types} with sliding_window={window}")
-    covers = window is not None and window >= context  # then it is no window
+    scaled = {
+        **mapping(tree.get("rope_parameters"), "rope_parameters"),
+        **mapping(tree.get("rope_scaling"), "rope_scaling"),
+    }
+    dynamic = "dynamic" in (scaled.get("rope_type"), scaled.get("type"))  # such a model reads longer texts
+    covers = window is not None and window >= context and not dynamic  # then it is no window
     if window is None or "window" not in kinds or (covers and not turned):
         return dict(pattern=["full"], window=None)
     return dict(pattern=period(kinds), window=window)
 
 
-def _whole(tree: Json, key: str) -> int:
+def whole(tree: Json, key: str) -> int:
     """A number of config.json that is checked elsewhere; 0 if it is none."""
     value = tree.get(key)
     return value if type(value) is int and value < MOST_LAYERS * MOST_LAYERS else 0
@@ -110,6 +161,23 @@ def layer_types(config: ModelConfig) -> list[str]:
     return [there["window" if "window" in config.kind(i) else "full"] for i in range(config.layers)]
 
 
+def described_by_kind(config: ModelConfig) -> dict[str, Any]:
+    """rope_parameters of a class with rotary positions for each kind of layers, whose truncate transformers reads outside of these."""
+    own = {"rope_type": "default", "rope_theta": config.rope_base, **scaling(config)}
+    near = {"rope_type": "default", "rope_theta": config.window_rope_base or config.rope_base}
+    near |= scaling(config) if config.window_rope_scaled else {}
+    outer = {"truncate": own["truncate"]} if "truncate" in own else {}
+    return {"rope_parameters": {"full_attention": own, "sliding_attention": near, **outer}}
+
+
+def canonical(config: ModelConfig) -> ModelConfig:
+    """The same network in the settings that most classes have: with the shortest pattern, and no window that no layer uses."""
+    kinds = [config.kind(i) for i in range(config.layers)]
+    if not any("window" in kind for kind in kinds):
+        config = replace(config, pattern=["full"], window=None, window_rope_base=None, window_rope_scaled=True)
+    return replace(config, pattern=period(kinds))
+
+
 def described_layers(config: ModelConfig) -> dict[str, Any]:
     """Keys of config.json for kinds of layers."""
     return {
@@ -119,10 +187,9 @@ def described_layers(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def biases(tree: Json, keys: Sequence[str | bool], absent: bool = False) -> dict[str, Any]:
-    """Our settings for biases. ``keys``: of q, k and v, of the output projection and of the MLP, or what they always are; ``absent``:
-    what they are if a key is missing."""
-    values = [key if isinstance(key, bool) else bool(tree.get(key, absent)) for key in keys]
+def biases(tree: Json, keys: Sequence[str | bool]) -> dict[str, Any]:
+    """Our settings for biases. ``keys``: of q, k and v, of the output projection and of the MLP, or what they always are."""
+    values = [key if isinstance(key, bool) else bool(tree[key]) for key in keys]
     if len(set(values)) == 1:
         return dict(bias=values[0])
     return dict(bias=False) | {name: value for name, value in zip(BIASES, values, strict=True) if value}
@@ -146,10 +213,21 @@ def _first(*values: Any) -> float:
     return float(next(value for value in values if value is not None))
 
 
+def by_kind(tree: Json) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parameters of rotary positions in layers that see everything, and in those with a window, where a class has both."""
+    both, scaled = (mapping(tree.get(key), key) for key in ("rope_parameters", "rope_scaling"))
+    if both and scaled and not isinstance(both.get("full_attention"), Mapping):
+        raise ConfigError("rope_scaling changes rope_parameters.full_attention, which is missing")
+    full, window = (
+        dict(mapping(both.get(kind), f"rope_parameters.{kind}")) for kind in ("full_attention", "sliding_attention")
+    )
+    return {**full, **scaled}, window
+
+
 def near(tree: Json, given: Json, far: Json, kinds: Json, theta: float) -> dict[str, Any]:
     """Our settings for the rotary positions of layers with a window, of which ``given`` are the parameters and ``far`` those of the
     others; ``kinds``: what layers() gave. ConfigError if they are scaled in another way."""
-    own = rope(tree, theta, parameters=given or {"rope_type": "default"})
+    own = rope(tree, theta, parameters={"rope_theta": theta, **given})
     if kinds["window"] is None:  # then no layer uses them
         return {}
     if own["rope_fraction"] != far["rope_fraction"] or own["rope_scaling"] not in ({}, far["rope_scaling"]):

@@ -1,0 +1,225 @@
+"""What a key that is missing in config.json means: the default of its class in transformers (5.24)."""
+
+from typing import Any
+
+Keys = dict[str, Any]
+BIASES: Keys = dict(attention_bias=False, mlp_bias=False)
+COMMON: Keys = dict(initializer_range=0.02, attention_dropout=0.0, tie_word_embeddings=False)
+NO_WINDOWS: Keys = dict(sliding_window=4096, use_sliding_window=False, max_window_layers=28, layer_types=None)
+CAPPED: Keys = dict(final_logit_softcapping=30.0, attn_logit_softcapping=50.0)
+
+
+def _llama(sizes: tuple[int, int, int, int, int], context: int, **more: Any) -> Keys:
+    """The keys of a class like Llama's. ``sizes``: vocabulary, hidden and inner size, layers, heads."""
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    usual = dict(num_key_value_heads=None, hidden_act="silu", rms_norm_eps=1e-6)
+    return COMMON | dict(zip(names, sizes, strict=True)) | usual | dict(max_position_embeddings=context) | more
+
+
+def _gemma(vocabulary: int, context: int, **more: Any) -> Keys:
+    usual: Keys = dict(head_dim=256, hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256)
+    usual |= dict(
+        attention_bias=False, num_key_value_heads=4, sliding_window=4096, layer_types=None, tie_word_embeddings=True
+    )
+    keys = _llama((vocabulary, 2304, 9216, 26, 8), context, **{**usual, **more})
+    del keys["hidden_act"]
+    return keys
+
+
+DEFAULTS: dict[str, Keys] = {
+    "gpt2": dict(
+        vocab_size=50257,
+        n_positions=1024,
+        n_embd=768,
+        n_layer=12,
+        n_head=12,
+        n_inner=None,
+        activation_function="gelu_new",
+        resid_pdrop=0.1,
+        embd_pdrop=0.1,
+        attn_pdrop=0.1,
+        layer_norm_epsilon=1e-5,
+        initializer_range=0.02,
+        tie_word_embeddings=True,
+    ),
+    "bloom": COMMON
+    | dict(
+        vocab_size=250880,
+        hidden_size=64,
+        n_layer=2,
+        n_head=8,
+        seq_length=2048,  # of the published models; transformers does not read it
+        layer_norm_epsilon=1e-5,
+        hidden_dropout=0.0,
+        tie_word_embeddings=True,
+    ),
+    "gpt_neox": COMMON
+    | dict(
+        vocab_size=50432,
+        hidden_size=6144,
+        num_hidden_layers=44,
+        num_attention_heads=64,
+        intermediate_size=24576,
+        hidden_act="gelu",
+        hidden_dropout=0.0,
+        max_position_embeddings=2048,
+        layer_norm_eps=1e-5,
+        use_parallel_residual=True,
+    ),
+    "phi3": _llama(
+        (32064, 3072, 8192, 32, 32),
+        4096,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        original_max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        sliding_window=None,
+    ),
+    "llama": _llama((32000, 4096, 11008, 32, 32), 2048, **BIASES, head_dim=None),
+    "mistral": _llama((32000, 4096, 14336, 32, 32), 131072, num_key_value_heads=8, head_dim=None, sliding_window=4096),
+    "qwen2": _llama((151936, 4096, 22016, 32, 32), 32768, num_key_value_heads=32, **NO_WINDOWS),
+    "qwen3": _llama(
+        (151936, 4096, 22016, 32, 32), 32768, attention_bias=False, num_key_value_heads=32, head_dim=128, **NO_WINDOWS
+    ),
+    "smollm3": _llama(
+        (128256, 2048, 11008, 36, 16),
+        32768,
+        num_key_value_heads=4,
+        use_sliding_window=False,
+        sliding_window=None,
+        no_rope_layers=None,
+        no_rope_layer_interval=4,
+        layer_types=None,
+        **BIASES,
+        tie_word_embeddings=True,
+        head_dim=None,
+    ),
+    "granite": _llama(
+        (32000, 4096, 11008, 32, 32),
+        2048,
+        **BIASES,
+        embedding_multiplier=1.0,
+        logits_scaling=1.0,
+        residual_multiplier=1.0,
+        attention_multiplier=1.0,
+        head_dim=None,
+    ),
+    "arcee": _llama((32000, 2560, 18432, 32, 32), 4096, hidden_act="relu2", rms_norm_eps=1e-5, **BIASES, head_dim=None),
+    "seed_oss": _llama(
+        (155136, 4096, 27648, 64, 80),
+        524288,
+        num_key_value_heads=8,
+        attention_out_bias=False,
+        attention_dropout=0.1,
+        residual_dropout=0.1,
+        attention_bias=True,
+        mlp_bias=False,
+        head_dim=128,
+    ),
+    "apertus": _llama(
+        (131072, 4096, 14336, 32, 32), 65536, attention_bias=False, hidden_act="xielu", rms_norm_eps=1e-5, head_dim=None
+    ),
+    "olmo2": _llama((50304, 4096, 11008, 32, 32), 2048, attention_bias=False, rms_norm_eps=1e-5),
+    "olmo3": _llama(
+        (50304, 4096, 11008, 32, 32),
+        2048,
+        attention_bias=False,
+        rms_norm_eps=1e-5,
+        sliding_window=4096,
+        layer_types=None,
+    ),
+    "gemma2": _gemma(256000, 8192, **CAPPED),
+    "gemma3_text": _gemma(262208, 131072, **dict.fromkeys(CAPPED)),
+    "glm4": _llama(
+        (151552, 4096, 13696, 40, 32),
+        131072,
+        num_key_value_heads=2,
+        head_dim=128,
+        rms_norm_eps=1.5625e-07,
+        attention_bias=True,
+        partial_rotary_factor=0.5,
+    ),
+    "nanochat": _llama(
+        (50304, 768, 8192, 12, 6), 2048, attention_bias=False, hidden_act="relu2", final_logit_softcapping=15.0
+    ),
+    "exaone4": _llama(
+        (102400, 4096, 16384, 32, 32),
+        2048,
+        num_key_value_heads=32,
+        rms_norm_eps=1e-5,
+        head_dim=None,
+        sliding_window=4096,
+        layer_types=None,
+    ),
+    "hyperclovax": _llama(
+        (32000, 4096, 11008, 32, 32),
+        2048,
+        **BIASES,
+        head_dim=None,
+        embedding_multiplier=1.0,
+        residual_multiplier=1.0,
+        attention_multiplier=None,
+        logits_scaling=1.0,
+    ),
+    "jais2": _llama(
+        (150272, 3328, 26624, 32, 26),
+        8192,
+        hidden_act="relu2",
+        layer_norm_eps=1e-5,
+        head_dim=None,
+        attention_bias=True,
+        mlp_bias=True,
+    ),
+    "vaultgemma": _gemma(256000, 8192, **CAPPED),
+    "granite_swa": _llama(
+        (100352, 2560, 8192, 24, 20),
+        8192,
+        **BIASES,
+        num_key_value_heads=4,
+        rms_norm_eps=1e-5,
+        head_dim=None,
+        tie_word_embeddings=True,
+        sliding_window=128,
+        layer_types=None,
+        embedding_multiplier=1.0,
+        residual_multiplier=1.0,
+        attention_multiplier=1.0,
+        logits_scaling=1.0,
+    ),
+    "cwm": _llama(
+        (128256, 6144, 21504, 64, 48),
+        131072,
+        num_key_value_heads=8,
+        rms_norm_eps=1e-5,
+        head_dim=128,
+        mlp_bias=False,
+        sliding_window=8192,
+        layer_types=None,
+    ),
+    "ministral": _llama(
+        (32000, 4096, 14336, 32, 32), 131072, num_key_value_heads=8, sliding_window=4096, layer_types=None
+    ),
+    "internlm3": COMMON  # not in transformers: its sizes must be there
+    | BIASES
+    | dict(hidden_act="silu", head_dim=128, num_key_value_heads=2, max_position_embeddings=32768, rms_norm_eps=1e-5),
+}
+"""By model_type. None: it follows from other keys."""
+NULLABLE = {
+    "llama": "attention_dropout",
+    "mistral": "num_key_value_heads sliding_window",
+    "qwen2": "num_key_value_heads sliding_window",
+    "qwen3": "num_key_value_heads sliding_window",
+    "smollm3": "num_key_value_heads",
+    "seed_oss": "num_key_value_heads head_dim",
+    "olmo3": "sliding_window",
+    "gemma2": "attention_dropout sliding_window final_logit_softcapping attn_logit_softcapping",
+    "gemma3_text": "attention_dropout sliding_window",
+    "nanochat": "final_logit_softcapping",
+    "exaone4": "sliding_window",
+    "jais2": "attention_dropout",
+    "vaultgemma": "attention_dropout sliding_window final_logit_softcapping attn_logit_softcapping",
+    "granite_swa": "num_key_value_heads sliding_window",
+    "ministral": "sliding_window",
+    "internlm3": "num_key_value_heads head_dim",
+}
+"""Keys that may be null though their default is another value."""

@@ -1,0 +1,57 @@
+"""Networks drawn at random: what is exported has the same logits in transformers, and what is not is refused by a setting."""
+
+import os
+
+import pytest
+import torch
+
+from hpclm.commands.convert import main as convert
+from hpclm.config import ModelConfig
+from hpclm.errors import ConfigError
+from hpclm.interop.huggingface import families
+from tests.interop import made
+from tests.interop.test_huggingface import trusted  # noqa: F401 - a fixture
+from tests.networks import exportable
+
+SEED = int(os.environ.get("TEST_SEED", "1"))
+OFTEN, ALL = 6, 200
+TOKENS = torch.randint(257, (2, 24), generator=torch.Generator().manual_seed(3))
+
+
+def exported(seed, folder):
+    """The run of the network of a seed, or of the next one that is exported; refusals name a setting."""
+    while True:
+        network = exportable(seed)
+        run = folder / f"run{seed}"
+        made.run(run, network)
+        try:
+            convert([str(run), str(folder / "hf")])
+        except ConfigError as error:
+            defaults = vars(ModelConfig())
+            settings = {
+                f"model.{key}=" for key, value in vars(ModelConfig(**network)).items() if value != defaults[key]
+            }
+            assert any(setting in str(error) for setting in (*settings, "rope_type=")), error
+            seed += ALL
+        else:
+            return run
+
+
+@pytest.mark.parametrize("seed", [pytest.param(SEED + n, marks=[pytest.mark.whole] * (n >= OFTEN)) for n in range(ALL)])
+@pytest.mark.usefixtures("trusted")
+def test_transformers_computes_what_a_random_network_does(seed, trusted, tmp_path):  # noqa: F811
+    run = exported(seed, tmp_path)
+    ours = made.logits(run, TOKENS)
+    for length in (7, 24):  # scaled positions may depend on it
+        ours = made.logits(run, TOKENS[:, :length])
+        with torch.no_grad():
+            theirs = trusted(tmp_path / "hf")(TOKENS[:, :length]).logits
+        assert ours.std() > 0.01 and (ours - theirs).abs().max() < 3e-5 * theirs.abs().max().clamp(min=1)
+    convert([str(tmp_path / "hf"), str(tmp_path / "back")])
+    assert (made.logits(tmp_path / "back", TOKENS) - ours).abs().max() < 1e-5 * ours.abs().max().clamp(min=1)
+
+
+def test_what_cannot_be_described_exactly_is_refused():
+    gemma = dict(made.LLAMA, norm_order="sandwich", activation="geglu_tanh", embed_scale=True, qk_norm=True)
+    with pytest.raises(ConfigError, match=r"model\.score_scale=0\.3, where it has 1 / sqrt\(a whole number\)"):
+        families.of_network(ModelConfig(**gemma, score_scale=0.3))

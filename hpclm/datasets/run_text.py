@@ -60,7 +60,7 @@ class RunText:
     @property
     def generated(self) -> int:
         """Ids that the model may generate: all below this one. transformers leaves an imported model all of its own."""
-        return self.vocabulary if self.imported and isinstance(self.tokenizer, Library) else self.tokenizer.size
+        return self.vocabulary if self.imported else self.tokenizer.size
 
     @property
     def hidden(self) -> frozenset[int]:
@@ -96,7 +96,8 @@ class RunText:
     def decode(self, ids: Sequence[int], special: bool = True) -> str:
         """The text of ``ids``, with or without special tokens."""
         hidden = frozenset() if special else self.hidden
-        return self.tokenizer.decode([id for id in ids if id not in hidden])
+        # a network may have more entries than its tokenizer, which have no text
+        return self.tokenizer.decode([id for id in ids if id < self.tokenizer.size and id not in hidden])
 
 
 def of_run(run: Path, data: DataConfig, vocabulary: int, tokenizer: Tokenizer | None = None) -> RunText:

@@ -180,6 +180,20 @@ class Folder:
         model.save_pretrained(self.path)
 
 
+def check_gguf(path, folder, text):
+    """Whether a GGUF file of the run has its tokens, and begins and ends texts as it does."""
+    gguf = pytest.importorskip("gguf")
+    fields = {
+        name.removeprefix("tokenizer.ggml."): field.contents() for name, field in gguf.GGUFReader(path).fields.items()
+    }
+    ids = [text.tokenizer.model.token_to_id(mark) for mark in folder.marks]
+    assert [fields["tokens"][id] for id in ids] == folder.marks
+    assert all(fields["token_type"][id] in (3, 4) for id in ids)  # control, or defined by the user
+    assert (fields["add_bos_token"], fields["add_eos_token"]) == (bool(text.before), bool(text.after))
+    assert fields["bos_token_id"] == text.begin and fields["eos_token_id"] in text.ends
+    assert len(fields["tokens"]) == text.vocabulary
+
+
 NUMBERS = [*range(4), *(pytest.param(number, marks=pytest.mark.whole) for number in range(4, 30))]
 
 
@@ -202,6 +216,9 @@ def test_ids_and_greedy_text_of_an_import_and_its_export_are_those_of_transforme
     if chat:
         assert export.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == chat[0]
     assert "other ids" not in caplog.text and "ordinary text" not in caplog.text
+    if folder.kind in ("bytes", "gpt2", "sentencepiece"):
+        assert cli.main(["convert", str(tmp_path / "run"), str(tmp_path / "x.gguf")]) == 0
+        check_gguf(tmp_path / "x.gguf", folder, completer.text)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
     for text in [text for text in texts if 0 < len(original(text).input_ids) < 50][:16]:
         ids = torch.tensor([export(text).input_ids])

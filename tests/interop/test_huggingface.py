@@ -197,7 +197,7 @@ def test_a_network_of_ours_is_fine_tuned_and_saved_by_transformers(trusted, tmp_
         "grouped": (dict(kv_heads=2), "model.kv_heads=2, where it has as many as model.heads=6"),
         "no bias": (dict(bias=False), "model.bias=false, where it has true"),
         "qk": (dict(qk_norm=True), "GPT2LMHeadModel: model.qk_norm=true, which it does not have"),
-        "scaled": (dict(made.LLAMA, embed_scale=True), "LlamaForCausalLM: model.embed_scale=true"),
+        "scaled": (dict(made.LLAMA, embed_scale=True, qk_norm=True), "Qwen3ForCausalLM: model.embed_scale=true"),
         "bloom's width": (
             dict(positions="alibi", embed_norm=True, ffn=80),
             "model.ffn=80, where it has 4 x model.hidden = 192",
@@ -339,7 +339,7 @@ def test_damaged_files_are_told_and_an_existing_target_is_left_alone(tmp_path):
         convert(tmp_path / "hf", tmp_path / "back")
     with pytest.raises(ConfigError, match="cannot be converted"):
         convert(tmp_path, tmp_path / "back")
-    with pytest.raises(ConfigError, match="nowhere does not exist"):
+    with pytest.raises(ConfigError, match="nowhere is not a run directory: it does not exist"):
         convert(tmp_path / "nowhere", tmp_path / "back")
     [file] = (tmp_path / "run/checkpoints/step-00000007").glob("*.safetensors")
     file.write_bytes(b"garbage")

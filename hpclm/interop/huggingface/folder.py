@@ -168,4 +168,4 @@ def import_folder(
 
 
 def _head(name: str) -> bool:
-    return name in ("lm_head.weight", "embed_out.weight")
+    return name in ("lm_head.weight", "embed_out.weight", "output.weight")  # the last in HpclmForCausalLM

@@ -58,7 +58,8 @@ def in_standard_library(kind: str, name: str) -> str:
 def not_loaded(kind: str, name: str, why: str) -> str:
     """That the user's own code ``name`` cannot be loaded; and what to do if it is in the current folder."""
     top = name.partition(":")[0].partition(".")[0]
-    here = Path(top).is_dir() or Path(f"{top}.py").exists()
+    searched = Path.cwd() in [Path(folder or ".").resolve() for folder in sys.path]
+    here = not searched and (Path(top).is_dir() or Path(f"{top}.py").exists())
     note = f"; the current folder is not searched: start with PYTHONPATH={files.typed(Path.cwd())}" if here else ""
     return f"{kind} {name!r} cannot be loaded: {why}{note}"
 

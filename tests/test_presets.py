@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hpclm.config import ModelConfig
 from hpclm.extras import EXTRAS
 from hpclm.interop.huggingface import families
 from hpclm.interop.rules import placements
+from hpclm.rundir import config_history
 from tests import twins
 from tests.forks import hpclm
 from tests.runs import ROOT, lines
@@ -115,9 +117,11 @@ def test_a_twin_trains_on_several_processes(name, processes, home):
         check=0,
     )
     used, rows = config.load(out / "config.yaml"), [json.loads(line) for line in lines(out / "metrics.jsonl")]
-    changed = {word.partition("=")[0] for word in words} | {"out", "job.gpus", "job.cluster", "batch.micro_size"}
+    changed = {word.partition("=")[0] for word in words} | {"out", "job.gpus", "job.cluster"}
     assert used.diff(given).keys() <= changed | {"data.prefix", "data.train", "data.valid"}  # which are absolute now
-    assert used.batch.micro_size and used.plan(processes)
+    micro_size = config_history.micro_size(out)  # auto, which is 0, stays in config.yaml
+    assert used.batch.micro_size in (0, micro_size)
+    assert replace(used, batch=replace(used.batch, micro_size=micro_size)).plan(processes)
     steps = [row for row in rows if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3] and all(math.isfinite(row["loss"]) for row in steps)
     assert steps[0]["batch_size"] == (used.batch.rampup or [used.batch.global_size])[0]

@@ -403,6 +403,34 @@ def test_a_launch_on_this_machine_that_is_cancelled_while_it_starts_has_not_fail
     assert (row["state"], row["ending"]) == ("cancelled", "its start was cancelled before training started")
 
 
+def test_a_launcher_that_is_killed_during_the_start_was_not_cancelled(tmp_path):
+    run = make(tmp_path / "a", config_yaml="")
+    (run / "logs").mkdir(exist_ok=True)
+    lines = [
+        "SIGTERM during the start: nothing to save, exiting",
+        "10:00:00 E the launcher was killed; what it had started has ended too",
+    ]
+    (run / "logs" / "job-local-1.log").write_text("\n".join([*lines, ""]))
+    launch = Submission("local", "99999999", "here", 1, 2, str(run / "logs/job-local-1.log"), machine=files.here())
+    submissions.append(run, launch)
+    [row] = status(run)
+    assert (row["state"], row["ending"]) == ("failed", "the launcher was killed; what it had started has ended too")
+
+
+@pytest.mark.parametrize("damage", ["is gone", "cannot be read"])
+def test_a_run_whose_summary_is_lost_is_as_done_as_before(damage, tmp_path):
+    run = tmp_path / "run"
+    hpclm("train", "debug", f"out={run}", "budget.steps=3", "engine.device=cpu", check=0)
+    [before] = status(run)
+    (run / "summary.json").unlink()
+    if damage != "is gone":
+        with (run / "summary.json").open("wb") as file:
+            file.truncate(1 << 33)
+    [after] = status(run)
+    assert [after[key] for key in ("state", "ending", "step")] == [before[key] for key in ("state", "ending", "step")]
+    assert before["state"] == "done" and "is done" in hpclm("resume", run, "--cluster", "local", check=64).stderr
+
+
 @pytest.mark.skipif(not traced.usable(), reason="strace is not installed, or may not trace")
 def test_the_table_asks_slurm_once_and_the_disk_little_for_each_of_many_runs(tmp_path, squeue):
     told = ("done", "done at step 20, 40 samples", 0)

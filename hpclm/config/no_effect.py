@@ -84,7 +84,7 @@ def _of_model(run: RunConfig) -> Iterator[str]:
     if model.window_rope_base is not None and "window" not in used:
         yield f"model.window_rope_base={model.window_rope_base:g} has no effect: no layer of kind window has positions"
     if model.positions == "rope" and all("nope" in kind for kind in used):
-        yield f"model.positions=rope has no effect: no layer of model.pattern={model.pattern} has positions"
+        yield f"model.rope_base and what else turns positions have no effect: no layer of model.pattern={model.pattern} has positions"
     parts = model.qkv_bias, model.out_bias, model.mlp_bias
     if not model.bias and model.norm == "rmsnorm" and None not in parts:
         yield "model.bias=false has no effect: qkv_bias, out_bias and mlp_bias are set, and rmsnorm has none"

@@ -199,6 +199,7 @@ def read(out: Path) -> Run:
     if not attempt:
         begun = rows.parsed_lines(rows.tail(f"{out}/attempts.jsonl"), rows.ATTEMPT)
         attempt = begun[-1] if begun else {}
+        standing = standing or _clean_end(out, attempt)
     return Run(
         out=out,
         submissions=submitted,
@@ -211,6 +212,17 @@ def read(out: Path) -> Run:
         slow=_slow(f"{out}/ranks.json") if holder else [],
         owner=owner,
     )
+
+
+def _clean_end(out: Path, attempt: Row) -> Row:
+    """What summary.json would say of the end of the last attempt, if it were there and ends.jsonl has that end."""
+    ends = rows.parsed_lines(rows.tail(f"{out}/ends.jsonl"), rows.END, ("time", "code", "step", "ending"))
+    if not (attempt.get("time") and ends and ends[-1]["time"] >= attempt["time"]):
+        return {}
+    end = ends[-1]
+    state = "exited" if end["code"] else end["ending"].partition(" ")[0]
+    last = {"steps": attempt["steps"]} if "steps" in attempt else {}
+    return {"state": state, "attempt": attempt, **last, **{name: end[name] for name in ("step", "ending", "code")}}
 
 
 def _slow(path: str) -> list[Row]:

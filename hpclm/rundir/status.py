@@ -32,6 +32,8 @@ FAULT = re.compile(
     re.IGNORECASE,
 )
 
+LAUNCHER_KILLED = re.compile(r"^\d\d:\d\d:\d\d E the launcher was killed", re.MULTILINE)
+"""A line of a job's log: the launcher then ends its ranks with the signal that a person would send."""
 CANCELLED = re.compile(
     r"^SIG(TERM|INT|HUP|USR1) during the start: nothing to save, exiting$|^second Ctrl-C: exiting now without saving$"
     r"|: \*\*\* (JOB|STEP) \S+ ON \S+ CANCELLED AT (?!.* DUE TO ).*\*\*\*$| ended with exit code 143$",
@@ -226,7 +228,8 @@ def _was_cancelled(log: Path, job: JobState | None) -> bool:
         return job.name == "CANCELLED"
     if not files.is_file(log):
         return job is None
-    return CANCELLED.search(START.split(rows.tail(log))[-1]) is not None
+    last = START.split(rows.tail(log))[-1]
+    return CANCELLED.search(last) is not None and LAUNCHER_KILLED.search(last) is None
 
 
 def last_fault(log: Path | None) -> str:

@@ -421,7 +421,7 @@ IDLE = {
         [*ROPE, "model.pattern=[full, window_nope]", "model.window=4", "model.window_rope_base=50"],
         "model.window_rope_base=50 has no effect: no layer of kind window",
     ),
-    "positions that no layer has": ([*ROPE, "model.pattern=[nope]"], "model.positions=rope has no effect"),
+    "positions that no layer has": ([*ROPE, "model.pattern=[nope]"], "model.rope_base and what else turns positions have no effect"),
     "biases that are all set": (
         ["model={norm: rmsnorm, bias: false, qkv_bias: true, out_bias: true, mlp_bias: true}"], "model.bias=false has no effect",
     ),

@@ -66,7 +66,7 @@ def test_mistakes_end_with_the_documented_codes_and_no_traceback(tmp_path):
         done = hpclm("convert", tmp_path / "run", *words, check=code)
         assert answer in done.stderr and "Traceback" not in done.stderr, words
     for source, words, answer in [
-        ("none", [], "none does not exist"),
+        ("none", [], "none is not a run directory: it does not exist"),
         (".", [], "cannot be converted"),
         ("run", ["--pickle"], "--pickle has no effect"),
         ("run", ["modle.layers=1"], "Did you mean"),

@@ -204,14 +204,15 @@ def test_what_hpclm_writes_it_accepts_again_whatever_the_umask(tmp_path, tiny):
     folder.check(out)
 
 
-def test_a_log_without_lines_takes_little_memory(tmp_path):
+@pytest.mark.parametrize("kind", ["a hole", "letters"])
+def test_a_log_without_lines_takes_little_memory(kind, tmp_path):
     path = tmp_path / "log.txt"
-    put(path, "huge")
+    put(path, "huge") if kind == "a hole" else path.write_bytes(b"x" * (8 << 20))
     forks.call(read_without_lines, path)
 
 
 def read_without_lines(path):
-    assert len(next(whole(path))) == 1 << 20
+    assert len(next(whole(path))) <= 1 << 20
     assert max(map(len, last(path, 2))) < 1 << 21
     found = follow(path, 1, None, lambda: True)
     assert len(next(found)) < 1 << 21

@@ -12,6 +12,7 @@ from hpclm.errors import DivergedError
 from hpclm.rundir import runs
 from hpclm.rundir.status import query
 from hpclm.training import loop
+from hpclm.training.tensorboard import EventFile
 from tests.forks import hpclm
 from tests.runs import losses
 
@@ -114,6 +115,18 @@ def test_scalars_of_steps_that_were_left_behind_are_hidden_by_tensorboard(spiked
     train("run", "stop_at=22", "log.tensorboard=true", resume_step=20)
     board = EventAccumulator(str(spiked / "tensorboard"), purge_orphaned_data=True).Reload()
     assert [event.step for event in board.Scalars("lm-loss-training/lm loss")] == [*range(1, 23)]
+
+
+def test_attempts_that_begin_in_one_second_stay_in_order_for_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for start in (0, 5, 3):
+        board = EventFile(tmp_path, start)
+        board.add("loss", 1.0, start + 1)
+        board.flush()
+        board.close()
+    shown = EventAccumulator(str(tmp_path), purge_orphaned_data=True).Reload()
+    assert [event.step for event in shown.Scalars("loss")] == [1, 4]
 
 
 def test_what_cannot_be_gone_back_to_is_refused_and_nothing_changes(spiked, capsys):

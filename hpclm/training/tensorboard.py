@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import socket
 import time
 from contextlib import suppress
@@ -9,6 +10,8 @@ from pathlib import Path
 
 from hpclm import files
 from hpclm.side_path import is_at
+
+NAME = re.compile(r"events\.out\.tfevents\.(\d{10})\.")
 
 
 class EventFile:
@@ -65,7 +68,10 @@ class EventFile:
         """Begin a file, which comes after the earlier ones in the order of names."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._number += 1
-        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{self._number}"
+        # TensorBoard reads files by their names: two attempts may begin in one second, and clocks may go back
+        earlier = [int(match[1]) for file in self._folder.iterdir() if (match := NAME.match(file.name))]
+        second = max([int(time.time()), *(each + 1 for each in earlier)])
+        name = f"events.out.tfevents.{second:010}.{socket.gethostname()}.{os.getpid()}.{self._number}"
         self._path = self._folder / name
         self._handle = files.opened(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
         self._records.write(self._event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())

@@ -20,6 +20,7 @@ from hpclm.errors import HpclmError
 from hpclm.node import python
 from tests import runs
 from tests.forks import Ranks, hpclm
+from tests.launch import launched
 from tests.runs import PATIENCE, figures, free_port, lines, losses, until
 
 
@@ -87,6 +88,8 @@ def test_a_fork_that_outlives_a_killed_rank_hides_nothing(tiny, tmp_path):
         assert ranks.processes[0].wait() == 1
         assert "rank 1 on" in (tmp_path / "run/log.txt").read_text()
     until(lambda: not left(mark))
+    for pid in launched.left(tmp_path):  # the fork, which a launcher would have ended
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_when_ranks_0_and_1_die_together_another_writes_it_down(tiny, tmp_path):

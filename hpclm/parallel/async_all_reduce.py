@@ -1,6 +1,7 @@
 """Named numbers of all ranks, reduced in one vector on the device while the next step is queued, and read then."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -77,10 +78,12 @@ class Reduction:
         """
         if self._copied is None:
             return 0.0
-        now = torch.cuda.Event(enable_timing=True)
-        now.record(self._idle)
-        now.synchronize()
-        return max(0.0, float(self._copied.elapsed_time(now)) / 1000)
+        with suppress(RuntimeError):  # only the time of a step in the log depends on it
+            now = torch.cuda.Event(enable_timing=True)
+            now.record(self._idle)
+            now.synchronize()
+            return max(0.0, float(self._copied.elapsed_time(now)) / 1000)
+        return 0.0
 
     def read(self) -> dict[str, float]:
         """The maximum over all ranks, by name; waits for it."""

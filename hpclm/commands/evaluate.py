@@ -33,6 +33,7 @@ def main(argv: list[str]) -> int:
     what.add_argument("--part", default="valid", metavar="PART", help=parts)
     text = 'a text, or .jsonl with {"text": ...} on each line; - reads standard input'
     what.add_argument("--text", metavar="FILE", help=text)
+    add("--format", choices=["text", "jsonl"], help="with --text: what FILE holds; default: by its name and content")
     what.add_argument("--data", metavar="PREFIX", help="all sequences of a dataset made by hpclm preprocess")
     tasks = "tasks of lm-evaluation-harness (pip install 'hpclm[lm-eval]')"
     what.add_argument("--tasks", metavar="A,B", help=tasks)
@@ -65,7 +66,7 @@ def main(argv: list[str]) -> int:
         _print_tasks(args)
         return 0
     if args.text or args.data:
-        figures = on_documents(args.run, args.settings, args.text, args.data, args.tokens)
+        figures = on_documents(args.run, args.settings, args.text, args.data, args.tokens, args.format)
     else:
         figures = on_part(args.run, args.settings, args.part, args.samples)
     if args.json:
@@ -90,6 +91,8 @@ def _misused(args: argparse.Namespace) -> Iterator[str]:
         yield "--samples is for --part and --tasks; use --tokens"
     if not documents and args.tokens is not None:
         yield "--tokens is for --text and --data; use --samples"
+    if args.format and not args.text:
+        yield "--format is for --text"
     if not tasks and not (args.tasks_path is args.shots is args.batch is None):
         yield "--tasks-path, --shots and --batch are for --tasks"
     if tasks and not all(args.tasks.split(",")):
@@ -164,10 +167,12 @@ def on_part(run: Path, overrides: list[str], part: str, samples: int | None) -> 
     )
 
 
-def on_documents(run: Path, overrides: list[str], text: str | None, prefix: str | None, most: int | None) -> Figures:
+def on_documents(
+    run: Path, overrides: list[str], text: str | None, prefix: str | None, most: int | None, format: str | None = None
+) -> Figures:
     """Loss, perplexity and bits per byte of the file ``text``, or else of the dataset ``prefix``.
 
-    ``most``: tokens after which to stop. ConfigError if the loss is not finite.
+    ``most``: tokens after which to stop; ``format``: of the text, "text" or "jsonl". ConfigError if the loss is not finite.
     """
     from hpclm.data import indexed, tokenizers
     from hpclm.errors import ConfigError
@@ -185,6 +190,7 @@ def on_documents(run: Path, overrides: list[str], text: str | None, prefix: str 
             raise
     if text is not None and tokenizer is not None:
         content = sys.stdin.read() if text == "-" else texts.text_of(text)
+        json_lines = texts.is_json_lines(text, content, format, "text")
     else:
         indexed.IndexedDataset(Path(prefix or ""))
 
@@ -195,7 +201,7 @@ def on_documents(run: Path, overrides: list[str], text: str | None, prefix: str 
 
     of_run = run_text.of_run(run, data, config.model.vocab_size, tokenizer) if tokenizer else None
     if text is not None and of_run is not None:
-        documents = scoring.of_text(text, content, of_run)
+        documents = scoring.of_text(text, content, json_lines, of_run)
     else:
         documents = scoring.of_dataset(Path(prefix or ""), tokenizer)
     device, dtype = run_model.place(config)

@@ -60,6 +60,11 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     add("--prompt", metavar="TEXT", help="text to continue; - reads standard input")
     prompts = 'one prompt per line (.jsonl: {"prompt": TEXT}); - reads standard input; prints a JSON object for each'
     add("--prompts", metavar="FILE", help=prompts)
+    add(
+        "--format",
+        choices=["lines", "jsonl"],
+        help="with --prompts: what FILE holds; default: by its name and content",
+    )
     interactive = "read lines from the terminal, and continue the text after each; an empty line continues further, /help lists commands"
     add("--interactive", action="store_true", help=interactive)
     add("--batch", type=int, default=16, help="prompts per batch (default: 16)")
@@ -76,6 +81,8 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         parser.error("--prompts goes with neither --prompt nor --interactive")
     if args.prompt is None and not args.prompts and not args.interactive:
         parser.error("give --prompt TEXT, --prompts FILE or --interactive")
+    if args.format and not args.prompts:
+        parser.error("--format is for --prompts")
     if args.batch < 1 or args.top_k < 0:
         parser.error("--batch must be at least 1, and --top-k at least 0")
     return args
@@ -95,7 +102,7 @@ def _prompts(args: argparse.Namespace) -> Iterator[str]:
         raise ConfigError("the prompt is not UTF-8 text") from None
     except OSError as error:
         raise unread(error, f"--prompts {path}", "give another file") from None
-    if path.endswith(".jsonl"):
+    if texts.is_json_lines(path, text, args.format, "lines"):
         yield from texts.json_texts(path, text, "prompt", "the text to continue")
     else:
         yield from text.removesuffix("\n").split("\n") if text else []  # nothing else ends a line of a prompt

@@ -7,11 +7,13 @@ import json
 import re
 from pathlib import Path
 
+from hpclm.datasets.kinds import JSON_LINES, TABLES, named
 from hpclm.errors import ConfigError
 from hpclm.files import read_text
 
-KINDS = (".jsonl", ".json", ".parquet", ".arrow", ".feather")
-ENDINGS = tuple(kind + packed for kind in KINDS for packed in ("", ".gz", ".zst"))
+KINDS = (*JSON_LINES, *TABLES)
+UNPACKED_FIRST = re.compile(r"\.(xz|bz2|lz4|zip|lzma|7z|snappy|br)$", re.IGNORECASE)
+"""Endings of compressed data that are not read: of a folder with such data, only a part would be."""
 ABOUT = {"dataset_info.json", "dataset_infos.json"}
 """Descriptions that lie beside the data."""
 SPLITS = {"train", "validation", "valid", "val", "dev", "test"}
@@ -28,7 +30,7 @@ def files_in(folder: Path, any_text: bool) -> list[str]:
     if (folder / "state.json").exists():
         return _saved(folder)
     visible = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
-    shards = [path for path in visible if path.is_file() and (any_text or path.name.endswith(ENDINGS))]
+    shards = [path for path in visible if path.is_file() and (any_text or _holds_data(path.name))]
     shards = [path for path in shards if path.name not in ABOUT]
     if not shards:
         inner = [path.name for path in visible if path.is_dir()]
@@ -39,6 +41,10 @@ def files_in(folder: Path, any_text: bool) -> list[str]:
         patterns = [f"'{folder}/*{split}*'" for split in splits]
         raise ConfigError(f"folder {folder} holds several splits; give one as a pattern: {', '.join(patterns)}")
     return [str(path) for path in shards]
+
+
+def _holds_data(name: str) -> bool:
+    return named(UNPACKED_FIRST.sub("", name))[0] in KINDS
 
 
 def _saved(folder: Path) -> list[str]:

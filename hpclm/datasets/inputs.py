@@ -13,24 +13,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any, BinaryIO, cast
 
-from hpclm import extras
 from hpclm.datasets import folders, tables
+from hpclm.datasets.kinds import BOM, Format, Storage, kind_of
+from hpclm.datasets.packed import decompressed
 from hpclm.errors import ConfigError
 from hpclm.files import readable, reader
 
 CHUNK = 1 << 19  # bytes of text in a chunk, unless a single line is longer
 LONGEST = 256  # MB of a line, unless --longest-line says otherwise
 MB = 10**6
-PIECE = 1 << 11  # compressed bytes passed to zstandard at a time; all of their text, up to 64 MiB, is held in memory
-WINDOW = 1 << 31  # bytes of zstandard's largest window, for files of `zstd --long=31`
-BOM = b"\xef\xbb\xbf"  # byte order mark of UTF-8
-
-Format = Literal["jsonl", "lines", "files"]
-Storage = Literal["", "gz", "zst", "table"]
-STORAGE: dict[str, Storage] = {".gz": "gz", ".zst": "zst", ".parquet": "table", ".arrow": "table", ".feather": "table"}
-LIBRARIES = {"zst": "zstandard", "table": "pyarrow"}
+STORED_AS = {"gz": ".gz", "zst": ".zst"}
 
 
 @dataclass(frozen=True)
@@ -90,8 +84,8 @@ class Share:
 def find(names: list[str], format: Format | None, columns: Sequence[str] = ()) -> list[Input]:
     """The inputs ``names``: files, folders, patterns such as 'data/*.jsonl.zst' (their files are sorted), "-" for standard input.
 
-    ``format`` None: guessed from each name. ``columns``: those that are read of tables, as of Input. ConfigError for files that
-    do not exist.
+    ``format`` None: that of each file, by its name and content. ``columns``: those that are read of tables, as of Input. ConfigError for files that
+    do not exist, or are no text.
     """
     inputs = []
     for name in names:
@@ -101,14 +95,9 @@ def find(names: list[str], format: Format | None, columns: Sequence[str] = ()) -
             inputs.append(Input("-", format, "", 0, 0))
             continue
         for path in _matches(name, format):
-            status, kind = readable(path, "input").stat(), storage(path)
-            library = LIBRARIES.get(kind)
-            if library and (problem := extras.missing(f"reading {path}", library)):
-                raise ConfigError(problem)
-            if kind == "table" and format not in (None, "jsonl"):
-                raise ConfigError(f"{path}: the rows of a table are read as --format jsonl")
-            selected = tuple(columns) if kind == "table" else ()
-            inputs.append(Input(path, format or guess(path), kind, status.st_size, status.st_mtime_ns, selected))
+            status, kind = readable(path, "input").stat(), kind_of(path, format)
+            selected = tuple(columns) if kind.storage == "table" else ()
+            inputs.append(Input(path, kind.format, kind.storage, status.st_size, status.st_mtime_ns, selected))
     if names.count("-") > 1:
         raise ConfigError("--input - is given twice; standard input can be read once")
     return inputs
@@ -125,19 +114,6 @@ def _matches(name: str, format: Format | None) -> list[str]:
     if not files:
         raise ConfigError(f"input {name} matches no file; looked from {Path.cwd()}")
     return files
-
-
-def storage(path: str | Path) -> Storage:
-    """How a file holds its lines, by its name."""
-    return STORAGE.get(Path(path).suffix, "")
-
-
-def guess(path: str | Path) -> Format:
-    """The format of a file, by its name without .gz or .zst: jsonl for .jsonl, .json and tables, otherwise lines."""
-    kind, name = storage(path), Path(path)
-    if kind in ("gz", "zst"):
-        name = Path(name.stem)
-    return "jsonl" if kind == "table" or name.suffix in (".jsonl", ".json") else "lines"
 
 
 def chunks(inputs: list[Input], share: Share = Share(), longest: int = LONGEST * MB) -> Iterator[InputChunk]:
@@ -226,7 +202,7 @@ def _opened(source: Input) -> Iterator[tuple[BinaryIO, BinaryIO | None]]:
         yield sys.stdin.buffer, None
         return
     with reader(source.path) as raw:
-        suffix = Path(source.path).suffix
+        suffix = STORED_AS.get(source.storage, Path(source.path).suffix)
         if source.storage and not os.fstat(raw.fileno()).st_size:
             raise ConfigError(f"{source.path} is empty, so it is not a valid {suffix} file; copy or create it again")
         try:
@@ -234,7 +210,7 @@ def _opened(source: Input) -> Iterator[tuple[BinaryIO, BinaryIO | None]]:
                 with gzip.GzipFile(fileobj=raw) as file:
                     yield cast(BinaryIO, file), raw
             elif source.storage == "zst":
-                yield io.BufferedReader(_Pieces(_decompressed(raw)), CHUNK), raw
+                yield io.BufferedReader(_Pieces(decompressed(raw)), CHUNK), raw
             elif source.storage == "table":
                 yield io.BufferedReader(_Pieces(tables.json_lines(raw, source.path, source.columns)), CHUNK), raw
             else:
@@ -265,22 +241,3 @@ class _Pieces(io.RawIOBase):
         count = min(len(buffer), len(self._rest))
         buffer[:count], self._rest = self._rest[:count], self._rest[count:]
         return count
-
-
-def _decompressed(raw: BinaryIO) -> Iterator[bytes]:
-    """The text of all frames of a .zst file; EOFError if it is corrupt, or, unlike in the library's own reader, truncated."""
-    import zstandard
-
-    library = zstandard.ZstdDecompressor(max_window_size=WINDOW)
-    frame, within = library.decompressobj(), False
-    while piece := raw.read(PIECE):
-        while piece:
-            try:
-                yield frame.decompress(piece)
-            except zstandard.ZstdError as error:
-                raise EOFError(error) from None
-            within, piece = not frame.eof, frame.unused_data
-            if not within:
-                frame = library.decompressobj()
-    if within:
-        raise EOFError("it ends within a frame")

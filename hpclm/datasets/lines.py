@@ -5,7 +5,7 @@ from typing import Any
 
 import orjson
 
-from hpclm.datasets.inputs import Format
+from hpclm.datasets.kinds import Format
 
 
 class UnreadableLineError(Exception):

@@ -211,7 +211,12 @@ def _fairseq(args: argparse.Namespace, share: Share) -> tuple[tuple[InputCorpus,
     corpora = []
     for split in ("train", "valid", "test"):
         for i, file in enumerate(filter(None, (getattr(args, f"{split}pref") or "").split(","))):
-            corpora.append(InputCorpus(tuple(find([file], "lines")), (folder / f"{split}{i or ''}",)))
+            inputs = find([file], None)
+            if any(source.format != "lines" for source in inputs):
+                raise ConfigError(
+                    f"{file} holds JSON lines, but fairseq's options read plain ones; give --input {file}"
+                )
+            corpora.append(InputCorpus(tuple(inputs), (folder / f"{split}{i or ''}",)))
     given = Path(args.srcdict) if args.srcdict else None
     return tuple(corpora), None if args.tokenizer else Dictionary(folder / "dict.txt", corpora[0], given)
 
@@ -248,7 +253,9 @@ def _parser() -> argparse.ArgumentParser:
         help="UTF-8 text or JSONL (also .gz, .zst), .parquet, .arrow, .feather; a folder of them, such as datasets' "
         "save_to_disk writes; a quoted pattern; or - (a pipe)",
     )
-    documents = "documents: JSON objects, lines or files; default: jsonl for .jsonl, .json and tables, otherwise lines"
+    documents = (
+        "documents: JSON objects, lines or files; default: jsonl for .jsonl, .ndjson, .json and tables, otherwise lines"
+    )
     add("--format", choices=["jsonl", "lines", "files"], help=documents)
     keys = "keys, or columns, of the texts; a dataset is written for each; default: text"
     add("--json-keys", "--json-key", "--columns", "--column", nargs="+", metavar="KEY", help=keys)

@@ -12,6 +12,7 @@ import orjson
 from hpclm.errors import ConfigError
 
 ROWS = 1 << 8  # that are decoded at a time
+PARQUET_MAGIC = b"PAR1"
 FILE_MAGIC = b"ARROW1"
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
@@ -21,8 +22,10 @@ def json_lines(file: BinaryIO, path: str, columns: Sequence[str]) -> Iterator[by
     or has no such column."""
     import pyarrow
 
+    is_parquet = file.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC or ".parquet" in path.lower()
+    file.seek(0)
     try:
-        names, batches = (_parquet if path.endswith(".parquet") else _arrow)(file, columns)
+        names, batches = (_parquet if is_parquet else _arrow)(file, columns)
         if absent := [column for column in columns if column not in names]:
             raise ConfigError(f"{path} has no column {absent[0]!r}; it has {names}; select one with --column")
         for batch in batches:
@@ -30,7 +33,7 @@ def json_lines(file: BinaryIO, path: str, columns: Sequence[str]) -> Iterator[by
                 rows = batch.slice(first, ROWS).to_pylist()
                 yield b"".join(_line(row) + b"\n" for row in rows)
     except (pyarrow.ArrowException, OSError, EOFError) as error:
-        kind = "a Parquet" if path.endswith(".parquet") else "an Arrow IPC"
+        kind = "a Parquet" if is_parquet else "an Arrow IPC"
         raise ConfigError(
             f"{path} is truncated, corrupt, or not {kind} file: {error}; copy or create it again"
         ) from None

@@ -100,7 +100,9 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     texts = "what hpclm preprocess --input takes"
     add("--input", nargs="+", required=True, metavar="FILE", help=texts)
-    documents = "documents: JSON objects, lines or files; default: jsonl for .jsonl, .json and tables, otherwise lines"
+    documents = (
+        "documents: JSON objects, lines or files; default: jsonl for .jsonl, .ndjson, .json and tables, otherwise lines"
+    )
     add("--format", choices=["jsonl", "lines", "files"], help=documents)
     add("--json-key", "--column", metavar="KEY", help="key, or column, of the text; default: text")
     add("--longest-line", type=int, default=LONGEST, metavar="MB", help=LONGEST_LINE)

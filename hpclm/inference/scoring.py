@@ -71,9 +71,9 @@ def windows(ids: Sequence[int], context: int) -> Iterator[tuple[Sequence[int], i
         yield ids[max(0, end - context - 1) : end], end - begin - 1
 
 
-def of_text(path: str, text: str, run_text: RunText) -> Iterator[Document]:
-    """The documents of a text: one, or in a .jsonl file one in the "text" of each line."""
-    texts = json_texts(path, text, "text", "a document") if path.endswith(".jsonl") else [text]
+def of_text(path: str, text: str, json_lines: bool, run_text: RunText) -> Iterator[Document]:
+    """The documents of a text: one, or of JSON lines one in the "text" of each."""
+    texts = json_texts(path, text, "text", "a document") if json_lines else [text]
     for number, document in enumerate(texts, 1):
         ids = run_text.encode(document)
         if not ids and document:

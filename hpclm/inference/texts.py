@@ -4,9 +4,23 @@ import json
 from collections.abc import Iterator
 
 from hpclm import files
+from hpclm.datasets import kinds
 from hpclm.errors import ConfigError, unread
 
 LARGEST = 1 << 32  # bytes of a text
+PLAIN = ".txt"
+
+
+def is_json_lines(path: str, text: str, format: str | None, otherwise: str) -> bool:
+    """Whether ``text``, of the file ``path`` or "-", is read as JSON lines; ConfigError where its name and content disagree.
+
+    ``format``: "jsonl" or ``otherwise``, which count more than both; None: by the name and the content.
+    """
+    if format is not None:
+        return format == "jsonl"
+    name, suffix = ("standard input", PLAIN) if path == "-" else (path, kinds.named(path)[0])
+    content = text[: kinds.BEGINNING].encode(errors="replace")
+    return kinds.guess(name, suffix, content, otherwise) == "jsonl"
 
 
 def json_texts(path: str, text: str, key: str, what: str) -> Iterator[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from hpclm.datasets.inputs import CHUNK, Share, chunks, find, guess
+from hpclm.datasets.inputs import CHUNK, Share, chunks, find
 from hpclm.errors import ConfigError
 
 LINES = "".join(f"line {i} {'天😀x' * (i % 70)}\n" for i in range(20_000)).encode()
@@ -69,17 +69,6 @@ def test_a_file_that_does_not_match_its_suffix_is_an_error(name, tmp_path):
     (tmp_path / name).write_bytes(b"just text\n" * 100)
     with pytest.raises(ConfigError, match="corrupt, or no"):
         list(chunks(find([str(tmp_path / name)], None)))
-
-
-NAMES = {
-    "a.jsonl": "jsonl", "a.json": "jsonl", "a.txt": "lines", "a": "lines", "a.jsonl.gz": "jsonl", "b.json.zst": "jsonl",
-    "a.txt.gz": "lines", "jsonl": "lines", "a.jsonl.bz2": "lines", "d.jsonl/a.gz": "lines",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name, format", NAMES.items())
-def test_the_format_is_guessed_from_the_name_without_the_compression_suffix(name, format):
-    assert guess(name) == format
 
 
 def test_patterns_are_expanded_in_order_and_names_with_signs_are_taken_as_they_are(tmp_path, monkeypatch):

@@ -1,0 +1,212 @@
+"""What a file of text holds, by its name and its first kilobytes: JSON lines or plain lines, compressed or not, or a table.
+
+A name counts without what packs it (.gz) and numbers it (.jsonl-00000-of-00002), in any case. Where name and content contradict each other
+nothing is guessed: JSON lines that are read as plain ones become documents full of keys and braces, and look like a success.
+"""
+
+import gzip
+import json
+import re
+import shlex
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from hpclm import extras
+from hpclm.datasets.packed import decompressed
+from hpclm.errors import ConfigError
+from hpclm.files import reader, typed
+
+Format = Literal["jsonl", "lines", "files"]
+Storage = Literal["", "gz", "zst", "table"]
+
+BEGINNING = 1 << 13  # bytes of text that are looked at
+PACKED: dict[str, Storage] = {".gz": "gz", ".gzip": "gz", ".zst": "zst", ".zstd": "zst"}
+TABLES = (".parquet", ".arrow", ".feather")
+JSON_LINES = (".jsonl", ".json", ".ndjson", ".jsonlines", ".jl", ".ldjson")
+NUMBER = re.compile(r"[-_.]?(part|shard|chunk|split)?[-_.]?\d+([-_.]?of[-_.]?\d+)?", re.ASCII)
+"""What numbers a file, at the end of its name: ``.1`` of logrotate, ``-00000-of-00002`` of Hugging Face's datasets."""
+OBJECT = re.compile(rb'\s*\{\s*"(?:[^"\\]|\\.)*"\s*:')
+"""The beginning of a JSON object."""
+ARRAY = re.compile(rb"\s*\[\s*[\[{]")
+SPREAD = re.compile(rb'\s*\{[ \t\r]*\n\s*"')
+"""The beginning of a JSON object that does not end in its line."""
+CSV = {".csv": "", ".tsv": ", sep=chr(9)"}
+"""Endings of tables of text, and what pandas is told of them."""
+MARKUP = re.compile(rb"\s*(?:<!doctype\s+html|<html|<\?xml)", re.IGNORECASE)
+BOM = b"\xef\xbb\xbf"  # byte order mark of UTF-8
+NULS = 0.01  # share of bytes that are zero, above which a file is binary
+
+STORED: dict[bytes, Storage] = {
+    b"\x1f\x8b\x08": "gz", b"\x28\xb5\x2f\xfd": "zst", b"PAR1\x15": "table", b"ARROW1\0\0": "table",
+}  # fmt: skip
+"""How files that are read begin, whatever their names."""
+LIBRARIES = {"zst": "zstandard", "table": "pyarrow"}
+UNPACK = {
+    rb"\xfd7zXZ\0": ("compressed by xz", "unxz --keep {}"),
+    rb"BZh[1-9]1AY&SY": ("compressed by bzip2", "bunzip2 --keep {}"),
+    rb"[\x02\x04][\x21\x22][\x4c\x4d]\x18": ("compressed by lz4", "lz4 -d {}"),
+    rb"LZIP\x01": ("compressed by lzip", "lzip --decompress --keep {}"),
+    rb"\x1f\x9d": ("compressed by compress", "zcat {}"),
+    rb"\x5d\0\0": ("compressed by lzma", "unlzma --keep {}"),
+    rb"\xff\x06\0\0sNaPpY": ("compressed by snappy", "snzip -d {}"),
+    rb"PK\x03\x04": ("a zip archive, as .docx and .epub are, too", "unzip {}"),
+    rb"7z\xbc\xaf\x27\x1c": ("a 7z archive", "7z x {}"),
+    rb"Rar!\x1a\x07": ("a rar archive", "unrar x {}"),
+    rb".{257}ustar": ("a tar archive", "tar -xf {}"),
+}
+"""How files begin that must be unpacked first: what they are, and by which command."""
+OTHERS = {
+    rb"%PDF-": "a PDF; extract its text first, for example with pdftotext",
+    rb"SQLite format 3\0": "an SQLite database; export its text as JSON lines",
+    rb"\x89HDF": "an HDF5 file; export its text as JSON lines",
+    rb"\x93NUMPY": "a NumPy array, not text",
+    rb"Obj\x01": "an Avro file; export its text as JSON lines or Parquet",
+    rb"MMIDIDX\0": "the index of a dataset, not text; train on it with data.prefix",
+    rb"version https://git-lfs": "a Git LFS pointer, not the file itself; get that with git lfs pull",
+    rb"\xff\xfe\0\0|\0\0\xfe\xff": "text in UTF-32; convert it: iconv -f UTF-32 -t UTF-8",
+    rb"\xff\xfe|\xfe\xff": "text in UTF-16; convert it: iconv -f UTF-16 -t UTF-8",
+}
+"""How other files begin that are not text in UTF-8, as regular expressions."""
+
+
+@dataclass(frozen=True)
+class FileKind:
+    """How a file is read."""
+
+    format: Format
+    storage: Storage
+
+
+def kind_of(path: str, format: Format | None) -> FileKind:
+    """How the regular file at ``path`` is read; ``format``: what a person says, which counts more than its name and content.
+
+    ConfigError for a file that is no text, or of which name and content do not agree whether it holds JSON lines.
+    """
+    suffix, storage = named(path)
+    if not storage:
+        content = _beginning(path, storage)
+        storage = next((kind for magic, kind in STORED.items() if content.startswith(magic)), storage)
+    library = LIBRARIES.get(storage)
+    if library and (problem := extras.missing(f"reading {path}", library)):
+        raise ConfigError(problem)
+    if storage == "table":
+        if format not in (None, "jsonl"):
+            raise ConfigError(f"{path}: the rows of a table are read as --format jsonl")
+        return FileKind("jsonl", storage)
+    if storage:
+        content = _beginning(path, storage)
+    _refuse_unreadable(path, content)
+    if format is None:
+        _refuse_unlikely(path, suffix, content)
+    format = format or guess(path, suffix, content)
+    if format == "jsonl" and (ARRAY.match(content) or SPREAD.match(content)):
+        what, items = ("one JSON array", "'.[]'") if ARRAY.match(content) else ("JSON objects of several lines", ".")
+        raise ConfigError(
+            f"{path} holds {what}, but one object per line is read; convert it: jq -c {items} {typed(path)} > OUT.jsonl"
+        )
+    return FileKind(format, storage)
+
+
+def named(path: str) -> tuple[str, Storage]:
+    """The ending of a name that says what it holds, such as ".jsonl", without numbers and compression; and how it is stored."""
+    name = Path(path).name.lower()
+    storage: Storage = ""
+    while True:
+        suffix = Path(name).suffix
+        if suffix in PACKED and not storage:
+            name, storage = Path(name).stem, PACKED[suffix]
+        elif suffix not in (*JSON_LINES, *TABLES, *CSV) and (unnumbered := _without_number(name)):
+            name = unnumbered
+        else:
+            return "" if NUMBER.fullmatch(suffix) else suffix, "table" if suffix in TABLES else storage
+
+
+def _without_number(name: str) -> str:
+    """``name`` without the number at its end, if another ending comes before that; otherwise empty."""
+    for match in re.finditer(r"[-_.]", name):
+        rest = name[: match.start()]
+        if NUMBER.fullmatch(name, match.start()) and Path(rest).suffix:
+            return rest
+    return ""
+
+
+def guess(name: str, suffix: str, content: bytes, otherwise: str = "lines") -> Format:
+    """jsonl or lines, by the ``suffix`` of a file (``named``) and the beginning of its text; ConfigError where these contradict each other.
+
+    ``otherwise``: the value of --format for a file that does not hold JSON lines.
+    """
+    if suffix in JSON_LINES:
+        return "jsonl"
+    if not holds_objects(content):
+        return "lines"
+    if not suffix:
+        return "jsonl"
+    raise ConfigError(
+        f"{name} holds JSON lines, but is not named .jsonl; give --format jsonl (or rename it) to read the objects, or --format "
+        f"{otherwise} to read it as it is"
+    )
+
+
+def holds_objects(content: bytes) -> bool:
+    """Whether most lines at the beginning of a text are JSON objects; if that is all in one line, whether it begins as an object."""
+    lines = [line for line in content.removeprefix(BOM).split(b"\n") if line.strip()]
+    cut = len(content) >= BEGINNING  # the last line may go on
+    if len(lines) == 1 and cut:
+        return OBJECT.match(lines[0]) is not None
+    complete = lines[:-1] if cut else lines
+    return sum(map(_is_object, complete)) * 2 > len(complete)
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _refuse_unreadable(path: str, content: bytes) -> None:
+    """ConfigError if a file that begins with ``content`` is not text in UTF-8."""
+    for magic, (what, command) in UNPACK.items():
+        if re.match(magic, content, re.DOTALL):
+            raise ConfigError(f"{path} is {what}, which is not read; unpack it first: {command.format(typed(path))}")
+    for magic, what in OTHERS.items():
+        if re.match(magic, content):
+            raise ConfigError(f"{path} is {what}")
+
+
+def _refuse_unlikely(path: str, suffix: str, content: bytes) -> None:
+    """ConfigError if a file is binary, or a table or page whose separators or tags would become text."""
+    if suffix in CSV:
+        convert = f"pandas.read_csv({path!r}{CSV[suffix]}).to_json('OUT.jsonl', orient='records', lines=True)"
+        raise ConfigError(
+            f"{path} is a table, whose header and separators would become text; convert it: python -c "
+            f"{shlex.quote(f'import pandas; {convert}')}; or give --format lines to read its lines as they are"
+        )
+    if content.count(0) > NULS * len(content):
+        raise ConfigError(
+            f"{path} is not text in UTF-8: {content.count(0):,} of its first {len(content):,} bytes are zero, so it is binary, or text in "
+            "UTF-16 or UTF-32; convert it, for example with iconv, or give --format lines or files to read it as it is"
+        )
+    if MARKUP.match(content):
+        raise ConfigError(
+            f"{path} is HTML or XML, whose tags would become text; extract the text first, or give --format lines or files to keep the tags"
+        )
+
+
+def _beginning(path: str, storage: Storage) -> bytes:
+    """The first bytes of a file, decompressed; as much as can be read of a corrupt one, whose reader says what is wrong."""
+    pieces = b""
+    try:
+        with reader(path) as file:
+            if storage == "gz":
+                with gzip.GzipFile(fileobj=file) as unpacked:
+                    return unpacked.read(BEGINNING)
+            for piece in decompressed(file) if storage == "zst" else [file.read(BEGINNING)]:
+                pieces += piece[: BEGINNING - len(pieces)]
+                if len(pieces) == BEGINNING:
+                    break
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        pass
+    return pieces

@@ -9,7 +9,7 @@ import yaml
 
 from hpclm import cli, config
 from hpclm.config import RunConfig
-from hpclm.config.fields import as_yaml, flattened
+from hpclm.config.fields import as_yaml, flattened, required, type_of
 from hpclm.errors import ConfigError
 
 Base = RunConfig | str | os.PathLike[str]
@@ -71,8 +71,11 @@ def words(changes: Iterable[Change]) -> list[str]:
 def _text(key: str, value: Any) -> str:
     if isinstance(value, (str, os.PathLike)):
         return os.fspath(value)
+    kind, value = type_of(key), value.item() if hasattr(value, "item") else value  # NumPy's numbers as Python's
+    if (kind is str and value is None) or (required(kind) is str and isinstance(value, bool)):
+        raise ConfigError(f"{key}={value!r} must be text, in quotes")
     try:
-        return as_yaml(value.item() if hasattr(value, "item") else value)  # NumPy's numbers as Python's
+        return str(value) if required(kind) is str and value is not None else as_yaml(value)
     except yaml.YAMLError:
         raise ConfigError(
             f"{key}: settings are text, numbers, lists and mappings, not {type(value).__name__}"

@@ -104,7 +104,7 @@ def flat_of_run(folder: Path, version: str = run_file.NAME) -> dict[str, Any]:
     """The settings of the run in ``folder`` as section.name: value, as they stand in ``version`` of its config.yaml; ConfigError
     without it."""
     path, content = _of_folder(folder, version)
-    return {key: value for key, value, _ in _leaves(content, path)}
+    return {setting.key: reading.plain(setting.value) for setting in _leaves(content, path)}
 
 
 def _of_folder(folder: Path, version: str = run_file.NAME) -> tuple[Path, reading.Content]:
@@ -170,7 +170,9 @@ def _parsed(overrides: Sequence[str], problems: list[str]) -> list[Setting]:
             problems.append(f"{word!r} is not key=value")
             continue
         try:
-            settings += _renamed(_flat(key, _value(key, text), "command line"))
+            settings_of_word = _renamed(_flat(key, _value(key, text), "command line"))
+            problems += [f"{problem} (command line)" for problem in _repeated(settings_of_word)]
+            settings += settings_of_word
         except yaml.YAMLError as error:
             reason = f": {error.problem}" if isinstance(error, yaml.constructor.ConstructorError) else ""
             without_value = shown_setting(key, text) == key
@@ -185,8 +187,7 @@ def _value(key: str, text: str) -> Any:
     kind = type_of(key)
     if kind is str or (required(kind) is str and text not in ("null", "")):
         return text
-    value = reading.value(text)
-    return [str(v) for v in value] if kind == list[str] and isinstance(value, list) else value
+    return reading.typed(text)
 
 
 def _settings_file(path: str | Path) -> Path:
@@ -229,11 +230,33 @@ def _from_site(path: Path, problems: list[str]) -> list[Setting]:
 
 
 def _leaves(content: reading.Content, path: Path) -> list[Setting]:
-    """The settings of a file, without removed ones at the value that changes nothing."""
-    leaves = [setting for key, value in content.tree.items() for setting in _flat(str(key), value, str(path))]
+    """The settings of a file, without removed ones at the value that changes nothing; ConfigError for one that it has twice."""
+    leaves = [setting for key, value in content.tree.items() for setting in _flat(key, value, str(path), key.line)]
     unchanged = {key: default for key, (default, _) in run_file.REMOVED.items()}
     leaves = [each for each in leaves if each.key not in run_file.HARMLESS]
-    return _renamed(each for each in leaves if each.key not in unchanged or unchanged[each.key] != each.value)
+    leaves = _renamed(each for each in leaves if each.key not in unchanged or unchanged[each.key] != each.value)
+    if repeated := list(_repeated(leaves)):
+        raise ConfigError(f"{problem} ({path})" for problem in repeated)
+    return leaves
+
+
+def _repeated(settings: Iterable[Setting]) -> Iterator[str]:
+    """A problem for every setting that one file has twice, such as model.layers beside model: {layers: ...}."""
+    lines: dict[str, int] = {}
+    for setting in settings:
+        for key, line in _lines(setting.key, setting.value, setting.line or 0):
+            if key in lines:
+                yield f"{key} is set twice{reading.in_lines(lines[key], line)}; leave one out"
+            lines[key] = line
+
+
+def _lines(key: str, value: Any, line: int) -> Iterator[tuple[str, int]]:
+    """The dotted key and the line of every entry of a setting that is a mapping, or else of the setting."""
+    if not isinstance(value, dict) or not value:
+        yield key, line
+        return
+    for name, inner in value.items():
+        yield from _lines(f"{key}.{name}", inner, name.line)
 
 
 def _renamed(settings: Iterable[Setting]) -> list[Setting]:
@@ -245,21 +268,21 @@ def _renamed(settings: Iterable[Setting]) -> list[Setting]:
     ]
 
 
-def _flat(key: str, value: Any, origin: str) -> Iterator[Setting]:
-    """The settings in a nested mapping; a mapping that is the value of one field is kept whole."""
+def _flat(key: str, value: Any, origin: str, line: int | None = None) -> Iterator[Setting]:
+    """The settings in a nested mapping; a mapping that is the value of one field is kept whole. ``line``: of the file."""
     kind = type_of(key)
     section = kind is None or is_dataclass(kind)
     if isinstance(value, dict) and section and (value or kind is not None):
         for name, inner in value.items():
-            yield from _flat(f"{key}.{name}", inner, origin)
+            yield from _flat(f"{key}.{name}", inner, origin, getattr(name, "line", None))
     else:
-        yield Setting(key, value, origin)
+        yield Setting(key, value, origin, line)
 
 
 def _untrusted(settings: list[Setting], path: Path, exposed: str | None) -> Iterator[str]:
     """Settings that name code and come from the file ``path``, if others could have written it (``exposed`` says how)."""
     last = {setting.key: setting for setting in settings}
-    for key, value, origin in last.values() if exposed else ():
+    for key, value, origin, _ in last.values() if exposed else ():
         if origin == str(path) and _names_code(key, value):
             yield (
                 f"{key}={value!r} in {path} would run code in your name, and {exposed}. Once you know that code, give the "

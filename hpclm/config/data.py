@@ -6,6 +6,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
 from hpclm.config.checks import Checked, at_least
+from hpclm.config.reading import number
 from hpclm.errors import ConfigError
 from hpclm.registry import problem
 
@@ -167,15 +168,15 @@ class Mixture:
 
 def mixture(entries: list[str], setting: str) -> Mixture:
     """Parse paths, or alternating weights and paths; ConfigError, which names ``setting``, if they are invalid."""
-    if _number(entries[0]) is None:
-        stray = [entry for entry in entries if _number(entry) is not None]
+    if number(entries[0]) is None:
+        stray = [entry for entry in entries if number(entry) is not None]
         if stray:
             raise ConfigError(
                 f"{setting}={entries}: {stray[0]} is a weight, but the first dataset has none; give all or none"
             )
         return Mixture(tuple(entries), None)
-    weights, prefixes = [_number(entry) for entry in entries[::2]], entries[1::2]
-    if len(entries) % 2 or None in weights or any(_number(prefix) is not None for prefix in prefixes):
+    weights, prefixes = [number(entry) for entry in entries[::2]], entries[1::2]
+    if len(entries) % 2 or None in weights or any(number(prefix) is not None for prefix in prefixes):
         raise ConfigError(
             f"{setting}={entries} must be alternating weights and paths, such as [0.3, a, 0.7, b], or only paths; "
             "write ./2024 for a path that looks like a number"
@@ -199,10 +200,3 @@ def named(entries: list[str], setting: str) -> dict[str, Mixture]:
             raise ConfigError(f"{setting}: {entry!r} must be name=path, such as law=/data/law_text_document")
         paths.setdefault(name, []).append(prefix)
     return {name: Mixture(tuple(prefixes), None) for name, prefixes in paths.items()}
-
-
-def _number(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None

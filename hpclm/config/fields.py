@@ -83,6 +83,11 @@ def as_yaml(value: Any) -> str:
     return text.removesuffix("\n...\n").strip()
 
 
+def as_word(value: Any) -> str:
+    """One value as a word key=value of a command line has it: text is verbatim there."""
+    return value if isinstance(value, str) else as_yaml(value)
+
+
 def flattened(tree: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mappings -> dotted keys."""
     flat: dict[str, Any] = {}

@@ -2,6 +2,7 @@
 
 import re
 import typing
+import unicodedata
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from decimal import Decimal
@@ -10,9 +11,9 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, OmegaConfBaseException
 
-from hpclm.config import hints, run_file
+from hpclm.config import hints, reading, run_file
 from hpclm.config.checks import texts
-from hpclm.config.fields import as_yaml, flattened, keys, required, split_key, type_of, type_text
+from hpclm.config.fields import as_word, as_yaml, flattened, keys, required, split_key, type_of, type_text
 from hpclm.config.schema import RunConfig
 from hpclm.errors import ConfigError
 from hpclm.registry import hint
@@ -28,6 +29,8 @@ class Setting(NamedTuple):
     key: str
     value: Any
     origin: str
+    line: int | None = None
+    """Of the file that it was given in."""
 
 
 def merge(settings: list[Setting], problems: list[str]) -> RunConfig:
@@ -97,11 +100,15 @@ def _unknown(key: str) -> str:
         return (
             f"{key} no longer exists; {advice or f'leave it out: hpclm always does what {key}={as_yaml(default)} did'}"
         )
+    written = re.sub(r"[\s\u200b-\u200f\u2060\ufeff]", "", unicodedata.normalize("NFKC", key))
+    if written != key and type_of(written) is not None:
+        return f"unknown setting {key!a}: it has characters that only look like those of {written}; type it anew"
     return f"unknown setting {key}{hints.hint(key, keys())}"
 
 
 def _normal(key: str, kind: Any, value: Any) -> Any:
-    """``value`` as OmegaConf takes it: 1e6 and 1_000_000 as integers, micro_size=auto as 0, ${...} of job.* as text.
+    """``value`` as OmegaConf takes it: text as it was typed, 1e6 and 1_000_000 as integers, micro_size=auto as 0, ${...} of job.* as
+    text.
 
     ConfigError for values that it would take, but that were hardly meant.
     """
@@ -109,18 +116,54 @@ def _normal(key: str, kind: Any, value: Any) -> Any:
     if value is None and inner is kind:
         raise ConfigError(f"{key} must be {expected}, not empty")
     if inner is str and isinstance(value, bool):
-        raise ConfigError(
-            f"{key} must be {expected}; YAML reads this word as {str(value).lower()}, so put quotes around it"
-        )
+        raise ConfigError(f"{key} must be {expected}; {_as_a_word(value)}")
     if key == "batch.micro_size" and value in (0, "auto") and value is not False:
         if value == 0:
             raise ConfigError(f"{key}=0 must be at least 1, or auto")
         return 0
-    if inner is int and isinstance(value, (int, float, str)) and not isinstance(value, bool):
-        value = _whole(value)
+    if inner == list[str] and isinstance(value, list):
+        value = [_text(key, expected, part) for part in value]
+    elif inner is str and isinstance(value, (int, float)):
+        value = str(value)
+    elif typing.get_origin(inner) is tuple and isinstance(value, list):
+        value = [_number(part, typing.get_args(inner)[0]) for part in value]
+    elif inner == list[dict[str, Any]] and isinstance(value, list):
+        value = [_entry(entry) for entry in value]
+    else:
+        value = _number(value, inner)
     if any(isinstance(part, int) and abs(part) > LARGEST for part in (value if isinstance(value, list) else [value])):
         raise ConfigError(f"{key}={shown(value)} must be {expected} of at most {LARGEST:,}")
     return literal(value) if key.startswith("job.") else value
+
+
+def _as_a_word(value: bool | None) -> str:
+    """What YAML makes of a word such as on, and the way out."""
+    return f"YAML reads this word as {'null' if value is None else str(value).lower()}, so put quotes around it"
+
+
+def _text(key: str, expected: str, part: Any) -> str:
+    """An entry of a list of text, as it was typed; ConfigError if it is none."""
+    if isinstance(part, bool) or part is None:
+        raise ConfigError(f"{key} must be {expected}; {_as_a_word(part)}")
+    if not isinstance(part, (str, int, float)):
+        raise ConfigError(f"{key} must be {expected}, but one entry is {shown(reading.plain(part))}")
+    return str(part)
+
+
+def _number(value: Any, kind: Any) -> Any:
+    """``value`` without how it was typed; as an integer where ``kind`` is one and it can be."""
+    value = reading.plain(value)
+    if kind is int and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        return _whole(value)
+    return value
+
+
+def _entry(entry: Any) -> Any:
+    """An entry of optim.groups, whose ``match`` is text."""
+    if not isinstance(entry, dict):
+        return reading.plain(entry)
+    typed_number = isinstance(entry.get("match"), (reading.TypedInt, reading.TypedFloat))
+    return reading.plain({**entry, "match": str(entry["match"])} if typed_number else entry)
 
 
 def _whole(value: float | str) -> Any:
@@ -137,7 +180,9 @@ def _add_to_mapping(tree: Any, key: str, value: Any) -> None:
     if not isinstance(value, dict):
         raise ConfigError(f"{shown_setting(key, value)} must be {type_text(type_of(key))}")
     if key == "engine.extra":
-        value = {name: inner if isinstance(inner, str) else as_yaml(inner) for name, inner in flattened(value).items()}
+        value = {name: _yaml_as_typed(inner) for name, inner in flattened(value).items()}
+    if key == "model.rope_scaling":  # a mapping of numbers
+        value = reading.plain(value)
     for name, text in value.items():
         if text is None and ":" in str(name):  # {NAME:value} is one name
             before = str(name).partition(":")[0]
@@ -148,10 +193,20 @@ def _add_to_mapping(tree: Any, key: str, value: Any) -> None:
     OmegaConf.update(tree, key, added, merge=bool(value))
 
 
+def _yaml_as_typed(value: Any) -> str:
+    """A value of engine.extra, which is YAML, as it was typed."""
+    return (
+        str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else as_word(reading.plain(value))
+    )
+
+
 def _as_meant(key: str, kind: Any, value: Any) -> str:
     """``: `` and how ``value`` is written so that it is of ``kind``, if that is clear; else empty."""
     if kind == list[str] and isinstance(value, (str, int, float)):
         return f": {key}=[{value}]"
+    if typing.get_origin(required(kind)) is tuple and isinstance(value, list):
+        of_numbers = typing.get_args(required(kind))[0]
+        return next(filter(None, (_as_meant(key, of_numbers, part) for part in value)), "")
     number = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([KMBGT])", str(value), re.IGNORECASE)
     if required(kind) is not int or not number:
         return ""

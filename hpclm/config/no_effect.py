@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from math import lcm
 
 from hpclm.config.checks import Checked
-from hpclm.config.fields import as_yaml
+from hpclm.config.fields import as_word
 from hpclm.config.model import BLOCKS
 from hpclm.config.optim import ENDLESS
 from hpclm.config.plan import Length, Plan
@@ -41,7 +41,7 @@ def changed(section: Checked, *names: str) -> list[str]:
 
 def given(name: str, section: Checked, *settings: str) -> list[str]:
     """The ones of these settings that differ from their defaults, as they are typed."""
-    return [f"{name}.{key}={as_yaml(getattr(section, key))}" for key in changed(section, *settings)]
+    return [f"{name}.{key}={as_word(getattr(section, key))}" for key in changed(section, *settings)]
 
 
 def idle(words: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hpclm.config.reading import number
 from hpclm.registry import hint
 
 KINDS: dict[str, tuple[str, str]] = {
@@ -27,7 +28,7 @@ def parsed(scaling: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _value(name: str, text: str) -> Any:
-    value = json.loads(text.lower())
+    value: Any = json.loads(text.lower()) if name in (*LISTS, "truncate") else number(text)
     if name == "truncate":
         right = isinstance(value, bool)
     else:
@@ -62,7 +63,7 @@ def problems(scaling: Mapping[str, str], rotated: int) -> Iterator[str]:
     if (
         kind == "llama3"
         and not names - {*needs}
-        and float(scaling.get("low_freq_factor", 0)) >= float(scaling.get("high_freq_factor", 1))
+        and (number(scaling.get("low_freq_factor", "")) or 0) >= (number(scaling.get("high_freq_factor", "")) or 1)
     ):
         yield "model.rope_scaling.low_freq_factor must be less than high_freq_factor"
 

@@ -16,7 +16,7 @@ from hpclm import config as settings
 from hpclm import files
 from hpclm.config import DataConfig, RunConfig
 from hpclm.config.data import OF_FILES
-from hpclm.config.fields import as_yaml
+from hpclm.config.fields import as_word
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.rundir.lease import Lease
 from hpclm.terminal import say
@@ -103,7 +103,7 @@ def overrides(config: RunConfig) -> list[str]:
                 default = field.default if field.default_factory is MISSING else field.default_factory()
                 values[f"data.{field.name}"] = default
         values["data.source"] = "synthetic"
-    return [f"{key}={as_yaml(value)}" for key, value in values.items() if value != attrgetter(key)(config)]
+    return [f"{key}={as_word(value)}" for key, value in values.items() if value != attrgetter(key)(config)]
 
 
 def _is_missing(data: DataConfig) -> bool:

@@ -24,7 +24,6 @@ TEXTS = {
     "a fraction of 100,000 digits": f"optim: {{lr: 0.{NUMBER}}}\n",
     "100,000 hexadecimal digits": f"seed: 0x{NUMBER}\n",
     "100,000 digits in quotes": f"budget: {{steps: '{NUMBER}'}}\n",
-    "a date that is none": "name: 2024-02-31\n",
     "a number that is none": "seed: !!int x\n",
     "a float that is none": "optim: {lr: !!float x}\n",
     "nothing as a number": "seed: !!int ''\n",

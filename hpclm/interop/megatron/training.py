@@ -6,7 +6,7 @@ from typing import Any
 
 from hpclm.checkpoint import Progress
 from hpclm.config import ModelConfig
-from hpclm.config.fields import as_yaml
+from hpclm.config.fields import as_word
 from hpclm.errors import ConfigError
 from hpclm.interop.megatron import options
 from hpclm.interop.megatron.layout import MegatronState
@@ -89,7 +89,7 @@ def overrides(args: Namespace, model: ModelConfig) -> list[str]:
             "optim.wsd_decay": argument(args, f"lr_wsd_decay_{unit}"),
             "optim.wsd_style": argument(args, "lr_wsd_decay_style"),
         }
-    return [f"{name}={as_yaml(value)}" for name, value in values.items() if value is not None]
+    return [f"{name}={as_word(value)}" for name, value in values.items() if value is not None]
 
 
 def _precision(args: Namespace) -> str | None:

@@ -8,7 +8,8 @@ from typing import Any
 
 from hpclm.config import DataConfig
 from hpclm.config.data import Mixture, mixture, named
-from hpclm.data import loss_mask, tokenizers
+from hpclm.data import chat_record, loss_mask, tokenizers
+from hpclm.data.chat_record import ChatRecord
 from hpclm.data.content import DIGEST, check_some, noted
 from hpclm.data.indexed import IndexedDataset, sidecar
 from hpclm.data.order import split_bounds, split_parts
@@ -44,6 +45,8 @@ class Corpus:
             for dataset in self._datasets.values():
                 dataset.once("vocabulary", partial(check_tokens, dataset, vocab_size))
         self.eod: int | None = tokenizer.get("eod")
+        chat = facts.find("chat", lambda: shared_chat(list(self._datasets)))
+        self.chat = ChatRecord(**chat) if chat else None
         if not settings.break_mode:
             eos = -1
         elif self.eod is not None:
@@ -197,6 +200,22 @@ def holds(dataset: IndexedDataset, token: int) -> bool:
 def corpus(data: DataConfig, context: int, seed: int, vocab_size: int, facts: SharedFacts | None = None) -> Corpus:
     """The source for ``data.source=indexed``; ConfigError if datasets or tokenizer do not match the settings."""
     return Corpus(data, context, seed, vocab_size, facts or SharedFacts())
+
+
+def shared_chat(prefixes: list[str]) -> dict[str, Any]:
+    """What the conversations of all datasets were rendered with (JSON); {} if that is unknown, with a warning where there are any.
+    ConfigError if they differ."""
+    record = chat_record.shared(prefixes)
+    silent = [
+        prefix for prefix in prefixes if loss_mask.KEY in (note := sidecar(prefix)) and chat_record.KEY not in note
+    ]
+    if silent:
+        log.warning(
+            "%s: the chat template is not recorded there, as an earlier version preprocessed the conversations, so exports and "
+            "generation cannot follow it: preprocess them again",
+            ", ".join(silent),
+        )
+    return record.note() if record else {}
 
 
 def shared_tokenizer(settings: DataConfig, prefixes: list[str], vocab_size: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from hpclm.config import DataConfig, ModelConfig
 from hpclm.config.data import SOURCES
+from hpclm.data.chat_record import ChatRecord
 from hpclm.data.shared_facts import SharedFacts
 from hpclm.errors import ConfigError
 from hpclm.registry import a_function, lookup
@@ -39,7 +40,8 @@ class Source(Protocol):
     """The data of a run; ``split`` is "train", "valid", "test", or the name of a further validation set.
 
     It may have ``check_content() -> list[str]``, which verifies some of the data when a run starts, and describes what; and
-    ``without_effect() -> list[str]``, which names settings that change nothing with these data, and says why.
+    ``without_effect() -> list[str]``, which names settings that change nothing with these data, and says why; and ``chat``, a
+    ChatRecord of what its conversations were rendered with, or None.
     """
 
     eod: int | None
@@ -86,6 +88,12 @@ def without_effect(source: Source) -> list[str]:
     """The settings that change nothing with these data, a sentence for each reason; reads a small part of them."""
     reasons: list[str] = getattr(source, "without_effect", list)()
     return reasons
+
+
+def chat(source: Source) -> ChatRecord | None:
+    """What the conversations of the data were rendered with; None if there are none, or that is not recorded."""
+    record: ChatRecord | None = getattr(source, "chat", None)
+    return record
 
 
 def samples_per_epoch(source: Source) -> int:

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from hpclm import extras, terminal
-from hpclm.data import loss_mask
+from hpclm.data import chat_record, loss_mask
 from hpclm.data.indexed import files
 from hpclm.datasets.encode import Column, Job, encode, read_texts, tokenizer_of
 from hpclm.datasets.inputs import Share, chunks
 from hpclm.datasets.options import Dictionary, InputCorpus, Request
+from hpclm.datasets.run_text import token_id
 from hpclm.datasets.tokenizers.fairseq import dictionary_of
 from hpclm.datasets.workers import ordered
 from hpclm.datasets.writer import Writer
@@ -41,6 +42,7 @@ class Output(Writer):
         self.prefix, self._job = prefix, job
         self.skipped = self.cut = self.dropped = 0  # empty documents, long conversations
         self.endless = 0  # conversations of which no end of a turn is learned
+        self.ends: set[str] = set()  # tokens that are learned as the end of an answer
         self.bad: Counter[str] = Counter()  # unreadable lines, by reason
 
     def add(self, column: Column) -> None:
@@ -49,6 +51,7 @@ class Output(Writer):
         self.cut += column.cut
         self.dropped += column.dropped
         self.endless += column.endless
+        self.ends |= column.ends
         self.extend(column.tokens, column.sizes, column.documents)
 
     def refuse_empty(self, names: str) -> None:
@@ -153,11 +156,13 @@ def write(
 
 
 def complete(outputs: Sequence[Output], job: Job, more: dict[str, Any]) -> None:
-    """Complete all datasets of ``job``; that of conversations names the hash of its loss mask."""
+    """Complete all datasets of ``job``; that of conversations names the hash of its loss mask, and what they were rendered with."""
     for output in reversed(outputs):
         output.complete(more)
         if job.chat and output.content:
-            more = {**more, loss_mask.KEY: output.content.bin}
+            ids = ((text, token_id(tokenizer_of(job), text)) for text in sorted(outputs[0].ends))
+            record = job.chat.record({text: id for text, id in ids if id is not None})
+            more = {**more, loss_mask.KEY: output.content.bin, chat_record.KEY: record.note()}
 
 
 def job_fingerprint(corpus: InputCorpus, request: Request) -> dict[str, Any]:

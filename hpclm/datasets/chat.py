@@ -6,12 +6,14 @@ count. A template for which that is not consistent is refused.
 """
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 from hpclm.config.reading import json_object
+from hpclm.data.chat_record import ChatRecord, names
 from hpclm.datasets.lines import UnreadableLineError, read_object, text_of
 from hpclm.errors import ConfigError
 from hpclm.files import read_text, readable
@@ -42,6 +44,10 @@ class Chat:
     too_long: Literal["cut", "drop"] = "cut"
     """What to do with a conversation of more than context + 1 tokens."""
 
+    def record(self, ends: Mapping[str, int]) -> ChatRecord:
+        """What a dataset is rendered with, in which ``ends`` end an answer."""
+        return ChatRecord(self.template, dict(self.tokens), ends)
+
 
 def template_in(folder: Path) -> str | None:
     """The chat template in a tokenizer's folder; None if it has none."""
@@ -61,10 +67,20 @@ def _read(path: Path) -> str:
         raise ConfigError(f"chat template {path} is not UTF-8: {error}") from None
 
 
-def chat_of(tokenizer_file: str, template: str | None, context: int, too_long: Literal["cut", "drop"]) -> Chat:
-    """The chat of a tokenizer.json, with the file ``template``, or the one beside the tokenizer; ConfigError without one."""
+def chat_of(
+    tokenizer_file: str,
+    template: str | None,
+    context: int,
+    too_long: Literal["cut", "drop"],
+    tuned: ChatRecord | None = None,
+) -> Chat:
+    """The chat of a tokenizer.json, with the file ``template``, or the one of a run that was ``tuned``, or the one beside the tokenizer;
+    ConfigError without one."""
     folder = Path(tokenizer_file).parent
-    text = template_in(folder) if template is None else _read(readable(template, "chat template"))
+    if template is not None:
+        text: str | None = _read(readable(template, "chat template"))
+    else:
+        text = tuned.template if tuned else template_in(folder)
     if text is None:
         raise ConfigError(f"{folder} has no {TEMPLATE}, nor a chat_template in {SETTINGS}; give --chat-template FILE")
     tokens: dict[str, str] = {}
@@ -73,7 +89,16 @@ def chat_of(tokenizer_file: str, template: str | None, context: int, too_long: L
             token = token.get("content") if isinstance(token, dict) else token  # an AddedToken with its options
             if name.endswith("_token") and isinstance(token, str):
                 tokens[name] = token
+    tokens |= tuned.tokens if tuned else {}
     return Chat(text, tuple(sorted(tokens.items())), context, too_long)
+
+
+def with_end(chat: Chat, end: Callable[[], str | None]) -> Chat:
+    """``chat`` in which ``end`` begins and ends a text, as in an export, where the template says so and no file names the tokens."""
+    if chat.tokens or not any(names(chat.template, name) for name in ("bos_token", "eos_token")):
+        return chat
+    text = end()
+    return chat if text is None else replace(chat, tokens=(("bos_token", text), ("eos_token", text)))
 
 
 def read_conversation(line: bytes) -> list[Message]:
@@ -181,9 +206,11 @@ def _incomplete(role: str, number: int) -> UnreadableLineError:
     return UnreadableLineError("left out", f": the chat template leaves out or changes {what}")
 
 
-def learns_to_stop(text: str, spans: list[Span], ends: tuple[str, ...]) -> bool:
-    """Whether one of the ``spans`` that count ends with one of the special tokens ``ends``."""
-    return any(text[begin:end].rstrip().endswith(ends) for begin, end in spans)
+def learned_ends(text: str, spans: list[Span], added: tuple[str, ...]) -> frozenset[str]:
+    """Those of the ``added`` tokens that end one of the ``spans`` that count: what a model learns as the end of an answer."""
+    counted = [text[begin:end].rstrip() for begin, end in spans]
+    candidates = ([token for token in added if token and answer.endswith(token)] for answer in counted)
+    return frozenset(max(tokens, key=len) for tokens in candidates if tokens)
 
 
 def _render(messages: list[Message], chat: Chat, prompt: bool = False, mask: bool = False) -> tuple[str, list[Span]]:

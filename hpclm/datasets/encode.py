@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from hpclm.data import tokenizers
 from hpclm.data.indexed import token_dtype
 from hpclm.data.loss_mask import DTYPE
-from hpclm.datasets.chat import Chat, learns_to_stop, read_conversation, rendered
+from hpclm.datasets.chat import Chat, learned_ends, read_conversation, rendered
 from hpclm.datasets.inputs import InputChunk
 from hpclm.datasets.lines import UnreadableLineError, read_line
 from hpclm.errors import ConfigError
@@ -69,6 +69,8 @@ class Column(NamedTuple):
     """Number of conversations that were left out because they are too long, or because nothing is left to learn when cut."""
     endless: int = 0
     """Number of conversations of which no end of a turn counts."""
+    ends: frozenset[str] = frozenset()
+    """Tokens that end the answers of conversations, and count."""
 
 
 class Encoded(NamedTuple):
@@ -139,8 +141,8 @@ class Conversation(NamedTuple):
     """[t]"""
     counts: NDArray
     """[t] which of them count in the loss."""
-    stops: bool
-    """Whether the end of a turn counts."""
+    ends: frozenset[str]
+    """The tokens that end answers, and count."""
 
 
 def _conversation(line: bytes, job: Job, chat: Chat) -> Conversation | None:
@@ -151,7 +153,7 @@ def _conversation(line: bytes, job: Job, chat: Chat) -> Conversation | None:
     tokenizer: Any = tokenizer_of(job)  # of a tokenizer.json
     text, spans = rendered(messages, chat, tokenizer.special)
     tokens, counts = tokenizer.marked(text, spans)
-    return Conversation(tokens, counts, learns_to_stop(text, spans, tokenizer.special))
+    return Conversation(tokens, counts, learned_ends(text, spans, tokenizer.added))
 
 
 def _conversations(given: list[Conversation | None], job: Job, chat: Chat) -> list[Column]:
@@ -160,7 +162,8 @@ def _conversations(given: list[Conversation | None], job: Job, chat: Chat) -> li
     long = sum(len(each[0]) > longest for each in given if each)
     if chat.too_long == "drop":
         given = [each for each in given if each and len(each[0]) <= longest]
-    endless = sum(not each.stops for each in given if each)
+    endless = sum(not each.ends for each in given if each)
+    ends = frozenset[str]().union(*(each.ends for each in given if each))
     pairs = [(each.tokens[:longest], each.counts[:longest]) for each in filter(None, given)]
     kept = [pair for pair in pairs if pair[1][1:].any()]  # nothing predicts the first token
     dropped = len(pairs) - len(kept) + (long if chat.too_long == "drop" else 0)
@@ -169,7 +172,7 @@ def _conversations(given: list[Conversation | None], job: Job, chat: Chat) -> li
     joined = [np.concatenate(column).astype(job.dtype(i)) for i, column in enumerate(zip(*kept, strict=True))]
     joined = joined or [np.empty(0, job.dtype(i)) for i in range(2)]
     documents = np.ones(len(kept), np.int64)
-    return [Column(column, sizes, documents, 0, cut, dropped, endless) for column in joined]
+    return [Column(column, sizes, documents, 0, cut, dropped, endless, ends) for column in joined]
 
 
 def _column(texts: list[str], job: Job, name: str) -> Column:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from hpclm import config, terminal
 from hpclm.config.data import TOKENIZERS
-from hpclm.data import tokenizers
+from hpclm.data import chat_record, tokenizers
 from hpclm.data.loss_mask import prefix_of
-from hpclm.datasets.chat import chat_of
+from hpclm.datasets.chat import Chat, chat_of, with_end
 from hpclm.datasets.encode import Job
 from hpclm.datasets.inputs import LONGEST, MB, Input, Share, find
+from hpclm.datasets.run_text import token_text
 from hpclm.distributed import bootstrap
 from hpclm.errors import ConfigError
 
@@ -87,11 +88,6 @@ def parse(argv: list[str]) -> Request:
     language = args.language or "en"
     if language not in LANGUAGES and not re.fullmatch("[a-z]{2,3}", language):
         raise ConfigError(f"--language {language!r} is not a language code, such as en or de")
-    chat = (
-        chat_of(args.tokenizer_files[0], args.chat_template, args.context, args.too_long or "cut")
-        if args.chat
-        else None
-    )
     job = Job(
         tokenizer="fairseq" if dictionary else args.tokenizer,
         files=(str(dictionary.path),) if dictionary else tuple(args.tokenizer_files),
@@ -103,7 +99,7 @@ def parse(argv: list[str]) -> Request:
         language=LANGUAGES.get(language, language) if args.split_sentences else None,
         keep_newlines=args.keep_newlines,
         layout="fairseq" if dictionary else "megatron",
-        chat=chat,
+        chat=_chat(args, model) if args.chat else None,
     )
     return Request(corpora, job, share, args.workers, args.overwrite, args.longest_line * MB, dictionary, model)
 
@@ -121,6 +117,18 @@ def _of_run(model: str, args: argparse.Namespace) -> None:
         raise ConfigError(f"--tokenizer {model}: {error}") from None
     args.eod = args.eod or end
     args.context = args.context or (run.model.context if args.chat else None)
+
+
+def _chat(args: argparse.Namespace, model: str | None) -> Chat:
+    """How conversations become text; ``model``: the run whose tokenizer is used."""
+    tuned = chat_record.of_run(Path(model)) if model else None
+    chat = chat_of(args.tokenizer_files[0], args.chat_template, args.context, args.too_long or "cut", tuned)
+
+    def end() -> str | None:
+        tokenizer = tokenizers.build(args.tokenizer, args.tokenizer_files, args.eod)
+        return token_text(tokenizer, tokenizer.eod)
+
+    return with_end(chat, end)
 
 
 def _mistakes(args: argparse.Namespace) -> Iterator[str]:
@@ -265,7 +273,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("conversations").add_argument
     chat = 'JSONL of {"messages": [{"role", "content"}, ...]} or ShareGPT\'s "conversations"; writes P_chat and P_chat_loss'
     add("--chat", nargs="+", metavar="FILE", help=chat)
-    add("--chat-template", metavar="FILE", help="default: the one beside the tokenizer")
+    add("--chat-template", metavar="FILE", help="default: the run's, or the one beside the tokenizer")
     add("--context", type=int, metavar="TOKENS", help="longest conversation; default: the run's model.context")
     too_long = "longer conversations keep their beginning, or are left out; default: cut"
     add("--too-long", choices=["cut", "drop"], help=too_long)

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from hpclm.data import chat_record
 from hpclm.data.indexed import IndexedDataset, files, sidecar
 from hpclm.datasets.build import Output, check, complete, job_fingerprint, refuse_to_replace, write
 from hpclm.datasets.merge import copy
@@ -103,6 +104,7 @@ def _add(prefix: Path, output: Output) -> None:
     output.cut += note.get("cut", 0)
     output.dropped += note.get("dropped", 0)
     output.endless += note.get("endless", 0)
+    output.ends.update(note.get(chat_record.KEY, {}).get("ends", ()))
     try:
         copy(IndexedDataset(prefix), output)
     except ConfigError as error:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hpclm.config import DataConfig
-from hpclm.data import tokenizers
+from hpclm.data import chat_record, tokenizers
+from hpclm.data.chat_record import ChatRecord
 from hpclm.data.tokenizers import Tokenizer
 from hpclm.datasets import special_tokens
 from hpclm.datasets.tokenizers.huggingface import Library
@@ -38,11 +39,14 @@ class RunText:
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
     """Ids that the template adds before and after every text."""
+    chat: ChatRecord | None = None
+    """What the run was tuned with."""
 
     @property
     def ids(self) -> dict[str, Any]:
         """Special tokens as a config.json has them."""
-        return special_tokens.ids(self.known, self.tokenizer.eod, token_text(self.tokenizer, self.tokenizer.eod))
+        ends = self.chat.ends.values() if self.chat else ()
+        return special_tokens.ids(self.known, self.tokenizer.eod, token_text(self.tokenizer, self.tokenizer.eod), ends)
 
     @property
     def begin(self) -> int | None:
@@ -107,7 +111,7 @@ def of_run(run: Path, data: DataConfig, vocabulary: int, tokenizer: Tokenizer | 
         tokenizer = tokenizers.of_run(data)
     known = special_tokens.of_run(run, tokenizers.files_of_run(data))
     template = tokenizer.template() if known is not None and isinstance(tokenizer, Library) else ((), ())
-    return RunText(tokenizer, known or {}, known is not None, vocabulary, *template)
+    return RunText(tokenizer, known or {}, known is not None, vocabulary, *template, chat=chat_record.of_run(run))
 
 
 def without_effect(generation: Mapping[str, Any]) -> list[str]:

@@ -1,6 +1,7 @@
 """Special tokens (begin, end and padding of a text), chat template and settings of generation of an imported run.
 
-An import stores them next to the tokenizer's files, for every run that uses those.
+An import stores them next to the tokenizer's files, for every run that uses those. What a run was tuned with takes their place
+(``hpclm.data.chat_record``).
 """
 
 import logging
@@ -17,11 +18,12 @@ FILE = "special_tokens.json"
 """Also the mark of an imported tokenizer: it is there even if it names no token."""
 GENERATION = "generation_config.json"
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-TEXTS = ("bos_token", "eos_token", "pad_token", "unk_token", "add_bos_token", "add_eos_token")
+ADDED = ("add_bos_token", "add_eos_token")
 
 
 def chat_of_run(run: Path, paths: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
-    """The chat template of a run, and its settings of generation; None and {} if it has none. ``paths``: as of ``of_run``."""
+    """The chat template of a run before it was tuned, and its settings of generation; None and {} if it has none. ``paths``: as of
+    ``of_run``."""
     places = _places(run, paths)
     templates = (text for place in places if (text := template_in(place)) is not None)
     settings = (json_object(place / GENERATION) for place in places if (place / GENERATION).is_file())
@@ -48,16 +50,23 @@ def _places(run: Path, paths: Sequence[str]) -> list[Path]:
     return [*(Path(path).parent for path in paths[:1]), run / "tokenizer"]
 
 
-def ids(known: Mapping[str, Any], end: int | None, end_text: str | None = None) -> dict[str, Any]:
-    """Ids for config.json: the ``known`` ones, and the run's end-of-document token ``end``, which also begins a text.
+def ids(
+    known: Mapping[str, Any], end: int | None, end_text: str | None = None, answer_ends: Iterable[int] = ()
+) -> dict[str, Any]:
+    """Ids for config.json: the ``known`` ones, the run's end-of-document token ``end``, which also begins a text, and ``answer_ends``,
+    with which it was tuned to end an answer.
 
-    ``end_text``: its text. Where the folder named that as the end, it is one more; elsewhere the run was trained with another.
+    ``end_text``: of ``end``. Where the folder named that as the end, it is one more; elsewhere the run was trained with another.
     """
     tokens = {name: known.get(name) for name in IDS}
     ends = listed(tokens["eos_token_id"])
     if end is not None and end not in ends:
         more = bool(ends) and end_text is not None and known.get("eos_token") == end_text
-        tokens["eos_token_id"] = [*ends, end] if more else end
+        ends = [*ends, end] if more else [end]
+        tokens["eos_token_id"] = ends if more else end
+    if answer_ends := [id for id in answer_ends if id not in ends]:
+        ends = [*ends, *answer_ends]
+        tokens["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     if tokens["bos_token_id"] is None:
         tokens["bos_token_id"] = end
     return tokens
@@ -73,11 +82,16 @@ def first(value: Any) -> int | None:
     return next(iter(listed(value)), None)
 
 
+def is_text(name: str) -> bool:
+    """Whether a special token is known by its text under this name: bos_token, eos_token, or any that a template may name."""
+    return name.endswith("_token") and name not in ADDED
+
+
 def is_sane(name: str, value: Any) -> bool:
     """Whether a special token can have this value."""
     if name.startswith("add_"):
         return isinstance(value, bool)
-    if name in TEXTS:
+    if is_text(name):
         return isinstance(value, str) and bool(value)
     whole = value if isinstance(value, list) and name == "eos_token_id" else [value]
     return name in IDS and bool(whole) and all(type(one) is int and one >= 0 for one in whole)

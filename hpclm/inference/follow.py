@@ -4,12 +4,14 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from hpclm import files
 from hpclm.checkpoint import directory
 from hpclm.checkpoint.manifest import BadCheckpoint
 from hpclm.config import RunConfig
+from hpclm.data import chat_record
 from hpclm.datasets import run_text
 from hpclm.errors import HpclmError
 from hpclm.inference import run_model
@@ -64,7 +66,8 @@ class Follower:
             log.warning("%s is not scored: %s", folder.name, error)
             return False
         try:
-            tasks, _ = self.tasks.score(model.to(self.dtype), self.text, self.batch, check_interrupt, errors=False)
+            text = replace(self.text, chat=chat_record.of_run(self.out))  # a run that had not begun had none
+            tasks, _ = self.tasks.score(model.to(self.dtype), text, self.batch, check_interrupt, errors=False)
         except (HpclmError, Interrupted):
             raise
         except Exception as error:  # a task's own code may fail in any way

@@ -17,6 +17,8 @@ from hpclm.checkpoint import CheckpointStore, Progress, Retention, directory, ma
 from hpclm.checkpoint.manifest import Manifest
 from hpclm.config import DataConfig, ModelConfig, RunConfig
 from hpclm.config.fields import as_yaml
+from hpclm.data import chat_record
+from hpclm.data.chat_record import ChatRecord
 from hpclm.engine import Shard
 from hpclm.errors import ConfigError, unwritten
 from hpclm.interop.rules import Rule, check_depth, check_names, placements
@@ -47,6 +49,11 @@ class RunCheckpoint:
     def step(self) -> int:
         """The step of the checkpoint."""
         return int(self.manifest.progress["step"])
+
+    @property
+    def chat(self) -> ChatRecord | None:
+        """What its weights were tuned with; None at step 0, where they are still those that were imported."""
+        return chat_record.of_run(self.run) if self.step else None
 
 
 def find_checkpoint(path: Path, overrides: list[str]) -> RunCheckpoint:

@@ -22,6 +22,7 @@ FILES = (
         "checkpoints.saved",
         "rollback.json",
         "summary.json",
+        "chat.json",
     ),
 )
 FOLDERS = ("checkpoints", "config-history", "logs", "job", "tensorboard")

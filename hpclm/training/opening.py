@@ -20,6 +20,7 @@ from hpclm.checkpoint.fingerprint import fingerprint
 from hpclm.checkpoint.init_from import check_init_from
 from hpclm.config import EngineSettings, RunConfig, no_effect
 from hpclm.config.finished import check_finished
+from hpclm.data import sources
 from hpclm.diagnostics import preflight
 from hpclm.distributed import bootstrap
 from hpclm.distributed.context import DistributedContext
@@ -295,6 +296,7 @@ def open_state(
         messages.other_budget(progress, data.length.samples)
     progress = replace(progress, planned=data.length.samples)
     context.run_on_main(lambda: records.check_progress(out, progress.step))
+    context.run_on_main(lambda: records.keep_chat(config, sources.chat(source), progress.step))
     attempt = None
     if directory.summary:
         steps, restarted = data.length.steps, directory.restarted

@@ -49,9 +49,9 @@ class Library:
         self.fingerprint = fingerprint(kind, files, self.size, self.eod, eod)
         settings = bare(self.model)
         tokens = self.model.get_added_tokens_decoder().values()
-        added = [token.content for token in tokens]
+        self.added = tuple(token.content for token in tokens)
         self.special = tuple(token.content for token in tokens if token.special)
-        self.fast = gigatokens.faster(settings, self.exact, added) if settings else None
+        self.fast = gigatokens.faster(settings, self.exact, [*self.added]) if settings else None
 
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``, without the special tokens of a template."""

@@ -1,6 +1,7 @@
 """Write a run's checkpoint as one GGUF file, with the gguf library, which only this file imports."""
 
 from contextlib import closing
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,9 @@ def export_run(checkpoint: RunCheckpoint, target: Path, dtype: str = "fp32", all
             "a GGUF file contains the tokenizer, and this run names none; give data.tokenizer and data.tokenizer_files"
         )
     paths = files_of_run(checkpoint.config.data)
-    template, _ = special_tokens.chat_of_run(checkpoint.run, paths)
-    text = run_text.of_run(checkpoint.run, checkpoint.config.data, config.vocab_size, own)
+    chat, (template, _) = checkpoint.chat, special_tokens.chat_of_run(checkpoint.run, paths)
+    template = chat.template if chat else template
+    text = replace(run_text.of_run(checkpoint.run, checkpoint.config.data, config.vocab_size, own), chat=chat)
     words = vocabulary.keys(text, vocabulary.sentencepiece_of(text, paths), template)
     with fresh(target, folder=False) as staging, closing(gguf.GGUFWriter(staging, network.name)) as writer:
         writer.add_name(checkpoint.run.absolute().name)

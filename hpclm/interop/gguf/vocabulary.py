@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hpclm.data.chat_record import without_marks
 from hpclm.data.tokenizers import END, Tokenizer, describe
 from hpclm.datasets import special_tokens
 from hpclm.datasets.run_text import RunText, token_id, token_text
@@ -23,6 +24,8 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {(WORDS % r"\p{N}{1,3}", True): "llama-bpe", (WORDS % r"\p{N}", False): "qwen2"}
 """Pattern that splits a text, and whether a word that is a token is never split -> llama.cpp's name."""
+ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+"""Keys of tokens that end a text, all of which llama.cpp stops at."""
 NO_MERGES = ["\u0100 \u0100"]  # an array must not be empty; no token is two bytes 0
 Keys = dict[str, Any]
 
@@ -63,16 +66,25 @@ def keys(text: RunText, pieces: SentencePiece | None, template: str | None) -> K
     if "scores" in made:
         made["scores"] += [-10000.0] * len(spare)
     made |= _special(text)
-    return {f"ggml.{name}": value for name, value in made.items()} | ({"chat_template": template} if template else {})
+    words: Keys = {f"ggml.{name}": value for name, value in made.items()}
+    return words | ({"chat_template": without_marks(template)} if template else {})
 
 
 def _special(text: RunText) -> Keys:
     """The tokens that begin and end a text, and whether a text gets them."""
     ids, end = text.ids, text.tokenizer.eod
-    named = token_id(text.tokenizer, text.known.get("bos_token"))
+    of_chat = text.chat.named if text.chat else {}  # its template must write here what it wrote for training
+    named = token_id(text.tokenizer, of_chat.get("bos_token") or text.known.get("bos_token"))
     begin = special_tokens.first(ids["bos_token_id"]) if named is None else named
     ends = special_tokens.listed(ids["eos_token_id"])
-    ends = sorted(ends, key=lambda id: id != end)  # the one of the documents first
+    of_answers, named_end = (
+        text.chat.ends.values() if text.chat else (),
+        token_id(text.tokenizer, of_chat.get("eos_token")),
+    )
+    if named_end is not None:
+        end = named_end
+        ends = [end, *(id for id in ends if id != end)]
+    ends = sorted(ends, key=lambda id: (id != end, id not in of_answers))  # of documents, then of answers
     begin, ends = (text.before or (begin,))[0], [*text.after[-1:], *(id for id in ends if id not in text.after[-1:])]
     if text.before not in ((), (begin,)) or text.after not in ((), tuple(ends[:1])):
         raise _refused(
@@ -80,7 +92,9 @@ def _special(text: RunText) -> Keys:
         )
     padding = special_tokens.first(ids["pad_token_id"])
     made = {"bos_token_id": begin, "padding_token_id": padding}
-    made |= dict(zip(("eos_token_id", "eot_token_id", "eom_token_id"), ends, strict=False))
+    made |= dict(zip(ENDS, ends, strict=False))
+    if further := [token_text(text.tokenizer, id) or str(id) for id in ends[len(ENDS) :]]:
+        log.warning("a GGUF file names up to %d tokens that end a text; left out: %s", len(ENDS), ", ".join(further))
     flags = {"add_bos_token": bool(text.before), "add_eos_token": bool(text.after)}
     return {name: id for name, id in made.items() if id is not None} | flags
 

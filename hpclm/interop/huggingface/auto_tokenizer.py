@@ -11,7 +11,6 @@ from hpclm import extras
 from hpclm.config.reading import json_object
 
 log = logging.getLogger(__name__)
-NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class AutoTokenizer:
     encode: Callable[[str], list[int]]
     """Ids of a text, with what the template adds."""
     named: dict[str, str]
-    """bos_token, eos_token, pad_token and unk_token, those that there are."""
+    """bos_token, eos_token and others that a template may name, those that there are."""
     added: dict[str, int]
     """Added tokens, and their ids."""
     text: str | None
@@ -44,7 +43,7 @@ def opened(folder: Path) -> AutoTokenizer | None:
         return None
     finally:
         transformers.logging.set_verbosity(level)
-    named = {name: str(value) for name in NAMED if (value := getattr(made, name, None)) is not None}
+    named = {name: str(value) for name, value in made.special_tokens_map.items()}
     text = made.backend_tokenizer.to_str() if made.is_fast else None
 
     def encode(document: str) -> list[int]:

@@ -5,6 +5,7 @@ import logging
 import math
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,15 @@ def export_run(
             sizes = [math.prod(exported.shapes[rule.ours]) * TYPES[dtype].itemsize for rule in rules]
             parts = (exported.tensors(part) for part in _divided(rules, sizes, limit))
             shards.write(staging_dir, [((name, cast(name, x, TYPES[dtype])) for name, x in part) for part in parts])
-        paths = files_of_run(checkpoint.config.data)
+        paths, chat = files_of_run(checkpoint.config.data), checkpoint.chat
         text = None
         if run_tokenizer is None:
             known = special_tokens.of_run(checkpoint.run, paths) or {}
-            ids = special_tokens.ids(known, _recorded_end(checkpoint))
+            ends = chat.ends.values() if chat else ()
+            ids = special_tokens.ids(known, _recorded_end(checkpoint), answer_ends=ends)
         else:
             text = run_text.of_run(checkpoint.run, checkpoint.config.data, config.vocab_size, run_tokenizer)
+            text = replace(text, chat=chat)
             ids = text.ids
         if family is own.FAMILY:
             shutil.copyfile(own.CODE, staging_dir / own.CODE.name)
@@ -62,6 +65,7 @@ def export_run(
         _write(staging_dir / "config.json", config_json(config, ids, dtype))
         template, generation = special_tokens.chat_of_run(checkpoint.run, paths)
         _write(staging_dir / special_tokens.GENERATION, generation | ids)
+        template = chat.template if chat else template
         if template is not None and text is not None:
             (staging_dir / TEMPLATE).write_text(template, encoding="utf-8")
         if text is not None:

@@ -7,24 +7,20 @@ from typing import Any
 
 from hpclm.config.reading import json_object
 from hpclm.datasets.chat import TEMPLATE, template_in
-from hpclm.datasets.special_tokens import FILE, GENERATION, IDS, TEXTS, is_sane
+from hpclm.datasets.special_tokens import ADDED, FILE, GENERATION, IDS, is_sane, is_text
 from hpclm.files import read_text
 
 
 def of_folder(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """The special tokens of a Hugging Face folder; more specific files override config.json."""
     tokens = {name: config[name] for name in IDS if config.get(name) is not None}
-    for file, names in (
-        (GENERATION, IDS),
-        ("special_tokens_map.json", TEXTS),
-        ("tokenizer_config.json", TEXTS),
-    ):
-        if (folder / file).is_file():
-            tree = json_object(folder / file)
-            tokens |= {name: tree[name] for name in names if tree.get(name) is not None}
-    for name in TEXTS:
-        if isinstance(tokens.get(name), dict):  # an AddedToken with its options
-            tokens[name] = tokens[name].get("content")
+    for file in (GENERATION, "special_tokens_map.json", "tokenizer_config.json"):
+        tree = json_object(folder / file) if (folder / file).is_file() else {}
+        names = IDS if file == GENERATION else [name for name in tree if is_text(name) or name in ADDED]
+        tokens |= {name: tree[name] for name in names if tree.get(name) is not None}
+    for name, value in tokens.items():
+        if isinstance(value, dict):  # an AddedToken with its options
+            tokens[name] = value.get("content")
     return {name: value for name, value in tokens.items() if is_sane(name, value)}
 
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from hpclm import files
 from hpclm.config import DataConfig
-from hpclm.data import tokenizers
+from hpclm.data import chat_record, tokenizers
 from hpclm.data.tokenizers import Tokenizer
 from hpclm.datasets import run_text
 from hpclm.datasets.run_text import RunText
-from hpclm.datasets.special_tokens import TEXTS, first
+from hpclm.datasets.special_tokens import ADDED, first, is_text
 from hpclm.datasets.tokenizers.huggingface import Library, alike, encoder, of_sentencepiece, without_template
 from hpclm.datasets.tokenizers.sentencepieces import SentencePiece, parameters
 from hpclm.errors import ConfigError
@@ -93,8 +93,13 @@ def write(folder: Path, text: RunText, paths: list[str], context: int) -> None:
     end = run_text.token_text(tokenizer, tokenizer.eod)
     settings = {"model_max_length": context, "clean_up_tokenization_spaces": False, **named}
     settings |= {} if text.imported else {"bos_token": end}
-    settings |= {name: value for name, value in text.known.items() if name in TEXTS and not name.startswith("add_")}
+    settings |= {name: value for name, value in text.known.items() if is_text(name)}
     settings |= {"eos_token": end} if end else {}
+    if text.chat:  # its template must write here what it wrote for training
+        settings = {name: value for name, value in settings.items() if not chat_record.names(text.chat.template, name)}
+        tokens = {name: token for name, token in text.chat.tokens.items() if _has(tokenizer, token)}
+        named = {name: token for name, token in text.chat.named.items() if name in tokens}
+        settings = {**tokens, **settings, **named}
     settings |= _added_ends(text)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     theirs = auto_tokenizer.opened(folder)
@@ -235,7 +240,7 @@ def _has(tokenizer: Tokenizer, text: str) -> bool:
 
 
 def _without_texts(known: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in known.items() if name not in TEXTS}
+    return {name: value for name, value in known.items() if not is_text(name) and name not in ADDED}
 
 
 def _built(kind: str, paths: list[str], known: Mapping[str, Any]) -> Tokenizer:

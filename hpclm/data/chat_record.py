@@ -1,0 +1,150 @@
+"""What conversations were rendered with: recorded beside their dataset, kept by a run that is tuned on it, carried by its exports.
+
+PREFIX.json has it under "chat", a run directory in chat.json. Neither exists where nothing was tuned, or by an earlier version.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpclm.config.reading import json_object
+from hpclm.data.indexed import files, sidecar
+from hpclm.errors import ConfigError, unwritten
+from hpclm.files import write_text
+
+log = logging.getLogger(__name__)
+KEY = "chat"  # in PREFIX.json
+FILE = "chat.json"  # in a run directory
+MARK = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
+"""What only transformers reads in a template: around what the assistant writes."""
+PLAIN_MARK = re.compile(r"(?m)(?:^[ \t]+)?\{%\s*(?:end)?generation\s*%\}\n?")  # with the white space that Jinja removes
+SHOWN = 40  # characters of a template in a message
+
+
+@dataclass(frozen=True)
+class ChatRecord:
+    """What the conversations of a dataset were rendered with."""
+
+    template: str
+    tokens: Mapping[str, str]
+    """Special tokens that the template may name, such as {"bos_token": "<s>"}."""
+    ends: Mapping[str, int]
+    """The tokens that the model learns as the end of an answer, text -> id; empty if no single token ends one."""
+
+    @property
+    def named(self) -> dict[str, str]:
+        """The special tokens that the template names."""
+        return {name: text for name, text in self.tokens.items() if names(self.template, name)}
+
+    def note(self) -> dict[str, Any]:
+        """The record as JSON."""
+        return asdict(self)
+
+
+def names(template: str, token: str) -> bool:
+    """Whether a template names the special token called ``token``, such as bos_token."""
+    return re.search(rf"\b{re.escape(token)}\b", template) is not None
+
+
+def without_marks(template: str) -> str:
+    """A template that writes the same text, without {% generation %} marks, which only transformers reads."""
+    return MARK.sub(r"{#\1 \2#}", template)  # a comment removes the same white space
+
+
+def of_json(tree: Any, path: Path, way_out: str) -> ChatRecord:
+    """The record in ``tree``, of the file ``path``; ConfigError, which ends with ``way_out``, if it is none."""
+    match tree:
+        case {"template": str(template), "tokens": dict(tokens), "ends": dict(ends)}:
+            valid = all(isinstance(text, str) for text in (*tokens, *tokens.values(), *ends))
+            if valid and all(type(id) is int and id >= 0 for id in ends.values()):
+                return ChatRecord(template, tokens, ends)
+    raise ConfigError(
+        f"{path}: its record of the chat template is corrupt, or from another version of hpclm; {way_out}"
+    )
+
+
+def of_dataset(prefix: str | Path) -> ChatRecord | None:
+    """What the conversations of a dataset were rendered with; None if it has none, or was made by an earlier version."""
+    note = sidecar(prefix).get(KEY)
+    return None if note is None else of_json(note, files(prefix)[2], "restore that file, or preprocess again")
+
+
+def of_run(run: Path) -> ChatRecord | None:
+    """What the run in the directory ``run`` was tuned with; None if it was not, or by an earlier version."""
+    path = run / FILE
+    if not path.is_file():
+        return None
+    return of_json(
+        json_object(path), path, "restore it, or remove it to use the chat template of the model before tuning"
+    )
+
+
+def owner(path: Path) -> Path:
+    """The run directory of ``path``, a run directory or one of its checkpoints."""
+    return (
+        path
+        if (path / "config.yaml").is_file() or not (path / "MANIFEST.json").is_file()
+        else path.absolute().parents[1]
+    )
+
+
+def keep(run: Path, record: ChatRecord | None) -> None:
+    """Make ``record`` what the run in the directory ``run`` was tuned with; None: nothing."""
+    path = run / FILE
+    try:
+        if record is None:
+            path.unlink(missing_ok=True)
+        else:
+            write_text(path, json.dumps(record.note(), indent=1, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise unwritten(error, path, "choose another out, or free some space") from error
+
+
+def shared(prefixes: Sequence[str]) -> ChatRecord | None:
+    """What the conversations of all these datasets were rendered with; None if none has a record. ConfigError if they differ."""
+    records = {prefix: record for prefix in prefixes if (record := of_dataset(prefix)) is not None}
+    if not records:
+        return None
+    (first, record), *others = records.items()
+    for prefix, other in others:
+        if difference := _difference(record, other):
+            raise ConfigError(
+                f"datasets {first} and {prefix} were made with different chat templates, but a run is tuned with one: {difference}; "
+                "preprocess one of them again with the template of the other (hpclm preprocess --chat-template FILE), or leave it out"
+            )
+    ends = {text: id for each in records.values() for text, id in each.ends.items()}
+    tokens = {name: text for each in records.values() for name, text in each.tokens.items()}
+    return ChatRecord(record.template, {**tokens, **record.tokens}, dict(sorted(ends.items())))
+
+
+def _difference(one: ChatRecord, other: ChatRecord) -> str | None:
+    """How two templates write different text; None if they write the same."""
+    if difference := _text_difference(*(_normal(each.template) for each in (one, other))):
+        return difference
+    for name in sorted(one.named.keys() | other.named.keys()):
+        if one.named.get(name) != other.named.get(name):
+            return f"{name} was {_quoted(one.named.get(name))} and {_quoted(other.named.get(name))}"
+    return None
+
+
+def _normal(template: str) -> str:
+    """A template without what does not change its text: marks, and the kind of line ends."""
+    lines = template.replace("\r\n", "\n").replace("\r", "\n")
+    return PLAIN_MARK.sub("", lines).removesuffix("\n")
+
+
+def _text_difference(one: str, other: str) -> str | None:
+    if one == other:
+        return None
+    shorter = min(len(one), len(other))
+    begin = next((place for place in range(shorter) if one[place] != other[place]), shorter)
+    parts = (text[begin : begin + SHOWN] for text in (one, other))
+    return f"from character {begin + 1} on {' against '.join(_quoted(part or None) for part in parts)}"
+
+
+def _quoted(text: str | None) -> str:
+    return "nothing" if text is None else repr(text)

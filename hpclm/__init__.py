@@ -47,7 +47,14 @@ _WHERE = {
 
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
-        return getattr(import_module(_WHERE[name]), name)
+        try:
+            return getattr(import_module(_WHERE[name]), name)
+        except Exception as error:
+            from hpclm.node import import_errors
+
+            if reason := import_errors.explained(error):
+                raise ImportError(reason) from None
+            raise
     raise AttributeError(f"module 'hpclm' has no attribute {name!r}")
 
 

@@ -2,11 +2,14 @@
 
 import sys
 
-from hpclm.node import parent, preemption
+from hpclm.node import import_errors
 
 
 def main() -> None:
     """Watch the launcher and catch signals, then import and call the verb."""
+    import_errors.report_uncaught()
+    from hpclm.node import parent, preemption
+
     verb = "".join(sys.argv[1:2])
     parent.watch_from_the_start(verb)
     preemption.catch_from_the_start(verb)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from hpclm import __version__
 from hpclm.errors import FULL, MACHINE, REFUSED, ConfigError, HpclmError
-from hpclm.node import environment, secrets, threads
+from hpclm.node import environment, import_errors, secrets, threads
 from hpclm.registry import hint
 from hpclm.terminal import ArgumentParser, say
 
@@ -143,11 +143,11 @@ def run(verb: Callable[[list[str]], int | None], argv: Sequence[str] | None = No
         elif error.errno in REFUSED and error.filename is not None:
             way_out = "; check what it is, and its permissions"
         else:
-            return _fault(redact)
+            return _fault(error, redact)
         say(redact(f"error: {target}: {error.strerror}{way_out}"), file=sys.stderr)
         return 1 if error.errno in MACHINE else ConfigError.exit_code
     except Exception as error:
-        return _no_more_processes() if "start new thread" in str(error) else _fault(redact)
+        return _no_more_processes() if "start new thread" in str(error) else _fault(error, redact)
 
 
 def _standard_output() -> str:
@@ -208,9 +208,13 @@ def _no_more_processes() -> int:
     return 1
 
 
-def _fault(redact: Callable[[str], str]) -> int:
-    """Print the current traceback, without secrets; the exit code."""
-    say(redact(traceback.format_exc()), end="", file=sys.stderr)
+def _fault(error: Exception, redact: Callable[[str], str]) -> int:
+    """Print what is wrong with the environment if that explains the current error, otherwise the traceback, without secrets; the
+    exit code."""
+    if reason := import_errors.explained(error):
+        say(redact(f"error: {reason}"), file=sys.stderr)
+        return import_errors.EXIT_CODE
+    say(redact(traceback.format_exc() + import_errors.noted()), end="", file=sys.stderr)
     return 1
 
 

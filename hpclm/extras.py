@@ -57,10 +57,9 @@ def needed_for(what: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        library = (error.name or "").partition(".")[0]
-        if library not in EXTRAS:
+        if error.name not in EXTRAS:  # or a part of one, which is broken or too old
             raise
-        raise ConfigError(_message(what, library)) from None
+        raise ConfigError(_message(what, error.name)) from None
 
 
 def _message(what: str, library: str) -> str:

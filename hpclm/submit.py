@@ -1,6 +1,6 @@
 """``python -m hpclm.submit``: the verb ``hpclm submit``. In Python, hpclm.submit is a function."""
 
-from hpclm.node import preemption
+from hpclm.node import import_errors
 
 if __name__ == "hpclm.submit":  # it would take the function's place
     raise ImportError(
@@ -8,6 +8,9 @@ if __name__ == "hpclm.submit":  # it would take the function's place
     )
 
 if __name__ == "__main__":
+    import_errors.report_uncaught()
+    from hpclm.node import preemption
+
     preemption.catch_from_the_start("submit")  # before the other imports, which take a while
     from hpclm import cli
     from hpclm.commands.submit import main

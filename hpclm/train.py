@@ -1,6 +1,6 @@
 """``python -m hpclm.train``: the verb ``hpclm train``, by the name that job templates use. In Python, hpclm.train is a function."""
 
-from hpclm.node import parent, preemption
+from hpclm.node import import_errors
 
 if __name__ == "hpclm.train":  # it would take the function's place
     raise ImportError(
@@ -8,6 +8,9 @@ if __name__ == "hpclm.train":  # it would take the function's place
     )
 
 if __name__ == "__main__":
+    import_errors.report_uncaught()
+    from hpclm.node import parent, preemption
+
     parent.watch_from_the_start("train")
     preemption.catch_from_the_start("train")  # before the other imports, which take a while
     from hpclm import cli

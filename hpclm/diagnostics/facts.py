@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from hpclm import __version__, files
 from hpclm.distributed import network
 from hpclm.distributed.bootstrap import World
-from hpclm.node import environment, python, secrets, threads
+from hpclm.node import environment, python, secrets, shadows, threads
 from hpclm.terminal import ranges
 
 if TYPE_CHECKING:
@@ -31,9 +31,14 @@ DECISIVE = ("numpy", "triton", "deepspeed", "fairscale", "safetensors")
 TORCH = """
 import json, os, warnings
 warnings.simplefilter("ignore")
-from hpclm.diagnostics import facts
+from hpclm.diagnostics import facts, libraries
+answer = libraries.imports()
 os.chdir("/")  # collect_env starts pip
-print(json.dumps(facts.pytorch()))
+try:
+    answer |= facts.pytorch()
+except Exception as error:
+    answer["error"] = libraries.reason(error)
+print(json.dumps(answer))
 """
 VARIABLES = re.compile("CUDA|GLOO_|LD_LIB|LOCAL_|MASTER_|NCCL_|OMP|PMI|RANK|SLURM|TORCH|WORLD_SIZE")
 """Beginnings of the variables that are shown, unless their names are those of secrets."""
@@ -139,7 +144,8 @@ def everything(world: World, env: Mapping[str, str] = os.environ) -> Facts:
         **{name: getattr(world, name) for name in ("launcher", "rank", "size", "local_rank", "local_size")},
         **of_process(world.launcher, env),
         "torch": None,
-        **python.ask(TORCH, env, seconds=60),
+        **python.ask(TORCH, env, seconds=120),
+        "outside": [f"{library}; {library.way_out}" for library in shadows.outside()],
         **{name: version(name) for name in ("apex", "mpi4py", "tokenizers")},
         **{name: shutil.which(name) for name in ("mpirun", "sbatch")},
         "threads": threads.per_process(world.local_size, env),

@@ -64,8 +64,11 @@ def grouped(values: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 def problems(facts: Facts) -> Iterator[str]:
     """What would stop a run of one process."""
     gpus, local, launcher = facts.get("gpus", 0), facts["local_size"], facts["launcher"]
-    if facts["torch"] is None:
-        yield f"PyTorch cannot be loaded ({facts['error']}): reinstall it, or load the modules it was built with"
+    failures = facts.get("import_failures", ())
+    yield from failures
+    if facts["torch"] is None and not failures:
+        origin = "".join(f"; {text}" for text in facts.get("outside", ()) if text.startswith("torch "))
+        yield f"PyTorch cannot be loaded ({facts['error']}): reinstall it, or load the modules it was built with{origin}"
     yield from facts.get("broken", ())
     if 1 < gpus < local:
         yield f"{local} processes see {gpus} GPUs: request one GPU for each process of a node"
@@ -75,6 +78,8 @@ def problems(facts: Facts) -> Iterator[str]:
 
 def hints(facts: Facts) -> Iterator[str]:
     """What will not stop a run of one process, but may surprise its user."""
+    if facts["torch"] and not facts.get("import_failures"):
+        yield from facts.get("outside", ())
     if facts["torch"] and facts["driver"] and not facts["gpus"]:
         yield (
             f"this machine has GPUs (driver {facts['driver']}), but PyTorch, built for CUDA {facts['cuda']}, sees none, with "

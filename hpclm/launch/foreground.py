@@ -16,7 +16,7 @@ from types import FrameType
 from hpclm import files
 from hpclm.config import RunConfig
 from hpclm.errors import REQUEUE, HpclmError
-from hpclm.node import preemption, processes
+from hpclm.node import import_errors, preemption, processes
 from hpclm.node.parent import signal_at_death_of_parent
 from hpclm.rundir import submissions
 from hpclm.rundir.submissions import Submission
@@ -104,8 +104,12 @@ def contained(work: Callable[[], int], log: Path) -> int:
             except HpclmError as error:
                 code = error.exit_code
                 say(f"error: {error}", file=sys.stderr)
-            except BaseException:
-                traceback.print_exc()
+            except BaseException as error:
+                if reason := import_errors.explained(error):
+                    code = import_errors.EXIT_CODE
+                    say(f"error: {reason}", file=sys.stderr)
+                else:
+                    traceback.print_exc()
             finally:
                 os._exit(code if code >= 0 else 128 - code)
         with preemption.handling(lambda number, _: processes.send_signal(child, number)):

@@ -10,10 +10,25 @@ from hpclm import shipped
 from hpclm.config import JobConfig, RunConfig
 from hpclm.config.job import TEMPLATES
 from hpclm.errors import ConfigError
-from hpclm.node import environment
+from hpclm.node import environment, python, shadows
 from hpclm.rundir import code
 
 # Variables of launchers and libraries that are passed to docker, which passes none by itself.
+HIDDEN = (
+    '[ -n "${PYTHONNOUSERSITE+set}" ] || { lacking=$(PYTHONNOUSERSITE=1 "${python:-python}" -c "$sees" '
+    f"hpclm {' '.join(shadows.REQUIRED)} "
+    '"${needs[@]}" 2> /dev/null) && export PYTHONNOUSERSITE=1; } || '
+    '[ -z "$lacking" ] || '
+    """echo "the environment has no $lacking: packages of the user's site are used, which come before its own" >&2"""
+)
+"""A line of shell that hides the user's site, unless the user chose or Python finds what the run needs only there. The templates have
+it, too."""
+HIDDEN_IN_IMAGE = (
+    '[ -n "${PYTHONNOUSERSITE+set}" ] || { compgen -G '
+    '"${PYTHONUSERBASE:-$HOME/.local}/lib/python*/site-packages/hpclm-*.dist-info" > /dev/null && '
+    """echo "hpclm is installed in ~/.local, so packages there come before the image's" >&2; } || export PYTHONNOUSERSITE=1"""
+)
+"""The same for a container, which may have this machine's home directory."""
 _HANDED_ON = r"^(SLURM|PMI|PMIX|NCCL|GLOO|UCX|OMP|MKL|CUDA|TORCH|HF|WANDB|HPCLM)_"
 
 
@@ -41,6 +56,12 @@ def lines(config: RunConfig, path: Path, folders: Iterable[Path] = ()) -> Iterat
         folder = shlex.quote(str(code.folder(path.parent, code.sources(config.modules()))))
         yield f"export PYTHONPATH={folder}${{PYTHONPATH:+:$PYTHONPATH}} {environment.SNAPSHOT}={folder}"
     yield "export PYTHONSAFEPATH=1"  # for what libraries start, and a user's own template
+    if job.container:
+        yield from [HIDDEN_IN_IMAGE] * (job.template not in TEMPLATES)
+    else:
+        needs = config.libraries()
+        yield from [f"needs=({' '.join(needs)})"] * bool(needs)
+        yield from [f"sees='{python.SEES}'", HIDDEN] * (job.template not in TEMPLATES)
     if job.container:
         yield f"inside=({_container(config, path, list(folders))})"
     yield f"set -- {shlex.quote(str(path))}"
@@ -88,7 +109,7 @@ def _container(config: RunConfig, path: Path, folders: list[Path]) -> str:
         return shlex.join([*words, *(word for mount in mounts for word in ("--bind", mount)), image])
     if job.runtime == "pyxis":
         words = [f"--container-image={image}", f"--container-mounts={','.join(mounts)}", f"--container-workdir={here}"]
-        return shlex.join(words + [f"--container-env={','.join(job.env)}"] * bool(job.env))
+        return shlex.join([*words, f"--container-env={','.join(dict.fromkeys([*job.env, python.USER_SITE]))}"])
     words = [
         *["--rm", "--init", "--network=host", "--ipc=host"],
         "--entrypoint=",  # an image's entry point would take the command as its arguments
@@ -97,7 +118,7 @@ def _container(config: RunConfig, path: Path, folders: list[Path]) -> str:
         f"--workdir={here}",
     ]
     words += [f"--volume={mount}" for mount in mounts] + ["--gpus=all"] * gpus
-    words += ["--env=PYTHONPATH"] * (job.snapshot or _runs_clone(job))
-    words += [f"--env={variable}" for variable in job.env] + [image]
+    words += ["--env=PYTHONPATH"] * (job.snapshot or _runs_clone(job)) + [f"--env={python.USER_SITE}"]
+    words += [f"--env={variable}" for variable in job.env if variable != python.USER_SITE] + [image]
     start = f"""exec docker run $(compgen -e | grep -E '{_HANDED_ON}' | sed s/^/--env=/) "$@\""""
     return shlex.join(["bash", "-c", start, "docker", *words])

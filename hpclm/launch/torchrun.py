@@ -6,9 +6,10 @@ ended on purpose are not restarted. For that each rank leaves its exit code in t
 (``restart.note``).
 """
 
-from hpclm.node import preemption
+from hpclm.node import import_errors, preemption
 
 if __name__ == "__main__":  # before the other imports, which take a while
+    import_errors.report_uncaught()
     preemption.catch_from_the_start("train")
 
 import argparse

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hpclm import shipped
-from hpclm.node import processes
+from hpclm.node import processes, shadows
 from hpclm.node.processes import NoAnswerError
 
 LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDRA_", "MPI_", "SLURM_STEP")
@@ -22,6 +22,15 @@ WITHOUT_FOLDER = "import sys; sys.path[:] = filter(None, sys.path)"
 """The first statement of ``python -c``, which has put "", the current folder, first in sys.path."""
 CODE = f'{WITHOUT_FOLDER}; import runpy; runpy.run_module(sys.argv.pop(1), None, "__main__", True)'
 """Runs the module that is its first argument, as ``python -m`` does. The job templates have it too."""
+
+
+SEES = (
+    f"{WITHOUT_FOLDER}; from importlib.util import find_spec; "
+    "missing = [name for name in sys.argv[1:] if not find_spec(name)]; print(*missing); sys.exit(bool(missing))"
+)
+"""Prints which of the modules that are its arguments Python does not find; 1 if there are any. The job templates have it too."""
+USER_SITE = "PYTHONNOUSERSITE"
+"""Variable that hides the packages of ``pip install --user`` from Python, unless it is empty."""
 
 
 def command(module: str, *words: str) -> tuple[str, ...]:
@@ -39,12 +48,29 @@ def readable(words: Sequence[str]) -> list[str]:
     return [*words[: place - 1], "-m", *words[place + 1 :]]
 
 
-def safe_env(base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """``base``, in which Python finds this copy of hpclm first unless that is installed, and libraries start Python safely too."""
+def safe_env(base: Mapping[str, str] = os.environ, needs: Sequence[str] = ()) -> dict[str, str]:
+    """``base``, in which Python finds this copy of hpclm first unless that is installed, and libraries start Python safely too.
+
+    Packages of the user's site are hidden, which come before the environment's, unless ``base`` has PYTHONNOUSERSITE, or hpclm or
+    a module that it or the run ``needs`` is there only.
+    """
     folders = [] if shipped.installed() else [str(shipped.PACKAGE.parent)]
     folders += [each for each in base.get("PYTHONPATH", "").split(os.pathsep) if each not in ("", *folders)]
     path = {"PYTHONPATH": os.pathsep.join(folders)} if folders else {}
-    return {**base, **path, "PYTHONSAFEPATH": "1"}
+    env = {**base, **path, "PYTHONSAFEPATH": "1"}
+    if USER_SITE not in env and not _only_in_user_site(("hpclm", *shadows.REQUIRED, *needs), env):
+        env[USER_SITE] = "1"
+    return env
+
+
+def _only_in_user_site(names: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """Which of the modules ``names`` Python does not find with ``env`` once the user's site is hidden."""
+    if shadows.user_site() not in sys.path:
+        return []
+    try:
+        return processes.ask([sys.executable, "-c", SEES, *names], 60.0, {**env, USER_SITE: "1"})[1].split()
+    except NoAnswerError:
+        return []
 
 
 @contextmanager
@@ -62,7 +88,8 @@ def safe_children() -> Iterator[None]:
 
 def ask(code: str, env: Mapping[str, str], seconds: float = 30) -> dict[str, Any]:
     """What ``code`` prints as JSON, run by this interpreter without the launcher's variables; {"error": reason} without an answer."""
-    clean = safe_env({name: value for name, value in env.items() if not name.startswith(LAUNCHERS)})
+    kept = {name: value for name, value in env.items() if not name.startswith(LAUNCHERS)}
+    clean = safe_env({USER_SITE: "", **kept})  # it sees what this process sees
     code = f"{WITHOUT_FOLDER}\n{code}"
     try:
         status, output, errors = processes.ask([sys.executable, "-c", code], seconds, clean)

@@ -45,13 +45,30 @@ def package(folder, name, code):
 @pytest.mark.parametrize(
     "code, reason",
     [
-        ("raise ImportError('no libcudart.so.12')", "ImportError: no libcudart.so.12"),
-        ("import os; os.abort()", "ended by signal 6"),
+        ("raise ImportError('no libcudart.so.12')", "and does not work here: ImportError: no libcudart.so.12"),
+        ("import os; os.abort()", "PyTorch cannot be loaded (ended by signal 6)"),
     ],
 )
 def test_a_torch_that_cannot_be_loaded_or_crashes_is_a_problem(code, reason, tmp_path):
     shown = runs.hpclm("doctor", check=1, env=package(tmp_path, "torch", code)).stdout
-    assert f"problem: PyTorch cannot be loaded ({reason})" in shown
+    [problem] = [line for line in shown.splitlines() if line.startswith("problem: ")]
+    assert (
+        reason in problem
+        and f"torch comes from {tmp_path}/torch/__init__.py (PYTHONPATH entry '{tmp_path}')" in problem
+    )
+
+
+def test_a_library_that_can_be_imported_but_is_too_old_is_a_problem(tmp_path):
+    shown = runs.hpclm("doctor", check=1, env=package(tmp_path, "yaml", "__version__ = '3.1'")).stdout
+    [problem] = [line for line in shown.splitlines() if line.startswith("problem: ")]
+    assert problem.startswith(f"problem: yaml comes from {tmp_path}/yaml/__init__.py (PYTHONPATH entry '{tmp_path}')")
+    assert "version 3.1, but hpclm needs PyYAML>=6" in problem
+
+
+def test_a_library_from_outside_the_environment_that_works_is_a_hint(tmp_path):
+    code = "import sys; sys.path.remove(__path__[0][:-5]); del sys.modules['tqdm']; from tqdm import *"
+    shown = runs.hpclm("doctor", check=0, env=package(tmp_path, "tqdm", code)).stdout
+    assert f"hint: tqdm comes from {tmp_path}/tqdm/__init__.py (PYTHONPATH entry '{tmp_path}') instead of " in shown
 
 
 def test_variables_of_launchers_that_contradict_each_other_are_a_problem():

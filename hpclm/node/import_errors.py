@@ -10,8 +10,6 @@ from types import FrameType, ModuleType, TracebackType
 from hpclm.node import shadows
 
 EXIT_CODE = 64
-IMPORTING = "<frozen importlib._bootstrap>"
-"""The file name of the code that imports modules, in tracebacks."""
 
 
 def explained(error: BaseException) -> str | None:
@@ -76,10 +74,9 @@ def _suspects(error: BaseException) -> Iterator[str]:
         yield _top(owner.__name__ if isinstance(owner, ModuleType) else str(getattr(owner, "__module__", "")))
     if isinstance(error, SyntaxError) and error.filename:
         yield from shadows.module_of_file(error.filename)
-    frames = list(_frames(error))
-    if isinstance(error, ImportError) or any(frame.f_code.co_filename == IMPORTING for frame in frames):
-        modules = [_top(str(frame.f_globals.get("__name__", ""))) for frame in reversed(frames)]
-        yield from dict.fromkeys(modules)
+    frames = reversed(list(_frames(error)))
+    being_imported = [frame for frame in frames if isinstance(error, ImportError) or frame.f_code.co_name == "<module>"]
+    yield from dict.fromkeys(_top(str(frame.f_globals.get("__name__", ""))) for frame in being_imported)
 
 
 def _frames(error: BaseException) -> Iterator[FrameType]:

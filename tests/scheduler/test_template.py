@@ -36,7 +36,7 @@ def rendered(*words, path="/scratch/run/config.yaml"):
 def test_the_templates_are_those_that_the_settings_know_and_short_enough_to_read():
     assert sorted(path.stem for path in SHIPPED) == sorted(TEMPLATES)
     for path in SHIPPED:
-        assert len(path.read_text().splitlines()) <= 45, path
+        assert len(path.read_text().splitlines()) <= 47, path
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
@@ -381,3 +381,19 @@ def base_of(job, base):
 def test_the_fuzz_has_seen_scripts_and_refusals():
     if seen["made"] + seen["refused"]:
         assert seen["made"] > EXAMPLES / 2 and seen["refused"] > EXAMPLES / 20, seen
+
+
+def test_no_job_sees_the_users_site_unless_it_is_asked_for(tmp_path):
+    """What the lines do is tested in tests/node/test_shadows.py."""
+    own = tmp_path / "own.sbatch"
+    own.write_text('#!/bin/bash\n#SBATCH --nodes=1\n# SET-UP\n"$python" -m hpclm.train "$@"\n')
+    for words in (["job.template=srun"], ["job.template=torchrun"], ["job.template=mpirun"], [f"job.template={own}"]):
+        text = rendered(*words, "log.sinks=[wandb]")
+        assert text.count(setup.HIDDEN) == text.count(f"sees='{python.SEES}'") == 1 and "needs=(wandb)\n" in text
+    for words in ([], ["job.runtime=pyxis"], ["job.runtime=docker"], [f"job.template={own}"]):
+        text = rendered(*words, "job.container=an.sif")
+        assert text.count(setup.HIDDEN_IN_IMAGE) == 1
+    assert "--container-env=PYTHONNOUSERSITE " in rendered("job.container=an.sif", "job.runtime=pyxis").replace(
+        ")", " "
+    )
+    assert "--env=PYTHONNOUSERSITE" in rendered("job.container=an.sif", "job.runtime=docker")

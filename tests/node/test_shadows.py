@@ -1,0 +1,193 @@
+"""Libraries that Python finds outside its environment, in processes of their own: what start-up does is the subject."""
+
+import configparser
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from hpclm.launch import setup
+from hpclm.node import import_errors, python, shadows
+from tests.runs import PATIENCE, ROOT
+
+VERSION = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+CALM = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PYTHON"))}
+
+
+def hpclm(*words, **env):
+    command = [Path(sys.executable).with_name("hpclm"), *words]
+    return subprocess.run(command, env=CALM | env, capture_output=True, text=True, timeout=PATIENCE)
+
+
+BROKEN = {
+    "an old version": ("yaml", "__version__ = '3.1'"),
+    "another Python's": (
+        "numpy",
+        "raise ImportError('do not import numpy from\\nits source directory; No module named numpy._core')",
+    ),
+    "part of it": ("omegaconf", "from ._utils import *"),
+    "for Python 2": ("omegaconf", "print 'hello'"),
+    "what hpclm.cli imports": ("psutil", "import psutil._psutil_of_another_python"),
+    "any exception": ("tqdm", "raise RuntimeError('no')"),
+    "a file of the standard library's name": ("random", "x = 1"),
+    "one that the first module imports": ("ctypes", "x = 1"),
+    "a library of a library": ("typing_extensions", "x = 1"),
+}
+
+
+@pytest.mark.parametrize("name, code", BROKEN.values(), ids=BROKEN)
+def test_a_library_in_PYTHONPATH_that_breaks_the_start_is_named_in_one_line(name, code, tmp_path):
+    (tmp_path / f"{name}.py").write_text(code)
+    done = hpclm("train", "debug", f"out={tmp_path}/run", PYTHONPATH=str(tmp_path))
+    [line] = done.stderr.splitlines()
+    assert line.startswith(
+        f"error: {name} comes from {tmp_path}/{name}.py (PYTHONPATH entry '{tmp_path}') instead of /"
+    )
+    assert "and does not work here: " in line and line.endswith("or unload the module that sets it")
+    assert done.returncode == 64 and not (tmp_path / "run").exists()
+
+
+def test_the_current_folder_counts_where_PYTHONPATH_has_an_empty_entry_or_python_is_given_code(tmp_path):
+    (tmp_path / "yaml.py").write_text("")
+    for path, source in ((":/nowhere", "PYTHONPATH entry ''"), ("/nowhere", "the current folder, ")):
+        command = [sys.executable, "-c", "import hpclm; hpclm.train"]
+        done = subprocess.run(command, cwd=tmp_path, env=CALM | {"PYTHONPATH": path}, capture_output=True, text=True)
+        assert f"ImportError: yaml comes from {tmp_path}/yaml.py ({source}" in done.stderr
+
+
+def test_an_error_in_code_of_the_users_own_is_not_blamed_on_its_folder(tmp_path):
+    (tmp_path / "my_block.py").write_text("import nothing_of_this_name\nclass Block: ...\n")
+    done = hpclm("train", "debug", "model.block=my_block:Block", f"out={tmp_path}/run", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 64 and "comes from" not in done.stderr and "No module named 'nothing_of" in done.stderr
+
+
+def test_a_pth_file_is_named(tmp_path, monkeypatch):
+    (tmp_path / "yaml.py").write_text("")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "mine.pth").write_text(f"# mine\n{tmp_path}\n")
+    monkeypatch.setattr(shadows, "environment_folders", lambda: [str(tmp_path / "site")])
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "yaml")
+    assert shadows.shadow("yaml").source == f"{tmp_path}/site/mine.pth names {tmp_path}"
+
+
+def test_the_variable_that_names_a_shared_library_is_named(tmp_path, monkeypatch):
+    (tmp_path / "libstdc++.so.6").touch()
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"/nowhere:{tmp_path}")
+    error = ImportError(f"{tmp_path}/libstdc++.so.6: version `GLIBCXX_3.4.30' not found (required by /x/_core.so)")
+    assert import_errors.explained(error).endswith(f"; LD_LIBRARY_PATH entry '{tmp_path}' has libstdc++.so.6")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/nowhere")
+    assert import_errors.explained(error) is None
+
+
+def test_a_library_that_is_not_installed_is_named_with_what_to_do(tmp_path):
+    error = ModuleNotFoundError("No module named 'psutil'", name="psutil")
+    assert import_errors.explained(error).startswith(f"hpclm needs psutil, which {sys.executable} does not have: ")
+
+
+def test_the_libraries_that_hpclm_needs_are_those_of_setup_cfg():
+    setup_cfg = configparser.ConfigParser()
+    setup_cfg.read(ROOT / "setup.cfg")
+    names = re.findall(r"^[\w-]+", setup_cfg["options"]["install_requires"], re.MULTILINE)
+    assert {*shadows.REQUIRED, "setuptools"} == {"yaml" if name == "PyYAML" else name for name in names}
+
+
+@pytest.fixture(scope="module")
+def plain_python(tmp_path_factory):
+    """A Python with hpclm that is not a venv, as conda's or an image's: it looks at the user's site first."""
+    folder = tmp_path_factory.mktemp("python")
+    library = folder / "lib" / VERSION
+    library.mkdir(parents=True)
+    for path in Path(os.__file__).parent.iterdir():
+        if path.name != "site-packages":
+            (library / path.name).symlink_to(path)
+    (library / "site-packages").symlink_to(sysconfig.get_path("purelib"))
+    (folder / "bin").mkdir()
+    return shutil.copy(Path(sys.base_prefix) / "bin" / VERSION, folder / "bin" / "python")
+
+
+@pytest.fixture
+def home(tmp_path):
+    """A home directory with a tqdm for another Python."""
+    broken = tmp_path / "home" / ".local" / "lib" / VERSION / "site-packages" / "tqdm"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ImportError('of another Python')")
+    return tmp_path / "home"
+
+
+def test_the_ranks_of_a_conda_environment_do_not_see_the_users_site(plain_python, home, tmp_path):
+    env = CALM | {"HOME": str(home), "HPCLM_SITE": ""}
+    words = ["debug", "budget.steps=2", "engine.device=cpu"]
+
+    def call(*words, **more):
+        command = [plain_python, *python.command("hpclm", *words)[1:]]
+        return subprocess.run(command, env=env | more, capture_output=True, text=True, timeout=PATIENCE)
+
+    alone = call("train", *words, f"out={tmp_path}/alone")
+    assert (
+        alone.returncode == 64
+        and alone.stderr.startswith("error: tqdm comes from ")
+        and "the user's site" in alone.stderr
+    )
+    job = call("submit", "--cluster", "local", *words, f"out={tmp_path}/job")
+    assert job.returncode == 0, job.stderr
+    asked = call("submit", "--cluster", "local", *words, f"out={tmp_path}/asked", PYTHONNOUSERSITE="")
+    assert asked.returncode == 64 and "error: tqdm comes from " in asked.stderr
+
+
+CHOICES = {
+    "nothing chosen": ([], "unset", "1"),
+    "shown by the user": ([], "", ""),
+    "hidden by the user": ([], "yes", "yes"),
+    "a library of the run only there": (["my_own"], "unset", "unset"),
+}
+
+
+@pytest.mark.parametrize("needs, before, after", CHOICES.values(), ids=CHOICES)
+def test_the_users_site_is_hidden_unless_it_is_needed_or_asked_for(needs, before, after, plain_python, home):
+    (home / ".local" / "lib" / VERSION / "site-packages" / "my_own.py").touch()
+    env = CALM | {"HOME": str(home)} | ({} if before == "unset" else {"PYTHONNOUSERSITE": before})
+    ask = f"from hpclm.node import python; print(python.safe_env(needs={needs}).get('PYTHONNOUSERSITE', 'unset'))"
+    script = f"needs=({' '.join(needs)}) python={plain_python}\nsees='{python.SEES}'\n{setup.HIDDEN}\n"
+    for command in ([plain_python, "-P", "-c", ask], ["bash", "-ec", f'{script} echo "${{PYTHONNOUSERSITE-unset}}"']):
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE)
+        assert done.stdout == f"{after}\n", done.stderr
+    assert ("the environment has no my_own: packages of the user's site are used" in done.stderr) == bool(needs)
+
+
+def test_the_users_site_is_seen_where_hpclm_itself_is_installed_there(plain_python, home):
+    """As by pip install --user into a Python of the system, which has neither hpclm nor PyTorch."""
+    site = Path(plain_python).parents[1] / "lib" / VERSION / "site-packages"
+    (home / ".local" / "lib" / VERSION / "site-packages" / "all.pth").write_text(
+        f"{sysconfig.get_path('purelib')}\n{ROOT}\n"
+    )
+    env = CALM | {"HOME": str(home)}
+    ask = "from hpclm.node import python; print(python.safe_env().get('PYTHONNOUSERSITE', 'unset'))"
+    packages = site.readlink()
+    site.unlink()
+    site.mkdir()
+    try:
+        done = subprocess.run(
+            [plain_python, "-c", ask], env=env, cwd="/", capture_output=True, text=True, timeout=PATIENCE
+        )
+    finally:
+        site.rmdir()
+        site.symlink_to(packages)
+    assert done.stdout == "unset\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "installed, before, after", [(False, "unset", "1"), (True, "unset", "unset"), (True, "1", "1")]
+)
+def test_a_container_does_not_see_the_users_site_unless_hpclm_is_there(installed, before, after, home):
+    if installed:
+        (home / ".local" / "lib" / "python3.9" / "site-packages" / "hpclm-0.1.0.dist-info").mkdir(parents=True)
+    env = CALM | {"HOME": str(home)} | ({} if before == "unset" else {"PYTHONNOUSERSITE": before})
+    script = f'{setup.HIDDEN_IN_IMAGE}\necho "${{PYTHONNOUSERSITE-unset}}"'
+    done = subprocess.run(["bash", "-ec", script], env=env, capture_output=True, text=True)
+    assert done.stdout == f"{after}\n" and bool(done.stderr) == (installed and before == "unset")

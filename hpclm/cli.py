@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from hpclm import __version__
 from hpclm.errors import FULL, MACHINE, REFUSED, ConfigError, HpclmError
-from hpclm.node import environment, import_errors, secrets, threads
+from hpclm.node import environment, import_errors, interruption, secrets, threads
 from hpclm.registry import hint
 from hpclm.terminal import ArgumentParser, say
 
@@ -102,7 +102,8 @@ def _dispatch(arguments: list[str]) -> int:
         )
         return 2
     module, _, function = VERBS[verb][0].partition(":")
-    return getattr(import_module(module), function or "main")(rest) or 0
+    with interruption.prompt_exit():
+        return getattr(import_module(module), function or "main")(rest) or 0
 
 
 def run(verb: Callable[[list[str]], int | None], argv: Sequence[str] | None = None) -> int:

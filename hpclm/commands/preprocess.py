@@ -5,8 +5,8 @@ from hpclm.datasets import build, parts
 from hpclm.datasets.encode import tokenizer_of
 from hpclm.datasets.next_command import next_command, next_tuning_command
 from hpclm.datasets.options import parse
-from hpclm.datasets.workers import exit_on_signals
 from hpclm.files import writable_folder
+from hpclm.node.interruption import prompt_exit
 from hpclm.terminal import say
 
 
@@ -15,7 +15,7 @@ def main(argv: list[str]) -> int:
     log.setup()
     request = parse(argv)
     tokenizer_of.cache_clear()  # its files may have changed since an earlier call
-    with exit_on_signals():
+    with prompt_exit():
         if request.share.parts > 1:
             if not parts.write_part(request):
                 return 0

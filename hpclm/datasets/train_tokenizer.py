@@ -13,9 +13,9 @@ from hpclm.datasets.inputs import LONGEST, MB, chunks, find
 from hpclm.datasets.options import LONGEST_LINE
 from hpclm.datasets.tokenizers.huggingface import train_bpe
 from hpclm.datasets.tokenizers.sentencepieces import SENTENCES, train_sentencepiece
-from hpclm.datasets.workers import exit_on_signals
 from hpclm.errors import ConfigError
 from hpclm.files import writable_folder, write_bytes
+from hpclm.node.interruption import prompt_exit
 from hpclm.terminal import ArgumentParser, say
 
 MEASURED = 1000  # random documents for measuring the compression
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
             measured.add(text[:LONG])
             yield text
 
-    with exit_on_signals():
+    with prompt_exit():
         if library == "json":
             content = train_bpe(offered(), args.vocab_size)
         else:

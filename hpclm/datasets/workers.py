@@ -18,7 +18,6 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.resource_tracker import ensure_running
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 from hpclm.errors import HpclmError
@@ -45,6 +44,8 @@ def ordered(function: Callable[[Work], Result], work: Iterable[Work], workers: i
         ProcessPoolExecutor(workers, context, initializer=_begin) as pool,
     ):
         pending: deque[Future[Path]] = deque()
+        others = multiprocessing.active_children()
+        complete = False
         try:
             for number, piece in enumerate(work):
                 if len(pending) == QUEUED * workers:
@@ -55,13 +56,17 @@ def ordered(function: Callable[[Work], Result], work: Iterable[Work], workers: i
                     pending.append(pool.submit(_run, function, path))
             while pending:
                 yield _taken(pending.popleft().result())
+            complete = True
         except BrokenProcessPool as error:
             time.sleep(0.2)  # a signal to the whole job kills workers too; let this process handle it first
             raise HpclmError(
                 "a worker was killed, most likely for memory; try fewer --workers, no dataset was written"
             ) from error
         finally:
-            pool.shutdown(cancel_futures=True)  # and wait for what is running
+            for worker in multiprocessing.active_children():
+                if not complete and worker not in others:
+                    worker.kill()  # nobody needs what it is doing, which may take long
+            pool.shutdown(cancel_futures=True)
 
 
 @contextmanager
@@ -104,21 +109,3 @@ def _taken(path: Path) -> Any:
         value = pickle.load(file)
     path.unlink()
     return value
-
-
-@contextmanager
-def exit_on_signals() -> Iterator[None]:
-    """TERM and HUP raise SystemExit in the block, so that it can clean up, with exit code 128 + signal."""
-
-    def leave(number: int, _: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    in_main = threading.current_thread() is threading.main_thread()
-    signals = [sig for sig in (signal.SIGTERM, signal.SIGHUP) if in_main and signal.getsignal(sig) == signal.SIG_DFL]
-    for sig in signals:
-        signal.signal(sig, leave)
-    try:
-        yield
-    finally:
-        for sig in signals:
-            signal.signal(sig, signal.SIG_DFL)

@@ -1,0 +1,133 @@
+"""A signal ends a command, whatever library it is in, and leaves nothing half-written."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.datasets.texts import jsonl, write
+from tests.runs import PATIENCE, until
+
+SCRIPT = """
+import hashlib, os, shutil, sys
+from pathlib import Path
+from hpclm import cli, files
+from hpclm.node.interruption import prompt_exit
+
+
+def in_a_library(argv):
+    with prompt_exit(), files.temporary_folder():
+        path, folder = files.aside(Path("x.bin")), files.aside(Path("out"))
+        folder.mkdir()
+        try:
+            with path.open("wb"), (folder / "shard").open("wb"):
+                print("begun", flush=True)
+                hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # a quarter of an hour
+        finally:  # where the signal comes just before
+            path.unlink()
+            shutil.rmtree(folder)
+
+
+def goes_on(argv):
+    with prompt_exit():
+        for said in ("begun", "goes on", "and on"):
+            try:
+                print(said, flush=True)
+                sys.stdin.readline()
+            except KeyboardInterrupt:
+                hashlib.pbkdf2_hmac("sha256", b"", b"", 10**7)  # longer than the watch waits
+
+
+def forks(argv):
+    with prompt_exit():
+        ready, begun = os.pipe()
+        if not (child := os.fork()):
+            os.write(begun, b"1")
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 10**7)
+            os._exit(0)
+        os.read(ready, 1)
+        os.kill(child, 15)
+        print("begun", flush=True)
+        os.waitpid(child, 0)
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 10**7)
+
+
+def again(argv):
+    with prompt_exit(), prompt_exit():
+        in_a_library(argv)
+
+
+sys.exit(cli.run(globals()[sys.argv[1]]))
+"""
+
+
+def started(name):
+    command = [sys.executable, "-c", SCRIPT, name]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(Path.cwd())}, **pipes)
+    assert process.stdout.readline() == "begun\n"
+    return process
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+ENDS = [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, ""), (signal.SIGHUP, 129, "")]
+
+
+@pytest.mark.parametrize("sent, code, said", ENDS)
+@pytest.mark.parametrize("name", ["in_a_library", "again"])
+def test_a_signal_ends_a_command_that_is_in_a_call_of_a_library(name, sent, code, said):
+    process = started(name)
+    process.send_signal(sent)
+    assert (process.communicate(timeout=PATIENCE)[1], process.returncode) == (said, code)
+    assert not list(Path().iterdir())
+
+
+def test_a_command_that_handles_a_signal_itself_goes_on():
+    process = started("goes_on")
+    for said in ("goes on", "and on"):
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == f"{said}\n"
+    assert process.communicate(timeout=PATIENCE) == ("", "") and process.returncode == 0
+
+
+def test_a_signal_to_a_forked_child_does_not_end_its_parent():
+    process = started("forks")
+    assert process.communicate(timeout=PATIENCE)[1] == "" and process.returncode == 0
+
+
+HAN = [chr(0x4E00 + number) for number in range(300)]
+LONG = "".join(HAN[number * number % 293 - number % 7] for number in range(3_000_000))
+NATIVE = {
+    "a word of 3,000,000 characters": (["train-tokenizer", "--output", "t.json", "--vocab-size", "9000"], "t.json"),
+    "sentencepiece": (["train-tokenizer", "--output", "t.model", "--kind", "unigram", "--vocab-size", "9000"], "t.model"),
+}  # fmt: skip
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("words, output", NATIVE.values(), ids=NATIVE.keys())
+@pytest.mark.parametrize("sent, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_training_of_a_tokenizer(words, output, sent, code):
+    write(**{"a.jsonl": jsonl(LONG)})
+    command = [sys.executable, "-m", "hpclm", *words, "--input", "a.jsonl"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    before = ticks(process.pid)
+    until(lambda: process.poll() is not None or ticks(process.pid) > before + 800, "8 s of computing")
+    process.send_signal(sent)
+    process.communicate(timeout=PATIENCE)
+    assert process.returncode == code
+    assert [path.name for path in Path().iterdir()] == ["a.jsonl"]
+
+
+def ticks(pid):
+    """Processor time of a process, in hundredths of a second."""
+    try:
+        return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+    except OSError:
+        return 0

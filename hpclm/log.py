@@ -23,11 +23,11 @@ class Console(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print the record, unless a progress bar shows it."""
-        from tqdm import tqdm
+        from hpclm.progress import Bar
 
         with suppress(Exception):  # a closed terminal must not end the run, which has a log file
             if not (getattr(record, "live", False) and sys.stderr.isatty()):
-                tqdm.write(self.format(record), file=sys.stderr)
+                Bar.write(self.format(record), file=sys.stderr)
 
 
 class LogFile(logging.Handler):

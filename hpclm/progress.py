@@ -1,5 +1,6 @@
 """A progress bar that keeps its width: on a narrow terminal the figures beside it go first."""
 
+import threading
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
@@ -12,7 +13,16 @@ NARROW = 80  # columns of a terminal that does not say
 LEFT = len(" 00:00:00 left")
 
 
-class ProgressBar(tqdm):
+class Bar(tqdm):
+    """tqdm, without its thread, and without the lock that decides for the whole process how multiprocessing starts others."""
+
+    monitor_interval = 0
+
+
+Bar.set_lock(threading.RLock())
+
+
+class ProgressBar(Bar):
     """tqdm's bar with a count, the time left and ``beside``; silent if the output is not a terminal."""
 
     beside: Sequence[str] = ()

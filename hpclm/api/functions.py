@@ -11,6 +11,7 @@ from hpclm.api.options import Base, Change, Options
 from hpclm.api.run import Run
 from hpclm.config import RunConfig
 from hpclm.errors import ConfigError
+from hpclm.node import environment
 from hpclm.rundir import folder, runs
 
 
@@ -154,4 +155,6 @@ def _composed(
             raise ConfigError(f"tokenizer={os.fspath(tokenizer)!r} has no effect without data=")
         return run
     folder.check(Path(run.out))  # before a dataset is written
-    return options.compose(base, [*wanted.changes(), *datasets.settings(data, tokenizer, run), *changes])
+    with environment.preserved():
+        dataset = datasets.settings(data, tokenizer, run)
+    return options.compose(base, [*wanted.changes(), *dataset, *changes])

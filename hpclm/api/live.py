@@ -53,12 +53,22 @@ def train(run: RunConfig, resume_step: int | None) -> None:
     """Train ``run``, as ``commands.train.in_this_process`` does."""
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("hpclm.train catches signals, so it must be called in the main thread")
+    with computing():
+        if not in_notebook():
+            verb.in_this_process(run, resume_step)
+            return
+        with _shown(run):
+            verb.in_this_process(run, resume_step, quiet=True)
+
+
+@contextmanager
+def computing() -> Iterator[None]:
+    """Load PyTorch, and leave this process as it was when the block ends."""
     load_pytorch()
-    if not in_notebook():
-        verb.in_this_process(run, resume_step)
-        return
-    with _shown(run):
-        verb.in_this_process(run, resume_step, quiet=True)
+    from hpclm.node import process_state
+
+    with process_state.preserved():
+        yield
 
 
 def load_pytorch() -> None:

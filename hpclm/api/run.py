@@ -3,6 +3,7 @@
 import html
 import os
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,8 +161,9 @@ class Run(os.PathLike[str]):
         except ConfigError as error:  # which names options of the command line
             named = (re.sub("^--(top-)?([a-z]+) ", r"\1\2=", problem) for problem in error.problems)
             raise ConfigError(problem.replace("top-", "top_") for problem in named) from None
-        completer = Completer(self.path, options.words(changes))
-        texts = [each.text for each in completer.complete_all(prompts, batch, limits, sampling)]
+        with live.computing():
+            completer = Completer(self.path, options.words(changes))
+            texts = [each.text for each in completer.complete_all(prompts, batch, limits, sampling)]
         if isinstance(prompt, str):
             return texts[0]
         return texts
@@ -193,13 +195,15 @@ class Run(os.PathLike[str]):
         if text is None and data is None:
             if tokens is not None:
                 raise ConfigError("tokens= is for text= and data=; use samples=")
-            return on_part(self.path, options.words(changes), part, samples)
+            with live.computing():
+                return on_part(self.path, options.words(changes), part, samples)
         if samples is not None or (text is not None and data is not None):
             raise ConfigError("give one of text= and data=, with tokens= instead of samples=")
         if text is not None and not files.is_file(Path(text)):
             raise ConfigError(f"text={os.fspath(text)!r} does not exist; text= takes the path of a text or .jsonl file")
         file, prefix = (None if each is None else os.fspath(each) for each in (text, data))
-        return on_documents(self.path, options.words(changes), file, prefix, tokens)
+        with live.computing():
+            return on_documents(self.path, options.words(changes), file, prefix, tokens)
 
     @checked
     def report(
@@ -215,7 +219,8 @@ class Run(os.PathLike[str]):
         from hpclm.commands.report import write
 
         path = self.path / "report.html" if output is None else Path(output)
-        return Report(write([self.path], path, images, samples)[0])
+        with live.computing() if samples else warnings.catch_warnings():
+            return Report(write([self.path], path, images, samples)[0])
 
     @checked
     def convert(
@@ -239,7 +244,8 @@ class Run(os.PathLike[str]):
 
         live.load_pytorch()
         positive(shard_gb=shard_gb)
-        exported(self.path, Path(target), options.words(changes), dtype, shard_gb, allow_nan)
+        with live.computing():
+            exported(self.path, Path(target), options.words(changes), dtype, shard_gb, allow_nan)
         return Path(target)
 
     @checked

@@ -46,11 +46,10 @@ def main(argv: list[str]) -> int:
 
 def rows(folder: Path, verify: bool) -> Iterator[dict[str, Any]]:
     """One row for each checkpoint in ``folder``, and for each one that was set aside."""
-    from tqdm import tqdm
-
     from hpclm.checkpoint import directory, retention
     from hpclm.checkpoint import manifest as manifests
     from hpclm.checkpoint.manifest import BadCheckpoint, Manifest
+    from hpclm.progress import Bar
 
     steps, read, problems = directory.steps(folder), dict[Path, Manifest](), dict[Path, Exception]()
     for step in steps:
@@ -77,7 +76,7 @@ def rows(folder: Path, verify: bool) -> Iterator[dict[str, Any]]:
                 from hpclm.checkpoint import format  # imports PyTorch
 
                 nan: list[str] = []
-                for name in tqdm(manifest.files, desc=step.name, unit="file", disable=None, leave=False):
+                for name in Bar(manifest.files, desc=step.name, unit="file", disable=None, leave=False):
                     nan += format.verify(step, manifest, [name])
                 row["state"] = "good"
                 if nan:

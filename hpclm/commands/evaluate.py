@@ -146,13 +146,12 @@ def on_part(run: Path, overrides: list[str], part: str, samples: int | None) -> 
     config = run_settings.check(run, overrides, reads_text=False)
     source = sources.build(config.data, config.model, config.seed)
 
-    from tqdm import tqdm
-
     from hpclm.data.batches import Batches
     from hpclm.engine.step import mean_loss
     from hpclm.inference import run_model
     from hpclm.inference.scoring import perplexity
     from hpclm.parallel.mesh import SINGLE
+    from hpclm.progress import Bar
 
     device, dtype = run_model.place(config)
     model, progress = run_model.load_model(run, config, source.fingerprint.get("tokenizer"), device, dtype)
@@ -160,7 +159,7 @@ def on_part(run: Path, overrides: list[str], part: str, samples: int | None) -> 
     count = len(read) if samples is None else samples
     plan = config.plan()
     batches = Batches(read, config.data, config.model, plan, source.eod, device).take(0, count)
-    with tqdm(batches, total=-(-count // plan.micro_size), unit="batch", disable=None) as bar:
+    with Bar(batches, total=-(-count // plan.micro_size), unit="batch", disable=None) as bar:
         mean = mean_loss(model, bar, device, SINGLE)
     return _finite(
         {"loss": mean, "perplexity": perplexity(mean), "step": progress.step, "part": part, "samples": count}
@@ -194,10 +193,9 @@ def on_documents(
     else:
         indexed.IndexedDataset(Path(prefix or ""))
 
-    from tqdm import tqdm
-
     from hpclm.datasets import run_text
     from hpclm.inference import run_model, scoring
+    from hpclm.progress import Bar
 
     of_run = run_text.of_run(run, data, config.model.vocab_size, tokenizer) if tokenizer else None
     if text is not None and of_run is not None:
@@ -206,7 +204,7 @@ def on_documents(
         documents = scoring.of_dataset(Path(prefix or ""), tokenizer)
     device, dtype = run_model.place(config)
     model, progress = run_model.load_model(run, config, tokenizer.fingerprint if tokenizer else None, device, dtype)
-    with tqdm(total=most, unit="token", unit_scale=True, disable=None) as bar:
+    with Bar(total=most, unit="token", unit_scale=True, disable=None) as bar:
         score = scoring.score(model, documents, of_run.begin if of_run else None, config.batch.micro_size, most, bar)
     return _finite({**score.result(progress), "source": text or prefix or ""})
 

@@ -33,7 +33,7 @@ def merge(
     PREFIX.json must name the same tokenizer; otherwise they are ignored. ConfigError, and nothing is written, if the datasets
     cannot be merged.
     """
-    from tqdm import tqdm
+    from hpclm.progress import Bar
 
     _check_places(Path(out), prefixes, overwrite)
     layouts, dtypes, total = set[Layout](), list[np.dtype](), 0
@@ -59,7 +59,7 @@ def merge(
     try:
         with (
             Writer(out, common_dtype(dtypes, layout) if dtype is None else dtype, layout) as writer,
-            tqdm(total=total, unit=" tokens", unit_scale=True, disable=None) as bar,
+            Bar(total=total, unit=" tokens", unit_scale=True, disable=None) as bar,
         ):
             for prefix in prefixes:
                 copy(IndexedDataset(prefix), writer, bar.update)

@@ -54,9 +54,9 @@ def add_hashes(dataset: IndexedDataset, overwrite: bool = False) -> tuple[Datase
 
 def check_index(dataset: IndexedDataset) -> None:
     """Check every entry of the index, with a progress bar; ConfigError for the first that is wrong."""
-    from tqdm import tqdm
+    from hpclm.progress import Bar
 
-    with tqdm(total=len(dataset) + dataset.document_count, unit_scale=True, disable=None, desc="index") as bar:
+    with Bar(total=len(dataset) + dataset.document_count, unit_scale=True, disable=None, desc="index") as bar:
         dataset.check(bar.update)
 
 
@@ -69,12 +69,12 @@ def _check_tokens(
     dataset: IndexedDataset, recorded: DatasetContent | None, size: int | None
 ) -> tuple[int | None, DatasetContent]:
     """The highest token, None if there is none, and the hashes; ConfigError for tokens outside [0, ``size``), or other hashes."""
-    from tqdm import tqdm
+    from hpclm.progress import Bar
 
     reader = TokenReader(dataset, recorded)
     highest, count, first, begin = None, 0, None, 0
     problems: list[str] = []
-    with tqdm(total=dataset.token_count, unit=" tokens", unit_scale=True, disable=None, desc="tokens") as bar:
+    with Bar(total=dataset.token_count, unit=" tokens", unit_scale=True, disable=None, desc="tokens") as bar:
         try:
             for documents in reader:
                 block = documents.tokens

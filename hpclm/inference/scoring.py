@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from tqdm import tqdm
 
 from hpclm.checkpoint import Progress
 from hpclm.config import ModelConfig
@@ -26,6 +25,7 @@ from hpclm.inference.texts import json_texts
 from hpclm.model.rope import scaling_length
 from hpclm.model.stack import Stack
 from hpclm.parallel.mesh import SINGLE
+from hpclm.progress import Bar
 
 Item = TypeVar("Item")
 
@@ -94,7 +94,7 @@ def of_dataset(prefix: Path, tokenizer: Tokenizer | None) -> Iterator[Document]:
 
 
 def score(
-    model: Stack, documents: Iterable[Document], begin_token: int | None, size: int, most: int | None, bar: tqdm
+    model: Stack, documents: Iterable[Document], begin_token: int | None, size: int, most: int | None, bar: Bar
 ) -> Score:
     """Score documents, each after ``begin_token``, ``size`` windows at a time, until ``most`` tokens are."""
     total = Score()

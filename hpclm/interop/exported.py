@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from hpclm.checkpoint.tensors import Tensors
 from hpclm.errors import ConfigError
 from hpclm.interop.rules import Rule, check_names
 from hpclm.interop.run import RunCheckpoint
+from hpclm.progress import Bar
 
 
 class Exported:
@@ -24,7 +24,7 @@ class Exported:
         shapes = self._saved.shapes()
         self.shapes = {name.removeprefix("model."): shapes[name] for name in shapes if name.startswith("model.")}
         check_names([rule.ours for rule in rules], self.shapes, str(checkpoint.folder))
-        self._bar = tqdm(total=len(rules), unit="weight", disable=None)
+        self._bar = Bar(total=len(rules), unit="weight", disable=None)
 
     def __enter__(self) -> "Exported":
         return self

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from hpclm import config as configs
 from hpclm import files
@@ -22,6 +21,7 @@ from hpclm.data.chat_record import ChatRecord
 from hpclm.engine import Shard
 from hpclm.errors import ConfigError, unwritten
 from hpclm.interop.rules import Rule, check_depth, check_names, placements
+from hpclm.progress import Bar
 
 
 class TensorSource(Protocol):
@@ -94,7 +94,7 @@ class ImportedWeights:
 
     def tensors(self) -> Iterator[Shard]:
         """Every weight whole, in fp32, and its moments."""
-        with tqdm(self.rules, unit="weight", disable=None) as bar:
+        with Bar(self.rules, unit="weight", disable=None) as bar:
             for rule in bar:
                 yield Shard.whole(f"model.{rule.ours}", self._converted(rule, self.source))
                 for moment, source in self.moments.items():

@@ -1,9 +1,9 @@
 """Which kernel computes attention on a GPU: cuDNN's, FlashAttention, FlexAttention or plain matrix products."""
 
-import atexit
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import util
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from torch.nn import attention
 from torch.nn.attention import SDPBackend
 
 from hpclm.config import ModelConfig
+from hpclm.node import process_state
 
 log = logging.getLogger(__name__)
 CUDNN, FLASH, EFFICIENT, MATH = (
@@ -119,10 +120,11 @@ def prefer(choice: Choice) -> Choice:
     """Let scaled_dot_product_attention take the first of these kernels that can do what it is asked for; what it was given."""
     order = attention.sdpa_kernel(list(choice.order), set_priority=True)
     order.__enter__()
-    atexit.register(order.__exit__, None, None, None)  # until the process ends
+    process_state.undo_later(partial(order.__exit__, None, None, None))
     if choice.flash:
         try:
             attention.activate_flash_attention_impl(choice.flash)
+            process_state.undo_later(attention.restore_flash_attention_impl)
         except Exception as error:  # built for another PyTorch or CUDA, it may raise anything
             why = str(error).partition("\n")[0] or repr(error)
             log.warning("FlashAttention %s is installed but cannot be used: %s", choice.flash.removeprefix("FA"), why)

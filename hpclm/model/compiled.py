@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpclm.node import environment
+from hpclm.node.process_state import change
 from hpclm.parallel.mesh import Axis
 
 log = logging.getLogger(__name__)
@@ -30,10 +31,10 @@ class Compilation:
         import torch._functorch.config
         import torch._inductor.config
 
-        torch._inductor.config.cpp_cache_precompile_headers = environment.precompiles_headers()
-        torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
+        change(torch._inductor.config, "cpp_cache_precompile_headers", environment.precompiles_headers())
+        change(torch._dynamo.config, "recompile_limit", max(VARIANTS, torch._dynamo.config.recompile_limit))
         # with the forward pass, where a failure has the function run as it is; in the backward pass it would end the run
-        torch._functorch.config.force_non_lazy_backward_lowering = True
+        change(torch._functorch.config, "force_non_lazy_backward_lowering", True)
         together = [axis for axis in axes if axis.size > 1]
         self.name, self.backend = name, compiled_together(backend, together) if together else backend
         self.works = True

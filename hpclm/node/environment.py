@@ -3,7 +3,8 @@
 import getpass
 import os
 import re
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from hpclm import files
@@ -50,6 +51,17 @@ def replace(env: Mapping[str, str]) -> None:
     for name in os.environ.keys() - env.keys():
         del os.environ[name]
     os.environ.update(env)
+
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """After the block, the environment of this process is as before it."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        if os.environ != before:
+            replace(before)
 
 
 def snapshot(env: Mapping[str, str] = os.environ) -> Path | None:

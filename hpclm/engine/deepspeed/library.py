@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from hpclm.config import OptimConfig
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.errors import ConfigError
+from hpclm.node import process_state
 from hpclm.optim.adamw import groups
 from hpclm.optim.optimizers import Weight
 from hpclm.parallel.mesh import Axis, Mesh
@@ -85,6 +86,7 @@ def begin(device: torch.device) -> None:
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        process_state.undo_later(dist.destroy_process_group)
     if device.type == "cpu":
         set_accelerator(Accelerator())
     deepspeed.init_distributed(dist_init_required=False, verbose=False)

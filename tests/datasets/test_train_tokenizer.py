@@ -11,6 +11,7 @@ import pytest
 from hpclm import cli
 from hpclm.data import tokenizers
 from hpclm.datasets import train_tokenizer
+from hpclm.datasets.tokenizers.sentencepieces import PART, parts_of_line
 from hpclm.datasets.train_tokenizer import Sample
 from tests.datasets.texts import jsonl, write
 from tests.shared import ROOT
@@ -90,6 +91,52 @@ def test_sentencepiece_learns_from_a_random_sample_which_is_always_the_same():
     assert len(tokenizer.encode(CHINESE[0])) < len(CHINESE[0])  # which come last
 
 
+@pytest.mark.parametrize("content", ["", "\n\n", "\u2585\n"])
+def test_sentencepiece_says_that_there_is_no_text(content, capsys):
+    write(**{"a.txt": content})
+    assert train("--input", "a.txt", "--output", "t.model", "--vocab-size", 300) == 64
+    assert "error: no text in" in capsys.readouterr().err
+
+
+HAN = [chr(0x4E00 + number * 7) for number in range(40)]
+SENTENCE = "".join(HAN) + "。"
+LONG_LINES = {
+    "sentences": SENTENCE * 12_000,
+    "no sentences": "".join(HAN) * 12_000,
+    "words": f"{''.join(HAN)} " * 12_000,
+    "a reserved character": f"{SENTENCE * 40}\u2585",
+}
+
+
+@pytest.mark.parametrize("kind", ["bpe", pytest.param("unigram", marks=pytest.mark.whole)])
+@pytest.mark.parametrize("line", LONG_LINES.values(), ids=LONG_LINES.keys())
+def test_sentencepiece_learns_from_lines_that_its_library_would_drop(line, kind):
+    write(**{"a.jsonl": jsonl(line, *ENGLISH[:200])})
+    assert train("--input", "a.jsonl", "--output", "t.model", "--kind", kind, "--vocab-size", 330) == 0
+    tokenizer = tokenizers.build("sentencepiece", ["t.model"])
+    assert len(tokenizer.encode("".join(HAN))) < 2 * len(HAN)  # of bytes it would be three a character
+
+
+@pytest.mark.parametrize("line", LONG_LINES.values(), ids=LONG_LINES.keys())
+def test_the_parts_of_a_long_line_are_all_of_it_and_end_with_a_sentence_or_a_word(line):
+    parts = list(parts_of_line(line))
+    assert all(len(part) <= PART for part in parts)
+    assert " ".join(parts).split() == line.split() if " " in line else "".join(parts) == line.replace("\u2585", "")
+    if "。" in line:
+        assert all(part.endswith("。") for part in parts)
+
+
+@pytest.mark.parametrize("line", ["short", "x" * 1000, "a b. c", " led by a space", "天" * 5000])
+def test_a_line_that_is_not_too_long_is_left_as_it_is(line):
+    assert list(parts_of_line(line)) == [line]
+
+
+def test_latin_sentences_end_parts():
+    parts = list(parts_of_line("He sat on 3.14 mats. Did she? Yes! " * 40_000))
+    assert {part[-1] for part in parts} <= {".", "?", "!", " "} and not any(part.startswith(" ") for part in parts)
+    assert "14 mats" not in {part[:7] for part in parts}
+
+
 @pytest.mark.parametrize("limit, seen", [(10, 0), (10, 7), (10, 10), (10, 1000)])
 def test_a_random_sample_is_a_subset_of_limited_size(limit, seen):
     sample = Sample(limit)
@@ -114,7 +161,14 @@ REFUSED = {
     "--output t.json --sentences 5": "--sentences has no effect",
     "--output t.json --json-key k": "--json-key k has no effect",
     "--output t.json --vocab-size 256": "must be at least 257",
-    "--output t.model --vocab-size 9999": "Vocabulary size too high",
+    "--output t.model --vocab-size 9999": "--vocab-size 9999 is too large for this text, which is enough for",
+    "--output t.model --kind unigram --vocab-size 9999": "--vocab-size 9999 is too large",
+    "--output t.model --vocab-size 1": "--vocab-size 1 is too small",
+    "--output t.model --vocab-size 10": "--vocab-size 10 is too small: the 256 bytes",
+    "--output t.model --vocab-size 260": "give at least --vocab-size 27",
+    "--output t.model --vocab-size 0": "--vocab-size 0 must be from 1",
+    "--output t.model --vocab-size 2147483648": "must be from 1 to 2147483647",
+    "--output t.model --sentences 100": "--sentences 100 must be from 101",
 }
 
 

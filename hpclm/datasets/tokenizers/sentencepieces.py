@@ -15,6 +15,13 @@ from hpclm.datasets.tokenizers.vocabulary import expect, id_of_end, load
 from hpclm.errors import ConfigError
 
 SENTENCES = 1_000_000  # lines that a model is trained on by default
+FEWEST = 101  # lines that the library takes a random sample of
+LONGEST = 1 << 20  # bytes of a line; the library drops longer ones
+PART = 1 << 16  # characters of a part of such a line, at most
+RESERVED = "\u2585"  # the library drops lines with this character, which stands for unknown ones
+LARGEST = 2**31 - 1  # number that it takes
+ENDS = ("。", "！", "？", "…", ". ", "! ", "? ")
+"""Ends of sentences, at which long lines are divided."""
 USER_DEFINED = 4  # ModelProto.SentencePiece.Type
 
 
@@ -110,14 +117,17 @@ def processor(kind: str, path: Path) -> Any:
 def train_sentencepiece(texts: Iterable[str], kind: str, vocab_size: int, sentences: int = SENTENCES) -> bytes:
     """Train a sentencepiece tokenizer, ``kind`` bpe or unigram, on ``sentences`` random lines of ``texts``; its .model.
 
-    Decoding restores the text: no normalisation, and byte fallback. The lines are in memory.
+    Decoding restores the text: no normalisation, and byte fallback. The lines are in memory. ConfigError if it cannot be trained.
     """
+    for option, number, least in (("--vocab-size", vocab_size, 1), ("--sentences", sentences, FEWEST)):
+        if not least <= number <= LARGEST:
+            raise ConfigError(f"{option} {number} must be from {least} to {LARGEST} for sentencepiece")
     with extras.needed_for("a sentencepiece tokenizer"):
         from sentencepiece import SentencePieceTrainer, set_random_generator_seed
 
     set_random_generator_seed(sentences)
     model = io.BytesIO()
-    lines: Iterator[str] = (line for text in texts for line in text.splitlines() if line)
+    lines = (part for text in texts for line in text.splitlines() for part in parts_of_line(line))
     try:
         SentencePieceTrainer.train(
             sentence_iterator=lines,
@@ -128,9 +138,53 @@ def train_sentencepiece(texts: Iterable[str], kind: str, vocab_size: int, senten
             byte_fallback=True,
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
-            max_sentence_length=1 << 20,  # bytes; longer lines are dropped
+            max_sentence_length=LONGEST,
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise ConfigError(f"sentencepiece cannot train {vocab_size} entries on this text: {error}") from None
+        raise ConfigError(_explained(str(error), vocab_size)) from None
     return model.getvalue()
+
+
+def parts_of_line(line: str) -> Iterator[str]:
+    """``line`` in parts that the library does not drop: without RESERVED, and of at most LONGEST bytes.
+
+    A longer one is divided after the last end of a sentence of PART characters, or else at the last space, or else anywhere.
+    """
+    for text in line.split(RESERVED):
+        if 4 * len(text) <= LONGEST or len(text.encode()) <= LONGEST:
+            if text:
+                yield text
+            continue
+        begin = 0
+        while len(text) - begin > PART:
+            limit = begin + PART
+            cut = max(text.rfind(end, begin, limit) + len(end.rstrip()) for end in ENDS)
+            if cut <= begin + 1:
+                cut = text.rfind(" ", begin + 1, limit)
+            cut = cut if cut > begin else limit
+            yield text[begin:cut]
+            begin = cut + text.startswith(" ", cut)  # the library puts one before each line
+        if begin < len(text):
+            yield text[begin:]
+
+
+def _explained(error: str, vocab_size: int) -> str:
+    """What the library's ``error`` in training ``vocab_size`` entries means for the command line."""
+    if high := re.search(r"Vocabulary size too high \(\d+\).* <= (\d+)", error):
+        return (
+            f"--vocab-size {vocab_size} is too large for this text, which is enough for {high[1]} entries; give --vocab-size "
+            f"{high[1]}, or more text"
+        )
+    if low := re.search(r"smaller than required_chars\. \d+ vs (\d+)", error):
+        return (
+            f"--vocab-size {vocab_size} is too small: the 256 bytes, the special entries and the characters of this text are {low[1]}; "
+            f"give at least --vocab-size {low[1]}"
+        )
+    if "sentences_.empty()" in error:
+        return "no text in the input: all of its lines are empty; give text"
+    if "insert_id" in error:
+        return f"--vocab-size {vocab_size} is too small: the 256 bytes and the special entries need 259; give more"
+    if "train_extremely_large_corpus" in error or "too large" in error:
+        return "the text is too long for sentencepiece, which holds it in memory; give fewer --sentences"
+    return f"sentencepiece cannot train {vocab_size} entries on this text: {error}"

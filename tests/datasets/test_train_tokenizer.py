@@ -11,6 +11,7 @@ import pytest
 from hpclm import cli
 from hpclm.data import tokenizers
 from hpclm.datasets import train_tokenizer
+from hpclm.datasets.tokenizers.huggingface import with_words_divided
 from hpclm.datasets.tokenizers.sentencepieces import PART, parts_of_line
 from hpclm.datasets.train_tokenizer import Sample
 from tests.datasets.texts import jsonl, write
@@ -135,6 +136,20 @@ def test_latin_sentences_end_parts():
     parts = list(parts_of_line("He sat on 3.14 mats. Did she? Yes! " * 40_000))
     assert {part[-1] for part in parts} <= {".", "?", "!", " "} and not any(part.startswith(" ") for part in parts)
     assert "14 mats" not in {part[:7] for part in parts}
+
+
+DIVIDED = {
+    "a word": ("x" * 2500, ["x" * 1024, "x" * 1024, "x" * 452]),
+    "within a text": ("a " + "天" * 1030 + "。b", ["a " + "天" * 1024, "天" * 6 + "。b"]),
+    "digits and signs": ("7" * 1025 + "-" * 1025, ["7" * 1024, "7" + "-" * 1024, "-"]),
+    "no long word": ("天地。" * 9000 + "word " * 9000, ["天地。" * 9000 + "word " * 9000]),
+    "empty": ("", [""]),
+}
+
+
+@pytest.mark.parametrize("text, parts", DIVIDED.values(), ids=DIVIDED.keys())
+def test_words_that_would_take_a_bpe_hours_are_divided_and_no_others(text, parts):
+    assert list(with_words_divided([text])) == parts
 
 
 @pytest.mark.parametrize("limit, seen", [(10, 0), (10, 7), (10, 10), (10, 1000)])

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -24,6 +25,8 @@ SPACE = "\u2581"  # sentencepiece's space
 RANDOM = {"dropout": None, "alpha": None, "nbest_size": None}
 """Attributes of the library's models by which they draw among the encodings of a text (BPE dropout, Provilkov et al. 2020; subword
 regularization, Kudo 2018), and their values without it."""
+LONGEST_WORD = 1024  # characters
+LONG_WORD = re.compile(rf"[^\W\d_]{{{LONGEST_WORD + 1},}}|\d{{{LONGEST_WORD + 1},}}|[^\w\s]{{{LONGEST_WORD + 1},}}")
 PROBE = "The quick brown fox, 12 times."
 
 
@@ -307,8 +310,22 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
-    model.train_from_iterator(texts, trainer)
+    model.train_from_iterator(with_words_divided(texts), trainer)
     return bytes(model.to_str(pretty=True), "utf-8")
+
+
+def with_words_divided(texts: Iterable[str]) -> Iterator[str]:
+    """``texts``, divided within words of more than LONGEST_WORD characters, on which training would take hours.
+
+    They are runs of letters, of digits or of other signs, as the byte-level BPE divides text: Chinese without punctuation is one.
+    """
+    for text in texts:
+        begin = 0
+        for word in LONG_WORD.finditer(text):
+            for cut in range(word.start() + LONGEST_WORD, word.end(), LONGEST_WORD):
+                yield text[begin:cut]
+                begin = cut
+        yield text[begin:] if begin else text
 
 
 @contextmanager

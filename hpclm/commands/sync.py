@@ -37,14 +37,16 @@ def sync(out: Path, name: str) -> None:
     lookup(name)
     with files.locked(place(out, name, "lock"), f"waiting for the process of {out} that sends to {name}"):
         feed = Feed(name, out)
-        before = feed.rows
+        before, refused = feed.rows, feed.refused
         try:
-            feed.send()
+            feed.send(lambda text: say(f"{name}: {text}"))
         except Exception as error:
             raise HpclmError(f"{name}: {cause(error).rstrip('.')}; repeat the command to send the rest") from None
         feed.close(0)
     step = max(feed.steps.values(), default=0)
-    say(f"{name}: {feed.rows - before} rows sent; it has everything up to step {step}")
+    lost = feed.refused - refused
+    all_rows = f"everything but {feed.refused} refused rows" if feed.refused else "everything"
+    say(f"{name}: {feed.rows - before - lost} rows sent; it has {all_rows} up to step {step}")
 
 
 if __name__ == "__main__":

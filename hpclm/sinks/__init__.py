@@ -4,6 +4,7 @@ metrics.jsonl is the queue. For each sink rank 0 starts a process (``worker``) t
 how far it has come (``position``). Training never waits for a sink, and a row reaches it once, over all attempts of the run.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +31,16 @@ class RunInfo:
     """As section.name: value."""
 
 
+class RefusedError(Exception):
+    """A tracker was reached and refuses what it was sent; it would refuse the same again."""
+
+
 class Sink(Protocol):
-    """One run in an experiment tracker. It may raise at any time; it is then recreated and sent the same rows again."""
+    """One run in an experiment tracker. It may raise at any time; it is then recreated and sent the same rows again.
+
+    A row for which it raises RefusedError, ValueError or TypeError is left out instead. A sink may have ``substitutes``, a mapping
+    of the names that its tracker refuses to those that it has instead; the log says them once.
+    """
 
     def __init__(self, run: RunInfo) -> None:
         """Create the run ``run.id``, or continue it if an earlier attempt has created it."""
@@ -54,9 +63,14 @@ def figures(row: Row) -> dict[str, float]:
     """The numbers of a row by their names: ``loss``, ``validation_loss`` or ``validation_loss/PART``, ``TASK/METRIC``, ..."""
     part = str(row.get("part", "valid")).removeprefix("valid").removeprefix("/")
     ending = f"/{part}" if part else ""
-    numbers = {key: value for key, value in row.items() if type(value) in (int, float) and key not in ("step", "time")}
+    numbers = {key: value for key, value in row.items() if _is_figure(value) and key not in ("step", "time")}
     named = {key if key == "samples" else key + ending: value for key, value in numbers.items()}
     scores = row.get("tasks")
     for task, metrics in scores.items() if isinstance(scores, dict) else ():
-        named |= {f"{task}/{metric}": value for metric, value in metrics.items() if type(value) in (int, float)}
+        named |= {f"{task}/{metric}": value for metric, value in metrics.items() if _is_figure(value)}
     return named
+
+
+def _is_figure(value: object) -> bool:
+    """Whether a value is a finite number that fits into 64 bits of floating point."""
+    return type(value) in (int, float) and -sys.float_info.max <= value <= sys.float_info.max  # type: ignore[operator]

@@ -3,20 +3,24 @@ attempt sends a row twice."""
 
 import json
 import secrets
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from hpclm import files
 from hpclm.config import compose
 from hpclm.rundir import rows
-from hpclm.sinks import Row, RunInfo, Sink, lookup
+from hpclm.sinks import RefusedError, Row, RunInfo, Sink, lookup
 
 MOST = 10_000  # rows that are held at once
 LARGEST = 1 << 20  # bytes of a position
 POSITION: dict[str, rows.Kind] = {
     **{"id": str, "rollbacks": int, "rows": int},
     "steps": lambda steps: isinstance(steps, dict) and all(rows.fits(step, int) for step in steps.values()),
+    "refused": int,
+    "substitutes": lambda names: isinstance(names, dict) and all(rows.fits(name, str) for name in names.values()),
 }
+NEEDED = ("id", "rollbacks", "rows", "steps")
 
 
 def place(out: Path, sink: str, ending: str) -> Path:
@@ -35,18 +39,26 @@ class Feed:
         self.rollbacks = sum(1 for _ in out.glob("metrics.rolled-back-*.jsonl"))
         self.id, self.rows, self.steps = secrets.token_hex(4), 0, dict[str, int]()
         """Of the run in the sink; the rows that it has; and of each kind of row the last step that it has."""
+        self.refused = 0
+        """Of the rows: those that the sink refused."""
+        self.substitutes: dict[str, str] = {}
+        """Names that the sink has instead of others."""
         self.sink: Sink | None = None
         self._offset, self._pending = 0, list[Row]()
         with suppress(FileNotFoundError):
             text = files.read_text(place(out, name, "json"), LARGEST, errors="replace")
-            before = rows.parsed(text, POSITION, POSITION)
+            before = rows.parsed(text, POSITION, NEEDED)
             if (
                 before and before["rollbacks"] == self.rollbacks
             ):  # otherwise the run has gone back: a new one in the sink
                 self.id, self.rows, self.steps = before["id"], before["rows"], before["steps"]
+                self.refused, self.substitutes = before.get("refused") or 0, before.get("substitutes") or {}
 
-    def send(self) -> None:
-        """Send what is new. It raises what the sink raises; the next call makes the sink again and sends the same rows."""
+    def send(self, say: Callable[[str], object]) -> None:
+        """Send what is new. It raises what the sink raises; the next call makes the sink again and sends the same rows.
+
+        ``say`` gets a line about names that are replaced, and about rows that the sink refuses, which are left out.
+        """
         try:
             while self._read() or (self.sink is None and self.rows):
                 if (
@@ -55,14 +67,38 @@ class Feed:
                     self._keep()  # its id, before it is there
                     self.sink = lookup(self.name)(self._run())
                 if self._pending:
-                    self.sink.send(self._pending, self.rows)
+                    refused = self._send(self.sink, self._pending, self.rows)
                     self.steps |= {kind(row): row["step"] for row in self._pending}
                     self.rows, self._pending = self.rows + len(self._pending), []
+                    self.refused += len(refused)
+                    if refused:
+                        rows_of = f"{len(refused)} row{'s' * (len(refused) > 1)}"
+                        say(f"refused {rows_of}, left out there ({refused[0]}); {self.refused} so far")
+                    self._say_substitutes(getattr(self.sink, "substitutes", {}), say)
                 self._keep()
         except Exception:
             self.close(1)
             self.sink = None
             raise
+
+    def _send(self, sink: Sink, pending: Sequence[Row], before: int) -> list[str]:
+        """Send rows, after ``before`` others; why the sink refuses some of them, one line for each."""
+        try:
+            sink.send(pending, before)
+        except Exception as error:
+            if not is_refusal(error):
+                raise
+            if len(pending) == 1:
+                return [f"step {pending[0]['step']}: {cause(error)}"]
+            half = len(pending) // 2
+            return self._send(sink, pending[:half], before) + self._send(sink, pending[half:], before + half)
+        return []
+
+    def _say_substitutes(self, substitutes: Mapping[str, str], say: Callable[[str], object]) -> None:
+        new = {name: other for name, other in substitutes.items() if name not in self.substitutes}
+        if new:
+            self.substitutes |= new
+            say("names that it refuses are replaced there: " + ", ".join(f"{a!r} is {b!r}" for a, b in new.items()))
 
     def close(self, code: int) -> None:
         """The attempt has ended with ``code``."""
@@ -77,6 +113,7 @@ class Feed:
 
     def _keep(self) -> None:
         position = {"id": self.id, "rollbacks": self.rollbacks, "rows": self.rows, "steps": self.steps}
+        position |= {"refused": self.refused, "substitutes": self.substitutes}
         files.write_text(place(self.out, self.name, "json"), json.dumps(position) + "\n")
 
     def _read(self) -> bool:
@@ -96,6 +133,13 @@ def kind(row: Row) -> str:
     if "tasks" in row:
         return "tasks"
     return str(row.get("part", "valid")) if "validation_loss" in row else "train"
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether a sink refuses what it was sent, rather than that it cannot be reached."""
+    if isinstance(error, (OSError, json.JSONDecodeError)):  # a proxy's page instead of an answer
+        return False
+    return isinstance(error, (RefusedError, ValueError, TypeError))
 
 
 def cause(error: Exception) -> str:

@@ -1,17 +1,23 @@
 """MLflow; MLFLOW_TRACKING_URI names the server or database, otherwise it is mlflow.db in the current folder."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from mlflow.entities import Metric, Param
+from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from hpclm.errors import REQUEUE
-from hpclm.sinks import Row, RunInfo, figures
+from hpclm.sinks import RefusedError, Row, RunInfo, figures
+from hpclm.sinks.names import Names, is_path
 
 ID = "hpclm.id"
 MOST, LONGEST = 1000, 6000  # numbers in a request, characters of a parameter
-PARAMETERS = 100  # in a request
+PARAMETERS = 40  # in a request, which may have 1 MB
+SHORT = 250  # characters of a parameter that every version takes
+LATER = {401, 403, 404, 408, 425, 429}
+"""HTTP statuses of requests that may succeed later, or once a person has logged in."""
 
 
 class MlflowSink:
@@ -19,7 +25,8 @@ class MlflowSink:
 
     def __init__(self, run: RunInfo) -> None:
         """Create or resume the run."""
-        self.client = MlflowClient()
+        self.client, self._names = MlflowClient(), Names(is_path)
+        self.substitutes = self._names.substitutes
         found = self.client.get_experiment_by_name(run.project)
         experiment = found.experiment_id if found else self.client.create_experiment(run.project)
         earlier = self.client.search_runs([experiment], f"tags.`{ID}` = '{run.id}'")
@@ -29,21 +36,45 @@ class MlflowSink:
             return
         made = self.client.create_run(experiment, run_name=run.name, tags={ID: run.id, "hpclm.out": str(run.out)})
         self.id = made.info.run_id
-        values = [Param(key, str(value)[:LONGEST]) for key, value in run.settings.items()]
+        names = Names(is_path)
+        values = [(names(key), str(value)) for key, value in run.settings.items()]
         for start in range(0, len(values), PARAMETERS):
-            self.client.log_batch(self.id, params=values[start : start + PARAMETERS])
+            self._add_parameters(values[start : start + PARAMETERS])
+
+    def _add_parameters(self, values: Sequence[tuple[str, str]]) -> None:
+        """Add settings; a value that the server refuses is cut, and left out if that does not help."""
+        try:
+            with refusals():
+                self.client.log_batch(self.id, params=[Param(name, value[:LONGEST]) for name, value in values])
+        except RefusedError:
+            for name, value in values:
+                with suppress(RefusedError), refusals():
+                    self.client.log_batch(self.id, params=[Param(name, value[:SHORT])])
 
     def send(self, rows: Sequence[Row], before: int) -> None:
         """Add every number at its step and time."""
         metrics = [
-            Metric(key, value, int(1000 * row.get("time", time.time())), row["step"])
+            Metric(self._names(key), value, int(1000 * row.get("time", time.time())), row["step"])
             for row in rows
             for key, value in figures(row).items()
         ]
         for start in range(0, len(metrics), MOST):
-            self.client.log_batch(self.id, metrics[start : start + MOST])
+            with refusals():
+                self.client.log_batch(self.id, metrics[start : start + MOST])
 
     def close(self, code: int) -> None:
         """Set the run's status."""
         status = "SCHEDULED" if code == REQUEUE else "FAILED" if code else "FINISHED"
         self.client.set_terminated(self.id, status)
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """RefusedError for what the server has read and refuses."""
+    try:
+        yield
+    except MlflowException as error:
+        status = error.get_http_status_code()
+        if 400 <= status < 500 and status not in LATER:
+            raise RefusedError(str(error)) from error
+        raise

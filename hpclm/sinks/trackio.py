@@ -5,6 +5,9 @@ from collections.abc import Sequence
 import trackio
 
 from hpclm.sinks import Row, RunInfo, figures
+from hpclm.sinks.names import Names, is_key
+
+RESERVED = ("project", "run", "timestamp", "step", "time", "metrics")
 
 
 class TrackioSink:
@@ -12,6 +15,8 @@ class TrackioSink:
 
     def __init__(self, run: RunInfo) -> None:
         """Create or resume the run."""
+        self._names = Names(lambda name: is_key(name) and name not in RESERVED)
+        self.substitutes = self._names.substitutes
         self.run = trackio.init(
             project=run.project,
             name=f"{run.name}-{run.id}",
@@ -25,7 +30,7 @@ class TrackioSink:
     def send(self, rows: Sequence[Row], before: int) -> None:
         """Trackio keeps a copy on disk until it is uploaded."""
         for row in rows:
-            self.run.log(figures(row), step=row["step"])
+            self.run.log({self._names(name): value for name, value in figures(row).items()}, step=row["step"])
 
     def close(self, code: int) -> None:
         """Write out what is left."""

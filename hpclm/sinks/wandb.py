@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import wandb
 
 from hpclm.sinks import Row, RunInfo, figures
+from hpclm.sinks.names import Names, is_key
 
 
 class WandbSink:
@@ -12,6 +13,8 @@ class WandbSink:
 
     def __init__(self, run: RunInfo) -> None:
         """Create or resume the run."""
+        self._names = Names(is_key)
+        self.substitutes = self._names.substitutes
         self.run = wandb.init(
             project=run.project,
             id=run.id,
@@ -27,7 +30,8 @@ class WandbSink:
     def send(self, rows: Sequence[Row], before: int) -> None:
         """W&B ignores steps that are not greater than the last one, so it counts rows; charts are over ``step``."""
         for place, row in enumerate(rows, before):
-            self.run.log({**figures(row), "step": row["step"]}, step=place)
+            numbers = {self._names(name): value for name, value in figures(row).items()}
+            self.run.log({**numbers, "step": row["step"]}, step=place)
 
     def close(self, code: int) -> None:
         """Upload what is left, and set the run's state."""

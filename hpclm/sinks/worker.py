@@ -53,7 +53,7 @@ def main(name: str, out: Path) -> int:
         while True:
             last = ending.wait(pause)
             try:
-                feed.send()
+                feed.send(warn)
                 if failure:
                     warn(f"reconnected; synced through row {feed.rows}")
                 failure, pause = "", POLL

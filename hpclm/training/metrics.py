@@ -205,6 +205,8 @@ class Meter:
         """A row of metrics.jsonl, and its scalars under their tags, each followed by ``suffix``."""
         row = finite(row)
         self._rows.attempt(lambda: self._file.write(json.dumps(row) + "\n"), now=True)  # it keeps what it cannot write
+        if suffix and any(tag + suffix in TAGS.values() for tag in TAGS.values()):
+            suffix = f" ({suffix.strip()})"  # of a part named "ppl"
         for key, tag in TAGS.items():
             self._board(tag + suffix, row.get(key), row["step"], row["samples"])
         if time.monotonic() - self._boards_written > BOARD_SECONDS:

@@ -51,3 +51,19 @@ class Dies(Written):
 
     def send(self, rows, before):
         os.kill(os.getpid(), 9)
+
+
+class Choosy(Written):
+    """Cannot be reached at first; refuses some rows, and renames a metric."""
+
+    substitutes = {"a,b": "a_b"}  # noqa: RUF012 - as a sink may have it
+
+    def send(self, rows, before):
+        reached = self.path.with_name("reached")
+        if not reached.exists():
+            reached.touch()
+            raise ConnectionError("no route to host")
+        for row in rows:
+            if row["step"] in (3, 5):
+                raise ValueError(f"I do not like {row['step']}")
+        super().send(rows, before)

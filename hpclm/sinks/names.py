@@ -1,0 +1,47 @@
+"""Names of metrics as trackers accept them. A name that one refuses has a substitute there, always the same one."""
+
+import hashlib
+import re
+from collections.abc import Callable
+from posixpath import normpath
+
+LONGEST = 250  # characters of a name
+DIGEST = 6  # characters of a hash that keep names apart
+
+
+class Names:
+    """The names in one tracker; ``substitutes`` has those that differ."""
+
+    def __init__(self, accepted: Callable[[str], bool]):
+        """``accepted``: whether the tracker takes a name."""
+        self.substitutes: dict[str, str] = {}
+        self._accepted = accepted
+
+    def __call__(self, name: str) -> str:
+        """``name``, or its substitute."""
+        if self._accepted(name) and not SUBSTITUTE.search(name):
+            return name
+        return self.substitutes.setdefault(name, substitute(name))
+
+
+SUBSTITUTE = re.compile(rf"-[0-9a-f]{{{DIGEST}}}\Z")
+"""How substitutes end. A name that ends so has one too, so that no name is another's substitute."""
+
+
+def substitute(name: str) -> str:
+    """A name of letters, digits, and ``_ - . space /``, which a hash keeps apart from those of other names."""
+    digest = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:DIGEST]
+    parts = [part for part in re.sub(r"[^\w\-. /]", "_", name).split("/") if part.strip(". ")]
+    begin = "/".join(parts).lstrip("_ ")[: LONGEST - DIGEST - 1] or "name"
+    return f"{begin}-{digest}"
+
+
+def is_path(name: str) -> bool:
+    """Whether MLflow takes a name: as a path it must stand for itself, and it has only some characters besides letters."""
+    normal = 0 < len(name) <= LONGEST and normpath(name) == name and name != "." and not name.startswith(("..", "/"))
+    return normal and re.fullmatch(r"[/\w.\- :]*", name) is not None
+
+
+def is_key(name: str) -> bool:
+    """Whether W&B takes a name for a metric: it is text, not its own ``_step`` or the like, and not the axis of all charts."""
+    return bool(name.strip()) and len(name) <= LONGEST and name.isprintable() and name[0] != "_" and name != "step"

@@ -1,0 +1,135 @@
+"""Names and numbers that trackers refuse: each costs itself at most, and no later row."""
+
+import json
+import sqlite3
+
+import pytest
+
+from hpclm import cli, config
+from hpclm.commands.config import explained
+from hpclm.sinks import figures
+from hpclm.sinks.feed import Feed
+from hpclm.sinks.names import Names, is_key, is_path
+from tests.runs import hpclm
+
+TASKS = [
+    "exact_match,strict-match",
+    "exact_match,flexible-extract",
+    "exact_match_stderr,strict-match",
+    "acc",
+    "acc_norm",
+]
+PARTS = [
+    "c++",
+    "c#",
+    "a/b",
+    "a//b",
+    "a,b",
+    "a_b",
+    "a b",
+    "法律",
+    "x" * 300,
+    "x" * 299 + "y",
+    ".",
+    "..",
+    "../x",
+    "/x",
+    "x/",
+    ":",
+    "a=b",
+]
+ODD = ["", " ", "_step", "step", "metrics", "a\nb", "\ud800", "*", "%", "é", "e\u0301", "A_B", "a-0a1b2c", "name"]
+NAMES = [*TASKS, *PARTS, *ODD, *(f"validation_loss/{part}" for part in PARTS), *(f"gsm8k/{name}" for name in TASKS)]
+
+
+@pytest.mark.parametrize("accepted", [is_path, is_key], ids=["MLflow", "W&B"])
+def test_every_name_has_one_that_is_accepted_and_no_two_share_one(accepted):
+    names = Names(accepted)
+    sent = {name: names(name) for name in NAMES}
+    assert all(accepted(name) for name in sent.values())
+    assert len(set(sent.values())) == len(set(NAMES))
+    assert names.substitutes == {name: other for name, other in sent.items() if name != other}
+    others = Names(accepted)  # a later attempt has the same
+    assert {name: others(name) for name in reversed(NAMES)} == sent
+    assert {names(other) for other in sent.values()}.isdisjoint({*sent.values()} - {*NAMES})
+    assert (
+        names("loss") == "loss"
+        and names("gsm8k/acc") == "gsm8k/acc"
+        and names("validation_loss/法律") == "validation_loss/法律"
+    )
+
+
+def test_only_finite_numbers_of_64_bits_are_sent():
+    row = {
+        "step": 1,
+        "loss": 1.0,
+        "huge": 10**400,
+        "nan": float("nan"),
+        "inf": -float("inf"),
+        "count": 2**60,
+        "flag": True,
+    }
+    assert figures(row) == {"loss": 1.0, "count": 2**60}
+    assert figures({"step": 1, "tasks": {"t": {"a": float("inf"), "b": 1}}}) == {"t/b": 1}
+
+
+def run_with(tmp_path, *rows):
+    """A run whose metrics.jsonl has these rows."""
+    (tmp_path / "config.yaml").write_text(explained(config.load("debug", ["log.project=proof"])))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def test_a_row_that_is_refused_is_tried_once_and_counted_and_a_fault_of_the_network_loses_none(tmp_path, capsys):
+    out = run_with(tmp_path, *({"step": step, "loss": 1.0} for step in range(1, 8)))
+    said = []
+    feed = Feed("tests.sinks.own:Choosy", out)
+    with pytest.raises(ConnectionError):  # the first time
+        feed.send(said.append)
+    assert said == [] and (feed.rows, feed.refused) == (0, 0)
+    feed.send(said.append)
+    assert said == [
+        "refused 2 rows, left out there (step 3: ValueError: I do not like 3); 2 so far",
+        "names that it refuses are replaced there: 'a,b' is 'a_b'",
+    ]
+    again = Feed("tests.sinks.own:Choosy", out)
+    assert (again.rows, again.refused, again.substitutes) == (7, 2, {"a,b": "a_b"})
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "loss": 1.0}\n')
+    again.send(said.append)
+    assert len(said) == 2  # nothing is said twice
+    sent = [json.loads(line) for line in (out / "written.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in sent if "step" in row] == [1, 2, 4, 6, 7, 8]
+    assert cli.main(["sync", str(out), "--sink", "tests.sinks.own:Choosy"]) == 0
+    assert capsys.readouterr().out == (
+        "tests.sinks.own:Choosy: 0 rows sent; it has everything but 2 refused rows up to step 8\n"
+    )
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("sink", ["mlflow", "wandb", "trackio"])
+def test_a_tracker_gets_every_row_whatever_the_names_of_its_numbers(sink, tmp_path, monkeypatch):
+    pytest.importorskip(sink)
+    base = tmp_path / "base.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{base}")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    names = [name for name in NAMES if name not in ("step", "\ud800")]
+    rows = [{"step": 1, "loss": 2.0}, {"step": 2, **dict.fromkeys(names, 0.5), "huge": 10**400}]
+    rows += [
+        {"step": 2, "tasks": {"gsm8k": dict.fromkeys(TASKS, 0.25), "法律": {"acc": 0.5}}},
+        {"step": 3, "loss": 1.0},
+    ]
+    (tmp_path / "run").mkdir()
+    out = run_with(tmp_path / "run", *rows)
+    said = "".join(hpclm("sync", out, "--sink", sink, check=0).stdout for _ in range(2))
+    assert f"{sink}: 4 rows sent; it has everything up to step 3" in said and said.count("are replaced there") == 1
+    assert "'gsm8k/exact_match,strict-match' is " in said or sink != "mlflow"
+    if sink == "mlflow":
+        with sqlite3.connect(base) as opened:
+            sent = opened.execute("select key, step from metrics").fetchall()
+        opened.close()
+        assert {("loss", 1), ("loss", 3), ("gsm8k/acc", 2), ("法律/acc", 2)} <= {*sent}
+        assert len({key for key, step in sent if step == 2}) == len(
+            {*names, *(f"gsm8k/{name}" for name in TASKS), "法律/acc"}
+        )

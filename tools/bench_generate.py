@@ -24,7 +24,7 @@ from hpclm.config import RunConfig
 from hpclm.engine import build
 from hpclm.inference import run_model
 from hpclm.inference.generation import continue_all
-from hpclm.inference.sampling import Sampling
+from hpclm.inference.generation_settings import Sampling
 from hpclm.parallel.mesh import Mesh
 
 SMALL = ["model.layers=6", "model.hidden=512", "model.heads=8", "model.vocab_size=32000", "model.context=1024"]

@@ -129,7 +129,7 @@ class Run(os.PathLike[str]):
         temperature: float = 0.8,
         top_k: int | None = 50,
         top_p: float = 1.0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         seed: int = 0,
         batch: int = 16,
     ) -> Prompt:
@@ -144,20 +144,21 @@ class Run(os.PathLike[str]):
             temperature: 0 takes the most likely token.
             top_k: sample from this many most likely tokens; None: all.
             top_p: sample from the most likely tokens up to this probability.
-            stop: texts to stop before.
+            stop: a text to stop before, or several.
             seed: same seed, same text.
             batch: prompts that are continued together.
         """
         live.load_pytorch()
-        from hpclm.inference.completion import Completer, Limits
-        from hpclm.inference.sampling import Sampling
+        from hpclm.inference.completion import Completer
+        from hpclm.inference.generation_settings import Limits, Sampling
 
         prompts = [prompt] if isinstance(prompt, str) else prompt
         if not isinstance(prompts, Sequence) or not all(isinstance(each, str) for each in prompts):
             raise ConfigError(f"the prompt must be text, or a list of texts, not {type(prompt).__name__}")
         positive(batch=batch)
         try:
-            limits, sampling = Limits(tokens, tuple(stop)), Sampling(temperature, top_k, top_p, seed)
+            stops = (stop,) if isinstance(stop, str) else tuple(stop)
+            limits, sampling = Limits(tokens, stops), Sampling(temperature, top_k, top_p, seed)
         except ConfigError as error:  # which names options of the command line
             named = (re.sub("^--(top-)?([a-z]+) ", r"\1\2=", problem) for problem in error.problems)
             raise ConfigError(problem.replace("top-", "top_") for problem in named) from None

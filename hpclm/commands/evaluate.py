@@ -4,7 +4,6 @@ import argparse
 import json
 import math
 import signal
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -188,7 +187,7 @@ def on_documents(
         if text is not None:
             raise
     if text is not None and tokenizer is not None:
-        content = sys.stdin.read() if text == "-" else texts.text_of(text)
+        content = texts.text_of(text)
         json_lines = texts.is_json_lines(text, content, format, "text")
     else:
         indexed.IndexedDataset(Path(prefix or ""))

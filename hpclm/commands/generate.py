@@ -9,17 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpclm import cli, files, terminal
-from hpclm.errors import ConfigError, unread
+from hpclm import cli, terminal
+from hpclm.config.checks import is_utf8
+from hpclm.errors import ConfigError
 from hpclm.inference import texts
+from hpclm.inference.generation_settings import Limits, Sampling
 from hpclm.registry import hint
 from hpclm.terminal import say
 
 if TYPE_CHECKING:
-    from hpclm.inference.completion import Completer, Limits
-    from hpclm.inference.sampling import Sampling
+    from hpclm.inference.completion import Completer
 
-LARGEST = 1 << 30  # bytes of a file of prompts
 COMMANDS = {"/help": "show this", "/clear": "begin a new text", "/exit": "exit, as Ctrl-D does"}
 """What may be typed in place of text, alone on a line."""
 
@@ -27,17 +27,16 @@ COMMANDS = {"/help": "show this", "/clear": "begin a new text", "/exit": "exit, 
 def main(argv: list[str]) -> int:
     """``hpclm generate``."""
     args = _arguments(argv)
+    limits = Limits(args.tokens, tuple(args.stop))
+    sampling = Sampling(args.temperature, args.top_k or None, args.top_p, args.seed)
     prompts = [] if args.interactive and args.prompt is None else list(_prompts(args))
     run = cli.located(args.run, args.runs)
     from hpclm.inference import run_settings  # imports NumPy
 
     run_settings.check(run, args.settings, reads_text=True)
 
-    from hpclm.inference.completion import Completer, Limits
-    from hpclm.inference.sampling import Sampling
+    from hpclm.inference.completion import Completer
 
-    limits = Limits(args.tokens, tuple(args.stop))
-    sampling = Sampling(args.temperature, args.top_k or None, args.top_p, args.seed)
     completer = Completer(run, args.settings)
     if args.interactive:
         converse(completer, "".join(prompts), limits, sampling)
@@ -91,24 +90,20 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
 def _prompts(args: argparse.Namespace) -> Iterator[str]:
     """The prompts of the command line, or of the file it names."""
     path = args.prompts
-    try:
-        if path is None:
-            prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-            prompt.encode()
-            yield prompt
-            return
-        text = sys.stdin.read() if path == "-" else files.read_text(path, LARGEST)
-    except UnicodeError:
-        raise ConfigError("the prompt is not UTF-8 text") from None
-    except OSError as error:
-        raise unread(error, f"--prompts {path}", "give another file") from None
+    if path is None:
+        prompt = texts.text_of("-", "--prompt") if args.prompt == "-" else args.prompt
+        if not is_utf8(prompt):
+            raise ConfigError("the prompt is not UTF-8 text")
+        yield prompt
+        return
+    text = texts.text_of(path, "--prompts")
     if texts.is_json_lines(path, text, args.format, "lines"):
         yield from texts.json_texts(path, text, "prompt", "the text to continue")
     else:
-        yield from text.removesuffix("\n").split("\n") if text else []  # nothing else ends a line of a prompt
+        yield from texts.lines_of(text)
 
 
-def converse(completer: "Completer", text: str, limits: "Limits", sampling: "Sampling") -> None:
+def converse(completer: "Completer", text: str, limits: Limits, sampling: Sampling) -> None:
     """Continue ``text``, then the text with each line that is typed after it, until the input ends."""
     at_terminal = sys.stdin.isatty()
     if at_terminal:
@@ -142,7 +137,7 @@ def _told(command: str) -> str:
     return f"no command is called {command}; /help lists them. Put a space before it if it is text.{hint(command, [*COMMANDS])}"
 
 
-def _streamed(completer: "Completer", text: str, limits: "Limits", sampling: "Sampling") -> str:
+def _streamed(completer: "Completer", text: str, limits: Limits, sampling: Sampling) -> str:
     """Print the continuation of ``text`` as it comes; what there is of it, also after Ctrl-C."""
     shown = ""
     # what may become a stop string, or the rest of a character, is not shown yet

@@ -68,3 +68,12 @@ def texts(value: Any) -> Iterator[str]:
     elif isinstance(value, (list, tuple, dict)):
         for inner in [*value, *value.values()] if isinstance(value, dict) else value:
             yield from texts(inner)
+
+
+def is_utf8(text: str) -> bool:
+    """Whether ``text`` can be written as UTF-8; half a character (a lone surrogate) cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

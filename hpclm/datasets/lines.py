@@ -20,7 +20,7 @@ def read_line(line: bytes, format: Format, keys: tuple[str, ...]) -> list[str]:
     """The texts of a line, none for a blank line of JSONL; takes the JSON that Python's json takes. UnreadableLineError."""
     if format != "jsonl":
         text = _decoded(line)
-        return [text.removesuffix("\n").rstrip("\r") if format == "lines" else text] * len(keys)
+        return [without_end(text) if format == "lines" else text] * len(keys)
     record = read_object(line, f"with the key {keys[0]!r}")
     if record is None:
         return []
@@ -29,6 +29,11 @@ def read_line(line: bytes, format: Format, keys: tuple[str, ...]) -> list[str]:
             message = f" has no key {key!r}; it has {sorted(record)}; select one with --json-keys"
             raise UnreadableLineError("no key", message)
     return [text_of(record[key], repr(key)) for key in keys]
+
+
+def without_end(line: str) -> str:
+    """A line of text without its end, of Windows too."""
+    return line.removesuffix("\n").rstrip("\r")
 
 
 def read_object(line: bytes, hint: str) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpclm.config import DataConfig
+from hpclm.config.checks import is_utf8
 from hpclm.data import chat_record, tokenizers
 from hpclm.data.chat_record import ChatRecord
 from hpclm.data.tokenizers import Tokenizer
@@ -80,6 +81,8 @@ class RunText:
 
         ConfigError where the model has no such tokens.
         """
+        if not is_utf8(text):
+            raise ConfigError(f"the text {text[:80]!r} holds half a character (a lone surrogate)")
         ids = list(self.tokenizer.encode(text))
         if getattr(self.tokenizer, "ends_itself", False):  # a text that is read has not ended
             while ids and ids[-1] == self.tokenizer.eod:

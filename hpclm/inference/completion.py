@@ -7,34 +7,16 @@ from pathlib import Path
 from typing import Literal
 
 from hpclm.checkpoint import directory
-from hpclm.config.checks import Checked
 from hpclm.data import tokenizers
 from hpclm.datasets import run_text, special_tokens
 from hpclm.inference import run_model, run_settings
 from hpclm.inference.generation import continue_all
-from hpclm.inference.sampling import Sampling
+from hpclm.inference.generation_settings import Limits, Sampling
 
 log = logging.getLogger(__name__)
 SPARE = 8  # tokens beyond the longest stop string that are decoded to look for it
 Streamed = Callable[[int, str], None]
 """Called with a prompt's number and its continuation so far."""
-
-
-@dataclass(frozen=True)
-class Limits(Checked):
-    """Where a continuation ends, besides the end of the document."""
-
-    tokens: int = 100
-    """New tokens at most."""
-    stop: tuple[str, ...] = ()
-    """Texts that end it; they are not part of it."""
-
-    def problems(self) -> Iterator[str]:
-        """What cannot work."""
-        if self.tokens < 1:
-            yield f"--tokens {self.tokens} must be at least 1"
-        if not all(self.stop):
-            yield "--stop '' is empty; give the text to stop at"
 
 
 @dataclass(frozen=True)

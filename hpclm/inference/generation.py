@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from hpclm.config.model import BLOCKS
-from hpclm.inference.sampling import Sampler, Sampling, choose
+from hpclm.inference.generation_settings import Sampling
+from hpclm.inference.sampling import Sampler, choose
 from hpclm.model.cache import KeyValueCache
 from hpclm.model.stack import Stack
 

@@ -24,7 +24,7 @@ from hpclm.datasets.run_text import RunText
 from hpclm.errors import ConfigError
 from hpclm.inference import task_names
 from hpclm.inference.generation import continue_all
-from hpclm.inference.sampling import Sampling
+from hpclm.inference.generation_settings import Sampling
 from hpclm.inference.scoring import by_rotation
 from hpclm.model.stack import Stack
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from hpclm.inference import run_settings
-from hpclm.inference.completion import Completer, Limits
-from hpclm.inference.sampling import Sampling
+from hpclm.inference.completion import Completer
+from hpclm.inference.generation_settings import Limits, Sampling
 
 TOKENS = 80
 

@@ -1,44 +1,15 @@
 """How the next token is chosen from the model's logits."""
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from hpclm.config.checks import Checked
 from hpclm.errors import ConfigError
+from hpclm.inference.generation_settings import Sampling
 
 NOT_FINITE = (
     "the model gives values that are not finite: its newest checkpoint was saved when training had diverged, or "
     "engine.precision is too narrow for it; hpclm checkpoints lists the run's others"
 )
-
-
-@dataclass(frozen=True)
-class Sampling(Checked):
-    """How tokens are chosen."""
-
-    temperature: float = 0.8
-    """Divides the logits; 0 always takes the most likely token."""
-    top_k: int | None = 50
-    """Sample from this many most likely tokens; None: from all."""
-    top_p: float = 1.0
-    """Sample from the fewest most likely tokens whose probabilities sum to at least this."""
-    seed: int = 0
-    """Same seed, same text."""
-    first: int = 0
-    """Number of the first sequence of a batch: a batch that goes on with a list of prompts counts on."""
-
-    def problems(self) -> Iterator[str]:
-        """What cannot work."""
-        if not 0 <= self.temperature < math.inf:
-            yield f"--temperature {self.temperature} must be a finite number of at least 0"
-        if self.top_k is not None and self.top_k < 1:
-            yield f"--top-k {self.top_k} must be at least 1"
-        if not 0 < self.top_p <= 1:
-            yield f"--top-p {self.top_p} must be more than 0 and at most 1"
 
 
 class Sampler:

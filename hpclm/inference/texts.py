@@ -1,13 +1,17 @@
 """Texts that a model is to read, from files."""
 
 import json
+import sys
 from collections.abc import Iterator
 
 from hpclm import files
+from hpclm.config.checks import is_utf8
 from hpclm.datasets import kinds
+from hpclm.datasets.lines import without_end
 from hpclm.errors import ConfigError, unread
 
 LARGEST = 1 << 32  # bytes of a text
+BOM = "\ufeff"  # byte order mark
 PLAIN = ".txt"
 
 
@@ -31,16 +35,26 @@ def json_texts(path: str, text: str, key: str, what: str) -> Iterator[str]:
                 value = json.loads(line)[key]
             except (ValueError, KeyError, TypeError, RecursionError):
                 value = None
-            if not isinstance(value, str):
+            if not isinstance(value, str) or not is_utf8(value):
                 raise ConfigError(f'{path}, line {number} must be a JSON object with {what} as "{key}"')
             yield value
 
 
-def text_of(path: str) -> str:
-    """The text of a file; ConfigError where it is none."""
+def lines_of(text: str) -> list[str]:
+    """The lines of a text, as `hpclm preprocess --format lines` reads them: without their ends, empty ones too."""
+    return [without_end(line) for line in text.removesuffix("\n").split("\n")] if text else []
+
+
+def text_of(path: str, option: str = "") -> str:
+    """The text of a file, or of standard input as "-", without a byte order mark; ConfigError where it is none.
+
+    ``option``: the one that names the file, in messages.
+    """
+    name = f"{option} {path}".lstrip()
     try:
-        return files.read_text(path, LARGEST)
+        text = sys.stdin.buffer.read().decode() if path == "-" else files.read_text(path, LARGEST)
     except UnicodeError:
-        raise ConfigError(f"{path} is not UTF-8 text") from None
+        raise ConfigError(f"{name} is not UTF-8 text") from None
     except OSError as error:
-        raise unread(error, path, "give another file") from None
+        raise unread(error, name, "give another file") from None
+    return text.removeprefix(BOM)

@@ -28,7 +28,7 @@ def load(path: str | Path) -> Resources:
 def parse(text: str, name: str = "hostfile") -> Resources:
     """``text``: a line "HOST slots=N" for each host; empty lines and lines that begin with # are skipped."""
     hosts, problems = Resources(), []
-    for number, line in enumerate(map(str.strip, text.splitlines()), start=1):
+    for number, line in enumerate(map(str.strip, text.removeprefix("\ufeff").splitlines()), start=1):
         match = LINE.fullmatch(line)
         if match and match[1] not in hosts:
             hosts[match[1]] = list(range(int(match[2])))

@@ -63,7 +63,7 @@ def test_a_text_is_one_document_and_a_jsonl_file_one_a_line(run, tmp_path, capsy
     lines = evaluate(capsys, run, "--text", tmp_path / "t.jsonl", "--json")
     check(lines, *by_hand(run, each), sum(map(len, each)), 3)
     assert lines["loss"] != found["loss"]
-    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(TEXTS)))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\n".join(TEXTS).encode())))
     assert evaluate(capsys, run, "--text", "-", "--json")["loss"] == found["loss"]
 
 

@@ -2,13 +2,16 @@
 
 import io
 import json
+import subprocess
+import sys
 
 import pytest
 
 from hpclm import cli
-from hpclm.inference.completion import Completer, Limits
-from hpclm.inference.sampling import Sampling
+from hpclm.inference.completion import Completer
+from hpclm.inference.generation_settings import Limits, Sampling
 from hpclm.terminal import plain
+from tests.datasets.texts import documents, preprocess
 from tests.forks import Ranks
 from tests.interop import made
 from tests.runs import exit_code
@@ -53,11 +56,36 @@ def test_sampled_text_depends_on_the_seed_and_the_place_in_the_file_and_not_on_t
 
 def test_standard_input_is_a_prompt_or_a_prompt_a_line(run, monkeypatch, capsys):
     def said(option):
-        monkeypatch.setattr("sys.stdin", io.StringIO("so\nit"))
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"so\nit")))
         return generate(capsys, run, option, "-", "--json", *GREEDY)
 
     assert json.loads(said("--prompt"))["prompt"] == "so\nit"
     assert [json.loads(line)["prompt"] for line in said("--prompts").splitlines()] == ["so", "it"]
+
+
+ENDS = {
+    "Windows": b"so \r\nit\r\n",
+    "a byte order mark": b"\xef\xbb\xbfso\nit\n",
+    "no end of the last line": b"so\r\nit",
+    "empty lines": b"so\r\n\r\nit\n\n",
+    "what ends no line": "so\rit\nso\x85it\nso\u2028it\x0bit\n".encode(),
+    "an empty file": b"",
+}
+
+
+@pytest.mark.parametrize("content", ENDS.values(), ids=ENDS)
+def test_prompts_are_the_lines_that_preprocess_reads(content, run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.txt").write_bytes(content)
+    if content:
+        words = ["--format", "lines", "--empty", "keep", "--tokenizer", "bytes", "--append-eod"]
+        assert preprocess("--input", "p.txt", "--output-prefix", "x", *words) == 0
+    lines = ["".join(parts).removesuffix("|") for parts in documents("x_text_document")] if content else []
+    capsys.readouterr()
+    of_file = generate(capsys, run, "--prompts", "p.txt", *GREEDY)
+    assert [json.loads(row)["prompt"] for row in of_file.splitlines()] == lines
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+    assert generate(capsys, run, "--prompts", "-", *GREEDY) == of_file
 
 
 def test_a_stop_string_ends_the_text_before_it(run):
@@ -109,11 +137,29 @@ def test_a_run_may_be_named_below_runs(run, capsys):
         (["--prompt", "x", "--tokens", "0"], 64, "--tokens 0 must be at least 1"),
         (["--prompt", "x", "--temperature", "nan"], 64, "--temperature nan must be a finite number"),
         (["--prompt", "x", "--stop", ""], 64, "--stop '' is empty"),
+        (["--prompt", "x", "--temperature", "-1"], 64, "--temperature -1.0 must be a finite number of at least 0"),
+        (["--prompt", "x", "--top-p", "2"], 64, "--top-p 2.0 must be more than 0 and at most 1"),
+        (["--prompt", "x", "--stop", "\udcff"], 64, "is not UTF-8 text"),
+        (["--prompt", "\udcff"], 64, "the prompt is not UTF-8 text"),
         (["--prompts", "/nowhere"], 64, "--prompts /nowhere cannot be read: No such file"),
     ],
 )
 def test_wrong_options_are_named(run, words, code, said, capsys):
     assert exit_code(["generate", str(run), *words]) == code and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["--temperature=-1", "--tokens=0", "--top-p=2", "--stop="])
+def test_a_wrong_option_is_refused_without_pytorch(words, tmp_path):
+    code = "import sys; from hpclm import cli; code = cli.main(sys.argv[1:]); sys.exit(99 if 'torch' in sys.modules else code)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "generate", tmp_path, "--prompt", "x", words], capture_output=True
+    )
+    assert done.returncode == 64, done.stderr
+
+
+def test_half_a_character_in_a_file_of_prompts_is_named(run, tmp_path, capsys):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "\\ud800"}\n')
+    assert "p.jsonl, line 1 must be" in generate(capsys, run, "--prompts", tmp_path / "p.jsonl", code=64)
 
 
 def test_a_line_that_is_no_prompt_is_named(run, tmp_path, capsys):

@@ -8,7 +8,8 @@ from hpclm.config import load
 from hpclm.errors import ConfigError
 from hpclm.inference import run_model
 from hpclm.inference.generation import Batch, continue_all, window_start
-from hpclm.inference.sampling import Sampling, choose
+from hpclm.inference.generation_settings import Sampling
+from hpclm.inference.sampling import choose
 from tests.interop import made
 
 GREEDY = Sampling(temperature=0)

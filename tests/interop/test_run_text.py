@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from hpclm import cli
-from hpclm.inference.completion import Completer, Limits
-from hpclm.inference.sampling import Sampling
+from hpclm.inference.completion import Completer
+from hpclm.inference.generation_settings import Limits, Sampling
 from tests.datasets import chats
 
 transformers = pytest.importorskip("transformers")

@@ -1,0 +1,52 @@
+"""How a continuation is drawn, and where it ends. This file imports no PyTorch: wrong values are refused before that takes seconds."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hpclm.config.checks import Checked, is_utf8
+
+
+@dataclass(frozen=True)
+class Limits(Checked):
+    """Where a continuation ends, besides the end of the document."""
+
+    tokens: int = 100
+    """New tokens at most."""
+    stop: tuple[str, ...] = ()
+    """Texts that end it; they are not part of it."""
+
+    def problems(self) -> Iterator[str]:
+        """What cannot work."""
+        if self.tokens < 1:
+            yield f"--tokens {self.tokens} must be at least 1"
+        if not all(self.stop):
+            yield "--stop '' is empty; give the text to stop at"
+        for text in self.stop:
+            if not is_utf8(text):
+                yield f"--stop {text!r} is not UTF-8 text"
+
+
+@dataclass(frozen=True)
+class Sampling(Checked):
+    """How tokens are chosen."""
+
+    temperature: float = 0.8
+    """Divides the logits; 0 always takes the most likely token."""
+    top_k: int | None = 50
+    """Sample from this many most likely tokens; None: from all."""
+    top_p: float = 1.0
+    """Sample from the fewest most likely tokens whose probabilities sum to at least this."""
+    seed: int = 0
+    """Same seed, same text."""
+    first: int = 0
+    """Number of the first sequence of a batch: a batch that goes on with a list of prompts counts on."""
+
+    def problems(self) -> Iterator[str]:
+        """What cannot work."""
+        if not 0 <= self.temperature < math.inf:
+            yield f"--temperature {self.temperature} must be a finite number of at least 0"
+        if self.top_k is not None and self.top_k < 1:
+            yield f"--top-k {self.top_k} must be at least 1"
+        if not 0 < self.top_p <= 1:
+            yield f"--top-p {self.top_p} must be more than 0 and at most 1"

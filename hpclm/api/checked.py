@@ -2,25 +2,29 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import wraps
 from inspect import Parameter, signature
-from numbers import Integral, Real
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
+from hpclm import terminal
+from hpclm.api import values
 from hpclm.config import fields, hints
-from hpclm.errors import ConfigError, Interrupted
+from hpclm.config.checks import shown
+from hpclm.errors import MACHINE, REFUSED, ConfigError, HpclmError, Interrupted
 from hpclm.registry import hint
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-KINDS: dict[Any, tuple[Any, str]] = {
-    int: (Integral, "a whole number"),  # also NumPy's
-    float: (Real, "a number"),
-    bool: (bool, "True or False"),
-    str: (str, "text"),
-    os.PathLike[str]: (os.PathLike, "a path"),
-    Sequence[str]: (Sequence, "a list of texts"),
-    type(None): (type(None), "None"),
+KINDS: dict[Any, tuple[Callable[[Any], Any], str]] = {
+    int: (values.whole, "a whole number"),
+    float: (values.number, "a number"),
+    bool: (values.boolean, "True or False"),
+    str: (values.text, "text"),
+    os.PathLike[str]: (values.path, "a path"),
+    Sequence[str]: (values.texts, "a list of texts"),
+    type(None): (values.nothing, "None"),
 }
+"""What turns a value into one of a type, and the type in words."""
 WORDS = {
     " (command line)": "",
     "--from STEP": "resume_step=STEP",
@@ -35,40 +39,50 @@ def checked(function: Function) -> Function:
     """``function`` for users: ConfigError for arguments whose type is not the annotated one, messages in the words of Python, and an
     interrupt in one line."""
     kinds, expected = dict(_kinds(function)), signature(function)
+    name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if unknown := [name for name in kwargs if name not in expected.parameters]:
-            raise ConfigError([_unknown(name, function) for name in unknown])
+        if unknown := [word for word in kwargs if word not in expected.parameters]:
+            raise ConfigError([_unknown(word, name, function) for word in unknown])
         try:
-            given = expected.bind(*args, **kwargs).arguments
+            bound = expected.bind(*args, **kwargs)
         except TypeError as error:
-            raise ConfigError(f"{function.__name__}: {error}") from None
-        problems = [
-            f"{name}={value!r} must be {' or '.join(map(_described, kinds[name]))}"
-            for name, value in given.items()
-            if name in kinds and not any(_fits(value, kind) for kind in kinds[name])
-        ]
+            raise ConfigError(f"{name}: {error}") from None
+        problems = []
+        for argument in bound.arguments.keys() & kinds.keys():
+            try:
+                bound.arguments[argument] = _fitted(bound.arguments[argument], kinds[argument])
+            except values.UnfitError:
+                wanted = " or ".join(map(_described, kinds[argument]))
+                problems.append(f"{argument}={shown(bound.arguments[argument])} must be {wanted}")
         if problems:
-            raise ConfigError(problems)
+            raise ConfigError(sorted(problems, key=lambda problem: [*kinds].index(problem.partition("=")[0])))
         try:
-            return function(*args, **kwargs)
+            return function(*bound.args, **bound.kwargs)
         except ConfigError as error:
             raise ConfigError(map(_in_python, error.problems)) from None
+        except OSError as error:
+            if error.errno not in (*MACHINE, *REFUSED):
+                raise
+            kind = HpclmError if error.errno in MACHINE else ConfigError
+            raise kind(
+                f"{terminal.line(shown(error.filename))}: {error.strerror}; check what it is, and its permissions"
+            ) from error
         except Interrupted:
             raise
         except KeyboardInterrupt:
-            raise Interrupted(f"{function.__name__} was interrupted") from None
+            raise Interrupted(f"{name} was interrupted") from None
 
     return cast(Function, call)
 
 
-def _unknown(name: str, function: Callable[..., Any]) -> str:
+def _unknown(argument: str, name: str, function: Callable[..., Any]) -> str:
     parameters = signature(function).parameters
-    problem, near = f"{function.__name__} has no argument {name!r}", hint(name, parameters)
+    problem, near = f"{name} has no argument {argument!r}", hint(argument, parameters)
     if near or "changes" not in parameters:
         return f"{problem}.{near}"
-    setting = hints.meant(name, fields.keys()) or "optim.lr"
+    setting = hints.meant(argument, fields.keys()) or "optim.lr"
     return (
         f"{problem}: {setting}"
         if hints.is_reason(setting)
@@ -79,13 +93,13 @@ def _unknown(name: str, function: Callable[..., Any]) -> str:
 def _in_python(problem: str) -> str:
     for words, meant in WORDS.items():
         problem = problem.replace(words, meant)
-    return problem
+    return terminal.line(problem)
 
 
-def positive(**values: float | None) -> None:
+def positive(**numbers: float | None) -> None:
     """ConfigError for numbers that are not more than 0."""
     if problems := [
-        f"{name}={value} must be more than 0" for name, value in values.items() if value is not None and not value > 0
+        f"{name}={value} must be more than 0" for name, value in numbers.items() if value is not None and not value > 0
     ]:
         raise ConfigError(problems)
 
@@ -101,12 +115,16 @@ def _kinds(function: Callable[..., Any]) -> Iterator[tuple[str, tuple[Any, ...]]
             yield name, kinds
 
 
-def _fits(value: Any, kind: Any) -> bool:
-    if get_origin(kind) is Literal:
-        return value in get_args(kind)
-    if kind == Sequence[str] and isinstance(value, Sequence):
-        return all(isinstance(each, str) for each in value)
-    return isinstance(value, KINDS[kind][0]) and (kind is bool or not isinstance(value, bool))
+def _fitted(value: Any, kinds: tuple[Any, ...]) -> Any:
+    """``value`` as the first of ``kinds`` that it can be; UnfitError if it can be none."""
+    simple = [KINDS[kind][0] for kind in kinds if kind in KINDS and not (kind is str and os.PathLike[str] in kinds)]
+    for convert in simple:
+        with suppress(values.UnfitError):
+            return convert(value)
+    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+    if choices and (chosen := values.text(value)) in choices:
+        return chosen
+    raise values.UnfitError
 
 
 def _described(kind: Any) -> str:

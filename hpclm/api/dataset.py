@@ -5,11 +5,14 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from hpclm import files
+from hpclm.api import values
 from hpclm.config import RunConfig
+from hpclm.config.checks import shown
 from hpclm.errors import ConfigError
 from hpclm.registry import OWN
 
@@ -53,8 +56,12 @@ def settings(data: Data, tokenizer: str | os.PathLike[str] | None, run: RunConfi
             except ConfigError as error:
                 named = (each.replace(f"{path}:", "data, row ") for each in error.problems)
                 raise ConfigError(each.replace(str(path), "data") for each in named) from None
+    try:
+        data = values.path(data)
+    except values.UnfitError:
+        raise ConfigError(f"data={shown(data)} cannot be the name of a file") from None
     path = Path(data)
-    if not os.fspath(data).strip():
+    if not data.strip():
         raise ConfigError("data is empty; give the prefix of a dataset, or a text file")
     if not (Path(f"{path}.idx").exists() or path.exists() or re.search(r"[*?[]", path.name)):
         raise ConfigError(
@@ -78,7 +85,10 @@ def _write_rows(data: TextDataset, path: Path) -> str:
             if "text" not in rows:
                 raise ConfigError(f"data must have a column 'text', not {[*rows]}; rename_column(name, 'text')")
             for text in rows["text"]:
-                line = json.dumps({"text": text}) + "\n"
+                try:
+                    line = json.dumps({"text": text}) + "\n"
+                except (TypeError, ValueError):  # bytes, for example
+                    raise ConfigError(f"data must have text in its column 'text', not {type(text).__name__}") from None
                 digest.update(line.encode())
                 file.write(line)
     return digest.hexdigest()[:10]
@@ -97,9 +107,9 @@ def _preprocessed(
 
     name, kind = (
         re.sub(r"\W+", "-", path.name.partition(".")[0]).strip("-") or "text",
-        os.fspath(tokenizer or TOKENIZER),
+        TOKENIZER if tokenizer is None else os.fspath(tokenizer),
     )
-    words = ["--input", str(path), "--append-eod", "--part", "0/1", "--output-prefix", name]
+    words = [f"--input={path}", "--append-eod", "--part", "0/1", "--output-prefix", name]
     if file := FILES.get(Path(kind).suffix):
         words += ["--tokenizer", file, "--tokenizer-files", str(Path(kind).absolute())]
     elif kind == TOKENIZER or OWN.fullmatch(kind):
@@ -116,5 +126,11 @@ def _preprocessed(
     if not Path(f"{prefix}.idx").is_file():
         build.check(request.job)
         files.writable_folder(folder, "folder of datasets")
-        build.write(corpus, request, [prefix])
+        try:
+            build.write(corpus, request, [prefix])
+        except ConfigError:
+            with suppress(OSError):  # other datasets, or something of a person's, are there
+                folder.rmdir()
+                folder.parent.rmdir()
+            raise
     return dataset_settings(prefix, tokenizer_of(request.job).size, run.model.context)

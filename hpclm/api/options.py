@@ -1,21 +1,24 @@
 """The arguments of hpclm's functions as settings of a run."""
 
+import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from hpclm import cli, config
+from hpclm.api import values
 from hpclm.config import RunConfig
-from hpclm.config.fields import as_yaml, flattened, required, type_of
+from hpclm.config.checks import shown
+from hpclm.config.fields import as_yaml, required, type_of, type_text
 from hpclm.errors import ConfigError
 
 Base = RunConfig | str | os.PathLike[str]
 """Settings, or the name of a preset, a settings file or a run directory."""
 Change = str | Mapping[str, Any]
 """``"optim.lr=1e-3"``, or ``{"optim.lr": 1e-3}``, or ``{"optim": {"lr": 1e-3}}``."""
+KEY = re.compile(r"[A-Za-z_][\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,10 @@ def compose(base: Base, changes: Iterable[Change]) -> RunConfig:
             "the first argument must be a preset, a settings file, a run or settings, and changes come after it, as in "
             f'hpclm.train("debug", {{"model.layers": 6}}); it is {type(base).__name__}'
         )
-    return cli.settings([os.fspath(base), *words(changes)])
+    try:
+        return cli.settings([values.path(base), *words(changes)])
+    except values.UnfitError:
+        raise ConfigError(f"the first argument, {shown(base)}, cannot be the name of a file") from None
 
 
 def words(changes: Iterable[Change]) -> list[str]:
@@ -58,25 +64,55 @@ def words(changes: Iterable[Change]) -> list[str]:
     typed: list[str] = []
     for change in changes:
         if isinstance(change, str):
-            typed.append(change)
-        elif not isinstance(change, Mapping):
+            typed.append(values.text(change))
+        elif isinstance(change, Mapping):
+            typed += _read(change)
+        else:
             raise ConfigError(
                 f'a change must be a mapping such as {{"optim.lr": 1e-3}}, or "optim.lr=1e-3", not {type(change).__name__}'
             )
-        else:
-            typed += [f"{key}={_text(key, value)}" for key, value in flattened(dict(change)).items()]
     return typed
 
 
-def _text(key: str, value: Any) -> str:
-    if isinstance(value, (str, os.PathLike)):
-        return os.fspath(value)
-    kind, value = type_of(key), value.item() if hasattr(value, "item") else value  # NumPy's numbers as Python's
-    if (kind is str and value is None) or (required(kind) is str and isinstance(value, bool)):
-        raise ConfigError(f"{key}={value!r} must be text, in quotes")
+def _read(change: Mapping[Any, Any]) -> list[str]:
     try:
-        return str(value) if required(kind) is str and value is not None else as_yaml(value)
-    except yaml.YAMLError:
-        raise ConfigError(
-            f"{key}: settings are text, numbers, lists and mappings, not {type(value).__name__}"
-        ) from None
+        return list(_assignments(change))
+    except ConfigError:
+        raise
+    except RecursionError:
+        raise ConfigError("a change is nested too deeply, or in itself") from None
+    except Exception as error:  # an omegaconf mapping lacks a value, a tensor its data, a number is too long for text
+        reason = (str(error).splitlines() or [""])[0]
+        raise ConfigError(f"a change cannot be read: {type(error).__name__}: {reason}") from None
+
+
+def _assignments(change: Mapping[Any, Any], section: str = "") -> Iterator[str]:
+    """The settings of a mapping as words of a command line."""
+    for key, value in change.items():
+        name = f"{section}{values.scalar(key)}"
+        if not KEY.fullmatch(name):
+            raise ConfigError(f"unknown setting {shown(name)}")
+        if isinstance(value, Mapping) and value:
+            yield from _assignments(value, f"{name}.")
+        else:
+            yield f"{name}={_text(name, value)}"
+
+
+def _text(key: str, value: Any) -> str:
+    try:
+        plain = values.setting(value)
+    except values.UnfitError as error:
+        raise ConfigError(f"{key}: settings are text, numbers, lists and mappings, not {error}") from None
+    kind = type_of(key)
+    listed = kind == list[str] and isinstance(plain, list)
+    inner = plain if listed else [plain] if required(kind) is str else []
+    if any(not _is_text(part) and (part is not None or listed or kind is str) for part in inner):
+        raise ConfigError(f"{key} must be {type_text(kind)}, not {shown(value)}")
+    return str(plain) if (required(kind) is str and plain is not None) or isinstance(plain, str) else as_yaml(plain)
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a value may stand for text; True or nan, which pandas has where there is none, hardly does."""
+    return (isinstance(value, (str, int)) and not isinstance(value, bool)) or (
+        isinstance(value, float) and math.isfinite(value)
+    )

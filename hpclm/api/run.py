@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from hpclm import config, extras, files
-from hpclm.api import live, options
+from hpclm.api import live, options, values
 from hpclm.api.checked import checked, positive
 from hpclm.api.options import Change, Options
 from hpclm.config import RunConfig
+from hpclm.config.checks import is_utf8, shown
 from hpclm.errors import ConfigError, unread
 from hpclm.rundir import runs
 from hpclm.rundir.status import RunStatus, query
@@ -61,6 +62,7 @@ class Run(os.PathLike[str]):
     Everything that reads its model takes changes to the run's settings, such as {"engine.device": "cpu"}.
     """
 
+    @checked
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
         """The run directory, absolute."""
@@ -148,13 +150,14 @@ class Run(os.PathLike[str]):
             seed: same seed, same text.
             batch: prompts that are continued together.
         """
-        live.load_pytorch()
-        from hpclm.inference.completion import Completer
         from hpclm.inference.generation_settings import Limits, Sampling
 
-        prompts = [prompt] if isinstance(prompt, str) else prompt
-        if not isinstance(prompts, Sequence) or not all(isinstance(each, str) for each in prompts):
-            raise ConfigError(f"the prompt must be text, or a list of texts, not {type(prompt).__name__}")
+        try:
+            prompts = [values.text(prompt)] if isinstance(prompt, str) else values.texts(prompt)
+        except values.UnfitError:
+            raise ConfigError(f"the prompt must be text, or a list of texts, not {type(prompt).__name__}") from None
+        if problem := next((shown(text) for text in prompts if not is_utf8(text)), None):
+            raise ConfigError(f"the prompt {problem} holds half a character (a lone surrogate)")
         positive(batch=batch)
         try:
             stops = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -162,6 +165,9 @@ class Run(os.PathLike[str]):
         except ConfigError as error:  # which names options of the command line
             named = (re.sub("^--(top-)?([a-z]+) ", r"\1\2=", problem) for problem in error.problems)
             raise ConfigError(problem.replace("top-", "top_") for problem in named) from None
+        live.load_pytorch()
+        from hpclm.inference.completion import Completer
+
         with live.computing():
             completer = Completer(self.path, options.words(changes))
             texts = [each.text for each in completer.complete_all(prompts, batch, limits, sampling)]

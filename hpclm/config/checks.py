@@ -6,6 +6,9 @@ from typing import Any
 
 from hpclm.errors import ConfigError
 
+LARGEST_INTEGER = 2**63 - 1  # integers beyond 64 bits are refused
+LONGEST = 200  # characters of a value in a message
+
 
 class Checked:
     """A settings class whose constructor raises ConfigError for invalid values."""
@@ -77,3 +80,13 @@ def is_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def shown(value: Any) -> str:
+    """A value for a message, shortened, on one line."""
+    try:
+        text = repr(value)
+    except Exception:  # of an object that is half made, nested too deeply, or a number of thousands of digits
+        text = f"<{type(value).__name__}>"
+    text = " ".join(text.split()) if "\n" in text else text
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"

@@ -12,14 +12,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, OmegaConfBaseException
 
 from hpclm.config import hints, reading, run_file
-from hpclm.config.checks import texts
+from hpclm.config.checks import LARGEST_INTEGER, shown, texts
 from hpclm.config.fields import as_word, as_yaml, flattened, keys, required, split_key, type_of, type_text
 from hpclm.config.schema import RunConfig
 from hpclm.errors import ConfigError
 from hpclm.registry import hint
 
-LARGEST = 2**63 - 1  # integers beyond 64 bits are refused
-LONGEST = 200  # characters of a value in a message
 VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
 
 
@@ -117,6 +115,8 @@ def _normal(key: str, kind: Any, value: Any) -> Any:
         raise ConfigError(f"{key} must be {expected}, not empty")
     if inner is str and isinstance(value, bool):
         raise ConfigError(f"{key} must be {expected}; {_as_a_word(value)}")
+    if inner is bool and isinstance(value, (int, float)) and value not in (0, 1):
+        raise ConfigError(f"{key}={shown(value)} must be {expected}")
     if key == "batch.micro_size" and value in (0, "auto") and value is not False:
         if value == 0:
             raise ConfigError(f"{key}=0 must be at least 1, or auto")
@@ -131,8 +131,11 @@ def _normal(key: str, kind: Any, value: Any) -> Any:
         value = [_entry(entry) for entry in value]
     else:
         value = _number(value, inner)
-    if any(isinstance(part, int) and abs(part) > LARGEST for part in (value if isinstance(value, list) else [value])):
-        raise ConfigError(f"{key}={shown(value)} must be {expected} of at most {LARGEST:,}")
+    if any(
+        isinstance(part, int) and abs(part) > LARGEST_INTEGER
+        for part in (value if isinstance(value, list) else [value])
+    ):
+        raise ConfigError(f"{key}={shown(value)} must be {expected} of at most {LARGEST_INTEGER:,}")
     return literal(value) if key.startswith("job.") else value
 
 
@@ -234,9 +237,3 @@ def literal(value: Any) -> Any:
 def shown_setting(key: str, value: Any) -> str:
     """A setting and its value for a message; without a value that is for other programs, and so may be a secret."""
     return key if key.startswith(("job.env", "job.options")) else f"{key}={shown(value)}"
-
-
-def shown(value: Any) -> str:
-    """A value for a message, shortened."""
-    text = repr(value)
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"

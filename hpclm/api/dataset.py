@@ -125,12 +125,13 @@ def _preprocessed(
     prefix = folder / corpus.prefixes[0].name
     if not Path(f"{prefix}.idx").is_file():
         build.check(request.job)
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
         files.writable_folder(folder, "folder of datasets")
         try:
             build.write(corpus, request, [prefix])
         except ConfigError:
-            with suppress(OSError):  # other datasets, or something of a person's, are there
-                folder.rmdir()
-                folder.parent.rmdir()
+            with suppress(OSError):  # another process may have put something there
+                for made in missing:
+                    made.rmdir()
             raise
     return dataset_settings(prefix, tokenizer_of(request.job).size, run.model.context)

@@ -43,6 +43,7 @@ class Output(Writer):
         self.skipped = self.cut = self.dropped = 0  # empty documents, long conversations
         self.endless = 0  # conversations of which no end of a turn is learned
         self.ends: set[str] = set()  # tokens that are learned as the end of an answer
+        self.spanning = 0  # conversations in which a token spans a prompt and its answer
         self.bad: Counter[str] = Counter()  # unreadable lines, by reason
 
     def add(self, column: Column) -> None:
@@ -52,6 +53,7 @@ class Output(Writer):
         self.dropped += column.dropped
         self.endless += column.endless
         self.ends |= column.ends
+        self.spanning += column.spanning
         self.extend(column.tokens, column.sizes, column.documents)
 
     def refuse_empty(self, names: str) -> None:
@@ -70,6 +72,7 @@ class Output(Writer):
             "skipped": self.skipped,
             **({"cut": self.cut, "dropped": self.dropped} if self._job.chat else {}),
             **({"endless": self.endless} if self.endless else {}),
+            **({"spanning": self.spanning} if self.spanning else {}),
             **({"bad": dict(sorted(self.bad.items()))} if self.bad else {}),
             **more,
         }
@@ -81,7 +84,14 @@ class Output(Writer):
         say(f"{self.prefix}.bin, .idx, .json: {'; '.join(filter(None, (counts, self._omissions())))}{end}")
 
     def warn(self) -> None:
-        """Warn of conversations of which no end of a turn is learned."""
+        """Warn of conversations that teach what generation never asks for, or not to stop."""
+        if self.spanning:
+            log.warning(
+                "%s: in %s a token holds the end of a prompt and the beginning of the answer together, and this tokenizer cannot "
+                "make them apart. Generation tokenizes the prompt alone, so the answer is learned after tokens that are never there "
+                "then. Give --chat-template FILE, a version that puts a special token or a line end before the answer",
+                self.prefix, many(self.spanning, "conversation"),
+            )  # fmt: skip
         if self.endless:
             log.warning(
                 "%s: in %s no end of a turn is learned: what the assistant writes, by the chat template, does not end with a special "

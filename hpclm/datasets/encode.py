@@ -71,6 +71,8 @@ class Column(NamedTuple):
     """Number of conversations of which no end of a turn counts."""
     ends: frozenset[str] = frozenset()
     """Tokens that end the answers of conversations, and count."""
+    spanning: int = 0
+    """Number of conversations in which a token spans a prompt and its answer."""
 
 
 class Encoded(NamedTuple):
@@ -141,6 +143,8 @@ class Conversation(NamedTuple):
     """[t]"""
     counts: NDArray
     """[t] which of them count in the loss."""
+    spanning: bool
+    """Whether a token spans a prompt and its answer."""
     ends: frozenset[str]
     """The tokens that end answers, and count."""
 
@@ -152,8 +156,7 @@ def _conversation(line: bytes, job: Job, chat: Chat) -> Conversation | None:
         return None
     tokenizer: Any = tokenizer_of(job)  # of a tokenizer.json
     text, spans = rendered(messages, chat, tokenizer.special)
-    tokens, counts = tokenizer.marked(text, spans)
-    return Conversation(tokens, counts, learned_ends(text, spans, tokenizer.added))
+    return Conversation(*tokenizer.marked(text, spans), learned_ends(text, spans, tokenizer.added))
 
 
 def _conversations(given: list[Conversation | None], job: Job, chat: Chat) -> list[Column]:
@@ -164,6 +167,7 @@ def _conversations(given: list[Conversation | None], job: Job, chat: Chat) -> li
         given = [each for each in given if each and len(each[0]) <= longest]
     endless = sum(not each.ends for each in given if each)
     ends = frozenset[str]().union(*(each.ends for each in given if each))
+    spanning = sum(each.spanning for each in given if each)
     pairs = [(each.tokens[:longest], each.counts[:longest]) for each in filter(None, given)]
     kept = [pair for pair in pairs if pair[1][1:].any()]  # nothing predicts the first token
     dropped = len(pairs) - len(kept) + (long if chat.too_long == "drop" else 0)
@@ -172,7 +176,7 @@ def _conversations(given: list[Conversation | None], job: Job, chat: Chat) -> li
     joined = [np.concatenate(column).astype(job.dtype(i)) for i, column in enumerate(zip(*kept, strict=True))]
     joined = joined or [np.empty(0, job.dtype(i)) for i in range(2)]
     documents = np.ones(len(kept), np.int64)
-    return [Column(column, sizes, documents, 0, cut, dropped, endless, ends) for column in joined]
+    return [Column(column, sizes, documents, 0, cut, dropped, endless, ends, spanning) for column in joined]
 
 
 def _column(texts: list[str], job: Job, name: str) -> Column:

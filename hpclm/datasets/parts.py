@@ -105,6 +105,7 @@ def _add(prefix: Path, output: Output) -> None:
     output.dropped += note.get("dropped", 0)
     output.endless += note.get("endless", 0)
     output.ends.update(note.get(chat_record.KEY, {}).get("ends", ()))
+    output.spanning += note.get("spanning", 0)
     try:
         copy(IndexedDataset(prefix), output)
     except ConfigError as error:

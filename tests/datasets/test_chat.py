@@ -52,7 +52,7 @@ def test_what_counts_is_what_the_marked_template_says_with_and_without_marks(sty
         for template in (MARKED[style], PLAIN[style]):
             (folder / "chat_template.jinja").write_text(template)
             chat = chat_of(str(file), None, 100, "cut")
-            ids, counts = ours.marked(*rendered(messages, chat, ours.special))
+            ids, counts, _ = ours.marked(*rendered(messages, chat, ours.special))
             assert ids.tolist() == truth["input_ids"], name
             assert counts.tolist() == [bool(mark) for mark in truth["assistant_masks"]], (name, template)
             compared += counts.any() and not counts.all()

@@ -156,7 +156,8 @@ def _conversation(line: bytes, job: Job, chat: Chat) -> Conversation | None:
         return None
     tokenizer: Any = tokenizer_of(job)  # of a tokenizer.json
     text, spans = rendered(messages, chat, tokenizer.special)
-    return Conversation(*tokenizer.marked(text, spans), learned_ends(text, spans, tokenizer.added))
+    marked = tokenizer.marked(text, spans)
+    return Conversation(marked.ids, marked.counts, marked.spanning, learned_ends(text, spans, tokenizer.added))
 
 
 def _conversations(given: list[Conversation | None], job: Job, chat: Chat) -> list[Column]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hpclm import cli
+from hpclm.api.run import Run
 from hpclm.config import DataConfig, load
 from hpclm.data import chat_record
 from hpclm.data.chat_record import ChatRecord
@@ -17,7 +18,7 @@ from hpclm.data.indexed import IndexedDataset, sidecar
 from hpclm.datasets import run_text
 from hpclm.datasets.tokenizers.huggingface import TokenizerJson
 from hpclm.errors import ConfigError
-from hpclm.training import records
+from hpclm.training import tuning
 from tests.datasets.chats import MARKED, PLAIN, said, tokenizer
 from tests.forks import hpclm
 
@@ -120,6 +121,8 @@ def test_an_export_has_the_template_of_the_tuning_and_the_model_stops_at_its_end
     prompt = theirs.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False)
     ours = generated(f"runs/{run}", prompt, cwd=made)
     assert (ours["text"], ours["finish"]) == (theirs.decode(answer[:-1]), "end") == ("hello", "end")
+    python = Run(made / "runs" / run).generate(prompt, "engine.device=cpu", tokens=9, temperature=0)
+    assert python == "hello" and "apply_chat_template" in (tmp_path / "hf/README.md").read_text()
 
 
 def test_a_gguf_file_has_them_too(made, tmp_path):
@@ -170,9 +173,9 @@ def test_a_resumed_run_of_an_earlier_version_takes_it_over_and_keeps_it(made, tm
         hpclm("train", *words, cwd=made, check=0)
         assert chat_record.of_run(tmp_path / "tuned") == record
     config = load(made / "runs/tuned/config.yaml", [f"out={tmp_path}/tuned", "checkpoint.init_from=null"])
-    records.keep_chat(config, None, step=42)
+    tuning.keep_chat(config, None, step=42)
     assert chat_record.of_run(tmp_path / "tuned") == record
-    records.keep_chat(config, None, step=0)  # begun again, with other data
+    tuning.keep_chat(config, None, step=0)  # begun again, with other data
     assert chat_record.of_run(tmp_path / "tuned") is None
 
 
@@ -380,3 +383,36 @@ def test_records_that_are_not_whole_are_refused_by_name(tmp_path):
         (tmp_path / chat_record.FILE).write_text(json.dumps(wrong))
         with pytest.raises(ConfigError, match=r"chat\.json"):
             chat_record.of_run(tmp_path)
+
+
+@pytest.mark.parametrize("extends", [True, False], ids=["with added tokens", "with other tokens"])
+def test_a_tokenizer_with_added_tokens_keeps_the_ends_of_the_base(extends, tmp_path):
+    """A base with spare entries, and a tokenizer of its own beside which nothing says how the base generates."""
+    write_base(tmp_path / "hf")
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf")
+    model.resize_token_embeddings(384, mean_resizing=False)
+    model.generation_config.eos_token_id = [1, 2]
+    model.save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "runs/base")
+    added = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    added.add_special_tokens({"additional_special_tokens": ["<|turn|>", "<|over|>"]})
+    added.save_pretrained(tmp_path / "added")
+    if not extends:
+        whole = (tmp_path / "added/tokenizer.json").read_text()
+        (tmp_path / "added/tokenizer.json").write_text(whole.replace("<|im_start|>", "<|unlike|>"))
+    write_chats(tmp_path)
+    template = PLAIN["llama 3"].replace("<|eot_id|>", "<|over|>").replace("<|start_header_id|>", "<|turn|>")
+    (tmp_path / "t.jinja").write_text(template)
+    words = ["--tokenizer", "json", "--tokenizer-files", tmp_path / "added/tokenizer.json", "--context", 96]
+    words += ["--chat", tmp_path / "chats.jsonl", "--chat-template", tmp_path / "t.jinja"]
+    here("preprocess", *words, "--output-prefix", tmp_path / "data/x")
+    others = ["data.tokenizer=null", "data.tokenizer_files=[]", "data.eod=null", "budget.steps=1"]
+    train(tmp_path, "base", "tuned", "x_chat", *others)
+    convert(tmp_path / "runs/tuned", tmp_path / "back")
+    back = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    data = IndexedDataset(tmp_path / "data/x_chat")
+    assert back.apply_chat_template(CHATS[1])["input_ids"] == data.tokens(1).tolist()
+    over = added.convert_tokens_to_ids("<|over|>")
+    assert back.convert_tokens_to_ids("<|over|>") == over and "<|over|>" in back.get_added_vocab()
+    generation = transformers.GenerationConfig.from_pretrained(tmp_path / "back")
+    assert generation.eos_token_id == ([1, 2, over] if extends else [1, over]) and generation.bos_token_id == 0

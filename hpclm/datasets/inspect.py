@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpclm.config.data import DataConfig
-from hpclm.data import tokenizers
+from hpclm.data import chat_record, tokenizers
 from hpclm.data.content import noted
 from hpclm.data.indexed import IndexedDataset, sidecar
 from hpclm.datasets.verify import check_index
@@ -33,7 +33,7 @@ def report(
     check_index(dataset)
     tokenizer, missing = _tokenizer(dataset.prefix, kind, files or [])
     named = sidecar(dataset.prefix).get("tokenizer")
-    content = noted(dataset.prefix)
+    content, chat = noted(dataset.prefix), chat_record.of_dataset(dataset.prefix)
     lengths = counted(document_lengths(dataset))
     return {
         "prefix": str(dataset.prefix),
@@ -50,6 +50,7 @@ def report(
         "histogram": bins(lengths),
         "tokenizer": tokenizer.fingerprint if tokenizer else named,
         "tokenizer_missing": missing,
+        "chat": chat and chat.note(),
         "content": content and content.bin,
         "first": [_document(dataset, k, tokenizer) for k in range(min(documents, dataset.document_count))],
     }
@@ -65,6 +66,7 @@ def as_text(report: dict[str, Any]) -> str:
         "tokens": f"{report['tokens']:,}",
         "tokenizer": tokenizers.describe(report["tokenizer"]) if report["tokenizer"] else "unknown",
         "": report["tokenizer_missing"] or "",
+        "an answer ends with": _ends(report["chat"]),
         "content hash": report["content"] or "none; hpclm data hash adds one",
         "tokens in a document": _line(report["document_lengths"]),
     }
@@ -145,6 +147,10 @@ def _document(dataset: IndexedDataset, number: int, tokenizer: tokenizers.Tokeni
         return document | {"ids": ids[: SHOWN // 5], "cut": end - begin > SHOWN // 5}
     text = tokenizer.decode(ids)
     return document | {"text": text[:SHOWN], "cut": end - begin > len(ids) or len(text) > SHOWN}
+
+
+def _ends(chat: dict[str, Any] | None) -> str:
+    return "" if chat is None else ", ".join(chat["ends"]) or "no token of its own"
 
 
 def _line(summary: dict[str, float]) -> str:

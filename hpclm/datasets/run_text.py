@@ -47,7 +47,9 @@ class RunText:
     def ids(self) -> dict[str, Any]:
         """Special tokens as a config.json has them."""
         ends = self.chat.ends.values() if self.chat else ()
-        return special_tokens.ids(self.known, self.tokenizer.eod, token_text(self.tokenizer, self.tokenizer.eod), ends)
+        ids = special_tokens.ids(self.known, self.tokenizer.eod, token_text(self.tokenizer, self.tokenizer.eod), ends)
+        begin = token_id(self.tokenizer, self.chat.named.get("bos_token")) if self.chat else None
+        return ids if begin is None else ids | {"bos_token_id": begin}
 
     @property
     def begin(self) -> int | None:

@@ -20,7 +20,6 @@ from hpclm.checkpoint.fingerprint import fingerprint
 from hpclm.checkpoint.init_from import check_init_from
 from hpclm.config import EngineSettings, RunConfig, no_effect
 from hpclm.config.finished import check_finished
-from hpclm.data import sources
 from hpclm.diagnostics import preflight
 from hpclm.distributed import bootstrap
 from hpclm.distributed.context import DistributedContext
@@ -38,7 +37,7 @@ from hpclm.rundir.control_files import ControlFiles
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.summary import RunSummary, failed_without_main, recorded_ending
 from hpclm.sinks.process import Sinks
-from hpclm.training import compiling, messages, proof, records
+from hpclm.training import compiling, messages, proof, records, tuning
 from hpclm.training.compiling import AgreedCompilations
 from hpclm.training.compute import Compute
 from hpclm.training.control import RunControl, Saver
@@ -296,7 +295,7 @@ def open_state(
         messages.other_budget(progress, data.length.samples)
     progress = replace(progress, planned=data.length.samples)
     context.run_on_main(lambda: records.check_progress(out, progress.step))
-    context.run_on_main(lambda: records.keep_chat(config, sources.chat(source), progress.step))
+    context.run_on_main(lambda: tuning.keep(config, source, progress.step))
     attempt = None
     if directory.summary:
         steps, restarted = data.length.steps, directory.restarted

@@ -18,8 +18,6 @@ from hpclm import __version__, config, files, scheduler
 from hpclm.config import compose
 from hpclm.config.compose import dumped
 from hpclm.config.data import mixture
-from hpclm.data import chat_record
-from hpclm.data.chat_record import ChatRecord
 from hpclm.distributed import bootstrap, restart
 from hpclm.distributed.context import DistributedContext
 from hpclm.errors import ConfigError, DivergedError, unread
@@ -85,31 +83,6 @@ def start(
     tell_changes(out, str(last.get("config", "")), used, step)
     append(out / "attempts.jsonl", line)
     return rows(out / "attempts.jsonl", ATTEMPT)
-
-
-def keep_chat(run: config.RunConfig, chat: ChatRecord | None, step: int) -> None:
-    """Keep in the run directory what the run is tuned with: ``chat`` of its data; without one, what it was tuned with before, or the
-    run that it starts from. ``step``: where the attempt begins.
-    """
-    out = Path(run.out)
-    begun = out if step else run.checkpoint.init_from and chat_record.owner(Path(run.checkpoint.init_from))
-    before = chat_record.of_run(begun) if begun else None
-    if chat and before:  # an answer may end as it did before
-        chat = replace(chat, ends={**before.ends, **chat.ends})
-    now, kept = chat or before, chat_record.of_run(out)
-    if now == kept:
-        return
-    chat_record.keep(out, now)
-    if now is None:
-        return
-    log.info("the chat template is kept in %s; exports carry it in place of any earlier one", out / chat_record.FILE)
-    if now.ends:
-        log.info("an answer ends with %s, where generation stops", " or ".join(now.ends))
-    else:
-        log.warning(
-            "with this chat template no answer ends with a token of its own: generation cannot stop there. Use --stop TEXT, or a "
-            "template that ends the assistant's turns with a special token"
-        )
 
 
 def tell_changes(out: Path, before: str, now: str, step: int) -> None:

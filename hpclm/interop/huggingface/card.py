@@ -27,6 +27,12 @@ ALWAYS = {
     "optim": {"name", "lr", "min_lr", "schedule", "betas", "weight_decay", "clip"},
 }
 """Settings in every card; others only where they are not the defaults."""
+CONTINUED = ('ids = tokenizer(input("Prompt: "), return_tensors="pt", return_token_type_ids=False)',)
+ASKED = (
+    'messages = [{"role": "user", "content": input("Question: ")}]',
+    'ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)',
+)
+"""How a card shows the use of a model, and of one that was tuned on conversations."""
 Row = tuple[str, Any]
 
 
@@ -41,12 +47,13 @@ def written(
     config = checkpoint.config
     size = count.parameters(replace(config.model, vocab_multiple=1))  # the padding of the vocabulary is not exported
     about = f"A language model ({architecture}) of {size:,} parameters, exported by hpclm {__version__} from step {checkpoint.step:,}."
-    parts = [HEAD, f"# {_line(checkpoint.run.absolute().name)}", about, "## Use", _use(name, own_code, tokenizer)]
+    use = _use(name, own_code, tokenizer, tokenizer and checkpoint.chat is not None)
+    parts = [HEAD, f"# {_line(checkpoint.run.absolute().name)}", about, "## Use", use]
     parts += ["## Results", _table(_results(checkpoint)), "## Data and settings", _table(_settings(checkpoint, dtype))]
     return "\n\n".join(parts) + "\n"
 
 
-def _use(name: str, own_code: bool, tokenizer: bool) -> str:
+def _use(name: str, own_code: bool, tokenizer: bool, chat: bool) -> str:
     more = ", trust_remote_code=True" if own_code else ""
     lines = ["Read `modeling_hpclm.py` before you load it: it is run.", ""] if own_code else []
     lines += ["```python", "from transformers import AutoModelForCausalLM" + ", AutoTokenizer" * tokenizer, ""]
@@ -54,7 +61,7 @@ def _use(name: str, own_code: bool, tokenizer: bool) -> str:
     if tokenizer:
         lines += [
             f"tokenizer = AutoTokenizer.from_pretrained({name!r})",
-            'ids = tokenizer(input("Prompt: "), return_tensors="pt", return_token_type_ids=False)',
+            *(ASKED if chat else CONTINUED),
             "print(tokenizer.decode(model.generate(**ids, max_new_tokens=20)[0]))",
         ]
     without = [] if tokenizer else ["", "The run's tokenizer has no Hugging Face form, so none is here."]
@@ -91,6 +98,8 @@ def _settings(checkpoint: RunCheckpoint, dtype: str) -> Iterator[Row]:
         yield from (("dataset", Path(prefix).name) for prefix in config.data.prefixes())
         if known.get("tokenizer"):
             yield "tokenizer", tokenizers.describe(known["tokenizer"])
+    if chat := checkpoint.chat:
+        yield "end of an answer", ", ".join(chat.ends) or "no token of its own"
     sections = ("model", "batch", "optim") if checkpoint.step else ("model",)
     for name in sections:
         used, defaults = vars(getattr(config, name)), vars(getattr(RunConfig(), name))

@@ -1,0 +1,83 @@
+"""What a run is tuned with, kept in its directory: the chat template of its data, and what the model that it starts from says of its
+special tokens and of generation."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from hpclm import config, files
+from hpclm.config import RunConfig
+from hpclm.config.reading import json_object
+from hpclm.data import chat_record, tokenizers
+from hpclm.data.chat_record import ChatRecord
+from hpclm.data.sources import Source, chat
+from hpclm.errors import ConfigError, unwritten
+
+log = logging.getLogger(__name__)
+SPECIAL_TOKENS = "special_tokens.json"
+IMPORTED = ("chat_template.jinja", "generation_config.json", SPECIAL_TOKENS)
+"""What an import keeps beside the tokenizer's files; the last one marks an imported tokenizer."""
+
+
+def keep(run: RunConfig, source: Source, step: int) -> None:
+    """Keep it, as an attempt begins after ``step``."""
+    if run.checkpoint.init_from and not step:
+        keep_imported(run, Path(run.checkpoint.init_from))
+    keep_chat(run, chat(source), step)
+
+
+def keep_chat(run: RunConfig, chat: ChatRecord | None, step: int) -> None:
+    """Keep in the run directory what the run is tuned with: ``chat`` of its data; without one, what it was tuned with before, or the
+    run that it starts from. ``step``: where the attempt begins.
+    """
+    out = Path(run.out)
+    begun = out if step else run.checkpoint.init_from and chat_record.owner(Path(run.checkpoint.init_from))
+    before = chat_record.of_run(begun) if begun else None
+    if chat and before:  # an answer may end as it did before
+        chat = replace(chat, ends={**before.ends, **chat.ends})
+    now, kept = chat or before, chat_record.of_run(out)
+    if now == kept:
+        return
+    chat_record.keep(out, now)
+    if now is None:
+        return
+    log.info("the chat template is kept in %s; exports carry it in place of any earlier one", out / chat_record.FILE)
+    if now.ends:
+        log.info("an answer ends with %s, where generation stops", " or ".join(now.ends))
+    else:
+        log.warning(
+            "with this chat template no answer ends with a token of its own: generation cannot stop there. Use --stop TEXT, or a "
+            "template that ends the assistant's turns with a special token"
+        )
+
+
+def keep_imported(run: RunConfig, begun: Path) -> None:
+    """Keep what the import of ``begun``, the run or checkpoint that a run starts from, said of special tokens and generation, where the
+    run has its tokenizer from elsewhere, such as one with added tokens. Nothing where its ids mean other tokens."""
+    owner, beside = chat_record.owner(begun), [Path(path).parent for path in tokenizers.files_of_run(run.data)[:1]]
+    kept = Path(run.out) / "tokenizer"
+    if not beside or not (owner / "config.yaml").is_file():
+        return
+    if any((place / SPECIAL_TOKENS).is_file() for place in (*beside, kept)):
+        return
+    try:
+        base = config.of_run(owner, []).data
+        places = [*(Path(path).parent for path in tokenizers.files_of_run(base)[:1]), owner / "tokenizer"]
+        place = next((place for place in places if (place / SPECIAL_TOKENS).is_file()), None)
+        if place is None or not _same_tokens(place, tokenizers.of_run(base), tokenizers.of_run(run.data)):
+            return
+        files.make_folder(kept, 0o700)
+        for name in IMPORTED:
+            if (place / name).is_file():
+                files.write_bytes(kept / name, files.read_bytes(place / name))
+    except ConfigError as error:  # such as files of its tokenizer that are gone
+        log.warning("special tokens and settings of generation of %s are not taken over: %s", owner, error)
+    except OSError as error:
+        raise unwritten(error, kept, "choose another out, or free some space") from error
+
+
+def _same_tokens(place: Path, before: tokenizers.Tokenizer, now: tokenizers.Tokenizer) -> bool:
+    """Whether the special tokens that the folder ``place`` names have the same ids in two tokenizers."""
+    values = json_object(place / SPECIAL_TOKENS).values()
+    ids = [id for value in values for id in (value if isinstance(value, list) else [value]) if type(id) is int]
+    return all(0 <= id < min(before.size, now.size) and before.decode([id]) == now.decode([id]) for id in ids)

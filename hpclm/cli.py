@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from hpclm import __version__
 from hpclm.errors import FULL, MACHINE, REFUSED, ConfigError, HpclmError
-from hpclm.node import environment, import_errors, interruption, secrets, threads
+from hpclm.node import bus_error, environment, import_errors, interruption, secrets, threads
 from hpclm.registry import hint
 from hpclm.terminal import ArgumentParser, say
 
@@ -102,8 +102,15 @@ def _dispatch(arguments: list[str]) -> int:
         )
         return 2
     module, _, function = VERBS[verb][0].partition(":")
-    with interruption.prompt_exit():
+    with interruption.prompt_exit(), bus_error.explained(_end_with):
         return getattr(import_module(module), function or "main")(rest) or 0
+
+
+def _end_with(cause: str) -> NoReturn:
+    """End this process where it cannot go on, because of invalid files."""
+    interruption.remove_unfinished()
+    say(f"error: {cause}", file=sys.stderr)
+    os._exit(ConfigError.exit_code)
 
 
 def run(verb: Callable[[list[str]], int | None], argv: Sequence[str] | None = None) -> int:

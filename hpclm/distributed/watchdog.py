@@ -183,9 +183,9 @@ class Watchdog:
             except Exception:  # a fault of the watchdog must not end a run that trains
                 log.debug("the watchdog failed", exc_info=True)
 
-    def end(self, text: str) -> None:
-        """End the run with 85, for a reason that is said completely."""
-        self._fail(Failure(self.me.rank, "late", REQUEUE, text))
+    def end(self, text: str, code: int = REQUEUE) -> None:
+        """End the run with ``code``, for a reason that is said completely; any thread may call this."""
+        self._fail(Failure(self.me.rank, "late", code, text))
 
     def _ask(self, call: Callable[[], Any], seconds: float) -> Any:
         """What ``call()``, a question to the store, answers within ``seconds``, or None; one at a time."""

@@ -101,13 +101,18 @@ class SignalWatch(threading.Thread):
 
 def _end(number: int) -> None:
     """End this process because of a signal, without the files that it has not finished."""
-    for path in _unfinished():
-        with suppress(OSError):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    remove_unfinished()
     if number == signal.SIGINT:
         with suppress(OSError):
             os.write(2, b"interrupted\n")
     os._exit(128 + number)
+
+
+def remove_unfinished() -> None:
+    """Remove the temporary files and folders of this process, which is about to end."""
+    for path in _unfinished():
+        with suppress(OSError):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _unfinished() -> set[Path]:

@@ -164,7 +164,10 @@ def killed_by(number: int) -> str:
     if number == signal.SIGKILL:
         return f"killed by {name}; perhaps out of memory, or kill -9"
     if number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL):
-        return f"killed by {name}: a crash inside a library" + " or a full /dev/shm" * (number == signal.SIGBUS)
+        return (
+            f"killed by {name}: a crash inside a library"
+            + ", a full /dev/shm, or a file that was cut while it was read" * (number == signal.SIGBUS)
+        )
     return f"killed by {name}"
 
 

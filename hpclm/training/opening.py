@@ -24,8 +24,9 @@ from hpclm.diagnostics import preflight
 from hpclm.distributed import bootstrap
 from hpclm.distributed.context import DistributedContext
 from hpclm.engine import Engine
+from hpclm.errors import ConfigError
 from hpclm.model import attention_backend, count
-from hpclm.node import environment, hardware, secrets
+from hpclm.node import bus_error, environment, hardware, secrets
 from hpclm.node.notify import Notifier
 from hpclm.node.preemption import Preemption
 from hpclm.optim.guard import Guard
@@ -230,6 +231,11 @@ def open_run_directory(
         restarted = records.tell_restart(out, context, summary.before) if summary else ""
         stacks = context.run_on_main(lambda: time.strftime("stacks-%Y%m%d-%H%M%S"))
         context.watchdog.write_to(out, stacks, config.parallel.pipeline)
+        stack.enter_context(
+            bus_error.explained(
+                lambda cause: context.watchdog.end(f"{context.ranks[context.rank]}: {cause}", ConfigError.exit_code)
+            )
+        )
         try:
             yield Directory(out, lease, summary, restarted)
         except KeyboardInterrupt:

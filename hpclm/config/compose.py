@@ -89,10 +89,10 @@ def changed(run: RunConfig, overrides: Sequence[str]) -> RunConfig:
     return merge(settings + _parsed(overrides, problems), problems)
 
 
-def of_run(folder: Path, overrides: Sequence[str]) -> RunConfig:
+def of_run(folder: Path, overrides: Sequence[str], version: str = run_file.NAME) -> RunConfig:
     """The settings of the run in ``folder`` with ``overrides`` on top, without its job settings: for verbs that only read its
-    model. ConfigError if it is not a run directory."""
-    path, content = _of_folder(folder)
+    model, as they stand in ``version`` of its config.yaml. ConfigError if it is not a run directory."""
+    path, content = _of_folder(folder, version)
     problems: list[str] = []
     settings = [setting for setting in _leaves(content, path) if not setting.key.startswith("job.")]
     settings += _parsed(overrides, problems)

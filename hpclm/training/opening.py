@@ -38,7 +38,7 @@ from hpclm.rundir.control_files import ControlFiles
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.summary import RunSummary, failed_without_main, recorded_ending
 from hpclm.sinks.process import Sinks
-from hpclm.training import compiling, messages, proof, records, tuning
+from hpclm.training import compiling, messages, proof, records, schedule, tuning
 from hpclm.training.compiling import AgreedCompilations
 from hpclm.training.compute import Compute
 from hpclm.training.control import RunControl, Saver
@@ -47,6 +47,7 @@ from hpclm.training.metrics import Meter, NullMeter, Speed
 from hpclm.training.profile import Profile
 from hpclm.training.results import Results
 from hpclm.training.run_data import RunData, on_main, open_data
+from hpclm.training.schedule import Schedule
 from hpclm.training.session import Session
 from hpclm.training.signals import SignalWatch
 from hpclm.training.sync import ControlSync, LocalState, StepClock
@@ -165,6 +166,7 @@ def open_session(
                     context=context,
                     device=compute.device,
                     data=data,
+                    schedule=Schedule(config.optim, data.plan, data.length),
                     engine=state.engine,
                     compilations=compilations,
                     guard=guard,
@@ -310,6 +312,9 @@ def open_state(
         )
         directory.summary.begin(attempts, data.length.steps)
         attempt = len(attempts)
+        before = schedule.of_attempt(out, attempts[-2], source.per_epoch("train")) if attempt > 1 else None
+        if before and progress.step:
+            schedule.tell_changes(before, Schedule(config.optim, data.plan, data.length), progress)
     begun = "starts from imported weights" if (store.folder / "latest").exists() else "a new run"
     log.info("run directory %s, %s", out, f"resumes from step {progress.step}" if progress.step else begun)
     return RunState(engine, store, progress, per_save, attempt)

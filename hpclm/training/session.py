@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from hpclm.checkpoint import Progress
-from hpclm.config import OptimConfig, RunConfig
+from hpclm.config import RunConfig
 from hpclm.data.batches import Batch
 from hpclm.distributed import restart
 from hpclm.distributed.context import DistributedContext
@@ -19,7 +19,6 @@ from hpclm.errors import DivergedError
 from hpclm.node import hardware
 from hpclm.node.notify import Notifier
 from hpclm.optim.guard import Guard
-from hpclm.optim.schedules import learning_rate
 from hpclm.sinks.process import Sinks
 from hpclm.training import corruption, messages, records
 from hpclm.training.compiling import AgreedCompilations
@@ -29,6 +28,7 @@ from hpclm.training.metrics import Meter
 from hpclm.training.profile import Profile
 from hpclm.training.results import QueuedStep, Results
 from hpclm.training.run_data import RunData
+from hpclm.training.schedule import Schedule
 from hpclm.training.sync import ControlState
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ class Session:
     context: DistributedContext
     device: torch.device
     data: RunData
+    schedule: Schedule
     engine: Engine
     compilations: AgreedCompilations
     guard: Guard
@@ -132,8 +133,8 @@ class Session:
         self.context.watchdog.enter("step", step)
         self.profile.before(step)
         began = time.perf_counter()
-        lr = rate(self.config.optim, self.data, progress)
-        size = self.data.plan.batch_size(progress.samples)
+        lr = self.schedule.rate(progress)
+        size = self.schedule.batch_size(progress)
         with self._saved_before_it_ends():
             with self.context.watchdog.reading():
                 batches = self.data.train.step(progress.samples)
@@ -202,10 +203,3 @@ class Session:
             with suppress(Exception):  # whatever fails here must not hide the error itself
                 self.results.read_arrived()
             raise
-
-
-def rate(optim: OptimConfig, data: RunData, progress: Progress) -> float:
-    """Learning rate of the next step."""
-    by_step = optim.unit == "steps"
-    position, amount = (progress.step, 1) if by_step else (progress.samples, data.plan.batch_size(progress.samples))
-    return learning_rate(position, amount, data.length.in_unit(optim.unit), optim)

@@ -33,6 +33,7 @@ from hpclm.training.metrics import NullMeter
 from hpclm.training.profile import Profile
 from hpclm.training.results import Results
 from hpclm.training.run_data import RunData
+from hpclm.training.schedule import Schedule
 from hpclm.training.session import Session
 from hpclm.training.sync import ControlSync, LocalState, StepClock
 
@@ -124,6 +125,7 @@ def simulated(tmp_path, *words):
             context=context,
             device=CUDA,
             data=RunData(plan, length, None, SimpleNamespace(step=step), []),
+            schedule=Schedule(run.optim, plan, length),
             engine=engine,
             compilations=AgreedCompilations(engine, context),
             guard=guard,

@@ -25,6 +25,9 @@ FORMS = {"messages": ("role", "content", ROLES), "conversations": ("from", "valu
 CHANGE_TEXT = ("tools", "documents")
 """Keys of a conversation that templates read, and hpclm does not."""
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as in transformers
+TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of a part of a message's content that is text."""
+CONVERT = "`hpclm docs finetune` has a line of Python for it"
 TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
 NAMED = ("special_tokens_map.json", SETTINGS, "special_tokens.json")
 """Files with special tokens in a tokenizer's folder: two of transformers', one of a run's."""
@@ -108,10 +111,10 @@ def read_conversation(line: bytes) -> list[Message]:
         return []
     forms = [key for key in FORMS if key in record]
     if len(forms) != 1:
-        raise UnreadableLineError("no messages", f" has no one key of {[*FORMS]}; it has {sorted(record)}")
+        raise UnreadableLineError("no messages", f" has no one key of {[*FORMS]}; it has {sorted(record)}; {CONVERT}")
     for key in CHANGE_TEXT:
         if record.get(key):
-            raise UnreadableLineError("tools", f" has {key!r}, which hpclm does not render; remove them")
+            raise UnreadableLineError("tools", f" has {key!r}, which hpclm does not render; {CONVERT}")
     (key,), messages = forms, record[forms[0]]
     if not isinstance(messages, list) or not messages:
         raise UnreadableLineError("empty", f" is empty: {key!r} must be a list of messages")
@@ -126,10 +129,23 @@ def _message(message: Any, name: str, role: str, content: str, roles: dict[str, 
         raise UnreadableLineError("not a message", f": {name} must be an object with {role!r} and {content!r}")
     unknown = [key for key, value in message.items() if key not in (role, content) and value is not None]
     if unknown:
-        raise UnreadableLineError("unknown key", f": {name} has {unknown}, which hpclm does not read; remove them")
-    if message[role] not in roles:
-        raise UnreadableLineError("unknown role", f": {name} is of {message[role]!r}; known are {', '.join(roles)}")
-    return {"role": roles[message[role]], "content": text_of(message[content], f"{name}'s {content!r}")}
+        raise UnreadableLineError("unknown key", f": {name} has {unknown}, which hpclm does not read; {CONVERT}")
+    if not isinstance(message[role], str) or message[role] not in roles:
+        raise UnreadableLineError(
+            "unknown role", f": {name} is of {message[role]!r}; known are {', '.join(roles)}; {CONVERT}"
+        )
+    return {"role": roles[message[role]], "content": _content(message[content], f"{name}'s {content!r}")}
+
+
+def _content(content: Any, name: str) -> str:
+    """The text of a message's content; parts that are all text are joined, as templates that read parts do."""
+    if not isinstance(content, list):
+        return text_of(content, name)
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind not in TEXT_PARTS:
+            raise UnreadableLineError("not text", f": {name} holds a part of type {kind!r}, not text; {CONVERT}")
+    return "".join(text_of(part.get("text"), f"{name}, in a part,") for part in content)
 
 
 def rendered(messages: list[Message], chat: Chat, ends: tuple[str, ...]) -> tuple[str, list[Span]]:

@@ -93,7 +93,7 @@ class Corpus:
         return said
 
     def without_effect(self) -> list[str]:
-        """The settings that change nothing with these datasets, a sentence for each reason."""
+        """The settings that change nothing with these datasets, and data that teach nothing, a sentence for each reason."""
         said, settings = [], self.settings
         names = [f"data.{name}=true" for name in NEED_EOD if getattr(settings, name)]
         if names and self.eod is not None and settings.order != "packed":
@@ -105,6 +105,13 @@ class Corpus:
                 )
         if settings.loss_mask == "ignore" and not any(map(loss_mask.exists, self._datasets.values())):
             said.append("data.loss_mask=ignore has no effect: no dataset has a loss mask")
+        for name, split in self.splits.items():
+            said += [
+                f"{each.masked_out:,} of {len(each.span):,} sequences of the {name} split of {each.dataset.prefix} have no token that "
+                "counts in the loss: they are read, and teach nothing; preprocess again without them"
+                for each in split.slices
+                if each.masked_out
+            ]
         return said
 
     def per_epoch(self, split: str) -> int:

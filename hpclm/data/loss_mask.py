@@ -14,6 +14,7 @@ from hpclm.errors import ConfigError
 
 KEY = "loss_mask"  # in PREFIX.json
 DTYPE = np.dtype(np.uint8)
+SEQUENCES = 1 << 12  # that are looked at together
 WITHOUT = "set data.loss_mask=ignore if all tokens count"
 
 
@@ -46,3 +47,20 @@ def opened(dataset: IndexedDataset, settings: DataConfig) -> IndexedDataset | No
     else:
         return mask
     raise ConfigError(f"{prefix} is not the loss mask of {dataset.prefix}: {differ}; preprocess again, or {WITHOUT}")
+
+
+def without_counted(mask: IndexedDataset, span: range) -> int:
+    """Number of sequences of ``span`` in which no token counts as a label; the first token of a sequence is none."""
+
+    def count() -> int:
+        counted = 0
+        for begin in range(span.start, span.stop, SEQUENCES):
+            sizes = mask.sizes[begin : min(begin + SEQUENCES, span.stop)].astype(np.int64)
+            bounds = np.concatenate(([0], np.cumsum(sizes)))
+            first = mask.place(begin)
+            labels = np.flatnonzero(mask.flat[first : first + bounds[-1]] == 1)
+            sequence = np.searchsorted(bounds, labels, "right") - 1
+            counted += len(np.unique(sequence[labels > bounds[sequence]]))
+        return len(span) - counted
+
+    return mask.find(f"sequences {span.start} to {span.stop} without a token that counts", count)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hpclm.config import DataConfig
-from hpclm.data import blend, index_cache
+from hpclm.data import blend, index_cache, loss_mask
 from hpclm.data.content import noted
 from hpclm.data.indexed import IndexedDataset
 from hpclm.data.order import Blocks, Order, SampleIndex, blocks, build_index, index_bytes, passes, samples_in, shuffled
@@ -62,6 +62,11 @@ class DatasetSlice:
         return self.dataset.find(count, lambda: int(self.dataset.sizes[begin:end].sum(dtype=np.int64)))
 
     @cached_property
+    def masked_out(self) -> int:
+        """Number of sequences without a token that counts in the loss."""
+        return loss_mask.without_counted(self.mask, self.span) if self.mask is not None else 0
+
+    @cached_property
     def per_epoch(self) -> int:
         """Samples in one epoch; 1 for a short split that is repeated."""
         return self._whole or int(self.sampling.repeat and self.tokens > 0)
@@ -76,7 +81,12 @@ class DatasetSlice:
         return samples_in(self.tokens, self.sampling.context, self.keep_partial)
 
     def check(self, requested: int | None, split: str) -> None:
-        """ConfigError if ``requested`` samples are so many epochs that their index would not fit in memory."""
+        """ConfigError if ``requested`` samples are so many epochs that their index would not fit in memory, or have nothing to learn."""
+        if self.span and self.masked_out == len(self.span):
+            raise ConfigError(
+                f"the {split} split of {self.dataset.prefix} has no token to learn: its loss mask leaves out every token of its "
+                f"{len(self.span)} sequences; preprocess again, set another data.split, or {loss_mask.WITHOUT}"
+            )
         if self.sampling.break_mode or self.sampling.packed:
             often, size, each = -(-(requested or 1) // self.per_epoch), 8 * (requested or 0), 8 * self.per_epoch
         else:

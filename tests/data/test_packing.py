@@ -9,8 +9,10 @@ import torch
 
 from hpclm.config import BatchConfig, DataConfig, ModelConfig, RunConfig
 from hpclm.config.data import mixture
+from hpclm.data import loss_mask
 from hpclm.data.batches import Batches
 from hpclm.data.corpus import corpus
+from hpclm.data.indexed import IndexedDataset
 from hpclm.data.packing import pack
 from hpclm.data.sources import PADDING
 from hpclm.datasets.writer import Writer
@@ -197,3 +199,35 @@ def test_the_loss_mask_of_another_dataset_is_refused_by_its_hash(tmp_path):
     masked(tmp_path, [3, 5], [1])
     with pytest.raises(ConfigError, match="names another mask's hash; preprocess again"):
         source(prefix)
+
+
+def masks(folder, *counted):
+    """A loss mask with these sequences."""
+    with Writer(folder / "x_loss", "u1") as writer:
+        for sequence in counted:
+            writer.add_document(np.array(sequence, "u1"))
+
+
+def test_data_without_a_token_to_learn_are_refused_and_sequences_without_one_counted(tmp_path):
+    prefix = dataset(tmp_path, [3, 5, 2, 4])
+    masks(tmp_path, [0, 0, 0], [1, 0, 0, 0, 0], [0, 1], [0, 0, 0, 1])  # nothing predicts the first token
+    said = source(prefix, split="1").without_effect()
+    assert [line.partition(" have ")[0] for line in said] == [f"2 of 4 sequences of the train split of {prefix}"]
+    made = source(prefix, split="1,1")
+    with pytest.raises(
+        ConfigError, match=r"the train split of .* has no token to learn: its loss mask leaves out every"
+    ):
+        made.samples("train", None)
+    assert made.samples("valid", None)
+    assert source(prefix, split="1,1", loss_mask="ignore").samples("train", None)
+
+
+@pytest.mark.parametrize("together", [1, 3, 100])
+def test_sequences_without_a_token_that_counts_are_counted_a_part_at_a_time(together, tmp_path, monkeypatch):
+    monkeypatch.setattr(loss_mask, "SEQUENCES", together)
+    drawn = np.random.RandomState(1)
+    given = [drawn.rand(size) < 0.2 for size in drawn.randint(0, 9, 40)]
+    masks(tmp_path, *given)
+    for span in (range(40), range(5, 31), range(7, 7)):
+        expected = sum(not given[number][1:].any() for number in span)
+        assert loss_mask.without_counted(IndexedDataset(tmp_path / "x_loss"), span) == expected

@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from hpclm import __version__
+from hpclm import __version__, paths
 from hpclm.errors import FULL, MACHINE, REFUSED, ConfigError, HpclmError
 from hpclm.node import bus_error, environment, import_errors, interruption, secrets, threads
 from hpclm.registry import hint
@@ -310,7 +310,7 @@ def run_parser(
 ) -> argparse.ArgumentParser:
     """RUN, --runs and, if ``wait`` describes it, --wait."""
     made = ArgumentParser(prog=f"hpclm {verb}", description=description, epilog=epilog)
-    made.add_argument("run", nargs=nargs, help=run)
+    made.add_argument("run", nargs=nargs, type=paths.option, help=run)
     if wait:
         made.add_argument("--wait", type=float, default=300, metavar="SECONDS", help=f"{wait} (default: 300)")
     add_runs(made)
@@ -320,7 +320,7 @@ def run_parser(
 def add_runs(made: argparse.ArgumentParser) -> None:
     """The option --runs."""
     made.add_argument(
-        "--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where runs are (default: runs)"
+        "--runs", type=paths.option_path, default=Path("runs"), metavar="FOLDER", help="where runs are (default: runs)"
     )
 
 

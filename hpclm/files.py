@@ -306,9 +306,9 @@ def check_private(path: str | Path, what: str) -> None:
 
 
 def shown(path: str | Path) -> str:
-    """``path`` for people: never mistaken for an option when it is copied."""
+    """``path`` for people: never mistaken for an option or a home folder when it is copied."""
     text = str(path)
-    return f"./{text}" if text.startswith("-") else text
+    return f"./{text}" if text.startswith(("-", "~")) else text
 
 
 def typed(path: str | Path) -> str:

@@ -45,6 +45,14 @@ def verbs(path):
 COMMANDS = [(path.relative_to(ROOT).as_posix(), line, words) for path in PAGES for line, words in verbs(path)]
 
 
+@pytest.fixture(autouse=True)
+def variables_of_the_reader(monkeypatch):
+    """The variables in commands, which a shell would replace before hpclm sees them."""
+    for _, line, _ in COMMANDS:
+        for name in re.findall(r"\$\{?([A-Za-z_]\w*)", line):
+            monkeypatch.setenv(name, os.environ.get(name) or f"/{name}")
+
+
 class Understood(Exception):
     """The verb's parser has taken the words."""
 

@@ -66,8 +66,8 @@ MISTAKES = {
     ("train", "debug", "job.modules=cuda/12.4"): "must be a list of text: job.modules=[cuda/12.4]",
     ("train", "debug", "budget.tokens=1B"): "must be a whole number or null: 1000000000, or 1e9",
     ("train", "debug", "budget.samples=1.5k"): "must be a whole number or null: 1500, or 1.5e3",
-    ("train", "debug", "out=runs/o8-${SLURM_ARRAY_TASK_ID}"): "environment variables are expanded only in job.setup",
-    ("train", "debug", "budget.steps=${STEPS}"): "environment variables are expanded only in job.setup",
+    ("train", "debug", "out=runs/o8-${SLURM_ARRAY_TASK_ID}"): "there is neither a setting nor an environment variable SLURM_ARRAY_TASK_ID",
+    ("train", "debug", "budget.steps=${STEPS}"): "environment variables are expanded in paths and in job.setup",
     # secrets, which no message repeats
     ("train", "debug", "WANDB_API_KEY=hunter2hunter2"): "WANDB_API_KEY is an environment variable, not a setting: export it where you",
     ("train", "debug", "job.env={WANDB_API_KEY:hunter2hunter2}"): "job.env has no space after the ':' of WANDB_API_KEY, which YAML needs (value not shown)",

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from hpclm import files
+from hpclm import files, paths
 from hpclm.api import values
 from hpclm.config import RunConfig
 from hpclm.config.checks import shown
@@ -60,7 +60,7 @@ def settings(data: Data, tokenizer: str | os.PathLike[str] | None, run: RunConfi
         data = values.path(data)
     except values.UnfitError:
         raise ConfigError(f"data={shown(data)} cannot be the name of a file") from None
-    path = Path(data)
+    path = Path(paths.expanded(data))
     if not data.strip():
         raise ConfigError("data is empty; give the prefix of a dataset, or a text file")
     if not (Path(f"{path}.idx").exists() or path.exists() or re.search(r"[*?[]", path.name)):
@@ -71,7 +71,7 @@ def settings(data: Data, tokenizer: str | os.PathLike[str] | None, run: RunConfi
         return [source, *_preprocessed(path, None, tokenizer, run)]
     if tokenizer is not None:
         raise ConfigError(f"tokenizer={os.fspath(tokenizer)!r} has no effect: the dataset {path} has its tokenizer")
-    return [source, f"data.prefix={path}"]
+    return [source, f"data.prefix={paths.literal(path)}"]
 
 
 def _write_rows(data: TextDataset, path: Path) -> str:
@@ -107,11 +107,11 @@ def _preprocessed(
 
     name, kind = (
         re.sub(r"\W+", "-", path.name.partition(".")[0]).strip("-") or "text",
-        TOKENIZER if tokenizer is None else os.fspath(tokenizer),
+        TOKENIZER if tokenizer is None else paths.expanded(os.fspath(tokenizer)),
     )
-    words = [f"--input={path}", "--append-eod", "--part", "0/1", "--output-prefix", name]
+    words = [f"--input={paths.literal(path)}", "--append-eod", "--part", "0/1", "--output-prefix", name]
     if file := FILES.get(Path(kind).suffix):
-        words += ["--tokenizer", file, "--tokenizer-files", str(Path(kind).absolute())]
+        words += ["--tokenizer", file, "--tokenizer-files", paths.literal(Path(kind).absolute())]
     elif kind == TOKENIZER or OWN.fullmatch(kind):
         words += ["--tokenizer", kind]
     else:

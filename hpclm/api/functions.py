@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from hpclm import paths
 from hpclm.api import dataset as datasets
 from hpclm.api import live, options
 from hpclm.api.checked import checked
@@ -138,7 +139,7 @@ def open(run: str | os.PathLike[str]) -> Run:  # as gzip.open and others
     Raises:
         ConfigError: it is not a run directory; names those that are.
     """
-    return Run(runs.resolve(os.fspath(run), Path("runs")))
+    return Run(runs.resolve(paths.expanded(os.fspath(run)), Path("runs")))
 
 
 def _composed(

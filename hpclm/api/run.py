@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from hpclm import config, extras, files
+from hpclm import config, extras, files, paths
 from hpclm.api import live, options, values
 from hpclm.api.checked import checked, positive
 from hpclm.api.options import Change, Options
@@ -70,7 +70,7 @@ class Run(os.PathLike[str]):
     def __fspath__(self) -> str:
         """The run directory, relative where it is inside the current folder."""
         here = Path.cwd()
-        return str(self.path.relative_to(here) if self.path.is_relative_to(here) else self.path)
+        return files.shown(self.path.relative_to(here) if self.path.is_relative_to(here) else self.path)
 
     def __repr__(self) -> str:
         status = self._status()
@@ -206,9 +206,9 @@ class Run(os.PathLike[str]):
                 return on_part(self.path, options.words(changes), part, samples)
         if samples is not None or (text is not None and data is not None):
             raise ConfigError("give one of text= and data=, with tokens= instead of samples=")
-        if text is not None and not files.is_file(Path(text)):
-            raise ConfigError(f"text={os.fspath(text)!r} does not exist; text= takes the path of a text or .jsonl file")
-        file, prefix = (None if each is None else os.fspath(each) for each in (text, data))
+        file, prefix = (None if each is None else paths.expanded(os.fspath(each)) for each in (text, data))
+        if file is not None and not files.is_file(Path(file)):
+            raise ConfigError(f"text={file!r} does not exist; text= takes the path of a text or .jsonl file")
         with live.computing():
             return on_documents(self.path, options.words(changes), file, prefix, tokens)
 
@@ -225,7 +225,7 @@ class Run(os.PathLike[str]):
         """
         from hpclm.commands.report import write
 
-        path = self.path / "report.html" if output is None else Path(output)
+        path = self.path / "report.html" if output is None else Path(paths.expanded(os.fspath(output)))
         with live.computing() if samples else warnings.catch_warnings():
             return Report(write([self.path], path, images, samples)[0])
 
@@ -251,9 +251,10 @@ class Run(os.PathLike[str]):
 
         live.load_pytorch()
         positive(shard_gb=shard_gb)
+        folder = Path(paths.expanded(os.fspath(target)))
         with live.computing():
-            exported(self.path, Path(target), options.words(changes), dtype, shard_gb, allow_nan)
-        return Path(target)
+            exported(self.path, folder, options.words(changes), dtype, shard_gb, allow_nan)
+        return folder
 
     @checked
     def resume(self, *changes: Change, steps: int | None = None, resume_step: int | None = None) -> "Run":

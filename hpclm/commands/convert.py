@@ -4,7 +4,7 @@ import argparse
 import re
 from pathlib import Path
 
-from hpclm import cli, config, extras, files
+from hpclm import cli, config, extras, files, paths
 from hpclm.checkpoint import manifest
 from hpclm.errors import ConfigError
 from hpclm.terminal import say
@@ -40,8 +40,8 @@ def main(argv: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("source", type=Path, metavar="SOURCE")
-    add("target", type=Path, metavar="TARGET")
+    add("source", type=paths.option_path, metavar="SOURCE")
+    add("target", type=paths.option_path, metavar="TARGET")
     settings = "settings that differ from the run's own, such as data.tokenizer_files; in an import, model.… settings that its files lack"
     add("settings", nargs="*", default=[], metavar="key=value", help=settings)
     cli.add_runs(parser)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpclm import terminal
+from hpclm import paths, terminal
 from hpclm.errors import ConfigError, unwritten
 from hpclm.terminal import many, say
 
@@ -140,35 +140,41 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         return sub
 
     sub = command("inspect", inspect, "show what is in a dataset: counts, lengths, tokenizer, first documents")
-    sub.add_argument("prefix", metavar="PREFIX", help="path of the dataset, without .bin or .idx")
+    sub.add_argument("prefix", type=paths.option, metavar="PREFIX", help="path of the dataset, without .bin or .idx")
     sub.add_argument("--documents", type=_count, default=3, metavar="N", help="show the first N documents; default: 3")
-    sub.add_argument("--histogram", type=Path, metavar="FILE", help="plot the document lengths as .svg or .png")
+    sub.add_argument(
+        "--histogram", type=paths.option_path, metavar="FILE", help="plot the document lengths as .svg or .png"
+    )
     sub.add_argument("--json", action="store_true", help="print JSON")
     decode = "tokenizer to decode text with; default: the one recorded with the dataset"
-    sub.add_argument("--tokenizer", metavar="KIND", help=decode)
-    sub.add_argument("--tokenizer-files", nargs="+", default=[], metavar="FILE", help="in the kind's order")
+    sub.add_argument("--tokenizer", type=paths.option, metavar="KIND", help=decode)
+    sub.add_argument(
+        "--tokenizer-files", type=paths.option, nargs="+", default=[], metavar="FILE", help="in the kind's order"
+    )
 
-    paths = "paths of datasets, or of their files"
+    prefixes_help = "paths of datasets, or of their files"
     sub = command("verify", verify, "read datasets completely and report what is wrong, and where")
-    sub.add_argument("prefix", nargs="+", metavar="PREFIX", help=paths)
+    sub.add_argument("prefix", type=paths.option, nargs="+", metavar="PREFIX", help=prefixes_help)
     limit = "every token must be below N; default: the recorded vocabulary size"
     sub.add_argument("--vocab-size", type=_count, metavar="N", help=limit)
 
     sub = command(
         "hash", hash, "record content hashes of datasets, to detect corruption later; or compare recorded ones"
     )
-    sub.add_argument("prefix", nargs="+", metavar="PREFIX", help=paths)
+    sub.add_argument("prefix", type=paths.option, nargs="+", metavar="PREFIX", help=prefixes_help)
     sub.add_argument("--overwrite", action="store_true", help="replace recorded hashes by those of the current files")
 
     sub = command("merge", merge, "concatenate datasets")
-    sub.add_argument("out", metavar="OUT", help="path of the dataset to write")
-    sub.add_argument("prefix", nargs="+", metavar="PREFIX", help=f"{paths}, in order")
+    sub.add_argument("out", type=paths.option, metavar="OUT", help="path of the dataset to write")
+    sub.add_argument("prefix", type=paths.option, nargs="+", metavar="PREFIX", help=f"{prefixes_help}, in order")
     sub.add_argument("--no-note", action="store_true", help="do not compare the tokenizers they were made with")
     _output_options(sub, required=False)
 
     sub = command("convert", merge, "write a dataset in another layout or type; reads all layouts")
-    sub.add_argument("prefix", nargs=1, metavar="IN", help="path of a dataset: Megatron's or fairseq's")
-    sub.add_argument("out", metavar="OUT", help="path of the dataset to write")
+    sub.add_argument(
+        "prefix", type=paths.option, nargs=1, metavar="IN", help="path of a dataset: Megatron's or fairseq's"
+    )
+    sub.add_argument("out", type=paths.option, metavar="OUT", help="path of the dataset to write")
     sub.set_defaults(no_note=False)
     _output_options(sub, required=True)
     args = parser.parse_args(argv)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from hpclm import cli, extras
+from hpclm import cli, extras, paths
 from hpclm.inference import texts
 from hpclm.rundir.rows import finite
 from hpclm.terminal import say
@@ -24,19 +24,21 @@ def main(argv: list[str]) -> int:
         "lm-evaluation-harness.",
     )
     add = parser.add_argument
-    add("run", type=Path, help=cli.ONE)
+    add("run", help=cli.ONE)
     cli.add_runs(parser)
     add("settings", nargs="*", default=[], metavar="key=value", help="settings that differ from the run's own")
     what = parser.add_mutually_exclusive_group()
     parts = "valid, test, train, or valid/NAME of data.validation (default: valid)"
     what.add_argument("--part", default="valid", metavar="PART", help=parts)
     text = 'a text, or .jsonl with {"text": ...} on each line; - reads standard input'
-    what.add_argument("--text", metavar="FILE", help=text)
+    what.add_argument("--text", type=paths.option, metavar="FILE", help=text)
     add("--format", choices=["text", "jsonl"], help="with --text: what FILE holds; default: by its name and content")
-    what.add_argument("--data", metavar="PREFIX", help="all sequences of a dataset made by hpclm preprocess")
+    what.add_argument(
+        "--data", type=paths.option, metavar="PREFIX", help="all sequences of a dataset made by hpclm preprocess"
+    )
     tasks = "tasks of lm-evaluation-harness (pip install 'hpclm[lm-eval]')"
     what.add_argument("--tasks", metavar="A,B", help=tasks)
-    add("--tasks-path", metavar="DIR", help="with --tasks: a folder of task files of your own")
+    add("--tasks-path", type=paths.option, metavar="DIR", help="with --tasks: a folder of task files of your own")
     add("--shots", type=int, help="with --tasks: examples before each question (default: the task's)")
     add("--batch", type=int, help="with --tasks: texts per batch (default: 16)")
     follow = (
@@ -53,13 +55,13 @@ def main(argv: list[str]) -> int:
     args = parser.parse_intermixed_args(argv)  # settings may follow options
     if problem := next(_misused(args), None):
         parser.error(problem)
-    typed_run, args.run = args.run, cli.located(args.run, args.runs)
+    typed_run, args.run = args.run, cli.located(Path(paths.expanded(args.run)), args.runs)
     if args.follow:
         from hpclm.commands import follow as follower
 
         if args.submit:
-            words = [word for word in argv if word not in ("--submit", str(typed_run))]
-            return follower.submit(args, [str(args.run.absolute()), *words])
+            words = [word for word in argv if word not in ("--submit", typed_run)]
+            return follower.submit(args, [paths.literal(args.run.absolute()), *words])
         return follower.main(args)
     if args.tasks is not None:
         _print_tasks(args)

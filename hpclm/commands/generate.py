@@ -6,10 +6,9 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpclm import cli, terminal
+from hpclm import cli, paths, terminal
 from hpclm.config.checks import is_utf8
 from hpclm.errors import ConfigError
 from hpclm.inference import texts
@@ -53,12 +52,12 @@ def main(argv: list[str]) -> int:
 def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = cli.Parser(prog="hpclm generate", description="Continue prompts with a run's newest checkpoint.")
     add = parser.add_argument
-    add("run", type=Path, help=cli.ONE)
+    add("run", type=paths.option_path, help=cli.ONE)
     cli.add_runs(parser)
     add("settings", nargs="*", default=[], metavar="key=value", help="settings that differ from the run's own")
     add("--prompt", metavar="TEXT", help="text to continue; - reads standard input")
     prompts = 'one prompt per line (.jsonl: {"prompt": TEXT}); - reads standard input; prints a JSON object for each'
-    add("--prompts", metavar="FILE", help=prompts)
+    add("--prompts", type=paths.option, metavar="FILE", help=prompts)
     add(
         "--format",
         choices=["lines", "jsonl"],

@@ -3,12 +3,11 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from hpclm import terminal
+from hpclm import paths, terminal
 from hpclm.config import compose, deepspeed, reading
 from hpclm.config.fields import flattened
 from hpclm.errors import ConfigError
@@ -82,7 +81,7 @@ def main(argv: list[str]) -> int:
         description="Translate a DeepSpeed JSON into a settings file (YAML). Keys without a setting go into engine.extra; "
         "the others are listed. Exits with 64 if keys contradict each other.",
     )
-    parser.add_argument("file", type=Path, help="DeepSpeed's JSON")
+    parser.add_argument("file", type=paths.option_path, help="DeepSpeed's JSON")
     parser.add_argument(
         "--replicas", type=int, help="number of data-parallel replicas, if the JSON does not determine it"
     )

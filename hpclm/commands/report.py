@@ -5,7 +5,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from hpclm import cli, files
+from hpclm import cli, files, paths
 from hpclm.errors import ConfigError, HpclmError, unwritten
 from hpclm.rundir import runs as folders
 from hpclm.terminal import say
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "-o",
         "--output",
-        type=Path,
+        type=paths.option_path,
         metavar="FILE",
         help="the page (default: RUN/report.html; of several, or of another user's, report.html here)",
     )

@@ -6,7 +6,7 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
-from hpclm import cli, files
+from hpclm import cli, files, paths
 from hpclm.errors import ConfigError, LockedError
 from hpclm.node import slurm
 from hpclm.rundir import runs as folders
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
         epilog="--from STEP continues from an older checkpoint (hpclm checkpoints RUN lists them); newer ones are set aside.",
     )
     cli.add_runs(parser)
-    parser.add_argument("run", help=cli.SEVERAL)
+    parser.add_argument("run", type=paths.option, help=cli.SEVERAL)
     parser.add_argument(
         "rest", nargs=argparse.REMAINDER, metavar="...", help="what to change, as hpclm submit takes it"
     )
@@ -59,8 +59,8 @@ def split(given: list[str], runs: Path) -> tuple[list[str], list[str]]:
     """The arguments that name runs, and those that change them, which begin with the first option or setting."""
     for number, word in enumerate(given[1:], start=1):
         if word.startswith("-") or (SETTING.match(word) and not any(map(folders.is_run, (Path(word), runs / word)))):
-            return given[:number], given[number:]
-    return given, []
+            return [given[0], *map(paths.expanded, given[1:number])], given[number:]
+    return [given[0], *map(paths.expanded, given[1:])], []
 
 
 def may_start(status: RunStatus, changes: list[str]) -> None:
@@ -106,4 +106,4 @@ def words(run: Run, changes: list[str]) -> list[str]:
     changed = [name for name in choices for word in changes if re.match(rf"--{name}(=|$)|job\.{name}=", word)]
     kept = [word for name, value in choices.items() if name not in changed for word in (f"--{name}", str(value))]
     out = run.out.absolute()
-    return ["--config", str(out / "config.yaml"), *kept, f"out={out}", *changes]
+    return ["--config", paths.literal(out / "config.yaml"), *kept, f"out={paths.literal(out)}", *changes]

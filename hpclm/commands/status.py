@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from hpclm import cli, files, terminal
+from hpclm import cli, files, paths, terminal
 from hpclm.commands import run_table
 from hpclm.errors import ConfigError, DivergedError
 from hpclm.node import processes
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
         description="Show the state of runs: all below a folder, or some in detail. Reads the runs' own files, and asks Slurm's "
         "squeue, which may be slow or missing.",
     )
-    parser.add_argument("run", nargs="*", help=f"{cli.SEVERAL} (default: all)")
+    parser.add_argument("run", nargs="*", type=paths.option, help=f"{cli.SEVERAL} (default: all)")
     cli.add_runs(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON list with an object for each run")
     args = parser.parse_args(argv)

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 
-from hpclm import cli, terminal
+from hpclm import cli, paths, terminal
 from hpclm.commands import run_table
 from hpclm.commands import status as verb
 from hpclm.reporting import characters
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
         prog="hpclm top",
         description="Show all runs below a folder, live, until q or Ctrl-C. If the output is not a terminal, print one table.",
     )
-    parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="the same as --runs FOLDER")
+    parser.add_argument("folder", nargs="?", type=paths.option_path, metavar="FOLDER", help="the same as --runs FOLDER")
     cli.add_runs(parser)
     parser.add_argument(
         "--every", type=float, default=2.0, metavar="SECONDS", help="seconds between updates (default: 2)"

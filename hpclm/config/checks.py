@@ -8,6 +8,13 @@ from hpclm.errors import ConfigError
 
 LARGEST_INTEGER = 2**63 - 1  # integers beyond 64 bits are refused
 LONGEST = 200  # characters of a value in a message
+PATH = "path"
+PATHS = {PATH: ""}
+"""Metadata of a field that holds paths, in which ~ and $NAME are expanded."""
+NAMED_PATHS = {PATH: "="}
+"""Of one with entries name=path."""
+MOUNTS = {PATH: ":"}
+"""Of one with entries path:path."""
 
 
 class Checked:

@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
-from hpclm import files, own_code, shipped
+from hpclm import files, own_code, paths, shipped
 from hpclm.config import length, reading, run_file
-from hpclm.config.fields import as_yaml, required, type_of
+from hpclm.config.fields import as_yaml, path_separator, required, type_of
 from hpclm.config.hints import mistakes
 from hpclm.config.job import TEMPLATES
 from hpclm.config.merge import Setting, literal, merge, shown_setting
@@ -43,13 +43,13 @@ def from_cli(arguments: list[str], site: Path | None = None, typed: Sequence[str
     ``typed``: the whole command line, if there is more to it, to say what a stray word was meant to be.
     """
     overrides = [word for word in arguments if is_override(word)]
-    paths = [word for word in arguments if not is_override(word)]
-    absent = [path for path in paths if not Path(path).exists()]
+    named = [paths.expanded(word) for word in arguments if not is_override(word)]
+    absent = [path for path in named if not Path(path).exists()]
     if absent and (wrong := mistakes(absent, typed or arguments)):
         raise ConfigError(wrong)
-    if len(paths) > 1:
-        raise ConfigError(f"give one settings file, not {len(paths)}: {', '.join(paths)}; changes are key=value")
-    return load(paths[0] if paths else None, overrides, site)
+    if len(named) > 1:
+        raise ConfigError(f"give one settings file, not {len(named)}: {', '.join(named)}; changes are key=value")
+    return load(named[0] if named else None, overrides, site)
 
 
 def load(path: str | Path | None = None, overrides: Sequence[str] = (), site: Path | None = None) -> RunConfig:
@@ -67,11 +67,12 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = (), site: Pa
         content, resolved = run_file.read_settings(file)
         settings = _leaves(content, file)
         if run_file.is_run(Path(path)):  # which may have been moved
-            settings.append(Setting("out", literal(str(path)), "command line"))
+            settings.append(Setting("out", paths.literal(path), "command line"))
         problems += _untrusted(settings + given, file, content.exposed)
     if site is not None and not resolved:
         settings = _from_site(site, problems) + settings
     run = merge(settings + given, problems)
+    _refuse_unexpanded(settings + given, run.out)
     names = {setting.key for setting in given}
     # a budget on the command line tries a file's settings for some steps: worth no more than a warning
     tries = any(key.startswith("budget.") for key in names) and not names & {"optim.warmup", "optim.wsd_decay"}
@@ -82,10 +83,20 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = (), site: Pa
     return run
 
 
+def _refuse_unexpanded(settings: list[Setting], out: str) -> None:
+    """ConfigError if ``settings`` name the run directory ``out`` by ~ or $NAME, and there is a run in a folder of that very name."""
+    typed = next((str(setting.value) for setting in reversed(settings) if setting.key == "out"), out)
+    if typed != out and run_file.is_run(Path(typed)) and not run_file.is_run(Path(out)):
+        raise ConfigError(
+            f"out={typed} is {out}, but an earlier version wrote the run to {Path(typed).absolute()}, since it expanded neither ~ nor "
+            f"$NAME: move that folder to {out}, or give out={paths.literal(Path(typed).absolute())}"
+        )
+
+
 def changed(run: RunConfig, overrides: Sequence[str]) -> RunConfig:
     """``run`` with ``overrides`` ("key=value") on top; or ConfigError."""
     problems: list[str] = []
-    settings = [setting for key, value in _tree(run).items() for setting in _flat(key, value, "settings")]
+    settings = [setting for key, value in tree(run).items() for setting in _flat(key, value, "settings")]
     return merge(settings + _parsed(overrides, problems), problems)
 
 
@@ -135,7 +146,7 @@ def dump(config: RunConfig, path: Path) -> None:
 def dumped(config: RunConfig) -> str:
     """The text that ``dump`` writes, a line for each setting."""
     lines = [run_file.FIRST]
-    for name, value in _tree(config).items():
+    for name, value in tree(config).items():
         if is_dataclass(type_of(name)):
             lines += [f"{name}:\n", *(f"  {key}: {as_yaml(inner)}\n" for key, inner in value.items())]
         else:
@@ -143,11 +154,23 @@ def dumped(config: RunConfig) -> str:
     return "".join(lines)
 
 
-def _tree(config: RunConfig) -> dict[str, Any]:
+def tree(config: RunConfig) -> dict[str, Any]:
     """The settings as they are written in a file."""
-    tree = {key: value if key == "job" else literal(value) for key, value in asdict(config).items()}
+    tree = {
+        name: {key: _as_read(f"{name}.{key}", inner) for key, inner in value.items()}
+        if isinstance(value, dict)
+        else _as_read(name, value)
+        for name, value in asdict(config).items()
+    }
     tree["batch"]["micro_size"] = config.batch.micro_size or "auto"
     return tree
+
+
+def _as_read(key: str, value: Any) -> Any:
+    """The value of a setting as text that is read as it."""
+    if path_separator(key) is None:
+        return value if key.startswith("job.") else literal(value)
+    return [_as_read(key, part) for part in value] if isinstance(value, list) else value and paths.literal(value)
 
 
 def is_override(word: str) -> bool:

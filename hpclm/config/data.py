@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
-from hpclm.config.checks import Checked, at_least
+from hpclm.config.checks import NAMED_PATHS, PATHS, Checked, at_least
 from hpclm.config.reading import number
 from hpclm.errors import ConfigError
 from hpclm.registry import problem
@@ -34,19 +34,19 @@ class DataConfig(Checked):
 
     source: str = "indexed"
     """indexed: Megatron's .bin/.idx; synthetic: no files; or package.module:name."""
-    prefix: str | None = None
+    prefix: str | None = field(default=None, metadata=PATHS)
     """Path of the dataset without .bin or .idx."""
-    blend: list[str] = field(default_factory=list)
+    blend: list[str] = field(default_factory=list, metadata=PATHS)
     """Datasets: weights and paths, [0.3, a, 0.7, b], or paths only, each read completely."""
     split: str = "969,30,1"
     """Proportions of the documents of data.prefix or data.blend for training, validation and test."""
-    train: list[str] = field(default_factory=list)
+    train: list[str] = field(default_factory=list, metadata=PATHS)
     """Training datasets, as in data.blend but not split."""
-    valid: list[str] = field(default_factory=list)
+    valid: list[str] = field(default_factory=list, metadata=PATHS)
     """Validation datasets, with data.train."""
-    test: list[str] = field(default_factory=list)
+    test: list[str] = field(default_factory=list, metadata=PATHS)
     """Test datasets, with data.train."""
-    validation: list[str] = field(default_factory=list)
+    validation: list[str] = field(default_factory=list, metadata=NAMED_PATHS)
     """More validation datasets, evaluated separately: [law=/data/law, code=/data/code]. A repeated name adds to its
     set."""
     order: Literal["mcore", "bigscience", "dse", "packed"] = "mcore"
@@ -60,14 +60,14 @@ class DataConfig(Checked):
     """Refuse or, as Megatron does, repeat a part with fewer tokens than one sample."""
     loss_mask: Literal["auto", "require", "ignore"] = "auto"
     """Use the dataset PREFIX_loss, which marks the tokens that count in the loss; auto: if there is one."""
-    index_cache: str | None = None
+    index_cache: str | None = field(default=None, metadata=PATHS)
     """Folder for indices of the sample order; null: PREFIX.index beside each large dataset."""
     workers: int = 1
     """Threads that prefetch samples; 0: none."""
     tokenizer: str | None = None
     """bytes, fairseq, gpt2, json, sentencepiece, whitespace, wordpiece, wordpiece_lower, or package.module:Name; null: the
     dataset's."""
-    tokenizer_files: list[str] = field(default_factory=list)
+    tokenizer_files: list[str] = field(default_factory=list, metadata=PATHS)
     """vocab.json and merges.txt (gpt2), tokenizer.json (json), .model (sentencepiece), vocab.json (whitespace),
     vocab.txt (wordpiece), dict.txt and optionally .model (fairseq)."""
     eod: str | None = None

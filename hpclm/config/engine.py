@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from hpclm import extras
-from hpclm.config.checks import Checked, at_least
+from hpclm.config.checks import PATHS, Checked, at_least
 from hpclm.config.optim import OptimConfig
 from hpclm.config.supports import OPTIONAL, SUPPORTS, Supports
 from hpclm.errors import ConfigError
@@ -82,7 +82,7 @@ class EngineConfig(Checked):
     fairscale and fsdp2."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
     """Keep optimizer state, or weights too, in CPU memory or offload_folder."""
-    offload_folder: str | None = None
+    offload_folder: str | None = field(default=None, metadata=PATHS)
     """Folder on an NVMe disk of each node."""
     bucket_mb: float | None = None
     """Size of gradient buckets in MB; null: the library's; native: 25, more on GPUs of several nodes."""

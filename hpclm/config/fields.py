@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from hpclm.config.checks import PATH
 from hpclm.config.schema import RunConfig
 
 WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
@@ -35,6 +36,14 @@ def type_of(key: str) -> Any:
             return None
         kind = types_here[part]
     return kind
+
+
+def path_separator(key: str) -> str | None:
+    """What separates paths in one text of a setting that holds paths, empty if one is one path; None for any other setting."""
+    section, _, name = key.rpartition(".")
+    kind: Any = type_of(section) if section else RunConfig
+    named = (field for field in (fields(kind) if is_dataclass(kind) else ()) if field.name == name)
+    return next((field.metadata.get(PATH) for field in named), None)
 
 
 def required(kind: Any) -> Any:

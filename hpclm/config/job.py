@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hpclm.config.checks import Checked, at_least
+from hpclm.config.checks import MOUNTS, PATHS, Checked, at_least
 from hpclm.registry import hint, problem
 
 TEMPLATES = ("srun", "mpirun", "torchrun", "container")
@@ -92,13 +92,13 @@ class JobConfig(Checked):
     restarts: int = 0
     """Restarts of failed ranks inside the allocation (template=torchrun, local runs); 0: the job ends, and is requeued
     if job.requeue is set."""
-    template: str = "srun"
+    template: str = field(default="srun", metadata=PATHS)
     """Job script: srun (with job.container: container), mpirun, torchrun, container, or a path of your own."""
     modules: list[str] = field(default_factory=list)
     """Environment modules to load."""
-    venv: str | None = None
+    venv: str | None = field(default=None, metadata=PATHS)
     """Virtual environment to activate; null: that of hpclm submit."""
-    conda: str | None = None
+    conda: str | None = field(default=None, metadata=PATHS)
     """conda environment to activate, by name or path."""
     setup: list[str] = field(default_factory=list)
     """Shell commands of the job script, run verbatim before the processes start."""
@@ -109,14 +109,14 @@ class JobConfig(Checked):
     """Run a copy of the code, kept in the run directory, in every attempt; false: the current code, with a warning if
     it has changed."""
     env: dict[str, str] = field(default_factory=dict)
-    """Environment variables of all processes. Secrets are refused: export them before you submit."""
-    container: str | None = None
+    """Environment variables of all processes, verbatim. Secrets are refused: export them before you submit."""
+    container: str | None = field(default=None, metadata=PATHS)
     """Image to run in: a .sif file or an image name."""
     runtime: Literal["apptainer", "pyxis", "docker"] = "apptainer"
     """Container runtime."""
-    mounts: list[str] = field(default_factory=list)
+    mounts: list[str] = field(default_factory=list, metadata=MOUNTS)
     """Folders to mount in the container: /data, or /outside:/inside."""
-    hostfile: str | None = None
+    hostfile: str | None = field(default=None, metadata=PATHS)
     """Machines for mpirun, in DeepSpeed's syntax: a line "host slots=8" for each."""
 
     def problems(self) -> Iterator[str]:

@@ -4,16 +4,27 @@ import re
 import typing
 import unicodedata
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from decimal import Decimal
 from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, OmegaConfBaseException
 
+from hpclm import paths
 from hpclm.config import hints, reading, run_file
-from hpclm.config.checks import LARGEST_INTEGER, shown, texts
-from hpclm.config.fields import as_word, as_yaml, flattened, keys, required, split_key, type_of, type_text
+from hpclm.config.checks import LARGEST_INTEGER, PATH, shown, texts
+from hpclm.config.fields import (
+    as_word,
+    as_yaml,
+    flattened,
+    keys,
+    path_separator,
+    required,
+    split_key,
+    type_of,
+    type_text,
+)
 from hpclm.config.schema import RunConfig
 from hpclm.errors import ConfigError
 from hpclm.registry import hint
@@ -47,9 +58,14 @@ def merge(settings: list[Setting], problems: list[str]) -> RunConfig:
     parts: dict[str, Any] = {}
     for field in fields(RunConfig):
         try:
-            parts[field.name] = OmegaConf.to_object(tree[field.name]) if field.name in sections else tree[field.name]
+            if field.name in sections:
+                section = OmegaConf.to_object(tree[field.name])
+                parts[field.name] = _with_homes(section, f"{field.name}.", problems)
+            else:
+                home = field.metadata.get(PATH) == "" and tree[field.name]
+                parts[field.name] = paths.with_home(tree[field.name]) if home else tree[field.name]
         except ConfigError as error:
-            problems += error.problems
+            problems += error.problems if field.name in sections else [f"{field.name}={error}"]
         except OmegaConfBaseException as error:
             problems.append(f"{field.name}: {_unresolved(error)}")
     try:
@@ -136,7 +152,44 @@ def _normal(key: str, kind: Any, value: Any) -> Any:
         for part in (value if isinstance(value, list) else [value])
     ):
         raise ConfigError(f"{key}={shown(value)} must be {expected} of at most {LARGEST_INTEGER:,}")
+    if path_separator(key) is not None:
+        try:
+            return _with_variables(value)
+        except ConfigError as error:
+            raise ConfigError(f"{key}={error}") from None
     return literal(value) if key.startswith("job.") else value
+
+
+def _with_variables(value: Any) -> Any:
+    """The paths of a setting, with environment variables, and with other settings for OmegaConf to insert."""
+    if isinstance(value, list):
+        return [_with_variables(part) for part in value]
+
+    def is_for_omegaconf(inside: str) -> bool:
+        return type_of(inside.strip()) is not None or not re.fullmatch(r"(oc\.env:)?\s*\w+\s*", inside)
+
+    return paths.with_variables(value, is_for_omegaconf) if isinstance(value, str) else value
+
+
+def _with_homes(section: Any, prefix: str, problems: list[str]) -> Any:
+    """A section of settings with home folders in its paths; what is wrong with them is added to ``problems``."""
+    changes = {}
+    for field in fields(section):
+        value, separator = getattr(section, field.name), field.metadata.get(PATH)
+        if separator is not None and value:
+            try:
+                changes[field.name] = _with_home(value, separator)
+            except ConfigError as error:
+                problems += [f"{prefix}{field.name}={problem}" for problem in error.problems]
+    return replace(section, **{name: value for name, value in changes.items() if value != getattr(section, name)})
+
+
+def _with_home(value: Any, separator: str) -> Any:
+    if isinstance(value, list):
+        return [_with_home(part, separator) for part in value]
+    if not separator:
+        return paths.with_home(value)
+    return separator.join(paths.with_home(part) for part in value.split(separator))
 
 
 def _as_a_word(value: bool | None) -> str:
@@ -222,7 +275,7 @@ def _unresolved(error: OmegaConfBaseException) -> str:
     reason = str(error).splitlines()[0]
     if not isinstance(error, InterpolationKeyError):
         return reason
-    return f"{reason}: ${{...}} inserts another setting, such as ${{name}}; environment variables are expanded only in job.setup"
+    return f"{reason}: ${{...}} inserts another setting, such as ${{name}}; environment variables are expanded in paths and in job.setup"
 
 
 def literal(value: Any) -> Any:

@@ -1,19 +1,21 @@
 """A run's config.yaml: all settings, resolved, under a first line that names the version of hpclm that wrote it."""
 
 import re
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hpclm import __version__
 from hpclm.config import reading
+from hpclm.config.fields import path_separator
 from hpclm.config.reading import Content
 from hpclm.config.schema import RunConfig
 from hpclm.errors import ConfigError
 
-FIRST = f"# Every setting of a run of hpclm {__version__}, resolved: a site file is not read again for this one.\n"
+FIRST = f"# Every setting of a run of hpclm {__version__}, resolved: a site file is not read again for it; ~ and $NAME are expanded in paths.\n"
 # older versions did not name themselves
 _FIRST = re.compile(r"# Every setting of a run(?: of hpclm (\S+))?, resolved:")
+_EXPANDS = "$NAME"  # earlier versions took ~ and $ in paths for what they are
 _FOLLOW = "hpclm evaluate RUN --tasks A,B --follow scores each checkpoint beside the run"
 REMOVED: dict[str, tuple[Any, str]] = {
     "checkpoint.files": ("rank", ""),
@@ -93,7 +95,30 @@ def read_settings(path: Path, of_run: bool = False) -> tuple[Content, bool]:
     if lacking and (written is None or written[1] == __version__):
         more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
         raise ConfigError(f"{path} lacks {', '.join(lacking[:5])}{more}; {way_out}")
+    if written and _EXPANDS not in content.text.partition("\n")[0]:
+        content = replace(content, tree=_literal(content.tree))
     return content, written is not None
+
+
+def _literal(tree: dict[Any, Any], section: str = "") -> dict[Any, Any]:
+    """The settings of a file in whose paths nothing is expanded, as they are read now."""
+    literal: dict[Any, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict) and not section:
+            literal[name] = _literal(value, f"{name}.")
+        elif path_separator(f"{section}{name}") is None:
+            literal[name] = value
+        else:
+            listed = isinstance(value, list)
+            literal[name] = [_unexpanded(part) for part in value] if listed else _unexpanded(value)
+    return literal
+
+
+def _unexpanded(path: Any) -> Any:
+    """A path, whose ${ is escaped for OmegaConf already."""
+    if not isinstance(path, str):
+        return path
+    return ("./" if path.startswith("~") else "") + re.sub(r"\$(?=[A-Za-z_])", r"\\$", path)
 
 
 def is_run(folder: Path) -> bool:

@@ -6,10 +6,10 @@ wrong inside it; RunConfig adds contradictions between sections.
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
-from hpclm.config.checks import Checked, at_least, keyed_texts, texts
+from hpclm.config.checks import PATHS, Checked, at_least, keyed_texts, texts
 from hpclm.config.data import DataConfig
 from hpclm.config.engine import EngineConfig, ParallelConfig, unsupported
 from hpclm.config.engine_settings import EngineSettings
@@ -114,7 +114,7 @@ class CheckpointConfig(Checked):
     resume: Literal["auto", "require", "never"] = "auto"
     """auto: from the newest good checkpoint, if any; require: exit with 66 without one; never: refuse a run directory that
     has any."""
-    init_from: str | None = None
+    init_from: str | None = field(default=None, metadata=PATHS)
     """Run directory or checkpoint from which a new run takes only weights."""
     grace_seconds: float = 30.0
     """Seconds from TERM to KILL (Slurm's GraceTime or KillWait); longer saves are not started."""
@@ -142,7 +142,7 @@ class RunConfig(Checked):
 
     name: str = "run"
     """Last part of the default out."""
-    out: str = "runs/${name}"
+    out: str = field(default="runs/${name}", metadata=PATHS)
     """Run directory; its last part is the run's name."""
     seed: int = 1234
     """Seed of initial weights, dropout and sample order."""
@@ -152,7 +152,7 @@ class RunConfig(Checked):
     """Save and exit at every multiple of this step."""
     exit_minutes: float | None = None
     """Save and exit this many minutes after the attempt's processes started; imports and set-up count."""
-    kill_switch: str | None = None
+    kill_switch: str | None = field(default=None, metadata=PATHS)
     """Save and exit when this file exists; it must belong to you or root, and is not deleted."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hpclm import config
+from hpclm import config, paths
 from hpclm.data.indexed import IndexedDataset
 from hpclm.data.order import samples_in, split_bounds
 
@@ -40,11 +40,11 @@ def next_command(prefixes: Sequence[Path], vocab_size: int) -> str:
 def next_tuning_command(prefix: Path, run: str, chat: bool) -> str:
     """``hpclm train`` that goes on from the weights of ``run``, with text or conversations."""
     words = [
-        f"{run}/config.yaml",
+        f"{paths.literal(run)}/config.yaml",
         "name=tuned",
         "out=runs/tuned",
-        f"checkpoint.init_from={run}",
-        f"data.prefix={prefix}",
+        f"checkpoint.init_from={paths.literal(run)}",
+        f"data.prefix={paths.literal(prefix)}",
     ]
     separate = ["data.order=packed", "data.reset_attention_mask=true", "data.reset_position_ids=true"] if chat else []
     return shlex.join(["hpclm", "train", *words, *separate, "optim.lr=1e-5", "optim.min_lr=1e-6", "budget.epochs=3"])
@@ -63,7 +63,7 @@ def _splits(prefix: Path, vocabulary: str) -> Iterator[Choice]:
         bounds = split_bounds(split or data.split, len(sizes), data.order)
         train, valid, _ = (int(sizes[begin:end].sum(dtype="i8")) for begin, end in bounds)
         chosen = [f"data.split={split}"] if split else []
-        yield [f"data.prefix={prefix}", vocabulary, *chosen], train, None if split == "1" else valid
+        yield [f"data.prefix={paths.literal(prefix)}", vocabulary, *chosen], train, None if split == "1" else valid
 
 
 def _parts(prefixes: Sequence[Path], vocabulary: str) -> Iterator[Choice]:

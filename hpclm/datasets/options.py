@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpclm import config, terminal
+from hpclm import config, paths, terminal
 from hpclm.config.data import TOKENIZERS
 from hpclm.data import chat_record, tokenizers
 from hpclm.data.loss_mask import prefix_of
@@ -256,6 +256,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("input").add_argument
     add(
         "--input",
+        type=paths.option,
         nargs="+",
         metavar="FILE",
         help="UTF-8 text or JSONL (also .gz, .zst), .parquet, .arrow, .feather; a folder of them, such as datasets' "
@@ -272,16 +273,25 @@ def _parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("conversations").add_argument
     chat = 'JSONL of {"messages": [{"role", "content"}, ...]} or ShareGPT\'s "conversations"; writes P_chat and P_chat_loss'
-    add("--chat", nargs="+", metavar="FILE", help=chat)
-    add("--chat-template", metavar="FILE", help="default: the run's, or the one beside the tokenizer")
+    add("--chat", type=paths.option, nargs="+", metavar="FILE", help=chat)
+    add(
+        "--chat-template", type=paths.option, metavar="FILE", help="default: the run's, or the one beside the tokenizer"
+    )
     add("--context", type=int, metavar="TOKENS", help="longest conversation; default: the run's model.context")
     too_long = "longer conversations keep their beginning, or are left out; default: cut"
     add("--too-long", choices=["cut", "drop"], help=too_long)
 
     add = parser.add_argument_group("tokenizer").add_argument
     kinds = f"{', '.join(sorted(TOKENIZERS))}, package.module:Name, or a run directory whose tokenizer is used"
-    add("--tokenizer", metavar="KIND", help=kinds)
-    add("--tokenizer-files", nargs="+", default=[], metavar="FILE", help="its files, in the order of `hpclm docs data`")
+    add("--tokenizer", type=paths.option, metavar="KIND", help=kinds)
+    add(
+        "--tokenizer-files",
+        type=paths.option,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="its files, in the order of `hpclm docs data`",
+    )
     add("--eod", metavar="TOKEN", help="the end-of-document token; default: the tokenizer's own")
 
     add = parser.add_argument_group("documents").add_argument
@@ -294,22 +304,29 @@ def _parser() -> argparse.ArgumentParser:
     add("--keep-newlines", action="store_true", help="sentences keep the white space after them")
 
     add = parser.add_argument_group("output").add_argument
-    add("--output-prefix", metavar="P", help="writes P_text_document.bin, .idx and .json (text: the key)")
+    add(
+        "--output-prefix",
+        type=paths.option,
+        metavar="P",
+        help="writes P_text_document.bin, .idx and .json (text: the key)",
+    )
     add("--overwrite", action="store_true", help="replace a dataset of that name")
     add("--workers", type=int, default=1, metavar="N", help="encoding processes, one core each; default: 1")
 
     add = parser.add_argument_group("Megatron's names").add_argument
     add("--tokenizer-type", choices=list(MEGATRON_TYPES), help="GPT2BPETokenizer is --tokenizer gpt2, and so on")
-    add("--vocab-file", "--vocab", metavar="FILE", help="GPT-2's vocab.json, BERT's vocab.txt")
-    add("--merge-file", metavar="FILE", help="GPT-2's merges.txt")
-    add("--tokenizer-model", metavar="FILE", help="sentencepiece's .model")
+    add("--vocab-file", "--vocab", type=paths.option, metavar="FILE", help="GPT-2's vocab.json, BERT's vocab.txt")
+    add("--merge-file", type=paths.option, metavar="FILE", help="GPT-2's merges.txt")
+    add("--tokenizer-model", type=paths.option, metavar="FILE", help="sentencepiece's .model")
     add("--dataset-impl", choices=["mmap"], default="mmap", help="the layout, which all versions of Megatron read")
 
     add = parser.add_argument_group("fairseq-preprocess's names (documents are lines)").add_argument
     add("--only-source", action="store_true", help="one language; needed")
-    add("--trainpref", metavar="FILE", help="writes D/train")
-    add("--validpref", metavar="FILE[,FILE...]", help="writes D/valid, D/valid1, ...")
-    add("--testpref", metavar="FILE[,FILE...]", help="writes D/test, D/test1, ...")
-    add("--destdir", metavar="D", help="folder of the datasets and dict.txt; default: data-bin")
-    add("--srcdict", metavar="FILE", help="a dict.txt; default: count the words of the training text")
+    add("--trainpref", type=paths.option, metavar="FILE", help="writes D/train")
+    add("--validpref", type=paths.option_paths, metavar="FILE[,FILE...]", help="writes D/valid, D/valid1, ...")
+    add("--testpref", type=paths.option_paths, metavar="FILE[,FILE...]", help="writes D/test, D/test1, ...")
+    add("--destdir", type=paths.option, metavar="D", help="folder of the datasets and dict.txt; default: data-bin")
+    add(
+        "--srcdict", type=paths.option, metavar="FILE", help="a dict.txt; default: count the words of the training text"
+    )
     return parser

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpclm import log
+from hpclm import log, paths
 from hpclm.data import tokenizers
 from hpclm.datasets.encode import read_texts
 from hpclm.datasets.inputs import LONGEST, MB, chunks, find
@@ -99,7 +99,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = ArgumentParser(prog="hpclm train-tokenizer", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     texts = "what hpclm preprocess --input takes"
-    add("--input", nargs="+", required=True, metavar="FILE", help=texts)
+    add("--input", type=paths.option, nargs="+", required=True, metavar="FILE", help=texts)
     documents = (
         "documents: JSON objects, lines or files; default: jsonl for .jsonl, .ndjson, .json and tables, otherwise lines"
     )
@@ -107,7 +107,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     add("--json-key", "--column", metavar="KEY", help="key, or column, of the text; default: text")
     add("--longest-line", type=int, default=LONGEST, metavar="MB", help=LONGEST_LINE)
     output = "x.json: byte-level BPE, with <|endoftext|>; x.model: sentencepiece"
-    add("--output", required=True, metavar="FILE", help=output)
+    add("--output", type=paths.option, required=True, metavar="FILE", help=output)
     add("--kind", choices=["bpe", "unigram"], default="bpe", help="unigram is for x.model only")
     size = "maximum number of entries, including special ones"
     add("--vocab-size", type=int, required=True, metavar="N", help=size)

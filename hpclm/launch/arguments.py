@@ -6,12 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpclm import cli, config, shipped
+from hpclm import cli, config, paths, shipped
 from hpclm.config import JobConfig, RunConfig
 from hpclm.config.fields import docs
 from hpclm.config.job import TEMPLATES
 from hpclm.diagnostics import report
-from hpclm.errors import ConfigError
 from hpclm.launch import sweep
 from hpclm.training import records
 
@@ -56,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add = options.add_argument
     add("settings", nargs="*", metavar="FILE | key=value", help="settings file or preset (default: debug), overrides")
-    add("--config", metavar="FILE", help="the settings file, as an option")
+    add("--config", type=paths.option, metavar="FILE", help="the settings file, as an option")
     job = options.add_argument_group("resources", "Each option overrides the setting job.NAME.")
     for flags, name in FLAGS.items():
         text = explained.get(name, f"job.{name}").partition(". ")[0].replace("%", "%%")
@@ -65,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     more = "another option of sbatch: reservation=course"
     job.add_argument("--sbatch", metavar="NAME[=VALUE]", help=more, **repeated)
     bad = "exclude nodes that failed the preflight checks of this run, or corrupted its state"
-    job.add_argument("--exclude-bad", metavar="RUN", help=bad, **repeated)
+    job.add_argument("--exclude-bad", type=paths.option, metavar="RUN", help=bad, **repeated)
     values = "submit a separate run for each value; for each combination if repeated"
     several = options.add_argument_group("several runs")
     several.add_argument("--sweep", "--array", metavar="key=a,b,c", help=values, **repeated)
@@ -93,9 +92,9 @@ def compose(args: argparse.Namespace, variant: sweep.Variant, typed: Sequence[st
     """The settings of one run, with absolute paths; ``typed`` is the command line."""
     words = [*args.settings]
     if args.config:
-        words.insert(0, args.config)
+        words.insert(0, paths.literal(args.config))
     if not any(not config.compose.is_override(word) for word in words):
-        words.insert(0, str(DEFAULT))
+        words.insert(0, paths.literal(DEFAULT))
     given = {key: value for key, value in vars(args).items() if key.startswith("job.") and value is not None}
     words += [f"{key}={value}" for key, value in given.items()]
     for word in args.sbatch:
@@ -115,10 +114,7 @@ def whole(run: RunConfig) -> RunConfig:
     """``run`` with absolute paths."""
 
     def absolute(path: str) -> str:
-        try:
-            return str(Path(path).expanduser().absolute())
-        except RuntimeError:  # ~NAME of a user that does not exist
-            raise ConfigError(f"{path}: there is no such home folder") from None
+        return str(Path(path).absolute())
 
     job = run.job
     job = replace(job, hostfile=job.hostfile and absolute(job.hostfile), venv=job.venv and absolute(job.venv))

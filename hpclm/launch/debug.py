@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from hpclm import config as settings
-from hpclm import files
+from hpclm import files, paths
 from hpclm.config import DataConfig, RunConfig
 from hpclm.config.data import OF_FILES
 from hpclm.config.fields import as_word
@@ -74,7 +74,7 @@ def overrides(config: RunConfig) -> list[str]:
     """What debugging changes in the settings, as key=value words."""
     micro = min(config.batch.micro_size or MICRO, MICRO)
     values: dict[str, object] = {
-        "out": f"{Path(config.out)!s}-debug",
+        "out": paths.literal(f"{Path(config.out)!s}-debug"),
         "stop_at": min(config.stop_at or STEPS, STEPS),
         "job.nodes": 1,
         "job.gpus": 1,

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from hpclm import paths
 from hpclm.config import JobConfig, RunConfig
 from hpclm.distributed import network
 from hpclm.errors import ConfigError
@@ -55,7 +56,7 @@ def check(config: RunConfig) -> None:
 
 def train(path: Path) -> tuple[str, ...]:
     """The command of every rank."""
-    return python.command("hpclm.train", str(path.absolute()))
+    return python.command("hpclm.train", paths.literal(path.absolute()))
 
 
 def process_count(config: RunConfig, found: int) -> int:

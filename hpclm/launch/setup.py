@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from hpclm import shipped
+from hpclm import paths, shipped
 from hpclm.config import JobConfig, RunConfig
 from hpclm.config.job import TEMPLATES
 from hpclm.errors import ConfigError
@@ -64,7 +64,7 @@ def lines(config: RunConfig, path: Path, folders: Iterable[Path] = ()) -> Iterat
         yield from [f"sees='{python.SEES}'", HIDDEN] * (job.template not in TEMPLATES)
     if job.container:
         yield f"inside=({_container(config, path, list(folders))})"
-    yield f"set -- {shlex.quote(str(path))}"
+    yield f"set -- {shlex.quote(paths.literal(path))}"
 
 
 def _python(job: JobConfig) -> Iterator[str]:

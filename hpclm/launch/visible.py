@@ -29,8 +29,8 @@ def _missing(job: JobConfig) -> Iterator[tuple[str, Path]]:
     if "://" not in image and (job.runtime == "apptainer" or image.startswith("/")) and job.runtime != "docker":
         paths.append(("job.container", image))
     for setting, text in paths:
-        path = Path(text or "/").expanduser().absolute()
-        if "$" not in str(path) and not path.exists():
+        path = Path(text or "/").absolute()
+        if not path.exists():
             yield f"{setting}: {path}", path
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import contextmanager
 from pathlib import Path
 
-from hpclm import files
+from hpclm import files, paths
 from hpclm.errors import ConfigError
 from hpclm.node import parent, python
 
@@ -174,7 +174,7 @@ def site_file(env: Mapping[str, str] = os.environ) -> Path | None:
     """
     named = env.get("HPCLM_SITE")
     if named is not None:
-        return Path(named) if named else None
+        return Path(paths.expanded(named)) if named else None
     folder = env.get("XDG_CONFIG_HOME", "")
     home = Path(env.get("HOME") or "/nonexistent")
     usual = (Path(folder) if folder.startswith("/") else home / ".config") / "hpclm" / "site.yaml"

@@ -93,7 +93,7 @@ def test_settings_files_hold_only_what_differs_from_the_defaults():
         "optim.schedule_length=5": "optim.warmup=10 must be less than optim.schedule_length=5",
         "optim.warmup_start=1": "optim.warmup_start=1.0 must not be more than optim.lr=0.003",
         "seed=-1": "seed=-1 must be at least 0",
-        "out=${nope}": "Interpolation key 'nope' not found",
+        "out=${nope}": "there is neither a setting nor an environment variable nope",
         "out=": "out is empty",
         "x=[": "not a YAML value",
     }.items(),

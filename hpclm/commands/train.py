@@ -66,6 +66,7 @@ def start(
     ``resume_step``: the step of the checkpoint to continue from, instead of the newest. ``quiet``: print warnings only.
     ``began``: when the attempt began, in seconds since 1970; None: now.
     """
+    threads.note_cores()
     code.check_snapshot()
     wrong = (
         settings.missing()

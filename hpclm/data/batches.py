@@ -17,7 +17,7 @@ from torch import Tensor
 from hpclm.config import DataConfig, ModelConfig, Plan
 from hpclm.data.sources import PADDING, Samples, needs_eod
 from hpclm.errors import ConfigError
-from hpclm.node import hardware
+from hpclm.node import hardware, threads
 from hpclm.parallel.mesh import ALONE, Axis, Mesh
 from hpclm.parallel.sequence import take
 
@@ -39,6 +39,12 @@ class Batch(NamedTuple):
             return self
         mask, positions = (x if x is None else take(x, axis) for x in (self.loss_mask, self.positions))
         return Batch(take(self.tokens, axis), take(self.labels, axis), mask, positions, self.documents)
+
+
+def _begin(device: torch.device) -> None:
+    """Prepare a thread that reads ahead: it pins memory, and must not wait for the core of the main thread."""
+    threads.unbind()
+    hardware.use(device)
 
 
 class Batches:
@@ -64,7 +70,7 @@ class Batches:
             self._read_step,
             lambda consumed: consumed + plan.batch_size(consumed),
             data.workers,
-            partial(hardware.use, device),  # its threads pin memory
+            partial(_begin, device),
         )
 
     def step(self, consumed: int) -> list[Batch]:

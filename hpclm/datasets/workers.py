@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from hpclm.errors import HpclmError
 from hpclm.files import reader, temporary_folder
+from hpclm.node import threads
 from hpclm.node.python import safe_children
 
 Work = TypeVar("Work")
@@ -84,6 +85,7 @@ def _begin() -> None:
     """In a worker: exit when the parent does, however it ends; and warn of nothing, since the parent, which loads the same
     tokenizer, has done so."""
     logging.disable(logging.WARNING)
+    threads.unbind()
     parent = multiprocessing.parent_process()
 
     def wait() -> None:

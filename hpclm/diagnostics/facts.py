@@ -46,7 +46,7 @@ VARIABLES = re.compile("CUDA|GLOO_|LD_LIB|LOCAL_|MASTER_|NCCL_|OMP|PMI|RANK|SLUR
 
 def of_process(launcher: str, env: Mapping[str, str] = os.environ) -> Facts:
     """The node at this moment, and versions; PyTorch is not loaded."""
-    allowed = os.sched_getaffinity(0)
+    allowed = threads.noted_cores(env)
     return {
         "node": node_name(launcher, env),
         "host": socket.gethostname(),
@@ -57,6 +57,9 @@ def of_process(launcher: str, env: Mapping[str, str] = os.environ) -> Facts:
         **{name: version(name) for name in DECISIVE},
         "visible": env.get("CUDA_VISIBLE_DEVICES"),
         "cores": f"{ranges(allowed)} ({threads.physical(allowed)} physical) of {os.cpu_count()}",
+        "main_cores": ranges(os.sched_getaffinity(os.getpid())),
+        "cores_of_job": threads.available(env),
+        "binding": threads.binding(env),
         "shm": shutil.disk_usage("/dev/shm")._asdict() if Path("/dev/shm").is_dir() else None,
         "driver": driver(),
     }
@@ -118,6 +121,7 @@ def pytorch() -> Facts:
     import torch
     from torch.utils import collect_env
 
+    torch.zeros(1 << 20).add_(1)  # in parallel: the OpenMP threads begin
     reported = {name: str(value) for name, value in collect_env.get_env_info()._asdict().items() if name != "cpu_info"}
     names, broken = [], []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -130,6 +134,8 @@ def pytorch() -> Facts:
         "device_name": names[0] if names else "CPU",
         "gpus": len(names),
         "broken": broken,
+        "main_cores": ranges(os.sched_getaffinity(os.getpid())),
+        "computing_cores": ranges(threads.computing_cores()),
         "collect_env": {name: value for name, value in reported.items() if value not in ("None", "N/A")},
     }
 

@@ -62,6 +62,7 @@ def check(
             *verdict.agreement(ranks),
             *verdict.devices(ranks),
             *verdict.memory(ranks),
+            *verdict.cores(ranks),
             *verdict.disks(str(out), disks, room),
             *verdict.links(links),
         ]

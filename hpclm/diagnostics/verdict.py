@@ -3,6 +3,7 @@
 Everything here is a pure function of gathered facts.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from statistics import median_high
 from typing import Any
 
 from hpclm.diagnostics.facts import DECISIVE, Facts
+from hpclm.terminal import ranges
 
 AGREE = ("hpclm", "python", "torch", "cuda", "nccl", *DECISIVE, "driver", "device_name")
 SHM = 32 << 20  # bytes of /dev/shm for each process: NCCL and MPI keep their buffers there
@@ -80,6 +82,13 @@ def hints(facts: Facts) -> Iterator[str]:
     """What will not stop a run of one process, but may surprise its user."""
     if facts["torch"] and not facts.get("import_failures"):
         yield from facts.get("outside", ())
+    after, variables = facts.get("main_cores", ""), facts.get("binding")
+    if variables and facts["torch"] and numbers(after) < numbers(facts["cores"].partition(" (")[0]):
+        yield (
+            f"{variables}: importing PyTorch binds the main thread to core{'s' * (len(numbers(after)) > 1)} {after} of "
+            f"{facts['cores'].partition(' (')[0]}, and OpenMP computes on {facts['computing_cores']}; all processes of a node are bound "
+            "to the same ones, unless their launcher gives them different cores"
+        )
     if facts["torch"] and facts["driver"] and not facts["gpus"]:
         yield (
             f"this machine has GPUs (driver {facts['driver']}), but PyTorch, built for CUDA {facts['cuda']}, sees none, with "
@@ -151,6 +160,33 @@ def memory(ranks: Sequence[Facts]) -> list[Finding]:
             )
             findings.append(warning(text))
     return findings
+
+
+def cores(ranks: Sequence[Facts]) -> list[Finding]:
+    """Ranks whose main threads are bound to the same core, where the cores of the node would do for all, or for fewer on that one."""
+    findings = []
+    for node, members in nodes_of(ranks).items():
+        bound = {rank: frozenset(numbers(ranks[rank]["main_cores"])) for rank in members}
+        available = ranks[members[0]]["cores_of_job"]
+        unavoidable = max(1, math.ceil(len(members) / available))
+        for shared in sorted(set(bound.values()), key=lambda own: (len(own), min(own, default=0))):
+            crowd = [rank for rank in members if bound[rank] <= shared]
+            if len(crowd) <= len(shared) * unavoidable:
+                continue
+            cause = ranks[crowd[0]]["binding"] or "as their launcher started them"
+            text = (
+                f"ranks {ranges(crowd)} on {node} are all bound to core{'s' * (len(shared) > 1)} {ranges(shared)} ({cause}), of "
+                f"{available} that the job has there: they wait for one another. Leave out such variables, or give each rank cores of "
+                "its own: srun --cpu-bind=cores with job.cpus_per_task, mpirun --bind-to core"
+            )
+            findings.append(warning(text))
+    return findings
+
+
+def numbers(text: str) -> set[int]:
+    """The numbers of ``ranges``: 0-2,5 -> 0, 1, 2, 5."""
+    ends = [[int(end) for end in part.split("-")] for part in text.split(",") if part]
+    return {number for first, *last in ends for number in range(first, (last or [first])[0] + 1)}
 
 
 def disks(out: str, probed: Mapping[str, Mapping[str, Any]], room: int) -> list[Finding]:

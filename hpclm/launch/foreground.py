@@ -16,7 +16,7 @@ from types import FrameType
 from hpclm import files
 from hpclm.config import RunConfig
 from hpclm.errors import REQUEUE, HpclmError
-from hpclm.node import import_errors, preemption, processes
+from hpclm.node import import_errors, preemption, processes, threads
 from hpclm.node.parent import signal_at_death_of_parent
 from hpclm.rundir import submissions
 from hpclm.rundir.submissions import Submission
@@ -95,6 +95,7 @@ def contained(work: Callable[[], int], log: Path) -> int:
             try:
                 for number, handle in streams.items():
                     os.dup2(handle, number)
+                threads.unbind()  # PyTorch may have been loaded
                 os.setsid()  # Ctrl-C in a terminal reaches the parent only
                 preemption.end_at_once()  # also by Ctrl-C, while PyTorch is imported
                 processes.adopt_orphans()

@@ -6,11 +6,12 @@ ended on purpose are not restarted. For that each rank leaves its exit code in t
 (``restart.note``).
 """
 
-from hpclm.node import import_errors, preemption
+from hpclm.node import import_errors, preemption, threads
 
 if __name__ == "__main__":  # before the other imports, which take a while
     import_errors.report_uncaught()
     preemption.catch_from_the_start("train")
+    threads.note_cores()
 
 import argparse
 import json
@@ -44,7 +45,7 @@ from hpclm.distributed import bootstrap, network, restart
 from hpclm.distributed.signed import SECRET
 from hpclm.errors import REQUEUE
 from hpclm.launch.foreground import Forward
-from hpclm.node import parent, processes, python, threads
+from hpclm.node import parent, processes, python
 
 FINAL = (64, 66, 75, 93)
 """Exit codes of a rank that must not be restarted; neither must one that has saved and exits with 85."""
@@ -136,6 +137,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     args = parser.parse_args(argv)
+    threads.unbind()
     os.environ.setdefault("OMP_NUM_THREADS", str(threads.per_process(args.nproc_per_node, env={})))
     processes.adopt_orphans()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # srun sends it when the launcher of another node exits
@@ -153,6 +155,7 @@ def main(argv: list[str]) -> int:
 
 def launch(command: Sequence[str], nodes: int, ranks: int, restarts: int, **rendezvous: Any) -> int:
     """Run this node's ``ranks`` to their end; the exit code."""
+    threads.unbind()  # or the ranks would begin with the core to which PyTorch may have bound this process
     os.environ[parent.PID] = f"{rendezvous['run_id']} {os.getpid()}"
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks log what happened
     with files.temporary_folder() as folder:

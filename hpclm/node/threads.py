@@ -2,11 +2,16 @@
 
 import os
 import resource
-from collections.abc import Collection, Mapping
+import threading
+from collections.abc import Collection, Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 
 SYS = Path("/sys")
+CORES = "HPCLM_CORES"
+"""Variable with the PID of a process of hpclm and the cores that it could use when it began, for itself and what it starts."""
+BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+"""Variables by which an OpenMP runtime binds threads to cores: PyTorch's binds the main thread as soon as it is loaded."""
 
 
 def per_process(local_size: int, env: Mapping[str, str] = os.environ, system: Path = SYS) -> int:
@@ -18,7 +23,7 @@ def per_process(local_size: int, env: Mapping[str, str] = os.environ, system: Pa
     chosen = env.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if chosen.isdigit() and int(chosen):
         return int(chosen)
-    allowed = os.sched_getaffinity(0)
+    allowed = noted_cores(env)
     cores = physical(allowed, system)
     given = env.get("SLURM_CPUS_PER_TASK", "")
     if given.isdigit() and int(given):
@@ -53,12 +58,75 @@ def physical(cores: Collection[int], system: Path = SYS) -> int:
     return len(siblings)
 
 
+def note_cores(env: MutableMapping[str, str] = os.environ) -> None:
+    """Note the cores that this process may use, before PyTorch is loaded, which may bind its main thread to one; the first call in
+    a process counts."""
+    if env.get(CORES, "").partition(" ")[0] != str(os.getpid()):
+        env[CORES] = f"{os.getpid()} {','.join(map(str, sorted(os.sched_getaffinity(0))))}"
+
+
+def noted_cores(env: Mapping[str, str] = os.environ) -> set[int]:
+    """The cores that this process could use when it began, or the process that started it; without a note of these, those of now."""
+    pid, _, cores = env.get(CORES, "").partition(" ")
+    noted = (
+        {int(core) for core in cores.split(",") if core.isdigit()}
+        if pid in map(str, (os.getpid(), os.getppid()))
+        else set()
+    )
+    return noted or os.sched_getaffinity(0)
+
+
+def unbind(env: Mapping[str, str] = os.environ) -> None:
+    """Let the calling thread, and what it starts, use all these cores again: it has inherited those of a main thread that the OpenMP
+    runtime has bound."""
+    with suppress(OSError):
+        os.sched_setaffinity(0, noted_cores(env))
+
+
+def computing_cores(env: Mapping[str, str] = os.environ) -> set[int]:
+    """The cores on which the main thread and the OpenMP threads of this process compute, as the kernel has them; call it after the
+    first parallel operation, which starts these threads."""
+    noted, main = noted_cores(env), os.sched_getaffinity(os.getpid())
+    if main == noted:
+        return main
+    cores = set(main)
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has just ended
+            allowed = os.sched_getaffinity(int(task.name))
+            cores |= (
+                allowed if allowed != noted else set()
+            )  # those that began before the runtime was loaded have all cores
+    return cores
+
+
+def binding(env: Mapping[str, str] = os.environ) -> str:
+    """The variables that bind OpenMP threads, with their values; empty without any."""
+    return ", ".join(f"{name}={env[name]}" for name in BINDING if env.get(name))
+
+
+def available(env: Mapping[str, str] = os.environ) -> int:
+    """How many cores of this machine the processes of the job may use, whatever this one is bound to."""
+
+    def ask() -> None:  # a thread of its own, since it would stay unbound
+        with suppress(OSError):
+            os.sched_setaffinity(0, range(os.cpu_count() or 1))
+        allowed.update(os.sched_getaffinity(0))
+
+    allowed = set[int]()
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    job = env.get("SLURM_CPUS_ON_NODE", "")
+    return min(len(allowed), int(job) if job.isdigit() and int(job) else len(allowed))
+
+
 def prepare() -> None:
     """Let idle OpenMP threads sleep, unless the user chose otherwise, and raise the soft limit of open files to the hard one.
 
     Called before torch is loaded. Spinning threads that share their core with another process make a step ten times as slow;
     a blend keeps several files open for each of its datasets.
     """
+    note_cores()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(ValueError, OSError):

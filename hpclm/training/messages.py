@@ -1,6 +1,7 @@
 """What a run's log says of the run as a whole: at its start and at its end."""
 
 import logging
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from hpclm.config.length import inside_warmup
 from hpclm.config.plan import Length
 from hpclm.distributed.context import DistributedContext
 from hpclm.model import attention_backend, count
-from hpclm.node import apex, hardware
+from hpclm.node import apex, hardware, threads
 from hpclm.rundir import saved
+from hpclm.terminal import ranges
 from hpclm.training.control import RunControl
 
 logger = logging.getLogger(__name__)
@@ -23,6 +25,18 @@ logger = logging.getLogger(__name__)
 def device(device: torch.device, dtype: torch.dtype, products: str) -> None:
     """Log what the run computes on, and in which types; ``products``: how fp32 products run."""
     logger.info("%s, %s; fp32 matmuls: %s", hardware.describe(device), str(dtype).removeprefix("torch."), products)
+    main, noted, computing = os.sched_getaffinity(os.getpid()), threads.noted_cores(), threads.computing_cores()
+    omp_threads = torch.get_num_threads()
+    if main != noted:
+        text = "%s binds the main thread to core%s %s of %s, and OpenMP's threads (%d) to %s"
+        names = (threads.binding() or "a library", "s" * (len(main) > 1), ranges(main), ranges(noted))
+        logger.info(text, *names, omp_threads, ranges(computing))
+    if device.type == "cpu" and len(computing) < min(omp_threads, len(noted)):
+        text = (
+            "%d OpenMP threads share core%s %s, though this process may use %s; set OMP_NUM_THREADS=%d, or leave out %s"
+        )
+        share = (omp_threads, "s" * (len(computing) > 1), ranges(computing), ranges(noted), len(computing))
+        logger.warning(text, *share, threads.binding() or "what binds them")
 
 
 def hello(config: RunConfig, plan: Plan, context: DistributedContext, length: Length, samples: int) -> None:

@@ -134,3 +134,26 @@ def test_gpus_that_pytorch_does_not_see_are_a_hint():
     assert hint.startswith("this machine has GPUs (driver 550), but PyTorch, built for CUDA None") and not list(
         verdict.problems(own)
     )
+
+
+BOUND = {
+    "all may run anywhere": (["0-1"] * 4, 2, []),
+    "one each": (["0", "1"], 2, []),
+    "more ranks than cores, evenly": (["0", "1", "0", "1"], 2, []),
+    "both on the first of two": (["0", "0"], 2, [("0-1", "core 0")]),
+    "more on one than there must be": (["0", "0", "0", "1"], 2, [("0-2", "core 0")]),
+    "one core for all": (["0", "0", "0"], 1, []),
+    "two pairs": (["0-3", "0-3", "4-7", "4-7"], 8, []),
+    "all in a corner": (["0-1", "0-1", "0-1"], 8, [("0-2", "cores 0-1")]),
+    "one is free": (["0", "0-7"], 8, []),
+    "two bound, one free": (["3", "3", "0-3"], 4, [("0-1", "core 3")]),
+}
+
+
+@pytest.mark.parametrize("bound, available, shared", BOUND.values(), ids=BOUND)
+def test_ranks_that_share_a_core_without_need_are_named(bound, available, shared):
+    ranks = [rank("a", main_cores=cores, cores_of_job=available, binding="OMP_PROC_BIND=true") for cores in bound]
+    texts = [finding.text for finding in verdict.cores(ranks)]
+    assert [text.split(" (OMP_PROC_BIND=true), of ")[0] for text in texts] == [
+        f"ranks {who} on a are all bound to {cores}" for who, cores in shared
+    ]

@@ -1,8 +1,12 @@
+import json
 import os
+import subprocess
+import sys
 
 import pytest
 
 from hpclm.node import threads
+from tests.runs import ROOT
 
 MINE = os.sched_getaffinity(0)
 CORES = os.cpu_count()
@@ -42,3 +46,46 @@ def test_a_process_is_bound_if_srun_or_mpirun_gave_it_a_part_of_the_jobs_cores()
     assert threads.bound(range(CORES - 1), env)
     assert not threads.bound(range(CORES - 1), {})  # a taskset around all of them
     assert not threads.bound(range(CORES - 1), env | {"TORCHELASTIC_RUN_ID": "x"})
+
+
+BOUND = """
+import json, os, threading
+from hpclm.node import threads
+threads.note_cores()
+import torch
+torch.zeros(1 << 20).add_(1)
+def helper():
+    threads.unbind()
+    answers.append(sorted(os.sched_getaffinity(0)))
+answers = []
+thread = threading.Thread(target=helper)
+thread.start()
+thread.join()
+left = sorted(os.sched_getaffinity(0))
+print(json.dumps([sorted(threads.noted_cores()), left, answers[0], sorted(threads.computing_cores()), threads.available()]))
+"""
+
+
+@pytest.mark.skipif(len(MINE) < 2, reason="needs two cores")
+@pytest.mark.parametrize(
+    "variables, main, computing",
+    [
+        ({}, sorted(MINE), sorted(MINE)),
+        ({"OMP_PROC_BIND": "true"}, sorted(MINE)[:1], sorted(MINE)),
+        ({"GOMP_CPU_AFFINITY": str(max(MINE))}, [max(MINE)], [max(MINE)]),
+    ],
+)
+def test_what_an_openmp_runtime_binds_is_read_from_the_kernel_and_helpers_are_not_bound(variables, main, computing):
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run([sys.executable, "-c", BOUND], env=env | variables, cwd=ROOT, capture_output=True, text=True)
+    assert json.loads(done.stdout) == [sorted(MINE), main, sorted(MINE), computing, len(MINE)], done.stderr
+
+
+def test_a_note_of_another_process_does_not_count():
+    assert threads.noted_cores({"HPCLM_CORES": "1 7"}) == MINE
+    assert threads.noted_cores({"HPCLM_CORES": f"{os.getpid()} 7,9"}) == {7, 9}
+    env = {"HPCLM_CORES": f"{os.getpid()} 7"}
+    threads.note_cores(env)
+    assert env["HPCLM_CORES"] == f"{os.getpid()} 7"
+    threads.note_cores(env := {"HPCLM_CORES": "1 7"})
+    assert threads.noted_cores(env) == MINE

@@ -1,6 +1,7 @@
 """Merge settings into one RunConfig, collecting every problem. The only file that imports omegaconf."""
 
 import re
+import sys
 import typing
 import unicodedata
 from contextlib import suppress
@@ -85,7 +86,13 @@ def _set(tree: Any, key: str, value: Any) -> None:
     if is_dataclass(kind):
         raise ConfigError(f"{key} is a section; set its fields, such as {key}.{fields(kind)[0].name}=…")
     if any(re.search("[\0\ud800-\udfff]", text) for text in texts(value)):  # NUL bytes and lone surrogates
-        raise ConfigError(f"{shown_setting(key, value)} contains a character that cannot be stored in a file")
+        encoding = sys.getfilesystemencoding()
+        ways = (
+            ""
+            if encoding == "utf-8"
+            else f": this process reads {encoding}, not UTF-8; export PYTHONUTF8=1 or LC_ALL=C.UTF-8"
+        )
+        raise ConfigError(f"{shown_setting(key, value)} contains a character that cannot be stored in a file{ways}")
     mapping, name = split_key(key)
     if typing.get_origin(type_of(mapping)) is dict:
         _add_to_mapping(tree, mapping, {name: value} if name else value)

@@ -134,10 +134,12 @@ def interface_of(address: str) -> str | None:
 
 
 def check_interface(chosen: str | None, env: Mapping[str, str] = os.environ) -> None:
-    """ConfigError if this machine lacks the interface ``chosen`` by cluster.interface, unless gloo's own variable names another."""
-    names = [name for _, name in socket.if_nameindex()]
-    if chosen and "GLOO_SOCKET_IFNAME" not in env and chosen not in names:
-        raise ConfigError(f"cluster.interface={chosen}: {socket.gethostname()} has only {', '.join(names)}")
+    """ConfigError if this machine lacks the interface ``chosen`` by cluster.interface, or what gloo's own variable names instead."""
+    names, variable = [name for _, name in socket.if_nameindex()], env.get("GLOO_SOCKET_IFNAME")
+    setting = f"GLOO_SOCKET_IFNAME={variable}" if variable else f"cluster.interface={chosen}"
+    if (variable or chosen) and any(name not in names for name in (variable or chosen or "").split(",")):
+        way_out = " (it may be left over from another machine: unset it, or set cluster.interface)" if variable else ""
+        raise ConfigError(f"{setting}: {socket.gethostname()} has only {', '.join(names)}{way_out}")
 
 
 def use_interface(chosen: str | None, outward: str | None, env: MutableMapping[str, str] = os.environ) -> None:

@@ -23,7 +23,11 @@ def explained(error: BaseException) -> str | None:
         if isinstance(part, ModuleNotFoundError) and part.name in shadows.REQUIRED:
             return f"hpclm needs {part.name}, which {sys.executable} does not have{_remedy(part.name)}"
         if isinstance(part, ImportError | OSError) and (libraries := _shared_libraries(str(part))):
-            return f"{reason}; {libraries}"
+            about = [line.strip() for line in str(part).splitlines() if ".so" in line]
+            return f"{type(part).__name__}: {about[0]}; {libraries}"
+        home = os.environ.get("PYTHONHOME")
+        if home and isinstance(part, ImportError) and _top(part.name or "").lstrip("_") in sys.stdlib_module_names:
+            return f"{reason}; PYTHONHOME={home} makes {sys.executable} look for Python's own library there: unset PYTHONHOME"
     return None
 
 

@@ -12,6 +12,7 @@ from hpclm.api import values
 from hpclm.config import fields, hints
 from hpclm.config.checks import shown
 from hpclm.errors import MACHINE, REFUSED, ConfigError, HpclmError, Interrupted
+from hpclm.node import import_errors
 from hpclm.registry import hint
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -73,6 +74,12 @@ def checked(function: Function) -> Function:
             raise
         except KeyboardInterrupt:
             raise Interrupted(f"{name} was interrupted") from None
+        except HpclmError:
+            raise
+        except Exception as error:
+            if reason := import_errors.explained(error):
+                raise ConfigError(reason) from None
+            raise
 
     return cast(Function, call)
 

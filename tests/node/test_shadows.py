@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from hpclm.distributed import network
+from hpclm.errors import ConfigError
 from hpclm.launch import setup
 from hpclm.node import import_errors, python, shadows
 from tests.runs import PATIENCE, ROOT
@@ -58,6 +60,35 @@ def test_the_current_folder_counts_where_PYTHONPATH_has_an_empty_entry_or_python
         command = [sys.executable, "-c", "import hpclm; hpclm.train"]
         done = subprocess.run(command, cwd=tmp_path, env=CALM | {"PYTHONPATH": path}, capture_output=True, text=True)
         assert f"ImportError: yaml comes from {tmp_path}/yaml.py ({source}" in done.stderr
+
+
+def test_in_python_a_library_that_is_imported_late_is_named_too(tmp_path):
+    (tmp_path / "tqdm.py").write_text("")
+    code = f"import hpclm\ntry: hpclm.train('debug', out='{tmp_path}/run')\nexcept hpclm.ConfigError as e: print(e)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=CALM, capture_output=True, text=True)
+    assert done.stdout.startswith(f"tqdm comes from {tmp_path}/tqdm.py (the current folder, {tmp_path}) instead of ")
+
+
+def test_a_PYTHONHOME_of_another_python_is_named(plain_python):
+    library = Path(plain_python).parents[1] / "lib" / VERSION
+    (library / "lib-dynload").unlink()
+    try:
+        done = hpclm("--help", PYTHONHOME=str(library.parents[1]))
+    finally:
+        (library / "lib-dynload").symlink_to(Path(os.__file__).parent / "lib-dynload")
+    assert done.returncode == 64 and done.stderr.count("\n") == 1 and "unset PYTHONHOME" in done.stderr
+
+
+def test_a_path_that_the_encoding_cannot_have_is_refused_with_the_way_out(tmp_path):
+    env = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = hpclm("train", "debug", f"out={tmp_path}/中文", **env)
+    assert done.returncode == 64 and "this process reads ascii, not UTF-8; export PYTHONUTF8=1" in done.stderr
+
+
+def test_an_interface_that_gloo_s_variable_names_must_exist():
+    with pytest.raises(ConfigError, match=r"^GLOO_SOCKET_IFNAME=ib7: .* has only lo.*left over from another machine"):
+        network.check_interface("lo", {"GLOO_SOCKET_IFNAME": "ib7"})
+    network.check_interface("ib7", {"GLOO_SOCKET_IFNAME": "lo"})
 
 
 def test_an_error_in_code_of_the_users_own_is_not_blamed_on_its_folder(tmp_path):

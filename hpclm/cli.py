@@ -13,6 +13,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -354,5 +355,15 @@ def _open_streams() -> None:
 
 
 def entry() -> None:
-    """The ``hpclm`` command."""
-    raise SystemExit(run(_dispatch))
+    """The ``hpclm`` command. Of one that a signal has ended nothing is taken down, which takes PyTorch seconds; ``train`` is, for its
+    libraries and their processes."""
+    try:
+        code: str | int | None = run(_dispatch)
+    except SystemExit as error:
+        code = error.code
+    if code in [128 + number for number in interruption.SIGNALS] and sys.argv[1:2] != ["train"]:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(int(code))
+    raise SystemExit(code)

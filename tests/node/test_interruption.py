@@ -12,7 +12,7 @@ from tests.datasets.texts import jsonl, write
 from tests.runs import PATIENCE, until
 
 SCRIPT = """
-import hashlib, os, shutil, sys
+import atexit, hashlib, os, shutil, sys
 from pathlib import Path
 from hpclm import cli, files
 from hpclm.node.interruption import prompt_exit
@@ -60,6 +60,15 @@ def again(argv):
         in_a_library(argv)
 
 
+def waits(argv):
+    atexit.register(hashlib.pbkdf2_hmac, "sha256", b"", b"", 2**31 - 1)  # as libraries that take their time
+    print("begun", flush=True)
+    sys.stdin.readline()
+
+
+if sys.argv[1] == "waits":
+    cli.VERBS["waits"] = ("__main__:waits", "")
+    cli.entry()
 sys.exit(cli.run(globals()[sys.argv[1]]))
 """
 
@@ -87,6 +96,13 @@ def test_a_signal_ends_a_command_that_is_in_a_call_of_a_library(name, sent, code
     process.send_signal(sent)
     assert (process.communicate(timeout=PATIENCE)[1], process.returncode) == (said, code)
     assert not list(Path().iterdir())
+
+
+@pytest.mark.parametrize("sent, code, said", ENDS)
+def test_after_a_signal_nothing_waits_for_libraries_that_take_their_time_to_end(sent, code, said):
+    process = started("waits")
+    process.send_signal(sent)
+    assert (process.communicate(timeout=PATIENCE)[1], process.returncode) == (said, code)
 
 
 def test_a_command_that_handles_a_signal_itself_goes_on():

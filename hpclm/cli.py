@@ -332,6 +332,11 @@ def located(run: Path, runs: Path) -> Path:
 
     if run.exists():
         return run
+    for folder in (run.parent, runs / run.parent):
+        if folder.name == "checkpoints" and folder.is_dir():
+            steps = sorted(path.name for path in folder.glob("step-*"))
+            has = f"has {', '.join(steps[-20:])}" if steps else "has no checkpoints"
+            raise ConfigError(f"{run} does not exist; {folder} {has}")
     return runs / run if (runs / run).is_dir() else resolve(str(run), runs)
 
 

@@ -48,6 +48,14 @@ def test_a_rank_without_a_log_and_a_pattern_that_is_none_are_refused(run):
     assert "not a regular expression" in hpclm("logs", run, "--grep", "(", check=2).stderr
 
 
+def test_a_log_that_is_a_pipe_is_said_to_be_one(run):
+    (run / "log.txt").unlink()
+    os.mkfifo(run / "log.txt")
+    (run / "logs/job-7.log").unlink()
+    refused = hpclm("logs", run, check=64).stderr
+    assert "log.txt is no regular file, such as a pipe or a device" in refused and "no log" not in refused
+
+
 def test_head_ends_it_quietly(run):
     with (run / "log.txt").open("a") as file:
         file.writelines(f"line {n}\n" for n in range(100000))

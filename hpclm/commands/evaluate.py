@@ -115,7 +115,7 @@ def _print_tasks(args: argparse.Namespace) -> None:
     from hpclm.inference import run_model
 
     with extras.needed_for("evaluation on tasks"):
-        from hpclm.inference.harness import Tasks
+        from hpclm.inference.harness import Tasks, naming_tasks
     text = run_text.of_run(args.run, config.data, config.model.vocab_size)
     tasks = Tasks(args.tasks.split(","), args.tasks_path, args.samples, args.shots)
     device, dtype = run_model.place(config)
@@ -123,7 +123,8 @@ def _print_tasks(args: argparse.Namespace) -> None:
     signal.signal(
         signal.SIGTERM, signal.SIG_DFL
     )  # the library ends its processes by it, and would wait where it is ignored
-    scores, samples = tasks.score(model.to(dtype), text, args.batch or 16)
+    with naming_tasks():
+        scores, samples = tasks.score(model.to(dtype), text, args.batch or 16)
     if args.json:
         rows = {task: finite(row) for task, row in scores.items()}
         print(json.dumps({"tasks": rows, "samples": samples, "step": progress.step}))

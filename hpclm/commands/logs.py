@@ -83,6 +83,12 @@ def existing(run: Run, rank: int | None, job: bool) -> Path | None:
 def missing(status: RunStatus, rank: int | None, job: bool) -> ConfigError:
     """The error for a log that does not exist."""
     out, submitted = status.run.out, status.run.submissions
+    logs = [Path(submitted[-1].log)] if submitted and submitted[-1].log else []
+    for log in (*([] if job else [out / (f"logs/rank-{rank:05d}.log" if rank else "log.txt")]), *logs):
+        if log.exists() and not files.is_file(log):
+            return ConfigError(
+                f"{files.shown(log)} is no regular file, such as a pipe or a device: it cannot be printed again"
+            )
     what = f"logs/rank-{rank:05d}.log" if rank else "log of a job" if job else "log yet"
     kept = sorted(path.name for path in (out / "logs").glob(f"rank-{'[0-9]' * 5}.log"))
     ranks = f"; ranks with a log: 0 to {int(kept[-1][5:10])}" if rank and kept else ""

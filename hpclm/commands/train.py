@@ -1,6 +1,7 @@
 """The verb ``hpclm train``: checks settings, joins the other ranks, and runs training/loop.py."""
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -88,12 +89,14 @@ def start(
             raise SystemExit(error.exit_code) from None
         raise
     try:
-        if world.size > 1:
-            network.check_interface(settings.cluster.interface)
+        network.check_interface(settings.cluster.interface)
     except ConfigError as error:  # of this machine
-        if world.local_rank:
+        if world.size == 1:
+            logging.getLogger(__name__).warning("%s; one process needs none", error)
+        elif world.local_rank:
             raise SystemExit(error.exit_code) from None
-        raise
+        else:
+            raise
     if not world.local_rank:
         files.sweep_temporary()
     if world.size == 1:  # several ranks must meet before one of them may fail

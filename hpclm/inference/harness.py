@@ -7,13 +7,15 @@ import logging
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from lm_eval.api.task import Task
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.utils import Collator, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.tasks import TaskManager
@@ -21,7 +23,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from hpclm import files
 from hpclm.datasets.run_text import RunText
-from hpclm.errors import ConfigError
+from hpclm.errors import ConfigError, HpclmError
 from hpclm.inference import task_names
 from hpclm.inference.generation import continue_all
 from hpclm.inference.generation_settings import Sampling
@@ -90,6 +92,21 @@ class Tasks:
         rows = {**results["results"], **results.get("groups", {})}
         scores = {task: figures for task, row in rows.items() if (figures := dict(_figures(row)))}
         return scores, {task: int(count["effective"]) for task, count in results.get("n-samples", {}).items()}
+
+
+@contextmanager
+def naming_tasks() -> Iterator[None]:
+    """ConfigError that names the task, for an error of a task's own code in the block."""
+    try:
+        yield
+    except HpclmError:
+        raise
+    except Exception as error:
+        callers = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+        names = [str(caller.config.task) for caller in callers if isinstance(caller, Task)]
+        if not names:
+            raise
+        raise ConfigError(f"the task {names[-1]} failed: {type(error).__name__}: {error}") from error
 
 
 def _figures(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

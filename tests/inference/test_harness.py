@@ -313,6 +313,9 @@ def test_a_task_that_fails_is_named_and_the_next_checkpoint_is_tried(place, tiny
     said, _ = follower.communicate(timeout=PATIENCE)
     assert follower.returncode == 0 and said.count("is not scored: AssertionError: Context is not a string") == 2
     assert scored(tmp_path / "run") == []
+    words = ["evaluate", str(tmp_path / "run"), "--tasks", "own_choice", "--tasks-path", str(tmp_path / "bad")]
+    assert cli.main(words) == 64
+    assert "error: the task own_choice failed: AssertionError: Context is not a string" in capsys.readouterr().err
     (tmp_path / "bad/own_choice.yaml").write_text(text.replace("{{q}}", "{{ 1 // 0 }}"))
     follower = following(place, tmp_path / "run", "--tasks-path", f"{tmp_path}/bad")
     said, _ = follower.communicate(timeout=PATIENCE)

@@ -119,3 +119,13 @@ def test_an_interrupted_export_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         convert.main([str(tmp_path / "run"), str(tmp_path / "hf")])
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_step_that_is_not_there_is_answered_with_those_that_are(tmp_path):
+    (tmp_path / "runs").mkdir()
+    made.run(tmp_path / "runs/run", dict(made.SHAPE, vocab_size=257, context=16), tokenizer="bytes")
+    [step] = (path.name for path in (tmp_path / "runs/run/checkpoints").glob("step-*"))
+    for source in ("runs/run", "run"):
+        missing = f"{source}/checkpoints/step-99999999"
+        refused = hpclm("convert", missing, tmp_path / "hf", cwd=tmp_path, check=64).stderr
+        assert refused == f"error: {missing} does not exist; runs/run/checkpoints has {step}\n"

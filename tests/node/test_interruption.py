@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.datasets.texts import jsonl, write
-from tests.runs import PATIENCE, until
+from tests.runs import PATIENCE
 
 SCRIPT = """
 import atexit, hashlib, os, shutil, sys
@@ -116,34 +115,3 @@ def test_a_command_that_handles_a_signal_itself_goes_on():
 def test_a_signal_to_a_forked_child_does_not_end_its_parent():
     process = started("forks")
     assert process.communicate(timeout=PATIENCE)[1] == "" and process.returncode == 0
-
-
-HAN = [chr(0x4E00 + number) for number in range(300)]
-LONG = "".join(HAN[number * number % 293 - number % 7] for number in range(3_000_000))
-NATIVE = {
-    "byte-level BPE": (["train-tokenizer", "--output", "t.json", "--vocab-size", "60000"], "t.json"),
-    "sentencepiece": (["train-tokenizer", "--output", "t.model", "--kind", "unigram", "--vocab-size", "9000"], "t.model"),
-}  # fmt: skip
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("words, output", NATIVE.values(), ids=NATIVE.keys())
-@pytest.mark.parametrize("sent, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_the_training_of_a_tokenizer(words, output, sent, code):
-    write(**{"a.jsonl": jsonl(LONG)})
-    command = [sys.executable, "-m", "hpclm", *words, "--input", "a.jsonl"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    before = ticks(process.pid)
-    until(lambda: process.poll() is not None or ticks(process.pid) > before + 800, "8 s of computing")
-    process.send_signal(sent)
-    process.communicate(timeout=PATIENCE)
-    assert process.returncode == code
-    assert [path.name for path in Path().iterdir()] == ["a.jsonl"]
-
-
-def ticks(pid):
-    """Processor time of a process, in hundredths of a second."""
-    try:
-        return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
-    except OSError:
-        return 0

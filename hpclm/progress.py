@@ -1,5 +1,6 @@
 """A progress bar that keeps its width: on a narrow terminal the figures beside it go first."""
 
+import sys
 import threading
 from collections.abc import MutableMapping, Sequence
 from typing import Any
@@ -17,6 +18,10 @@ class Bar(tqdm):
     """tqdm, without its thread, and without the lock that decides for the whole process how multiprocessing starts others."""
 
     monitor_interval = 0
+
+    def __init__(self, *args: Any, **options: Any):
+        """As tqdm; silent in a process without a standard error."""
+        super().__init__(*args, **(options | {"disable": True} if sys.stderr is None else options))
 
 
 Bar.set_lock(threading.RLock())

@@ -4,6 +4,7 @@ import fcntl
 import os
 import pty
 import struct
+import sys
 import termios
 from contextlib import suppress
 
@@ -43,3 +44,9 @@ def test_without_a_known_end_there_is_a_count(capfd):
     with ProgressBar(10) as bar:
         bar.update()
     assert capfd.readouterr().err == ""
+
+
+def test_a_process_without_a_standard_error_has_no_bar(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    with ProgressBar(2) as bar:
+        bar.update()

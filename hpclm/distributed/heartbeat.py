@@ -14,7 +14,6 @@ from hpclm.distributed.failure import Failure
 from hpclm.distributed.hang import RankState
 from hpclm.distributed.rendezvous import RankInfo, rank_key
 from hpclm.distributed.signed import SignedStore
-from hpclm.distributed.store_limits import StoreLimits
 from hpclm.node import processes
 
 SEND = 1.0  # seconds between two heartbeats, and between two readings of the others'
@@ -44,7 +43,6 @@ class Heartbeat:
         self._called: float | None = None
         """When this rank answered the roll call."""
         self._sent = 0.0
-        self._limits = StoreLimits(store, len(ranks)) if me.rank == 0 else None
         self.send()
 
     def exchange(self) -> None:
@@ -65,8 +63,6 @@ class Heartbeat:
                 self._sent = time.monotonic()
                 self.send()
                 self.receive(len(self.ranks) if self.me.rank == 0 else 1)
-                if self._limits:
-                    self._limits.enforce()
         except RuntimeError:
             self.lost = True
 

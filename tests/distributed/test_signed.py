@@ -1,11 +1,9 @@
 """Another user of a node writes into the store of a run: nothing of it is believed."""
 
 import json
-import resource
 import secrets
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
@@ -14,7 +12,6 @@ from hpclm.distributed import failure
 from hpclm.distributed.failure import Failure
 from hpclm.distributed.rendezvous import RankInfo
 from hpclm.distributed.signed import SignedStore
-from hpclm.distributed.store_limits import StoreLimits
 from tests.forks import Ranks
 from tests.runs import PATIENCE, has_step, launch, lines, until
 
@@ -83,67 +80,6 @@ def intruder(launched):
     """The store of a launch, as another user of the node reaches it."""
     server = TCPStore("127.0.0.1", launched["MASTER_PORT"], None, False, timedelta(seconds=PATIENCE))
     return PrefixStore(f"{launched['TORCHELASTIC_RUN_ID']}.0", server)
-
-
-def limits_of(store, ranks):
-    limits = StoreLimits(store, ranks)
-    limits.interval = 0.0
-    return limits
-
-
-@pytest.mark.parametrize("torchrun", [False, True])
-def test_what_others_write_is_bounded_and_what_ranks_and_libraries_write_stays(torchrun, caplog):
-    server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=PATIENCE), wait_for_workers=False)
-    store = SignedStore(PrefixStore("7.0.0", server) if torchrun else server, "7.0.0", SECRET)
-    for rank in range(2):
-        store.set(f"hpclm/heartbeat/{rank}", {"step": 3})
-    store.raw.set("default_pg/0/rank/1", "x" * 60_000)  # gloo's
-    server.set("torchelastic/role", "x" * 1000)
-    right, limits = sorted(server.list_keys()), limits_of(store, 2)
-    limits.enforce()
-    assert sorted(server.list_keys()) == right and not caplog.messages
-
-    for number in range(300):
-        store.raw.set(f"hpclm/heartbeat/{number + 2}", "x" * 1000)  # as a rank's
-        server.set(f"junk/{number}", "x" * 60_000)  # each is small enough
-    store.raw.set("hpclm/\n2026-03-01 10:15:00 I done", FORGED)
-    server.set("large", "x" * 10**6)
-    server.num_keys()  # returns once all is written
-    limits.enforce()
-    keys = server.list_keys()
-    assert (
-        {*right} <= {*keys}
-        and "large" not in keys
-        and not [key for key in keys if "hpclm/" in key and key not in right]
-    )
-    assert sum(len(server.get(key)) for key in keys) < limits.together + 10_000 < 5_000_000
-    assert len(caplog.messages) == 1 and "\n" not in caplog.text.strip()
-    limits.enforce()
-    assert sorted(server.list_keys()) == sorted(keys) and store.get("hpclm/heartbeat/1") == {"step": 3}
-
-
-def memory(pid):
-    """Megabytes that a process holds in memory."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize() >> 20
-
-
-def test_another_user_s_entries_do_not_fill_rank_0_s_memory(tiny, tmp_path):
-    launched = {**launch(2), "HPCLM_SECRET": SECRET}
-    with Ranks(2, tiny("run", "budget.steps=100000", "cluster.preflight=false"), **launched) as ranks:
-        store = intruder(launched)
-        ranks.wait_for(tmp_path / "run", 3)
-        server, pid = store.underlying_store, ranks.processes[0].pid
-        used = []
-        for _ in range(2):  # 300 MB each, half of them under a rank's names
-            for number in range(300):
-                (server if number % 2 else store).set(f"hpclm/heartbeat/{number}", "x" * (1 << 20))
-            until(lambda: len(server.list_keys()) < 100)
-            used.append(memory(pid))
-        seen = len(lines(tmp_path / "run/metrics.jsonl"))
-        until(lambda: len(lines(tmp_path / "run/metrics.jsonl")) > seen, "another step")
-        assert used[-1] < used[0] + 200, used  # what is freed is used again
-        assert [process.poll() for process in ranks.processes.values()] == [None, None]
-    assert (tmp_path / "run/log.txt").read_text().count("another process wrote") <= 3
 
 
 def test_another_user_s_entries_neither_hold_up_a_start_nor_end_a_run_nor_blame_a_rank_nor_forge_its_log(

@@ -205,7 +205,7 @@ class Each:
 
 def _tell(error: HpclmError, redact: secrets.Redactor) -> None:
     for line in str(error).splitlines():
-        say(f"error: {redact.said(line)}", file=sys.stderr)
+        say(f"error: {redact(line)}", file=sys.stderr)
 
 
 def _no_more_processes() -> int:

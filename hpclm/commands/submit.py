@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     if args.resume_step is not None and (args.debug or args.sweep or args.again):
         parser.error("--from is for a single run that is not running; it excludes --debug, --sweep and --again")
     runs = [arguments.compose(args, variant, argv) for variant in sweep.variants(args.sweep)]
-    command = secrets.Redactor().words(["hpclm", "submit", *argv])
+    command = [*map(secrets.Redactor(), ("hpclm", "submit", *argv))]
     where = _where(args, runs[0].job)
     if len(runs) == 1 and where != "debug" and args.resume_step is None and _is_toy(args):
         runs = [_own_directory(runs[0])]

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import platform
+import shlex
 import socket
 import sys
 import time
@@ -67,7 +68,7 @@ def start(
         **bootstrap.job(),
         **({"after": restarted} if restarted else {}),
         "began": round(context.began, 3),
-        "command": secrets.Redactor().command(python.readable([sys.executable, *sys.orig_argv[1:]])),
+        "command": shlex.join(map(secrets.Redactor(), python.readable([sys.executable, *sys.orig_argv[1:]]))),
         "folder": str(Path.cwd()),
         "host": socket.gethostname(),
         "machine": files.here(),

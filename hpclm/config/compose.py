@@ -3,6 +3,7 @@
 Later layers override earlier ones, key by key. Mappings (job.env, job.options) are merged name by name; {} empties them.
 """
 
+import logging
 import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,10 +18,12 @@ from hpclm import files, own_code, paths, shipped
 from hpclm.config import length, reading, run_file
 from hpclm.config.fields import as_yaml, path_separator, required, type_of
 from hpclm.config.hints import mistakes
-from hpclm.config.job import TEMPLATES
+from hpclm.config.job import MAIL, TEMPLATES
 from hpclm.config.merge import Setting, literal, merge, shown_setting
 from hpclm.config.schema import RunConfig
 from hpclm.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 SITE_SECTIONS = ("job", "cluster")
 NAMES_CODE = (
@@ -66,6 +69,8 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = (), site: Pa
         file = files.readable(_settings_file(path), "settings file")
         content, resolved = run_file.read_settings(file)
         settings = _leaves(content, file)
+        if resolved:
+            settings = [_without_mail(setting) for setting in settings]
         if run_file.is_run(Path(path)):  # which may have been moved
             settings.append(Setting("out", paths.literal(path), "command line"))
         problems += _untrusted(settings + given, file, content.exposed)
@@ -280,6 +285,16 @@ def _lines(key: str, value: Any, line: int) -> Iterator[tuple[str, int]]:
         return
     for name, inner in value.items():
         yield from _lines(f"{key}.{name}", inner, name.line)
+
+
+def _without_mail(setting: Setting) -> Setting:
+    """A setting that a run has stored; job.notify without mail addresses, which earlier versions took."""
+    if setting.key != "job.notify" or not isinstance(setting.value, list):
+        return setting
+    kept = [target for target in setting.value if not str(target).startswith("mailto:")]
+    if len(kept) < len(setting.value):
+        log.warning("job.notify: no mail is sent any more; %s", MAIL)
+    return setting._replace(value=kept)
 
 
 def _renamed(settings: Iterable[Setting]) -> list[Setting]:

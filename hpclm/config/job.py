@@ -51,7 +51,8 @@ INSTEAD = {
         ("hold-input", "help", "usage", "version", "parsable", "test-only", "wait", "quiet"), "leave it out"
     ),
 }
-NOTIFY = re.compile(r"https?://[!-.0-~][!-~]*|mailto:[^\s@?,]+@[^\s@?,]+(\?smtp=[^\s:]+:\d{1,5})?|\$[A-Za-z_]\w*")
+NOTIFY = re.compile(r"https?://[!-.0-~][!-~]*|\$[A-Za-z_]\w*")
+MAIL = 'Slurm sends it: job.options={mail-type: "END,FAIL", mail-user: you@example.org}'
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Variables that bash does not allow to be set, and those by which a process learns its rank.
 RESERVED = re.compile(
@@ -103,8 +104,8 @@ class JobConfig(Checked):
     setup: list[str] = field(default_factory=list)
     """Shell commands of the job script, run verbatim before the processes start."""
     notify: list[str] = field(default_factory=list)
-    """Whom to notify when the run fails, finishes or restarts: mailto:you@example.org, a webhook, or $NAME of a variable
-    that holds one (hpclm docs sinks)."""
+    """Whom to notify when the run fails, finishes or restarts: a webhook, or $NAME of a variable that holds one
+    (hpclm docs sinks)."""
     snapshot: bool = False
     """Run a copy of the code, kept in the run directory, in every attempt; false: the current code, with a warning if
     it has changed."""
@@ -146,8 +147,8 @@ class JobConfig(Checked):
         for number, target in enumerate(self.notify):  # whose text is not shown, because a webhook is a password
             if not NOTIFY.fullmatch(target):
                 yield (
-                    f"job.notify.{number} is not a target; it must be mailto:you@example.org, "
-                    "mailto:you@example.org?smtp=HOST:PORT, or $NAME of an environment variable that holds one, or a webhook"
+                    f"job.notify.{number} is not a target; it must be a webhook, or $NAME of an environment variable that holds one"
+                    + (f"; for mail, {MAIL}" if target.startswith("mailto:") else "")
                 )
         yield from self._together()
 

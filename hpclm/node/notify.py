@@ -1,17 +1,13 @@
-"""Tell people that a run has failed, finished or restarted: by webhook or mail (job.notify)."""
+"""Tell people that a run has failed, finished or restarted: by webhook (job.notify)."""
 
 import json
 import logging
 import os
-import shutil
-import smtplib
 import socket
-import subprocess
 import threading
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
-from email.message import EmailMessage
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -94,15 +90,15 @@ class Notifier:
 def missing(targets: Sequence[str], env: Mapping[str, str] = os.environ) -> list[str]:
     """What is wrong with the targets on this machine: variables without a target."""
     return [
-        f"job.notify={target}: the environment variable {target[1:]} must hold https://... or mailto:...; export it where you "
-        "start or submit the run"
+        f"job.notify={target}: the environment variable {target[1:]} must hold https://...; export it where you start "
+        "or submit the run"
         for target in targets
         if _address(target, env) is None
     ]
 
 
 def _address(target: str, env: Mapping[str, str]) -> str | None:
-    """The webhook or mail address that ``target`` is, or that the variable holds which it names; None for anything else."""
+    """The webhook that ``target`` is, or that the variable holds which it names; None for anything else."""
     value = env.get(target[1:], "") if target.startswith("$") else target
     return value if NOTIFY.fullmatch(value) and not value.startswith("$") else None
 
@@ -112,32 +108,11 @@ def _deliver(target: str, content: Mapping[str, Any], env: Mapping[str, str]) ->
     address = _address(target, env)
     try:
         if address is None:
-            raise ValueError("its value must be https://... or mailto:...")
-        if address.startswith("mailto:"):
-            _mail(address.removeprefix("mailto:"), content)
-        else:
-            headers = {"Content-Type": "application/json", "User-Agent": "hpclm"}
-            request = urllib.request.Request(address, json.dumps(content).encode(), headers)
-            post = urllib.request.build_opener(_NoRedirects).open
-            post(request, timeout=30).close()  # the answer's body is not read
+            raise ValueError("its value must be https://...")
+        headers = {"Content-Type": "application/json", "User-Agent": "hpclm"}
+        request = urllib.request.Request(address, json.dumps(content).encode(), headers)
+        post = urllib.request.build_opener(_NoRedirects).open
+        post(request, timeout=30).close()  # the answer's body is not read
     except Exception as error:  # of a network, a server or a program
         shown = target if target.startswith("$") or "://" not in target else target.split("/")[2]
         log.warning("job.notify: %s was not notified that the run %s: %s", shown, content["event"], error)
-
-
-def _mail(target: str, content: Mapping[str, Any]) -> None:
-    """Send a mail through the server that ``target`` names, otherwise by the node's sendmail."""
-    address, _, server = target.partition("?smtp=")
-    mail = EmailMessage()
-    mail["To"] = mail["From"] = address
-    mail["Subject"] = f"hpclm: {content['run']} {EVENTS[content['event']]}"
-    mail.set_content("".join(f"{key}: {value}\n" for key, value in content.items() if key != "text"))
-    if server:
-        host, _, port = server.partition(":")
-        with smtplib.SMTP(host, int(port), timeout=30) as connection:
-            connection.send_message(mail)
-        return
-    program = shutil.which("sendmail", path=f"{os.defpath}:/usr/sbin:/usr/lib") or shutil.which("sendmail")
-    if program is None:
-        raise FileNotFoundError("this node has no sendmail; name a server: mailto:you@example.org?smtp=HOST:PORT")
-    subprocess.run([program, "-t", "-i"], input=mail.as_bytes(), check=True, timeout=30, capture_output=True)

@@ -147,9 +147,7 @@ def test_settings_may_name_files_and_flags_under_the_names_of_secrets():
         "MY_TOKEN": "${HF_TOKEN}",
         "NCCL_IB_PKEY": "0x8001",
     }
-    settings = {
-        "job": {"env": env, "options": {"export": "ALL,HF_TOKEN"}, "notify": ["mailto:you@example.org", "$HOOK"]}
-    }
+    settings = {"job": {"env": env, "options": {"export": "ALL,HF_TOKEN"}, "notify": ["$HOOK"]}}
     assert not problems(settings, {"PATH": "/usr/bin"})
 
 

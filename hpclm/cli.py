@@ -50,13 +50,17 @@ VERBS = {
     "train-tokenizer": ("hpclm.datasets.train_tokenizer", "train a tokenizer on text"),
     "generate": ("hpclm.commands.generate", "continue a prompt with a run's model"),
     "convert": ("hpclm.commands.convert", "convert weights to Hugging Face or GGUF, and from Hugging Face or Megatron"),
-    "import-deepspeed": ("hpclm.commands.import_deepspeed", "translate a DeepSpeed JSON into settings"),
     "docs": ("hpclm.commands.docs", "show a page of the documentation, or what a setting is"),
     "completion": ("hpclm.commands.completion", "print a script for completion in bash or zsh"),
     "doctor": ("hpclm.commands.doctor", "show each process's environment, and diagnose problems"),
-    "env": ("hpclm.commands.doctor", "the same"),
 }
 
+ELSEWHERE = {
+    "env": "use hpclm doctor",
+    "preflight": "every run begins with it; hpclm doctor checks a machine without a run",
+    "import-deepspeed": "hpclm docs migrating names the settings of a DeepSpeed JSON's keys",
+}
+"""Words that are no verbs, and what does what they stand for."""
 ONE = "run directory, or its name below --runs"
 SEVERAL = "run directories, their names below --runs, or patterns of these: 'sweep-*'"
 STARTS_JOBS = ("hpclm submit", "hpclm resume", "hpclm train")
@@ -97,6 +101,9 @@ def _dispatch(arguments: list[str]) -> int:
     if verb == "--version":
         print(f"hpclm {__version__}")
         return 0
+    if verb in ELSEWHERE:
+        print(f"error: there is no hpclm {verb}: {ELSEWHERE[verb]}", file=sys.stderr)
+        return 2
     if verb not in VERBS:
         say(
             f"error: unknown verb {verb!r}; choose one of {', '.join(VERBS)}.{hint(verb, list(VERBS))}", file=sys.stderr

@@ -11,7 +11,7 @@ CALM = {name: value for name, value in os.environ.items() if not name.startswith
 
 
 def test_doctor_and_env_show_what_this_process_has():
-    shown = hpclm("env", check=0, env=CALM).stdout
+    shown = hpclm("doctor", check=0, env=CALM).stdout
     names = ("hpclm", "torch", "shm", "network", "  lo", "mpirun", "sbatch", "launcher", "collect_env", "  os")
     assert [name for name in names if f"\n{name} " not in f"\n{shown.replace(chr(10), ' ' + chr(10))}"] == []
     assert shown.endswith("\nno problems found\n")

@@ -39,7 +39,6 @@ CASES = {
     "generate runs/saved --prompt a optim.lrr=1": (64, "optim.lr'"),
     "convert runs/saved target optim.lrr=1": (64, "optim.lr'"),
     "resume runs/saved optim.lrr=1": (64, "optim.lr'"),
-    "import-deepspeed missing.json": (64, "missing.json"),
     # a checkpoint
     "checkpoints runs/new": (64, "runs/new/checkpoints"),
     "checkpoints runs/empty": (66, "runs/empty/checkpoints"),

@@ -32,7 +32,6 @@ ELSEWHERE = {
     r"wandb|hpclm sync|--tasks": "needs a service or data from elsewhere: sinks/, inference/",
     r"/data/megatron|runs/mine/config.yaml": "needs a checkpoint of Megatron: interop/",
     r"saved/wiki": "needs a dataset that Hugging Face's datasets saved: datasets/test_tables.py",
-    r"import-deepspeed": "needs a DeepSpeed JSON: config/",
 }
 """What is not run here, and why, with the tests that do."""
 

@@ -21,7 +21,6 @@ COMMANDS = {
     "run/checkpoints/step-00000001/MANIFEST.json": ["checkpoints", "run", "--no-verify"],
     "runs": ["status"],
     "settings.yaml": ["config", "settings.yaml"],
-    "deepspeed.json": ["import-deepspeed", "deepspeed.json"],
     "data.idx": ["data", "inspect", "data"],
     "hosts": ["submit", "small", "data.source=synthetic", "--hostfile", "hosts"],
 }
@@ -35,7 +34,7 @@ def here(tmp_path):
     (out / "checkpoints").chmod(0o700)
     (out / "checkpoints/step-00000001/MANIFEST.json").write_text("{}")
     (tmp_path / "runs").mkdir()
-    for name in ("settings.yaml", "deepspeed.json", "data.json", "data.idx", "data.bin", "hosts"):
+    for name in ("settings.yaml", "data.json", "data.idx", "data.bin", "hosts"):
         (tmp_path / name).write_text("{}")
     return tmp_path
 

@@ -1,4 +1,4 @@
-"""``hpclm doctor``, or ``hpclm env``: what this process has, what is wrong with it, and what to do."""
+"""``hpclm doctor``: what this process has, what is wrong with it, and what to do."""
 
 import json
 import logging

@@ -77,6 +77,8 @@ TODAY = {
     "xielu": [*STYLES["llama"], "model.activation=xielu", "model.mlp_bias=true", "model.logits_fp32=true"],
 }
 """Shapes of 2025's models; fewer of them are combined."""
+NOT_REPORTED = ("loss", "grad_norm", "skipped", "guarded", "z_loss")
+"""Metrics of a step that no block has reported."""
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -114,6 +116,7 @@ def train(words, steps, first=0, saved=None, device="cpu"):
         "skipped": [result.skipped for result in results],
         "guarded": [result.numbers.get("guarded", 0.0) for result in results],
         "z_losses": [result.numbers.get("z_loss", 0.0) for result in results],
+        "reports": [{n: v for n, v in result.numbers.items() if n not in NOT_REPORTED} for result in results],
         "evaluation": engine.evaluate(batches.take(0, 5)),
         "scalars": engine.scalars(),
         "held": held,
@@ -156,7 +159,7 @@ def trained(size, *words, steps=STEPS, first=0, saved=None):
     handed = saved and ({name: tensor.numpy() for name, tensor in saved["tensors"].items()}, saved["scalars"])
     found = ranks.run(size, train, list(words), steps, first, handed)
     for other in found[1:]:
-        for what in ("losses", "norms", "guarded", "z_losses", "evaluation", "scalars"):
+        for what in ("losses", "norms", "guarded", "z_losses", "reports", "evaluation", "scalars"):
             assert repr(other[what]) == repr(found[0][what]), f"ranks disagree on {what}"
     return {**found[0], "tensors": assembled(found), "gradients": reduced(found, "engine.name=deepspeed" in words)}
 

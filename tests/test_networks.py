@@ -58,7 +58,7 @@ def model_of(network):
 
 def logits_of(model, ids):
     with torch.no_grad():
-        return model(torch.tensor([ids])).logits()[0]
+        return model.head(torch.tensor([ids])).logits()[0]
 
 
 @pytest.mark.parametrize("most", [4, 20], ids=["few tokens", "many tokens"])

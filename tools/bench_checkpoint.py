@@ -243,8 +243,8 @@ def training(args: argparse.Namespace) -> int:
     from hpclm import config
     from hpclm import engine as engines
     from hpclm.checkpoint import CheckpointStore, Progress, Retention, staging
-    from hpclm.data.batches import Batch
     from hpclm.parallel.mesh import Mesh
+    from hpclm.parallel.micro_batch import MicroBatch
 
     torch.set_num_threads(1)
     shape = ["model.layers=4", "model.hidden=256", "model.heads=4", "model.vocab_size=1024", "model.context=256"]
@@ -252,7 +252,7 @@ def training(args: argparse.Namespace) -> int:
     run = config.load(None, [*shape, *rest, "engine.precision=fp32", "engine.device=cpu"])
     engine = engines.build(run.for_engine(), Mesh(), torch.device("cpu"), torch.float32)
     tokens = torch.randint(1024, (4, 257), generator=torch.Generator().manual_seed(0))
-    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None, None, None)
+    batch = MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     saved = EngineState(state(args.megabytes, args.tensors))
     snapshot = staging.Snapshot()
 

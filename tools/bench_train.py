@@ -45,9 +45,9 @@ LIMIT = "limit: products and attention"
 def ours(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype, compiled: bool = False) -> Step:
     """hpclm's step, as its loop calls it."""
     from hpclm.config import BatchConfig, BudgetConfig, DataConfig, EngineConfig, OptimConfig, RunConfig
-    from hpclm.data.batches import Batch
     from hpclm.engine.native import NativeEngine
     from hpclm.parallel.mesh import Mesh
+    from hpclm.parallel.micro_batch import MicroBatch
 
     config = RunConfig(
         model=model,
@@ -58,7 +58,7 @@ def ours(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype, compiled: b
         engine=EngineConfig(compile=compiled),
     )
     engine = NativeEngine(config.for_engine(), Mesh(), rows.device, dtype)
-    batch = Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), None, None, None)
+    batch = MicroBatch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
 
     def step() -> None:
         engine.train_step([batch], 1e-4, 0)

@@ -181,8 +181,8 @@ def engine_after_a_step(args: argparse.Namespace, words: list[str], rank: int, s
 
     from hpclm import config
     from hpclm import engine as engines
-    from hpclm.data.batches import Batch
     from hpclm.parallel.mesh import Mesh
+    from hpclm.parallel.micro_batch import MicroBatch
 
     model = [f"model.layers={args.layers}", f"model.hidden={args.hidden}", "model.heads=4", "model.vocab_size=1024"]
     rest = [
@@ -197,7 +197,7 @@ def engine_after_a_step(args: argparse.Namespace, words: list[str], rank: int, s
     engine = engines.build(run.for_engine(mesh.world.size), mesh, torch.device("cpu"), torch.float32)
     draw = torch.Generator().manual_seed(mesh.dp.rank)
     rows = torch.randint(1024, (1, 17), generator=draw)
-    each = Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), None, None, None)
+    each = MicroBatch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
     engine.train_step([each] * run.plan(size).accumulation(0), 1e-4, 0)
     return engine
 

@@ -182,9 +182,9 @@ def hpclm(case: dict[str, Any], inputs: dict[str, Any], rank: int) -> dict[str, 
     """hpclm's own engine, loaded as from a checkpoint and stepped as the training loop does."""
     from hpclm import config
     from hpclm import engine as engines
-    from hpclm.data.batches import Batch
     from hpclm.errors import ConfigError
     from hpclm.parallel.mesh import Mesh
+    from hpclm.parallel.micro_batch import MicroBatch
 
     size, steps, cpu = case["processes"], inputs["batch"], torch.device("cpu")
     try:
@@ -207,7 +207,7 @@ def hpclm(case: dict[str, Any], inputs: dict[str, Any], rank: int) -> dict[str, 
         parts: list[list[Any]] = [
             [None if x is None else x[micro, mesh.dp.rank] for x in step] for micro in range(len(step[0]))
         ]
-        batches = [Batch(*part) for part in parts]
+        batches = [MicroBatch(*part) for part in parts]
         results.append(engine.train_step(batches, run.optim.lr, number))
     shards = [(shard.name, shard.start, shard.shape, shard.tensor.clone()) for shard in engine.tensors()]
     return {

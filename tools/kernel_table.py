@@ -85,10 +85,10 @@ def measure(words: list[str], layers: int, steps: int) -> dict[str, Any]:
 
     from hpclm import config
     from hpclm import engine as engines
-    from hpclm.data.batches import Batch
     from hpclm.model import attention_backend
     from hpclm.node.gpus import KINDS
     from hpclm.parallel.mesh import Mesh
+    from hpclm.parallel.micro_batch import MicroBatch
     from hpclm.planning import forecast
 
     counters = torch._dynamo.utils.counters
@@ -102,13 +102,13 @@ def measure(words: list[str], layers: int, steps: int) -> dict[str, Any]:
         torch.distributed.init_process_group("fake", rank=0, world_size=world)
     engine = engines.build(run.for_engine(world), Mesh.build(0, world, run.parallel), device, dtype)
 
-    def batch(rows: int) -> Batch:
+    def batch(rows: int) -> MicroBatch:
         ids = torch.zeros(rows, context + 1, dtype=torch.int64).to(device)
         documents = positions = None
         if run.data.reset_attention_mask:  # two in each sample
             number, half = torch.arange(context).expand(rows, -1), context // 2
             documents, positions = ((number // half).to(device), (number % half).to(device))
-        return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), None, positions, documents)
+        return MicroBatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), None, positions, documents)
 
     full, part = batch(size), batch(max(1, size - 1))
     traffic = Traffic()

@@ -43,12 +43,12 @@ def micro_batches(args: argparse.Namespace, run: RunConfig, replicas: int, repli
     """A replica's micro-batches of the step that everybody takes."""
     import torch
 
-    from hpclm.data.batches import Batch
+    from hpclm.parallel.micro_batch import MicroBatch
 
     draw = torch.Generator().manual_seed(0)
     rows = torch.randint(run.model.vocab_size, (args.batch, args.context + 1), generator=draw)
     mine = rows.view(-1, replicas, args.micro, args.context + 1)[:, replica].to(device)
-    return [Batch(each[:, :-1].contiguous(), each[:, 1:].contiguous(), None, None, None) for each in mine]
+    return [MicroBatch(each[:, :-1].contiguous(), each[:, 1:].contiguous()) for each in mine]
 
 
 def model_of(run: RunConfig, dtype: Any, device: Any) -> Stack:
@@ -76,8 +76,8 @@ def loop(model: Any, batches: list[Any], parameters: list[torch.nn.Parameter], c
 
     def step() -> None:
         total = 0.0
-        for tokens, labels, *_ in batches:
-            loss = model(tokens, labels=labels, weights=weights)
+        for batch in batches:
+            loss = model(batch.weighted(weights)).value
             loss.backward()
             total = total + loss.detach()
         clip()
@@ -140,8 +140,8 @@ def deepspeed_by_hand(run: RunConfig, batches: list[Any], stage: int, device: An
 
     def step() -> None:
         total = 0.0
-        for tokens, labels, *_ in batches:
-            loss = engine(tokens, labels=labels, weights=weights)
+        for batch in batches:
+            loss = engine(batch.weighted(weights)).value
             engine.backward(loss)
             engine.step()
             total = total + loss.detach()

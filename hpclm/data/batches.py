@@ -1,6 +1,6 @@
 """Samples to micro-batches, prefetched: the samples of a step depend only on the number of samples consumed before it.
 
-B sequences in a micro-batch, T tokens in a sequence, of which t are on this process, R data-parallel replicas. Of every R consecutive micro-batches
+B sequences in a micro-batch, T tokens in a sequence, R data-parallel replicas. Of every R consecutive micro-batches
 each replica gets one, as with Megatron's sequential sampler.
 """
 
@@ -18,27 +18,10 @@ from hpclm.config import DataConfig, ModelConfig, Plan
 from hpclm.data.sources import PADDING, Samples, needs_eod
 from hpclm.errors import ConfigError
 from hpclm.node import hardware, threads
-from hpclm.parallel.mesh import ALONE, Axis, Mesh
-from hpclm.parallel.sequence import take
+from hpclm.parallel.mesh import ALONE, Mesh
+from hpclm.parallel.micro_batch import MicroBatch
 
 T = TypeVar("T")
-
-
-class Batch(NamedTuple):
-    """One micro-batch on the device."""
-
-    tokens: Tensor  # [B, t] int64; this and labels may be views of one tensor, and not contiguous
-    labels: Tensor  # [B, t] int64: the token after each
-    loss_mask: Tensor | None  # [B, t] bool: tokens that count in the loss; None: all
-    positions: Tensor | None  # [B, t] int64, if positions restart inside the sample
-    documents: Tensor | None  # [B, T] int64 document indices, if attention must not cross documents
-
-    def part(self, axis: Axis) -> "Batch":
-        """What one process of ``axis`` computes with, if they share out each sequence."""
-        if axis.size == 1:
-            return self
-        mask, positions = (x if x is None else take(x, axis) for x in (self.loss_mask, self.positions))
-        return Batch(take(self.tokens, axis), take(self.labels, axis), mask, positions, self.documents)
 
 
 def _begin(device: torch.device) -> None:
@@ -73,11 +56,11 @@ class Batches:
             partial(_begin, device),
         )
 
-    def step(self, consumed: int) -> list[Batch]:
+    def step(self, consumed: int) -> list[MicroBatch]:
         """The micro-batches of the step that begins when ``consumed`` samples have been read."""
         return [self._place(loaded) for loaded in self._ahead(consumed)]
 
-    def take(self, start: int, count: int) -> Iterator[Batch]:
+    def take(self, start: int, count: int) -> Iterator[MicroBatch]:
         """Samples ``start`` to ``start + count``, one micro-batch at a time; past the end the samples repeat.
 
         Every replica gets as many micro-batches as the first, the last one possibly fully masked.
@@ -148,15 +131,17 @@ class Batches:
             )
         return padded
 
-    def _place(self, loaded: "_Loaded") -> Batch:
+    def _place(self, loaded: "_Loaded") -> MicroBatch:
         moved: list[Any] = [None if x is None else x.to(self.device, non_blocking=True) for x in loaded]
         rows, *others = moved
-        whole = Batch(rows[:, :-1], rows[:, 1:], *others)  # views, because two copies would take as long as reading
+        whole = MicroBatch(
+            rows[:, :-1], rows[:, 1:], *others
+        )  # views, because two copies would take as long as reading
         return whole.part(self.cp)
 
 
 class _Loaded(NamedTuple):
-    """A micro-batch on the CPU: rows [B, T + 1] hold tokens and labels; the rest as in Batch."""
+    """A micro-batch on the CPU: rows [B, T + 1] hold tokens and labels; the rest as in MicroBatch."""
 
     rows: Tensor
     loss_mask: Tensor | None

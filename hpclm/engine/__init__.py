@@ -17,11 +17,11 @@ from hpclm.config import EngineConfig, EngineSettings, OptimConfig, ParallelConf
 from hpclm.config.engine import ENGINES, unsupported
 from hpclm.config.model import BLOCKS
 from hpclm.config.supports import SUPPORTS, Supports
-from hpclm.data.batches import Batch
 from hpclm.errors import ConfigError
 from hpclm.model import gpt
 from hpclm.model.gpt import LayerSpec
 from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.registry import a_class, load, lookup
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class Engine(Protocol):
     """The interface between the training loop and an engine."""
 
     def train_step(
-        self, batches: Sequence[Batch], lr: float, step: int, check_interrupt: Callable[[int], None] = keep_going
+        self, batches: Sequence[MicroBatch], lr: float, step: int, check_interrupt: Callable[[int], None] = keep_going
     ) -> StepResult:
         """One optimizer step over this replica's micro-batches of step number ``step`` (it seeds dropout).
 
@@ -112,7 +112,7 @@ class Engine(Protocol):
         """
         ...
 
-    def evaluate(self, batches: Iterable[Batch]) -> float:
+    def evaluate(self, batches: Iterable[MicroBatch]) -> float:
         """Mean loss per token over all replicas, without an update; holds one batch at a time."""
         ...
 

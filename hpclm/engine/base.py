@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from hpclm.config import EngineSettings
 from hpclm.config.model import BLOCKS
-from hpclm.data.batches import Batch
 from hpclm.engine import SavedState, Shard, StepResult, keep_going
 from hpclm.engine.gradient_buckets import GradientBuckets
 from hpclm.engine.matrix_exchange import MatrixExchange
@@ -33,8 +32,9 @@ from hpclm.optim.adamw import update
 from hpclm.optim.muon import Muon
 from hpclm.optim.optimizers import OPTIMIZERS, optimizer_of, orthogonal
 from hpclm.optim.scaler import LossScale
-from hpclm.parallel.collectives import all_reduce, all_reduce_in_place
+from hpclm.parallel.collectives import all_reduce, all_reduce_in_place, union
 from hpclm.parallel.mesh import SINGLE, Mesh
+from hpclm.parallel.micro_batch import MicroBatch, Output, add
 
 
 class BaseEngine:
@@ -56,15 +56,17 @@ class BaseEngine:
         device: torch.device,
         model: Stack | Stages,
         weights: Sequence[ShardedParameter],
-        forward: Callable[..., Tensor] | None = None,
+        forward: Callable[[MicroBatch], Output] | None = None,
     ):
         """``weights``: what the optimizer updates. ``forward``: as Stack.forward, if not the model itself is to be called."""
-        self.forward: Callable[..., Tensor] = forward or model
+        self.forward: Callable[[MicroBatch], Output] = forward or model
         self.config, self.mesh, self.device, self.model = config, mesh, device, model
         self.weights = tuple(weights)
         self.model_stacks = [module for module in model.modules() if isinstance(module, Stack)]
-        self.factor = 1.0
-        """What the losses of the current step are multiplied by in the backward pass."""
+        self.reported: dict[str, Tensor] = {}
+        """What layers and loss have reported in this step, summed over this process's tokens."""
+        self._names_reported: tuple[str, ...] | None = None
+        """The names of all that is reported, on any stage; None before the first step."""
         sharded = self.sharded or any(weight.run for weight in self.weights)
         self.guard = GUARDS[config.optim.guard](self.weights, mesh, sharded, device)
         self.optimizer = optimizer_of(self.weights, config.optim)
@@ -142,30 +144,29 @@ class BaseEngine:
     def reshard(self) -> None:
         """After an evaluation: free weights that forward passes have gathered."""
 
-    def forward_backward(self, inputs: StepInputs, factor: float) -> Tensor:
-        """Run this replica's micro-batches; the sum of the weighted losses of all replicas, a scalar in fp32.
+    def loss_factor(self, scale: float) -> float:
+        """What the losses of a step are multiplied by, given fp16's loss scale, or 1."""
+        return scale
 
-        Gradients are scaled by ``factor``.
-        """
-        total, self.factor = torch.zeros((), device=self.device), factor
-        last = len(inputs.batches) - 1
-        for number, (batch, weight, seed) in enumerate(zip(inputs.batches, inputs.weights, inputs.seeds, strict=True)):
+    def forward_backward(self, inputs: StepInputs) -> Tensor:
+        """Run this replica's micro-batches; the sum of the weighted losses of all replicas, without the factor, a scalar in fp32."""
+        total, factor, last = torch.zeros((), device=self.device), inputs.factor, len(inputs.batches) - 1
+        for number, batch in enumerate(inputs.batches):
             if number:
                 inputs.check_interrupt(number)
             with self.no_sync() if number < last else nullcontext():
-                tokens, labels, _, positions, documents = batch
                 with self.timers("forward"):
-                    scaled = weight if factor == 1.0 else weight * factor
-                    value = self.forward(tokens, positions, documents, labels, scaled, seed)
+                    value, scalars = self.forward(batch)
                 with self.timers("backward"):
                     self.backward(value)
             total += value.detach() if factor == 1.0 else value.detach() / factor
+            add(self.reported, scalars)
         return all_reduce(total, self.mesh.dp)
 
     # the step and the state, the same for all engines
 
     def train_step(
-        self, batches: Sequence[Batch], lr: float, step: int, check_interrupt: Callable[[int], None] = keep_going
+        self, batches: Sequence[MicroBatch], lr: float, step: int, check_interrupt: Callable[[int], None] = keep_going
     ) -> StepResult:
         """Forward and backward over the micro-batches, clip, update; skips the update if loss or gradients are not finite."""
         config, mesh = self.config, self.mesh
@@ -174,21 +175,19 @@ class BaseEngine:
         self.model.train()
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("factor", 1.0)
-        self.factor, self.guard.lr = scale, lr
-        for stack in self.model_stacks:
-            stack.loss.penalty = None
+        self.guard.lr, self.reported = lr, {}
         if self.qk_clip:
             self.qk_clip.begin()
-        inputs = step_inputs(config, mesh, batches, step, check_interrupt)
+        inputs = step_inputs(config, mesh, batches, step, self.loss_factor(scale), check_interrupt)
         if self.gradients:
             self.gradients.begin(len(batches))
-        loss = self.forward_backward(inputs, scale)
+        loss = self.forward_backward(inputs)
         with self.timers(self.backward_timer):
             self.finish_backward()
             all_reduce_in_place([w.parameter.grad for w in self.deferred if w.parameter.grad is not None], mesh.tp)
         with self.timers("optimizer"):
             metrics = self.update(loss, scale)
-        result = StepResult({"loss": loss, **metrics, **self._z_loss()}, scale, self.timers.take())
+        result = StepResult({"loss": loss, **metrics, **self.reports(inputs.factor)}, scale, self.timers.take())
         if not self._state_checked:  # before hours are spent on what cannot be saved
             self.check_state()
             self._state_checked = True
@@ -196,15 +195,27 @@ class BaseEngine:
             self.scale = self.scale.after(self.overflowed(result), config.scaler)
         return result
 
-    def _z_loss(self) -> dict[str, Tensor]:
-        """The mean z-loss of the step's tokens, with optim.z_loss."""
-        if not self.config.optim.z_loss:
-            return {}
-        noted = [stack.loss.penalty for stack in self.model_stacks if stack.loss.penalty is not None]
-        total = torch.stack(noted).sum() if noted else torch.zeros((), device=self.device)
-        return {"z_loss": all_reduce(all_reduce(total / self.factor, self.mesh.pp), self.mesh.dp)}
+    def reports(self, factor: float) -> dict[str, Tensor]:
+        """The mean over the step's tokens of what layers and loss have reported, the same on every rank; a collective.
 
-    def evaluate(self, batches: Iterable[Batch], alone: bool = False) -> float:
+        ConfigError for a name that another step did not report: ranks would wait for each other."""
+        if self._names_reported is None:
+            own = {*self.reported} | ({"z_loss"} if self.config.optim.z_loss else set())
+            shared = self.config.model.block in BLOCKS  # which report nothing that only some stages would know
+            self._names_reported = tuple(sorted(own if shared else union(own, self.mesh.pp)))
+        if unknown := self.reported.keys() - {*self._names_reported}:
+            raise ConfigError(
+                f"model.block={self.config.model.block} reports {', '.join(sorted(unknown))} in some steps only; a name must be reported "
+                "in every step, or in none"
+            )
+        if not self._names_reported:
+            return {}
+        nothing = torch.zeros((), device=self.device)
+        sums = torch.stack([self.reported.get(name, nothing) for name in self._names_reported])
+        means = all_reduce(sums if factor == 1.0 else sums / factor, self.mesh.world)
+        return dict(zip(self._names_reported, means.unbind(), strict=True))
+
+    def evaluate(self, batches: Iterable[MicroBatch], alone: bool = False) -> float:
         """Mean loss per token; ``alone``: of this replica's batches only."""
         self.model.eval()
         loss = mean_loss(self.forward, batches, self.device, SINGLE if alone else self.mesh.dp)

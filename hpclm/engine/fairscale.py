@@ -6,7 +6,6 @@ replica holds an equal slice of every flattened weight, padded with zeros.
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
 from types import ModuleType, SimpleNamespace
@@ -25,7 +24,6 @@ from hpclm.engine.base import BaseEngine, whole_model
 from hpclm.engine.native import NativeEngine
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.model.init import InitSpec, move
-from hpclm.model.stack import Stack
 from hpclm.parallel.collectives import gather_into, scatter_into
 from hpclm.parallel.mesh import Mesh
 from hpclm.parallel.placement import Placement
@@ -71,12 +69,12 @@ class FairScaleEngine(BaseEngine):
             return shard(layer) if name.startswith("block") else layer
 
         model = whole_model(config, mesh, dtype, wrap)
-        self.root = shard(Sealed(model))
+        self.root = shard(model)
         for name, initial in model.init_specs.items():
             fill(weights[name], initial, mesh, device)
         self.root.set_gradient_divide_factors(1.0, 1.0, recursive=True)
         own = [sharded(*pair, model.placements, mesh) for pair in weights.items()]
-        super().__init__(config, mesh, device, model, own, lambda *inputs: self.root(Inputs(inputs)))
+        super().__init__(config, mesh, device, model, own, self.root)
 
     def finish_backward(self) -> None:
         """Remove the hooks that the library leaves on the weights; otherwise one more is added every step."""
@@ -97,25 +95,6 @@ class Sharded(FullyShardedDataParallel):
         if self.training_state in BACKWARD:
             return self.module(*args, **kwargs)
         return super().forward(*args, **kwargs)
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The inputs of the stack, wrapped so that the library does not cast the tensors to fp16."""
-
-    args: tuple[Any, ...]
-
-
-class Sealed(nn.Module):
-    """A stack that takes Inputs."""
-
-    def __init__(self, stack: Stack):
-        super().__init__()
-        self.stack = stack
-
-    def forward(self, inputs: Inputs) -> Any:
-        """As the stack."""
-        return self.stack(*inputs.args)
 
 
 def sharded(name: str, weight: nn.Parameter, placements: dict[str, Placement], mesh: Mesh) -> ShardedParameter:

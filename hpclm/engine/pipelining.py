@@ -5,7 +5,7 @@ their gradients back. T tokens in a sequence, t = T / (cp tp), B sequences in a 
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -33,6 +33,7 @@ from hpclm.model.init import materialize_on
 from hpclm.model.stack import Stack, Stages
 from hpclm.parallel.collectives import all_reduce, all_reduce_in_place
 from hpclm.parallel.mesh import SINGLE, Mesh, sub_axis
+from hpclm.parallel.micro_batch import MicroBatch, Output, add
 
 SCHEDULES = {
     "gpipe": ScheduleGPipe,
@@ -85,15 +86,12 @@ class PipeliningEngine(BaseEngine):
             # the zero-bubble schedule adds gradients of weights outside of autograd, which calls no hooks
             self.gradients = GradientBuckets(buckets, every, mesh.dp, late=set(every if late else ()))
         self.schedule = cache(self._schedule)
-        self.micro_batches: list[tuple[Any, ...]] = []
-        """Positions, documents, labels, weights and seed of each micro-batch of the current step."""
+        self.micro_batches: Sequence[MicroBatch] = ()
+        """Those of the current step."""
 
-    def forward_backward(self, inputs: StepInputs, factor: float) -> Tensor:
+    def forward_backward(self, inputs: StepInputs) -> Tensor:
         """Run the micro-batches forward and backward through all stages; the sum of their weighted losses, on every stage."""
-        self.micro_batches = [
-            (batch.positions, batch.documents, batch.labels, weight * factor, seed)
-            for batch, weight, seed in zip(inputs.batches, inputs.weights, inputs.seeds, strict=True)
-        ]
+        self.micro_batches = inputs.batches
         numbers = torch.arange(len(inputs.batches))
         losses: list[Tensor] = []
         tokens = [torch.cat([batch.tokens for batch in inputs.batches])] if self.mesh.pp.first else []
@@ -101,8 +99,8 @@ class PipeliningEngine(BaseEngine):
         with self.timers(self.backward_timer):
             schedule = self.schedule(len(inputs.batches), len(inputs.batches[0].tokens))
             schedule.step(*tokens, number=numbers, return_outputs=False, **last)
-        self.micro_batches = []
-        total = torch.stack(losses).sum() / factor if losses else torch.zeros((), device=self.device)
+        self.micro_batches = ()
+        total = torch.stack(losses).sum() / inputs.factor if losses else torch.zeros((), device=self.device)
         return all_reduce(all_reduce(total.detach(), self.mesh.pp), self.mesh.dp)
 
     def finish_backward(self) -> None:
@@ -110,25 +108,25 @@ class PipeliningEngine(BaseEngine):
         super().finish_backward()
         all_reduce_in_place([p.grad for p in self.tied if p.grad is not None], self.ends)
 
-    def evaluate_one(
-        self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None, labels: Tensor, weights: Tensor
-    ) -> Tensor:
+    def evaluate_one(self, batch: MicroBatch) -> Output:
         """The weighted loss of one micro-batch, passed from stage to stage; returned on every stage."""
-        pp, x = self.mesh.pp, tokens
+        pp, x = self.mesh.pp, None
         value = torch.zeros((), device=self.device)
         for index in range(self.count):
             owner = index % pp.size
             if owner != pp.rank:
                 continue
             if index:
-                x = torch.empty(self._activations(len(tokens)), dtype=self.stacks[index].dtype, device=self.device)
+                x = torch.empty(
+                    self._activations(len(batch.tokens)), dtype=self.stacks[index].dtype, device=self.device
+                )
                 dist.recv(x, pp.ranks[(index - 1) % pp.size], group=pp.group)
-            x = self.stacks[index](x, positions, documents, labels, weights)
+            x = self.stacks[index](batch, x).value
             if index == self.count - 1:
                 value = x
             else:
                 dist.send(x.contiguous(), pp.ranks[(index + 1) % pp.size], group=pp.group)
-        return all_reduce(value, pp)
+        return Output(all_reduce(value, pp), {})
 
     def _activations(self, sequences: int) -> tuple[int, int, int]:
         model = self.config.model
@@ -160,7 +158,7 @@ class PipeliningEngine(BaseEngine):
         loss = torch.empty((), device="meta", requires_grad=True)
         first, last = index == 0, index == self.count - 1
         return PipelineStage(
-            Numbered(self.stacks[index], self.micro_batch),
+            Numbered(self.stacks[index], self.compute),
             index,
             self.count,
             self.device,
@@ -171,18 +169,21 @@ class PipeliningEngine(BaseEngine):
             group=self.mesh.pp.group,
         )
 
-    def micro_batch(self, number: int) -> tuple[Any, ...]:
-        """Positions, documents, labels, weights and seed of one micro-batch of the current step."""
-        return self.micro_batches[number]
+    def compute(self, stack: Stack, number: int, x: Tensor) -> Tensor:
+        """A stage's activations, or the loss, of one micro-batch of the current step; what it reports is kept."""
+        value, scalars = stack(self.micro_batches[number], x if x.is_floating_point() else None)
+        add(self.reported, scalars)
+        result: Tensor = value
+        return result
 
 
 class Numbered(nn.Module):
-    """A stage that receives the index of its micro-batch, to look up labels and weights."""
+    """A stage that receives the number of its micro-batch: all but activations is on every stage."""
 
-    def __init__(self, stack: Stack, micro_batch: Callable[[int], tuple[Any, ...]]):
+    def __init__(self, stack: Stack, compute: Callable[[Stack, int, Tensor], Tensor]):
         super().__init__()
-        self.stack, self.micro_batch = stack, micro_batch
+        self.stack, self.compute = stack, compute
 
     def forward(self, x: Tensor, number: Tensor) -> Tensor:
         """[B, T] ids or [t, B, C] -> [t, B, C], or the loss."""
-        return self.stack(x, *self.micro_batch(int(number)))
+        return self.compute(self.stack, int(number), x)

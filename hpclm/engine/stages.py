@@ -14,6 +14,7 @@ from hpclm.node import hardware
 from hpclm.parallel.balance import balanced
 from hpclm.parallel.collectives import broadcast
 from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.micro_batch import MicroBatch
 
 REPEATS = 3
 
@@ -72,12 +73,13 @@ def measured(config: EngineSettings, spec: LayerSpec, mesh: Mesh, device: torch.
     length = model.context // mesh.cp.size
     ids = torch.zeros(size, length, dtype=torch.int64, device=device)
     hidden = torch.zeros(length // mesh.tp.size, size, model.hidden, dtype=dtype, device=device)
+    ones = torch.ones_like(ids, dtype=torch.float32)
     best, wait = float("inf"), hardware.synchronizer(device)
     for _ in range(REPEATS):
         x = ids if spec.number == 0 else hidden.clone().requires_grad_()
         wait()
         began = time.perf_counter()
-        y: Tensor = stack(x, labels=ids, weights=torch.ones_like(ids, dtype=torch.float32))
+        y: Tensor = stack(MicroBatch(ids, ids, weights=ones), x if x.is_floating_point() else None).value
         y.float().sum().backward()
         wait()
         best = min(best, time.perf_counter() - began)

@@ -11,34 +11,43 @@ import torch
 from torch import Tensor
 
 from hpclm.config import EngineSettings
-from hpclm.data.batches import Batch
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.model import gpt
 from hpclm.model.layers import mix_seed
 from hpclm.parallel.collectives import all_reduce
 from hpclm.parallel.mesh import Axis, Mesh
+from hpclm.parallel.micro_batch import MicroBatch, Output
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The micro-batches of one replica in a step, with their token weights and seeds."""
+    """The micro-batches of one replica in a step."""
 
-    batches: Sequence[Batch]
-    weights: Sequence[Tensor]
-    """[B, T] fp32 token weights, such that the weighted losses of all replicas sum to the mean loss."""
-    seeds: Sequence[int | None]
-    """Dropout seed of each micro-batch."""
+    batches: Sequence[MicroBatch]
+    """With seeds, and token weights such that the weighted losses of all replicas sum to the mean loss, times ``factor``."""
+    factor: float
+    """On the losses, and so on the gradients."""
     check_interrupt: Callable[[int], None]
     """As of Engine.train_step."""
 
 
 def step_inputs(
-    config: EngineSettings, mesh: Mesh, batches: Sequence[Batch], step: int, check_interrupt: Callable[[int], None]
+    config: EngineSettings,
+    mesh: Mesh,
+    batches: Sequence[MicroBatch],
+    step: int,
+    factor: float,
+    check_interrupt: Callable[[int], None],
 ) -> StepInputs:
     """The inputs of step number ``step``."""
     count = len(batches)
     drawn = seeds(config.seed, step, count, mesh) if gpt.random(config.model) else [None] * count
-    return StepInputs(batches, token_weights(batches, config.loss_norm, mesh), drawn, check_interrupt)
+    weights = token_weights(batches, config.loss_norm, mesh)
+    weighted = [
+        batch.weighted(weight if factor == 1.0 else weight * factor, seed)
+        for batch, weight, seed in zip(batches, weights, drawn, strict=True)
+    ]
+    return StepInputs(weighted, factor, check_interrupt)
 
 
 def seed_step(seed: int, step: int, rank: int = 0) -> None:
@@ -54,12 +63,9 @@ def seeds(seed: int, step: int, count: int, mesh: Mesh) -> list[int]:
     return [mix_seed(seed, step, number * mesh.replicas + mesh.replica) for number in range(count)]
 
 
-def token_weights(batches: Sequence[Batch], loss_norm: str, mesh: Mesh) -> list[Tensor]:
+def token_weights(batches: Sequence[MicroBatch], loss_norm: str, mesh: Mesh) -> list[Tensor]:
     """[B, T] fp32 token weights of each micro-batch, such that the weighted losses of all replicas sum to the mean loss."""
-    masks = [
-        torch.ones_like(batch.labels, dtype=torch.float32) if batch.loss_mask is None else batch.loss_mask.float()
-        for batch in batches
-    ]
+    masks = [batch.mask() for batch in batches]
     if loss_norm == "microbatch":
         counts = all_reduce(torch.stack([mask.sum() for mask in masks]), mesh.cp).clamp(min=1)
         return [mask / (n * len(masks) * mesh.replicas) for mask, n in zip(masks, counts, strict=True)]
@@ -68,16 +74,14 @@ def token_weights(batches: Sequence[Batch], loss_norm: str, mesh: Mesh) -> list[
 
 
 @torch.no_grad()
-def mean_loss(forward: Callable[..., Tensor], batches: Iterable[Batch], device: torch.device, world: Axis) -> float:
-    """Mean loss per unmasked token, in nats, over the micro-batches of all replicas; holds one at a time.
-
-    ``forward`` has the signature of Stack.forward.
-    """
+def mean_loss(
+    forward: Callable[[MicroBatch], Output], batches: Iterable[MicroBatch], device: torch.device, world: Axis
+) -> float:
+    """Mean loss per unmasked token, in nats, over the micro-batches of all replicas; holds one at a time."""
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in batches:
-        mask = torch.ones_like(batch.labels) if batch.loss_mask is None else batch.loss_mask
-        value = forward(batch.tokens, batch.positions, batch.documents, batch.labels, mask.float())
-        sums += torch.stack([value.double(), mask.sum().double()])
+        mask = batch.mask()
+        sums += torch.stack([forward(batch.weighted(mask)).value.double(), mask.sum(dtype=torch.float64)])
     total, counted = all_reduce(sums, world)
     return (total / counted.clamp(min=1)).item()
 

@@ -99,7 +99,7 @@ class Batch:
 
     def _last(self, ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """[rows, V] logits after the last of [rows, T] ids."""
-        head = self.model(ids, cache=cache)
+        head = self.model.head(ids, cache)
         if self.device.type == "cpu" and self.most >= MANY:
             if self._output is None:
                 dtype = torch.float32 if head.shape.fp32 else head.hidden.dtype

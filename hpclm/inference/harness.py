@@ -255,7 +255,7 @@ def log_likelihoods(
     batches = [inputs[at : at + size] for at in range(0, len(inputs), size)]
     for rows in (rows for batch in batches for rows in by_rotation(model.config, batch, len)):
         ids = torch.tensor([[*row, *[0] * (len(rows[0]) - len(row))] for row in rows], device=device)
-        head = model(ids)
+        head = model.head(ids)
         weight = head.rows()[: head.vocab_size]
         for row, ids_read in enumerate(rows):
             for number in by_input[ids_read]:

@@ -15,7 +15,6 @@ import torch
 
 from hpclm.checkpoint import Progress
 from hpclm.config import ModelConfig
-from hpclm.data.batches import Batch
 from hpclm.data.indexed import IndexedDataset
 from hpclm.data.tokenizers import Tokenizer
 from hpclm.datasets.run_text import RunText
@@ -25,6 +24,7 @@ from hpclm.inference.texts import json_texts
 from hpclm.model.rope import scaling_length
 from hpclm.model.stack import Stack
 from hpclm.parallel.mesh import SINGLE
+from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.progress import Bar
 
 Item = TypeVar("Item")
@@ -135,7 +135,7 @@ def by_rotation(config: ModelConfig, items: Sequence[Item], length: Callable[[It
     return [*alike.values()]
 
 
-def _batch(rows_scored: Sequence[tuple[Sequence[int], int]], device: torch.device) -> Batch:
+def _batch(rows_scored: Sequence[tuple[Sequence[int], int]], device: torch.device) -> MicroBatch:
     """Windows of tokens, each with the label of its last one, padded on the right; as of ``windows``."""
     width = max(len(window) for window, _ in rows_scored)
     rows = torch.tensor([[*window, *[0] * (width - len(window))] for window, _ in rows_scored])
@@ -144,7 +144,7 @@ def _batch(rows_scored: Sequence[tuple[Sequence[int], int]], device: torch.devic
     places = torch.arange(width - 1)
     mask = (places < lengths[:, None]) & (places >= (lengths - scored)[:, None])
     rows, mask = rows.to(device), mask.to(device)
-    return Batch(rows[:, :-1], rows[:, 1:], mask, None, None)
+    return MicroBatch(rows[:, :-1], rows[:, 1:], mask)
 
 
 def _check(ids: Sequence[int], vocabulary: int) -> None:

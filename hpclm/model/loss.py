@@ -162,8 +162,6 @@ class TokenLoss:
     ):
         """``z_loss``: coefficient of the z-losses, which change the gradients, but not the loss."""
         self.chunk, self.backward, self.z_loss = chunk, backward, z_loss
-        self.penalty: Tensor | None = None
-        """The weighted sum of the z-losses since it was last set to None."""
         self.whole: ChunkMath = nll_and_gradient_in_place
         self.split: ChunkMath = split_nll_and_gradient
         self.compilations = [Compilation("the loss runs") for _ in range(2 if compile else 0)]
@@ -177,8 +175,9 @@ class TokenLoss:
         if z_loss:
             self.whole, self.split = (partial(math, z_loss=z_loss) for math in (self.whole, self.split))
 
-    def __call__(self, head: Head, labels: Tensor, weights: Tensor) -> Tensor:
-        """``labels`` and ``weights`` [B, T] -> a scalar in fp32, differentiable once.
+    def __call__(self, head: Head, labels: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """``labels`` and ``weights`` [B, T] -> a scalar in fp32, differentiable once, and what is reported: with z-losses their sum,
+        of which each tensor-parallel rank reports an equal share.
 
         The weights include every factor of the loss (mask, 1 / tokens, loss scale): gradients are computed in the compute
         type with those factors, so that fp16 does not underflow.
@@ -187,7 +186,8 @@ class TokenLoss:
         whole = gather(head.hidden, head.tp)
         hidden, labels, weights = whole.flatten(0, 1), labels.t().reshape(-1), weights.t().reshape(-1)
         if torch.is_grad_enabled():
-            return _ChunkedLoss.apply(
+            penalties: list[Tensor] = []
+            total = _ChunkedLoss.apply(
                 hidden,
                 head.weight,
                 head.rows().detach(),
@@ -198,17 +198,15 @@ class TokenLoss:
                 self.whole if head.tp.size == 1 else partial(self.split, tp=head.tp),
                 self.backward,
                 head.main_grad,
-                self._note,
+                penalties.append,
                 head.shape,
             )
+            return total, {"z_loss": torch.stack(penalties).sum() / head.tp.size} if penalties else {}
         total = hidden.new_zeros((), dtype=torch.float32)
         for begin in range(0, len(hidden), chunk):
             part = slice(begin, begin + chunk)
             total += self._losses(head, hidden[part], labels[part], weights[part]).sum()
-        return total
-
-    def _note(self, penalty: Tensor) -> None:
-        self.penalty = penalty if self.penalty is None else self.penalty + penalty
+        return total, {}
 
     @staticmethod
     def _chosen(head: Head, labels: Tensor) -> int:

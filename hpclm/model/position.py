@@ -50,6 +50,8 @@ class AttentionMetadata(NamedTuple):
     )
     slopes: Tensor | None = None  # [H] of ALiBi
     part: SequencePart | None = None  # of each sequence, that this process holds; None: all
+    weights: Tensor | None = None  # [t, B] fp32, of this process's tokens in the loss; None: there is no loss
+    reports: dict[str, Tensor] | None = None  # what the layer reports (``model/reports.py``)
 
 
 class Flex(NamedTuple):

@@ -38,6 +38,7 @@ from hpclm.model.position import (
 )
 from hpclm.model.scores import BLOCK, flex_attention
 from hpclm.parallel.mesh import SINGLE, Axis
+from hpclm.parallel.micro_batch import MicroBatch, Output, add
 from hpclm.parallel.placement import Placement
 from hpclm.parallel.sequence import SequencePart, pieces, row_blocks
 
@@ -87,46 +88,45 @@ class Stack(nn.Module):
                 self.init_specs |= {f"{spec.name}.{name}": initial for name, initial in init.uninitialized(layer)}
                 self.layers[spec.name] = wrap(spec.name, layer)
 
-    def forward(
-        self,
-        x: Tensor,
-        positions: Tensor | None = None,
-        documents: Tensor | None = None,
-        labels: Tensor | None = None,
-        weights: Tensor | None = None,
-        seed: int | None = None,
-        cache: KeyValueCache | None = None,
-    ) -> Any:
-        """[B, T] ids, or a stage's [t, B, C] activations -> activations, or from the last layer the head or a loss.
-
-        With context parallelism all but ``documents`` are of this process's part of the sequences. ``positions`` and ``documents``
-        [B, T] as in attention_metadata(). With ``labels`` and ``weights`` [B, T] the last layer returns
-        the weighted sum of losses, a scalar in fp32. ``seed``: for dropout in this micro-batch, in training. ``cache``: of the
-        tokens before these, when text is generated.
-        """
-        length = (x.shape[0] * self.tp.size if x.is_floating_point() else x.shape[1]) * self.cp.size
+    def forward(self, batch: MicroBatch, x: Tensor | None = None, cache: KeyValueCache | None = None) -> Output:
+        """The micro-batch through these layers. ``x`` [t, B, C]: what the stage before this one made of it, if there is one.
+        ``cache``: of the tokens before these, when text is generated."""
+        length, device = batch.tokens.shape[1] * self.cp.size, batch.tokens.device
         if cache is not None:
             metadata, keys = cache.extend(length), None
         else:
-            kind = ActivationSpec(length, self.dtype, x.device)
-            metadata, keys = self._metadata(kind, positions, documents, seed), self._keys(seed, x.device)
-        offload = ActivationOffload(self._once(Streams, lambda: Streams(x.device))) if self.offload else None
+            kind = ActivationSpec(length, self.dtype, device)
+            metadata, keys = self._metadata(kind, batch), self._keys(batch.seed, device)
+        value: Any = batch.tokens if x is None else x
+        scalars: dict[str, Tensor] = {}
+        offload = ActivationOffload(self._once(Streams, lambda: Streams(device))) if self.offload else None
         for group in groups(self.specs, self.recompute_every):
             with offload.next_block() if offload and group[0].name.startswith("block") else nullcontext():
                 if group[0].recompute and self.training and torch.is_grad_enabled():
                     # what is random is seeded, also when it is recomputed
-                    x = checkpoint(self._run, group, x, metadata, keys, use_reentrant=False, preserve_rng_state=False)
+                    made = checkpoint(
+                        self._run, group, value, metadata, keys, use_reentrant=False, preserve_rng_state=False
+                    )
                 else:
-                    x = self._run(group, x, metadata, keys)
-        if isinstance(x, Head) and labels is not None and weights is not None:
-            return self.loss(x, labels, weights)
-        return x
+                    made = self._run(group, value, metadata, keys)
+            value = made.value
+            add(scalars, made.scalars)
+        if isinstance(value, Head) and batch.labels is not None and batch.weights is not None:
+            value, more = self.loss(value, batch.labels, batch.weights)
+            add(scalars, more)
+        return Output(value, scalars)
 
-    def _metadata(
-        self, kind: ActivationSpec, positions: Tensor | None, documents: Tensor | None, seed: int | None
-    ) -> dict[str, AttentionMetadata]:
-        """The layout of a micro-batch for each kind of layer; see forward()."""
+    def head(self, ids: Tensor, cache: KeyValueCache | None = None) -> Head:
+        """[B, T] ids -> the input of the output projection, without a loss; ``cache`` as of forward()."""
+        head: Head = self(MicroBatch(ids), cache=cache).value
+        return head
+
+    def _metadata(self, kind: ActivationSpec, batch: MicroBatch) -> dict[str, AttentionMetadata]:
+        """The layout of a micro-batch for each kind of layer."""
         config, device = self.config, kind.device
+        positions, documents, weights = batch.positions, batch.documents, batch.weights
+        if weights is not None:
+            weights = weights.t().chunk(self.tp.size)[self.tp.rank]
         slopes = self._slopes(device)  # a copy from the host in every micro-batch would wait for the device
         part = self._once(("part", kind), lambda: SequencePart.of(self.cp, kind.length, device))
         starts, reads = (
@@ -153,9 +153,10 @@ class Stack(nn.Module):
             if rotates(config, layer):  # longrope's are a copy from the host, for which it would wait
                 make_rates = partial(rotary_rates, config, layer, kind.length, device)
                 rates = self._once(("rates", kind, layer), make_rates)
-            made[layer] = attention_metadata(
-                config, kind, self.tp, positions, documents, seed, slopes, flex, layer, starts, part, rates
+            layout = attention_metadata(
+                config, kind, self.tp, positions, documents, batch.seed, slopes, flex, layer, starts, part, rates
             )
+            made[layer] = layout._replace(weights=weights)
         return made
 
     def _compiled_attention(self) -> Callable[..., Tensor]:
@@ -225,15 +226,23 @@ class Stack(nn.Module):
 
     def _run(
         self, specs: list[LayerSpec], x: Any, metadata: dict[str, AttentionMetadata], keys: list[Tensor] | None
-    ) -> Any:
+    ) -> Output:
+        scalars: dict[str, Tensor] = {}
         for spec in specs:
             given = metadata[spec.kind]
+            reports: dict[str, Tensor] = {}  # of this layer, which may be compiled: never filled before it runs
+            if self.training and given.weights is not None:
+                given = given._replace(reports=reports)
             if given.seed is not None and self.training and (keys is None or self.config.attention_dropout):
                 seed_generators(mix_seed(given.seed, spec.number, self.tp.rank + self.tp.size * self.cp.rank), keys)
             given = given if keys is None else given._replace(seed=None, keys=keys[spec.number])
             module = self.layers[spec.name]
             x = module(x, given) if spec.call is None else spec.call(module, x, given)
-        return x
+            add(
+                scalars,
+                {f"{name}{spec.name}" if name.endswith("/") else name: value for name, value in reports.items()},
+            )
+        return Output(x, scalars)
 
 
 def seed_generators(seed: int, keys: list[Tensor] | None) -> None:

@@ -5,7 +5,7 @@ attention and MLP it holds the whole sequence and a slice of the weights (Korthi
 region and ``scatter`` leaves it. With one process they are no-ops.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, Literal
 
 import torch
@@ -71,6 +71,15 @@ def all_reduce(x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tens
 def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
     """The maximum over processes; no gradient."""
     return all_reduce(x, axis, "max")
+
+
+def union(names: Set[str], axis: Axis) -> set[str]:
+    """The names of all processes."""
+    if axis.size == 1:
+        return {*names}
+    everyone: list[set[str]] = [set()] * axis.size
+    dist.all_gather_object(everyone, {*names}, group=axis.group)
+    return set().union(*everyone)
 
 
 def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:

@@ -10,10 +10,10 @@ import torch
 
 from hpclm.config import RunConfig
 from hpclm.config.engine import ENGINES
-from hpclm.data.batches import Batch
 from hpclm.engine import CHECK, unavailable
 from hpclm.errors import ConfigError
 from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.planning.fake_gpu import CUDA, Collective, fake_gpu, peak_memory
 from hpclm.registry import lookup
 
@@ -125,11 +125,11 @@ def build(run: RunConfig, mesh: Mesh) -> Any:
     )
 
 
-def micro_batch(run: RunConfig) -> Batch:
+def micro_batch(run: RunConfig) -> MicroBatch:
     """One micro-batch as the data loader makes it."""
     ids = torch.zeros(run.batch.micro_size, run.model.context, dtype=torch.int64, device=CUDA)
     data = run.data
-    return Batch(
+    return MicroBatch(
         ids,
         ids.clone(),
         ids.bool() if data.eod_mask_loss else None,

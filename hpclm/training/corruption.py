@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from hpclm import files
-from hpclm.data.batches import Batch
 from hpclm.diagnostics import facts, report
 from hpclm.distributed import restart
 from hpclm.distributed.context import DistributedContext
@@ -35,6 +34,7 @@ from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.errors import CorruptedError, DivergedError
 from hpclm.node import hardware
 from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.rundir import rows
 from hpclm.side_path import SidePath
 
@@ -98,7 +98,7 @@ class Verifier:
         for weight in self._weights:
             if group := self._group(weight):
                 self._shared.setdefault(group, []).append(weight)
-        self._batch: Batch | None = None
+        self._batch: MicroBatch | None = None
         self._changed = torch.zeros((), dtype=torch.bool, device=engine.device)
         self._pieces: list[list[Tensor]] = []
         self._entries = 0
@@ -108,7 +108,7 @@ class Verifier:
         engine.optimizer.register_step_pre_hook(lambda *_: self._close())
         self._open()
 
-    def after_step(self, batch: Batch) -> None:
+    def after_step(self, batch: MicroBatch) -> None:
         """After a step's update, which the device may not have done yet; ``batch``: a micro-batch, to be computed twice."""
         self._batch = batch
         self._steps += 1

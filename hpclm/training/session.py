@@ -11,7 +11,6 @@ import torch
 
 from hpclm.checkpoint import Progress
 from hpclm.config import RunConfig
-from hpclm.data.batches import Batch
 from hpclm.distributed import restart
 from hpclm.distributed.context import DistributedContext
 from hpclm.engine import Engine
@@ -19,6 +18,7 @@ from hpclm.errors import DivergedError
 from hpclm.node import hardware
 from hpclm.node.notify import Notifier
 from hpclm.optim.guard import Guard
+from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.sinks.process import Sinks
 from hpclm.training import corruption, messages, records
 from hpclm.training.compiling import AgreedCompilations
@@ -89,7 +89,7 @@ class Session:
         self.context.watchdog.enter("evaluation", progress.step)
         every, warned = self.control.micro_batches_per_poll(), False
 
-        def until_warned(batches: Iterator[Batch]) -> Iterator[Batch]:
+        def until_warned(batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
             nonlocal warned
             for number, batch in enumerate(batches):
                 if number and number % every == 0 and self.control.sync.poll().leaving:

@@ -17,13 +17,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hpclm import engine as engines
 from hpclm.config import EngineConfig, EngineSettings, ModelConfig, OptimConfig
 from hpclm.config.plan import Plan
-from hpclm.data.batches import Batch
 from hpclm.engine.base import BaseEngine
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.model import count
 from hpclm.model.stack import Stages
 from hpclm.optim.muon import Muon
 from hpclm.parallel.mesh import SINGLE, Mesh
+from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.training.compute import Compute
 from hpclm.training.muon_updates import WatchedExchange
 from hpclm.training.updates import misupdated
@@ -110,7 +110,7 @@ class Twin:
         )
         return cls(twin, compute, torch.randint(model.vocab_size, shape, generator=draw), restarts)
 
-    def as_run(self, settings: EngineSettings) -> tuple[BaseEngine, list[Batch]]:
+    def as_run(self, settings: EngineSettings) -> tuple[BaseEngine, list[MicroBatch]]:
         """The run's engine, in one of the ways to compute that ``settings`` of the run stand for, and this replica's micro-batches."""
         model, way = self.settings.model, settings.model
         model = replace(model, attention=way.attention, kernels=way.kernels)
@@ -156,7 +156,7 @@ class Twin:
                 _built(settings, replace(self.compute, mesh=alone, dtype=dtype)), [self._batch(each) for each in rows]
             )
 
-    def _batch(self, rows: Tensor) -> Batch:
+    def _batch(self, rows: Tensor) -> MicroBatch:
         """[B, T + 1] ids as a micro-batch, copied to the device as training's are."""
         length, device = rows.shape[1] - 1, self.compute.device
         index = torch.arange(length).expand(len(rows), length)
@@ -167,7 +167,7 @@ class Twin:
             on_host = [each if each is None else each.contiguous().pin_memory() for each in on_host]
         moved: list[Any] = [each if each is None else each.to(device, non_blocking=True) for each in on_host]
         ids, documents, positions = moved
-        return Batch(ids[:, :-1], ids[:, 1:], None, positions, documents)
+        return MicroBatch(ids[:, :-1], ids[:, 1:], None, positions, documents)
 
 
 def _built(settings: EngineSettings, compute: Compute) -> BaseEngine:
@@ -201,7 +201,7 @@ class Measured:
     """How the updates differ from the optimizer's, given this rank's own gradients; empty if they do not."""
 
 
-def measured(engine: BaseEngine, batches: list[Batch]) -> Measured:
+def measured(engine: BaseEngine, batches: list[MicroBatch]) -> Measured:
     """Two steps of a fresh engine."""
     muon, noted = engine.optimizer if isinstance(engine.optimizer, Muon) else None, dict[str, Tensor]()
     if muon:

@@ -11,7 +11,7 @@ import torch
 
 from hpclm import engine as engines
 from hpclm.config import BatchConfig, BudgetConfig, DataConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
-from hpclm.data.batches import Batch, Batches
+from hpclm.data.batches import Batches
 from hpclm.data.synthetic import synthetic
 from hpclm.errors import ConfigError
 from hpclm.model import count, offload, stack
@@ -96,7 +96,7 @@ def saved_bytes(engine, config):
         lambda t: kept.setdefault(t.data_ptr(), t.numel() * 4) and t, lambda t: t
     ):
         [batch, _] = batches_of(config).step(0)
-        engine.model.train()(batch.tokens)
+        engine.model.train().head(batch.tokens)
     return sum(kept.values())
 
 
@@ -156,7 +156,7 @@ def test_the_loss_is_the_mean_over_tokens_or_over_micro_batches_as_set():
         assert any(not b.loss_mask.all() for b in batches)
         engine = engine_of(config)
         with torch.no_grad():
-            heads = [engine.model.eval()(b.tokens).logits() for b in batches]
+            heads = [engine.model.eval().head(b.tokens).logits() for b in batches]
         nll = [
             torch.nn.functional.cross_entropy(h.flatten(0, 1), b.labels.flatten(), reduction="none")
             for h, b in zip(heads, batches)
@@ -193,7 +193,7 @@ def test_a_step_is_adamw_as_published():
     m, v = {}, {}
     for step, lr in enumerate((0.01, 0.002), 1):
         micro = batches.step(8 * (step - 1))
-        heads = [twin.model.train()(b.tokens).logits().flatten(0, 1) for b in micro]
+        heads = [twin.model.train().head(b.tokens).logits().flatten(0, 1) for b in micro]
         loss = sum(torch.nn.functional.cross_entropy(h, b.labels.flatten()) for h, b in zip(heads, micro)) / len(micro)
         gradients = torch.autograd.grad(loss, list(twin.model.parameters()))
         with torch.no_grad():
@@ -369,7 +369,9 @@ def test_evaluation_is_the_mean_loss_and_changes_nothing():
     before = state(engine)
     with torch.no_grad():
         wanted = [
-            torch.nn.functional.cross_entropy(engine.model.eval()(b.tokens).logits().flatten(0, 1), b.labels.flatten())
+            torch.nn.functional.cross_entropy(
+                engine.model.eval().head(b.tokens).logits().flatten(0, 1), b.labels.flatten()
+            )
             for b in batches
         ]
     assert engine.evaluate(batches) == pytest.approx(torch.stack(wanted).mean().item(), rel=1e-5)
@@ -426,7 +428,7 @@ def test_documents_in_a_sample_restart_positions_and_stay_apart_as_set():
     config = settings(
         dict(GPT2, vocab_size=20), data=dict(reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)
     )
-    batch: Batch = batches_of(config).step(0)[0]
+    batch = batches_of(config).step(0)[0]
     eod = config.model.vocab_size - 1
     for row in range(len(batch.tokens)):
         position = document = 0

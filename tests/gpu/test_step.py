@@ -9,10 +9,10 @@ import torch
 
 from hpclm import config
 from hpclm import engine as engines
-from hpclm.data.batches import Batch
 from hpclm.node.gpus import KINDS
 from hpclm.parallel import main_gradients
 from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.planning import forecast
 from tests import parity, ranks
 from tests.forks import hpclm
@@ -40,7 +40,7 @@ def stepper(device, *words):
     rows = torch.randint(
         0, run.model.vocab_size, (4, run.model.context + 1), generator=torch.Generator().manual_seed(0)
     ).to(device)
-    batch = Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), None, None, None)
+    batch = MicroBatch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
     count = iter(range(1000))
     return lambda: engine.train_step([batch, batch], 1e-4, next(count)), run
 

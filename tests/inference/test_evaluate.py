@@ -40,7 +40,7 @@ def by_hand(run, documents):
             end = min(begin + 17, len(ids))
             window, new = ids[max(0, end - 17) : end], end - begin - 1
             with torch.no_grad():
-                likelihood = model(torch.tensor([window[:-1]])).logits()[0].double().log_softmax(-1)
+                likelihood = model.head(torch.tensor([window[:-1]])).logits()[0].double().log_softmax(-1)
             nats -= likelihood[range(len(window) - 1), window[1:]][-new:].sum().item()
             count += new
     return nats, count

@@ -33,7 +33,7 @@ def uncached(model, prompts, most=9):
         for _ in range(most):
             window = ids[window_start(len(ids), model.config.context) :]
             with torch.no_grad():
-                ids.append(int(model(torch.tensor([window])).logits()[0, -1].argmax()))
+                ids.append(int(model.head(torch.tensor([window])).logits()[0, -1].argmax()))
         found.append(ids[len(prompt) :])
     return found
 
@@ -73,7 +73,7 @@ def test_a_batch_with_a_cache_computes_what_each_prompt_gets_alone_without_one(k
         batch = Batch(model, PROMPTS, 9, 93)
         for _ in range(9):
             for row, ids in zip(batch.logits(), batch.ids):
-                assert (row - model(torch.tensor([ids])).logits()[0, -1]).abs().max() < 1e-5
+                assert (row - model.head(torch.tensor([ids])).logits()[0, -1]).abs().max() < 1e-5
             batch.advance(torch.randint(93, (4,), generator=draw).tolist(), range(4))
 
 

@@ -80,7 +80,7 @@ def logits(folder, tokens=TOKENS):
     config = load(folder / "config.yaml")
     model, _ = run_model.load_model(folder, config, None, torch.device("cpu"), torch.float32)
     with torch.no_grad():
-        return model(tokens).logits()
+        return model.head(tokens).logits()
 
 
 def close(ours, theirs):

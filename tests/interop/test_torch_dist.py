@@ -28,9 +28,9 @@ from hpclm.checkpoint import CheckpointStore, Retention, directory
 from hpclm.checkpoint.tensors import Tensors
 from hpclm.commands.convert import main
 from hpclm.config import ModelConfig, load
-from hpclm.data.batches import Batch
 from hpclm.errors import ConfigError
 from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.micro_batch import MicroBatch
 from tests.interop import made, mcore_run
 from tests.interop.test_megatron import ARGS, CORE, FUSED_NORMS, LLAMA, LLAMA_ARGS, SHAPE, Code
 from tests.runs import PATIENCE, ROOT
@@ -276,7 +276,7 @@ def test_a_run_of_megatron_core_goes_on_with_the_losses_that_it_has_there(option
         halves = mcore_run.batch(number).split(config.batch.micro_size)
         masks = (mcore_run.mask(number) if "--masked" in options else torch.ones(4, 16, dtype=torch.bool)).split(2)
         result = engine.train_step(
-            [Batch(ids[:, :-1], ids[:, 1:], mask, None, None) for ids, mask in zip(halves, masks)],
+            [MicroBatch(ids[:, :-1], ids[:, 1:], mask) for ids, mask in zip(halves, masks)],
             *(config.optim.lr, number),
         )
         assert result.loss == pytest.approx(loss, abs=1e-5) and result.grad_norm == pytest.approx(norm, abs=1e-4)

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -183,7 +184,7 @@ def documents(engine, batches, steps, train=True):
         document, index = ends.cumsum(1) - ends.long(), torch.arange(ends.shape[1])
         starts = torch.where(document.diff(dim=1, prepend=document[:, :1] - 1) != 0, index, 0).cummax(1).values
         numbers.add(tuple(document[:, -1].tolist()))
-        return batch._replace(documents=document, positions=index - starts)
+        return replace(batch, documents=document, positions=index - starts)
 
     for step in range(steps):
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])

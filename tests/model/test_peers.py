@@ -6,6 +6,7 @@ import torch
 
 from hpclm.config import ModelConfig
 from hpclm.model.loss import TokenLoss
+from hpclm.parallel.micro_batch import MicroBatch
 from tests import weights
 from tests.shared import shared
 
@@ -33,10 +34,10 @@ def named(golden, kind):
 def test_logits_loss_and_gradients_are_those_of_megatron_core(golden, chunk):
     model = weights.build(GOLDEN, named(golden, "param/"))
     inputs, labels = golden["tokens"][:, :-1], golden["tokens"][:, 1:]
-    head = model(inputs)
+    head = model.head(inputs)
     assert (head.logits() - golden["logits"]).abs().max() < 1e-5
     mask = golden["loss_mask"] / golden["loss_mask"].sum()
-    loss = TokenLoss(chunk)(head, labels, mask)
+    loss, _ = TokenLoss(chunk)(head, labels, mask)
     assert loss.item() == pytest.approx(golden["loss"].item(), abs=1e-6)
     loss.backward()
     theirs = named(golden, "grad/")
@@ -46,7 +47,7 @@ def test_logits_loss_and_gradients_are_those_of_megatron_core(golden, chunk):
 
 def same_logits(model, peer, tokens=TOKENS):
     with torch.no_grad():
-        ours, theirs = model.eval()(tokens).logits(), peer.eval()(tokens).logits
+        ours, theirs = model.eval().head(tokens).logits(), peer.eval()(tokens).logits
     assert theirs.std() > 0.05  # the comparison says something
     assert (ours - theirs).abs().max() < 1e-5
 
@@ -56,7 +57,7 @@ def test_golden_weights_give_the_same_logits_in_transformers(golden):
     peer = transformers.GPT2LMHeadModel.from_pretrained(shared("reference/model/hf_from_mcore/gpt2"))
     model = weights.build(GOLDEN, weights.from_peer(GOLDEN, peer.state_dict()))
     same_logits(model, peer)
-    assert (model(golden["tokens"][:, :-1]).logits() - golden["logits"]).abs().max() < 1e-5
+    assert (model.head(golden["tokens"][:, :-1]).logits() - golden["logits"]).abs().max() < 1e-5
 
 
 def louder(peer):
@@ -127,8 +128,8 @@ def test_a_document_mask_gives_each_document_the_logits_it_has_alone():
         where = torch.tensor([[*range(6), *range(10)]])
         documents = torch.tensor([[0] * 6 + [1] * 10])
         with torch.no_grad():
-            together = model(TOKENS[:1], where, documents).logits()
-            first, second = model(TOKENS[:1, :6]).logits(), model(TOKENS[:1, 6:]).logits()
-            plain = model(TOKENS[:1]).logits()
+            together = model(MicroBatch(TOKENS[:1], positions=where, documents=documents)).value.logits()
+            first, second = model.head(TOKENS[:1, :6]).logits(), model.head(TOKENS[:1, 6:]).logits()
+            plain = model.head(TOKENS[:1]).logits()
         assert (together - torch.cat([first, second], 1)).abs().max() < 1e-5, positions
         assert (together - plain)[:, 6:].abs().max() > 1e-2, positions  # without the mask it is another answer

@@ -6,6 +6,7 @@ import torch
 from hpclm.config import ModelConfig
 from hpclm.model import stack
 from hpclm.model.position import ActivationSpec, alibi, block_mask, rotary_rates, sinusoids
+from hpclm.parallel.micro_batch import MicroBatch
 from tests import weights
 from tests.engine import sharded
 
@@ -27,9 +28,9 @@ def test_every_kind_of_position_changes_the_logits_and_restarts_where_told(posit
     blind = weights.build(ModelConfig(**shape, positions="none")).eval()
     blind.load_weights({k: v for k, v in model.weights() if k != "entry.table"})
     with torch.no_grad():
-        plain = model(tokens).logits()
-        assert (plain - blind(tokens).logits()).abs().max() > 1e-3
-        restarted = model(tokens, torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])).logits()
+        plain = model.head(tokens).logits()
+        assert (plain - blind.head(tokens).logits()).abs().max() > 1e-3
+        restarted = model(MicroBatch(tokens, positions=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]))).value.logits()
         assert torch.allclose(restarted[:, :4], plain[:, :4], atol=1e-6)
         if positions != "alibi":  # its distances are between tokens, wherever counting starts
             assert (restarted - plain)[:, 4:].abs().max() > 1e-3
@@ -76,11 +77,11 @@ def test_alibi_s_block_mask_is_made_again_only_when_the_length_changes(monkeypat
     )
     stack = weights.build(ModelConfig(vocab_size=16, layers=1, hidden=16, heads=2, context=8, positions="alibi"))
     for length in (8, 8, 4, 4):
-        stack(torch.zeros(2, length, dtype=torch.long))
+        stack.head(torch.zeros(2, length, dtype=torch.long))
     assert made == [(8, None), (4, None)]
     numbers = torch.zeros(2, 4, dtype=torch.long)
     for _ in range(2):
-        stack(torch.zeros(2, 4, dtype=torch.long), documents=numbers)
+        stack(MicroBatch(torch.zeros(2, 4, dtype=torch.long), documents=numbers))
     assert len(made) == 4 and made[-1][1] is numbers
 
 

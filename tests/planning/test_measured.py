@@ -38,7 +38,7 @@ class Training:
 
     def forward(self):
         ids = torch.randint(self.config.vocab_size, (self.layout.micro_size, TOKENS))
-        return self.loss(self.model(ids), ids, torch.ones_like(ids, dtype=torch.float32) / ids.numel())
+        return self.loss(self.model.head(ids), ids, torch.ones_like(ids, dtype=torch.float32) / ids.numel())[0]
 
     def step(self):
         for _ in range(self.layout.accumulation):

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from hpclm.config import EngineSettings
 from hpclm.config.deepspeed import settings
-from hpclm.data.batches import Batch
 from hpclm.engine.base import stack_of
 from hpclm.engine.deepspeed import library
 from hpclm.engine.deepspeed.state import PartitionedOptimizer
@@ -33,6 +32,7 @@ from hpclm.model.init import materialize_on
 from hpclm.model.stack import Stack
 from hpclm.parallel.collectives import all_reduce, all_reduce_max
 from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.micro_batch import MicroBatch, add
 
 
 class Part(nn.Module):
@@ -41,15 +41,17 @@ class Part(nn.Module):
     def __init__(self, stack: Stack):
         super().__init__()
         self.stack = stack
-        self.queue: Iterator[tuple[Batch, Tensor, int | None]] = iter(())
-        """The upcoming micro-batches, with their token weights and seeds."""
+        self.queue: Iterator[MicroBatch] = iter(())
+        """The upcoming micro-batches: DeepSpeed passes nothing but tensors from stage to stage."""
+        self.reported: dict[str, Tensor] = {}
+        """What layers and loss have reported since it was last emptied."""
         self.factor = 1.0
         """Factor on the loss, beyond the token weights."""
 
     def forward(self, x: Tensor) -> Any:
         """[B, T] ids or [t, B, C] activations of the next micro-batch -> activations, or in the last stage the loss."""
-        (_, labels, _, positions, documents), weights, seed = next(self.queue)
-        y = self.stack(x, positions, documents, labels, weights, seed)
+        y, scalars = self.stack(next(self.queue), x if x.is_floating_point() else None)
+        add(self.reported, scalars)
         return finite_or_nan(y) * self.factor if y.ndim == 0 else y
 
 
@@ -117,16 +119,15 @@ class PipelineEngine(WrappedEngine):
         self.engine = library.initialize(model=pipeline, optimizer=optimizer, config=tree)
         self.state = PartitionedOptimizer(self.engine.optimizer, optimizer, self.state.kind, held, mesh.dp)
 
-    def forward_backward(self, inputs: StepInputs, factor: float) -> Tensor:
+    def forward_backward(self, inputs: StepInputs) -> Tensor:
         """All micro-batches through all stages, and the update, in which DeepSpeed reduces, clips, and skips what is not finite."""
-        engine, count = self.engine, len(inputs.batches)
+        engine, count, factor = self.engine, len(inputs.batches), inputs.factor
         if self.scale:
             engine.optimizer.override_loss_scale(factor)
         if count != engine.micro_batches:
             engine.set_train_batch_size(count * self.config.plan.micro_size * self.mesh.dp.size)
         # DeepSpeed averages over micro-batches; the token weights include the scale already, where fp16 needs it
-        weights = [weight * factor for weight in inputs.weights]
-        self.part.queue = iter(zip(inputs.batches, weights, inputs.seeds, strict=True))
+        self.part.queue, self.part.reported = iter(inputs.batches), self.reported
         self.part.factor = count / factor
         with self.timers(self.backward_timer):
             loss = engine.train_batch(ids(inputs.batches))
@@ -140,20 +141,23 @@ class PipelineEngine(WrappedEngine):
         return self.outcome()
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch], alone: bool = False) -> float:
+    def evaluate(self, batches: Iterable[MicroBatch], alone: bool = False) -> float:
         """As the base engine's; holds one micro-batch per stage, so that every stage is busy."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.part.factor = 1.0
         for _, alike in groupby(batches, lambda batch: batch.tokens.shape):
             self.engine.reset_activation_shape()
             while some := list(islice(alike, self.mesh.pp.size)):
-                masks = [torch.ones_like(b.labels) if b.loss_mask is None else b.loss_mask for b in some]
-                self.part.queue = iter([(batch, mask.float(), None) for batch, mask in zip(some, masks, strict=True)])
+                masks = [batch.mask() for batch in some]
+                self.part.queue = iter([batch.weighted(mask) for batch, mask in zip(some, masks, strict=True)])
                 losses = self.engine.eval_batch(
                     ids(some), reduce_output=None, bcast_loss=False, num_micro_batches=len(some)
                 )
                 if self.mesh.pp.last:
-                    shares = [torch.stack([x.double(), m.sum().double()]) for x, m in zip(losses, masks, strict=True)]
+                    shares = [
+                        torch.stack([x.double(), m.sum(dtype=torch.float64)])
+                        for x, m in zip(losses, masks, strict=True)
+                    ]
                     sums += torch.stack(shares).sum(0)
         self.engine.reset_activation_shape()
         total, counted = all_reduce(sums, self.mesh.pp if alone else self.mesh.world)
@@ -176,6 +180,6 @@ def equalize_groups(optimizer: torch.optim.Optimizer, mesh: Mesh, device: torch.
         widest["params"] = widest["params"][:half]
 
 
-def ids(batches: Sequence[Batch]) -> Iterator[tuple[Tensor, None]]:
+def ids(batches: Sequence[MicroBatch]) -> Iterator[tuple[Tensor, None]]:
     """The inputs of the first stage; the last stage takes labels from its own queue."""
     return ((batch.tokens, None) for batch in batches)

@@ -125,13 +125,18 @@ class ZeroEngine(WrappedEngine):
         yield
         self.engine.set_gradient_accumulation_boundary(True)
 
-    def forward_backward(self, inputs: StepInputs, factor: float) -> Tensor:
-        """As the base engine; the token weights include all that DeepSpeed divides gradients by at the end."""
+    def loss_factor(self, scale: float) -> float:
+        """All that DeepSpeed divides gradients by at the end. In fp16 the backward pass must see no more than the scale, or it overflows
+        sooner."""
+        return scale if self.scale else float(self.mean_over)
+
+    def forward_backward(self, inputs: StepInputs) -> Tensor:
+        """As the base engine."""
         self.engine.set_gradient_accumulation_boundary(True)
-        if self.scale:  # the backward pass must see no more than the scale, or fp16 overflows sooner
-            self.divisor = factor / self.mean_over
+        if self.scale:
+            self.divisor = inputs.factor / self.mean_over
             self.engine.optimizer.override_loss_scale(self.divisor)
-        return super().forward_backward(inputs, factor if self.scale else float(self.mean_over))
+        return super().forward_backward(inputs)
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass of one micro-batch; DeepSpeed multiplies by what it will divide by."""

@@ -1,0 +1,93 @@
+"""A block that has an auxiliary loss and reports of each layer: the same in every layout and engine."""
+
+import pytest
+import torch
+from torch import nn
+
+from hpclm.model.gpt import Block
+from hpclm.model.reports import add_loss, report
+from hpclm.parallel.collectives import copy_to_tp
+from tests.parity import STYLES, alone, errors, trained
+
+COEFFICIENT = 0.3
+
+
+class Balanced(Block):
+    """Two losses of its output, one of them of a weight of its own, and how large the output is, layer by layer."""
+
+    def __init__(self, config, recompute_core, generator, tp):
+        super().__init__(config, recompute_core, generator, tp)
+        self.tp, self.scale = tp, nn.Parameter(torch.linspace(0.5, 1.5, config.hidden))
+
+    def forward(self, x, metadata):
+        """[t, B, C] -> [t, B, C]."""
+        x = super().forward(x, metadata)
+        report(metadata, "size", x.abs().mean(-1), by_layer=True)
+        x = add_loss(metadata, x, "square", x.square().mean(-1), COEFFICIENT)
+        return add_loss(metadata, x, "scaled", (x * copy_to_tp(self.scale, self.tp)).square().mean(-1), 0.1)
+
+
+class Fickle(Block):
+    """It reports in some steps only."""
+
+    passes = 0
+
+    def forward(self, x, metadata):
+        """[t, B, C] -> [t, B, C]."""
+        Fickle.passes += self.training
+        if Fickle.passes > 4:
+            report(metadata, "late", x.mean(-1))
+        return super().forward(x, metadata)
+
+
+BLOCK = ["engine.precision=fp32", "model.layers=2", "model.block=tests.model.test_reports:Balanced"]
+DOCUMENTS = [*STYLES["llama"], *STYLES["documents"], *BLOCK]
+
+
+def test_reports_are_means_over_tokens_and_an_auxiliary_loss_has_its_gradient():
+    found = trained(1, *BLOCK, steps=2)
+    plain = trained(1, "engine.precision=fp32", "model.layers=2", steps=2)
+    names = ["scaled", "size/block0", "size/block1", "square"]
+    assert all([*values] == names for values in found["reports"]) and plain["reports"] == [{}, {}]
+    assert found["losses"][0] == pytest.approx(plain["losses"][0], rel=1e-6)  # it is no part of the loss that is logged
+    assert found["losses"][1] != plain["losses"][1]
+    sizes = found["reports"][0]
+    assert sizes["square"] > sizes["size/block0"] ** 2 + sizes["size/block1"] ** 2  # of both layers, by Jensen
+    # of the last block's output, 0.1 mean((x s)^2): by its gradient the size of x, since it enters nothing else
+    gradient = found["gradients"]["block1.scale"]
+    assert (gradient > 0).all() and gradient.norm() > 0
+
+
+LAYOUTS = {
+    "recompute": (1, ["engine.recompute=full", "engine.recompute_every=2"]),
+    "micro-batches": (1, ["batch.micro_size=2"]),
+    "tensor": (2, ["parallel.tensor=2"]),
+    "ZeRO 1": (2, ["engine.zero_stage=1"]),
+    "fsdp2": (2, ["engine.name=fsdp2"]),
+    "fairscale": (2, ["engine.name=fairscale"]),
+    "DeepSpeed 1": (2, ["engine.name=deepspeed", "engine.zero_stage=1"]),
+    "DeepSpeed 3": (2, ["engine.name=deepspeed", "engine.zero_stage=3"]),
+    "DeepSpeed's pipeline": (2, ["engine.name=deepspeed", "parallel.pipeline=2", "batch.micro_size=2"]),
+    "pipelining": (2, ["engine.name=pipelining", "parallel.pipeline=2", "batch.micro_size=2"]),
+    "zero bubble, tensor": (
+        4,
+        ["engine.name=pipelining", "parallel.pipeline=2", "parallel.tensor=2", "batch.micro_size=2"]
+        + ["parallel.schedule=zero_bubble"],
+    ),
+}
+
+
+@pytest.mark.parametrize("size, words", LAYOUTS.values(), ids=LAYOUTS)
+def test_they_are_the_same_in_every_layout_and_engine(size, words):
+    wanted, found = alone(*DOCUMENTS, steps=3), trained(size, *DOCUMENTS, *words, steps=3)
+    for what in ("losses", "norms"):
+        assert found[what] == pytest.approx(wanted[what], rel=2e-5), what
+    for ours, right in zip(found["reports"], wanted["reports"], strict=True):
+        assert ours == pytest.approx(right, rel=2e-5)
+    if found["gradients"]:
+        assert max(errors(found["gradients"], wanted["gradients"]).values()) < 1e-5
+
+
+def test_a_name_that_only_some_steps_report_is_refused():
+    with pytest.raises(ValueError, match="reports late in some steps only"):
+        trained(1, "engine.precision=fp32", "model.layers=2", "model.block=tests.model.test_reports:Fickle", steps=3)

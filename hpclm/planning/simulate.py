@@ -71,6 +71,10 @@ def simulate(run: RunConfig, rank: int = 0) -> Simulation:
             f"a rank can be simulated with engine.name={', '.join(SIMULATED)} without offloading, not with this engine "
             f"({run.engine.name}); hpclm planner estimates its memory and speed"
         )
+    if run.parallel.schedule == "zero_bubble":  # PyTorch's memory tracker does not bear backward passes in two parts
+        raise ConfigError(
+            "a rank cannot be simulated with parallel.schedule=zero_bubble; simulate interleaved in its place"
+        )
     micro_batches = run.plan(world).accumulation(run.batch.rampup[2] + 1 if run.batch.rampup else 0)
     count = micro_batches if run.parallel.pipeline > 1 else min(micro_batches, SHORT)
     small = shortened(run, count)

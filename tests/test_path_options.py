@@ -24,7 +24,6 @@ COMMANDS = [
     "submit --sweep out={},b --dry-run",
     "planner {}",
     "config {}",
-    "import-deepspeed {}",
     *(
         f"{verb} {{}}"
         for verb in ("status", "logs", "report", "cancel", "checkpoints", "save-now", "stop", "resume", "sync", "top")
@@ -97,9 +96,7 @@ def test_an_unset_variable_in_a_path_is_refused_by_name_before_anything_is_writt
 
 
 @pytest.mark.parametrize("typed, meant", {"~/no": "home/no", "$DATA/no": "data/no", "./~/no": "here/~/no"}.items())
-@pytest.mark.parametrize(
-    "command", ["train {}", "import-deepspeed {}", "data inspect {}", "data verify {}", "convert {} out"]
-)
+@pytest.mark.parametrize("command", ["train {}", "data inspect {}", "data verify {}", "convert {} out"])
 def test_a_path_that_does_not_exist_is_named_as_it_was_understood(command, typed, meant, surroundings, capfd):
     code, text = said([word.format(typed) for word in command.split()], capfd)
     assert code == 64 and str(surroundings / meant) in text, text

@@ -238,7 +238,7 @@ def test_an_engine_that_cannot_be_simulated_is_refused():
         with pytest.raises(ConfigError, match=", ".join(SIMULATED)):
             simulate(load("debug", words))
     stages = ["engine.name=pipelining", "parallel.pipeline=2", "parallel.chunks=2", "model.layers=4", "job.gpus=2"]
-    with pytest.raises(ConfigError, match="cannot be simulated with parallel.schedule=zero_bubble"):
+    with pytest.raises(ConfigError, match="zero_bubble"):
         simulate(load("debug", [*stages, "parallel.schedule=zero_bubble", "batch.micro_size=1"]))
 
 

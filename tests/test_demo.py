@@ -1,11 +1,16 @@
 """``hpclm demo``: from nothing to a model that writes."""
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from hpclm import cli
 from hpclm.commands import demo
-from tests.runs import hpclm, losses
+from tests.runs import PATIENCE, has_step, hpclm, losses, until
 
 SMALL = ["model={layers: 1, hidden: 32, heads: 2, context: 32}", "batch={global_size: 4, micro_size: 4}"]
 SMALL += ["budget.steps=4", "evaluate.every=2", "checkpoint.every=2", "optim.warmup=1", "engine.device=cpu"]
@@ -20,6 +25,21 @@ def test_the_demo_makes_its_data_trains_and_generates_and_continues_where_it_was
     assert "loss from the first step to the last: " in told
     assert "hpclm generate demo/run --prompt" in told
     assert list(losses(tmp_path / "demo/run")) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_to_the_demo_saves_and_ends_the_training_that_it_has_started(number, tmp_path):
+    (tmp_path / "demo").mkdir()
+    documents = [json.dumps({"text": f"def f{n}(x):\n    return x + {n}\n" * 20}) for n in range(100)]
+    (tmp_path / "demo/corpus.jsonl").write_text("\n".join(documents) + "\n")
+    words = [*SMALL, "budget.steps=100000", "evaluate.every=0", "checkpoint.every=0", "out=demo/run"]
+    command = [sys.executable, "-m", "hpclm", "demo", *words]
+    with subprocess.Popen(command, cwd=tmp_path, start_new_session=True, stdout=subprocess.PIPE) as process:
+        until(lambda: has_step(tmp_path / "demo/run", 3), "step 3")
+        process.send_signal(number)
+        process.communicate(timeout=PATIENCE)
+    assert process.returncode == 85
+    assert "saved" in (tmp_path / "demo/run/log.txt").read_text().splitlines()[-1]
 
 
 def test_a_mistake_in_the_demos_settings_is_told_before_anything_is_written(tmp_path, monkeypatch, capsys):

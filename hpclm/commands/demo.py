@@ -11,7 +11,7 @@ from pathlib import Path
 from hpclm import cli, files
 from hpclm.config import RunConfig
 from hpclm.errors import ConfigError
-from hpclm.node import python
+from hpclm.node import preemption, python
 from hpclm.reporting.characters import sparkline
 from hpclm.rundir import summary
 from hpclm.terminal import say
@@ -98,5 +98,7 @@ def _step(title: str, words: Sequence[str]) -> int:
     """Show and run an hpclm command; its exit code."""
     say(f"\n== {title}")
     say(f"   $ hpclm {shlex.join(words)}", flush=True)
-    code = subprocess.run(python.command("hpclm", *words), env=python.safe_env()).returncode
+    child = subprocess.Popen(python.command("hpclm", *words), env=python.safe_env(), start_new_session=True)
+    with preemption.handling(lambda number, _: child.send_signal(number)):  # training saves, and ends
+        code = child.wait()
     return code if code >= 0 else 128 - code

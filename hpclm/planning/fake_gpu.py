@@ -137,7 +137,7 @@ def fake_gpu(rank: int, world: int) -> Iterator[CallCounter]:
 
 
 def _replacements(counter: CallCounter) -> dict[str, Any]:
-    """What stands for parts of PyTorch that need a GPU, by name."""
+    """What stands for parts of PyTorch, by name, and why."""
 
     class Event(torch.cpu.Event):
         def __init__(self, *_: Any, **__: Any):
@@ -153,30 +153,30 @@ def _replacements(counter: CallCounter) -> dict[str, Any]:
         with unset_fake_temporarily():  # a mesh needs the ranks themselves
             return mesh_from_group(*(value if value != "cuda" else "cpu" for value in args), **kwargs)
 
+    def all_gather_object(gathered: list[Any], value: Any, group: Any = None) -> None:
+        gathered[:] = [value] * len(gathered)
+
     mesh_from_group: Callable[..., DeviceMesh] = DeviceMesh.from_group
     properties = SimpleNamespace(total_memory=MEMORY, name="fake GPU", major=9, minor=0)
-    generator = SimpleNamespace(manual_seed=lambda seed: None)
-    cuda: dict[str, Any] = dict(
-        Event=Event,
-        Stream=torch.cpu.Stream,
-        current_stream=torch.cpu.current_stream,
-        stream=torch.cpu.stream,
-        synchronize=counter.wait,
-        current_device=lambda: 0,
-        device_count=lambda: 1,
-        is_available=lambda: True,
-        get_device_properties=lambda *_: properties,
-        default_generators=(generator,),
-        max_memory_allocated=lambda *_: 0,
-        get_rng_state=lambda *_: torch.get_rng_state(),
-        set_rng_state=lambda *_: None,
-    )
-    kernels = dict(scaled_dot_product_attention=attention, rms_norm=rms_norm, dropout=dropout)
     return {
-        **{f"cuda.{name}": value for name, value in cuda.items()},
-        **{f"nn.functional.{name}": value for name, value in kernels.items()},
+        # these would ask the driver
+        "cuda.is_available": lambda: True,
+        "cuda.get_device_properties": lambda *_: properties,
+        "cuda.get_rng_state": lambda *_: torch.get_rng_state(),
+        # a build without CUDA has no such classes
+        "cuda.Event": Event,
+        "cuda.Stream": torch.cpu.Stream,
+        "cuda.stream": torch.cpu.stream,
+        "cuda.synchronize": counter.wait,
+        # on a CPU they keep, or take apart, something else than on a GPU
+        "nn.functional.scaled_dot_product_attention": attention,
+        "nn.functional.rms_norm": rms_norm,
+        "nn.functional.dropout": dropout,
+        # fake tensors have no values to send or to look up, and none can be a CausalBias
         "distributed.device_mesh.DeviceMesh.from_group": from_group,
-        "nn.attention.bias.causal_lower_right": lambda *_: None,  # no fake tensor can be one
+        "distributed.all_gather_object": all_gather_object,
+        "nn.attention.bias.causal_lower_right": lambda *_: None,
+        # a module is on the device already
         "nn.Module.to": lambda module, *_, **__: module,
     }
 
@@ -186,7 +186,12 @@ def peak_memory(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callab
     tracker = MemTracker()
     weights = nn.ParameterList(weight for group in optimizer.param_groups for weight in group["params"])
     tracker.track_external(model, weights, optimizer)
-    with _before_each_micro_batch(model, tracker.reset_mod_stats), tracker, warnings.catch_warnings():
+
+    def forget(stage: nn.Module) -> None:  # it takes no module twice; other stages wait for their backward passes
+        for module in stage.modules():
+            tracker.memory_tracking.pop(module, None)
+
+    with _before_each_micro_batch(model, forget), tracker, warnings.catch_warnings():
         # it looks at gradients that hooks have already taken
         warnings.filterwarnings("ignore", "Expected a tensor or a traceable wrapper-subclass", UserWarning)
         step()
@@ -194,8 +199,8 @@ def peak_memory(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callab
 
 
 @contextmanager
-def _before_each_micro_batch(model: nn.Module, call: Callable[[], None]) -> Iterator[None]:
-    """Call ``call`` before each forward pass of ``model``, one of its pipeline stages or a module around that."""
+def _before_each_micro_batch(model: nn.Module, call: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Call ``call`` before each forward pass of ``model``, one of its pipeline stages or a module around that, with it."""
     layers = {layer for stage in model.modules() if isinstance(stage, Stack) for layer in stage.layers.modules()}
     running = 0
 
@@ -203,7 +208,7 @@ def _before_each_micro_batch(model: nn.Module, call: Callable[[], None]) -> Iter
         nonlocal running
         if module not in layers:
             if not running:
-                call()
+                call(module)
             running += 1
 
     def end(module: nn.Module, *_: Any) -> None:

@@ -233,13 +233,25 @@ def test_ranks_are_checked_and_need_a_dry_run():
     assert "--ranks is for --dry-run" in hpclm("submit", "--ranks", "0", "debug", check=2).stderr
 
 
+STAGES = ["engine.name=pipelining", "job.gpus=2", "parallel.pipeline=2", "model.layers=4", "batch.micro_size=1"]
+
+
+def test_every_schedule_but_one_is_simulated_and_a_block_that_reports():
+    held = {}
+    for schedule in ("gpipe", "1f1b", "interleaved"):
+        chunks = ["parallel.chunks=2"] if schedule == "interleaved" else []
+        held[schedule] = simulate(load("debug", [*STAGES, *chunks, f"parallel.schedule={schedule}"])).memory
+    assert held["gpipe"]["activations"] > held["interleaved"]["activations"] >= held["1f1b"]["activations"] > 0
+    own = simulate(load("debug", [*STAGES, "model.block=tests.model.test_reports:Balanced"]))
+    assert own.memory["weights"] > held["1f1b"]["weights"]
+    with pytest.raises(ConfigError, match="zero_bubble"):
+        simulate(load("debug", [*STAGES, "parallel.chunks=2", "parallel.schedule=zero_bubble"]))
+
+
 def test_an_engine_that_cannot_be_simulated_is_refused():
     for words in (["engine.name=deepspeed"], ["engine.name=fairscale"], ["engine.offload_activations=true"]):
         with pytest.raises(ConfigError, match=", ".join(SIMULATED)):
             simulate(load("debug", words))
-    stages = ["engine.name=pipelining", "parallel.pipeline=2", "parallel.chunks=2", "model.layers=4", "job.gpus=2"]
-    with pytest.raises(ConfigError, match="zero_bubble"):
-        simulate(load("debug", [*stages, "parallel.schedule=zero_bubble", "batch.micro_size=1"]))
 
 
 class Largest(TorchDispatchMode):

@@ -15,6 +15,7 @@ _VARIABLE = re.compile(
     r"(?P<escape>\\*)\$(?:(?P<name>[A-Za-z_]\w*)|\{(?P<inside>[^{}]*)\})",
     re.ASCII,
 )
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _IN_BRACES = re.compile(r"(?:oc\.env:)?\s*([A-Za-z_]\w*)\s*(?:,\s*(.*?)\s*)?", re.ASCII)
 
 
@@ -62,7 +63,14 @@ def _variable(text: str, match: re.Match[str], of_setting: bool) -> str:
 
 
 def with_home(text: str) -> str:
-    """``text`` with the home folder for a leading ``~`` or ``~USER``; ``./~`` becomes absolute, so that it stays what it is."""
+    """``text`` with the home folder for a leading ``~`` or ``~USER``; ``./~`` becomes absolute, so that it stays what it is.
+
+    ConfigError for a URL, which would name a folder ``s3:`` here, and for a user that does not exist.
+    """
+    if _URL.match(text):
+        local = text[7:] if text.lower().startswith("file:///") else ""
+        way_out = f"write {local}" if local else "mount the storage, or copy what is there, and give the path"
+        raise ConfigError(f"{text}: this is a URL, but only files of this machine are read and written; {way_out}")
     if not text.startswith("~"):
         return str(Path(text).absolute()) if str(Path(text)).startswith("~") else text
     whole = os.path.expanduser(text)  # noqa: PTH111 - which keeps how the path is written

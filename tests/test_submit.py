@@ -70,6 +70,8 @@ MISTAKES = {
     "--partition 'a b'": "job.partition='a b' must not have spaces",
     "--account 'a\nb'": "must be one line of text",
     "--job-name 'a\nb'": "must be one line of text",
+    "--account ''": "job.options.account is empty; give its value, or leave it out",
+    "--sbatch reservation": "job.options.reservation is empty",
     "--sbatch Array=1": "use long names without leading dashes",
     "--sbatch array=1-5": "job.options.array: a run is one job; --sweep submits several runs",
     "--sbatch gpus=4": "set job.gpus, which is per node",
@@ -79,6 +81,10 @@ MISTAKES = {
     "'job.env={A: true}'": "job.env.A must be text; put quotes around it",
     "data.source=indexed data.prefix=/none/of_this": "/none/of_this",
     "data.source=indexed": "data.prefix is not set",
+    "out=s3://bucket/run": "out=s3://bucket/run: this is a URL, but only files of this machine are read and written",
+    "data.source=indexed data.blend=[s3://a/b]": "data.blend=s3://a/b: this is a URL",
+    "job.container=x.sif job.mounts=[] kill_switch=file:///a/b": "kill_switch=file:///a/b: this is a URL, but only files of this "
+    "machine are read and written; write /a/b",
     "out=/dev/null/x": "run directory /dev/null/x: Not a directory",
     """job.setup="['if true']\"""": "bash cannot read the script",
     "--exclude-bad /none": "/none is not a run directory",
@@ -160,10 +166,10 @@ def test_a_run_directory_that_others_can_write_is_refused(submit, tmp_path):
 
 def test_every_option_is_a_setting_and_goes_before_it(submit):
     words = "-N 1 --gpus 2 -p long -A me -q high -C a100&ib -x n1 -w n2 --mem 4G -c 3 -d afterok:7 job.nodes=9"
-    more = ["-J", "my job", "--sbatch", "mail-type=END", "--sbatch", "exclusive"]
+    more = ["-J", "my:job", "--sbatch", "mail-type=END", "--sbatch", "exclusive"]
     script = submit("--dry-run", *SMALL, *words.split(), *more, check=0).stdout
     lines = (
-        "job-name=my_job nodes=1 ntasks-per-node=2 cpus-per-task=3 partition=long account=me qos=high "
+        "job-name=my:job nodes=1 ntasks-per-node=2 cpus-per-task=3 partition=long account=me qos=high "
         'constraint="a100&ib" exclude=n1 nodelist=n2 mem=4G dependency=afterok:7 mail-type=END exclusive requeue '
         "open-mode=append signal=USR2@120"
     )

@@ -11,6 +11,9 @@ LONGEST = 200  # characters of a value in a message
 PATH = "path"
 PATHS = {PATH: ""}
 """Metadata of a field that holds paths, in which ~ and $NAME are expanded."""
+URL = "url"
+PATHS_OR_URLS = {PATH: "", URL: "docker://"}
+"""Of one that may also hold URLs."""
 NAMED_PATHS = {PATH: "="}
 """Of one with entries name=path."""
 MOUNTS = {PATH: ":"}

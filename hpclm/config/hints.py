@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from hpclm.config.fields import type_of
-from hpclm.config.job import INSTEAD
+from hpclm.config.job import INSTEAD, VALUED
 
 _NAMES = {  # of Megatron-LM, Hugging Face transformers, nanoGPT, fairseq and DeepSpeed
     "model.layers": "num_layers n_layer num_hidden_layers",
@@ -75,10 +75,6 @@ KEY = re.compile(r"[A-Za-z_][\w.-]*")
 UNIT = re.compile(r"([KMGT])(i?B)?", re.IGNORECASE)
 FLAGS = re.compile("contiguous|exclusive|kill-on-invalid-dep|overcommit|oversubscribe|reboot|spread-job")
 """Options of sbatch without a value."""
-VALUED = re.compile(
-    "account|begin|chdir|clusters|comment|constraint|cpus-per-gpu|dependency|distribution|export|gpus-per-node|gres|job-name|licenses|mail-(type|user)|mem-per-(cpu|gpu)"
-    "|nice|priority|qos|reservation|switches|time-min|wckey"
-)
 SHORT = dict(D="chdir", e="error", G="gpus", m="distribution", n="ntasks", o="output")
 
 

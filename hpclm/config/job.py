@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hpclm.config.checks import MOUNTS, PATHS, Checked, at_least
+from hpclm.config.checks import MOUNTS, PATHS, PATHS_OR_URLS, Checked, at_least
 from hpclm.registry import hint, problem
 
 TEMPLATES = ("srun", "mpirun", "torchrun", "container")
@@ -51,6 +51,11 @@ INSTEAD = {
         ("hold-input", "help", "usage", "version", "parsable", "test-only", "wait", "quiet"), "leave it out"
     ),
 }
+VALUED = re.compile(
+    "account|begin|chdir|clusters|comment|constraint|cpus-per-gpu|dependency|distribution|export|gpus-per-node|gres|job-name|licenses|mail-(type|user)|mem-per-(cpu|gpu)"
+    "|nice|priority|qos|reservation|switches|time-min|wckey"
+)
+"""Options of sbatch with a value, which is needed except for nice."""
 NOTIFY = re.compile(r"https?://[!-.0-~][!-~]*|\$[A-Za-z_]\w*")
 MAIL = 'Slurm sends it: job.options={mail-type: "END,FAIL", mail-user: you@example.org}'
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -111,7 +116,7 @@ class JobConfig(Checked):
     it has changed."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of all processes, verbatim. Secrets are refused: export them before you submit."""
-    container: str | None = field(default=None, metadata=PATHS)
+    container: str | None = field(default=None, metadata=PATHS_OR_URLS)
     """Image to run in: a .sif file or an image name."""
     runtime: Literal["apptainer", "pyxis", "docker"] = "apptainer"
     """Container runtime."""
@@ -211,6 +216,8 @@ def _option(name: str, value: str) -> Iterator[str]:
         yield f"job.options.{name}: {INSTEAD[long]}"
     elif value:
         yield from _line(f"job.options.{name}", value, blank=True)
+    elif VALUED.fullmatch(long) and long != "nice":
+        yield f"job.options.{name} is empty; give its value, or leave it out"
 
 
 def _variable(name: str, value: str) -> Iterator[str]:

@@ -14,7 +14,7 @@ from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError
 
 from hpclm import paths
 from hpclm.config import hints, reading, run_file
-from hpclm.config.checks import LARGEST_INTEGER, PATH, shown, texts
+from hpclm.config.checks import LARGEST_INTEGER, PATH, URL, shown, texts
 from hpclm.config.fields import (
     as_word,
     as_yaml,
@@ -183,7 +183,7 @@ def _with_homes(section: Any, prefix: str, problems: list[str]) -> Any:
     changes = {}
     for field in fields(section):
         value, separator = getattr(section, field.name), field.metadata.get(PATH)
-        if separator is not None and value:
+        if separator is not None and value and not (URL in field.metadata and "://" in value):
             try:
                 changes[field.name] = _with_home(value, separator)
             except ConfigError as error:

@@ -11,6 +11,7 @@ Resources = dict[str, list[int]]
 """Slots (GPU numbers) of each host, in the order of the hostfile."""
 
 LINE = re.compile(r"([A-Za-z0-9_][A-Za-z0-9._-]*)\s+slots=([1-9]\d{0,3})(\s.*)?")
+SLOTS = re.compile(r"^[^#]*\sslots=")
 FORM = "NAME[:SLOT[,SLOT...]][@NAME...], such as node1@node2:4,5"
 
 
@@ -27,11 +28,14 @@ def load(path: str | Path) -> Resources:
 
 def parse(text: str, name: str = "hostfile") -> Resources:
     """``text``: a line "HOST slots=N" for each host; empty lines and lines that begin with # are skipped."""
-    hosts, problems = Resources(), []
+    hosts, names, problems = Resources(), set[str](), []
     for number, line in enumerate(map(str.strip, text.removeprefix("\ufeff").splitlines()), start=1):
         match = LINE.fullmatch(line)
-        if match and match[1] not in hosts:
+        if match and SLOTS.search(match[3] or ""):
+            problems.append(f"{name} line {number}: {line!r} has slots= twice")
+        elif match and match[1].lower() not in names:
             hosts[match[1]] = list(range(int(match[2])))
+            names.add(match[1].lower())
         elif match:
             problems.append(f"{name} line {number}: host {match[1]} is listed twice")
         elif line and not line.startswith("#"):

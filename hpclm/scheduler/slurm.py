@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hpclm.config import RunConfig
 
 QUEUE = "%i|%T|%r|%o"
-SCRIPT = re.compile(r"/(script-(\d+))(\.sbatch|/\.submission_file_\w+\.sh)")
+SCRIPT = re.compile(r"/(script-\d+)(\.sbatch|/\.submission_file_\w+\.sh)")
 """The path of a job's script in the folder of scripts, or of the file that submitit made of it."""
 SUBMISSION = 600.0  # seconds that sbatch may take while slurmctld is busy
 MPI = ("orted", "prted", "prterun", "hydra_bstrap_proxy", "hydra_pmi_proxy")
@@ -114,12 +114,21 @@ class Slurm(Scheduler):
         code, answer, message = processes.ask(command, SUBMISSION, env)
         if code:
             raise refused(message)
-        job, cluster = answer.strip(), target.clusters
+        job, cluster = target._id_of(script, answer.strip()), target.clusters
         if not re.fullmatch(r"[\w-]*", cluster) or cluster == "all":
             queued = target.queued(script.parent, SUBMISSION)
             cluster = next((each.cluster for each in queued if each.job_id == job), cluster)
         target.on(cluster)._check_startable(job)
         return f"{job};{cluster}" if cluster else job
+
+    def _id_of(self, script: Path, answer: str) -> str:
+        """The ID of the job of ``script``; ``answer``: what submitit took for it, which may be from a line that the cluster adds to
+        sbatch's own: "your last job 12 took 3 hours"."""
+        with contextlib.suppress(NoAnswerError):
+            if _submitted(slurm.shown("job", answer, env=self.env).get("Command", ""), script.parent) == script:
+                return answer
+            return next((job.job_id for job in self.queued(script.parent, 60.0) if job.script == script), answer)
+        return answer
 
     def queued(self, scripts: Path, seconds: float) -> list[Queued]:
         """squeue shows the paths of scripts."""
@@ -130,10 +139,10 @@ class Slurm(Scheduler):
         jobs = list[tuple[int, Queued]]()
         for cluster, line in slurm.by_cluster(answer):
             job, state, reason, path = (*line.strip().split("|", 3), "", "", "")[:4]
-            match = SCRIPT.search(path)
-            if match and match.end() == len(path) and Path(path[: match.start()]).resolve() == scripts.resolve():
-                script = scripts / f"{match[1]}.sbatch"
-                jobs.append((int(match[2]), Queued(job, state, reason, script, cluster or self.clusters)))
+            script = _submitted(path, scripts)
+            if script:
+                number = int(script.stem.removeprefix("script-"))
+                jobs.append((number, Queued(job, state, reason, script, cluster or self.clusters)))
         return [job for _, job in sorted(jobs, key=lambda numbered: numbered[0])]
 
     def states(self, ids: Collection[str], users: Collection[int] = (), seconds: float = 10) -> dict[str, JobState]:
@@ -197,6 +206,14 @@ class Slurm(Scheduler):
 def _on(clusters: str) -> Slurm:
     """Slurm as it is on these clusters."""
     return Slurm(clusters)
+
+
+def _submitted(path: str, scripts: Path) -> Path | None:
+    """The script in the folder ``scripts`` that a job was submitted with, by the ``path`` that Slurm shows; None if it is another's."""
+    match = SCRIPT.search(path)
+    if not match or match.end() != len(path) or Path(path[: match.start()]).resolve() != scripts.resolve():
+        return None
+    return scripts / f"{match[1]}.sbatch"
 
 
 def refused(message: str) -> HpclmError:

@@ -112,7 +112,7 @@ def options_of(config: RunConfig, out: Path) -> Options:
         **{name: getattr(job, name) for name in SAME_NAMES},
     }
     options = {option: value for option, value in options.items() if value is not None}
-    if config.engine.device != "cpu" and not GPU_OPTIONS & job.options.keys():
+    if config.engine.device != "cpu" and not _asks_for_gpus(job):
         options["gpus-per-node"] = str(job.gpus)
         kinds = node_kinds(job)
         refuse_without_gpus(job, kinds)
@@ -122,7 +122,33 @@ def options_of(config: RunConfig, out: Path) -> Options:
     options["open-mode"] = "append"
     options |= {"requeue": "", "no-requeue": None} if job.requeue else {"requeue": None, "no-requeue": ""}
     options["signal"] = f"USR2@{job.warn_seconds}" if job.warn_seconds else None
-    return options | job.options | {"job-name": name(job.options.get("job-name") or out.name)}
+    return options | {"job-name": name(out.name)} | job.options
+
+
+def _asks_for_gpus(job: JobConfig) -> bool:
+    """Whether an option of ``job`` asks for its GPUs; ConfigError if it asks for more or fewer than it has processes."""
+    counts = {option: _gpus_in(option, job.options[option]) for option in sorted(GPU_OPTIONS & job.options.keys())}
+    for option, count in counts.items():
+        if count not in (None, 0, job.gpus):
+            raise ConfigError(
+                f"job.options.{option}={job.options[option]} asks for {count} GPUs of each node, but job.gpus={job.gpus}, one process "
+                f"each; set job.gpus={count} (--gpus {count}), or change job.options.{option}"
+            )
+    return any(count != 0 for count in counts.values())
+
+
+def _gpus_in(option: str, value: str) -> int | None:
+    """GPUs of each node in an option of sbatch; None where they are none of Slurm's (gres=none), parts of one, or counted otherwise."""
+    if option == "gpus-per-socket":
+        return None
+    items = [re.sub(r"^(gres[/:])", "", item.strip()).split(":") for item in value.split(",")]
+    if option == "gpus-per-node":
+        items = [["gpu", *item] for item in items]
+    kinds = {item[0].lower() for item in items}
+    if kinds & {"none", "mps", "shard"}:
+        return None
+    counts = [item[-1] if len(item) > 1 else "1" for item in items if item[0].lower() == "gpu"]
+    return sum(int(count) if count.isdecimal() else 1 for count in counts)
 
 
 def name(text: str) -> str:

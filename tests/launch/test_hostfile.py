@@ -32,6 +32,8 @@ def test_a_hostfile_is_read_as_deepspeed_reads_it(text, hosts):
         ("slots=4", "line 1"),
         ("a slots=2\n\nb slots=1\na slots=2", "line 4: host a is listed twice"),
         ("a slots=0", "line 1: 'a slots=0' is not"),
+        ("a slots=8 slots=4", "line 1: 'a slots=8 slots=4' has slots= twice"),
+        ("node1 slots=2\nNode1 slots=2", "line 2: host Node1 is listed twice"),
         ("a,b slots=2", "line 1: 'a,b slots=2' is not"),
         ("-x slots=2", "line 1: '-x slots=2' is not"),
         ("$(reboot) slots=2", "line 1: '$(reboot) slots=2' is not"),

@@ -27,6 +27,7 @@ sbatch)
     asked=${SBATCH_CLUSTERS:-${SLURM_CLUSTERS:-$asked}}
     last=${asked:-here} last=${last##*,}
     mkdir -p $queue/$last && echo "$script" > $queue/$last/4242
+    echo "${BANNER:-}"
     echo "Submitted batch job 4242${asked:+ on cluster $last}" ;;
 squeue)
     [ -z "$id" ] || ls $queue/$last/$id > /dev/null 2>&1 || { echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; }
@@ -99,6 +100,14 @@ def test_a_job_whose_submission_was_killed_is_found_on_its_cluster(clusters, tmp
     clusters("submit", *SMALL, "--sbatch", "clusters=wice", f"out={out}", check=0)
     (out / "jobs.jsonl").unlink()
     assert "job 4242: cancelled" in clusters("cancel", out, check=0).stdout
+
+
+def test_the_job_of_a_script_is_the_one_in_the_queue_whatever_else_a_cluster_prints(clusters, tmp_path):
+    (clusters.queue / "here").mkdir()
+    (clusters.queue / "here" / "17").write_text("/home/me/other.sh\n")
+    banner = "Welcome\n--> your last job 17 took 3 SU of the budget\n"
+    said = clusters("submit", *SMALL, f"out={tmp_path}/run", check=0, BANNER=banner).stdout
+    assert said.startswith("job 4242: ") and submissions.read(tmp_path / "run")[0].job_id == "4242"
 
 
 def test_a_job_on_the_cluster_here_is_looked_for_here_whatever_the_variables_say_later(clusters, tmp_path):

@@ -14,6 +14,7 @@ from hpclm.config.job import TEMPLATES
 from hpclm.errors import ConfigError
 from hpclm.launch import setup
 from hpclm.node import python
+from hpclm.paths import expanded
 from hpclm.scheduler import template
 from hpclm.scheduler.template import directive, name, options_of
 from tests.runs import PATIENCE
@@ -172,6 +173,38 @@ def test_gpus_are_asked_for_unless_the_cpu_trains_or_an_option_names_them():
     assert "#SBATCH --gpus-per-node" not in rendered("job.gpus=2", "engine.device=cpu")
     named = rendered("job.gpus=2", "job.options.gres=gpu:a100:2")
     assert "#SBATCH --gres=gpu:a100:2" in named and "#SBATCH --gpus-per-node" not in named
+
+
+@pytest.mark.parametrize(
+    "option, gpus",
+    [
+        ("gres=gpu:4", 4),
+        ("gres=gpu", 1),
+        ("gres=gpu:a100", 1),
+        ("gres=gres/gpu:a100:2", 2),
+        ("gres=gpu:a100:2,gpu:v100:1,lscratch:100", 3),
+        ("gpus-per-node=a100:4", 4),
+        ("gpus-per-node=a100:1,v100:1", 2),
+        ("gres=gpu:1g.10gb:3", 3),
+    ],
+)
+def test_gpus_that_an_option_names_are_as_many_as_processes(option, gpus):
+    assert "#SBATCH --gpus-per-node=8" not in rendered(f"job.gpus={gpus}", f"job.options.{option}")
+    with pytest.raises(ConfigError, match=f"asks for {gpus} GPUs of each node, but job.gpus=8.*set job.gpus={gpus}"):
+        rendered("job.gpus=8", f"job.options.{option}")
+
+
+def test_resources_other_than_gpus_leave_a_job_its_gpus():
+    assert "#SBATCH --gpus-per-node=2\n" in rendered("job.gpus=2", "job.options.gres=lscratch:100")
+    for option in ("gres=none", "gres=mps:50", "gres=shard:1", "gpus-per-socket=1"):
+        assert "#SBATCH --gpus-per-node" not in rendered("job.gpus=2", f"job.options.{option}")
+
+
+def test_a_job_has_the_name_that_was_given_and_else_one_of_safe_letters_from_its_run_directory():
+    """Some clusters refuse a job whose name has another form, such as project-subproject:*."""
+    assert "#SBATCH --job-name=project-sub:test1\n" in rendered("job.options.job-name=project-sub:test1")
+    assert '#SBATCH --job-name="a \\"b\\" %j"\n' in rendered('job.options.job-name=a "b" %j')
+    assert "#SBATCH --job-name=a_b\n" in rendered(path="/scratch/a:b/config.yaml")
 
 
 def test_a_flag_has_no_value_and_a_name_is_made_from_safe_letters():
@@ -367,7 +400,7 @@ def test_nothing_that_a_person_can_say_escapes_into_the_script(stage, fields, en
         assert done.returncode == 64
         return
     argv = (stage / "argv").read_bytes().decode().split("\0")[:-1]
-    assert argv[-1] == str(path), made
+    assert expanded(argv[-1]) == str(path), made
     assert argv[-5:-1] == ["-u", "-c", python.CODE, "hpclm.train"]
     variables = dict(line.partition("=")[::2] for line in (stage / "env").read_bytes().decode().split("\0"))
     for variable, value in env.items():

@@ -42,10 +42,11 @@ class Checked:
 
 
 def at_least(low: float, section: str, **values: float | None) -> Iterator[str]:
-    """A problem for every value that is below ``low`` or not finite."""
+    """A problem for every value that is below ``low`` or not finite; ``section`` is empty for settings of the top level."""
     for name, value in values.items():
         if value is not None and not (value >= low and math.isfinite(value)):
-            yield f"{section}.{name}={value} must be at least {low:g}" + (not math.isfinite(value)) * " and finite"
+            dotted = f"{section}.{name}".lstrip(".")
+            yield f"{dotted}={value} must be at least {low:g}" + (not math.isfinite(value)) * " and finite"
 
 
 def at_most(high: int, section: str, **values: int | None) -> Iterator[str]:

@@ -120,7 +120,7 @@ class EngineConfig(Checked):
         if self.zero_stage is not None and not 0 <= self.zero_stage <= 3:
             yield f"engine.zero_stage={self.zero_stage} must be 0, 1, 2 or 3"
         if self.bucket_mb is not None and not (self.bucket_mb > 0 and math.isfinite(self.bucket_mb)):
-            yield f"engine.bucket_mb={self.bucket_mb} must be more than 0"
+            yield f"engine.bucket_mb={self.bucket_mb} must be more than 0 and finite"
         if self.offload_folder and self.offload == "none":
             yield f"engine.offload_folder={self.offload_folder} has no effect with engine.offload=none"
         if self.recompute_every > 1 and self.recompute != "full":

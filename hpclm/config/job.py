@@ -9,6 +9,7 @@ from typing import Literal
 from hpclm.config.checks import MOUNTS, PATHS, PATHS_OR_URLS, Checked, at_least
 from hpclm.registry import hint, problem
 
+LONGEST_TIMEOUT = 1_000_000  # minutes, two years: PyTorch counts in nanoseconds
 TEMPLATES = ("srun", "mpirun", "torchrun", "container")
 
 # Syntax of sbatch fields, so that a typo is found here and not by Slurm, or silently misread.
@@ -255,5 +256,5 @@ class ClusterConfig(Checked):
         """Invalid cluster settings."""
         yield from at_least(1, "cluster", start_seconds=self.start_seconds)
         yield from at_least(0, "cluster", hang_minutes=self.hang_minutes, verify_every=self.verify_every)
-        if not self.timeout_minutes > 0:
-            yield f"cluster.timeout_minutes={self.timeout_minutes} must be more than 0"
+        if not 0 < self.timeout_minutes <= LONGEST_TIMEOUT:
+            yield f"cluster.timeout_minutes={self.timeout_minutes} must be more than 0 and at most {LONGEST_TIMEOUT:,}"

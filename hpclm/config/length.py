@@ -4,6 +4,8 @@ from hpclm.config.plan import Length, Plan
 from hpclm.config.schema import RunConfig
 from hpclm.errors import ConfigError
 
+LARGEST_COUNT = 2**53 - 1  # samples; larger integers do not mean the same to every program that reads JSON
+
 
 def run_length(config: RunConfig, plan: Plan, samples_per_epoch: int | None) -> Length:
     """The end of the run by the tightest budget; ConfigError if that is before the first step.
@@ -26,6 +28,11 @@ def run_length(config: RunConfig, plan: Plan, samples_per_epoch: int | None) -> 
             )
     steps = min(ends, default=None)
     length = Length(steps, None if steps is None else plan.samples_after(steps))
+    if (length.samples or 0) > LARGEST_COUNT:
+        raise ConfigError(
+            f"the budget is {length.samples} samples: {steps} steps of batch.global_size={config.batch.global_size}; at most "
+            f"{LARGEST_COUNT} samples can be counted, so lower the budget"
+        )
     wrong = config.optim.outlasting(length.in_unit(config.optim.unit))
     if wrong:
         raise ConfigError(wrong)

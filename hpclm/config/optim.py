@@ -99,7 +99,7 @@ class OptimConfig(Checked):
         counts = ("schedule_length", "period", "wsd_decay", "nonfinite_limit", "newton_schulz_steps")
         yield from at_least(1, "optim", **{name: getattr(self, name) for name in counts})
         if not (self.power > 0 and math.isfinite(self.power)):
-            yield f"optim.power={self.power} must be more than 0"
+            yield f"optim.power={self.power} must be more than 0 and finite"
         if not all(0 <= beta < 1 for beta in self.betas):
             yield f"optim.betas={list(self.betas)} must each be at least 0 and less than 1"
         for entry in self.groups:
@@ -206,5 +206,7 @@ class ScalerConfig(Checked):
     def problems(self) -> Iterator[str]:
         """Invalid loss-scale settings."""
         yield from at_least(1, "scaler", window=self.window, hysteresis=self.hysteresis)
-        if not 0 < self.minimum <= self.initial < math.inf:
+        if self.initial == math.inf:
+            yield f"scaler.initial={self.initial} must be finite"
+        elif not 0 < self.minimum <= self.initial:
             yield f"scaler.initial={self.initial} must be at least scaler.minimum={self.minimum}, which must be more than 0"

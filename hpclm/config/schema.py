@@ -197,7 +197,7 @@ class RunConfig(Checked):
             yield f"out={self.out!r} must be a folder of the run's own, on one line"
         if not 0 <= self.seed < 2**32:
             yield f"seed={self.seed} must be at least 0 and less than 2^32, because the sample order's generator requires it"
-        yield from at_least(1, "run", stop_at=self.stop_at, exit_interval=self.exit_interval)
+        yield from at_least(1, "", stop_at=self.stop_at, exit_interval=self.exit_interval)
         if self.kill_switch is not None and not self.kill_switch.strip():
             yield "kill_switch is empty; give a path, or null"
         if self.exit_minutes is not None and not self.exit_minutes > 0:

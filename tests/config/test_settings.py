@@ -95,11 +95,20 @@ def test_settings_files_hold_only_what_differs_from_the_defaults():
         "seed=-1": "seed=-1 must be at least 0",
         "out=${nope}": "there is neither a setting nor an environment variable nope",
         "out=": "out is empty",
+        "optim={schedule: fairseq_polynomial, power: .inf}": "optim.power=inf must be more than 0 and finite",
+        "engine.bucket_mb=.inf": "engine.bucket_mb=inf must be more than 0 and finite",
+        "scaler.initial=.inf": "scaler.initial=inf must be finite",
+        "cluster.timeout_minutes=.inf": "cluster.timeout_minutes=inf must be more than 0 and at most 1,000,000",
         "x=[": "not a YAML value",
     }.items(),
 )
 def test_a_wrong_setting_is_answered_with_the_way_out(word, answer):
     assert any(answer in problem for problem in problems(word)), problems(word)
+
+
+@pytest.mark.parametrize("word", ["stop_at=0", "exit_interval=-1"])
+def test_a_setting_of_the_top_level_is_named_as_it_is_typed(word):
+    assert problems(word) == [f"{word} must be at least 1"]
 
 
 @pytest.mark.parametrize(
@@ -234,6 +243,26 @@ def test_config_prints_settings_that_load_as_the_same_run(tmp_path):
 def test_a_budget_ends_where_it_says(words, steps):
     run = config.load(DEBUG, list(words))
     assert run_length(run, run.plan(), samples_per_epoch=100).steps == steps
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("budget.steps=9223372036854775807",),
+        ("budget.steps=562949953421312",),
+        ("budget.steps=null", "budget.tokens=9223372036854775807", "model.context=16"),
+        ("batch.global_size=4611686018427387904",),
+    ],
+)
+def test_a_budget_that_cannot_be_counted_is_refused(words):
+    with pytest.raises(ConfigError, match="at most 9007199254740991 samples can be counted"):
+        run = config.load(DEBUG, list(words))
+        run_length(run, run.plan(), None)
+
+
+def test_the_longest_budget_that_can_be_counted_is_accepted():
+    run = config.load(DEBUG, ["budget.steps=562949953421311"])
+    assert run_length(run, run.plan(), None).samples == 2**53 - 16
 
 
 def test_a_budget_of_less_than_a_step_is_refused():

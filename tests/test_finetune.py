@@ -98,6 +98,15 @@ def test_the_loss_is_that_of_each_conversation_alone(made, tuned):
     assert first != pytest.approx(alone(made, "data/x_chat", masked=False), rel=1e-3)
 
 
+@pytest.mark.parametrize("prefix, masked", [("data/x_chat", True), ("data/x_text_document", False)])
+def test_a_dataset_is_evaluated_by_the_tokens_that_training_counts(prefix, masked, made):
+    words = ["engine.precision=fp32", "engine.device=cpu", "--data", prefix, "--json"]
+    found = json.loads(hpclm("evaluate", "runs/base", *words, cwd=made, check=0).stdout)
+    assert found.get("loss_mask") == (f"{prefix}_loss" if masked else None)
+    if masked:  # the tokens of other datasets follow the token that begins a text
+        assert found["loss"] == pytest.approx(alone(made, prefix, masked), rel=1e-5)
+
+
 def test_a_run_that_was_stopped_resumes_with_the_same_samples(made, tuned):
     stopped = [*tuning(made, "stopped"), *twice_all(made, "data/x_chat")]
     hpclm("train", *stopped, "stop_at=2", check=0)

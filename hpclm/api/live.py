@@ -34,7 +34,8 @@ class Snapshot:
             return
         if read.recent:
             row = read.recent[-1]
-            loss = "not finite" if row["loss"] is None else f"{row['loss']:.4f}"
+            without = "none" if row.get("counted_tokens") == 0 else "not finite"
+            loss = without if row["loss"] is None else f"{row['loss']:.4f}"
             of = f"/{total}" if total else ""
             self._line = f"{out}: step {row['step']}{of}, loss {loss}, {row['tokens_per_second']:,.0f} tokens/s"
             if total and total > row["step"]:

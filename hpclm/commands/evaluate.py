@@ -34,7 +34,10 @@ def main(argv: list[str]) -> int:
     what.add_argument("--text", type=paths.option, metavar="FILE", help=text)
     add("--format", choices=["text", "jsonl"], help="with --text: what FILE holds; default: by its name and content")
     what.add_argument(
-        "--data", type=paths.option, metavar="PREFIX", help="all sequences of a dataset made by hpclm preprocess"
+        "--data",
+        type=paths.option,
+        metavar="PREFIX",
+        help="all sequences of a dataset made by hpclm preprocess; with a loss mask, the tokens that count in training",
     )
     tasks = "tasks of lm-evaluation-harness (pip install 'hpclm[lm-eval]')"
     what.add_argument("--tasks", metavar="A,B", help=tasks)
@@ -143,6 +146,7 @@ def on_part(run: Path, overrides: list[str], part: str, samples: int | None) -> 
     ``samples``: how many are read of the part; None: all of one pass. ConfigError if the loss is not finite.
     """
     from hpclm.data import sources
+    from hpclm.errors import ConfigError
     from hpclm.inference import run_settings
 
     config = run_settings.check(run, overrides, reads_text=False)
@@ -163,6 +167,11 @@ def on_part(run: Path, overrides: list[str], part: str, samples: int | None) -> 
     batches = Batches(read, config.data, config.model, plan, source.eod, device).take(0, count)
     with Bar(batches, total=-(-count // plan.micro_size), unit="batch", disable=None) as bar:
         mean = mean_loss(model, bar, device, SINGLE)
+    if mean is None:
+        raise ConfigError(
+            f"nothing is measured: by the loss mask no token of the {count} samples of {part} counts; read more with --samples, or all "
+            "tokens with data.loss_mask=ignore"
+        )
     return _finite(
         {"loss": mean, "perplexity": perplexity(mean), "step": progress.step, "part": part, "samples": count}
     )
@@ -171,11 +180,12 @@ def on_part(run: Path, overrides: list[str], part: str, samples: int | None) -> 
 def on_documents(
     run: Path, overrides: list[str], text: str | None, prefix: str | None, most: int | None, format: str | None = None
 ) -> Figures:
-    """Loss, perplexity and bits per byte of the file ``text``, or else of the dataset ``prefix``.
+    """Loss, perplexity and bits per byte of the file ``text``, or else of the dataset ``prefix``: with a loss mask of the tokens that
+    count in training, without bits per byte.
 
     ``most``: tokens after which to stop; ``format``: of the text, "text" or "jsonl". ConfigError if the loss is not finite.
     """
-    from hpclm.data import indexed, tokenizers
+    from hpclm.data import indexed, loss_mask, tokenizers
     from hpclm.errors import ConfigError
     from hpclm.inference import run_settings
 
@@ -193,7 +203,8 @@ def on_documents(
         content = texts.text_of(text)
         json_lines = texts.is_json_lines(text, content, format, "text")
     else:
-        indexed.IndexedDataset(Path(prefix or ""))
+        dataset = indexed.IndexedDataset(Path(prefix or ""))
+        mask = loss_mask.opened(dataset, replace(data, order="packed"))  # as a run that trains on it would
 
     from hpclm.datasets import run_text
     from hpclm.inference import run_model, scoring
@@ -203,12 +214,13 @@ def on_documents(
     if text is not None and of_run is not None:
         documents = scoring.of_text(text, content, json_lines, of_run)
     else:
-        documents = scoring.of_dataset(Path(prefix or ""), tokenizer)
+        documents = scoring.of_dataset(dataset, mask, tokenizer)
     device, dtype = run_model.place(config)
     model, progress = run_model.load_model(run, config, tokenizer.fingerprint if tokenizer else None, device, dtype)
     with Bar(total=most, unit="token", unit_scale=True, disable=None) as bar:
         score = scoring.score(model, documents, of_run.begin if of_run else None, config.batch.micro_size, most, bar)
-    return _finite({**score.result(progress), "source": text or prefix or ""})
+    masked = {} if text is not None or mask is None else {"loss_mask": str(mask.prefix)}
+    return _finite({**score.result(progress), "source": text or prefix or "", **masked})
 
 
 def _finite(figures: Figures) -> Figures:

@@ -41,7 +41,8 @@ class BatchConfig(Checked):
     rampup: tuple[int, int, int] | None = None
     """[start, increment, samples]: grow the batch from start to global_size over so many samples."""
     loss_norm: Literal["token", "microbatch"] = "token"
-    """Mean over all tokens of the step, or over micro-batch means; they differ only where tokens are masked."""
+    """Mean over all tokens of the step, or over micro-batch means; they differ only where tokens are masked. As in Megatron, a
+    micro-batch without a token that counts has a mean of 0; a warning says so."""
 
     def problems(self) -> Iterator[str]:
         """Invalid batch sizes."""

@@ -34,7 +34,8 @@ class StepResult:
     metrics: Mapping[str, float | Tensor]
     """Named scalars, the same names on every rank: loss (mean over the step's tokens, before the update), grad_norm (global L2
     norm before clipping), skipped (1 if the weights did not change because the loss or gradients were not finite), and any others
-    that the engine measures. All are reduced together and written to metrics.jsonl under their names."""
+    that the engine measures. All are reduced together and written to metrics.jsonl under their names, but for ``counted_tokens`` and
+    ``empty_micro_batches``, as of engine.step.StepInputs, which are only written where they matter."""
     loss_scale: float = 1.0
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Of the step's phases, with log.timers."""
@@ -112,8 +113,8 @@ class Engine(Protocol):
         """
         ...
 
-    def evaluate(self, batches: Iterable[MicroBatch]) -> float:
-        """Mean loss per token over all replicas, without an update; holds one batch at a time."""
+    def evaluate(self, batches: Iterable[MicroBatch]) -> float | None:
+        """Mean loss per token that counts over all replicas, without an update; None if none does. Holds one batch at a time."""
         ...
 
     def tensors(self) -> Iterator[Shard]:

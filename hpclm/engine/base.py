@@ -181,13 +181,16 @@ class BaseEngine:
         inputs = step_inputs(config, mesh, batches, step, self.loss_factor(scale), check_interrupt)
         if self.gradients:
             self.gradients.begin(len(batches))
+        self.guard.counted = inputs.counted
         loss = self.forward_backward(inputs)
         with self.timers(self.backward_timer):
             self.finish_backward()
             all_reduce_in_place([w.parameter.grad for w in self.deferred if w.parameter.grad is not None], mesh.tp)
         with self.timers("optimizer"):
             metrics = self.update(loss, scale)
-        result = StepResult({"loss": loss, **metrics, **self.reports(inputs.factor)}, scale, self.timers.take())
+        counts = {"counted_tokens": inputs.counted, "empty_micro_batches": inputs.empty}
+        metrics = {"loss": loss, **metrics, **self.reports(inputs.factor), **counts}
+        result = StepResult(metrics, scale, self.timers.take())
         if not self._state_checked:  # before hours are spent on what cannot be saved
             self.check_state()
             self._state_checked = True
@@ -215,8 +218,8 @@ class BaseEngine:
         means = all_reduce(sums if factor == 1.0 else sums / factor, self.mesh.world)
         return dict(zip(self._names_reported, means.unbind(), strict=True))
 
-    def evaluate(self, batches: Iterable[MicroBatch], alone: bool = False) -> float:
-        """Mean loss per token; ``alone``: of this replica's batches only."""
+    def evaluate(self, batches: Iterable[MicroBatch], alone: bool = False) -> float | None:
+        """Mean loss per token that counts, None if none does; ``alone``: of this replica's batches only."""
         self.model.eval()
         loss = mean_loss(self.forward, batches, self.device, SINGLE if alone else self.mesh.dp)
         self.reshard()

@@ -27,6 +27,8 @@ class UpdateGuard:
     sigma, least, correction = 0.0, 0, 0
     lr = 0.0
     """Of the current step."""
+    counted: Tensor | None = None
+    """Of the current step: tokens that count in the loss; without any its loss and gradients say nothing. None: not known."""
 
     def __init__(self, weights: Sequence[ShardedParameter], mesh: Mesh, sharded: bool, device: torch.device):
         """``sharded``: whether each replica updates only a part of ``weights``."""
@@ -75,6 +77,8 @@ class SkipStep(UpdateGuard):
     def around(self, loss: Tensor, norm: Tensor, bad: Tensor) -> Iterator[Tensor]:
         """As UpdateGuard's; also 1 for an outlier."""
         values = torch.stack([loss.double(), norm.double()])
+        if self.counted is not None:
+            values = values.where(self.counted > 0, torch.nan)
         outlier = (values > self.limits(values)).any().float() * (1 - bad)
         self.metrics = {"guarded": outlier}
         yield bad + outlier

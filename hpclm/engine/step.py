@@ -25,6 +25,10 @@ class StepInputs:
 
     batches: Sequence[MicroBatch]
     """With seeds, and token weights such that the weighted losses of all replicas sum to the mean loss, times ``factor``."""
+    counted: Tensor
+    """A scalar: tokens of the step that count in the loss, of all replicas; with loss_norm=microbatch of this one."""
+    empty: Tensor
+    """A scalar: micro-batches of this replica without such a token."""
     factor: float
     """On the losses, and so on the gradients."""
     check_interrupt: Callable[[int], None]
@@ -42,12 +46,12 @@ def step_inputs(
     """The inputs of step number ``step``."""
     count = len(batches)
     drawn = seeds(config.seed, step, count, mesh) if gpt.random(config.model) else [None] * count
-    weights = token_weights(batches, config.loss_norm, mesh)
+    weights, counted, empty = token_weights(batches, config.loss_norm, mesh)
     weighted = [
         batch.weighted(weight if factor == 1.0 else weight * factor, seed)
         for batch, weight, seed in zip(batches, weights, drawn, strict=True)
     ]
-    return StepInputs(weighted, factor, check_interrupt)
+    return StepInputs(weighted, counted, empty, factor, check_interrupt)
 
 
 def seed_step(seed: int, step: int, rank: int = 0) -> None:
@@ -63,27 +67,31 @@ def seeds(seed: int, step: int, count: int, mesh: Mesh) -> list[int]:
     return [mix_seed(seed, step, number * mesh.replicas + mesh.replica) for number in range(count)]
 
 
-def token_weights(batches: Sequence[MicroBatch], loss_norm: str, mesh: Mesh) -> list[Tensor]:
-    """[B, T] fp32 token weights of each micro-batch, such that the weighted losses of all replicas sum to the mean loss."""
+def token_weights(batches: Sequence[MicroBatch], loss_norm: str, mesh: Mesh) -> tuple[list[Tensor], Tensor, Tensor]:
+    """[B, T] fp32 token weights of each micro-batch, such that the weighted losses of all replicas sum to the mean loss; and what
+    StepInputs says of the tokens that count."""
     masks = [batch.mask() for batch in batches]
+    counts = torch.stack([mask.sum() for mask in masks])
     if loss_norm == "microbatch":
-        counts = all_reduce(torch.stack([mask.sum() for mask in masks]), mesh.cp).clamp(min=1)
-        return [mask / (n * len(masks) * mesh.replicas) for mask, n in zip(masks, counts, strict=True)]
-    total = all_reduce(torch.stack([mask.sum() for mask in masks]).sum(), mesh.dp).clamp(min=1)
-    return [mask / total for mask in masks]
+        counts = all_reduce(counts, mesh.cp)
+        at_least_one = counts.clamp(min=1)
+        weights = [mask / (n * len(masks) * mesh.replicas) for mask, n in zip(masks, at_least_one, strict=True)]
+        return weights, counts.sum(), (counts == 0).sum()
+    total = all_reduce(counts.sum(), mesh.dp)
+    return [mask / total.clamp(min=1) for mask in masks], total, torch.zeros_like(total)
 
 
 @torch.no_grad()
 def mean_loss(
     forward: Callable[[MicroBatch], Output], batches: Iterable[MicroBatch], device: torch.device, world: Axis
-) -> float:
-    """Mean loss per unmasked token, in nats, over the micro-batches of all replicas; holds one at a time."""
+) -> float | None:
+    """Mean loss per token that counts, in nats, over the micro-batches of all replicas; None if none does. Holds one at a time."""
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in batches:
         mask = batch.mask()
         sums += torch.stack([forward(batch.weighted(mask)).value.double(), mask.sum(dtype=torch.float64)])
-    total, counted = all_reduce(sums, world)
-    return (total / counted.clamp(min=1)).item()
+    total, counted = all_reduce(sums, world).tolist()
+    return total / counted if counted else None
 
 
 def gradient_norm(weights: Sequence[ShardedParameter], mesh: Mesh, sharded: bool) -> Tensor:

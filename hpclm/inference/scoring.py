@@ -8,8 +8,7 @@ context.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -36,6 +35,16 @@ class Document:
 
     ids: Sequence[int]
     bytes: int | None
+    counts: Sequence[bool] | None = None
+    """Whether each token is scored; None: all."""
+
+
+class Window(NamedTuple):
+    """Tokens that are read together."""
+
+    ids: Sequence[int]
+    scored: Sequence[bool]
+    """Of each token but the first."""
 
 
 @dataclass
@@ -64,11 +73,13 @@ def perplexity(mean: float) -> float:
         return math.inf
 
 
-def windows(ids: Sequence[int], context: int) -> Iterator[tuple[Sequence[int], int]]:
-    """Runs of up to ``context`` + 1 of ``ids``, and how many tokens at the end of each are scored; the first token never is."""
+def windows(ids: Sequence[int], context: int, counts: Sequence[bool] | None = None) -> Iterator[Window]:
+    """Runs of up to ``context`` + 1 of ``ids``: each token is scored once, if it ``counts``, but for the first of ``ids``."""
     for begin in range(0, len(ids) - 1, context):
         end = min(begin + context + 1, len(ids))
-        yield ids[max(0, end - context - 1) : end], end - begin - 1
+        first = max(0, end - context - 1)
+        new = [True] * (end - begin - 1) if counts is None else counts[begin + 1 : end]
+        yield Window(ids[first:end], [*[False] * (begin - first), *new])
 
 
 def of_text(path: str, text: str, json_lines: bool, run_text: RunText) -> Iterator[Document]:
@@ -81,11 +92,14 @@ def of_text(path: str, text: str, json_lines: bool, run_text: RunText) -> Iterat
         yield Document(ids, len(document.encode()))
 
 
-def of_dataset(prefix: Path, tokenizer: Tokenizer | None) -> Iterator[Document]:
-    """The sequences of a dataset; their bytes where ``tokenizer``, with which it was made, is known."""
-    dataset = IndexedDataset(prefix)
+def of_dataset(dataset: IndexedDataset, mask: IndexedDataset | None, tokenizer: Tokenizer | None) -> Iterator[Document]:
+    """The sequences of a dataset, and which of their tokens count by its loss ``mask``; where there is none, also their bytes, if
+    ``tokenizer``, with which the dataset was made, is known."""
     for number in range(len(dataset)):
         ids = dataset.tokens(number).tolist()
+        if mask is not None:
+            yield Document(ids, None, (mask.tokens(number) == 1).tolist())
+            continue
         size = None
         if tokenizer is not None:
             text = [token for token in ids if token != tokenizer.eod]
@@ -96,34 +110,40 @@ def of_dataset(prefix: Path, tokenizer: Tokenizer | None) -> Iterator[Document]:
 def score(
     model: Stack, documents: Iterable[Document], begin_token: int | None, size: int, most: int | None, bar: Bar
 ) -> Score:
-    """Score documents, each after ``begin_token``, ``size`` windows at a time, until ``most`` tokens are."""
+    """Score documents, each after ``begin_token``, ``size`` windows at a time, until ``most`` tokens are.
+
+    Documents of which some tokens do not count are read as training reads them: without ``begin_token``."""
     total = Score()
     device, context = next(model.parameters()).device, model.config.context
-    waiting: list[tuple[Sequence[int], int]] = []
+    waiting: list[Window] = []
+
+    def count_waiting() -> int:
+        return sum(sum(window.scored) for window in waiting)
 
     def flush() -> None:
-        alike = by_rotation(model.config, waiting, lambda window: len(window[0]) - 1)
-        count = sum(scored for _, scored in waiting)
-        total.nats += mean_loss(model, [_batch(windows, device) for windows in alike], device, SINGLE) * count
+        alike, count = by_rotation(model.config, waiting, lambda window: len(window.ids) - 1), count_waiting()
+        mean = mean_loss(model, [_batch(windows, device) for windows in alike], device, SINGLE)
+        total.nats += 0.0 if mean is None else mean * count
         total.tokens += count
         waiting.clear()
         bar.update(count)
 
     for document in documents:
-        if most is not None and total.tokens + sum(scored for _, scored in waiting) >= most:
+        if most is not None and total.tokens + count_waiting() >= most:
             break
         _check(document.ids, model.config.vocab_size)
         total.documents += 1
-        ids = list(document.ids) if begin_token is None else [begin_token, *document.ids]
+        before = [] if begin_token is None or document.counts is not None else [begin_token]
+        ids = [*before, *document.ids]
         total.bytes = None if total.bytes is None or document.bytes is None else total.bytes + document.bytes
-        for window in windows(ids, context):
+        for window in windows(ids, context, document.counts):
             waiting.append(window)
             if len(waiting) == size:
                 flush()
     if waiting:
         flush()
     if not total.tokens:
-        raise ConfigError("there is nothing to score: no document has a token that follows another")
+        raise ConfigError("there is nothing to score: no document has a token that counts and follows another")
     return total
 
 
@@ -135,15 +155,11 @@ def by_rotation(config: ModelConfig, items: Sequence[Item], length: Callable[[It
     return [*alike.values()]
 
 
-def _batch(rows_scored: Sequence[tuple[Sequence[int], int]], device: torch.device) -> MicroBatch:
-    """Windows of tokens, each with the label of its last one, padded on the right; as of ``windows``."""
-    width = max(len(window) for window, _ in rows_scored)
-    rows = torch.tensor([[*window, *[0] * (width - len(window))] for window, _ in rows_scored])
-    lengths = torch.tensor([len(window) - 1 for window, _ in rows_scored])
-    scored = torch.tensor([count for _, count in rows_scored])
-    places = torch.arange(width - 1)
-    mask = (places < lengths[:, None]) & (places >= (lengths - scored)[:, None])
-    rows, mask = rows.to(device), mask.to(device)
+def _batch(read: Sequence[Window], device: torch.device) -> MicroBatch:
+    """Windows, each with the label of its last token, padded on the right."""
+    width = max(len(window.ids) for window in read)
+    rows = torch.tensor([[*window.ids, *[0] * (width - len(window.ids))] for window in read], device=device)
+    mask = torch.tensor([[*window.scored, *[False] * (width - len(window.ids))] for window in read], device=device)
     return MicroBatch(rows[:, :-1], rows[:, 1:], mask)
 
 

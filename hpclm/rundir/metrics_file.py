@@ -97,11 +97,11 @@ class Layout:
 
     @classmethod
     def of(cls, row: Row, names: Sequence[str], fields: Mapping[str, Kind]) -> "Layout | None":
-        """The layout of ``row``, of which the values of ``names`` are needed; None unless it is that of a step and has only
-        numbers."""
+        """The layout of ``row``, of which the values of ``names`` are needed; None unless it is that of a step with a loss and has
+        only numbers."""
         kinds = {key: fields.get(key, float) for key in row}
         numbers = all(value is None or type(value) in (int, float) for value in row.values())
-        if "loss" not in row or not numbers or not set(kinds.values()) <= {int, float}:
+        if "loss" not in row or "counted_tokens" in row or not numbers or not set(kinds.values()) <= {int, float}:
             return None
         values = []
         for key, kind in kinds.items():

@@ -188,6 +188,8 @@ class RunSummary:
     def _stepped(self, row: Row) -> None:
         if row:
             last = {name: row.get(name) for name in ("step", "loss", "spiking_since")}
+            if row.get("counted_tokens") == 0:  # it has no loss: the last one that a step had stays
+                del last["loss"]
             self._know(**last, stepped=row.get("time"))
 
     def _evaluated(self, row: Row) -> None:

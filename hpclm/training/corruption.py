@@ -122,7 +122,7 @@ class Verifier:
     def check(self, recompute: bool = True) -> list[Finding]:
         """What is wrong, the same on every rank; a collective. ``recompute``: compute a micro-batch twice, too."""
         batches = [self._batch] * 2 if recompute and self._batch and self.recomputes else []
-        losses = [self.engine.evaluate([batch], alone=True).hex() for batch in batches]
+        losses = [(self.engine.evaluate([batch], alone=True) or 0.0).hex() for batch in batches]
         self._close()
         answer = {
             "shared": [

@@ -34,16 +34,24 @@ class Interval:
 
 def figures(row: Mapping[str, Any]) -> list[str]:
     """Loss, learning rate and speed."""
-    parts = [f"loss {row['loss']:.4f}", f"lr {row['lr']:.3g}"]
+    loss = "no loss" if is_without_loss(row) else f"loss {row['loss']:.4f}"
+    parts = [loss, f"lr {row['lr']:.3g}"]
     parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
     if "mfu" in row:
         parts.append(f"MFU {row['mfu']:.1%}")
     return parts
 
 
+def is_without_loss(row: Mapping[str, Any]) -> bool:
+    """Whether no token of the step counted in the loss."""
+    return row.get("counted_tokens") == 0
+
+
 def step_line(steps: Interval) -> str:
     """The line of some steps."""
     parts, waiting = figures(steps.mean), steps.mean.get("data_fraction", 0)
+    if without := sum(map(is_without_loss, steps.rows)):
+        parts[0] += f" ({without} of {len(steps.rows)} steps without a token that counts)"
     if waiting > NOTABLE_WAIT:
         parts.append(f"{waiting:.0%} waiting for data")
     parts.append(f"{steps.step_seconds:.3f} s/step")

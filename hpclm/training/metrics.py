@@ -69,6 +69,7 @@ class Meter:
         self.summary = summary
         self._open, self._writer = ExitStack(), WriterThread(idle=summary.tick)
         self._since: list[dict[str, Any]] = []
+        self._warned: set[str] = set()
         self._file, self._rows = AppendedFile(self.path), SidePath(f"{self.path} cannot be written")
         self._boards: tuple[EventFile, EventFile] | None = None
         self._boards_written = time.monotonic()
@@ -146,12 +147,36 @@ class Meter:
         step = row["step"]
         self._write(row)
         self.summary.measured(row)
+        self._warn(row)
         self._since.append(row)
         loss, lr, *speed = log_lines.figures(row)
         self._bar.beside = (loss, *speed, lr)
         self._display.attempt(self._bar.update)
         if step % self.every == 0 or step == self.total or step == self.start + 1:
             self._tell(step)
+
+    def _warn(self, row: dict[str, Any]) -> None:
+        """Say once that a step, or a micro-batch that is a mean of its own, has nothing to learn from."""
+        step, empty = row["step"], row.get("empty_micro_batches")
+        if log_lines.is_without_loss(row) and "step" not in self._warned:
+            self._warned.add("step")
+            log.warning(
+                "step %d has no loss: by the loss mask no token of its batch counts; its gradients are 0, so only momentum and weight "
+                "decay change the weights. A larger batch.global_size avoids such steps. Later ones are counted in the log, and have "
+                "counted_tokens 0 in %s",
+                step,
+                self.path.name,
+            )
+        elif empty and "micro-batch" not in self._warned:
+            self._warned.add("micro-batch")
+            log.warning(
+                "step %d: %d of the micro-batches of one replica have no token that counts in the loss. With "
+                "batch.loss_norm=microbatch the loss is the mean of those of the micro-batches, in which these count as 0, as in Megatron; "
+                "batch.loss_norm=token gives the mean over tokens. Later steps have empty_micro_batches in %s",
+                step,
+                empty,
+                self.path.name,
+            )
 
     def evaluated(self, step: int, samples: int, loss: float, part: str) -> None:
         """A loss on held-out data; perplexity is exp(loss), cut at exp(20) as the peers do."""
@@ -193,7 +218,8 @@ class Meter:
         rows, self._since = self._since, []
         seconds = sum(row["step_seconds"] for row in rows)
         row = rows[-1] | self.speed(sum(r["batch_size"] for r in rows), seconds)
-        row["loss"] = sum(r["loss"] for r in rows) / len(rows)
+        if losses := [r["loss"] for r in rows if not log_lines.is_without_loss(r)]:
+            row |= {"loss": sum(losses) / len(losses), "counted_tokens": None}
         row["data_fraction"] = sum(r["data_seconds"] for r in rows) / seconds
         steps = log_lines.Interval(rows, row, seconds, self.total, first=step == self.start + 1)
         log.info("%s", log_lines.step_line(steps), extra=LIVE)

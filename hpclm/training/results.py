@@ -1,5 +1,6 @@
 """The results of steps: judged and written down in order, once the device has them."""
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -71,7 +72,16 @@ class Results:
         if self._queued is not None and self._queued.answer.done():
             self.read()
 
-    def _record(self, step: QueuedStep, loss: float, grad_norm: float, skipped: float, **others: float) -> None:
+    def _record(
+        self,
+        step: QueuedStep,
+        loss: float,
+        grad_norm: float,
+        skipped: float,
+        counted_tokens: float = 1,
+        empty_micro_batches: float = 0,
+        **others: float,
+    ) -> None:
         """Judge a step and write it down; ``others``: further metrics of the engine, written under their names."""
         finished, clock = step.finished or _ago(0.0)
         seconds = finished - max(step.began, self._finished)  # while the one before it ran, it had to wait
@@ -79,13 +89,19 @@ class Results:
         self.clock.seconds += seconds
         self.clock.micro_batch = seconds / step.micro_batches
         searching = step.result.loss_scale > self.least_scale
-        health = self.guard.observe(step.progress.step, loss, bool(skipped), searching)
+        health = self.guard.health
+        if counted_tokens:
+            health = self.guard.observe(step.progress.step, loss, bool(skipped), searching)
         waited = min(step.waited, seconds)
         row = dict(
             time=round(clock, 3), loss=loss, grad_norm=grad_norm, skipped=self.guard.skipped + int(skipped), **others
         )
         row |= dict(step_seconds=seconds, data_seconds=waited, data_fraction=waited / seconds)
         row |= {**step.measured, **step.result.seconds, **health.row()}
+        if not counted_tokens:
+            row |= dict(loss=math.nan, counted_tokens=0)
+        elif empty_micro_batches:
+            row["empty_micro_batches"] = int(empty_micro_batches)
         self.meter.step(step.progress.step, step.progress.samples, row)
         self.guard.check(step.progress.step, loss, grad_norm, bool(skipped), searching)
 

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -57,6 +57,8 @@ class Session:
     """Its number, on rank 0."""
     sinks: Sinks
     notifier: Notifier
+    unmeasurable: set[str] = field(default_factory=set)
+    """Parts of the held-out data in which no token counts in the loss."""
 
     def must_synchronize(self, progress: Progress) -> bool:
         """Whether something may have to be done between the last step and the next."""
@@ -82,7 +84,8 @@ class Session:
 
     def _unmeasured(self, step: int) -> bool:
         """Whether the final evaluation is incomplete."""
-        return any((step, each.part) not in self.meter.losses for each in self.data.held_out)
+        parts = {each.part for each in self.data.held_out} - self.unmeasurable
+        return any((step, part) not in self.meter.losses for part in parts)
 
     def evaluate(self, progress: Progress) -> None:
         """Measure the parts of the held-out data that have no figure for this step yet, until a signal warns."""
@@ -98,10 +101,18 @@ class Session:
                 yield batch
 
         for held in self.data.held_out:
-            if (progress.step, held.part) not in self.meter.losses:
+            if (progress.step, held.part) not in self.meter.losses and held.part not in self.unmeasurable:
                 loss = self.engine.evaluate(until_warned(held.batches.take(0, held.size)))
                 if warned:
                     return
+                if loss is None:
+                    logger.warning(
+                        "%s is not measured: by the loss mask no token of the %d samples that are read counts; a larger evaluate.batches reads more",
+                        held.part,
+                        held.size,
+                    )
+                    self.unmeasurable.add(held.part)
+                    continue
                 self.meter.evaluated(progress.step, progress.samples, loss, held.part)
 
     def _verification_is_due(self, progress: Progress) -> bool:

@@ -141,7 +141,7 @@ class PipelineEngine(WrappedEngine):
         return self.outcome()
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[MicroBatch], alone: bool = False) -> float:
+    def evaluate(self, batches: Iterable[MicroBatch], alone: bool = False) -> float | None:
         """As the base engine's; holds one micro-batch per stage, so that every stage is busy."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.part.factor = 1.0
@@ -160,8 +160,8 @@ class PipelineEngine(WrappedEngine):
                     ]
                     sums += torch.stack(shares).sum(0)
         self.engine.reset_activation_shape()
-        total, counted = all_reduce(sums, self.mesh.pp if alone else self.mesh.world)
-        return (total / counted.clamp(min=1)).item()
+        total, counted = all_reduce(sums, self.mesh.pp if alone else self.mesh.world).tolist()
+        return total / counted if counted else None
 
 
 def equalize_groups(optimizer: torch.optim.Optimizer, mesh: Mesh, device: torch.device) -> None:

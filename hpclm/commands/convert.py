@@ -25,6 +25,12 @@ appears only when it is complete. Nothing is downloaded, and no code that comes 
 SHARD_GB = 5.0
 IMPORTABLE = re.compile(r"config\.json|latest.*|layer_.*|mp_rank_.*|.*\.distcp")
 """Names of which a folder that can be imported has one; whether it can is seen when PyTorch is imported."""
+ADAPTER = "adapter_config.json"
+MERGE = (
+    "{0} holds an adapter (PEFT's {1}), which hpclm does not apply: merge it first, in Python with "
+    "peft.AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(...), and convert the result; or remove {1} to "
+    "convert the model beside it alone"
+)
 UNKNOWN = (
     "{} cannot be converted: it is not a run directory or a checkpoint, and has no config.json (Hugging Face), "
     "*_model_states.pt (Megatron-DeepSpeed), mp_rank_*/model_optim_rng.pt or *.distcp (Megatron-LM)"
@@ -76,6 +82,8 @@ def converted(args: argparse.Namespace) -> str:
         return exported(source, target, overrides, args.dtype or "fp32", args.shard_gb or SHARD_GB, args.allow_nan)
     if files.is_file(source / "config.yaml"):
         run_settings.check_saved(source)
+    if files.is_file(source / ADAPTER):  # transformers would apply it, also beside a whole model
+        raise ConfigError(MERGE.format(source, ADAPTER))
     if not any(map(IMPORTABLE.fullmatch, (path.name for path in source.iterdir()))):
         raise ConfigError(UNKNOWN.format(source))
     if args.dtype or args.shard_gb or args.allow_nan:

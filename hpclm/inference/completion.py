@@ -49,6 +49,7 @@ class Completer:
             model, progress = run_model.load_checkpoint(*good, config, known, device, dtype)
         self.step = progress.step
         self.model = model.to(dtype)  # layers would cast their weights for every token
+        self._warned = False
 
     def complete_all(
         self, prompts: Sequence[str], size: int, limits: Limits, sampling: Sampling
@@ -62,6 +63,14 @@ class Completer:
     ) -> list[Completion]:
         """Continue a batch of prompts."""
         starts, ends = [self.text.start(prompt) for prompt in prompts], self.text.ends
+        longest, context = max(map(len, starts), default=0), self.model.config.context
+        if longest > context and not self._warned:
+            self._warned = True
+            log.warning(
+                "a prompt has %d tokens, and model.context=%d: the model does not see the beginning of longer ones",
+                longest,
+                context,
+            )
         finishes: list[Literal["end", "stop", "length"]] = ["length"] * len(prompts)
 
         def ended(number: int, new: list[int]) -> bool:

@@ -46,6 +46,16 @@ def test_a_file_of_prompts_gives_what_each_prompt_gives_alone(run, tmp_path, cap
         assert {row["finish"] for row in rows} <= {"length", "end"} and all(1 <= row["tokens"] <= 12 for row in rows)
 
 
+def test_a_prompt_of_which_the_model_does_not_see_the_beginning_is_named_once(run, tmp_path, capsys, caplog):
+    (tmp_path / "p.txt").write_text("\n".join(["x" * 64, "x" * 65, "x" * 70]) + "\n")
+    generate(capsys, run, "--prompts", tmp_path / "p.txt", "--batch", 2, "--tokens", 1)
+    said = [record.getMessage() for record in caplog.records if "does not see the beginning" in record.getMessage()]
+    assert said == ["a prompt has 65 tokens, and model.context=64: the model does not see the beginning of longer ones"]
+    caplog.clear()
+    generate(capsys, run, "--prompt", "x" * 64, "--tokens", 1)
+    assert "does not see" not in caplog.text
+
+
 def test_sampled_text_depends_on_the_seed_and_the_place_in_the_file_and_not_on_the_batch(run, tmp_path, capsys):
     (tmp_path / "p.txt").write_text("so\n" * 5)
     options = ["--prompts", tmp_path / "p.txt", "--temperature", "1", "--tokens", "12"]

@@ -76,6 +76,18 @@ def test_mistakes_end_with_the_documented_codes_and_no_traceback(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.parametrize("beside", [["config.json", "model.safetensors"], []], ids=["beside a model", "alone"])
+def test_an_adapter_is_not_left_out_without_a_word(beside, tmp_path):
+    for name in ["adapter_config.json", *beside]:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(
+        ConfigError,
+        match=r"holds an adapter \(PEFT's adapter_config.json\), which hpclm does not apply: merge it first",
+    ):
+        convert.main([str(tmp_path), str(tmp_path / "run")])
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_script_is_the_verb(tmp_path):
     made.run(tmp_path / "run", made.NETWORKS["gpt2"][1])
     command = [sys.executable, ROOT / "tools/convert_checkpoint.py", tmp_path / "run", tmp_path / "hf"]

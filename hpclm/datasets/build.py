@@ -41,6 +41,7 @@ class Output(Writer):
         super().__init__(prefix, job.dtype(column), job.layout, replaces)
         self.prefix, self._job = prefix, job
         self.skipped = self.cut = self.dropped = 0  # empty documents, long conversations
+        self.inner = 0  # end-of-document tokens in the text itself
         self.endless = 0  # conversations of which no end of a turn is learned
         self.ends: set[str] = set()  # tokens that are learned as the end of an answer
         self.spanning = 0  # conversations in which a token spans a prompt and its answer
@@ -49,6 +50,7 @@ class Output(Writer):
     def add(self, column: Column) -> None:
         """Append a column's documents."""
         self.skipped += column.empty if self._job.empty == "skip" else 0
+        self.inner += column.inner
         self.cut += column.cut
         self.dropped += column.dropped
         self.endless += column.endless
@@ -71,6 +73,7 @@ class Output(Writer):
             "tokens": self.tokens,
             "skipped": self.skipped,
             **({"cut": self.cut, "dropped": self.dropped} if self._job.chat else {}),
+            **({"inner": self.inner} if self.inner else {}),
             **({"endless": self.endless} if self.endless else {}),
             **({"spanning": self.spanning} if self.spanning else {}),
             **({"bad": dict(sorted(self.bad.items()))} if self.bad else {}),
@@ -84,7 +87,13 @@ class Output(Writer):
         say(f"{self.prefix}.bin, .idx, .json: {'; '.join(filter(None, (counts, self._omissions())))}{end}")
 
     def warn(self) -> None:
-        """Warn of conversations that teach what generation never asks for, or not to stop."""
+        """Warn of text that ends documents, and of conversations that teach what generation never asks for, or not to stop."""
+        if self.inner:
+            log.warning(
+                "%s: the text itself contains the end-of-document token %s: there training sees the end of a document, and "
+                "data.reset_attention_mask divides it. Remove its text from the input, or name another token with --eod",
+                self.prefix, "once" if self.inner == 1 else f"{self.inner:,} times",
+            )  # fmt: skip
         if self.spanning:
             log.warning(
                 "%s: in %s a token holds the end of a prompt and the beginning of the answer together, and this tokenizer cannot "
@@ -160,7 +169,8 @@ def write(
             complete(outputs, job, more or {})
     except OSError as error:
         raise unwritten(error, prefixes[0], "no dataset was written") from error
-    outputs[0].warn()
+    for output in outputs[:1] if job.chat else outputs:
+        output.warn()
     for output in outputs:
         output.describe(f"; {size / 1e6 / (time.monotonic() - began):.1f} MB/s" if size and share == WHOLE else "")
 

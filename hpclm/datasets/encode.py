@@ -63,6 +63,8 @@ class Column(NamedTuple):
     """[k] sequences in each document."""
     empty: int = 0
     """Number of documents without tokens, kept or not."""
+    inner: int = 0
+    """Number of end-of-document tokens that the text itself contains, where one is appended."""
     cut: int = 0
     """Number of conversations that were cut."""
     dropped: int = 0
@@ -177,7 +179,7 @@ def _conversations(given: list[Conversation | None], job: Job, chat: Chat) -> li
     joined = [np.concatenate(column).astype(job.dtype(i)) for i, column in enumerate(zip(*kept, strict=True))]
     joined = joined or [np.empty(0, job.dtype(i)) for i in range(2)]
     documents = np.ones(len(kept), np.int64)
-    return [Column(column, sizes, documents, 0, cut, dropped, endless, ends, spanning) for column in joined]
+    return [Column(column, sizes, documents, 0, 0, cut, dropped, endless, ends, spanning) for column in joined]
 
 
 def _column(texts: list[str], job: Job, name: str) -> Column:
@@ -200,11 +202,12 @@ def _column(texts: list[str], job: Job, name: str) -> Column:
     full = documents > 0
     if job.empty == "skip":
         documents = documents[full]
+    inner = int(np.count_nonzero(ids == tokenizer.eod)) if job.append_eod else 0
     if job.append_eod and len(sizes):
         last = np.cumsum(documents)[documents > 0] - 1
         ids = np.insert(ids, np.cumsum(sizes)[last], tokenizers.end(tokenizer))
         sizes[last] += 1
-    return Column(ids, sizes, documents, int(np.count_nonzero(~full)))
+    return Column(ids, sizes, documents, int(np.count_nonzero(~full)), inner)
 
 
 def sentences(text: str, language: str) -> list[str]:

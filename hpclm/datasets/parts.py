@@ -101,6 +101,7 @@ def _add(prefix: Path, output: Output) -> None:
     note = sidecar(prefix)
     output.bad.update(note.get("bad", {}))
     output.skipped += note["skipped"]
+    output.inner += note.get("inner", 0)
     output.cut += note.get("cut", 0)
     output.dropped += note.get("dropped", 0)
     output.endless += note.get("endless", 0)

@@ -2,6 +2,9 @@ import re
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 from hpclm.data.indexed import IndexedDataset, sidecar
 from hpclm.datasets.inputs import CHUNK, chunks, find
@@ -84,6 +87,24 @@ def test_the_json_file_names_the_tokenizer_and_its_files(tmp_path, monkeypatch):
     assert (note["tokenizer"]["kind"], note["tokenizer"]["size"], note["tokenizer"]["eod"]) == ("whitespace", 3, 1)
     assert note["tokenizer_files"] == [str(tmp_path / "v.json")]
     assert IndexedDataset("x_text_document").flat.tolist() == [2, 0, 1]
+
+
+def test_text_that_ends_documents_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text(jsonl("x <|endoftext|> x", "x x<|endoftext|>", "x"))
+    tokens = {"<|endoftext|>": 0, "x": 1, "[UNK]": 2}
+    tokenizer = Tokenizer(WordLevel(tokens, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save("t.json")
+    words = ["--input", "a.jsonl", "--tokenizer", "json", "--tokenizer-files", "t.json", "--output-prefix"]
+    assert preprocess(*words, "bare") == 0 and "end-of-document" not in capsys.readouterr().err
+    assert preprocess(*words, "x", "--append-eod") == 0
+    assert "x_text_document: the text itself contains the end-of-document token 2 times" in capsys.readouterr().err
+    assert IndexedDataset("x_text_document").flat.tolist() == [1, 0, 1, 0, 1, 1, 0, 0, 1, 0]
+    for part in ("0/2", "1/2"):
+        assert preprocess(*words, "y", "--append-eod", "--part", part) == 0
+    assert sidecar("y_text_document")["inner"] == 2
 
 
 def test_the_dataset_does_not_depend_on_the_number_of_workers(run):

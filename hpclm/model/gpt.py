@@ -111,7 +111,8 @@ def layers(
     for index in range(config.layers):
         kwargs = dict(module=block, config=config, recompute_core=recompute_core, **init(3 + index))
         full = engine.recompute == "full"
-        specs.append(LayerSpec(f"block{index}", _seeded, kwargs, recompute=full, kind=config.kind(index)))
+        build = _seeded if config.block in BLOCKS else _own_seeded
+        specs.append(LayerSpec(f"block{index}", build, kwargs, recompute=full, kind=config.kind(index)))
     specs.append(LayerSpec("norm", Norm, dict(config=config, width=config.hidden, tp=tp), call=_plain))
     output = "tokens" if config.tied else "output"
     shape = LogitShape(config.logit_multiplier, config.logit_cap, config.logits_fp32)
@@ -137,6 +138,13 @@ def random(config: ModelConfig) -> bool:
 
 def _seeded(module: Callable[..., nn.Module], seed: int, **kwargs: Any) -> nn.Module:
     return module(**kwargs, generator=torch.Generator().manual_seed(seed))
+
+
+def _own_seeded(module: Callable[..., nn.Module], seed: int, **kwargs: Any) -> nn.Module:
+    """As _seeded, for a user-defined block, which may have modules of PyTorch, such as nn.Linear, that ask for no generator."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _seeded(module, seed, **kwargs)
 
 
 def _embed(table: nn.Module, ids: Tensor, _: AttentionMetadata) -> Tensor:

@@ -9,16 +9,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpclm.errors import ConfigError
 from hpclm.model.position import AttentionMetadata
+
+RESERVED = frozenset(
+    (
+        "step",
+        "samples",
+        "time",
+        "loss",
+        "grad_norm",
+        "skipped",
+        "guarded",
+        "z_loss",
+        "lr",
+        "loss_scale",
+        "batch_size",
+        "memory",
+    )
+    + ("data_fraction", "tokens_per_second", "mfu", "hfu", "spiking_since", "validation_loss", "validation_perplexity")
+    + ("part", "tasks")
+)
+"""What a row of metrics.jsonl has of hpclm's own, besides names that end in _seconds or begin with qk_."""
 
 
 def report(metadata: AttentionMetadata, name: str, values: Tensor, by_layer: bool = False) -> None:
     """Report the mean of ``values`` [t, B], one for each token that the block has, in metrics.jsonl under ``name``.
 
     What several layers report under one name is added up; ``by_layer``: each has a name of its own, ``name/block3``. Outside of training
-    nothing is reported.
+    nothing is reported. ConfigError for another shape, and for a name that hpclm's own metrics have.
     """
     if metadata.reports is not None and metadata.weights is not None:
+        if name in RESERVED or name.endswith(("_seconds", "/")) or name.startswith("qk_"):
+            raise ConfigError(f"report({name!r}): metrics.jsonl has another number under this name; choose another one")
+        if values.shape != metadata.weights.shape:
+            wanted, given = list(metadata.weights.shape), list(values.shape)
+            raise ConfigError(f"report({name!r}): values of shape {given}; it takes one for each token, {wanted}")
         key = f"{name}/" if by_layer else name
         total = (values.detach().float() * metadata.weights).sum()
         metadata.reports[key] = metadata.reports[key] + total if key in metadata.reports else total

@@ -1,13 +1,17 @@
 """A block that has an auxiliary loss and reports of each layer: the same in every layout and engine."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
 
+from hpclm import cli
+from hpclm.errors import ConfigError
 from hpclm.model.gpt import Block
-from hpclm.model.reports import add_loss, report
+from hpclm.model.reports import RESERVED, add_loss, report
 from hpclm.parallel.collectives import copy_to_tp
-from tests.parity import STYLES, alone, errors, trained
+from tests.parity import STYLES, alone, errors, train, trained
 
 COEFFICIENT = 0.3
 
@@ -86,6 +90,55 @@ def test_they_are_the_same_in_every_layout_and_engine(size, words):
         assert ours == pytest.approx(right, rel=2e-5)
     if found["gradients"]:
         assert max(errors(found["gradients"], wanted["gradients"]).values()) < 1e-5
+
+
+class Plain(Block):
+    """It has a module of PyTorch, and reports as TEST_REPORT says."""
+
+    name, shape = "router", -1
+
+    def __init__(self, config, recompute_core, generator, tp):
+        super().__init__(config, recompute_core, generator, tp)
+        self.router = nn.Linear(config.hidden, 4)
+
+    def forward(self, x, metadata):
+        """[t, B, C] -> [t, B, C]."""
+        routed = self.router(x)
+        report(metadata, Plain.name, routed.square().mean(Plain.shape))
+        return super().forward(x + routed.mean(-1, keepdim=True), metadata)
+
+
+PLAIN = ["engine.precision=fp32", "model.layers=2", "model.block=tests.model.test_reports:Plain"]
+
+
+def test_the_weights_of_pytorch_s_modules_in_a_block_depend_on_the_seed_and_the_layer():
+    first, again, other = (train([*PLAIN, f"seed={seed}"], 1) for seed in (5, 5, 6))
+    weights = [{name: array for name, array, *_ in found["held"]} for found in (first, again, other)]
+    name = "model.block0.router.weight"
+    assert (weights[0][name] == weights[1][name]).all() and (weights[0][name] != weights[2][name]).any()
+    assert (weights[0][name] != weights[0]["model.block1.router.weight"]).any()
+
+
+@pytest.mark.parametrize(
+    "name, shape, wrong",
+    [
+        *((name, -1, "under this name") for name in ("loss", "step", "validation_loss", "qk_x", "my_seconds", "x/")),
+        ("right", (1, 2), r"values of shape \[16\]; it takes one for each token, \[16, 4\]"),
+    ],
+)
+def test_a_report_that_would_replace_a_metric_or_is_not_of_each_token_is_refused(name, shape, wrong, monkeypatch):
+    monkeypatch.setattr(Plain, "name", name)
+    monkeypatch.setattr(Plain, "shape", shape)
+    with pytest.raises(ConfigError, match=wrong):
+        train(PLAIN, 1)
+
+
+def test_the_names_of_our_own_metrics_are_reserved(tiny, tmp_path):
+    words = ["optim.z_loss=0.1", "optim.guard=skip_step", "log.timers=true", "evaluate.every=2", "log.every=1"]
+    assert cli.main(["train", *tiny("run", *words)]) == 0
+    rows = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    names = {name for row in rows for name in row}
+    assert "loss" in names and not {n for n in names if n not in RESERVED and not n.endswith("_seconds")}
 
 
 def test_a_name_that_only_some_steps_report_is_refused():

@@ -5,6 +5,7 @@ inputs (whole lines) → encode (tokens, in worker processes) → Output (a data
 
 import json
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 SHOWN = 5  # unreadable lines that are described in the log
 WHOLE = Share(0, 1)
 EVERY = 60  # seconds between log lines
+DATED = re.compile(r"\bstrftime_now\s*\(")  # as templates of transformers ask for the date
 
 
 class Output(Writer):
@@ -100,6 +102,12 @@ class Output(Writer):
                 "make them apart. Generation tokenizes the prompt alone, so the answer is learned after tokens that are never there "
                 "then. Give --chat-template FILE, a version that puts a special token or a line end before the answer",
                 self.prefix, many(self.spanning, "conversation"),
+            )  # fmt: skip
+        if self._job.chat and DATED.search(self._job.chat.template):
+            log.warning(
+                "%s: the chat template writes the date, and all conversations have today's (%s): preprocessed on another day they differ. "
+                "Give --chat-template FILE, a version with a fixed date",
+                self.prefix, time.strftime("%Y-%m-%d"),
             )  # fmt: skip
         if self.endless:
             log.warning(

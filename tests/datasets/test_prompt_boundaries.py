@@ -118,6 +118,18 @@ def _chat(path, template):
     return chat_of(str(path), str(path.parent / "template.jinja"), 100, "cut")
 
 
+@pytest.mark.parametrize("dated", [True, False])
+def test_a_template_that_writes_the_date_is_named(dated, tmp_path, monkeypatch, caplog, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(byte_level(add_prefix_space=False).to_str())
+    date = "{{ strftime_now('%d %b %Y') }}" if dated else "{# strftime_nowhere #}"
+    (tmp_path / "t.jinja").write_text(date + (TURNS + PROMPT).replace("SPACE", END))
+    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": said("capital", "Paris")}) + "\n")
+    words = ["--chat", "c.jsonl", "--tokenizer", "json", "--tokenizer-files", "tokenizer.json", "--context", 80]
+    assert preprocess(*words, "--chat-template", "t.jinja", "--output-prefix", "out") == 0
+    assert ("the chat template writes the date" in caplog.text + capsys.readouterr().err) == dated
+
+
 def test_what_cannot_be_tokenized_apart_is_reported_with_its_count(tmp_path, monkeypatch, caplog, capsys):
     monkeypatch.chdir(tmp_path)
     composed = byte_level(add_prefix_space=False)

@@ -28,7 +28,7 @@ RESERVED = frozenset(
         "memory",
     )
     + ("data_fraction", "tokens_per_second", "mfu", "hfu", "spiking_since", "validation_loss", "validation_perplexity")
-    + ("part", "tasks", "counted_tokens")
+    + ("part", "tasks", "counted_tokens", "empty_micro_batches")
 )
 """What a row of metrics.jsonl has of hpclm's own, besides names that end in _seconds or begin with qk_."""
 

@@ -6,8 +6,10 @@ preset's settings serve a smaller run: it is a warning, a sentence for each, whi
 
 from collections.abc import Collection, Iterator, Sequence
 from math import lcm
+from os.path import realpath
 
 from hpclm.config.checks import Checked
+from hpclm.config.data import mixture, named
 from hpclm.config.fields import as_word
 from hpclm.config.model import BLOCKS
 from hpclm.config.optim import ENDLESS
@@ -54,6 +56,7 @@ def by_settings(run: RunConfig) -> Iterator[str]:
     yield from _of_model(run)
     yield from _of_optimizer(run)
     yield from _of_checkpoints(run)
+    yield from _of_held_out(run)
     if run.batch.rampup and run.batch.rampup[0] == run.batch.global_size:
         yield f"batch.rampup={list(run.batch.rampup)} has no effect: it starts at batch.global_size={run.batch.global_size}"
     if run.scaler.consecutive and run.scaler.hysteresis == 1:
@@ -68,6 +71,21 @@ def by_settings(run: RunConfig) -> Iterator[str]:
         yield f"{idle(words)} without job.container"
     if run.job.hostfile and run.job.cluster not in ("auto", "mpirun"):
         yield f"job.hostfile={run.job.hostfile} has no effect with job.cluster={run.job.cluster}; it is for mpirun"
+
+
+def _of_held_out(run: RunConfig) -> Iterator[str]:
+    """Evaluations that measure nothing but the training data."""
+    data = run.data
+    lists = {
+        name: mixture(getattr(data, name), name).prefixes for name in ("train", "valid", "test") if getattr(data, name)
+    }
+    lists["validation"] = tuple(
+        prefix for each in named(data.validation, "validation").values() for prefix in each.prefixes
+    )
+    trained = set(map(realpath, lists.pop("train", ())))
+    for name, prefixes in lists.items():
+        if both := [prefix for prefix in prefixes if realpath(prefix) in trained]:
+            yield f"data.{name} has no effect as held-out data: data.train contains {both[0]} too, so its loss is that of text seen in training"
 
 
 def _of_model(run: RunConfig) -> Iterator[str]:

@@ -442,6 +442,12 @@ IDLE = {
     "fp32 gradients in fp32": (["engine.gradients=compute"], "engine.gradients=compute has no effect with engine.precision=fp32"),
     "deterministic kernels of GPUs": (["engine.deterministic=true"], "engine.deterministic=true has no effect with engine.device=cpu"),
     "a project of no sink": (["log.project=mine"], "log.project=mine has no effect without log.sinks"),
+    "validation on the training data": (
+        ["data={source: indexed, train: [a, b], valid: [./c/../b]}"], "data.valid has no effect as held-out data: data.train contains ./c/../b too",
+    ),
+    "a validation set of the training data": (
+        ["data={source: indexed, train: [a], validation: [x=a]}"], "data.validation has no effect as held-out data: data.train contains a too",
+    ),
     "a runtime of no container": (["job.runtime=docker"], "job.runtime=docker has no effect without job.container"),
     "hosts of another launcher": (["job={hostfile: /hosts, cluster: slurm}"], "job.hostfile=/hosts has no effect with job.cluster=slurm"),
     "what to keep of nothing": (

@@ -57,9 +57,10 @@ def needed_for(what: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name not in EXTRAS:  # or a part of one, which is broken or too old
+        library = (error.name or "").partition(".")[0]
+        if library not in EXTRAS or util.find_spec(library):  # it is there, but broken, or too old
             raise
-        raise ConfigError(_message(what, error.name)) from None
+        raise ConfigError(_message(what, library)) from None
 
 
 def _message(what: str, library: str) -> str:

@@ -77,7 +77,7 @@ TODAY = {
     "xielu": [*STYLES["llama"], "model.activation=xielu", "model.mlp_bias=true", "model.logits_fp32=true"],
 }
 """Shapes of 2025's models; fewer of them are combined."""
-NOT_REPORTED = ("loss", "grad_norm", "skipped", "guarded", "z_loss")
+NOT_REPORTED = ("counted_tokens", "empty_micro_batches", "loss", "grad_norm", "skipped", "guarded", "z_loss")
 """Metrics of a step that no block has reported."""
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 
@@ -196,3 +197,35 @@ def test_a_step_that_would_take_longer_than_the_grace_is_left_between_two_micro_
         with Ranks(2, [*words, f"out={tmp_path / name}"], TEST_PAUSE=0, TEST_WARN=0) as ranks:
             assert {code for code, _ in ranks.wait().values()} == {0}
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_the_settings_of_a_run_that_was_moved_or_copied_do_not_train_at_its_old_place(tiny, tmp_path, capsys):
+    """A moved run would start afresh, and a copied one would go on in the original."""
+    assert cli.main(["train", *tiny("old", "stop_at=2")]) == 0
+    before = (tmp_path / "old/metrics.jsonl").read_bytes()
+    shutil.copytree(tmp_path / "old", tmp_path / "copy")
+    capsys.readouterr()
+    assert cli.main(["train", f"{tmp_path}/copy/config.yaml", "stop_at=4"]) == 64
+    said = capsys.readouterr().err
+    assert f"copy/config.yaml belongs to the run in {tmp_path}/copy, but its out={tmp_path}/old" in said
+    shutil.move(tmp_path / "old", tmp_path / "moved")
+    assert cli.main(["train", f"{tmp_path}/moved/config.yaml", "stop_at=4"]) == 64
+    assert not (tmp_path / "old").exists() and (tmp_path / "copy/metrics.jsonl").read_bytes() == before
+    assert cli.main(["train", f"{tmp_path}/moved", "stop_at=4"]) == 0  # the ways out
+    (tmp_path / "link").symlink_to(tmp_path / "moved")
+    assert cli.main(["train", f"{tmp_path}/link/config.yaml", "stop_at=6"]) == 0
+    assert cli.main(["train", f"{tmp_path}/copy/config.yaml", "stop_at=3", f"out={tmp_path}/copy"]) == 0
+
+
+def test_a_run_whose_out_is_relative_is_continued_from_another_folder_only_by_its_own_folder(
+    tiny, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", *tiny()[:-1], "out=run", "stop_at=2"]) == 0
+    assert cli.main(["train", "run/config.yaml", "stop_at=3"]) == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    capsys.readouterr()
+    assert cli.main(["train", "../run/config.yaml", "stop_at=4"]) == 64
+    assert "out is relative to another folder" in capsys.readouterr().err
+    assert cli.main(["train", "../run", "stop_at=4"]) == 0 and not (tmp_path / "elsewhere/run").exists()

@@ -52,7 +52,10 @@ def from_cli(arguments: list[str], site: Path | None = None, typed: Sequence[str
         raise ConfigError(wrong)
     if len(named) > 1:
         raise ConfigError(f"give one settings file, not {len(named)}: {', '.join(named)}; changes are key=value")
-    return load(named[0] if named else None, overrides, site)
+    run = load(named[0] if named else None, overrides, site)
+    if named and not any(key.strip() == "out" for key, _, _ in (word.partition("=") for word in overrides)):
+        _refuse_moved(Path(named[0]), run.out)
+    return run
 
 
 def load(path: str | Path | None = None, overrides: Sequence[str] = (), site: Path | None = None) -> RunConfig:
@@ -86,6 +89,18 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = (), site: Pa
         if short and run.optim.schedule_length is None:
             raise ConfigError(f"{short}; shorten the warm-up, or extend the budget. To stop early once, set stop_at")
     return run
+
+
+def _refuse_moved(file: Path, out: str) -> None:
+    """ConfigError if ``file`` is the config.yaml of a run that has been moved or copied since, so that ``out`` is another folder."""
+    folder = file.absolute().parent
+    if not run_file.is_of_run(file) or Path(out).resolve() == folder.resolve():
+        return
+    raise ConfigError(
+        f"{file} belongs to the run in {folder}, but its out={out} is {Path(out).absolute()}: the run has been moved or copied, or out is "
+        f"relative to another folder. Give the folder, {paths.literal(folder)}, in place of its config.yaml to continue this run, or "
+        f"out=... to train elsewhere"
+    )
 
 
 def _refuse_unexpanded(settings: list[Setting], out: str) -> None:

@@ -75,13 +75,18 @@ BESIDE = ("attempts.jsonl", "jobs.jsonl", "checkpoints.saved")
 """Files next to the config.yaml of a run that has started."""
 
 
+def is_of_run(file: Path) -> bool:
+    """Whether ``file`` is the config.yaml of a run that has started."""
+    return file.name == NAME and any((file.parent / name).exists() for name in BESIDE)
+
+
 def read_settings(path: Path, of_run: bool = False) -> tuple[Content, bool]:
     """The content of a settings file, and whether a run has written it, so that it is complete; ConfigError if it is not YAML.
 
     ConfigError for a run's config.yaml (``of_run``, or by the files beside it) that lacks a setting, which would silently be
     replaced by the default. A setting that did not exist in the version that wrote the file has its default.
     """
-    of_run = of_run or (path.name == NAME and any((path.parent / name).exists() for name in BESIDE))
+    of_run = of_run or is_of_run(path)
     way_out = (
         f"a run's config.yaml holds all of its settings. Copy the newest complete version from {path.parent / HISTORY} there, or "
         f"repeat the command of the first attempt (see attempts.jsonl and jobs.jsonl), which writes the file again"

@@ -11,7 +11,6 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from hpclm import files
 
@@ -67,7 +66,12 @@ def explained(report: Callable[[str], object]) -> Iterator[None]:
     libc = ctypes.CDLL(None)
     kind = ctypes.CFUNCTYPE(None, ctypes.c_int)
     libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p]
-    before = {file.path: os.stat(file.path).st_size for file in mapped_files() if Path(file.path).exists()}  # noqa: PTH116
+    before = dict[str, int]()
+    for file in mapped_files():
+        with suppress(
+            OSError
+        ):  # it may have been removed, or be another user's: what this process has mapped was opened before
+            before[file.path] = os.stat(file.path).st_size  # noqa: PTH116 - it need not be valid UTF-8
     previous: int | None = None
 
     def handle(number: int) -> None:

@@ -166,6 +166,7 @@ def _replacements(counter: CallCounter) -> dict[str, Any]:
         # a build without CUDA has no such classes
         "cuda.Event": Event,
         "cuda.Stream": torch.cpu.Stream,
+        "cuda.current_stream": torch.cpu.current_stream,
         "cuda.stream": torch.cpu.stream,
         "cuda.synchronize": counter.wait,
         # on a CPU they keep, or take apart, something else than on a GPU

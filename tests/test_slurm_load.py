@@ -15,8 +15,8 @@ from tests.test_preemption import Job
 
 # Requests of one squeue, scontrol or sinfo: some ask for partitions or the federation too.
 BUDGET = {
-    "submit": 6,  # 3, 1 for whose the number is that sbatch gave, and what the script asks about its job, which may have started by then
-    "submit with GPUs": 7,  # it has no time limit of its own, so the partition is asked for its
+    "submit": 5,  # 3, and what the script asks about its job, which may have started by then
+    "submit with GPUs": 6,  # it has no time limit of its own, so the partition is asked for its
     "status": 3,
     "logs": 3,
     "logs -f, a minute": 3,

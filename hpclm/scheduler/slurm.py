@@ -114,21 +114,32 @@ class Slurm(Scheduler):
         code, answer, message = processes.ask(command, SUBMISSION, env)
         if code:
             raise refused(message)
-        job, cluster = target._id_of(script, answer.strip()), target.clusters
+        job, shown = target._job_of(script, answer.strip())
+        cluster = target.clusters
         if not re.fullmatch(r"[\w-]*", cluster) or cluster == "all":
             queued = target.queued(script.parent, SUBMISSION)
             cluster = next((each.cluster for each in queued if each.job_id == job), cluster)
-        target.on(cluster)._check_startable(job)
+        there = target.on(cluster)
+        there._check_startable(job, shown if there is target else there._shown(job))
         return f"{job};{cluster}" if cluster else job
 
-    def _id_of(self, script: Path, answer: str) -> str:
-        """The ID of the job of ``script``; ``answer``: what submitit took for it, which may be from a line that the cluster adds to
-        sbatch's own: "your last job 12 took 3 hours"."""
+    def _job_of(self, script: Path, answer: str) -> tuple[str, dict[str, str]]:
+        """The ID of the job of ``script``, and what Slurm shows of it; ``answer``: what submitit took for the ID, which may be from a
+        line that the cluster adds to sbatch's own: "your last job 12 took 3 hours"."""
+        shown = self._shown(answer)
+        if _submitted(shown.get("Command", ""), script.parent) == script:
+            return answer, shown
         with contextlib.suppress(NoAnswerError):
-            if _submitted(slurm.shown("job", answer, env=self.env).get("Command", ""), script.parent) == script:
-                return answer
-            return next((job.job_id for job in self.queued(script.parent, 60.0) if job.script == script), answer)
-        return answer
+            for job in self.queued(script.parent, 60.0):
+                if job.script == script:
+                    return job.job_id, self._shown(job.job_id)
+        return answer, shown
+
+    def _shown(self, job: str) -> dict[str, str]:
+        """The fields that scontrol shows of a job; {} without an answer."""
+        with contextlib.suppress(NoAnswerError):
+            return slurm.shown("job", job, env=self.env)
+        return {}
 
     def queued(self, scripts: Path, seconds: float) -> list[Queued]:
         """squeue shows the paths of scripts."""
@@ -176,11 +187,8 @@ class Slurm(Scheduler):
         """From scontrol, asked once for all."""
         return slurm.troubles(hosts, seconds, self.env)
 
-    def _check_startable(self, job: str) -> None:
-        """ConfigError if Slurm has accepted a job that it can never start; the job is cancelled then."""
-        shown = dict[str, str]()
-        with contextlib.suppress(NoAnswerError):
-            shown = slurm.shown("job", job, env=self.env)
+    def _check_startable(self, job: str, shown: dict[str, str]) -> None:
+        """ConfigError if Slurm has accepted a job that it can never start, by what it shows of it; the job is cancelled then."""
         reason = shown.get("Reason", "")
         if shown.get("JobState") != "PENDING" or reason in USUAL:
             return

@@ -150,7 +150,7 @@ def _document(dataset: IndexedDataset, number: int, tokenizer: tokenizers.Tokeni
 
 
 def _ends(chat: dict[str, Any] | None) -> str:
-    return "" if chat is None else ", ".join(chat["ends"]) or "no token of its own"
+    return "" if chat is None else ", ".join(chat["ends"]) or "no single token"
 
 
 def _line(summary: dict[str, float]) -> str:

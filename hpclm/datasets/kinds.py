@@ -33,7 +33,7 @@ ARRAY = re.compile(rb"\s*\[\s*[\[{]")
 SPREAD = re.compile(rb'\s*\{[ \t\r]*\n\s*"')
 """The beginning of a JSON object that does not end in its line."""
 CSV = {".csv": "", ".tsv": ", sep=chr(9)"}
-"""Endings of tables of text, and what pandas is told of them."""
+"""Endings of tables of text, and the argument of pandas.read_csv for each."""
 MARKUP = re.compile(rb"\s*(?:<!doctype\s+html|<html|<\?xml)", re.IGNORECASE)
 BOM = b"\xef\xbb\xbf"  # byte order mark of UTF-8
 NULS = 0.01  # share of bytes that are zero, above which a file is binary

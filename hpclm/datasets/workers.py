@@ -66,7 +66,7 @@ def ordered(function: Callable[[Work], Result], work: Iterable[Work], workers: i
         finally:
             for worker in multiprocessing.active_children():
                 if not complete and worker not in others:
-                    worker.kill()  # nobody needs what it is doing, which may take long
+                    worker.kill()  # its work is not needed any more, and may take long
             pool.shutdown(cancel_futures=True)
 
 

@@ -39,7 +39,7 @@ def noted() -> str:
 
 
 def report_uncaught() -> None:
-    """From now on, an exception that nobody catches, as while hpclm itself is imported, is explained if it can be."""
+    """From now on, an uncaught exception, such as one while hpclm itself is imported, is explained if it can be."""
     sys.excepthook = _report
 
 
@@ -70,7 +70,7 @@ def _first_lines(error: BaseException) -> str:
 
 
 def _suspects(error: BaseException) -> Iterator[str]:
-    """Top-level modules that may be the cause of ``error``, the likeliest first."""
+    """Top-level modules that may be the cause of ``error``, the most likely first."""
     if isinstance(error, ImportError) and error.name:
         yield _top(error.name)
     if isinstance(error, AttributeError):

@@ -156,7 +156,7 @@ class Meter:
             self._tell(step)
 
     def _warn(self, row: dict[str, Any]) -> None:
-        """Say once that a step, or a micro-batch that is a mean of its own, has nothing to learn from."""
+        """Warn once that a step, or with loss_norm=microbatch a micro-batch, has no token that counts."""
         step, empty = row["step"], row.get("empty_micro_batches")
         if log_lines.is_without_loss(row) and "step" not in self._warned:
             self._warned.add("step")

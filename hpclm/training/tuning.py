@@ -46,7 +46,7 @@ def keep_chat(run: RunConfig, chat: ChatRecord | None, step: int) -> None:
         log.info("an answer ends with %s, where generation stops", " or ".join(now.ends))
     else:
         log.warning(
-            "with this chat template no answer ends with a token of its own: generation cannot stop there. Use --stop TEXT, or a "
+            "with this chat template no single token ends an answer, so generation cannot stop there. Use --stop TEXT, or a "
             "template that ends the assistant's turns with a special token"
         )
 

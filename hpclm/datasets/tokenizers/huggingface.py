@@ -121,7 +121,7 @@ class Library:
     def _in_pieces(self, text: str, whole: NDArray, spans: list[tuple[int, int]]) -> Marked | None:
         """``marked`` with the bounds of ``spans`` as bounds of tokens; None if no such tokens have the text.
 
-        A tokenizer may put a space before whatever it is given, so a piece is tokenized after the special token that precedes it, and
+        A tokenizer may put a space before any text, so a piece is tokenized after the special token that precedes it, and
         any other also after another text, which is removed again.
         """
         cuts = sorted({0, len(text), *chain.from_iterable(spans)})

@@ -99,7 +99,7 @@ def _settings(checkpoint: RunCheckpoint, dtype: str) -> Iterator[Row]:
         if known.get("tokenizer"):
             yield "tokenizer", tokenizers.describe(known["tokenizer"])
     if chat := checkpoint.chat:
-        yield "end of an answer", ", ".join(chat.ends) or "no token of its own"
+        yield "end of an answer", ", ".join(chat.ends) or "no single token"
     sections = ("model", "batch", "optim") if checkpoint.step else ("model",)
     for name in sections:
         used, defaults = vars(getattr(config, name)), vars(getattr(RunConfig(), name))
